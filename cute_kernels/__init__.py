@@ -1,0 +1,51 @@
+"""GPU kernels whose bits you can rely on.
+
+``import cute_kernels as ck`` needs torch only: each public name loads its module at first use, and
+``cutlass`` or ``triton`` are imported when a kernel that needs them is launched.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "linear": "gemm.api",
+    "matmul": "gemm.api",
+    "guarantees": "about",
+    "contract_id": "about",
+    "info": "about",
+    "errors": None,
+    "schedulers": None,
+}
+
+__all__ = [
+    "contract_id",
+    "errors",
+    "guarantees",
+    "info",
+    "linear",
+    "matmul",
+    "schedulers",
+]
+
+if TYPE_CHECKING:
+    from . import errors, schedulers
+    from .about import contract_id, guarantees, info
+    from .gemm.api import linear, matmul
+
+
+def __getattr__(name: str):
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = _PUBLIC[name]
+    module = importlib.import_module(f"{__name__}.{home or name}")
+    value = getattr(module, name) if home else module
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

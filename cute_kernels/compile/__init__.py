@@ -1,0 +1,1 @@
+"""Compiling kernels: fake tensors, the object cache, ahead-of-time export, certificates."""

@@ -1,0 +1,121 @@
+"""The guarantees an op can keep, what each op keeps where, and the hash that names its bits.
+
+docs/guarantees.md states each guarantee in full; tests/contract.py tests them, byte for byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from . import arch
+from .errors import ArgumentValueError, NondeterministicError, one_of
+
+RUN_TO_RUN = "run_to_run"
+BATCH_INVARIANT = "batch_invariant"
+SPLIT_INVARIANT = "split_invariant"
+SCHEDULE_INVARIANT = "schedule_invariant"
+TP_INVARIANT = "tp_invariant"
+
+MEANING = {
+    RUN_TO_RUN: "same inputs, same build, same device model: same bits",
+    BATCH_INVARIANT: "an output row depends on its own input row and the weights only",
+    SPLIT_INVARIANT: "a gradient summed over tokens has the same bits however the stream is split",
+    SCHEDULE_INVARIANT: "bits do not depend on SM count, launch order or occupancy",
+    TP_INVARIANT: "bits do not depend on the tensor-parallel degree",
+}
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What one op promises.
+
+    ``kept`` maps a backend to its guarantees.  ``plan`` maps a backend and a device to every
+    constant that its bits depend on; nothing else may enter, or ids would differ for no reason.
+    """
+
+    op: str
+    kept: Mapping[str, frozenset[str]]
+    plan: Callable[[str, arch.Device], Mapping[str, object]]
+    backend: Callable[[torch.device, torch.dtype], str]
+
+
+_CONTRACTS: dict[str, Contract] = {}
+
+
+def register(contract: Contract) -> None:
+    """Adds one op's contract; called where the op is defined."""
+    _CONTRACTS[contract.op] = contract
+
+
+def ops() -> tuple[str, ...]:
+    """The ops that have a contract."""
+    return tuple(sorted(_CONTRACTS))
+
+
+def guarantees(
+    op: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
+) -> frozenset[str]:
+    """The guarantees that ``op`` keeps on ``device`` for inputs of ``dtype``.
+
+    Args:
+        op: A public name, such as ``"linear"``.
+        device: Where the inputs live.
+        dtype: Their dtype; it can decide the backend (fp32 runs on Triton on SM90).
+
+    Returns:
+        A set of the names in design section 1, for example ``{"run_to_run", "batch_invariant"}``.
+
+    Raises:
+        ArgumentValueError: ``op`` has no contract.
+        BackendUnavailable: no backend runs it there; the message says why, backend by backend.
+    """
+    contract = _contract(op)
+    return contract.kept[contract.backend(torch.device(device), dtype)]
+
+
+def contract_id(
+    op: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
+) -> str:
+    """A hash of everything the bits of ``op`` on ``device`` depend on besides its inputs.
+
+    Two processes whose ids are equal produce equal bits from equal inputs: a trainer and a rollout
+    engine can compare them before they start.  It covers the summation order, the plan's constants,
+    the instruction family, the backend, the architecture and the toolchain's versions.
+
+    Args, Raises: as `guarantees`.
+
+    Returns:
+        ``"linear/cute_sm90/sm_90a/<16 hex digits>"``.
+    """
+    contract = _contract(op)
+    backend = contract.backend(torch.device(device), dtype)
+    where = arch.describe(device)
+    facts = {
+        "op": op,
+        "backend": backend,
+        "arch": where.arch,
+        "plan": contract.plan(backend, where),
+        "toolchain": arch.toolchain(backend),
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    return f"{op}/{backend}/{where.arch}/{digest}"
+
+
+def refuse_if_deterministic(what: str, instead: str) -> None:
+    """Raises for an unordered variant while torch asks for determinism, read at call time."""
+    if torch.are_deterministic_algorithms_enabled():
+        raise NondeterministicError(
+            f"{what} adds in arrival order and torch.use_deterministic_algorithms(True) is set; "
+            f"use {instead}"
+        )
+
+
+def _contract(op: str) -> Contract:
+    if op not in _CONTRACTS:
+        raise ArgumentValueError(one_of("op", ops(), op))
+    return _CONTRACTS[op]

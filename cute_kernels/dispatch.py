@@ -1,0 +1,77 @@
+"""(op, device, dtype) -> backend -> launcher.  One table; a refused backend is never replaced by
+one that is not in it.
+
+Launchers are named by module path and imported at first use: neither ``cutlass`` nor ``triton`` is
+imported by a process that does not run them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from . import arch, settings
+from .errors import BackendUnavailable, no_backend
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """Where one op lives on one backend, and the dtypes it takes there."""
+
+    launcher: str  # "package.module:function"
+    dtypes: frozenset[torch.dtype]
+    otherwise: str = ""  # where a dtype that is not taken goes, for the reader of a refusal
+
+
+_TABLE: dict[str, dict[str, Implementation]] = {}
+
+
+def register(op: str, implementations: dict[str, Implementation]) -> None:
+    """Adds the backends of one op."""
+    _TABLE[op] = implementations
+
+
+def reasons(op: str, device: torch.device | str, dtype: torch.dtype) -> dict[str, str | None]:
+    """Per backend: None if it can run ``op``, else why it cannot."""
+    where = arch.describe(device)
+    found: dict[str, str | None] = {}
+    for backend in arch.BACKENDS:
+        implementation = _TABLE[op].get(backend)
+        if implementation is None:
+            found[backend] = "has no such op"
+        elif why := arch.refusal(backend, where):
+            found[backend] = why
+        elif dtype not in implementation.dtypes:
+            found[backend] = f"does not take {dtype}{implementation.otherwise}"
+        else:
+            found[backend] = None
+    return found
+
+
+def backend(op: str, device: torch.device | str, dtype: torch.dtype) -> str:
+    """The backend that runs ``op``; BackendUnavailable with every reason if there is none."""
+    return _choose(op, torch.device(device), dtype, settings.forced_backend())
+
+
+def launcher(op: str, device: torch.device, dtype: torch.dtype) -> Callable:
+    """The function that runs ``op`` on tensors of ``device`` and ``dtype``."""
+    return _load(op, _choose(op, device, dtype, settings.forced_backend()))
+
+
+@functools.cache
+def _choose(op: str, device: torch.device, dtype: torch.dtype, forced: str) -> str:
+    found = reasons(op, device, dtype)
+    for name, why in found.items():
+        if why is None:
+            return name
+    raise BackendUnavailable(no_backend(op, device, {k: str(v) for k, v in found.items()}))
+
+
+@functools.cache
+def _load(op: str, chosen: str) -> Callable:
+    module, function = _TABLE[op][chosen].launcher.split(":")
+    return getattr(importlib.import_module(module), function)

@@ -1,0 +1,94 @@
+"""Every exception of the library and every message template.
+
+An error names the argument, what was expected and what came.  Classes derive from the built-in
+that a Python user would catch: ``ValueError`` for a wrong value or shape, ``TypeError`` for a wrong
+type or dtype, ``RuntimeError`` for a machine that cannot do what was asked.
+"""
+
+from __future__ import annotations
+
+
+class CuteKernelsError(Exception):
+    """The base of every exception that this library raises on purpose."""
+
+
+class ShapeError(CuteKernelsError, ValueError):
+    """A rank, a size, or two sizes that must agree."""
+
+
+class DtypeError(CuteKernelsError, TypeError):
+    """A dtype that is unsupported, or two dtypes that must agree."""
+
+
+class ArgumentTypeError(CuteKernelsError, TypeError):
+    """An argument that is not of the type the function takes (a list for a tensor, say)."""
+
+
+class ArgumentValueError(CuteKernelsError, ValueError):
+    """An option whose value is not one of those there are."""
+
+
+class DeviceError(CuteKernelsError, ValueError):
+    """Tensors on different devices."""
+
+
+class AliasError(CuteKernelsError, ValueError):
+    """A tensor that is written shares memory with one that is read."""
+
+
+class BackendUnavailable(CuteKernelsError, RuntimeError):
+    """No backend can run this op on this device; the message lists each one and why not."""
+
+
+class NondeterministicError(CuteKernelsError, RuntimeError):
+    """An unordered variant was asked for under ``torch.use_deterministic_algorithms(True)``."""
+
+
+class UnsupportedTransformError(CuteKernelsError, RuntimeError):
+    """A ``torch.func`` transform that the op does not support."""
+
+
+class CacheError(CuteKernelsError, RuntimeError):
+    """The kernel cache folder cannot be trusted or used."""
+
+
+class AotError(CuteKernelsError, RuntimeError):
+    """A folder of ahead-of-time compiled kernels does not fit this machine or is damaged."""
+
+
+class CertificateError(CuteKernelsError, RuntimeError):
+    """A compiled kernel could not be disassembled or inspected."""
+
+
+class SettingError(CuteKernelsError, ValueError):
+    """An environment variable of this library has a value that it does not take."""
+
+
+class MaskError(CuteKernelsError, ValueError):
+    """A block mask that is not well formed."""
+
+
+class MaskTypeError(CuteKernelsError, TypeError):
+    """A block mask given in a type or dtype that is not taken."""
+
+
+class ScheduleError(CuteKernelsError, ValueError):
+    """A schedule that could deadlock, or that does not cover its mask."""
+
+
+def expected(argument: str, want: str, got: object) -> str:
+    """``"weight: expected 2 dimensions [N, K], got 3 (shape [4, 4, 4])"``."""
+    return f"{argument}: expected {want}, got {got}"
+
+
+def one_of(argument: str, choices, got: object) -> str:
+    """``"order: expected one of 'chain', got 'tree'"``."""
+    listed = ", ".join(repr(c) for c in choices)
+    return expected(argument, f"one of {listed}", repr(got))
+
+
+def no_backend(op: str, device: object, reasons: dict[str, str]) -> str:
+    """One line per backend that was refused, and why."""
+    lines = [f"{op}: no backend for {device}"]
+    lines += [f"  {name}: {why}" for name, why in reasons.items()]
+    return "\n".join(lines)

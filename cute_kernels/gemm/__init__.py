@@ -1,0 +1,1 @@
+"""Batch-invariant GEMM: ``linear`` and ``matmul``, forward and backward."""

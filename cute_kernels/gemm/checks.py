@@ -1,0 +1,185 @@
+"""Tensors -> a frozen Problem, or one exception that names the argument.  Works on meta tensors.
+
+Nothing below this file checks again: the op, the launcher and the kernels trust a Problem.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import (
+    AliasError,
+    ArgumentTypeError,
+    ArgumentValueError,
+    BackendUnavailable,
+    DeviceError,
+    DtypeError,
+    ShapeError,
+    expected,
+    no_backend,
+    one_of,
+)
+
+ORDERS = ("chain",)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DEVICE_TYPES = ("cpu", "cuda", "meta")
+
+#: TMA coordinates are int32.
+MAX_SIZE = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One product: [m, k] times [n, k] transposed, in one dtype on one device."""
+
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    order: str,
+    main_grad: torch.Tensor | None,
+) -> Problem:
+    """The problem of ``linear(x[..., K], weight[N, K], bias[N], main_grad[N, K])``."""
+    _tensor("x", x)
+    _tensor("weight", weight)
+    if x.dim() < 1:
+        raise ShapeError(expected("x", "at least 1 dimension [..., K]", "a scalar tensor"))
+    _rank("weight", weight, 2, "[N, K]")
+    n, k = weight.shape
+    if x.shape[-1] != k:
+        want = f"last dimension {k}, the K of weight {list(weight.shape)}"
+        raise ShapeError(expected("x", want, list(x.shape)))
+    rows = x.numel() // k if k else x.shape[:-1].numel()
+    problem = Problem(rows, n, k, x.dtype, x.device)
+    _same_kind("x", x, "weight", weight)
+    _common(problem, order)
+    if bias is not None:
+        _bias(bias, x, n)
+    if main_grad is not None:
+        _main_grad(main_grad, n, k, {"x": x, "weight": weight, "bias": bias})
+    return problem
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor, order: str) -> Problem:
+    """The problem of ``matmul(a[M, K], b[K, N])``."""
+    _tensor("a", a)
+    _tensor("b", b)
+    _rank("a", a, 2, "[M, K]")
+    _rank("b", b, 2, "[K, N]")
+    if a.shape[1] != b.shape[0]:
+        want = f"{a.shape[1]} rows, the K of a {list(a.shape)}"
+        raise ShapeError(expected("b", want, list(b.shape)))
+    problem = Problem(a.shape[0], b.shape[1], a.shape[1], a.dtype, a.device)
+    _same_kind("a", a, "b", b)
+    _common(problem, order)
+    return problem
+
+
+def _common(problem: Problem, order: str) -> None:
+    if order not in ORDERS:
+        raise ArgumentValueError(one_of("order", ORDERS, order))
+    if problem.device.type not in DEVICE_TYPES:
+        reasons = dict.fromkeys(("cute_sm90", "triton"), "needs a CUDA or ROCm device")
+        reasons["cpu"] = "runs on cpu tensors only"
+        raise BackendUnavailable(no_backend("gemm", problem.device, reasons))
+    for name in ("m", "n", "k"):
+        if getattr(problem, name) > MAX_SIZE:
+            raise ShapeError(expected(name, f"at most {MAX_SIZE}", getattr(problem, name)))
+
+
+def _same_kind(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Both strided and floating, on one device and, unless autocast casts them, of one dtype."""
+    _plain(name, tensor)
+    _plain(other_name, other)
+    if other.device != tensor.device:
+        raise DeviceError(expected(other_name, f"device {tensor.device} of {name}", other.device))
+    if other.dtype != tensor.dtype and not torch.is_autocast_enabled(tensor.device.type):
+        raise DtypeError(expected(other_name, f"{tensor.dtype}, the dtype of {name}", other.dtype))
+
+
+def _plain(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout != torch.strided:
+        raise ArgumentTypeError(expected(name, "a dense (strided) tensor", tensor.layout))
+    if tensor.dtype not in DTYPES:
+        raise DtypeError(expected(name, "one of " + ", ".join(map(str, DTYPES)), tensor.dtype))
+
+
+def _bias(bias: torch.Tensor, x: torch.Tensor, n: int) -> None:
+    _tensor("bias", bias)
+    _rank("bias", bias, 1, "[N]")
+    if bias.shape[0] != n:
+        raise ShapeError(expected("bias", f"shape [{n}], the N of weight", list(bias.shape)))
+    _same_kind("x", x, "bias", bias)
+
+
+def _main_grad(main_grad: torch.Tensor, n: int, k: int, read: dict) -> None:
+    _tensor("main_grad", main_grad)
+    x = read["x"]
+    if list(main_grad.shape) != [n, k]:
+        want = f"shape [{n}, {k}], that of weight"
+        raise ShapeError(expected("main_grad", want, list(main_grad.shape)))
+    if main_grad.dtype != torch.float32:
+        raise DtypeError(expected("main_grad", "torch.float32", main_grad.dtype))
+    if main_grad.layout != torch.strided:
+        raise ArgumentTypeError(expected("main_grad", "a dense (strided) tensor", main_grad.layout))
+    if main_grad.device != x.device:
+        raise DeviceError(expected("main_grad", f"device {x.device} of x", main_grad.device))
+    if main_grad.requires_grad:
+        want = "requires_grad=False (backward adds into it)"
+        raise ArgumentValueError(expected("main_grad", want, "requires_grad=True"))
+    if _overlaps_itself(main_grad):
+        want = "elements at distinct addresses (it is updated in place)"
+        raise AliasError(expected("main_grad", want, f"strides {main_grad.stride()}"))
+    if torch.compiler.is_compiling():
+        return  # a traced tensor has no storage to compare
+    for name, tensor in read.items():
+        if tensor is not None and _shares_memory(main_grad, tensor):
+            want = f"memory of its own (backward writes it while it reads {name})"
+            raise AliasError(expected("main_grad", want, f"an alias of {name}"))
+
+
+def _tensor(name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentTypeError(expected(name, "a torch.Tensor", type(value).__name__))
+
+
+def _rank(name: str, tensor: torch.Tensor, rank: int, shape: str) -> None:
+    if tensor.dim() != rank:
+        got = f"{tensor.dim()} (shape {list(tensor.shape)})"
+        raise ShapeError(expected(name, f"{rank} dimension{'s' * (rank > 1)} {shape}", got))
+
+
+def _overlaps_itself(t: torch.Tensor) -> bool:
+    """Whether two elements of a 2-D tensor can share an address."""
+    sized = sorted(
+        (stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1
+    )
+    reach = 1
+    for stride, size in sized:
+        if stride < reach:
+            return True
+        reach = stride * (size - 1) + reach
+    return False
+
+
+def _shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the byte ranges of two tensors meet inside one storage."""
+    if a.untyped_storage()._cdata != b.untyped_storage()._cdata or not a.numel() or not b.numel():
+        return False
+    (a_first, a_end), (b_first, b_end) = _byte_range(a), _byte_range(b)
+    return a_first < b_end and b_first < a_end
+
+
+def _byte_range(t: torch.Tensor) -> tuple[int, int]:
+    first = t.storage_offset() * t.element_size()
+    span = sum(stride * (size - 1) for stride, size in zip(t.stride(), t.shape, strict=True))
+    return first, first + (span + 1) * t.element_size()

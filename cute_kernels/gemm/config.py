@@ -1,0 +1,121 @@
+"""Every constant that the bits or the speed of gemm depend on, and Problem -> Config.
+
+No function here reads M: the reduction tree of an output element is a function of (op, N, K, dtype,
+arch) alone (tests/gemm/test_config.py holds this).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+
+from .. import arch
+from ..contracts import BATCH_INVARIANT, RUN_TO_RUN, SCHEDULE_INVARIANT, SPLIT_INVARIANT
+
+#: The order of every backend here: one fp32 accumulator, ascending K in groups of 16, one rounding.
+ORDER = "chain"
+K_GROUP = 16
+
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+KEPT: Mapping[str, frozenset[str]] = {
+    arch.CUTE_SM90: frozenset({RUN_TO_RUN, BATCH_INVARIANT, SPLIT_INVARIANT, SCHEDULE_INVARIANT}),
+    arch.TRITON: frozenset({RUN_TO_RUN, BATCH_INVARIANT, SPLIT_INVARIANT, SCHEDULE_INVARIANT}),
+    # A CPU has no SMs; its bits hold for one thread count (part of the contract id).
+    arch.CPU: frozenset({RUN_TO_RUN, BATCH_INVARIANT, SPLIT_INVARIANT}),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """One compiled SM90 kernel.
+
+    ``a_major`` / ``b_major``: ``"k"`` when the reduction dimension is contiguous, else ``"mn"``.
+    ``epilogue``: ``"plain"``, ``"bias"`` (fp32 add before the rounding) or ``"accumulate"`` (the
+    accumulator starts from an fp32 tensor that is updated in place).
+    """
+
+    dtype: str
+    a_major: str
+    b_major: str
+    epilogue: str
+    tile_m: int = 128
+    tile_n: int = 256
+    tile_k: int = 64
+    cluster_m: int = 2
+    cluster_n: int = 1
+    raster_group: int = 8
+
+    def items(self) -> tuple[tuple[str, str | int], ...]:
+        """Sorted (name, value) pairs: the constexpr part of the compile key."""
+        return tuple(sorted(asdict(self).items()))
+
+
+@dataclass(frozen=True)
+class TritonPlan:
+    """The one tile of the Triton kernel, for every shape."""
+
+    block_m: int = 128
+    block_n: int = 128
+    block_k: int = 64
+    group_m: int = 8
+    num_warps: int = 8
+    num_stages: int = 3
+    input_precision: str = "ieee"
+    fp_fusion: bool = True
+
+
+@dataclass(frozen=True)
+class CpuPlan:
+    """Blocks of the CPU backend: rows of a block, and the multiple that N and K are padded to."""
+
+    rows: int = 64
+    pad: int = 16
+    sum_rows: int = 64
+
+
+@dataclass(frozen=True)
+class ColumnSumPlan:
+    """dbias: each of ``lanes`` threads adds every lanes-th row in order; then lanes in order."""
+
+    lanes: int = 8
+    columns: int = 64
+
+
+TRITON = TritonPlan()
+TRITON_FP32 = TritonPlan(block_m=64, block_n=64, block_k=32, num_warps=4)
+CPU = CpuPlan()
+COLUMN_SUM = ColumnSumPlan()
+
+
+def choose(dtype: torch.dtype, a_major: str, b_major: str, epilogue: str) -> Config:
+    """The configuration of the SM90 kernel for one product; one tile for every shape."""
+    return Config(DTYPE_NAMES[dtype], a_major, b_major, epilogue)
+
+
+def catalogue() -> Iterator[Config]:
+    """Every configuration that ``choose`` can return."""
+    dtypes = (torch.bfloat16, torch.float16)
+    majors, epilogues = ("k", "mn"), ("plain", "bias", "accumulate")
+    for dtype, a, b, epilogue in itertools.product(dtypes, majors, majors, epilogues):
+        yield choose(dtype, a, b, epilogue)
+
+
+def plan(backend: str, device: arch.Device) -> dict[str, object]:
+    """What a contract id covers: every constant of the plan, and the instruction family."""
+    common: dict[str, object] = {"order": ORDER, "k_group": K_GROUP, "rounding": "once, from fp32"}
+    if backend == arch.CUTE_SM90:
+        tile = {
+            name: value
+            for name, value in choose(torch.bfloat16, "k", "k", "plain").items()
+            if name not in ("dtype", "a_major", "b_major", "epilogue")
+        }
+        family = f"wgmma.m64n{tile['tile_n']}k16.f32"
+        return common | {"family": family, "tile": tile, "column_sum": asdict(COLUMN_SUM)}
+    if backend == arch.TRITON:
+        plans = {"16-bit": asdict(TRITON), "fp32": asdict(TRITON_FP32)}
+        return common | {"family": "tl.dot", "plans": plans, "column_sum": asdict(COLUMN_SUM)}
+    return common | {"family": "blas", "blocks": asdict(CPU), "threads": device.units}

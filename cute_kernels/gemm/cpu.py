@@ -1,0 +1,128 @@
+"""The CPU backend: torch's own GEMM inside blocks of one fixed shape, in one fixed order.
+
+Forward and dx: rows are cut into blocks of 64, the last one padded with zero rows, so every product
+has the shape [64, K] x [K, N] whatever M is.  N and K are padded to multiples of 16.
+
+dW into main_grad: tokens are consumed 16 at a time, in order, each group added to the accumulator
+in memory, so any cut at multiples of 16 leaves the same fp32 state.
+
+A BLAS promises nothing about row positions inside a block.  The first product of each (N, K,
+threads) therefore proves it on this machine: 64 equal rows must give 64 equal results, or the call
+fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import torch
+
+from ..errors import BackendUnavailable
+from .config import CPU, K_GROUP
+
+_ALIGN_BYTES = 64
+
+
+def gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    accumulator: torch.Tensor | None,
+) -> torch.Tensor:
+    """a [M, K] · b [N, K]ᵀ (+ bias [N]), or accumulator [N, K']-shaped += the same, in place."""
+    with _ieee_fp32():
+        if accumulator is not None:
+            return _accumulate(a, b, accumulator)
+        return _blocked(a, b, bias)
+
+
+def column_sum(rows: torch.Tensor) -> torch.Tensor:
+    """Σ over rows of [M, N], in fp32, 64 rows at a time in ascending order."""
+    total = torch.zeros(rows.shape[1], dtype=torch.float32)
+    for block in rows.split(CPU.sum_rows):
+        total += block.to(torch.float32).sum(0)
+    return total.to(rows.dtype)
+
+
+def _blocked(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    (m, k), n = a.shape, b.shape[0]
+    k_pad, n_pad = _padded(k), _padded(n)
+    _prove_row_position(n_pad, k_pad, torch.get_num_threads())
+    weight = _canonical(b, n_pad, k_pad)
+    block = torch.zeros(CPU.rows, k_pad)
+    sums = torch.empty(CPU.rows, n_pad)
+    out = torch.empty(m, n, dtype=a.dtype)
+    bias = None if bias is None else bias.to(torch.float32)
+    for first in range(0, m, CPU.rows):
+        rows = min(CPU.rows, m - first)
+        block[:rows, :k] = a[first : first + rows]
+        block[rows:] = 0
+        torch.mm(block, weight.mT, out=sums)
+        y = sums[:rows, :n]
+        out[first : first + rows] = y if bias is None else y + bias
+    return out
+
+
+def _accumulate(a: torch.Tensor, b: torch.Tensor, accumulator: torch.Tensor) -> torch.Tensor:
+    """accumulator [M, N] += Σ_g a_g b_gᵀ over groups g of 16 columns, ascending."""
+    (m, k), n = a.shape, b.shape[0]
+    total = accumulator if _dense(accumulator) else accumulator.contiguous()
+    left = torch.zeros(K_GROUP, _padded(m))
+    right = torch.zeros(K_GROUP, n)
+    for first in range(0, k, K_GROUP):
+        size = min(K_GROUP, k - first)
+        left[:size, :m] = a[:, first : first + size].mT
+        right[:size] = b[:, first : first + size].mT
+        left[size:] = 0
+        right[size:] = 0
+        total.addmm_(left[:, :m].mT, right)
+    if total is not accumulator:
+        accumulator.copy_(total)
+    return accumulator
+
+
+def _padded(size: int) -> int:
+    return -(-size // CPU.pad) * CPU.pad
+
+
+def _dense(t: torch.Tensor) -> bool:
+    return t.is_contiguous() and t.data_ptr() % _ALIGN_BYTES == 0
+
+
+def _canonical(b: torch.Tensor, n_pad: int, k_pad: int) -> torch.Tensor:
+    """b as an aligned, contiguous, zero-padded fp32 [N, K]: one layout, one set of bits."""
+    if b.dtype == torch.float32 and tuple(b.shape) == (n_pad, k_pad) and _dense(b):
+        return b
+    weight = torch.zeros(n_pad, k_pad)
+    weight[: b.shape[0], : b.shape[1]] = b
+    return weight
+
+
+@functools.cache
+def _prove_row_position(n: int, k: int, threads: int) -> None:
+    """64 equal rows in, 64 equal rows out, byte for byte; BackendUnavailable otherwise."""
+    generator = torch.Generator().manual_seed(n * 1_000_003 + k)
+    row = torch.randn(1, k, generator=generator)
+    weight = torch.randn(n, k, generator=generator)
+    out = torch.mm(row.expand(CPU.rows, k).contiguous(), weight.mT).view(torch.int32)
+    if bool((out != out[0]).any()):
+        raise BackendUnavailable(
+            f"gemm: backend cpu cannot keep batch_invariant here: this machine's BLAS gives equal "
+            f"rows different bits by position at N={n}, K={k}, {threads} threads"
+        )
+
+
+@contextlib.contextmanager
+def _ieee_fp32():
+    """fp32 products in fp32, whatever torch.set_float32_matmul_precision says."""
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    if before in ("ieee", "none"):
+        yield
+        return
+    matmul.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before

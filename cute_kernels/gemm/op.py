@@ -1,0 +1,198 @@
+"""The torch ops of gemm: schemas, fakes, autograd.
+
+    linear      y  = x Wᵀ + b          x [..., K], W [N, K], b [N]   -> y [..., N]
+    linear_dx   dx = dy W              dy [..., N], W [N, K]         -> dx [..., K]
+    linear_dw   dW = dyᵀ x             dy [..., N], x [..., K]       -> dW [N, K]
+    linear_dw_  main_grad += dyᵀ x     the accumulator starts from main_grad (fp32)
+    linear_dbias  db = Σ dy            dy [..., N]                   -> db [N]
+
+The set is closed under differentiation, so double backward works.  Every product is one launcher,
+``gemm(a [M, K], b [N, K], bias, accumulator)``, on views: no transposing copy.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .. import contracts, dispatch
+from ..arch import CPU, CUTE_SM90, TRITON
+from ..dispatch import Implementation
+from ..errors import UnsupportedTransformError
+from ..torch_ops import define_op
+from . import config
+
+_HALF = frozenset({torch.bfloat16, torch.float16})
+_ALL = _HALF | {torch.float32}
+_FP32_ELSEWHERE = " (fp32 in IEEE arithmetic runs on triton)"
+
+for _kernel in ("gemm", "column_sum"):
+    dispatch.register(
+        _kernel,
+        {
+            CUTE_SM90: Implementation(f"{__package__}.launch:{_kernel}", _HALF, _FP32_ELSEWHERE),
+            TRITON: Implementation(f"{__package__}.triton_kernel:{_kernel}", _ALL),
+            CPU: Implementation(f"{__package__}.cpu:{_kernel}", _ALL),
+        },
+    )
+
+
+def _backend(device: torch.device, dtype: torch.dtype) -> str:
+    return dispatch.backend("gemm", device, dtype)
+
+
+for _name in ("linear", "matmul"):
+    contracts.register(contracts.Contract(_name, config.KEPT, config.plan, _backend))
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """a [M, K] · b [N, K]ᵀ + bias; sizes of zero need no kernel."""
+    (m, k), n = a.shape, b.shape[0]
+    if m == 0 or n == 0:
+        return a.new_empty(m, n)
+    if k == 0:
+        return a.new_zeros(m, n) if bias is None else bias.expand(m, n).clone()
+    return dispatch.launcher("gemm", a.device, a.dtype)(a, b, bias, None)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def _run_linear(x, weight, bias, main_grad, order):
+    return _product(_rows(x), weight, bias).view(*x.shape[:-1], weight.shape[0])
+
+
+def _run_dx(dy, weight, order):
+    return _product(_rows(dy), weight.mT).view(*dy.shape[:-1], weight.shape[1])
+
+
+def _run_dw(dy, x, order):
+    return _product(_rows(dy).mT, _rows(x).mT)
+
+
+def _run_dw_(dy, x, main_grad, order):
+    if dy.numel() and x.numel():
+        launch = dispatch.launcher("gemm", dy.device, dy.dtype)
+        launch(_rows(dy).mT, _rows(x).mT, None, main_grad)
+
+
+def _run_dbias(dy, order):
+    rows = _rows(dy)
+    if rows.numel() == 0:
+        return dy.new_zeros(dy.shape[-1])
+    return dispatch.launcher("column_sum", dy.device, dy.dtype)(rows)
+
+
+def _setup_linear(ctx, inputs, output):
+    x, weight, _, main_grad, ctx.order = inputs
+    needs_weight = ctx.needs_input_grad[1]
+    ctx.save_for_backward(x if needs_weight else None, weight)
+    # Not a saved tensor: backward of an earlier micro-batch may write it before ours reads it.
+    ctx.main_grad = main_grad if needs_weight else None
+
+
+def _backward_linear(ctx, dy):
+    x, weight = ctx.saved_tensors
+    dx = dw = db = None
+    if ctx.needs_input_grad[0]:
+        dx = linear_dx(dy, weight, ctx.order)
+    if ctx.needs_input_grad[1] and ctx.main_grad is None:
+        dw = linear_dw(dy, x, ctx.order)
+    elif ctx.needs_input_grad[1]:
+        linear_dw_(dy, x, ctx.main_grad, ctx.order)
+        if hasattr(weight, "grad_added_to_main_grad"):
+            weight.grad_added_to_main_grad = True
+    if ctx.needs_input_grad[2]:
+        db = linear_dbias(dy, ctx.order)
+    return dx, dw, db, None, None
+
+
+def _setup_two(ctx, inputs, output):
+    first, second, ctx.order = inputs
+    ctx.save_for_backward(first, second)
+
+
+def _backward_dx(ctx, g):
+    dy, weight = ctx.saved_tensors
+    needs_dy, needs_weight = ctx.needs_input_grad[:2]
+    d_dy = linear(g, weight, None, None, ctx.order) if needs_dy else None
+    d_weight = linear_dw(dy, g, ctx.order) if needs_weight else None
+    return d_dy, d_weight, None
+
+
+def _backward_dw(ctx, g):
+    dy, x = ctx.saved_tensors
+    needs_dy, needs_x = ctx.needs_input_grad[:2]
+    d_dy = linear(x, g, None, None, ctx.order) if needs_dy else None
+    d_x = linear_dx(dy, g, ctx.order) if needs_x else None
+    return d_dy, d_x, None
+
+
+def _setup_dbias(ctx, inputs, output):
+    ctx.shape = inputs[0].shape
+
+
+def _backward_dbias(ctx, g):
+    return g.expand(ctx.shape), None
+
+
+def _vmap_rows(call):
+    """vmap over the rows' tensor only: the mapped dimension becomes one more of the row's."""
+
+    def vmap(info, in_dims, rows, *others):
+        if any(dim is not None for dim in in_dims[1:]):
+            raise UnsupportedTransformError(
+                "cute_kernels.linear: torch.func.vmap may map x (or dy) only; weight, bias and "
+                "main_grad are shared by all rows.  Loop over the mapped dimension instead."
+            )
+        return call(rows.movedim(in_dims[0], 0), *others), 0
+
+    return vmap
+
+
+def _vmap_refused(info, in_dims, *args):
+    raise UnsupportedTransformError(
+        "cute_kernels: torch.func.vmap over a weight or bias gradient is not supported: it is one "
+        "ordered sum over all tokens.  Loop over the mapped dimension instead."
+    )
+
+
+linear = define_op(
+    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? main_grad, str order) -> Tensor",
+    _run_linear,
+    fake=lambda x, w, bias, main_grad, order: x.new_empty(*x.shape[:-1], w.shape[0]),
+    setup=_setup_linear,
+    backward=_backward_linear,
+    vmap=_vmap_rows(lambda *args: linear(*args)),
+    autocast_args=(0, 1, 2),
+)
+linear_dx = define_op(
+    "linear_dx(Tensor dy, Tensor weight, str order) -> Tensor",
+    _run_dx,
+    fake=lambda dy, w, order: dy.new_empty(*dy.shape[:-1], w.shape[1]),
+    setup=_setup_two,
+    backward=_backward_dx,
+    vmap=_vmap_rows(lambda *args: linear_dx(*args)),
+)
+linear_dw = define_op(
+    "linear_dw(Tensor dy, Tensor x, str order) -> Tensor",
+    _run_dw,
+    fake=lambda dy, x, order: dy.new_empty(dy.shape[-1], x.shape[-1]),
+    setup=_setup_two,
+    backward=_backward_dw,
+    vmap=_vmap_refused,
+)
+linear_dw_ = define_op(
+    "linear_dw_(Tensor dy, Tensor x, Tensor(a!) main_grad, str order) -> ()",
+    _run_dw_,
+    fake=lambda dy, x, main_grad, order: None,
+    vmap=_vmap_refused,
+)
+linear_dbias = define_op(
+    "linear_dbias(Tensor dy, str order) -> Tensor",
+    _run_dbias,
+    fake=lambda dy, order: dy.new_empty(dy.shape[-1]),
+    setup=_setup_dbias,
+    backward=_backward_dbias,
+    vmap=_vmap_refused,
+)

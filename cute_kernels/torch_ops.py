@@ -1,0 +1,76 @@
+"""define_op(): a function becomes a torch op with a schema, a fake, autograd, autocast and vmap.
+
+On ``torch.library.Library`` rather than ``@custom_op``: 6 us a call instead of 14 (measured on a
+2-core CPU host, design section 4).  There is no eager bypass: two paths can differ in bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+NAMESPACE = "cute_kernels"
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_AUTOCAST = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda"}
+_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+)
+
+
+def define_op(
+    schema: str,
+    run: Callable,
+    *,
+    fake: Callable,
+    setup: Callable | None = None,
+    backward: Callable | None = None,
+    vmap: Callable | None = None,
+    autocast_args: Sequence[int] = (),
+) -> Callable:
+    """Registers one op in the namespace ``torch.ops.cute_kernels`` and returns it.
+
+    Args:
+        schema: ``"linear(Tensor x, Tensor weight) -> Tensor"``.
+        run: The implementation for CPU and CUDA tensors.  It sees no autograd and no autocast.
+        fake: The same signature; returns empty outputs, from shapes alone.
+        setup: ``setup(ctx, inputs, output)`` saves what backward needs.
+        backward: ``backward(ctx, *grads)`` returns a gradient per input.
+        vmap: ``vmap(info, in_dims, *args)`` as in ``torch.library.register_vmap``.
+        autocast_args: Positions of the arguments that autocast casts to its dtype; all others
+            pass as they are, and no product inside the op is ever cast.
+    """
+    name = schema.split("(", 1)[0]
+    qualified = f"{NAMESPACE}::{name}"
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, run, "CPU")
+    _LIBRARY.impl(name, run, "CUDA")
+    torch.library.register_fake(qualified, fake, lib=_LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(qualified, backward, setup_context=setup, lib=_LIBRARY)
+    if vmap is not None:
+        torch.library.register_vmap(qualified, vmap, lib=_LIBRARY)
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    for key, device_type in _AUTOCAST.items():
+        _LIBRARY.impl(name, _below_autocast(op, device_type, frozenset(autocast_args)), key)
+    return op
+
+
+def _below_autocast(op: Callable, device_type: str, cast: frozenset[int]) -> Callable:
+    """The op's autocast kernel: cast what is to be cast, then run with autocast out of the way."""
+
+    def run(*args):
+        if cast:
+            dtype = torch.get_autocast_dtype(device_type)
+            args = [_cast(a, dtype) if i in cast else a for i, a in enumerate(args)]
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+            return op(*args)
+
+    return run
+
+
+def _cast(value: object, dtype: torch.dtype) -> object:
+    """Floating-point tensors to the autocast dtype; float64 stays, to be refused by name."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    return value if value.dtype == torch.float64 else value.to(dtype)
