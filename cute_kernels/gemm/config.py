@@ -56,16 +56,25 @@ class Config:
 
 @dataclass(frozen=True)
 class TritonPlan:
-    """The one tile of the Triton kernel, for every shape."""
+    """The one tile of the Triton kernel, for every shape.
+
+    ``accumulate_k`` is the K of one ``tl.dot`` when the accumulator starts from memory: the unit at
+    which a token stream may be cut.  The ``hip`` fields pin the MFMA shape and the K packing, which
+    decide how products are grouped; other devices ignore them.
+    """
 
     block_m: int = 128
     block_n: int = 128
     block_k: int = 64
+    accumulate_k: int = K_GROUP
     group_m: int = 8
     num_warps: int = 8
     num_stages: int = 3
+    accumulate_stages: int = 6
     input_precision: str = "ieee"
     fp_fusion: bool = True
+    hip_matrix_instr_nonkdim: int = 16
+    hip_kpack: int = 1
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,7 @@ class CpuPlan:
 class ColumnSumPlan:
     """dbias: each of ``lanes`` threads adds every lanes-th row in order; then lanes in order."""
 
-    lanes: int = 8
+    lanes: int = 32
     columns: int = 64
 
 

@@ -1,0 +1,1 @@
+"""Small CuTe helpers shared by the SM90 kernels: shared-memory layouts, TMA, WGMMA, pipelines."""

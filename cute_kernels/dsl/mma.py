@@ -1,0 +1,49 @@
+"""WGMMA: the tiled instruction, and the one place where K is walked."""
+
+import cutlass
+from cutlass import cute
+from cutlass.utils import hopper_helpers
+
+from .smem import major_of
+
+WARPGROUP = 128
+K_GROUP = 16
+
+
+def tiled_mma(dtype, a_major: str, b_major: str, warpgroups: int, n: int) -> cute.TiledMma:
+    """``wgmma.m64n{n}k16`` with fp32 accumulators, ``warpgroups`` of them stacked along M."""
+    return hopper_helpers.make_trivial_tiled_mma(
+        dtype,
+        dtype,
+        major_of(a_major).sm90_mma_major_mode(),
+        major_of(b_major).sm90_mma_major_mode(),
+        cutlass.Float32,
+        (warpgroups, 1, 1),
+        (64, n),
+    )
+
+
+@cute.jit
+def add_block(mma: cute.TiledMma, acc: cute.Tensor, tCrA: cute.Tensor, tCrB: cute.Tensor, stage):
+    """acc += Σ A_g B_gᵀ over every group g of one stage, ascending, as one committed batch."""
+    cute.nvgpu.warpgroup.fence()
+    for group in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
+        at = (None, None, group, stage)
+        cute.gemm(mma, acc, tCrA[at], tCrB[at], acc)
+    cute.nvgpu.warpgroup.commit_group()
+
+
+@cute.jit
+def add_groups(
+    mma: cute.TiledMma, acc: cute.Tensor, tCrA: cute.Tensor, tCrB: cute.Tensor, stage, groups
+):
+    """acc += Σ A_g B_gᵀ over the first ``groups`` groups of one stage, ascending.
+
+    For the K tail: a group that lies wholly beyond K is not multiplied.  Adding its zeros could
+    turn an accumulator of -0 into +0, and a cut at a multiple of 16 would then show.
+    """
+    cute.nvgpu.warpgroup.fence()
+    for group in cutlass.range(groups, unroll=1):
+        at = (None, None, group, stage)
+        cute.gemm(mma, acc, tCrA[at], tCrB[at], acc)
+    cute.nvgpu.warpgroup.commit_group()

@@ -1,0 +1,21 @@
+"""Shared-memory layouts that WGMMA and TMA both understand."""
+
+from cutlass import cute
+from cutlass.utils import LayoutEnum, hopper_helpers
+
+#: WGMMA and 128-byte-swizzled TMA want their buffers at multiples of this.
+ALIGN = 1024
+
+
+def major_of(name: str) -> LayoutEnum:
+    """``"k"`` (reduction dimension contiguous) or ``"mn"`` as the DSL's enum."""
+    return LayoutEnum.ROW_MAJOR if name == "k" else LayoutEnum.COL_MAJOR
+
+
+def operand_layout(dtype, rows: int, k: int, major: str, stages: int) -> cute.ComposedLayout:
+    """A staged, swizzled [rows, k, stages] operand; the swizzle follows the contiguous extent."""
+    contiguous = k if major == "k" else rows
+    atom = hopper_helpers.get_smem_layout_atom(major_of(major), dtype, contiguous)
+    order = (0, 1, 2) if major == "k" else (1, 0, 2)
+    layout_atom = cute.nvgpu.warpgroup.make_smem_layout_atom(atom, dtype)
+    return cute.tile_to_shape(layout_atom, (rows, k, stages), order=order)

@@ -1,0 +1,99 @@
+"""s[n] = round(Σ_m X[m, n]), on SM90 (and any CUDA GPU): the gradient of a bias.
+
+Layout       X [M, N], row-major, rows 16-byte aligned; s [N].
+Order        lane l of ``lanes`` adds rows l, l + lanes, l + 2 lanes, ... ascending in fp32; then the
+             lanes are added in order, 0 to lanes - 1; one rounding.  A function of M and N alone:
+             the grid has one CTA per ``columns`` columns, whatever the GPU.
+M, N tails   rows beyond M are not added; columns beyond N are not stored.
+Measured     not run on a GPU yet: docs/status.md.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.utils import SmemAllocator
+
+from ..compile import fake
+from .config import COLUMN_SUM, ColumnSumPlan
+
+#: Rows of one lane loaded before the first is added: bytes in flight, not order.
+UNROLL = 8
+
+
+class ColumnSumSm90:
+    """One thread per (lane, pair of columns); one warp per lane."""
+
+    def __init__(self, dtype: str, plan: ColumnSumPlan):
+        assert plan.columns == 64, "a warp's 32 threads take two columns each"
+        self.dtype = fake.DTYPES[dtype]
+        self.plan = plan
+
+    @cute.jit
+    def __call__(self, mX: cute.Tensor, mS: cute.Tensor, stream):
+        self.kernel(mX, mS).launch(
+            grid=(cute.ceil_div(mX.shape[1], self.plan.columns), 1, 1),
+            block=(32 * self.plan.lanes, 1, 1),
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, mX: cute.Tensor, mS: cute.Tensor):
+        tidx, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        rows, columns = mX.shape
+        lanes = self.plan.lanes
+        lane = cute.arch.make_warp_uniform(tidx // 32)
+        pair = tidx % 32
+        column = block * self.plan.columns + 2 * pair
+        # A pair beyond N reads the last pair instead; nobody stores its sum.
+        source = cutlass.min(column, (columns - 1) // 2 * 2)
+
+        # s_l[n] = Σ_i X[l + i · lanes, n], i ascending
+        sums = cute.make_rmem_tensor(cute.make_layout(2), cutlass.Float32)
+        sums.fill(0.0)
+        count = (rows - lane + lanes - 1) // lanes
+        for chunk in cutlass.range(count // UNROLL, unroll=1):
+            values = [
+                self.load_pair(mX, lane + (chunk * UNROLL + i) * lanes, source)
+                for i in range(UNROLL)
+            ]
+            for two in values:
+                sums.store(sums.load() + two)
+        for i in cutlass.range(count // UNROLL * UNROLL, count, unroll=1):
+            sums.store(sums.load() + self.load_pair(mX, lane + i * lanes, source))
+
+        # s[n] = Σ_l s_l[n], l ascending
+        layout = cute.make_ordered_layout((lanes, self.plan.columns), order=(1, 0))
+        partial = SmemAllocator().allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
+        partial[lane, 2 * pair] = sums[0]
+        partial[lane, 2 * pair + 1] = sums[1]
+        cute.arch.sync_threads()
+        target = block * self.plan.columns + tidx
+        if tidx < self.plan.columns and target < columns:
+            total = cutlass.Float32(0.0)
+            for l in cutlass.range_constexpr(lanes):
+                total += partial[l, tidx]
+            mS[target] = total.to(self.dtype)
+
+    @cute.jit
+    def load_pair(self, mX, row, column):
+        """X[row, column : column + 2] in fp32, by one 4-byte load."""
+        offset = cutlass.Int64(row) * mX.stride[0] + column
+        source = cute.make_ptr(
+            self.dtype,
+            mX.iterator.toint() + offset * (self.dtype.width // 8),
+            cute.AddressSpace.gmem,
+            assumed_align=2 * self.dtype.width // 8,
+        )
+        return cute.make_tensor(source, cute.make_layout(2)).load().to(cutlass.Float32)
+
+
+def build(dtype: str, compile=cute.compile):
+    """Compiles the kernel for one dtype against fake tensors; no GPU needed."""
+    m, n = fake.size(), fake.size()
+    return compile(
+        ColumnSumSm90(dtype, COLUMN_SUM),
+        fake.matrix(dtype, m, n, "k"),
+        fake.vector(dtype, n),
+        fake.stream(),
+        options="--enable-tvm-ffi",
+    )

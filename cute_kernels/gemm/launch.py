@@ -1,0 +1,151 @@
+"""The SM90 launcher: operands as TMA can address them, a compiled kernel, outputs, one call.
+
+Whatever the strides, a product takes the same kernel and gets the same bits: an operand that TMA
+cannot address is copied, row-major, into one that it can.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+
+from .. import arch, settings
+from ..compile import cache
+from . import config
+from .config import Config
+
+#: TMA wants pointers and strides at multiples of this many bytes.
+_ALIGN = 16
+
+
+def gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    accumulator: torch.Tensor | None,
+) -> torch.Tensor:
+    """a [M, K] · b [N, K]ᵀ (+ bias [N]), or ``accumulator`` [M, N] fp32 += the same, in place."""
+    a, a_major = operand(a)
+    b, b_major = operand(b)
+    if accumulator is not None:
+        target = accumulator if storable(accumulator) else _padded_copy(accumulator)
+        _launch(a, b, target, None, (a.dtype, a_major, b_major, "accumulate"))
+        return accumulator if target is accumulator else accumulator.copy_(target)
+    epilogue = "plain" if bias is None else "bias"
+    out = padded_empty(a.shape[0], b.shape[0], a.dtype, a.device)
+    bias = None if bias is None else bias.contiguous()
+    _launch(a, b, out, bias, (a.dtype, a_major, b_major, epilogue))
+    return out.contiguous()
+
+
+def column_sum(rows: torch.Tensor) -> torch.Tensor:
+    """Σ over the rows of [M, N] -> [N], rounded once to the dtype of ``rows``."""
+    rows = rows if storable(rows) else _padded_copy(rows)
+    out = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
+    with _on(rows.device):
+        _column_sum_kernel(config.DTYPE_NAMES[rows.dtype])(rows, out)
+    return out
+
+
+def operand(t: torch.Tensor) -> tuple[torch.Tensor, str]:
+    """``t`` [R, K], or a copy, such that TMA can address it, and its major: ``"k"`` or ``"mn"``."""
+    if _rows_addressable(t):
+        return t, "k"
+    if _rows_addressable(t.mT):
+        return t, "mn"
+    return _padded_copy(t), "k"
+
+
+def storable(t: torch.Tensor) -> bool:
+    """Whether TMA can store to ``t`` [M, N], and a pair of columns is one aligned access."""
+    return t.shape[1] % 2 == 0 and _rows_addressable(t)
+
+
+def padded_empty(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An uninitialised [rows, columns] whose row stride is a multiple of 16 bytes."""
+    step = _ALIGN // dtype.itemsize
+    width = -(-columns // step) * step
+    return torch.empty(rows, width, dtype=dtype, device=device)[:, :columns]
+
+
+def _rows_addressable(t: torch.Tensor) -> bool:
+    row, column = t.stride()
+    # The row stride of a single row is still part of the descriptor; so is the order of the two.
+    return (
+        column == 1
+        and row >= t.shape[1]
+        and row * t.element_size() % _ALIGN == 0
+        and t.data_ptr() % _ALIGN == 0
+    )
+
+
+def _padded_copy(t: torch.Tensor) -> torch.Tensor:
+    return padded_empty(*t.shape, t.dtype, t.device).copy_(t)
+
+
+def _launch(a, b, out, bias, key: tuple[torch.dtype, str, str, str]) -> None:
+    with _on(a.device):
+        _gemm_kernel(*key)(a, b, out, bias, max_clusters(a.device))
+
+
+def max_clusters(device: torch.device) -> int:
+    """How many clusters the persistent grid may have: those that fit the device at once."""
+    units = arch.describe(device).units
+    cap = settings.max_ctas()
+    plan = Config("", "", "", "")
+    return max(1, (min(cap, units) if cap else units) // (plan.cluster_m * plan.cluster_n))
+
+
+@contextlib.contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    """Launch on the inputs' device, which need not be the current one."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        yield
+        return
+    with torch.cuda.device(device):
+        yield
+
+
+@functools.cache
+def _gemm_kernel(dtype: torch.dtype, a_major: str, b_major: str, epilogue: str) -> Callable:
+    return cache.get(gemm_entry(config.choose(dtype, a_major, b_major, epilogue)), "sm_90a")
+
+
+@functools.cache
+def _column_sum_kernel(dtype: str) -> Callable:
+    return cache.get(column_sum_entry(dtype), "sm_90a")
+
+
+def gemm_entry(chosen: Config) -> cache.Kernel:
+    """One configuration of the GEMM as the cache and the catalogue know it."""
+
+    def build():
+        from .kernel_sm90 import build
+
+        return build(chosen)
+
+    return cache.Kernel("gemm_sm90", chosen.items(), build)
+
+
+def column_sum_entry(dtype: str) -> cache.Kernel:
+    """The column sum for one dtype, likewise."""
+
+    def build():
+        from .kernel_column_sum_sm90 import build
+
+        return build(dtype)
+
+    plan = config.COLUMN_SUM
+    constexpr = (("columns", plan.columns), ("dtype", dtype), ("lanes", plan.lanes))
+    return cache.Kernel("gemm_column_sum_sm90", constexpr, build)
+
+
+def catalogue() -> Iterator[cache.Kernel]:
+    """Every kernel that this launcher can ask for."""
+    for chosen in config.catalogue():
+        yield gemm_entry(chosen)
+    for dtype in ("bf16", "fp16"):
+        yield column_sum_entry(dtype)
