@@ -1,9 +1,9 @@
 """s[n] = round(Σ_m X[m, n]), on SM90 (and any CUDA GPU): the gradient of a bias.
 
 Layout       X [M, N], row-major, rows 16-byte aligned; s [N].
-Order        lane l of ``lanes`` adds rows l, l + lanes, l + 2 lanes, ... ascending in fp32; then the
-             lanes are added in order, 0 to lanes - 1; one rounding.  A function of M and N alone:
-             the grid has one CTA per ``columns`` columns, whatever the GPU.
+Order        lane l of ``lanes`` adds rows l, l + lanes, l + 2 lanes, ... ascending in fp32; then
+             the lanes are added in order, 0 to lanes - 1; one rounding.  A function of M and N
+             alone: the grid has one CTA per ``columns`` columns, whatever the GPU.
 M, N tails   rows beyond M are not added; columns beyond N are not stored.
 Measured     not run on a GPU yet: docs/status.md.
 """

@@ -6,7 +6,6 @@ cannot address is copied, row-major, into one that it can.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator
 
@@ -45,8 +44,7 @@ def column_sum(rows: torch.Tensor) -> torch.Tensor:
     """Σ over the rows of [M, N] -> [N], rounded once to the dtype of ``rows``."""
     rows = rows if storable(rows) else _padded_copy(rows)
     out = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
-    with _on(rows.device):
-        _column_sum_kernel(config.DTYPE_NAMES[rows.dtype])(rows, out)
+    _call(rows.device, _column_sum_kernel(config.DTYPE_NAMES[rows.dtype]), rows, out)
     return out
 
 
@@ -87,8 +85,16 @@ def _padded_copy(t: torch.Tensor) -> torch.Tensor:
 
 
 def _launch(a, b, out, bias, key: tuple[torch.dtype, str, str, str]) -> None:
-    with _on(a.device):
-        _gemm_kernel(*key)(a, b, out, bias, max_clusters(a.device))
+    _call(a.device, _gemm_kernel(*key), a, b, out, bias, max_clusters(a.device))
+
+
+def _call(device: torch.device, kernel: Callable, *args: object) -> None:
+    """Launches on the inputs' device, which need not be the current one, on its current stream."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            kernel(*args)
+    else:
+        kernel(*args)
 
 
 def max_clusters(device: torch.device) -> int:
@@ -97,16 +103,6 @@ def max_clusters(device: torch.device) -> int:
     cap = settings.max_ctas()
     plan = Config("", "", "", "")
     return max(1, (min(cap, units) if cap else units) // (plan.cluster_m * plan.cluster_n))
-
-
-@contextlib.contextmanager
-def _on(device: torch.device) -> Iterator[None]:
-    """Launch on the inputs' device, which need not be the current one."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        yield
-        return
-    with torch.cuda.device(device):
-        yield
 
 
 @functools.cache

@@ -1,0 +1,55 @@
+# Two commands are enough: `make demo` and `make test`.  Each sets up its own .venv.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+WORKERS ?= 2
+
+.PHONY: setup demo test check compile certify bench profile docs gpu-test format clean
+
+setup: $(STAMP)
+
+# Reinstalled when a pin or the package's metadata changes; a second run starts at once.
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing the tested pins into $(VENV) (a minute or two, once) ..."
+	@$(BIN)/pip install --disable-pip-version-check --progress-bar on -q -c constraints.txt torch
+	@$(BIN)/pip install --disable-pip-version-check --progress-bar on -q -c constraints.txt -e ".[dev]"
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/python -m cute_kernels demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest tests -q -n $(WORKERS) -m "not gpu and not nightly" --dist loadfile
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest tests/test_style.py tests/test_layering.py -q
+
+compile: $(STAMP)
+	$(BIN)/python -m cute_kernels aot --arch sm_90a -o build/aot
+
+certify: $(STAMP)
+	$(BIN)/python -m cute_kernels certify -o certify
+
+bench: $(STAMP)
+	$(BIN)/python -m perf bench gemm
+
+profile: $(STAMP)
+	$(BIN)/python -m perf profile gemm --shape qkv
+
+docs: $(STAMP)
+	$(BIN)/python -m perf report
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+gpu-test: $(STAMP)
+	$(BIN)/python -m pytest tests -q -m gpu
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf build certify docs/_build demo_output

@@ -1,0 +1,111 @@
+"""The rules of design section 3 that a syntax tree can show."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_FILE = 600
+MAX_FUNCTION = 120
+
+
+def sources() -> list[Path]:
+    """Every Python file of the project: tracked, or new and not ignored."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if run.returncode:  # an unpacked archive has no git
+        return [p for p in ROOT.rglob("*.py") if ".venv" not in p.parts]
+    return [ROOT / line for line in run.stdout.splitlines() if (ROOT / line).exists()]
+
+
+def trees() -> list[tuple[str, str, ast.Module]]:
+    found = []
+    for path in sources():
+        text = path.read_text()
+        found.append((str(path.relative_to(ROOT)), text, ast.parse(text)))
+    return found
+
+
+def functions(tree: ast.AST) -> list[ast.FunctionDef]:
+    return [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def test_files_and_functions_are_small():
+    long = []
+    for name, text, tree in trees():
+        if (lines := text.count("\n")) > MAX_FILE:
+            long.append(f"{name}: {lines} lines")
+        for node in functions(tree):
+            if (lines := node.end_lineno - node.lineno + 1) > MAX_FUNCTION:
+                long.append(f"{name}:{node.lineno} {node.name}: {lines} lines")
+    assert not long, "\n".join(long)
+
+
+def test_launchers_and_kernels_do_not_raise():
+    pattern = re.compile(r"/(kernel_\w+|launch)\.py$")
+    found = [
+        f"{name}:{node.lineno}"
+        for name, _, tree in trees()
+        if name.startswith("cute_kernels/") and pattern.search(name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Raise)
+    ]
+    assert not found, f"checks.py is the place: {found}"
+
+
+def test_traced_files_keep_their_annotations():
+    """Stringified annotations break @cute.struct."""
+    pattern = re.compile(r"(/kernel_\w+|_device)\.py$|^cute_kernels/dsl/")
+    found = [
+        name
+        for name, text, _ in trees()
+        if pattern.search(name) and "from __future__ import annotations" in text
+    ]
+    assert not found
+
+
+def test_every_file_says_what_it_is():
+    exempt = re.compile(r"^(docs/conf\.py|tests/(\w+/)*__init__\.py)$")
+    silent = [
+        name for name, _, tree in trees() if not exempt.match(name) and not ast.get_docstring(tree)
+    ]
+    assert not silent, silent
+
+
+def test_public_functions_have_docstrings():
+    found = []
+    for name, _, tree in trees():
+        if not name.startswith(("cute_kernels/", "schedulers/")):
+            continue
+        for node in tree.body:
+            public = isinstance(node, ast.FunctionDef | ast.ClassDef)
+            if public and not node.name.startswith("_") and not ast.get_docstring(node):
+                found.append(f"{name}:{node.lineno} {node.name}")
+    assert not found, "\n".join(found)
+
+
+def test_nothing_is_left_open():
+    marks = re.compile(r"\b(TODO|FIXME|XXX)\b|raise NotImplementedError")
+    found = [
+        f"{name}:{number}"
+        for name, text, _ in trees()
+        if not name.endswith("test_style.py")
+        for number, line in enumerate(text.splitlines(), 1)
+        if marks.search(line)
+    ]
+    assert not found, found
+
+
+def test_environment_is_read_in_settings_only():
+    """One table of variables: nothing else in the package reads CUTE_KERNELS_*."""
+    found = [
+        name
+        for name, text, _ in trees()
+        if name.startswith(("cute_kernels/", "schedulers/"))
+        and name != "cute_kernels/settings.py"
+        and re.search(r"environ[^\n]*CUTE_KERNELS_", text)
+    ]
+    assert not found, found
