@@ -10,7 +10,7 @@ import torch
 from . import arch, dispatch, settings
 from .contracts import contract_id, guarantees, ops
 
-__all__ = ["SYSTEMS", "contract_id", "guarantees", "info"]
+__all__ = ["SYSTEMS", "contract_id", "guarantees", "info", "kernels"]
 
 #: The systems in this build; importing ``<system>.op`` registers its ops and contracts.
 SYSTEMS = ("gemm",)
@@ -61,3 +61,12 @@ def _support(op: str, device: str) -> dict[str, object]:
 def _kernel_of(op: str) -> str:
     """The dispatch entry behind a public op: linear and matmul are both gemm."""
     return {"linear": "gemm", "matmul": "gemm"}.get(op, op)
+
+
+def kernels() -> list:
+    """The catalogue: every SM90 kernel of every system, as `compile.cache.Kernel` entries."""
+    found = []
+    for system in SYSTEMS:
+        launch = importlib.import_module(f"{__package__}.{system}.launch")
+        found += launch.catalogue()
+    return found

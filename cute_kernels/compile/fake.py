@@ -41,3 +41,7 @@ def vector(dtype: str, length):
 def stream():
     """The current stream of the tensors' device, read at every call."""
     return make_fake_stream(use_tvm_ffi_env_stream=True)
+
+
+#: How every SM90 kernel is compiled: for this architecture, whatever GPU (or none) is here.
+SM90_OPTIONS = "--enable-tvm-ffi --gpu-arch sm_90a"

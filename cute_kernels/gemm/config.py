@@ -60,7 +60,8 @@ class TritonPlan:
 
     ``accumulate_k`` is the K of one ``tl.dot`` when the accumulator starts from memory: the unit at
     which a token stream may be cut.  The ``hip`` fields pin the MFMA shape and the K packing, which
-    decide how products are grouped; other devices ignore them.
+    decide how products are grouped; other devices ignore them.  ``sum_warps`` and ``sum_unroll``
+    are column_sum's, whose order is COLUMN_SUM.
     """
 
     block_m: int = 128
@@ -71,6 +72,8 @@ class TritonPlan:
     num_warps: int = 8
     num_stages: int = 3
     accumulate_stages: int = 6
+    sum_warps: int = 4
+    sum_unroll: int = 4
     input_precision: str = "ieee"
     fp_fusion: bool = True
     hip_matrix_instr_nonkdim: int = 16

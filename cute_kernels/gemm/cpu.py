@@ -41,7 +41,8 @@ def column_sum(rows: torch.Tensor) -> torch.Tensor:
     """Σ over rows of [M, N], in fp32, 64 rows at a time in ascending order."""
     total = torch.zeros(rows.shape[1], dtype=torch.float32)
     for block in rows.split(CPU.sum_rows):
-        total += block.to(torch.float32).sum(0)
+        # One layout: torch adds a column-major block in another order.
+        total += block.to(torch.float32).contiguous().sum(0)
     return total.to(rows.dtype)
 
 

@@ -95,5 +95,5 @@ def build(dtype: str, compile=cute.compile):
         fake.matrix(dtype, m, n, "k"),
         fake.vector(dtype, n),
         fake.stream(),
-        options="--enable-tvm-ffi",
+        options=fake.SM90_OPTIONS,
     )

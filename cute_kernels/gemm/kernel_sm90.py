@@ -360,5 +360,5 @@ def build(config: Config, compile=cute.compile):
         fake.vector(config.dtype, n) if config.epilogue == "bias" else None,
         cutlass.Int32(1),
         fake.stream(),
-        options="--enable-tvm-ffi",
+        options=fake.SM90_OPTIONS,
     )

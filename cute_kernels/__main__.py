@@ -1,0 +1,125 @@
+"""The command line: demo, info, aot, certify, schedule.
+
+python -m cute_kernels info
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from . import __version__
+from .about import info as collect_info
+from .about import kernels
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__.split(":")[0] + ".")
+console = Console()
+
+Arch = Annotated[str, typer.Option(help="Architecture to compile for, such as sm_90a.")]
+
+
+@app.callback()
+def _root() -> None:
+    """GPU kernels whose bits you can rely on."""
+
+
+@app.command()
+def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Versions, devices, the backend of each op on each device and why others were refused."""
+    found = collect_info()
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return
+    console.print(_pairs(f"cute_kernels {__version__}", found["versions"]))
+    settings = found["settings"] | {"cache folder": found["cache_dir"]}
+    console.print(_pairs("Settings (CUTE_KERNELS_...)", settings))
+    for name, device in found["devices"].items():
+        console.print(_pairs(f"Device {name}", device))
+    console.print(_backends(found["ops"]))
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("--out", "-o")] = Path("demo_output"),
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; the best there is.")] = None,
+    seconds: Annotated[float, typer.Option(help="Training time.")] = 60.0,
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """Train a small transformer on real text; compare rollout and training bits."""
+    from .demo.run import main as run
+
+    raise typer.Exit(run(out, device, seconds, seed))
+
+
+@app.command()
+def aot(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")],
+    arch: Arch = "sm_90a",
+    only: Annotated[str, typer.Option(help="Names that contain this text.")] = "",
+) -> None:
+    """Compile the whole catalogue on this machine, GPU or not, for another to load."""
+    from .compile import aot as ahead
+
+    chosen = [kernel for kernel in kernels() if only in kernel.name]
+    with Progress(console=console) as bar:
+        task = bar.add_task(f"compiling for {arch}", total=len(chosen))
+        records = ahead.export(chosen, arch, out, progress=lambda *_: bar.advance(task))
+    console.print(f"{len(records)} kernels in {out}; load them with CUTE_KERNELS_AOT_DIR={out}")
+
+
+@app.command()
+def certify(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the report.")] = Path(
+        "certify"
+    ),
+    only: Annotated[str, typer.Option(help="Names that contain this text.")] = "",
+) -> None:
+    """Compile every catalogued kernel, disassemble it and prove what design section 6 lists."""
+    from .compile import certificate_report as report
+
+    chosen = [kernel for kernel in kernels() if only in kernel.name]
+    with Progress(console=console) as bar:
+        task = bar.add_task("certifying", total=len(chosen))
+        found = []
+        for kernel in chosen:
+            found.append(report.certify_kernel(kernel))
+            bar.advance(task)
+    report.write_report(found, out)
+    console.print(report.table(found))
+    raise typer.Exit(0 if all(one.ok for one in found) else 1)
+
+
+def _pairs(title: str, rows: dict) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False)
+    for name, value in rows.items():
+        table.add_row(str(name), str(value) if value != "" else "-")
+    return table
+
+
+def _backends(ops: dict) -> Table:
+    table = Table(title="Ops (bf16 inputs)", title_justify="left", show_lines=True)
+    for column in ("op", "device", "runs on", "refused because", "guarantees", "contract id"):
+        table.add_column(column)
+    for op, devices in ops.items():
+        for device, support in devices.items():
+            reasons = support["backends"]
+            runs = next((name for name, why in reasons.items() if why is None), "nothing")
+            refused = "\n".join(f"{name}: {why}" for name, why in reasons.items() if why)
+            kept = "\n".join(support["guarantees"])
+            table.add_row(op, device, runs, refused, kept, str(support["contract_id"]))
+    return table
+
+
+def main() -> None:
+    """The entry point of the `cute-kernels` script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""The CPU backend under the contract battery, its accuracy, and the mutants that both kill."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from cute_kernels.errors import BackendUnavailable
+from cute_kernels.gemm import cpu, op, reference
+from tests import contract
+from tests.contract import ContractViolation, RowOp, SumOp
+
+N, K, SEED = 200, 150, 11
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def weights(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(N, K, generator=generator).to(dtype)
+    return weight, torch.randn(N, generator=generator).to(dtype)
+
+
+def linear_op(dtype: torch.dtype = torch.float32, bias: bool = True) -> RowOp:
+    weight, b = weights(dtype)
+    run = lambda rows: op.linear(rows, weight, b if bias else None, None, "chain")  # noqa: E731
+    return RowOp(f"linear {dtype}", run, K, dtype)
+
+
+def dx_op(dtype: torch.dtype = torch.float32) -> RowOp:
+    weight, _ = weights(dtype)
+    return RowOp(f"dx {dtype}", lambda dy: op.linear_dx(dy, weight, "chain"), N, dtype)
+
+
+def dw_op(dtype: torch.dtype, tokens: int, start: torch.Tensor) -> SumOp:
+    generator = torch.Generator().manual_seed(tokens)
+    dy = torch.randn(tokens, 24, generator=generator).to(dtype)
+    x = torch.randn(tokens, 40, generator=generator).to(dtype)
+
+    def run(state, pieces):
+        state = state.clone()
+        for piece in pieces:
+            op.linear_dw_(dy[piece], x[piece], state, "chain")
+        return state
+
+    return SumOp(f"dW {dtype}", run, tokens, start)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("make", [linear_op, dx_op])
+def test_battery(make, dtype):
+    assert contract.check_rows(make(dtype), 150, SEED) > 60
+
+
+def test_every_number_of_rows():
+    """Every M in 1..512, byte for byte the rows it has among 512."""
+    assert contract.check_population(linear_op(), 512, SEED, range(1, 513)) == 512
+
+
+def test_fresh_process():
+    contract.check_fresh_process(linear_op(), 70, SEED, f"{__name__}:linear_op")
+
+
+@pytest.mark.parametrize("tokens", [200, 1, 15, 33])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_splits(dtype, tokens):
+    generator = torch.Generator().manual_seed(5)
+    start = torch.randn(24, 40, generator=generator)
+    target = dw_op(dtype, tokens, start)
+    if tokens <= target.cut:
+        # Fewer tokens than a block: one piece, the same kernel, right value.
+        whole = target.run(start, [slice(0, tokens)])
+        assert not contract.same_bytes(whole, start)
+        return
+    assert contract.check_splits(target, SEED) >= 4
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t.mT.contiguous().mT,
+        lambda t: torch.zeros(24, 48).index_copy_(1, torch.arange(40), t)[:, :40],
+    ],
+    ids=["column-major", "padded rows"],
+)
+def test_main_grad_layouts(view):
+    """A main_grad of other strides is updated in place, with the same bytes."""
+    start = torch.randn(24, 40, generator=torch.Generator().manual_seed(5))
+    target = dw_op(torch.bfloat16, 100, start)
+    want = target.run(start, [slice(0, 100)])
+    got = view(start.clone())
+    generator = torch.Generator().manual_seed(100)
+    dy = torch.randn(100, 24, generator=generator).bfloat16()
+    x = torch.randn(100, 40, generator=generator).bfloat16()
+    op.linear_dw_(dy, x, got, "chain")
+    assert contract.same_bytes(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_accuracy(dtype):
+    generator = torch.Generator().manual_seed(9)
+    a = torch.randn(96, 1000, generator=generator).to(dtype)
+    b = torch.randn(72, 1000, generator=generator).to(dtype)
+    exact, bound = reference.gemm(a, b), reference.error_bound(a, b)
+    contract.check_accuracy(cpu.gemm(a, b, None, None), exact, bound, 0.01)
+    short = cpu.gemm(a[:, :-1], b[:, :-1], None, None)
+    with pytest.raises(AssertionError, match="bound"):
+        contract.check_accuracy(short, exact, bound, 0.01)
+
+
+def test_bias_is_added_before_the_one_rounding():
+    """1 + 2⁻⁸ needs the fp32 sum: rounding first to bf16 would lose the product or the bias."""
+    x = torch.tensor([[1.0]]).bfloat16()
+    weight = torch.tensor([[2.0**-8]]).bfloat16()
+    bias = torch.tensor([1.0 + 2.0**-7]).bfloat16()
+    exact = 1 + 2.0**-7 + 2.0**-8
+    got = op.linear(x, weight, bias, None, "chain").item()
+    assert got == torch.tensor(exact).bfloat16().item()
+    x = torch.tensor([[1.0, 2.0**-9]]).bfloat16()
+    weight = torch.tensor([[1.0, 1.0]]).bfloat16()
+    bias = torch.tensor([2.0**-9]).bfloat16()
+    assert op.linear(x, weight, bias, None, "chain").item() == 1 + 2.0**-8 - 2.0**-8
+    bias = torch.tensor([2.0**-8]).bfloat16()
+    assert op.linear(x, weight, bias, None, "chain").item() == 1 + 2.0**-7
+
+
+def test_thread_counts_keep_their_own_bits():
+    """For a thread count that stays the same, the battery holds; both counts are tried."""
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            contract.check_population(linear_op(), 130, SEED, [1, 63, 64, 65, 129])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_reduced_fp32_precision_is_not_taken():
+    """torch.set_float32_matmul_precision may not change a bit: fp32 is IEEE."""
+    target = linear_op()
+    want = target.run(target.rows(70, SEED))
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        got = target.run(target.rows(70, SEED))
+        plain = torch.nn.functional.linear(target.rows(70, SEED), *weights(torch.float32))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert contract.same_bytes(got, want)
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+        exact = reference.gemm(target.rows(70, SEED), weights(torch.float32)[0])
+        loose = (plain.double() - weights(torch.float32)[1] - exact).abs().max()
+        tight = (want.double() - weights(torch.float32)[1] - exact).abs().max()
+        assert tight < 1e-4 and loose >= tight  # the flag is real where the processor has bf16
+
+
+def test_a_blas_that_depends_on_the_row_is_refused(monkeypatch):
+    """The self-proof is not for show: a product with a row-dependent order fails the call."""
+    true_mm = torch.mm
+
+    def mm(a, b, out=None):
+        result = true_mm(a, b)
+        if len(result) > 1:
+            result[1::2] = true_mm(a.flip(1), b.flip(0))[1::2]
+        return result if out is None else out.copy_(result)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    cpu._prove_row_position.cache_clear()
+    try:
+        with pytest.raises(BackendUnavailable, match="batch_invariant"):
+            linear_op().run(torch.randn(4, K))
+    finally:
+        cpu._prove_row_position.cache_clear()
+
+
+def test_blocks_that_follow_m_are_killed(monkeypatch):
+    """Mutant: one product over all rows at once, as torch.mm has it."""
+
+    def whole(a, b, bias):
+        out = torch.mm(a.float(), b.float().mT)
+        return (out if bias is None else out + bias.float()).to(a.dtype)
+
+    monkeypatch.setattr(cpu, "_blocked", whole)
+    with pytest.raises(ContractViolation):
+        contract.check_rows(linear_op(), 150, SEED)
+        contract.check_population(linear_op(), 512, SEED, range(1, 513))
+
+
+def test_sum_then_add_is_killed(monkeypatch):
+    """Mutant: the piece's product first, then one add into main_grad."""
+
+    def add(a, b, accumulator):
+        return accumulator.add_(torch.mm(a.float(), b.float().mT))
+
+    monkeypatch.setattr(cpu, "_accumulate", add)
+    target = dw_op(torch.float32, 200, torch.randn(24, 40))
+    with pytest.raises(ContractViolation):
+        contract.check_splits(target, SEED)
+
+
+def test_column_sum_in_order():
+    x = torch.randn(300, 37, generator=torch.Generator().manual_seed(1))
+    exact = x.double().sum(0)
+    got = cpu.column_sum(x)
+    assert ((got - exact).abs() <= 300 * 2.0**-24 * x.double().abs().sum(0)).all()
+    assert contract.same_bytes(got, cpu.column_sum(x.mT.contiguous().mT))
+
+
+@pytest.mark.nightly
+def test_speed_within_twice_torch():
+    """1024 x 4096 x 4096 fp32: within 2x of torch.mm on the same threads (medians of 5)."""
+    a, b = torch.randn(1024, 4096), torch.randn(4096, 4096)
+
+    def median(run):
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        return sorted(times)[2]
+
+    cpu.gemm(a, b, None, None)
+    ours, theirs = median(lambda: cpu.gemm(a, b, None, None)), median(lambda: torch.mm(a, b.mT))
+    assert ours <= 2 * theirs, f"{ours:.3f} s against {theirs:.3f} s"
