@@ -1,0 +1,277 @@
+"""Bad inputs, in one table: each names the argument, what was expected and what came.
+
+Every row is (what is wrong, a call, the exception, fragments of its message).  The checks look at
+shapes, dtypes, strides and devices only, so most rows also run on meta tensors.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels import errors
+from cute_kernels.errors import (
+    AliasError,
+    ArgumentTypeError,
+    ArgumentValueError,
+    BackendUnavailable,
+    DeviceError,
+    DtypeError,
+    ShapeError,
+    UnsupportedTransformError,
+)
+
+M, N, K = 6, 10, 8
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def t(*shape: int, dtype: torch.dtype = BF16, device: str = "cpu") -> torch.Tensor:
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.ones(shape, device=device).to(dtype)
+    return torch.ones(shape, dtype=dtype, device=device)
+
+
+def x(**options):
+    return t(M, K, **options)
+
+
+def w(**options):
+    return t(N, K, **options)
+
+
+def grad(**options):
+    return t(N, K, **({"dtype": FP32} | options))
+
+
+def sparse():
+    return torch.eye(K).to_sparse()
+
+
+BUFFER = torch.zeros(4 * N * K)
+
+
+def inside(offset: int) -> torch.Tensor:
+    """An [N, K] fp32 view into one buffer."""
+    return BUFFER[offset : offset + N * K].view(N, K)
+
+
+def lin(*args, **options):
+    return lambda: ck.linear(*args, **options)
+
+
+def mm(*args, **options):
+    return lambda: ck.matmul(*args, **options)
+
+
+CASES = [
+    # ranks and inner dimensions
+    ("K differs", lin(t(M, K + 1), w()), ShapeError, ["x", "8", f"[{M}, {K + 1}]"]),
+    ("K differs, 3-D", lin(t(2, M, K - 1), w()), ShapeError, ["x", "last dimension 8"]),
+    ("x is a scalar", lin(t(), w()), ShapeError, ["x", "at least 1 dimension"]),
+    ("weight 1-D", lin(x(), t(K)), ShapeError, ["weight", "2 dimensions [N, K]", "1"]),
+    ("weight 3-D", lin(x(), t(1, N, K)), ShapeError, ["weight", "2 dimensions", "[1, 10, 8]"]),
+    ("weight 0-D", lin(x(), t()), ShapeError, ["weight", "2 dimensions", "0"]),
+    ("weight transposed", lin(t(M, N), t(K, N).mT), ShapeError, ["x", "last dimension 8"]),
+    ("K = 0 against 8", lin(t(M, 0), w()), ShapeError, ["x", "last dimension 8"]),
+    ("K = 8 against 0", lin(x(), t(N, 0)), ShapeError, ["x", "last dimension 0"]),
+    ("matmul inner", mm(x(), t(K + 2, N)), ShapeError, ["b", "8 rows", "[10, 10]"]),
+    ("matmul a 1-D", mm(t(K), t(K, N)), ShapeError, ["a", "2 dimensions [M, K]"]),
+    ("matmul a 3-D", mm(t(2, M, K), t(K, N)), ShapeError, ["a", "2 dimensions", "[2, 6, 8]"]),
+    ("matmul b 1-D", mm(x(), t(K)), ShapeError, ["b", "2 dimensions [K, N]"]),
+    ("matmul b 3-D", mm(x(), t(2, K, N)), ShapeError, ["b", "2 dimensions"]),
+    ("matmul K = 0", mm(t(M, 0), t(K, N)), ShapeError, ["b", "0 rows"]),
+    # dtypes
+    ("x fp64", lin(x(dtype=torch.float64), w()), DtypeError, ["x", "torch.float64"]),
+    ("weight fp64", lin(x(), w(dtype=torch.float64)), DtypeError, ["weight", "torch.float64"]),
+    ("both fp64", lin(x(dtype=torch.float64), w(dtype=torch.float64)), DtypeError, ["x"]),
+    ("x int64", lin(x(dtype=torch.int64), w()), DtypeError, ["x", "torch.int64"]),
+    ("x int8", lin(x(dtype=torch.int8), w(dtype=torch.int8)), DtypeError, ["x", "torch.int8"]),
+    ("x bool", lin(x(dtype=torch.bool), w()), DtypeError, ["x", "torch.bool"]),
+    ("x complex", lin(x(dtype=torch.complex64), w()), DtypeError, ["x", "torch.complex64"]),
+    ("x fp8", lin(x(dtype=torch.float8_e4m3fn), w()), DtypeError, ["x", "float8_e4m3fn"]),
+    ("bf16 and fp16", lin(x(), w(dtype=FP16)), DtypeError, ["weight", "bfloat16", "float16"]),
+    ("bf16 and fp32", lin(x(), w(dtype=FP32)), DtypeError, ["weight", "bfloat16", "float32"]),
+    ("fp32 and bf16", lin(x(dtype=FP32), w()), DtypeError, ["weight", "float32", "bfloat16"]),
+    ("bias fp32", lin(x(), w(), t(N, dtype=FP32)), DtypeError, ["bias", "bfloat16", "float32"]),
+    ("bias int", lin(x(), w(), t(N, dtype=torch.int32)), DtypeError, ["bias", "int32"]),
+    ("matmul dtypes", mm(x(), t(K, N, dtype=FP16)), DtypeError, ["b", "bfloat16", "float16"]),
+    ("matmul fp64", mm(x(dtype=torch.float64), t(K, N)), DtypeError, ["a", "float64"]),
+    # types
+    ("x a list", lin([[1.0] * K], w()), ArgumentTypeError, ["x", "torch.Tensor", "list"]),
+    ("x None", lin(None, w()), ArgumentTypeError, ["x", "torch.Tensor", "NoneType"]),
+    ("x numpy", lin(t(M, K, dtype=FP32).numpy(), w()), ArgumentTypeError, ["x", "ndarray"]),
+    ("weight None", lin(x(), None), ArgumentTypeError, ["weight", "NoneType"]),
+    ("weight a module", lin(x(), torch.nn.Linear(K, N)), ArgumentTypeError, ["weight", "Linear"]),
+    ("bias True", lin(x(), w(), True), ArgumentTypeError, ["bias", "torch.Tensor", "bool"]),
+    ("bias 0.0", lin(x(), w(), 0.0), ArgumentTypeError, ["bias", "float"]),
+    ("main_grad True", lin(x(), w(), main_grad=True), ArgumentTypeError, ["main_grad", "bool"]),
+    ("matmul a float", mm(1.0, t(K, N)), ArgumentTypeError, ["a", "torch.Tensor", "float"]),
+    ("matmul b None", mm(x(), None), ArgumentTypeError, ["b", "NoneType"]),
+    ("x sparse", lin(sparse(), w(dtype=FP32)), ArgumentTypeError, ["x", "dense", "sparse_coo"]),
+    ("weight sparse", lin(x(dtype=FP32), sparse()), ArgumentTypeError, ["weight", "dense"]),
+    ("bias sparse", lin(x(), w(), t(N).to_sparse()), ArgumentTypeError, ["bias", "dense"]),
+    # bias
+    ("bias [N+1]", lin(x(), w(), t(N + 1)), ShapeError, ["bias", "[10]", "[11]"]),
+    ("bias [K]", lin(x(), w(), t(K)), ShapeError, ["bias", "[10]", "[8]"]),
+    ("bias [1]", lin(x(), w(), t(1)), ShapeError, ["bias", "[10]", "[1]"]),
+    ("bias [1, N]", lin(x(), w(), t(1, N)), ShapeError, ["bias", "1 dimension [N]", "[1, 10]"]),
+    ("bias [M, N]", lin(x(), w(), t(M, N)), ShapeError, ["bias", "1 dimension [N]"]),
+    ("bias scalar", lin(x(), w(), t()), ShapeError, ["bias", "1 dimension [N]", "0"]),
+    # order
+    ("order tree", lin(x(), w(), order="tree"), ArgumentValueError, ["order", "'chain'", "'tree'"]),
+    ("order None", lin(x(), w(), order=None), ArgumentValueError, ["order", "'chain'", "None"]),
+    ("order Chain", lin(x(), w(), order="Chain"), ArgumentValueError, ["order", "'Chain'"]),
+    ("matmul order", mm(x(), t(K, N), order="fast"), ArgumentValueError, ["order", "'fast'"]),
+    # main_grad
+    (
+        "grad [K, N]",
+        lin(x(), w(), main_grad=t(K, N, dtype=FP32)),
+        ShapeError,
+        ["main_grad", "[10, 8]"],
+    ),
+    ("grad flat", lin(x(), w(), main_grad=t(N * K, dtype=FP32)), ShapeError, ["main_grad", "[80]"]),
+    ("grad [1, N, K]", lin(x(), w(), main_grad=t(1, N, K, dtype=FP32)), ShapeError, ["main_grad"]),
+    ("grad bf16", lin(x(), w(), main_grad=grad(dtype=BF16)), DtypeError, ["main_grad", "float32"]),
+    ("grad fp64", lin(x(), w(), main_grad=grad(dtype=torch.float64)), DtypeError, ["main_grad"]),
+    (
+        "grad requires grad",
+        lin(x(), w(), main_grad=grad().requires_grad_()),
+        ArgumentValueError,
+        ["main_grad", "requires_grad=False"],
+    ),
+    ("grad meta", lin(x(), w(), main_grad=grad(device="meta")), DeviceError, ["main_grad", "meta"]),
+    (
+        "grad expanded",
+        lin(x(), w(), main_grad=t(1, K, dtype=FP32).expand(N, K)),
+        AliasError,
+        ["main_grad", "distinct addresses"],
+    ),
+    (
+        "grad overlapping rows",
+        lin(x(), w(), main_grad=BUFFER.as_strided((N, K), (K - 1, 1))),
+        AliasError,
+        ["main_grad", "strides (7, 1)"],
+    ),
+    (
+        "grad is weight",
+        lin(x(dtype=FP32), inside(0), main_grad=inside(0)),
+        AliasError,
+        ["main_grad", "alias of weight"],
+    ),
+    (
+        "grad overlaps weight",
+        lin(x(dtype=FP32), inside(0), main_grad=inside(N * K - 1)),
+        AliasError,
+        ["main_grad", "alias of weight"],
+    ),
+    (
+        "grad overlaps x",
+        lin(inside(0), w(dtype=FP32), main_grad=inside(4)),
+        AliasError,
+        ["main_grad", "alias of x"],
+    ),
+    (
+        "grad overlaps bias",
+        lin(x(dtype=FP32), w(dtype=FP32), BUFFER[:N], main_grad=inside(0)),
+        AliasError,
+        ["main_grad", "alias of bias"],
+    ),
+    (
+        "grad sparse",
+        lin(x(dtype=FP32), t(K, K, dtype=FP32), main_grad=sparse()),
+        ArgumentTypeError,
+        ["main_grad", "dense"],
+    ),
+    # devices
+    ("weight on meta", lin(x(), w(device="meta")), DeviceError, ["weight", "cpu", "meta"]),
+    ("x on meta", lin(x(device="meta"), w()), DeviceError, ["weight", "meta", "cpu"]),
+    ("bias on meta", lin(x(), w(), t(N, device="meta")), DeviceError, ["bias", "cpu", "meta"]),
+    ("matmul devices", mm(x(), t(K, N, device="meta")), DeviceError, ["b", "cpu", "meta"]),
+    # sizes
+    (
+        "N beyond int32",
+        lin(t(1, 1, device="meta"), torch.empty(2**31, 1, dtype=BF16, device="meta")),
+        ShapeError,
+        ["n", "2147483647", "2147483648"],
+    ),
+    # queries
+    ("unknown op", lambda: ck.guarantees("gelu"), ArgumentValueError, ["op", "'linear'", "'gelu'"]),
+    ("unknown op id", lambda: ck.contract_id("x"), ArgumentValueError, ["op", "'matmul'"]),
+    ("id on meta", lambda: ck.contract_id("linear", "meta"), BackendUnavailable, ["gemm", "cpu"]),
+]
+
+
+def test_the_table_is_long_enough():
+    assert len(CASES) >= 60
+    assert len({case[0] for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize(("label", "call", "error", "fragments"), CASES, ids=lambda v: str(v)[:24])
+def test_bad_input(label, call, error, fragments):
+    with pytest.raises(error) as caught:
+        call()
+    message = str(caught.value)
+    assert isinstance(caught.value, errors.CuteKernelsError)
+    assert isinstance(caught.value, ValueError | TypeError | RuntimeError)
+    assert all(fragment in message for fragment in fragments), message
+    assert not message.startswith(" "), message
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu", "hpu"])
+def test_devices_without_a_backend_are_refused(device, monkeypatch):
+    """No such device is here, so the check sees a meta tensor that says it is one."""
+    from cute_kernels.gemm import checks
+
+    problem = checks.Problem(1, 1, 1, BF16, torch.device(device))
+    with pytest.raises(BackendUnavailable, match=f"no backend for {device}") as caught:
+        checks._common(problem, "chain")
+    assert "cute_sm90" in str(caught.value) and "triton" in str(caught.value)
+
+
+def test_vmap_over_weights_is_refused_and_over_rows_works():
+    weights, rows = torch.randn(3, N, K), torch.randn(3, 4, K)
+    with pytest.raises(UnsupportedTransformError, match="x"):
+        torch.func.vmap(lambda one: ck.linear(rows[0], one))(weights)
+    got = torch.func.vmap(lambda one: ck.linear(one, weights[0]))(rows)
+    want = torch.stack([ck.linear(one, weights[0]) for one in rows])
+    assert (got.view(torch.int32) == want.view(torch.int32)).all()
+
+
+def test_a_forced_backend_that_cannot_run_says_why(monkeypatch):
+    monkeypatch.setenv("CUTE_KERNELS_BACKEND", "cute_sm90")
+    with pytest.raises(BackendUnavailable, match="needs an SM90 GPU") as caught:
+        ck.linear(x(), w())
+    assert "forces another backend" in str(caught.value)
+    monkeypatch.setenv("CUTE_KERNELS_BACKEND", "cublas")
+    with pytest.raises(errors.SettingError, match="CUTE_KERNELS_BACKEND"):
+        ck.linear(x(), w())
+
+
+@pytest.mark.parametrize("value", ["-1", "many", "1.5"])
+def test_a_setting_that_is_no_number(monkeypatch, value):
+    from cute_kernels import settings
+
+    monkeypatch.setenv("CUTE_KERNELS_MAX_CTAS", value)
+    with pytest.raises(errors.SettingError, match="MAX_CTAS"):
+        settings.max_ctas()
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(0, N, K), (M, 0, K), (M, N, 0), (0, 0, 0), (0, N, 0), (M, 0, 0)]
+)
+def test_sizes_of_zero_are_no_errors(m, n, k):
+    rows = torch.randn(m, k, requires_grad=True)
+    weight, bias = torch.randn(n, k, requires_grad=True), torch.randn(n, requires_grad=True)
+    y = ck.linear(rows, weight, bias)
+    assert y.shape == (m, n)
+    if k == 0:
+        assert (y == bias).all()
+    y.sum().backward()
+    assert rows.grad.shape == (m, k) and weight.grad.shape == (n, k)
+    assert bias.grad.tolist() == [float(m)] * n
+    main_grad = torch.randn(n, k)
+    before = main_grad.clone()
+    ck.linear(rows.detach(), weight, main_grad=main_grad).sum().backward()
+    assert m == 0 or n * k == 0 or not torch.equal(before, main_grad)
+    assert m or torch.equal(before, main_grad)

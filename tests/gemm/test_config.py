@@ -1,0 +1,179 @@
+"""Plans and contract ids: a function of what they should depend on, and of nothing else."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels import arch, contracts
+from cute_kernels.gemm import config
+
+
+def test_the_plan_cannot_read_m():
+    """No function of config.py takes, or names, a number of rows."""
+    tree = ast.parse(inspect.getsource(config))
+    names = {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
+    names |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    names |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    assert not names & {"m", "M", "tokens", "shape", "numel", "multi_processor_count"}
+
+
+def test_the_catalogue_is_complete_and_distinct():
+    found = list(config.catalogue())
+    assert len(found) == len(set(found)) == 24
+    for one in found:
+        dtype = {name: dtype for dtype, name in config.DTYPE_NAMES.items()}[one.dtype]
+        assert config.choose(dtype, one.a_major, one.b_major, one.epilogue) == one
+
+
+@pytest.fixture
+def sm90(monkeypatch):
+    """A machine whose cuda:0 is an H200, as far as facts go."""
+    h200 = arch.Device("cuda:0", "cuda", "sm_90a", 132)
+    describe = arch.describe
+    monkeypatch.setattr(
+        arch, "describe", lambda d: h200 if torch.device(d).type == "cuda" else describe(d)
+    )
+    from cute_kernels import dispatch
+
+    dispatch._choose.cache_clear()
+    yield
+    dispatch._choose.cache_clear()
+
+
+def ids():
+    found = {}
+    for op in ("linear", "matmul"):
+        for device, dtype in (
+            ("cpu", torch.bfloat16),
+            ("cuda:0", torch.bfloat16),
+            ("cuda:0", torch.float32),
+        ):
+            found[op, device, dtype] = ck.contract_id(op, device, dtype)
+    return found
+
+
+def test_ids_name_op_backend_and_arch(sm90):
+    found = ids()
+    assert found["linear", "cuda:0", torch.bfloat16].startswith("linear/cute_sm90/sm_90a/")
+    assert found["linear", "cuda:0", torch.float32].startswith("linear/triton/sm_90a/")
+    assert found["matmul", "cpu", torch.bfloat16].startswith("matmul/cpu/")
+    assert len(set(found.values())) == len(found)
+
+
+CONSTANTS = [
+    *(("SM90", "Config", f.name) for f in dataclasses.fields(config.Config)[4:]),
+    *(("TRITON", "TRITON", f.name) for f in dataclasses.fields(config.TritonPlan)),
+    *(("TRITON", "TRITON_FP32", f.name) for f in dataclasses.fields(config.TritonPlan)),
+    *(("CPU", "CPU", f.name) for f in dataclasses.fields(config.CpuPlan)),
+    *(("SM90", "COLUMN_SUM", f.name) for f in dataclasses.fields(config.ColumnSumPlan)),
+]
+
+
+def changed(value):
+    if isinstance(value, bool):
+        return not value
+    return value + "x" if isinstance(value, str) else value + 1
+
+
+@pytest.mark.parametrize(("backend", "plan", "name"), CONSTANTS)
+def test_every_constant_is_in_the_id(sm90, monkeypatch, backend, plan, name):
+    before = ids()
+    if plan == "Config":
+        default = {f.name: f.default for f in dataclasses.fields(config.Config)}[name]
+        choose = config.choose
+        monkeypatch.setattr(
+            config,
+            "choose",
+            lambda *a: dataclasses.replace(choose(*a), **{name: changed(default)}),
+        )
+    else:
+        value = getattr(config, plan)
+        new = dataclasses.replace(value, **{name: changed(getattr(value, name))})
+        monkeypatch.setattr(config, plan, new)
+    after = ids()
+    touched = {key for key in before if before[key] != after[key]}
+    device, dtype = {
+        "SM90": ("cuda:0", torch.bfloat16),
+        "TRITON": ("cuda:0", torch.float32),
+        "CPU": ("cpu", torch.bfloat16),
+    }[backend]
+    assert ("linear", device, dtype) in touched
+    other = "cpu" if device != "cpu" else "cuda:0"
+    assert ("linear", other, torch.bfloat16) not in touched
+
+
+@pytest.mark.parametrize("name", ["ORDER", "K_GROUP"])
+def test_the_order_is_in_every_id(sm90, monkeypatch, name):
+    before = ids()
+    monkeypatch.setattr(config, name, changed(getattr(config, name)))
+    after = ids()
+    assert all(before[key] != after[key] for key in before)
+
+
+@pytest.mark.parametrize(
+    ("backend", "distribution", "key"),
+    [
+        (arch.CUTE_SM90, "nvidia-cutlass-dsl-libs-cu13", ("linear", "cuda:0", torch.bfloat16)),
+        (arch.TRITON, "triton", ("linear", "cuda:0", torch.float32)),
+        (arch.CPU, "torch", ("linear", "cpu", torch.bfloat16)),
+    ],
+)
+def test_the_toolchain_is_in_the_id(sm90, monkeypatch, backend, distribution, key):
+    before, version = ids(), arch.version
+    monkeypatch.setattr(
+        arch, "version", lambda name: "9.9" if name == distribution else version(name)
+    )
+    after = ids()
+    assert {k for k in before if before[k] != after[k]} == {k for k in before if _on(k, key)}
+
+
+def _on(key, like) -> bool:
+    return key[1:] == like[1:]
+
+
+def test_nothing_else_is_in_the_id(sm90, monkeypatch):
+    before = ids()
+    monkeypatch.setenv("CUTE_KERNELS_MAX_CTAS", "7")
+    monkeypatch.setenv("CUTE_KERNELS_CACHE", "0")
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", "elsewhere")
+    monkeypatch.setattr(arch, "_installed", lambda name: True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert ids() == before
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_thread_count_is_in_the_cpu_id():
+    before = torch.get_num_threads()
+    found = set()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.add(ck.contract_id("linear", "cpu"))
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 2
+
+
+def test_guarantees(sm90):
+    on_gpu = ck.guarantees("linear", "cuda:0")
+    assert on_gpu == {"run_to_run", "batch_invariant", "split_invariant", "schedule_invariant"}
+    assert ck.guarantees("linear", "cpu") == on_gpu - {"schedule_invariant"}
+    assert on_gpu <= set(contracts.MEANING)
+
+
+def test_unordered_variants_raise_under_the_flag():
+    contracts.refuse_if_deterministic("x", "y")
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(ck.errors.NondeterministicError, match="use y"):
+            contracts.refuse_if_deterministic("x", "y")
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,273 @@
+"""The torch ops: opcheck, torch.compile, autograd, AMP, and the main_grad convention."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import cute_kernels as ck
+from cute_kernels.gemm import op, reference
+from tests.contract import same_bytes
+
+M, N, K = 21, 24, 40
+ORDER = "chain"
+
+
+def tensors(dtype=torch.bfloat16, grad=True, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (M, K), (N, K), (N,)
+    made = [torch.randn(*shape, generator=generator).to(dtype) for shape in shapes]
+    return [t.requires_grad_(grad) for t in made]
+
+
+def opcheck_cases():
+    x, w, b = tensors()
+    dy = torch.randn(M, N).bfloat16()
+    plain = [t.detach() for t in (x, w, b)]
+    ops = torch.ops.cute_kernels
+    return {
+        "linear": (ops.linear, (x, w, b, None, ORDER)),
+        "linear, no bias": (ops.linear, (x, w, None, None, ORDER)),
+        "linear, N-D": (ops.linear, (x.detach().view(3, 7, K), w, b, None, ORDER)),
+        "linear, fp32": (ops.linear, (*(t.float() for t in plain), None, ORDER)),
+        "linear, no rows": (ops.linear, (plain[0][:0], plain[1], plain[2], None, ORDER)),
+        "linear_dx": (ops.linear_dx, (dy.requires_grad_(), w, ORDER)),
+        "linear_dw": (ops.linear_dw, (dy, x, ORDER)),
+        "linear_dw_": (ops.linear_dw_, (dy.detach(), plain[0], torch.randn(N, K), ORDER)),
+        "linear_dbias": (ops.linear_dbias, (dy, ORDER)),
+    }
+
+
+@pytest.mark.parametrize("case", list(opcheck_cases()))
+def test_opcheck(case):
+    target, args = opcheck_cases()[case]
+    assert set(opcheck(target.default, args).values()) == {"SUCCESS"}
+
+
+def test_every_op_is_pt2_compliant():
+    for name in ("linear", "linear_dx", "linear_dw", "linear_dw_", "linear_dbias"):
+        overload = getattr(torch.ops.cute_kernels, name).default
+        assert torch.Tag.pt2_compliant_tag in overload.tags
+
+
+def test_gradients_against_float64():
+    x, w, b = tensors(torch.float32)
+    ck.linear(x, w, b).square().sum().backward()
+    exact = [t.detach().double().requires_grad_() for t in (x, w, b)]
+    reference.gemm(*exact).square().sum().backward()
+    for got, want in zip((x, w, b), exact, strict=True):
+        scale = want.grad.abs().max()
+        assert (got.grad.double() - want.grad).abs().max() <= 1e-5 * scale
+        assert got.grad.shape == want.shape
+
+
+def test_reference_gradcheck():
+    generator = torch.Generator().manual_seed(1)
+    args = [
+        torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((3, 5), (4, 5), (4,), (3, 4))
+    ]
+    assert torch.autograd.gradcheck(reference.gemm, args)
+
+
+def test_double_backward_against_float64():
+    """The ops are closed under differentiation: a gradient penalty works."""
+
+    def penalty(forward, x, w, b):
+        y = forward(x, w, b)
+        (gx,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+        return gx.square().sum()
+
+    ours = tensors(torch.float32)
+    exact = [t.detach().double().requires_grad_() for t in ours]
+    got = torch.autograd.grad(penalty(ck.linear, *ours), ours)
+    want = torch.autograd.grad(penalty(reference.gemm, *exact), exact)
+    for a, e in zip(got, want, strict=True):
+        assert (a.double() - e).abs().max() <= 1e-4 * e.abs().max()
+
+
+def test_only_the_gradients_asked_for():
+    x, w, b = tensors()
+    ck.linear(x.detach(), w, b.detach()).sum().backward()
+    assert x.grad is None and b.grad is None and w.grad is not None
+    y = ck.linear(x, w.detach(), None)
+    y.sum().backward()
+    assert x.grad is not None
+    assert not ck.linear(x.detach(), w.detach()).requires_grad
+
+
+def test_matmul_is_linear_of_the_transpose():
+    x, w, _ = tensors(grad=False)
+    a, b = x.clone().requires_grad_(), w.mT.clone().requires_grad_()
+    y = ck.matmul(a, b)
+    assert same_bytes(y, ck.linear(x, w))
+    y.float().square().sum().backward()
+    x.requires_grad_(), w.requires_grad_()
+    ck.linear(x, w).float().square().sum().backward()
+    assert same_bytes(a.grad, x.grad) and same_bytes(b.grad, w.grad.mT)
+
+
+@pytest.mark.parametrize("shape", [(K,), (1, K), (2, 3, K), (2, 0, K), (1, 1, 2, 2, K)])
+def test_leading_dimensions(shape):
+    _, w, b = tensors(grad=False)
+    x = torch.randn(shape).bfloat16()
+    y = ck.linear(x, w, b)
+    assert y.shape == (*shape[:-1], N) and y.is_contiguous()
+    assert same_bytes(y.reshape(-1, N), ck.linear(x.reshape(-1, K), w, b))
+
+
+NO_COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="inductor on a CPU needs g++")
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=NO_COMPILER)])
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_compiled_bits_are_eager_bits(backend, main_grad):
+    def step(x, w, b, state):
+        return ck.linear(x * 2, w, b, main_grad=state).float().square().sum()
+
+    results = []
+    for run in (step, torch.compile(step, fullgraph=True, backend=backend)):
+        x, w, b = tensors()
+        state = torch.ones(N, K) if main_grad else None
+        run(x, w, b, state).backward()
+        assert (w.grad is None) == main_grad
+        results.append((x.grad, state if main_grad else w.grad, b.grad))
+    for eager, compiled in zip(*results, strict=True):
+        assert same_bytes(eager, compiled)
+
+
+def test_dynamic_shapes_compile_once():
+    torch.compiler.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    run = torch.compile(ck.linear, fullgraph=True, dynamic=True, backend=counter)
+    _, w, b = tensors(grad=False)
+    for m in (5, 17, 64):
+        x = torch.randn(m, K).bfloat16()
+        assert same_bytes(run(x, w, b), ck.linear(x, w, b))
+    assert counter.frame_count == 1
+
+
+def test_autocast_casts_like_linear_and_not_inside():
+    x, w, b = tensors(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = ck.linear(x, w, b)
+        y.float().square().sum().backward()
+    assert y.dtype == torch.bfloat16 and x.grad.dtype == torch.float32
+    cast = [t.detach().bfloat16().requires_grad_() for t in (x, w, b)]
+    plain = ck.linear(*cast)
+    plain.float().square().sum().backward()
+    assert same_bytes(y, plain)
+    assert same_bytes(x.grad, cast[0].grad.float())
+    assert same_bytes(w.grad, cast[1].grad.float())
+    # fp32 products of the backward ops are not cast, though autocast is on.
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = op.linear_dx(torch.ones(2, N), w.detach(), ORDER)
+    assert same_bytes(inside, op.linear_dx(torch.ones(2, N), w.detach(), ORDER))
+
+
+def test_mixed_dtypes_meet_under_autocast():
+    x, w, _ = tensors(torch.float32, grad=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ck.linear(x.bfloat16(), w).dtype == torch.bfloat16
+
+
+def test_fake_and_meta():
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        y = ck.linear(torch.empty(5, K), torch.empty(N, K), torch.empty(N))
+        assert y.shape == (5, N)
+    y = ck.linear(torch.empty(2, 5, K, device="meta"), torch.empty(N, K, device="meta"))
+    assert y.shape == (2, 5, N) and y.device.type == "meta"
+
+
+def test_main_grad_replaces_the_gradient():
+    x, w, b = tensors()
+    plain = [t.detach().clone().requires_grad_() for t in (x, w, b)]
+    state = torch.zeros(N, K)
+    ck.linear(x, w, b, main_grad=state).sum().backward()
+    ck.linear(*plain).sum().backward()
+    assert w.grad is None
+    assert same_bytes(x.grad, plain[0].grad) and same_bytes(b.grad, plain[2].grad)
+    assert (state - plain[1].grad.float()).abs().max() <= 2**-7 * state.abs().max()
+
+
+@pytest.mark.parametrize("cuts", [[16], [16, 32, 64], [48, 96], [80]])
+def test_micro_batches_through_autograd(cuts):
+    """The sum over micro-batches cut at multiples of 16, through backward, is one shot's."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = 101
+    x = torch.randn(tokens, K, generator=generator).bfloat16()
+    g = torch.randn(tokens, N, generator=generator).bfloat16()
+    weight = torch.randn(N, K, generator=generator).bfloat16().requires_grad_()
+    states = []
+    for edges in ([0, tokens], [0, *cuts, tokens]):
+        state = torch.zeros(N, K)
+        # All forwards run before the first backward, as a pipeline schedule may have it.
+        pieces = [slice(i, j) for i, j in itertools.pairwise(edges)]
+        outputs = [ck.linear(x[p], weight, main_grad=state) for p in pieces]
+        for p, y in zip(pieces, outputs, strict=True):
+            y.backward(g[p])
+        states.append(state)
+    assert same_bytes(*states) and weight.grad is None
+
+
+def test_a_cut_elsewhere_shows():
+    """The control: cuts that are no multiples of 16 are outside the promise, and differ."""
+    x, g = torch.randn(100, K), torch.randn(100, N)
+    one, two = torch.zeros(N, K), torch.zeros(N, K)
+    op.linear_dw_(g, x, one, ORDER)
+    for p in (slice(0, 7), slice(7, 100)):
+        op.linear_dw_(g[p], x[p], two, ORDER)
+    assert not same_bytes(one, two)
+
+
+def test_megatron_flag():
+    _, w, _ = tensors()
+    x = torch.randn(4, K).bfloat16()
+    w.main_grad, w.grad_added_to_main_grad = torch.zeros(N, K), False
+    y = ck.linear(x, w, main_grad=w.main_grad)
+    assert w.grad_added_to_main_grad is False
+    y.sum().backward()
+    assert w.grad_added_to_main_grad is True and w.grad is None
+    assert w.main_grad.abs().sum() > 0
+
+
+def test_main_grad_of_a_frozen_weight_is_left_alone():
+    x, w, _ = tensors()
+    state = torch.full((N, K), 3.0)
+    ck.linear(x, w.detach(), main_grad=state).sum().backward()
+    assert (state == 3).all() and x.grad is not None
+
+
+def test_nan_and_inf_stay_in_their_rows_and_columns():
+    x, w, b = tensors(torch.float32)
+    clean = ck.linear(x, w, b).detach()
+    dirty = x.detach().clone()
+    dirty[3, 0], dirty[9] = float("nan"), float("inf")
+    dirty.requires_grad_()
+    y = ck.linear(dirty, w, b)
+    keep = [i for i in range(M) if i not in (3, 9)]
+    assert same_bytes(y.detach()[keep], clean[keep])
+    assert y[3].isnan().all()
+    dy = torch.ones(M, N)
+    dy[:, 5] = float("nan")
+    dw = op.linear_dw(dy, x.detach(), ORDER)
+    good = op.linear_dw(torch.ones(M, N), x.detach(), ORDER)
+    rest = [n for n in range(N) if n != 5]
+    assert dw[5].isnan().all() and same_bytes(dw[rest], good[rest])
+
+
+def test_deterministic_flag_is_honoured():
+    """Everything here is ordered, so torch's flag changes nothing and refuses nothing."""
+    x, w, b = tensors(grad=False)
+    want = ck.linear(x, w, b)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert same_bytes(ck.linear(x, w, b), want)
+    finally:
+        torch.use_deterministic_algorithms(False)
