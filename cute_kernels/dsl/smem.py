@@ -1,7 +1,8 @@
 """Shared-memory layouts that WGMMA and TMA both understand."""
 
 from cutlass import cute
-from cutlass.utils import LayoutEnum, hopper_helpers
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers
 
 #: WGMMA and 128-byte-swizzled TMA want their buffers at multiples of this.
 ALIGN = 1024

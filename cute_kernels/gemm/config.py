@@ -98,7 +98,7 @@ class ColumnSumPlan:
 
 
 TRITON = TritonPlan()
-TRITON_FP32 = TritonPlan(block_m=64, block_n=64, block_k=32, num_warps=4)
+TRITON_FP32 = TritonPlan(block_m=64, block_n=64, block_k=32)
 CPU = CpuPlan()
 COLUMN_SUM = ColumnSumPlan()
 

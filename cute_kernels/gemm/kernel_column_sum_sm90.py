@@ -10,7 +10,7 @@ Measured     not run on a GPU yet: docs/status.md.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.utils import SmemAllocator
+from cutlass.memory import SmemAllocator
 
 from ..compile import fake
 from .config import COLUMN_SUM, ColumnSumPlan

@@ -15,7 +15,9 @@ Measured     not run on a GPU yet: docs/status.md.
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
-from cutlass.utils import LayoutEnum, SmemAllocator, hopper_helpers
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers
 
 from ..compile import fake
 from ..dsl import mma, pipeline, smem, tma

@@ -1,0 +1,216 @@
+"""Defects put into the SM90 GEMM on purpose: the simulator and the battery must notice each one.
+
+A mutant replaces one helper or one method while the kernel is compiled.  It counts as killed when a
+run differs from the oracle by a byte, fails in the simulator (deadlock, wild access), or reports a
+missing fence.  The same runs of the intact kernel must all pass.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cute_kernels.gemm import config, launch, reference
+from tests import contract, ptxsim
+from tests.gemm.simulated import operand, simulated
+from tests.ptxsim.available import requires_sim
+
+pytestmark = [requires_sim, pytest.mark.sim]
+
+#: The three settings of tests/ptxsim/README.md that find most missing waits.
+SETTINGS = [
+    {"async_mode": "late", "wgmma_mode": "late"},
+    {"async_mode": "now", "wgmma_mode": "late", "warp_order": "random", "seed": 1},
+    {"async_mode": "now", "wgmma_mode": "late", "warp_order": "random", "seed": 2},
+    {
+        "async_mode": "random",
+        "wgmma_mode": "random",
+        "warp_order": "random",
+        "cta_order": "random",
+        "seed": 3,
+    },
+    {"wgmma_math": "fma"},
+]
+LIMITS = {"max_steps": 20_000_000}
+
+
+def survives(kernel, epilogue: str) -> bool:
+    """Whether every run under every setting is right; `kernel` is a compiled function."""
+    for shape in ((300, 520, 600), (130, 264, 80)):
+        m, n, k = shape
+        a = operand(m, k, torch.bfloat16, "k", seed=m)
+        b = operand(n, k, torch.bfloat16, "k", seed=n)
+        bias = torch.randn(n).bfloat16() if epilogue == "bias" else None
+        start = torch.randn(m, n) if epilogue == "accumulate" else None
+        want = reference.chain(a, b, bias, start)
+        want = want if start is not None else want.bfloat16()
+        for options in SETTINGS:
+            if options.get("wgmma_math") == "fma":
+                if start is None:
+                    continue
+                # -0 everywhere, under the arithmetic that keeps it: zeros added show.
+                a, b = torch.full_like(a, -0.0), torch.ones_like(b)
+                start, want = torch.full_like(start, -0.0), torch.full_like(want, -0.0)
+                a, b = a[:, :80], b[:, :80]
+            state = None if start is None else start.clone()
+            try:
+                with simulated(clusters=1, kernel=lambda *key: kernel, **LIMITS, **options):
+                    got = launch.gemm(a, b, bias, state)
+            except ptxsim.PtxsimError:
+                return False
+            if ptxsim.report()["fence_warnings"]["count"] or not contract.same_bytes(got, want):
+                return False
+    return True
+
+
+def compiled(epilogue: str):
+    from cute_kernels.gemm import kernel_sm90
+
+    chosen = config.choose(torch.bfloat16, "k", "k", epilogue)
+    return kernel_sm90.build(chosen, compile=ptxsim.compile)
+
+
+def ring_class(module):
+    """The DSL's ring, whose methods the mutants replace."""
+    return module.pipeline.pipeline.PipelineTmaAsync
+
+
+def no_wait_for_loads(monkeypatch, module):
+    monkeypatch.setattr(ring_class(module), "consumer_wait", lambda self, state: None)
+
+
+def no_wait_for_empty_stages(monkeypatch, module):
+    def acquire(self, state):
+        self.sync_object_full.arrive(state.index, self.producer_mask)
+
+    monkeypatch.setattr(ring_class(module), "producer_acquire", acquire)
+
+
+def no_release(monkeypatch, module):
+    monkeypatch.setattr(ring_class(module), "consumer_release", lambda self, state: None)
+
+
+def wrong_phase(monkeypatch, module):
+    monkeypatch.setattr(module.pipeline, "consumer_state", module.pipeline.producer_state)
+
+
+def producer_starts_full(monkeypatch, module):
+    monkeypatch.setattr(module.pipeline, "producer_state", module.pipeline.consumer_state)
+
+
+def half_the_bytes(monkeypatch, module):
+    true_ring = module.pipeline.tma_ring
+    monkeypatch.setattr(
+        module.pipeline, "tma_ring", lambda b, s, size, *rest: true_ring(b, s, size // 2, *rest)
+    )
+
+
+def released_before_read(monkeypatch, module):
+    """The stage is given back while WGMMAs that read it are in flight."""
+    warpgroup = module.cute.nvgpu.warpgroup
+    true_wait = warpgroup.wait_group
+    monkeypatch.setattr(warpgroup, "wait_group", lambda n: true_wait(n + 1))
+
+
+def k_steps_swapped(monkeypatch, module):
+    from cute_kernels.dsl import mma
+
+    cute, cutlass = module.cute, module.cutlass
+
+    @cute.jit
+    def add_block(tiled, acc, tCrA, tCrB, stage):
+        cute.nvgpu.warpgroup.fence()
+        for group in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
+            at = (None, None, group ^ 1, stage)
+            cute.gemm(tiled, acc, tCrA[at], tCrB[at], acc)
+        cute.nvgpu.warpgroup.commit_group()
+
+    monkeypatch.setattr(mma, "add_block", add_block)
+
+
+def tail_not_predicated(monkeypatch, module):
+    """The whole last block is multiplied, zeros included."""
+    from cute_kernels.dsl import mma
+
+    monkeypatch.setattr(
+        mma,
+        "add_groups",
+        lambda tiled, acc, a, b, stage, groups: mma.add_block(tiled, acc, a, b, stage),
+    )
+
+
+def tail_dropped(monkeypatch, module):
+    from cute_kernels.dsl import mma
+
+    true_groups = mma.add_groups
+    monkeypatch.setattr(mma, "add_groups", lambda *a: true_groups(*a[:-1], a[-1] - 1))
+
+
+def store_before_buffer_is_free(monkeypatch, module):
+    arch = module.cute.arch
+    monkeypatch.setattr(arch, "cp_async_bulk_wait_group", lambda *a, **k: None)
+
+
+def no_epilogue_barrier(monkeypatch, module):
+    monkeypatch.setattr(module.GemmSm90, "sync", lambda self, consumer: None)
+
+
+def no_proxy_fence(monkeypatch, module):
+    monkeypatch.setattr(module.cute.arch, "fence_proxy", lambda *a, **k: None)
+
+
+def one_buffer_for_both_consumers(monkeypatch, module):
+    true_store = module.GemmSm90.store
+
+    def store(self, acc, tma_d, gD, sD, consumer, *rest):
+        return true_store(self, acc, tma_d, gD, sD, 0 * consumer, *rest)
+
+    monkeypatch.setattr(module.GemmSm90, "store", store)
+
+
+def last_tile_skipped(monkeypatch, module):
+    counts = module.persistent.tile_counts
+    monkeypatch.setattr(
+        module.persistent, "tile_counts", lambda *a: (counts(*a)[0], counts(*a)[1] - 1)
+    )
+
+
+def rows_beyond_read(monkeypatch, module):
+    """accumulate: rows beyond M are read where they would lie, not clamped."""
+    monkeypatch.setattr(module.cutlass, "min", lambda a, b: a)
+
+
+MUTANTS = [
+    (no_wait_for_loads, "plain"),
+    (no_wait_for_empty_stages, "plain"),
+    (no_release, "plain"),
+    (wrong_phase, "plain"),
+    (producer_starts_full, "plain"),
+    (half_the_bytes, "plain"),
+    (released_before_read, "plain"),
+    (k_steps_swapped, "accumulate"),
+    (tail_not_predicated, "accumulate"),
+    (tail_dropped, "plain"),
+    (store_before_buffer_is_free, "plain"),
+    (no_epilogue_barrier, "plain"),
+    (no_proxy_fence, "plain"),
+    (one_buffer_for_both_consumers, "plain"),
+    (last_tile_skipped, "plain"),
+    (rows_beyond_read, "accumulate"),
+    (rows_beyond_read, "bias"),
+]
+
+
+@pytest.mark.parametrize("epilogue", ["plain", "bias", "accumulate"])
+def test_the_intact_kernel_survives(epilogue):
+    assert survives(compiled(epilogue), epilogue)
+
+
+@pytest.mark.parametrize(("mutant", "epilogue"), MUTANTS, ids=lambda v: getattr(v, "__name__", v))
+def test_mutants_are_killed(monkeypatch, mutant, epilogue):
+    from cute_kernels.gemm import kernel_sm90
+
+    with monkeypatch.context() as patch:
+        mutant(patch, kernel_sm90)
+        kernel = compiled(epilogue)
+    assert not survives(kernel, epilogue)

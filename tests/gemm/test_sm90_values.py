@@ -1,0 +1,143 @@
+"""The SM90 kernels in the simulator: every configuration and tail class, bit for bit.
+
+With ``wgmma_math="exact"`` each k16 group is one exact product rounded once, so the kernel must
+give the bytes of ``reference.chain``; with ``"hopper"`` (the truncating adder) it must stay in the
+bound.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cute_kernels.gemm import config, launch, reference
+from tests import contract, ptxsim
+from tests.gemm.simulated import operand, simulated
+from tests.ptxsim.available import requires_sim
+
+pytestmark = [requires_sim, pytest.mark.sim]
+
+#: (M, N, K): one tile; every kind of tail; several tiles and k blocks; K below one group.
+SHAPES = [(128, 256, 64), (200, 300, 200), (1, 7, 3), (130, 264, 80), (257, 520, 144), (64, 8, 16)]
+DTYPES = {name: dtype for dtype, name in config.DTYPE_NAMES.items()}
+
+
+def case(chosen: config.Config, m: int, n: int, k: int):
+    """Operands, bias and start of one configuration at one shape."""
+    dtype = DTYPES[chosen.dtype]
+    a = operand(m, k, dtype, chosen.a_major, seed=m)
+    b = operand(n, k, dtype, chosen.b_major, seed=n + 1)
+    generator = torch.Generator().manual_seed(k)
+    bias = torch.randn(n, generator=generator).to(dtype) if chosen.epilogue == "bias" else None
+    start = torch.randn(m, n, generator=generator) if chosen.epilogue == "accumulate" else None
+    return a, b, bias, start
+
+
+def run(a, b, bias, start, **options):
+    state = None if start is None else start.clone()
+    with simulated(**options):
+        return launch.gemm(a, b, bias, state)
+
+
+@pytest.mark.parametrize(
+    "chosen", list(config.catalogue()), ids=lambda c: "-".join(map(str, vars(c).values()))
+)
+def test_every_configuration(chosen):
+    for m, n, k in SHAPES:
+        a, b, bias, start = case(chosen, m, n, k)
+        want = reference.chain(a, b, bias, start)
+        want = want if start is not None else want.to(a.dtype)
+        got = run(a, b, bias, start)
+        assert contract.same_bytes(got, want), (m, n, k)
+        report = ptxsim.report()
+        assert report["fence_warnings"]["count"] == 0
+
+
+@pytest.mark.parametrize("epilogue", ["plain", "bias", "accumulate"])
+def test_against_float64_with_the_truncating_adder(epilogue):
+    chosen = config.choose(torch.bfloat16, "k", "k", epilogue)
+    a, b, bias, start = case(chosen, 130, 264, 1000)
+    exact = reference.gemm(a, b, bias, start)
+    bound = reference.error_bound(a, b)
+    if start is not None:
+        bound = bound + 5.25 * 63 * 2.0**-23 * start.double().abs()
+    got = run(a, b, bias, start, wgmma_math="hopper")
+    contract.check_accuracy(got, exact, bound, 1.0 if start is not None else 0.02)
+
+
+def test_the_output_is_written_everywhere():
+    """Poisoned outputs: NaN and 0x7f bytes must all be gone, and nothing beyond N touched."""
+    a, b, _, _ = case(config.choose(torch.bfloat16, "k", "k", "plain"), 200, 300, 72)
+    want = reference.chain(a, b).bfloat16()
+    for fill in (
+        torch.tensor(float("nan")).bfloat16(),
+        torch.tensor([0x7F7F]).short().view(torch.bfloat16),
+    ):
+        made = []
+
+        def poisoned(rows, columns, dtype, device, fill=fill, made=made):
+            held = torch.empty(rows, -(-columns // 8) * 8, dtype=dtype)
+            held[:] = fill
+            made.append(held)
+            return held[:, :columns]
+
+        before, launch.padded_empty = launch.padded_empty, poisoned
+        try:
+            got = run(a, b, None, None)
+        finally:
+            launch.padded_empty = before
+        assert contract.same_bytes(got, want)
+        assert (contract.bits(made[0][:, 300:]) == contract.bits(fill.view(1))).all()
+
+
+def test_negative_zero_survives_the_k_tail():
+    """Groups wholly beyond K are skipped: a start of -0 and products of -0 stay -0.
+
+    In the simulator's ``fma`` arithmetic, which keeps -0 + -0; what the card does is not run.
+    """
+    m, n = 16, 16
+    start = torch.full((m, n), -0.0)
+    for k in (16, 48, 80, 112):
+        a = torch.full((m, k), -0.0).bfloat16()
+        b = torch.full((n, k), 1.0).bfloat16()
+        got = run(a, b, None, start, wgmma_math="fma")
+        assert contract.same_bytes(got, start), k
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("m", "n"), [(1, 2), (31, 64), (300, 130), (1025, 7), (64, 65)])
+def test_column_sum(dtype, m, n):
+    x = torch.randn(m, n, generator=torch.Generator().manual_seed(m)).to(DTYPES[dtype])
+    with simulated():
+        got = launch.column_sum(x)
+    lanes = torch.zeros(config.COLUMN_SUM.lanes, n)
+    for row in range(m):
+        lanes[row % config.COLUMN_SUM.lanes] += x[row].float()
+    total = torch.zeros(n)
+    for lane in lanes:
+        total = total + lane
+    assert contract.same_bytes(got, total.to(x.dtype))
+
+
+def test_what_the_compiled_entry_refuses():
+    """The second place of checks: TVM-FFI refuses dims, dtypes and strides that disagree."""
+    from tests.gemm.simulated import gemm_kernel
+
+    kernel = gemm_kernel(torch.bfloat16, "k", "k", "plain")
+    good = operand(16, 16, torch.bfloat16, "k", 0)
+    out = torch.empty(16, 16, dtype=torch.bfloat16)
+    kernel(good, good, out, None, 1)
+    wrong = {
+        "K differs": (good[:, :8], good, out),
+        "M differs": (good[:8], good, out),
+        "dtype": (good.half(), good, out),
+        "out dtype": (good, good, out.float()),
+        "rank": (good[None], good, out),
+        "stride": (good.mT, good, out),
+        "row stride": (torch.empty(16, 17, dtype=torch.bfloat16)[:, :16], good, out),
+        "alignment": (torch.empty(264, dtype=torch.bfloat16)[1:257].view(16, 16), good, out),
+    }
+    for label, (a, b, d) in wrong.items():
+        with pytest.raises((ValueError, TypeError, RuntimeError)):
+            kernel(a, b, d, None, 1)
+            pytest.fail(label)
