@@ -1,0 +1,29 @@
+"""Orders of work, decided and proved on the CPU: block masks in, a checked schedule out.
+
+``BlockMask`` says which blocks of a score matrix are needed (``mask*.py``).  Names load their
+module at first use; nothing here imports ``cutlass``.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+_PUBLIC = {
+    "BlockMask": "mask",
+    "from_fa4": "mask_fa4",
+    "to_fa4": "mask_fa4",
+}
+
+__all__ = sorted(_PUBLIC)
+
+
+def __getattr__(name: str):
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
