@@ -41,7 +41,9 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
     console.print(_pairs("Settings (CUTE_KERNELS_...)", settings))
     for name, device in found["devices"].items():
         console.print(_pairs(f"Device {name}", device))
-    console.print(_backends(found["ops"]))
+    for op, devices in found["ops"].items():
+        for device, support in devices.items():
+            console.print(_backends(op, device, support))
 
 
 @app.command()
@@ -102,18 +104,12 @@ def _pairs(title: str, rows: dict) -> Table:
     return table
 
 
-def _backends(ops: dict) -> Table:
-    table = Table(title="Ops (bf16 inputs)", title_justify="left", show_lines=True)
-    for column in ("op", "device", "runs on", "refused because", "guarantees", "contract id"):
-        table.add_column(column)
-    for op, devices in ops.items():
-        for device, support in devices.items():
-            reasons = support["backends"]
-            runs = next((name for name, why in reasons.items() if why is None), "nothing")
-            refused = "\n".join(f"{name}: {why}" for name, why in reasons.items() if why)
-            kept = "\n".join(support["guarantees"])
-            table.add_row(op, device, runs, refused, kept, str(support["contract_id"]))
-    return table
+def _backends(op: str, device: str, support: dict) -> Table:
+    reasons = support["backends"]
+    rows = {"runs on": next((name for name, why in reasons.items() if why is None), "nothing")}
+    rows |= {f"not {name}": why for name, why in reasons.items() if why}
+    rows |= {"guarantees": ", ".join(support["guarantees"]), "contract id": support["contract_id"]}
+    return _pairs(f"{op} on {device} (bf16)", rows)
 
 
 def main() -> None:

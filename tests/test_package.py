@@ -1,0 +1,128 @@
+"""The package as a user meets it: lazy names, backends and their reasons, the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import cute_kernels as ck
+from cute_kernels import __main__ as cli
+from cute_kernels import arch, dispatch, settings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def python(code: str) -> str:
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+def test_importing_and_using_the_cpu_needs_torch_only():
+    code = (
+        "import sys, torch, cute_kernels as ck; before = set(sys.modules);"
+        "ck.linear(torch.randn(2, 3), torch.randn(4, 3)); ck.info();"
+        "print([m for m in ('cutlass', 'triton', 'tvm_ffi', 'rich', 'typer', 'transformers')"
+        " if m in sys.modules and m not in before])"
+    )
+    assert python(code) == "[]"
+
+
+def test_import_alone_loads_no_system():
+    code = "import sys, cute_kernels; print([m for m in sys.modules if m.startswith('cute_k')])"
+    assert python(code) == "['cute_kernels']"
+
+
+def test_every_public_name_resolves():
+    for name in ck.__all__:
+        assert getattr(ck, name) is not None
+    assert set(ck.__all__) <= set(dir(ck))
+    with pytest.raises(AttributeError, match="no attribute 'softmax'"):
+        _ = ck.softmax
+
+
+def test_names_do_not_depend_on_what_was_imported_first():
+    """A submodule must not shadow a public function of its name."""
+    code = (
+        "import cute_kernels.contracts, cute_kernels.gemm.api, cute_kernels.about;"
+        "import cute_kernels as ck; print(callable(ck.guarantees), callable(ck.info))"
+    )
+    assert python(code) == "True True"
+
+
+def gpu(kind: str, name: str) -> arch.Device:
+    return arch.Device("cuda:0", kind, name, 132)
+
+
+@pytest.mark.parametrize(
+    ("device", "want"),
+    [
+        (gpu("cuda", "sm_90a"), {"bf16": "cute_sm90", "fp32": "triton"}),
+        (gpu("cuda", "sm_80"), {"bf16": "triton", "fp32": "triton"}),
+        (gpu("cuda", "sm_100"), {"bf16": "triton", "fp32": "triton"}),
+        (gpu("hip", "gfx942"), {"bf16": "triton", "fp32": "triton"}),
+    ],
+    ids=lambda v: getattr(v, "arch", ""),
+)
+def test_backend_of_each_device(monkeypatch, device, want):
+    monkeypatch.setattr(arch, "describe", lambda d: device)
+    monkeypatch.setattr(arch, "_installed", lambda name: True)
+    import cute_kernels.gemm.op  # noqa: F401
+
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        found = dispatch.reasons("gemm", "cuda:0", dtype)
+        assert next(b for b, why in found.items() if why is None) == want[name]
+        assert all(why is None or len(why) > 10 for why in found.values())
+
+
+def test_a_missing_package_is_a_reason_not_a_fallback(monkeypatch):
+    monkeypatch.setattr(arch, "describe", lambda d: gpu("cuda", "sm_90a"))
+    monkeypatch.setattr(arch, "_installed", lambda name: False)
+    import cute_kernels.gemm.op  # noqa: F401
+
+    found = dispatch.reasons("gemm", "cuda:0", torch.bfloat16)
+    assert "not installed" in found["cute_sm90"] and "not installed" in found["triton"]
+    dispatch._choose.cache_clear()
+    with pytest.raises(ck.errors.BackendUnavailable, match="extra cu13"):
+        dispatch.backend("gemm", "cuda:0", torch.bfloat16)
+
+
+def test_info_is_json_and_complete():
+    found = ck.info()
+    assert json.loads(json.dumps(found)) == found
+    assert set(found["ops"]) == {"linear", "matmul"}
+    on_cpu = found["ops"]["linear"]["cpu"]
+    assert on_cpu["backends"]["cpu"] is None and "SM90" in on_cpu["backends"]["cute_sm90"]
+    assert on_cpu["contract_id"] == ck.contract_id("linear", "cpu")
+    assert {s.name for s in settings.TABLE} == set(found["settings"])
+
+
+def test_command_line_info():
+    shown = CliRunner().invoke(cli.app, ["info"])
+    assert shown.exit_code == 0 and "linear/cpu/" in shown.output
+    as_json = CliRunner().invoke(cli.app, ["info", "--json"])
+    assert json.loads(as_json.output)["ops"]["matmul"]["cpu"]["guarantees"]
+
+
+def test_a_forced_backend_reaches_the_choice(monkeypatch):
+    monkeypatch.setenv("CUTE_KERNELS_BACKEND", "cpu")
+    assert dispatch.backend("gemm", "cpu", torch.bfloat16) == "cpu"
+    monkeypatch.setenv("CUTE_KERNELS_BACKEND", "triton")
+    with pytest.raises(ck.errors.BackendUnavailable, match="forces another backend"):
+        ck.matmul(torch.randn(2, 3), torch.randn(3, 2))
+
+
+def test_cache_folder_is_not_in_the_temporary_folder(monkeypatch, tmp_path):
+    monkeypatch.delenv("CUTE_KERNELS_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert settings.cache_dir() == tmp_path / "cute_kernels"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert settings.cache_dir() == Path.home() / ".cache" / "cute_kernels"
