@@ -1,0 +1,1 @@
+"""Measurements: benchmarks against rivals, profiles, hardware probes, and the status page."""

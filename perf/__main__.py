@@ -1,0 +1,221 @@
+"""The command line: python -m perf bench | profile | probe | report | compare | h200."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from . import record, targets
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+bench_app = typer.Typer(no_args_is_help=True, help="Time kernels against their rivals.")
+profile_app = typer.Typer(no_args_is_help=True, help="Hardware counters through Nsight Compute.")
+app.add_typer(bench_app, name="bench")
+app.add_typer(profile_app, name="profile")
+
+Commit = Annotated[str | None, typer.Option(help="the commit, where the tree has no .git")]
+
+
+def _need_gpu(what: str) -> None:
+    """One line and exit code 2 where there is no CUDA GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        typer.echo(f"perf {what}: needs a CUDA GPU; torch {torch.__version__} sees none")
+        raise typer.Exit(2)
+
+
+def _chosen(option: str, text: str, allowed) -> list[str]:
+    """A comma-separated option as a list of known names."""
+    names = [part for part in text.split(",") if part]
+    for name in names:
+        if name not in allowed:
+            raise typer.BadParameter(f"{option}: expected {', '.join(allowed)}; got {name!r}")
+    return names
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    parts = [part for part in text.split(",") if part]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise typer.BadParameter(f"{option}: expected whole numbers above 0, got {text!r}")
+    return [int(part) for part in parts]
+
+
+@bench_app.command("gemm")
+def bench_gemm(
+    shape: Annotated[str, typer.Option(help="qkv,o_proj,...; default: the status page's")] = "",
+    m: Annotated[str, typer.Option(help="row counts, 512,1024; default: each shape's own")] = "",
+    product: Annotated[str, typer.Option(help="of fwd,dx,dw")] = ",".join(targets.PRODUCTS),
+    rivals: Annotated[str, typer.Option(help="who is measured; see perf/rivals.py")] = "",
+    rounds: Annotated[int, typer.Option(min=50, help="samples of each rival")] = 50,
+    output: Annotated[Path | None, typer.Option("-o", "--output")] = None,
+    check_only: Annotated[bool, typer.Option(help="correctness and bits, no time")] = False,
+    case: Annotated[list[str] | None, typer.Option(hidden=True)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="records on standard output")] = False,
+    commit: Commit = None,
+) -> None:
+    """Checks every rival against float64, then times them in turns.  Appends one line per case."""
+    _need_gpu("bench")
+    from . import bench
+    from .rivals import DEFAULT, RIVALS
+
+    names = _chosen("--rivals", rivals, RIVALS) or list(DEFAULT)
+    shapes = _chosen("--shape", shape, targets.SHAPES)
+    products = _chosen("--product", product, targets.PRODUCTS)
+    todo = bench.cases(shapes, _numbers("--m", m), products)
+    if case:
+        fields = [text.split(":") for text in case]
+        todo = [bench.cases([s], [int(rows)], [p])[0] for p, s, rows in fields]
+    path = None if as_json else output or record.RESULTS / "gemm.jsonl"
+    measured = bench.gemm(
+        todo, names, output=path, rounds=rounds, check_only=check_only, commit=commit
+    )
+    failed = 0
+    for body in measured:
+        typer.echo(json.dumps(body) if as_json else bench.line(body))
+        failed += body["system"] == "ours" and body["status"] != "ok"
+    if failed:
+        raise typer.Exit(1)
+
+
+@profile_app.command("gemm")
+def profile_gemm(
+    shape: Annotated[str, typer.Option()] = "qkv",
+    product: Annotated[str, typer.Option(help="one of fwd,dx,dw")] = "fwd",
+    system: Annotated[str, typer.Option(help="whose kernel")] = "ours",
+    output: Annotated[Path | None, typer.Option("-o", "--output")] = None,
+    commit: Commit = None,
+) -> None:
+    """Counters of one launch: achieved against the floor, and where warps stall."""
+    _need_gpu("profile")
+    from . import profile
+    from .rivals import RIVALS
+
+    _chosen("--shape", shape, targets.SHAPES)
+    _chosen("--product", product, targets.PRODUCTS)
+    _chosen("--system", system, RIVALS)
+    try:
+        body = profile.gemm(shape, product, system, commit)
+    except profile.ProfileError as error:
+        typer.echo(f"perf profile: {error}")
+        raise typer.Exit(2) from None
+    record.append(output or record.RESULTS / "profile.jsonl", body)
+    typer.echo("\n".join(profile.lines(body)))
+
+
+@profile_app.command("target", hidden=True)
+def profile_target(
+    shape: Annotated[str, typer.Option()],
+    product: Annotated[str, typer.Option()],
+    system: Annotated[str, typer.Option()],
+) -> None:
+    """What ncu runs."""
+    _need_gpu("profile")
+    from . import profile
+
+    profile.target(shape, product, system)
+
+
+@app.command()
+def probe(
+    names: Annotated[
+        list[str], typer.Argument(help="smoke, width, zeros, model, promotion or all")
+    ],
+    output: Annotated[Path | None, typer.Option("-o", "--output")] = None,
+    golden: Annotated[Path | None, typer.Option(help="folder of the golden vectors")] = None,
+    commit: Commit = None,
+) -> None:
+    """Asks the card what its tensor cores do (docs: questions for the hardware)."""
+    _need_gpu("probe")
+    from .probes import runner
+
+    wanted = list(runner.PROBES) if names == ["all"] else names
+    _chosen("names", ",".join(wanted), runner.PROBES)
+    bad = 0
+    path = output or record.RESULTS / "probes.jsonl"
+    for body in runner.run(wanted, output=path, golden=golden or runner.GOLDEN, commit=commit):
+        typer.echo(runner.line(body))
+        smoke = body["probe"] == "smoke" and body["case"] == "answer"
+        bad += body.get("verdict") == "failed" or (smoke and body["verdict"] != "yes")
+    if bad:
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    results: Annotated[Path, typer.Option(help="folder of the records")] = record.RESULTS,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="the page")] = None,
+) -> None:
+    """Writes docs/status.md and the plots beside it from the records."""
+    from . import plots
+    from . import report as page
+
+    try:
+        records = record.read_all(results)
+    except record.RecordError as error:
+        typer.echo(f"perf report: {error}")
+        raise typer.Exit(2) from None
+    kept = results / page.CERTIFICATES.name
+    page.adopt_certificates(kept)
+    path = output or page.STATUS
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page.render(records, page.load_certificates(kept)))
+    drawn = plots.write(records, path.parent / "plots")
+    typer.echo(f"{path}: {len(records)} records; plots: {len(drawn) or 'none, nothing was timed'}")
+
+
+@app.command()
+def compare(a: Path, b: Path) -> None:
+    """Exit code 1 if B is slower than A beyond their noise or lost a promise, 2 if unusable."""
+    from .compare import Unusable
+    from .compare import compare as compared
+
+    try:
+        rows, gone, new = compared(record.read(a), record.read(b))
+    except (record.RecordError, Unusable) as error:
+        typer.echo(f"perf compare: {error}")
+        raise typer.Exit(2) from None
+    table = Table("system", "product", "shape", "GPU", "A us", "B us", "change", "noise", "verdict")
+    for row in rows:
+        _, system, product, shape, _, gpu = row.key
+        times = [f"{t:.1f}" if t else "-" for t in (row.before, row.after)]
+        shares = ["-" if x is None else f"{x:+.1%}" for x in (row.change, row.noise)]
+        table.add_row(system, product, shape, gpu, *times, *shares, row.verdict)
+    console = Console(width=None if Console().is_terminal else 160)
+    console.print(table)
+    for name, keys in (("only in A", gone), ("only in B", new)):
+        for key in keys:
+            typer.echo(f"{name}: {' '.join(key)}")
+    if any(row.regressed for row in rows):
+        raise typer.Exit(1)
+
+
+@app.command()
+def h200(
+    out: Annotated[Path, typer.Option(help="folder of the results")],
+    stages: Annotated[str, typer.Option(help="smoke,correctness,probes,pytest,bench,profile")] = "",
+    budget: Annotated[float, typer.Option(help="seconds that the whole call may take")] = 560.0,
+    commit: Commit = None,
+) -> None:
+    """All the work for a lent GPU machine: stages in turn, each with a time limit, a table last."""
+    _need_gpu("h200")
+    from . import h200 as machine
+
+    known = {stage.name: stage for stage in machine.stages(out.resolve(), commit)}
+    wanted = _chosen("--stages", stages, known) or list(known)
+    outcomes = machine.run([known[name] for name in wanted], out.resolve(), budget)
+    typer.echo("\n".join(machine.tail(out.resolve(), outcomes)))
+    for outcome in outcomes:
+        head = f"{outcome.stage:<12} {outcome.status:<18} {outcome.seconds:7.1f} s"
+        typer.echo(f"{head}  {outcome.last}")
+    if any(outcome.status != "ok" for outcome in outcomes):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m perf")

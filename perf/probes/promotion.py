@@ -1,0 +1,118 @@
+"""Question 4: what do fp32 promotion points cost?
+
+The tensor cores run from one resident block of shared memory, on every SM, once as one chain and
+once with a leaf of P k16 groups added to fp32 registers by CUDA cores.  There are no loads to hide
+behind, so the extra time is the most that promotion can cost a mainloop of that tile.  A promoted
+tile holds two accumulators, so 64 x 256 per warpgroup does not fit the register file.
+
+The bits of promoted sums are compared with the model as well; and if gemm has the order "tree", its
+dense kernel is timed against "chain".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from perf import targets, timing
+
+from . import inputs, truncation
+from .tally import Tally, poisoned
+from .wgmma_kernel import Chain
+
+PERIODS = (4, 8, 16, 32, 64)
+TILES = ((128, 1), (128, 2), (192, 2))  # (n, warpgroups)
+DENSE_SHAPE = "mlp_down"
+
+
+def run(
+    build,
+    *,
+    device: str = "cuda",
+    units: int | None = None,
+    k: int = 1 << 17,
+    rounds: int = timing.MIN_ROUNDS,
+    tiles: tuple[tuple[int, int], ...] = TILES,
+    periods: tuple[int, ...] = PERIODS,
+    size: tuple[int, int, int] = (2048, 2048, 1024),
+    clock=None,
+) -> Iterator[dict]:
+    """One record per tile and period with its time over the chain's, then the answer."""
+    if units is None:
+        units = torch.cuda.get_device_properties(0).multi_processor_count
+    worst: dict[int, float] = {}
+    for n, warpgroups in tiles:
+        chains = {p: Chain(n, warpgroups, promote_every=p, resident=True) for p in (0, *periods)}
+        for period, body in _times(build, chains, device, units, k, rounds, clock).items():
+            worst[period] = max(worst.get(period, body["cost"]), body["cost"])
+            yield {"case": f"{64 * warpgroups}x{n}, leaf of {period} groups"} | body
+    tally = Tally()
+    for period in periods:
+        tally.merge(_bits(build, Chain(128, promote_every=period), device, size))
+    dense = _dense(rounds, clock) if device == "cuda" else {"absent": "needs the card"}
+    costs = {str(p): worst[p] for p in periods}
+    yield {"case": "answer", "costs": costs, "dense": dense} | tally.items()
+
+
+def _times(build, chains, device, units, k, rounds, clock) -> dict[int, dict]:
+    """Median time of each chain on every SM, in turns; cost: time over the chain's, less 1."""
+    one = chains[0]
+    draw = inputs.Draw(4, device)
+
+    def rows(count: int) -> torch.Tensor:
+        # Only block 0 is read, so rows may share memory: row i starts block_k elements after i - 1.
+        base = draw.normal(count * one.block_k + k).to(torch.bfloat16)
+        return base.as_strided((count, k), (one.block_k, 1))
+
+    a, b = rows(one.tile_m * units), rows(one.n)
+    d = poisoned(a.shape[0], one.n, device)
+    calls = {}
+    for period, chain in chains.items():
+        compiled = build(chain)
+        calls[str(period)] = lambda _, compiled=compiled: compiled(a, b, d)
+        calls[str(period)](0)
+    times = timing.interleave(calls, rounds=rounds, clock=clock)
+    base = times["0"].median
+    flops = 2 * a.shape[0] * one.n * k
+    return {
+        period: {
+            "median_us": times[str(period)].median,
+            "p10_us": times[str(period)].p10,
+            "p90_us": times[str(period)].p90,
+            "backlog": times[str(period)].backlog,
+            "tflops": flops / times[str(period)].median / 1e6,
+            "cost": times[str(period)].median / base - 1,
+        }
+        for period in chains
+    }
+
+
+def _bits(build, chain: Chain, device: str, size: tuple[int, int, int]) -> Tally:
+    m, n, k = size
+    a, b, c = inputs.make("normal", m, n, k, device=device, seed=2)
+    got = poisoned(m, n, device)
+    build(chain, with_c=True)(a, b, got, c)
+    tally = Tally()
+    want = truncation.chain(a, b, c, promote_every=chain.promote_every)
+    tally.add(got, want, f"leaf of {chain.promote_every} groups")
+    return tally
+
+
+def _dense(rounds: int, clock) -> dict:
+    """ck.linear's "tree" against "chain" at one long-K shape, or why there is no such order."""
+    import cute_kernels as ck
+
+    m, k, n = targets.shape_of(DENSE_SHAPE)
+    draw = inputs.Draw(5, "cuda")
+    x, w = (draw.normal(rows, k).to(torch.bfloat16) for rows in (m, n))
+    calls = {}
+    for order in ("chain", "tree"):
+        calls[order] = lambda _, order=order: ck.linear(x, w, order=order)
+        try:
+            calls[order](0)
+        except ck.errors.CuteKernelsError as error:
+            return {"absent": f"order {order!r}: {error}"}
+    times = timing.interleave(calls, rounds=rounds, clock=clock)
+    medians = {order: taken.median for order, taken in times.items()}
+    return {"median_us": medians, "cost": medians["tree"] / medians["chain"] - 1}

@@ -1,0 +1,44 @@
+"""Does the toolchain work on this card at all?  One compile, one launch, one library call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from perf import verify
+
+from . import inputs
+from .tally import poisoned
+from .wgmma_kernel import Chain
+
+SIZE = (192, 136, 256)
+
+
+def run(build, *, device: str = "cuda") -> Iterator[dict]:
+    """A WGMMA chain and `ck.linear`, each within the error bound of float64; then the answer."""
+    m, n, k = SIZE
+    a, b, _ = inputs.make("normal", m, n, k, device=device)
+    t = {"x": a, "w": b}
+
+    def chain(t):
+        d = poisoned(m, n, device)
+        build(Chain(64))(t["x"], t["w"], d)
+        return d
+
+    def library(t):
+        import cute_kernels as ck
+
+        return ck.linear(t["x"], t["w"])
+
+    good = True
+    for name, call in (("wgmma chain", chain), ("ck.linear", library)):
+        try:
+            found = verify.check(call, "fwd", t, promised=True)
+            body = {"ok": found.ok} | found.items()
+        except Exception as error:
+            # The reason is the result of a smoke test.
+            body = {"ok": False, "why": f"{type(error).__name__}: {error}"[:2000]}
+        good = good and body["ok"]
+        yield {"case": name} | body
+    yield {"case": "answer", "verdict": "yes" if good else "no", "torch": torch.__version__}

@@ -1,0 +1,61 @@
+"""Counting outputs whose bits differ, and the record a count becomes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Tally:
+    """outputs compared; differ: those with other raw bits; zero_sign: of these, +0 against -0."""
+
+    outputs: int = 0
+    differ: int = 0
+    zero_sign: int = 0
+    first: dict | None = None
+
+    def add(self, got: torch.Tensor, want: torch.Tensor, where: str = "") -> int:
+        """Compares two fp32 matrices bit by bit; returns how many outputs differ."""
+        bits_got, bits_want = (t.contiguous().view(torch.int32) for t in (got, want))
+        wrong = bits_got != bits_want
+        count = int(wrong.sum())
+        self.outputs += got.numel()
+        self.differ += count
+        self.zero_sign += int((wrong & (got == 0) & (want == 0)).sum())
+        if count and self.first is None:
+            row, col = (int(i) for i in wrong.nonzero()[0])
+            self.first = {
+                "where": where,
+                "row": row,
+                "col": col,
+                "got": f"0x{int(bits_got[row, col]) & 0xFFFFFFFF:08x}",
+                "want": f"0x{int(bits_want[row, col]) & 0xFFFFFFFF:08x}",
+            }
+        return count
+
+    def merge(self, other: Tally) -> None:
+        self.outputs += other.outputs
+        self.differ += other.differ
+        self.zero_sign += other.zero_sign
+        self.first = self.first or other.first
+
+    @property
+    def verdict(self) -> str:
+        """ "yes", "yes, except the sign of zero", or "no"; "nothing compared" if so."""
+        if self.outputs == 0:
+            return "nothing compared"
+        if self.differ == 0:
+            return "yes"
+        return "yes, except the sign of zero" if self.differ == self.zero_sign else "no"
+
+    def items(self) -> dict:
+        body = {"outputs": self.outputs, "differ": self.differ, "zero_sign": self.zero_sign}
+        body["verdict"] = self.verdict
+        return body | ({"first": self.first} if self.first else {})
+
+
+def poisoned(m: int, n: int, device: str) -> torch.Tensor:
+    """An fp32 [m, n] of NaN, so that an element nobody writes is seen."""
+    return torch.full((m, n), float("nan"), device=device)

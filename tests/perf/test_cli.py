@@ -1,0 +1,120 @@
+"""The command line: exit codes, one-line refusals, pages written."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import perf.bench
+import perf.probes.runner
+from perf import record
+from perf.__main__ import app
+from tests.perf.test_compare import bench
+
+run = CliRunner().invoke
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["bench", "gemm", "--shape", "qkv"],
+        ["profile", "gemm", "--shape", "qkv"],
+        ["profile", "target", "--shape", "qkv", "--product", "fwd", "--system", "ours"],
+        ["probe", "width"],
+        ["h200", "--out", "nowhere"],
+    ],
+)
+def test_without_a_card_one_line_and_exit_code_2(command, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    done = run(app, command)
+    assert done.exit_code == 2
+    assert len(done.output.strip().splitlines()) == 1
+    assert done.output.startswith(f"perf {command[0]}: needs a CUDA GPU")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--shape", "qkv,nose"], ["--shape", "nose"]),
+        (["--product", "bwd"], ["--product", "bwd"]),
+        (["--m", "12,x"], ["--m", "12,x"]),
+        (["--m", "0"], ["--m"]),
+        (["--rivals", "magic"], ["--rivals", "magic"]),
+        (["--rounds", "10"], ["--rounds"]),
+    ],
+)
+def test_a_wrong_option_is_named(options, words, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    done = run(app, ["bench", "gemm", *options])
+    assert done.exit_code == 2
+    assert all(word in done.output for word in words), done.output
+
+
+def write(path, *items) -> str:
+    for item in items:
+        record.append(path, {"schema": record.SCHEMA} | item)
+    return str(path)
+
+
+def test_compare_says_by_its_exit_code_what_it_found(tmp_path):
+    base = write(tmp_path / "a.jsonl", bench(100.0), bench(7.0, shape="o_proj"))
+    slow = write(tmp_path / "b.jsonl", bench(110.0))
+    other = write(tmp_path / "c.jsonl", bench(100.0, gpu="another"))
+    same = run(app, ["compare", base, base])
+    assert same.exit_code == 0 and "same" in same.output
+    worse = run(app, ["compare", base, slow])
+    assert worse.exit_code == 1
+    assert "regression: slower" in worse.output and "only in A" in worse.output
+    assert run(app, ["compare", slow, base]).exit_code == 0
+    for files in ([base, other], [base, str(tmp_path / "none.jsonl")]):
+        unusable = run(app, ["compare", *files])
+        assert unusable.exit_code == 2
+        assert unusable.output.startswith("perf compare: ")
+
+
+def test_report_writes_the_page_and_a_broken_file_stops_it(tmp_path):
+    results, page = tmp_path / "results", tmp_path / "docs" / "status.md"
+    results.mkdir()
+    done = run(app, ["report", "--results", str(results), "-o", str(page)])
+    assert done.exit_code == 0 and "0 records" in done.output
+    assert page.read_text().startswith("# Status\n")
+    (results / "x.jsonl").write_text("{broken\n")
+    done = run(app, ["report", "--results", str(results), "-o", str(page)])
+    assert done.exit_code == 2
+    assert "x.jsonl:1: not JSON" in done.output
+
+
+@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("failed", 1)])
+def test_bench_fails_where_our_result_is_wrong(status, code, monkeypatch):
+    def measured(todo, names, **_):
+        for case in todo:
+            body = {"status": "failed", "why": "rival", "bitwise": {}, "check": {"rel_error": 0.0}}
+            yield case.items() | body | {"system": "cublas"}
+            yield case.items() | body | {"system": "ours", "status": status}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(perf.bench, "gemm", measured)
+    done = run(app, ["bench", "gemm", "--case", "dx:qkv:48", "--json"])
+    assert done.exit_code == code
+    shown = [json.loads(line) for line in done.output.splitlines()]
+    assert [(b["product"], b["shape"], b["m"]) for b in shown] == [("dx", "qkv/m48", 48)] * 2
+    done = run(app, ["bench", "gemm", "--shape", "qkv", "--product", "fwd"])
+    assert done.output.splitlines()[0].endswith("failed: rival")
+
+
+@pytest.mark.parametrize(("verdict", "code"), [("yes", 0), ("no", 1), ("failed", 1)])
+def test_the_smoke_probe_decides_its_exit_code(verdict, code, monkeypatch, tmp_path):
+    def answer(build):
+        yield {"case": "answer", "verdict": verdict, "why": "-"}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(record, "environment", lambda commit: {"schema": record.SCHEMA})
+    monkeypatch.setattr(perf.probes.runner, "PROBES", {"smoke": answer})
+    done = run(app, ["probe", "all", "-o", str(tmp_path / "p.jsonl")])
+    assert done.exit_code == code, done.output
+    assert record.read(tmp_path / "p.jsonl")[0]["verdict"] == verdict

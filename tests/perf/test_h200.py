@@ -1,0 +1,112 @@
+"""The driver for a lent machine: stages in turn, time limits, few files."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from perf import h200
+from perf.__main__ import app
+from perf.h200 import Stage
+
+
+def python(name: str, code: str, limit_s: float = 30.0) -> Stage:
+    return Stage(name, ("-c", code), limit_s)
+
+
+def test_each_stage_has_its_outcome(tmp_path):
+    todo = [
+        python("good", "print('first'); print('all good')"),
+        python("bad", "print('about to fail'); raise SystemExit(3)"),
+        python("after", "print('still run')"),
+    ]
+    outcomes = h200.run(todo, tmp_path)
+    assert [(o.stage, o.status, o.last) for o in outcomes] == [
+        ("good", "ok", "all good"),
+        ("bad", "failed (3)", "about to fail"),
+        ("after", "ok", "still run"),
+    ]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [item["status"] for item in summary] == ["ok", "failed (3)", "ok"]
+    log = (tmp_path / "h200.log").read_text()
+    assert "==== good: ok" in log and "first\nall good" in log
+    shown = h200.tail(tmp_path, outcomes)
+    assert shown[0].startswith("---- bad: failed (3)") and shown[-1] == "about to fail"
+
+
+def test_a_hanging_stage_ends_with_its_children_and_costs_itself_only(tmp_path):
+    code = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    start = time.monotonic()
+    hung, after = h200.run([python("hung", code, 2.0), python("after", "print(1)")], tmp_path)
+    assert time.monotonic() - start < 20
+    assert hung.status == "timed out (2 s)"
+    assert after.status == "ok"
+    assert not running(int(hung.last))
+
+
+def running(pid: int) -> bool:
+    """Whether a process is alive: neither gone nor waiting to be reaped."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_what_the_budget_does_not_reach_is_not_run(tmp_path):
+    outcomes = h200.run([python("one", "print(1)"), python("two", "print(2)")], tmp_path, 5.0)
+    assert [o.status for o in outcomes] == ["not run", "not run"]
+    assert not (tmp_path / "h200.log").exists()
+    assert h200.tail(tmp_path, []) == []
+
+
+def test_the_log_keeps_the_end_of_a_long_output(tmp_path, monkeypatch):
+    monkeypatch.setattr(h200, "LOG_BYTES", 1000)
+    h200.run([python("talks", "print('x' * 100_000); print('the end')")], tmp_path)
+    log = (tmp_path / "h200.log").read_text()
+    assert len(log) < 1200 and log.rstrip().endswith("the end")
+
+
+def test_the_stages_write_few_files_into_one_folder(tmp_path):
+    known = h200.stages(tmp_path, "abc123")
+    assert [stage.name for stage in known] == [
+        "smoke",
+        "correctness",
+        "probes",
+        "pytest",
+        "bench",
+        "profile",
+    ]
+    written = {
+        argument
+        for stage in known
+        for argument in stage.arguments
+        if argument.startswith(str(tmp_path)) and argument.endswith(".jsonl")
+    }
+    others = 3  # h200.log, summary.json, the golden vectors
+    assert len(written) + others <= 8
+    assert all(os.path.dirname(path) == str(tmp_path) for path in written)
+    assert len(known) * h200.LOG_BYTES < 16 << 20
+    marked = [stage.name for stage in known if "abc123" in stage.arguments]
+    assert "pytest" not in marked and len(marked) == 5
+
+
+@pytest.mark.parametrize("commit", [None, "abc123"])
+def test_every_stage_is_a_command_this_program_has(tmp_path, commit, monkeypatch):
+    """The parsers accept the arguments; without a card they stop at the card."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for stage in h200.stages(tmp_path, commit):
+        if stage.arguments[:2] == ("-m", "perf"):
+            done = CliRunner().invoke(app, list(stage.arguments[2:]))
+            assert "needs a CUDA GPU" in done.output, (stage, done.output)
+            assert done.exit_code == 2

@@ -1,0 +1,218 @@
+"""The status page: a pure function of records and certificates."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from perf import plots, record, report, targets
+
+
+def bench(product: str, shape: str, m: int, us: float, rivals: dict[str, float], **more) -> dict:
+    item = {
+        "schema": record.SCHEMA,
+        "kind": "bench",
+        "kernel": "gemm",
+        "system": "ours",
+        "product": product,
+        "shape": targets.label(shape, m),
+        "dtype": "bf16",
+        "status": "ok",
+        "commit": "0123456789abcdef",
+        "dirty": False,
+        "date": "2026-11-21T10:00:00+00:00",
+        "gpu": "NVIDIA H200",
+        "median_us": us,
+        "tflops": 700.0,
+        "floor_fraction": 0.9,
+        "bitwise": {"repeat": True, "splits" if product == "dw" else "rows": True},
+        "ratio": {name: other / us for name, other in rivals.items()},
+    }
+    return item | more
+
+
+def forward(ratio: float, **more) -> list[dict]:
+    """The five shapes, ours at `ratio` of cuBLAS's throughput; `more` maps a shape to another."""
+    rows = []
+    for shape, (m, _, _) in targets.SHAPES.items():
+        share = more.get(shape, ratio)
+        rows.append(bench("fwd", shape, m, 100.0, {"cublas": 100.0 * share}))
+    return rows
+
+
+def row(page: str, *start: str) -> list[str]:
+    """The cells of the one row that begins with these cells."""
+    head = "| " + " | ".join(start) + " |"
+    found = [line for line in page.splitlines() if line.startswith(head)]
+    assert len(found) == 1, (start, found)
+    return [cell.strip() for cell in found[0].strip("|").split("|")]
+
+
+def probe(name: str, **more) -> dict:
+    item = {"schema": record.SCHEMA, "kind": "probe", "probe": name, "case": "answer"}
+    item |= {"commit": "fedcba9876543210", "dirty": True, "date": "2026-11-21T11:00:00+00:00"}
+    return item | {"gpu": "NVIDIA H200"} | more
+
+
+def test_without_records_every_row_says_not_run():
+    page = report.render([], [])
+    cases = [line for line in page.splitlines() if line.startswith("| gemm | ")]
+    assert len(cases) == len(targets.gemm_cases()) == 30
+    for line in cases:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert set(cells[3:-1]) == {"not run"}
+        assert cells[-1].startswith("`python -m perf bench gemm")
+    for target in targets.TARGETS:
+        assert row(page, target.text)[1:] == ["not run", "not run"]
+    for question in targets.QUESTIONS:
+        assert row(page, f"{question.number}. {question.text}")[1] == "not run"
+
+
+def test_the_page_does_not_depend_on_the_order_of_the_records():
+    records = [*forward(0.97), probe("zeros", verdict="yes", outputs=10**7, differ=0)]
+    certificates = [{"name": "gemm_sm90", "ok": True}, {"name": "gemm_sm90", "ok": True}]
+    page = report.render(records, certificates)
+    assert page == report.render(records[::-1], certificates[::-1])
+
+
+def test_a_record_fills_its_row_and_the_latest_counts():
+    old = bench("dx", "qkv", 512, 100.0, {"cublas": 70.0})
+    new = bench("dx", "qkv", 512, 100.0, {"cublas": 98.0}, dirty=True)
+    new["date"] = "2026-11-22T10:00:00+00:00"
+    page = report.render([new, old], [])
+    cells = row(page, "gemm", "dx", "qkv/m512")
+    assert cells[5] == "NVIDIA H200, 0123456789+, 2026-11-22"
+    assert cells[6] == "700 TFLOP/s, 90% of floor"
+    assert cells[7] == "0.98x"
+    assert cells[8] == "not run"
+    assert cells[-2:] == ["repeat same; rows same", "none"]
+    old_only = row(report.render([old], []), "gemm", "dx", "qkv/m512")
+    assert old_only[-1] == "`python -m perf profile gemm --shape qkv --product dx`"
+
+
+def test_a_check_does_not_hide_a_time_but_a_failure_does():
+    timed = bench("fwd", "qkv", 4096, 100.0, {"cublas": 98.0})
+    later = {"date": "2026-11-23T10:00:00+00:00"}
+    checked = {
+        k: v for k, v in (timed | later).items() if k not in ("median_us", "ratio", "tflops")
+    }
+    page = report.render([timed, checked], [])
+    assert row(page, "gemm", "fwd", "qkv")[7] == "0.98x"
+    failed = checked | {"status": "failed", "why": "the result is wrong"}
+    cells = row(report.render([timed, failed], []), "gemm", "fwd", "qkv")
+    assert cells[5].startswith("failed NVIDIA H200")
+    assert cells[-1] == "fix: the result is wrong"
+
+
+def test_differing_bits_are_the_next_step():
+    item = bench("fwd", "qkv", 4096, 100.0, {"cublas": 120.0})
+    item["bitwise"]["rows"] = False
+    cells = row(report.render([item], []), "gemm", "fwd", "qkv")
+    assert cells[-2:] == ["repeat same; rows differs", "fix the bits"]
+
+
+@pytest.mark.parametrize(
+    ("records", "measured", "verdict"),
+    [
+        (forward(0.96), "0.960x (lowest 0.960x)", "held"),
+        (forward(0.94), "0.940x (lowest 0.940x)", "missed"),
+        (forward(0.99, qkv=0.89), "0.969x (lowest 0.890x)", "missed"),
+        (forward(0.96)[:3], "not run (3 of 5 shapes)", "not run"),
+    ],
+)
+def test_a_target_needs_all_five_shapes_the_mean_and_each(records, measured, verdict):
+    page = report.render(records, [])
+    assert row(page, targets.TARGETS[0].text)[1:] == [measured, verdict]
+
+
+def test_host_targets_read_the_worst_cost():
+    slow = bench("fwd", "qkv", 4096, 1.0, {}, host_us={"grad": 14.0, "inference": 9.0})
+    page = report.render([slow], [])
+    assert row(page, "host time of one forward call, grad: <= 15 us")[1:] == ["14.0 us", "held"]
+    cells = row(page, "host time of one forward call, inference: <= 8 us")
+    assert cells[1:] == ["9.0 us", "missed"]
+
+
+def test_certificates_fill_compiled_and_certified():
+    certificates = [
+        {"name": "gemm_sm90", "ok": True, "registers": 168},
+        {"name": "gemm_sm90", "ok": False, "registers": 200},
+        {"name": "gemm_column_sum_sm90", "ok": True, "registers": 255},
+    ]
+    cells = row(report.render([], certificates), "gemm", "fwd", "qkv")
+    assert cells[3:5] == ["2 configurations", "1 of 2, <= 200 registers"]
+
+
+def test_an_answer_needs_enough_outputs_and_tells_extremes_apart():
+    few = probe("width", verdict="yes", outputs=1000, differ=0)
+    question = targets.QUESTIONS[0]
+    text = f"{question.number}. {question.text}"
+    assert "too few outputs" in row(report.render([few], []), text)[1]
+    extreme = {"verdict": "no"}
+    full = probe("width", verdict="yes", outputs=2 * 10**7, differ=0, extreme=extreme)
+    cells = row(report.render([few, full], []), text)
+    assert cells[1] == (
+        "yes (0 of 20,000,000 outputs differ); subnormal and overflowing operands: no"
+    )
+    assert cells[2] == "NVIDIA H200, fedcba9876+, 2026-11-21"
+    failed = probe("width", verdict="failed", why="RuntimeError: boom")
+    assert row(report.render([failed], []), text)[1] == "failed: RuntimeError: boom"
+
+
+def test_promotion_costs_are_listed_by_period():
+    item = probe("promotion", verdict="yes", outputs=10**7, differ=0, costs={"16": 0.02, "4": 0.25})
+    question = targets.QUESTIONS[3]
+    cells = row(report.render([item], []), f"{question.number}. {question.text}")
+    assert cells[1].endswith("leaf of 4 groups +25.0%, leaf of 16 groups +2.0%")
+
+
+def test_absent_rivals_are_listed():
+    item = bench("fwd", "qkv", 4096, 1.0, {}, system="quack", status="absent", why="no quack")
+    assert "- quack: no quack" in report.render([item], [])
+
+
+def test_profiles_have_a_table_of_their_own():
+    item = probe("-", kind="profile", system="ours", product="fwd", shape="qkv")
+    item |= {"floor_fraction": 0.8, "bytes_over_least": 1.25}
+    item["stalls"] = [{"reason": "gmma", "warps": 1.5}]
+    assert "## Profiles" not in report.render([], [])
+    cells = row(report.render([item], []), "ours", "fwd", "qkv")
+    assert cells[3:6] == ["80%", "1.25x", "gmma 1.50"]
+
+
+def test_a_fresh_certificate_report_is_adopted(tmp_path):
+    built, kept = tmp_path / "built.json", tmp_path / "kept" / "certificates.json"
+    assert not report.adopt_certificates(kept, (built,))
+    full = [{"name": n, "ok": True, "registers": 9, "opcodes": {"HGMMA": 4}} for n in ("b", "a")]
+    built.write_text(json.dumps(full))
+    assert report.adopt_certificates(kept, (tmp_path / "other.json", built))
+    assert report.load_certificates(kept) == [
+        {"name": name, "ok": True, "registers": 9} for name in ("a", "b")
+    ]
+    assert report.load_certificates(tmp_path / "none.json") == []
+
+
+def test_plots_are_drawn_from_what_was_timed(tmp_path):
+    assert plots.write([], tmp_path) == []
+    assert "plots/" not in report.render([], [])
+    records = [*forward(0.97), bench("fwd", "qkv", 512, 50.0, {"cublas": 49.0})]
+    drawn = plots.write(records, tmp_path)
+    assert [path.name for path in drawn] == [
+        "gemm_ratio.svg",
+        "gemm_ratio.png",
+        "gemm_sweep.svg",
+        "gemm_sweep.png",
+    ]
+    page = report.render(records, [])
+    assert all(f"plots/{path.name}" in page for path in drawn if path.suffix == ".svg")
+    first = drawn[0].read_bytes()
+    assert b"<svg" in first and drawn[1].read_bytes().startswith(b"\x89PNG")
+    plots.write(records, tmp_path)
+    assert drawn[0].read_bytes() == first
+
+
+@pytest.mark.skipif(not report.STATUS.is_file(), reason="docs/status.md is not written yet")
+def test_the_status_page_is_up_to_date():
+    page = report.render(record.read_all(), report.load_certificates())
+    assert report.STATUS.read_text() == page, "run `python -m perf report`"
