@@ -1,4 +1,4 @@
-"""Every environment variable of the library, in one table, read at call time.
+"""Every environment variable of the library, in one table, read once, at first use.
 
 No variable here can change the bits of a backend: they choose folders, refuse work or force one
 backend by name (each backend keeps its own bits and its own contract id).
@@ -6,6 +6,7 @@ backend by name (each backend keeps its own bits and its own contract id).
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,13 +37,22 @@ TABLE = (
 _BY_NAME = {setting.name: setting for setting in TABLE}
 
 
+@functools.cache
 def get(name: str) -> str:
-    """The value of ``CUTE_KERNELS_<name>``, or its default; SettingError for one not taken."""
+    """The value of ``CUTE_KERNELS_<name>``, or its default; SettingError for one not taken.
+
+    Kept after the first call, which a launch cannot wait for; `reload` reads again.
+    """
     setting = _BY_NAME[name]
     value = os.environ.get(PREFIX + name, setting.default)
     if setting.choices and value not in setting.choices:
         raise SettingError(one_of(PREFIX + name, setting.choices, value))
     return value
+
+
+def reload() -> None:
+    """Forgets what was read: the next use of a setting sees the environment of now."""
+    get.cache_clear()
 
 
 def cache_enabled() -> bool:

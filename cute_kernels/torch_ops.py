@@ -46,14 +46,44 @@ def define_op(
     _LIBRARY.impl(name, run, "CPU")
     _LIBRARY.impl(name, run, "CUDA")
     torch.library.register_fake(qualified, fake, lib=_LIBRARY)
-    if backward is not None:
-        torch.library.register_autograd(qualified, backward, setup_context=setup, lib=_LIBRARY)
     if vmap is not None:
         torch.library.register_vmap(qualified, vmap, lib=_LIBRARY)
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    if backward is not None:
+        _LIBRARY.impl(name, _autograd(op, setup, backward), "Autograd", with_keyset=True)
     for key, device_type in _AUTOCAST.items():
         _LIBRARY.impl(name, _below_autocast(op, device_type, frozenset(autocast_args)), key)
     return op
+
+
+def _autograd(op: Callable, setup: Callable, backward: Callable) -> Callable:
+    """The op's autograd kernel.
+
+    What ``torch.library.register_autograd`` builds, without its look at the schema's defaults in
+    every call (the ops here have none): 20 us of processor time for a forward under grad instead
+    of 29, with an empty launcher (2-core CPU host, 2026-11-20).
+    """
+
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *args):
+            *args, keyset = args
+            with torch._C._AutoDispatchBelowAutograd():
+                output = op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+            setup(ctx, args, output)
+            return output
+
+        @staticmethod
+        def backward(ctx, *grads):
+            return (*backward(ctx, *grads), None)
+
+    def run(keyset, *args):
+        if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return Differentiable.apply(*args, keyset)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    return run
 
 
 def _below_autocast(op: Callable, device_type: str, cast: frozenset[int]) -> Callable:

@@ -5,7 +5,7 @@ Nothing below this file checks again: the op, the launcher and the kernels trust
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -30,8 +30,7 @@ DEVICE_TYPES = ("cpu", "cuda", "meta")
 MAX_SIZE = 2**31 - 1
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """One product: [m, k] times [n, k] transposed, in one dtype on one device."""
 
     m: int

@@ -18,6 +18,7 @@ from .config import Config
 
 #: TMA wants pointers and strides at multiples of this many bytes.
 _ALIGN = 16
+_CTAS_PER_CLUSTER = Config.cluster_m * Config.cluster_n
 
 
 def gemm(
@@ -65,7 +66,9 @@ def storable(t: torch.Tensor) -> bool:
 def padded_empty(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """An uninitialised [rows, columns] whose row stride is a multiple of 16 bytes."""
     step = _ALIGN // dtype.itemsize
-    width = -(-columns // step) * step
+    if columns % step == 0:
+        return torch.empty(rows, columns, dtype=dtype, device=device)
+    width = (columns // step + 1) * step
     return torch.empty(rows, width, dtype=dtype, device=device)[:, :columns]
 
 
@@ -99,10 +102,13 @@ def _call(device: torch.device, kernel: Callable, *args: object) -> None:
 
 def max_clusters(device: torch.device) -> int:
     """How many clusters the persistent grid may have: those that fit the device at once."""
-    units = arch.describe(device).units
-    cap = settings.max_ctas()
-    plan = Config("", "", "", "")
-    return max(1, (min(cap, units) if cap else units) // (plan.cluster_m * plan.cluster_n))
+    cap, units = settings.max_ctas(), _units(device)
+    return max(1, (min(cap, units) if cap else units) // _CTAS_PER_CLUSTER)
+
+
+@functools.cache
+def _units(device: torch.device) -> int:
+    return arch.describe(device).units
 
 
 @functools.cache

@@ -59,6 +59,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _run_linear(x, weight, bias, main_grad, order):
+    if x.dim() == 2:
+        return _product(x, weight, bias)
     return _product(_rows(x), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
 
