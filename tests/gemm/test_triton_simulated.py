@@ -1,0 +1,139 @@
+"""The compiled sm_90 code of the Triton gemm, run on a CPU by ptxsim: its bits, not its speed."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+from cute_kernels.gemm import triton_kernel
+
+from ..ptxsim.available import requires_core
+from . import triton_cases as cases
+from .triton_harness import simulated
+
+pytestmark = [pytest.mark.sim, requires_core]
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+SHAPES = ((1, 1, 1), (127, 129, 65), (130, 7, 200))
+HOPPER, LATE = {"wgmma_math": 2}, {"async_mode": 1, "wgmma_mode": 1, "warp_order": 1, "seed": 9}
+
+
+def engine(monkeypatch, module=triton_kernel):
+    """gemm(a, b, bias=None, accumulator=None, programs=132) through the public launcher."""
+
+    def gemm(a, b, bias=None, accumulator=None, programs=132):
+        monkeypatch.setenv("CUTE_KERNELS_MAX_CTAS", str(programs))
+        return module.gemm(a, b, bias, accumulator)
+
+    return gemm
+
+
+@DTYPES
+@pytest.mark.parametrize("epilogue", ["plain", "bias", "accumulate"])
+def test_bits_are_those_of_the_documented_chain(monkeypatch, dtype, epilogue):
+    with simulated(triton_kernel):
+        for m, n, k in SHAPES:
+            cases.chain_bits(engine(monkeypatch), m, n, k, dtype, epilogue)
+
+
+@pytest.mark.parametrize("options", [HOPPER, LATE], ids=["hopper", "late"])
+@pytest.mark.parametrize(
+    "check",
+    [cases.rows_alone, cases.pieces, cases.neighbours],
+    ids=lambda check: check.__name__,
+)
+def test_invariance(monkeypatch, check, options):
+    with simulated(triton_kernel, **options):
+        check(engine(monkeypatch), BF16)
+
+
+@DTYPES
+def test_programs_do_not_show(monkeypatch, dtype):
+    with simulated(triton_kernel):
+        cases.programs(engine(monkeypatch), dtype)
+
+
+@pytest.mark.parametrize("check", [cases.rows_alone, cases.neighbours, cases.pieces])
+@pytest.mark.parametrize("dtype", [FP16, FP32], ids=["fp16", "fp32"])
+@pytest.mark.nightly
+def test_invariance_of_other_dtypes(monkeypatch, check, dtype):
+    with simulated(triton_kernel):
+        check(engine(monkeypatch), dtype)
+
+
+def test_layouts_do_not_show(monkeypatch):
+    pairs = (("mn", "k"), ("k", "mn"), ("mn", "mn"), ("padded", "offset"), ("offset", "padded"))
+    with simulated(triton_kernel, **HOPPER):
+        cases.layouts(engine(monkeypatch), BF16, pairs)
+
+
+@pytest.mark.nightly
+@DTYPES
+def test_every_pair_of_layouts(monkeypatch, dtype):
+    pairs = tuple((a, b) for a in cases.LAYOUTS for b in cases.LAYOUTS)
+    with simulated(triton_kernel):
+        cases.layouts(engine(monkeypatch), dtype, pairs)
+
+
+def test_cuts_of_a_row_major_stream(monkeypatch):
+    with simulated(triton_kernel, **HOPPER):
+        cases.pieces(engine(monkeypatch), BF16, layout="k")
+
+
+@DTYPES
+def test_column_sum(dtype):
+    with simulated(triton_kernel):
+        cases.column_sums(triton_kernel.column_sum, dtype)
+
+
+def test_one_binary_for_every_number_of_rows(monkeypatch):
+    """Neither M of a forward product nor the tokens of a dW select another binary."""
+    gemm = engine(monkeypatch)
+    b = cases.random(32, 48, dtype=BF16, seed=1)
+    with simulated(triton_kernel) as kernels:
+        for m in (1, 2, 7, 16, 33, 128):
+            gemm(cases.random(m, 48, dtype=BF16, seed=m), b)
+        assert len({kernel.hash for kernel in kernels}) == 1
+        kernels.clear()
+        for tokens in (1, 15, 16, 17, 64):
+            dy = cases.random(tokens, 32, dtype=BF16, seed=tokens)
+            x = cases.random(tokens, 48, dtype=BF16, seed=tokens)
+            gemm(dy.mT, x.mT, None, torch.zeros(32, 48))
+        assert len({kernel.hash for kernel in kernels}) == 1
+
+
+def test_offsets_beyond_int32(monkeypatch, tmp_path):
+    """Row 2 starts at element 2³¹: operands, accumulator and column sums reach it."""
+    with simulated(triton_kernel):
+        far_offsets(engine(monkeypatch), triton_kernel.column_sum, tmp_path)
+
+
+def far_offsets(gemm, column_sum, folder) -> None:
+    a, b, _, start = cases.problem(3, 3, 20, BF16, "accumulate", seed=81)
+    near, added = gemm(a, b), gemm(a, b, None, start.clone())
+    far_a, far_b, far_start = (_far(t, folder / str(i)) for i, t in enumerate((a, b, start)))
+    assert cases.differing(gemm(far_a, far_b), near) == 0
+    gemm(far_a, far_b, None, far_start)
+    assert cases.differing(far_start, added) == 0
+    assert cases.differing(column_sum(far_a), column_sum(a)) == 0
+
+
+def _far(t: torch.Tensor, file) -> torch.Tensor:
+    """The values of a 2-D tensor with a row stride of 2³⁰, in a sparse file."""
+    stride = 2**30
+    size = stride * (t.shape[0] - 1) + t.shape[1]
+    storage = torch.from_file(str(file), shared=True, size=size, dtype=t.dtype)
+    return storage.as_strided(t.shape, (stride, 1)).copy_(t)
+
+
+@pytest.mark.parametrize("cap", ["0", "1", "3", "500"])
+def test_grid(monkeypatch, cap):
+    """One program per tile, at most one per SM, at most the cap."""
+    monkeypatch.setenv("CUTE_KERNELS_MAX_CTAS", cap)
+    with simulated(triton_kernel):
+        limit = min(int(cap) or 132, 132)
+        assert triton_kernel._programs(torch.device("cuda:0")) == limit

@@ -1,0 +1,89 @@
+"""What the machine code of a compiled Triton gemm must and must not contain."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from cute_kernels.gemm import config
+
+from ..ptxsim.harness import find_tool
+
+#: LDS of gfx942 is 64 KiB a workgroup, of gfx950 160 KiB; sm_90 has 227 KiB, sm_86 and sm_89 99.
+SHARED_LIMIT = {"hip": 64 * 1024, "cuda": 99 * 1024}
+_MATRIX = re.compile(r"\b(wgmma\.mma_async|mma\.sync|v_s?w?mfma\w*|v_mfma\w*|v_smfmac\w*)([.\w]*)")
+_ATOMIC = re.compile(r"\b(atom|red)\.|\b\w+_atomic_|\bds_(add|cmpst|max|min)_")
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+
+
+def text(kernel) -> str:
+    """The assembly: PTX, or AMDGCN."""
+    return kernel.asm["ptx"] if kernel.metadata.target.backend == "cuda" else kernel.asm["amdgcn"]
+
+
+def matrix_instructions(kernel) -> Counter[str]:
+    """How often each matrix instruction occurs."""
+    return Counter("".join(found) for found in _MATRIX.findall(text(kernel)))
+
+
+def expected_instruction(target: str, dtype: torch.dtype, epilogue: str) -> tuple[str, int] | None:
+    """The one matrix instruction of a kernel, and how many of it one `tl.dot` needs per warp (or
+    warp group); None where fp32 runs on the fma units."""
+    fp32 = dtype == torch.float32
+    plan = config.TRITON_FP32 if fp32 else config.TRITON
+    block_k = plan.accumulate_k if epilogue == "accumulate" else plan.block_k
+    if target == "90":
+        name = f"wgmma.mma_async.sync.aligned.m64n128k16.f32.{_NAMES[dtype]}.{_NAMES[dtype]}"
+        return None if fp32 else (name, block_k // 16)
+    depth = 4 if fp32 else 32 if target == "gfx950" and block_k >= 32 else 16
+    tiles = plan.block_m * plan.block_n // 256 // plan.num_warps
+    return f"v_mfma_f32_16x16x{depth}_{_NAMES[dtype]}", tiles * block_k // depth
+
+
+def complaints(kernel, dtype: torch.dtype, epilogue: str) -> list[str]:
+    """What is wrong with the code of a gemm kernel; empty if nothing is."""
+    target = kernel.metadata.target
+    found = common_complaints(kernel)
+    expected = expected_instruction(str(target.arch), dtype, epilogue)
+    counts = matrix_instructions(kernel)
+    if expected is None:
+        if counts or "fma.rn.f32" not in text(kernel):
+            found.append("matrix instruction")
+    elif set(counts) != {expected[0]} or counts[expected[0]] % expected[1]:
+        found.append("matrix instruction")
+    return found
+
+
+def common_complaints(kernel) -> list[str]:
+    """Atomics, TF32, spills, too much shared memory."""
+    code = text(kernel)
+    found = []
+    if _ATOMIC.search(code):
+        found.append("atomics")
+    if re.search(r"tf32|xf32", code):
+        found.append("tf32")
+    if kernel.metadata.shared > SHARED_LIMIT[kernel.metadata.target.backend]:
+        found.append("shared memory")
+    if _spills(kernel):
+        found.append("spills")
+    return found
+
+
+def _spills(kernel) -> bool:
+    if kernel.metadata.target.backend == "hip":
+        counts = re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", text(kernel))
+        assert len(counts) == 2
+        return any(int(count) for count in counts)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(kernel.asm["cubin"])
+        command = [find_tool("cuobjdump"), "--dump-resource-usage", str(path)]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"STACK:(\d+) .*LOCAL:(\d+)", usage)
+    assert found, usage
+    return found.groups() != ("0", "0")

@@ -1,0 +1,106 @@
+"""The Triton gemm in Triton's interpreter: masks, pointers and order of blocks, in numpy.
+
+Collected by test_triton_interpreter.py only, in a process that has TRITON_INTERPRET=1 before triton
+is imported.  The interpreter multiplies the bit patterns of bf16 and truncates when it stores bf16,
+so the launcher is told to multiply in fp32 and to round outside the kernel.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from triton.runtime import interpreter
+
+from cute_kernels.gemm import triton_kernel
+
+from . import triton_cases as cases
+from .triton_copies import copy_of
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+
+
+@pytest.fixture(autouse=True)
+def loops_with_new_numpy(monkeypatch):
+    """numpy 2.4 refuses int() of a one-element array, which Triton 3.6 takes of loop bounds."""
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+def engine(module):
+    def gemm(a, b, bias=None, accumulator=None, programs=132):
+        return module._launch(a, b, bias, accumulator, programs, interpret=True)
+
+    return gemm
+
+
+@DTYPES
+@pytest.mark.parametrize("epilogue", ["plain", "bias", "accumulate"])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (127, 129, 65), (130, 7, 200), (128, 128, 64)])
+def test_accuracy(dtype, epilogue, shape):
+    cases.accuracy(engine(triton_kernel), *shape, dtype, epilogue)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "check",
+    [cases.order_of_blocks, cases.rows_alone, cases.pieces, cases.programs, cases.neighbours],
+    ids=lambda check: check.__name__,
+)
+def test_invariance(check, dtype):
+    check(engine(triton_kernel), dtype)
+
+
+@DTYPES
+def test_layouts(dtype):
+    pairs = tuple((a, b) for a in cases.LAYOUTS for b in cases.LAYOUTS)
+    cases.layouts(engine(triton_kernel), dtype, pairs)
+
+
+@DTYPES
+def test_column_sum(dtype):
+    cases.column_sums(lambda rows: triton_kernel._launch_column_sum(rows, interpret=True), dtype)
+
+
+MUTANTS = {
+    "wide_dot_in_the_accumulate_path": (
+        "plan.accumulate_k if accumulate else plan.block_k",
+        "plan.block_k",
+        cases.pieces,
+    ),
+    "block_k_by_m": (
+        "plan.accumulate_k if accumulate else plan.block_k",
+        "16 if accumulate or m < 32 else plan.block_k",
+        cases.rows_alone,
+    ),
+    "k_descending": (
+        "for step in tl.range(0, steps):",
+        "for step in tl.range(steps - 1, -1, -1):",
+        cases.order_of_blocks,
+    ),
+    "k_tail_multiplied": (
+        "a = tl.load(a_ptrs + step * a_step, mask=in_m & in_k[None, :], other=0.0)",
+        "a = tl.load(a_ptrs + step * a_step, mask=in_m) * in_k[None, :]",
+        cases.neighbours,
+    ),
+    "stride_of_the_grid_fixed": ("tl.num_programs(0)):", "132):", cases.programs),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_killed(tmp_path, name):
+    old, new, check = MUTANTS[name]
+    mutant = copy_of(tmp_path, (old, new))
+    with pytest.raises(AssertionError):
+        check(engine(mutant), BF16)
