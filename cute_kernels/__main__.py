@@ -15,8 +15,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from . import __version__
+from .about import catalogue
 from .about import info as collect_info
-from .about import kernels
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__.split(":")[0] + ".")
 console = Console()
@@ -68,7 +68,7 @@ def aot(
     """Compile the whole catalogue on this machine, GPU or not, for another to load."""
     from .compile import aot as ahead
 
-    chosen = [kernel for kernel in kernels() if only in kernel.name]
+    chosen = [kernel for kernel, _, _ in catalogue() if only in kernel.name]
     with Progress(console=console) as bar:
         task = bar.add_task(f"compiling for {arch}", total=len(chosen))
         records = ahead.export(chosen, arch, out, progress=lambda *_: bar.advance(task))
@@ -84,13 +84,17 @@ def certify(
 ) -> None:
     """Compile every catalogued kernel, disassemble it and prove what design section 6 lists."""
     from .compile import certificate_report as report
+    from .compile.certificate import certify as prove
 
-    chosen = [kernel for kernel in kernels() if only in kernel.name]
+    chosen = [entry for entry in catalogue() if only in entry[0].name]
     with Progress(console=console) as bar:
         task = bar.add_task("certifying", total=len(chosen))
         found = []
-        for kernel in chosen:
-            found.append(report.certify_kernel(kernel))
+        for kernel, kind, expect in chosen:
+            constexpr = dict(kernel.constexpr)
+            found.append(
+                prove(kernel.build, name=kernel.name, constexpr=constexpr, kind=kind, expect=expect)
+            )
             bar.advance(task)
     report.write_report(found, out)
     console.print(report.table(found))

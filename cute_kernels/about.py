@@ -10,7 +10,7 @@ import torch
 from . import arch, dispatch, settings
 from .contracts import contract_id, guarantees, ops
 
-__all__ = ["SYSTEMS", "contract_id", "guarantees", "info", "kernels"]
+__all__ = ["SYSTEMS", "catalogue", "contract_id", "guarantees", "info"]
 
 #: The systems in this build; importing ``<system>.op`` registers its ops and contracts.
 SYSTEMS = ("gemm",)
@@ -63,8 +63,8 @@ def _kernel_of(op: str) -> str:
     return {"linear": "gemm", "matmul": "gemm"}.get(op, op)
 
 
-def kernels() -> list:
-    """The catalogue: every SM90 kernel of every system, as `compile.cache.Kernel` entries."""
+def catalogue() -> list[tuple]:
+    """Every SM90 kernel of every system: (`compile.cache.Kernel`, certificate class, `Expect`)."""
     found = []
     for system in SYSTEMS:
         launch = importlib.import_module(f"{__package__}.{system}.launch")

@@ -42,8 +42,8 @@ def add_groups(
     For the K tail: a group that lies wholly beyond K is not multiplied.  Adding its zeros could
     turn an accumulator of -0 into +0, and a cut at a multiple of 16 would then show.
     """
-    cute.nvgpu.warpgroup.fence()
     for group in cutlass.range(groups, unroll=1):
         at = (None, None, group, stage)
+        cute.nvgpu.warpgroup.fence()
         cute.gemm(mma, acc, tCrA[at], tCrB[at], acc)
-    cute.nvgpu.warpgroup.commit_group()
+        cute.nvgpu.warpgroup.commit_group()

@@ -145,9 +145,13 @@ def column_sum_entry(dtype: str) -> cache.Kernel:
     return cache.Kernel("gemm_column_sum_sm90", constexpr, build)
 
 
-def catalogue() -> Iterator[cache.Kernel]:
-    """Every kernel that this launcher can ask for."""
+def catalogue() -> Iterator[tuple[cache.Kernel, str, object]]:
+    """Every kernel that this launcher can ask for, its certificate's class, and its `Expect`."""
+    from ..compile.certificate_report import Expect
+
     for chosen in config.catalogue():
-        yield gemm_entry(chosen)
+        # 168 registers is all that 384 threads can start with; the roles then trade theirs.
+        mma = f"64x{chosen.tile_n}x{config.K_GROUP}"
+        yield gemm_entry(chosen), "A", Expect(mma, max_registers=168, max_shared=232448)
     for dtype in ("bf16", "fp16"):
-        yield column_sum_entry(dtype)
+        yield column_sum_entry(dtype), "A", Expect(None, max_registers=64, max_shared=16384)
