@@ -51,12 +51,13 @@ def demo(
     out: Annotated[Path, typer.Option("--out", "-o")] = Path("demo_output"),
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the best there is.")] = None,
     seconds: Annotated[float, typer.Option(help="Training time.")] = 60.0,
+    steps: Annotated[int | None, typer.Option(help="Training steps, instead of a time.")] = None,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Train a small transformer on real text; compare rollout and training bits."""
     from .demo.run import main as run
 
-    raise typer.Exit(run(out, device, seconds, seed))
+    raise typer.Exit(run(out, device, seconds, seed, steps))
 
 
 @app.command()

@@ -73,8 +73,8 @@ def refusal(backend: str, device: Device) -> str | None:
     if backend == CPU:
         return None if device.kind == "cpu" else "runs on cpu tensors only"
     if backend == TRITON:
-        if device.kind not in ("cuda", "hip"):
-            return "needs a CUDA or ROCm device"
+        if device.kind not in ("cuda", "hip") or not device.units:
+            return f"needs a CUDA or ROCm device, {device.name} is none here"
         return None if _installed("triton") else "the package triton is not installed"
     if device.kind != "cuda" or device.arch != "sm_90a":
         return f"needs an SM90 GPU (H100, H200), this is {device.kind} {device.arch}"

@@ -126,3 +126,13 @@ def test_cache_folder_is_not_in_the_temporary_folder(monkeypatch, tmp_path):
     assert settings.cache_dir() == tmp_path / "cute_kernels"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert settings.cache_dir() == Path.home() / ".cache" / "cute_kernels"
+
+
+def test_a_gpu_that_is_not_there_has_no_backend():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    for name in ("cuda", "cuda:0", "cuda:63"):
+        with pytest.raises(ck.errors.BackendUnavailable, match="is none here"):
+            ck.contract_id("linear", name)
+        with pytest.raises(ck.errors.BackendUnavailable):
+            ck.guarantees("matmul", name)

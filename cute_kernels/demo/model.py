@@ -1,0 +1,155 @@
+"""Two models with the same weights: transformers' Llama as it is, and the same one row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+
+import cute_kernels as ck
+
+from . import rows, text
+from .attention import NAME, attention
+
+AttentionInterface.register(NAME, attention)
+
+
+@dataclass(frozen=True)
+class Size:
+    """What decides the parameter count; every width a multiple of 64 (rows.fixed_rows)."""
+
+    hidden: int = 256
+    inner: int = 512
+    layers: int = 4
+    heads: int = 4
+    key_heads: int = 2
+    capacity: int = 256  # the longest sequence
+
+
+@dataclass(frozen=True)
+class Side:
+    """One column of the table: a model and the log-softmax that goes with it."""
+
+    name: str
+    model: LlamaForCausalLM
+    log_softmax: Callable[[torch.Tensor], torch.Tensor]
+
+
+class Linear(nn.Module):
+    """``ck.linear`` in place of nn.Linear; backward adds into main_grad where there is one."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+        self.main_grad: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ck.linear(x, self.weight, main_grad=self.main_grad)
+
+
+class RMSNorm(nn.Module):
+    """LlamaRMSNorm, row by row."""
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rows.rms_norm(x, self.weight, self.eps)
+
+
+class SiLU(nn.Module):
+    """SiLU, row by row."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rows.silu(x)
+
+
+class Rotary(nn.Module):
+    """cos and sin looked up in one table by position; positions of padding read its first row."""
+
+    def __init__(self, rotary: nn.Module, capacity: int) -> None:
+        super().__init__()
+        like = torch.zeros(1, dtype=torch.bfloat16, device=rotary.inv_freq.device)
+        positions = torch.arange(capacity, device=like.device)[None]
+        cos, sin = rotary(like, positions)
+        self.cos = nn.Buffer(cos[0], persistent=False)
+        self.sin = nn.Buffer(sin[0], persistent=False)
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor):
+        at = position_ids.clamp(min=0)
+        return self.cos[at], self.sin[at]
+
+
+def build(size: Size, device: torch.device, seed: int) -> LlamaForCausalLM:
+    """The model of our column, bf16, with new weights drawn from ``seed``."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(_config(size, NAME)).to(torch.bfloat16).to(device)
+    return row_local(model)
+
+
+def row_local(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """Replaces, in place, every part whose bits could depend on the batch; weights are shared."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear):
+                setattr(module, name, Linear(child.weight))
+            elif type(child).__name__ == "LlamaRMSNorm":
+                setattr(module, name, RMSNorm(child.weight, child.variance_epsilon))
+            elif type(child).__name__ == "LlamaRotaryEmbedding":
+                setattr(module, name, Rotary(child, model.config.max_position_embeddings))
+            elif name == "act_fn":
+                setattr(module, name, SiLU())
+    return model
+
+
+def ours(net: LlamaForCausalLM) -> Side:
+    """Our column, on the model that `build` made."""
+    return Side("ours", net, rows.log_softmax)
+
+
+def plain(net: LlamaForCausalLM, size: Size) -> Side:
+    """torch's column: transformers' model untouched, with a copy of the weights of ``net``."""
+    copy = LlamaForCausalLM(_config(size, "sdpa")).to(torch.bfloat16)
+    copy.load_state_dict(net.state_dict())
+    return Side("torch", copy.to(net.device), lambda x: torch.log_softmax(x.float(), dim=-1))
+
+
+def linear_weights(model: LlamaForCausalLM) -> dict[str, nn.Parameter]:
+    """Name -> weight of every linear layer (of either model)."""
+    return {
+        f"{name}.weight": module.weight
+        for name, module in model.named_modules()
+        if isinstance(module, Linear | nn.Linear)
+    }
+
+
+def set_main_grads(model: LlamaForCausalLM, grads: dict[str, torch.Tensor] | None) -> None:
+    """Gives each of our linear layers the fp32 tensor that backward adds to, or takes it away."""
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            module.main_grad = grads[f"{name}.weight"] if grads is not None else None
+
+
+def _config(size: Size, attention_name: str) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=text.VOCAB,
+        hidden_size=size.hidden,
+        intermediate_size=size.inner,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.key_heads,
+        head_dim=size.hidden // size.heads,
+        max_position_embeddings=size.capacity,
+        pad_token_id=text.PAD,
+        bos_token_id=None,
+        eos_token_id=None,
+        tie_word_embeddings=False,
+        initializer_range=size.hidden**-0.5,
+        use_cache=False,
+        attn_implementation=attention_name,
+    )

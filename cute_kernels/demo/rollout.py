@@ -1,0 +1,163 @@
+"""Rollout: generation with a key cache, and the log-prob of every token as the engine saw it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import DynamicCache
+
+from . import text
+from .model import Side
+
+#: (sequence, its tokens so far, log-probs [V] of the next one) -> the next token.
+Choose = Callable[[int, Sequence[int], torch.Tensor], int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How an engine batches: sequences per batch, and columns per prefill step (None: all)."""
+
+    label: str
+    batch: int
+    chunk: int | None
+
+
+@dataclass(frozen=True)
+class Task:
+    """One sequence: its prompt, int64 [p], and its length when finished, prompt included."""
+
+    prompt: torch.Tensor
+    length: int
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Per sequence: tokens, int64 [n], and the fp32 log-probs [n - 1] of tokens 1..n-1."""
+
+    tokens: list[torch.Tensor]
+    logps: list[torch.Tensor]
+
+
+def sample(seed: int, count: int) -> Choose:
+    """Draws from the model, each of ``count`` sequences with its own generator."""
+    generators = [torch.Generator().manual_seed(seed + i) for i in range(count)]
+
+    def choose(i: int, so_far: Sequence[int], logps: torch.Tensor) -> int:
+        return int(torch.multinomial(logps.exp().cpu(), 1, generator=generators[i]))
+
+    return choose
+
+
+def replay(tokens: Sequence[torch.Tensor]) -> Choose:
+    """Takes the tokens that another rollout chose, so that both score the same ones."""
+    return lambda i, so_far, logps: int(tokens[i][len(so_far)])
+
+
+@torch.no_grad()
+def rollout(
+    side: Side,
+    plan: Plan,
+    tasks: Sequence[Task],
+    choose: Choose,
+    progress: Callable[[int], None],
+) -> Rollout:
+    """Runs every task as ``plan`` batches them.
+
+    A batch is padded on the left to its longest prompt and prefilled through the cache in chunks;
+    then all its sequences go one token a step, and a finished one leaves, so the batch shrinks.
+
+    Args:
+        side: The model; one sequence may not be longer than its ``max_position_embeddings``.
+        plan: How to batch.
+        tasks: Prompts and lengths.
+        choose: `sample` or `replay`.
+        progress: Called with the number of tokens scored since the last call.
+    """
+    state = _State(side, tasks)
+    for first in range(0, len(tasks), plan.batch):
+        members = list(range(len(tasks)))[first : first + plan.batch]
+        _run_batch(state, plan, members, choose, progress)
+    tokens = [torch.tensor(t) for t in state.tokens]
+    return Rollout(tokens, [torch.cat(parts).cpu() for parts in state.logps])
+
+
+class _State:
+    """Tokens and log-probs so far, per sequence."""
+
+    def __init__(self, side: Side, tasks: Sequence[Task]) -> None:
+        self.side = side
+        self.lengths = [task.length for task in tasks]
+        self.prompts = [len(task.prompt) for task in tasks]
+        self.tokens = [task.prompt.tolist() for task in tasks]
+        self.logps: list[list[torch.Tensor]] = [[] for _ in tasks]
+
+
+def _run_batch(
+    state: _State,
+    plan: Plan,
+    members: list[int],
+    choose: Choose,
+    progress: Callable[[int], None],
+) -> None:
+    model = state.side.model
+    cache = DynamicCache(config=model.config)
+    pads, last = _prefill(state, plan, members, cache)
+    progress(sum(state.prompts[i] - 1 for i in members))
+    while members:
+        for row, i in enumerate(members):
+            token = choose(i, state.tokens[i], last[row])
+            state.tokens[i].append(token)
+            state.logps[i].append(last[row, token][None])
+        progress(len(members))
+        stay = [r for r, i in enumerate(members) if len(state.tokens[i]) < state.lengths[i]]
+        if len(stay) < len(members):
+            members, pads = [members[r] for r in stay], pads[stay]
+            cache.batch_select_indices(torch.tensor(stay, dtype=torch.long, device=model.device))
+        if members:
+            newest = torch.tensor([[state.tokens[i][-1]] for i in members])
+            positions = torch.tensor([[len(state.tokens[i]) - 1] for i in members])
+            last = _forward(state.side, cache, newest, positions, pads)[:, -1]
+
+
+def _prefill(
+    state: _State, plan: Plan, members: list[int], cache: DynamicCache
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Left padding per member [B], and the log-probs of the first new token [B, V]."""
+    width = max(state.prompts[i] for i in members)
+    pads = torch.tensor([width - state.prompts[i] for i in members])
+    padded = [[text.PAD] * (width - state.prompts[i]) + state.tokens[i] for i in members]
+    ids = torch.tensor(padded)
+    positions = torch.arange(width) - pads[:, None]
+    chunk = plan.chunk or width
+    for at in range(0, width, chunk):
+        columns = slice(at, at + chunk)
+        logps = _forward(state.side, cache, ids[:, columns], positions[:, columns], pads)
+        for row, i in enumerate(members):
+            first, end = max(at, int(pads[row])), min(at + chunk, width - 1)
+            if first < end:
+                told = ids[row, first + 1 : end + 1, None].to(logps.device)
+                state.logps[i].append(logps[row, first - at : end - at].gather(-1, told)[:, 0])
+    return pads, logps[:, -1]
+
+
+def _forward(
+    side: Side,
+    cache: DynamicCache,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    pads: torch.Tensor,
+) -> torch.Tensor:
+    """Log-probs [B, T, V] after ids [B, T], which follow what the cache holds."""
+    device = side.model.device
+    seen = cache.get_seq_length() + ids.shape[1]
+    mask = torch.arange(seen) >= pads[:, None]
+    logits = side.model(
+        input_ids=ids.to(device),
+        attention_mask=mask.long().to(device),
+        position_ids=positions.to(device),
+        past_key_values=cache,
+        use_cache=True,
+    ).logits
+    return side.log_softmax(logits)

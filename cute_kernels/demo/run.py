@@ -1,0 +1,185 @@
+"""The demo, end to end: train, roll out, train again, compare, print, draw."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+import cute_kernels as ck
+
+from ..errors import ArgumentValueError, BackendUnavailable, expected
+
+if TYPE_CHECKING:
+    from .measure import Column, Setup
+
+_NEEDS = ("transformers", "matplotlib")
+_CANNOT_RUN = 2
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The arguments of `main`, resolved."""
+
+    out: Path
+    device: torch.device
+    seconds: float
+    seed: int
+    steps: int | None
+    setup: Setup
+
+
+def main(
+    out: Path,
+    device: str | None,
+    seconds: float,
+    seed: int,
+    steps: int | None = None,
+    setup: Setup | None = None,
+) -> int:
+    """Runs the demo and prints it.
+
+    Args:
+        out: Folder for drift.png and drift.svg, made if missing.
+        device: A torch device, or None: the GPU if there is one, else the CPU.
+        seconds: How long to train.
+        seed: Draws weights, training windows, prompts and samples.
+        steps: Optimizer steps; if given, ``seconds`` is not read, and a run on the CPU repeats
+            byte for byte.
+        setup: Sizes and comparisons, if not the usual ones.
+
+    Returns:
+        The exit code: 0 if our column has 0 differing bytes, 1 if it has any, 2 if the demo cannot
+        run here (the reason is printed).
+
+    Raises:
+        ArgumentValueError: ``seconds`` is not positive or ``steps`` is less than 1.
+    """
+    if seconds <= 0:
+        raise ArgumentValueError(expected("seconds", "more than 0", seconds))
+    if steps is not None and steps < 1:
+        raise ArgumentValueError(expected("steps", "at least 1, or None", steps))
+    console = Console()
+    missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        console.print(f"demo: needs {' and '.join(missing)}: pip install 'cute-kernels\\[demo]'")
+        return _CANNOT_RUN
+    from .measure import Setup
+
+    try:
+        where = _device(device)
+        run = _Run(out, where, seconds, seed, steps, setup or Setup())
+        with _one_cpu_thread(where):
+            return _demo(run, console)
+    except BackendUnavailable as error:
+        console.print(f"demo: {error}", markup=False)
+        return _CANNOT_RUN
+
+
+def _demo(run: _Run, console: Console) -> int:
+    from . import model, report, text
+
+    run.out.mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+    learn, held = text.split(text.corpus())
+    net = model.build(run.setup.size, run.device, run.seed)
+    _introduce(run, console, sum(weight.numel() for weight in net.parameters()), len(learn))
+    with _bars(console) as bars:
+        trained = _train(run, bars, net, learn)
+        torch_column, ours, tokens = _measure(run, bars, net, held)
+    console.print(
+        f"trained {trained.steps} steps ({trained.tokens:,} bytes) in {trained.seconds:.0f} s "
+        f"through ck.linear and ck.matmul: {trained.first_loss:.2f} -> {trained.last_loss:.2f} "
+        "nats per byte"
+    )
+    prompt = run.setup.prompts[0]
+    asked, told = text.decode(tokens[0][:prompt]), text.decode(tokens[0][prompt:])
+    console.print(f"it continues {asked[-40:]!r}\n  with {told!r}", markup=False, highlight=False)
+    console.print(report.table(torch_column, ours))
+    _draw(run, console, (torch_column, ours))
+    console.print(f"{time.monotonic() - begin:.0f} s in all", highlight=False)
+    for line in report.verdict(torch_column, ours):
+        console.print(line, highlight=False)
+    return 1 if ours.total().differing_bytes else 0
+
+
+def _introduce(run: _Run, console: Console, weights: int, learn: int) -> None:
+    threads = f", {torch.get_num_threads()} thread" if run.device.type == "cpu" else ""
+    contract = ck.contract_id("linear", run.device)
+    console.print(f"{run.device}{threads}, torch {torch.__version__}, {contract}", highlight=False)
+    console.print(f"a Llama of {weights:,} bf16 weights, {learn:,} bytes of text to learn")
+
+
+def _train(run: _Run, bars: Progress, net: torch.nn.Module, learn: torch.Tensor):
+    from . import model, train
+
+    task = bars.add_task("train", total=1.0, note="")
+    return train.train(
+        model.ours(net),
+        learn,
+        seconds=run.seconds,
+        steps=run.steps,
+        seed=run.seed,
+        progress=lambda done, words: bars.update(task, completed=done, note=words),
+    )
+
+
+def _measure(run: _Run, bars: Progress, net: torch.nn.Module, held: torch.Tensor):
+    """(torch's column, ours, the tokens): ours samples them, torch's ops score the same ones."""
+    from . import measure, model, rollout
+
+    work = measure.tasks(run.setup, held, run.seed)
+    passes = len(run.setup.plans) + len(run.setup.splits)
+    scored = passes * sum(task.length - 1 for task in work)
+    columns, choose = {}, rollout.sample(run.seed, len(work))
+    for side in (model.ours(net), model.plain(net, run.setup.size)):
+        task = bars.add_task(f"roll out and score: {side.name}", total=scored, note="")
+        columns[side.name], tokens = measure.measure(
+            side, run.setup, work, choose, run.seed, functools.partial(bars.advance, task)
+        )
+        choose = rollout.replay(tokens)
+    return columns["torch"], columns["ours"], tokens
+
+
+def _draw(run: _Run, console: Console, columns: tuple[Column, Column]) -> None:
+    from . import plot
+
+    for path in plot.drift(columns, run.out):
+        console.print(f"wrote {path}", highlight=False)
+
+
+def _device(name: str | None) -> torch.device:
+    """The device asked for; BackendUnavailable if torch knows no such name or has no such GPU."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise BackendUnavailable(str(error)) from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise BackendUnavailable(f"{device}: this machine has {torch.cuda.device_count()} GPUs")
+    ck.contract_id("linear", device)  # refuses a device without a backend, by name
+    return device
+
+
+def _bars(console: Console) -> Progress:
+    words = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    return Progress(*words, TextColumn("{task.fields[note]}"), console=console)
+
+
+@contextlib.contextmanager
+def _one_cpu_thread(device: torch.device):
+    """Products this small gain little from a second thread, and lose much on a busy machine."""
+    before = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,132 @@
+"""The demo's claim at a tiny size, and mutants that break it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels.demo import measure, model, rollout, rows, score, text, train
+from tests.demo.tiny import SETUP, SIZE
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _trained(steps: int = 3) -> tuple[model.Side, model.Side, torch.Tensor]:
+    learn, held = text.split(text.corpus())
+    net = model.build(SIZE, torch.device("cpu"), seed=1)
+    ours = model.ours(net)
+    train.train(ours, learn, seconds=0, steps=steps, seed=1, progress=lambda done, words: None)
+    return model.plain(net, SIZE), ours, held
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return _trained()
+
+
+def _measure(side: model.Side, held: torch.Tensor):
+    work = measure.tasks(SETUP, held, seed=2)
+    choose = rollout.sample(2, len(work))
+    return measure.measure(side, SETUP, work, choose, 2, lambda count: None)
+
+
+def test_ours_has_no_differing_byte(trained):
+    _, ours, held = trained
+    column, tokens = _measure(ours, held)
+    total = column.total()
+    assert total.differing_bytes == total.differing == 0
+    told = sum(len(t) - 1 for t in tokens)
+    weights = sum(w.numel() for w in model.linear_weights(ours.model).values())
+    assert told == sum(SETUP.prompts) + sum(SETUP.new) - 4
+    assert total.numbers == 6 * told + 3 * weights and total.bytes == 4 * total.numbers
+    assert all(gap.abs().max() == 0 for gap in column.drift)
+
+
+def test_both_columns_are_the_same_model(trained):
+    """Same weights, same tokens: log-probs and gradients agree as far as bf16 goes."""
+    torch_side, ours, held = trained
+    tokens = [held[at : at + 40] for at in (0, 100, 200, 300)]
+    advantages = [1.0, -0.5, 0.25, 2.0]
+    one, other = (
+        score.score(side, SETUP.splits[0], tokens, advantages, lambda count: None)
+        for side in (ours, torch_side)
+    )
+    for mine, theirs in zip(one.logps, other.logps, strict=True):
+        assert (mine - theirs).abs().max() < 0.1
+    for name, mine in one.grads.items():
+        theirs = other.grads[name]
+        assert mine.any() and (mine - theirs).norm() < 0.05 * theirs.norm(), name
+
+
+def test_training_learns_and_repeats_byte_for_byte():
+    runs = [_trained(steps=12)[1].model.state_dict() for _ in range(2)]
+    for name, weight in runs[0].items():
+        assert weight.view(torch.uint8).equal(runs[1][name].view(torch.uint8)), name
+    learn, _ = text.split(text.corpus())
+    ours = model.ours(model.build(SIZE, torch.device("cpu"), 1))
+    done = train.train(ours, learn, seconds=0, steps=12, seed=1, progress=lambda done, words: None)
+    assert done.steps == 12 and done.last_loss < done.first_loss - 0.5
+    assert all(m.main_grad is None for m in ours.model.modules() if isinstance(m, model.Linear))
+
+
+def test_every_part_is_replaced():
+    net = model.build(SIZE, torch.device("cpu"), 0)
+    left = {type(m).__name__ for m in net.modules() if not list(m.children())}
+    assert left == {"Embedding", "Linear", "RMSNorm", "Rotary", "SiLU"}
+    assert all(type(m) is not torch.nn.Linear for m in net.modules())
+
+
+def _linear_order_by_rows(self, x):
+    """K in two halves when there are few rows, as split-K does for skinny shapes."""
+    if x.shape[:-1].numel() > 8:
+        return ck.linear(x, self.weight, main_grad=self.main_grad)
+    half = x.shape[-1] // 2
+    left = ck.linear(x[..., :half], self.weight[:, :half])
+    return left + ck.linear(x[..., half:], self.weight[:, half:])
+
+
+def _norm_in_bf16_for_one_token(self, x):
+    """Sums in fp32 for a chunk, in bf16 for one token, as a fused decode kernel may."""
+    wide = x if x.shape[1] == 1 else x.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+    return self.weight * (wide * scale).to(x.dtype)
+
+
+def _softmax_divided_late_for_one_token(scores, positions, scale):
+    """Rounds the weights before it divides when all queries sit at one position."""
+    slots = torch.arange(scores.shape[1])
+    wide = (scores.float() * scale).masked_fill(slots > positions[:, None], -torch.inf)
+    weights = (wide - wide.amax(-1, keepdim=True)).exp()
+    weights = weights.to(scores.dtype) if len(set(positions.tolist())) == 1 else weights
+    return (weights / weights.sum(-1, keepdim=True)).to(scores.dtype)
+
+
+def _no_main_grad(net, grads):
+    """dW in bf16 per micro-batch, added up outside the product."""
+
+
+#: mutant -> (owner, attribute, replacement, the comparisons that must fail).
+MUTANTS = {
+    "linear": (model.Linear, "forward", _linear_order_by_rows, "rollouts"),
+    "norm": (model.RMSNorm, "forward", _norm_in_bf16_for_one_token, "rollouts"),
+    "softmax": (rows, "causal_softmax", _softmax_divided_late_for_one_token, "rollouts"),
+    "cut at 5 tokens": (score, "_GROUP", 5, "grads"),
+    "no main_grad": (model, "set_main_grads", _no_main_grad, "grads"),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_is_caught(trained, monkeypatch, mutant):
+    _, ours, held = trained
+    owner, attribute, replacement, where = MUTANTS[mutant]
+    monkeypatch.setattr(owner, attribute, replacement)
+    column, _ = _measure(ours, held)
+    assert sum(t.differing for t in getattr(column, where).values()) > 0
+    assert column.total().differing_bytes > 0

@@ -1,0 +1,47 @@
+"""text.py: the text is there, without padding bytes, and prompts come from what was held out."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import torch
+
+from cute_kernels.demo import text
+
+
+def test_the_text_is_the_package_and_repeats():
+    found = text.corpus()
+    assert found == text.corpus()
+    assert text.PAD not in found
+    assert b"Every Python file of the package in name order" in found
+    assert len(found) > 100_000
+
+
+def test_no_metadata_means_no_licence(monkeypatch):
+    with_licence = text.corpus()
+
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    without = text.corpus()
+    assert with_licence.startswith(without) and b"gemm" in without
+
+
+def test_split_keeps_every_byte_once():
+    whole = bytes(range(1, 256)) * 100
+    kept, held = text.split(whole)
+    assert len(kept) + len(held) == len(whole)
+    assert len(held) == 1024  # one block in sixteen
+    assert text.encode(whole[15 * 1024 : 16 * 1024]).equal(held)
+
+
+def test_bytes_come_back():
+    assert text.decode(text.encode("ſ = Σ\n".encode())) == "ſ = Σ\n"
+
+
+def test_windows_are_pieces_of_the_text():
+    tokens = torch.arange(100)
+    cut = text.windows(tokens, 5, 30, torch.Generator().manual_seed(1))
+    assert cut.shape == (5, 30)
+    assert bool((cut.diff(dim=1) == 1).all()) and len(set(cut[:, 0].tolist())) > 1

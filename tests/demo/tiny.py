@@ -1,0 +1,27 @@
+"""The demo at a size that takes seconds."""
+
+from __future__ import annotations
+
+from cute_kernels.demo.measure import Setup
+from cute_kernels.demo.model import Size
+from cute_kernels.demo.rollout import Plan
+from cute_kernels.demo.score import Split
+
+SIZE = Size(hidden=64, inner=128, layers=2, heads=2, key_heads=1, capacity=64)
+
+SETUP = Setup(
+    size=SIZE,
+    prompts=(19, 3, 30, 8),
+    new=(8, 25, 6, 11),
+    plans=(
+        Plan("4 at once, left-padded", batch=4, chunk=None),
+        Plan("3 at once, chunks of 5", batch=3, chunk=5),
+        Plan("1 at a time, chunks of 2", batch=1, chunk=2),
+    ),
+    splits=(
+        Split("4 at once", (4,)),
+        Split("2 of 2", (2, 2)),
+        Split("4 of 1", (1, 1, 1, 1)),
+        Split("1, 2 and 1", (1, 2, 1)),
+    ),
+)
