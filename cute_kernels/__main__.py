@@ -83,7 +83,7 @@ def certify(
     ),
     only: Annotated[str, typer.Option(help="Names that contain this text.")] = "",
 ) -> None:
-    """Compile every catalogued kernel, disassemble it and prove what design section 6 lists."""
+    """Compile the catalogue, disassemble it, prove the rules of docs/certificate.md."""
     from .compile import certificate_report as report
     from .compile.certificate import certify as prove
 

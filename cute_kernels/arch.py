@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import json
 from dataclasses import dataclass
 
 import torch
@@ -86,6 +87,10 @@ def refusal(backend: str, device: Device) -> str | None:
 def toolchain(backend: str) -> dict[str, str]:
     """The versions of everything that turns this backend's source into machine code."""
     versions = {name: version(name) for name in _TOOLCHAIN[backend]}
+    if backend == CUTE_SM90 and (folder := settings.aot_dir()):
+        # Kernels compiled elsewhere: their compiler counts, not the one that may be here.
+        made = json.loads((folder / "manifest.json").read_text())["facts"]
+        versions = {name: made.get(f"dsl {name}", "none") for name in versions}
     if backend == CPU:
         versions["build"] = _torch_build()
     return versions
@@ -104,7 +109,8 @@ def version(distribution: str) -> str:
 def _torch_build() -> str:
     """The lines of torch's build that name the libraries its CPU products come from."""
     lines = torch.__config__.show().splitlines()
-    return "; ".join(line.strip(" -") for line in lines if "MKL" in line or "BLAS" in line)
+    names = ("Math Kernel Library", "MKL-DNN", "OpenMP", "BLAS_INFO")
+    return "; ".join(line.strip(" -") for line in lines if any(name in line for name in names))
 
 
 @functools.cache

@@ -68,7 +68,7 @@ def guarantees(
         dtype: Their dtype; it can decide the backend (fp32 runs on Triton on SM90).
 
     Returns:
-        A set of the names in design section 1, for example ``{"run_to_run", "batch_invariant"}``.
+        A set of the names in docs/guarantees.md, for example ``{"run_to_run", "batch_invariant"}``.
 
     Raises:
         ArgumentValueError: ``op`` has no contract.
@@ -83,9 +83,10 @@ def contract_id(
 ) -> str:
     """A hash of everything the bits of ``op`` on ``device`` depend on besides its inputs.
 
-    Two processes whose ids are equal produce equal bits from equal inputs: a trainer and a rollout
-    engine can compare them before they start.  It covers the summation order, the plan's constants,
-    the instruction family, the backend, the architecture and the toolchain's versions.
+    Two processes of one version of this library whose ids are equal produce equal bits from equal
+    inputs: a trainer and a rollout engine can compare them before they start.  It covers the
+    summation order, the plan's constants, the instruction family, the backend, the architecture
+    and the toolchain's versions; a change of a kernel's arithmetic changes a constant of its plan.
 
     Args, Raises: as `guarantees`.
 

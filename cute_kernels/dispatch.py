@@ -49,7 +49,18 @@ def reasons(op: str, device: torch.device | str, dtype: torch.dtype) -> dict[str
             found[backend] = f"does not take {dtype}{implementation.otherwise}"
         else:
             found[backend] = None
+    if found[arch.TRITON] is None and settings.forced_backend() != arch.TRITON:
+        # Where cute_sm90 runs it is taken first, so this matters only where it was refused.
+        found[arch.TRITON] = _meant_for_sm90(op, where, dtype)
     return found
+
+
+def _meant_for_sm90(op: str, where: arch.Device, dtype: torch.dtype) -> str | None:
+    """Why triton must not stand in on an SM90 GPU: its bits are others, and nobody chose them."""
+    product = _TABLE[op].get(arch.CUTE_SM90)
+    if where.arch != "sm_90a" or product is None or dtype not in product.dtypes:
+        return None
+    return "cute_sm90 is this device's backend; set CUTE_KERNELS_BACKEND=triton for other bits"
 
 
 def backend(op: str, device: torch.device | str, dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""The command line: python -m perf bench | profile | probe | report | compare | h200."""
+"""The command line: python -m perf bench | tune | profile | probe | report | compare | h200."""
 
 from __future__ import annotations
 
@@ -81,6 +81,29 @@ def bench_gemm(
         failed += body["system"] == "ours" and body["status"] != "ok"
     if failed:
         raise typer.Exit(1)
+
+
+@app.command("tune")
+def tune_gemm(
+    kernel: Annotated[str, typer.Argument(help="gemm")] = "gemm",
+    shape: Annotated[str, typer.Option()] = "qkv,mlp_down",
+    product: Annotated[str, typer.Option(help="of fwd,dx,dw")] = "fwd",
+    variant: Annotated[list[str] | None, typer.Option(help="tile_n=192,cluster_m=1")] = None,
+    rounds: Annotated[int, typer.Option(min=50)] = 50,
+    output: Annotated[Path | None, typer.Option("-o", "--output")] = None,
+    commit: Commit = None,
+) -> None:
+    """Variants of a kernel's configuration: the same bits, then their times in turns."""
+    _need_gpu("tune")
+    from . import bench, tune
+
+    _chosen("KERNEL", kernel, ("gemm",))
+    shapes = _chosen("--shape", shape, targets.SHAPES)
+    products = _chosen("--product", product, targets.PRODUCTS)
+    for case in bench.cases(shapes, [], products):
+        chosen = list(variant) if variant else list(tune.VARIANTS)
+        path = output or record.RESULTS / "tune.jsonl"
+        typer.echo("\n".join(tune.write(case, chosen, path, rounds, commit)))
 
 
 @profile_app.command("gemm")

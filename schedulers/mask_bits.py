@@ -137,6 +137,7 @@ def pattern(grid: Grid, heads: tuple[int, int], row: Tensor, col: Tensor) -> Bit
 
 
 def words_shape(grid: Grid) -> tuple[int, int]:
+    """Rows and int32 words of one stored block."""
     return grid.tile[0], -(-grid.tile[1] // WORD)
 
 

@@ -32,6 +32,7 @@ def integer(name: str, value: object, *, least: int = 0, most: int = LARGEST) ->
 
 
 def lengths(q_len: object, kv_len: object) -> tuple[int, int]:
+    """Both sequence lengths as whole numbers of at least 0, or MaskError."""
     return integer("q_len", q_len), integer("kv_len", kv_len)
 
 
@@ -88,6 +89,7 @@ def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], dims: Sequen
 
 
 def same_device(names: Sequence[str], tensors: Sequence[Tensor]) -> torch.device:
+    """The one device that all tensors are on, or MaskError naming the odd one."""
     for name, other in zip(names[1:], tensors[1:], strict=True):
         if other.device != tensors[0].device:
             raise MaskError(
@@ -162,6 +164,7 @@ def block_lists(count_name: str, count: object, index_name: str, index: object) 
 
 
 def rows(name: str, count: Tensor, blocks: int, why: str) -> None:
+    """MaskError unless ``count`` has one entry per block row."""
     if count.shape[2] != blocks:
         raise MaskError(expected(name, f"{blocks} rows ({why})", count.shape[2]))
 

@@ -141,6 +141,7 @@ class Rule(ABC):
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
+    """The elements of a tensor as bytes, in row-major order, for a digest."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 

@@ -90,6 +90,16 @@ def test_a_missing_package_is_a_reason_not_a_fallback(monkeypatch):
 
     found = dispatch.reasons("gemm", "cuda:0", torch.bfloat16)
     assert "not installed" in found["cute_sm90"] and "not installed" in found["triton"]
+    # Triton alone does not stand in for the SM90 kernels: its bits are others.
+    monkeypatch.setattr(arch, "_installed", lambda name: name == "triton")
+    assert (
+        "CUTE_KERNELS_BACKEND=triton"
+        in dispatch.reasons("gemm", "cuda:0", torch.bfloat16)["triton"]
+    )
+    assert dispatch.reasons("gemm", "cuda:0", torch.float32)["triton"] is None
+    monkeypatch.setenv("CUTE_KERNELS_BACKEND", "triton")
+    assert dispatch.reasons("gemm", "cuda:0", torch.bfloat16)["triton"] is None
+    monkeypatch.delenv("CUTE_KERNELS_BACKEND")
     dispatch._choose.cache_clear()
     with pytest.raises(ck.errors.BackendUnavailable, match="extra cu13"):
         dispatch.backend("gemm", "cuda:0", torch.bfloat16)

@@ -68,7 +68,11 @@ def _blocked(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> tor
 def _accumulate(a: torch.Tensor, b: torch.Tensor, accumulator: torch.Tensor) -> torch.Tensor:
     """accumulator [M, N] += Σ_g a_g b_gᵀ over groups g of 16 columns, ascending."""
     (m, k), n = a.shape, b.shape[0]
-    total = accumulator if _dense(accumulator) else accumulator.contiguous()
+    total = (
+        accumulator
+        if _dense(accumulator)
+        else accumulator.clone(memory_format=torch.contiguous_format)
+    )
     left = torch.zeros(K_GROUP, _padded(m))
     right = torch.zeros(K_GROUP, n)
     for first in range(0, k, K_GROUP):

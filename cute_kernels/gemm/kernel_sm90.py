@@ -31,7 +31,8 @@ CONSUMER_REGISTERS = 232
 #: Bytes of one row of an epilogue buffer: the widest swizzle.
 EPILOGUE_ROW_BYTES = 128
 EPILOGUE_STAGES = 2
-STAGES = 4
+#: Dynamic shared memory of a CTA on SM90, less what barriers and alignment take.
+SHARED_BYTES = 232448 - 2048
 #: Named barrier 0 is the CTA's; consumer w uses 1 + w for its epilogue.
 EPILOGUE_BARRIER = 1
 
@@ -50,6 +51,10 @@ class GemmSm90:
         self.accumulate = config.epilogue == "accumulate"
         self.d_dtype = cutlass.Float32 if self.accumulate else self.dtype
         self.epi_n = EPILOGUE_ROW_BYTES * 8 // self.d_dtype.width
+        assert config.tile_n % self.epi_n == 0, "the epilogue stores whole parts"
+        self.stage_bytes = (config.tile_m + config.tile_n) * config.tile_k * self.dtype.width // 8
+        epilogue_bytes = CONSUMERS * EPILOGUE_STAGES * 64 * EPILOGUE_ROW_BYTES
+        self.stages = (SHARED_BYTES - epilogue_bytes) // self.stage_bytes
 
     @cute.jit
     def __call__(
@@ -70,7 +75,7 @@ class GemmSm90:
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * STAGES]
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
             sA: cute.struct.Align[
                 cute.struct.MemRange[self.dtype, cute.cosize(sA_layout)], smem.ALIGN
             ]
@@ -117,9 +122,8 @@ class GemmSm90:
         sD = storage.sD.get_tensor(sD_layout.outer, swizzle=sD_layout.inner)
 
         cluster = cute.make_layout((*self.cluster, 1))
-        stage_bytes = (self.tile[0] + self.tile[1]) * self.tile[2] * self.dtype.width // 8
         ring = pipeline.tma_ring(
-            storage.barriers.data_ptr(), STAGES, stage_bytes, 4 * CONSUMERS, cluster
+            storage.barriers.data_ptr(), self.stages, self.stage_bytes, 4 * CONSUMERS, cluster
         )
         pipeline.announce_barriers(self.cluster)
         cta = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
@@ -151,7 +155,7 @@ class GemmSm90:
         mask_b = pipeline.multicast_mask(cluster, rank, 0, cluster_m)
         blocks = cute.size(gA, mode=[3])
 
-        state = pipeline.producer_state(STAGES)
+        state = pipeline.producer_state(self.stages)
         index, step = persistent.first_and_step()
         total = counts[0] * counts[1]
         while index < total:
@@ -200,8 +204,8 @@ class GemmSm90:
 
         blocks = k // tile_k
         tail_groups = cute.ceil_div(k - blocks * tile_k, mma.K_GROUP)
-        read = pipeline.consumer_state(STAGES)
-        release = pipeline.consumer_state(STAGES)
+        read = pipeline.consumer_state(self.stages)
+        release = pipeline.consumer_state(self.stages)
         buffer = cutlass.Int32(0)
         index, step = persistent.first_and_step()
         total = counts[0] * counts[1]
@@ -336,8 +340,8 @@ class GemmSm90:
         config = self.config
         buffers = CONSUMERS * EPILOGUE_STAGES
         return (
-            smem.operand_layout(self.dtype, tile_m, tile_k, config.a_major, STAGES),
-            smem.operand_layout(self.dtype, tile_n, tile_k, config.b_major, STAGES),
+            smem.operand_layout(self.dtype, tile_m, tile_k, config.a_major, self.stages),
+            smem.operand_layout(self.dtype, tile_n, tile_k, config.b_major, self.stages),
             smem.operand_layout(self.d_dtype, 64, self.epi_n, "k", buffers),
         )
 

@@ -1,0 +1,265 @@
+"""The documentation is true: names, links, tables, numbers, code blocks, and a strict build."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels import arch, contracts, dispatch, schedulers, settings
+from cute_kernels.gemm import config
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+PAGES = [README, *(p for p in sorted(DOCS.rglob("*.md")) if "_build" not in p.parts)]
+FENCE = re.compile(r"^```(\S*)\n(.*?)^```$", re.M | re.S)
+LINK = re.compile(r"(?<!!)\[[^\]\n]*\]\(([^)\s]+)\)")
+MARKER = re.compile(r"<!-- ([\w-]+) -->")
+
+
+def page_id(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def rows_of(text: str, *header: str) -> list[list[str]]:
+    """The cells of the one table in a page that has this header."""
+    lines = [line.strip() for line in text.splitlines()]
+    (start,) = [i for i, line in enumerate(lines) if _cells(line) == list(header)]
+    found = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        found.append(_cells(line))
+    return found
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+# ---- names --------------------------------------------------------------------------------------
+
+
+def undocumented(names: list[str], module: str, text: str) -> list[str]:
+    """The names of a module that no autodoc directive of a page covers."""
+    if re.search(rf"automodule:: {re.escape(module)}\n +:members:\n", text):
+        return []
+    found = re.findall(r"\.\. auto(?:function|class|module|data):: (\S+)\n", text)
+    return [name for name in names if f"{module}.{name}" not in found]
+
+
+def test_every_public_name_is_in_the_api():
+    text = read("docs/api.md")
+    assert not undocumented(ck.__all__, "cute_kernels", text)
+    assert not undocumented(schedulers.__all__, "cute_kernels.schedulers", text)
+    assert undocumented(["linear", "new"], "cute_kernels", text) == ["new"]
+    assert undocumented(["errors"], "cute_kernels", text.replace("cute_kernels.errors\n", "\n"))
+
+
+def test_every_command_is_in_the_api():
+    from cute_kernels.__main__ import app
+
+    names = {command.name or command.callback.__name__ for command in app.registered_commands}
+    found = re.findall(r"python -m cute_kernels (\w+)", read("docs/api.md"))
+    assert names == set(found)
+
+
+def test_every_setting_is_in_the_generated_table():
+    made = runpy.run_path(str(DOCS / "conf.py"))
+    text = made["settings_table"]()
+    for setting in settings.TABLE:
+        (line,) = [x for x in text.splitlines() if f"`{settings.PREFIX}{setting.name}`" in x]
+        assert setting.help in line and all(choice in line for choice in setting.choices)
+    asked = {name for page in PAGES for name in MARKER.findall(page.read_text())}
+    assert asked == set(made["GENERATED"])
+
+
+# ---- links --------------------------------------------------------------------------------------
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MyST make them."""
+    headings = re.findall(r"^#{1,3} (.+)$", FENCE.sub("", text), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    """The relative links of a page that lead to no file, or to no heading of it."""
+    wrong = []
+    for target in LINK.findall(FENCE.sub("", text)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (
+            anchor and anchor not in anchors(text if file == page else file.read_text())
+        ):
+            wrong.append(target)
+    return wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_resolve(page):
+    assert not broken_links(page, page.read_text())
+
+
+def test_a_broken_link_is_found():
+    text = "[a](docs/gone.md) [b](docs/gemm.md#gone) [c](docs/gemm.md#limits) [d](#e)\n"
+    assert broken_links(README, text) == ["docs/gone.md", "docs/gemm.md#gone", "#e"]
+
+
+# ---- code ---------------------------------------------------------------------------------------
+
+
+def run_blocks(text: str) -> int:
+    """Runs a page's python blocks in one namespace; what one prints must be the next block's text.
+
+    Returns the number of blocks run.
+    """
+    namespace: dict[str, object] = {"__name__": "docs"}
+    fences = FENCE.findall(text)
+    done = 0
+    for i, (language, code) in enumerate(fences):
+        if language != "python":
+            continue
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, f"block {i}", "exec"), namespace)
+        shown = fences[i + 1][1] if i + 1 < len(fences) and fences[i + 1][0] == "output" else ""
+        assert printed.getvalue() == shown, code
+        done += 1
+    return done
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if "```python" in p.read_text()], ids=page_id)
+def test_code_runs_and_prints_what_the_page_shows(page):
+    assert run_blocks(page.read_text()) >= 1
+
+
+def test_a_wrong_output_is_found():
+    text = "```python\nprint(1 + 1)\n```\n\n```output\n3\n```\n"
+    with pytest.raises(AssertionError):
+        run_blocks(text)
+    assert run_blocks(text.replace("3", "2")) == 1
+
+
+def test_the_readme_starts_with_a_comparison_that_holds():
+    language, code = FENCE.findall(read("README.md"))[1]
+    assert language == "python" and len(code.strip().splitlines()) <= 10
+    assert "torch.uint8" in code
+
+
+# ---- tables -------------------------------------------------------------------------------------
+
+
+def chosen(op: str, dtype: torch.dtype) -> str:
+    reasons = dispatch.reasons(op, "cuda:0", dtype)
+    return next((f"`{name}`" for name, why in reasons.items() if why is None), "none")
+
+
+def test_the_support_matrix_is_the_dispatchers(monkeypatch):
+    monkeypatch.setattr(arch, "_installed", lambda name: True)
+    names = {name: dtype for dtype, name in config.DTYPE_NAMES.items()}
+    rows = rows_of(read("docs/support.md"), "device", "op", "dtype", "backend", "state")
+    seen = set()
+    for device, ops, dtypes, backend, _ in rows:
+        assert set(ops.split(", ")) == set(contracts.ops())
+        if device == "meta":
+            assert ck.linear(*(torch.empty(2, 2, device="meta") for _ in "xw")).is_meta
+            continue
+        kind, name, *_ = (*device.split(), "unknown")
+        here = arch.Device("cuda:0", kind, name.strip(","), 100)
+        monkeypatch.setattr(arch, "describe", lambda _, here=here: here)
+        for dtype in names if dtypes == "any" else dtypes.split(", "):
+            assert chosen("gemm", names[dtype]) == backend, device
+            assert chosen("column_sum", names[dtype]) == backend, device
+            seen.add((kind, name, dtype))
+    assert len(seen) == 7 * len(names)
+
+
+def test_the_guarantee_tables_are_the_contracts():
+    names = list(contracts.MEANING)
+    rows = rows_of(read("docs/guarantees.md"), "op", "backend", *names)
+    found = {(op, backend.strip("`")): cells for op, backend, *cells in rows}
+    want = {}
+    for op in contracts.ops():
+        for backend, kept in contracts._CONTRACTS[op].kept.items():
+            want[op, backend] = ["yes" if name in kept else "no" for name in names]
+    assert found == want
+    readme = rows_of(read("README.md"), "guarantee", "meaning", "`linear`, `matmul`")
+    assert [row[0].strip("`") for row in readme] == names
+
+
+def constants(path: str) -> dict[str, int]:
+    """The whole-number constants of a module, without importing it."""
+    assigned = [n for n in ast.parse(read(path)).body if isinstance(n, ast.Assign)]
+    return {
+        node.targets[0].id: node.value.value
+        for node in assigned
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, int)
+    }
+
+
+def test_the_sm90_walk_through_has_the_kernels_numbers():
+    text = " ".join(read("docs/gemm.md").split())
+    kernel = constants("cute_kernels/gemm/kernel_sm90.py")
+    tile = config.choose(torch.bfloat16, "k", "k", "plain")
+    assert (
+        f"A tile is {tile.tile_m} x {tile.tile_n}, K advances by blocks of {tile.tile_k}." in text
+    )
+    assert f"`wgmma.m64n{tile.tile_n}k16`" in text
+    assert f"| {kernel['PRODUCER_REGISTERS']} | producer" in text
+    assert f"| {kernel['CONSUMER_REGISTERS']} | consumers" in text
+    assert f"in groups of {tile.raster_group} cluster rows" in text
+    assert f"{kernel['EPILOGUE_ROW_BYTES']} bytes wide, 64 rows high" in text
+    words = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}
+    assert f"{words[kernel['STAGES']].capitalize()} stages of shared memory" in text
+    assert f"{words[kernel['EPILOGUE_STAGES']]} buffers" in text
+    assert (tile.cluster_m, tile.cluster_n) == (2, 1)
+    assert f"Lane l of {config.COLUMN_SUM.lanes} adds" in text
+
+
+def test_the_map_names_every_folder():
+    run = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if run.returncode:
+        pytest.skip("an unpacked archive has no git")
+    paths = [Path(line).parent.parts for line in run.stdout.splitlines()]
+    want = {f"{parts[0]}/" for parts in paths if parts}
+    want |= {"/".join(parts[:2]) + "/" for parts in paths if parts[:1] == ("cute_kernels",)} - {
+        "cute_kernels/"
+    }
+    found = [row[0].strip("`") for row in rows_of(read("README.md"), "folder", "holds")]
+    assert want <= set(found), want - set(found)
+    assert all((ROOT / folder).is_dir() for folder in found) and len(set(found)) == len(found)
+
+
+# ---- the build ----------------------------------------------------------------------------------
+
+
+def test_the_strict_build_passes(tmp_path):
+    pytest.importorskip("sphinx")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
+    command += ["-d", str(tmp_path / "doctrees"), str(DOCS), str(tmp_path / "html")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (tmp_path / "html" / "settings.html").read_text()
+    assert all(settings.PREFIX + setting.name in page for setting in settings.TABLE)
