@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.mask_bits import Bits, unpack
 

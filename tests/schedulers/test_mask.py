@@ -9,10 +9,10 @@ import time
 import numpy as np
 import pytest
 import torch
-from cute_kernels.schedulers import BlockMask, mask_rules
-from cute_kernels.schedulers.mask_bits import unpack
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cute_kernels.schedulers import BlockMask, mask_rules
+from cute_kernels.schedulers.mask_bits import unpack
 from tests.schedulers import mask_oracle as oracle
 
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cute_kernels.schedulers import BlockMask, from_fa4, to_fa4
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from torch.nn.attention.flex_attention import create_block_mask
 
 from cute_kernels.errors import MaskError, MaskTypeError
+from cute_kernels.schedulers import BlockMask, from_fa4, to_fa4
 
 NAN = float("nan")
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from cute_kernels.schedulers import BlockMask, from_fa4, to_fa4
 from torch.nn.attention.flex_attention import create_block_mask
 
+from cute_kernels.schedulers import BlockMask, from_fa4, to_fa4
 from tests.schedulers import mask_oracle as oracle
 
 S = 700

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cute_kernels.schedulers import BlockMask
 from torch.nn.attention.flex_attention import (
     BlockMask as FlexBlockMask,
 )
@@ -17,6 +16,7 @@ from torch.nn.attention.flex_attention import (
 )
 
 from cute_kernels.errors import MaskError
+from cute_kernels.schedulers import BlockMask
 from tests.schedulers import mask_oracle as oracle
 
 S = 500

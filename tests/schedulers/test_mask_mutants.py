@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from cute_kernels.schedulers import (
     BlockMask,
     mask,
@@ -16,7 +17,6 @@ from cute_kernels.schedulers import (
     mask_lists,
     mask_rules,
 )
-
 from tests.schedulers import mask_oracle as oracle
 from tests.schedulers import test_mask_fa4, test_mask_flex
 

@@ -54,9 +54,7 @@ class TicketKernel:
         smem = SmemAllocator()
         slots = smem.allocate_array(cutlass.Int32, tickets.STAGES)
         barriers = smem.allocate_array(cutlass.Int64, 2 * tickets.STAGES)
-        ring = tickets.TicketRing(
-            slots, barriers, barriers + tickets.STAGES, self.cluster, WORKERS
-        )
+        ring = tickets.TicketRing(slots, barriers, barriers + tickets.STAGES, self.cluster, WORKERS)
         if tidx == 0:
             ring.init()
         pipeline.announce_barriers((self.cluster, 1))
