@@ -20,7 +20,7 @@ CERTIFICATES = record.RESULTS / "certificates.json"
 #: What `python -m cute_kernels certify` writes; either name.
 BUILT = tuple(record.ROOT / "certify" / name for name in ("certificates.json", "report.json"))
 NOT_RUN = "not run"
-_FIELDS = ("name", "ok", "registers")
+_FIELDS = ("name", "constexpr", "ok", "registers", "sass_sha256", "toolchain")
 
 Case = tuple[str, str]  # product, shape label
 
@@ -63,14 +63,14 @@ def load_certificates(path: Path = CERTIFICATES) -> list[dict]:
 
 
 def adopt_certificates(kept: Path = CERTIFICATES, built: tuple[Path, ...] = BUILT) -> bool:
-    """Copies name, verdict and registers of a fresh certificate report into the repository."""
+    """Copies what is kept of a fresh certificate report (_FIELDS) into the repository."""
     fresh = [path for path in built if path.is_file()]
     if not fresh:
         return False
     made = json.loads(fresh[0].read_text())
     facts = [{k: item[k] for k in _FIELDS if k in item} for item in made]
     kept.parent.mkdir(parents=True, exist_ok=True)
-    facts.sort(key=lambda item: item["name"])
+    facts.sort(key=lambda item: json.dumps([item["name"], item.get("constexpr")]))
     kept.write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
     return True
 

@@ -1,0 +1,198 @@
+"""Compiled kernels: in memory, else ahead of time, else on disk, else compiled now.
+
+One compile per key: in a process by a lock (the DSL crashes when two threads compile at once),
+between processes by a file lock.  A fork waits for a compile that another thread is in; the child
+inherits what was loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .. import settings
+from ..errors import AotError, ArgumentTypeError, ArgumentValueError, expected
+from . import load, toolchain
+from .store import BadEntry, Entry, Store
+
+_LOG = logging.getLogger(__name__)
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_ARCH = re.compile(r"sm_\d+[af]?")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One configuration of one kernel, and how to compile it.
+
+    Args:
+        name: Lower case, such as ``"gemm_sm90"``; part of file and symbol names.
+        constexpr: (name, value) pairs of str, int or bool; kept sorted.  Everything that `build`
+            reads besides the package's source must be in it.
+        build: Returns what ``cute.compile(..., options="--enable-tvm-ffi")`` returned.  It imports
+            ``cutlass`` only when called.  Not part of equality.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: a name or value that cannot enter a key.
+    """
+
+    name: str = field(compare=False)
+    constexpr: tuple[tuple[str, str | int | bool], ...] = field(compare=False)
+    build: Callable[[], Any] = field(compare=False, repr=False)
+    identity: str = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ArgumentValueError(expected("name", "lower case letters, digits, _", self.name))
+        names = [name for name, _ in self.constexpr]
+        if len(set(names)) != len(names):
+            raise ArgumentValueError(expected("constexpr", "each name once", sorted(names)))
+        for name, value in self.constexpr:
+            if type(value) not in (str, int, bool):
+                got = type(value).__name__
+                raise ArgumentTypeError(expected(f"constexpr {name}", "str, int or bool", got))
+        object.__setattr__(self, "constexpr", tuple(sorted(self.constexpr)))
+        # JSON keeps 1, "1" and true apart.
+        object.__setattr__(self, "identity", json.dumps([self.name, self.constexpr]))
+
+
+_loaded: dict[tuple[str, str], Callable[..., Any]] = {}
+_ahead: dict[str, set[str]] = {}
+_ahead_folders: set[Path] = set()
+_counts: Counter[str] = Counter()
+_lock = threading.RLock()
+
+# A child must not start with the lock held by a thread it does not have, nor with a DSL that was
+# forked in the middle of a compile.
+os.register_at_fork(
+    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+)
+
+
+def get(kernel: Kernel, arch: str) -> Callable[..., Any]:
+    """The compiled function of ``kernel`` for ``arch`` (``"sm_90a"``).
+
+    It takes torch tensors by position and checks dtypes, sizes and devices before it launches.
+
+    Raises:
+        CacheError: the cache folder cannot be trusted or used; the message names it and why.
+        AotError: the folder CUTE_KERNELS_AOT_DIR does not fit this host, or holds the kernel for
+            another architecture only.
+    """
+    found = _loaded.get((kernel.identity, arch))
+    return found if found is not None else _miss(kernel, arch)
+
+
+def key(kernel: Kernel, arch: str) -> str:
+    """SHA-256 over the kernel, the architecture and `toolchain.facts`."""
+    parts = [kernel.identity, arch, toolchain.facts()]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def symbol(kernel: Kernel, arch: str) -> str:
+    """The name of the kernel's function inside its object file, unique per configuration."""
+    digest = hashlib.sha256(f"{kernel.identity}\n{arch}".encode()).hexdigest()
+    return f"ck_{kernel.name}_{digest[:16]}"
+
+
+def build(kernel: Kernel) -> Any:
+    """What ``kernel.build`` returns; one compile at a time in this process."""
+    with _lock:
+        _counts["built"] += 1
+        return kernel.build()
+
+
+def counts() -> dict[str, int]:
+    """How many functions this process has ``built``, loaded from ``disk`` and got ``ahead``."""
+    return {source: _counts[source] for source in ("built", "disk", "ahead")}
+
+
+def clear() -> None:
+    """Forgets every function and count of this process; the disk keeps its own."""
+    with _lock:
+        for table in (_loaded, _ahead, _ahead_folders, _counts):
+            table.clear()
+        _store.cache_clear()
+
+
+def register_ahead(kernels: dict[tuple[str, str], Callable[..., Any]], folder: Path) -> None:
+    """Makes functions compiled ahead of time, by (identity, arch), what `get` returns."""
+    with _lock:
+        _loaded.update(kernels)
+        _counts["ahead"] += len(kernels)
+        for identity, arch in kernels:
+            _ahead.setdefault(identity, set()).add(arch)
+        _ahead_folders.add(folder)
+
+
+def _miss(kernel: Kernel, arch: str) -> Callable[..., Any]:
+    if not _ARCH.fullmatch(arch):
+        raise ArgumentValueError(expected("arch", "a name such as 'sm_90a'", repr(arch)))
+    slot = (kernel.identity, arch)
+    with _lock:
+        _load_named_folder()
+        if slot not in _loaded:
+            if arches := _ahead.get(kernel.identity):
+                made = ", ".join(sorted(arches))
+                raise AotError(f"arch: {kernel.identity} was compiled for {made}, not for {arch}")
+            _loaded[slot] = _find(kernel, arch)
+        return _loaded[slot]
+
+
+def _load_named_folder() -> None:
+    folder = settings.aot_dir()
+    if folder is not None and folder.absolute() not in _ahead_folders:
+        from . import aot
+
+        aot.load(folder)
+
+
+def _find(kernel: Kernel, arch: str) -> Callable[..., Any]:
+    if not settings.cache_enabled():
+        return load.resident(build(kernel), symbol(kernel, arch))
+    store = _store(settings.cache_dir())
+    stem = f"{kernel.name}-{key(kernel, arch)[:40]}"
+    entry = _verified(store, stem, tell=False)
+    if entry is None:
+        with store.locked(stem):
+            entry = _verified(store, stem, tell=True)  # another process may have been faster
+            if entry is None:
+                return _build_into(store, stem, kernel, arch)
+    function = load.function(entry.path, entry.symbol)
+    _counts["disk"] += 1
+    return function
+
+
+def _verified(store: Store, stem: str, tell: bool) -> Entry | None:
+    try:
+        return store.read(stem)
+    except BadEntry as why:
+        if tell:
+            _LOG.warning("kernel cache %s: %s; compiling again", store.root, why)
+        return None
+
+
+def _build_into(store: Store, stem: str, kernel: Kernel, arch: str) -> Callable[..., Any]:
+    compiled = build(kernel)
+    if toolchain.source_digest() != toolchain.SOURCE_AT_IMPORT:
+        _LOG.warning("the package's source changed since import: %s is not stored", kernel.identity)
+        return load.resident(compiled, symbol(kernel, arch))
+    about = {"kernel": kernel.identity, "arch": arch, "facts": toolchain.facts()}
+    with store.scratch(stem) as folder:
+        binary = load.build_binary(compiled, symbol(kernel, arch), folder)
+        entry = store.write(stem, binary, symbol(kernel, arch), about)
+    return load.function(entry.path, entry.symbol)
+
+
+@functools.cache
+def _store(root: Path) -> Store:
+    return Store(root)

@@ -1,0 +1,259 @@
+"""The folder of compiled kernels on disk: what is loaded from it was written by this user.
+
+Per entry: ``<stem>.so`` (or ``.o``), ``<stem>.manifest`` and ``<stem>.lock``.  A manifest is one
+line of JSON with the file's size and SHA-256, and one line with an HMAC over the first, keyed by
+``hmac.key`` in the same folder.  It is renamed into place last: that commits the entry.  Files of
+an unfinished write start with ``.<stem>.``; the next holder of the lock removes them.
+
+Everything found there is refused unless it is a regular file of this user that nobody else can
+write.  Another process of the same user is trusted: it could read the key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import CacheError
+
+_FORMAT = 1
+_SECRET = "hmac.key"
+_SECRET_BYTES = 32
+_MANIFEST_LIMIT = 1 << 20
+_ADVICE = "set CUTE_KERNELS_CACHE_DIR to a folder of your own, or CUTE_KERNELS_CACHE=0"
+
+
+class BadEntry(Exception):
+    """Why an entry on disk must not be loaded.  Internal: the cache compiles the kernel again."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One verified file, and the name of the function in it."""
+
+    path: Path
+    symbol: str
+
+
+class Store:
+    """A cache folder, created with mode 0700 if absent.
+
+    Raises:
+        CacheError: ``root`` is a symbolic link, belongs to someone else, can be written by group or
+            others, lies under a folder that anyone may rename, or cannot be created.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+        with _named(self.root):
+            _make_private(self.root)
+            _check_root(self.root)
+            self._key = self._load_secret()
+
+    def read(self, stem: str) -> Entry | None:
+        """The entry, its HMAC, size and digest checked; None if there is none.
+
+        Raises:
+            BadEntry: there is one, but it is damaged, forged, or not this user's.
+        """
+        with _named(self.root):
+            try:
+                text = _read_private(self._path(stem, ".manifest"), _MANIFEST_LIMIT)
+            except FileNotFoundError:
+                return None
+            body = self._verified(text, stem)
+            path = self._path(stem, body["suffix"])
+            try:
+                content = _read_private(path, body["size"])
+            except FileNotFoundError:
+                raise BadEntry(f"{path.name} is missing") from None
+        if len(content) != body["size"] or _sha256(content) != body["sha256"]:
+            raise BadEntry(f"{path.name} is not what its manifest describes")
+        return Entry(path, body["symbol"])
+
+    def write(self, stem: str, binary: Path, symbol: str, about: Mapping[str, object]) -> Entry:
+        """Stores the file ``binary`` under ``stem``; the caller holds the lock of ``stem``.
+
+        ``about`` is kept in the manifest for people who read it.
+        """
+        with _named(self.root):
+            content = binary.read_bytes()
+            body = {
+                "format": _FORMAT,
+                "stem": stem,
+                "suffix": binary.suffix,
+                "size": len(content),
+                "sha256": _sha256(content),
+                "symbol": symbol,
+                "about": about,
+            }
+            line = json.dumps(body, sort_keys=True).encode()
+            path = self._path(stem, binary.suffix)
+            self._replace(path, content)
+            self._replace(self._path(stem, ".manifest"), line + b"\n" + self._sign(line) + b"\n")
+        return Entry(path, symbol)
+
+    @contextlib.contextmanager
+    def locked(self, stem: str) -> Iterator[None]:
+        """Holds the file lock of ``stem`` against other processes, and sweeps unfinished writes.
+
+        The kernel drops the lock when its holder dies; the empty lock file stays.
+        """
+        path = self._path(stem, ".lock")
+        with _named(path):
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            with _named(path):
+                if why := _not_private(os.fstat(lock)):
+                    raise _refusal(path, why)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                self._sweep(stem)
+            yield
+        finally:
+            # Unlocked by name, not by closing: a process forked meanwhile has a copy of the lock.
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_UN)
+            os.close(lock)
+
+    @contextlib.contextmanager
+    def scratch(self, stem: str) -> Iterator[Path]:
+        """An empty private folder, removed afterwards; the caller holds the lock of ``stem``."""
+        with _named(self.root):
+            folder = tempfile.mkdtemp(prefix=f".{stem}.", dir=self.root)
+        try:
+            yield Path(folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _path(self, stem: str, suffix: str) -> Path:
+        return self.root / f"{stem}{suffix}"
+
+    def _sign(self, line: bytes) -> bytes:
+        return hmac.new(self._key, line, hashlib.sha256).hexdigest().encode()
+
+    def _verified(self, text: bytes, stem: str) -> dict:
+        line, _, signature = text.partition(b"\n")
+        if not hmac.compare_digest(signature, self._sign(line) + b"\n"):
+            raise BadEntry(f"the manifest {stem} does not carry this user's signature")
+        body = json.loads(line)
+        if body["stem"] != stem or body["format"] != _FORMAT:
+            raise BadEntry(f"the manifest {stem} is that of {body['stem']}")
+        return body
+
+    def _load_secret(self) -> bytes:
+        path = self.root / _SECRET
+        with self.locked("hmac"):
+            if not os.path.lexists(path):
+                self._replace(path, secrets.token_bytes(_SECRET_BYTES))
+            try:
+                key = _read_private(path, _SECRET_BYTES)
+            except BadEntry as why:
+                raise _refusal(path, why) from None
+            if (mode := stat.S_IMODE(os.lstat(path).st_mode)) & 0o077:
+                raise _refusal(path, f"its mode {mode:04o} lets others read it; delete it")
+        if len(key) != _SECRET_BYTES:
+            raise _refusal(path, f"it does not hold {_SECRET_BYTES} bytes; delete it")
+        return key
+
+    def _replace(self, path: Path, content: bytes) -> None:
+        """Content first, name second: at any kill there is the old file or the whole new one."""
+        temporary = self.root / f".{path.stem}.{secrets.token_hex(8)}.tmp"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(temporary, flags, 0o600), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        folder = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _sweep(self, stem: str) -> None:
+        for path in self.root.glob(f".{stem}.*"):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _refusal(path: Path, why: object) -> CacheError:
+    return CacheError(f"kernel cache {path}: {why}; {_ADVICE}")
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Turns an OSError into a CacheError that names the folder and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise _refusal(path, error) from error
+
+
+def _make_private(folder: Path) -> None:
+    missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+    for path in reversed(missing):
+        path.mkdir(mode=0o700, exist_ok=True)
+
+
+def _check_root(root: Path) -> None:
+    info = os.lstat(root)
+    if stat.S_ISLNK(info.st_mode):
+        raise _refusal(root, "it is a symbolic link")
+    if not stat.S_ISDIR(info.st_mode):
+        raise _refusal(root, "it is not a folder")
+    if why := _foreign(info):
+        raise _refusal(root, why)
+    for parent in Path(os.path.realpath(root)).parents:
+        mode = os.stat(parent).st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise _refusal(root, f"anyone may rename what is in {parent}")
+
+
+def _foreign(info: os.stat_result) -> str | None:
+    if info.st_uid != os.geteuid():
+        return f"it belongs to user {info.st_uid}, not to user {os.geteuid()}"
+    if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"its mode {stat.S_IMODE(info.st_mode):04o} lets group or others write"
+    return None
+
+
+def _not_private(info: os.stat_result) -> str | None:
+    return _foreign(info) if stat.S_ISREG(info.st_mode) else "it is not a regular file"
+
+
+def _read_private(path: Path, limit: int) -> bytes:
+    """The content of a regular file of ours, at most ``limit`` + 1 bytes of it.
+
+    Raises:
+        FileNotFoundError: there is none.
+        BadEntry: what is there is a link, not regular, or not private to this user.
+    """
+    # O_NONBLOCK: a FIFO in the file's place must not hang us.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise BadEntry(f"{path.name}: {error.strerror}") from None
+    with open(descriptor, "rb") as file:
+        if why := _not_private(os.fstat(descriptor)):
+            raise BadEntry(f"{path.name}: {why}")
+        return file.read(limit + 1)

@@ -1,0 +1,397 @@
+"""Small CuTe kernels for the certificate tests: right ones, and the same with one defect each.
+
+`compile_*` functions call ``cute.compile`` once, against fake tensors, and need no GPU.
+"""
+# ruff: noqa: SIM102  (a constexpr branch is decided in Python, the branch in it on the device)
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass._mlir.dialects import llvm
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+from cutlass.cutlass_dsl import dsl_user_op
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+F32, I32, I64 = cutlass.Float32, cutlass.Int32, cutlass.Int64
+COLUMNS = 64  # columns of the ordered sums, and threads of their CTAs
+
+
+def _vector(dtype):
+    return make_fake_compact_tensor(dtype, (cute.sym_int(),))
+
+
+def _rows(dtype, stride=None, columns=COLUMNS):
+    stride = cute.sym_int64(divisibility=4) if stride is None else stride
+    return make_fake_tensor(dtype, (cute.sym_int(), columns), (stride, 1), assumed_align=16)
+
+
+class Elementwise:
+    """y = 2 x, and a counter; `extra` adds one thing that class A forbids."""
+
+    def __init__(self, extra=""):
+        self.extra = extra
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, y: cute.Tensor, count: cute.Tensor, stream: cuda.CUstream):
+        self.kernel(x, y, count).launch(
+            grid=[cute.ceil_div(cute.size(x), 128), 1, 1], block=[128, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, y: cute.Tensor, count: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        i = block * 128 + thread
+        if i < cute.size(x):
+            value = x[i] * F32(2.0)
+            if cutlass.const_expr(self.extra == "clock"):
+                value = value + F32(cute.arch.clock())
+            if cutlass.const_expr(self.extra == "smid"):
+                value = value + F32(cute.arch.smid())
+            y[i] = value
+            if cutlass.const_expr(self.extra == "float atomic"):
+                cute.arch.atomic_add(y.iterator, value)
+            if cutlass.const_expr(self.extra == "float swap"):
+                old = I32(0)
+                seen = I32(-1)
+                while seen != old:
+                    old = cute.arch.load(count.iterator, I32)
+                    new = I32(F32(old) + value)
+                    seen = cute.arch.atomic_cas(count.iterator, cmp=old, val=new)
+        cute.arch.atomic_add(count.iterator, I32(1))
+
+
+def compile_elementwise(extra=""):
+    return cute.compile(
+        Elementwise(extra), _vector(F32), _vector(F32), _vector(I32), make_fake_stream()
+    )
+
+
+class RowCopy:
+    """y[row] = x[row], one row per CTA, with row offsets as wide as the strides are."""
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, y: cute.Tensor, stream: cuda.CUstream):
+        self.kernel(x, y).launch(
+            grid=[cute.size(x, mode=[0]), 1, 1], block=[COLUMNS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, y: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        row, _, _ = cute.arch.block_idx()
+        y[row, thread] = x[row, thread]
+
+
+def compile_row_copy(strides):
+    """`strides`: "int64", "int32" (a 32-bit variable) or a constant."""
+    make = {"int64": cute.sym_int64, "int32": cute.sym_int}
+    x, y = (
+        _rows(F32, strides if isinstance(strides, int) else make[strides](divisibility=4))
+        for _ in range(2)
+    )
+    return cute.compile(RowCopy(), x, y, make_fake_stream())
+
+
+class Remainder:
+    """y[i // d, i % d] = x[i] with a divisor known at run time: products of 32-bit integers that
+    are no offsets."""
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, y: cute.Tensor, d: I32, stream: cuda.CUstream):
+        self.kernel(x, y, d).launch(
+            grid=[cute.ceil_div(cute.size(x), 128), 1, 1], block=[128, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, y: cute.Tensor, d: I32):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        i = block * 128 + thread
+        if i < cute.size(x):
+            y[i // d, i % d] = x[i]
+
+
+def compile_remainder():
+    return cute.compile(Remainder(), _vector(F32), _rows(F32), I32(3), make_fake_stream())
+
+
+class Indexed:
+    """Sums in an array that is indexed at run time, which puts it in local memory."""
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, y: cute.Tensor, stream: cuda.CUstream):
+        self.kernel(x, y).launch(grid=[1, 1, 1], block=[32, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, y: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        held = cute.make_rmem_tensor((16,), F32)
+        held.fill(0.0)
+        for i in cutlass.range(cute.size(x), unroll=1):
+            held[(i * 7 + thread) % 16] += x[i]
+        y[thread] = held[thread % 16]
+
+
+def compile_indexed():
+    return cute.compile(Indexed(), _vector(F32), _vector(F32), make_fake_stream())
+
+
+class DependentLaunch:
+    """y = x, launched before its predecessor has ended; `wait`: "first", "late" or "never"."""
+
+    def __init__(self, wait):
+        self.wait = wait
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, y: cute.Tensor, stream: cuda.CUstream):
+        self.kernel(x, y).launch(grid=[1, 1, 1], block=[128, 1, 1], stream=stream, use_pdl=True)
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, y: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        if cutlass.const_expr(self.wait == "first"):
+            cute.arch.griddepcontrol_wait()
+        value = x[thread]
+        if cutlass.const_expr(self.wait == "late"):
+            cute.arch.griddepcontrol_wait()
+        y[thread] = value
+
+
+def compile_dependent_launch(wait):
+    return cute.compile(DependentLaunch(wait), _vector(F32), _vector(F32), make_fake_stream())
+
+
+class Multiply:
+    """One warpgroup multiplies one 64 x n x 16 tile of bf16."""
+
+    def __init__(self, n):
+        self.n = n
+
+    @cute.jit
+    def __call__(self, a: cute.Tensor, b: cute.Tensor, c: cute.Tensor, stream: cuda.CUstream):
+        dtype = cutlass.BFloat16
+        mma = sm90.make_trivial_tiled_mma(
+            dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, F32, (1, 1, 1), (64, self.n)
+        )
+        tile = (64, self.n, 16)
+        layout_a = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, dtype, 1)
+        layout_b = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, dtype, 1)
+        self.kernel(mma, a, b, c, layout_a, layout_b).launch(
+            grid=[1, 1, 1], block=[128, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mma: cute.TiledMma,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        c: cute.Tensor,
+        layout_a: cute.ComposedLayout,
+        layout_b: cute.ComposedLayout,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        smem = SmemAllocator()
+        dtype = cutlass.BFloat16
+        s_a = smem.allocate_tensor(dtype, layout_a.outer, 1024, swizzle=layout_a.inner)
+        s_b = smem.allocate_tensor(dtype, layout_b.outer, 1024, swizzle=layout_b.inner)
+        for k in cutlass.range_constexpr(16):
+            if thread < 64:
+                s_a[thread, k, 0] = a[thread, k]
+            if thread < self.n:
+                s_b[thread, k, 0] = b[thread, k]
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_threads()
+        part = mma.get_slice(thread)
+        f_a = mma.make_fragment_A(part.partition_A(s_a))
+        f_b = mma.make_fragment_B(part.partition_B(s_b))
+        t_c = part.partition_C(c)
+        acc = cute.make_rmem_tensor(t_c.shape, F32)
+        mma.set(warpgroup.Field.ACCUMULATE, False)
+        warpgroup.fence()
+        cute.gemm(mma, acc, f_a[None, None, 0, 0], f_b[None, None, 0, 0], acc)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            t_c[i] = acc[i]
+
+
+def compile_multiply(n):
+    def tile(dtype, rows, columns):
+        return make_fake_tensor(dtype, (rows, columns), (columns, 1), assumed_align=16)
+
+    b16 = cutlass.BFloat16
+    return cute.compile(
+        Multiply(n), tile(b16, 64, 16), tile(b16, n, 16), tile(F32, 64, n), make_fake_stream()
+    )
+
+
+@dsl_user_op
+def bulk_add(dst, src, size, *, loc=None, ip=None):
+    """Adds `size` bytes of fp32 in shared memory to global memory, asynchronously."""
+    llvm.inline_asm(
+        None,
+        [
+            dst.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
+            src.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
+            I32(size).ir_value(loc=loc, ip=ip),
+        ],
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;",
+        "l,r,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@cute.jit
+def spin(semaphore: cute.Pointer, rank: I32, sem: cutlass.Constexpr):
+    seen = cute.arch.load(semaphore, I32, sem=sem, scope="gpu")
+    while seen != rank:
+        seen = cute.arch.load(semaphore, I32, sem=sem, scope="gpu")
+
+
+class OrderedSum:
+    """total[m] += values[cta], the CTAs of each row m taking turns by rank[m, cta].
+
+    `style`: "thread" (one thread takes the whole turn), "lanes" (lane 0 of warp 1 spins and
+    releases, the elected lane adds), "plain" (every thread adds with red, thread 0 spins and
+    releases), "fence" (a fence and a relaxed write for a release), "late" (the release of a row
+    follows the addition to the next).  `defect` names what is left out or changed.
+    """
+
+    def __init__(self, style="thread", defect=""):
+        self.style, self.defect = style, defect
+        self.sem = "relaxed" if defect == "relaxed spin" else "acquire"
+
+    @cute.jit
+    def __call__(
+        self,
+        values: cute.Tensor,
+        total: cute.Tensor,
+        rank: cute.Tensor,
+        semaphore: cute.Tensor,
+        stream: cuda.CUstream,
+    ):
+        self.kernel(values, total, rank, semaphore).launch(
+            grid=[cute.size(values, mode=[0]), 1, 1], block=[COLUMNS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self, values: cute.Tensor, total: cute.Tensor, rank: cute.Tensor, semaphore: cute.Tensor
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        smem = SmemAllocator()
+        buffer = smem.allocate_tensor(F32, cute.make_layout(COLUMNS), 128)
+        buffer[thread] = values[block, thread]
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_threads()
+        rows = cute.size(total, mode=[0])
+        if cutlass.const_expr(self.defect == "one spin for all rows"):
+            if thread == 0:
+                spin(semaphore.iterator, rank[0, block], self.sem)
+        if cutlass.const_expr(self.style == "late"):
+            if thread == 0:
+                self.add(total[0, None], buffer, semaphore.iterator, rank[0, block])
+                for m in cutlass.range(1, rows, unroll=1):
+                    self.add(total[m, None], buffer, semaphore.iterator + m, rank[m, block])
+                    cute.arch.cp_async_bulk_wait_group(self.kept(), read=False)
+                    self.release(semaphore.iterator + m - 1)
+                cute.arch.cp_async_bulk_wait_group(0, read=False)
+                self.release(semaphore.iterator + rows - 1)
+        else:
+            for m in cutlass.range(rows, unroll=1):
+                self.turn(total[m, None], buffer, semaphore.iterator + m, rank[m, block])
+
+    def kept(self):
+        return 2 if self.defect == "waits for one group less" else 1
+
+    @cute.jit
+    def add(self, row: cute.Tensor, buffer: cute.Tensor, semaphore: cute.Pointer, rank: I32):
+        spin(semaphore, rank, self.sem)
+        bulk_add(row.iterator, buffer.iterator, COLUMNS * 4)
+        cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def turn(self, row: cute.Tensor, buffer: cute.Tensor, semaphore: cute.Pointer, rank: I32):
+        thread, _, _ = cute.arch.thread_idx()
+        if cutlass.const_expr(self.style in ("thread", "fence")):
+            if thread == 0:
+                self.spin(semaphore, rank)
+                bulk_add(row.iterator, buffer.iterator, COLUMNS * 4)
+                cute.arch.cp_async_bulk_commit_group()
+                self.wait_and_release(semaphore)
+        if cutlass.const_expr(self.style == "lanes"):
+            if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 1:
+                lane = cute.arch.lane_idx()
+                if lane == 0:
+                    self.spin(semaphore, rank)
+                self.sync_warp("before the addition")
+                with cute.arch.elect_one():
+                    bulk_add(row.iterator, buffer.iterator, COLUMNS * 4)
+                    cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=self.defect == "read wait")
+                self.sync_warp("before the release")
+                if lane == 0:
+                    self.release(semaphore)
+        if cutlass.const_expr(self.style == "plain"):
+            if thread == 0:
+                self.spin(semaphore, rank)
+            if cutlass.const_expr(self.defect != "no barrier before the addition"):
+                cute.arch.sync_threads()
+            self.add_one(row.iterator + thread, buffer[thread])
+            if cutlass.const_expr(self.defect == "warp barrier before the release"):
+                cute.arch.sync_warp()
+            elif cutlass.const_expr(self.defect != "no barrier before the release"):
+                cute.arch.sync_threads()
+            if thread == 0:
+                self.release(semaphore)
+
+    def spin(self, semaphore, rank):
+        if self.defect not in ("no spin", "one spin for all rows"):
+            spin(semaphore, rank, self.sem)
+
+    def sync_warp(self, where):
+        if self.defect != f"no barrier {where}":
+            cute.arch.sync_warp()
+
+    def wait_and_release(self, semaphore):
+        if self.defect == "release before the wait":
+            self.release(semaphore)
+        if self.defect != "no wait":
+            cute.arch.cp_async_bulk_wait_group(0, read=self.defect == "read wait")
+        if self.defect not in ("no release", "release before the wait"):
+            self.release(semaphore)
+
+    def release(self, semaphore):
+        if self.style == "fence":
+            if self.defect != "no fence":
+                cute.arch.fence_acq_rel_gpu()
+            self.signal(semaphore, "relaxed", "gpu")
+        else:
+            self.signal(semaphore, "release", "cta" if self.defect == "cta release" else "gpu")
+
+    def add_one(self, pointer, value):
+        cute.arch.red(pointer, value, op="add", dtype="f32", sem="relaxed", scope="gpu")
+
+    def signal(self, semaphore, sem, scope):
+        cute.arch.red(semaphore, I32(1), op="add", dtype="s32", sem=sem, scope=scope)
+
+
+def compile_ordered_sum(style="thread", defect=""):
+    return cute.compile(
+        OrderedSum(style, defect),
+        _rows(F32),
+        _rows(F32),
+        make_fake_tensor(I32, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1)),
+        _vector(I32),
+        make_fake_stream(),
+    )

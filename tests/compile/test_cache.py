@@ -1,0 +1,419 @@
+"""The cache with builds of milliseconds: hits, damage, threads, forks, memory only."""
+
+import hashlib
+import importlib
+import json
+import os
+import random
+import threading
+import time
+import timeit
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from cute_kernels.compile import aot, cache, load, store, toolchain
+from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, CacheError
+from tests.compile import toy
+from tests.compile.toy import ARCH
+
+pytestmark = toy.needs_linker
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+STRANGER = 12345
+
+
+@dataclass
+class Place:
+    """The cache folder of one test and the file that counts its builds."""
+
+    root: Path
+    counter: Path
+
+    def kernel(self, value: int = 7, before=lambda: None) -> cache.Kernel:
+        return toy.kernel(value, self.counter, before)
+
+    def fresh(self, value: int = 7) -> int:
+        """What a new process would get: nothing in memory."""
+        cache.clear()
+        return cache.get(self.kernel(value), ARCH)()
+
+    @property
+    def builds(self) -> int:
+        return toy.noted(self.counter)
+
+    def only(self, suffix: str) -> Path:
+        (path,) = self.root.glob(f"toy-*{suffix}")
+        return path
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("CUTE_KERNELS_CACHE", raising=False)
+    monkeypatch.delenv("CUTE_KERNELS_AOT_DIR", raising=False)
+    # Someone may be editing the package while its tests run.
+    monkeypatch.setattr(toolchain, "source_digest", lambda: toolchain.SOURCE_AT_IMPORT)
+    cache.clear()
+    yield Place(tmp_path / "cache", tmp_path / "counter")
+    cache.clear()
+
+
+# Hits.
+
+
+def test_memory_then_disk_then_build(place):
+    first = cache.get(place.kernel(), ARCH)
+    assert first() == 7
+    assert cache.get(place.kernel(), ARCH) is first
+    assert cache.counts() == {"built": 1, "disk": 0, "ahead": 0}
+    assert place.fresh() == 7
+    assert cache.counts() == {"built": 0, "disk": 1, "ahead": 0}
+    assert place.builds == 1
+
+
+def test_a_cold_and_a_warm_call_load_the_same_file(place, monkeypatch):
+    loaded = []
+    spied = load.function
+
+    def spy(path, symbol):
+        loaded.append((path.read_bytes(), symbol))
+        return spied(path, symbol)
+
+    monkeypatch.setattr(load, "function", spy)
+    place.fresh()
+    place.fresh()
+    assert len(loaded) == 2 and loaded[0] == loaded[1]
+
+
+def test_a_memory_hit_takes_less_than_a_microsecond(place):
+    kernel = cache.Kernel("toy", tuple((f"name{i}", i) for i in range(12)), lambda: toy.Compiled(7))
+    cache.get(kernel, ARCH)
+    get = cache.get
+    calls = 2000
+    best = min(timeit.repeat(lambda: get(kernel, ARCH), number=calls, repeat=25)) / calls
+    assert best < 1e-6
+
+
+def test_the_stored_entry_names_what_it_was_made_of(place):
+    kernel = place.kernel()
+    cache.get(kernel, ARCH)
+    body = json.loads(place.only(".manifest").read_bytes().split(b"\n")[0])
+    assert body["about"] == {"kernel": kernel.identity, "arch": ARCH, "facts": toolchain.facts()}
+    assert body["sha256"] == hashlib.sha256(place.only(".so").read_bytes()).hexdigest()
+    assert body["symbol"] == cache.symbol(kernel, ARCH)
+
+
+def test_a_build_that_fails_leaves_nothing_and_can_be_tried_again(place):
+    def fail():
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        cache.get(place.kernel(before=fail), ARCH)
+    assert not list(place.root.glob("toy-*.so")) and not list(place.root.glob(".*"))
+    assert not toy.is_locked(place.only(".lock"))
+    assert cache.get(place.kernel(), ARCH)() == 7
+
+
+def test_a_link_that_fails_names_the_linker(place, monkeypatch):
+    source = "int __tvm_ffi_{symbol}(void) {{ extern int nowhere(void); return nowhere(); }}"
+    monkeypatch.setattr(toy, "_SOURCE", source)
+    with pytest.raises(CacheError, match=r"(?s)could not link.*nowhere"):
+        cache.get(place.kernel(), ARCH)
+    assert not list(place.root.glob("toy-*.so")) and not list(place.root.glob(".*"))
+
+
+# Damage: each case is compiled again; the damaged bytes are never loaded.
+
+
+def swap_link(path: Path) -> None:
+    path.rename(path.with_name("moved"))
+    path.symlink_to(path.with_name("moved"))
+
+
+def swap_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path, 0o600)
+
+
+def overwrite(path: Path, content: bytes) -> None:
+    """A new file of that name: this process has the old one mapped."""
+    path.unlink()
+    path.write_bytes(content)
+    path.chmod(0o600)
+
+
+DAMAGE = {
+    "empty": lambda path: overwrite(path, b""),
+    "one byte": lambda path: overwrite(path, path.read_bytes()[:1]),
+    "half": lambda path: overwrite(path, path.read_bytes()[: path.stat().st_size // 2]),
+    "last byte lost": lambda path: overwrite(path, path.read_bytes()[:-1]),
+    "a byte more": lambda path: overwrite(path, path.read_bytes() + b"\0"),
+    "other content": lambda path: overwrite(path, bytes(reversed(path.read_bytes()))),
+    "missing": lambda path: path.unlink(),
+    "symbolic link": swap_link,
+    "fifo": swap_fifo,
+    "group can write": lambda path: path.chmod(0o620),
+    "others can write": lambda path: path.chmod(0o602),
+}
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """The digests of the libraries that were handed to the loader."""
+    seen = []
+    spied = load.function
+
+    def spy(path, symbol):
+        seen.append(hashlib.sha256(path.read_bytes()).hexdigest())
+        return spied(path, symbol)
+
+    monkeypatch.setattr(load, "function", spy)
+    return seen
+
+
+def assert_rebuilt(place, loads, good):
+    before = place.builds
+    assert place.fresh() == 7
+    assert place.builds == before + 1
+    assert set(loads) == {good}
+    assert place.fresh() == 7
+    assert place.builds == before + 1  # repaired: the next process hits
+
+
+@pytest.mark.parametrize("suffix", [".so", ".manifest"])
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_entry_is_compiled_again(place, loads, suffix, how, caplog):
+    place.fresh()
+    good = loads[0]
+    DAMAGE[how](place.only(suffix))
+    assert_rebuilt(place, loads, good)
+    # A missing manifest is no entry; everything else is damage, and is said.
+    assert ("compiling again" in caplog.text) == (how != "missing" or suffix == ".so")
+
+
+@as_root
+@pytest.mark.parametrize("suffix", [".so", ".manifest"])
+def test_a_foreign_file_is_compiled_again(place, loads, suffix):
+    place.fresh()
+    os.chown(place.only(suffix), STRANGER, STRANGER)
+    assert_rebuilt(place, loads, loads[0])
+    assert os.stat(place.only(suffix)).st_uid == os.geteuid()
+
+
+@pytest.mark.parametrize("suffix", [".so", ".manifest"])
+def test_any_flipped_bit_is_found(place, loads, suffix):
+    place.fresh()
+    good = loads[0]
+    path = place.only(suffix)
+    content = path.read_bytes()
+    draw = random.Random(f"flip{suffix}")
+    ends = [0, 8 * len(content) - 1]
+    for bit in ends + [draw.randrange(8 * len(content)) for _ in range(200)]:
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        overwrite(path, flipped)
+        with pytest.raises(store.BadEntry):
+            store.Store(place.root).read(path.stem)
+    assert_rebuilt(place, loads, good)
+
+
+def test_the_flip_test_fails_without_the_check(place, monkeypatch):
+    """The mutant of the tests above: a store that believes what it finds."""
+    place.fresh()
+    monkeypatch.setattr(store, "_sha256", lambda content: "same")
+    monkeypatch.setattr(store.Store, "_sign", lambda self, line: b"same")
+    place.fresh()  # compiled again once: the old signature is not "same"
+    builds = place.builds
+    path = place.only(".so")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    overwrite(path, content)
+    assert place.fresh() == 7
+    assert place.builds == builds
+
+
+def test_a_verified_file_that_does_not_load_is_an_error_that_names_it(place, monkeypatch):
+    place.fresh()
+    cache.clear()
+    monkeypatch.setattr(cache, "symbol", lambda kernel, arch: "ck_other")
+    monkeypatch.setattr(load, "_from_library", lambda path, symbol: 1 / 0)
+    with pytest.raises(CacheError, match=rf"{place.only('.so')}: .*does not load"):
+        cache.get(place.kernel(), ARCH)
+
+
+def test_a_bad_root_is_an_error_and_not_a_cold_cache(place):
+    place.root.mkdir()
+    place.root.chmod(0o777)
+    with pytest.raises(CacheError, match="lets group or others write"):
+        cache.get(place.kernel(), ARCH)
+    assert place.builds == 0
+
+
+# Memory only.
+
+
+@toy.needs_dsl
+def test_memory_only_leaves_no_file(place, monkeypatch, tmp_path):
+    importlib.import_module("cutlass.cute")  # makes a folder of its own in the temporary folder
+    monkeypatch.setenv("CUTE_KERNELS_CACHE", "0")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    function = cache.get(place.kernel(), ARCH)
+    assert function() == 7 and cache.get(place.kernel(), ARCH) is function
+    assert sorted(tmp_path.iterdir()) == [place.counter, tmp_path / "temporary"]
+    assert not list((tmp_path / "temporary").iterdir())
+    place.fresh()
+    assert place.builds == 2
+
+
+@toy.needs_dsl
+def test_memory_only_does_not_read_the_disk(place, monkeypatch):
+    place.fresh()
+    monkeypatch.setenv("CUTE_KERNELS_CACHE", "0")
+    place.fresh()
+    assert place.builds == 2
+
+
+# Source edited while the process runs.
+
+
+@toy.needs_dsl
+def test_a_kernel_of_edited_source_is_not_stored(place, monkeypatch, caplog):
+    monkeypatch.setattr(toolchain, "source_digest", lambda: "edited")
+    assert place.fresh() == 7
+    assert not list(place.root.glob("toy-*.so"))
+    assert "source changed since import" in caplog.text
+
+
+# Threads and forks.
+
+
+@pytest.mark.parametrize("disk", ["1", pytest.param("0", marks=toy.needs_dsl)])
+def test_threads_build_each_kernel_once_and_share_it(place, monkeypatch, disk):
+    monkeypatch.setenv("CUTE_KERNELS_CACHE", disk)
+    ready = threading.Barrier(8)
+    got = []
+
+    def work(value):
+        ready.wait()
+        got.append((value, cache.get(place.kernel(value, lambda: time.sleep(0.05)), ARCH)))
+
+    run_threads(*(lambda value=i % 2: work(value) for i in range(8)))
+    assert sorted((value, function()) for value, function in got) == [(0, 0)] * 4 + [(1, 1)] * 4
+    assert place.builds == len({id(function) for _, function in got}) == 2
+
+
+def run_threads(*works):
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_builds_never_overlap_in_a_process(place, tmp_path):
+    """Two threads inside cute.compile crash the process (DSL 4.8.1)."""
+    inside, most = [], []
+
+    def before():
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.03)
+        inside.pop()
+
+    def export():
+        aot.export([place.kernel(10 + i, before) for i in range(3)], ARCH, tmp_path / "aot")
+
+    gets = [partial(cache.get, place.kernel(i, before), ARCH) for i in range(4)]
+    run_threads(*gets[:2], export, *gets[2:])
+    assert most == [1] * 7
+
+
+def in_child(work) -> int:
+    """Forks; the exit status is 0 if ``work()`` returned true within its 20 seconds."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            threading.Timer(20, os._exit, (2,)).start()
+            status = 0 if work() else 1
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_child_uses_what_its_parent_loaded_and_builds_more(place):
+    function = cache.get(place.kernel(), ARCH)
+
+    def work():
+        same = cache.get(place.kernel(), ARCH) is function and function() == 7
+        return same and cache.get(place.kernel(8), ARCH)() == 8
+
+    assert in_child(work) == 0
+    assert place.builds == 2
+    assert place.fresh(8) == 8
+    assert place.builds == 2  # from the child's entry
+
+
+def test_a_fork_waits_for_the_compile_of_another_thread(place):
+    started, finished = threading.Event(), threading.Event()
+
+    def before():
+        started.set()
+        time.sleep(0.3)
+        finished.set()
+
+    builder = threading.Thread(target=cache.get, args=(place.kernel(before=before), ARCH))
+    builder.start()
+    started.wait()
+    status = in_child(lambda: finished.is_set() and cache.get(place.kernel(8), ARCH)() == 8)
+    builder.join()
+    assert status == 0
+    assert cache.get(place.kernel(), ARCH)() == 7
+    assert place.builds == 2
+
+
+def test_a_child_forked_inside_a_build_does_not_keep_the_lock(place):
+    """The child of a build (a compiler driver, say) outlives it and has copies of its files."""
+    reader, writer = os.pipe()
+
+    def before():
+        if os.fork() == 0:
+            os.close(writer)
+            os.read(reader, 1)  # until the parent closes its end
+            os._exit(0)
+
+    cache.get(place.kernel(before=before), ARCH)
+    locked = toy.is_locked(place.only(".lock"))
+    os.close(writer)
+    os.close(reader)
+    os.wait()
+    assert not locked
+
+
+# The door.
+
+
+@pytest.mark.parametrize("name", ["", "Gemm", "a b", "a-b", "../a", "1a"])
+def test_names_that_cannot_be_files_are_refused(name):
+    with pytest.raises(ArgumentValueError, match="name"):
+        cache.Kernel(name, (), toy.Compiled)
+
+
+@pytest.mark.parametrize("value", [1.5, None, (1,), b"x"])
+def test_values_that_cannot_enter_a_key_are_refused(value):
+    with pytest.raises(ArgumentTypeError, match=r"constexpr tile: .*got"):
+        cache.Kernel("toy", (("tile", value),), toy.Compiled)
+
+
+def test_a_name_given_twice_is_refused():
+    with pytest.raises(ArgumentValueError, match="each name once"):
+        cache.Kernel("toy", (("a", 1), ("a", 2)), toy.Compiled)
+
+
+@pytest.mark.parametrize("arch", ["", "90", "sm90", "sm_90a/..", "gfx942"])
+def test_an_arch_that_is_none_is_refused(place, arch):
+    with pytest.raises(ArgumentValueError, match="arch"):
+        cache.get(place.kernel(), arch)

@@ -1,0 +1,193 @@
+"""Several processes, and processes that are killed: one compile per key, nothing half written."""
+
+import pytest
+
+from tests.compile import toy
+
+pytestmark = toy.needs_linker
+
+PRELUDE = """
+    import os, signal, sys, time
+    from pathlib import Path
+    sys.modules["torch"] = None  # nothing here takes tensors, and each process would import it
+    from cute_kernels.compile import cache, store, toolchain
+    from tests.compile import toy
+
+    # Someone may be editing the package while its tests run.
+    toolchain.source_digest = lambda: toolchain.SOURCE_AT_IMPORT
+    toolchain.cuda_runtime_version = lambda: "none"
+    counter = Path(sys.argv[1])
+
+    def in_child(work):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                status = work() or 0
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+        return child
+
+    def status(child):
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs a script after the prelude; returns the builds counted and the cache folder."""
+
+    def run(script):
+        root, counter = tmp_path / "cache", tmp_path / "counter"
+        done = toy.python(PRELUDE + script, counter, CUTE_KERNELS_CACHE_DIR=str(root))
+        assert done.returncode == 0, done.stderr
+        return toy.noted(counter), root
+
+    return run
+
+
+def test_eight_cold_processes_compile_once(run):
+    builds, root = run("""
+    toolchain.facts()  # what takes long comes before the race
+
+    def work():
+        while not gate.exists():
+            pass
+        kernel = toy.kernel(7, counter, before=lambda: time.sleep(0.3))
+        assert cache.get(kernel, toy.ARCH)() == 7
+
+    gate = counter.with_name("gate")
+    children = [in_child(work) for _ in range(8)]
+    gate.touch()
+    assert [status(child) for child in children] == [0] * 8
+    """)
+    assert builds == 1
+    assert len(list(root.glob("toy-*.so"))) == 1 and not list(root.glob(".*"))
+
+
+def test_the_race_test_sees_a_missing_lock(run):
+    """The mutant: without the file lock two processes meet inside their builds."""
+    builds, _ = run("""
+    cache.get(toy.kernel(1), toy.ARCH)  # the root and its secret exist
+    store.fcntl.flock = lambda *_: None
+
+    def meet():
+        counter.with_name(f"inside{os.getpid()}").touch()
+        deadline = time.monotonic() + 30
+        while len(list(counter.parent.glob("inside*"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def work():
+        cache.get(toy.kernel(7, counter, before=meet), toy.ARCH)
+
+    children = [in_child(work) for _ in range(8)]
+    [status(child) for child in children]
+    """)
+    assert builds > 1
+
+
+KILLED = """
+    def die(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    cache.get(toy.kernel(1, counter), toy.ARCH)  # the root and its secret exist
+    real, calls = os.replace, []
+
+    def replace(source, target):
+        assert Path(source).stat().st_size > 0
+        calls.append(target)
+        return die() if len(calls) == {when} else real(source, target)
+
+    def work():
+        os.replace = replace
+        cache.get(toy.kernel(7, counter), toy.ARCH)
+
+    assert status(in_child(work)) == -signal.SIGKILL
+    root = Path(os.environ["CUTE_KERNELS_CACHE_DIR"])
+    assert [path for path in root.glob(".toy-*") if path.is_file()], "killed before the temp file"
+    (lock,) = [path for path in root.glob("*.lock") if path.with_suffix(".manifest").exists() is
+               False and path.stem != "hmac"]
+    assert not toy.is_locked(lock)
+    started = time.monotonic()
+    assert cache.get(toy.kernel(7, counter), toy.ARCH)() == 7
+    assert time.monotonic() - started < 10
+    assert not list(root.glob(".*"))
+    cache.clear()
+    assert cache.get(toy.kernel(7, counter), toy.ARCH)() == 7
+"""
+
+
+@pytest.mark.parametrize("when", [1, 2], ids=["before the object", "before the manifest"])
+def test_a_process_killed_between_write_and_rename(run, when):
+    builds, _ = run(KILLED.format(when=when))
+    assert builds == 3  # the first kernel, the killed build, the one after it
+
+
+def test_a_process_killed_in_the_middle_of_a_write(run):
+    """Half of the bytes are in the temporary file; its name was never given."""
+    builds, root = run("""
+    cache.get(toy.kernel(1, counter), toy.ARCH)
+    real = os.fsync
+
+    def fsync(descriptor):
+        os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
+        real(descriptor)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def work():
+        os.fsync = fsync
+        cache.get(toy.kernel(7, counter), toy.ARCH)
+
+    assert status(in_child(work)) == -signal.SIGKILL
+    assert cache.get(toy.kernel(7, counter), toy.ARCH)() == 7
+    """)
+    assert builds == 3
+    assert not list(root.glob(".*"))
+
+
+def test_a_waiter_takes_over_when_the_builder_is_killed(run):
+    builds, _ = run("""
+    started = counter.with_name("started")
+
+    def builder():
+        def before():
+            toy.note(counter)
+            started.touch()
+            time.sleep(60)
+        cache.get(toy.kernel(7, counter, before), toy.ARCH)
+
+    def waiter():
+        assert cache.get(toy.kernel(7, counter), toy.ARCH)() == 7
+
+    victim = in_child(builder)
+    while not started.exists():
+        time.sleep(0.01)
+    heir = in_child(waiter)
+    time.sleep(0.3)
+    assert os.waitpid(heir, os.WNOHANG) == (0, 0), "it did not wait"
+    os.kill(victim, signal.SIGKILL)
+    assert status(victim) == -signal.SIGKILL
+    assert status(heir) == 0
+    """)
+    assert builds == 2
+
+
+def test_eight_processes_agree_on_one_secret(run):
+    _, root = run("""
+    root = Path(os.environ["CUTE_KERNELS_CACHE_DIR"])
+
+    def work():
+        while not gate.exists():
+            pass
+        counter.with_name(f"key{os.getpid()}").write_bytes(store.Store(root)._key)
+
+    gate = counter.with_name("gate")
+    children = [in_child(work) for _ in range(8)]
+    gate.touch()
+    assert [status(child) for child in children] == [0] * 8
+    keys = {path.read_bytes() for path in counter.parent.glob("key*")}
+    assert keys == {(root / "hmac.key").read_bytes()} and len(next(iter(keys))) == 32
+    """)
+    assert not list(root.glob(".*"))

@@ -1,0 +1,139 @@
+"""Certificate A over the whole catalogue of gemm, the stored SASS hashes, and mutants that fail.
+
+`make certify` followed by `python -m perf report` stores the hashes of this tree's kernels in
+perf/results/certificates.json.  A change of a kernel's machine code must come with new ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.ptxsim import available
+
+certificate = available.import_module("cute_kernels.compile.certificate")
+kernel_sm90 = available.import_module("cute_kernels.gemm.kernel_sm90")
+
+from cute_kernels.about import catalogue  # noqa: E402
+from cute_kernels.compile.certificate_report import Expect  # noqa: E402
+from cute_kernels.gemm import config, launch  # noqa: E402
+from tests.gemm import test_sm90_mutants as mutants  # noqa: E402
+
+STORED = Path(__file__).parents[2] / "perf" / "results" / "certificates.json"
+CATALOGUE = catalogue()
+EXPECT = Expect("64x256x16", max_registers=168, max_shared=232448)
+
+
+def certify(kernel, kind: str = "A", expect: Expect = EXPECT):
+    constexpr = dict(kernel.constexpr)
+    return certificate.certify(
+        kernel.build, name=kernel.name, constexpr=constexpr, kind=kind, expect=expect
+    )
+
+
+def stored(kernel) -> dict | None:
+    for item in json.loads(STORED.read_text()):
+        if item["name"] == kernel.name and item["constexpr"] == dict(kernel.constexpr):
+            return item
+    return None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind", "expect"),
+    CATALOGUE,
+    ids=["-".join(str(v) for _, v in entry[0].constexpr) for entry in CATALOGUE],
+)
+def test_every_configuration(kernel, kind, expect):
+    found = certify(kernel, kind, expect)
+    assert found.ok, found.findings
+    assert found.spills == 0 and found.stack == 0
+    kept = stored(kernel)
+    assert kept is not None, f"not in {STORED.name}: make certify, then python -m perf report"
+    if kept["toolchain"] != found.toolchain:
+        pytest.skip(f"hashes were stored with {kept['toolchain']}, this is {found.toolchain}")
+    assert kept["sass_sha256"] == found.sass_sha256, (
+        "the machine code changed: if that was meant, run make certify and python -m perf report"
+    )
+
+
+def entry(epilogue: str, **changes):
+    import torch
+
+    chosen = dataclasses.replace(config.choose(torch.bfloat16, "k", "k", epilogue), **changes)
+    return launch.gemm_entry(chosen)
+
+
+def atomic_store(monkeypatch, module):
+    """Each value of the tile is also added to D[0, 0] by a floating-point atomic."""
+    true_bias = module.GemmSm90.add_bias
+
+    def add_bias(self, acc, mBias, column0, one):
+        true_bias(self, acc, mBias, column0, one)
+        word = module.cute.make_ptr(
+            module.cutlass.Float32,
+            mBias.iterator.toint(),
+            module.cute.AddressSpace.gmem,
+            assumed_align=4,
+        )
+        module.cute.arch.atomic_add(word, acc[0])
+
+    monkeypatch.setattr(module.GemmSm90, "add_bias", add_bias)
+
+
+def narrow_offsets(monkeypatch, module):
+    """accumulate: row * stride in 32 bits."""
+    monkeypatch.setattr(module.cutlass, "Int64", module.cutlass.Int32)
+    monkeypatch.setattr(module.cute, "sym_int64", module.cute.sym_int32)
+
+
+def reads_the_clock(monkeypatch, module):
+    true_bias = module.GemmSm90.add_bias
+
+    def add_bias(self, acc, mBias, column0, one):
+        true_bias(self, acc, mBias, column0, one)
+        acc[0] = acc[0] + module.cute.arch.clock().to(module.cutlass.Float32)
+
+    monkeypatch.setattr(module.GemmSm90, "add_bias", add_bias)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "epilogue", "rule"),
+    [
+        (atomic_store, "bias", "A1"),
+        (reads_the_clock, "bias", "A2"),
+        (narrow_offsets, "accumulate", "R4"),
+    ],
+)
+def test_mutants_fail_the_certificate(monkeypatch, mutant, epilogue, rule):
+    with monkeypatch.context() as patch:
+        mutant(patch, kernel_sm90)
+        found = certify(entry(epilogue))
+    assert rule in {finding.rule for finding in found.findings}
+
+
+@pytest.mark.parametrize(
+    "expect",
+    [
+        dataclasses.replace(EXPECT, mma="64x128x16"),
+        dataclasses.replace(EXPECT, mma=None),
+        dataclasses.replace(EXPECT, max_registers=167),
+        dataclasses.replace(EXPECT, max_shared=230399),
+    ],
+)
+def test_what_was_not_meant_fails(expect):
+    assert {f.rule for f in certify(entry("plain"), expect=expect).findings} == {"R5"}
+
+
+@pytest.mark.parametrize(
+    "mutant", [mutants.k_steps_swapped, mutants.no_wait_for_loads, mutants.tail_not_predicated]
+)
+def test_a_changed_order_changes_the_hash(monkeypatch, mutant):
+    """What no rule names (K order, a wait of the pipeline) shows as other machine code."""
+    kept = stored(entry("plain"))
+    with monkeypatch.context() as patch:
+        mutant(patch, kernel_sm90)
+        found = certify(entry("plain"))
+    assert kept["toolchain"] != found.toolchain or kept["sass_sha256"] != found.sass_sha256
