@@ -85,8 +85,19 @@ def atomic_store(monkeypatch, module):
 
 def narrow_offsets(monkeypatch, module):
     """accumulate: row * stride in 32 bits."""
-    monkeypatch.setattr(module.cutlass, "Int64", module.cutlass.Int32)
-    monkeypatch.setattr(module.cute, "sym_int64", module.cute.sym_int32)
+
+    def start_from(self, acc, mD, row0, column0, one):
+        stride = mD.stride[0].to(module.cutlass.Int32)
+        offset = row0 * stride + column0
+        source = module.cute.make_ptr(
+            module.cutlass.Float32,
+            mD.iterator.toint() + offset * 4,
+            module.cute.AddressSpace.gmem,
+            assumed_align=4,
+        )
+        acc.fill(module.cute.make_tensor(source, module.cute.make_layout(1))[0])
+
+    monkeypatch.setattr(module.GemmSm90, "start_from", start_from)
 
 
 def reads_the_clock(monkeypatch, module):
