@@ -13,8 +13,8 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing the tested pins into $(VENV) (a minute or two, once) ..."
-	@$(BIN)/pip install --disable-pip-version-check --progress-bar on -q -c constraints.txt torch
-	@$(BIN)/pip install --disable-pip-version-check --progress-bar on -q -c constraints.txt -e ".[dev]"
+	@$(BIN)/pip install --disable-pip-version-check -c constraints.txt torch
+	@$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $(STAMP)
 
 demo: $(STAMP)
