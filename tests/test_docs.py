@@ -227,7 +227,10 @@ def test_the_sm90_walk_through_has_the_kernels_numbers():
     assert f"in groups of {tile.raster_group} cluster rows" in text
     assert f"{kernel['EPILOGUE_ROW_BYTES']} bytes wide, 64 rows high" in text
     words = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}
-    assert f"{words[kernel['STAGES']].capitalize()} stages of shared memory" in text
+    stage = (tile.tile_m + tile.tile_n) * tile.tile_k * 2
+    epilogue = kernel["CONSUMERS"] * kernel["EPILOGUE_STAGES"] * 64 * kernel["EPILOGUE_ROW_BYTES"]
+    stages = (kernel["SHARED_BYTES"] - epilogue) // stage
+    assert f"{words[stages].capitalize()} stages of shared memory" in text
     assert f"{words[kernel['EPILOGUE_STAGES']]} buffers" in text
     assert (tile.cluster_m, tile.cluster_n) == (2, 1)
     assert f"Lane l of {config.COLUMN_SUM.lanes} adds" in text

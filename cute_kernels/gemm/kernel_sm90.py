@@ -31,8 +31,8 @@ CONSUMER_REGISTERS = 232
 #: Bytes of one row of an epilogue buffer: the widest swizzle.
 EPILOGUE_ROW_BYTES = 128
 EPILOGUE_STAGES = 2
-#: Dynamic shared memory of a CTA on SM90, less what barriers and alignment take.
-SHARED_BYTES = 232448 - 2048
+#: The 232448 bytes of shared memory that a CTA may have, less 2 KiB for barriers and alignment.
+SHARED_BYTES = 230400
 #: Named barrier 0 is the CTA's; consumer w uses 1 + w for its epilogue.
 EPILOGUE_BARRIER = 1
 
