@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.autograd import forward_ad
+
+from .errors import UnsupportedTransformError
 
 NAMESPACE = "cute_kernels"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -77,13 +80,31 @@ def _autograd(op: Callable, setup: Callable, backward: Callable) -> Callable:
         def backward(ctx, *grads):
             return (*backward(ctx, *grads), None)
 
+    # Function.apply itself spends 2 us on functorch's wrappers; its transforms never get here.
+    apply = super(torch.autograd.Function, Differentiable).apply
+
     def run(keyset, *args):
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(op, args)
         if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            return Differentiable.apply(*args, keyset)
+            if torch._C._are_functorch_transforms_active():
+                raise UnsupportedTransformError(
+                    f"{op}: torch.func.grad and its kin are not supported; use torch.autograd.grad"
+                )
+            return apply(*args, keyset)
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
     return run
+
+
+def _refuse_tangents(op: Callable, args: Sequence[object]) -> None:
+    """Forward-mode AD would silently see a constant."""
+    tensors = (a for a in args if isinstance(a, torch.Tensor))
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise UnsupportedTransformError(
+            f"{op}: forward-mode differentiation (jvp) is not supported; use reverse mode"
+        )
 
 
 def _below_autocast(op: Callable, device_type: str, cast: frozenset[int]) -> Callable:

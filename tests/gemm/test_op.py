@@ -271,3 +271,28 @@ def test_deterministic_flag_is_honoured():
         assert same_bytes(ck.linear(x, w, b), want)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+        lambda f, x: torch.func.vmap(torch.func.grad(lambda x: f(x).sum()))(x),
+        lambda f, x: torch.func.jacrev(f)(x),
+        lambda f, x: torch.func.jvp(f, (x,), (x,)),
+        lambda f, x: torch.func.jacfwd(f)(x),
+    ],
+    ids=["grad", "vmap of grad", "jacrev", "jvp", "jacfwd"],
+)
+def test_transforms_that_do_not_work_are_refused(transform):
+    """Not a wrong tangent of zero, and not an error about somebody's setup_context."""
+    x, w, _ = tensors(torch.float32, grad=False)
+    with pytest.raises(ck.errors.UnsupportedTransformError, match="not supported; use"):
+        transform(lambda x: ck.linear(x, w), x)
+
+
+def test_a_dual_level_without_tangents_is_no_error():
+    x, w, _ = tensors(torch.float32, grad=False)
+    want = ck.linear(x, w)
+    with torch.autograd.forward_ad.dual_level():
+        assert same_bytes(ck.linear(x, w), want)
