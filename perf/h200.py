@@ -21,6 +21,7 @@ from . import record
 
 BUDGET_S = 560  # a call ends after 600 s; the rest is for unpacking and for the table
 LOG_BYTES = 2 << 20  # kept of each stage's output
+_GPU_TESTS = "tests/*/test_gpu.py"
 _SHORTEST_S = 10.0  # a stage with less time left is not started
 
 
@@ -49,12 +50,15 @@ def stages(out: Path, commit: str | None) -> tuple[Stage, ...]:
     probe = ("-m", "perf", "probe")
     bench = ("-m", "perf", "bench", "gemm")
     probes = ("-o", str(out / "probes.jsonl"), "--golden", str(out), *mark)
+    gpu_tests = sorted(str(p.relative_to(record.ROOT)) for p in record.ROOT.glob(_GPU_TESTS))
     check = ("--check-only", "--rivals", "ours,ours_triton,cublas")
     return (
         Stage("smoke", (*probe, "smoke", *probes), 120),
         Stage("correctness", (*bench, *check, "-o", str(out / "checks.jsonl"), *mark), 150),
         Stage("probes", (*probe, "width", "zeros", "model", "promotion", *probes), 240),
-        Stage("pytest", ("-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"), 400),
+        # The files by name: collecting the others would import what that machine may lack.
+        Stage("pytest", ("-m", "pytest", *gpu_tests, "-q", "-p", "no:cacheprovider"), 400),
+        Stage("tune", ("-m", "perf", "tune", "-o", str(out / "tune.jsonl"), *mark), 240),
         Stage("bench", (*bench, "-o", str(out / "bench.jsonl"), *mark), 500),
         Stage(
             "profile",
