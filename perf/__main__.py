@@ -221,7 +221,7 @@ def compare(a: Path, b: Path) -> None:
 @app.command()
 def h200(
     out: Annotated[Path, typer.Option(help="folder of the results")],
-    stages: Annotated[str, typer.Option(help="smoke,correctness,probes,pytest,bench,profile")] = "",
+    stages: Annotated[str, typer.Option(help="smoke,correctness,probes,pytest,tune,...")] = "",
     budget: Annotated[float, typer.Option(help="seconds that the whole call may take")] = 560.0,
     commit: Commit = None,
 ) -> None:

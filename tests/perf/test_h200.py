@@ -84,6 +84,7 @@ def test_the_stages_write_few_files_into_one_folder(tmp_path):
         "correctness",
         "probes",
         "pytest",
+        "tune",
         "bench",
         "profile",
     ]
