@@ -82,9 +82,13 @@ class TritonPlan:
 
 @dataclass(frozen=True)
 class CpuPlan:
-    """Blocks of the CPU backend: rows of a block, and the multiple that N and K are padded to."""
+    """Blocks of the CPU backend: rows of a block, and the multiple that N and K are padded to.
+
+    ``wide`` rows are multiplied at once where that is shown to give the bits of single blocks.
+    """
 
     rows: int = 64
+    wide: int = 256
     pad: int = 16
     sum_rows: int = 64
 

@@ -1,7 +1,8 @@
 """The CPU backend: torch's own GEMM inside blocks of one fixed shape, in one fixed order.
 
 Forward and dx: rows are cut into blocks of 64, the last one padded with zero rows, so every product
-has the shape [64, K] x [K, N] whatever M is.  N and K are padded to multiples of 16.
+has the shape [64, K] x [K, N] whatever M is.  N and K are padded to multiples of 16.  Four blocks
+are multiplied at once where this machine's BLAS is shown to give them the bits of single ones.
 
 dW into main_grad: tokens are consumed 16 at a time, in order, each group added to the accumulator
 in memory, so any cut at multiples of 16 leaves the same fp32 state.
@@ -13,12 +14,12 @@ fails.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 
 import torch
 
 from ..errors import BackendUnavailable
+from ..ieee import ieee_fp32
 from .config import CPU, K_GROUP
 
 _ALIGN_BYTES = 64
@@ -31,7 +32,7 @@ def gemm(
     accumulator: torch.Tensor | None,
 ) -> torch.Tensor:
     """a [M, K] · b [N, K]ᵀ (+ bias [N]), or accumulator [N, K']-shaped += the same, in place."""
-    with _ieee_fp32():
+    with ieee_fp32():
         if accumulator is not None:
             return _accumulate(a, b, accumulator)
         return _blocked(a, b, bias)
@@ -51,18 +52,30 @@ def _blocked(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> tor
     k_pad, n_pad = _padded(k), _padded(n)
     _prove_row_position(n_pad, k_pad, torch.get_num_threads())
     weight = _canonical(b, n_pad, k_pad)
-    block = torch.zeros(CPU.rows, k_pad)
-    sums = torch.empty(CPU.rows, n_pad)
     out = torch.empty(m, n, dtype=a.dtype)
     bias = None if bias is None else bias.to(torch.float32)
-    for first in range(0, m, CPU.rows):
-        rows = min(CPU.rows, m - first)
+    # One packing of the weight for more rows: four blocks at a time, while their bits are the same.
+    whole = m // CPU.wide * CPU.wide
+    if whole and not _wide_is_same(n_pad, k_pad, torch.get_num_threads()):
+        whole = 0
+    for start, stop, size in ((0, whole, CPU.wide), (whole, m, CPU.rows)):
+        if start < stop:
+            _blocks(a, weight, bias, out, range(start, stop, size), size)
+    return out
+
+
+def _blocks(a, weight, bias, out, starts: range, size: int) -> None:
+    """out[first : first + size] for each start, by products of one shape."""
+    (m, k), n = a.shape, out.shape[1]
+    block = torch.zeros(size, weight.shape[1])
+    sums = torch.empty(size, weight.shape[0])
+    for first in starts:
+        rows = min(size, m - first)
         block[:rows, :k] = a[first : first + rows]
         block[rows:] = 0
         torch.mm(block, weight.mT, out=sums)
         y = sums[:rows, :n]
         out[first : first + rows] = y if bias is None else y + bias
-    return out
 
 
 def _accumulate(a: torch.Tensor, b: torch.Tensor, accumulator: torch.Tensor) -> torch.Tensor:
@@ -105,6 +118,17 @@ def _canonical(b: torch.Tensor, n_pad: int, k_pad: int) -> torch.Tensor:
 
 
 @functools.cache
+def _wide_is_same(n: int, k: int, threads: int) -> bool:
+    """Whether a product of ``wide`` random rows has the bytes of its blocks of ``rows``, here."""
+    generator = torch.Generator().manual_seed(n * 1_000_003 + k)
+    a = torch.randn(CPU.wide, k, generator=generator)
+    weight = torch.randn(n, k, generator=generator)
+    once = torch.mm(a, weight.mT).view(torch.int32)
+    parts = [torch.mm(block, weight.mT).view(torch.int32) for block in a.split(CPU.rows)]
+    return bool((once == torch.cat(parts)).all())
+
+
+@functools.cache
 def _prove_row_position(n: int, k: int, threads: int) -> None:
     """64 equal rows in, 64 equal rows out, byte for byte; BackendUnavailable otherwise."""
     generator = torch.Generator().manual_seed(n * 1_000_003 + k)
@@ -116,18 +140,3 @@ def _prove_row_position(n: int, k: int, threads: int) -> None:
             f"gemm: backend cpu cannot keep batch_invariant here: this machine's BLAS gives equal "
             f"rows different bits by position at N={n}, K={k}, {threads} threads"
         )
-
-
-@contextlib.contextmanager
-def _ieee_fp32():
-    """fp32 products in fp32, whatever torch.set_float32_matmul_precision says."""
-    matmul = torch.backends.mkldnn.matmul
-    before = matmul.fp32_precision
-    if before in ("ieee", "none"):
-        yield
-        return
-    matmul.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before

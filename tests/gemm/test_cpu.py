@@ -187,6 +187,30 @@ def test_blocks_that_follow_m_are_killed(monkeypatch):
         contract.check_population(linear_op(), 512, SEED, range(1, 513))
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_four_blocks_at_once_only_where_the_bits_agree(monkeypatch, same):
+    """A BLAS whose wide products differ is noticed, and then every block goes alone."""
+    true_mm, sizes = torch.mm, set()
+
+    def mm(a, b, out=None):
+        sizes.add(len(a))
+        result = true_mm(a, b)
+        if len(a) >= 256 and not same:
+            result = true_mm(a.flip(1), b.flip(0))
+        return result if out is None else out.copy_(result)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    cpu._wide_is_same.cache_clear()
+    try:
+        target = linear_op()
+        target.run(target.rows(300, SEED))
+        sizes.clear()
+        contract.check_population(target, 600, SEED, [1, 63, 255, 256, 257, 320, 512, 600])
+    finally:
+        cpu._wide_is_same.cache_clear()
+    assert (256 in sizes) == same and 64 in sizes
+
+
 def test_sum_then_add_is_killed(monkeypatch):
     """Mutant: the piece's product first, then one add into main_grad."""
 
