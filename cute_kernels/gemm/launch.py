@@ -13,6 +13,7 @@ import torch
 
 from .. import arch, settings
 from ..compile import cache
+from ..compile.call import call
 from . import config
 from .config import Config
 
@@ -45,7 +46,7 @@ def column_sum(rows: torch.Tensor) -> torch.Tensor:
     """Σ over the rows of [M, N] -> [N], rounded once to the dtype of ``rows``."""
     rows = rows if storable(rows) else _padded_copy(rows)
     out = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
-    _call(rows.device, _column_sum_kernel(config.DTYPE_NAMES[rows.dtype]), rows, out)
+    call(rows.device, _column_sum_kernel(config.DTYPE_NAMES[rows.dtype]), rows, out)
     return out
 
 
@@ -88,16 +89,7 @@ def _padded_copy(t: torch.Tensor) -> torch.Tensor:
 
 
 def _launch(a, b, out, bias, key: tuple[torch.dtype, str, str, str]) -> None:
-    _call(a.device, _gemm_kernel(*key), a, b, out, bias, max_clusters(a.device))
-
-
-def _call(device: torch.device, kernel: Callable, *args: object) -> None:
-    """Launches on the inputs' device, which need not be the current one, on its current stream."""
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            kernel(*args)
-    else:
-        kernel(*args)
+    call(a.device, _gemm_kernel(*key), a, b, out, bias, max_clusters(a.device))
 
 
 def max_clusters(device: torch.device) -> int:
