@@ -17,6 +17,7 @@ from rich.table import Table
 from . import __version__
 from .about import catalogue
 from .about import info as collect_info
+from .schedule_command import schedule
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__.split(":")[0] + ".")
 console = Console()
@@ -100,6 +101,9 @@ def certify(
     report.write_report(found, out)
     console.print(report.table(found))
     raise typer.Exit(0 if all(one.ok for one in found) else 1)
+
+
+app.command()(schedule)
 
 
 def _pairs(title: str, rows: dict) -> Table:

@@ -1,4 +1,5 @@
 import inspect
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,6 +7,11 @@ from pathlib import Path
 import cute_kernels
 from cute_kernels import arch, settings
 from cute_kernels.gemm import config
+from cute_kernels.schedule_command import parse_mask
+from cute_kernels.schedulers import machines as machine_table
+from cute_kernels.schedulers import picture, quality, report
+from cute_kernels.schedulers.kinds import left_to_right, spt
+from cute_kernels.schedulers.selection import select
 
 project = "cute_kernels"
 author = "The cute_kernels authors"
@@ -74,11 +80,78 @@ def _cells(name: str, value: object) -> Iterator[list[str]]:
         yield [name, ", ".join(code(f"{key}={inner}") for key, inner in value.items())]
 
 
+def machines() -> str:
+    """Every constant of the scheduler's model and its source; of later machines what differs."""
+    (first, constants), *others = machine_table.TABLE.items()
+    rows = [[code(first), code(name), *map(str, told)] for name, told in constants.items()]
+    for other, told in others:
+        kept = {name: value for name, value in told.items() if value != constants[name]}
+        rows += [[code(other), code(name), *map(str, value)] for name, value in kept.items()]
+    return table(["machine", "constant", "value", "source"], rows)
+
+
+def trials() -> str:
+    """What ``select`` tried for one mask, as it prints it."""
+    return f"```text\n{select(parse_mask('causal', 2048, (64, 128)), heads=32)}\n```"
+
+
 #: What replaces `<!-- name -->` in a page, and the files that it is made from.
 GENERATED = {
     "settings-table": (settings_table, (settings,)),
     "gemm-plans": (gemm_plans, (config, arch)),
+    "schedule-machines": (machines, (machine_table,)),
+    "schedule-trials": (trials, (inspect.getmodule(select),)),
+    "schedule-quality": (quality.quality_table, (quality,)),
 }
+
+#: Picture -> mask of 8192 tokens and 16 heads, and its panels (kind, heads in flight, walk).
+PICTURES = {
+    "causal": (
+        "causal",
+        ("left_to_right", 1, "ascending"),
+        ("left_to_right", 16, "ascending"),
+        ("spt", 16, "ascending"),
+        ("select", 16, "ascending"),
+    ),
+    "window": (
+        "sliding_window:1024",
+        ("spt", 16, "partial_then_full"),
+        ("spt", 16, "ascending"),
+    ),
+    "random": (
+        "random:0.25",
+        ("left_to_right", 1, "ascending"),
+        ("select", 16, "ascending"),
+    ),
+}
+
+
+def draw_pictures(app) -> None:
+    """Sphinx's builder-inited event: the pictures of schedulers.md, in docs/_build/pictures."""
+    folder = Path(app.srcdir) / "_build" / "pictures"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("steps", *PICTURES):
+        # Two builds at once (tests do that) never see half a file.
+        draft = folder / f"{name}.{os.getpid()}.svg"
+        _draw_steps(draft) if name == "steps" else _draw_launches(draft, *PICTURES[name])
+        draft.replace(folder / f"{name}.svg")
+
+
+def _draw_steps(path: Path) -> None:
+    mask = parse_mask("causal", 384, (64, 64))
+    tile = machine_table.Machine("six slots", 6, 2200, 2200, 1200, 2000, tile=(64, 64))
+    panels = {"left_to_right": left_to_right(mask), "spt (right to left)": spt(mask)}
+    picture.steps(path, panels, machine=tile)
+
+
+def _draw_launches(path: Path, text: str, *panels: tuple[str, int, str]) -> None:
+    mask = parse_mask(text, 8192, (64, 128))
+    rows = [
+        report.evaluate(mask, kind, heads=16, heads_in_flight=flight, walk=walk)
+        for kind, flight, walk in panels
+    ]
+    drawn = {row.title: row.simulation for row in rows}
+    picture.gantt(path, drawn, bound_ns=rows[0].bound.lower_ns, columns=2)
 
 
 def fill_in(app, docname: str, source: list[str]) -> None:
@@ -106,6 +179,7 @@ def keep_columns(app, what, name, obj, options, lines: list[str]) -> None:
 
 
 def setup(app) -> dict[str, bool]:
+    app.connect("builder-inited", draw_pictures)
     app.connect("source-read", fill_in)
     app.connect("autodoc-process-docstring", keep_columns, priority=400)  # before napoleon
     return {"parallel_read_safe": True}

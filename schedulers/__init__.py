@@ -1,7 +1,8 @@
 """Orders of work, decided and proved on the CPU: block masks in, a checked schedule out.
 
-``BlockMask`` says which blocks of a score matrix are needed (``mask*.py``).  Names load their
-module at first use; nothing here imports ``cutlass``.
+``BlockMask`` says which blocks of a score matrix are needed; ``select`` or a named kind makes a
+``Schedule``; ``check`` proves that it progresses; ``simulate`` predicts its time and ``bound`` what
+no schedule can beat.  Names load their module at first use; nothing here imports ``cutlass``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,21 @@ import importlib
 
 _PUBLIC = {
     "BlockMask": "mask",
+    "Machine": "machines",
+    "Safety": "safety",
+    "Schedule": "schedule",
+    "bound": "bounds",
+    "check": "safety",
     "from_fa4": "mask_fa4",
+    "left_to_right": "kinds",
+    "lpt": "kinds",
+    "machine": "machines",
+    "permutation": "kinds",
+    "select": "selection",
+    "shift": "kinds",
+    "simulate": "simulation",
+    "spt": "kinds",
+    "symmetric_shift": "kinds",
     "to_fa4": "mask_fa4",
 }
 

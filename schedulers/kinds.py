@@ -1,0 +1,256 @@
+"""The named kinds of schedule, and what they are made of: launch, visits and ranks.
+
+Launch: heads go in sections of ``heads_in_flight``; within a section, place p of every head comes
+before place p + 1.  So at most ``heads_in_flight`` heads share the machine (and its L2), and
+columns of one head are that many tickets apart.
+
+Kinds whose ranks follow the launch order progress with any number of resident CTAs.  ``shift`` and
+``symmetric_shift`` need many; ``check`` computes how many.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from cute_kernels.errors import ScheduleError, expected, one_of
+
+from .ranks import BlockGrid, block_grid, column_order, ranks
+from .schedule import Schedule
+
+WALKS = ("ascending", "descending", "by_rank", "cyclic", "partial_then_full")
+
+
+def left_to_right(block_mask, *, heads=None, heads_in_flight=1, walk="ascending") -> Schedule:
+    """Columns launched, and ranked, in ascending order.
+
+    block_mask: a ``BlockMask``, or uint8 blocks [M, N] or [G, M, N] (0 empty, 1 partial, 2 full).
+    heads: (batch, head) pairs of the launch, index b * H + h; None is one for each of the mask's.
+    heads_in_flight: heads interleaved.  walk: one of ``WALKS``, or visit keys [M], [N, M] (least
+    first).  Raises ScheduleError.
+    """
+    grid = block_grid(block_mask, heads)
+    order = np.arange(grid.num_kv_blocks)[None]
+    return build(grid, order, walk=walk, heads_in_flight=heads_in_flight, name="left_to_right")
+
+
+def spt(block_mask, *, heads=None, heads_in_flight=1, walk="ascending") -> Schedule:
+    """Right to left: the shortest column of a causal mask first.  Arguments as left_to_right."""
+    grid = block_grid(block_mask, heads)
+    order = np.arange(grid.num_kv_blocks)[None, ::-1]
+    return build(grid, order, walk=walk, heads_in_flight=heads_in_flight, name="spt")
+
+
+def lpt(block_mask, *, heads=None, heads_in_flight=1, walk="ascending") -> Schedule:
+    """Each head's longest column first (most blocks; ties left to right)."""
+    grid = block_grid(block_mask, heads)
+    order = longest_first(grid)[grid.group] if len(grid.blocks) > 1 else longest_first(grid)
+    return build(grid, order, walk=walk, heads_in_flight=heads_in_flight, name="lpt")
+
+
+def permutation(
+    block_mask, *, order, heads=None, write_order=None, heads_in_flight=1, walk="ascending"
+) -> Schedule:
+    """Any column order, [N] or [heads, N], first launched first.
+
+    write_order: columns [N] or [heads, N] from first to last dQ writer; None is the launch order.
+    With another write order the schedule may need many resident CTAs: see ``check``.
+    """
+    grid = block_grid(block_mask, heads)
+    size = (grid.num_kv_blocks, grid.heads)
+    launch = column_order("order", order, *size)
+    write = None if write_order is None else column_order("write_order", write_order, *size)
+    return build(grid, launch, write, walk, heads_in_flight, "permutation")
+
+
+def shift(block_mask, *, heads=None, heads_in_flight=1) -> Schedule:
+    """Column n starts at its own row n M / N and goes round; each row is written as they pass.
+
+    Without a wait on a full mask with every column resident (DASH, arXiv 2601.21824).
+    """
+    grid = block_grid(block_mask, heads)
+    rows, columns = grid.num_q_blocks, grid.num_kv_blocks
+    time = _cyclic(rows, columns)
+    order = np.arange(columns)[None]
+    return build(grid, order, _by_time(time), time, heads_in_flight, "shift")
+
+
+def symmetric_shift(block_mask, *, heads=None, heads_in_flight=1) -> Schedule:
+    """For causal masks: column i and then column N - 1 - i on one slot, all slots equally long.
+
+    The left half goes round the rows that all of it shares, then up its own; the right half
+    goes down (DASH, arXiv 2601.21824).
+    """
+    grid = block_grid(block_mask, heads)
+    rows, columns = grid.num_q_blocks, grid.num_kv_blocks
+    half = (columns + 1) // 2
+    column, row = np.arange(columns)[:, None], np.arange(rows)[None, :]
+    first = column * rows // max(1, columns)
+    shared = (half - 1) * rows // max(1, columns) if columns else 0
+    tall = max(1, rows - shared)
+    around = (row - shared - column * tall // max(1, half)) % tall
+    above = tall + (row - first) % max(1, shared)
+    left = np.where(row >= shared, around, above)
+    down = rows - first[::-1] + rows - 1 - row
+    time = np.where(column < half, left, down)
+    order = np.arange(columns)[None]
+    return build(grid, order, _by_time(time), time, heads_in_flight, "symmetric_shift")
+
+
+KINDS = {
+    "left_to_right": left_to_right,
+    "spt": spt,
+    "lpt": lpt,
+    "shift": shift,
+    "symmetric_shift": symmetric_shift,
+}
+
+
+def longest_first(grid: BlockGrid) -> np.ndarray:
+    """int64 [G, N]: the columns of each mask by falling count of blocks, ties left to right."""
+    count = (grid.blocks != 0).sum(1, dtype=torch.int32).cpu().numpy()
+    return np.argsort(-count, axis=1, kind="stable")
+
+
+def build(
+    grid: BlockGrid,
+    order: np.ndarray,
+    write_order: np.ndarray | None = None,
+    walk: str | np.ndarray = "ascending",
+    heads_in_flight: int = 1,
+    name: str = "given",
+) -> Schedule:
+    """A schedule from column orders [1 or heads, N] (write order also [1, M, N]) and a walk rule.
+
+    The orders are permutations already; what a caller gave goes through ``column_order`` first.
+    """
+    if not isinstance(heads_in_flight, int) or heads_in_flight < 1:
+        raise ScheduleError(expected("heads_in_flight", "an int >= 1", repr(heads_in_flight)))
+    write = order if write_order is None else write_order
+    which, sets = _list_sets(grid, order, write)
+    masks = torch.from_numpy(grid.group[sets]).to(grid.blocks.device)
+    blocks = grid.blocks.index_select(0, masks)
+    write = write[sets] if len(write) > 1 else write
+    place = ranks(blocks, torch.from_numpy(write.copy())).cpu().numpy()
+    rows = visits(blocks.cpu().numpy(), walk, place)
+    return assemble(
+        blocks.cpu().numpy(),
+        rows,
+        place,
+        launch(order, even(grid.heads, heads_in_flight)),
+        which,
+        block_size=grid.block_size,
+        heads_in_flight=min(heads_in_flight, grid.heads),
+        name=name,
+    )
+
+
+def visits(blocks: np.ndarray, walk: str | np.ndarray, place: np.ndarray) -> np.ndarray:
+    """int32 [S, N, L]: the query blocks of each column in visiting order, -1 past the end.
+
+    blocks uint8 [S, M, N]; place int32 [S, M, N], the ranks (for the walk by rank).
+    """
+    columns = blocks.shape[2]
+    key = walk_key(blocks, walk, place)
+    present = (blocks != 0).transpose(0, 2, 1)
+    longest = int(present.sum(2).max(initial=0))
+    last = np.iinfo(key.dtype).max
+    sought = np.argsort(np.where(present, key, last), axis=2, kind="stable")[:, :, :longest]
+    count = present.sum(2)[:, :, None]
+    kept = np.arange(longest) < count
+    return np.where(kept, sought, -1).astype(np.int32).reshape(len(blocks), columns, longest)
+
+
+def walk_key(blocks: np.ndarray, walk: str | np.ndarray, place: np.ndarray) -> np.ndarray:
+    """Visit keys, least first, that broadcast to [S, N, M]."""
+    rows, columns = blocks.shape[1:]
+    row = np.arange(rows, dtype=np.int32)
+    if isinstance(walk, str):
+        if walk == "ascending":
+            return row
+        if walk == "descending":
+            return row[::-1]
+        if walk == "cyclic":
+            return _cyclic(rows, columns)
+        if walk == "by_rank":
+            return place.transpose(0, 2, 1)
+        if walk == "partial_then_full":
+            return (blocks == 2).transpose(0, 2, 1) * np.int32(rows) + row
+        raise ScheduleError(one_of("walk", WALKS, walk))
+    key = np.asarray(walk)
+    if key.dtype.kind not in "iu":
+        raise ScheduleError(expected("walk", "a rule's name or integer visit keys", key.dtype))
+    if key.shape not in ((rows,), (columns, rows), (len(blocks), columns, rows)):
+        want = f"keys of shape [{rows}] or [{columns}, {rows}]"
+        raise ScheduleError(expected("walk", want, list(key.shape)))
+    return np.minimum(key.astype(np.int64), np.iinfo(np.int64).max - 1)
+
+
+def launch(order: np.ndarray, sections: list[int]) -> np.ndarray:
+    """int32 [T, 2]: the tickets of column orders [1 or heads, N]; sections: heads of each."""
+    heads, columns = sum(sections), order.shape[1]
+    full = np.broadcast_to(order, (heads, columns))
+    parts, start = [np.zeros((0, 2), np.int32)], 0
+    for size in sections:
+        section = full[start : start + size].T
+        head = np.broadcast_to(np.arange(start, start + size), section.shape)
+        parts.append(np.stack((head, section), axis=2).reshape(-1, 2))
+        start += size
+    return np.concatenate(parts).astype(np.int32)
+
+
+def even(heads: int, heads_in_flight: int) -> list[int]:
+    """Sections of ``heads_in_flight`` heads, the last one shorter."""
+    whole, rest = divmod(heads, heads_in_flight)
+    return [heads_in_flight] * whole + [rest] * (rest > 0)
+
+
+def assemble(
+    blocks: np.ndarray,
+    rows: np.ndarray,
+    place: np.ndarray,
+    order: np.ndarray,
+    list_of_head: np.ndarray,
+    **facts,
+) -> Schedule:
+    """A ``Schedule`` from visits [S, N, L] and ranks [S, M, N] of the masks [S, M, N]."""
+    height, columns = blocks.shape[1:]
+    s, n, _ = kept = np.nonzero(rows >= 0)
+    q_block = rows[kept]
+    count = (rows >= 0).sum(2).reshape(-1)
+    return Schedule(
+        height,
+        columns,
+        len(list_of_head),
+        order,
+        list_of_head.astype(np.int32),
+        np.concatenate(([0], np.cumsum(count))).astype(np.int32),
+        q_block,
+        blocks[s, q_block, n] == 1,
+        place[s, q_block, n].astype(np.int32),
+        **facts,
+    )
+
+
+def _list_sets(grid: BlockGrid, order: np.ndarray, write: np.ndarray):
+    """``(set of each head, a head of each set)``: heads with one mask and order share lists."""
+    facts = [grid.group[:, None]]
+    facts += [part for part in (order, write) if len(part) > 1]
+    if len(facts) == 1:
+        sets, which = np.unique(grid.group, return_index=True)[1], grid.group
+        return which, sets
+    _, sets, which = np.unique(
+        np.concatenate(facts, axis=1), axis=0, return_index=True, return_inverse=True
+    )
+    return which.reshape(-1), sets
+
+
+def _cyclic(rows: int, columns: int) -> np.ndarray:
+    """[N, M]: steps from a column's own row n M / N, downwards and round."""
+    column, row = np.arange(columns)[:, None], np.arange(rows)[None, :]
+    return (row - column * rows // max(1, columns)) % max(1, rows)
+
+
+def _by_time(time: np.ndarray) -> np.ndarray:
+    """[1, M, N]: the columns of each row by time [N, M], ties left to right."""
+    return np.argsort(time.T, axis=1, kind="stable")[None]

@@ -1,0 +1,132 @@
+"""The machine that ``simulate`` and ``select`` reckon with: its constants, each with its source.
+
+All times are whole nanoseconds, so that two ways to compute a schedule's time agree exactly.  One
+*tile* is what a backward CTA computes between two dQ reductions: ``tile`` = (queries, keys).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from math import gcd
+from types import MappingProxyType
+
+from cute_kernels.errors import ScheduleError, expected, one_of
+
+TIMES = ("full_ns", "partial_ns", "reduce_ns", "handoff_ns", "tile_start_ns", "tile_end_ns")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Constants of the discrete-event model; the default costs are zero only where unmeasured.
+
+    slots              CTAs resident at once
+    full_ns            one full tile: five matrix products and the softmax between them
+    partial_ns         one partial tile (the mask is evaluated)
+    reduce_ns          the dQ reduction of one tile, from the turn's begin to its landing
+    handoff_ns         from a landed reduction to the next writer's turn (release, spin, acquire)
+    dq_stages          dQ buffers: compute of tile i + dq_stages waits for the reduction of tile i
+    tile_start_ns      from taking a ticket to the first tile's compute
+    tile_end_ns        from the last reduction to the slot being free (dK, dV stores)
+    max_heads_in_flight  the most heads that ``select`` interleaves (what L2 can hold)
+    tile               (queries, keys) of one tile
+    """
+
+    name: str
+    slots: int
+    full_ns: int
+    partial_ns: int
+    reduce_ns: int
+    handoff_ns: int
+    dq_stages: int = 1
+    tile_start_ns: int = 0
+    tile_end_ns: int = 0
+    max_heads_in_flight: int = 16
+    tile: tuple[int, int] = (64, 128)
+
+    def __post_init__(self):
+        least = dict.fromkeys(TIMES, 0) | {"slots": 1, "dq_stages": 1, "max_heads_in_flight": 1}
+        least |= {"full_ns": 1, "partial_ns": 1}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise ScheduleError(expected(f"machine.{name}", f"an int >= {low}", repr(value)))
+        tile = self.tile
+        if not (isinstance(tile, tuple) and len(tile) == 2 and min(tile) >= 1):
+            raise ScheduleError(expected("machine.tile", "(queries, keys) of at least 1", tile))
+
+    def tick(self) -> int:
+        """The greatest time that divides all constants, in ns."""
+        return gcd(*(getattr(self, name) for name in TIMES))
+
+    def for_blocks(self, block_size: tuple[int, int] | None, group: int = 1) -> tuple[Machine, int]:
+        """``(machine, steps)``: costs per step for a mask's blocks, and steps per block.
+
+        A step is a query tile of a query head, with its own lock; ``group`` is the query heads
+        that one ticket serves (its key/value head's).  Blocks of another width, or not a multiple
+        of the tile's height, scale the costs by their area.
+        """
+        if not isinstance(group, int) or isinstance(group, bool) or group < 1:
+            raise ScheduleError(expected("group", "an int >= 1", repr(group)))
+        if block_size is None or tuple(block_size) == self.tile:
+            return self, group
+        (bq, bkv), (tq, tkv) = block_size, self.tile
+        steps = (bq // tq if bq % tq == 0 else 1) * group
+        rows, area = (tq, tq * bkv) if bq % tq == 0 else (bq, bq * bkv)
+        if (rows, area) == (tq, tq * tkv):
+            return self, steps
+        scale = {
+            "full_ns": max(1, self.full_ns * area // (tq * tkv)),
+            "partial_ns": max(1, self.partial_ns * area // (tq * tkv)),
+            "reduce_ns": self.reduce_ns * rows // tq,
+        }
+        return replace(self, **scale), steps
+
+
+_FITTED = "fitted to FA3 on H800, full 4k, d128: deterministic over unordered = 1.28 (DASH repo)"
+_TILE = "64% of 989 TFLOPS for the 10.5 MFLOP of a 64x128 tile at d128; a model, not measured here"
+_MODEL = "model: 32 KB of fp32 dQ per tile; not measured here"
+_SAME = "as h200_d128: a 128x128 tile at d64 has the same flops and dQ bytes; not measured"
+_ZERO = "not modelled yet: the published ratios fit without it"
+
+_D128 = {
+    "slots": (132, "H200: 132 SMs, one backward CTA per SM (192 KB of shared memory)"),
+    "full_ns": (2200, _TILE),
+    "partial_ns": (2200, "as full_ns: no published number separates the two"),
+    "reduce_ns": (1200, _MODEL),
+    "handoff_ns": (2000, _FITTED),
+    "dq_stages": (1, "FA4's SM90 backward at d128: one dQ buffer in shared memory"),
+    "tile_start_ns": (0, _ZERO),
+    "tile_end_ns": (0, _ZERO),
+    "max_heads_in_flight": (16, "the widest interleave studied at 8k; the model has no L2 term"),
+    "tile": ((64, 128), "FA4's SM90 backward tile at d128, causal and sparse"),
+}
+_D64 = _D128 | {
+    "full_ns": (2200, _SAME),
+    "partial_ns": (2200, _SAME),
+    "reduce_ns": (1200, _SAME),
+    "tile": ((128, 128), "FA4's SM90 backward tile at d64"),
+}
+
+# Machine -> constant -> (value, where it comes from).
+TABLE = MappingProxyType({"h200_d128": _D128, "h200_d64": _D64})
+
+
+def machine(name: str = "h200_d128", **changes: int) -> Machine:
+    """A machine of ``TABLE``, with constants changed by keyword (``slots=96``, say)."""
+    if name not in TABLE:
+        raise ScheduleError(one_of("machine", TABLE, name))
+    known = {field.name for field in fields(Machine)} - {"name"}
+    for change in changes:
+        if change not in known:
+            raise ScheduleError(one_of("machine constant", sorted(known), change))
+    values = {key: value for key, (value, _) in TABLE[name].items()}
+    return Machine(name if not changes else f"{name}*", **(values | changes))
+
+
+def resolve(given: Machine | str) -> Machine:
+    """A Machine from itself or from a name of ``TABLE``."""
+    if isinstance(given, str):
+        return machine(given)
+    if not isinstance(given, Machine):
+        raise ScheduleError(expected("machine", "a Machine or a name", type(given).__name__))
+    return given

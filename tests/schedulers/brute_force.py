@@ -1,0 +1,151 @@
+"""Schedules executed step by step, knowing nothing of how ``check`` reasons.
+
+The rules of the machine: tickets start in order, each on a slot of its own; a ticket makes its
+visits in order; a visit may be made when the row's counter equals its rank, and then raises the
+counter by one; a ticket that has made all its visits gives its slot back.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+WORD = np.uint64(0xFFFFFFFFFFFFFFFF)
+LOW = [
+    np.uint64(pattern)
+    for pattern in (
+        0xAAAAAAAAAAAAAAAA,
+        0xCCCCCCCCCCCCCCCC,
+        0xF0F0F0F0F0F0F0F0,
+        0xFF00FF00FF00FF00,
+        0xFFFF0000FFFF0000,
+        0xFFFFFFFF00000000,
+    )
+]
+
+
+def stuck(schedule, slots: int, seed: int | None = None) -> list[int]:
+    """The tickets that never end with ``slots`` slots; a random interleaving if a seed is given."""
+    tickets = list(schedule.tickets())
+    random = None if seed is None else np.random.default_rng(seed)
+    counter, visit = {}, [0] * len(tickets)
+    resident, started, ended = [], 0, set()
+    while True:
+        moved = False
+        while len(resident) < slots and started < len(tickets):
+            resident.append(started)
+            started += 1
+            moved = True
+        if random is not None:
+            random.shuffle(resident)
+        for ticket in list(resident):
+            head, _, visits = tickets[ticket]
+            # One visit at a time in a random run, as many as possible otherwise.
+            while visit[ticket] < len(visits):
+                row, _, rank = visits[visit[ticket]]
+                if counter.get((head, row), 0) != rank:
+                    break
+                counter[head, row] = rank + 1
+                visit[ticket] += 1
+                moved = True
+                if random is not None:
+                    break
+            if visit[ticket] == len(visits):
+                resident.remove(ticket)
+                ended.add(ticket)
+                moved = True
+        if not moved:
+            return [ticket for ticket in range(len(tickets)) if ticket not in ended]
+
+
+def all_masks(rows: int, columns: int) -> np.ndarray:
+    """uint8 [2 ** (rows * columns), rows, columns]: every mask; bit row * columns + column."""
+    index = np.arange(1 << (rows * columns), dtype=np.int64)
+    bits = (index[:, None] >> np.arange(rows * columns)) & 1
+    return bits.astype(np.uint8).reshape(-1, rows, columns)
+
+
+def deadlocks(rows, columns, launch, writers, walk, slots: int) -> np.ndarray:
+    """bool [2 ** (rows * columns)]: which of all masks hang, 64 masks to a machine word.
+
+    launch: columns from first to last; writers: the same for each row; walk: rows for each column.
+    """
+    passed = [~_plane(bit, rows * columns) for bit in range(rows * columns)]
+    changed = True
+    while changed:
+        changed = False
+        running = _resident(passed, rows, columns, launch, slots)
+        for place, column in enumerate(launch):
+            so_far = running[place]
+            for row in walk[column]:
+                bit = row * columns + column
+                turn = so_far
+                for earlier in writers[row][: writers[row].index(column)]:
+                    turn = turn & passed[row * columns + earlier]
+                now = passed[bit] | turn
+                if (now != passed[bit]).any():
+                    passed[bit] = now
+                    changed = True
+                so_far = so_far & now
+    hangs = ~np.bitwise_and.reduce(passed)
+    bits = np.unpackbits(hangs.view(np.uint8), bitorder="little")
+    return bits[: 1 << (rows * columns)].astype(bool)
+
+
+def _plane(bit: int, bits: int) -> np.ndarray:
+    """uint64 [words]: one bit of the numbers 0..2 ** bits - 1, 64 numbers to a word."""
+    words = max(1, (1 << bits) // 64)
+    if bit < 6:
+        return np.full(words, LOW[bit])
+    return np.where((np.arange(words) >> (bit - 6)) & 1, WORD, np.uint64(0))
+
+
+def _resident(passed, rows, columns, launch, slots: int) -> list[np.ndarray]:
+    """Per place in the launch: the masks in which fewer than ``slots`` earlier tickets are open."""
+    words = np.full(len(passed[0]), WORD)
+    at_least = [words] + [np.zeros_like(words) for _ in range(slots)]
+    running = []
+    for column in launch:
+        running.append(~at_least[slots])
+        is_open = ~np.bitwise_and.reduce([passed[row * columns + column] for row in range(rows)])
+        for count in range(slots, 0, -1):
+            at_least[count] = at_least[count] | (at_least[count - 1] & is_open)
+    return running
+
+
+def every_interleaving(rows, columns, launch, writers, walk, slots: int):
+    """``(hangs bool [masks], one_end bool [masks], states)`` over all states of all masks.
+
+    A state is what has been visited and how many tickets have started; every action possible in
+    it is taken.  one_end: all runs of the mask end in the same state.
+    """
+    bits = rows * columns
+    masks = np.arange(1 << bits, dtype=np.int64)
+    columns_bits = [sum(1 << (r * columns + c) for r in range(rows)) for c in range(columns)]
+    states = masks << (bits + 4)
+    ends, seen = [], 0
+    while len(states):
+        seen += len(states)
+        mask, done, started = states >> (bits + 4), (states >> 4) & ((1 << bits) - 1), states & 15
+        left = mask & ~done
+        used = sum(
+            ((started > place) & ((left & columns_bits[column]) != 0)).astype(np.int64)
+            for place, column in enumerate(launch)
+        )
+        able = (started < columns) & (used < slots)
+        following, acted = [states[able] + 1], able
+        for place, column in enumerate(launch):
+            for index, row in enumerate(walk[column]):
+                bit = row * columns + column
+                before = sum(1 << (r * columns + column) for r in walk[column][:index])
+                writes = writers[row][: writers[row].index(column)]
+                before |= sum(1 << (row * columns + earlier) for earlier in writes)
+                able = (started > place) & ((left >> bit) & 1 == 1) & ((left & before) == 0)
+                following.append(states[able] | (1 << (bit + 4)))
+                acted = acted | able
+        ends.append(states[~acted])
+        states = np.unique(np.concatenate(following))
+    ends = np.unique(np.concatenate(ends))
+    mask, done = ends >> (bits + 4), (ends >> 4) & ((1 << bits) - 1)
+    hangs = np.zeros(len(masks), bool)
+    hangs[mask[done != mask]] = True
+    return hangs, np.bincount(mask, minlength=len(masks)) == 1, seen

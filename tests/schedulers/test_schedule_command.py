@@ -1,0 +1,343 @@
+"""``python -m cute_kernels schedule``: its numbers are the model's, its errors one line."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cute_kernels.__main__ import app
+from cute_kernels.errors import CuteKernelsError, ScheduleError
+from cute_kernels.schedule_command import _MASKS, parse_mask
+from cute_kernels.schedulers import picture, quality, report
+from cute_kernels.schedulers.bounds import bound
+from cute_kernels.schedulers.kinds import KINDS, WALKS, spt
+from cute_kernels.schedulers.machines import TABLE, machine
+from cute_kernels.schedulers.mask import BlockMask
+from cute_kernels.schedulers.selection import select
+from cute_kernels.schedulers.simulation import simulate
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--seqlen", "1024", "--heads", "4", "--slots", "10"]
+
+
+def run(*options: str):
+    return CliRunner().invoke(app, ["schedule", *options])
+
+
+def table(output: str) -> dict[tuple[str, str], list[str]]:
+    """(kind, heads in flight) -> the other cells of the printed table."""
+    rows = {}
+    for line in output.split("Tried:")[0].splitlines():
+        cells = re.split(r" {2,}", line.strip())
+        if len(cells) == len(report.HEADER) and cells[0] in report.CHOICES:
+            rows[cells[0], cells[1]] = cells[2:]
+    return rows
+
+
+# ---- what it prints -----------------------------------------------------------------------------
+
+
+def test_the_issues_example():
+    result = run("--mask", "sliding_window:1024", "--seqlen", "8192", "--heads", "16")
+    assert result.exit_code == 0 and not result.stderr
+    rows = table(result.stdout)
+    assert {kind for kind, _ in rows} == set(report.CHOICES)
+    mask = BlockMask.sliding_window(8192, 8192, left=1024, right=0, block_size=(64, 128))
+    told = simulate(spt(mask, heads=16, heads_in_flight=16))
+    floor = bound(mask, heads=16).lower_ns
+    assert rows["spt", "16"] == [
+        f"{told.makespan_ns / 1e3:,.1f}",
+        f"{told.ratio:.3f}",
+        f"{told.stall_share:.1%}",
+        f"{told.makespan_ns / floor:.3f}",
+        "any_residency",
+    ]
+    assert rows["symmetric_shift", "16"][0] == "-"
+    assert re.fullmatch(r"needs\(\d+\): more than 132", rows["symmetric_shift", "16"][-1])
+    chosen = select(mask, heads=16)
+    assert f"select takes '{chosen.schedule.name}'" in result.stdout
+    assert str(chosen) in result.stdout
+    assert rows["select", "16"][0] == f"{chosen.predicted_ns / 1e3:,.1f}"
+    assert rows["select", "16"][-1] == "any_residency"
+
+
+def test_left_to_right_is_slower_and_the_table_shows_it():
+    rows = table(run().stdout)
+    left, right = (float(rows[kind, "1"][1]) for kind in ("left_to_right", "spt"))
+    assert left > 1.5 and right < 1.05
+    assert float(rows["left_to_right", "1"][2].rstrip("%")) > 30
+
+
+def test_options_reach_the_model():
+    result = run(*SMALL, "--kind", "spt", "--flight", "2", "--walk", "descending")
+    mask = BlockMask.causal(1024, 1024, block_size=(64, 128))
+    walked = spt(mask, heads=4, heads_in_flight=2, walk="descending")
+    want = simulate(walked, machine(slots=10)).makespan_ns
+    assert list(table(result.stdout)) == [("spt", "2")]
+    assert table(result.stdout)["spt", "2"][0] == f"{want / 1e3:,.1f}"
+    assert want != simulate(spt(mask, heads=4, heads_in_flight=2), machine(slots=10)).makespan_ns
+    assert "select takes" not in result.stdout
+
+    result = run(*SMALL, "--kind", "spt", "--flight", "2", "--block", "128x128")
+    coarse = spt(mask.reblock(128), heads=4, heads_in_flight=2)
+    want = simulate(coarse, machine(slots=10)).makespan_ns
+    assert table(result.stdout)["spt", "2"][0] == f"{want / 1e3:,.1f}"
+
+    result = run(*SMALL, "--kind", "spt", "--flight", "2", "--machine", "h200_d64")
+    want = simulate(coarse, machine("h200_d64", slots=10)).makespan_ns
+    assert table(result.stdout)["spt", "2"][0] == f"{want / 1e3:,.1f}"
+
+
+def test_a_faster_kind_that_needs_residents_is_named_and_not_drawn(tmp_path, monkeypatch):
+    """One head of a full mask: shift is optimal and needs every column resident."""
+    seen = []
+    monkeypatch.setattr(picture, "gantt", lambda path, panels, **_: seen.extend(panels))
+    options = ["--mask", "full", "--seqlen", "1024", "--heads", "1", "--slots", "8"]
+    result = run(*options, "--plot", str(tmp_path / "a.svg"))
+    assert seen == ["select, one head at a time"]
+    rows = table(result.stdout)
+    assert float(rows["shift", "1"][0]) < float(rows["select", "1"][0])
+    assert re.search(r"shift, one head at a time is \d+\.\d% faster but needs\(8\)", result.stdout)
+
+
+def test_kinds_asked_twice_and_flights_beyond_the_heads_are_one_row():
+    result = run(*SMALL, "--kind", "lpt", "--kind", "lpt", "--flight", "9", "--flight", "4")
+    assert list(table(result.stdout)) == [("lpt", "4")]
+
+
+def test_pictures_are_written(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    seen = []
+    real = picture.gantt
+
+    def spy(path, panels, **options):
+        seen.append(list(panels))
+        real(path, panels, **options)
+
+    monkeypatch.setattr(picture, "gantt", spy)
+    for name, options, titles in (
+        ("a.svg", [], ["select, 4 heads in flight"]),
+        ("b.png", ["--kind", "left_to_right"], ["left_to_right, ascending, 4 heads in flight"]),
+        ("c.svg", ["--kind", "spt", "--kind", "select", "--flight", "1", "--compare"], None),
+    ):
+        result = run(*SMALL, *options, "--plot", str(tmp_path / name))
+        assert result.exit_code == 0, result.stderr
+        want = titles or ["spt, ascending, one head at a time", "select, 4 heads in flight"]
+        assert seen.pop() == want
+        assert (tmp_path / name).stat().st_size > 4000
+        assert f"{name}: {len(want)} drawn" in result.stdout
+
+
+def test_every_row_that_has_a_time_is_compared(tmp_path):
+    pytest.importorskip("matplotlib")
+    result = run(*SMALL, "--plot", str(tmp_path / "a.svg"), "--compare")
+    timed = [cells for cells in table(result.stdout).values() if cells[0] != "-"]
+    assert len(timed) < len(table(result.stdout))
+    assert f"a.svg: {len(timed)} drawn" in result.stdout
+
+
+def test_the_commands_of_the_docs_run(tmp_path):
+    """Each `schedule` line of docs/schedulers.md, with its picture elsewhere."""
+    text = (ROOT / "docs" / "schedulers.md").read_text()
+    lines = re.findall(r"^python -m cute_kernels schedule (.*)$", text, re.M)
+    assert len(lines) >= 3
+    for line in lines:
+        options = shlex.split(line.replace("out.svg", str(tmp_path / "out.svg")))
+        result = run(*options)
+        assert result.exit_code == 0, (line, result.stderr)
+        assert table(result.stdout)
+
+
+def test_it_runs_as_a_command():
+    command = [sys.executable, "-m", "cute_kernels", "schedule", *SMALL, "--mask", "triangle"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("schedule: --mask: expected")
+
+
+# ---- masks --------------------------------------------------------------------------------------
+
+SIZE = (64, 128)
+
+
+def test_mask_texts_are_the_constructors():
+    size = {"block_size": SIZE}
+    causal = BlockMask.causal(2048, 2048, **size)
+    ids = torch.zeros(2048, dtype=torch.int64)
+    table = {
+        "full": BlockMask.full(2048, 2048, **size),
+        "causal": causal,
+        " causal ": causal,
+        "sliding_window:300": BlockMask.sliding_window(2048, 2048, left=300, right=0, **size),
+        "sliding_window:300:40": BlockMask.sliding_window(2048, 2048, left=300, right=40, **size),
+        "dilated_window:500:3": BlockMask.dilated_window(
+            2048, 2048, left=500, right=0, dilation=3, **size
+        ),
+        "prefix_lm:700": BlockMask.prefix_lm(2048, 2048, prefix=700, **size),
+        "document:1": BlockMask.document(ids, **size),
+        "random:1": BlockMask.full(2048, 2048, **size),
+        "causal & sliding_window:0": BlockMask.sliding_window(2048, 2048, left=0, right=0, **size),
+    }
+    for text, want in table.items():
+        assert parse_mask(text, 2048, SIZE).block_hash() == want.block_hash(), text
+    assert {text.strip().split(":")[0].split(" ")[0] for text in table} == set(_MASKS)
+
+
+def test_drawn_masks_are_those_of_the_quality_table():
+    """So that each row of the docs can be looked at with the command."""
+    usual = quality.usual_masks(4096, SIZE)
+    for split in range(3):
+        mask = parse_mask(f"document:8:{split}", 4096, SIZE)
+        assert mask.block_hash() == usual[f"8 documents, split {split}"].block_hash()
+    random = parse_mask("random:0.25", 4096, SIZE)
+    assert random.block_hash() == usual["random 25%"].block_hash()
+    assert parse_mask("random:0.25:1", 4096, SIZE).block_hash() != random.block_hash()
+    assert 0.2 < random.density() < 0.3
+
+
+def test_documents_are_as_many_as_asked_for():
+    for count in (1, 2, 7, 64):
+        mask = parse_mask(f"document:{count}", 64, (1, 1))
+        starts = (~mask.to_dense()[0, 0].diagonal(1)).sum() + 1
+        assert int(starts) == count
+
+
+# ---- bad input ----------------------------------------------------------------------------------
+
+BAD = {
+    "--mask triangle": "--mask: expected one of 'full', 'causal', ",
+    "--mask ''": "--mask: expected one of",
+    "--mask 'causal &'": "--mask: expected one of",
+    "--mask sliding_window:-5": "--mask left: expected a whole number of at least 0, got '-5'",
+    "--mask sliding_window:wide": "--mask left: expected a whole number",
+    "--mask sliding_window": "--mask: expected sliding_window:LEFT[:RIGHT], got sliding_window",
+    "--mask sliding_window:1:2:3": "--mask: expected sliding_window:LEFT[:RIGHT]",
+    "--mask sliding_window:99999999999999999999": "left: expected",
+    "--mask causal:3": "--mask: expected causal, got causal:3",
+    "--mask dilated_window:64:0": "--mask step: expected a whole number of at least 1",
+    "--mask prefix_lm:9999": "prefix: expected 0 <= prefix <= 1024, got 9999",
+    "--mask document:0": "--mask count: expected a whole number of at least 1 and at most 1024",
+    "--mask document:1025": "--mask count: expected",
+    "--mask document:2:-1": "--mask seed: expected",
+    "--mask random:1.5": "--mask share: expected a number from 0 to 1, got '1.5'",
+    "--mask random:nan": "--mask share: expected a number from 0 to 1",
+    "--seqlen long": "--seqlen: expected a whole number of at least 1, got 'long'",
+    "--seqlen 0": "--seqlen: expected a whole number",
+    "--seqlen 9999999999": "--seqlen: expected a length of at most",
+    "--seqlen 65536 --heads 64": "block_mask: expected at most",
+    "--heads 0": "--heads: expected a whole number",
+    "--heads 1.5": "--heads: expected a whole number",
+    "--kind fastest": "--kind: expected one of 'left_to_right', ",
+    "--walk sideways": "--walk: expected one of 'ascending', ",
+    "--flight 0": "--flight: expected a whole number",
+    "--block 64": "--block: expected QxKV, such as 64x128, got '64'",
+    "--block 64x": "--block: expected a whole number",
+    "--block 99999999999x1": "block_size[0]: expected",
+    "--slots 0": "--slots: expected a whole number",
+    "--machine b300": "--machine: expected one of 'h200_d128', ",
+    "--plot /no/such/folder/a.svg": "path: expected a file in a folder that exists",
+    "--plot a.bmp": "path: expected a file ending in .svg, .png, .pdf",
+    "--compare": "--compare: expected --plot FILE",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(line):
+    result = run(*SMALL, *shlex.split(line))
+    assert result.exit_code == 2
+    assert not result.stdout
+    assert result.stderr.count("\n") == 1 and result.stderr.endswith("\n")
+    assert result.stderr.startswith(f"schedule: {BAD[line]}"), result.stderr
+    assert len(result.stderr) < 300
+
+
+def test_a_path_that_cannot_be_written_is_one_line_too(tmp_path, monkeypatch):
+    """The file system says no after the tables are printed."""
+    pytest.importorskip("matplotlib")
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied", "a.svg")
+
+    monkeypatch.setattr(picture, "gantt", refuse)
+    result = run(*SMALL, "--plot", str(tmp_path / "a.svg"))
+    assert result.exit_code == 2 and table(result.stdout)
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("schedule: --plot: expected a file to write, got [Errno 13]")
+
+
+def test_nothing_to_draw_is_an_error(tmp_path):
+    options = ["--kind", "shift", "--flight", "4", "--mask", "full"]
+    result = run(*SMALL, *options, "--plot", str(tmp_path / "a.svg"))
+    assert result.exit_code == 2
+    assert "expected a schedule that fits the machine, got shift, 4 heads" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_names_every_choice():
+    text = " ".join(re.sub(r"[│╭╰─╮╯]", " ", run("--help").stdout).split())
+    for name in (*_MASKS, *KINDS, "select"):
+        assert name in text
+
+
+# ---- rows ---------------------------------------------------------------------------------------
+
+
+def test_a_row_by_hand():
+    """Two key blocks of one head on one slot: three visits and two reductions, never a wait."""
+    blocks = np.array([[2, 0], [2, 2]], np.uint8)
+    slow = machine(slots=1)
+    row = report.evaluate(blocks, "left_to_right", machine=slow)
+    visit, add = slow.full_ns, slow.reduce_ns
+    assert row.simulation.makespan_ns == 3 * visit + 2 * add
+    assert row.over_bound == 1 and row.simulation.stall_share == 0
+    want = [f"{(3 * visit + 2 * add) / 1e3:.1f}", "1.000", "0.0%", "1.000", "any_residency"]
+    assert report.cells(row) == ["left_to_right", "1", *want]
+    assert row.title == "left_to_right, ascending, one head at a time"
+
+
+def test_schedules_that_need_residents_are_held_to_the_bound_that_holds_for_them():
+    """The launch bound is for ranks that follow the launch; shift may beat it."""
+    full = np.full((8, 8), 2, np.uint8)
+    row = report.evaluate(full, "shift", machine=machine(slots=8))
+    floor = bound(full, machine=machine(slots=8))
+    assert floor.lower_ns > row.simulation.makespan_ns >= floor.any_order_ns
+    assert row.over_bound == row.simulation.makespan_ns / floor.any_order_ns >= 1
+
+
+def test_rows_that_are_not_timed_say_why(monkeypatch):
+    full = np.full((8, 8), 2, np.uint8)
+    row = report.evaluate(full, "shift", machine=machine(slots=7))
+    assert row.simulation is None and row.over_bound is None
+    assert report.cells(row)[2:] == ["-", "-", "-", "-", "needs(8): more than 7"]
+    monkeypatch.setattr(report, "MAX_STEPPED", 63)
+    assert "64 visits" in report.evaluate(full, "shift", machine=machine(slots=8)).why
+    assert report.evaluate(full, "spt", machine=machine(slots=8)).simulation
+
+
+def test_too_much_work_is_refused(monkeypatch):
+    mask = BlockMask.full(512, 512, block_size=128)
+    with monkeypatch.context() as patch:
+        patch.setattr(report, "MAX_VISITS", 2 * 16 * 2)
+        assert report.compare(mask, heads=2, kinds=("spt",))
+        patch.setattr(report, "MAX_VISITS", 2 * 16 * 2 - 1)
+        with pytest.raises(ScheduleError, match="block_mask: expected at most 63 visits"):
+            report.compare(mask, heads=2, kinds=("spt",))
+
+
+def test_names_are_checked():
+    full = np.full((2, 2), 2, np.uint8)
+    for options in ({"kind": "best"}, {"kind": "spt", "walk": "up"}):
+        with pytest.raises(CuteKernelsError, match="expected one of"):
+            report.evaluate(full, **options)
+    for walk in WALKS:
+        assert report.evaluate(full, "lpt", walk=walk).simulation
+    for name in TABLE:
+        assert report.evaluate(full, "select", machine=name).simulation
