@@ -14,6 +14,8 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "linear": "gemm.api",
     "matmul": "gemm.api",
+    "block_sparse_attention": "sparse_attn.api",
+    "BlockMask": "schedulers.mask",
     "guarantees": "about",
     "contract_id": "about",
     "info": "about",
@@ -22,6 +24,8 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "BlockMask",
+    "block_sparse_attention",
     "contract_id",
     "errors",
     "guarantees",
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
     from . import errors, schedulers
     from .about import contract_id, guarantees, info
     from .gemm.api import linear, matmul
+    from .schedulers.mask import BlockMask
+    from .sparse_attn.api import block_sparse_attention
 
 
 def __getattr__(name: str):

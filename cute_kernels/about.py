@@ -13,7 +13,9 @@ from .contracts import contract_id, guarantees, ops
 __all__ = ["SYSTEMS", "catalogue", "contract_id", "guarantees", "info"]
 
 #: The systems in this build; importing ``<system>.op`` registers its ops and contracts.
-SYSTEMS = ("gemm",)
+SYSTEMS = ("gemm", "sparse_attn")
+#: Those with an SM90 launcher, and with it a catalogue of kernels.
+LAUNCHED = ("gemm",)
 
 for _system in SYSTEMS:
     importlib.import_module(f"{__package__}.{_system}.op")
@@ -66,7 +68,7 @@ def _kernel_of(op: str) -> str:
 def catalogue() -> list[tuple]:
     """Every SM90 kernel of every system: (`compile.cache.Kernel`, certificate class, `Expect`)."""
     found = []
-    for system in SYSTEMS:
+    for system in LAUNCHED:
         launch = importlib.import_module(f"{__package__}.{system}.launch")
         found += launch.catalogue()
     return found

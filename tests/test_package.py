@@ -108,7 +108,7 @@ def test_a_missing_package_is_a_reason_not_a_fallback(monkeypatch):
 def test_info_is_json_and_complete():
     found = ck.info()
     assert json.loads(json.dumps(found)) == found
-    assert set(found["ops"]) == {"linear", "matmul"}
+    assert set(found["ops"]) == {"linear", "matmul", "block_sparse_attention"}
     on_cpu = found["ops"]["linear"]["cpu"]
     assert on_cpu["backends"]["cpu"] is None and "SM90" in on_cpu["backends"]["cute_sm90"]
     assert on_cpu["contract_id"] == ck.contract_id("linear", "cpu")

@@ -1,0 +1,98 @@
+"""Online softmax in base 2 on the scores of one warpgroup's WGMMA accumulator (64 rows).
+
+A thread holds two rows of an accumulator of ``wgmma.m64nNk16``: value ``4 i + 2 half + side`` is
+row ``16 warp + lane / 4 + 8 half``, column ``8 i + 2 (lane mod 4) + side``.  A row has four lanes.
+
+A row whose block has no score above -inf keeps every bit of its state: the maximum stays, the
+factor is exp2(0) = 1, and zeros are added.
+"""
+
+import cutlass
+from cutlass import cute
+
+#: Rows of a thread, and the lanes that share one.
+ROWS = 2
+QUAD = 4
+
+
+@cute.jit
+def start(row_max: cute.Tensor, row_sum: cute.Tensor):
+    """The state before the first block."""
+    row_max.fill(-cutlass.Float32.inf)
+    row_sum.fill(0.0)
+
+
+@cute.jit
+def step(
+    scores: cute.Tensor,
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    factor: cute.Tensor,
+    scale: cutlass.Float32,
+):
+    """One block: m' = max(m, s); factor = exp2((m - m') scale); s = exp2(s scale - m' scale);
+    sum = sum factor + Σ s.  ``scale`` is positive.
+
+    ``row_max`` is whole rows', ``row_sum`` this lane's own columns' (see ``finish``).
+    """
+    for half in cutlass.range_constexpr(ROWS):
+        before = row_max[half]
+        top = cute.arch.fmax(before, block_max(scores, half))
+        row_max[half] = top
+        # Nothing allowed so far: exp2(-inf - 0) is 0, where -inf - -inf would be NaN.
+        base = top if top != -cutlass.Float32.inf else cutlass.Float32(0.0)
+        factor[half] = cute.math.exp2((before - base) * scale, fastmath=True)
+        shift = -(base * scale)
+        for i in cutlass.range_constexpr(cute.size(scores) // 4):
+            for side in cutlass.range_constexpr(2):
+                at = 4 * i + 2 * half + side
+                power = cute.math.fma(scores[at], scale, shift)
+                scores[at] = cute.math.exp2(power, fastmath=True)
+        row_sum[half] = cute.math.fma(row_sum[half], factor[half], block_sum(scores, half))
+
+
+@cute.jit
+def block_max(scores: cute.Tensor, half: cutlass.Constexpr):
+    """The largest score of a row in this block, NaN ignored; the same in its four lanes."""
+    top = cute.arch.fmax(scores[2 * half], scores[2 * half + 1])
+    for i in cutlass.range_constexpr(1, cute.size(scores) // 4):
+        for side in cutlass.range_constexpr(2):
+            top = cute.arch.fmax(top, scores[4 * i + 2 * half + side])
+    return cute.arch.warp_reduction_max(top, threads_in_group=QUAD)
+
+
+@cute.jit
+def block_sum(scores: cute.Tensor, half: cutlass.Constexpr):
+    """Σ over this lane's columns of a row: even and odd columns ascending, then their sum."""
+    even, odd = scores[2 * half], scores[2 * half + 1]
+    for i in cutlass.range_constexpr(1, cute.size(scores) // 4):
+        even = even + scores[4 * i + 2 * half]
+        odd = odd + scores[4 * i + 2 * half + 1]
+    return even + odd
+
+
+@cute.jit
+def rescale(values: cute.Tensor, factor: cute.Tensor):
+    """Each row of an accumulator times its factor."""
+    for i in cutlass.range_constexpr(cute.size(values) // 4):
+        for half in cutlass.range_constexpr(ROWS):
+            for side in cutlass.range_constexpr(2):
+                at = 4 * i + 2 * half + side
+                values[at] = values[at] * factor[half]
+
+
+@cute.jit
+def finish(row_sum: cute.Tensor):
+    """Sums over whole rows: lanes 2 apart first, then neighbours; the same in the four lanes."""
+    for half in cutlass.range_constexpr(ROWS):
+        row_sum[half] = cute.arch.warp_reduction_sum(row_sum[half], threads_in_group=QUAD)
+
+
+@cute.jit
+def cap(scores: cute.Tensor, inner: cutlass.Float32):
+    """s = tanh(s inner / (2 log2 e)) as 1 - 2 / (1 + exp2(s inner)); ±1 far out, never NaN."""
+    for i in cutlass.range_constexpr(cute.size(scores) // 4):
+        for at in cutlass.range_constexpr(4 * i, 4 * i + 4):
+            power = cute.math.exp2(scores[at] * inner, fastmath=True)
+            below = cute.arch.rcp_approx(power + 1.0)
+            scores[at] = cute.math.fma(below, cutlass.Float32(-2.0), cutlass.Float32(1.0))

@@ -1,0 +1,259 @@
+"""The CPU backend: blocks of one fixed shape, 128 x 128, in the schedule's order.
+
+Forward, per query block: key blocks ascending; scores in base 2, running maximum, P rounded to the
+input dtype before its product, one division at the end.  A row that a block does not touch keeps
+its state bit for bit, so the blocks that its neighbours need are no part of its bits.
+
+Backward, per (KV head, key block) ticket: query blocks in visiting order, in each the query heads
+of the group.  A dQ part is added when its rank comes, whatever the order of tickets.
+
+All sequences are padded with zero rows to whole blocks: every product has one shape.  A BLAS
+promises nothing about row positions, so the first call of each head size proves it on this machine:
+128 equal query rows must end in 128 equal states, or the call fails.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from ..errors import BackendUnavailable
+from ..ieee import ieee_fp32
+from ..schedulers.mask_bits import unpack
+from .config import CPU
+from .masks import LoweredMask, Order
+
+ROWS, COLUMNS = CPU.block
+LOG2E = math.log2(math.e)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: LoweredMask, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """(out [B, Sq, Hq, D], lse fp32 [B, Hq, Sq]) of q [B, Sq, Hq, D], k and v [B, Sk, Hkv, D]."""
+    batch, q_len, heads, dim = q.shape
+    group = heads // k.shape[2]
+    with ieee_fp32():
+        _prove_row_position(dim, softcap > 0, torch.get_num_threads())
+        qs, ks, vs = (_blocked(t) for t in (q, k, v))
+        out = torch.zeros_like(qs)
+        lse = torch.zeros(*qs.shape[:4])
+        entries = _lists(mask, batch, heads)
+        for b in range(batch):
+            for h in range(heads):
+                for m, visits in enumerate(entries[b][h]):
+                    state = _start(dim)
+                    for entry, tile in visits:
+                        n = entry >> 1
+                        allowed = _allowed(mask, m, n, entry & 1, tile)
+                        keys, values = ks[b, h // group, n], vs[b, h // group, n]
+                        state = _attend(
+                            state, qs[b, h, m], keys, values, allowed, scale, softcap, q.dtype
+                        )
+                    out[b, h, m], lse[b, h, m] = _finish(state)
+    return _unblocked(out, q_len, q.dtype), lse.flatten(2)[:, :, :q_len].contiguous()
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: LoweredMask,
+    order: Order,
+    scale: float,
+    softcap: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv), shaped and typed as q, k and v.
+
+    ``deterministic`` changes nothing here: one thread of tickets is always in order.
+    """
+    sums = ordered_sums(dout, dlse, q, k, v, out, lse, mask, order, scale, softcap)
+    return tuple(_unblocked(t, x.shape[1], x.dtype) for t, x in zip(sums, (q, k, v), strict=True))
+
+
+def ordered_sums(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: LoweredMask,
+    order: Order,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) before their one rounding: fp32 [B, H, blocks, 128, D]."""
+    batch, heads = q.shape[0], q.shape[2]
+    lists, offset, entry, rank, tile = (t.tolist() for t in order[1:])
+    # Query heads of one ticket, and of one KV head.
+    shared, group = batch * heads // len(lists), heads // k.shape[2]
+    with ieee_fp32():
+        qs, ks, vs, dos = (_blocked(t) for t in (q, k, v, dout))
+        delta = (dos * _blocked(out)).sum(-1)
+        delta = delta if dlse is None else delta - _rows(dlse)
+        delta, lse2 = (t.flatten(0, 1)[..., None] for t in (delta, _rows(lse) * LOG2E))
+        qs, dos, ks, vs = (t.flatten(0, 1) for t in (qs, dos, ks, vs))
+        dq, columns = _Turns(qs), ks.shape[1]
+        dk, dv = (torch.zeros(len(lists), *ks.shape[1:]) for _ in range(2))
+        for ticket, n in order.order.tolist():
+            first = lists[ticket] * columns + n
+            keys, values = (t[ticket * shared // group, n] for t in (ks, vs))
+            for e in range(*offset[first : first + 2]):
+                m, bits = entry[e] >> 1, tile[e] if mask.form == "bits" else -1
+                allowed = _allowed(mask, m, n, entry[e] & 1, bits)
+                for head in range(ticket * shared, (ticket + 1) * shared):
+                    queries, grads = qs[head, m], dos[head, m]
+                    scores, slope = _scores(queries, keys, scale, softcap)
+                    p = torch.where(allowed, torch.exp2(scores - lse2[head, m]), 0.0)
+                    ds = p * (torch.mm(grads, values.mT) - delta[head, m])
+                    ds = torch.where(allowed, ds if slope is None else ds * slope, 0.0)
+                    p, ds = _through(p, q.dtype), _through(ds, q.dtype)
+                    dv[ticket, n] += torch.mm(p.mT, grads)
+                    dk[ticket, n] += torch.mm(ds.mT, queries)
+                    dq.add(head, m, rank[e], torch.mm(ds, keys))
+        dk, dv = (_over_group(t, batch * k.shape[2]).unflatten(0, (batch, -1)) for t in (dk, dv))
+    return dq.total.unflatten(0, (batch, -1)) * scale, dk * scale, dv
+
+
+class _Turns:
+    """fp32 sums of query blocks whose parts are added by rank; one that comes early waits."""
+
+    def __init__(self, like: Tensor):
+        self.total = torch.zeros_like(like)
+        self.turn: dict[tuple[int, int], int] = {}
+        self.early: dict[tuple[int, int, int], Tensor] = {}
+
+    def add(self, head: int, m: int, rank: int, part: Tensor) -> None:
+        self.early[head, m, rank] = part
+        turn = self.turn.get((head, m), 0)
+        while (head, m, turn) in self.early:
+            self.total[head, m] += self.early.pop((head, m, turn))
+            turn += 1
+        self.turn[head, m] = turn
+
+
+def _attend(state, queries, keys, values, allowed, scale, softcap, dtype):
+    """One step of the online softmax: (maximum, sum, weighted values) of 128 rows."""
+    top, total, acc = state
+    scores = torch.where(allowed, _scores(queries, keys, scale, softcap)[0], -math.inf)
+    above = torch.maximum(top, scores.amax(dim=1, keepdim=True))
+    # Of a row that has seen nothing yet, the maximum is -inf: any finite number will do.
+    base = torch.where(above == -math.inf, 0.0, above)
+    p = torch.exp2(scores - base)
+    shrink = torch.exp2(top - base)
+    touched = allowed.any(dim=1, keepdim=True)
+    total = torch.where(touched, total * shrink + p.sum(dim=1, keepdim=True), total)
+    part = torch.mm(_through(p, dtype), values)
+    acc = torch.where(touched, acc * shrink + part, acc)
+    return torch.where(touched, above, top), total, acc
+
+
+def _start(dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.full((ROWS, 1), -math.inf), torch.zeros(ROWS, 1), torch.zeros(ROWS, dim)
+
+
+def _finish(state: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Rows that saw nothing are 0, with a log-sum of -inf."""
+    top, total, acc = state
+    out = torch.where(total == 0, 0.0, acc / total)
+    return out, ((top + torch.log2(total)) / LOG2E)[:, 0]
+
+
+def _scores(
+    queries: Tensor, keys: Tensor, scale: float, softcap: float
+) -> tuple[Tensor, Tensor | None]:
+    """Scores times log2 e, and the softcap's derivative (None without one)."""
+    products = torch.mm(queries, keys.mT)
+    if not softcap:
+        return products * (scale * LOG2E), None
+    bent = torch.tanh(products * (scale / softcap))
+    return bent * (softcap * LOG2E), 1 - bent * bent
+
+
+def _allowed(mask: LoweredMask, m: int, n: int, partial: int, tile: int) -> Tensor:
+    """Bool [128, 128]: within both lengths and, in a partial block, allowed by the rule."""
+    q = torch.arange(m * ROWS, (m + 1) * ROWS)[:, None]
+    kv = torch.arange(n * COLUMNS, (n + 1) * COLUMNS)
+    allowed = (q < mask.q_len) & (kv < mask.kv_len)
+    if not partial:
+        return allowed
+    if mask.form == "band":
+        return allowed & (kv - q >= mask.lo) & (kv - q <= mask.hi)
+    return allowed & unpack(mask.words[tile], COLUMNS)
+
+
+def _lists(mask: LoweredMask, batch: int, heads: int) -> list:
+    """Per batch, head and query block: [(2 * key block + is_partial, tile), ...]."""
+    count = mask.kv_count.expand(batch, heads, -1).tolist()
+    entry = mask.kv_entry.expand(batch, heads, -1, -1)
+    tile = mask.kv_tile.expand_as(entry).tolist()
+    entry = entry.tolist()
+    return [
+        [
+            [
+                list(zip(entry[b][h][m][:size], tile[b][h][m][:size], strict=True))
+                for m, size in enumerate(count[b][h])
+            ]
+            for h in range(heads)
+        ]
+        for b in range(batch)
+    ]
+
+
+def _through(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded to the input dtype, back in fp32."""
+    return t.to(dtype).float()
+
+
+def _blocked(t: Tensor) -> Tensor:
+    """[B, S, H, D] -> fp32 [B, H, ceil(S / 128), 128, D], zero rows at the end."""
+    batch, size, heads, dim = t.shape
+    blocks = torch.zeros(batch, heads, -(-size // ROWS) * ROWS, dim)
+    blocks[:, :, :size] = t.transpose(1, 2)
+    return blocks.unflatten(2, (-1, ROWS))
+
+
+def _unblocked(blocks: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """The inverse, with the one rounding; contiguous [B, S, H, D]."""
+    return blocks.flatten(2, 3)[:, :, :size].to(dtype).transpose(1, 2).contiguous()
+
+
+def _rows(t: Tensor) -> Tensor:
+    """[B, H, S] -> [B, H, ceil(S / 128), 128], zeros at the end."""
+    blocks = torch.zeros(*t.shape[:2], -(-t.shape[2] // ROWS) * ROWS)
+    blocks[:, :, : t.shape[2]] = t
+    return blocks.unflatten(2, (-1, ROWS))
+
+
+def _over_group(t: Tensor, kv_heads: int) -> Tensor:
+    """[heads, ...] -> [KV heads, ...]: the heads of each KV head added in ascending order."""
+    return functools.reduce(torch.add, t.unflatten(0, (kv_heads, -1)).unbind(1))
+
+
+@functools.cache
+def _prove_row_position(dim: int, capped: bool, threads: int) -> None:
+    """128 equal query rows in, 128 equal states out, byte for byte; BackendUnavailable if not."""
+    generator = torch.Generator().manual_seed(dim)
+    row = torch.randn(1, dim, generator=generator)
+    keys, values = torch.randn(2, 2, COLUMNS, dim, generator=generator)
+    allowed = (torch.rand(1, COLUMNS, generator=generator) < 0.8).expand(ROWS, COLUMNS)
+    state = _start(dim)
+    for n in range(2):
+        queries = row.expand(ROWS, dim).contiguous()
+        cap = 5.0 * capped
+        state = _attend(state, queries, keys[n], values[n], allowed, dim**-0.5, cap, torch.bfloat16)
+    if any(bool((t.view(torch.int32) != t[:1].view(torch.int32)).any()) for t in state):
+        raise BackendUnavailable(
+            f"block_sparse_attention: backend cpu cannot keep batch_invariant here: this machine's "
+            f"BLAS gives equal rows different bits by position at D={dim}, {threads} threads"
+        )

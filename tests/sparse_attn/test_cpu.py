@@ -1,0 +1,267 @@
+"""The forward of the CPU backend under the bitwise battery, and the mutants that it kills."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from cute_kernels.errors import BackendUnavailable
+from cute_kernels.schedulers import BlockMask
+from cute_kernels.schedulers.mask_rules import Band
+from cute_kernels.sparse_attn import cpu
+from cute_kernels.sparse_attn.api import block_sparse_attention
+from tests import contract
+from tests.contract import ContractViolation, RowOp, same_bytes
+from tests.sparse_attn import cases, sequences
+from tests.sparse_attn.sequences import SequenceOp
+
+SEED = 5
+SIZE = 300
+CUTS = [[150], [1], [SIZE - 1], [128], [64, 128, 200], [3, 131, 140, 299], [127, 129, 257]]
+
+
+def rows_op(dim: int = 64, dtype: torch.dtype = torch.bfloat16, softcap: float = 0.0) -> RowOp:
+    """Rows are queries of two heads against 200 fixed keys, all allowed."""
+    x = cases.inputs(1, 2, 1, 1, 200, dim, dtype, seed=3)
+    k, v = x.k.detach(), x.v.detach()
+
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        q = rows.view(1, len(rows), 2, dim)
+        return block_sparse_attention(q, k, v, softcap=softcap).view(len(rows), 2 * dim)
+
+    return RowOp(f"attention {dtype} D{dim}", run, 2 * dim, dtype)
+
+
+def causal(q_len: int, kv_len: int, q_from: int) -> BlockMask:
+    return BlockMask.causal(q_len, kv_len)
+
+
+def window(q_len: int, kv_len: int, q_from: int) -> BlockMask:
+    return BlockMask.sliding_window(q_len, kv_len, left=70, right=0)
+
+
+IDS = torch.tensor([0] * 37 + [1] * 120 + [2] * 1 + [3] * 90 + [4] * 52 + [5] * 400)
+
+
+def causal_documents(q_len: int, kv_len: int, q_from: int) -> BlockMask:
+    """Bits: any rule that is no band."""
+    q, kv = torch.arange(q_from, q_from + q_len)[:, None], torch.arange(kv_len)
+    return BlockMask.from_dense((IDS[q] == IDS[kv]) & (kv <= q))
+
+
+def empty_first_rows(q_len: int, kv_len: int, q_from: int) -> BlockMask:
+    """Key at least 40 tokens ago: the first 40 rows see nothing."""
+    return BlockMask.from_rule(Band(None, q_from - 40), q_len, kv_len)
+
+
+MASKS = {
+    "causal": causal,
+    "window": window,
+    "causal documents": causal_documents,
+    "40 ago": empty_first_rows,
+}
+
+
+def sequence_op(mask: str, **options) -> SequenceOp:
+    return SequenceOp(mask, block_sparse_attention, MASKS[mask], options)
+
+
+def sequence(batch: int = 2, dim: int = 64, dtype: torch.dtype = torch.bfloat16):
+    x = cases.inputs(batch, 4, 2, SIZE, SIZE, dim, dtype, seed=SEED)
+    return tuple(t.detach() for t in x.leaves())
+
+
+def battery(op: SequenceOp, x) -> int:
+    """All transforms of sequences."""
+    done = sequences.check_chunks(op, tuple(t[:1] for t in x), CUTS)
+    done += sequences.check_padding(op, tuple(t[:1] for t in x), [1, 84, 130])
+    done += sequences.check_batch(op, x) + sequences.check_heads(op, x)
+    done += sequences.check_neighbours(op, tuple(t[:1] for t in x), [0, 1, 127, 128, 200, 299])
+    return done + sequences.check_layout(op, x)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_sequences(mask):
+    assert battery(sequence_op(mask), sequence()) > 50
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(96, torch.float16), (128, torch.bfloat16)])
+def test_sequences_of_other_sizes(dim, dtype):
+    op = sequence_op("causal", softcap=4.0, scale=0.2)
+    assert battery(op, sequence(dim=dim, dtype=dtype)) > 50
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "softcap"),
+    [(64, torch.bfloat16, 0.0), (96, torch.float16, 2.0), (128, torch.bfloat16, 0.0)],
+)
+def test_rows(dim, dtype, softcap):
+    """Queries without positions are rows: the battery of every row op."""
+    assert contract.check_rows(rows_op(dim, dtype, softcap), 150, SEED) > 60
+
+
+def untouched() -> int:
+    """Rows 198 to 255 see keys from 128 on; their query block visits keys 0 to 127 too."""
+    x = tuple(t[:1] for t in sequence())
+    return sequences.check_untouched(sequence_op("window"), x, slice(198, 256), slice(0, 128))
+
+
+def test_a_block_that_a_row_does_not_touch():
+    assert untouched() == 3
+
+
+def test_every_decode_step():
+    """One query against a growing cache has the bits of the row in one long prefill."""
+    q, k, v = (t[:1, :140] for t in sequence())
+    op = sequence_op("causal")
+    want = op(q, k, v)
+    for i in range(0, 140, 3):
+        got = op(q[:, i : i + 1], k[:, : i + 1], v[:, : i + 1])
+        op.same(got, [t[:, i : i + 1] for t in want], "decode", f"step {i}")
+
+
+def test_fresh_process():
+    contract.check_fresh_process(rows_op(), 70, SEED, f"{__name__}:rows_op")
+
+
+def test_the_same_elements_have_the_same_bits():
+    """A band, the same band as bits, and from smaller blocks: one set of bits."""
+    q, k, v = sequence()
+    mask = BlockMask.causal(SIZE, SIZE)
+    want = block_sparse_attention(q, k, v, mask)
+    others = {
+        "bits": BlockMask.from_dense(mask.to_dense()[0, 0]),
+        "blocks of 64 x 32": BlockMask.causal(SIZE, SIZE, block_size=(64, 32)),
+        "per batch": BlockMask.from_dense(mask.to_dense().expand(2, 1, -1, -1)),
+        "per head": BlockMask.from_dense(mask.to_dense().expand(1, 4, -1, -1)),
+    }
+    for label, other in others.items():
+        assert same_bytes(block_sparse_attention(q, k, v, other), want), label
+    assert same_bytes(block_sparse_attention(q, k, v, causal=True), want)
+    full = BlockMask.full(SIZE, SIZE)
+    assert same_bytes(block_sparse_attention(q, k, v, full, causal=True), want)
+
+
+def test_reduced_fp32_precision_is_not_taken():
+    q, k, v = sequence()
+    want = block_sparse_attention(q, k, v, causal=True)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert same_bytes(block_sparse_attention(q, k, v, causal=True), want)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_thread_counts_keep_their_own_bits():
+    """The row battery holds for one thread and for two."""
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            contract.check_population(rows_op(), 130, SEED, [1, 63, 64, 65, 127, 128, 129])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_blas_that_depends_on_the_row_is_refused(monkeypatch):
+    """The self-proof is not for show: a product with a row-dependent order fails the call."""
+    true_mm = torch.mm
+
+    def mm(a, b):
+        result = true_mm(a, b)
+        result[1::2] = true_mm(a.flip(1), b.flip(0))[1::2]
+        return result
+
+    monkeypatch.setattr(torch, "mm", mm)
+    cpu._prove_row_position.cache_clear()
+    try:
+        with pytest.raises(BackendUnavailable, match="batch_invariant"):
+            rows_op().run(torch.randn(4, 128).bfloat16())
+    finally:
+        cpu._prove_row_position.cache_clear()
+
+
+def one_maximum(state, queries, keys, values, allowed, scale, softcap, dtype):
+    """The 128 rows share the greatest of their maxima."""
+    top, total, acc = state
+    scores = torch.where(allowed, cpu._scores(queries, keys, scale, softcap)[0], -math.inf)
+    above = torch.maximum(top, scores.amax().expand(128, 1))
+    base = torch.where(above == -math.inf, 0.0, above)
+    p, shrink = torch.exp2(scores - base), torch.exp2(top - base)
+    part = torch.mm(cpu._through(p, dtype), values)
+    return above, total * shrink + p.sum(dim=1, keepdim=True), acc * shrink + part
+
+
+def untouched_rows_are_added_to(state, *args):
+    """As if every row were touched: a NaN in V reaches rows that do not see it."""
+    queries, keys, values, allowed, scale, softcap, dtype = args
+    top, total, acc = state
+    scores = torch.where(allowed, cpu._scores(queries, keys, scale, softcap)[0], -math.inf)
+    above = torch.maximum(top, scores.amax(dim=1, keepdim=True))
+    base = torch.where(above == -math.inf, 0.0, above)
+    p, shrink = torch.exp2(scores - base), torch.exp2(top - base)
+    part = torch.mm(cpu._through(p, dtype), values)
+    return above, total * shrink + p.sum(dim=1, keepdim=True), acc * shrink + part
+
+
+def full_blocks_first(mask, batch, heads):
+    """Partial blocks after the full ones, as kernels with two lists walk them."""
+    lists = true_lists(mask, batch, heads)
+    return [[[sorted(v, key=lambda e: e[0] & 1) for v in h] for h in b] for b in lists]
+
+
+def from_the_diagonal(mask, batch, heads):
+    """Key blocks from the query block's own one downwards, then upwards."""
+    lists = true_lists(mask, batch, heads)
+    return [
+        [
+            [sorted(v, key=lambda e: ((e[0] >> 1) > m, -(e[0] >> 1))) for m, v in enumerate(h)]
+            for h in b
+        ]
+        for b in lists
+    ]
+
+
+def rows_by_content(queries, keys, scale, softcap):
+    """The order of summation over D depends on another row."""
+    if float(queries[0, 0]) > 0:
+        queries, keys = queries.flip(1), keys.flip(1)
+    return true_scores(queries, keys, scale, softcap)
+
+
+true_lists, true_scores = cpu._lists, cpu._scores
+MUTANTS = {
+    "one maximum for the block": ("_attend", one_maximum),
+    "untouched rows are added to": ("_attend", untouched_rows_are_added_to),
+    "full blocks first": ("_lists", full_blocks_first),
+    "from the diagonal": ("_lists", from_the_diagonal),
+    "an order that follows a neighbour": ("_scores", rows_by_content),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_killed(name, monkeypatch):
+    target, mutant = MUTANTS[name]
+    cpu._prove_row_position(64, False, torch.get_num_threads())
+    monkeypatch.setattr(cpu, target, mutant)
+    with pytest.raises(ContractViolation):
+        battery(sequence_op("causal"), sequence())
+        battery(sequence_op("causal documents"), sequence())
+        untouched()
+
+
+def test_blocks_that_begin_with_the_chunk_are_killed():
+    """Mutant of the meaning: keys counted from the first one the chunk can see."""
+
+    def run(q, k, v, mask, **options):
+        first = max(0, k.shape[1] - q.shape[1] - 70)
+        mask = window(q.shape[1], k.shape[1] - first, 0)
+        return block_sparse_attention(q, k[:, first:], v[:, first:], mask, **options)
+
+    x = tuple(t[:1] for t in sequence())
+    sequences.check_chunks(sequence_op("window"), x, CUTS)
+    with pytest.raises(ContractViolation):
+        sequences.check_chunks(SequenceOp("moved", run, window, {}), x, CUTS)

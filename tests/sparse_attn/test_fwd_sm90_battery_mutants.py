@@ -1,0 +1,86 @@
+"""What each part of the forward's battery is for: a defect that it, and it alone here, must notice.
+
+The defects break a promise, not the result: each stays within rounding of the right values, or
+shows with NaN neighbours only.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests import ptxsim, sim
+from tests.contract import ContractViolation
+from tests.ptxsim.available import requires_sim
+from tests.sparse_attn import simulated_fwd
+from tests.sparse_attn import test_fwd_sm90_battery as battery
+from tests.sparse_attn import test_fwd_sm90_mutants as mutants
+
+pytestmark = [requires_sim, pytest.mark.sim]
+
+
+def place_in_the_grid_enters(monkeypatch, module):
+    """The scale depends on the CTA's number in its last bits."""
+    cute, true_attend = module.cute, module.ForwardSm90.attend
+
+    @cute.jit
+    def attend(self, *args):
+        index, _, _ = cute.arch.block_idx()
+        c = args[-2] * (1.0 + index.to(module.cutlass.Float32) * 2.0**-20)
+        true_attend(self, *args[:-2], c, args[-1])
+
+    monkeypatch.setattr(module.ForwardSm90, "attend", attend)
+
+
+def length_of_the_list_enters(monkeypatch, module):
+    """The scale depends on how many blocks the tile visits."""
+    cute, true_attend = module.cute, module.ForwardSm90.attend
+
+    @cute.jit
+    def attend(self, *args):
+        c = args[-2] * (1.0 + args[-4].to(module.cutlass.Float32) * 2.0**-20)
+        true_attend(self, *args[:-2], c, args[-1])
+
+    monkeypatch.setattr(module.ForwardSm90, "attend", attend)
+
+
+CASES = [
+    (mutants.released_before_read, battery.test_schedules, ("window", (1, 4, 1, 64), (383, 383))),
+    (mutants.no_epilogue_barrier, battery.test_schedules, ("full", (1, 2, 2, 96), (200, 383))),
+    (place_in_the_grid_enters, battery.test_chunked_prefill, ("window",)),
+    (length_of_the_list_enters, battery.test_chunked_prefill, ("window",)),
+    (mutants.blocks_without_keys_change_the_state, battery.test_chunked_prefill, ("bits",)),
+    (place_in_the_grid_enters, battery.test_one_row_at_a_time, ()),
+    (place_in_the_grid_enters, battery.test_batches, ()),
+    (place_in_the_grid_enters, battery.test_heads, ()),
+    (mutants.masked_by_multiplication, battery.test_neighbours, ("window",)),
+    (mutants.masked_by_multiplication, battery.test_neighbours, ("document",)),
+    (mutants.masked_by_multiplication, battery.test_padding, ()),
+    (place_in_the_grid_enters, battery.test_padding, ()),
+    (length_of_the_list_enters, battery.test_other_rows_of_the_mask, ()),
+    (mutants.blocks_without_keys_change_the_state, battery.test_other_rows_of_the_mask, ()),
+    (mutants.one_key_too_many, battery.test_forms, (64,)),
+    (mutants.negative_zero_kept, battery.test_zero_has_one_sign, ()),
+]
+
+
+@pytest.mark.parametrize(
+    ("mutant", "part", "arguments"),
+    CASES,
+    ids=lambda v: "-".join(map(str, v)) if isinstance(v, tuple) else v.__name__,
+)
+def test_battery_mutants_are_killed(monkeypatch, mutant, part, arguments):
+    from cute_kernels.sparse_attn import kernel_fwd_sm90
+
+    @functools.cache
+    def mutated(*key):
+        with monkeypatch.context() as patch:
+            mutant(patch, kernel_fwd_sm90)
+            config = kernel_fwd_sm90.Config(*key)
+            return kernel_fwd_sm90.build(config, compile=ptxsim.compile)
+
+    monkeypatch.setattr(simulated_fwd, "kernel", mutated)
+    zero_sign = part is battery.test_zero_has_one_sign
+    with pytest.raises(AssertionError if zero_sign else (ContractViolation, sim.ModeFailure)):
+        part(*arguments)

@@ -1,0 +1,450 @@
+"""Defects put into the SM90 forward on purpose: the simulator and the bytes must notice each one.
+
+A mutant replaces helpers while the kernel is compiled.  It counts as killed when a run differs from
+the order in torch by a byte, fails in the simulator (deadlock, wild access) or reports a missing
+fence.  The same runs of the intact kernel must all pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+
+from cute_kernels.schedulers import BlockMask
+from cute_kernels.schedulers.mask_rules import Band
+from cute_kernels.sparse_attn import masks
+from tests import contract, ptxsim
+from tests.ptxsim.available import requires_sim
+from tests.sparse_attn.simulated_fwd import Case, case, chain, run
+from tests.sparse_attn.test_fwd_sm90_battery import zeros
+from tests.sparse_attn.test_fwd_sm90_values import dense
+
+pytestmark = [requires_sim, pytest.mark.sim]
+
+#: The three settings of tests/ptxsim/README.md that find most missing waits.
+SETTINGS = [
+    {"async_mode": "late", "wgmma_mode": "late"},
+    {"async_mode": "now", "wgmma_mode": "late", "warp_order": "random", "seed": 1},
+    {"async_mode": "now", "wgmma_mode": "late", "warp_order": "random", "seed": 2},
+    {
+        "async_mode": "random",
+        "wgmma_mode": "random",
+        "warp_order": "random",
+        "cta_order": "random",
+        "seed": 3,
+    },
+]
+LIMITS = {"max_steps": 20_000_000}
+WIDTH = 64
+
+
+def masked_nan(given: Case) -> Case:
+    """NaN in the keys that no row sees."""
+    given.k[:, ~given.allowed[0].any(0).any(0)] = math.nan
+    return given
+
+
+def full_tail(q_len: int, kv_len: int) -> Case:
+    """Random elements, and a full block at the end of the keys."""
+    allowed = torch.rand(q_len, kv_len, generator=torch.Generator().manual_seed(6)) < 0.5
+    allowed[:, kv_len // 128 * 128 :] = True
+    return case(BlockMask.from_dense(allowed), (1, 2, 1, WIDTH), seed=6)
+
+
+@functools.cache
+def cases(form: str) -> list[tuple[Case, tuple]]:
+    """(case, its bytes): rows without keys, blocks that some rows skip, tails, several blocks."""
+    shape = (2, 4, 2, WIDTH)
+    if form == "none":
+        made = [case(BlockMask.full(130, 600), shape, seed=1)]
+    elif form == "band":
+        made = [
+            case(BlockMask.causal(130, 600), shape, seed=1),
+            case(BlockMask.sliding_window(600, 200, left=90, right=60), shape, seed=2),
+            # No row sees the first or the last keys of its only block.
+            masked_nan(case(BlockMask.from_rule(Band(20, 40), 60, 128), shape, seed=3)),
+        ]
+    else:
+        keys = torch.arange(512) % 5 != 0
+        holes = torch.rand(100, 512, generator=torch.Generator().manual_seed(3)) < 0.4
+        made = [
+            case(dense(300, 600), shape, seed=4),
+            masked_nan(case(BlockMask.from_dense(holes & keys), shape, seed=5)),
+            full_tail(100, 200),
+            zeros(extra=False),
+        ]
+    assert all(masks.lower(given.mask).form == form for given in made)
+    return [(given, chain(given)) for given in made]
+
+
+def survives(compiled, form: str) -> bool:
+    """Whether every run under every setting is right."""
+    for given, want in cases(form):
+        # The arithmetic that keeps -0, where O is nothing else.
+        arithmetic = "exact" if want[0].any() else "fma"
+        for options in SETTINGS:
+            try:
+                got = run(given, compiled, wgmma_math=arithmetic, **LIMITS, **options)
+            except ptxsim.PtxsimError:
+                return False
+            if ptxsim.report()["fence_warnings"]["count"]:
+                return False
+            if not all(map(contract.same_bytes, got, want)):
+                return False
+    return True
+
+
+def compiled(form: str):
+    from cute_kernels.sparse_attn import kernel_fwd_sm90
+
+    config = kernel_fwd_sm90.Config("bf16", WIDTH, form)
+    return kernel_fwd_sm90.build(config, compile=ptxsim.compile)
+
+
+def ring_class(module):
+    """The DSL's ring, whose methods the mutants replace."""
+    return module.pipeline.pipeline.PipelineTmaAsync
+
+
+def no_wait_for(number: int):
+    """One of the kernel's waits for loads is left out, by its place in the text."""
+
+    def mutant(monkeypatch, module):
+        true_wait, seen = ring_class(module).consumer_wait, []
+
+        def consumer_wait(self, state):
+            seen.append(state)
+            if len(seen) != number:
+                true_wait(self, state)
+
+        monkeypatch.setattr(ring_class(module), "consumer_wait", consumer_wait)
+
+    mutant.__name__ = f"no_wait_for_load_{number}"
+    return mutant
+
+
+def no_wait_for_empty_stages(monkeypatch, module):
+    def acquire(self, state):
+        self.sync_object_full.arrive(state.index, self.producer_mask)
+
+    monkeypatch.setattr(ring_class(module), "producer_acquire", acquire)
+
+
+def no_release(monkeypatch, module):
+    monkeypatch.setattr(ring_class(module), "consumer_release", lambda self, state: None)
+
+
+def wrong_phase(monkeypatch, module):
+    monkeypatch.setattr(module.pipeline, "consumer_state", module.pipeline.producer_state)
+
+
+def half_the_bytes(monkeypatch, module):
+    true_ring = module.pipeline.tma_ring
+    monkeypatch.setattr(
+        module.pipeline, "tma_ring", lambda b, s, size, *rest: true_ring(b, s, size // 2, *rest)
+    )
+
+
+def released_before_read(monkeypatch, module):
+    """Scores are read, and stages given back, while WGMMAs are in flight."""
+    true_wait = module.warpgroup.wait_group
+    monkeypatch.setattr(module.warpgroup, "wait_group", lambda n: true_wait(n + 1))
+
+
+def no_turn_given(monkeypatch, module):
+    monkeypatch.setattr(module.ForwardSm90, "give_turn", lambda self, consumer: None)
+
+
+def no_epilogue_barrier(monkeypatch, module):
+    monkeypatch.setattr(module.ForwardSm90, "sync", lambda self, consumer: None)
+
+
+def no_proxy_fence(monkeypatch, module):
+    monkeypatch.setattr(module.cute.arch, "fence_proxy", lambda *a, **k: None)
+
+
+def _masking(monkeypatch, module, masked):
+    """Both element masks with ``masked(score, kept)`` in place of the selection."""
+    cute, cutlass = module.cute, module.cutlass
+
+    @cute.jit
+    def keep_between(scores, lane, first, last):
+        offset = 2 * (lane % 4)
+        for half in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(cute.size(scores) // 4):
+                for side in cutlass.range_constexpr(2):
+                    column = 8 * i + side + offset
+                    kept = (first[half] <= column) & (column <= last[half])
+                    scores[4 * i + 2 * half + side] = masked(scores[4 * i + 2 * half + side], kept)
+
+    @cute.jit
+    def keep_bits(scores, lane, words):
+        offset = 2 * (lane % 4)
+        for half in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(cute.size(scores) // 4):
+                word = words[i // 4, half] >> offset
+                for side in cutlass.range_constexpr(2):
+                    kept = (word & (1 << (8 * (i % 4) + side))) != 0
+                    scores[4 * i + 2 * half + side] = masked(scores[4 * i + 2 * half + side], kept)
+
+    monkeypatch.setattr(module.score_mask, "keep_between", keep_between)
+    monkeypatch.setattr(module.score_mask, "keep_bits", keep_bits)
+
+
+def masked_by_multiplication(monkeypatch, module):
+    """Score times 1 or Inf, less Inf where masked: right unless a masked key is NaN."""
+    cute, cutlass = module.cute, module.cutlass
+
+    @cute.jit
+    def masked(score, kept):
+        one = cutlass.Float32(1.0) if kept else cutlass.Float32(0.0)
+        least = cutlass.Float32(0.0) if kept else -cutlass.Float32.inf
+        return score * one + least
+
+    _masking(monkeypatch, module, masked)
+
+
+def masked_with_a_large_number(monkeypatch, module):
+    """-2^100 for -inf: a row without keys is then a mean of what it must not see."""
+    cute, cutlass = module.cute, module.cutlass
+
+    @cute.jit
+    def masked(score, kept):
+        return score if kept else cutlass.Float32(-(2.0**100))
+
+    _masking(monkeypatch, module, masked)
+
+
+def masks_kept_by_name(monkeypatch, module):
+    """No mutant: the masks as ``_masking`` writes them, with the right selection."""
+    cute, cutlass = module.cute, module.cutlass
+
+    @cute.jit
+    def masked(score, kept):
+        return score if kept else -cutlass.Float32.inf
+
+    _masking(monkeypatch, module, masked)
+
+
+def tail_not_masked(monkeypatch, module):
+    monkeypatch.setattr(module.score_mask, "keep_between", lambda *a: None)
+
+
+def one_key_too_many(monkeypatch, module):
+    true_keep = module.score_mask.keep_between
+    monkeypatch.setattr(
+        module.score_mask,
+        "keep_between",
+        lambda scores, lane, first, last: true_keep(
+            scores, lane, first, tuple(at + 1 for at in last)
+        ),
+    )
+
+
+def bits_of_the_next_row(monkeypatch, module):
+    true_four = module.four
+    monkeypatch.setattr(module, "four", lambda words, tile, row: true_four(words, tile, row ^ 1))
+
+
+def partial_blocks_not_masked(monkeypatch, module):
+    monkeypatch.setattr(module.score_mask, "keep_bits", lambda *a: None)
+
+
+def output_not_rescaled(monkeypatch, module):
+    monkeypatch.setattr(module.softmax, "rescale", lambda values, factor: None)
+
+
+def rescaled_rows_swapped(monkeypatch, module):
+    true_rescale, cute = module.softmax.rescale, module.cute
+
+    @cute.jit
+    def rescale(values, factor):
+        first, second = factor[0], factor[1]
+        factor[0], factor[1] = second, first
+        true_rescale(values, factor)
+
+    monkeypatch.setattr(module.softmax, "rescale", rescale)
+
+
+def _stepping(monkeypatch, module, next_max, guard):
+    """The softmax step with another running maximum, or another value to subtract."""
+    softmax, cute, cutlass = module.softmax, module.cute, module.cutlass
+
+    @cute.jit
+    def step(scores, row_max, row_sum, factor, scale):
+        for half in cutlass.range_constexpr(2):
+            before = row_max[half]
+            top = next_max(before, softmax.block_max(scores, half))
+            row_max[half] = top
+            base = guard(top)
+            factor[half] = cute.math.exp2((before - base) * scale, fastmath=True)
+            for i in cutlass.range_constexpr(cute.size(scores) // 4):
+                for side in cutlass.range_constexpr(2):
+                    at = 4 * i + 2 * half + side
+                    power = cute.math.fma(scores[at], scale, -(base * scale))
+                    scores[at] = cute.math.exp2(power, fastmath=True)
+            total = softmax.block_sum(scores, half)
+            row_sum[half] = cute.math.fma(row_sum[half], factor[half], total)
+
+    monkeypatch.setattr(softmax, "step", step)
+
+
+def finite(cute, cutlass):
+    @cute.jit
+    def guard(top):
+        return top if top != -cutlass.Float32.inf else cutlass.Float32(0.0)
+
+    return guard
+
+
+def step_kept_by_name(monkeypatch, module):
+    """No mutant: the step as ``_stepping`` writes it."""
+    cute = module.cute
+    _stepping(monkeypatch, module, cute.arch.fmax, finite(cute, module.cutlass))
+
+
+def blocks_without_keys_change_the_state(monkeypatch, module):
+    """The maximum sinks by 1 in a block of smaller scores: exactly equal, in other bits."""
+    cute = module.cute
+
+    @cute.jit
+    def next_max(before, block):
+        return cute.arch.fmax(before - 1.0, block)
+
+    _stepping(monkeypatch, module, next_max, finite(cute, module.cutlass))
+
+
+def maximum_of_the_block_only(monkeypatch, module):
+    cute = module.cute
+    _stepping(monkeypatch, module, lambda before, block: block, finite(cute, module.cutlass))
+
+
+def no_guard_for_empty_rows(monkeypatch, module):
+    """exp2(-inf - -inf) is NaN."""
+    _stepping(monkeypatch, module, module.cute.arch.fmax, lambda top: top)
+
+
+def lanes_not_added(monkeypatch, module):
+    monkeypatch.setattr(module.softmax, "finish", lambda row_sum: None)
+
+
+def key_groups_swapped(monkeypatch, module):
+    """The k16 groups of P V in another order."""
+    cute, cutlass, warpgroup = module.cute, module.cutlass, module.warpgroup
+
+    @cute.jit
+    def add_values(self, acc_o, tOrP, tOrV, stage):
+        pv = self.pv_mma()
+        pv.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.fence()
+        for group in cutlass.range_constexpr(cute.size(tOrP, mode=[2])):
+            at = group ^ 1
+            cute.gemm(pv, acc_o, tOrP[None, None, at], tOrV[None, None, at, stage], acc_o)
+        warpgroup.commit_group()
+
+    monkeypatch.setattr(module.ForwardSm90, "add_values", add_values)
+
+
+def blocks_descending(monkeypatch, module):
+    """Producer and consumers agree, but walk the list from its end."""
+    cute, true_load, true_attend = module.cute, module.ForwardSm90.load, module.ForwardSm90.attend
+
+    @cute.jit
+    def backwards(entries, count):
+        last = entries.iterator + (count - 1)
+        return cute.make_tensor(last, cute.make_layout(entries.shape, stride=(-1,)))
+
+    @cute.jit
+    def load(self, *args):
+        true_load(self, *args[:-1], backwards(args[-1], args[-2]))
+
+    @cute.jit
+    def attend(self, *args):
+        count, mask = args[-4], args[-3]
+        mask = (backwards(mask[0], count), backwards(mask[1], count), *mask[2:])
+        true_attend(self, *args[:-3], mask, *args[-2:])
+
+    monkeypatch.setattr(module.ForwardSm90, "load", load)
+    monkeypatch.setattr(module.ForwardSm90, "attend", attend)
+
+
+def heads_shared_in_turn(monkeypatch, module):
+    """h mod Hkv for h // (Hq / Hkv)."""
+    monkeypatch.setattr(module, "kv_head_of", lambda head, heads, kv_heads: head % kv_heads)
+
+
+def negative_zero_kept(monkeypatch, module):
+    cute, cutlass = module.cute, module.cutlass
+
+    @cute.jit
+    def normalise(self, acc_o, half: cutlass.Constexpr, empty, inverse):
+        for i in cutlass.range_constexpr(cute.size(acc_o) // 4):
+            for side in cutlass.range_constexpr(2):
+                at = 4 * i + 2 * half + side
+                acc_o[at] = cutlass.Float32(0.0) if empty else acc_o[at] * inverse
+
+    monkeypatch.setattr(module.ForwardSm90, "normalise", normalise)
+
+
+MUTANTS = [
+    *((no_wait_for(number), "none") for number in range(1, 6)),
+    (no_wait_for_empty_stages, "none"),
+    (no_release, "none"),
+    (wrong_phase, "none"),
+    (half_the_bytes, "none"),
+    (released_before_read, "none"),
+    (no_turn_given, "none"),
+    (no_epilogue_barrier, "none"),
+    (no_proxy_fence, "none"),
+    (masked_by_multiplication, "band"),
+    (masked_by_multiplication, "bits"),
+    (masked_with_a_large_number, "band"),
+    (masked_with_a_large_number, "bits"),
+    (tail_not_masked, "none"),
+    (tail_not_masked, "bits"),
+    (one_key_too_many, "band"),
+    (bits_of_the_next_row, "bits"),
+    (partial_blocks_not_masked, "bits"),
+    (output_not_rescaled, "none"),
+    (rescaled_rows_swapped, "none"),
+    (blocks_without_keys_change_the_state, "bits"),
+    (maximum_of_the_block_only, "bits"),
+    (no_guard_for_empty_rows, "bits"),
+    (lanes_not_added, "none"),
+    (key_groups_swapped, "none"),
+    (blocks_descending, "bits"),
+    (heads_shared_in_turn, "none"),
+    (negative_zero_kept, "bits"),
+]
+
+
+@pytest.mark.parametrize("form", ["none", "band", "bits"])
+def test_the_intact_kernel_survives(form):
+    assert survives(compiled(form), form)
+
+
+@pytest.mark.parametrize(
+    ("rewritten", "form"),
+    [(masks_kept_by_name, "band"), (masks_kept_by_name, "bits"), (step_kept_by_name, "bits")],
+)
+def test_rewritten_parts_survive(monkeypatch, rewritten, form):
+    """What kills the mutants of masks and of the softmax is their defect, not their text."""
+    from cute_kernels.sparse_attn import kernel_fwd_sm90
+
+    with monkeypatch.context() as patch:
+        rewritten(patch, kernel_fwd_sm90)
+        made = compiled(form)
+    assert survives(made, form)
+
+
+@pytest.mark.parametrize(("mutant", "form"), MUTANTS, ids=lambda v: getattr(v, "__name__", v))
+def test_mutants_are_killed(monkeypatch, mutant, form):
+    from cute_kernels.sparse_attn import kernel_fwd_sm90
+
+    with monkeypatch.context() as patch:
+        mutant(patch, kernel_fwd_sm90)
+        made = compiled(form)
+    assert not survives(made, form)

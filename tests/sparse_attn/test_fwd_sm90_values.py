@@ -1,0 +1,189 @@
+"""The SM90 forward in the simulator: bytes of its order in torch, and float64 within the bound.
+
+Both for every head size, kind of mask, grouping and tail.  ``exact`` arithmetic for the bytes;
+``hopper`` (the truncating adder) for the bound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from cute_kernels.schedulers import BlockMask
+from cute_kernels.schedulers.mask_rules import Band
+from cute_kernels.sparse_attn import masks
+from tests import contract, ptxsim
+from tests.ptxsim.available import requires_sim
+from tests.sparse_attn.simulated_fwd import Case, bounds, case, chain, exact, kernel, run
+
+pytestmark = [requires_sim, pytest.mark.sim]
+
+
+def dense(q_len, kv_len, batch=1, heads=1):
+    """Random elements in random blocks: empty rows, empty lists, full and partial blocks."""
+    generator = torch.Generator().manual_seed(q_len + kv_len)
+    blocks = torch.randint(0, 3, (batch, heads, 5, 5), generator=generator)
+    blocks[..., 0, :] = 0
+    share = (blocks / 2).repeat_interleave(128, 2).repeat_interleave(128, 3)
+    share = share[..., -q_len:, :kv_len]
+    allowed = torch.rand(share.shape, generator=generator) < share
+    allowed[..., q_len // 2, :] = False
+    return BlockMask.from_dense(allowed)
+
+
+def document(q_len, kv_len):
+    length = max(q_len, kv_len)
+    ids = torch.arange(length) * 7 // 300
+    whole = ids[None, :] == ids[:, None]
+    return BlockMask.from_dense(whole[:q_len, :kv_len])
+
+
+MASKS = {
+    "full": BlockMask.full,
+    "causal": BlockMask.causal,
+    "window": lambda q, k: BlockMask.sliding_window(q, k, left=100, right=20),
+    "document": document,
+    "prefix": lambda q, k: BlockMask.prefix_lm(q, k, prefix=k // 3),
+    "random": dense,
+}
+FORMS = {"full": "none", "causal": "band", "window": "band"}
+#: (Sq, Sk): every tail class, one block and several, more queries than keys and fewer.
+LENGTHS = [(1, 1), (63, 129), (129, 63), (383, 383), (1, 383)]
+
+
+def check_bounds(given: Case, *results) -> None:
+    want, want_lse = exact(given)
+    bound, bound_lse = bounds(given)
+    limit = contract.half_ulp(want, given.q.dtype) + bound * (1 + 2.0**-7)
+    empty = want_lse == -math.inf
+    for out, lse in results:
+        worst = ((out.double() - want).abs() / limit).max().item()
+        assert worst <= 1, f"error is {worst:.3g} times the bound"
+        assert (lse[empty] == -math.inf).all() and lse[~empty].isfinite().all()
+        assert ((lse.double() - want_lse).abs()[~empty] <= bound_lse[~empty]).all()
+        assert (contract.bits(out.transpose(1, 2)[empty]) == 0).all()
+
+
+def check_bytes(given: Case, out, lse) -> None:
+    want, want_lse = chain(given)
+    assert contract.same_bytes(out, want)
+    assert contract.same_bytes(lse, want_lse)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_and_lengths(name, head_dim):
+    for q_len, kv_len in LENGTHS:
+        mask = MASKS[name](q_len, kv_len)
+        form = masks.lower(mask).form
+        assert form in (FORMS.get(name, "bits"), "none")
+        given = case(mask, (1, 2, 1, head_dim), seed=q_len)
+        out, lse = run(given)
+        assert ptxsim.report()["fence_warnings"]["count"] == 0
+        check_bytes(given, out, lse)
+        check_bounds(given, (out, lse), run(given, wgmma_math="hopper"))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["causal", "random"])
+def test_long(name, head_dim):
+    """Four blocks a side, groups of 4 query heads, two batches."""
+    given = case(MASKS[name](512, 512), (2, 4, 1, head_dim), seed=1)
+    check_bounds(given, run(given, wgmma_math="hopper"))
+    one = dataclasses.replace(given, q=given.q[:1], k=given.k[:1], v=given.v[:1])
+    check_bytes(one, *run(one))
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0, 50.0])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_dtypes_and_softcap(dtype, softcap):
+    for name in ("causal", "random"):
+        given = case(MASKS[name](300, 257), (1, 2, 2, 64), dtype=dtype, softcap=softcap, spread=4)
+        out, lse = run(given)
+        check_bytes(given, out, lse)
+        check_bounds(given, (out, lse))
+
+
+def test_masks_of_batches_and_heads():
+    """Lists of their own per batch and per head, and of one of the two."""
+    for shape in ((2, 4), (2, 1), (1, 4)):
+        given = case(dense(129, 383, *shape), (2, 4, 2, 64), seed=5)
+        out, lse = run(given)
+        check_bytes(given, out, lse)
+        check_bounds(given, (out, lse))
+
+
+def test_nothing_is_allowed():
+    for mask in (
+        BlockMask.from_rule(Band(600, None), 200, 300),
+        BlockMask.from_dense(torch.zeros(200, 300, dtype=torch.bool)),
+    ):
+        given = case(mask, (2, 2, 1, 64))
+        given = dataclasses.replace(given, v=torch.full_like(given.v, math.nan))
+        out, lse = run(given)
+        assert (contract.bits(out) == 0).all() and (lse == -math.inf).all()
+
+
+def test_rows_without_keys_see_no_values():
+    """An empty row in a visited block gives 0 whatever V holds: 0 times Inf does not come out."""
+    allowed = torch.rand(128, 128, generator=torch.Generator().manual_seed(0)) < 0.5
+    allowed[::3] = False
+    given = case(BlockMask.from_dense(allowed), (1, 1, 1, 64))
+    given.v[0, 5] = math.inf
+    out, lse = run(given)
+    assert (contract.bits(out[0, ::3]) == 0).all() and (lse[..., ::3] == -math.inf).all()
+
+
+def test_nan_is_not_hidden():
+    """A row whose own Q, or a key that it sees, is NaN is NaN, in O and in LSE."""
+    given = case(BlockMask.causal(200, 200), (1, 1, 1, 64))
+    given.q[0, 7], given.k[0, 150] = math.nan, math.nan
+    out, lse = run(given)
+    wrong = torch.zeros(200, dtype=torch.bool)
+    wrong[7] = wrong[150:] = True
+    assert torch.equal(out[0, :, 0].isnan().all(-1), wrong)
+    assert torch.equal(lse[0, 0].isnan(), wrong) and not out[0, ~wrong].isnan().any()
+
+
+def test_the_outputs_are_written_everywhere():
+    given = case(dense(383, 383), (1, 2, 1, 96), seed=2)
+    first = run(given, poison="nan")
+    second = run(given, poison="0x7f")
+    assert all(map(contract.same_bytes, first, second))
+    assert not any(t.isnan().any() for t in first)
+
+
+def test_strides():
+    """Q, K, V as slices of one projection, and head-major storage: the bytes of packed tensors."""
+    given = case(BlockMask.causal(200, 200), (2, 4, 2, 64), seed=3)
+    want = run(given)
+    packed = torch.cat([given.q, given.k, given.v], dim=2)
+    sliced = packed.split([4, 2, 2], dim=2)
+    by_head = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (given.q, given.k, given.v)]
+    for q, k, v in (sliced, by_head):
+        assert not k.is_contiguous()
+        got = run(dataclasses.replace(given, q=q, k=k, v=v))
+        assert all(map(contract.same_bytes, got, want))
+
+
+def test_what_the_compiled_entry_refuses():
+    """The second place of checks: TVM-FFI refuses dims, dtypes and strides that disagree."""
+    good = case(BlockMask.causal(200, 200), (1, 2, 1, 64))
+    compiled = kernel("bf16", 64, "band", False)
+    run(good, compiled)
+    wide = torch.zeros(1, 200, 2, 65, dtype=torch.bfloat16)[..., :64]
+    wrong = {
+        "D": {"q": good.q[..., :32]},
+        "keys": {"k": good.k[:, :100]},
+        "batch": {"k": good.k.expand(2, -1, -1, -1)},
+        "KV heads": {"v": good.v.expand(-1, -1, 2, -1)},
+        "dtype": {"v": good.v.half()},
+        "row stride": {"q": wide},
+    }
+    for label, change in wrong.items():
+        with pytest.raises((ValueError, TypeError, RuntimeError)):
+            run(dataclasses.replace(good, **change), compiled)
+            pytest.fail(label)

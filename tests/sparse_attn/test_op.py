@@ -1,0 +1,472 @@
+"""The torch ops: opcheck, torch.compile, autograd, AMP, caches, and the determinism flag."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+
+from cute_kernels import contracts, dispatch
+from cute_kernels.errors import (
+    ArgumentValueError,
+    NondeterministicError,
+    UnsupportedTransformError,
+)
+from cute_kernels.schedulers import BlockMask, kinds
+from cute_kernels.sparse_attn import checks, cpu, masks, op
+from cute_kernels.sparse_attn.api import block_sparse_attention
+from tests.contract import ROOT, same_bytes
+from tests.sparse_attn import cases
+
+B, H, HKV, SQ, SK, D = 2, 4, 2, 150, 200, 64
+
+
+def tensors(dtype=torch.bfloat16, seed=0) -> cases.Inputs:
+    return cases.inputs(B, H, HKV, SQ, SK, D, dtype, seed)
+
+
+def documents() -> BlockMask:
+    """Bits, for two batches."""
+    q, kv = torch.arange(SQ)[:, None], torch.arange(SK)
+    return BlockMask.from_dense(torch.stack([q // 40 == kv // 40, q // 70 == kv // 70])[:, None])
+
+
+MASKS = {
+    "none": lambda: BlockMask.full(SQ, SK),
+    "band": lambda: BlockMask.causal(SQ, SK),
+    "bits": documents,
+}
+
+
+def operands(mask: BlockMask) -> tuple:
+    """What follows q, k and v in the ops."""
+    found = op.prepared(mask, False, "spt", True, (B, SQ, SK, H, HKV, D), "cpu")
+    return (*found, D**-0.5, 0.0, True)
+
+
+@pytest.mark.parametrize("form", MASKS)
+def test_opcheck(form):
+    x, rest = tensors(), operands(MASKS[form]())
+    assert masks.lower(MASKS[form]()).form == form
+    found = opcheck(op.block_sparse_attention, (*x.leaves(), *rest))
+    assert set(found.values()) == {"SUCCESS"}
+    plain = [t.detach() for t in x.leaves()]
+    out, lse = op.block_sparse_attention(*plain, *rest)
+    for dlse in (None, x.dlse):
+        args = (x.dout, dlse, *plain, out, lse, *rest)
+        found = opcheck(op.block_sparse_attention_backward, args)
+        assert set(found.values()) == {"SUCCESS"}
+
+
+def test_every_op_is_pt2_compliant():
+    for overload in (op.block_sparse_attention, op.block_sparse_attention_backward):
+        assert torch.Tag.pt2_compliant_tag in overload.tags
+
+
+def step(q, k, v, dout, mask, schedule="auto"):
+    """Ops before and after, out and lse both used, gradients of all three."""
+    out, lse = block_sparse_attention(q * 2, k, v, mask, schedule=schedule, return_lse=True)
+    return (out * dout).float().sum() + lse.sin().nan_to_num(0.0).sum()
+
+
+def results(run, mask, schedule="auto", seed=0):
+    x = tensors(seed=seed)
+    loss = run(*x.leaves(), x.dout, mask, schedule)
+    return (loss.detach(), *torch.autograd.grad(loss, x.leaves()))
+
+
+NO_COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="inductor on a CPU needs g++")
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=NO_COMPILER)])
+def test_compiled_bits_are_eager_bits(backend):
+    torch.compiler.reset()
+    want = results(step, None)
+    got = results(torch.compile(step, fullgraph=True, backend=backend), None)
+    # The loss is a sum of inductor's own; the gradients are the op's.
+    for eager, compiled in zip(want[1:], got[1:], strict=True):
+        assert same_bytes(eager, compiled)
+
+
+def test_a_compiled_function_sees_every_new_mask():
+    """The operands are constants of the graph, guarded by the mask: none is used for another."""
+    torch.compiler.reset()
+    run = torch.compile(step, fullgraph=True, backend="aot_eager")
+    seen = []
+    for make in (*MASKS.values(), MASKS["none"]):
+        mask = make()
+        want, got = results(step, mask), results(run, mask)
+        assert all(same_bytes(a, b) for a, b in zip(want, got, strict=True))
+        seen.append(want[1])
+    assert not same_bytes(seen[0], seen[1]) and not same_bytes(seen[1], seen[2])
+    schedule = kinds.lpt(masks.lower(mask).mask, heads=B * HKV)
+    other = kinds.left_to_right(masks.lower(mask).mask, heads=B * HKV)
+    for given in (schedule, other, schedule):
+        want, got = results(step, mask, given), results(run, mask, given)
+        assert all(same_bytes(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_dynamic_shapes():
+    """Each shape has a mask and a schedule of its own, and right bits."""
+    torch.compiler.reset()
+    run = torch.compile(block_sparse_attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch, heads, size in ((1, 2, 100), (2, 4, 100), (2, 4, 140), (1, 2, 100)):
+        x = cases.inputs(batch, heads, 2, size, size, D)
+        want, got = (f(*x.leaves(), causal=True) for f in (block_sparse_attention, run))
+        assert same_bytes(got, want)
+        want, got = (torch.autograd.grad(out, x.leaves(), x.dout) for out in (want, got))
+        assert all(same_bytes(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_compiled_without_gradients():
+    torch.compiler.reset()
+    x = tensors()
+    plain = [t.detach() for t in x.leaves()]
+    run = torch.compile(block_sparse_attention, fullgraph=True, backend="aot_eager")
+    assert same_bytes(run(*plain, causal=True), block_sparse_attention(*plain, causal=True))
+
+
+def test_only_the_gradients_asked_for():
+    x = tensors()
+    for wanted in range(3):
+        leaves = [t.detach().requires_grad_(i == wanted) for i, t in enumerate(x.leaves())]
+        out = block_sparse_attention(*leaves)
+        (got,) = torch.autograd.grad(out, [leaves[wanted]], x.dout)
+        want = torch.autograd.grad(block_sparse_attention(*x.leaves()), x.leaves(), x.dout)
+        assert same_bytes(got, want[wanted])
+    assert not block_sparse_attention(*(t.detach() for t in x.leaves())).requires_grad
+
+
+def test_lse_alone_and_out_alone():
+    """lse is differentiable; a part that is not used sends back exactly nothing."""
+    x = tensors()
+    out, lse = block_sparse_attention(*x.leaves(), causal=True, return_lse=True)
+    both = torch.autograd.grad((out, lse), x.leaves(), (x.dout, 0 * x.dlse), retain_graph=True)
+    alone = torch.autograd.grad(out, x.leaves(), x.dout, retain_graph=True)
+    # dlse = 0 is subtracted from delta: the same bits.
+    assert all(same_bytes(a, b) for a, b in zip(both, alone, strict=True))
+    dq, dk, dv = torch.autograd.grad(lse, x.leaves(), x.dlse)
+    assert dq.abs().sum() > 0 and dk.abs().sum() > 0 and (dv == 0).all()
+
+
+def test_no_schedule_is_made_without_a_gradient(monkeypatch):
+    """Inference pays for no schedule; a wrong one is an error all the same."""
+    x = tensors()
+    plain = [t.detach() for t in x.leaves()]
+
+    def refuse(*args):
+        raise AssertionError("asked for")
+
+    monkeypatch.setattr(checks.config, "auto", refuse)
+    mask = BlockMask.sliding_window(SQ, SK, left=33, right=3)
+    block_sparse_attention(*plain, mask)
+    with torch.no_grad():
+        block_sparse_attention(*x.leaves(), mask)
+    with pytest.raises(AssertionError, match="asked for"):
+        block_sparse_attention(*x.leaves(), mask)
+
+
+def test_masks_and_schedules_are_built_once(monkeypatch):
+    """Per content, not per object: layers and steps share them."""
+    built = {"mask": 0, "schedule": 0}
+    true_lower, true_order = masks._lower, masks.order_of
+
+    def lower(mask):
+        built["mask"] += 1
+        return true_lower(mask)
+
+    def order_of(*args):
+        built["schedule"] += 1
+        return true_order(*args)
+
+    monkeypatch.setattr(masks, "_lower", lower)
+    monkeypatch.setattr(masks, "order_of", order_of)
+    x = tensors()
+    for _ in range(3):
+        mask = BlockMask.sliding_window(SQ, SK, left=44, right=4)
+        for _ in range(2):
+            block_sparse_attention(*x.leaves(), mask).sum().backward()
+    assert built == {"mask": 1, "schedule": 1}
+    block_sparse_attention(*x.leaves(), BlockMask.sliding_window(SQ, SK, left=45, right=4))
+    assert built["mask"] == 2
+    words = {id(t) for _ in range(2) for t in masks.lower(mask).tensors()}
+    assert len(words) == len(masks.TENSORS) - 1  # both tile tensors are one where unread
+
+
+def test_masks_of_equal_blocks_do_not_share_bits():
+    """Two masks with the same blocks and other bits inside: schedule shared, bits not."""
+    generator = torch.Generator().manual_seed(3)
+    x, found = tensors(), []
+    for _ in range(2):
+        mask = BlockMask.from_dense(torch.rand(1, H, SQ, SK, generator=generator) < 0.5)
+        out = block_sparse_attention(*x.leaves(), mask)
+        (dq,) = torch.autograd.grad(out, x.q, x.dout)
+        allowed = mask.to_dense()[0, :, 7]
+        found.append((mask, out, dq, allowed))
+    assert found[0][0].block_hash() == found[1][0].block_hash()
+    assert not same_bytes(found[0][1], found[1][1]) and not same_bytes(found[0][2], found[1][2])
+
+
+def test_one_schedule_for_two_masks():
+    """One mask for all batches, and the same one per batch: a schedule fits both, its tiles not."""
+    generator, x = torch.Generator().manual_seed(8), tensors()
+    dense = torch.rand(1, 1, SQ, SK, generator=generator) < 0.5
+    one, each = BlockMask.from_dense(dense), BlockMask.from_dense(dense.repeat(B, 1, 1, 1))
+    schedule = kinds.lpt(each, heads=B * HKV)
+    found = []
+    for mask in (each, one, each):
+        out = block_sparse_attention(*x.leaves(), mask, schedule=schedule)
+        found.append(torch.autograd.grad(out, x.leaves(), x.dout))
+    tiles = [masks.order_of(masks.lower(mask), schedule).tile for mask in (one, each)]
+    assert schedule.num_lists == B and not torch.equal(*tiles)
+    for grads in zip(*found, strict=True):
+        assert all(same_bytes(g, grads[0]) for g in grads)
+
+
+def test_autocast_casts_the_three_inputs():
+    x = tensors(torch.bfloat16)
+    wide = [t.detach().float().requires_grad_() for t in x.leaves()]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = block_sparse_attention(*wide, causal=True)
+        mixed = block_sparse_attention(x.q, *wide[1:], causal=True)
+    plain = block_sparse_attention(*x.leaves(), causal=True)
+    assert out.dtype == torch.bfloat16
+    assert same_bytes(out, plain) and same_bytes(mixed, plain)
+    got = torch.autograd.grad(out, wide, x.dout)
+    want = torch.autograd.grad(plain, x.leaves(), x.dout)
+    assert all(same_bytes(a, b.float()) for a, b in zip(got, want, strict=True))
+
+
+def test_checkpointing():
+    """The recomputed forward makes the schedule that the first one, without grad, did not."""
+    x = tensors()
+    run = lambda *leaves: block_sparse_attention(*leaves, causal=True)  # noqa: E731
+    want = torch.autograd.grad(run(*x.leaves()), x.leaves(), x.dout)
+    for reentrant in (True, False):
+        out = checkpoint(run, *x.leaves(), use_reentrant=reentrant)
+        leaves = [t.detach().requires_grad_() for t in x.leaves()]
+        out = checkpoint(run, *leaves, use_reentrant=reentrant)
+        out.backward(x.dout)
+        assert all(same_bytes(a.grad, b) for a, b in zip(leaves, want, strict=True))
+
+
+LAYOUTS = {
+    "BHSD": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "D first": lambda t: t.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0),
+    "rows apart": lambda t: torch.nn.functional.pad(t, (1, 2))[..., 1:-2],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_do_not_follow_strides(layout):
+    """Inputs and incoming gradients of other strides: the same bytes."""
+    x, view = tensors(), LAYOUTS[layout]
+    out, lse = block_sparse_attention(*x.leaves(), causal=True, return_lse=True)
+    want = torch.autograd.grad((out, lse), x.leaves(), (x.dout, x.dlse))
+    leaves = [view(t.detach()).requires_grad_() for t in x.leaves()]
+    again = block_sparse_attention(*leaves, causal=True, return_lse=True)
+    dlse = torch.nn.functional.pad(x.dlse, (3, 4))[..., 3:-4]
+    got = torch.autograd.grad(again, leaves, (view(x.dout), dlse))
+    assert same_bytes(again[0], out) and same_bytes(again[1], lse)
+    assert all(same_bytes(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_another_order_for_other_strides_is_killed(monkeypatch):
+    """Mutant: strided inputs take a path that visits key blocks backwards."""
+    true_blocked, true_lists, strided = cpu._blocked, cpu._lists, []
+
+    def blocked(t):
+        strided.append(t.stride(-1) != 1)
+        return true_blocked(t)
+
+    def lists(mask, batch, heads):
+        step = -1 if any(strided) else 1
+        found = true_lists(mask, batch, heads)
+        return [[[visits[::step] for visits in h] for h in b] for b in found]
+
+    monkeypatch.setattr(cpu, "_blocked", blocked)
+    monkeypatch.setattr(cpu, "_lists", lists)
+    test_gradients_do_not_follow_strides("BHSD")
+    with pytest.raises(AssertionError):
+        test_gradients_do_not_follow_strides("D first")
+
+
+def test_expanded_gradients():
+    x = tensors()
+    out = block_sparse_attention(*x.leaves())
+    row = x.dout[:, :1]
+    want = torch.autograd.grad(out, x.leaves(), row.expand_as(out).contiguous(), retain_graph=True)
+    got = torch.autograd.grad(out, x.leaves(), row.expand_as(out))
+    assert all(same_bytes(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_fake_and_meta():
+    from torch._subclasses import FakeTensorMode
+
+    mask = BlockMask.sliding_window(SQ, SK, left=55, right=5)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q, k = torch.empty(B, SQ, H, D).bfloat16(), torch.empty(B, SK, HKV, D).bfloat16()
+        out, lse = block_sparse_attention(q, k, k, mask, return_lse=True)
+        assert out.shape == q.shape and lse.shape == (B, H, SQ) and lse.dtype == torch.float32
+    q, k = (t.detach().to("meta") for t in tensors().leaves()[:2])
+    for given in (mask, None):
+        out, lse = block_sparse_attention(q, k, k, given, return_lse=True)
+        assert out.shape == q.shape and out.device.type == "meta" and lse.shape == (B, H, SQ)
+    plain = [t.detach() for t in tensors().leaves()]
+    assert block_sparse_attention(*plain, mask).isfinite().all()
+
+
+def test_a_default_device_is_not_taken():
+    """Tensors inside are made where the inputs are."""
+    x = tensors()
+    want = block_sparse_attention(*x.leaves(), BlockMask.causal(SQ, SK))
+    grads = torch.autograd.grad(want, x.leaves(), x.dout)
+    with torch.device("meta"):
+        mask = BlockMask.sliding_window(SQ, SK, left=None, right=0, device="cpu")
+        out = block_sparse_attention(*x.leaves(), mask, schedule="spt")
+        got = torch.autograd.grad(out, x.leaves(), x.dout)
+    assert same_bytes(out, want)
+    assert all(same_bytes(a, b) for a, b in zip(got, grads, strict=True))
+
+
+def test_double_backward_is_refused():
+    x = tensors()
+    out = block_sparse_attention(*x.leaves())
+    (dq,) = torch.autograd.grad(out, x.q, x.dout, create_graph=True)
+    with pytest.raises(UnsupportedTransformError, match="double backward"):
+        dq.float().square().sum().backward()
+
+
+def test_vmap_is_refused():
+    x = tensors()
+    stacked = torch.stack([x.q.detach()] * 2)
+    run = lambda q: block_sparse_attention(q, x.k.detach(), x.v.detach())  # noqa: E731
+    with pytest.raises(UnsupportedTransformError, match="batch"):
+        torch.func.vmap(run)(stacked)
+
+
+def test_the_op_without_a_schedule_has_no_gradient():
+    x, (mask, facts, _, *rest) = tensors(), operands(BlockMask.full(SQ, SK))
+    out, _ = op.block_sparse_attention(*x.leaves(), mask, facts, [], *rest)
+    with pytest.raises(ArgumentValueError, match="order"):
+        out.backward(x.dout)
+
+
+@pytest.fixture
+def determinism():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_unordered_is_refused_under_the_flag(determinism):
+    x = tensors()
+    with pytest.raises(NondeterministicError, match="deterministic=True"):
+        block_sparse_attention(*x.leaves(), deterministic=False)
+    torch.use_deterministic_algorithms(False)
+    out = block_sparse_attention(*x.leaves(), deterministic=False)
+    torch.use_deterministic_algorithms(True)
+    # The flag is read when backward runs, too.
+    with pytest.raises(NondeterministicError):
+        out.backward(x.dout)
+
+
+def test_ordered_runs_under_the_flag(determinism):
+    x = tensors()
+    out = block_sparse_attention(*x.leaves())
+    got = torch.autograd.grad(out, x.leaves(), x.dout)
+    torch.use_deterministic_algorithms(False)
+    fast = block_sparse_attention(*x.leaves(), deterministic=False)
+    # On a CPU the unordered variant is the ordered one.
+    want = torch.autograd.grad(fast, x.leaves(), x.dout)
+    assert same_bytes(out, fast) and all(same_bytes(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("b", "sq", "sk"), [(0, SQ, SK), (B, 0, SK), (B, SQ, 0), (0, 0, 0), (B, 0, 0)]
+)
+def test_sizes_of_zero(b, sq, sk):
+    x = cases.inputs(b, H, HKV, sq, sk, D)
+    for options in (
+        {},
+        {"causal": True},
+        {"schedule": "lpt"},
+        {"block_mask": BlockMask.full(sq, sk)},
+    ):
+        out, lse = block_sparse_attention(*x.leaves(), return_lse=True, **options)
+        assert out.shape == (b, sq, H, D) and (out == 0).all()
+        assert lse.shape == (b, H, sq) and (lse == -math.inf).all()
+        grads = torch.autograd.grad((out, lse), x.leaves(), (x.dout, x.dlse))
+        assert all(
+            (g == 0).all() and g.shape == t.shape for g, t in zip(grads, x.leaves(), strict=True)
+        )
+
+
+def test_a_row_that_sees_nothing():
+    """More queries than keys, causal: the first rows are empty, whatever they hold."""
+    x = cases.inputs(1, 2, 1, 300, 140, D)
+    with torch.no_grad():
+        x.q[:, :160] = math.nan
+    out, lse = block_sparse_attention(*x.leaves(), causal=True, return_lse=True)
+    assert (out[:, :160] == 0).all() and (lse[:, :, :160] == -math.inf).all()
+    assert out[:, 160:].isfinite().all() and (out[:, 160:] != 0).any(-1).all()
+    dq, _, dv = torch.autograd.grad(out, x.leaves(), x.dout)
+    assert (dq[:, :160] == 0).all() and (dq[:, 161:] != 0).any(-1).all()
+    assert dv.isfinite().all() and dq.isfinite().all()
+
+
+def test_importing_loads_no_compiler():
+    """A process that runs on a CPU needs torch and NumPy: not dynamo, triton or cutlass."""
+    code = (
+        "import sys, torch; before = set(sys.modules);"
+        "from cute_kernels.sparse_attn.api import block_sparse_attention as attend;"
+        "q = torch.randn(1, 3, 2, 64).bfloat16().requires_grad_();"
+        "attend(q, q, q).sum().backward();"
+        "names = ('torch._dynamo', 'cutlass', 'triton', 'tvm_ffi', 'transformers');"
+        "print([m for m in names if m in sys.modules and m not in before])"
+    )
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_guarantees_and_contract_id():
+    kept = contracts.guarantees(op.NAME, "cpu")
+    assert kept == {"run_to_run", "batch_invariant", "schedule_invariant"}
+    assert contracts.contract_id(op.NAME, "cpu").startswith(f"{op.NAME}/cpu/")
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(before + 1)
+        other = contracts.contract_id(op.NAME, "cpu")
+    finally:
+        torch.set_num_threads(before)
+    assert other != contracts.contract_id(op.NAME, "cpu")
+
+
+def test_other_backends_say_why():
+    for name in (op.NAME, f"{op.NAME}_backward"):
+        reasons = dispatch.reasons(name, "cpu", torch.bfloat16)
+        assert reasons["cpu"] is None and reasons["cute_sm90"] and reasons["triton"]
+        assert "does not take" in dispatch.reasons(name, "cpu", torch.float32)["cpu"]
+    assert dispatch.launcher(op.NAME, torch.device("cpu"), torch.float16) is cpu.forward
+
+
+@pytest.mark.parametrize(("device", "chosen"), [("cpu", "spt"), ("cuda", "select")])
+def test_auto(device, chosen, monkeypatch):
+    """A cheap kind on a CPU; on a GPU what ``select`` finds.  Both pass the gate."""
+    from cute_kernels.schedulers.safety import admit
+    from cute_kernels.schedulers.selection import select
+
+    mask = BlockMask.causal(700, 700)
+    made = checks.config.auto(mask, 4, 128, device)
+    assert admit(made, mask).any_residency and made.heads == 4
+    if chosen == "spt":
+        assert made.hash == kinds.spt(mask, heads=4).hash
+    else:
+        assert made.hash == select(mask, heads=4, machine="h200_d128").schedule.hash

@@ -1,0 +1,210 @@
+"""The oracle against other oracles, and 320 drawn cases of the CPU backend against it."""
+
+from __future__ import annotations
+
+import collections
+import math
+
+import pytest
+import torch
+
+from cute_kernels.schedulers import BlockMask
+from cute_kernels.sparse_attn import cpu, reference
+from cute_kernels.sparse_attn.api import block_sparse_attention
+from tests.sparse_attn import cases
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+DRAWN = 320
+PER_TEST = 20
+
+
+def exact_of(x: cases.Inputs, allowed: torch.Tensor, softcap: float) -> tuple[torch.Tensor, ...]:
+    """out, lse, dq, dk, dv in float64, by autograd."""
+    leaves = [t.detach().double().requires_grad_() for t in x.leaves()]
+    results = reference.attention(*leaves, allowed, softcap=softcap)
+    grads = torch.autograd.grad(results, leaves, (x.dout.double(), x.dlse.double()))
+    return (*(t.detach() for t in results), *grads)
+
+
+def ours_of(x: cases.Inputs, case: cases.Case) -> tuple[torch.Tensor, ...]:
+    """The same from the CPU backend."""
+    options = {"causal": case.causal, "softcap": case.softcap, "schedule": case.schedule}
+    results = block_sparse_attention(*x.leaves(), case.mask, return_lse=True, **options)
+    grads = torch.autograd.grad(results, x.leaves(), (x.dout, x.dlse))
+    return (*(t.detach() for t in results), *grads)
+
+
+def excess(got, exact, bounds) -> dict[str, float]:
+    """Per result: the largest error as a multiple of its bound."""
+    found = {}
+    for name, g, e, bound in zip(NAMES, got, exact, bounds, strict=True):
+        error = torch.where(g == e, 0.0, (g.double() - e).abs())
+        ratio = (error / bound).nan_to_num(math.inf, posinf=math.inf)
+        found[name] = torch.where(error == 0, 0.0, ratio).max().item() if g.numel() else 0.0
+    return found
+
+
+def checked(case: cases.Case) -> dict[str, float]:
+    x = cases.inputs_of(case)
+    allowed, plain = case.allowed(), [t.detach() for t in x.leaves()]
+    bounds = reference.error_bounds(*plain, x.dout, allowed, dlse=x.dlse, softcap=case.softcap)
+    got, exact = ours_of(x, case), exact_of(x, allowed, case.softcap)
+    # Empty rows are exact: no bound hides a wrong zero.
+    empty = ~allowed.expand(*got[1].shape, case.kv_len).any(-1)
+    assert (got[0].transpose(1, 2)[empty] == 0).all() and (got[2].transpose(1, 2)[empty] == 0).all()
+    assert (got[1][empty] == -math.inf).all() and got[1][~empty].isfinite().all()
+    return excess(got, exact, bounds)
+
+
+@pytest.mark.parametrize("first", range(0, DRAWN, PER_TEST))
+def test_drawn_cases_against_float64(first):
+    """Forward and gradients of every drawn case lie within the rounding bound, element by element.
+
+    ``pytest -s`` shows the largest share of each bound that was used.
+    """
+    worst = collections.Counter()
+    for seed in range(first, first + PER_TEST):
+        case = cases.draw(seed)
+        found = checked(case)
+        assert max(found.values()) <= 1, f"{case}: {found}"
+        worst |= collections.Counter(found)
+    print({name: round(share, 3) for name, share in worst.items()})
+    # A bound that nothing comes near would let mistakes pass.
+    assert worst["out"] > 0.2 and worst["dv"] > 0.2 and worst["dq"] > 0.02 and worst["dk"] > 0.02
+
+
+def test_the_draw_covers_what_it_claims():
+    drawn = [cases.draw(seed) for seed in range(DRAWN)]
+    assert len(drawn) >= 300
+    assert {case.kind for case in drawn} == set(cases.KINDS)
+    assert {case.dim for case in drawn} == set(cases.HEAD_DIMS)
+    assert {case.dtype for case in drawn} == set(cases.DTYPES)
+    assert {(case.heads, case.kv_heads) for case in drawn} == set(cases.HEADS)
+    assert {case.q_len for case in drawn} == {case.kv_len for case in drawn} == set(cases.LENGTHS)
+    assert {type(case.schedule) for case in drawn} == {str, list}
+    assert any(case.softcap for case in drawn) and any(case.causal for case in drawn)
+
+
+CASE = cases.Case(
+    7,
+    "by hand",
+    *(2, 4, 2, 200, 300, 64),
+    torch.bfloat16,
+    3.0,
+    "lpt",
+    True,
+    BlockMask.sliding_window(200, 300, left=90, right=40),
+)
+
+
+def no_mask(mask, m, n, partial, tile):
+    return true_allowed(mask, m, n, 0, tile)
+
+
+def no_ends(mask, m, n, partial, tile):
+    allowed = true_allowed(mask, m, n, partial, tile)
+    kv = torch.arange(n * 128, n * 128 + 128)
+    return allowed | (kv >= mask.kv_len)
+
+
+def one_wider(mask, m, n, partial, tile):
+    allowed = true_allowed(mask, m, n, partial, tile)
+    return allowed | allowed.roll(1, dims=1)
+
+
+def stale_maximum(state, *args):
+    """The old sum and values are not scaled to the new maximum."""
+    top, total, acc = state
+    above, new_total, new_acc = true_attend((top, total * 0, acc * 0), *args)
+    return above, total + new_total, acc + new_acc
+
+
+def fp8(t, dtype):
+    return t.to(torch.float8_e4m3fn).float()
+
+
+def no_slope(queries, keys, scale, softcap):
+    scores, slope = true_scores(queries, keys, scale, softcap)
+    return scores, torch.ones_like(slope)
+
+
+true_allowed, true_attend, true_scores = cpu._allowed, cpu._attend, cpu._scores
+VALUE_MUTANTS = {
+    "the rule is not evaluated": ("_allowed", no_mask),
+    "keys beyond Sk are taken": ("_allowed", no_ends),
+    "the rule is one key too wide": ("_allowed", one_wider),
+    "no rescaling": ("_attend", stale_maximum),
+    "P and dS in fp8": ("_through", fp8),
+    "the softcap's slope is left out": ("_scores", no_slope),
+}
+
+
+def test_the_case_of_the_mutants_is_right():
+    assert max(checked(CASE).values()) <= 1
+
+
+@pytest.mark.parametrize("name", VALUE_MUTANTS)
+def test_a_wrong_value_is_killed(name, monkeypatch):
+    target, mutant = VALUE_MUTANTS[name]
+    monkeypatch.setattr(cpu, target, mutant)
+    assert max(checked(CASE).values()) > 2
+
+
+@pytest.mark.parametrize("name", ["delta", "lse gradient"])
+def test_a_wrong_gradient_is_killed(name):
+    """The bound sees a missing delta, and an lse gradient that is dropped."""
+    x = cases.inputs_of(CASE)
+    allowed, plain = CASE.allowed(), [t.detach() for t in x.leaves()]
+    bounds = reference.error_bounds(*plain, x.dout, allowed, dlse=x.dlse, softcap=CASE.softcap)
+    exact = exact_of(x, allowed, CASE.softcap)
+    if name == "delta":
+        wrong = cases.Inputs(*x.leaves(), x.dout, x.dlse + (x.dout * exact[0]).sum(-1).mT)
+    else:
+        wrong = cases.Inputs(*x.leaves(), x.dout, x.dlse * 0)
+    assert excess(ours_of(wrong, CASE), exact, bounds)["dq"] > 2
+
+
+def test_against_torch_in_float64():
+    """scaled_dot_product_attention with the same dense mask, values and gradients."""
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(2, 50, 6, 16, generator=generator, dtype=torch.float64, requires_grad=True)
+    k, v = (
+        torch.randn(2, 70, 3, 16, generator=generator, dtype=torch.float64, requires_grad=True)
+        for _ in range(2)
+    )
+    allowed = torch.rand(2, 6, 50, 70, generator=generator) < 0.5
+    allowed[..., 0] = True
+    ours = reference.attention(q, k, v, allowed, scale=0.3)[0]
+    theirs = torch.nn.functional.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (q, k, v)), attn_mask=allowed, scale=0.3, enable_gqa=True
+    ).transpose(1, 2)
+    assert (ours - theirs).abs().max() < 1e-12
+    dout = torch.randn(ours.shape, generator=generator, dtype=torch.float64)
+    for mine, other in zip(
+        *(torch.autograd.grad(t, (q, k, v), dout) for t in (ours, theirs)), strict=True
+    ):
+        assert (mine - other).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_gradcheck(softcap):
+    generator = torch.Generator().manual_seed(2)
+    q = torch.randn(1, 4, 2, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    k, v = (
+        torch.randn(1, 5, 1, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+        for _ in range(2)
+    )
+    allowed = torch.rand(4, 5, generator=generator) < 0.6
+    allowed[2] = False
+
+    def run(*leaves):
+        out, lse = reference.attention(*leaves, allowed, softcap=softcap)
+        return out, lse.masked_fill(lse.isinf(), 0.0)
+
+    assert torch.autograd.gradcheck(run, (q, k, v))
+
+
+def test_no_keys_at_all():
+    q, k = torch.randn(1, 3, 2, 8), torch.randn(1, 0, 1, 8)
+    out, lse = reference.attention(q, k, k, torch.ones(3, 0, dtype=torch.bool))
+    assert (out == 0).all() and (lse == -math.inf).all()

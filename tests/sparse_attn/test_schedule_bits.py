@@ -1,0 +1,281 @@
+"""The gradients' bits follow the schedule: ranks for dQ, visits for dK and dV, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from cute_kernels.errors import ScheduleError
+from cute_kernels.schedulers import BlockMask, kinds
+from cute_kernels.schedulers.safety import check
+from cute_kernels.schedulers.schedule import Schedule
+from cute_kernels.sparse_attn import cpu, masks
+from cute_kernels.sparse_attn.api import block_sparse_attention
+from tests.contract import bits, same_bytes
+from tests.sparse_attn import cases
+
+BATCH, HEADS, KV_HEADS, SIZE, DIM = 2, 4, 2, 700, 64
+COLUMNS = -(-SIZE // 128)
+SHARED, BY_HEAD = "shared mask", "a mask per head"
+
+
+@functools.cache
+def mask_of(kind: str) -> BlockMask:
+    causal = BlockMask.causal(SIZE, SIZE)
+    if kind == SHARED:
+        return causal
+    generator = torch.Generator().manual_seed(4)
+    return causal | BlockMask.from_dense(
+        torch.rand(1, HEADS, SIZE, SIZE, generator=generator) < 0.1
+    )
+
+
+def heads_of(kind: str) -> int:
+    return BATCH * (KV_HEADS if kind == SHARED else HEADS)
+
+
+@functools.cache
+def problem() -> cases.Inputs:
+    return cases.inputs(BATCH, HEADS, KV_HEADS, SIZE, SIZE, DIM, seed=9)
+
+
+def gradients(schedule, kind: str = SHARED) -> tuple[torch.Tensor, ...]:
+    """dq, dk, dv through the public op."""
+    x = problem()
+    out = block_sparse_attention(*x.leaves(), mask_of(kind), schedule=schedule)
+    return torch.autograd.grad(out, x.leaves(), x.dout)
+
+
+@functools.cache
+def forward_of(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    lowered = masks.lower(mask_of(kind))
+    return cpu.forward(*(t.detach() for t in problem().leaves()), lowered, DIM**-0.5, 0.0)
+
+
+def launched(schedule: Schedule, kind: str = SHARED) -> tuple[torch.Tensor, ...]:
+    """fp32 dq, dk, dv of the backend itself, which takes any schedule without a cycle."""
+    x, lowered = problem(), masks.lower(mask_of(kind))
+    order = masks.order_of(lowered, schedule)
+    leaves = (t.detach() for t in x.leaves())
+    return cpu.ordered_sums(
+        x.dout, None, *leaves, *forward_of(kind), lowered, order, DIM**-0.5, 0.0
+    )
+
+
+def rounded(sums: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """What the op returns for the backend's sums."""
+    return tuple(cpu._unblocked(t, SIZE, torch.bfloat16) for t in sums)
+
+
+def spread(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The share of elements whose bits differ."""
+    return (bits(a) != bits(b)).double().mean().item()
+
+
+def lists(kind: str, **options) -> Schedule:
+    return kinds.permutation(mask_of(kind), heads=heads_of(kind), **options)
+
+
+ASCENDING = list(range(COLUMNS))
+SHUFFLED = [3, 0, 5, 1, 4, 2]
+
+
+@pytest.mark.parametrize("kind", [SHARED, BY_HEAD])
+def test_dq_follows_the_write_order(kind):
+    """Other ranks: other dQ.  dK and dV, whose visits stay as they are, keep every byte."""
+    one, two = (launched(lists(kind, order=order), kind) for order in (ASCENDING, SHUFFLED))
+    assert 0.1 < spread(one[0], two[0]) < 0.9
+    assert same_bytes(one[1], two[1]) and same_bytes(one[2], two[2])
+    # So do the op's gradients, of whose bits a rounding from fp32 to bf16 leaves few.
+    got = gradients(ASCENDING, kind), gradients(SHUFFLED, kind)
+    for mine, sums in zip(got, (one, two), strict=True):
+        assert all(same_bytes(a, b) for a, b in zip(mine, rounded(sums), strict=True))
+    assert not same_bytes(got[0][0], got[1][0])
+
+
+@pytest.mark.parametrize("kind", [SHARED, BY_HEAD])
+def test_dk_and_dv_follow_the_visits(kind):
+    one = launched(lists(kind, order=ASCENDING), kind)
+    two = launched(lists(kind, order=ASCENDING, walk="descending"), kind)
+    assert same_bytes(one[0], two[0])
+    assert 0.1 < spread(one[1], two[1]) < 0.9 and 0.1 < spread(one[2], two[2]) < 0.9
+
+
+@pytest.mark.parametrize("kind", [SHARED, BY_HEAD])
+@pytest.mark.parametrize("in_flight", [2, 3, 4])
+def test_bits_do_not_follow_the_launch_order(kind, in_flight):
+    """The same ranks and visits, tickets of several heads interleaved."""
+    one = lists(kind, order=SHUFFLED)
+    two = lists(kind, order=SHUFFLED, heads_in_flight=in_flight)
+    assert one.hash != two.hash and not np.array_equal(one.order, two.order)
+    assert np.array_equal(one.rank, two.rank) and np.array_equal(one.q_block, two.q_block)
+    for mine, other in zip(gradients(one, kind), gradients(two, kind), strict=True):
+        assert same_bytes(mine, other)
+
+
+def relaunched(schedule: Schedule, order: np.ndarray) -> Schedule:
+    """The same lists and ranks under other tickets."""
+    words = {name: getattr(schedule, name) for name in schedule.__dataclass_fields__}
+    return Schedule(**(words | {"order": order.astype(np.int32)}))
+
+
+@pytest.mark.parametrize("kind", [SHARED, BY_HEAD])
+def test_bits_do_not_follow_any_launch_order(kind):
+    """Tickets backwards and shuffled: parts that come early wait for their rank."""
+    schedule = lists(kind, order=SHUFFLED)
+    want, got = launched(schedule, kind), gradients(schedule, kind)
+    assert all(same_bytes(a, b) for a, b in zip(got, rounded(want), strict=True))
+    rng = np.random.default_rng(0)
+    for order in (schedule.order[::-1], rng.permutation(schedule.order)):
+        other = relaunched(schedule, order)
+        assert check(other, mask_of(kind)).residents > 1
+        for mine, theirs in zip(launched(other, kind), want, strict=True):
+            assert same_bytes(mine, theirs)
+
+
+def test_kinds_have_their_own_bits_and_repeat_them():
+    names = ("left_to_right", "spt", "lpt")
+    first = {name: gradients(name) for name in names}
+    assert not same_bytes(first["left_to_right"][0], first["spt"][0])
+    for name in names:
+        made = kinds.KINDS[name](mask_of(SHARED), heads=heads_of(SHARED))
+        for again in (
+            gradients(name),
+            gradients(made),
+            gradients(Schedule.from_json(made.to_json())),
+        ):
+            assert all(same_bytes(a, b) for a, b in zip(again, first[name], strict=True))
+    auto = gradients("auto")
+    assert all(same_bytes(a, b) for a, b in zip(auto, first["spt"], strict=True))
+
+
+def test_orders_are_taken_in_every_form():
+    want = gradients(SHUFFLED)
+    per_head = [SHUFFLED] * heads_of(SHARED)
+    for given in (tuple(SHUFFLED), np.array(SHUFFLED), torch.tensor(SHUFFLED), per_head):
+        assert all(same_bytes(a, b) for a, b in zip(gradients(given), want, strict=True))
+    mixed = [SHUFFLED] * (heads_of(SHARED) - 1) + [ASCENDING]
+    got, plain = gradients(mixed), gradients(ASCENDING)
+    # The last KV head of the last batch is that of the other order.
+    assert same_bytes(got[0][:, :, :2], want[0][:, :, :2]) and same_bytes(got[0][:1], want[0][:1])
+    assert same_bytes(got[0][1:, :, 2:], plain[0][1:, :, 2:])
+    assert not same_bytes(got[0], want[0])
+
+
+def by_hand(schedule: Schedule, kind: str) -> tuple[torch.Tensor, ...]:
+    """The order of sums written out: parts first, added afterwards as the schedule says."""
+    x, allowed = problem(), mask_of(kind).to_dense().expand(BATCH, HEADS, SIZE, SIZE)
+    out, lse = forward_of(kind)
+    pad, group = COLUMNS * 128 - SIZE, HEADS // KV_HEADS
+    shared = group if kind == SHARED else 1
+    q, k, v, dout = (
+        torch.nn.functional.pad(t.detach().float().transpose(1, 2), (0, 0, 0, pad))
+        for t in (*x.leaves(), x.dout)
+    )
+    delta = torch.nn.functional.pad((x.dout.float() * out.float()).sum(-1).mT, (0, pad))
+    lse2 = torch.nn.functional.pad(lse, (0, pad)) * math.log2(math.e)
+    allowed = torch.nn.functional.pad(allowed, (0, pad, 0, pad))
+    dk, dv = torch.zeros(2, *q.shape)
+    parts: dict[tuple, dict] = {}
+    for ticket, n, visits in schedule.tickets():
+        cols = slice(n * 128, n * 128 + 128)
+        for m, _, rank in visits:
+            rows = slice(m * 128, m * 128 + 128)
+            for head in range(ticket * shared, (ticket + 1) * shared):
+                b, h = divmod(head, HEADS)
+                keys, values = k[b, h // group, cols], v[b, h // group, cols]
+                queries, grads = q[b, h, rows], dout[b, h, rows]
+                scores = queries @ keys.T * (DIM**-0.5 * math.log2(math.e))
+                p = torch.exp2(scores - lse2[b, h, rows, None])
+                p = p.masked_fill(~allowed[b, h, rows, cols], 0.0)
+                ds = p * (grads @ values.T - delta[b, h, rows, None])
+                p, ds = p.bfloat16().float(), ds.bfloat16().float()
+                home = h // group * group if kind == SHARED else h
+                dv[b, home, cols] += p.T @ grads
+                dk[b, home, cols] += ds.T @ queries
+                parts.setdefault((b, h, m), {})[rank] = ds @ keys
+    dq = torch.zeros_like(q)
+    for (b, h, m), found in parts.items():
+        for rank in sorted(found):
+            dq[b, h, m * 128 : m * 128 + 128] += found[rank]
+    dk, dv = (t.unflatten(1, (KV_HEADS, group)) for t in (dk, dv))
+    dk, dv = (t[:, :, 0] if kind == SHARED else t[:, :, 0] + t[:, :, 1] for t in (dk, dv))
+    return tuple(t.unflatten(2, (-1, 128)) for t in (dq * DIM**-0.5, dk * DIM**-0.5, dv))
+
+
+def differing(got, want) -> list[float]:
+    return [spread(a, b) for a, b in zip(got, want, strict=True)]
+
+
+@pytest.mark.parametrize("kind", [SHARED, BY_HEAD])
+@pytest.mark.parametrize("walk", ["ascending", "cyclic"])
+def test_the_order_written_out(kind, walk):
+    """dQ, dK and dV are the sums that the schedule spells, byte for byte."""
+    schedule = lists(kind, order=SHUFFLED, walk=walk)
+    for mine, want in zip(launched(schedule, kind), by_hand(schedule, kind), strict=True):
+        assert same_bytes(mine, want)
+
+
+class Unordered(cpu._Turns):
+    """Parts are added as they come."""
+
+    def add(self, head, m, rank, part):
+        self.total[head, m] += part
+
+
+class Backwards(cpu._Turns):
+    """Ranks are read from the other end."""
+
+    def __init__(self, like):
+        super().__init__(like)
+        self.parts = {}
+
+    def add(self, head, m, rank, part):
+        self.parts.setdefault((head, m), {})[rank] = part
+        found = self.parts[head, m]
+        ordered = [found[r] for r in sorted(found, reverse=True)]
+        self.total[head, m] = functools.reduce(torch.add, ordered)
+
+
+@pytest.mark.parametrize("mutant", [Unordered, Backwards])
+def test_wrong_turns_are_killed(mutant, monkeypatch):
+    schedule = lists(SHARED, order=SHUFFLED)
+    want = by_hand(schedule, SHARED)
+    backwards = relaunched(schedule, schedule.order[::-1])
+    assert differing(launched(backwards), want) == [0, 0, 0]
+    monkeypatch.setattr(cpu, "_Turns", mutant)
+    found = differing(launched(backwards), want)
+    assert found[0] > 0.1 and found[1:] == [0, 0]
+
+
+@pytest.mark.parametrize("mutant", ["visits ascending", "ranks by column", "heads backwards"])
+def test_a_schedule_that_is_not_followed_is_killed(mutant):
+    """The lists are read as they are: sorted visits, other ranks, other heads show."""
+    orders = [SHUFFLED, ASCENDING, ASCENDING[::-1], SHUFFLED[::-1]] * 2
+    schedule = lists(BY_HEAD, order=orders, walk="cyclic")
+    want = by_hand(schedule, BY_HEAD)
+    assert differing(launched(schedule, BY_HEAD), want) == [0, 0, 0]
+    if mutant == "heads backwards":
+        changed = {"list_of_head": schedule.list_of_head[::-1].copy()}
+    elif mutant == "ranks by column":
+        other = lists(BY_HEAD, order=orders, write_order=ASCENDING, walk="cyclic")
+        changed = {"rank": other.rank}
+    else:
+        changed = {"q_block": lists(BY_HEAD, order=orders).q_block}
+    words = {name: getattr(schedule, name) for name in schedule.__dataclass_fields__}
+    assert max(differing(launched(Schedule(**(words | changed)), BY_HEAD), want)) > 0.1
+
+
+def test_a_schedule_that_needs_residency_is_refused():
+    """shift on a full mask waits on later tickets; with few CTAs resident it would hang."""
+    full = BlockMask.full(512, 512)
+    schedule = kinds.shift(full, heads=2)
+    assert check(schedule, full).residents > 1
+    x = cases.inputs(1, 2, 2, 512, 512, DIM)
+    for given in ("shift", schedule):
+        with pytest.raises(ScheduleError, match="allow_residency"):
+            block_sparse_attention(*x.leaves(), full, schedule=given)
