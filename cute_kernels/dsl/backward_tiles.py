@@ -1,0 +1,114 @@
+"""The shared-memory operands of an attention backward, and the products that read them.
+
+Scores are made with the keys as rows, so that P and dS are register operands of dV and dK as they
+are, and only dS goes through shared memory, for dQ.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers
+
+from . import mma, smem
+
+WARPGROUPS = 2
+#: Keys of a block: 64 a warpgroup.
+BLOCK = 64 * WARPGROUPS
+#: Query rows of one score product: with more, the accumulators would not fit the registers.
+PART = 64
+
+
+@dataclass(frozen=True)
+class BackwardTiles:
+    """Tiles of ``tile_m`` query rows against blocks of 128 keys.
+
+    K, V [128, D] in one stage; Q, dO [tile_m, D] in ``stages``; dS [128, tile_m] in ``ds_stages``.
+    Views by ``major``: ``"k"`` is [rows, contiguous], ``"mn"`` the same bytes transposed.
+    """
+
+    dtype: type
+    head_dim: int
+    tile_m: int
+    stages: int
+    ds_stages: int
+
+    @property
+    def parts(self) -> int:
+        """Score products of a tile."""
+        return self.tile_m // PART
+
+    def score_mma(self, warpgroups: int = WARPGROUPS) -> cute.TiledMma:
+        """K Qᵀ and V dOᵀ: 64 keys a warpgroup by 64 rows, both from shared memory."""
+        return mma.tiled_mma(self.dtype, "k", "k", warpgroups, PART)
+
+    def kv_mma(self, warpgroups: int = WARPGROUPS) -> cute.TiledMma:
+        """Pᵀ dO and dSᵀ Q: 64 keys a warpgroup by D; A from registers, B's rows are reduced."""
+        return hopper_helpers.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.MN,
+            cutlass.Float32,
+            (warpgroups, 1, 1),
+            (64, self.head_dim),
+            warpgroup.OperandSource.RMEM,
+        )
+
+    def dq_mma(self) -> cute.TiledMma:
+        """dS K: warpgroups side by side along D for 64 rows, stacked along the rows for 128."""
+        stacked = self.tile_m // 64
+        return hopper_helpers.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            OperandMajorMode.MN,
+            OperandMajorMode.MN,
+            cutlass.Float32,
+            (stacked, WARPGROUPS // stacked, 1),
+            (64, 64),
+        )
+
+    def store_atom(self) -> cute.CopyAtom:
+        """From accumulators to a row-major view."""
+        return hopper_helpers.get_smem_store_op(LayoutEnum.ROW_MAJOR, self.dtype, cutlass.Float32)
+
+    def key_layout(self, major: str = "k") -> cute.ComposedLayout:
+        """Of K or V: [128, D, 1]."""
+        return self._layout(BLOCK, 1, major)
+
+    def row_layout(self, major: str = "k") -> cute.ComposedLayout:
+        """Of Q or dO: [tile_m, D, stages]."""
+        return self._layout(self.tile_m, self.stages, major)
+
+    def _layout(self, rows: int, stages: int, major: str) -> cute.ComposedLayout:
+        size = (rows, self.head_dim) if major == "k" else (self.head_dim, rows)
+        return smem.operand_layout(self.dtype, *size, major, stages)
+
+    def keys(self, buffer, major: str = "k") -> cute.Tensor:
+        """K or V."""
+        return _view(buffer, self.key_layout(major))
+
+    def rows(self, buffer, major: str = "k") -> cute.Tensor:
+        """Q or dO."""
+        return _view(buffer, self.row_layout(major))
+
+    def row_parts(self, buffer) -> list[cute.Tensor]:
+        """Q or dO, 64 rows at a time."""
+        size = (PART, self.head_dim, self.stages)
+        return [cute.local_tile(self.rows(buffer), size, (i, 0, 0)) for i in range(self.parts)]
+
+    def ds(self, buffer, major: str) -> cute.Tensor:
+        """dS: [keys, rows], or ("mn") [rows, keys]."""
+        size = (BLOCK, self.tile_m) if major == "k" else (self.tile_m, BLOCK)
+        return _view(buffer, smem.operand_layout(self.dtype, *size, major, self.ds_stages))
+
+    def statistics(self, buffer, stage, part, lane) -> cute.Tensor:
+        """[2, PART / 8]: the fp32 values of the query rows that a lane holds of a score product."""
+        layout = cute.make_layout((2, 4, PART // 8, self.parts, self.stages))
+        return buffer.get_tensor(layout)[None, lane % 4, None, part, stage]
+
+
+def _view(buffer, layout: cute.ComposedLayout) -> cute.Tensor:
+    return buffer.get_tensor(layout.outer, swizzle=layout.inner)

@@ -1,0 +1,68 @@
+"""P and dS of a backward, on accumulators with keys as rows and query rows as columns.
+
+A thread holds two keys of an accumulator of ``wgmma.m64nNk16``: value ``4 i + 2 half + side`` is
+key ``16 warp + lane / 4 + 8 half``, query row ``8 i + 2 (lane mod 4) + side`` of the tile.
+"""
+
+import cutlass
+from cutlass import cute
+
+WORD = 32
+
+
+@cute.jit
+def exponents(scores: cute.Tensor, lse2: cute.Tensor, c: cutlass.Float32):
+    """s = s c - lse2[q], fused."""
+    for i in cutlass.range_constexpr(cute.size(scores) // 4):
+        for side in cutlass.range_constexpr(2):
+            shift = -lse2[side, i]
+            for half in cutlass.range_constexpr(2):
+                at = 4 * i + 2 * half + side
+                scores[at] = cute.math.fma(scores[at], c, shift)
+
+
+@cute.jit
+def keep_bits(scores: cute.Tensor, lane, words: cute.Tensor, row, key):
+    """Keeps what a bit tile [128, 4] allows, from its row ``row`` on; ``key``: that of half 0."""
+    # Keys 8 apart in a group of 16 share a word.
+    first = (row + lane % 4 * 2) * 4 + key // WORD
+    own = cute.make_tensor(words.iterator + first, cute.make_layout(4 * cute.size(scores)))
+    shift = key % WORD
+    for i in cutlass.range_constexpr(cute.size(scores) // 4):
+        for side in cutlass.range_constexpr(2):
+            word = own[4 * (8 * i + side)] >> shift
+            for half in cutlass.range_constexpr(2):
+                at = 4 * i + 2 * half + side
+                kept = (word & (1 << (8 * half))) != 0
+                scores[at] = scores[at] if kept else -cutlass.Float32.inf
+
+
+@cute.jit
+def slopes(grads: cute.Tensor, p: cute.Tensor, delta: cute.Tensor):
+    """g = p (g - delta[q])."""
+    for i in cutlass.range_constexpr(cute.size(grads) // 4):
+        for side in cutlass.range_constexpr(2):
+            mean = delta[side, i]
+            for half in cutlass.range_constexpr(2):
+                at = 4 * i + 2 * half + side
+                grads[at] = p[at] * (grads[at] - mean)
+
+
+@cute.jit
+def capped_slopes(
+    grads: cute.Tensor, p: cute.Tensor, delta: cute.Tensor, lse2: cute.Tensor, c: cutlass.Float32
+):
+    """g = p (g - delta[q]) (1 - t²); t = (log2 p + lse2[q]) / c, the capped score; p = 0 gives 0.
+
+    t is made again from p, as exact as the exponent was: keeping it would cost registers.
+    """
+    inverse = cute.arch.rcp_approx(c)
+    for i in cutlass.range_constexpr(cute.size(grads) // 4):
+        for side in cutlass.range_constexpr(2):
+            mean, level = delta[side, i], lse2[side, i]
+            for half in cutlass.range_constexpr(2):
+                at = 4 * i + 2 * half + side
+                t = (cute.math.log2(p[at], fastmath=True) + level) * inverse
+                bend = cute.math.fma(-t, t, cutlass.Float32(1.0))
+                grad = p[at] * (grads[at] - mean) * bend
+                grads[at] = grad if p[at] > 0.0 else cutlass.Float32(0.0)

@@ -1,0 +1,70 @@
+"""The turnstile: CTAs add their fp32 tiles to one place in global memory, in the order of a rank.
+
+A semaphore counts the tiles that have landed.  One thread of a CTA takes a whole turn:
+
+    wait_turn    spins, acquiring at gpu scope, until the count equals its rank
+    add          one bulk reduce-add of shared memory, committed as a group of its own
+    finish_turn  waits until that group has landed (a ``.read`` wait would only free the shared
+                 memory), then releases the next rank at gpu scope
+
+The same thread does all three: bulk groups belong to the thread that committed them.  Unordered
+kernels call ``add`` and ``land`` alone.
+"""
+
+import cutlass
+from cutlass import cute
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import dsl_user_op
+
+
+@cute.jit
+def wait_turn(semaphore: cute.Pointer, rank: cutlass.Int32):
+    """Until ``rank`` tiles have landed; the adds of this turn come after theirs."""
+    seen = cute.arch.load(semaphore, cutlass.Int32, sem="acquire", scope="gpu")
+    while seen != rank:
+        seen = cute.arch.load(semaphore, cutlass.Int32, sem="acquire", scope="gpu")
+    # The acquire is a generic access; the adds that it orders are made by the async proxy.
+    cute.arch.fence_proxy("async.global")
+
+
+@cute.jit
+def add(destination: cute.Pointer, source: cute.Pointer, size: cutlass.Constexpr):
+    """destination[i] += source[i] for ``size`` bytes of fp32, asynchronously, as one bulk group.
+
+    destination: global, source: shared; 16-byte aligned, as ``size`` is.  The shared memory was
+    written before a ``fence.proxy.async`` of its writers and a barrier.
+    """
+    _bulk_add(destination, source, size)
+    cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def land():
+    """Until every add of this thread is in global memory, and its shared memory may be reused."""
+    cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+
+@cute.jit
+def finish_turn(semaphore: cute.Pointer):
+    """The tile has landed and rank + 1 may add its own."""
+    land()
+    cute.arch.red(semaphore, cutlass.Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
+
+
+@dsl_user_op
+def _bulk_add(destination, source, size, *, loc=None, ip=None):
+    llvm.inline_asm(
+        None,
+        [
+            destination.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
+            source.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
+            cutlass.Int32(size).ir_value(loc=loc, ip=ip),
+        ],
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;",
+        "l,r,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )

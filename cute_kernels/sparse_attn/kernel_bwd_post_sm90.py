@@ -1,0 +1,97 @@
+"""After the backward: dQ = round(dq scale), from the order of the accumulators to [B, Sq, Hq, D].
+
+Layouts      dq fp32 [B, Hq, Mt, tile_m * D]: a tile holds, for each warpgroup, groups of 4 values
+             of its 128 threads (kernel_bwd_sm90.py); dQ [B, Sq, Hq, D], rows of D contiguous.
+Order        nothing is added: one product, one rounding.
+Roles        one CTA per (tile of tile_m query rows, head, batch); a thread has the accumulators of
+             the thread of the same number.
+Limits       SM90a; bf16 and fp16; D 64 and 128.
+Measured     not run on a GPU yet.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_tensor
+
+from ..compile import fake
+
+WARPGROUP = 128
+THREADS = 2 * WARPGROUP
+
+
+class BackwardPostSm90:
+    """One dtype, head dimension and tile height; ``__call__`` is what is compiled."""
+
+    def __init__(self, dtype: str, head_dim: int, tile_m: int):
+        assert tile_m in (64, 128) and head_dim % 16 == 0
+        self.dtype, self.head_dim, self.tile_m = fake.DTYPES[dtype], head_dim, tile_m
+
+    @cute.jit
+    def __call__(self, mAcc: cute.Tensor, mdQ: cute.Tensor, scale: cutlass.Float32, stream):
+        batches, heads, tiles, _ = mAcc.shape
+        self.kernel(mAcc, mdQ, scale).launch(
+            grid=(tiles, heads, batches), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, mAcc: cute.Tensor, mdQ: cute.Tensor, scale: cutlass.Float32):
+        tidx, _, _ = cute.arch.thread_idx()
+        tile, head, batch = cute.arch.block_idx()
+        warpgroup, thread = tidx // WARPGROUP, tidx % WARPGROUP
+        # Warpgroups are stacked along the rows of 128, and side by side along D for 64 rows.
+        row = tile * self.tile_m + thread // 32 * 16 + thread % 32 // 4
+        column = thread % 4 * 2
+        if cutlass.const_expr(self.tile_m == WARPGROUP):
+            row += warpgroup * 64
+        else:
+            column += warpgroup * (self.head_dim // 2)
+        fours = self.tile_m * self.head_dim // (4 * THREADS)
+        layout = cute.make_layout((4, WARPGROUP, fours, 2))
+        gAcc = cute.make_tensor(mAcc[batch, head, tile, None].iterator, layout)
+        own = gAcc[None, thread, None, warpgroup]
+        rAcc = cute.make_rmem_tensor(own.shape, cutlass.Float32)
+        cute.autovec_copy(own, rAcc)
+        for four in cutlass.range_constexpr(fours):
+            # Two values of a row, then two of the row 8 below.
+            for half in cutlass.range_constexpr(2):
+                at = row + half * 8
+                if at < mdQ.shape[1]:
+                    self.store(mdQ, batch, at, head, column + 8 * four, rAcc, four, half, scale)
+
+    @cute.jit
+    def store(self, mdQ, batch, row, head, column, rAcc, four, half, scale):
+        """Two adjacent elements: one 4-byte store."""
+        at = (
+            cutlass.Int64(batch) * mdQ.stride[0]
+            + cutlass.Int64(row) * mdQ.stride[1]
+            + cutlass.Int64(head) * mdQ.stride[2]
+            + column
+        )
+        pointer = cute.make_ptr(
+            self.dtype,
+            mdQ.iterator.toint() + at * (self.dtype.width // 8),
+            cute.AddressSpace.gmem,
+            assumed_align=4,
+        )
+        rounded = cute.make_rmem_tensor(2, self.dtype)
+        for i in cutlass.range_constexpr(2):
+            rounded[i] = (rAcc[2 * half + i, four] * scale).to(self.dtype)
+        cute.autovec_copy(rounded, cute.make_tensor(pointer, cute.make_layout(2)))
+
+
+def build(dtype: str, head_dim: int, tile_m: int, compile=cute.compile):
+    """Compiles one variant against fake tensors; no GPU needed."""
+    batch, q_len, heads, tiles = (fake.size() for _ in range(4))
+    wide = tuple(cute.sym_int64(divisibility=4) for _ in range(3))
+    even = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
+    shape = (batch, heads, tiles, tile_m * head_dim)
+    return compile(
+        BackwardPostSm90(dtype, head_dim, tile_m),
+        make_fake_tensor(cutlass.Float32, shape, (*wide, 1), assumed_align=16),
+        make_fake_tensor(
+            fake.DTYPES[dtype], (batch, q_len, heads, head_dim), (*even, 1), assumed_align=16
+        ),
+        cutlass.Float32(1.0),
+        fake.stream(),
+        options=fake.SM90_OPTIONS,
+    )

@@ -1,0 +1,164 @@
+"""Before the backward: delta[q] = Σ_d dO[q, d] O[q, d] - dlse[q]; lse2 = lse log2 e; zeros.
+
+Layouts      O, dO [B, Sq, Hq, D] with rows of D contiguous; lse, dlse fp32 [B, Hq, Sq]; dlse, the
+             gradient of lse, may be None.
+             delta, lse2 fp32 [B, Hq, Mt * tile_m]: rows beyond Sq get delta 0 and lse2 +inf, so
+             that P = exp2(s - lse2) is 0 there.  A row whose lse is -inf (no key) gets +inf too.
+             dq fp32 [B, Hq, Mt, tile_m * D], semaphore int32 [B, Hq, Mt], counter int32 [1]: zeros.
+Order        8 products of a thread ascending, one fp32 chain; then a butterfly over the D / 8
+             threads of the row, nearest first; dlse last.  It depends on D alone.
+Roles        one CTA per (tile of tile_m query rows, head, batch).
+Limits       SM90a; bf16 and fp16; D a power of two, 16 to 256.
+Measured     not run on a GPU yet.
+"""
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_tensor
+
+from ..compile import fake
+
+THREADS = 128
+#: Elements that a thread loads at once: 16 bytes.
+VECTOR = 8
+
+
+class BackwardPreSm90:
+    """One dtype, head dimension and tile height; ``__call__`` is what is compiled."""
+
+    def __init__(self, dtype: str, head_dim: int, tile_m: int):
+        assert head_dim % VECTOR == 0 and 32 % (head_dim // VECTOR) == 0
+        assert tile_m % (THREADS * VECTOR // head_dim) == 0
+        self.dtype, self.head_dim, self.tile_m = fake.DTYPES[dtype], head_dim, tile_m
+
+    @cute.jit
+    def __call__(
+        self,
+        mO: cute.Tensor,
+        mdO: cute.Tensor,
+        mLse: cute.Tensor,
+        mdLse: cute.Tensor | None,
+        mLse2: cute.Tensor,
+        mDelta: cute.Tensor,
+        mdQ: cute.Tensor,
+        mSemaphore: cute.Tensor,
+        mCounter: cute.Tensor,
+        stream,
+    ):
+        batches, heads, tiles = mSemaphore.shape
+        self.kernel(mO, mdO, mLse, mdLse, mLse2, mDelta, mdQ, mSemaphore, mCounter).launch(
+            grid=(tiles, heads, batches), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mO: cute.Tensor,
+        mdO: cute.Tensor,
+        mLse: cute.Tensor,
+        mdLse: cute.Tensor | None,
+        mLse2: cute.Tensor,
+        mDelta: cute.Tensor,
+        mdQ: cute.Tensor,
+        mSemaphore: cute.Tensor,
+        mCounter: cute.Tensor,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        tile, head, batch = cute.arch.block_idx()
+        if tidx == 0:
+            mSemaphore[batch, head, tile] = cutlass.Int32(0)
+            if tile + head + batch == 0:
+                mCounter[0] = cutlass.Int32(0)
+        self.zero(mdQ, batch, head, tile, tidx)
+
+        threads_per_row = self.head_dim // VECTOR
+        rows_at_once = THREADS // threads_per_row
+        column = (tidx % threads_per_row) * VECTOR
+        copy = cute.make_copy_atom(
+            cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=VECTOR * self.dtype.width
+        )
+        rO = cute.make_rmem_tensor(VECTOR, self.dtype)
+        rdO = cute.make_rmem_tensor(VECTOR, self.dtype)
+        q_len = mO.shape[1]
+        for step in cutlass.range_constexpr(self.tile_m // rows_at_once):
+            row = tile * self.tile_m + step * rows_at_once + tidx // threads_per_row
+            inside = row < q_len
+            read = row if inside else cutlass.Int32(0)
+            cute.copy(copy, self.vector(mO, batch, read, head, column), rO)
+            cute.copy(copy, self.vector(mdO, batch, read, head, column), rdO)
+            total = cutlass.Float32(0.0)
+            for i in cutlass.range_constexpr(VECTOR):
+                total += rdO[i].to(cutlass.Float32) * rO[i].to(cutlass.Float32)
+            for far in cutlass.range_constexpr(int(math.log2(threads_per_row))):
+                total += cute.arch.shuffle_sync_bfly(total, offset=1 << far)
+            if column == 0:
+                if cutlass.const_expr(mdLse is not None):
+                    total -= mdLse[batch, head, read]
+                lse = mLse[batch, head, read]
+                infinite = cutlass.Float32(math.inf)
+                known = inside and lse != -infinite
+                mDelta[batch, head, row] = total if known else cutlass.Float32(0.0)
+                mLse2[batch, head, row] = lse * math.log2(math.e) if known else infinite
+
+    @cute.jit
+    def zero(self, mdQ, batch, head, tile, tidx):
+        """This tile of the dQ accumulator, 16 bytes a thread at a time."""
+        zeros = cute.make_rmem_tensor(4, cutlass.Float32)
+        zeros.fill(0.0)
+        gdQ = cute.zipped_divide(mdQ[batch, head, tile, None], (4,))
+        for step in cutlass.range(self.tile_m * self.head_dim // (4 * THREADS), unroll=8):
+            cute.autovec_copy(zeros, gdQ[None, step * THREADS + tidx])
+
+    @cute.jit
+    def vector(self, tensor: cute.Tensor, batch, row, head, column) -> cute.Tensor:
+        """The 16 bytes at tensor[batch, row, head, column]."""
+        at = (
+            cutlass.Int64(batch) * tensor.stride[0]
+            + cutlass.Int64(row) * tensor.stride[1]
+            + cutlass.Int64(head) * tensor.stride[2]
+            + column
+        )
+        pointer = cute.make_ptr(
+            self.dtype,
+            tensor.iterator.toint() + at * (self.dtype.width // 8),
+            cute.AddressSpace.gmem,
+            assumed_align=16,
+        )
+        return cute.make_tensor(pointer, cute.make_layout(VECTOR))
+
+
+def build(dtype: str, head_dim: int, tile_m: int, dlse: bool = False, compile=cute.compile):
+    """Compiles one variant against fake tensors; no GPU needed."""
+    batch, q_len, heads, padded, tiles = (fake.size() for _ in range(5))
+    rows = (batch, heads, padded)
+    return compile(
+        BackwardPreSm90(dtype, head_dim, tile_m),
+        activations(dtype, batch, q_len, heads, head_dim),
+        activations(dtype, batch, q_len, heads, head_dim),
+        packed(cutlass.Float32, (batch, heads, q_len)),
+        packed(cutlass.Float32, (batch, heads, q_len)) if dlse else None,
+        packed(cutlass.Float32, rows),
+        packed(cutlass.Float32, rows),
+        packed(cutlass.Float32, (batch, heads, tiles, tile_m * head_dim)),
+        packed(cutlass.Int32, (batch, heads, tiles)),
+        packed(cutlass.Int32, (1,)),
+        fake.stream(),
+        options=fake.SM90_OPTIONS,
+    )
+
+
+def activations(dtype: str, batch, length, heads, head_dim: int):
+    """[B, S, H, D] with D contiguous and every other stride a multiple of 16 bytes."""
+    step = fake.TMA_ALIGN * 8 // fake.DTYPES[dtype].width
+    strides = tuple(cute.sym_int64(divisibility=step) for _ in range(3))
+    shape = (batch, length, heads, head_dim)
+    return make_fake_tensor(fake.DTYPES[dtype], shape, (*strides, 1), assumed_align=fake.TMA_ALIGN)
+
+
+def packed(element, shape: tuple):
+    """A tensor of the workspace: last dimension contiguous, 16-byte rows where it is a tile."""
+    vector = isinstance(shape[-1], int) and shape[-1] % 4 == 0
+    strides = tuple(cute.sym_int64(divisibility=4 if vector else 1) for _ in shape[:-1])
+    return make_fake_tensor(element, shape, (*strides, 1), assumed_align=16 if vector else 4)

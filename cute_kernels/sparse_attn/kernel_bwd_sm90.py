@@ -1,0 +1,597 @@
+"""dK, dV and the fp32 dQ of block-sparse attention in one pass, in the order of a schedule: SM90.
+
+For each ticket (KV head, block of 128 keys) and each tile of query rows on its list:
+
+    S = Q Kᵀ      P = exp2(S c - lse2), c = scale log2 e, 0 where masked      dP = dO Vᵀ
+    dS = P (dP - delta)     dV += round(P)ᵀ dO     dK += round(dS)ᵀ Q     dQ += round(dS) K
+
+With a softcap, P = exp2(t c - lse2) with t = tanh(S scale / softcap) and c = softcap log2 e, and dS
+has the factor 1 - t².
+
+Layouts      Q, dO [B, Sq, Hq, D]; K, V, dK, dV [B, Sk, Hkv, D]; last dimension contiguous, other
+             strides multiples of 16 bytes.  lse2, delta fp32 [B, Hq, Mt, tile_m] and dq fp32
+             [B, Hq, Mt, tile_m * D] as the kernel before this one leaves them.  A tile of dq holds
+             the accumulators of the dQ product, thread by thread; the kernel after this one knows.
+Order        dK, dV: one fp32 accumulator per element over the list's entries in visiting order; in
+             an entry the group's query heads ascending; in a head its rows ascending in k16 groups;
+             dK times ``scale``; one rounding.  dQ: each visit's product is a chain over 128 keys
+             from zero, ascending in k16 groups; products are added to 0 by rank (``ordered``).
+Turns        dsl/turnstile.py, one semaphore per tile of rows.  Only tiles that begin inside Sq are
+             visited, awaited and released.
+Tickets      from an atomic counter; the next one when every dQ tile of this one has landed, so that
+             no CTA holds a ticket that it does not work on.
+Tails        keys beyond Sk are masked in the last block, and stored outputs clipped by TMA; query
+             rows beyond Sq have lse2 = +inf, so P = 0.
+Roles        warpgroup 0: warp 0 loads, thread 0 of warp 1 takes tickets and adds dQ; warpgroups 1
+             and 2: 64 keys of the block each, and half of every dQ tile.
+Limits       SM90a only; bf16 and fp16; D 64 and 128; lengths below 2^30; the query heads of a group
+             share their lists.
+Measured     not run on a GPU yet.
+"""
+
+from dataclasses import asdict, dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
+from cutlass.memory import SmemAllocator
+
+from ..compile import fake
+from ..dsl import chain, mma, pipeline, score_mask, slope, smem, softmax, tma, turnstile, walk
+from ..dsl.backward_tiles import BLOCK, PART, BackwardTiles
+from ..dsl.backward_tiles import WARPGROUPS as CONSUMERS
+from ..schedulers import ticket_device as tickets
+
+CONSUMER_THREADS = CONSUMERS * mma.WARPGROUP
+CONSUMER_WARPS = CONSUMER_THREADS // 32
+THREADS = CONSUMER_THREADS + mma.WARPGROUP
+PRODUCER_REGISTERS = 32
+CONSUMER_REGISTERS = 240
+#: Named barrier 0 is the CTA's; the consumers meet at 1.
+CONSUMER_BARRIER = 1
+#: As in masks.py: the open end of a band.
+FAR = 2**30
+FORMS = ("none", "band", "bits")
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """One compiled kernel.  ``form``: how partial blocks are masked (see ``masks``)."""
+
+    dtype: str
+    head_dim: int
+    form: str
+    ordered: bool
+    tile_m: int
+    softcap: bool = False
+    stages: int = 2
+    #: With two stages of dS the consumers meet once a visit.
+    ds_stages: int = 2
+    dq_stages: int = 2
+
+    def items(self) -> tuple[tuple[str, str | int | bool], ...]:
+        """Sorted (name, value) pairs: the constexpr part of the compile key."""
+        return tuple(sorted(asdict(self).items()))
+
+
+def configure(
+    dtype: str, head_dim: int, form: str, ordered: bool, softcap: bool = False
+) -> BackwardConfig:
+    """Tiles of 64 rows for D = 128, of 128 for D = 64: both fill the shared memory."""
+    return BackwardConfig(dtype, head_dim, form, ordered, 64 * 128 // head_dim, softcap)
+
+
+@dataclass(frozen=True)
+class Barriers:
+    """mbarriers of the buffer of K and V, and of the buffers of dQ."""
+
+    kv_full: cute.Pointer
+    kv_empty: cute.Pointer
+    dq_full: cute.Pointer
+    dq_empty: cute.Pointer
+
+
+class BackwardSm90:
+    """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
+
+    def __init__(self, config: BackwardConfig):
+        assert config.head_dim in (64, 128) and config.form in FORMS
+        assert config.tile_m * config.head_dim == 64 * BLOCK, "a dQ tile is 32 values a thread"
+        self.config = config
+        self.dtype = fake.DTYPES[config.dtype]
+        self.tile_m, self.head_dim = config.tile_m, config.head_dim
+        self.tiles = BackwardTiles(
+            self.dtype, config.head_dim, config.tile_m, config.stages, config.ds_stages
+        )
+        self.dq_size = config.tile_m * config.head_dim
+        self.kv_bytes = 2 * BLOCK * config.head_dim * self.dtype.width // 8
+        self.q_bytes = self.dq_size * self.dtype.width // 8 + config.tile_m * 4
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mdO: cute.Tensor,
+        mLse2: cute.Tensor,
+        mDelta: cute.Tensor,
+        mdQ: cute.Tensor,
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        mSemaphore: cute.Tensor,
+        mCounter: cute.Tensor,
+        mOrder: cute.Tensor,
+        mListOfHead: cute.Tensor,
+        mOffset: cute.Tensor,
+        mEntry: cute.Tensor,
+        mRank: cute.Tensor,
+        mTile: cute.Tensor,
+        mWords: cute.Tensor,
+        scale: cutlass.Float32,
+        c: cutlass.Float32,
+        inner: cutlass.Float32,
+        lo: cutlass.Int32,
+        hi: cutlass.Int32,
+        ctas: cutlass.Int32,
+        stream,
+    ):
+        sK_layout, sQ_layout = self.tiles.key_layout(), self.tiles.row_layout()
+        q_tile, kv_tile = (self.tile_m, self.head_dim), (BLOCK, self.head_dim)
+        tma_q, gQ = tma.load(by_rows(mQ), sQ_layout, q_tile, 1)
+        tma_do, gdO = tma.load(by_rows(mdO), sQ_layout, q_tile, 1)
+        tma_k, gK = tma.load(by_rows(mK), sK_layout, kv_tile, 1)
+        tma_v, gV = tma.load(by_rows(mV), sK_layout, kv_tile, 1)
+        tma_dk, gdK = tma.store(by_rows(mdK), sK_layout, kv_tile)
+        tma_dv, gdV = tma.store(by_rows(mdV), sK_layout, kv_tile)
+        self.storage = self.shared_storage()
+        group = mQ.shape[2] // mK.shape[2]
+        self.kernel(
+            *(tma_q, gQ, tma_do, gdO, tma_k, gK, tma_v, gV, tma_dk, gdK, tma_dv, gdV),
+            *(mLse2, mDelta, mdQ, mSemaphore, mCounter),
+            walk.Lists(mOrder, mListOfHead, mOffset, mEntry, mRank),
+            walk.Sizes(mK.shape[1], mK.shape[2], group, mSemaphore.shape[2]),
+            *(mTile, mWords, scale, c, inner, lo, hi),
+        ).launch(
+            grid=(ctas, 1, 1),
+            block=(THREADS, 1, 1),
+            cluster=(1, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_q: cute.CopyAtom,
+        gQ: cute.Tensor,
+        tma_do: cute.CopyAtom,
+        gdO: cute.Tensor,
+        tma_k: cute.CopyAtom,
+        gK: cute.Tensor,
+        tma_v: cute.CopyAtom,
+        gV: cute.Tensor,
+        tma_dk: cute.CopyAtom,
+        gdK: cute.Tensor,
+        tma_dv: cute.CopyAtom,
+        gdV: cute.Tensor,
+        mLse2: cute.Tensor,
+        mDelta: cute.Tensor,
+        mdQ: cute.Tensor,
+        mSemaphore: cute.Tensor,
+        mCounter: cute.Tensor,
+        lists: walk.Lists,
+        sizes: walk.Sizes,
+        mTile: cute.Tensor,
+        mWords: cute.Tensor,
+        scale: cutlass.Float32,
+        c: cutlass.Float32,
+        inner: cutlass.Float32,
+        lo: cutlass.Int32,
+        hi: cutlass.Int32,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for atom in (tma_q, tma_do, tma_k, tma_v, tma_dk, tma_dv):
+                cpasync.prefetch_descriptor(atom)
+        shared = SmemAllocator().allocate(self.storage)
+        rings = self.make_rings(shared)
+        dq = shared.dq.data_ptr()
+        barriers = Barriers(
+            shared.kv.data_ptr(), shared.kv.data_ptr() + 1, dq, dq + self.config.dq_stages
+        )
+        full = shared.tickets.data_ptr()
+        # The adding thread takes; the loading warp and the consumers receive.
+        source = tickets.TicketRing(
+            shared.slots.data_ptr(), full, full + tickets.STAGES, 1, 1 + CONSUMER_WARPS
+        )
+        if tidx == 0:
+            source.init()
+            self.init(barriers)
+        cute.arch.sync_threads()
+
+        if warp < mma.WARPGROUP // 32:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == 0:
+                loads = (tma_q, gQ, mLse2), (tma_do, gdO, mDelta), (tma_k, gK), (tma_v, gV)
+                self.load(*loads, shared, rings, barriers, source, lists, sizes)
+            if warp == 1:
+                if cute.arch.lane_idx() == 0:
+                    self.add_dq(mdQ, mSemaphore, mCounter, shared, barriers, source, lists, sizes)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            stores = (tma_dk, gdK), (tma_dv, gdV)
+            mask = (mTile, mWords, lo, hi)
+            factors = (scale, c, inner)
+            self.multiply(stores, mask, factors, shared, rings, barriers, source, lists, sizes)
+
+    @cute.jit
+    def load(self, q, do, k, v, shared, rings, barriers, source, lists, sizes):
+        """Warp 0: K and V of each ticket, then Q, lse2, dO and delta of its visits."""
+        lane = cute.arch.lane_idx()
+        state = pipeline.producer_state(self.config.stages)
+        received = tickets.ticket_state()
+        kv_phase = cutlass.Int32(1)
+        total = lists.order.shape[0]
+        ticket = source.receive(received)
+        received.advance()
+        while ticket < total:
+            head, block, entry, end = lists.column(ticket)
+            batch, kv_head = head // sizes.kv_heads, head % sizes.kv_heads
+            cute.arch.mbarrier_wait(barriers.kv_empty, kv_phase)
+            kv_phase = kv_phase ^ 1
+            if lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(barriers.kv_full, self.kv_bytes)
+            for (atom, source_of), buffer in ((k, shared.sK), (v, shared.sV)):
+                s, g = self.boxes(atom, self.tiles.keys(buffer), source_of, kv_head, batch)
+                cute.copy(atom, g[None, block], s[None, 0], tma_bar_ptr=barriers.kv_full)
+            while entry < end:
+                q_block = lists.entry[entry] >> 1
+                count, shift = walk.visits(sizes, q_block, self.tile_m)
+                for visit in cutlass.range(count, unroll=1):
+                    member, tile, _ = walk.which(visit, shift, q_block, self.tile_m)
+                    row = walk.row_of(sizes, head, member, tile)
+                    at = (kv_head * sizes.group + member, batch, tile, row, state)
+                    self.load_rows(q, rings[0], shared.sQ, shared.sLse2, *at)
+                    self.load_rows(do, rings[1], shared.sdO, shared.sDelta, *at)
+                    state.advance()
+                entry += 1
+            ticket = source.receive(received)
+            received.advance()
+
+    @cute.jit
+    def load_rows(self, what, ring, buffer, statistics, q_head, batch, tile, row, state):
+        """One tile of Q or dO, and the fp32 statistic of its rows, into one stage."""
+        atom, source, values = what
+        ring.producer_acquire(state)
+        full = ring.producer_get_barrier(state)
+        s, g = self.boxes(atom, self.tiles.rows(buffer), source, q_head, batch)
+        cute.copy(atom, g[None, tile], s[None, state.index], tma_bar_ptr=full)
+        layout = cute.make_layout((self.tile_m, self.config.stages))
+        sRows = statistics.get_tensor(layout)[None, state.index]
+        if cute.arch.lane_idx() == 0:
+            pointer = (values.iterator + row * self.tile_m).align(fake.TMA_ALIGN)
+            gRows = cute.make_tensor(pointer, cute.make_layout(self.tile_m))
+            whole_s, whole_g = cpasync.group_bulk_copy_modes(sRows, gRows)
+            copy = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), cutlass.Float32)
+            cute.copy(copy, whole_g, whole_s, mbar_ptr=full)
+
+    @cute.jit
+    def add_dq(self, mdQ, mSemaphore, mCounter, shared, barriers, source, lists, sizes):
+        """One thread: takes the tickets, and adds the dQ tile of each visit in its turn."""
+        state = pipeline.consumer_state(self.config.dq_stages)
+        taken = pipeline.producer_state(tickets.STAGES)
+        total = lists.order.shape[0]
+        ticket = take(source, taken, mCounter.iterator)
+        taken.advance()
+        while ticket < total:
+            head, _, entry, end = lists.column(ticket)
+            while entry < end:
+                q_block, rank = lists.entry[entry] >> 1, lists.rank[entry]
+                count, shift = walk.visits(sizes, q_block, self.tile_m)
+                for visit in cutlass.range(count, unroll=1):
+                    member, tile, _ = walk.which(visit, shift, q_block, self.tile_m)
+                    row = walk.row_of(sizes, head, member, tile)
+                    target = mdQ.iterator + row * self.dq_size
+                    held = shared.sdQ.data_ptr() + state.index * self.dq_size
+                    if cutlass.const_expr(self.config.ordered):
+                        # The turn is awaited while the tile is still being made.
+                        turnstile.wait_turn(mSemaphore.iterator + row, rank)
+                    cute.arch.mbarrier_wait(barriers.dq_full + state.index, state.phase)
+                    turnstile.add(target, held, self.dq_size * 4)
+                    if cutlass.const_expr(self.config.ordered):
+                        turnstile.finish_turn(mSemaphore.iterator + row)
+                    else:
+                        turnstile.land()
+                    cute.arch.mbarrier_arrive(barriers.dq_empty + state.index)
+                    state.advance()
+                entry += 1
+            ticket = take(source, taken, mCounter.iterator)
+            taken.advance()
+
+    @cute.jit
+    def multiply(self, stores, mask, factors, shared, rings, barriers, source, lists, sizes):
+        """A consumer warpgroup: dK and dV of its 64 keys, and its half of every dQ tile."""
+        config = self.config
+        scale, c, inner = factors
+        tidx, _, _ = cute.arch.thread_idx()
+        consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
+        lane = tidx % mma.WARPGROUP
+        first = consumer * mma.WARPGROUP
+        # This thread's first key in the block; its second is 8 on.
+        key = consumer * 64 + lane // 32 * 16 + lane % 32 // 4
+        tiles = self.tiles
+        score, sum_kv, sum_q = tiles.score_mma(), tiles.kv_mma(), tiles.dq_mma()
+        # Per part of the rows: (K, Q) and (V, dO).
+        sK, sV = tiles.keys(shared.sK), tiles.keys(shared.sV)
+        kq = [chain.operands(score, first, sK, sQ) for sQ in tiles.row_parts(shared.sQ)]
+        vo = [chain.operands(score, first, sV, sdO) for sdO in tiles.row_parts(shared.sdO)]
+        dim_keys, ds_rows = tiles.keys(shared.sK, "mn"), tiles.ds(shared.sdS, "mn")
+        tQrS, tQrK = chain.operands(sum_q, first, ds_rows, dim_keys)
+        slice_kv = sum_kv.get_slice(first)
+        tKrQ = sum_kv.make_fragment_B(slice_kv.partition_B(tiles.rows(shared.sQ, "mn")))
+        tVrO = sum_kv.make_fragment_B(slice_kv.partition_B(tiles.rows(shared.sdO, "mn")))
+
+        scores_shape = score.get_slice(first).partition_shape_C((BLOCK, PART))
+        rS, rdP = (cute.make_rmem_tensor(scores_shape, cutlass.Float32) for _ in range(2))
+        # Rounded in the order of the accumulators, which is that of register operands too.
+        rP, rdS = (cute.make_rmem_tensor(scores_shape, self.dtype) for _ in range(2))
+        layout = cute.make_layout(slice_kv.partition_shape_A((BLOCK, PART)))
+        tVrP, tKrS = (cute.make_tensor(r.iterator, layout) for r in (rP, rdS))
+        kv_shape = slice_kv.partition_shape_C((BLOCK, self.head_dim))
+        rdK, rdV = (cute.make_rmem_tensor(kv_shape, cutlass.Float32) for _ in range(2))
+        q_shape = sum_q.get_slice(first).partition_shape_C((self.tile_m, self.head_dim))
+        rdQ = cute.make_rmem_tensor(q_shape, cutlass.Float32)
+
+        # Q and dO are loaded visit by visit: one state for both rings, released one after another.
+        state = pipeline.consumer_state(config.stages)
+        dq_state = pipeline.producer_state(config.dq_stages)
+        ds_state = pipeline.producer_state(config.ds_stages)
+        received = tickets.ticket_state()
+        kv_phase = cutlass.Int32(0)
+        total = lists.order.shape[0]
+        ticket = source.receive(received)
+        received.advance()
+        while ticket < total:
+            head, block, entry, end = lists.column(ticket)
+            rdK.fill(0.0)
+            rdV.fill(0.0)
+            cute.arch.mbarrier_wait(barriers.kv_full, kv_phase)
+            kv_phase = kv_phase ^ 1
+            while entry < end:
+                q_block, partial = lists.entry[entry] >> 1, lists.entry[entry] & 1
+                count, shift = walk.visits(sizes, q_block, self.tile_m)
+                for visit in cutlass.range(count, unroll=1):
+                    _, _, row = walk.which(visit, shift, q_block, self.tile_m)
+                    for part in cutlass.range_constexpr(tiles.parts):
+                        # S = Q Kᵀ and dP = dO Vᵀ, with the keys as rows.
+                        if cutlass.const_expr(part == 0):
+                            rings[0].consumer_wait(state)
+                        chain.start(score, rS, *kq[part], 0, state.index)
+                        if cutlass.const_expr(part == 0):
+                            rings[1].consumer_wait(state)
+                        chain.start(score, rdP, *vo[part], 0, state.index)
+                        # All but dP has landed: S, and the last part's dV and dK.
+                        warpgroup.wait_group(1)
+                        # P = exp2(S scale log2 e - lse2)
+                        lse2 = tiles.statistics(shared.sLse2, state.index, part, lane)
+                        if cutlass.const_expr(config.softcap):
+                            softmax.cap(rS, inner)
+                        slope.exponents(rS, lse2, c)
+                        place = (entry, partial, q_block, row + part * PART, block, key, lane)
+                        self.mask(rS, mask, sizes.kv_len, *place)
+                        rS.store(cute.math.exp2(rS.load(), fastmath=True))
+                        rP.store(rS.load().to(self.dtype))
+                        warpgroup.wait_group(0)
+                        # dV += Pᵀ dO; dS = P (dP - delta)
+                        chain.extend(sum_kv, rdV, tVrP, tVrO, state.index, part)
+                        delta = tiles.statistics(shared.sDelta, state.index, part, lane)
+                        if cutlass.const_expr(config.softcap):
+                            slope.capped_slopes(rdP, rS, delta, lse2, c)
+                        else:
+                            slope.slopes(rdP, rS, delta)
+                        rdS.store(rdP.load().to(self.dtype))
+                        self.keep_ds(rdS, shared, consumer, lane, part, ds_state.index)
+                        # dK += dSᵀ Q, the last part of it behind dQ
+                        if cutlass.const_expr(part + 1 < tiles.parts):
+                            chain.extend(sum_kv, rdK, tKrS, tKrQ, state.index, part)
+                    # dQ = dS K, of all 128 keys
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    self.sync()
+                    chain.start(sum_q, rdQ, tQrS, tQrK, ds_state.index, 0)
+                    chain.extend(sum_kv, rdK, tKrS, tKrQ, state.index, tiles.parts - 1)
+                    warpgroup.wait_group(1)
+                    rings[1].consumer_release(state)
+                    self.hand_over(rdQ, shared, barriers, consumer, lane, dq_state)
+                    warpgroup.wait_group(0)
+                    rings[0].consumer_release(state)
+                    state.advance()
+                    dq_state.advance()
+                    ds_state.advance()
+                entry += 1
+            who = (consumer, lane, head, block, sizes)
+            self.store(stores, rdK, rdV, scale, shared, barriers, *who)
+            ticket = source.receive(received)
+            received.advance()
+
+    @cute.jit
+    def mask(self, rS, mask, kv_len, entry, partial, q_block, row, block, key, lane):
+        """S of a key beyond Sk, or one that the rule of a partial block leaves out, is -inf.
+
+        ``row``: of the block, where these 64 rows begin.
+        """
+        tiles, words, lo, hi = mask
+        inside = kv_len - block * BLOCK
+        masked = inside < BLOCK
+        if cutlass.const_expr(self.config.form != "none"):
+            masked = (partial != 0) | masked
+        if masked:
+            first, last = [cutlass.Int32(0)] * 2, [cutlass.Int32(PART - 1)] * 2
+            if cutlass.const_expr(self.config.form == "band"):
+                # lo <= kv - q <= hi, as rows of the tile; a full block has them all.
+                low = lo if partial != 0 else cutlass.Int32(-FAR)
+                high = hi if partial != 0 else cutlass.Int32(FAR)
+                at = (block - q_block) * BLOCK + key - row
+                first, last = [at - high, at + 8 - high], [at - low, at + 8 - low]
+            for half in cutlass.range_constexpr(2):
+                last[half] = last[half] if key + 8 * half < inside else cutlass.Int32(-1)
+            score_mask.keep_between(rS, lane, first, last)
+            if cutlass.const_expr(self.config.form == "bits"):
+                if partial != 0:
+                    slope.keep_bits(rS, lane, words[tiles[entry], None, None], row, key)
+
+    @cute.jit
+    def keep_ds(self, rdS, shared, consumer, lane, part, stage):
+        """dS of this warpgroup's 64 keys and one part of the rows, to shared memory.
+
+        The other warpgroup has multiplied what lay there: with two stages since the last barrier.
+        """
+        tiled = cute.make_tiled_copy_C(self.tiles.store_atom(), self.tiles.score_mma(1))
+        copy, ds = tiled.get_slice(lane), self.tiles.ds(shared.sdS, "k")
+        sdS = cute.local_tile(ds, (64, PART, 1), (consumer, part, stage))
+        cute.copy(copy, copy.retile(rdS), copy.partition_D(sdS)[None, None, None, 0])
+
+    @cute.jit
+    def hand_over(self, rdQ, shared, barriers, consumer, lane, state):
+        """This thread's dQ values go to a free buffer, 16 bytes at a time, neighbours adjacent."""
+        cute.arch.mbarrier_wait(barriers.dq_empty + state.index, state.phase)
+        fours = cute.size(rdQ) // 4
+        layout = cute.make_layout((4, mma.WARPGROUP, fours, CONSUMERS))
+        pointer = shared.sdQ.data_ptr() + state.index * self.dq_size
+        sdQ = cute.make_tensor(pointer, layout)[None, lane, None, consumer]
+        cute.autovec_copy(cute.make_tensor(rdQ.iterator, cute.make_layout((4, fours))), sdQ)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        if lane % 32 == 0:
+            cute.arch.mbarrier_arrive(barriers.dq_full + state.index)
+
+    @cute.jit
+    def store(self, stores, rdK, rdV, scale, shared, barriers, consumer, lane, head, block, sizes):
+        """dK scale and dV, rounded once, through the buffers of K and V; frees them."""
+        rdK.store(rdK.load() * scale)
+        self.sync()  # both warpgroups have multiplied what lies there
+        copy = cute.make_tiled_copy_C(self.tiles.store_atom(), self.tiles.kv_mma(1)).get_slice(lane)
+        sK, sV = self.tiles.keys(shared.sK), self.tiles.keys(shared.sV)
+        for acc, buffer in ((rdK, sK), (rdV, sV)):
+            sD = cute.local_tile(buffer, (64, self.head_dim, 1), (consumer, 0, 0))
+            rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
+            rounded.store(acc.load().to(self.dtype))
+            cute.copy(copy, copy.retile(rounded), copy.partition_D(sD)[None, None, None, 0])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.sync()
+        if consumer * mma.WARPGROUP + lane == 0:
+            batch, kv_head = head // sizes.kv_heads, head % sizes.kv_heads
+            for (atom, target), buffer in zip(stores, (sK, sV), strict=True):
+                s, g = self.boxes(atom, buffer, target, kv_head, batch)
+                cute.copy(atom, s[None, 0], g[None, block])
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.mbarrier_arrive(barriers.kv_empty)
+
+    def boxes(self, atom, s: cute.Tensor, g: cute.Tensor, head, batch):
+        """(shared, global) views of one head's matrix, a box of the buffer's rows first."""
+        rows = cute.size(s, mode=[0])
+        tiles = cute.local_tile(g[None, None, head, batch], (rows, self.head_dim), (None, 0))
+        return tma.partition(atom, 0, cute.make_layout(1), s, tiles)
+
+    def make_rings(self, shared):
+        """The rings of Q with lse2, and of dO with delta."""
+        what = (self.config.stages, self.q_bytes, CONSUMER_WARPS, cute.make_layout((1, 1, 1)))
+        barriers = shared.q_ring, shared.do_ring
+        return tuple(pipeline.tma_ring(at.data_ptr(), *what) for at in barriers)
+
+    def init(self, barriers: Barriers):
+        """By one thread, before the CTA's barrier."""
+        for one in (barriers.kv_full, barriers.kv_empty):
+            cute.arch.mbarrier_init(one, 1)
+        for stage in range(self.config.dq_stages):
+            cute.arch.mbarrier_init(barriers.dq_full + stage, CONSUMER_WARPS)
+            cute.arch.mbarrier_init(barriers.dq_empty + stage, 1)
+        cute.arch.mbarrier_init_fence()
+
+    def sync(self):
+        """The consumers' 256 threads meet."""
+        cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=CONSUMER_THREADS)
+
+    def shared_storage(self):
+        """Barriers and row statistics first, so that the buffers behind them need no padding."""
+        config, rows = self.config, self.tile_m * self.config.stages
+
+        def buffer(element, count: int):
+            return cute.struct.Align[cute.struct.MemRange[element, count], smem.ALIGN]
+
+        @cute.struct
+        class Storage:
+            q_ring: cute.struct.MemRange[cutlass.Int64, 2 * config.stages]
+            do_ring: cute.struct.MemRange[cutlass.Int64, 2 * config.stages]
+            kv: cute.struct.MemRange[cutlass.Int64, 2]
+            dq: cute.struct.MemRange[cutlass.Int64, 2 * config.dq_stages]
+            tickets: cute.struct.MemRange[cutlass.Int64, 2 * tickets.STAGES]
+            slots: cute.struct.MemRange[cutlass.Int32, tickets.STAGES]
+            sLse2: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, rows], 128]
+            sDelta: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, rows], 128]
+            sK: buffer(self.dtype, BLOCK * self.head_dim)
+            sV: buffer(self.dtype, BLOCK * self.head_dim)
+            sQ: buffer(self.dtype, rows * self.head_dim)
+            sdO: buffer(self.dtype, rows * self.head_dim)
+            sdS: buffer(self.dtype, BLOCK * self.tile_m * config.ds_stages)
+            sdQ: buffer(cutlass.Float32, self.dq_size * config.dq_stages)
+
+        return Storage
+
+
+@cute.jit
+def take(source: tickets.TicketRing, state, counter: cute.Pointer):
+    """One thread takes the next ticket and hands it to the CTA's receivers."""
+    slot, full = source.slots + state.index, source.full + state.index
+    cute.arch.mbarrier_wait(source.empty + state.index, state.phase)
+    ticket = cute.arch.atomic_add(counter, cutlass.Int32(1), sem="relaxed", scope="gpu")
+    cute.arch.mbarrier_arrive_and_expect_tx(full, 4, 0)
+    cute.arch.store_async_dsmem(slot, ticket, full, 0)
+    return ticket
+
+
+def by_rows(tensor: cute.Tensor) -> cute.Tensor:
+    """[B, S, H, D] as [S, D, H, B]."""
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, [1, 3, 2, 0]))
+
+
+def build(config: BackwardConfig, compile=cute.compile):
+    """Compiles one configuration against fake tensors; no GPU needed."""
+    batch, q_len, kv_len, heads, kv_heads, tiles = (fake.size() for _ in range(6))
+    schedule_heads, lists, entries = (fake.size() for _ in range(3))
+    width, rows = config.head_dim, config.tile_m
+
+    def activations(length, heads):
+        strides = [cute.sym_int64(divisibility=8) for _ in range(3)]
+        shape, element = (batch, length, heads, width), fake.DTYPES[config.dtype]
+        return make_fake_tensor(element, shape, (*strides, 1), assumed_align=fake.TMA_ALIGN)
+
+    def compact(element, shape, align=4):
+        order = tuple(reversed(range(len(shape))))
+        return make_fake_compact_tensor(element, shape, stride_order=order, assumed_align=align)
+
+    q, kv = activations(q_len, heads), activations(kv_len, kv_heads)
+    fp32, ints = cutlass.Float32, cutlass.Int32
+    return compile(
+        BackwardSm90(config),
+        *(q, kv, activations(kv_len, kv_heads), activations(q_len, heads)),
+        compact(fp32, (batch, heads, tiles, rows), fake.TMA_ALIGN),
+        compact(fp32, (batch, heads, tiles, rows), fake.TMA_ALIGN),
+        compact(fp32, (batch, heads, tiles, rows * width), fake.TMA_ALIGN),
+        *(activations(kv_len, kv_heads), activations(kv_len, kv_heads)),
+        compact(ints, (batch, heads, tiles)),
+        compact(ints, (1,)),
+        compact(ints, (fake.size(), 2)),
+        compact(ints, (schedule_heads,)),
+        compact(ints, (lists,)),
+        compact(ints, (entries,)),
+        compact(ints, (entries,)),
+        compact(ints, (entries if config.form == "bits" else fake.size(),)),
+        compact(ints, (fake.size(), BLOCK, BLOCK // 32), fake.TMA_ALIGN),
+        *(fp32(1.0), fp32(1.0), fp32(0.0), ints(0), ints(0), ints(1)),
+        fake.stream(),
+        options=fake.SM90_OPTIONS,
+    )

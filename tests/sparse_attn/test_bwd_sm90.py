@@ -1,0 +1,174 @@
+"""The SM90 backward in the simulator: gradients against float64, tails, masks, GQA, empty rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cute_kernels.schedulers import kinds
+from cute_kernels.schedulers.mask import BlockMask
+from tests import contract, ptxsim
+from tests.ptxsim import available
+
+simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
+pytestmark = [available.requires_sim, pytest.mark.sim]
+
+HEAD_DIMS = (64, 128)
+#: (batch, query heads, KV heads): MHA, GQA 2:1 in two batches, MQA.
+HEADS = ((1, 1, 1), (2, 4, 2), (1, 3, 1))
+
+
+def drawn(*shape: int, seed: int, density: float = 0.3) -> torch.Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) < density
+
+
+def with_holes() -> torch.Tensor:
+    """Rows of every tile, and a whole key block, that nothing is allowed in."""
+    allowed = drawn(1, 1, 300, 400, seed=7)
+    allowed[:, :, 50:70] = allowed[:, :, 128:256] = False
+    allowed[..., 128:256] = False
+    return allowed
+
+
+def documents() -> torch.Tensor:
+    ids = torch.randint(0, 5, (1, 400), generator=torch.Generator().manual_seed(1))
+    return ids.sort(dim=1).values
+
+
+MASKS = {
+    "causal": lambda: BlockMask.causal(512, 512),
+    "causal, tails": lambda: BlockMask.causal(383, 300),
+    "full, tails": lambda: BlockMask.full(65, 129),
+    "one by one": lambda: BlockMask.full(1, 1),
+    "window": lambda: BlockMask.sliding_window(500, 500, left=100, right=20),
+    "window, tails": lambda: BlockMask.sliding_window(257, 511, left=10, right=0),
+    "document": lambda: BlockMask.document(documents()),
+    "bits": lambda: BlockMask.from_dense(drawn(1, 1, 300, 333, seed=2)),
+    "bits by batch": lambda: BlockMask.from_dense(drawn(2, 1, 130, 200, seed=3)),
+    "holes": lambda: BlockMask.from_dense(with_holes()),
+    "small blocks": lambda: BlockMask.causal(200, 200, block_size=(64, 32)),
+}
+
+
+def run(case, kind=kinds.spt, **options):
+    return simulated_bwd.backward(case, kind(case.lowered.mask, heads=case.kv_heads), **options)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_gradients(mask, head_dim, heads):
+    block_mask = MASKS[mask]()
+    batch, q_heads, kv_heads = heads
+    if block_mask.shape[0] > batch:
+        batch = block_mask.shape[0]
+    dtype = torch.float16 if q_heads == 3 else torch.bfloat16
+    case = simulated_bwd.case(
+        block_mask, head_dim=head_dim, heads=q_heads, kv_heads=kv_heads, batch=batch, dtype=dtype
+    )
+    ptxsim.clear_launches()
+    found = run(case)
+    simulated_bwd.check(case, found)
+    for launch in ptxsim.launches():
+        assert launch["report"]["fence_warnings"]["count"] == 0
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("kind", kinds.KINDS)
+def test_every_kind_of_schedule(kind, head_dim):
+    """Whatever the order, the same sums within the bound."""
+    case = simulated_bwd.case(BlockMask.causal(400, 400), head_dim=head_dim, heads=2, kv_heads=1)
+    simulated_bwd.check(case, run(case, kinds.KINDS[kind]))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_unordered(head_dim):
+    case = simulated_bwd.case(BlockMask.causal(300, 300), head_dim=head_dim, heads=2, kv_heads=2)
+    simulated_bwd.check(case, run(case, ordered=False))
+
+
+def test_the_gradient_of_lse():
+    case = simulated_bwd.case(BlockMask.causal(200, 200), heads=2, kv_heads=1)
+    dlse = torch.randn(case.lse.shape, generator=torch.Generator().manual_seed(4))
+    found = run(case, dlse=dlse)
+    simulated_bwd.check(case, found, dlse)
+    with pytest.raises(AssertionError):
+        simulated_bwd.check(case, found)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("mask", ["full, tails", "causal, tails", "holes"])
+def test_softcap(mask, head_dim):
+    case = simulated_bwd.case(MASKS[mask](), head_dim=head_dim, heads=2, kv_heads=1, softcap=1.5)
+    found = run(case)
+    simulated_bwd.check(case, found)
+    with pytest.raises(AssertionError):
+        simulated_bwd.check(case._replace(softcap=0.0), found)
+
+
+def test_empty_rows_and_columns_are_zero():
+    case = simulated_bwd.case(MASKS["holes"](), heads=2, kv_heads=1)
+    found = run(case)
+    empty = case.lse[0, 0] == -torch.inf
+    assert empty.sum() >= 148
+    for t in (found.dq[:, empty], found.dk[:, 128:256], found.dv[:, 128:256]):
+        assert t.numel() and (t == 0).all()
+    assert (found.dq[:, ~empty] != 0).any(-1).all()
+
+
+def test_a_mask_without_blocks():
+    case = simulated_bwd.case(BlockMask.from_dense(torch.zeros(1, 1, 130, 200, dtype=torch.bool)))
+    for t in run(case):
+        assert (t == 0).all()
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_strides_and_what_outputs_held_do_not_matter(head_dim):
+    case = simulated_bwd.case(
+        BlockMask.causal(200, 200), head_dim=head_dim, heads=4, kv_heads=2, batch=2
+    )
+
+    def by_heads(t: torch.Tensor) -> torch.Tensor:
+        """The same values as [B, H, S, D] in memory, between other values."""
+        batch, length, heads, dim = t.shape
+        held = torch.full((batch, heads, length + 3, dim + 8), 7.0, dtype=t.dtype)
+        view = held[:, :, :length, :dim].transpose(1, 2)
+        view.copy_(t)
+        return view
+
+    names = ("q", "k", "v", "dout", "out")
+    other = case._replace(**{name: by_heads(getattr(case, name)) for name in names})
+    first, second = run(case), run(other, poison="0x7f")
+    for a, b in zip(first, second, strict=True):
+        assert contract.same_bytes(a, b)
+
+
+def test_a_head_does_not_see_the_others():
+    """Bits of one (batch, group of heads) are those it has alone."""
+    mask = BlockMask.sliding_window(300, 300, left=140, right=0)
+    case = simulated_bwd.case(mask, heads=4, kv_heads=2, batch=2)
+    found = run(case)
+    for b in range(2):
+        for h in range(2):
+            q, kv = (slice(b, b + 1), slice(None), slice(2 * h, 2 * h + 2)), slice(h, h + 1)
+            alone = case._replace(
+                **{n: getattr(case, n)[q].contiguous() for n in ("q", "dout", "out")},
+                **{n: getattr(case, n)[b : b + 1, :, kv].contiguous() for n in ("k", "v")},
+                lse=case.lse[b : b + 1, 2 * h : 2 * h + 2].contiguous(),
+            )
+            single = run(alone)
+            assert contract.same_bytes(single.dq, found.dq[q])
+            assert contract.same_bytes(single.dk, found.dk[b : b + 1, :, kv])
+            assert contract.same_bytes(single.dv, found.dv[b : b + 1, :, kv])
+
+
+def test_the_check_can_fail():
+    """The bound notices a mask that is one key off, and a scale that is off by 2%."""
+    case = simulated_bwd.case(BlockMask.causal(200, 200))
+    found = run(case)
+    simulated_bwd.check(case, found)
+    with pytest.raises(AssertionError):
+        simulated_bwd.check(case._replace(scale=case.scale * 1.02), found)
+    shifted = BlockMask.sliding_window(200, 200, left=None, right=1)
+    with pytest.raises(AssertionError):
+        simulated_bwd.check(case._replace(mask=shifted), found)

@@ -1,0 +1,148 @@
+"""Bits of the SM90 backward: the same under every timing, grid and residency; the schedule's own.
+
+Tiles come from a ticket counter, so a schedule that `check` calls any_residency may run with CTAs
+dispatched in any order and with any number of them resident; one that needs P hangs below P.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from cute_kernels.schedulers import kinds
+from cute_kernels.schedulers.mask import BlockMask
+from cute_kernels.schedulers.safety import check
+from cute_kernels.schedulers.schedule import Schedule
+from tests import contract, ptxsim, sim
+from tests.ptxsim import available
+
+simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
+pytestmark = [available.requires_sim, pytest.mark.sim]
+
+_ANY = {"async_mode": "random", "wgmma_mode": "random", "warp_order": "random", "seed": 5}
+MODES = [
+    *sim.MODES,
+    sim.Mode("resident-7", _ANY | {"resident_ctas": 7}),
+    *(sim.Mode(f"any-{n}", _ANY | {"cta_order": "random", "resident_ctas": n}) for n in (1, 2, 7)),
+]
+
+
+def a_document(length: int) -> BlockMask:
+    ids = torch.randint(0, 4, (1, length), generator=torch.Generator().manual_seed(2))
+    return BlockMask.document(ids.sort(dim=1).values)
+
+
+#: head_dim, query heads, KV heads, mask, schedule
+CASES = {
+    "causal 64": (64, 4, 2, BlockMask.causal(384, 384), kinds.spt),
+    "causal 128": (128, 2, 1, BlockMask.causal(330, 330), kinds.spt),
+    "full 128": (128, 1, 1, BlockMask.full(256, 512), kinds.left_to_right),
+    "window 64": (64, 2, 2, BlockMask.sliding_window(400, 400, left=150, right=0), kinds.lpt),
+    "document 128": (128, 1, 1, a_document(400), kinds.lpt),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_mode_gives_the_same_bits(name):
+    head_dim, heads, kv_heads, mask, kind = CASES[name]
+    case = simulated_bwd.case(mask, head_dim=head_dim, heads=heads, kv_heads=kv_heads)
+    schedule = kind(case.lowered.mask, heads=case.kv_heads)
+    assert check(schedule, case.lowered.mask).any_residency
+    # Shared-memory races are looked for in a run of its own below: the mode is slow.
+    modes = [mode for mode in MODES if mode.name != "races"]
+    found = sim.run_modes(lambda: tuple(simulated_bwd.backward(case, schedule)), modes)
+    simulated_bwd.check(case, simulated_bwd.Gradients(*found["default"]))
+
+
+@pytest.mark.parametrize("name", ["causal 64", "causal 128"])
+def test_no_shared_memory_races(name):
+    head_dim, heads, kv_heads, mask, kind = CASES[name]
+    case = simulated_bwd.case(mask, head_dim=head_dim, heads=heads, kv_heads=kv_heads)
+    schedule = kind(case.lowered.mask, heads=case.kv_heads)
+    modes = [mode for mode in MODES if mode.name in ("default", "races")]
+    sim.run_modes(lambda: tuple(simulated_bwd.backward(case, schedule)), modes)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_grid_gives_the_same_bits(head_dim):
+    case = simulated_bwd.case(BlockMask.causal(400, 400), head_dim=head_dim, heads=2, kv_heads=2)
+    schedule = kinds.spt(case.lowered.mask, heads=2, heads_in_flight=2)
+    first = simulated_bwd.backward(case, schedule)
+    for ctas in (1, 2, 3, 5, 7):
+        found = simulated_bwd.backward(case, schedule, ctas=ctas)
+        for a, b in zip(first, found, strict=True):
+            assert contract.same_bytes(a, b), ctas
+
+
+def relaunched(schedule: Schedule, order: np.ndarray) -> Schedule:
+    """The same visits and ranks, with tickets in another order."""
+    return dataclasses.replace(schedule, order=order.astype(np.int32), name="relaunched")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_launch_order_is_not_in_the_bits_and_the_write_order_is(head_dim):
+    case = simulated_bwd.case(BlockMask.full(256, 512), head_dim=head_dim)
+    mask = case.lowered.mask
+    schedule = kinds.left_to_right(mask, heads=1)
+    first = simulated_bwd.backward(case, schedule)
+    shuffled = relaunched(schedule, schedule.order[[2, 0, 3, 1]])
+    assert not check(shuffled, mask).any_residency
+    for a, b in zip(first, simulated_bwd.backward(case, shuffled), strict=True):
+        assert contract.same_bytes(a, b)
+
+    # Only the ranks differ: dQ has other bits, dK and dV, whose visits are the same, have not.
+    other = kinds.permutation(mask, order=[0, 1, 2, 3], write_order=[2, 0, 3, 1])
+    assert (other.q_block == schedule.q_block).all() and (other.order == schedule.order).all()
+    found = simulated_bwd.backward(case, other)
+    assert not contract.same_bytes(found.accumulator, first.accumulator)
+    assert contract.same_bytes(found.dk, first.dk)
+    assert contract.same_bytes(found.dv, first.dv)
+    simulated_bwd.check(case, found)
+
+    # Only the visits differ: the other way round.
+    other = kinds.left_to_right(mask, walk="descending")
+    found = simulated_bwd.backward(case, other)
+    assert contract.same_bytes(found.accumulator, first.accumulator)
+    assert not contract.same_bytes(found.dk, first.dk)
+    assert not contract.same_bytes(found.dv, first.dv)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "kv_heads"), [(128, 1, 1), (128, 2, 1), (64, 2, 1), (64, 4, 2)]
+)
+def test_a_schedule_that_needs_residents_hangs_below_them_only(head_dim, heads, kv_heads):
+    """`check` says how many; a group of query heads per KV head does not change it."""
+    case = simulated_bwd.case(
+        BlockMask.full(512, 512), head_dim=head_dim, heads=heads, kv_heads=kv_heads
+    )
+    mask = case.lowered.mask
+    schedule = kinds.shift(mask, heads=kv_heads)
+    needed = check(schedule, mask).residents
+    assert 1 < needed <= 4
+    wanted = simulated_bwd.backward(case, schedule)
+    for options in (_ANY, _ANY | {"cta_order": "random", "seed": 6}, {"async_mode": "late"}):
+        with ptxsim.options(resident_ctas=needed, **options):
+            found = simulated_bwd.backward(case, schedule)
+        for a, b in zip(found, wanted, strict=True):
+            assert contract.same_bytes(a, b)
+        hangs = pytest.raises(ptxsim.PtxsimError, match="deadlock")
+        with ptxsim.options(resident_ctas=needed - 1, **options), hangs:
+            simulated_bwd.backward(case, schedule)
+
+
+def test_unordered_bits_depend_on_timing():
+    """What the turns are for: without them dQ changes from run to run, dK and dV do not."""
+    case = simulated_bwd.case(BlockMask.full(256, 512), head_dim=128)
+    schedule = kinds.left_to_right(case.lowered.mask, heads=1)
+    found = sim.run_modes(
+        lambda: tuple(simulated_bwd.backward(case, schedule, ordered=False)),
+        [m for m in sim.QUICK_MODES if "wgmma_math" not in m.options and m.name != "races"],
+        same_bits=False,
+    )
+    runs = [simulated_bwd.Gradients(*tensors) for tensors in found.values()]
+    assert any(not contract.same_bytes(runs[0].accumulator, r.accumulator) for r in runs)
+    assert all(contract.same_bytes(runs[0].dk, r.dk) for r in runs)
+    assert all(contract.same_bytes(runs[0].dv, r.dv) for r in runs)
