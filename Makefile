@@ -20,8 +20,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python -m cute_kernels demo
 
+# One thread a worker: two OpenMP pools on two cores wait for each other, and burn both.
 test: $(STAMP)
-	$(BIN)/python -m pytest tests -q -n $(WORKERS) -m "not gpu and not nightly" --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -q -n $(WORKERS) -m "not gpu and not nightly" --dist loadfile
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -44,8 +45,9 @@ docs: $(STAMP)
 	$(BIN)/python -m perf report
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
-gpu-test: $(STAMP)
-	$(BIN)/python -m pytest tests -q -m gpu
+gpu-# One thread a worker: two OpenMP pools on two cores wait for each other, and burn both.
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -q -m gpu
 
 format: $(STAMP)
 	$(BIN)/ruff format .

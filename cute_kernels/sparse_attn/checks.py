@@ -26,10 +26,10 @@ from ..errors import (
     no_backend,
     one_of,
 )
-from ..schedulers.safety import admit
 from ..schedulers.kinds import KINDS, permutation
 from ..schedulers.mask import BlockMask
 from ..schedulers.ranks import block_grid
+from ..schedulers.safety import admit
 from ..schedulers.schedule import Schedule
 from . import config
 from .masks import FAR, LoweredMask, group_of_heads
