@@ -31,7 +31,7 @@ NEAR, CLOSE, FAR = 1.003, 1.01, 1.02
 TAILS = 3
 CACHED = 128
 # The local search's share of the time limit, by a fixed estimate of what a candidate costs.
-_LANES, _NAMED_US, _KINDS_US = 1 << 14, 250, 0.2
+_LANES, _NAMED_US, _KINDS_US = 1 << 14, 250, 0.5
 _ROUND_US, _CHILD_US, _PLACE_US, _VISIT_US, _LANE_US = 200, 2.5, 40, 0.06, 0.003
 _cache: OrderedDict[tuple, Selection] = OrderedDict()
 _lock = Lock()
@@ -237,9 +237,9 @@ def _searched(best: _Best, plans: list[Plan]) -> None:
 
 
 def _limit_us(case: Case) -> float:
-    """20 ms at 64 x 64 blocks, 1 s from 512 x 512 on.  To 64 blocks 0.2 s, seldom all used."""
+    """20 ms at 64 x 64 blocks, 0.5 s from 512 x 512 on.  To 64 blocks 0.2 s, seldom all used."""
     blocks = case.grid.host[0].size
-    return 2e5 if blocks <= 64 else min(1e6, 2e4 * max(1, blocks * case.tiles / 4096) ** 0.94)
+    return 2e5 if blocks <= 64 else min(5e5, 2e4 * max(1, blocks * case.tiles / 4096) ** 0.77)
 
 
 def _one_by_one(case: Case, floor: Bound, timed) -> Selection:
