@@ -7,7 +7,7 @@ tensor of more than 2^31 elements must not wrap.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 #: What TMA needs of a pointer and, in bytes, of every stride but the contiguous one.
 TMA_ALIGN = 16
@@ -36,6 +36,20 @@ def vector(dtype: str, length):
     """A contiguous vector, aligned to its elements only."""
     element = DTYPES[dtype]
     return make_fake_tensor(element, (length,), (1,), assumed_align=element.width // 8)
+
+
+def activations(dtype: str, batch, length, heads, head_dim: int):
+    """[B, S, H, D] with D contiguous and every other stride a multiple of 16 bytes."""
+    step = TMA_ALIGN * 8 // DTYPES[dtype].width
+    strides = tuple(cute.sym_int64(divisibility=step) for _ in range(3))
+    shape = (batch, length, heads, head_dim)
+    return make_fake_tensor(DTYPES[dtype], shape, (*strides, 1), assumed_align=TMA_ALIGN)
+
+
+def compact(element, shape: tuple, align: int = 4):
+    """A row-major tensor without gaps."""
+    order = tuple(reversed(range(len(shape))))
+    return make_fake_compact_tensor(element, shape, stride_order=order, assumed_align=align)
 
 
 def stream():

@@ -135,8 +135,8 @@ def build(dtype: str, head_dim: int, tile_m: int, dlse: bool = False, compile=cu
     rows = (batch, heads, padded)
     return compile(
         BackwardPreSm90(dtype, head_dim, tile_m),
-        activations(dtype, batch, q_len, heads, head_dim),
-        activations(dtype, batch, q_len, heads, head_dim),
+        fake.activations(dtype, batch, q_len, heads, head_dim),
+        fake.activations(dtype, batch, q_len, heads, head_dim),
         packed(cutlass.Float32, (batch, heads, q_len)),
         packed(cutlass.Float32, (batch, heads, q_len)) if dlse else None,
         packed(cutlass.Float32, rows),
@@ -147,14 +147,6 @@ def build(dtype: str, head_dim: int, tile_m: int, dlse: bool = False, compile=cu
         fake.stream(),
         options=fake.SM90_OPTIONS,
     )
-
-
-def activations(dtype: str, batch, length, heads, head_dim: int):
-    """[B, S, H, D] with D contiguous and every other stride a multiple of 16 bytes."""
-    step = fake.TMA_ALIGN * 8 // fake.DTYPES[dtype].width
-    strides = tuple(cute.sym_int64(divisibility=step) for _ in range(3))
-    shape = (batch, length, heads, head_dim)
-    return make_fake_tensor(fake.DTYPES[dtype], shape, (*strides, 1), assumed_align=fake.TMA_ALIGN)
 
 
 def packed(element, shape: tuple):

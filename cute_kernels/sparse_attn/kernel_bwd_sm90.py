@@ -34,7 +34,6 @@ from dataclasses import asdict, dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from ..compile import fake
@@ -565,32 +564,26 @@ def build(config: BackwardConfig, compile=cute.compile):
     width, rows = config.head_dim, config.tile_m
 
     def activations(length, heads):
-        strides = [cute.sym_int64(divisibility=8) for _ in range(3)]
-        shape, element = (batch, length, heads, width), fake.DTYPES[config.dtype]
-        return make_fake_tensor(element, shape, (*strides, 1), assumed_align=fake.TMA_ALIGN)
-
-    def compact(element, shape, align=4):
-        order = tuple(reversed(range(len(shape))))
-        return make_fake_compact_tensor(element, shape, stride_order=order, assumed_align=align)
+        return fake.activations(config.dtype, batch, length, heads, width)
 
     q, kv = activations(q_len, heads), activations(kv_len, kv_heads)
     fp32, ints = cutlass.Float32, cutlass.Int32
     return compile(
         BackwardSm90(config),
         *(q, kv, activations(kv_len, kv_heads), activations(q_len, heads)),
-        compact(fp32, (batch, heads, tiles, rows), fake.TMA_ALIGN),
-        compact(fp32, (batch, heads, tiles, rows), fake.TMA_ALIGN),
-        compact(fp32, (batch, heads, tiles, rows * width), fake.TMA_ALIGN),
+        fake.compact(fp32, (batch, heads, tiles, rows), fake.TMA_ALIGN),
+        fake.compact(fp32, (batch, heads, tiles, rows), fake.TMA_ALIGN),
+        fake.compact(fp32, (batch, heads, tiles, rows * width), fake.TMA_ALIGN),
         *(activations(kv_len, kv_heads), activations(kv_len, kv_heads)),
-        compact(ints, (batch, heads, tiles)),
-        compact(ints, (1,)),
-        compact(ints, (fake.size(), 2)),
-        compact(ints, (schedule_heads,)),
-        compact(ints, (lists,)),
-        compact(ints, (entries,)),
-        compact(ints, (entries,)),
-        compact(ints, (entries if config.form == "bits" else fake.size(),)),
-        compact(ints, (fake.size(), BLOCK, BLOCK // 32), fake.TMA_ALIGN),
+        fake.compact(ints, (batch, heads, tiles)),
+        fake.compact(ints, (1,)),
+        fake.compact(ints, (fake.size(), 2)),
+        fake.compact(ints, (schedule_heads,)),
+        fake.compact(ints, (lists,)),
+        fake.compact(ints, (entries,)),
+        fake.compact(ints, (entries,)),
+        fake.compact(ints, (entries if config.form == "bits" else fake.size(),)),
+        fake.compact(ints, (fake.size(), BLOCK, BLOCK // 32), fake.TMA_ALIGN),
         *(fp32(1.0), fp32(1.0), fp32(0.0), ints(0), ints(0), ints(1)),
         fake.stream(),
         options=fake.SM90_OPTIONS,

@@ -27,7 +27,6 @@ from dataclasses import asdict, dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
@@ -511,17 +510,7 @@ def build(config: Config, compile=cute.compile):
     width = config.head_dim
 
     def rows(length, heads):
-        strides = [cute.sym_int64(divisibility=8) for _ in range(3)]
-        return make_fake_tensor(
-            fake.DTYPES[config.dtype],
-            (batch, length, heads, width),
-            (*strides, 1),
-            assumed_align=fake.TMA_ALIGN,
-        )
-
-    def compact(dtype, shape, align=4):
-        order = tuple(reversed(range(len(shape))))
-        return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
+        return fake.activations(config.dtype, batch, length, heads, width)
 
     return compile(
         ForwardSm90(config),
@@ -529,11 +518,11 @@ def build(config: Config, compile=cute.compile):
         rows(kv_len, kv_heads),
         rows(kv_len, kv_heads),
         rows(q_len, heads),
-        compact(cutlass.Float32, (batch, heads, q_len)),
-        compact(cutlass.Int32, shared),
-        compact(cutlass.Int32, (*shared, longest)),
-        compact(cutlass.Int32, listed),
-        compact(cutlass.Int32, (fake.size(), BLOCK, WORDS), fake.TMA_ALIGN),
+        fake.compact(cutlass.Float32, (batch, heads, q_len)),
+        fake.compact(cutlass.Int32, shared),
+        fake.compact(cutlass.Int32, (*shared, longest)),
+        fake.compact(cutlass.Int32, listed),
+        fake.compact(cutlass.Int32, (fake.size(), BLOCK, WORDS), fake.TMA_ALIGN),
         cutlass.Int32(0),
         cutlass.Int32(0),
         cutlass.Float32(1.0),
