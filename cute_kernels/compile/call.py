@@ -9,7 +9,8 @@ import torch
 
 def call(device: torch.device, kernel: Callable, *args: object) -> None:
     """Launches on ``device``, which need not be the current one, on its current stream."""
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
+    # A CPU tensor, which only a simulator's kernel takes, has no index.
+    if device.index is not None and device.index != torch.accelerator.current_device_index():
         with torch.cuda.device(device):
             kernel(*args)
     else:

@@ -11,10 +11,11 @@ A kernel is compiled for sm_90a, on any host, and its PTX, cubin and SASS are re
 | R3 | A, B | with dependent launch: griddepcontrol.wait comes before all use of global memory |
 | R4 | A, B | offsets into global memory are widened to 64 bits before they are multiplied |
 | R5 | A, B | no spills, registers and shared memory under a ceiling, the MMA that was meant |
+| R6 | A, B | what warpgroups hold after setmaxnreg fits the registers that the CTA starts with |
 
 Class A is for kernels without ordered reductions (gemm, splitk, linear_logp, mhc), class B for the
-dQ, dK and dV of attention.  R1 to R4 are proved on PTX; SASS is read for R5 and again for A1 and
-A2, and in class B for the presence of each part of the turnstile.
+dQ, dK and dV of attention.  R1 to R4 and R6 are proved on PTX; SASS is read for R5 and again for
+A1, A2 and R6, and in class B for the presence of each part of the turnstile.
 
 A certificate proves the structure of an order, not that there is no race: which address a
 semaphore has, which value a spin waits for and which threads a barrier counts are not looked at.
@@ -28,6 +29,7 @@ from typing import Any, Literal
 from ..errors import ArgumentValueError, one_of
 from . import ptx, ptx_paths, sass
 from .certificate_offsets import Offsets, touches_global
+from .certificate_registers import register_pools
 from .certificate_report import Certificate, Expect, Finding
 from .certificate_turnstile import Turnstile, event_of
 from .sass import at
@@ -70,6 +72,7 @@ def certificate(
     _check_kind(kind)
     functions = sass.parse(made.sass)
     usage = sass.usage(made.cubin).values()
+    pools, _ = register_pools(ptx.parse(made.ptx), functions, made.cubin)
     return Certificate(
         name=name,
         constexpr=tuple(constexpr.items()),
@@ -84,18 +87,19 @@ def certificate(
         spills=len(sass.local_accesses(functions)),
         sass_sha256=sass.digest(functions),
         findings=(check_a if kind == "A" else check_b)(made, expect),
+        register_pool=min(pools, key=lambda pool: pool.size - pool.asked, default=None),
     )
 
 
 def check_a(made: sass.Artefacts, expect: Expect) -> tuple[Finding, ...]:
-    """The findings of class A: A1, A2, R3, R4, R5."""
+    """The findings of class A: A1, A2, R3, R4, R5, R6."""
     module, code = ptx.parse(made.ptx), sass.parse(made.sass)
     found = (*sass.float_atomics([*module, *code]), *sass.naps(module))
     return (*found, *_common(module, code, made, expect))
 
 
 def check_b(made: sass.Artefacts, expect: Expect) -> tuple[Finding, ...]:
-    """The findings of class B: R1, R2, the A1 that they do not cover, A2, R3, R4, R5."""
+    """The findings of class B: R1, R2, the A1 that they do not cover, A2, R3, R4, R5, R6."""
     module, code = ptx.parse(made.ptx), sass.parse(made.sass)
     ordered = {event_of(i) for f in module for i in f.instructions} & {"add", "add_async"}
     found = [] if ordered else [Finding("R1", "module", "no ordered reduction: this is class A")]
@@ -113,6 +117,7 @@ def _common(module: list, code: list, made: sass.Artefacts, expect: Expect) -> I
         yield from Offsets(function, expect.max_step).findings()
     yield from sass.clocks([*module, *code])
     yield from sass.resources(code, made, expect)
+    yield from register_pools(module, code, made.cubin)[1]
 
 
 def _check_kind(kind: str) -> None:

@@ -47,6 +47,31 @@ class Expect:
 
 
 @dataclass(frozen=True)
+class RegisterPool:
+    """Registers that the warpgroups of a CTA share through setmaxnreg.
+
+    Attributes:
+        threads: of a CTA.
+        start: registers per thread that each starts with, in eights.
+        held: registers per thread, for each warpgroup the most it holds after its first setmaxnreg.
+    """
+
+    threads: int
+    start: int
+    held: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Registers of the CTA."""
+        return self.threads * self.start
+
+    @property
+    def asked(self) -> int:
+        """Registers that the warpgroups hold together."""
+        return sum(n * min(128, self.threads - 128 * g) for g, n in enumerate(self.held))
+
+
+@dataclass(frozen=True)
 class Certificate:
     """What was read from one compiled configuration of a kernel; `ok` when no rule is broken.
 
@@ -64,6 +89,8 @@ class Certificate:
         spills: SASS instructions that read or write local memory.
         sass_sha256: digest of opcodes and operands without addresses, labels and names.
         findings: empty for a kernel that holds every rule of its class.
+        register_pool: what its warpgroups do with setmaxnreg, of several kernels the one with the
+            least to spare; None if they do not use it.
     """
 
     name: str
@@ -79,6 +106,7 @@ class Certificate:
     spills: int
     sass_sha256: str
     findings: tuple[Finding, ...]
+    register_pool: RegisterPool | None = None
 
     @property
     def ok(self) -> bool:
@@ -133,7 +161,7 @@ def table(certs: Iterable[Certificate]) -> Table:
     out = Table(title="Certificates")
     for column in ("kernel", "configuration", "class"):
         out.add_column(column, no_wrap=column != "class")
-    for column in ("regs", "shared", "MMA", "atomics"):
+    for column in ("regs", "warpgroups", "shared", "MMA", "atomics"):
         out.add_column(column, justify="right")
     out.add_column("SASS")
     out.add_column("verdict")
@@ -154,6 +182,7 @@ def _row(certificate: Certificate, shown: list[tuple[str, Any]]) -> list[str]:
         " ".join(str(value) for _, value in shown),
         certificate.kind,
         str(certificate.registers),
+        "+".join(map(str, certificate.register_pool.held)) if certificate.register_pool else "",
         "?" if dynamic is None else str(dynamic + certificate.shared_static),
         str(mma),
         str(atomics),

@@ -395,3 +395,33 @@ def compile_ordered_sum(style="thread", defect=""):
         _vector(I32),
         make_fake_stream(),
     )
+
+
+class Roles:
+    """y = x; warpgroup 0 lowers its register count to `dec`, the others raise theirs to `inc`."""
+
+    def __init__(self, dec, inc, min_blocks=1):
+        self.dec, self.inc, self.min_blocks = dec, inc, min_blocks
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, y: cute.Tensor, stream: cuda.CUstream):
+        self.kernel(x, y).launch(
+            grid=[1, 1, 1],
+            block=[384, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=self.min_blocks,
+        )
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, y: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.dec)
+        else:
+            cute.arch.setmaxregister_increase(self.inc)
+        y[thread] = x[thread]
+
+
+def compile_roles(dec, inc, min_blocks=1):
+    return cute.compile(Roles(dec, inc, min_blocks), _vector(F32), _vector(F32), make_fake_stream())

@@ -26,11 +26,12 @@ class SimError(Exception):
     """What the core says of a module that it cannot load or a launch that failed."""
 
 
-def entry(body: str, params: list[str], shared: str = "") -> str:
+def entry(body: str, params: list[str], shared: str = "", bounds: str = "") -> str:
     """A module with one entry `k` around `body`.
 
     params: PTX types; parameter i is loaded into %d<50+i> if it has 64 bits, else into %r<380+i>.
     shared: declarations of shared memory.
+    bounds: performance directives, such as `.reqntid 384, 1, 1`.
     """
     declared = ", ".join(f".param .{t} p{i}" for i, t in enumerate(params))
     loads = ""
@@ -38,7 +39,7 @@ def entry(body: str, params: list[str], shared: str = "") -> str:
         register = f"%d{50 + i}" if t.endswith("64") else f"%r{380 + i}"
         loads += f"ld.param.{t} {register}, [p{i}];\n"
     code = f"{{\n{_REGISTERS}{loads}{body}\nret;\n}}\n"
-    return f"{HEADER}{shared}\n.visible .entry k({declared})\n{code}"
+    return f"{HEADER}{shared}\n.visible .entry k({declared})\n{bounds}\n{code}"
 
 
 def launch(
