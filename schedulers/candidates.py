@@ -6,7 +6,7 @@ launch.  A ``Case`` times plans over all heads, section by section, several plan
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -34,15 +34,15 @@ class Plan:
     rows: np.ndarray
 
 
-def named_plans(grid: BlockGrid) -> list[Plan]:
-    """Right to left, left to right and longest first, each with three walks; no plan twice."""
+def named_plans(grid: BlockGrid, named: tuple[str, ...]) -> list[Plan]:
+    """Right to left, left to right and longest first, each with the walks named; no plan twice."""
     masks, columns = len(grid.blocks), grid.num_kv_blocks
     left = np.broadcast_to(np.arange(columns), (masks, columns))
     orders = {"spt": left[:, ::-1], "left_to_right": left, "lpt": longest_first(grid)}
     blocks = grid.host
     walks = {walk: visits(blocks, walk, blocks) for walk in ("ascending", "descending")}
     plans, seen = [], set()
-    for walk in ("ascending", "descending", "by_rank"):
+    for walk in named:
         for kind, order in orders.items():
             if walk == "by_rank":
                 place = ranks(grid.blocks, torch.from_numpy(order.copy())).cpu().numpy()
@@ -76,12 +76,16 @@ class Race:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One launch: a mask, a machine with costs per visit, and ``flight`` heads interleaved."""
+    """One launch: a mask, a machine with costs per visit, and ``flight`` heads interleaved.
+
+    table: the plans whose programs were asked for last, and those.
+    """
 
     grid: BlockGrid
     machine: Machine
     tiles: int
     flight: int
+    table: list = field(default_factory=lambda: [[], None])
 
     @cached_property
     def sections(self) -> list[int]:
@@ -105,6 +109,11 @@ class Case:
 
     def programs(self, plans: list[Plan]) -> Programs:
         """The lists of plan k and mask g in launch order, as program k * G + g."""
+        if self.table[0] != plans:
+            self.table[:] = [plans, self._programs(plans)]
+        return self.table[1]
+
+    def _programs(self, plans: list[Plan]) -> Programs:
         rows, full = [], []
         for plan in plans:
             order = plan.order[:, :, None]
@@ -118,7 +127,7 @@ class Case:
         """One program per mask, with place n for column n and ascending visits."""
         masks, columns = len(self.grid.blocks), self.grid.num_kv_blocks
         order = np.broadcast_to(np.arange(columns), (masks, columns))
-        return self.programs([Plan("", "", order, visits(self.grid.host, "ascending", None))])
+        return self._programs([Plan("", "", order, visits(self.grid.host, "ascending", None))])
 
     def lists(self, table: Programs, which: np.ndarray, start: int, size: int) -> Programs:
         """What the heads start..start + size run under plans ``which``."""
@@ -144,7 +153,7 @@ class Case:
 
     def _race(self, plans: list[Plan], which: np.ndarray, best_ns: int | None) -> Race:
         table = self.programs([plans[plan] for plan in which])
-        clock = Clock(self.machine, len(which), table.total.dtype)
+        clock = Clock(self.machine, len(which), table.cost.dtype)
         race = Race(dict.fromkeys(which.tolist()), {}, [])
         alive, start, left = np.arange(len(which)), 0, int(self.alone_ns.sum())
         for index, size in enumerate(self.sections):
@@ -167,18 +176,27 @@ class Case:
         race.spent |= zip(names, clock.spent_ns().tolist(), strict=True)
         return race
 
-    def finish(self, base: Plan, mark: np.ndarray, left: int, tail: int, plans: list[Plan]):
-        """int64 [plans]: makespans of the last ``left`` heads, begun when the slots are free at
-        ``mark``: all but ``tail`` of them under ``base``, then those under each of the plans."""
-        table = self.programs([base, *plans])
-        clock = Clock(self.machine, 1, table.total.dtype)
+    def finish(
+        self,
+        plans: list[Plan],
+        base: int,
+        mark: np.ndarray,
+        left: int,
+        tail: int,
+        tails: np.ndarray,
+    ) -> np.ndarray:
+        """int64 [tails]: makespans of the last ``left`` heads, begun when the slots are free at
+        ``mark``: all but ``tail`` of them under plan ``base``, then those under each of the plans
+        ``tails``."""
+        table = self.programs(plans)
+        clock = Clock(self.machine, 1, table.cost.dtype)
         clock.free[:] = mark
         start = self.grid.heads - left
         if left > tail:
-            clock.section(self.lists(table, np.array([0]), start, left - tail), left - tail)
-        clock.keep(np.zeros(len(plans), np.int64))
-        which = 1 + np.arange(len(plans))
-        clock.section(self.lists(table, which, self.grid.heads - tail, tail), tail)
+            clock.section(self.lists(table, np.array([base]), start, left - tail), left - tail)
+        clock.keep(np.zeros(len(tails), np.int64))
+        lists = self.lists(table, tails, self.grid.heads - tail, tail)
+        clock.section(lists, tail)
         return clock.makespan_ns()
 
     def by_turns(
@@ -197,7 +215,7 @@ class Case:
         late = np.zeros((1, 1, 1), np.int64)
         if delay is not None:
             late = delay[orders[0, self.grid.group[0]]][..., None]
-        clock = Clock(self.machine, count, lists.total.dtype)
+        clock = Clock(self.machine, count, lists.cost.dtype)
         alive, start, heads = np.arange(count), 0, []
         for size in self.sections:
             visited = clock.section(self.lists(lists, alive, start, size), size, late)

@@ -24,17 +24,20 @@ and, where r is at most every c, for any s with C_i the sum of c_i:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from .machines import Machine
 
-# Arrays with fewer lanes than this use NumPy's running maximum; wider ones a doubling scan.
-_LANES = 48
-_NEVER = np.int64(1) << 62
 # Parts of a tick in which visits are put off when they are ordered by their turns.
 SCALE = np.int64(1024)
+_NEVER = np.int64(1) << 62
+# Values up to which NumPy's running maximum is faster than a doubling scan.
+_SMALL = 384
+# Steps are as high as their longest ticket, rounded up to this, so that few shapes occur.
+_ROUND = 8
 
 
 def exact_for(machine: Machine) -> bool:
@@ -44,12 +47,10 @@ def exact_for(machine: Machine) -> bool:
 
 @dataclass(frozen=True)
 class Programs:
-    """X lists of tickets, each N places long, in ticks; L visits with at least one of padding.
+    """X lists of tickets, each N places long; L visits with at least one of padding.
 
     row        int64 [N, L, X]   rows in visiting order, ``num_rows`` in the padding
-    cost       [N, L, X]         c_i, 0 in the padding
-    total      [N, L, X]         C_i above, tile_start included
-    early      [N, L, X]         r - C_{j+s}, what turn_j is moved by; harmless in the padding
+    cost       [N, L, X]         c_i in ticks, 0 in the padding
     visits     int64 [N, X]      how many are not padding
     num_rows   M * tiles
     tiles      visits that stay together: the query tiles of one block
@@ -57,23 +58,25 @@ class Programs:
 
     row: np.ndarray
     cost: np.ndarray
-    total: np.ndarray
-    early: np.ndarray
     visits: np.ndarray
     num_rows: int
     tiles: int
+    picked: dict[bytes, Programs] = field(default_factory=dict, repr=False, compare=False)
 
     def pick(self, which: np.ndarray) -> Programs:
-        """The programs ``which`` [X'], in that order."""
-        parts = (self.row, self.cost, self.total, self.early)
-        parts = (part[:, :, which] for part in parts)
-        return Programs(*parts, self.visits[:, which], self.num_rows, self.tiles)
+        """The programs ``which`` [X'], in that order; the same object as the last time if that
+        were the same."""
+        name = which.tobytes()
+        if name not in self.picked:
+            parts = (part.take(which, -1) for part in (self.row, self.cost, self.visits))
+            self.picked.clear()
+            self.picked[name] = Programs(*parts, self.num_rows, self.tiles)
+        return self.picked[name]
 
     def relaunch(self, order: np.ndarray, source: np.ndarray) -> Programs:
         """From programs by column: the launch orders [X', N] of the programs ``source`` [X']."""
-        parts = (self.row, self.cost, self.total, self.early)
-        parts = (part[order.T, :, source].transpose(0, 2, 1) for part in parts)
-        return Programs(*parts, self.visits[order.T, source], self.num_rows, self.tiles)
+        row, cost = (part[order.T, :, source].transpose(0, 2, 1) for part in (self.row, self.cost))
+        return Programs(row, cost, self.visits[order.T, source], self.num_rows, self.tiles)
 
 
 def programs(
@@ -87,34 +90,28 @@ def programs(
         rows = np.where(rows[..., None] < 0, -1, rows[..., None] * tiles + steps)
         rows = rows.reshape(*rows.shape[:2], -1)
         full, num_rows = np.repeat(full, tiles, axis=2), num_rows * tiles
-    room = ((0, 0), (0, 0), (0, 1))
-    rows = np.pad(rows, room, constant_values=-1).transpose(1, 2, 0)
-    full = np.pad(full, room).transpose(1, 2, 0)
-    real = rows >= 0
-    tick = machine.tick()
-    cost = np.where(full, machine.full_ns // tick, machine.partial_ns // tick)
-    cost = np.where(real, cost, 0).astype(_dtype(rows.shape, machine, heads))
-    visits = real.sum(1)
-    row = np.where(real, rows, num_rows).astype(np.int64)
-    return Programs(row, cost, *_sums(cost, visits, machine), visits, num_rows, tiles)
+    count, places, length = rows.shape
+    shape = (places, length + 1, count)
+    row, cost = np.full(shape, num_rows, np.int64), np.zeros(shape, _dtype(shape, machine, heads))
+    rows, full = rows.transpose(1, 2, 0), full.transpose(1, 2, 0)
+    real, tick = rows >= 0, machine.tick()
+    np.copyto(row[:, :-1], rows, where=real)
+    np.copyto(cost[:, :-1], machine.partial_ns // tick, where=real)
+    np.copyto(cost[:, :-1], machine.full_ns // tick, where=real & full)
+    return Programs(row, cost, real.sum(1), num_rows, tiles)
 
 
-def _sums(cost: np.ndarray, visits: np.ndarray, machine: Machine) -> tuple[np.ndarray, np.ndarray]:
-    """``(total, early)`` of costs [.., L, X] with visits [.., X]."""
-    length, tick = cost.shape[-2], machine.tick()
+def _sums(cost: np.ndarray, machine: Machine) -> tuple[np.ndarray, np.ndarray]:
+    """``(total, early)`` of costs [.., L, X]: C_i with tile_start in it, and r - C_{j+s}, by which
+    turn_j is moved, [.., L - s, X]."""
+    stages, tick = machine.dq_stages, machine.tick()
     reduce = machine.reduce_ns // tick
-    place = np.arange(length)[:, None]
     step = cost.copy()
-    if machine.dq_stages == 1:
-        later = (place > 0) & (place < visits[..., None, :])
-        np.maximum(step, reduce, out=step, where=later)
-    # The first padding is the last visit's reduction, so that the last one tells the end.
-    step[(place == visits[..., None, :]) & (place > 0)] = reduce
-    total = np.cumsum(step, axis=-2, dtype=cost.dtype) + cost.dtype.type(
-        machine.tile_start_ns // tick
-    )
-    ahead = np.minimum(np.arange(length) + machine.dq_stages, length - 1)
-    return total, np.minimum(reduce - total[..., ahead, :], 0).astype(cost.dtype)
+    if stages == 1:
+        np.maximum(step[..., 1:, :], reduce, out=step[..., 1:, :])
+    total = np.cumsum(step, axis=-2, dtype=cost.dtype)
+    total += cost.dtype.type(machine.tile_start_ns // tick)
+    return total, reduce - total[..., stages:, :]
 
 
 def _dtype(shape: tuple[int, ...], machine: Machine, heads: int):
@@ -133,9 +130,14 @@ class Clock:
         self.tick = tick = machine.tick()
         self.reduce = machine.reduce_ns // tick
         self.handoff = machine.handoff_ns // tick
+        self.begin = machine.tile_start_ns // tick
         self.end = machine.tile_end_ns // tick
-        self.instant = machine.tile_start_ns + machine.tile_end_ns == 0
+        self.passing = np.array(self.reduce + self.handoff, dtype)
+        self.after = np.array(self.end - self.handoff, dtype)
+        self.fixed = self.begin + self.end
+        self.instant = self.fixed == 0
         self.tape = tape
+        self.board: _Board | None = None
         self.free = np.zeros((candidates, machine.slots), dtype)
 
     def keep(self, which: np.ndarray) -> None:
@@ -161,118 +163,276 @@ class Clock:
         ``SCALE`` ticks later; those whose turn has come in the order of the list.  Returns the
         rows in visiting order, int64 [N, L, lists], ``num_rows`` past the end; or None.
         """
-        count = lists.row.shape[2]
-        shared = count == len(self.free)
-        # When a row's next writer may begin; one more row takes what the padding writes.
-        turns = np.zeros(((lists.num_rows + 1) * count, heads if shared else 1), self.free.dtype)
+        board = self.board
+        if board is None or not board.fits(lists, heads, self, delay is not None):
+            board = self.board = _Board(lists, heads, self, delay is not None)
+        board.begin()
         if delay is not None:
-            first = lists.row[:, : -1 : lists.tiles]
-            delay = np.where(first == lists.num_rows, _NEVER, delay)
-        spots = lists.row * count + np.arange(count)
-        totals, earlies = lists.total[..., None], lists.early[..., None]
-        for place in range(len(spots)):
-            spot, total, early = spots[place], totals[place], earlies[place]
+            delay = np.where(lists.row[:, : -1 : lists.tiles] == lists.num_rows, _NEVER, delay)
+        for place in range(len(board.heights)):
             if delay is not None:
-                spot, total, early = self._by_turn(lists, place, spot, turns, delay[place])
-                spots[place] = spot
-            what, low = (spot, total, early, lists.visits[place]), 0
+                self._by_turn(board, place, delay[place])
+            low = 0
             while low < heads:
-                lanes = slice(low, min(heads, low + self.free.shape[1]))
-                if shared:
-                    low += self._tickets(what, turns, lanes)
-                else:
-                    low += self._tickets_apart(what, turns, lanes)
-        return None if delay is None else spots // count
+                high = min(heads, low + self.free.shape[1])
+                low += self._tickets(board, board.step(place, low, high), low, high)
+        return None if delay is None else board.spots // lists.row.shape[2]
 
-    def _tickets(self, what, turns, lanes: slice) -> int:
-        """Times the tickets of heads ``lanes``, which share a mask; returns how many held.
+    def _tickets(self, board: _Board, step: _Step, low: int, high: int) -> int:
+        """Times the tickets of heads ``low`` to ``high``; returns how many held.
 
         Those before the first that would end before a later one begins: that frees a slot.
         """
-        spot, total, early, visits = what
-        width, whole = lanes.stop - lanes.start, lanes.stop - lanes.start == turns.shape[1]
-        begin, spot = self.free[:, :width], spot.reshape(-1)
-        seen = turns if whole else turns[:, lanes]
-        turn = seen.take(spot, axis=0).reshape(*what[0].shape, width)
-        computed, passed, end = self._visits(total, early, visits, turn, begin)
-        kept = width
-        if (begin[:, 0] + (total[-1, :, 0] + self.end) <= begin[:, -1]).any():
-            kept = _in_step(begin, end, visits > 0 if self.instant else None)
-        if self.tape is not None:
-            self.tape.write(self, begin, end, (computed, passed), visits, kept)
-        passed = passed.reshape(len(spot), width)
-        if whole and kept == width:
-            turns[spot] = passed
+        candidates, width = len(self.free), high - low
+        begin, flat, turns = self.free[:, :width], step.views.flat, board.turns
+        if step.whole:
+            # Clipped (all are inside), as NumPy buffers what it may have to raise for.
+            turns.take(step.spot, axis=0, out=flat, mode="clip")
         else:
-            turns[spot, lanes.start : lanes.start + kept] = passed[:, :kept]
-        self._done(turns, what[0].shape[1], end, kept)
-        return kept
-
-    def _tickets_apart(self, what, turns, lanes: slice) -> int:
-        """As ``_tickets``, where each head has lists of its own."""
-        candidates, width = len(self.free), lanes.stop - lanes.start
-        lists = slice(lanes.start * candidates, lanes.stop * candidates)
-        spot, total, early = (part[:, lists] for part in what[:3])
-        begin, visits = self.free[:, :width], what[3][lists]
-        turn = turns.take(spot, axis=0)
-        computed, passed, end = self._visits(total, early, visits, turn, begin.T.reshape(-1, 1))
-        end = end.reshape(width, candidates).T
-        kept = _in_step(begin, end, None)
+            flat[:] = turns[step.spot, step.lanes]
+        start = begin if board.shared else begin.T.reshape(-1, 1)
+        computed = self._visits(step, start)
+        end = flat.take(step.last, axis=0)
+        end += self.after
+        if step.hollow is not None:
+            np.copyto(end, start + self.fixed, where=step.hollow)
+        if not board.shared:
+            end = end.reshape(width, candidates).T
+        kept = width
+        # Most often every ticket ends after the last one begins.
+        if np.count_nonzero(end <= begin[:, -1:]):
+            kept = _in_step(begin, end, step.visits > 0 if self.instant and board.shared else None)
         if self.tape is not None:
-            self.tape.write(self, begin, end, (computed, passed), visits, kept)
-        held = kept * candidates
-        turns[spot[:, :held]] = passed[:, :held]
-        self._done(turns, what[0].shape[1], end, kept)
-        return kept
-
-    def _done(self, turns, count: int, end, kept: int) -> None:
-        turns[-count:] = 0
+            self.tape.write(self, begin, end, (computed, step.views.turn), step.visits, kept)
+        if step.whole and kept == width:
+            board.items[step.spot] = step.views.items
+        elif board.shared:
+            turns[step.spot, low : low + kept] = flat[:, :kept]
+        else:
+            held, spot = kept * candidates, step.spot.reshape(-1, len(step.visits))
+            turns[spot[:, :held]] = step.views.turn[:, :held]
         self.free[:, :kept] = end[:, :kept]
         if self.tape is None:
             self.free.sort(axis=1)
         else:
             self.tape.sort(self)
+        return kept
 
-    def _visits(self, total, early, visits, turn, start) -> tuple[np.ndarray, ...]:
-        """``(computed, passed, end)`` of a ticket per lane, solved as above; total and early are
-        [L, J, 1], turn and the results [L, J, lanes].  passed: landed, and the handoff."""
-        stages = self.machine.dq_stages
-        waited = _running_max(turn + early)
-        computed = np.empty_like(turn)
-        computed[:stages] = start
-        np.maximum(start, waited[:-stages], out=computed[stages:])
-        computed += total
-        if stages == 1:
-            passed = np.maximum(computed, turn, out=waited)
-            passed += self.reduce + self.handoff
-            return computed, passed, computed[-1] + self.end
-        place = np.arange(len(turn))[:, None]
-        earlier = (np.minimum(place, visits) * self.reduce).astype(turn.dtype)[:, :, None]
-        passed = np.maximum(computed, _running_max(turn - earlier) + earlier)
-        passed += np.where(place < visits, self.reduce, 0).astype(turn.dtype)[:, :, None]
-        passed += self.handoff
-        return computed, passed, passed[-1] + (self.end - self.handoff)
+    def _visits(self, step: _Step, start: np.ndarray) -> np.ndarray:
+        """computed_i of a ticket per lane, solved as above; the turns in ``step.views`` become
+        landed_i and the handoff.  start: [lists, lanes]."""
+        views, stages = step.views, self.machine.dq_stages
+        turn = views.turn
+        views.first[:] = start
+        np.add(views.earlier, step.early, out=views.rest)
+        if views.scan:
+            for values, moved, into in views.scan:
+                np.maximum(values, moved, out=into)
+        else:
+            np.maximum.accumulate(views.values, axis=0, out=views.values)
+        computed = views.values
+        computed += step.total
+        if stages > 1:
+            landings = (np.arange(len(turn)) * self.reduce).astype(turn.dtype)[:, None, None]
+            turn -= landings
+            np.maximum.accumulate(turn, axis=0, out=turn)
+            turn += landings
+        np.maximum(computed, turn, out=turn)
+        turn += self.passing
+        return computed
 
-    def _by_turn(self, lists, place, spot, turns, delay) -> tuple[np.ndarray, ...]:
-        """Spots [L, J] in the order in which their turns come, and their total and early."""
-        tiles, candidates, count = lists.tiles, len(self.free), spot.shape[1]
-        each = np.arange(count)
-        start = self.free[each % candidates, np.minimum(each // candidates, self.free.shape[1] - 1)]
-        turn = np.maximum(turns[:, 0].take(spot[:-1]), start + lists.total[place, 0])
+    def _by_turn(self, board: _Board, place: int, delay: np.ndarray) -> None:
+        """Puts a place's spots, and their costs, into the order in which their turns come."""
+        lists, tiles, height = board.lists, board.lists.tiles, board.heights[place]
+        blocks = min(-(-height // tiles), len(delay))
+        spot = board.spots[place, : blocks * tiles]
+        count, begin = spot.shape[1], self.free[:, 0]
+        if not board.shared:
+            heads = np.minimum(np.arange(count // len(self.free)), self.free.shape[1] - 1)
+            begin = self.free[:, heads].T.reshape(-1)
+        turn = board.turns[:, 0].take(spot)
+        np.maximum(turn, begin + board.soonest[place], out=turn)
         if tiles > 1:
-            turn = turn.reshape(-1, tiles, count).max(axis=1)
-        order = np.argsort(turn * SCALE + delay, axis=0, kind="stable")
+            turn = turn.reshape(blocks, tiles, count).max(axis=1)
+        key = turn * SCALE
+        key += delay[:blocks]
+        order = key.argsort(axis=0, kind="stable")
         if tiles > 1:
             order = (order[:, None] * tiles + np.arange(tiles)[:, None]).reshape(-1, count)
-        order = order * count + each
-        end = spot[-1:]
-        spot = np.concatenate((spot[:-1].reshape(-1).take(order), end))
-        if self.machine.full_ns == self.machine.partial_ns:
-            return spot, lists.total[place, ..., None], lists.early[place, ..., None]
-        cost = lists.cost[place]
-        cost = np.concatenate((cost[:-1].reshape(-1).take(order), cost[-1:]))
-        total, early = _sums(cost, lists.visits[place], self.machine)
-        return spot, total[..., None], early[..., None]
+        order *= count
+        order += board.each
+        spot[:] = spot.reshape(-1).take(order)
+        if not board.steady:
+            cost = lists.cost[place].copy()
+            cost[: len(spot)] = cost.reshape(-1).take(order)
+            for sums, part in zip(board.sums, _sums(cost, self.machine), strict=True):
+                sums[place] = part
+
+
+class _Views(NamedTuple):
+    """Parts of a board's buffers for tickets [lists, lanes] of up to H visits.
+
+    turn     [H, lists, lanes]; flat [H * lists, lanes] and items [H * lists] are the same memory
+    earlier  all but the last s of turn
+    first    the first s of the values whose running maximum is taken; rest: the others
+    scan     (values, moved, into) of each doubling; none where NumPy's own is faster
+    values   where the running maximum ends
+    """
+
+    turn: np.ndarray
+    flat: np.ndarray
+    items: np.ndarray
+    earlier: np.ndarray
+    first: np.ndarray
+    rest: np.ndarray
+    scan: list[tuple[np.ndarray, ...]]
+    values: np.ndarray
+
+
+class _Step(NamedTuple):
+    """The tickets of some heads at one place.
+
+    spot     int64 [H * lists]: the turns that they read and write, in ``lanes`` of each
+    whole    whether these are all heads of the section
+    total, early   as in ``_sums``, [.., lists, lanes or 1]
+    visits, last   int64 [lists]: how many visits, and where the last is in ``spot``
+    hollow   bool [lists, 1]: lists without visits; None if there are none
+    """
+
+    spot: np.ndarray
+    lanes: slice
+    whole: bool
+    views: _Views
+    total: np.ndarray
+    early: np.ndarray
+    visits: np.ndarray
+    last: np.ndarray
+    hollow: np.ndarray | None
+
+
+class _Board:
+    """One section: when each row's next writer may begin, and the buffers of a step.
+
+    turns    [(rows + 1) * lists, heads], or one lane where each head has lists of its own; the
+             last row takes what the padding writes
+    spots    int64 [N, L, lists]: which of ``turns`` a visit reads and writes
+    heights  of each place, no less than the most visits
+    sums     ``_sums`` for [N, L, lists], or for [L, 1] where all visits cost the same
+    """
+
+    def __init__(self, lists: Programs, heads: int, clock: Clock, ordered: bool):
+        places, length, count = lists.row.shape
+        self.lists, self.machine, self.dtype = lists, clock.machine, clock.free.dtype
+        self.heads, self.candidates, self.ordered = heads, len(clock.free), ordered
+        self.shared = count == self.candidates
+        lanes = heads if self.shared else 1
+        self.turns = np.empty(((lists.num_rows + 1) * count, lanes), self.dtype)
+        self.items = _items(self.turns)
+        self.each = np.arange(count)
+        # In C order, so that steps hold views.
+        self.spots = np.empty(lists.row.shape, np.int64)
+        self.last, self.hollow = _last(lists.visits), (lists.visits == 0).any(axis=1).tolist()
+        self.soonest = lists.cost[:, 0] + self.dtype.type(clock.begin)
+        step = max(_ROUND, length // 16)
+        most = -(-lists.visits.max(axis=1, initial=1) // step) * step
+        self.heights = np.minimum(most, length).tolist()
+        self.steady = clock.machine.full_ns == clock.machine.partial_ns
+        cost = lists.cost
+        if self.steady:
+            cost = np.full((length, 1), clock.machine.full_ns // clock.tick, self.dtype)
+        self.sums = _sums(cost, clock.machine)
+        # Least values ahead of the first: what the longest step of a doubling scan reaches back to.
+        self.front = (1 << (length - 1).bit_length()) // 2 * count * lanes
+        size = length * count * lanes
+        self.turn = np.empty(size, self.dtype)
+        least = np.iinfo(self.dtype).min
+        self.scans = [np.full(self.front + size, least, self.dtype) for _ in range(2)]
+        self.known: dict[tuple[int, int, int], tuple] = {}
+        self.spread: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.steps: list[_Step | None] = [None] * places
+
+    def fits(self, lists: Programs, heads: int, clock: Clock, ordered: bool) -> bool:
+        mine = (self.heads, self.candidates, self.ordered)
+        return self.lists is lists and mine == (heads, len(clock.free), ordered)
+
+    def begin(self) -> None:
+        """Every row's first writer may begin; visits are in the order of the lists."""
+        self.turns.fill(0)
+        np.multiply(self.lists.row, len(self.each), out=self.spots)
+        self.spots += self.each
+
+    def step(self, place: int, low: int, high: int) -> _Step:
+        """The tickets of heads low to high; kept if these are all."""
+        whole = high - low == self.heads
+        if whole and self.steps[place] is not None:
+            return self.steps[place]
+        spot, visits = self.spots[place, : self.heights[place]], self.lists.visits[place]
+        last, lanes = self.last[place], slice(low, high)
+        lists = slice(None)
+        if not self.shared:
+            lists, lanes = slice(low * self.candidates, high * self.candidates), slice(0, 1)
+        if not (whole or self.shared):
+            spot, visits = spot[:, lists], visits[lists]
+            last = _last(visits)
+        shape = (*spot.shape, lanes.stop - lanes.start)
+        if shape not in self.known:
+            self.known[shape] = self._views(shape), self._steady(shape)
+        views, costs = self.known[shape]
+        if not self.steady:
+            later = max(0, shape[0] - self.machine.dq_stages)
+            total, early = self.sums
+            costs = total[place, : shape[0], lists, None], early[place, :later, lists, None]
+        hollow = visits[:, None] == 0 if self.hollow[place] else None
+        step = _Step(spot.reshape(-1), lanes, whole, views, *costs, visits, last, hollow)
+        if whole:
+            self.steps[place] = step
+        return step
+
+    def _steady(self, shape: tuple[int, int, int]):
+        """``total`` and ``early`` of such a step where all visits cost the same."""
+        if not self.steady:
+            return None
+        height, across = shape[0], shape[1] * shape[2]
+        later = max(0, height - self.machine.dq_stages)
+        if across not in self.spread:
+            self.spread[across] = tuple(np.repeat(part, across) for part in self.sums)
+        total, early = self.spread[across]
+        early = early[: later * across].reshape(later, *shape[1:])
+        return total[: height * across].reshape(shape), early
+
+    def _views(self, shape: tuple[int, int, int]) -> _Views:
+        height, across = shape[0], shape[1] * shape[2]
+        size, stages = height * across, min(self.machine.dq_stages, height)
+        begin, stop = self.front, self.front + height * across
+        turn = self.turn[:size].reshape(shape)
+        flat = turn.reshape(-1, shape[2])
+        values, other = self.scans
+        rows, scan, back = values[begin:stop].reshape(shape), [], across
+        while size > _SMALL and back < size:
+            moved = values[begin - back : stop - back]
+            scan.append((values[begin:stop], moved, other[begin:stop]))
+            values, other, back = other, values, 2 * back
+        return _Views(
+            turn,
+            flat,
+            _items(flat),
+            turn[: height - stages],
+            rows[:stages],
+            rows[stages:],
+            scan,
+            values[begin:stop].reshape(shape),
+        )
+
+
+def _items(rows: np.ndarray) -> np.ndarray:
+    """Rows as single items, which NumPy scatters faster."""
+    return rows.view(f"V{rows.itemsize * rows.shape[1]}")[:, 0]
+
+
+def _last(visits: np.ndarray) -> np.ndarray:
+    """Of visits [.., lists]: where the last one of each is in [H * lists]."""
+    lists = visits.shape[-1]
+    return np.maximum(visits - 1, 0) * lists + np.arange(lists)
 
 
 def _in_step(begin: np.ndarray, end: np.ndarray, taken: np.ndarray | None) -> int:
@@ -317,17 +477,3 @@ class Tape:
             name: np.concatenate([*getattr(self, name), np.zeros(0)]).astype(np.int64)
             for name in names
         }
-
-
-def _running_max(values: np.ndarray) -> np.ndarray:
-    """The running maximum along axis 0; ``values`` may be overwritten."""
-    height = len(values)
-    if values[0].size < _LANES:
-        return np.maximum.accumulate(values, axis=0, out=values)
-    step, spare = 1, np.empty_like(values)
-    while step < height:
-        np.maximum(values[step:], values[:-step], out=spare[step:])
-        spare[:step] = values[:step]
-        values, spare = spare, values
-        step *= 2
-    return values

@@ -27,7 +27,9 @@ class Machine:
     dq_stages          dQ buffers: compute of tile i + dq_stages waits for the reduction of tile i
     tile_start_ns      from taking a ticket to the first tile's compute
     tile_end_ns        from the last reduction to the slot being free (dK, dV stores)
-    max_heads_in_flight  the most heads that ``select`` interleaves (what L2 can hold)
+    max_heads_in_flight  the most heads that ``select`` interleaves
+    l2_rows            query rows, of all heads in flight together, whose Q, dO and fp32 dQ stay in
+                       L2; 0: not known.  It bounds the heads that ``select`` interleaves too
     tile               (queries, keys) of one tile
     """
 
@@ -41,10 +43,12 @@ class Machine:
     tile_start_ns: int = 0
     tile_end_ns: int = 0
     max_heads_in_flight: int = 16
+    l2_rows: int = 0
     tile: tuple[int, int] = (64, 128)
 
     def __post_init__(self):
         least = dict.fromkeys(TIMES, 0) | {"slots": 1, "dq_stages": 1, "max_heads_in_flight": 1}
+        least |= {"l2_rows": 0}
         least |= {"full_ns": 1, "partial_ns": 1}
         for name, low in least.items():
             value = getattr(self, name)
@@ -57,6 +61,18 @@ class Machine:
     def tick(self) -> int:
         """The greatest time that divides all constants, in ns."""
         return gcd(*(getattr(self, name) for name in TIMES))
+
+    def most_heads(self, q_blocks: int, block_size: tuple[int, int] | None, group: int = 1) -> int:
+        """The most heads to interleave, each of ``q_blocks`` query blocks.
+
+        One where L2 counts and a ticket serves a group of query heads: its CTAs then drift apart
+        over the group, and each further head costs (docs/notes/attention_sm90.md).
+        """
+        if self.l2_rows and group > 1:
+            return 1
+        rows = max(1, q_blocks * (block_size or self.tile)[0])
+        fit = self.l2_rows // rows if self.l2_rows else self.max_heads_in_flight
+        return max(1, min(self.max_heads_in_flight, fit))
 
     def for_blocks(self, block_size: tuple[int, int] | None, group: int = 1) -> tuple[Machine, int]:
         """``(machine, steps)``: costs per step for a mask's blocks, and steps per block.
@@ -97,7 +113,8 @@ _D128 = {
     "dq_stages": (1, "FA4's SM90 backward at d128: one dQ buffer in shared memory"),
     "tile_start_ns": (0, _ZERO),
     "tile_end_ns": (0, _ZERO),
-    "max_heads_in_flight": (16, "the widest interleave studied at 8k; the model has no L2 term"),
+    "max_heads_in_flight": (16, "the widest interleave studied at 8k"),
+    "l2_rows": (0, "not modelled: no published number"),
     "tile": ((64, 128), "FA4's SM90 backward tile at d128, causal and sparse"),
 }
 _D64 = _D128 | {
@@ -107,8 +124,39 @@ _D64 = _D128 | {
     "tile": ((128, 128), "FA4's SM90 backward tile at d64"),
 }
 
-# Machine -> constant -> (value, where it comes from).
-TABLE = MappingProxyType({"h200_d128": _D128, "h200_d64": _D64})
+_RUN = "this library's backward on an H200, 2026-11-20: docs/notes/attention_sm90.md"
+_AS_D128 = f"as at d128, not fitted by itself; {_RUN}"
+_OURS_D128 = _D128 | {
+    "full_ns": (2450, f"fitted to {_RUN}"),
+    "partial_ns": (2600, f"fitted to {_RUN}"),
+    "reduce_ns": (1000, f"fitted to {_RUN}"),
+    "handoff_ns": (1000, f"fitted to {_RUN}"),
+    "dq_stages": (2, "sparse_attn/config.py: BackwardConfig.dq_stages"),
+    "tile_start_ns": (2000, f"fitted to {_RUN}"),
+    "tile_end_ns": (2000, f"fitted to {_RUN}"),
+    "l2_rows": (32768, f"4 heads of 8k are at most 2% off the best, 16 cost 40% more; {_RUN}"),
+}
+_OURS_D64 = _OURS_D128 | {
+    "full_ns": (2800, f"fitted to {_RUN}"),
+    "partial_ns": (2950, _AS_D128),
+    "reduce_ns": (1000, _AS_D128),
+    "handoff_ns": (1000, _AS_D128),
+    "tile_start_ns": (2000, _AS_D128),
+    "tile_end_ns": (2000, _AS_D128),
+    "l2_rows": (65536, "half the bytes of a row at d128; not measured"),
+    "tile": ((128, 128), "sparse_attn/config.py: BackwardConfig.tile_m"),
+}
+
+# Machine -> constant -> (value, where it comes from).  The first two are a model of others'
+# kernels, made before any of this library's had run; the last two are its own.
+TABLE = MappingProxyType(
+    {
+        "h200_d128": _D128,
+        "h200_d64": _D64,
+        "cute_sm90_d128": _OURS_D128,
+        "cute_sm90_d64": _OURS_D64,
+    }
+)
 
 
 def machine(name: str = "h200_d128", **changes: int) -> Machine:

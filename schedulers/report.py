@@ -122,7 +122,8 @@ def compare(
         raise ScheduleError(expected("block_mask", want, f"{visits:,}"))
     floor = bound(block_mask, heads=heads, machine=machine)
     if flights is None:
-        flights = tuple(sorted({1, min(machine.max_heads_in_flight, grid.heads)}))
+        most = machine.most_heads(grid.num_q_blocks, grid.block_size)
+        flights = tuple(sorted({1, min(most, grid.heads)}))
     rows = []
     for kind in kinds:
         for flight in flights[:1] if kind == "select" else flights:

@@ -182,15 +182,17 @@ def _residents(schedule: Schedule) -> int:
     ticket[schedule.order[:, 0], schedule.order[:, 1]] = np.arange(schedule.num_tickets)
     launched = np.argsort(ticket, axis=1)
     case = np.concatenate((schedule.list_of_head[:, None], launched), axis=1)
-    cases, which = np.unique(case, axis=0, return_inverse=True)
+    names: dict[bytes, int] = {}
+    which = np.array([names.setdefault(each.tobytes(), len(names)) for each in case])
+    cases = case[np.unique(which, return_index=True)[1]]
     rows, ranks = _padded(schedule, cases[:, :1] * columns + cases[:, 1:])
     reach, acyclic = reached(rows, ranks, schedule.num_q_blocks)
     if not acyclic.all():
         case = int(np.argmin(acyclic))
-        head = int(np.flatnonzero(which.reshape(-1) == case)[0])
+        head = int(np.argmax(which == case))
         _name_a_cycle(schedule, head, cases[case, 1:], ticket[head])
-    place = np.sort(ticket, axis=1)
-    last = np.take_along_axis(place, reach[which.reshape(-1)], axis=1)
+    place = np.take_along_axis(ticket, launched, axis=1)
+    last = np.take_along_axis(place, reach[which], axis=1)
     return int(residents(place.reshape(1, -1), last.reshape(1, -1))[0])
 
 
@@ -269,10 +271,10 @@ def _along_lists(ufunc: np.ufunc, values: np.ndarray) -> None:
 def residents(ticket: np.ndarray, last: np.ndarray) -> np.ndarray:
     """int64 [B]: 1 + the most intervals [ticket, last) that hold one point; both int64 [B, T]."""
     cases, tickets = ticket.shape
-    rise = np.zeros((cases, tickets + 1), np.int64)
-    case = np.arange(cases)[:, None]
-    np.add.at(rise, (case, ticket), 1)
-    np.add.at(rise, (case, last), -1)
+    first, size = np.arange(cases)[:, None] * (tickets + 1), cases * (tickets + 1)
+    begun = np.bincount((first + ticket).reshape(-1), minlength=size)
+    ended = np.bincount((first + last).reshape(-1), minlength=size)
+    rise = (begun - ended).reshape(cases, tickets + 1)
     return 1 + np.cumsum(rise, axis=1).max(axis=1)
 
 

@@ -92,7 +92,7 @@ def _times(search: Search, orders: np.ndarray, delay: np.ndarray) -> np.ndarray:
     """int64 [K, 2]: makespan, and the sum of the slots' squared ends, which tells equals apart."""
     each = np.arange(len(orders))
     lists = search.table.relaunch(orders, np.zeros(len(orders), np.int64))
-    clock = Clock(search.machine, len(orders), lists.total.dtype)
+    clock = Clock(search.machine, len(orders), lists.cost.dtype)
     delay = delay[each[:, None], orders].transpose(1, 2, 0)
     for heads in search.sections:
         clock.section(lists, heads, delay)

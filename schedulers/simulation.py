@@ -191,7 +191,7 @@ def _lockstep(
     lists = programs(rows, full, schedule.num_q_blocks, machine, tiles, heads)
 
     tape = Tape(machine.slots)
-    clock = Clock(machine, 1, lists.total.dtype, tape)
+    clock = Clock(machine, 1, lists.cost.dtype, tape)
     for begin, size in zip(np.cumsum(sections) - sections, sections, strict=True):
         of = which[begin : begin + size]
         clock.section(lists.pick(of[:1] if (of == of[0]).all() else of), len(of))
