@@ -17,6 +17,7 @@ from rich.table import Table
 from . import __version__
 from .about import catalogue
 from .about import info as collect_info
+from .certify_command import certify
 from .schedule_command import schedule
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__.split(":")[0] + ".")
@@ -77,32 +78,7 @@ def aot(
     console.print(f"{len(records)} kernels in {out}; load them with CUTE_KERNELS_AOT_DIR={out}")
 
 
-@app.command()
-def certify(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the report.")] = Path(
-        "certify"
-    ),
-    only: Annotated[str, typer.Option(help="Names that contain this text.")] = "",
-) -> None:
-    """Compile the catalogue, disassemble it, prove the rules of docs/certificate.md."""
-    from .compile import certificate_report as report
-    from .compile.certificate import certify as prove
-
-    chosen = [entry for entry in catalogue() if only in entry[0].name]
-    with Progress(console=console) as bar:
-        task = bar.add_task("certifying", total=len(chosen))
-        found = []
-        for kernel, kind, expect in chosen:
-            constexpr = dict(kernel.constexpr)
-            found.append(
-                prove(kernel.build, name=kernel.name, constexpr=constexpr, kind=kind, expect=expect)
-            )
-            bar.advance(task)
-    report.write_report(found, out)
-    console.print(report.table(found))
-    raise typer.Exit(0 if all(one.ok for one in found) else 1)
-
-
+app.command()(certify)
 app.command()(schedule)
 
 

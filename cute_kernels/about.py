@@ -15,7 +15,7 @@ __all__ = ["SYSTEMS", "catalogue", "contract_id", "guarantees", "info"]
 #: The systems in this build; importing ``<system>.op`` registers its ops and contracts.
 SYSTEMS = ("gemm", "sparse_attn")
 #: Those with an SM90 launcher, and with it a catalogue of kernels.
-LAUNCHED = ("gemm",)
+LAUNCHED = ("gemm", "sparse_attn")
 
 for _system in SYSTEMS:
     importlib.import_module(f"{__package__}.{_system}.op")
@@ -66,7 +66,10 @@ def _kernel_of(op: str) -> str:
 
 
 def catalogue() -> list[tuple]:
-    """Every SM90 kernel of every system: (`compile.cache.Kernel`, certificate class, `Expect`)."""
+    """Every SM90 kernel of every system: (`compile.cache.Kernel`, certificate class, `Expect`).
+
+    The class is None where no certificate is claimed: kernels that add in arrival order.
+    """
     found = []
     for system in LAUNCHED:
         launch = importlib.import_module(f"{__package__}.{system}.launch")

@@ -50,14 +50,16 @@ def linear(
     """The problem of ``linear(x[..., K], weight[N, K], bias[N], main_grad[N, K])``."""
     _tensor("x", x)
     _tensor("weight", weight)
-    if x.dim() < 1:
+    shape, of_weight = x.shape, weight.shape
+    if not shape:
         raise ShapeError(expected("x", "at least 1 dimension [..., K]", "a scalar tensor"))
-    _rank("weight", weight, 2, "[N, K]")
-    n, k = weight.shape
-    if x.shape[-1] != k:
-        want = f"last dimension {k}, the K of weight {list(weight.shape)}"
-        raise ShapeError(expected("x", want, list(x.shape)))
-    rows = x.numel() // k if k else x.shape[:-1].numel()
+    if len(of_weight) != 2:
+        _rank("weight", weight, 2, "[N, K]")
+    n, k = of_weight
+    if shape[-1] != k:
+        want = f"last dimension {k}, the K of weight {list(of_weight)}"
+        raise ShapeError(expected("x", want, list(shape)))
+    rows = shape[0] if len(shape) == 2 else shape[:-1].numel()
     problem = Problem(rows, n, k, x.dtype, x.device)
     _same_kind("x", x, "weight", weight)
     _common(problem, order)
@@ -90,9 +92,10 @@ def _common(problem: Problem, order: str) -> None:
         reasons = dict.fromkeys(("cute_sm90", "triton"), "needs a CUDA or ROCm device")
         reasons["cpu"] = "runs on cpu tensors only"
         raise BackendUnavailable(no_backend("gemm", problem.device, reasons))
-    for name in ("m", "n", "k"):
-        if getattr(problem, name) > MAX_SIZE:
-            raise ShapeError(expected(name, f"at most {MAX_SIZE}", getattr(problem, name)))
+    m, n, k, _, _ = problem
+    if m > MAX_SIZE or n > MAX_SIZE or k > MAX_SIZE:
+        name = "m" if m > MAX_SIZE else "n" if n > MAX_SIZE else "k"
+        raise ShapeError(expected(name, f"at most {MAX_SIZE}", getattr(problem, name)))
 
 
 def _same_kind(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
@@ -101,12 +104,12 @@ def _same_kind(name: str, tensor: torch.Tensor, other_name: str, other: torch.Te
     _plain(other_name, other)
     if other.device != tensor.device:
         raise DeviceError(expected(other_name, f"device {tensor.device} of {name}", other.device))
-    if other.dtype != tensor.dtype and not torch.is_autocast_enabled(tensor.device.type):
+    if other.dtype is not tensor.dtype and not torch.is_autocast_enabled(tensor.device.type):
         raise DtypeError(expected(other_name, f"{tensor.dtype}, the dtype of {name}", other.dtype))
 
 
 def _plain(name: str, tensor: torch.Tensor) -> None:
-    if tensor.layout != torch.strided:
+    if tensor.layout is not torch.strided:
         raise ArgumentTypeError(expected(name, "a dense (strided) tensor", tensor.layout))
     if tensor.dtype not in DTYPES:
         raise DtypeError(expected(name, "one of " + ", ".join(map(str, DTYPES)), tensor.dtype))

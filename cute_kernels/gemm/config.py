@@ -1,14 +1,16 @@
 """Every constant that the bits or the speed of gemm depend on, and Problem -> Config.
 
-No function here reads M: the reduction tree of an output element is a function of (op, N, K, dtype,
-arch) alone (tests/gemm/test_config.py holds this).
+The reduction tree of an output element is a function of (op, N, K, dtype, arch) alone.  One
+function here reads M, `tile_columns`: WGMMA's bits are the same at every width of the instruction
+(docs/gemm.md), so how wide a tile is decides who adds, not in which order.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 
 import torch
 
@@ -101,37 +103,73 @@ class ColumnSumPlan:
     columns: int = 64
 
 
+#: Widths of the SM90 tile, widest first, and what a column of each costs beside one of the widest:
+#: perf/results/tune.jsonl, H200, 2026-11-20.
+TILE_COST: Mapping[int, float] = {256: 1.00, 128: 1.02}
+
 TRITON = TritonPlan()
 TRITON_FP32 = TritonPlan(block_m=64, block_n=64, block_k=32)
 CPU = CpuPlan()
 COLUMN_SUM = ColumnSumPlan()
 
 
-def choose(dtype: torch.dtype, a_major: str, b_major: str, epilogue: str) -> Config:
-    """The configuration of the SM90 kernel for one product; one tile for every shape."""
-    return Config(DTYPE_NAMES[dtype], a_major, b_major, epilogue)
+# Cached, as every launch asks; bounded, as a server meets ever new numbers of rows.
+@functools.lru_cache(maxsize=4096)
+def tile_columns(rows: int, columns: int, clusters: int) -> int:
+    """The width of the SM90 tile for a [rows, columns] product on so many clusters at once.
+
+    The one of least predicted time, waves x width x cost of a column; the widest of equals.
+    """
+
+    down = _ceil_div(rows, Config.tile_m * Config.cluster_m)
+
+    def time(width: int) -> float:
+        across = _ceil_div(columns, width * Config.cluster_n)
+        return _ceil_div(down * across, clusters) * width * TILE_COST[width]
+
+    return min(TILE_COST, key=time)
+
+
+def choose(
+    dtype: torch.dtype, a_major: str, b_major: str, epilogue: str, tile_n: int = Config.tile_n
+) -> Config:
+    """The configuration of the SM90 kernel for one product, at one of the tile's widths."""
+    return Config(DTYPE_NAMES[dtype], a_major, b_major, epilogue, tile_n=tile_n)
 
 
 def catalogue() -> Iterator[Config]:
-    """Every configuration that ``choose`` can return."""
+    """Every configuration that ``choose`` can return for a width of ``TILE_COST``."""
     dtypes = (torch.bfloat16, torch.float16)
     majors, epilogues = ("k", "mn"), ("plain", "bias", "accumulate")
-    for dtype, a, b, epilogue in itertools.product(dtypes, majors, majors, epilogues):
-        yield choose(dtype, a, b, epilogue)
+    for width, dtype, a, b, epilogue in itertools.product(
+        TILE_COST, dtypes, majors, majors, epilogues
+    ):
+        yield choose(dtype, a, b, epilogue, width)
 
 
 def plan(backend: str, device: arch.Device) -> dict[str, object]:
-    """What a contract id covers: every constant of the plan, and the instruction family."""
+    """What a contract id covers: every constant of the plan, and the instruction family.
+
+    Every tile is in it, whichever a call takes.  What a tile costs is not: no bit depends on it.
+    """
     common: dict[str, object] = {"order": ORDER, "k_group": K_GROUP, "rounding": "once, from fp32"}
     if backend == arch.CUTE_SM90:
-        tile = {
-            name: value
-            for name, value in choose(torch.bfloat16, "k", "k", "plain").items()
-            if name not in ("dtype", "a_major", "b_major", "epilogue")
+        tiles = [choose(torch.bfloat16, "k", "k", "plain", width) for width in TILE_COST]
+        return common | {
+            "family": ", ".join(f"wgmma.m64n{tile.tile_n}k{K_GROUP}.f32" for tile in tiles),
+            "tiles": {f"{tile.tile_m} x {tile.tile_n}": _constants(tile) for tile in tiles},
+            "column_sum": asdict(COLUMN_SUM),
         }
-        family = f"wgmma.m64n{tile['tile_n']}k16.f32"
-        return common | {"family": family, "tile": tile, "column_sum": asdict(COLUMN_SUM)}
     if backend == arch.TRITON:
         plans = {"16-bit": asdict(TRITON), "fp32": asdict(TRITON_FP32)}
         return common | {"family": "tl.dot", "plans": plans, "column_sum": asdict(COLUMN_SUM)}
     return common | {"family": "blas", "blocks": asdict(CPU), "threads": device.units}
+
+
+def _constants(tile: Config) -> dict[str, object]:
+    """The fields of a Config that are the plan's; the others are the caller's."""
+    return {f.name: getattr(tile, f.name) for f in fields(tile) if f.default is not MISSING}
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)

@@ -2,14 +2,15 @@
 
 Layouts      A [M, K] and B [N, K], each row- or column-major (16-byte strides); D [M, N] row-major.
 Order        ``chain``: one fp32 accumulator per output, K ascending in whole groups of 16, each
-             group one ``wgmma.m64n256k16``; bias added in fp32; one rounding, at the store.
+             group one ``wgmma.m64nNk16`` as wide as the tile, whose width shows in no bit
+             (docs/gemm.md); bias added in fp32; one rounding, at the store.
              ``accumulate``: acc0 is read from D (fp32), which is then overwritten.
 K tail       TMA fills zeros inside the last group of 16; groups wholly beyond K are skipped.
 M, N tails   TMA clips the store; loads beyond M or N give zeros that no stored output sees.
 Roles        warpgroup 0: one warp loads; warpgroups 1, 2: 64 rows of the tile each, and their
              own epilogue, which stores by TMA while the loads of the next tile are under way.
 Limits       SM90a only; bf16 and fp16; M, N, K < 2^31.
-Measured     not run on a GPU yet: docs/status.md.
+Measured     docs/status.md.
 """
 
 import cutlass

@@ -15,7 +15,7 @@ from .. import arch, settings
 from ..compile import cache
 from ..compile.call import call
 from . import config
-from .config import Config
+from .config import Config, tile_columns
 
 #: TMA wants pointers and strides at multiples of this many bytes.
 _ALIGN = 16
@@ -31,21 +31,26 @@ def gemm(
     """a [M, K] · b [N, K]ᵀ (+ bias [N]), or ``accumulator`` [M, N] fp32 += the same, in place."""
     a, a_major = operand(a)
     b, b_major = operand(b)
+    m, n, device = a.shape[0], b.shape[0], a.device
     if accumulator is not None:
-        target = accumulator if storable(accumulator) else _padded_copy(accumulator)
-        _launch(a, b, target, None, (a.dtype, a_major, b_major, "accumulate"))
-        return accumulator if target is accumulator else accumulator.copy_(target)
-    epilogue = "plain" if bias is None else "bias"
-    out = padded_empty(a.shape[0], b.shape[0], a.dtype, a.device)
-    bias = None if bias is None else bias.contiguous()
-    _launch(a, b, out, bias, (a.dtype, a_major, b_major, epilogue))
-    return out.contiguous()
+        epilogue = "accumulate"
+        out = accumulator if storable(accumulator) else _padded_copy(accumulator)
+    elif bias is not None:
+        out, epilogue, bias = padded_empty(a, m, n), "bias", bias.contiguous()
+    else:
+        out, epilogue = padded_empty(a, m, n), "plain"
+    clusters = max_clusters(device)
+    kernel = _gemm_kernel(a.dtype, a_major, b_major, epilogue, tile_columns(m, n, clusters))
+    call(device, kernel, a, b, out, bias, clusters)
+    if accumulator is None:
+        return out.contiguous()
+    return accumulator if out is accumulator else accumulator.copy_(out)
 
 
 def column_sum(rows: torch.Tensor) -> torch.Tensor:
     """Σ over the rows of [M, N] -> [N], rounded once to the dtype of ``rows``."""
     rows = rows if storable(rows) else _padded_copy(rows)
-    out = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
+    out = rows.new_empty(rows.shape[1])
     call(rows.device, _column_sum_kernel(config.DTYPE_NAMES[rows.dtype]), rows, out)
     return out
 
@@ -64,48 +69,41 @@ def storable(t: torch.Tensor) -> bool:
     return t.shape[1] % 2 == 0 and _rows_addressable(t)
 
 
-def padded_empty(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def padded_empty(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """An uninitialised [rows, columns] whose row stride is a multiple of 16 bytes."""
-    step = _ALIGN // dtype.itemsize
+    step = _ALIGN // like.itemsize
     if columns % step == 0:
-        return torch.empty(rows, columns, dtype=dtype, device=device)
+        return like.new_empty(rows, columns)
     width = (columns // step + 1) * step
-    return torch.empty(rows, width, dtype=dtype, device=device)[:, :columns]
+    return like.new_empty(rows, width)[:, :columns]
 
 
 def _rows_addressable(t: torch.Tensor) -> bool:
     row, column = t.stride()
     # The row stride of a single row is still part of the descriptor; so is the order of the two.
-    return (
-        column == 1
-        and row >= t.shape[1]
-        and row * t.element_size() % _ALIGN == 0
-        and t.data_ptr() % _ALIGN == 0
-    )
+    return column == 1 and row >= t.shape[1] and (row * t.itemsize | t.data_ptr()) % _ALIGN == 0
 
 
 def _padded_copy(t: torch.Tensor) -> torch.Tensor:
-    return padded_empty(*t.shape, t.dtype, t.device).copy_(t)
-
-
-def _launch(a, b, out, bias, key: tuple[torch.dtype, str, str, str]) -> None:
-    call(a.device, _gemm_kernel(*key), a, b, out, bias, max_clusters(a.device))
+    return padded_empty(t, *t.shape).copy_(t)
 
 
 def max_clusters(device: torch.device) -> int:
     """How many clusters the persistent grid may have: those that fit the device at once."""
-    cap, units = settings.max_ctas(), _units(device)
+    return _clusters(device, settings.get("MAX_CTAS"))
+
+
+@functools.cache
+def _clusters(device: torch.device, setting: str) -> int:
+    # The setting's text is in the key, so that it is parsed once and not at every launch.
+    cap, units = settings.max_ctas(), arch.describe(device).units
     return max(1, (min(cap, units) if cap else units) // _CTAS_PER_CLUSTER)
 
 
 @functools.cache
-def _units(device: torch.device) -> int:
-    return arch.describe(device).units
-
-
-@functools.cache
-def _gemm_kernel(dtype: torch.dtype, a_major: str, b_major: str, epilogue: str) -> Callable:
-    return cache.get(gemm_entry(config.choose(dtype, a_major, b_major, epilogue)), "sm_90a")
+def _gemm_kernel(*chosen: torch.dtype | str | int) -> Callable:
+    """The compiled kernel for the arguments of `config.choose`."""
+    return cache.get(gemm_entry(config.choose(*chosen)), "sm_90a")
 
 
 @functools.cache

@@ -16,13 +16,11 @@ from tests import ptxsim
 
 
 @functools.cache
-def gemm_kernel(dtype: torch.dtype, a_major: str, b_major: str, epilogue: str):
-    """One configuration, compiled once per process."""
+def gemm_kernel(*chosen):
+    """The kernel for the arguments of `config.choose`, compiled once per process."""
     from cute_kernels.gemm import kernel_sm90
 
-    return kernel_sm90.build(
-        config.choose(dtype, a_major, b_major, epilogue), compile=ptxsim.compile
-    )
+    return kernel_sm90.build(config.choose(*chosen), compile=ptxsim.compile)
 
 
 @functools.cache
@@ -34,13 +32,20 @@ def column_sum_kernel(dtype: str):
 
 
 @contextlib.contextmanager
-def simulated(clusters: int = 3, kernel=gemm_kernel, **options) -> Iterator[None]:
-    """Inside, `launch.gemm` and `launch.column_sum` take CPU tensors and run in the simulator."""
+def simulated(
+    clusters: int = 3, kernel=gemm_kernel, width: int | None = None, **options
+) -> Iterator[None]:
+    """Inside, `launch.gemm` and `launch.column_sum` take CPU tensors and run in the simulator.
+
+    ``width``: every product takes the tile of so many columns; None: the one the launcher chooses.
+    """
     names = {
         "_gemm_kernel": kernel,
         "_column_sum_kernel": column_sum_kernel,
         "max_clusters": lambda device: clusters,
     }
+    if width is not None:
+        names["tile_columns"] = lambda rows, columns, clusters: width
     before = {name: getattr(launch, name) for name in names}
     for name, value in names.items():
         setattr(launch, name, value)
@@ -57,6 +62,6 @@ def operand(rows: int, columns: int, dtype: torch.dtype, major: str, seed: int) 
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(rows, columns, generator=generator).to(dtype)
     shape = (rows, columns) if major == "k" else (columns, rows)
-    held = launch.padded_empty(*shape, dtype, torch.device("cpu"))
+    held = launch.padded_empty(values, *shape)
     held.copy_(values if major == "k" else values.mT)
     return held if major == "k" else held.mT

@@ -229,6 +229,19 @@ def test_devices_without_a_backend_are_refused(device, monkeypatch):
     assert "cute_sm90" in str(caught.value) and "triton" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["m", "n", "k"])
+def test_sizes_that_tma_cannot_count_are_refused(name):
+    size = {"m": 1, "n": 1, "k": 1}
+    for length, refused in ((2**31 - 1, False), (2**31, True)):
+        m, n, k = (size | {name: length}).values()
+        rows, weight = torch.empty(m, k, device="meta"), torch.empty(n, k, device="meta")
+        if refused:
+            with pytest.raises(errors.ShapeError, match=f"{name}: expected at most {2**31 - 1}"):
+                ck.linear(rows, weight)
+        else:
+            assert ck.linear(rows, weight).shape == (m, n)
+
+
 def test_vmap_over_weights_is_refused_and_over_rows_works():
     weights, rows = torch.randn(3, N, K), torch.randn(3, 4, K)
     with pytest.raises(UnsupportedTransformError, match="x"):

@@ -1,44 +1,28 @@
-"""Certificate A over the whole catalogue of gemm, the stored SASS hashes, and mutants that fail.
-
-`make certify` followed by `python -m perf report` stores the hashes of this tree's kernels in
-perf/results/certificates.json.  A change of a kernel's machine code must come with new ones.
-"""
+"""Certificate A over the whole catalogue of gemm, the stored SASS hashes, and mutants that fail."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 
 import pytest
 
 from tests.ptxsim import available
 
-certificate = available.import_module("cute_kernels.compile.certificate")
+available.import_module("cute_kernels.compile.certificate")
 kernel_sm90 = available.import_module("cute_kernels.gemm.kernel_sm90")
 
-from cute_kernels.about import catalogue  # noqa: E402
 from cute_kernels.compile.certificate_report import Expect  # noqa: E402
 from cute_kernels.gemm import config, launch  # noqa: E402
+from tests import certified  # noqa: E402
 from tests.gemm import test_sm90_mutants as mutants  # noqa: E402
 
-STORED = Path(__file__).parents[2] / "perf" / "results" / "certificates.json"
-CATALOGUE = catalogue()
+CATALOGUE = list(launch.catalogue())
 EXPECT = Expect("64x256x16", max_registers=168, max_shared=232448)
+NARROW = dataclasses.replace(EXPECT, mma="64x128x16")
 
 
 def certify(kernel, kind: str = "A", expect: Expect = EXPECT):
-    constexpr = dict(kernel.constexpr)
-    return certificate.certify(
-        kernel.build, name=kernel.name, constexpr=constexpr, kind=kind, expect=expect
-    )
-
-
-def stored(kernel) -> dict | None:
-    for item in json.loads(STORED.read_text()):
-        if item["name"] == kernel.name and item["constexpr"] == dict(kernel.constexpr):
-            return item
-    return None
+    return certified.certify(kernel, kind, expect)
 
 
 @pytest.mark.parametrize(
@@ -50,13 +34,7 @@ def test_every_configuration(kernel, kind, expect):
     found = certify(kernel, kind, expect)
     assert found.ok, found.findings
     assert found.spills == 0 and found.stack == 0
-    kept = stored(kernel)
-    assert kept is not None, f"not in {STORED.name}: make certify, then python -m perf report"
-    if kept["toolchain"] != found.toolchain:
-        pytest.skip(f"hashes were stored with {kept['toolchain']}, this is {found.toolchain}")
-    assert kept["sass_sha256"] == found.sass_sha256, (
-        "the machine code changed: if that was meant, run make certify and python -m perf report"
-    )
+    certified.check_stored(kernel, found)
 
 
 def entry(epilogue: str, **changes):
@@ -128,7 +106,7 @@ def test_mutants_fail_the_certificate(monkeypatch, mutant, epilogue, rule):
 @pytest.mark.parametrize(
     "expect",
     [
-        dataclasses.replace(EXPECT, mma="64x128x16"),
+        NARROW,
         dataclasses.replace(EXPECT, mma=None),
         dataclasses.replace(EXPECT, max_registers=167),
         dataclasses.replace(EXPECT, max_shared=230399),
@@ -138,12 +116,21 @@ def test_what_was_not_meant_fails(expect):
     assert {f.rule for f in certify(entry("plain"), expect=expect).findings} == {"R5"}
 
 
+def test_each_width_has_its_instruction():
+    """Both tiles are certified, each for the matrix instruction of its own width and no other."""
+    meant = {e.mma for kernel, _, e in CATALOGUE if kernel.name == "gemm_sm90"}
+    assert meant == {EXPECT.mma, NARROW.mma}
+    narrow = entry("plain", tile_n=128)
+    assert certify(narrow, expect=NARROW).ok
+    assert {f.rule for f in certify(narrow, expect=EXPECT).findings} == {"R5"}
+
+
 @pytest.mark.parametrize(
     "mutant", [mutants.k_steps_swapped, mutants.no_wait_for_loads, mutants.tail_not_predicated]
 )
 def test_a_changed_order_changes_the_hash(monkeypatch, mutant):
     """What no rule names (K order, a wait of the pipeline) shows as other machine code."""
-    kept = stored(entry("plain"))
+    kept = certified.stored(entry("plain"))
     with monkeypatch.context() as patch:
         mutant(patch, kernel_sm90)
         found = certify(entry("plain"))

@@ -5,30 +5,138 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import json
+from pathlib import Path
 
 import pytest
 import torch
 
 import cute_kernels as ck
 from cute_kernels import arch, contracts
-from cute_kernels.gemm import config
+from cute_kernels.gemm import config, launch
+
+TUNE = Path(__file__).parents[2] / "perf" / "results" / "tune.jsonl"
 
 
-def test_the_plan_cannot_read_m():
-    """No function of config.py takes, or names, a number of rows."""
-    tree = ast.parse(inspect.getsource(config))
-    names = {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
-    names |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
-    names |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
-    assert not names & {"m", "M", "tokens", "shape", "numel", "multi_processor_count"}
+#: The one function that may read a number of rows: it chooses who adds, not in which order.
+CHOOSES_THE_TILE = "tile_columns"
+NUMBERS_OF_ROWS = {"m", "M", "rows", "tokens", "shape", "numel", "size", "multi_processor_count"}
+
+
+def readers_of_m(source: str) -> set[str]:
+    """The functions of a source that take, or name, a number of rows or the function that may."""
+    found = set()
+    for function in (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)):
+        names = {n.arg for n in ast.walk(function) if isinstance(n, ast.arg)}
+        names |= {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
+        names |= {n.attr for n in ast.walk(function) if isinstance(n, ast.Attribute)}
+        if names & {*NUMBERS_OF_ROWS, CHOOSES_THE_TILE}:
+            found.add(function.name)
+    return found
+
+
+def test_the_order_cannot_read_m():
+    """No function of config.py but one sees a number of rows, and none of them asks that one."""
+    source = inspect.getsource(config)
+    assert readers_of_m(source) == {CHOOSES_THE_TILE}
+    by_m = source.replace("(DTYPE_NAMES[dtype]", "(DTYPE_NAMES[dtype] if tokens > 9 else 'fp32'")
+    asks = source.replace("tile_n=tile_n)", "tile_n=tile_columns(1, 1, 1))")
+    assert by_m != source != asks
+    assert readers_of_m(by_m) == readers_of_m(asks) == {CHOOSES_THE_TILE, "choose"}
+
+
+def test_the_tile_changes_nothing_else():
+    """Two tiles of one product are one plan but for the width."""
+    for width in config.TILE_COST:
+        chosen = config.choose(torch.bfloat16, "k", "mn", "bias", width)
+        assert chosen.tile_n == width
+        wide = config.choose(torch.bfloat16, "k", "mn", "bias")
+        assert dataclasses.replace(chosen, tile_n=wide.tile_n) == wide
+
+
+@pytest.mark.parametrize(("n", "widths"), [(72, 1), (136, 1), (4096, 2), (12288, 2)])
+def test_only_the_width_of_the_kernel_follows_m(n, widths, monkeypatch):
+    """What the launcher asks for, at many numbers of rows: one kernel per width."""
+    asked = set()
+    monkeypatch.setattr(launch, "max_clusters", lambda device: 66)
+    monkeypatch.setattr(launch, "call", lambda *args: None)
+    monkeypatch.setattr(launch, "_gemm_kernel", lambda *chosen: asked.add(chosen))
+    weight = torch.empty(n, 16, dtype=torch.bfloat16)
+    for m in (*range(1, 40), *range(255, 2100, 64), 4096):
+        launch.gemm(torch.empty(m, 16, dtype=torch.bfloat16), weight, None, None)
+    assert {chosen[:-1] for chosen in asked} == {(torch.bfloat16, "k", "k", "plain")}
+    assert len(asked) == widths
+
+
+#: (rows, columns) -> width on the 66 clusters of an H200.
+WIDTHS = {
+    (1, 12288): 256,  # 48 tiles or 96: one wave beats two of half the width
+    (512, 12288): 128,  # 96 or 192: two waves lose to three of half the width
+    (512, 4096): 128,  # 32 or 64: one wave either way
+    (513, 4096): 256,
+    (1024, 12288): 256,
+    (4096, 12288): 256,
+    (4096, 4096): 256,
+    (4096, 32000): 256,
+    (1, 128): 128,
+    (1, 129): 128,
+}
+
+
+@pytest.mark.parametrize(("shape", "width"), WIDTHS.items())
+def test_the_tile_of_known_shapes(shape, width):
+    assert config.tile_columns(*shape, 66) == width
+
+
+def predicted(width: int, rows: int, columns: int, clusters: int) -> float:
+    """Waves times the cost of a tile, counted tile by tile."""
+    tiles = sum(1 for _ in range(0, rows, 256) for _ in range(0, columns, width))
+    return len(range(0, tiles, clusters)) * width * config.TILE_COST[width]
+
+
+def test_no_tile_would_be_faster():
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(300):
+        rows, columns, clusters = (
+            int(torch.randint(1, most, (1,), generator=generator)) for most in (9000, 9000, 80)
+        )
+        time = {w: predicted(w, rows, columns, clusters) for w in config.TILE_COST}
+        assert time[config.tile_columns(rows, columns, clusters)] == min(time.values())
+
+
+def test_the_widest_of_equals_is_taken(monkeypatch):
+    monkeypatch.setattr(config, "TILE_COST", dict.fromkeys(config.TILE_COST, 1.0))
+    assert config.tile_columns.__wrapped__(4096, 4096, 1) == max(config.TILE_COST)
+
+
+def test_the_memory_of_choices_is_bounded():
+    assert config.tile_columns.cache_info().maxsize is not None
+
+
+def test_the_costs_are_the_measured_ones():
+    """The model predicts each recorded width, relative to the shipped one, within 1%."""
+    records = [json.loads(line) for line in TUNE.read_text().splitlines()]
+    medians = {(r["shape"], r["system"]): r["median_us"] for r in records}
+    seen = 0
+    for r in records:
+        name = r["system"].removeprefix("ours[tile_n=").removesuffix("]")
+        if not name.isdigit() or int(name) not in config.TILE_COST:
+            continue
+        times = [predicted(w, r["m"], r["n"], 66) for w in (int(name), config.Config.tile_n)]
+        measured = r["median_us"] / medians[r["shape"], "ours[]"]
+        assert abs(times[0] / times[1] / measured - 1) < 0.01
+        seen += 1
+    assert seen >= 2
 
 
 def test_the_catalogue_is_complete_and_distinct():
     found = list(config.catalogue())
-    assert len(found) == len(set(found)) == 24
+    assert len(found) == len(set(found)) == 48
     for one in found:
         dtype = {name: dtype for dtype, name in config.DTYPE_NAMES.items()}[one.dtype]
-        assert config.choose(dtype, one.a_major, one.b_major, one.epilogue) == one
+        chosen = config.choose(dtype, one.a_major, one.b_major, one.epilogue, one.tile_n)
+        assert chosen == one
+    assert {one.tile_n for one in found} == set(config.TILE_COST)
 
 
 @pytest.fixture
@@ -106,6 +214,20 @@ def test_every_constant_is_in_the_id(sm90, monkeypatch, backend, plan, name):
     assert ("linear", device, dtype) in touched
     other = "cpu" if device != "cpu" else "cuda:0"
     assert ("linear", other, torch.bfloat16) not in touched
+
+
+def test_every_tile_is_in_the_id_and_no_cost_of_one(sm90, monkeypatch):
+    before = ids()
+    plan = config.plan(arch.CUTE_SM90, arch.describe("cuda:0"))
+    assert [tile["tile_n"] for tile in plan["tiles"].values()] == list(config.TILE_COST)
+    assert all(f"m64n{width}k16" in plan["family"] for width in config.TILE_COST)
+    monkeypatch.setattr(config, "TILE_COST", {256: 1.0, 128: 1.5})
+    assert ids() == before
+    for widths in ({256: 1.0}, {256: 1.0, 128: 1.02, 64: 1.1}):
+        monkeypatch.setattr(config, "TILE_COST", widths)
+        after = ids()
+        touched = {key for key in before if before[key] != after[key]}
+        assert touched == {(op, "cuda:0", torch.bfloat16) for op in ("linear", "matmul")}
 
 
 @pytest.mark.parametrize("name", ["ORDER", "K_GROUP"])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_kernels.gemm import launch
+from cute_kernels.gemm import config, launch
 from tests import contract, ptxsim, sim
 from tests.contract import RowOp, SumOp
-from tests.gemm.simulated import operand, simulated
+from tests.gemm.simulated import gemm_kernel, operand, simulated
+from tests.gemm.test_sm90_mutants import k_steps_swapped
 from tests.ptxsim.available import requires_sim
 
 pytestmark = [requires_sim, pytest.mark.sim]
@@ -67,6 +68,49 @@ def test_battery(make):
     assert contract.check_rows(make(), ROWS, SEED) > 60
 
 
+#: N of a product that takes the narrow tile for up to 256 rows on 3 clusters, else the wide one.
+ACROSS = 136
+
+
+def across_tiles(kernel=gemm_kernel) -> RowOp:
+    """fp32 partials whose number of rows chooses the tile."""
+    weight = operand(ACROSS, K, BF16, "k", seed=1)
+
+    def run(rows):
+        state = torch.zeros(len(rows), ACROSS)
+        with simulated(kernel=kernel, wgmma_math="hopper"):
+            return launch.gemm(rows, weight, None, state)
+
+    return RowOp("linear across a change of tile", run, K, BF16)
+
+
+def test_rows_across_a_change_of_tile():
+    """The narrow tile's bytes of a row are the wide one's, whichever computed the whole batch."""
+    assert [config.tile_columns(m, ACROSS, 3) for m in (1, 256, 257, 300)] == [128, 128, 256, 256]
+    sizes = [1, 63, 128, 129, 255, 256, 257, 258, 300]
+    assert contract.check_population(across_tiles(), 300, SEED, sizes) == len(sizes)
+    assert contract.check_population(across_tiles(), 256, SEED, sizes[:6]) == 6
+
+
+def narrow_tile_in_another_order(monkeypatch):
+    """The narrow kernel is compiled with two k16 groups of each block swapped."""
+    from cute_kernels.gemm import kernel_sm90
+
+    with monkeypatch.context() as patch:
+        k_steps_swapped(patch, kernel_sm90)
+        swapped = kernel_sm90.build(
+            config.choose(BF16, "k", "k", "accumulate", 128), compile=ptxsim.compile
+        )
+    return lambda *chosen: swapped if chosen[-1] == 128 else gemm_kernel(*chosen)
+
+
+def test_a_tile_with_another_order_is_killed(monkeypatch):
+    target = across_tiles(narrow_tile_in_another_order(monkeypatch))
+    with pytest.raises(contract.ContractViolation, match="T1 population"):
+        contract.check_population(target, 300, SEED, [256])
+    assert contract.check_population(target, 300, SEED, [257]) == 1  # the wide tile is intact
+
+
 @pytest.mark.parametrize("tokens", [200, 145])
 def test_splits(tokens):
     with ptxsim.options(wgmma_math="hopper"):
@@ -102,8 +146,22 @@ def test_schedules(epilogue):
             return launch.gemm(a, b, bias, None if start is None else start.clone())
 
     want = sim.run_modes(run)["default"]
+    assert {config.tile_columns(300, 520, clusters) for clusters in (3, 66)} == {256, 128}
     for clusters in (1, 2, 66):
         assert contract.same_bytes(run(clusters), want)
+
+
+def test_schedules_of_the_narrow_tile():
+    """Its ring has more stages: every mode again, with more K blocks than stages."""
+    a, b = operand(300, 520, BF16, "k", 7), operand(264, 520, BF16, "mn", 8)
+    start = torch.randn(300, 264)
+
+    def run(width=128):
+        with simulated(width=width):
+            return launch.gemm(a, b, None, start.clone())
+
+    want = sim.run_modes(run)["default"]
+    assert contract.same_bytes(run(256), want)
 
 
 def test_splits_under_schedules():
