@@ -17,8 +17,6 @@ from . import mma, smem
 WARPGROUPS = 2
 #: Keys of a block: 64 a warpgroup.
 BLOCK = 64 * WARPGROUPS
-#: Query rows of one score product: with more, the accumulators would not fit the registers.
-PART = 64
 
 
 @dataclass(frozen=True)
@@ -35,14 +33,9 @@ class BackwardTiles:
     stages: int
     ds_stages: int
 
-    @property
-    def parts(self) -> int:
-        """Score products of a tile."""
-        return self.tile_m // PART
-
     def score_mma(self, warpgroups: int = WARPGROUPS) -> cute.TiledMma:
-        """K Qᵀ and V dOᵀ: 64 keys a warpgroup by 64 rows, both from shared memory."""
-        return mma.tiled_mma(self.dtype, "k", "k", warpgroups, PART)
+        """K Qᵀ and V dOᵀ: 64 keys a warpgroup by the rows, both from shared memory."""
+        return mma.tiled_mma(self.dtype, "k", "k", warpgroups, self.tile_m)
 
     def kv_mma(self, warpgroups: int = WARPGROUPS) -> cute.TiledMma:
         """Pᵀ dO and dSᵀ Q: 64 keys a warpgroup by D; A from registers, B's rows are reduced."""
@@ -94,20 +87,15 @@ class BackwardTiles:
         """Q or dO."""
         return _view(buffer, self.row_layout(major))
 
-    def row_parts(self, buffer) -> list[cute.Tensor]:
-        """Q or dO, 64 rows at a time."""
-        size = (PART, self.head_dim, self.stages)
-        return [cute.local_tile(self.rows(buffer), size, (i, 0, 0)) for i in range(self.parts)]
-
     def ds(self, buffer, major: str) -> cute.Tensor:
         """dS: [keys, rows], or ("mn") [rows, keys]."""
         size = (BLOCK, self.tile_m) if major == "k" else (self.tile_m, BLOCK)
         return _view(buffer, smem.operand_layout(self.dtype, *size, major, self.ds_stages))
 
-    def statistics(self, buffer, stage, part, lane) -> cute.Tensor:
-        """[2, PART / 8]: the fp32 values of the query rows that a lane holds of a score product."""
-        layout = cute.make_layout((2, 4, PART // 8, self.parts, self.stages))
-        return buffer.get_tensor(layout)[None, lane % 4, None, part, stage]
+    def statistics(self, buffer, stage, lane) -> cute.Tensor:
+        """[2, tile_m / 8]: the fp32 values of the query rows that a lane holds of a score."""
+        layout = cute.make_layout((2, 4, self.tile_m // 8, self.stages))
+        return buffer.get_tensor(layout)[None, lane % 4, None, stage]
 
 
 def _view(buffer, layout: cute.ComposedLayout) -> cute.Tensor:

@@ -26,13 +26,10 @@ def start(tiled: cute.TiledMma, acc, tCrA, tCrB, a_stage, b_stage):
 
 
 @cute.jit
-def extend(tiled: cute.TiledMma, acc, rA, tCrB, stage, part: cutlass.Constexpr):
-    """acc += Σ A_g B_gᵀ, A in registers, against B's ``part`` of as many groups as A has;
-    committed, not awaited."""
+def extend(tiled: cute.TiledMma, acc, rA, tCrB, stage):
+    """acc += Σ A_g B_gᵀ, A in registers; committed, not awaited."""
     tiled.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.fence()
-    groups = cute.size(rA, mode=[2])
-    for group in cutlass.range_constexpr(groups):
-        b = tCrB[None, None, part * groups + group, stage]
-        cute.gemm(tiled, acc, rA[None, None, group], b, acc)
+    for group in cutlass.range_constexpr(cute.size(rA, mode=[2])):
+        cute.gemm(tiled, acc, rA[None, None, group], tCrB[None, None, group, stage], acc)
     warpgroup.commit_group()

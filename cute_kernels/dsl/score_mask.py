@@ -9,8 +9,9 @@ from cutlass import cute
 
 from .softmax import ROWS
 
-#: Keys per word of a bit mask.
+#: Columns per word of a bit mask, and words per row of its tiles [T, 128, 4].
 WORD = 32
+WORDS = 4
 
 
 @cute.jit
@@ -29,7 +30,7 @@ def keep_between(scores: cute.Tensor, lane, first, last):
 
 @cute.jit
 def keep_bits(scores: cute.Tensor, lane, words):
-    """Keeps the columns whose bit is set; ``words`` [4, 2]: each row's words, 32 columns each."""
+    """Keeps the columns whose bit is set; ``words`` [columns / 32, 2]: the words of each row."""
     offset = 2 * (lane % 4)
     for half in cutlass.range_constexpr(ROWS):
         for w in cutlass.range_constexpr(cute.size(scores) // 4 * 8 // WORD):
@@ -39,3 +40,16 @@ def keep_bits(scores: cute.Tensor, lane, words):
                     at = 4 * (4 * w + i) + 2 * half + side
                     kept = (word & (1 << (8 * i + side))) != 0
                     scores[at] = scores[at] if kept else -cutlass.Float32.inf
+
+
+@cute.jit
+def words_of(tiles: cute.Tensor, tile, row, first, count: cutlass.Constexpr):
+    """``count`` words of one row of a tile from word ``first`` on, as one aligned load."""
+    offset = (cutlass.Int64(tile) * tiles.shape[1] + row) * WORDS + first
+    source = cute.make_ptr(
+        cutlass.Int32,
+        tiles.iterator.toint() + offset * 4,
+        cute.AddressSpace.gmem,
+        assumed_align=4 * count,
+    )
+    return cute.make_tensor(source, cute.make_layout(count)).load()

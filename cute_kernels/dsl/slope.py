@@ -7,8 +7,6 @@ key ``16 warp + lane / 4 + 8 half``, query row ``8 i + 2 (lane mod 4) + side`` o
 import cutlass
 from cutlass import cute
 
-WORD = 32
-
 
 @cute.jit
 def exponents(scores: cute.Tensor, lse2: cute.Tensor, c: cutlass.Float32):
@@ -19,22 +17,6 @@ def exponents(scores: cute.Tensor, lse2: cute.Tensor, c: cutlass.Float32):
             for half in cutlass.range_constexpr(2):
                 at = 4 * i + 2 * half + side
                 scores[at] = cute.math.fma(scores[at], c, shift)
-
-
-@cute.jit
-def keep_bits(scores: cute.Tensor, lane, words: cute.Tensor, row, key):
-    """Keeps what a bit tile [128, 4] allows, from its row ``row`` on; ``key``: that of half 0."""
-    # Keys 8 apart in a group of 16 share a word.
-    first = (row + lane % 4 * 2) * 4 + key // WORD
-    own = cute.make_tensor(words.iterator + first, cute.make_layout(4 * cute.size(scores)))
-    shift = key % WORD
-    for i in cutlass.range_constexpr(cute.size(scores) // 4):
-        for side in cutlass.range_constexpr(2):
-            word = own[4 * (8 * i + side)] >> shift
-            for half in cutlass.range_constexpr(2):
-                at = 4 * i + 2 * half + side
-                kept = (word & (1 << (8 * half))) != 0
-                scores[at] = scores[at] if kept else -cutlass.Float32.inf
 
 
 @cute.jit

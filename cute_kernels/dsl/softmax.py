@@ -23,17 +23,16 @@ def start(row_max: cute.Tensor, row_sum: cute.Tensor):
 
 
 @cute.jit
-def step(
+def raise_max(
     scores: cute.Tensor,
     row_max: cute.Tensor,
-    row_sum: cute.Tensor,
     factor: cute.Tensor,
+    shift: cute.Tensor,
     scale: cutlass.Float32,
 ):
-    """One block: m' = max(m, s); factor = exp2((m - m') scale); s = exp2(s scale - m' scale);
-    sum = sum factor + Σ s.  ``scale`` is positive.
+    """The first half of a block: m' = max(m, s); factor = exp2((m - m') scale); shift = -m' scale.
 
-    ``row_max`` is whole rows', ``row_sum`` this lane's own columns' (see ``finish``).
+    ``scale`` is positive.  ``row_max`` is whole rows'.
     """
     for half in cutlass.range_constexpr(ROWS):
         before = row_max[half]
@@ -42,11 +41,26 @@ def step(
         # Nothing allowed so far: exp2(-inf - 0) is 0, where -inf - -inf would be NaN.
         base = top if top != -cutlass.Float32.inf else cutlass.Float32(0.0)
         factor[half] = cute.math.exp2((before - base) * scale, fastmath=True)
-        shift = -(base * scale)
+        shift[half] = -(base * scale)
+
+
+@cute.jit
+def exponentiate(
+    scores: cute.Tensor,
+    row_sum: cute.Tensor,
+    factor: cute.Tensor,
+    shift: cute.Tensor,
+    scale: cutlass.Float32,
+):
+    """The second half: s = exp2(s scale + shift); sum = sum factor + Σ s.
+
+    ``row_sum`` is this lane's own columns' (see ``finish``).
+    """
+    for half in cutlass.range_constexpr(ROWS):
         for i in cutlass.range_constexpr(cute.size(scores) // 4):
             for side in cutlass.range_constexpr(2):
                 at = 4 * i + 2 * half + side
-                power = cute.math.fma(scores[at], scale, shift)
+                power = cute.math.fma(scores[at], scale, shift[half])
                 scores[at] = cute.math.exp2(power, fastmath=True)
         row_sum[half] = cute.math.fma(row_sum[half], factor[half], block_sum(scores, half))
 

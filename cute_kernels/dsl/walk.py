@@ -1,10 +1,13 @@
 """A schedule on the device: the list of a ticket, and the visits of each entry on it.
 
 Loading, multiplying and adding all walk the same list with the functions here, so they cannot
-disagree.  An entry (a query block of 128 rows) is one visit per query head of the group and per
-tile of ``tile_m`` rows that begins inside Sq: heads ascending, then tiles ascending.  All visits of
-an entry come before the next entry, so what waits for what is as in the schedule, whatever the
-group.
+disagree.  The query heads of a group come one after another, each with the whole list: CTAs of one
+KV head then read the same Q and dO at about the same time.  An entry (a query block of 128 rows) is
+one visit per tile of ``tile_m`` rows that begins inside Sq, ascending.
+
+Every query head has its own turns.  What waits for what is as in the schedule, once per head; that
+is safe for schedules that need no residency, and for no others if there is a group: a ticket that
+has come to its second head keeps its CTA from the tickets that the first head of others waits for.
 """
 
 from dataclasses import dataclass
@@ -49,21 +52,10 @@ class Sizes:
 
 @cute.jit
 def visits(sizes: Sizes, q_block, tile_m: cutlass.Constexpr):
-    """(visits of an entry, shift): ``which`` turns a number below the first into a visit."""
+    """(visits of an entry by one query head, the tile of its first)."""
     per_block = BLOCK // tile_m
-    tiles = cutlass.min(sizes.q_tiles - q_block * per_block, cutlass.Int32(per_block))
-    return tiles * sizes.group, tiles - 1
-
-
-@cute.jit
-def which(visit, shift, q_block, tile_m: cutlass.Constexpr):
-    """(query head inside the group, tile of rows, first row of the tile in its block)."""
-    per_block = BLOCK // tile_m
-    if cutlass.const_expr(per_block == 1):
-        return visit, q_block, cutlass.Int32(0)
-    # One tile or two: shift is 0 or 1, and the mask of its last bit too.
-    inside = visit & shift
-    return visit >> shift, q_block * per_block + inside, inside * tile_m
+    first = q_block * per_block
+    return cutlass.min(sizes.q_tiles - first, cutlass.Int32(per_block)), first
 
 
 @cute.jit

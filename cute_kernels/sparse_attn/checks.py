@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from .. import arch
 from ..errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -88,15 +89,34 @@ def attention(
     return Problem(batch, q_len, kv_len, heads, kv_heads, dim, q.device, scale, softcap)
 
 
-def admitted(lowered: LoweredMask, schedule: object, heads: int, head_dim: int) -> Schedule:
+def gradient(device: str, head_dim: int, mask_heads: int, heads: int, kv_heads: int) -> None:
+    """That the backend of ``device`` has a backward: the limits of the SM90 kernels."""
+    if arch.refusal(arch.CUTE_SM90, arch.describe(device)):
+        return
+    if head_dim not in config.SM90_GRADIENT_HEAD_DIMS:
+        what = "head size of q, with a gradient on cute_sm90"
+        raise ShapeError(one_of(what, config.SM90_GRADIENT_HEAD_DIMS, head_dim))
+    if mask_heads > 1 and kv_heads < heads:
+        want = (
+            f"1 head, with a gradient on cute_sm90: {heads // kv_heads} query heads share a KV "
+            "head, and one mask"
+        )
+        raise ShapeError(expected("block_mask", want, f"{mask_heads} heads"))
+
+
+def admitted(
+    lowered: LoweredMask, schedule: object, heads: int, head_dim: int, group: int = 1
+) -> Schedule:
     """The checked schedule of a backward pass over ``heads`` (``config.schedule_heads``).
 
-    ``schedule``: "auto", a kind's name, a column order, or a Schedule.  Kept by mask and request.
+    ``schedule``: "auto", a kind's name, a column order, or a Schedule; ``group``: query heads to
+    each of ``heads``.  Kept by mask and request.
     """
     mask = lowered.mask
-    key = (mask.block_hash(), str(mask.device), lowered.form, heads, head_dim, _named(schedule))
+    sizes = heads, head_dim, group
+    key = (mask.block_hash(), str(mask.device), lowered.form, *sizes, _named(schedule))
     if key not in _admitted:
-        made = _made(mask, schedule, heads, head_dim)
+        made = _made(mask, schedule, *sizes)
         if made.heads != heads:
             want = f"{heads}, batch x KV heads (x query heads if the mask is by query head)"
             raise ScheduleError(expected("schedule.heads", want, made.heads))
@@ -110,14 +130,14 @@ def admitted(lowered: LoweredMask, schedule: object, heads: int, head_dim: int) 
     return _admitted[key]
 
 
-def _made(mask: BlockMask, schedule: object, heads: int, head_dim: int) -> Schedule:
+def _made(mask: BlockMask, schedule: object, heads: int, head_dim: int, group: int) -> Schedule:
     block_grid(mask, heads)
     if isinstance(schedule, Schedule):
         return schedule
     if not isinstance(schedule, str):
         return permutation(mask, order=schedule, heads=heads)
     if schedule == AUTO:
-        return config.auto(mask, heads, head_dim, mask.device.type)
+        return config.auto(mask, heads, head_dim, mask.device.type, group)
     return KINDS[schedule](mask, heads=heads)
 
 

@@ -2,21 +2,71 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+import torch
+
 from .. import arch
 from ..contracts import BATCH_INVARIANT, RUN_TO_RUN, SCHEDULE_INVARIANT
+from ..schedulers.machines import resolve
 from ..schedulers.mask import BlockMask
 from ..schedulers.schedule import Schedule
+from .triton_plan import TRITON
 
 #: The head sizes that are taken, the same for q, k and v.
 HEAD_DIMS = (64, 96, 128)
+#: Those that the SM90 kernels have gradients for.
+SM90_GRADIENT_HEAD_DIMS = (64, 128)
 
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+#: Whose constants "auto" reckons with on a GPU, by head size.
+MACHINES = {64: "cute_sm90_d64", 96: "cute_sm90_d128", 128: "cute_sm90_d128"}
+
+_KEPT = frozenset({RUN_TO_RUN, BATCH_INVARIANT, SCHEDULE_INVARIANT})
 #: ``batch_invariant`` is the forward's: a gradient of k and v is a sum over rows.
-KEPT: Mapping[str, frozenset[str]] = {
-    arch.CPU: frozenset({RUN_TO_RUN, BATCH_INVARIANT, SCHEDULE_INVARIANT}),
-}
+KEPT: Mapping[str, frozenset[str]] = dict.fromkeys((arch.CUTE_SM90, arch.TRITON, arch.CPU), _KEPT)
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """One compiled forward kernel of SM90; ``form``: see ``masks``."""
+
+    dtype: str
+    head_dim: int
+    form: str
+    softcap: bool = False
+
+    @property
+    def kv_stages(self) -> int:
+        """Blocks of K, and of V, in shared memory: as many as fit, up to four."""
+        return 3 if self.head_dim == 128 else 4
+
+    def items(self) -> tuple[tuple[str, str | int | bool], ...]:
+        """Sorted (name, value) pairs: the constexpr part of the compile key."""
+        return tuple(sorted(asdict(self).items()))
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """One compiled backward kernel of SM90; ``form``: see ``masks``."""
+
+    dtype: str
+    head_dim: int
+    form: str
+    ordered: bool
+    tile_m: int
+    softcap: bool = False
+    stages: int = 2
+    #: With two stages of dS the consumers meet once a visit.
+    ds_stages: int = 2
+    dq_stages: int = 2
+
+    def items(self) -> tuple[tuple[str, str | int | bool], ...]:
+        """Sorted (name, value) pairs: the constexpr part of the compile key."""
+        return tuple(sorted(asdict(self).items()))
 
 
 @dataclass(frozen=True)
@@ -33,16 +83,32 @@ class CpuPlan:
 CPU = CpuPlan()
 
 
+def configure(
+    dtype: str, head_dim: int, form: str, ordered: bool, softcap: bool = False
+) -> BackwardConfig:
+    """Tiles of 64 rows for D = 128, of 128 for D = 64: both fill the shared memory."""
+    return BackwardConfig(dtype, head_dim, form, ordered, 64 * 128 // head_dim, softcap)
+
+
+def factors(scale: float, softcap: float = 0.0) -> tuple[float, float]:
+    """(c, inner) of an SM90 call, ``softcap`` 0 for none; ``softmax.cap`` takes exp2(S inner)."""
+    log2_e = 1.0 / math.log(2.0)
+    if softcap:
+        return softcap * log2_e, 2.0 * log2_e * scale / softcap
+    return scale * log2_e, 0.0
+
+
 def schedule_heads(mask_heads: int, batch: int, heads: int, kv_heads: int) -> int:
     """The heads of a schedule: batch x KV heads, or query heads if they have masks of their own."""
     return batch * (kv_heads if mask_heads == 1 else heads)
 
 
-def auto(mask: BlockMask, heads: int, head_dim: int, device_type: str) -> Schedule:
+def auto(mask: BlockMask, heads: int, head_dim: int, device_type: str, group: int = 1) -> Schedule:
     """The schedule that ``schedule="auto"`` means; the same one on every call.
 
-    mask: in blocks of 128 x 128; heads: see ``schedule_heads``.  On a GPU the fastest that
-    ``schedulers.selection`` finds; on a CPU, which has no SMs to keep busy, shortest columns first.
+    mask: in blocks of 128 x 128; heads: see ``schedule_heads``; group: query heads to each of them.
+    On a GPU the fastest that ``schedulers.selection`` finds; on a CPU, which has no SMs to keep
+    busy, shortest columns first.
     """
     if device_type == "cpu":
         from ..schedulers.kinds import spt
@@ -50,16 +116,35 @@ def auto(mask: BlockMask, heads: int, head_dim: int, device_type: str) -> Schedu
         return spt(mask, heads=heads)
     from ..schedulers.selection import select
 
-    machine = "h200_d64" if head_dim == 64 else "h200_d128"
-    return select(mask, heads=heads, machine=machine).schedule
+    return select(mask, heads=heads, machine=MACHINES[head_dim], group=group).schedule
 
 
 def plan(backend: str, device: arch.Device) -> dict[str, object]:
     """What a contract id covers: the orders, the roundings and the instruction family."""
-    return {
+    common: dict[str, object] = {
         "forward": "key blocks ascending, online softmax in base 2, P in the input dtype",
         "backward": "dK, dV by visits, dQ by ranks; dS in the input dtype; one rounding from fp32",
-        "family": "blas",
-        "blocks": asdict(CPU),
-        "threads": device.units,
     }
+    if backend == arch.CUTE_SM90:
+        return common | {
+            "family": "wgmma.k16.f32, ex2.approx.ftz",
+            "block": [128, 128],
+            "row sums": "4 lanes, each its columns ascending, then a butterfly",
+            "delta": "8 products a thread, a butterfly over D / 8 threads",
+            "dq tile rows": {str(d): configure("bf16", d, "none", True).tile_m for d in (64, 128)},
+            "group": "query heads one after another, ascending",
+            "auto": _machines(),
+        }
+    if backend == arch.TRITON:
+        return common | {
+            "family": "tl.dot",
+            "plans": {str(dim): asdict(plan) for dim, plan in TRITON.items()},
+            "group": "query heads ascending, in each visit; one after another under masks by head",
+            "auto": _machines(),
+        }
+    return common | {"family": "blas", "blocks": asdict(CPU), "threads": device.units}
+
+
+def _machines() -> dict[str, object]:
+    """What "auto" on a GPU, and with it the order of its gradients, follows from."""
+    return {name: asdict(resolve(name)) for name in MACHINES.values()}

@@ -6,7 +6,7 @@ Order        nothing is added: one product, one rounding.
 Roles        one CTA per (tile of tile_m query rows, head, batch); a thread has the accumulators of
              the thread of the same number.
 Limits       SM90a; bf16 and fp16; D 64 and 128.
-Measured     not run on a GPU yet.
+Measured     on an H200: docs/status.md, docs/notes/attention_sm90.md.
 """
 
 import cutlass

@@ -12,10 +12,10 @@ Layouts      Q, dO [B, Sq, Hq, D]; K, V, dK, dV [B, Sk, Hkv, D]; last dimension 
              strides multiples of 16 bytes.  lse2, delta fp32 [B, Hq, Mt, tile_m] and dq fp32
              [B, Hq, Mt, tile_m * D] as the kernel before this one leaves them.  A tile of dq holds
              the accumulators of the dQ product, thread by thread; the kernel after this one knows.
-Order        dK, dV: one fp32 accumulator per element over the list's entries in visiting order; in
-             an entry the group's query heads ascending; in a head its rows ascending in k16 groups;
-             dK times ``scale``; one rounding.  dQ: each visit's product is a chain over 128 keys
-             from zero, ascending in k16 groups; products are added to 0 by rank (``ordered``).
+Order        dK, dV: one fp32 accumulator per element over the group's query heads ascending; in a
+             head over the list's entries in visiting order; in an entry its rows ascending in k16
+             groups; dK times ``scale``; one rounding.  dQ: each visit's product is a chain over 128
+             keys from zero, ascending in k16 groups; products are added to 0 by rank (``ordered``).
 Turns        dsl/turnstile.py, one semaphore per tile of rows.  Only tiles that begin inside Sq are
              visited, awaited and released.
 Tickets      from an atomic counter; the next one when every dQ tile of this one has landed, so that
@@ -26,10 +26,10 @@ Roles        warpgroup 0: warp 0 loads, thread 0 of warp 1 takes tickets and add
              and 2: 64 keys of the block each, and half of every dQ tile.
 Limits       SM90a only; bf16 and fp16; D 64 and 128; lengths below 2^30; the query heads of a group
              share their lists.
-Measured     not run on a GPU yet.
+Measured     on an H200: docs/status.md, docs/notes/attention_sm90.md.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -38,47 +38,21 @@ from cutlass.memory import SmemAllocator
 
 from ..compile import fake
 from ..dsl import chain, mma, pipeline, score_mask, slope, smem, softmax, tma, turnstile, walk
-from ..dsl.backward_tiles import BLOCK, PART, BackwardTiles
+from ..dsl.backward_tiles import BLOCK, BackwardTiles
 from ..dsl.backward_tiles import WARPGROUPS as CONSUMERS
 from ..schedulers import ticket_device as tickets
+from .config import BackwardConfig
+from .masks import FORMS
 
 CONSUMER_THREADS = CONSUMERS * mma.WARPGROUP
 CONSUMER_WARPS = CONSUMER_THREADS // 32
 THREADS = CONSUMER_THREADS + mma.WARPGROUP
-PRODUCER_REGISTERS = 32
-CONSUMER_REGISTERS = 240
+PRODUCER_REGISTERS = 40
+CONSUMER_REGISTERS = 232
 #: Named barrier 0 is the CTA's; the consumers meet at 1.
 CONSUMER_BARRIER = 1
 #: As in masks.py: the open end of a band.
 FAR = 2**30
-FORMS = ("none", "band", "bits")
-
-
-@dataclass(frozen=True)
-class BackwardConfig:
-    """One compiled kernel.  ``form``: how partial blocks are masked (see ``masks``)."""
-
-    dtype: str
-    head_dim: int
-    form: str
-    ordered: bool
-    tile_m: int
-    softcap: bool = False
-    stages: int = 2
-    #: With two stages of dS the consumers meet once a visit.
-    ds_stages: int = 2
-    dq_stages: int = 2
-
-    def items(self) -> tuple[tuple[str, str | int | bool], ...]:
-        """Sorted (name, value) pairs: the constexpr part of the compile key."""
-        return tuple(sorted(asdict(self).items()))
-
-
-def configure(
-    dtype: str, head_dim: int, form: str, ordered: bool, softcap: bool = False
-) -> BackwardConfig:
-    """Tiles of 64 rows for D = 128, of 128 for D = 64: both fill the shared memory."""
-    return BackwardConfig(dtype, head_dim, form, ordered, 64 * 128 // head_dim, softcap)
 
 
 @dataclass(frozen=True)
@@ -237,7 +211,7 @@ class BackwardSm90:
         ticket = source.receive(received)
         received.advance()
         while ticket < total:
-            head, block, entry, end = lists.column(ticket)
+            head, block, begin, end = lists.column(ticket)
             batch, kv_head = head // sizes.kv_heads, head % sizes.kv_heads
             cute.arch.mbarrier_wait(barriers.kv_empty, kv_phase)
             kv_phase = kv_phase ^ 1
@@ -246,17 +220,17 @@ class BackwardSm90:
             for (atom, source_of), buffer in ((k, shared.sK), (v, shared.sV)):
                 s, g = self.boxes(atom, self.tiles.keys(buffer), source_of, kv_head, batch)
                 cute.copy(atom, g[None, block], s[None, 0], tma_bar_ptr=barriers.kv_full)
-            while entry < end:
-                q_block = lists.entry[entry] >> 1
-                count, shift = walk.visits(sizes, q_block, self.tile_m)
-                for visit in cutlass.range(count, unroll=1):
-                    member, tile, _ = walk.which(visit, shift, q_block, self.tile_m)
-                    row = walk.row_of(sizes, head, member, tile)
-                    at = (kv_head * sizes.group + member, batch, tile, row, state)
-                    self.load_rows(q, rings[0], shared.sQ, shared.sLse2, *at)
-                    self.load_rows(do, rings[1], shared.sdO, shared.sDelta, *at)
-                    state.advance()
-                entry += 1
+            for member in cutlass.range(sizes.group, unroll=1):
+                for entry in cutlass.range(begin, end, unroll=1):
+                    q_block = lists.entry[entry] >> 1
+                    count, first = walk.visits(sizes, q_block, self.tile_m)
+                    for visit in cutlass.range(count, unroll=1):
+                        tile = first + visit
+                        row = walk.row_of(sizes, head, member, tile)
+                        at = (kv_head * sizes.group + member, batch, tile, row, state)
+                        self.load_rows(q, rings[0], shared.sQ, shared.sLse2, *at)
+                        self.load_rows(do, rings[1], shared.sdO, shared.sDelta, *at)
+                        state.advance()
             ticket = source.receive(received)
             received.advance()
 
@@ -286,27 +260,26 @@ class BackwardSm90:
         ticket = take(source, taken, mCounter.iterator)
         taken.advance()
         while ticket < total:
-            head, _, entry, end = lists.column(ticket)
-            while entry < end:
-                q_block, rank = lists.entry[entry] >> 1, lists.rank[entry]
-                count, shift = walk.visits(sizes, q_block, self.tile_m)
-                for visit in cutlass.range(count, unroll=1):
-                    member, tile, _ = walk.which(visit, shift, q_block, self.tile_m)
-                    row = walk.row_of(sizes, head, member, tile)
-                    target = mdQ.iterator + row * self.dq_size
-                    held = shared.sdQ.data_ptr() + state.index * self.dq_size
-                    if cutlass.const_expr(self.config.ordered):
-                        # The turn is awaited while the tile is still being made.
-                        turnstile.wait_turn(mSemaphore.iterator + row, rank)
-                    cute.arch.mbarrier_wait(barriers.dq_full + state.index, state.phase)
-                    turnstile.add(target, held, self.dq_size * 4)
-                    if cutlass.const_expr(self.config.ordered):
-                        turnstile.finish_turn(mSemaphore.iterator + row)
-                    else:
-                        turnstile.land()
-                    cute.arch.mbarrier_arrive(barriers.dq_empty + state.index)
-                    state.advance()
-                entry += 1
+            head, _, begin, end = lists.column(ticket)
+            for member in cutlass.range(sizes.group, unroll=1):
+                for entry in cutlass.range(begin, end, unroll=1):
+                    q_block, rank = lists.entry[entry] >> 1, lists.rank[entry]
+                    count, first = walk.visits(sizes, q_block, self.tile_m)
+                    for visit in cutlass.range(count, unroll=1):
+                        row = walk.row_of(sizes, head, member, first + visit)
+                        target = mdQ.iterator + row * self.dq_size
+                        held = shared.sdQ.data_ptr() + state.index * self.dq_size
+                        if cutlass.const_expr(self.config.ordered):
+                            # The turn is awaited while the tile is still being made.
+                            turnstile.wait_turn(mSemaphore.iterator + row, rank)
+                        cute.arch.mbarrier_wait(barriers.dq_full + state.index, state.phase)
+                        turnstile.add(target, held, self.dq_size * 4)
+                        if cutlass.const_expr(self.config.ordered):
+                            turnstile.finish_turn(mSemaphore.iterator + row)
+                        else:
+                            turnstile.land()
+                        cute.arch.mbarrier_arrive(barriers.dq_empty + state.index)
+                        state.advance()
             ticket = take(source, taken, mCounter.iterator)
             taken.advance()
 
@@ -323,21 +296,19 @@ class BackwardSm90:
         key = consumer * 64 + lane // 32 * 16 + lane % 32 // 4
         tiles = self.tiles
         score, sum_kv, sum_q = tiles.score_mma(), tiles.kv_mma(), tiles.dq_mma()
-        # Per part of the rows: (K, Q) and (V, dO).
-        sK, sV = tiles.keys(shared.sK), tiles.keys(shared.sV)
-        kq = [chain.operands(score, first, sK, sQ) for sQ in tiles.row_parts(shared.sQ)]
-        vo = [chain.operands(score, first, sV, sdO) for sdO in tiles.row_parts(shared.sdO)]
+        tSrK, tSrQ = chain.operands(score, first, tiles.keys(shared.sK), tiles.rows(shared.sQ))
+        tPrV, tPrO = chain.operands(score, first, tiles.keys(shared.sV), tiles.rows(shared.sdO))
         dim_keys, ds_rows = tiles.keys(shared.sK, "mn"), tiles.ds(shared.sdS, "mn")
         tQrS, tQrK = chain.operands(sum_q, first, ds_rows, dim_keys)
         slice_kv = sum_kv.get_slice(first)
         tKrQ = sum_kv.make_fragment_B(slice_kv.partition_B(tiles.rows(shared.sQ, "mn")))
         tVrO = sum_kv.make_fragment_B(slice_kv.partition_B(tiles.rows(shared.sdO, "mn")))
 
-        scores_shape = score.get_slice(first).partition_shape_C((BLOCK, PART))
+        scores_shape = score.get_slice(first).partition_shape_C((BLOCK, self.tile_m))
         rS, rdP = (cute.make_rmem_tensor(scores_shape, cutlass.Float32) for _ in range(2))
         # Rounded in the order of the accumulators, which is that of register operands too.
         rP, rdS = (cute.make_rmem_tensor(scores_shape, self.dtype) for _ in range(2))
-        layout = cute.make_layout(slice_kv.partition_shape_A((BLOCK, PART)))
+        layout = cute.make_layout(slice_kv.partition_shape_A((BLOCK, self.tile_m)))
         tVrP, tKrS = (cute.make_tensor(r.iterator, layout) for r in (rP, rdS))
         kv_shape = slice_kv.partition_shape_C((BLOCK, self.head_dim))
         rdK, rdV = (cute.make_rmem_tensor(kv_shape, cutlass.Float32) for _ in range(2))
@@ -354,72 +325,83 @@ class BackwardSm90:
         ticket = source.receive(received)
         received.advance()
         while ticket < total:
-            head, block, entry, end = lists.column(ticket)
+            head, block, begin, end = lists.column(ticket)
             rdK.fill(0.0)
             rdV.fill(0.0)
+            # The buffer of dQ that is written and not yet handed over, or -1.
+            held = cutlass.Int32(-1)
             cute.arch.mbarrier_wait(barriers.kv_full, kv_phase)
             kv_phase = kv_phase ^ 1
-            while entry < end:
-                q_block, partial = lists.entry[entry] >> 1, lists.entry[entry] & 1
-                count, shift = walk.visits(sizes, q_block, self.tile_m)
-                for visit in cutlass.range(count, unroll=1):
-                    _, _, row = walk.which(visit, shift, q_block, self.tile_m)
-                    for part in cutlass.range_constexpr(tiles.parts):
+            for _ in cutlass.range(sizes.group, unroll=1):
+                for entry in cutlass.range(begin, end, unroll=1):
+                    q_block, partial = lists.entry[entry] >> 1, lists.entry[entry] & 1
+                    count, _ = walk.visits(sizes, q_block, self.tile_m)
+                    for visit in cutlass.range(count, unroll=1):
+                        # Shared memory answers late while WGMMA reads it: lse2 and delta are
+                        # asked for before the products that they meet.
+                        rings[0].consumer_wait(state)
+                        lse2 = self.fetch(tiles.statistics(shared.sLse2, state.index, lane))
                         # S = Q Kᵀ and dP = dO Vᵀ, with the keys as rows.
-                        if cutlass.const_expr(part == 0):
-                            rings[0].consumer_wait(state)
-                        chain.start(score, rS, *kq[part], 0, state.index)
-                        if cutlass.const_expr(part == 0):
-                            rings[1].consumer_wait(state)
-                        chain.start(score, rdP, *vo[part], 0, state.index)
-                        # All but dP has landed: S, and the last part's dV and dK.
+                        chain.start(score, rS, tSrK, tSrQ, 0, state.index)
+                        if held >= 0:
+                            self.hand_over(barriers, lane, held)
+                        rings[1].consumer_wait(state)
+                        chain.start(score, rdP, tPrV, tPrO, 0, state.index)
                         warpgroup.wait_group(1)
                         # P = exp2(S scale log2 e - lse2)
-                        lse2 = tiles.statistics(shared.sLse2, state.index, part, lane)
                         if cutlass.const_expr(config.softcap):
                             softmax.cap(rS, inner)
                         slope.exponents(rS, lse2, c)
-                        place = (entry, partial, q_block, row + part * PART, block, key, lane)
+                        place = (entry, partial, q_block, visit * self.tile_m, block, key, lane)
                         self.mask(rS, mask, sizes.kv_len, *place)
                         rS.store(cute.math.exp2(rS.load(), fastmath=True))
                         rP.store(rS.load().to(self.dtype))
+                        delta = tiles.statistics(shared.sDelta, state.index, lane)
+                        if cutlass.const_expr(self.tile_m == 64):
+                            delta = self.fetch(delta)
                         warpgroup.wait_group(0)
-                        # dV += Pᵀ dO; dS = P (dP - delta)
-                        chain.extend(sum_kv, rdV, tVrP, tVrO, state.index, part)
-                        delta = tiles.statistics(shared.sDelta, state.index, part, lane)
+                        # dS = P (dP - delta).  Only then dV += Pᵀ dO: with P, dP and the operands
+                        # of a product in flight alive at once, ptxas finds too few registers and
+                        # awaits every WGMMA by itself.
                         if cutlass.const_expr(config.softcap):
                             slope.capped_slopes(rdP, rS, delta, lse2, c)
                         else:
                             slope.slopes(rdP, rS, delta)
                         rdS.store(rdP.load().to(self.dtype))
-                        self.keep_ds(rdS, shared, consumer, lane, part, ds_state.index)
-                        # dK += dSᵀ Q, the last part of it behind dQ
-                        if cutlass.const_expr(part + 1 < tiles.parts):
-                            chain.extend(sum_kv, rdK, tKrS, tKrQ, state.index, part)
-                    # dQ = dS K, of all 128 keys
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                    self.sync()
-                    chain.start(sum_q, rdQ, tQrS, tQrK, ds_state.index, 0)
-                    chain.extend(sum_kv, rdK, tKrS, tKrQ, state.index, tiles.parts - 1)
-                    warpgroup.wait_group(1)
-                    rings[1].consumer_release(state)
-                    self.hand_over(rdQ, shared, barriers, consumer, lane, dq_state)
-                    warpgroup.wait_group(0)
-                    rings[0].consumer_release(state)
-                    state.advance()
-                    dq_state.advance()
-                    ds_state.advance()
-                entry += 1
+                        self.keep_ds(rdS, shared, consumer, lane, ds_state.index)
+                        chain.extend(sum_kv, rdV, tVrP, tVrO, state.index)
+                        # dQ = dS K, of all 128 keys
+                        cute.arch.fence_proxy("async.shared", space="cta")
+                        self.sync()
+                        chain.start(sum_q, rdQ, tQrS, tQrK, ds_state.index, 0)
+                        chain.extend(sum_kv, rdK, tKrS, tKrQ, state.index)
+                        warpgroup.wait_group(1)
+                        rings[1].consumer_release(state)
+                        self.keep_dq(rdQ, shared, barriers, consumer, lane, dq_state)
+                        held = dq_state.index
+                        warpgroup.wait_group(0)
+                        rings[0].consumer_release(state)
+                        state.advance()
+                        dq_state.advance()
+                        ds_state.advance()
+            if held >= 0:
+                self.hand_over(barriers, lane, held)
             who = (consumer, lane, head, block, sizes)
             self.store(stores, rdK, rdV, scale, shared, barriers, *who)
             ticket = source.receive(received)
             received.advance()
 
+    def fetch(self, statistics: cute.Tensor) -> cute.Tensor:
+        """The same values in registers."""
+        held = cute.make_rmem_tensor(statistics.shape, cutlass.Float32)
+        cute.autovec_copy(statistics, held)
+        return held
+
     @cute.jit
     def mask(self, rS, mask, kv_len, entry, partial, q_block, row, block, key, lane):
         """S of a key beyond Sk, or one that the rule of a partial block leaves out, is -inf.
 
-        ``row``: of the block, where these 64 rows begin.
+        ``row``: of the block, where these rows begin.
         """
         tiles, words, lo, hi = mask
         inside = kv_len - block * BLOCK
@@ -427,33 +409,49 @@ class BackwardSm90:
         if cutlass.const_expr(self.config.form != "none"):
             masked = (partial != 0) | masked
         if masked:
-            first, last = [cutlass.Int32(0)] * 2, [cutlass.Int32(PART - 1)] * 2
-            if cutlass.const_expr(self.config.form == "band"):
-                # lo <= kv - q <= hi, as rows of the tile; a full block has them all.
-                low = lo if partial != 0 else cutlass.Int32(-FAR)
-                high = hi if partial != 0 else cutlass.Int32(FAR)
-                at = (block - q_block) * BLOCK + key - row
-                first, last = [at - high, at + 8 - high], [at - low, at + 8 - low]
-            for half in cutlass.range_constexpr(2):
-                last[half] = last[half] if key + 8 * half < inside else cutlass.Int32(-1)
-            score_mask.keep_between(rS, lane, first, last)
             if cutlass.const_expr(self.config.form == "bits"):
-                if partial != 0:
-                    slope.keep_bits(rS, lane, words[tiles[entry], None, None], row, key)
+                bits = self.bits(partial, tiles[entry], words, row, key)
+                for half in cutlass.range_constexpr(softmax.ROWS):
+                    if key + 8 * half >= inside:
+                        bits[None, half].fill(0)
+                score_mask.keep_bits(rS, lane, bits)
+            else:
+                first, last = [cutlass.Int32(0)] * 2, [cutlass.Int32(self.tile_m - 1)] * 2
+                if cutlass.const_expr(self.config.form == "band"):
+                    # lo <= kv - q <= hi, as rows of the tile; a full block has them all.
+                    low = lo if partial != 0 else cutlass.Int32(-FAR)
+                    high = hi if partial != 0 else cutlass.Int32(FAR)
+                    at = (block - q_block) * BLOCK + key - row
+                    first, last = [at - high, at + 8 - high], [at - low, at + 8 - low]
+                for half in cutlass.range_constexpr(softmax.ROWS):
+                    last[half] = last[half] if key + 8 * half < inside else cutlass.Int32(-1)
+                score_mask.keep_between(rS, lane, first, last)
 
     @cute.jit
-    def keep_ds(self, rdS, shared, consumer, lane, part, stage):
-        """dS of this warpgroup's 64 keys and one part of the rows, to shared memory.
+    def bits(self, partial, tile, words, row, key):
+        """The mask words of this thread's keys over the tile's rows; a full block has them all."""
+        count = self.tile_m // score_mask.WORD
+        found = cute.make_rmem_tensor((count, softmax.ROWS), cutlass.Int32)
+        found.fill(-1)
+        if partial != 0:
+            for half in cutlass.range_constexpr(softmax.ROWS):
+                place = (tile, key + 8 * half, row // score_mask.WORD)
+                found[None, half].store(score_mask.words_of(words, *place, count))
+        return found
+
+    @cute.jit
+    def keep_ds(self, rdS, shared, consumer, lane, stage):
+        """dS of this warpgroup's 64 keys, to shared memory.
 
         The other warpgroup has multiplied what lay there: with two stages since the last barrier.
         """
         tiled = cute.make_tiled_copy_C(self.tiles.store_atom(), self.tiles.score_mma(1))
         copy, ds = tiled.get_slice(lane), self.tiles.ds(shared.sdS, "k")
-        sdS = cute.local_tile(ds, (64, PART, 1), (consumer, part, stage))
+        sdS = cute.local_tile(ds, (64, self.tile_m, 1), (consumer, 0, stage))
         cute.copy(copy, copy.retile(rdS), copy.partition_D(sdS)[None, None, None, 0])
 
     @cute.jit
-    def hand_over(self, rdQ, shared, barriers, consumer, lane, state):
+    def keep_dq(self, rdQ, shared, barriers, consumer, lane, state):
         """This thread's dQ values go to a free buffer, 16 bytes at a time, neighbours adjacent."""
         cute.arch.mbarrier_wait(barriers.dq_empty + state.index, state.phase)
         fours = cute.size(rdQ) // 4
@@ -461,10 +459,17 @@ class BackwardSm90:
         pointer = shared.sdQ.data_ptr() + state.index * self.dq_size
         sdQ = cute.make_tensor(pointer, layout)[None, lane, None, consumer]
         cute.autovec_copy(cute.make_tensor(rdQ.iterator, cute.make_layout((4, fours))), sdQ)
+
+    @cute.jit
+    def hand_over(self, barriers, lane, buffer):
+        """A warp's share of a dQ buffer is written.
+
+        Called with the next products in flight: the fence waits until the stores are done.
+        """
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if lane % 32 == 0:
-            cute.arch.mbarrier_arrive(barriers.dq_full + state.index)
+            cute.arch.mbarrier_arrive(barriers.dq_full + buffer)
 
     @cute.jit
     def store(self, stores, rdK, rdV, scale, shared, barriers, consumer, lane, head, block, sizes):
@@ -583,7 +588,7 @@ def build(config: BackwardConfig, compile=cute.compile):
         fake.compact(ints, (entries,)),
         fake.compact(ints, (entries,)),
         fake.compact(ints, (entries if config.form == "bits" else fake.size(),)),
-        fake.compact(ints, (fake.size(), BLOCK, BLOCK // 32), fake.TMA_ALIGN),
+        fake.compact(ints, (fake.size(), BLOCK, score_mask.WORDS), fake.TMA_ALIGN),
         *(fp32(1.0), fp32(1.0), fp32(0.0), ints(0), ints(0), ints(1)),
         fake.stream(),
         options=fake.SM90_OPTIONS,

@@ -14,15 +14,14 @@ Masks        by selection; a block without an allowed key leaves a row's state a
 Tails        TMA fills zeros beyond Sq and Sk; keys beyond Sk are masked, rows beyond Sq clipped.
 Roles        one CTA per 128 query rows of a head; warpgroup 0: one warp loads; warpgroups 1, 2: 64
              rows each.  Q K^T of the next block is in flight with P V of this one, and the two
-             warpgroups take turns at issuing them.
+             warpgroups take turns at issuing them.  O leaves through Q's buffer.
 Limits       SM90a only; bf16 and fp16; D in {64, 96, 128}; lengths below 2^30; scale > 0.  P = 0
              times a V that is Inf or NaN is NaN: V of a masked key in a visited block must be
              finite, V in other blocks need not.
-Measured     not run on a GPU yet.
+Measured     on an H200: docs/status.md, docs/notes/attention_sm90.md.
 """
 
 import math
-from dataclasses import asdict, dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -33,50 +32,26 @@ from cutlass.utils import hopper_helpers
 
 from ..compile import fake
 from ..dsl import mma, pipeline, score_mask, smem, softmax, tma
+from .config import ForwardConfig
+from .masks import FORMS
 
 CONSUMERS = 2
 THREADS = (1 + CONSUMERS) * mma.WARPGROUP
-PRODUCER_REGISTERS = 32
+PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = 240
 #: Query rows of a CTA, keys of a block: the blocks of the mask.
 BLOCK = 128
-#: int32 words of a row of a mask tile.
-WORDS = BLOCK // score_mask.WORD
 #: Rows of a consumer warpgroup.
 ROWS = BLOCK // CONSUMERS
-#: Named barrier 0 is the CTA's; consumer w has 1 + w for its epilogue and 3 + w for its turn.
+#: Named barrier 0 is the CTA's; the consumers meet at 1, and consumer w awaits its turn at 2 + w.
 EPILOGUE_BARRIER = 1
-TURN_BARRIER = 1 + CONSUMERS
-FORMS = ("none", "band", "bits")
-
-
-@dataclass(frozen=True)
-class Config:
-    """One compiled kernel.  ``form``: how partial blocks are masked (see ``masks``)."""
-
-    dtype: str
-    head_dim: int
-    form: str
-    softcap: bool = False
-    kv_stages: int = 2
-
-    def items(self) -> tuple[tuple[str, str | int | bool], ...]:
-        """Sorted (name, value) pairs: the constexpr part of the compile key."""
-        return tuple(sorted(asdict(self).items()))
-
-
-def factors(scale: float, softcap: float = 0.0) -> tuple[float, float]:
-    """(c, inner) of a call, ``softcap`` 0 for none; ``softmax.cap`` takes exp2(S inner)."""
-    log2_e = 1.0 / math.log(2.0)
-    if softcap:
-        return softcap * log2_e, 2.0 * log2_e * scale / softcap
-    return scale * log2_e, 0.0
+TURN_BARRIER = 2
 
 
 class ForwardSm90:
     """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: ForwardConfig):
         assert config.head_dim in (64, 96, 128) and config.form in FORMS
         self.config = config
         self.head_dim = config.head_dim
@@ -103,13 +78,13 @@ class ForwardSm90:
         inner: cutlass.Float32,
         stream,
     ):
-        sQ_layout, sK_layout, sV_layout, sO_layout = self.shared_layouts()
+        sQ_layout, sK_layout, sV_layout = self.shared_layouts()
         # [S, D, H, B], and [D, S, H, B] for V: its keys are the reduction dimension.
         by_rows, by_keys = [1, 3, 2, 0], [3, 1, 2, 0]
         tma_q, gQ = tma.load(view(mQ, by_rows), sQ_layout, (BLOCK, self.head_dim), 1)
         tma_k, gK = tma.load(view(mK, by_rows), sK_layout, (BLOCK, self.head_dim), 1)
         tma_v, gV = tma.load(view(mV, by_keys), sV_layout, (self.head_dim, BLOCK), 1)
-        tma_o, gO = tma.store(view(mO, by_rows), sO_layout, (ROWS, self.head_dim))
+        tma_o, gO = tma.store(view(mO, by_rows), sQ_layout, (BLOCK, self.head_dim))
 
         @cute.struct
         class Storage:
@@ -122,9 +97,6 @@ class ForwardSm90:
             ]
             sV: cute.struct.Align[
                 cute.struct.MemRange[self.dtype, cute.cosize(sV_layout)], smem.ALIGN
-            ]
-            sO: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, cute.cosize(sO_layout)], smem.ALIGN
             ]
 
         self.storage = Storage
@@ -167,11 +139,10 @@ class ForwardSm90:
                 cpasync.prefetch_descriptor(atom)
 
         storage = SmemAllocator().allocate(self.storage)
-        sQ_layout, sK_layout, sV_layout, sO_layout = self.shared_layouts()
+        sQ_layout, sK_layout, sV_layout = self.shared_layouts()
         sQ = storage.sQ.get_tensor(sQ_layout.outer, swizzle=sQ_layout.inner)
         sK = storage.sK.get_tensor(sK_layout.outer, swizzle=sK_layout.inner)
         sV = storage.sV.get_tensor(sV_layout.outer, swizzle=sV_layout.inner)
-        sO = storage.sO.get_tensor(sO_layout.outer, swizzle=sO_layout.inner)
         rings = self.make_rings(storage.barriers.data_ptr())
 
         q_len, kv_len = mLse.shape[2], mK.shape[1]
@@ -180,7 +151,7 @@ class ForwardSm90:
         mask_batch = cutlass.min(batch, mCount.shape[0] - 1)
         mask_head = cutlass.min(head, mCount.shape[1] - 1)
         count = mCount[mask_batch, mask_head, m]
-        entries = mEntry[mask_batch, mask_head, m, None]
+        entries = kept(mEntry[mask_batch, mask_head, m, None])
         kv_head = kv_head_of(head, mLse.shape[1], mK.shape[2])
         hQ, hO = gQ[None, None, head, batch], gO[None, None, head, batch]
         hK, hV = gK[None, None, kv_head, batch], gV[None, None, kv_head, batch]
@@ -201,17 +172,20 @@ class ForwardSm90:
             softmax.start(row_max, row_sum)
             acc_o.fill(0.0)
             # Unread unless the form is "bits".
-            tiles = mTile[mask_batch, mask_head, m, None]
+            tiles = kept(mTile[mask_batch, mask_head, m, None])
             if count > 0:
                 mask = (entries, tiles, mWords, lo, hi, kv_len)
                 self.attend(sQ, sK, sV, rings, acc_o, row_max, row_sum, m, count, mask, c, inner)
             softmax.finish(row_sum)
             rows = mLse[batch, head, None]
-            self.store(acc_o, row_max, row_sum, tma_o, hO, sO, rows, m, q_len, c)
+            self.store(acc_o, row_max, row_sum, tma_o, hO, sQ, rows, m, q_len, c)
 
     @cute.jit
     def load(self, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, rings, m, count, entries):
-        """The producer warp: the Q tile, then K and V of every listed block, in order."""
+        """The producer warp: the Q tile, then K and V of every listed block, in order.
+
+        K runs one block ahead of V, as its readers do.
+        """
         q_ring, k_ring, v_ring = rings
         # (rows, D, blocks), and (D, keys, blocks) for V.
         gQ = cute.local_tile(gQ, (BLOCK, self.head_dim), (None, 0))
@@ -227,18 +201,25 @@ class ForwardSm90:
         q_ring.producer_acquire(first)
         full = q_ring.producer_get_barrier(first)
         cute.copy(tma_q, tQgQ[None, m], tQsQ[None, 0], tma_bar_ptr=full)
-        state = pipeline.producer_state(self.stages)
-        for i in cutlass.range(count, unroll=1):
+        state_k = pipeline.producer_state(self.stages)
+        state_v = pipeline.producer_state(self.stages)
+        self.load_block(tma_k, tKgK, tKsK, k_ring, state_k, entry >> 1)
+        state_k.advance()
+        for i in cutlass.range(1, count, unroll=1):
             block = entry >> 1
-            # The next entry is on its way while this one's stages become free.
-            entry = entries[cutlass.min(i + 1, count - 1)]
-            k_ring.producer_acquire(state)
-            full = k_ring.producer_get_barrier(state)
-            cute.copy(tma_k, tKgK[None, block], tKsK[None, state.index], tma_bar_ptr=full)
-            v_ring.producer_acquire(state)
-            full = v_ring.producer_get_barrier(state)
-            cute.copy(tma_v, tVgV[None, block], tVsV[None, state.index], tma_bar_ptr=full)
-            state.advance()
+            entry = entries[i]
+            self.load_block(tma_k, tKgK, tKsK, k_ring, state_k, entry >> 1)
+            state_k.advance()
+            self.load_block(tma_v, tVgV, tVsV, v_ring, state_v, block)
+            state_v.advance()
+        self.load_block(tma_v, tVgV, tVsV, v_ring, state_v, entry >> 1)
+
+    @cute.jit
+    def load_block(self, atom, source, target, ring, state, block):
+        """One block of K or V into the ring's next free stage."""
+        ring.producer_acquire(state)
+        full = ring.producer_get_barrier(state)
+        cute.copy(atom, source[None, block], target[None, state.index], tma_bar_ptr=full)
 
     @cute.jit
     def attend(self, sQ, sK, sV, rings, acc_o, row_max, row_sum, m, count, mask, c, inner):
@@ -257,8 +238,8 @@ class ForwardSm90:
         tOrV = pv.make_fragment_B(slice_pv.partition_B(sV))
         tOrP = pv.make_fragment_A(slice_pv.partition_shape_A((ROWS, BLOCK)))
         acc_s = cute.make_rmem_tensor(slice_qk.partition_shape_C((BLOCK, BLOCK)), cutlass.Float32)
-        factor = cute.make_rmem_tensor((softmax.ROWS,), cutlass.Float32)
-        bits = cute.make_rmem_tensor((WORDS, softmax.ROWS), cutlass.Int32)
+        factor, shift = (cute.make_rmem_tensor((softmax.ROWS,), cutlass.Float32) for _ in range(2))
+        bits = cute.make_rmem_tensor((score_mask.WORDS, softmax.ROWS), cutlass.Int32)
 
         state_k = pipeline.consumer_state(self.stages)
         state_v = pipeline.consumer_state(self.stages)
@@ -272,8 +253,10 @@ class ForwardSm90:
         warpgroup.wait_group(0)
         k_ring.consumer_release(state_k)
         state_k.advance()
-        self.weigh(acc_s, row_max, row_sum, factor, entry, bits, row, lane, m, mask, c, inner)
+        self.mask(acc_s, entry, bits, row, lane, m, mask, inner)
+        softmax.raise_max(acc_s, row_max, factor, shift, c)
         v_ring.consumer_wait(state_v)
+        softmax.exponentiate(acc_s, row_sum, factor, shift, c)
         self.round_weights(acc_s, tOrP)
         if consumer == 1 and count > 1:
             self.give_turn(0)
@@ -292,12 +275,16 @@ class ForwardSm90:
             warpgroup.wait_group(1)
             k_ring.consumer_release(state_k)
             state_k.advance()
-            self.weigh(acc_s, row_max, row_sum, factor, entry, bits, row, lane, m, mask, c, inner)
-            # This wait's loop also keeps ptxas from hoisting the next one above the softmax.
+            self.mask(acc_s, entry, bits, row, lane, m, mask, inner)
+            softmax.raise_max(acc_s, row_max, factor, shift, c)
+            # P V has had the time of the maxima; ptxas moves its wait up to the last wait for an
+            # mbarrier, which is therefore here.  What follows then fills the gaps between
+            # exponentials.
             v_ring.consumer_wait(state_v)
             warpgroup.wait_group(0)
             v_ring.consumer_release(release_v)
             release_v.advance()
+            softmax.exponentiate(acc_s, row_sum, factor, shift, c)
             softmax.rescale(acc_o, factor)
             self.round_weights(acc_s, tOrP)
         self.add_values(acc_o, tOrP, tOrV, state_v.index)
@@ -317,7 +304,8 @@ class ForwardSm90:
         if cutlass.const_expr(self.config.form == "bits"):
             if (entry & 1) == 1:
                 for half in cutlass.range_constexpr(softmax.ROWS):
-                    bits[None, half].store(four(mask[2], tile, row + 8 * half))
+                    at = (mask[2], tile, row + 8 * half, 0)
+                    bits[None, half].store(score_mask.words_of(*at, score_mask.WORDS))
 
     @cute.jit
     def scores(self, acc_s, tSrQ, tSrK, stage):
@@ -340,8 +328,8 @@ class ForwardSm90:
         warpgroup.commit_group()
 
     @cute.jit
-    def weigh(self, acc_s, row_max, row_sum, factor, entry, bits, row, lane, m, mask, c, inner):
-        """The scores of one block, capped and masked, become exp2(c (t - max)); see ``softmax``."""
+    def mask(self, acc_s, entry, bits, row, lane, m, mask, inner):
+        """The scores of one block, capped; -inf where a key is not allowed."""
         if cutlass.const_expr(self.config.softcap):
             softmax.cap(acc_s, inner)
         _, _, _, lo, hi, kv_len = mask
@@ -361,7 +349,6 @@ class ForwardSm90:
                     score_mask.keep_bits(acc_s, lane, bits)
             if last < BLOCK - 1:
                 score_mask.keep_between(acc_s, lane, (0, 0), (last, last))
-        softmax.step(acc_s, row_max, row_sum, factor, c)
 
     @cute.jit
     def round_weights(self, acc_s, tOrP):
@@ -370,8 +357,11 @@ class ForwardSm90:
         rounded.store(acc_s.load().to(self.dtype))
 
     @cute.jit
-    def store(self, acc_o, row_max, row_sum, tma_o, gO, sO, rows, m, q_len, c):
-        """O = round(acc / sum) through this warpgroup's buffer; LSE = ln(sum) + ln 2 c max."""
+    def store(self, acc_o, row_max, row_sum, tma_o, gO, sQ, rows, m, q_len, c):
+        """O = round(acc / sum) through the buffer of Q; LSE = ln(sum) + ln 2 c max.
+
+        A warpgroup writes over the rows of Q that it alone has read.
+        """
         tidx, _, _ = cute.arch.thread_idx()
         consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
         lane = tidx % mma.WARPGROUP
@@ -389,14 +379,14 @@ class ForwardSm90:
         atom = hopper_helpers.get_smem_store_op(LayoutEnum.ROW_MAJOR, self.dtype, cutlass.Float32)
         tiled_copy = cute.make_tiled_copy_C(atom, self.pv_mma())
         copy = tiled_copy.get_slice(lane)
-        tRsO = copy.partition_D(sO)
-        cute.copy(tiled_copy, copy.retile(rO), tRsO[None, None, None, consumer])
+        sO = cute.local_tile(sQ, (ROWS, self.head_dim, 1), (consumer, 0, 0))
+        cute.copy(tiled_copy, copy.retile(rO), copy.partition_D(sO)[None, None, None, 0])
         cute.arch.fence_proxy("async.shared", space="cta")
-        self.sync(consumer)
-        gO_tile = cute.local_tile(gO, (ROWS, self.head_dim), (None, 0))
-        tOsO, tOgO = tma.partition(tma_o, 0, cute.make_layout(1), sO, gO_tile)
-        if lane == 0:
-            cute.copy(tma_o, tOsO[None, consumer], tOgO[None, m * CONSUMERS + consumer])
+        self.sync()
+        gO_tile = cute.local_tile(gO, (BLOCK, self.head_dim), (None, 0))
+        tOsO, tOgO = tma.partition(tma_o, 0, cute.make_layout(1), sQ, gO_tile)
+        if tidx == mma.WARPGROUP:
+            cute.copy(tma_o, tOsO[None, 0], tOgO[None, m])
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -430,13 +420,12 @@ class ForwardSm90:
         )
 
     def shared_layouts(self):
-        """The layouts of Q, of the stages of K and V, and of the consumers' outputs."""
+        """The layouts of Q, which is O's too, and of the stages of K and V."""
         dtype, width, stages = self.dtype, self.head_dim, self.stages
         return (
             smem.operand_layout(dtype, BLOCK, width, "k", 1),
             smem.operand_layout(dtype, BLOCK, width, "k", stages),
             smem.operand_layout(dtype, width, BLOCK, "mn", stages),
-            smem.operand_layout(dtype, ROWS, width, "k", CONSUMERS),
         )
 
     def make_rings(self, barriers):
@@ -453,9 +442,9 @@ class ForwardSm90:
         pipeline.await_barriers((1, 1))
         return tuple(rings)
 
-    def sync(self, consumer):
-        """The 128 threads of one consumer warpgroup meet."""
-        cute.arch.barrier(barrier_id=EPILOGUE_BARRIER + consumer, number_of_threads=mma.WARPGROUP)
+    def sync(self):
+        """The consumers meet."""
+        cute.arch.barrier(barrier_id=EPILOGUE_BARRIER, number_of_threads=CONSUMERS * mma.WARPGROUP)
 
     def await_turn(self, consumer):
         """Waits until the other consumer has issued its products."""
@@ -475,6 +464,19 @@ def view(tensor: cute.Tensor, modes: list[int]) -> cute.Tensor:
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=modes))
 
 
+def kept(values: cute.Tensor) -> cute.Tensor:
+    """The same int32 list, its address in two registers.
+
+    ptxas would otherwise multiply the strides again in every iteration, and a shuffle it cannot.
+    """
+    address = values.iterator.toint()
+    low = cute.arch.make_warp_uniform(cutlass.Int32(address & 0xFFFFFFFF))
+    high = cute.arch.make_warp_uniform(cutlass.Int32(address >> 32))
+    whole = (cutlass.Int64(high) << 32) | (cutlass.Int64(low) & 0xFFFFFFFF)
+    pointer = cute.make_ptr(cutlass.Int32, whole, cute.AddressSpace.gmem, assumed_align=4)
+    return cute.make_tensor(pointer, values.layout)
+
+
 def tile_of(q_len, heads):
     """(query block, head, batch) of this CTA: a head's blocks from the last, the longest if causal,
     to the first; heads that share K and V follow each other."""
@@ -489,19 +491,7 @@ def kv_head_of(head, heads, kv_heads):
     return head // (heads // kv_heads)
 
 
-def four(words: cute.Tensor, tile, row):
-    """The words of one row of a mask tile, as one 16-byte load."""
-    offset = cutlass.Int64(tile) * (BLOCK * WORDS) + row * WORDS
-    source = cute.make_ptr(
-        cutlass.Int32,
-        words.iterator.toint() + offset * 4,
-        cute.AddressSpace.gmem,
-        assumed_align=fake.TMA_ALIGN,
-    )
-    return cute.make_tensor(source, cute.make_layout(WORDS)).load()
-
-
-def build(config: Config, compile=cute.compile):
+def build(config: ForwardConfig, compile=cute.compile):
     """Compiles one configuration against fake tensors; no GPU needed."""
     batch, q_len, kv_len = fake.size(), fake.size(), fake.size()
     heads, kv_heads, blocks, longest = fake.size(), fake.size(), fake.size(), fake.size()
@@ -522,7 +512,7 @@ def build(config: Config, compile=cute.compile):
         fake.compact(cutlass.Int32, shared),
         fake.compact(cutlass.Int32, (*shared, longest)),
         fake.compact(cutlass.Int32, listed),
-        fake.compact(cutlass.Int32, (fake.size(), BLOCK, WORDS), fake.TMA_ALIGN),
+        fake.compact(cutlass.Int32, (fake.size(), BLOCK, score_mask.WORDS), fake.TMA_ALIGN),
         cutlass.Int32(0),
         cutlass.Int32(0),
         cutlass.Float32(1.0),

@@ -27,13 +27,17 @@ from ..schedulers.schedule import Schedule
 
 BLOCK = (128, 128)
 FORMS = ("none", "band", "bits")
-TENSORS = ("kv_count", "kv_entry", "kv_tile", "q_count", "q_entry", "q_tile", "words")
+TENSORS = (
+    *("kv_count", "kv_entry", "kv_tile", "q_count", "q_entry", "q_tile"),
+    *("words", "key_words"),
+)
 WORDS = BLOCK[1] // mask_bits.WORD
 
 #: An open end of a band.  Lengths stay below it, so that q + hi and q + lo fit into int32.
 FAR = 2**30
 
 _KEPT = 64
+_TILES_AT_ONCE = 1024
 _cache: OrderedDict[tuple[str, torch.device], LoweredMask] = OrderedDict()
 
 
@@ -50,10 +54,11 @@ class LoweredMask:
     q_count, q_entry, q_tile            the transpose: [.., Nb], [.., Nb, Lq], [.., Nb, Lq]
     words     [T >= 1, 128, 4]          bit j of word w of a row is key 32 w + j of the block; bits
                                         outside the lengths are 0
+    key_words [T >= 1, 128, 4]          transposed: bit j of word w of a key is query 32 w + j
 
-    In the forms "none" and "band" both tile tensors are [1, 1, 1, 1] and ``words`` is one tile, all
-    unread.  ``mask`` is the BlockMask in blocks of 128 x 128, what schedules are made and checked
-    for; a launcher, which is given tensors and numbers only, sees None.
+    In the forms "none" and "band" both tile tensors are [1, 1, 1, 1] and the words are one tile,
+    all unread.  ``mask`` is the BlockMask in blocks of 128 x 128, what schedules are made and
+    checked for; a launcher, which is given tensors and numbers only, sees None.
     """
 
     form: str
@@ -68,6 +73,7 @@ class LoweredMask:
     q_entry: Tensor
     q_tile: Tensor
     words: Tensor
+    key_words: Tensor
     mask: BlockMask | None = None
 
     def tensors(self) -> list[Tensor]:
@@ -183,6 +189,7 @@ def _lower(mask: BlockMask) -> LoweredMask:
         _entries(*mask.lists("q")),
         tiles[1].contiguous(),
         words,
+        _transposed(words),
         mask,
     )
 
@@ -203,3 +210,9 @@ def _whole_tiles(words: Tensor) -> Tensor:
     """Tiles of a mask shorter than a block, padded with zeros to 128 rows of 4 words."""
     rows, columns = BLOCK[0] - words.shape[1], WORDS - words.shape[2]
     return torch.nn.functional.pad(words, (0, columns, 0, rows)).contiguous()
+
+
+def _transposed(words: Tensor) -> Tensor:
+    """The bits of each tile with rows and columns exchanged; a few tiles at a time, unpacked."""
+    parts = words.split(_TILES_AT_ONCE)
+    return torch.cat([mask_bits.pack(mask_bits.unpack(x, BLOCK[1]).mT.contiguous()) for x in parts])

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import contracts, dispatch
-from ..arch import CPU
+from ..arch import CPU, CUTE_SM90, TRITON
 from ..dispatch import Implementation
 from ..errors import ArgumentValueError, UnsupportedTransformError, expected
 from ..schedulers.mask import BlockMask
@@ -37,7 +37,14 @@ NAME = "block_sparse_attention"
 _HALF = frozenset({torch.bfloat16, torch.float16})
 
 for _name, _function in ((NAME, "forward"), (f"{NAME}_backward", "backward")):
-    dispatch.register(_name, {CPU: Implementation(f"{__package__}.cpu:{_function}", _HALF)})
+    dispatch.register(
+        _name,
+        {
+            CUTE_SM90: Implementation(f"{__package__}.launch:{_function}", _HALF),
+            TRITON: Implementation(f"{__package__}.triton_launch:{_function}", _HALF),
+            CPU: Implementation(f"{__package__}.cpu:{_function}", _HALF),
+        },
+    )
 
 contracts.register(
     contracts.Contract(
@@ -79,11 +86,14 @@ def prepared(
     with _disable_current_modes():
         mask = _whole_mask(block_mask, causal, q_len, kv_len, _where(device))
         lowered = masks.lower(mask)
+        if needs_order:
+            checks.gradient(device, head_dim, lowered.mask.shape[1], heads, kv_heads)
         order: list[Tensor] = []
         asked = not isinstance(schedule, str) or schedule != checks.AUTO
         if batch and (needs_order or asked):
             count = config.schedule_heads(lowered.mask.shape[1], batch, heads, kv_heads)
-            made = checks.admitted(lowered, schedule, count, head_dim)
+            group = batch * heads // count
+            made = checks.admitted(lowered, schedule, count, head_dim, group)
             order = list(_order(lowered, made)) if needs_order else []
     return Operands(lowered.tensors(), lowered.numbers(), order)
 

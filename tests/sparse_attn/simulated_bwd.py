@@ -1,40 +1,18 @@
 """The three SM90 backward kernels on this CPU: compiled for sm_90a and run by tests/ptxsim.
 
-`backward` is what a launcher does: workspace, three launches on one stream, outputs.
+`backward` calls the launcher, and sees that every turn was taken.
 """
 
 from __future__ import annotations
 
-import functools
-import math
 from typing import NamedTuple
 
 import torch
 
 from cute_kernels.schedulers.mask import BlockMask
 from cute_kernels.schedulers.schedule import Schedule
-from cute_kernels.sparse_attn import kernel_bwd_post_sm90 as post_kernel
-from cute_kernels.sparse_attn import kernel_bwd_pre_sm90 as pre_kernel
-from cute_kernels.sparse_attn import kernel_bwd_sm90 as main_kernel
-from cute_kernels.sparse_attn import masks, reference
-from tests import ptxsim, sim
-
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
-@functools.cache
-def pre(dtype: str, head_dim: int, tile_m: int, dlse: bool):
-    return pre_kernel.build(dtype, head_dim, tile_m, dlse, compile=ptxsim.compile)
-
-
-@functools.cache
-def main(config: main_kernel.BackwardConfig):
-    return main_kernel.build(config, compile=ptxsim.compile)
-
-
-@functools.cache
-def post(dtype: str, head_dim: int, tile_m: int):
-    return post_kernel.build(dtype, head_dim, tile_m, compile=ptxsim.compile)
+from cute_kernels.sparse_attn import launch, masks, reference
+from tests.sparse_attn import simulated
 
 
 class Case(NamedTuple):
@@ -84,14 +62,6 @@ def case(
     return Case(q, k, v, dout, out.to(dtype), lse.float(), mask, scale, softcap)
 
 
-def factors(scale: float, softcap: float) -> tuple[float, float]:
-    """The kernel's (c, inner), as kernel_fwd_sm90.py defines them."""
-    log2_e = math.log2(math.e)
-    if softcap:
-        return softcap * log2_e, 2.0 * log2_e * scale / softcap
-    return scale * log2_e, 0.0
-
-
 class Gradients(NamedTuple):
     """dq, dk, dv as a caller gets them, and the fp32 accumulator of dQ [B, Hq, Mt, tile_m * D]."""
 
@@ -106,68 +76,20 @@ def backward(
     schedule: Schedule,
     *,
     ordered: bool = True,
-    ctas: int = 132,
     dlse: torch.Tensor | None = None,
-    kernel=main,
-    poison: str = "nan",
+    **options,
 ) -> Gradients:
-    """The three kernels.  Everything that they write starts as NaN, counters included."""
-    batch, q_len, heads, dim = case.q.shape
-    lowered, dtype = case.lowered, NAMES[case.q.dtype]
-    config = main_kernel.configure(dtype, dim, lowered.form, ordered, case.softcap > 0)
-    tiles, rows = -(-q_len // config.tile_m), config.tile_m
-    lse2 = sim.poisoned((batch, heads, tiles, rows), torch.float32, poison)
-    delta = sim.poisoned((batch, heads, tiles, rows), torch.float32, poison)
-    total = sim.poisoned((batch, heads, tiles, rows * dim), torch.float32, poison)
-    semaphore = torch.full((batch, heads, tiles), -77, dtype=torch.int32)
-    counter = torch.full((1,), 12345, dtype=torch.int32)
-    pre(dtype, dim, rows, dlse is not None)(
-        case.out,
-        case.dout,
-        case.lse,
-        dlse,
-        lse2.flatten(2),
-        delta.flatten(2),
-        total,
-        semaphore,
-        counter,
-    )
-    order, list_of_head, offset, entry, rank = schedule.tensors("cpu")
-    if len(entry) == 0:  # a kernel takes no empty tensor; nothing will read this one
-        entry, rank = torch.zeros(2, 1, dtype=torch.int32)
-    bits = lowered.form == "bits"
-    tile = masks.entry_tiles(lowered, schedule) if bits else torch.full((1,), -1).int()
-    dk, dv = (sim.poisoned(t.shape, t.dtype, poison) for t in (case.k, case.v))
-    kernel(config)(
-        case.q,
-        case.k,
-        case.v,
-        case.dout,
-        lse2,
-        delta,
-        total,
-        dk,
-        dv,
-        semaphore,
-        counter,
-        order,
-        list_of_head,
-        offset,
-        entry,
-        rank,
-        tile,
-        lowered.words,
-        case.scale,
-        *factors(case.scale, case.softcap),
-        lowered.lo,
-        lowered.hi,
-        min(ctas, len(order)),
-    )
+    """The launcher's three kernels; ``options``: see `simulated.simulated`."""
+    lowered = case.lowered
+    order = masks.order_of(lowered, schedule)
+    tensors = case.dout, dlse, case.q, case.k, case.v, case.out, case.lse
+    with simulated.simulated(**options) as used:
+        found = launch.backward(*tensors, lowered, order, case.scale, case.softcap, ordered)
+    (held,) = used
     if ordered:
-        assert semaphore.sum() == expected_visits(case, schedule, rows)
-    dq = sim.poisoned(case.q.shape, case.q.dtype, poison)
-    post(dtype, dim, rows)(total, dq, case.scale)
-    return Gradients(dq, dk, dv, total)
+        tile_m = held.lse2.shape[3]
+        assert held.semaphore.sum() == expected_visits(case, schedule, tile_m)
+    return Gradients(*found, held.total)
 
 
 def expected_visits(case: Case, schedule: Schedule, tile_m: int) -> int:

@@ -1,6 +1,6 @@
 """The SM90 forward on this CPU, its own order in torch, and the bound of its error.
 
-``run`` plays the launcher: outputs full of NaN, one call of the compiled entry in tests/ptxsim.
+``run`` calls the launcher: outputs full of NaN, one call of the compiled entry in tests/ptxsim.
 ``chain`` follows the kernel step by step.  In the simulator's ``exact`` arithmetic, with the C
 library's exp2f and log2f that the simulator calls too, it gives the kernel's bytes.
 """
@@ -18,14 +18,11 @@ import torch
 from torch import Tensor
 
 from cute_kernels.schedulers import BlockMask
-from cute_kernels.sparse_attn import masks, reference
-from tests import ptxsim
-from tests.sim import poisoned
+from cute_kernels.sparse_attn import config, launch, masks, reference
+from tests.sparse_attn import simulated
 
 BLOCK = 128
-LOG2_E = 1.0 / math.log(2.0)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -58,30 +55,12 @@ def case(mask: BlockMask, shape, *, dtype="bf16", softcap=0.0, seed=0, spread=1.
     return Case(q, k, v, mask, spread * width**-0.5, softcap)
 
 
-@functools.cache
-def kernel(dtype: str, head_dim: int, form: str, softcap: bool):
-    """One configuration, compiled once per process."""
-    from cute_kernels.sparse_attn import kernel_fwd_sm90
-
-    chosen = kernel_fwd_sm90.Config(dtype, head_dim, form, softcap)
-    return kernel_fwd_sm90.build(chosen, compile=ptxsim.compile)
-
-
-def run(case: Case, compiled=None, poison: str = "nan", **options) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the SM90 kernel in the simulator; ``compiled`` in place of the intact one."""
-    from cute_kernels.sparse_attn import kernel_fwd_sm90
-
-    q, k, v = case.q, case.k, case.v
-    lowered = masks.lower(case.mask)
-    if compiled is None:
-        compiled = kernel(NAMES[q.dtype], q.shape[3], lowered.form, case.softcap > 0)
-    out = poisoned(q.shape, q.dtype, poison)
-    lse = poisoned((q.shape[0], q.shape[2], q.shape[1]), torch.float32, poison)
-    c, inner = kernel_fwd_sm90.factors(case.scale, case.softcap)
-    lists = (lowered.kv_count, lowered.kv_entry, lowered.kv_tile, lowered.words)
-    with ptxsim.options(**options):
-        compiled(q, k, v, out, lse, *lists, lowered.lo, lowered.hi, c, inner)
-    return out, lse
+def run(case: Case, **options) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the SM90 launcher in the simulator; ``options``: see `simulated.simulated`."""
+    with simulated.simulated(**options):
+        return launch.forward(
+            case.q, case.k, case.v, masks.lower(case.mask), case.scale, case.softcap
+        )
 
 
 # ---- the kernel's order --------------------------------------------------------------------------
@@ -109,7 +88,9 @@ def chain(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def _rows(q, k, v, allowed, blocks, case: Case) -> tuple[Tensor, Tensor]:
-    scale, inner = (torch.tensor(x, dtype=torch.float32) for x in _factors(case))
+    scale, inner = (
+        torch.tensor(x, dtype=torch.float32) for x in config.factors(case.scale, case.softcap)
+    )
     top = torch.full((len(q), 1), -math.inf)
     lanes = torch.zeros(len(q), 4)
     acc = torch.zeros(len(q), q.shape[1])
@@ -130,12 +111,6 @@ def _rows(q, k, v, allowed, blocks, case: Case) -> tuple[Tensor, Tensor]:
     out = torch.where(total == 0, 0.0, _fma(acc, 1.0 / total, 0.0))
     lse = _fma(top, scale, _libm("log2f", total)) * torch.tensor(math.log(2.0), dtype=torch.float32)
     return out.to(q.dtype), torch.where(total == 0, -math.inf, lse)[:, 0]
-
-
-def _factors(case: Case) -> tuple[float, float]:
-    if case.softcap:
-        return case.softcap * LOG2_E, 2.0 * LOG2_E * case.scale / case.softcap
-    return case.scale * LOG2_E, 0.0
 
 
 def _product(acc: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels import errors
+from cute_kernels import arch, errors
 from cute_kernels.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -410,3 +410,35 @@ def test_fp32_is_refused_by_its_own_name_unless_autocast_casts_it():
         block_sparse_attention(*wide)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(DtypeError, match="float64"):
         block_sparse_attention(wide[0].double(), *wide[1:])
+
+
+def test_what_the_sm90_backward_does_not_take(monkeypatch):
+    """By name, where SM90 is the device's backend: (head size, heads of the mask, of q, of k)."""
+    checks.gradient("cuda:0", 96, 4, 4, 2)  # no SM90 here
+    monkeypatch.setattr(arch, "_installed", lambda name: True)
+    monkeypatch.setattr(arch, "describe", lambda _: arch.Device("cuda:0", "cuda", "sm_90a", 132))
+    with pytest.raises(ShapeError, match=r"head size of q, with a gradient on cute_sm90.*64, 128"):
+        checks.gradient("cuda:0", 96, 1, 4, 4)
+    with pytest.raises(ShapeError, match=r"block_mask: .*2 query heads share.*got 4 heads"):
+        checks.gradient("cuda:0", 64, 4, 4, 2)
+    checks.gradient("cuda:0", 64, 4, 4, 4)
+    checks.gradient("cuda:0", 128, 1, 4, 2)
+    monkeypatch.setenv("CUTE_KERNELS_BACKEND", "triton")
+    checks.gradient("cuda:0", 96, 4, 4, 2)
+
+
+def test_a_gradient_is_checked_before_anything_runs(monkeypatch):
+    """The op asks, and only if a gradient is wanted."""
+    seen = []
+
+    def refuse(*sizes):
+        seen.append(sizes)
+        raise ShapeError("refused")
+
+    monkeypatch.setattr(checks, "gradient", refuse)
+    mask = BlockMask.from_dense(torch.ones(1, H, S, S, dtype=torch.bool).tril())
+    with pytest.raises(ShapeError, match="refused"):
+        block_sparse_attention(q().requires_grad_(), kv(), kv(), mask)
+    assert seen == [("cpu", D, H, H, HKV)]
+    with torch.no_grad(), pytest.raises(AssertionError, match="launched"):
+        block_sparse_attention(q().requires_grad_(), kv(), kv(), mask)

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import OrderedDict
 
 import pytest
 import torch
 
 from cute_kernels.schedulers import kinds
 from cute_kernels.schedulers.mask import BlockMask
+from cute_kernels.sparse_attn import masks, reference
 from tests import contract, ptxsim
 from tests.ptxsim import available
+from tests.sparse_attn import simulated
 
 simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
 pytestmark = [available.requires_sim, pytest.mark.sim]
-module = simulated_bwd.main_kernel
+module = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
 cute, turnstile = module.cute, module.turnstile
 
 #: The settings of tests/ptxsim/README.md that find most missing waits, with few CTAs and with all.
@@ -36,27 +39,49 @@ SETTINGS = [
 LIMITS = {"max_steps": 20_000_000}
 
 
+def of_bits() -> BlockMask:
+    """Another one than its transpose; tails on both sides, that of the keys in full blocks."""
+    allowed = torch.rand(1, 1, 200, 300, generator=torch.Generator().manual_seed(8)) < 0.4
+    allowed[..., 256:] = True
+    return BlockMask.from_dense(allowed)
+
+
+def low(case):
+    """Scores far below 0: weights of keys beyond the end, whose scores are 0, would be infinite."""
+    q, k = case.q.abs() * 6, -case.k.abs() * 6
+    out, lse = reference.attention(q, k, case.v, case.mask.to_dense(), scale=case.scale)
+    assert lse.mean() < -100
+    return case._replace(q=q, k=k, out=out.to(q.dtype), lse=lse.float())
+
+
 @functools.cache
-def cases(head_dim: int):
-    """Tails on both sides, a group of two heads; cyclic visits, for which turns come late."""
+def cases(head_dim: int, form: str = "rule"):
+    """Tails on both sides, groups of two heads and of one, tickets of even and of odd visits;
+    cyclic visits, for which turns come late."""
+    given = [
+        (BlockMask.full(330, 300), 2, kinds.left_to_right, "cyclic"),
+        (BlockMask.sliding_window(400, 330, left=200, right=0), 2, kinds.spt, "ascending"),
+        (BlockMask.full(300, 300), 1, kinds.left_to_right, "cyclic"),
+    ]
+    if form == "bits":
+        given = [(of_bits(), 1, kinds.left_to_right, "cyclic")]
     found = []
-    for mask, kind, walk in (
-        (BlockMask.full(330, 300), kinds.left_to_right, "cyclic"),
-        (BlockMask.sliding_window(400, 330, left=200, right=0), kinds.spt, "ascending"),
-    ):
-        case = simulated_bwd.case(mask, head_dim=head_dim, heads=2, kv_heads=1)
+    for mask, heads, kind, walk in given:
+        case = simulated_bwd.case(mask, head_dim=head_dim, heads=heads, kv_heads=1)
+        case = low(case) if heads == 1 else case
         schedule = kind(case.lowered.mask, heads=case.kv_heads, walk=walk)
         found.append((case, schedule, simulated_bwd.backward(case, schedule)))
+        assert all(t.isfinite().all() for t in found[-1][2])
     return found
 
 
-def survives(kernel, head_dim: int) -> bool:
+def survives(kernel, head_dim: int, form: str = "rule") -> bool:
     for options in SETTINGS:
-        for case, schedule, wanted in cases(head_dim):
+        for case, schedule, wanted in cases(head_dim, form):
             ptxsim.clear_launches()
             try:
                 with ptxsim.options(**options, **LIMITS):
-                    found = simulated_bwd.backward(case, schedule, ctas=3, kernel=kernel)
+                    found = simulated_bwd.backward(case, schedule, ctas=3, backward=kernel)
             except (ptxsim.PtxsimError, AssertionError):
                 return False
             if not all(contract.same_bytes(a, b) for a, b in zip(found, wanted, strict=True)):
@@ -65,6 +90,25 @@ def survives(kernel, head_dim: int) -> bool:
             if any(r["races"] or r["fence_warnings"]["count"] for r in reports):
                 return False
     return True
+
+
+def inside(patch, method: str, **replaced) -> None:
+    """Other functions of cute.arch while ``method`` of the kernel is traced."""
+    true = getattr(module.BackwardSm90, method)
+    kept = {name: getattr(cute.arch, name) for name in replaced}
+
+    def traced(self, *args):
+        vars(cute.arch).update(replaced)
+        try:
+            true(self, *args)
+        finally:
+            vars(cute.arch).update(kept)
+
+    patch.setattr(module.BackwardSm90, method, traced)
+
+
+def nothing(*args, **options) -> None:
+    """In place of a wait or a fence."""
 
 
 def release_before_landing(patch):
@@ -124,18 +168,95 @@ def consumers_do_not_meet(patch):
     patch.setattr(module.BackwardSm90, "sync", lambda self: None)
 
 
-def dq_buffer_not_awaited(patch):
-    """The consumers do not wait until the adding thread has emptied a buffer of dQ."""
-    true, wait = module.BackwardSm90.hand_over, cute.arch.mbarrier_wait
+def no_fence_behind_ds(patch):
+    """WGMMA reads a stage of dS whose stores are not fenced."""
+    true_keep, true_fence, stored = module.BackwardSm90.keep_ds, cute.arch.fence_proxy, []
+
+    def keep_ds(self, *args):
+        true_keep(self, *args)
+        stored.append(True)
+
+    def fence_proxy(*args, **options):
+        if stored:
+            stored.clear()
+        else:
+            true_fence(*args, **options)
+
+    patch.setattr(module.BackwardSm90, "keep_ds", keep_ds)
+    patch.setattr(cute.arch, "fence_proxy", fence_proxy)
+
+
+def no_fence_before_hand_over(patch):
+    inside(patch, "hand_over", fence_proxy=nothing)
+
+
+def no_fence_before_kv_is_stored(patch):
+    inside(patch, "store", fence_proxy=nothing)
+
+
+def wrong_buffer_handed_over(patch):
+    true = module.BackwardSm90.hand_over
+    patch.setattr(
+        module.BackwardSm90,
+        "hand_over",
+        lambda self, barriers, lane, buffer: true(self, barriers, lane, buffer ^ 1),
+    )
+
+
+def handed_over_before_it_is_written(patch):
+    true_keep, hand_over = module.BackwardSm90.keep_dq, module.BackwardSm90.hand_over
+
+    def keep_dq(self, rdQ, shared, barriers, consumer, lane, state):
+        hand_over(self, barriers, lane, state.index)
+        true_keep(self, rdQ, shared, barriers, consumer, lane, state)
+
+    patch.setattr(module.BackwardSm90, "keep_dq", keep_dq)
+    patch.setattr(module.BackwardSm90, "hand_over", nothing)
+
+
+def last_buffer_not_handed_over(patch):
+    """The visits hand over what the visit before wrote; nobody does for a ticket's last."""
+    true_keep, true_over = module.BackwardSm90.keep_dq, module.BackwardSm90.hand_over
+    written = []
+
+    def keep_dq(self, *args):
+        true_keep(self, *args)
+        written.append(True)
 
     def hand_over(self, *args):
-        cute.arch.mbarrier_wait = lambda *args: None
-        try:
-            true(self, *args)
-        finally:
-            cute.arch.mbarrier_wait = wait
+        if not written:
+            true_over(self, *args)
 
+    patch.setattr(module.BackwardSm90, "keep_dq", keep_dq)
     patch.setattr(module.BackwardSm90, "hand_over", hand_over)
+
+
+def dq_buffer_not_awaited(patch):
+    """The consumers do not wait until the adding thread has emptied a buffer of dQ."""
+    inside(patch, "keep_dq", mbarrier_wait=nothing)
+
+
+def one_buffer_of_dq_too_few(patch):
+    """Two stages of dQ by their barriers, in the memory of one."""
+    true_adding, true_add, held = module.BackwardSm90.add_dq, turnstile.add, []
+
+    def add_dq(self, *args):
+        held.append(args[3].sdQ)
+        true_adding(self, *args)
+
+    @cute.jit
+    def keep_dq(self, rdQ, shared, barriers, consumer, lane, state):
+        cute.arch.mbarrier_wait(barriers.dq_empty + state.index, state.phase)
+        fours = cute.size(rdQ) // 4
+        layout = cute.make_layout((4, module.mma.WARPGROUP, fours, module.CONSUMERS))
+        sdQ = cute.make_tensor(shared.sdQ.data_ptr(), layout)[None, lane, None, consumer]
+        cute.autovec_copy(cute.make_tensor(rdQ.iterator, cute.make_layout((4, fours))), sdQ)
+
+    patch.setattr(
+        turnstile, "add", lambda target, source, size: true_add(target, held[-1].data_ptr(), size)
+    )
+    patch.setattr(module.BackwardSm90, "add_dq", add_dq)
+    patch.setattr(module.BackwardSm90, "keep_dq", keep_dq)
 
 
 def kv_freed_before_it_is_stored(patch):
@@ -153,18 +274,99 @@ def rings_released_too_early(patch):
     patch.setattr(module.warpgroup, "wait_group", lambda n: true(3))
 
 
+def no_wait_for(number: int):
+    """The consumers' wait for Q and lse2 (1), or for dO and delta (2), is left out."""
+
+    def mutant(patch):
+        ring = module.pipeline.pipeline.PipelineTmaAsync
+        true, seen = ring.consumer_wait, []
+
+        def consumer_wait(self, state):
+            seen.append(state)
+            if len(seen) != number:
+                true(self, state)
+
+        patch.setattr(ring, "consumer_wait", consumer_wait)
+
+    mutant.__name__ = f"no_wait_for_load_{number}"
+    return mutant
+
+
+def lse2_fetched_before_it_is_there(patch):
+    """The wait for Q and lse2 comes after the read of lse2, right before the product."""
+    ring, true_start = module.pipeline.pipeline.PipelineTmaAsync, module.chain.start
+    true_wait, seen, late = ring.consumer_wait, [], []
+
+    def consumer_wait(self, state):
+        (true_wait if seen else lambda *wait: late.append(wait))(self, state)
+        seen.append(state)
+
+    def start(*args):
+        if late:
+            true_wait(*late.pop())
+        true_start(*args)
+
+    patch.setattr(ring, "consumer_wait", consumer_wait)
+    patch.setattr(module.chain, "start", start)
+
+
+def no_wait_for_products(number: int):
+    """One wait for WGMMAs is left out: of S, of dP, of dQ with dV, of dK."""
+
+    def mutant(patch):
+        true, seen = module.warpgroup.wait_group, []
+
+        def wait_group(n):
+            seen.append(n)
+            if len(seen) != number:
+                true(n)
+
+        patch.setattr(module.warpgroup, "wait_group", wait_group)
+
+    mutant.__name__ = f"no_wait_for_products_{number}"
+    return mutant
+
+
 def out_of_range_tile_visited(patch):
     """Every entry is as many tiles as a whole block has."""
-    per_block = module.BLOCK
 
     def visits(sizes, q_block, tile_m):
-        return sizes.group * (per_block // tile_m), module.cutlass.Int32(per_block // tile_m - 1)
+        per_block = module.BLOCK // tile_m
+        return module.cutlass.Int32(per_block), q_block * per_block
 
     patch.setattr(module.walk, "visits", visits)
 
 
+def nothing_masked(patch):
+    patch.setattr(module.BackwardSm90, "mask", nothing)
+
+
 def keys_beyond_the_end_seen(patch):
-    patch.setattr(module.BackwardSm90, "mask", lambda self, *args: None)
+    true = module.BackwardSm90.mask
+    patch.setattr(
+        module.BackwardSm90,
+        "mask",
+        lambda self, rS, mask, kv_len, *args: true(self, rS, mask, kv_len * 0 + module.FAR, *args),
+    )
+
+
+def bits_of_the_next_key(patch):
+    true = module.score_mask.words_of
+    patch.setattr(
+        module.score_mask,
+        "words_of",
+        lambda words, tile, key, *rest: true(words, tile, key ^ 1, *rest),
+    )
+
+
+def bits_of_the_first_rows(patch):
+    """In every tile of rows those of its block's first."""
+    true = module.score_mask.words_of
+    patch.setattr(
+        module.score_mask,
+        "words_of",
+        lambda words, tile, key, first, count: true(words, tile, key, first * 0, count),
+    )
 
 
 MUTANTS = [
@@ -177,31 +379,76 @@ MUTANTS = [
     (no_release, 128),
     (semaphore_of_another_tile, 128),
     (no_proxy_fence, 128),
+    (no_fence_behind_ds, 128),
+    (no_fence_behind_ds, 64),
+    (no_fence_before_hand_over, 128),
+    (no_fence_before_hand_over, 64),
+    (no_fence_before_kv_is_stored, 128),
+    (wrong_buffer_handed_over, 128),
+    (wrong_buffer_handed_over, 64),
+    (handed_over_before_it_is_written, 64),
+    (last_buffer_not_handed_over, 128),
+    (last_buffer_not_handed_over, 64),
     (consumers_do_not_meet, 128),
     (consumers_do_not_meet, 64),
     (dq_buffer_not_awaited, 128),
+    (one_buffer_of_dq_too_few, 128),
+    (one_buffer_of_dq_too_few, 64),
     (kv_freed_before_it_is_stored, 128),
     (rings_released_too_early, 64),
+    *((no_wait_for(number), 128) for number in (1, 2)),
+    (lse2_fetched_before_it_is_there, 128),
+    *((no_wait_for_products(number), 128) for number in range(1, 5)),
     (out_of_range_tile_visited, 128),
+    (nothing_masked, 64),
     (keys_beyond_the_end_seen, 64),
+    (keys_beyond_the_end_seen, 128),
+]
+MUTANTS_OF_BITS = [
+    (bits_of_the_next_key, 64),
+    (bits_of_the_next_key, 128),
+    (bits_of_the_first_rows, 128),
+    (keys_beyond_the_end_seen, 128),
 ]
 
 
+@pytest.mark.parametrize("form", ["rule", "bits"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_intact_kernel_survives(head_dim):
-    assert survives(simulated_bwd.main, head_dim)
+def test_the_intact_kernel_survives(head_dim, form):
+    assert survives(simulated.backward_kernel, head_dim, form)
 
 
-@pytest.mark.parametrize(("mutant", "head_dim"), MUTANTS, ids=lambda v: getattr(v, "__name__", v))
-def test_mutants_are_killed(monkeypatch, mutant, head_dim):
+@pytest.mark.parametrize(
+    ("mutant", "head_dim", "form"),
+    [*((*given, "rule") for given in MUTANTS), *((*given, "bits") for given in MUTANTS_OF_BITS)],
+    ids=lambda v: getattr(v, "__name__", v),
+)
+def test_mutants_are_killed(monkeypatch, mutant, head_dim, form):
     @functools.cache
     def kernel(config):
         with monkeypatch.context() as patch:
             mutant(patch)
             return module.build(config, compile=ptxsim.compile)
 
-    cases(head_dim)  # with the intact kernel
-    assert not survives(kernel, head_dim)
+    cases(head_dim, form)  # with the intact kernel
+    assert not survives(kernel, head_dim, form)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_words_that_are_not_transposed_are_noticed(monkeypatch, head_dim):
+    """The backward reads the words of a key, which are not those of a query."""
+    ((case, schedule, wanted),) = cases(head_dim, "bits")
+    monkeypatch.setattr(masks, "_cache", OrderedDict())
+    again = case._replace(mask=of_bits())
+    for a, b in zip(simulated_bwd.backward(again, schedule), wanted, strict=True):
+        assert contract.same_bytes(a, b)
+    monkeypatch.setattr(masks, "_cache", OrderedDict())
+    monkeypatch.setattr(masks, "_transposed", lambda words: words)
+    again = case._replace(mask=of_bits())
+    found = simulated_bwd.backward(again, schedule)
+    assert not any(contract.same_bytes(a, b) for a, b in zip(found, wanted, strict=True))
+    with pytest.raises(AssertionError):
+        simulated_bwd.check(again, found)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -217,11 +464,11 @@ def test_one_stage_of_ds_too_few_is_killed(head_dim):
 
 
 @pytest.mark.parametrize("which", ["lse2", "delta", "dq", "semaphore", "counter"])
-def test_everything_that_the_first_kernel_writes_is_needed(monkeypatch, which):
+def test_everything_that_the_first_kernel_writes_is_needed(which):
     """Its outputs start poisoned; what it leaves unwritten is noticed, each by itself."""
     case, schedule, wanted = cases(128)[0]
     names = ("out", "dout", "lse", "dlse", "lse2", "delta", "dq", "semaphore", "counter")
-    true = simulated_bwd.pre
+    true = simulated.pre_kernel
 
     def pre(*args):
         def run(*tensors):
@@ -232,10 +479,9 @@ def test_everything_that_the_first_kernel_writes_is_needed(monkeypatch, which):
 
         return run
 
-    monkeypatch.setattr(simulated_bwd, "pre", pre)
     try:
         with ptxsim.options(**LIMITS):
-            found = simulated_bwd.backward(case, schedule)
+            found = simulated_bwd.backward(case, schedule, pre=pre)
     except (ptxsim.PtxsimError, AssertionError):
         return
     assert not torch.equal(found.dq.isfinite(), wanted.dq.isfinite()) or not contract.same_bytes(

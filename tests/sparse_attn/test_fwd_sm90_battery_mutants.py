@@ -13,7 +13,7 @@ import pytest
 from tests import ptxsim, sim
 from tests.contract import ContractViolation
 from tests.ptxsim.available import requires_sim
-from tests.sparse_attn import simulated_fwd
+from tests.sparse_attn import simulated
 from tests.sparse_attn import test_fwd_sm90_battery as battery
 from tests.sparse_attn import test_fwd_sm90_mutants as mutants
 
@@ -48,6 +48,11 @@ def length_of_the_list_enters(monkeypatch, module):
 CASES = [
     (mutants.released_before_read, battery.test_schedules, ("window", (1, 4, 1, 64), (383, 383))),
     (mutants.no_epilogue_barrier, battery.test_schedules, ("full", (1, 2, 2, 96), (200, 383))),
+    (
+        mutants.epilogue_barrier_of_one_consumer,
+        battery.test_schedules,
+        ("full", (1, 2, 2, 96), (200, 383)),
+    ),
     (place_in_the_grid_enters, battery.test_chunked_prefill, ("window",)),
     (length_of_the_list_enters, battery.test_chunked_prefill, ("window",)),
     (mutants.blocks_without_keys_change_the_state, battery.test_chunked_prefill, ("bits",)),
@@ -74,13 +79,12 @@ def test_battery_mutants_are_killed(monkeypatch, mutant, part, arguments):
     from cute_kernels.sparse_attn import kernel_fwd_sm90
 
     @functools.cache
-    def mutated(*key):
+    def mutated(config):
         with monkeypatch.context() as patch:
             mutant(patch, kernel_fwd_sm90)
-            config = kernel_fwd_sm90.Config(*key)
             return kernel_fwd_sm90.build(config, compile=ptxsim.compile)
 
-    monkeypatch.setattr(simulated_fwd, "kernel", mutated)
+    monkeypatch.setattr(simulated, "forward_kernel", mutated)
     zero_sign = part is battery.test_zero_has_one_sign
     with pytest.raises(AssertionError if zero_sign else (ContractViolation, sim.ModeFailure)):
         part(*arguments)

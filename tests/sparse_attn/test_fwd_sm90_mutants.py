@@ -16,6 +16,7 @@ import torch
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.mask_rules import Band
 from cute_kernels.sparse_attn import masks
+from cute_kernels.sparse_attn.config import ForwardConfig
 from tests import contract, ptxsim
 from tests.ptxsim.available import requires_sim
 from tests.sparse_attn.simulated_fwd import Case, case, chain, run
@@ -87,7 +88,9 @@ def survives(compiled, form: str) -> bool:
         arithmetic = "exact" if want[0].any() else "fma"
         for options in SETTINGS:
             try:
-                got = run(given, compiled, wgmma_math=arithmetic, **LIMITS, **options)
+                got = run(
+                    given, forward=lambda _: compiled, wgmma_math=arithmetic, **LIMITS, **options
+                )
             except ptxsim.PtxsimError:
                 return False
             if ptxsim.report()["fence_warnings"]["count"]:
@@ -100,8 +103,7 @@ def survives(compiled, form: str) -> bool:
 def compiled(form: str):
     from cute_kernels.sparse_attn import kernel_fwd_sm90
 
-    config = kernel_fwd_sm90.Config("bf16", WIDTH, form)
-    return kernel_fwd_sm90.build(config, compile=ptxsim.compile)
+    return kernel_fwd_sm90.build(ForwardConfig("bf16", WIDTH, form), compile=ptxsim.compile)
 
 
 def ring_class(module):
@@ -137,6 +139,44 @@ def no_release(monkeypatch, module):
     monkeypatch.setattr(ring_class(module), "consumer_release", lambda self, state: None)
 
 
+def no_wait_for_products(number: int):
+    """One of the kernel's waits for WGMMAs is left out, by its place in the text."""
+
+    def mutant(monkeypatch, module):
+        true_wait, seen = module.warpgroup.wait_group, []
+
+        def wait_group(n):
+            seen.append(n)
+            if len(seen) != number:
+                true_wait(n)
+
+        monkeypatch.setattr(module.warpgroup, "wait_group", wait_group)
+
+    mutant.__name__ = f"no_wait_for_products_{number}"
+    return mutant
+
+
+def scores_of_the_next_stage(monkeypatch, module):
+    true_scores = module.ForwardSm90.scores
+    monkeypatch.setattr(
+        module.ForwardSm90,
+        "scores",
+        lambda self, acc_s, q, k, stage: true_scores(
+            self, acc_s, q, k, (stage + 1) % self.stages
+        ),
+    )
+
+
+def values_of_the_stage_of_the_scores(monkeypatch, module):
+    """V of the next block: K is one block ahead."""
+    true_values = module.ForwardSm90.add_values
+    monkeypatch.setattr(
+        module.ForwardSm90,
+        "add_values",
+        lambda self, acc_o, p, v, stage: true_values(self, acc_o, p, v, (stage + 1) % self.stages),
+    )
+
+
 def wrong_phase(monkeypatch, module):
     monkeypatch.setattr(module.pipeline, "consumer_state", module.pipeline.producer_state)
 
@@ -159,7 +199,21 @@ def no_turn_given(monkeypatch, module):
 
 
 def no_epilogue_barrier(monkeypatch, module):
-    monkeypatch.setattr(module.ForwardSm90, "sync", lambda self, consumer: None)
+    monkeypatch.setattr(module.ForwardSm90, "sync", lambda self: None)
+
+
+def epilogue_barrier_of_one_consumer(monkeypatch, module):
+    """Each consumer meets itself, and one stores the tile of both."""
+
+    def sync(self):
+        thread, _, _ = module.cute.arch.thread_idx()
+        module.cute.arch.barrier(
+            # 4 and 5: nobody else's.
+            barrier_id=3 + thread // module.mma.WARPGROUP,
+            number_of_threads=module.mma.WARPGROUP,
+        )
+
+    monkeypatch.setattr(module.ForwardSm90, "sync", sync)
 
 
 def no_proxy_fence(monkeypatch, module):
@@ -245,8 +299,12 @@ def one_key_too_many(monkeypatch, module):
 
 
 def bits_of_the_next_row(monkeypatch, module):
-    true_four = module.four
-    monkeypatch.setattr(module, "four", lambda words, tile, row: true_four(words, tile, row ^ 1))
+    true_words = module.score_mask.words_of
+    monkeypatch.setattr(
+        module.score_mask,
+        "words_of",
+        lambda words, tile, row, *rest: true_words(words, tile, row ^ 1, *rest),
+    )
 
 
 def partial_blocks_not_masked(monkeypatch, module):
@@ -274,22 +332,16 @@ def _stepping(monkeypatch, module, next_max, guard):
     softmax, cute, cutlass = module.softmax, module.cute, module.cutlass
 
     @cute.jit
-    def step(scores, row_max, row_sum, factor, scale):
+    def raise_max(scores, row_max, factor, shift, scale):
         for half in cutlass.range_constexpr(2):
             before = row_max[half]
             top = next_max(before, softmax.block_max(scores, half))
             row_max[half] = top
             base = guard(top)
             factor[half] = cute.math.exp2((before - base) * scale, fastmath=True)
-            for i in cutlass.range_constexpr(cute.size(scores) // 4):
-                for side in cutlass.range_constexpr(2):
-                    at = 4 * i + 2 * half + side
-                    power = cute.math.fma(scores[at], scale, -(base * scale))
-                    scores[at] = cute.math.exp2(power, fastmath=True)
-            total = softmax.block_sum(scores, half)
-            row_sum[half] = cute.math.fma(row_sum[half], factor[half], total)
+            shift[half] = -(base * scale)
 
-    monkeypatch.setattr(softmax, "step", step)
+    monkeypatch.setattr(softmax, "raise_max", raise_max)
 
 
 def finite(cute, cutlass):
@@ -391,6 +443,9 @@ def negative_zero_kept(monkeypatch, module):
 
 MUTANTS = [
     *((no_wait_for(number), "none") for number in range(1, 6)),
+    *((no_wait_for_products(number), "none") for number in range(1, 5)),
+    (scores_of_the_next_stage, "none"),
+    (values_of_the_stage_of_the_scores, "none"),
     (no_wait_for_empty_stages, "none"),
     (no_release, "none"),
     (wrong_phase, "none"),
@@ -398,6 +453,7 @@ MUTANTS = [
     (released_before_read, "none"),
     (no_turn_given, "none"),
     (no_epilogue_barrier, "none"),
+    (epilogue_barrier_of_one_consumer, "none"),
     (no_proxy_fence, "none"),
     (masked_by_multiplication, "band"),
     (masked_by_multiplication, "bits"),

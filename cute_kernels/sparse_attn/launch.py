@@ -1,0 +1,239 @@
+"""The SM90 launchers: operands as TMA can address them, workspace, compiled kernels, calls.
+
+The forward is one launch.  The backward is three on one stream: delta and zeros, then dK, dV and
+the fp32 dQ, then dQ rounded.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import arch, settings
+from ..compile import cache
+from ..compile.call import call
+from . import config
+from .config import BackwardConfig, ForwardConfig
+from .masks import FORMS, LoweredMask, Order
+
+#: TMA wants pointers and strides at multiples of this many bytes.
+_ALIGN = 16
+
+# What the certificates hold the kernels to.  168 registers is all that 384 threads can start with;
+# the roles then trade theirs.  Bytes of shared memory and products by head size.
+_REGISTERS = 168
+_FORWARD_SHARED = {64: 148480, 96: 222208, 128: 230400}
+_BACKWARD_SHARED = {64: 232448, 128: 231424}
+_BACKWARD_MMA = ("64x64x16", "64x128x16")
+
+
+class Workspace(NamedTuple):
+    """What the backward's kernels hand on; a tile is ``tile_m`` query rows of one head.
+
+    lse2, delta  fp32 [B, Hq, tiles, tile_m]
+    total        fp32 [B, Hq, tiles, tile_m * D]: dQ, in the order of the accumulators
+    semaphore    int32 [B, Hq, tiles]
+    counter      int32 [1]: the next ticket
+    """
+
+    lse2: Tensor
+    delta: Tensor
+    total: Tensor
+    semaphore: Tensor
+    counter: Tensor
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: LoweredMask, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of ``op``; one CTA per 128 query rows of a head."""
+    batch, q_len, heads, dim = q.shape
+    kernel = _forward_kernel(
+        ForwardConfig(config.DTYPE_NAMES[q.dtype], dim, mask.form, softcap > 0)
+    )
+    out = empty(q.shape, q.dtype, q.device)
+    lse = empty((batch, heads, q_len), torch.float32, q.device)
+    lists = mask.kv_count, not_empty(mask.kv_entry), not_empty(mask.kv_tile), mask.words
+    operands = (addressable(t) for t in (q, k, v))
+    numbers = mask.lo, mask.hi, *config.factors(scale, softcap)
+    call(q.device, kernel, *operands, out, lse, *lists, *numbers)
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: LoweredMask,
+    order: Order,
+    scale: float,
+    softcap: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of ``op``: dK and dV by visits, and dQ by ranks unless not ``deterministic``."""
+    batch, q_len, heads, dim = q.shape
+    dtype, device = config.DTYPE_NAMES[q.dtype], q.device
+    chosen = config.configure(dtype, dim, mask.form, deterministic, softcap > 0)
+    dout, q, k, v, out = (addressable(t) for t in (dout, q, k, v, out))
+    dlse = None if dlse is None else dlse.contiguous()
+    held = workspace(batch, heads, -(-q_len // chosen.tile_m), chosen.tile_m, dim, device)
+
+    pre = _pre_kernel(dtype, dim, chosen.tile_m, dlse is not None)
+    rows = held.lse2.flatten(2), held.delta.flatten(2)
+    call(device, pre, out, dout, lse.contiguous(), dlse, *rows, *held[2:])
+
+    dk, dv = (empty(t.shape, t.dtype, device) for t in (k, v))
+    visits = (not_empty(t) for t in (order.entry, order.rank, order.tile))
+    lists = order.order, order.list_of_head, order.offset, *visits, mask.key_words
+    numbers = scale, *config.factors(scale, softcap), mask.lo, mask.hi
+    # A CTA takes tickets until there are none: more CTAs than tickets have nothing to do.
+    ctas = min(most_ctas(device), len(order.order))
+    operands = q, k, v, dout, *held[:3], dk, dv, *held[3:]
+    call(device, _backward_kernel(chosen), *operands, *lists, *numbers, ctas)
+
+    dq = empty(q.shape, q.dtype, device)
+    call(device, _post_kernel(dtype, dim, chosen.tile_m), held.total, dq, scale)
+    return dq, dk, dv
+
+
+def addressable(t: Tensor) -> Tensor:
+    """``t`` [B, S, H, D], or a copy, such that TMA can address it: see ``_ALIGN``.
+
+    The strides of dimensions of size 1 are part of the descriptor too.
+    """
+    step = _ALIGN // t.element_size()
+    *outer, last = t.stride()
+    if last == 1 and t.data_ptr() % _ALIGN == 0 and all(s and s % step == 0 for s in outer):
+        return t
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
+
+
+def not_empty(lists: Tensor) -> Tensor:
+    """``lists``, or zeros that are not read: a kernel takes no tensor without elements."""
+    return lists if lists.numel() else lists.new_zeros([max(1, n) for n in lists.shape])
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised output."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def workspace(
+    batch: int, heads: int, tiles: int, tile_m: int, dim: int, device: torch.device
+) -> Workspace:
+    """Uninitialised; the first kernel of a backward writes all of it."""
+    fp32 = functools.partial(torch.empty, dtype=torch.float32, device=device)
+    ints = functools.partial(torch.empty, dtype=torch.int32, device=device)
+    rows = (batch, heads, tiles, tile_m)
+    return Workspace(fp32(rows), fp32(rows), fp32(*rows[:3], tile_m * dim), ints(rows[:3]), ints(1))
+
+
+def most_ctas(device: torch.device) -> int:
+    """The CTAs of a persistent grid: one per SM, unless CUTE_KERNELS_MAX_CTAS says fewer."""
+    cap, units = settings.max_ctas(), _units(device)
+    return min(cap, units) if cap else units
+
+
+@functools.cache
+def _units(device: torch.device) -> int:
+    return arch.describe(device).units
+
+
+@functools.cache
+def _forward_kernel(chosen: ForwardConfig) -> Callable:
+    return cache.get(forward_entry(chosen), "sm_90a")
+
+
+@functools.cache
+def _pre_kernel(dtype: str, head_dim: int, tile_m: int, dlse: bool) -> Callable:
+    return cache.get(pre_entry(dtype, head_dim, tile_m, dlse), "sm_90a")
+
+
+@functools.cache
+def _backward_kernel(chosen: BackwardConfig) -> Callable:
+    return cache.get(backward_entry(chosen), "sm_90a")
+
+
+@functools.cache
+def _post_kernel(dtype: str, head_dim: int, tile_m: int) -> Callable:
+    return cache.get(post_entry(dtype, head_dim, tile_m), "sm_90a")
+
+
+def forward_entry(chosen: ForwardConfig) -> cache.Kernel:
+    """One forward as the cache and the catalogue know it."""
+
+    def build():
+        from .kernel_fwd_sm90 import build
+
+        return build(chosen)
+
+    return cache.Kernel("sparse_attn_fwd_sm90", chosen.items(), build)
+
+
+def pre_entry(dtype: str, head_dim: int, tile_m: int, dlse: bool) -> cache.Kernel:
+    """The kernel before the backward, likewise; ``dlse``: whether lse has a gradient."""
+
+    def build():
+        from .kernel_bwd_pre_sm90 import build
+
+        return build(dtype, head_dim, tile_m, dlse)
+
+    constexpr = (("dlse", dlse), ("dtype", dtype), ("head_dim", head_dim), ("tile_m", tile_m))
+    return cache.Kernel("sparse_attn_bwd_pre_sm90", constexpr, build)
+
+
+def backward_entry(chosen: BackwardConfig) -> cache.Kernel:
+    """One backward, likewise."""
+
+    def build():
+        from .kernel_bwd_sm90 import build
+
+        return build(chosen)
+
+    return cache.Kernel("sparse_attn_bwd_sm90", chosen.items(), build)
+
+
+def post_entry(dtype: str, head_dim: int, tile_m: int) -> cache.Kernel:
+    """The kernel after the backward, likewise."""
+
+    def build():
+        from .kernel_bwd_post_sm90 import build
+
+        return build(dtype, head_dim, tile_m)
+
+    constexpr = (("dtype", dtype), ("head_dim", head_dim), ("tile_m", tile_m))
+    return cache.Kernel("sparse_attn_bwd_post_sm90", constexpr, build)
+
+
+def catalogue() -> Iterator[tuple[cache.Kernel, str | None, object]]:
+    """Every kernel that these launchers can ask for, its certificate's class, and its `Expect`.
+
+    The class of an unordered backward is None: it adds in arrival order, which no class allows.
+    """
+    from ..compile.certificate_report import Expect
+
+    dtypes, flags = config.DTYPE_NAMES.values(), (False, True)
+    for key in itertools.product(dtypes, config.HEAD_DIMS, FORMS, flags):
+        chosen = ForwardConfig(*key)
+        mma = ("64x128x16", f"64x{chosen.head_dim}x16")
+        yield forward_entry(chosen), "A", Expect(mma, _REGISTERS, _FORWARD_SHARED[chosen.head_dim])
+    for dtype, dim in itertools.product(dtypes, config.SM90_GRADIENT_HEAD_DIMS):
+        tile_m = config.configure(dtype, dim, FORMS[0], True).tile_m
+        # Row statistics and a rounding: no shared memory, no product.
+        around = Expect(None, max_registers=96, max_shared=0)
+        for dlse in flags:
+            yield pre_entry(dtype, dim, tile_m, dlse), "A", around
+        yield post_entry(dtype, dim, tile_m), "A", around
+        for form, softcap, ordered in itertools.product(FORMS, flags, flags):
+            chosen = config.configure(dtype, dim, form, ordered, softcap)
+            expect = Expect(_BACKWARD_MMA, _REGISTERS, _BACKWARD_SHARED[dim])
+            yield backward_entry(chosen), "B" if ordered else None, expect

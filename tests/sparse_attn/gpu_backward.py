@@ -1,0 +1,272 @@
+"""Checks of the SM90 backward on a card: `python -m tests.sparse_attn.gpu_backward DIM NAME ...`.
+
+A process of its own, so that a launch that hangs can be ended (tests/sparse_attn/test_gpu.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import sys
+import time
+import traceback
+
+import torch
+
+from cute_kernels import settings
+from cute_kernels.errors import NondeterministicError, ShapeError
+from cute_kernels.schedulers import BlockMask, kinds
+from cute_kernels.sparse_attn import launch, masks
+from tests import contract
+from tests.sparse_attn.gpu_cases import (
+    DEVICE,
+    HEADS,
+    MASKS,
+    Problem,
+    check,
+    exact,
+    gradients,
+    problem,
+    require_same,
+)
+
+REPEATS = 20
+
+
+def values(dim: int) -> None:
+    """Gradients against float64: masks, tails, GQA, both dtypes, softcap, a gradient of lse."""
+    for at, (name, make) in enumerate(MASKS.items()):
+        batch, heads, kv_heads = HEADS[at % 3]
+        mask = make()
+        dtype = torch.float16 if at % 2 else torch.bfloat16
+        sizes = heads, kv_heads, max(batch, mask.shape[0]), dtype
+        for softcap, lse in ((0.0, False), (3.0, True)):
+            given = problem(mask, dim, *sizes, softcap)
+            wanted, bounds = exact(given, lse)
+            found = gradients(given, lse=lse)
+            for part, got, want in zip(("dq", "dk", "dv"), found, wanted[2:], strict=True):
+                check(f"{name}, {part}, {softcap}", got, want, getattr(bounds, part))
+
+
+def kinds_of_schedules(dim: int) -> None:
+    """Every kind of schedule, the longest waits included: within the bound, and repeated."""
+    given = problem(BlockMask.causal(1000, 1000), dim, heads=4, kv_heads=2)
+    wanted, bounds = exact(given)
+    for kind in kinds.KINDS:
+        try:
+            found = gradients(given, kind)
+        except ValueError as refused:
+            print(f"{kind}: {refused}")
+            continue
+        require_same(gradients(given, kind), found, kind)
+        for part, got, want in zip(("dq", "dk", "dv"), found, wanted[2:], strict=True):
+            check(f"{kind}, {part}", got, want, getattr(bounds, part))
+
+
+def large(dim: int) -> Problem:
+    """More tickets than SMs: 16 columns, 16 KV heads."""
+    return problem(BlockMask.causal(2048, 2048), dim, heads=32, kv_heads=16)
+
+
+def repeats(dim: int) -> None:
+    """The same bytes again and again, alone and beside a stream that keeps the card busy."""
+    given = large(dim)
+    for deterministic in (True, False):
+        first = gradients(given, deterministic=deterministic)
+        other, noise = torch.cuda.Stream(), torch.randn(4096, 4096, device=DEVICE)
+        differing = [0, 0, 0]
+        for i in range(2 * REPEATS):
+            if i >= REPEATS:
+                with torch.cuda.stream(other):
+                    noise @ noise
+            found = gradients(given, deterministic=deterministic)
+            for j, (a, b) in enumerate(zip(found, first, strict=True)):
+                differing[j] += int((a.view(torch.int16) != b.view(torch.int16)).sum())
+        print(f"deterministic={deterministic}: {differing} elements of dq, dk, dv differ")
+        # dK and dV have one writer each, whatever the order of dQ.
+        assert differing[1:] == [0, 0] and (not deterministic or differing[0] == 0)
+
+
+def sm_counts(dim: int) -> None:
+    """schedule_invariant: caps of the persistent grid, one CTA alone included."""
+    given = problem(BlockMask.causal(900, 900), dim, heads=8, kv_heads=4)
+    want = gradients(given)
+    for ctas in (1, 2, 7, 64, 131, 132):
+        os.environ["CUTE_KERNELS_MAX_CTAS"] = str(ctas)
+        settings.reload()
+        assert launch.most_ctas(given.q.device) == ctas
+        require_same(gradients(given), want, f"{ctas} CTAs")
+    del os.environ["CUTE_KERNELS_MAX_CTAS"]
+    settings.reload()
+
+
+def orders(dim: int) -> None:
+    """The launch order is not in the bits; the write order and the visits are."""
+    mask = BlockMask.full(512, 768)
+    given = problem(mask, dim, heads=4, kv_heads=2, batch=2)
+    shuffled = [3, 0, 5, 1, 4, 2]
+
+    def made(order, **options):
+        return gradients(given, kinds.permutation(mask, order=order, heads=4, **options))
+
+    want = made(shuffled)
+    for in_flight in (2, 3, 4):
+        require_same(made(shuffled, heads_in_flight=in_flight), want, "launch order")
+    ascending = made(list(range(6)))
+    assert not contract.same_bytes(ascending[0], want[0]), "dq does not follow the write order"
+    require_same(ascending[1:], want[1:], "dk, dv under another write order")
+    descending = made(shuffled, walk="descending")
+    require_same(descending[:1], want[:1], "dq under other visits")
+    assert not contract.same_bytes(descending[1], want[1]), "dk does not follow the visits"
+    assert not contract.same_bytes(descending[2], want[2]), "dv does not follow the visits"
+
+
+def neighbours(dim: int) -> None:
+    """A head's gradients are those that it has alone, or in another batch."""
+    given = problem(BlockMask.causal(700, 700), dim, heads=4, kv_heads=2, batch=3)
+    want = gradients(given, "spt")
+    order = torch.tensor([2, 0, 1], device=DEVICE)
+    moved = given.part(**{n: getattr(given, n)[order] for n in ("q", "k", "v", "dout")})
+    require_same(gradients(moved, "spt"), [t[order] for t in want], "batch order")
+    for b in range(3):
+        for h in range(2):
+            rows, columns = slice(2 * h, 2 * h + 2), slice(h, h + 1)
+            few = {n: getattr(given, n)[b : b + 1, :, rows] for n in ("q", "dout")}
+            few |= {n: getattr(given, n)[b : b + 1, :, columns] for n in ("k", "v")}
+            mine = [want[0][b : b + 1, :, rows], *(t[b : b + 1, :, columns] for t in want[1:])]
+            require_same(gradients(given.part(**few), "spt"), mine, "one group of heads alone")
+
+
+def layouts(dim: int) -> None:
+    """Strides that TMA cannot address are copied: the bits of packed tensors."""
+    given = problem(BlockMask.causal(333, 333), dim, heads=4, kv_heads=2, batch=2)
+    want = gradients(given)
+
+    def odd(t: torch.Tensor) -> torch.Tensor:
+        held = torch.full((*t.shape[:3], dim + 1), torch.nan, dtype=t.dtype, device=DEVICE)
+        held[..., :dim] = t
+        return held[..., :dim]
+
+    other = {n: odd(getattr(given, n)) for n in ("q", "k", "v", "dout")}
+    require_same(gradients(given._replace(**other)), want, "odd strides")
+    by_head = {n: getattr(given, n).transpose(1, 2).contiguous().transpose(1, 2) for n in other}
+    require_same(gradients(given._replace(**by_head)), want, "head-major")
+
+
+def poisoned(dim: int) -> None:
+    """Whatever outputs and workspace held: NaN, and counters and semaphores of a killed launch."""
+    given = problem(BlockMask.sliding_window(500, 500, left=100, right=0), dim, heads=4, kv_heads=2)
+    want = gradients(given)
+    true_empty, true_workspace = launch.empty, launch.workspace
+    launch.empty = lambda *args: true_empty(*args).fill_(torch.nan)
+    for fill in (-77, 1, 2**31 - 1):
+
+        def workspace(*args, fill=fill):
+            held = true_workspace(*args)
+            for t in held[:3]:
+                t.fill_(torch.nan)
+            return held._replace(semaphore=held[3].fill_(fill), counter=held[4].fill_(fill))
+
+        launch.workspace = workspace
+        require_same(gradients(given), want, f"poison {fill}")
+    launch.empty, launch.workspace = true_empty, true_workspace
+
+
+def graph(dim: int) -> None:
+    """Captured forward and backward, replayed on new inputs."""
+    given = problem(BlockMask.causal(640, 640), dim, heads=4, kv_heads=2)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        gradients(given)
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        found = gradients(given)
+    for seed in range(REPEATS):
+        fresh = problem(given.mask, dim, heads=4, kv_heads=2, seed=seed)
+        for name in ("q", "k", "v", "dout"):
+            getattr(given, name).copy_(getattr(fresh, name))
+        captured.replay()
+        require_same(found, gradients(fresh), "graph replay")
+
+
+def unordered(dim: int) -> None:
+    """deterministic=False: values within the bound, and refused under torch's flag."""
+    given = problem(BlockMask.causal(600, 600), dim, heads=4, kv_heads=2)
+    wanted, bounds = exact(given)
+    found = gradients(given, deterministic=False)
+    for part, got, want in zip(("dq", "dk", "dv"), found, wanted[2:], strict=True):
+        check(part, got, want, getattr(bounds, part))
+    torch.use_deterministic_algorithms(True)
+    try:
+        gradients(given, deterministic=False)
+    except NondeterministicError:
+        pass
+    else:
+        raise AssertionError("deterministic=False ran under the determinism flag")
+    require_same(gradients(given), gradients(given), "under the flag")
+    torch.use_deterministic_algorithms(False)
+
+
+def refusals(dim: int) -> None:
+    """What has no backward is refused by name, before a launch."""
+    by_head = BlockMask.from_dense(masks_by_head(256, 4))
+    for given, name in (
+        (problem(BlockMask.causal(128, 128), 96), "head size"),
+        (problem(by_head, dim, heads=4, kv_heads=2), "block_mask"),
+    ):
+        try:
+            gradients(given)
+        except ShapeError as why:
+            assert name in str(why), why
+        else:
+            raise AssertionError(f"{name}: not refused")
+    same = problem(by_head, dim, heads=4, kv_heads=4)
+    wanted, bounds = exact(same)
+    for part, got, want in zip(("dq", "dk", "dv"), gradients(same), wanted[2:], strict=True):
+        check(f"a mask per head, {part}", got, want, getattr(bounds, part))
+
+
+def masks_by_head(length: int, heads: int) -> torch.Tensor:
+    """Other elements in every head."""
+    generator = torch.Generator().manual_seed(4)
+    return torch.rand(1, heads, length, length, generator=generator) < 0.4
+
+
+def digest(dim: int) -> None:
+    """Prints what a fresh process gets: the parent compares two of them."""
+    given = large(dim)
+    schedule = kinds.spt(masks.lower(given.mask).mask, heads=16)
+    found = gradients(given, dataclasses.replace(schedule, name="fresh"))
+    raw = b"".join(contract.bits(t).numpy().tobytes() for t in found)
+    print("digest", hashlib.sha256(raw).hexdigest())
+
+
+#: Those of one process each, in the order in which they are run.
+GROUPS = (
+    (values, refusals, layouts, poisoned, unordered),
+    (sm_counts, orders, neighbours, kinds_of_schedules),
+    (graph, repeats, digest),
+)
+
+
+def main(names: list[str], dim: int) -> int:
+    """Runs checks by name, each after the other whatever it finds; 1 if one failed."""
+    every = {one.__name__: one for group in GROUPS for one in group}
+    failed = []
+    for name in names:
+        start = time.monotonic()
+        try:
+            every[name](dim)
+            torch.cuda.synchronize()
+            print(f"{name}: {time.monotonic() - start:.1f} s")
+        except Exception:
+            traceback.print_exc()
+            failed.append(name)
+    print(f"failed: {failed}" if failed else "ok")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[2:], int(sys.argv[1])))

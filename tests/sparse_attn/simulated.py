@@ -1,0 +1,93 @@
+"""The SM90 launchers on this CPU: their kernels compiled for sm_90a and run by tests/ptxsim.
+
+Everything but the compile is the product's own code: copies, workspace, launches.  What a kernel is
+to write starts poisoned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+from cute_kernels.sparse_attn import launch
+from tests import ptxsim, sim
+
+
+@functools.cache
+def forward_kernel(config):
+    """One configuration, compiled once per process."""
+    from cute_kernels.sparse_attn import kernel_fwd_sm90
+
+    return kernel_fwd_sm90.build(config, compile=ptxsim.compile)
+
+
+@functools.cache
+def pre_kernel(dtype: str, head_dim: int, tile_m: int, dlse: bool):
+    """The kernel before the backward, likewise."""
+    from cute_kernels.sparse_attn import kernel_bwd_pre_sm90
+
+    return kernel_bwd_pre_sm90.build(dtype, head_dim, tile_m, dlse, compile=ptxsim.compile)
+
+
+@functools.cache
+def backward_kernel(config):
+    """One backward, likewise."""
+    from cute_kernels.sparse_attn import kernel_bwd_sm90
+
+    return kernel_bwd_sm90.build(config, compile=ptxsim.compile)
+
+
+@functools.cache
+def post_kernel(dtype: str, head_dim: int, tile_m: int):
+    """The kernel after the backward, likewise."""
+    from cute_kernels.sparse_attn import kernel_bwd_post_sm90
+
+    return kernel_bwd_post_sm90.build(dtype, head_dim, tile_m, compile=ptxsim.compile)
+
+
+@contextlib.contextmanager
+def simulated(
+    ctas: int = 132,
+    poison: str = "nan",
+    forward=None,
+    pre=None,
+    backward=None,
+    post=None,
+    **options,
+) -> Iterator[list[launch.Workspace]]:
+    """Inside, `launch.forward` and `launch.backward` take CPU tensors and run in the simulator.
+
+    Gives the list of the workspaces used so far.  ``ctas``: SMs; ``poison``: see `sim.poisoned`;
+    ``forward`` and so on: in place of the functions above.
+    """
+    used: list[launch.Workspace] = []
+    true_workspace = launch.workspace
+
+    def workspace(*args) -> launch.Workspace:
+        lse2, delta, total, semaphore, counter = true_workspace(*args)
+        for t in (lse2, delta, total):
+            t.copy_(sim.poisoned(t.shape, t.dtype, poison))
+        used.append(
+            launch.Workspace(lse2, delta, total, semaphore.fill_(-77), counter.fill_(12345))
+        )
+        return used[-1]
+
+    names = {
+        "_forward_kernel": forward or forward_kernel,
+        "_pre_kernel": pre or pre_kernel,
+        "_backward_kernel": backward or backward_kernel,
+        "_post_kernel": post or post_kernel,
+        "most_ctas": lambda device: ctas,
+        "empty": lambda shape, dtype, device: sim.poisoned(shape, dtype, poison),
+        "workspace": workspace,
+    }
+    before = {name: getattr(launch, name) for name in names}
+    for name, value in names.items():
+        setattr(launch, name, value)
+    try:
+        with ptxsim.options(**options):
+            yield used
+    finally:
+        for name, value in before.items():
+            setattr(launch, name, value)

@@ -1,0 +1,61 @@
+"""The certificates of every attention kernel that can be asked for, and their stored SASS hashes.
+
+An unordered backward is claimed no certificate for: it must break the rules of the turns, and no
+other.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.ptxsim import available
+
+available.import_module("cute_kernels.compile.certificate")
+
+from cute_kernels.compile import sass  # noqa: E402
+from cute_kernels.sparse_attn import kernel_bwd_sm90, kernel_fwd_sm90, launch  # noqa: E402
+from tests import certified  # noqa: E402
+
+
+def every_kernel():
+    """fp16 differs in the type of its instructions alone: the nightly run has all of it."""
+    for kernel, kind, expect in launch.catalogue():
+        values = dict(kernel.constexpr)
+        also = values["dtype"] == "bf16" or (values["head_dim"], values.get("form")) == (64, "band")
+        marks = () if also else pytest.mark.nightly
+        label = "-".join(str(v) for v in values.values())
+        yield pytest.param(kernel, kind, expect, id=f"{kernel.name}-{label}", marks=marks)
+
+
+@pytest.mark.parametrize(("kernel", "kind", "expect"), list(every_kernel()))
+def test_every_configuration(kernel, kind, expect):
+    found = certified.certify(kernel, kind or "B", expect)
+    assert found.spills == 0 and found.stack == 0
+    if kind is None:
+        rules = {finding.rule for finding in found.findings}
+        assert {"R1", "R2"} <= rules <= {"R1", "R2", "A1"}, found.findings
+        return
+    assert found.ok, found.findings
+    certified.check_stored(kernel, found)
+
+
+@pytest.mark.parametrize("producer", [None, 48])
+@pytest.mark.parametrize("module", [kernel_fwd_sm90, kernel_bwd_sm90])
+def test_the_roles_registers_fit_in_those_of_the_launch(monkeypatch, module, producer):
+    """What the consumers take beyond what the producer gave back, they would wait for in vain."""
+    name = f"sparse_attn_{module.__name__.split('kernel_')[1]}"
+    kernel = next(kernel for kernel, _, _ in launch.catalogue() if kernel.name == name)
+    if producer is not None:
+        monkeypatch.setattr(module, "PRODUCER_REGISTERS", producer)
+    made = sass.artefacts(kernel.build)
+    least, most = map(int, re.findall(r"setmaxnreg\S+\s+(\d+)", made.ptx))
+    (usage,) = sass.usage(made.cubin).values()
+    assert least < usage.registers < most
+    assert (least + 2 * most <= 3 * usage.registers) == (producer is None)
+
+
+def test_the_catalogue_has_each_kernel_once():
+    kernels = [kernel for kernel, _, _ in launch.catalogue()]
+    assert len(set(kernels)) == len(kernels) == 96

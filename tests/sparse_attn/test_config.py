@@ -1,0 +1,80 @@
+"""The plan names what bits depend on; "auto" is one schedule; nothing here imports a compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from cute_kernels import arch, contracts
+from cute_kernels.schedulers import BlockMask, machines, selection
+from cute_kernels.schedulers.safety import check
+from cute_kernels.sparse_attn import config, launch, op
+from tests.contract import ROOT
+
+H200 = arch.Device("cuda:0", "cuda", "sm_90a", 132)
+H100_PCIE = dataclasses.replace(H200, units=114)
+
+
+def test_auto_on_a_gpu_is_what_select_finds_for_the_kv_heads(monkeypatch):
+    asked = []
+    true = selection.select
+
+    def select(*args, **options):
+        asked.append(options)
+        return true(*args, **options)
+
+    monkeypatch.setattr(selection, "select", select)
+    mask = BlockMask.causal(1024, 1024)
+    made = config.auto(mask, 4, 128, "cuda", 2)
+    assert asked == [{"heads": 4, "machine": "cute_sm90_d128", "group": 2}]
+    assert check(made, mask).any_residency and made.heads == 4
+    assert config.auto(mask, 4, 128, "cuda", 2).hash == made.hash
+    config.auto(mask, 4, 64, "cuda")
+    assert asked[-1]["machine"] == "cute_sm90_d64"
+
+
+def test_the_plan_follows_the_machine_that_auto_reckons_with(monkeypatch):
+    """Refitted costs can give another order and so give another id; the SM count gives neither."""
+    before = config.plan(arch.CUTE_SM90, H200)
+    assert config.plan(arch.CUTE_SM90, H100_PCIE) == before
+    machine = machines.resolve("cute_sm90_d64")
+    changed = dataclasses.replace(machine, handoff_ns=machine.handoff_ns + 1)
+    monkeypatch.setattr(
+        config, "resolve", lambda name: changed if name == machine.name else machines.resolve(name)
+    )
+    assert config.plan(arch.CUTE_SM90, H200) != before
+    assert config.plan(arch.CPU, H200) != before
+
+
+def test_an_id_for_sm90(monkeypatch):
+    monkeypatch.setattr(arch, "_installed", lambda name: True)
+    monkeypatch.setattr(arch, "describe", lambda _: H200)
+    name = contracts.contract_id(op.NAME, "cuda:0")
+    assert name.startswith("block_sparse_attention/cute_sm90/sm_90a/")
+    assert contracts.guarantees(op.NAME, "cuda:0") == config.KEPT[arch.CUTE_SM90]
+
+
+@pytest.mark.parametrize("dim", config.SM90_GRADIENT_HEAD_DIMS)
+def test_a_dq_tile_divides_a_block(dim):
+    assert 128 % config.configure("bf16", dim, "none", True).tile_m == 0
+
+
+def test_entries_hold_all_that_their_build_reads():
+    """Another value, another key."""
+    first = config.configure("bf16", 128, "band", True)
+    for name, value in dataclasses.asdict(first).items():
+        step = {str: lambda v: v + "x", bool: lambda v: not v, int: lambda v: v + 1}
+        other = step[type(value)](value)
+        changed = dataclasses.replace(first, **{name: other})
+        assert launch.backward_entry(changed) != launch.backward_entry(first), name
+
+
+def test_the_launcher_imports_no_compiler():
+    code = (
+        "import sys; import cute_kernels.sparse_attn.launch; "
+        "assert not {'cutlass', 'triton'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

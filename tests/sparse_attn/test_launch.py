@@ -1,0 +1,173 @@
+"""The public op over the SM90 launchers, in the simulator: autograd, copies, empty lists."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cute_kernels import dispatch, settings
+from cute_kernels.errors import NondeterministicError
+from cute_kernels.schedulers import BlockMask
+from cute_kernels.sparse_attn import launch, reference
+from cute_kernels.sparse_attn.api import block_sparse_attention
+from tests import contract
+from tests.ptxsim import available
+from tests.sparse_attn import cases
+from tests.sparse_attn.gpu_cases import check
+from tests.sparse_attn.simulated_fwd import DTYPES
+
+simulated = available.import_module("tests.sparse_attn.simulated")
+pytestmark = [available.requires_sim, pytest.mark.sim]
+
+B, H, HKV, SQ, SK = 2, 4, 2, 150, 200
+
+
+@pytest.fixture
+def on_sm90(monkeypatch):
+    """The dispatcher gives CPU tensors to the SM90 launchers."""
+
+    def launcher(name, device, dtype):
+        return launch.backward if name.endswith("backward") else launch.forward
+
+    monkeypatch.setattr(dispatch, "launcher", launcher)
+
+
+def results(x: cases.Inputs, mask=None, lse: bool = True, **options):
+    """(out, lse, dq, dk, dv) of the op."""
+    out, sums = block_sparse_attention(*x.leaves(), mask, return_lse=True, **options)
+    outputs, grads = ((out, sums), (x.dout, x.dlse)) if lse else ((out,), (x.dout,))
+    found = torch.autograd.grad(outputs, x.leaves(), grads)
+    return out.detach(), sums.detach(), *found
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_values_in_the_cards_arithmetic(on_sm90, dim, dtype, softcap):
+    """out, lse and gradients with a gradient of lse, within the bounds of the GPU tests."""
+    x = cases.inputs(B, H, HKV, SQ, SK, dim, DTYPES[dtype])
+    allowed = BlockMask.causal(SQ, SK).to_dense()
+    with simulated.simulated(ctas=3, wgmma_math="hopper"):
+        found = results(x, causal=True, softcap=softcap)
+    leaves = [t.detach().double().requires_grad_() for t in x.leaves()]
+    outputs = reference.attention(*leaves, allowed, softcap=softcap)
+    wanted = *outputs, *torch.autograd.grad(outputs, leaves, (x.dout.double(), x.dlse.double()))
+    bounds = reference.error_bounds(
+        *(t.detach() for t in x.leaves()), x.dout, allowed, dlse=x.dlse, softcap=softcap
+    )
+    for name, got, want, bound in zip(bounds._fields, found, wanted, bounds, strict=True):
+        check(name, got, want.detach(), bound)
+
+
+def test_strides_that_tma_cannot_address(on_sm90):
+    """Odd strides, odd pointers, stride 0, dimensions of size 1: the bits of packed tensors."""
+    x = cases.inputs(1, 2, 1, SQ, SK, 64)
+    with simulated.simulated():
+        want = results(x, causal=True, lse=False)
+        for change in (odd_rows, odd_pointer, odd_single):
+            views = [change(t.detach()).requires_grad_() for t in x.leaves()]
+            assert all(launch.addressable(t) is not t for t in views)
+            moved = cases.Inputs(*views, change(x.dout), x.dlse)
+            for got, expected in zip(results(moved, causal=True, lse=False), want, strict=True):
+                assert contract.same_bytes(got, expected), change.__name__
+        # Keys and a gradient that are one row, repeated.
+        k = x.k.detach()[:, :1].expand(-1, SK, -1, -1).requires_grad_()
+        dout = x.dout[:, :1].expand(-1, SQ, -1, -1)
+        same = cases.Inputs(x.q, k, x.v, dout, x.dlse)
+        copies = cases.Inputs(x.q, k.detach().clone().requires_grad_(), x.v, dout.clone(), x.dlse)
+        for got, expected in zip(results(same), results(copies), strict=True):
+            assert contract.same_bytes(got, expected)
+
+
+def test_nothing_is_allowed(on_sm90):
+    """Lists without an entry: the launcher hands on one that is not read."""
+    x = cases.inputs(1, 2, 1, SQ, SK, 64)
+    mask = BlockMask.from_dense(torch.zeros(1, 1, SQ, SK, dtype=torch.bool))
+    with simulated.simulated():
+        out, lse, *grads = results(x, mask)
+    assert (lse == -torch.inf).all()
+    assert all((contract.bits(t) == 0).all() for t in (out, *grads))
+
+
+def test_no_gradient_of_lse_is_none(on_sm90):
+    """Not a tensor of zeros: another compiled kernel, and the same bits."""
+    x = cases.inputs(1, 2, 1, SQ, SK, 64)
+    seen = []
+
+    def pre(*key):
+        seen.append(key[3])
+        return simulated.pre_kernel(*key)
+
+    with simulated.simulated(pre=pre):
+        plain = results(x, causal=True, lse=False)
+        zeros = cases.Inputs(*x.leaves(), x.dout, torch.zeros_like(x.dlse))
+        with_zeros = results(zeros, causal=True)
+    assert seen == [False, True]
+    assert all(contract.same_bytes(a, b) for a, b in zip(plain, with_zeros, strict=True))
+
+
+def test_the_schedule_reaches_the_kernel(on_sm90):
+    """Another write order, other bits of dq; the tickets of another launch order, the same."""
+    x = cases.inputs(1, 2, 2, 256, 512, 64)
+    with simulated.simulated(ctas=3):
+        one, two = (results(x, schedule=order) for order in ([0, 1, 2, 3], [2, 0, 3, 1]))
+    assert not contract.same_bytes(one[2], two[2])
+    for at in (0, 1, 3, 4):
+        assert contract.same_bytes(one[at], two[at])
+
+
+def test_unordered_is_refused_under_the_flag(on_sm90):
+    x = cases.inputs(1, 2, 1, SQ, SK, 64)
+    with simulated.simulated() as used:
+        out = block_sparse_attention(*x.leaves(), deterministic=False)
+        torch.use_deterministic_algorithms(True)
+        try:
+            with pytest.raises(NondeterministicError):
+                torch.autograd.grad(out, x.leaves(), x.dout)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert not used
+
+
+def test_sizes_of_zero_never_launch(on_sm90):
+    def none(*key):
+        raise AssertionError("a launch")
+
+    with simulated.simulated(forward=none, pre=none, backward=none, post=none):
+        for batch, q_len, kv_len in ((0, 5, 5), (2, 0, 5), (2, 5, 0)):
+            found = results(cases.inputs(batch, 2, 1, q_len, kv_len, 64))
+            assert [len(t) for t in found] == [batch] * 5
+
+
+def odd_rows(t: torch.Tensor) -> torch.Tensor:
+    """Rows of D + 1 elements."""
+    held = torch.zeros(*t.shape[:3], t.shape[3] + 1, dtype=t.dtype)
+    held[..., :-1] = t
+    return held[..., :-1]
+
+
+def odd_pointer(t: torch.Tensor) -> torch.Tensor:
+    """The second element of its memory is the first of the tensor."""
+    held = torch.zeros(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape)
+    return held.copy_(t)
+
+
+def odd_single(t: torch.Tensor) -> torch.Tensor:
+    """A batch of one whose stride, which nothing reads, is no multiple of 16 bytes."""
+    return t.as_strided(t.shape, (3, *t.stride()[1:]))
+
+
+def test_tensors_that_tma_can_address_are_not_copied():
+    packed = torch.zeros(2, 30, 8, 64, dtype=torch.bfloat16)
+    by_head = torch.zeros(2, 8, 30, 64, dtype=torch.bfloat16).transpose(1, 2)
+    for t in (packed, packed[:, 3:], packed[:, :, 4:6], by_head):
+        assert launch.addressable(t) is t
+
+
+def test_the_grid_is_capped(monkeypatch):
+    monkeypatch.setattr(launch, "_units", lambda device: 132)
+    device = torch.device("cuda:0")
+    assert launch.most_ctas(device) == 132
+    for cap, want in (("7", 7), ("500", 132)):
+        monkeypatch.setenv(f"{settings.PREFIX}MAX_CTAS", cap)
+        assert launch.most_ctas(device) == want

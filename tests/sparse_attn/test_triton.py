@@ -1,0 +1,243 @@
+"""The Triton attention without a GPU: its sm_90 code in ptxsim, its source in the interpreter.
+
+The interpreter runs triton_interpreted.py in a process of its own (triton reads the switch when it
+is imported): the order of sums byte for byte, drawn cases, and the planted bugs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+from cute_kernels import arch, contracts
+from cute_kernels.schedulers import BlockMask, kinds
+from cute_kernels.schedulers.schedule import Schedule
+from cute_kernels.sparse_attn import config, op, triton_kernel, triton_launch
+from cute_kernels.sparse_attn.api import block_sparse_attention
+from tests import contract
+from tests.contract import ContractViolation, same_bytes
+
+from ..ptxsim.available import requires_core
+from . import cases, sequences, test_cpu, test_reference
+from .triton_engines import copy_of, through
+from .triton_harness import complaints, simulated
+
+HOPPER = {"wgmma_math": 2}
+LATE = HOPPER | {"async_mode": 1, "wgmma_mode": 1, "warp_order": 1, "cta_order": 1, "seed": 9}
+FEW = HOPPER | {"resident_ctas": 1, "cta_order": 2}
+#: D = 128; a group with a mask per head.
+DRAWN = (57, 58)
+MORE = tuple(seed for seed in range(64) if seed not in DRAWN)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [arch.Device("cuda:0", "hip", "gfx942", 304), arch.Device("cuda:0", "cuda", "sm_80", 108)],
+    ids=lambda device: device.arch,
+)
+def test_an_id_names_the_tiles(monkeypatch, device):
+    """Dispatched where SM90's kernels are not; another tile, another id."""
+    monkeypatch.setattr(arch, "_installed", lambda name: True)
+    monkeypatch.setattr(arch, "describe", lambda _: device)
+    name = contracts.contract_id(op.NAME, "cuda:0")
+    assert name.startswith(f"block_sparse_attention/triton/{device.arch}/")
+    assert contracts.guarantees(op.NAME, "cuda:0") == config.KEPT[arch.TRITON]
+    plan = config.TRITON[64]
+    other = dataclasses.replace(plan, dq=dataclasses.replace(plan.dq, block_n=32))
+    monkeypatch.setitem(config.TRITON, 64, other)
+    assert contracts.contract_id(op.NAME, "cuda:0") != name
+
+
+def test_interpreted():
+    file = Path(__file__).with_name("triton_interpreted.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    for name in [name for name in environment if name.startswith(("PYTEST", "CUTE_KERNELS"))]:
+        del environment[name]
+    done = subprocess.run(
+        command, cwd=file.parents[2], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    counts = re.search(r"(\d+) passed", done.stdout)
+    assert counts and int(counts[1]) >= 32, done.stdout[-2000:]
+    assert "skipped" not in done.stdout and "deselected" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "seed", [*DRAWN, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in MORE)]
+)
+@pytest.mark.sim
+@requires_core
+def test_drawn_cases_against_float64(seed):
+    """Values within the rounding bound, and code without atomics, spills or fused sums."""
+    case = cases.draw(seed)
+    with through(), simulated(**HOPPER) as kernels:
+        found = test_reference.checked(case)
+    assert max(found.values()) <= 1, f"{case}: {found}"
+    assert len(kernels) == 5
+    for kernel in kernels:
+        assert complaints(kernel) == [], kernel.name
+
+
+def small_battery(kernels=triton_kernel) -> int:
+    """Chunks, padding, batches, heads, neighbours, layouts; a mask of all three forms."""
+    op, x = test_cpu.sequence_op("causal documents"), test_cpu.sequence()
+    one = tuple(t[:1] for t in x)
+    with through(kernels), simulated(kernels, **HOPPER):
+        done = sequences.check_chunks(op, one, [[1], [128], [3, 131, 140, 299]])
+        done += sequences.check_padding(op, one, [84])
+        done += sequences.check_batch(op, x, shuffles=1) + sequences.check_heads(op, x)
+        done += sequences.check_neighbours(op, one, [128])
+        return done + sequences.check_layout(op, one)
+
+
+@pytest.mark.sim
+@requires_core
+def test_sequences():
+    assert small_battery() > 28
+
+
+@pytest.mark.parametrize("mask", test_cpu.MASKS)
+@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.bfloat16), (96, torch.float16)], ids=str)
+@pytest.mark.nightly
+@pytest.mark.sim
+@requires_core
+def test_every_transform_of_sequences(mask, dim, dtype):
+    op = test_cpu.sequence_op(mask, softcap=4.0)
+    with through(), simulated(**HOPPER):
+        assert test_cpu.battery(op, test_cpu.sequence(dim=dim, dtype=dtype)) > 50
+
+
+@pytest.mark.nightly
+@pytest.mark.sim
+@requires_core
+def test_rows():
+    """Queries without positions are rows: the battery of every row op."""
+    with through(), simulated(**HOPPER):
+        assert contract.check_rows(test_cpu.rows_op(), 150, 5) > 60
+
+
+@pytest.mark.sim
+@requires_core
+def test_the_form_of_a_mask_does_not_show():
+    """A band, the same band as bits, by batch and by head: three programs, one set of bits."""
+    with through(), simulated(**HOPPER) as kernels:
+        test_cpu.test_the_same_elements_have_the_same_bits()
+    assert len({kernel.hash for kernel in kernels}) >= 2
+
+
+SIZE, HEADS, KV_HEADS = 300, 2, 1
+
+
+@functools.cache
+def problem(batch: int = 2) -> cases.Inputs:
+    return cases.inputs(batch, HEADS, KV_HEADS, SIZE, SIZE, 64, seed=9)
+
+
+def gradients(schedule, x: cases.Inputs | None = None, mask: BlockMask | None = None):
+    """dq, dk, dv through the op."""
+    x = x or problem()
+    mask = mask or BlockMask.causal(SIZE, SIZE)
+    out, lse = block_sparse_attention(*x.leaves(), mask, schedule=schedule, return_lse=True)
+    return torch.autograd.grad((out, lse), x.leaves(), (x.dout, x.dlse))
+
+
+def permuted(**options) -> Schedule:
+    options = {"order": [2, 0, 1]} | options
+    return kinds.permutation(BlockMask.causal(SIZE, SIZE), heads=2 * KV_HEADS, **options)
+
+
+def equal(one, two) -> list[bool]:
+    return [same_bytes(a, b) for a, b in zip(one, two, strict=True)]
+
+
+@pytest.mark.sim
+@requires_core
+def test_gradients_follow_the_schedule_and_nothing_else():
+    """Late copies, random warps, one CTA at a time, interleaved and backward tickets: equal bytes.
+
+    Other ranks change dQ alone, other visits dK and dV alone.
+    """
+    schedule, flight = permuted(), permuted(heads_in_flight=2)
+    with through():
+        with simulated(**HOPPER):
+            want = gradients(schedule)
+            assert (flight.order != schedule.order).any() and all(equal(gradients(flight), want))
+            assert equal(gradients(permuted(order=[0, 1, 2])), want) == [False, True, True]
+            assert equal(gradients(permuted(walk="descending")), want) == [True, False, False]
+        for options in (LATE, FEW):
+            with simulated(**options):
+                assert all(equal(gradients(schedule), want)), options
+
+
+@pytest.mark.sim
+@requires_core
+def test_gradients_of_a_batch_and_of_other_layouts():
+    """Alone, beside NaN, with heads before tokens, misaligned: the bytes of the plain run."""
+    x = problem()
+    with through(), simulated(**HOPPER):
+        want = gradients("spt")
+        for place in (0, 1):
+            alone = cases.Inputs(*(part(t, place) for t in vars(x).values()))
+            assert all(equal(gradients("spt", alone), (t[place : place + 1] for t in want)))
+            noisy = cases.Inputs(*(beside_nan(t, place) for t in vars(x).values()))
+            assert all(equal((t[place] for t in gradients("spt", noisy)), (t[place] for t in want)))
+        for view in (heads_first, shifted):
+            other = cases.Inputs(*(view(t) for t in vars(x).values()))
+            assert all(equal(gradients("spt", other), want)), view.__name__
+
+
+def part(t: torch.Tensor, place: int) -> torch.Tensor:
+    return t.detach()[place : place + 1].requires_grad_(t.requires_grad)
+
+
+def beside_nan(t: torch.Tensor, place: int) -> torch.Tensor:
+    new = torch.full_like(t.detach(), torch.nan)
+    new[place] = t.detach()[place]
+    return new.requires_grad_(t.requires_grad)
+
+
+def heads_first(t: torch.Tensor) -> torch.Tensor:
+    return t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_(t.requires_grad)
+
+
+def shifted(t: torch.Tensor) -> torch.Tensor:
+    """Odd strides, an odd address, NaN between."""
+    room = t.new_full((*t.shape[:-1], t.shape[-1] + 1), torch.nan)
+    return room[..., 1:].copy_(t.detach()).detach().requires_grad_(t.requires_grad)
+
+
+@pytest.mark.sim
+@requires_core
+def test_an_operand_is_copied_only_if_rows_cannot_be_loaded():
+    plain = problem().q.detach()
+    fused = torch.zeros(2, SIZE, 3, HEADS, 64, dtype=torch.bfloat16)[:, :, 1]
+    for t in (plain, fused, plain[:1].expand(2, -1, -1, -1), plain[:, ::2]):
+        assert triton_launch._loadable(t, False) is t
+    for t in (shifted(plain), plain.transpose(2, 3).contiguous().transpose(2, 3), plain[..., 1:33]):
+        assert triton_launch._loadable(t, False).is_contiguous()
+
+
+@pytest.mark.sim
+@requires_core
+def test_a_row_that_follows_its_neighbours_is_killed(tmp_path):
+    mutant = copy_of(
+        tmp_path,
+        (
+            "tl.max(s, axis=1) * factor",
+            "tl.max(tl.max(s, axis=1), axis=0) * factor",
+        ),
+    )
+    with pytest.raises(ContractViolation):
+        small_battery(mutant)

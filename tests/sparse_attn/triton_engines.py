@@ -1,0 +1,159 @@
+"""The public op on the Triton kernels without a GPU, mutated copies, their order in numpy.
+
+``through()`` sends ``block_sparse_attention`` to the Triton launchers for CPU tensors; the launches
+themselves go to Triton's interpreter or, inside ``triton_harness.simulated``, to ptxsim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import numpy as np
+import torch
+
+from cute_kernels import dispatch
+from cute_kernels.schedulers.schedule import Schedule
+from cute_kernels.sparse_attn import triton_kernel, triton_launch
+
+_NUMBERS = itertools.count()
+F32 = np.float32
+LOG2E, LN2 = F32(math.log2(math.e)), F32(math.log(2))
+
+
+@contextlib.contextmanager
+def through(kernels: ModuleType = triton_kernel, **options: bool) -> Iterator[None]:
+    """While it lasts, the op runs on ``kernels``; options: ``interpret``."""
+
+    def launcher(op, device, dtype):
+        name = "backward" if op.endswith("_backward") else "forward"
+        return functools.partial(getattr(triton_launch, name), **options)
+
+    with (
+        mock.patch.object(dispatch, "launcher", launcher),
+        mock.patch.object(triton_launch, "kernels", kernels),
+    ):
+        yield
+
+
+def copy_of(folder: Path, *edits: tuple[str, str]) -> ModuleType:
+    """A copy of triton_kernel.py with each (old, new) replaced; old must occur exactly once."""
+    text = Path(triton_kernel.__file__).read_text()
+    for old, new in edits:
+        assert text.count(old) == 1, f"{text.count(old)} times in triton_kernel.py: {old!r}"
+        text = text.replace(old, new)
+    name = f"triton_copy_{next(_NUMBERS)}"
+    path = folder / f"{name}.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(f"tests.sparse_attn.{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class ByHand:
+    """One attention without softcap, bf16, D = 64, as the kernels' docstring spells it, in numpy.
+
+    A product here is one `np.matmul`, as it is in Triton's interpreter, so that bytes can be
+    compared.  The plan's steps are written out: 64 keys, or 32 query rows for dK and dV.
+    """
+
+    def __init__(self, q, k, v, allowed, scale: float):
+        self.sizes = q.shape[1], k.shape[1]
+        self.group = q.shape[2] // k.shape[2]
+        self.q, self.k, self.v = (_blocks(t) for t in (q, k, v))
+        m, n = self.q.shape[2], self.k.shape[2]
+        dense = allowed.expand(q.shape[0], q.shape[2], *self.sizes)
+        pad = (0, n - self.sizes[1], 0, m - self.sizes[0])
+        self.allowed = torch.nn.functional.pad(dense, pad).numpy()
+        self.scale, self.factor = F32(scale), F32(scale * math.log2(math.e))
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """out and lse; a block without an allowed pair is not visited."""
+        out, lse = np.zeros_like(self.q), np.zeros(self.q.shape[:3], F32)
+        for b, h, m in np.ndindex(*self.q.shape[:2], self.q.shape[2] // 128):
+            rows = np.s_[m * 128 : m * 128 + 128]
+            top = np.full(128, -np.inf, F32)
+            total, acc = np.zeros(128, F32), np.zeros((128, 64), F32)
+            for at in range(0, self.k.shape[2], 64):
+                if not self.allowed[b, h, rows, at // 128 * 128 : at // 128 * 128 + 128].any():
+                    continue
+                cols = np.s_[at : at + 64]
+                allowed = self.allowed[b, h, rows, cols]
+                s = self.q[b, h, rows] @ self.k[b, h // self.group, cols].T
+                above = np.maximum(top, np.where(allowed, s, F32(-np.inf)).max(1) * self.factor)
+                base = np.where(above == -np.inf, F32(0), above)
+                p = np.where(allowed, np.exp2(s * self.factor - base[:, None]), F32(0))
+                shrink = np.exp2(top - base)
+                total = total * shrink + p.sum(1)
+                part = _rounded(p) @ self.v[b, h // self.group, cols]
+                acc, top = part + acc * shrink[:, None], above
+            with np.errstate(divide="ignore", invalid="ignore"):
+                out[b, h, rows] = np.where(acc == 0, F32(0), acc / total[:, None])
+                lse[b, h, rows] = (top + np.log2(total)) * LN2
+        self.out, self.lse = _rounded(out), lse
+        size = self.sizes[0]
+        return self._stored(out, size), torch.from_numpy(lse[:, :, :size].copy())
+
+    def backward(self, dout, schedule: Schedule) -> tuple[torch.Tensor, ...]:
+        """dq, dk, dv in fp32 [B, S, H, D], visits and ranks read off the schedule's tickets."""
+        self.dout = _blocks(dout)
+        self.delta = (self.out * self.dout).sum(3)
+        dq, dk, dv = np.zeros_like(self.q), np.zeros_like(self.k), np.zeros_like(self.v)
+        heads, per = self.q.shape[1], self.q.shape[0] * self.q.shape[1] // schedule.heads
+        writers: dict[tuple, dict[int, int]] = {}
+        for ticket, n, visits in sorted(schedule.tickets(), key=lambda t: t[0]):
+            for (m, _, rank), inner in itertools.product(visits, range(per)):
+                b, h = divmod(ticket * per + inner, heads)
+                kv, cols = h // self.group, np.s_[n * 128 : n * 128 + 128]
+                writers.setdefault((b, h, m), {})[rank] = n
+                for at in range(m * 128, m * 128 + 128, 32):
+                    rows = np.s_[at : at + 32]
+                    p, ds = self._slopes(b, h, rows, cols, flip=True)
+                    dv[b, kv, cols] = p @ self.dout[b, h, rows] + dv[b, kv, cols]
+                    dk[b, kv, cols] = ds @ self.q[b, h, rows] + dk[b, kv, cols]
+        for (b, h, m), found in writers.items():
+            rows = np.s_[m * 128 : m * 128 + 128]
+            for rank, half in itertools.product(sorted(found), (0, 64)):
+                cols = np.s_[found[rank] * 128 + half : found[rank] * 128 + half + 64]
+                _, ds = self._slopes(b, h, rows, cols, flip=False)
+                dq[b, h, rows] = ds @ self.k[b, h // self.group, cols] + dq[b, h, rows]
+        q_len, kv_len = self.sizes
+        return (
+            self._stored(dq * self.scale, q_len),
+            self._stored(dk * self.scale, kv_len),
+            self._stored(dv, kv_len),
+        )
+
+    def _slopes(self, b: int, h: int, rows, cols, flip: bool) -> tuple[np.ndarray, np.ndarray]:
+        """P and dS of a tile; ``flip``: keys are rows."""
+        x, y = self.q[b, h, rows], self.k[b, h // self.group, cols]
+        g, v = self.dout[b, h, rows], self.v[b, h // self.group, cols]
+        allowed, shift = self.allowed[b, h, rows, cols], -(self.lse[b, h, rows] * LOG2E)[:, None]
+        delta = self.delta[b, h, rows, None]
+        if flip:
+            x, y, g, v = y, x, v, g
+            allowed, shift, delta = allowed.T, shift.T, delta.T
+        p = np.where(allowed, np.exp2(x @ y.T * self.factor + shift), F32(0))
+        ds = np.where(allowed, p * (g @ v.T - delta), F32(0))
+        return _rounded(p), _rounded(ds)
+
+    def _stored(self, blocks: np.ndarray, size: int) -> torch.Tensor:
+        return torch.from_numpy(blocks[:, :, :size].copy()).transpose(1, 2)
+
+
+def _rounded(x: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(np.ascontiguousarray(x)).bfloat16().float().numpy()
+
+
+def _blocks(t: torch.Tensor) -> np.ndarray:
+    """[B, S, H, D] -> fp32 [B, H, whole blocks, D], zero rows at the end."""
+    t = t.detach().float().transpose(1, 2)
+    return torch.nn.functional.pad(t, (0, 0, 0, -t.shape[2] % 128)).contiguous().numpy()
