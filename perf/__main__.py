@@ -1,4 +1,4 @@
-"""The command line: python -m perf bench | tune | profile | probe | report | compare | h200."""
+"""The command line: python -m perf bench | tune | profile | probe | report | refit | ..."""
 
 from __future__ import annotations
 
@@ -79,6 +79,55 @@ def bench_gemm(
     for body in measured:
         typer.echo(json.dumps(body) if as_json else bench.line(body))
         failed += body["system"] == "ours" and body["status"] != "ok"
+    if failed:
+        raise typer.Exit(1)
+
+
+@bench_app.command("attention")
+def bench_attention(
+    mask: Annotated[str, typer.Option(help="of full,causal,window,document,prefix,random")] = "",
+    s: Annotated[str, typer.Option(help="lengths; default: each mask's own")] = "",
+    d: Annotated[str, typer.Option(help="head sizes, of 64,128")] = "",
+    heads: Annotated[str, typer.Option(help="query heads, 16,32")] = "",
+    group: Annotated[str, typer.Option(help="query heads of a KV head, 1,4")] = "",
+    passes: Annotated[str, typer.Option("--pass", help="of fwd,bwd")] = "",
+    systems: Annotated[str, typer.Option(help="who is measured; see perf/attention")] = "",
+    quick: Annotated[bool, typer.Option(help="backward of D = 128, 16 heads; two minutes")] = False,
+    rounds: Annotated[int, typer.Option(min=50, help="samples of each system")] = 50,
+    budget: Annotated[float, typer.Option(help="seconds after which no case is begun")] = 380.0,
+    output: Annotated[Path | None, typer.Option("-o", "--output")] = None,
+    check_only: Annotated[bool, typer.Option(help="short cases against float64, no time")] = False,
+    commit: Commit = None,
+) -> None:
+    """Block-sparse attention: ordered, unordered, FA4, FlexAttention on the same masks."""
+    _need_gpu("bench")
+    from .attention import bench
+    from .attention.cases import PASSES
+    from .attention.suite import QUICK_SYSTEMS, chosen, options
+    from .attention.systems import SYSTEMS
+
+    masks = _chosen("--mask", mask, targets.ATTENTION_MASKS)
+    names = _chosen("--systems", systems, SYSTEMS)
+    which = _chosen("--pass", passes, PASSES)
+    sizes = {"s": s, "d": d, "heads": heads, "group": group}
+    numbers = {name: _numbers(f"--{name}", text) for name, text in sizes.items()}
+    todo = chosen(masks, quick=quick, **numbers)
+    if not todo:
+        raise typer.BadParameter("no case of the suite has these sizes")
+    default = list(QUICK_SYSTEMS) if quick else list(SYSTEMS)
+    which = which or (["bwd"] if quick else list(PASSES))
+    run = options(names or default, which, by_default=not names, check_only=check_only)
+    run.rounds, run.budget_s = rounds, budget
+    failed = 0
+    try:
+        path = output or record.RESULTS / "attention.jsonl"
+        for body in bench.measure(todo, run, output=path, commit=commit):
+            typer.echo(body if isinstance(body, str) else bench.line(body))
+            ours = not isinstance(body, str) and body["system"].startswith("ours")
+            failed += ours and body["status"] != "ok"
+    except bench.Lost as error:
+        typer.echo(f"perf bench: the device is lost: {error}")
+        raise typer.Exit(1) from None
     if failed:
         raise typer.Exit(1)
 
@@ -216,6 +265,22 @@ def compare(a: Path, b: Path) -> None:
             typer.echo(f"{name}: {' '.join(key)}")
     if any(row.regressed for row in rows):
         raise typer.Exit(1)
+
+
+@app.command()
+def refit(
+    results: Annotated[list[Path], typer.Argument(help="files of attention records")],
+) -> None:
+    """Fits the schedule model's constants to measured backwards.  Prints; changes no file."""
+    from .attention import refit as fitting
+
+    try:
+        records = [item for path in results for item in record.read(path)]
+    except record.RecordError as error:
+        typer.echo(f"perf refit: {error}")
+        raise typer.Exit(2) from None
+    for text in fitting.lines(records):
+        typer.echo(text)
 
 
 @app.command()

@@ -20,7 +20,7 @@ from pathlib import Path
 from . import record
 
 BUDGET_S = 560  # a call ends after 600 s; the rest is for unpacking and for the table
-LOG_BYTES = 2 << 20  # kept of each stage's output
+LOG_BYTES = 3 << 19  # kept of each stage's output
 _GPU_TESTS = "tests/*/test_gpu.py"
 _SHORTEST_S = 10.0  # a stage with less time left is not started
 
@@ -52,6 +52,8 @@ def stages(out: Path, commit: str | None) -> tuple[Stage, ...]:
     probes = ("-o", str(out / "probes.jsonl"), "--golden", str(out), *mark)
     gpu_tests = sorted(str(p.relative_to(record.ROOT)) for p in record.ROOT.glob(_GPU_TESTS))
     check = ("--check-only", "--rivals", "ours,ours_triton,cublas")
+    attention = ("-m", "perf", "bench", "attention")
+    both_orders = ("--check-only", "--heads", "16", "--systems", "ours,ours_unordered")
     return (
         Stage("smoke", (*probe, "smoke", *probes), 120),
         Stage("correctness", (*bench, *check, "-o", str(out / "checks.jsonl"), *mark), 150),
@@ -65,6 +67,12 @@ def stages(out: Path, commit: str | None) -> tuple[Stage, ...]:
             ("-m", "perf", "profile", "gemm", "-o", str(out / "profile.jsonl"), *mark),
             120,
         ),
+        Stage(
+            "smoke_attention",
+            (*attention, *both_orders, "-o", str(out / "checks.jsonl"), *mark),
+            150,
+        ),
+        Stage("bench_attention", (*attention, "-o", str(out / "bench.jsonl"), *mark), 420),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from . import report, targets
+from .attention import page
 
 COLORS = {"ours": "#1f5fa8", "cublas": "#7a9a01", "ours_triton": "#c2572b", "quack": "#7b4fa3"}
 
@@ -67,14 +68,36 @@ def sweep_lines(bench: report.Bench, folder: Path) -> list[Path]:
     return _save(figure, folder, "gemm_sweep")
 
 
-def _title(bench: report.Bench) -> str:
+def order_bars(bench: report.Bench, folder: Path) -> list[Path]:
+    """What the order costs our attention backward, by mask, with the prediction and the target."""
+    found = page.order_points(bench)
+    if not found:
+        return []
+    figure, axes = _figure()
+    at, labels = range(len(found)), list(found)
+    measured, predicted, limits = zip(*found.values(), strict=True)
+    costs = [ratio - 1 for ratio in measured]
+    axes.bar(at, costs, 0.6, bottom=1.0, color=COLORS["ours"], label="measured")
+    axes.plot(at, predicted, "D", color=COLORS["ours_triton"], label="predicted")
+    axes.plot(at, limits, "_", color="black", markersize=30, label="target, at most")
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks(at, labels)
+    axes.set_ylim(min(0.9, *measured), max(1.2, *(1.02 * x for x in (*measured, *predicted))))
+    axes.set_ylabel("ordered over unordered time")
+    axes.set_title(_title(bench, "attention backward, D = 128, 16 heads"))
+    figure.legend(loc="outside lower center", ncols=5, frameon=False)
+    return _save(figure, folder, "attention_order")
+
+
+def _title(bench: report.Bench, what: str = "GEMM") -> str:
     cards = sorted(
         {f"{r['gpu']}, {r['date'][:10]}" for r in bench.records.values() if "tflops" in r}
     )
-    return "bf16 GEMM, " + "; ".join(cards)
+    return f"bf16 {what}, " + "; ".join(cards)
 
 
 def write(records: list[dict], folder: Path) -> list[Path]:
     """Every plot that the records support; the paths written."""
     bench = report.latest(records)
-    return ratio_bars(bench, folder) + sweep_lines(bench, folder)
+    attention = report.latest(records, "attention")
+    return ratio_bars(bench, folder) + sweep_lines(bench, folder) + order_bars(attention, folder)

@@ -16,9 +16,16 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "perf" / "results"
 SCHEMA = 1
-KINDS = ("bench", "probe", "profile")
+KINDS = ("bench", "probe", "profile", "tune")
 #: What can change a number or a bit without a change of our source.
-DISTRIBUTIONS = ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "quack-kernels")
+DISTRIBUTIONS = (
+    "torch",
+    "triton",
+    "nvidia-cutlass-dsl",
+    "apache-tvm-ffi",
+    "quack-kernels",
+    "flash-attn-4",
+)
 _SOURCES = ("cute_kernels", "schedulers", "perf")
 
 

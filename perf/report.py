@@ -9,52 +9,20 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 from . import record, targets
+from .attention import page
+from .tables import NOT_RUN, Bench, bits, certified, latest, table, times, where
 from .targets import Target
 
 STATUS = record.ROOT / "docs" / "status.md"
 CERTIFICATES = record.RESULTS / "certificates.json"
 #: What `python -m cute_kernels certify` writes; either name.
 BUILT = tuple(record.ROOT / "certify" / name for name in ("certificates.json", "report.json"))
-NOT_RUN = "not run"
+NEAR_FLOOR = 0.9  # of the floor: from here on a miss is the rival's doing
+_MEASURE = "`python -m perf bench gemm` on an H200"
 _FIELDS = ("name", "constexpr", "ok", "registers", "sass_sha256", "toolchain")
-
-Case = tuple[str, str]  # product, shape label
-
-
-@dataclass(frozen=True)
-class Bench:
-    """The latest record of each (system, product, shape label)."""
-
-    records: dict[tuple[str, str, str], dict]
-
-    def get(self, case: Case, system: str = "ours") -> dict | None:
-        return self.records.get((system, *case))
-
-    def ratio(self, case: Case, rival: str, system: str = "ours") -> float | None:
-        """The rival's time over the system's, of one call's record."""
-        own = self.get(case, system)
-        return None if own is None else own.get("ratio", {}).get(rival)
-
-
-def latest(records: list[dict]) -> Bench:
-    """Of several records of a case the one with the latest date counts, then the last line.
-
-    One that took no time replaces a timed one only if it failed.
-    """
-    kept: dict[tuple[str, str, str], dict] = {}
-    for item in sorted((r for r in records if r["kind"] == "bench"), key=lambda r: r["date"]):
-        key = (item["system"], item["product"], item["shape"])
-        if (
-            "median_us" in item
-            or item["status"] == "failed"
-            or "median_us" not in kept.get(key, {})
-        ):
-            kept[key] = item
-    return Bench(kept)
 
 
 def load_certificates(path: Path = CERTIFICATES) -> list[dict]:
@@ -73,46 +41,6 @@ def adopt_certificates(kept: Path = CERTIFICATES, built: tuple[Path, ...] = BUIL
     facts.sort(key=lambda item: json.dumps([item["name"], item.get("constexpr")]))
     kept.write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
     return True
-
-
-def _table(header: list[str], rows: list[list[str]]) -> list[str]:
-    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
-    return lines + ["| " + " | ".join(row) + " |" for row in rows]
-
-
-def _commit(item: dict) -> str:
-    mark = "+" if item.get("dirty") else ""
-    return item["commit"][:10] + mark
-
-
-def _where(item: dict | None) -> str:
-    """GPU, commit and date of a record that holds."""
-    if item is None or item["status"] == "absent":
-        return NOT_RUN
-    verdict = "" if item["status"] == "ok" else f"{item['status']} "
-    return f"{verdict}{item['gpu']}, {_commit(item)}, {item['date'][:10]}"
-
-
-def _times(value: float | None) -> str:
-    return NOT_RUN if value is None else f"{value:.2f}x"
-
-
-def _bits(item: dict | None) -> str:
-    if item is None or "bitwise" not in item:
-        return NOT_RUN
-    held = item["bitwise"]
-    return "; ".join(f"{name} {'same' if held[name] else 'differs'}" for name in sorted(held))
-
-
-def _certified(certificates: list[dict], kernel: str) -> tuple[str, str]:
-    """("compiled", "certified") cells of a kernel: as the catalogue names it."""
-    own = [c for c in certificates if c["name"] == kernel]
-    if not own:
-        return NOT_RUN, NOT_RUN
-    good = [c for c in own if c["ok"]]
-    registers = [c["registers"] for c in own if "registers" in c]
-    limit = f", <= {max(registers)} registers" if registers else ""
-    return f"{len(own)} configurations", f"{len(good)} of {len(own)}{limit}"
 
 
 def _next(bench: Bench, product: str, name: str, m: int) -> str:
@@ -135,7 +63,7 @@ def _next(bench: Bench, product: str, name: str, m: int) -> str:
 
 
 def _kernel_rows(bench: Bench, certificates: list[dict]) -> list[list[str]]:
-    compiled, certified = _certified(certificates, "gemm_sm90")
+    built = certified(certificates, "gemm_sm90")
     rows = []
     for product, name, m in targets.gemm_cases():
         case = (product, targets.label(name, m))
@@ -143,10 +71,10 @@ def _kernel_rows(bench: Bench, certificates: list[dict]) -> list[list[str]]:
         rate = NOT_RUN
         if own is not None and "tflops" in own:
             rate = f"{own['tflops']:.0f} TFLOP/s, {own['floor_fraction']:.0%} of floor"
-        ratios = [_times(bench.ratio(case, rival)) for rival in targets.RIVAL_TEXT]
+        ratios = [times(bench.ratio(case, rival)) for rival in targets.RIVAL_TEXT]
         rows.append(
-            ["gemm", product, case[1], compiled, certified, _where(own), rate, *ratios]
-            + [_bits(own), _next(bench, product, name, m)]
+            ["gemm", product, case[1], *built, where(own), rate, *ratios]
+            + [bits(own), _next(bench, product, name, m)]
         )
     return rows
 
@@ -162,25 +90,45 @@ def _target_row(bench: Bench, target: Target) -> list[str]:
     have = [value for value in found if value is not None]
     if len(have) < len(found):
         some = f" ({len(have)} of {len(found)} shapes)" if have else ""
-        return [target.text, NOT_RUN + some, NOT_RUN]
+        return [target.text, NOT_RUN + some, NOT_RUN, _MEASURE]
     mean = geomean(have)
-    held = mean >= target.at_least and (target.each is None or min(have) >= target.each)
-    return [target.text, f"{mean:.3f}x (lowest {min(have):.3f}x)", "held" if held else "missed"]
+    measured = f"{mean:.3f}x (lowest {min(have):.3f}x)"
+    if mean >= target.at_least and (target.each is None or min(have) >= target.each):
+        return [target.text, measured, "held", "none"]
+    return [target.text, measured, "missed", _after_a_miss(bench, target)]
+
+
+def _after_a_miss(bench: Bench, target: Target) -> str:
+    """A profile of the worst shape; near the floor no speed of ours reaches the ratio."""
+    cases = {name: (target.product, name) for name in targets.SHAPES}
+    floor = min(bench.get(case, target.system)["floor_fraction"] for case in cases.values())
+    rates = [(bench.get(case, target.rival) or {}).get("tflops", 0.0) for case in cases.values()]
+    if floor >= NEAR_FLOOR and min(rates) > 0:
+        return (
+            f"none: ours is at {floor:.0%} of the floor or above, the rival runs at "
+            f"{min(rates):.0f} to {max(rates):.0f} TFLOP/s"
+        )
+    worst = min(cases, key=lambda n: bench.ratio(cases[n], target.rival, target.system))
+    return f"`python -m perf profile gemm --shape {worst} --product {target.product}`"
+
+
+def _host_costs(bench: Bench, system: str, mode: str) -> list[float]:
+    costs = [r.get("host_us", {}) for key, r in bench.records.items() if key[0] == system]
+    return [cost[mode] for cost in costs if mode in cost]
 
 
 def _host_rows(bench: Bench) -> list[list[str]]:
-    costs = [
-        r["host_us"] for key, r in bench.records.items() if key[0] == "ours" and "host_us" in r
-    ]
     rows = []
     for mode, limit in targets.HOST_TARGETS.items():
         text = f"host time of one forward call, {mode}: <= {limit:g} us"
-        values = [cost[mode] for cost in costs if mode in cost]
-        if values:
-            held = "held" if max(values) <= limit else "missed"
-            rows.append([text, f"{max(values):.1f} us", held])
-        else:
-            rows.append([text, NOT_RUN, NOT_RUN])
+        values, rival = (_host_costs(bench, system, mode) for system in ("ours", "cublas"))
+        if not values:
+            rows.append([text, NOT_RUN, NOT_RUN, _MEASURE])
+            continue
+        beside = f" (`torch.mm`: {max(rival):.1f} us)" if rival else ""
+        held = max(values) <= limit
+        step = "none" if held else targets.HOST_NEXT
+        rows.append([text, f"{max(values):.1f} us{beside}", "held" if held else "missed", step])
     return rows
 
 
@@ -193,14 +141,14 @@ def _question_rows(records: list[dict]) -> list[list[str]]:
             if r["kind"] == "probe" and r["probe"] == question.probe and r["case"] == "answer"
         ]
         text = f"{question.number}. {question.text}"
+        again = f"`python -m perf probe {question.probe}`"
         if not answers:
-            step = f"`python -m perf probe {question.probe}`"
-            rows.append([text, NOT_RUN, NOT_RUN, question.decides, step])
+            rows.append([text, NOT_RUN, NOT_RUN, question.decides, again])
             continue
         last = max(enumerate(answers), key=lambda pair: (pair[1]["date"], pair[0]))[1]
-        rows.append(
-            [text, _answer(last), _where(last | {"status": "ok"}), question.decides, "none"]
-        )
+        unknown = last.get("extreme", {}).get("verdict") == "no"
+        step = f"the rule for those operands, then {again}" if unknown else "none"
+        rows.append([text, _answer(last), where(last | {"status": "ok"}), question.decides, step])
     return rows
 
 
@@ -229,7 +177,7 @@ def _profile_rows(records: list[dict]) -> list[list[str]]:
         stalls = ", ".join(f"{s['reason']} {s['warps']:.2f}" for s in item["stalls"])
         share = f"{item['floor_fraction']:.0%}"
         traffic = f"{item['bytes_over_least']:.2f}x"
-        rows.append([*key, share, traffic, stalls, _where(item | {"status": "ok"})])
+        rows.append([*key, share, traffic, stalls, where(item | {"status": "ok"})])
     return rows
 
 
@@ -280,25 +228,27 @@ def render(records: list[dict], certificates: list[dict]) -> str:
         "",
         "## Kernels",
         "",
-        *_table([*head, "bits", "next step"], _kernel_rows(bench, certificates)),
+        *table([*head, "bits", "next step"], _kernel_rows(bench, certificates)),
         *_images(bench),
         "",
         "## Targets",
         "",
         "Geometric mean over the five shapes at their own M.",
         "",
-        *_table(
-            ["target", "measured", "verdict"],
+        *table(
+            ["target", "measured", "verdict", "next step"],
             [_target_row(bench, target) for target in targets.TARGETS] + _host_rows(bench),
         ),
         "",
+        *page.render(records, certificates),
+        "",
         "## Questions for the hardware",
         "",
-        *_table(["question", "answer", "ran on", "decides", "next step"], _question_rows(records)),
+        *table(["question", "answer", "ran on", "decides", "next step"], _question_rows(records)),
     ]
     if profiles := _profile_rows(records):
         head = ["system", "product", "shape", "of floor", "traffic", "top stalls", "ran on"]
-        out += ["", "## Profiles", "", *_table(head, profiles)]
+        out += ["", "## Profiles", "", *table(head, profiles)]
     rivals = bench.records.values()
     absent = sorted({(r["system"], r["why"]) for r in rivals if r["status"] == "absent"})
     if absent:

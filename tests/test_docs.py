@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import json
 import re
 import runpy
 import subprocess
@@ -17,6 +18,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels import about, arch, contracts, dispatch, schedulers, settings
 from cute_kernels.gemm import config
+from cute_kernels.sparse_attn import config as attention
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -192,12 +194,32 @@ def test_the_support_matrix_is_the_dispatchers(monkeypatch):
 
 
 def test_attention_runs_where_the_matrix_says(monkeypatch):
-    assert "`block_sparse_attention` (bf16, fp16) runs on `cpu` only" in read("docs/support.md")
-    name = "block_sparse_attention"
-    assert dispatch.reasons(name, "cpu", torch.bfloat16)["cpu"] is None
     monkeypatch.setattr(arch, "_installed", lambda name: True)
-    monkeypatch.setattr(arch, "describe", lambda _: arch.Device("cuda:0", "cuda", "sm_90a", 132))
-    assert all(dispatch.reasons(name, "cuda:0", torch.bfloat16).values())
+    page = read("docs/support.md")
+    rows = rows_of(page, "device", "forward and gradients", "state")
+    for device, backend, state in rows:
+        kind, name, *_ = (*device.split(), "unknown")
+        here = arch.Device("cuda:0", kind, name.strip(","), 100)
+        monkeypatch.setattr(arch, "describe", lambda _, here=here: here)
+        for op in ("block_sparse_attention", "block_sparse_attention_backward"):
+            for dtype in (torch.bfloat16, torch.float16):
+                assert chosen(op, dtype) == backend, device
+            assert chosen(op, torch.float32) == "none", device
+        if backend == "`cute_sm90`":
+            assert state == "simulated; tests passed on an H200; times: [Status](status.md)"
+            assert "tests/sparse_attn/test_gpu.py` passed" in read("docs/attention.md")
+    assert [row[1] for row in rows] == ["`cute_sm90`", *["`triton`"] * 4, "`cpu`"]
+
+
+def test_attention_has_the_head_sizes_and_kernels_of_its_page():
+    text = read("docs/attention.md")
+    found = {row[0]: row[1] for row in rows_of(text, "", "head size", "masks")}
+    assert found == {
+        "forward": ", ".join(map(str, attention.HEAD_DIMS)),
+        "gradients": ", ".join(map(str, attention.SM90_GRADIENT_HEAD_DIMS)),
+    }
+    kernels = [entry for entry in about.catalogue() if entry[0].name.startswith("sparse_attn")]
+    assert f"no spills: {len(kernels)} configurations" in text
 
 
 def test_the_guarantee_tables_are_the_contracts():
@@ -227,23 +249,68 @@ def constants(path: str) -> dict[str, int]:
 def test_the_sm90_walk_through_has_the_kernels_numbers():
     text = " ".join(read("docs/gemm.md").split())
     kernel = constants("cute_kernels/gemm/kernel_sm90.py")
-    tile = config.choose(torch.bfloat16, "k", "k", "plain")
-    assert (
-        f"A tile is {tile.tile_m} x {tile.tile_n}, K advances by blocks of {tile.tile_k}." in text
-    )
-    assert f"`wgmma.m64n{tile.tile_n}k16`" in text
+    tiles = [config.choose(torch.bfloat16, "k", "k", "plain", n) for n in config.TILE_COST]
+    tile, narrow = tiles
+    sizes = " or ".join(f"{one.tile_m} x {one.tile_n}" for one in tiles)
+    assert f"A tile is {sizes}, K advances by blocks of {tile.tile_k}." in text
+    assert " or ".join(f"`wgmma.m64n{one.tile_n}k16`" for one in tiles) in text
     assert f"| {kernel['PRODUCER_REGISTERS']} | producer" in text
     assert f"| {kernel['CONSUMER_REGISTERS']} | consumers" in text
     assert f"in groups of {tile.raster_group} cluster rows" in text
     assert f"{kernel['EPILOGUE_ROW_BYTES']} bytes wide, 64 rows high" in text
     words = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}
-    stage = (tile.tile_m + tile.tile_n) * tile.tile_k * 2
     epilogue = kernel["CONSUMERS"] * kernel["EPILOGUE_STAGES"] * 64 * kernel["EPILOGUE_ROW_BYTES"]
-    stages = (kernel["SHARED_BYTES"] - epilogue) // stage
-    assert f"{words[stages].capitalize()} stages of shared memory" in text
+    wide_ring, narrow_ring = (
+        words[(kernel["SHARED_BYTES"] - epilogue) // ((t.tile_m + t.tile_n) * t.tile_k * 2)]
+        for t in (tile, narrow)
+    )
+    ring = (
+        f"{wide_ring.capitalize()} stages of shared memory, or {narrow_ring} with the narrow tile"
+    )
+    assert ring in text
     assert f"{words[kernel['EPILOGUE_STAGES']]} buffers" in text
-    assert (tile.cluster_m, tile.cluster_n) == (2, 1)
+    assert {(t.cluster_m, t.cluster_n) for t in tiles} == {(2, 1)}
     assert f"Lane l of {config.COLUMN_SUM.lanes} adds" in text
+
+
+def test_the_choice_of_the_tile_is_told_as_it_is():
+    """The costs, the tiles and the waves of the table, from config.py and for an H200."""
+    text, clusters = read("docs/gemm.md"), 66
+    prose = " ".join(text.split())
+    wide, narrow = config.TILE_COST
+    costs = (
+        f"{config.TILE_COST[wide]:.2f} in the wide tile and {config.TILE_COST[narrow]:.2f} in the"
+    )
+    assert costs in prose and f"of which an H200 has {clusters}" in prose
+    rows = config.Config.tile_m * config.Config.cluster_m
+    assert f"A cluster covers {rows} rows" in prose
+    header = ["M = 512", f"{wide} wide: tiles, waves", f"{narrow} wide: tiles, waves"]
+    header += [f"predicted, {narrow} to {wide}", f"measured, {wide} wide", "cuBLAS"]
+    table = rows_of(text, *header)
+    assert len(table) == 2
+    for name, *cells, ratio, _, _ in table:
+        n, times = int(name.rpartition("N = ")[2]), {}
+        for width, cell in zip((wide, narrow), cells, strict=True):
+            tiles = -(-512 // rows) * -(-n // width)
+            waves = -(-tiles // clusters)
+            assert cell == f"{tiles}, {waves}"
+            times[width] = waves * width * config.TILE_COST[width]
+        assert f"{times[narrow] / times[wide]:.2f}" == ratio
+        assert config.tile_columns(512, n, clusters) == narrow
+
+
+def test_the_choice_of_the_tile_rests_on_the_record():
+    """The width probe's answer, and its cases with this kernel's warpgroups at each width."""
+    lines = (ROOT / "perf" / "results" / "probes.jsonl").read_text().splitlines()
+    records = [r for r in map(json.loads, lines) if r["probe"] == "width"]
+    answer = [r for r in records if r["case"] == "answer"][-1]
+    assert answer["verdict"] == "yes" and answer["differ"] == 0
+    for width in config.TILE_COST:
+        start = f"Chain(n={width}, warpgroups=2, block_k={config.Config.tile_k},"
+        cases = [r for r in records if r["case"].startswith(start)]
+        assert cases and all(r["verdict"] == "yes" and r["differ"] == 0 for r in cases)
+    prose = " ".join(read("docs/gemm.md").split())
+    assert f"0 of {answer['outputs']:,} outputs differ" in prose
 
 
 def test_the_map_names_every_folder():

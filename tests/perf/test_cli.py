@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import types
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+import perf.attention.bench
 import perf.bench
 import perf.probes.runner
+import perf.timing
 from perf import record
 from perf.__main__ import app
 from tests.perf.test_compare import bench
@@ -21,6 +24,7 @@ run = CliRunner().invoke
     "command",
     [
         ["bench", "gemm", "--shape", "qkv"],
+        ["bench", "attention", "--quick"],
         ["profile", "gemm", "--shape", "qkv"],
         ["profile", "target", "--shape", "qkv", "--product", "fwd", "--system", "ours"],
         ["probe", "width"],
@@ -53,6 +57,83 @@ def test_a_wrong_option_is_named(options, words, monkeypatch):
     done = run(app, ["bench", "gemm", *options])
     assert done.exit_code == 2
     assert all(word in done.output for word in words), done.output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--mask", "full,nose"], ["--mask", "nose"]),
+        (["--systems", "magic"], ["--systems", "magic"]),
+        (["--pass", "dq"], ["--pass", "dq"]),
+        (["--s", "8k"], ["--s", "8k"]),
+        (["--d", "96"], ["no case of the suite"]),
+        (["--rounds", "10"], ["--rounds"]),
+    ],
+)
+def test_a_wrong_option_of_attention_is_named(options, words, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    done = run(app, ["bench", "attention", *options])
+    assert done.exit_code == 2
+    assert all(word in done.output for word in words), done.output
+
+
+@pytest.fixture
+def attention_run(monkeypatch):
+    """Runs `bench attention` with a given result; keeps what it was asked."""
+    card = types.SimpleNamespace(L2_cache_size=1 << 20)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(perf.timing, "ceilings", lambda: {"mm_tflops": 1.0, "copy_gbs": 1.0})
+    asked = {}
+
+    def runs(measured, *arguments):
+        def measure(todo, options, **more):
+            asked.update(todo=todo, options=options, **more)
+            yield from measured(todo)
+
+        monkeypatch.setattr(perf.attention.bench, "measure", measure)
+        return run(app, ["bench", "attention", *arguments]), asked
+
+    return runs
+
+
+@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("failed", 1)])
+def test_attention_fails_where_our_result_is_wrong(status, code, attention_run):
+    def measured(todo):
+        yield "a line"
+        for name, state in (("fa4", "failed"), ("ours_unordered", status)):
+            yield todo[0].items("bwd") | {"system": name, "status": state, "why": "rival"}
+
+    done, asked = attention_run(measured, "--quick", "-o", "x.jsonl")
+    assert done.exit_code == code, done.output
+    assert done.output.splitlines()[0] == "a line" and "FAILED: rival" in done.output
+    assert len(asked["todo"]) == 7 and asked["options"].passes == ["bwd"]
+    assert asked["options"].systems == ["ours", "ours_unordered", "fa4"]
+    assert asked["options"].patience_s and asked["options"].l2_bytes == 1 << 20
+
+
+def test_attention_asks_for_what_the_options_say(attention_run):
+    arguments = ["--mask", "causal", "--d", "64", "--group", "4", "--systems", "ours,fa4"]
+    _, asked = attention_run(lambda todo: [], *arguments, "--budget", "9", "--rounds", "60")
+    assert [(c.heads, c.kv_heads) for c in asked["todo"]] == [(16, 4), (32, 8)]
+    options = asked["options"]
+    assert (options.budget_s, options.rounds, options.passes) == (9.0, 60, ["fwd", "bwd"])
+    assert options.wanted("fa4", asked["todo"][0])
+    assert asked["output"].name == "attention.jsonl"
+    _, asked = attention_run(lambda todo: [], "--check-only")
+    assert asked["options"].check_only and asked["options"].ceilings is None
+    random = next(c for c in asked["todo"] if c.mask == "random" and c.kv_heads == 4)
+    assert not asked["options"].wanted("fa4", random)
+
+
+def test_attention_says_that_the_device_is_lost(attention_run):
+    def measured(todo):
+        yield "a line"
+        raise perf.attention.bench.Lost("illegal memory access")
+
+    done, _ = attention_run(measured)
+    assert done.exit_code == 1
+    assert done.output.splitlines()[-1] == ("perf bench: the device is lost: illegal memory access")
 
 
 def write(path, *items) -> str:

@@ -1,4 +1,4 @@
-"""On the card: the probe kernel's bits, one benchmark case, the ceilings."""
+"""On the card: the probe kernel's bits, one benchmark case of each kind, the ceilings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from perf import bench, timing
 from perf.probes import golden, inputs, runner, smoke, truncation
-from tests.perf.test_probes import GOLDEN_FILES
+from tests.perf.test_golden import GOLDEN_FILES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -75,3 +75,22 @@ def test_one_case_against_cublas(product):
         assert body["backlog"] and body["median_us"] > 0, body
     assert all(bodies["ours"]["bitwise"].values())
     assert bodies["ours"]["check"]["poisoned"]
+
+
+@sm90
+@pytest.mark.parametrize("mask", ["causal", "document", "random"])
+def test_one_attention_case_in_both_orders(mask):
+    from perf.attention.bench import Options, measure
+    from perf.attention.cases import Case
+
+    case = Case(mask, 2048, 128, 8, 2, 4096)
+    options = Options(["ours", "ours_unordered"], l2_bytes=60 << 20, patience_s=60.0)
+    bodies = [b for b in measure([case], options, output=None) if isinstance(b, dict)]
+    assert [(b["system"], b["pass"]) for b in bodies] == [
+        ("ours", "fwd"),
+        ("ours", "bwd"),
+        ("ours_unordered", "bwd"),
+    ]
+    for body in bodies:
+        assert body["status"] == "ok" and body["backlog"] and body["median_us"] > 0, body
+    assert bodies[0]["bitwise"]["repeat"] and bodies[1]["bitwise"]["repeat"]

@@ -8,6 +8,8 @@ import pytest
 
 from perf import plots, record, report, targets
 
+PROFILE = "`python -m perf profile gemm --shape"
+
 
 def bench(product: str, shape: str, m: int, us: float, rivals: dict[str, float], **more) -> dict:
     item = {
@@ -64,7 +66,8 @@ def test_without_records_every_row_says_not_run():
         assert set(cells[3:-1]) == {"not run"}
         assert cells[-1].startswith("`python -m perf bench gemm")
     for target in targets.TARGETS:
-        assert row(page, target.text)[1:] == ["not run", "not run"]
+        assert row(page, target.text)[1:3] == ["not run", "not run"]
+        assert row(page, target.text)[3].startswith("`python -m perf bench gemm`")
     for question in targets.QUESTIONS:
         assert row(page, f"{question.number}. {question.text}")[1] == "not run"
 
@@ -113,25 +116,47 @@ def test_differing_bits_are_the_next_step():
 
 
 @pytest.mark.parametrize(
-    ("records", "measured", "verdict"),
+    ("records", "measured", "verdict", "step"),
     [
-        (forward(0.96), "0.960x (lowest 0.960x)", "held"),
-        (forward(0.94), "0.940x (lowest 0.940x)", "missed"),
-        (forward(0.99, qkv=0.89), "0.969x (lowest 0.890x)", "missed"),
-        (forward(0.96)[:3], "not run (3 of 5 shapes)", "not run"),
+        (forward(0.96), "0.960x (lowest 0.960x)", "held", "none"),
+        (forward(0.94, lm_head=0.93), "0.938x (lowest 0.930x)", "missed", f"{PROFILE} lm_head"),
+        (forward(0.99, qkv=0.89), "0.969x (lowest 0.890x)", "missed", f"{PROFILE} qkv"),
+        (forward(0.96)[:3], "not run (3 of 5 shapes)", "not run", "`python -m perf bench gemm`"),
     ],
 )
-def test_a_target_needs_all_five_shapes_the_mean_and_each(records, measured, verdict):
-    page = report.render(records, [])
-    assert row(page, targets.TARGETS[0].text)[1:] == [measured, verdict]
+def test_a_target_needs_all_five_shapes_the_mean_and_each(records, measured, verdict, step):
+    cells = row(report.render(records, []), targets.TARGETS[0].text)
+    assert cells[1:3] == [measured, verdict]
+    assert cells[3].startswith(step)
+
+
+def test_a_miss_at_the_floor_is_the_rivals():
+    """Ours within a tenth of the floor, the rival at half of it: 2.3x is out of reach."""
+    target = targets.TARGETS[1]
+    records = []
+    for shape, (m, _, _) in targets.SHAPES.items():
+        records.append(bench("fwd", shape, m, 100.0, {target.rival: 184.0}))
+        rate = {"system": target.rival, "tflops": 443.0 if shape == "qkv" else 424.0}
+        records.append(bench("fwd", shape, m, 184.0, {}, **rate))
+    cells = row(report.render(records, []), target.text)
+    assert cells[2] == "missed"
+    assert cells[3] == (
+        "none: ours is at 90% of the floor or above, the rival runs at 424 to 443 TFLOP/s"
+    )
+    for item in records:
+        item["floor_fraction"] = 0.89
+    assert row(report.render(records, []), target.text)[3].startswith(PROFILE)
 
 
 def test_host_targets_read_the_worst_cost():
     slow = bench("fwd", "qkv", 4096, 1.0, {}, host_us={"grad": 14.0, "inference": 9.0})
     page = report.render([slow], [])
-    assert row(page, "host time of one forward call, grad: <= 15 us")[1:] == ["14.0 us", "held"]
-    cells = row(page, "host time of one forward call, inference: <= 8 us")
-    assert cells[1:] == ["9.0 us", "missed"]
+    grad, inference = (f"host time of one forward call, {mode}" for mode in ("grad", "inference"))
+    assert row(page, f"{grad}: <= 15 us")[1:] == ["14.0 us", "held", "none"]
+    assert row(page, f"{inference}: <= 8 us")[1:] == ["9.0 us", "missed", targets.HOST_NEXT]
+    torchs = bench("fwd", "qkv", 4096, 1.0, {}, system="cublas", host_us={"inference": 11.6})
+    cells = row(report.render([slow, torchs], []), f"{inference}: <= 8 us")
+    assert cells[1] == "9.0 us (`torch.mm`: 11.6 us)"
 
 
 def test_certificates_fill_compiled_and_certified():
@@ -156,6 +181,9 @@ def test_an_answer_needs_enough_outputs_and_tells_extremes_apart():
         "yes (0 of 20,000,000 outputs differ); subnormal and overflowing operands: no"
     )
     assert cells[2] == "NVIDIA H200, fedcba9876+, 2026-11-21"
+    assert cells[4] == "the rule for those operands, then `python -m perf probe width`"
+    known = probe("width", verdict="yes", outputs=2 * 10**7, differ=0, extreme={"verdict": "yes"})
+    assert row(report.render([known], []), text)[4] == "none"
     failed = probe("width", verdict="failed", why="RuntimeError: boom")
     assert row(report.render([failed], []), text)[1] == "failed: RuntimeError: boom"
 

@@ -1,0 +1,1 @@
+"""`python -m perf bench attention`: block-sparse attention against its rivals on the same masks."""

@@ -1,0 +1,346 @@
+"""`python -m perf bench attention`: check every system, then time them in turns, by pass.
+
+Systems of one pass take turns on the same input sets.  Our own are checked first, for all cases:
+that compiles their kernels before a rival's package is imported, which changes CuTe process-wide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from .. import record, timing
+from . import check, schedule
+from .cases import PASSES, Case, Inputs, Problem
+from .systems import SYSTEMS, Absent, Call
+
+_BACKLOG_US = 20_000.0
+_CHUNK = 5
+_LONG = 3.0  # times the patience, for a system that compiles for long
+_WHY = 2000  # characters of an exception that are kept
+
+
+class Lost(RuntimeError):
+    """The device itself failed: nothing after this in the process can be trusted."""
+
+
+class NoForward(RuntimeError):
+    """No system's forward is right on a short case: there is nothing to give a backward."""
+
+
+@dataclass
+class Options:
+    """What a run is told: who, which passes, how long; and the device (a CPU in tests)."""
+
+    systems: list[str]
+    passes: list[str] = field(default_factory=lambda: list(PASSES))
+    rounds: int = timing.MIN_ROUNDS
+    budget_s: float = 1e9
+    check_only: bool = False
+    device: str = "cuda"
+    l2_bytes: int = 0
+    ceilings: dict[str, float] | None = None
+    clock: object = None
+    finish: Callable[[], None] = torch.cuda.synchronize
+    now: Callable[[], float] = time.monotonic
+    #: After so long in one step the process ends with its stack: a kernel that waits for ever.
+    patience_s: float | None = None
+    #: (system, case) -> is it measured there?
+    wanted: Callable[[str, Case], bool] = lambda system, case: True
+
+
+class Checks:
+    """The checks of short cases, each done once."""
+
+    def __init__(self, options: Options):
+        self.options, self.found = options, {}
+
+    def of(self, name: str, which: str, case: Case) -> dict:
+        """The `check` of a system in one pass, or {"status", "why"} where it could not run."""
+        key = name, which, case.small
+        if key not in self.found:
+            self.found[key] = self._run(name, which, case)
+        return self.found[key]
+
+    def _run(self, name: str, which: str, case: Case) -> dict:
+        try:
+            with watched(self.options):
+                found = check.whole(SYSTEMS[name], which, case, self.options.device)
+                self.options.finish()
+            return found
+        except Exception as error:
+            return failure(error, self.options)
+
+
+@contextlib.contextmanager
+def watched(options: Options, times: float = 1.0):
+    """Ends the process, with its stack on stderr, if the block takes `times` the patience."""
+    if options.patience_s:
+        faulthandler.dump_traceback_later(times * options.patience_s, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def failure(error: Exception, options: Options) -> dict:
+    """A record's words for an exception; Lost where the device does not answer any more."""
+    if isinstance(error, Absent):
+        return {"status": "absent", "why": str(error)}
+    why = f"{type(error).__name__}: {error}"[:_WHY]
+    try:
+        options.finish()
+    except Exception as lost:
+        raise Lost(f"{why}; then the device: {lost}"[:_WHY]) from error
+    return {"status": "failed", "why": why}
+
+
+def measure(
+    todo: list[Case], options: Options, *, output: Path | None, commit: str | None = None
+) -> Iterator[dict | str]:
+    """Yields records as they are written, and a line of text for what has no record.
+
+    A case that the budget does not reach is named in a line, not recorded.
+    """
+    common = record.environment(commit) | {"kind": "bench", "kernel": "attention"}
+
+    def written(body: dict) -> dict:
+        body |= common
+        if output is not None:
+            record.append(output, body)
+        return body
+
+    checks, end = Checks(options), options.now() + options.budget_s
+    for case in dict.fromkeys(case.small for case in todo):
+        for name, which in _early(options):
+            body = checked(name, which, case, checks.of(name, which, case))
+            yield written(body) if options.check_only else line(body)
+    if options.check_only:
+        return
+    longest = 0.0
+    for at, case in enumerate(todo):
+        start = options.now()
+        if start + longest > end:
+            names = ", ".join(left.label for left in todo[at:])
+            yield f"not run, the time is spent: {names}"
+            return
+        for body in run_case(case, options, checks):
+            yield written(body)
+        longest = max(longest, options.now() - start)
+
+
+def _early(options: Options) -> list[tuple[str, str]]:
+    """(system, pass) of the checks that come before any time: ours, or all if nothing else is."""
+    pairs = [(n, which) for which in PASSES for n in options.systems if which in SYSTEMS[n].start]
+    if options.check_only:
+        return [(name, which) for name, which in pairs if which in options.passes]
+    # The forward always: its out and lse are what every backward is given.
+    ours = [(n, w) for n, w in pairs if SYSTEMS[n].promised and w in (*options.passes, "fwd")]
+    return list(dict.fromkeys([("ours", "fwd"), *ours]))
+
+
+def checked(name: str, which: str, case: Case, found: dict) -> dict:
+    """A record body from a check."""
+    body = case.items(which) | {"system": name}
+    if "status" in found:
+        return body | found
+    why = check.wrong(SYSTEMS[name], found)
+    status = {"status": "failed", "why": why} if why else {"status": "ok"}
+    return body | {"check": found} | status
+
+
+def run_case(case: Case, options: Options, checks: Checks) -> Iterator[dict]:
+    """The bodies of one case, pass by pass; each pass is yielded when it is measured."""
+    try:
+        problem = Problem(case, options.device)
+        sets = [_input_set(problem, options, checks, 0)]
+        options.finish()
+    except Exception as error:
+        why = failure(error, options)
+        for which in options.passes:
+            for name in _of(which, case, options):
+                # A check that has failed already says more.
+                known = checks.found.get((name, which, case.small), why)
+                body = checked(name, which, case, known)
+                yield body if body["status"] != "ok" else body | why
+        return
+    for which in options.passes:
+        bodies, calls = {}, {}
+        for name in _of(which, case, options):
+            bodies[name], calls[name] = _ready(name, which, problem, sets[0], options, checks)
+        timed = {name: call for name, call in calls.items() if call is not None}
+        try:
+            with watched(options):
+                _compare_orders(bodies, timed, sets[0])
+                if timed:
+                    _time(timed, which, problem, sets, bodies, options, checks)
+        except Exception as error:
+            for name in timed:
+                bodies[name] |= failure(error, options)
+        yield from _finished(problem, which, bodies, options)
+
+
+def _finished(problem: Problem, which: str, bodies: dict, options: Options) -> Iterator[dict]:
+    """The bodies with what needs all medians of the pass."""
+    medians = {name: b["median_us"] for name, b in bodies.items() if "median_us" in b}
+    for name, body in bodies.items():
+        if name == "ours" and which == "bwd" and name in medians:
+            try:
+                body |= schedule.facts(problem, medians, options.finish)
+            except Exception as error:
+                body["schedule"] = failure(error, options)
+        yield body
+
+
+def _of(which: str, case: Case, options: Options) -> list[str]:
+    names = (n for n in options.systems if which in SYSTEMS[n].start)
+    return [name for name in names if options.wanted(name, case)]
+
+
+def _input_set(problem: Problem, options: Options, checks: Checks, seed: int) -> Inputs:
+    """Random inputs, and the out and lse of the first system whose forward is right."""
+    drawn = problem.drawn(seed)
+    for name in ("ours", "fa4"):
+        body = checked(name, "fwd", problem.case, checks.of(name, "fwd", problem.case))
+        if body["status"] == "ok":
+            with watched(options):
+                out, lse = _started(name, "fwd", problem)(Inputs(*drawn, None, None))
+                options.finish()
+            return Inputs(*drawn, out, lse)
+    raise NoForward("no forward is right, so there is no out and lse to go by")
+
+
+def _started(name: str, which: str, problem: Problem) -> Call:
+    """The call of a system on a problem, made once."""
+    made = vars(problem).setdefault("calls", {})
+    if (name, which) not in made:
+        made[name, which] = SYSTEMS[name].start[which](problem)
+    return made[name, which]
+
+
+def _ready(
+    name: str, which: str, problem: Problem, t: Inputs, options: Options, checks: Checks
+) -> tuple[dict, Call | None]:
+    """The body of a system's checks on a case, and its call if there is something to time."""
+    system = SYSTEMS[name]
+    body = checked(name, which, problem.case, checks.of(name, which, problem.case))
+    if "check" not in body:
+        return body, None
+    try:
+        start = options.now()
+        with watched(options, 1.0 if system.short else _LONG):
+            call = _started(name, which, problem)
+            got = call(t)
+            options.finish()
+            body["first_call_s"] = round(options.now() - start, 3)
+            found = body["check"] | {"sampled_error": check.sampled(problem, which, t, got)}
+            if system.ordered or which == "fwd":
+                body["bitwise"] = {"repeat": check.repeats(call, t)}
+    except Exception as error:
+        return body | failure(error, options), None
+    why = check.wrong(system, found)
+    body |= {"check": found} | ({"status": "failed", "why": why} if why else {})
+    # Beyond the bound it is not right, but its time says something still.
+    right = not check.wrong(system, found | {"beyond_bound": 0})
+    return body, call if right else None
+
+
+def _compare_orders(bodies: dict, calls: dict, t: Inputs) -> None:
+    """Our two orders against each other at full size."""
+    if not {"ours", "ours_unordered"} <= set(calls):
+        return
+    count = check.apart(calls["ours"](t), calls["ours_unordered"](t))
+    body = bodies["ours_unordered"]
+    body["check"] |= {"apart": count}
+    if count:
+        body |= {"status": "failed", "why": f"{count} elements are far from the ordered result"}
+
+
+def _time(
+    calls: dict[str, Call],
+    which: str,
+    problem: Problem,
+    sets: list[Inputs],
+    bodies: dict[str, dict],
+    options: Options,
+    checks: Checks,
+) -> None:
+    """Takes the times of one pass, in turns, into the bodies."""
+    own = sum(t.nbytes for t in sets[0])
+    count = timing.set_count(own, options.l2_bytes, len(calls))
+    for seed in range(len(sets), count):
+        sets.append(_input_set(problem, options, checks, seed))
+
+    def on(call: Call, number: int):
+        return call(sets[number % count])
+
+    turns = {name: functools.partial(on, call) for name, call in calls.items()}
+    with torch.no_grad():
+        for call in turns.values():
+            for number in range(count):
+                call(number)
+        times = timing.interleave(
+            turns,
+            rounds=options.rounds,
+            clock=options.clock,
+            chunk=_CHUNK,
+            backlog_us=_BACKLOG_US,
+        )
+    case, flops, clocks = problem.case, problem.flops(which), record.clocks()
+    for name, taken in times.items():
+        body = bodies[name]
+        pairs = {other: paired(theirs, taken) for other, theirs in times.items() if other != name}
+        body["ratio"] = {other: middle for other, (_, middle, _) in pairs.items()}
+        body["ratio_spread"] = {other: [low, high] for other, (low, _, high) in pairs.items()}
+        body |= {"median_us": taken.median, "p10_us": taken.p10, "p90_us": taken.p90}
+        body |= {"samples": len(taken.samples), "backlog": taken.backlog, "clocks": clocks}
+        body |= {"tflops": flops / taken.median / 1e6, "elements": problem.elements}
+        body["cold_l2"] = {"sets": count, "set_bytes": own, "l2_bytes": options.l2_bytes}
+        if options.ceilings:
+            compute = flops / options.ceilings["mm_tflops"] / 1e6
+            floor = max(compute, case.bytes(which) / options.ceilings["copy_gbs"] / 1e3)
+            body |= {"floor_us": floor, "floor_fraction": floor / taken.median}
+            body["ceilings"] = options.ceilings
+
+
+def paired(theirs: timing.Timing, own: timing.Timing) -> tuple[float, float, float]:
+    """p10, median and p90 over the rounds of a rival's time over this system's.
+
+    Both ran within milliseconds of each other, so a change of clocks hits both: a ratio of medians
+    would be wrong by more than the few percent that an order costs.
+    """
+    each = [x / y for x, y in zip(theirs.samples, own.samples, strict=True)]
+    return tuple(timing.quantile(each, q) for q in (0.1, 0.5, 0.9))
+
+
+def line(body: dict) -> str:
+    """One line for the terminal."""
+    head = f"{body['system']:<14} {body['pass']} {body['shape']:<28}"
+    parts = []
+    if "median_us" in body:
+        spread = f"[{body['p10_us']:.0f}, {body['p90_us']:.0f}]"
+        parts.append(f"{body['median_us']:8.1f} us {spread} {body['tflops']:5.0f} TFLOP/s")
+        for name, ratio in body["ratio"].items():
+            low, high = body["ratio_spread"][name]
+            parts.append(f"{ratio:.3f}x {name} [{low:.3f}, {high:.3f}]")
+    if "predicted" in body:
+        parts.append(f"predicted {body['predicted']['ratio']:.3f} of unordered")
+        parts.append(f"{body['schedule']['name']}; lists {body['order_share']:.1%}")
+    if "check" in body:
+        found = body["check"]
+        if "rel_error" in found:
+            parts.append(f"error {found['rel_error']:.1e}, {found['of_bound']:.2f} of bound")
+        if "sampled_error" in found:
+            parts.append(f"at full size {found['sampled_error']:.1e}")
+    if "bitwise" in body:
+        parts.append("repeats" if body["bitwise"]["repeat"] else "DOES NOT REPEAT")
+    if body["status"] != "ok":
+        parts.insert(0, f"{body['status'].upper()}: {body['why'].splitlines()[0][:300]}")
+    return f"{head} " + "; ".join(parts)

@@ -1,0 +1,165 @@
+"""What is measured: masks of one length, their inputs, and how much work they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_kernels.schedulers import BlockMask, mask_bits, mask_build
+
+BLOCK = 128
+TOKENS = 32_768  # of a batch, whatever its length
+PASSES = ("fwd", "bwd")
+#: Products of S^2 D: two in the forward, five in the backward.
+PRODUCTS = {"fwd": 2, "bwd": 5}
+_SEED = 20_261_120
+_CHUNK = 256  # blocks whose elements are looked at together
+
+
+class Inputs(NamedTuple):
+    """One input set; out and lse are those of a forward on the same q, k, v."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """One mask, length, head size and number of heads; bf16, q_len = kv_len = s."""
+
+    mask: str
+    s: int
+    dim: int
+    heads: int
+    kv_heads: int
+    tokens: int = TOKENS
+
+    @property
+    def batch(self) -> int:
+        return max(1, self.tokens // self.s)
+
+    @property
+    def label(self) -> str:
+        return f"{self.mask}/s{self.s}/d{self.dim}/h{self.heads}/kv{self.kv_heads}"
+
+    @property
+    def scale(self) -> float:
+        return self.dim**-0.5
+
+    @property
+    def window(self) -> int:
+        """Keys that a query of the window mask sees, itself included."""
+        return min(1024, self.s // 4)
+
+    @property
+    def prefix(self) -> int:
+        return self.s // 4
+
+    @property
+    def small(self) -> Case:
+        """The same class of mask at a length that float64 can check whole."""
+        group = self.heads // self.kv_heads
+        s = min(self.s, 1024)
+        return Case(self.mask, s, self.dim, 2 * group, 2, 2 * s)
+
+    def bytes(self, which: str) -> int:
+        """The least traffic: q, k, v, out; in the backward also their gradients."""
+        each = 2 * self.batch * self.s * self.dim * (2 * self.heads + 2 * self.kv_heads)
+        return each if which == "fwd" else 2 * each
+
+    def items(self, which: str) -> dict:
+        """The fields of a record; `product` and `shape` are what reports and compare go by."""
+        facts = {"mask": self.mask, "s": self.s, "d": self.dim, "batch": self.batch}
+        facts |= {"heads": self.heads, "kv_heads": self.kv_heads, "pass": which}
+        return facts | {"product": which, "shape": self.label, "dtype": "bf16"}
+
+
+class Problem:
+    """A case on a device: its mask, and what each rival needs to state the same mask."""
+
+    def __init__(self, case: Case, device: str):
+        self.case, self.device = case, torch.device(device)
+        #: int32 [B, S]: documents of 1,536 tokens on average, other ones in each batch.
+        self.ids = _documents(case).to(device) if case.mask == "document" else None
+        #: bool [S / 128, S / 128]: a quarter of the blocks, and the diagonal.
+        self.blocks = _quarter(case.s // BLOCK).to(device) if case.mask == "random" else None
+        self.mask = self._mask()
+
+    def _mask(self) -> BlockMask:
+        case, device = self.case, self.device
+        size = (case.s, case.s)
+        if case.mask == "full":
+            return BlockMask.full(*size, device=device)
+        if case.mask == "causal":
+            return BlockMask.causal(*size, device=device)
+        if case.mask == "window":
+            return BlockMask.sliding_window(*size, left=case.window - 1, right=0, device=device)
+        if case.mask == "prefix":
+            return BlockMask.prefix_lm(*size, prefix=case.prefix, device=device)
+        if case.mask == "document":
+            return BlockMask.document(self.ids)
+        row, col = self.blocks.nonzero().unbind(1)
+        shape = (1, 1, len(self.blocks))
+        count, index = mask_build.compact(row, col.int(), shape=shape)
+        return BlockMask.from_blocks(count, index, *size)
+
+    @cached_property
+    def elements(self) -> int:
+        """Scores that the mask allows, over all batches and query heads."""
+        mask = self.mask
+        row, col, full = mask_build.ragged(mask.kv_count, mask.kv_index, mask.kv_full)
+        b, h, m, n = mask_bits.coordinates(mask.grid, mask.shape, row, col.long())
+        whole = (self.case.s - torch.stack((m, n))[:, full] * BLOCK).clamp(max=BLOCK).prod(0)
+        total = int(whole.sum())
+        for part in (~full).nonzero()[:, 0].split(_CHUNK):
+            place = (b[part], h[part], m[part], n[part])
+            inside = mask.grid.inside(*mask.grid.positions(*place[2:]))
+            total += int((mask.rule.blocks(mask.grid, *place) & inside).sum())
+        share = self.case.batch * self.case.heads // (mask.shape[0] * mask.shape[1])
+        return total * share
+
+    def flops(self, which: str) -> int:
+        """Of the elements that the mask allows, not of the blocks that hold them."""
+        return 2 * PRODUCTS[which] * self.case.dim * self.elements
+
+    def allowed(self, b: int, h: int, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """Bool, by the element rule; the indices broadcast."""
+        place = (torch.tensor(x, device=self.device) for x in (b, h))
+        return self.mask.rule.evaluate(*place, q_idx, kv_idx).expand(
+            torch.broadcast_shapes(q_idx.shape, kv_idx.shape)
+        )
+
+    def drawn(self, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Random q, k, v, dout [B, S, heads, D]; never zeros, on which a card runs faster."""
+        case = self.case
+        generator = torch.Generator(self.device).manual_seed(_SEED + seed)
+
+        def normal(heads: int) -> Tensor:
+            shape = (case.batch, case.s, heads, case.dim)
+            made = torch.randn(shape, generator=generator, device=self.device)
+            return made.to(torch.bfloat16)
+
+        return tuple(normal(n) for n in (case.heads, case.kv_heads, case.kv_heads, case.heads))
+
+
+def _documents(case: Case) -> Tensor:
+    generator = torch.Generator().manual_seed(_SEED)
+    count = round(case.s / 1536) if case.s >= 4096 else 5
+    first = torch.zeros(case.batch, case.s, dtype=torch.int32)
+    for row in first:
+        row[1 + torch.randperm(case.s - 1, generator=generator)[: count - 1]] = 1
+    return first.cumsum(1, dtype=torch.int32)
+
+
+def _quarter(blocks: int) -> Tensor:
+    generator = torch.Generator().manual_seed(_SEED)
+    chosen = torch.rand(blocks, blocks, generator=generator) < 0.25
+    return chosen | torch.eye(blocks, dtype=torch.bool)

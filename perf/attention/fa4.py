@@ -1,0 +1,95 @@
+"""FlashAttention-4 (`flash-attn-4`) on a problem: its dense masks where it has them, else lists.
+
+full, causal and window are arguments of its dense kernels, its fastest path.  The others go through
+its block lists, in blocks of 128 x 128, with an element rule where some blocks are partial.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import torch
+
+from cute_kernels.schedulers import to_fa4
+
+from ..rivals import Absent
+from .cases import Inputs, Problem
+
+DENSE = ("full", "causal", "window")
+NO_ORDER = (
+    "FA4's SM90 backward asserts determinism away with block sparsity (flash_bwd_sm90.py: "
+    '"Deterministic not implemented for block-sparse backward")'
+)
+
+
+def _module(name: str):
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        # A package of another toolchain fails in many ways; each is why it is not measured.
+        raise Absent(f"{name} cannot be imported: {type(error).__name__}: {error}"[:500]) from None
+
+
+def arguments(problem: Problem, which: str) -> dict:
+    """The keyword arguments that state the mask, for one pass."""
+    case = problem.case
+    if case.mask == "full":
+        return {}
+    if case.mask == "causal":
+        return {"causal": True}
+    if case.mask == "window":
+        return {"window_size_left": case.window - 1, "window_size_right": 0}
+    torch_lists = _module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
+    lists = to_fa4(problem.mask, "forward" if which == "fwd" else "backward")
+    lists = lists._replace(
+        mask_block_idx=_whole_width(lists.mask_block_idx),
+        full_block_idx=_whole_width(lists.full_block_idx),
+    )
+    found = {"block_sparse_tensors": torch_lists(**lists._asdict())}
+    if case.mask == "document":
+        rule = _module("perf.attention.fa4_masks").document
+        return found | {"mask_mod": rule, "aux_tensors": [problem.ids]}
+    return found | ({"mask_mod": _prefix_rule(case.prefix)} if case.mask == "prefix" else {})
+
+
+def _whole_width(index: torch.Tensor) -> torch.Tensor:
+    """[.., blocks, L] -> [.., blocks, blocks], zeros beyond: one compilation for all masks."""
+    return torch.nn.functional.pad(index, (0, index.shape[2] - index.shape[3])).contiguous()
+
+
+@functools.cache
+def _prefix_rule(length: int):
+    return _module("perf.attention.fa4_masks").prefix(length)
+
+
+def _needs_cuda(problem: Problem) -> None:
+    if problem.device.type != "cuda":
+        raise Absent("FA4 needs a CUDA GPU")
+
+
+def forward(problem: Problem):
+    """(out, lse) of an input set; lse is the natural logarithm, fp32 [B, H, S], as ours."""
+    interface = _module("flash_attn.cute.interface")
+    _needs_cuda(problem)
+    rest = {"softmax_scale": problem.case.scale, "return_lse": True} | arguments(problem, "fwd")
+
+    def call(t: Inputs) -> tuple[torch.Tensor, ...]:
+        return interface._flash_attn_fwd(t.q, t.k, t.v, **rest)[:2]
+
+    return call
+
+
+def backward(problem: Problem, ordered: bool):
+    """(dq, dk, dv) of an input set: preprocess, main kernel, postprocess, as its autograd does."""
+    if ordered and problem.case.mask not in DENSE:
+        raise Absent(NO_ORDER)
+    interface = _module("flash_attn.cute.interface")
+    _needs_cuda(problem)
+    rest = {"softmax_scale": problem.case.scale, "deterministic": ordered}
+    rest |= arguments(problem, "bwd")
+
+    def call(t: Inputs) -> tuple[torch.Tensor, ...]:
+        return interface._flash_attn_bwd(t.q, t.k, t.v, t.out, t.dout, t.lse, **rest)
+
+    return call

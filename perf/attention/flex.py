@@ -1,0 +1,78 @@
+"""FlexAttention (torch, compiled to Triton) on a problem: today's deterministic sparse backward.
+
+Its backward runs through autograd on a graph that the first call of each input set leaves, so that
+later calls are the backward alone.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from .cases import BLOCK, Inputs, Problem
+
+
+def rule(problem: Problem):
+    """The mask as a FlexAttention ``mask_mod``, or None for no mask."""
+    case, ids, blocks = problem.case, problem.ids, problem.blocks
+    return {
+        "full": lambda: None,
+        "causal": lambda: lambda b, h, q, kv: kv <= q,
+        "window": lambda: lambda b, h, q, kv: (kv <= q) & (kv > q - case.window),
+        "document": lambda: lambda b, h, q, kv: ids[b, q] == ids[b, kv],
+        "prefix": lambda: lambda b, h, q, kv: (kv <= q) | (kv < case.prefix),
+        "random": lambda: lambda b, h, q, kv: blocks[q // BLOCK, kv // BLOCK],
+    }[case.mask]()
+
+
+@functools.cache
+def _compiled():
+    import torch._functorch.config
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # A backward that may take its saved tensors' memory could run once only.
+    torch._functorch.config.donated_buffer = False
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _call(problem: Problem):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    case, mask_mod, block_mask = problem.case, rule(problem), None
+    if mask_mod is not None:
+        batch = case.batch if problem.ids is not None else None
+        device = str(problem.mask.device)
+        block_mask = create_block_mask(mask_mod, batch, None, case.s, case.s, device)
+    run, gqa = _compiled(), case.heads != case.kv_heads
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        heads_first = (t.transpose(1, 2) for t in (q, k, v))
+        options = {"block_mask": block_mask, "scale": case.scale, "enable_gqa": gqa}
+        out, lse = run(*heads_first, return_lse=True, **options)
+        return out.transpose(1, 2), lse
+
+    return call
+
+
+def forward(problem: Problem):
+    """(out, lse) of an input set."""
+    run = _call(problem)
+    return lambda t: run(t.q, t.k, t.v)
+
+
+def backward(problem: Problem):
+    """(dq, dk, dv) of an input set."""
+    run, graphs = _call(problem), {}
+
+    def call(t: Inputs) -> tuple[Tensor, ...]:
+        key = t.q.data_ptr()
+        if key not in graphs:
+            with torch.enable_grad():
+                leaves = [x.detach().requires_grad_() for x in (t.q, t.k, t.v)]
+                graphs[key] = leaves, run(*leaves)[0]
+        leaves, out = graphs[key]
+        return torch.autograd.grad(out, leaves, t.dout, retain_graph=True)
+
+    return call

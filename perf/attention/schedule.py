@@ -1,0 +1,58 @@
+"""The schedule that a backward ran by: its name and hash, its predicted time, what its lists cost.
+
+The prediction is the simulator's for the schedule that ran; the lists' cost is the time to build
+the order's tensors on the device, against one backward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from cute_kernels.schedulers import simulate
+from cute_kernels.sparse_attn import checks, config, masks
+
+from ..timing import quantile
+from .cases import Problem
+
+_BUILDS = 9
+
+
+def facts(problem: Problem, medians: dict[str, float], finish: Callable[[], None]) -> dict:
+    """The record fields of our ordered backward, timed as `medians` (microseconds) say."""
+    case = problem.case
+    lowered = masks.lower(problem.mask)
+    count = config.schedule_heads(problem.mask.shape[1], case.batch, case.heads, case.kv_heads)
+    group = case.batch * case.heads // count
+    made = checks.admitted(lowered, checks.AUTO, count, case.dim, group)
+    machine = config.MACHINES[case.dim]
+    told = simulate(made, machine, group=group)
+    build = []
+    for _ in range(_BUILDS):
+        finish()
+        start = time.perf_counter()
+        masks.order_of(lowered, made)
+        finish()
+        build.append((time.perf_counter() - start) * 1e6)
+    order_us = quantile(build, 0.5)
+    body = {
+        "schedule": {
+            "name": made.name,
+            "hash": made.hash,
+            "heads": made.heads,
+            "heads_in_flight": made.heads_in_flight,
+            "group": group,
+        },
+        "predicted": {
+            "machine": machine,
+            "makespan_us": told.makespan_ns / 1e3,
+            "unordered_us": told.unordered_ns / 1e3,
+            "ratio": told.ratio,
+            "stall_share": told.stall_share,
+        },
+        "order_us": order_us,
+        "order_share": order_us / medians["ours"],
+        "ordered_us": medians["ours"],
+    }
+    unordered = medians.get("ours_unordered")
+    return body | ({"unordered_us": unordered} if unordered else {})

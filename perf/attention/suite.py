@@ -1,0 +1,52 @@
+"""Which cases and systems one call measures, and the card's facts that the run needs."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import targets, timing
+from .bench import Options
+from .cases import Case
+
+QUICK_SYSTEMS = ("ours", "ours_unordered", "fa4")
+PATIENCE_S = 100.0
+
+
+def chosen(
+    masks: list[str],
+    *,
+    s: list[int],
+    d: list[int],
+    heads: list[int],
+    group: list[int],
+    quick: bool = False,
+) -> list[Case]:
+    """The suite's cases that have these sizes; an empty list asks for all, lengths are free."""
+    found = []
+    for mask, own, dim, queries, kv_heads in targets.attention_cases(quick):
+        fits = (not masks or mask in masks) and (not d or dim in d)
+        fits &= (not heads or queries in heads) and (not group or queries // kv_heads in group)
+        if fits:
+            found += [Case(mask, length, dim, queries, kv_heads) for length in s or [own]]
+    return list(dict.fromkeys(found))
+
+
+def options(
+    systems: list[str], passes: list[str], *, by_default: bool, check_only: bool
+) -> Options:
+    """A run on the card; ``by_default``: rivals only where the suite has them."""
+
+    def wanted(system: str, case: Case) -> bool:
+        size = (case.dim, case.heads, case.kv_heads)
+        return not by_default or targets.attention_rival_wanted(system, case.mask, size)
+
+    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    return Options(
+        systems,
+        passes,
+        check_only=check_only,
+        l2_bytes=l2_bytes,
+        ceilings=None if check_only else timing.ceilings(),
+        wanted=wanted,
+        patience_s=PATIENCE_S,
+    )

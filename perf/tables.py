@@ -1,0 +1,86 @@
+"""What the parts of the status page share: the records that count, and cells of a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NOT_RUN = "not run"
+
+Case = tuple[str, str]  # product, shape label
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The latest record of each (system, product, shape label)."""
+
+    records: dict[tuple[str, str, str], dict]
+
+    def get(self, case: Case, system: str = "ours") -> dict | None:
+        return self.records.get((system, *case))
+
+    def ratio(self, case: Case, rival: str, system: str = "ours") -> float | None:
+        """The rival's time over the system's, of one call's record."""
+        own = self.get(case, system)
+        return None if own is None else own.get("ratio", {}).get(rival)
+
+
+def latest(records: list[dict], kernel: str = "gemm") -> Bench:
+    """The records of one kernel.
+
+    Of several records of a case the one with the latest date counts, then the last line.  One that
+    took no time replaces a timed one only if it failed.
+    """
+    kept: dict[tuple[str, str, str], dict] = {}
+    own = [r for r in records if r["kind"] == "bench" and r["kernel"] == kernel]
+    for item in sorted(own, key=lambda r: r["date"]):
+        key = (item["system"], item["product"], item["shape"])
+        if (
+            "median_us" in item
+            or item["status"] == "failed"
+            or "median_us" not in kept.get(key, {})
+        ):
+            kept[key] = item
+    return Bench(kept)
+
+
+def table(header: list[str], rows: list[list[str]]) -> list[str]:
+    """Lines of a Markdown table."""
+    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    return lines + ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def _commit(item: dict) -> str:
+    mark = "+" if item.get("dirty") else ""
+    return item["commit"][:10] + mark
+
+
+def where(item: dict | None) -> str:
+    """GPU, commit and date of a record that holds."""
+    if item is None or item["status"] == "absent":
+        return NOT_RUN
+    verdict = "" if item["status"] == "ok" else f"{item['status']} "
+    return f"{verdict}{item['gpu']}, {_commit(item)}, {item['date'][:10]}"
+
+
+def times(value: float | None) -> str:
+    """A ratio."""
+    return NOT_RUN if value is None else f"{value:.2f}x"
+
+
+def bits(item: dict | None) -> str:
+    """The bitwise verdicts of a record."""
+    if item is None or "bitwise" not in item:
+        return NOT_RUN
+    held = item["bitwise"]
+    return "; ".join(f"{name} {'same' if held[name] else 'differs'}" for name in sorted(held))
+
+
+def certified(certificates: list[dict], kernel: str) -> tuple[str, str]:
+    """("compiled", "certified") cells of a kernel: as the catalogue names it."""
+    own = [c for c in certificates if c["name"] == kernel]
+    if not own:
+        return NOT_RUN, NOT_RUN
+    good = [c for c in own if c["ok"]]
+    registers = [c["registers"] for c in own if "registers" in c]
+    limit = f", <= {max(registers)} registers" if registers else ""
+    return f"{len(own)} configurations", f"{len(good)} of {len(own)}{limit}"

@@ -1,0 +1,115 @@
+"""Numbers in prose: the README, docs/numerics.md and the GEMM note say what the records say."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from perf import record, report, targets
+from perf.tables import Bench, latest
+
+#: The runs that the pages quote, by file of records.
+COMMITS = dict.fromkeys(("bench", "probes", "tune", "profile"), "d59b64c")
+TILES = ("64x128", "128x128", "128x192")  # of the promotion probe
+
+
+def page(path: str) -> str:
+    return (record.ROOT / path).read_text()
+
+
+def records(name: str) -> list[dict]:
+    lines = (record.RESULTS / f"{name}.jsonl").read_text().splitlines()
+    return [r for r in map(json.loads, lines) if r["commit"] == COMMITS[name]]
+
+
+def row(text: str, start: str) -> str:
+    found = [line for line in text.splitlines() if line.startswith(f"| {start}")]
+    assert len(found) == 1, (start, found)
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return latest(records("bench"))
+
+
+def mean(bench: Bench, product: str, rival: str) -> float:
+    return report.geomean([bench.ratio((product, shape), rival) for shape in targets.SHAPES])
+
+
+@pytest.mark.parametrize(
+    ("product", "start"), [("fwd", "forward"), ("dx", "dx |"), ("dw", "dW into fp32")]
+)
+def test_the_readme_has_the_measured_ratios(bench, product, start):
+    cells = row(page("README.md"), start)
+    rates = [bench.get((product, shape))["tflops"] for shape in targets.SHAPES]
+    assert f"| {min(rates):.0f} to {max(rates):.0f} |" in cells
+    rivals = ("cublas", "ours_triton", "quack_untuned")
+    found = [cell.split("x")[0].strip() for cell in cells.strip("|").split("|")[2:]]
+    assert found == [f"{mean(bench, product, rival):.2f}" for rival in rivals]
+
+
+def test_the_readme_tells_what_was_missed(bench):
+    text = " ".join(page("README.md").split())
+    small = [bench.ratio((product, "qkv/m512"), "cublas") for product in ("fwd", "dx")]
+    assert f"(forward {small[0]:.2f}x, dx {small[1]:.2f}x of cuBLAS)" in text
+    ours, torchs = (bench.get(("fwd", "qkv"), name)["host_us"] for name in ("ours", "cublas"))
+    assert f"{ours['grad']:.1f} us under grad and {ours['inference']:.1f} us in inference" in text
+    assert f"costs {torchs['grad']:.1f} and {torchs['inference']:.1f};" in text
+
+
+def answer(probe: str) -> dict:
+    found = [r for r in records("probes") if r["probe"] == probe and r["case"] == "answer"]
+    assert len(found) == 1
+    return found[0]
+
+
+@pytest.mark.parametrize("question", targets.QUESTIONS, ids=lambda question: question.probe)
+def test_numerics_counts_what_the_probes_counted(question):
+    found = answer(question.probe)
+    assert found["outputs"] >= targets.MIN_OUTPUTS
+    cells = row(page("docs/numerics.md"), f"{question.number}. ")
+    assert f"{found['differ']:,} of {found['outputs']:,}" in cells
+    extreme = found.get("extreme")
+    if extreme and question.number != 2:
+        assert f"operands: {extreme['differ']:,} of {extreme['outputs']:,}" in cells
+    if question.number == 2:
+        assert found["differ"] == found["zero_sign"] and extreme["differ"] == 0
+
+
+def test_numerics_has_the_cost_of_every_leaf():
+    cases = {r["case"]: r for r in records("probes") if r["probe"] == "promotion"}
+    text = page("docs/numerics.md")
+    for period in (4, 8, 16, 32, 64):
+        costs = [cases[f"{t}, leaf of {period} groups"]["cost"] for t in TILES]
+        start = f"{period} groups | {16 * period} |"
+        assert row(text, start).endswith(" | ".join(f"{cost:+.1%}" for cost in costs) + " |")
+    rates = [cases[f"{t}, leaf of 0 groups"]["tflops"] for t in TILES]
+    assert row(text, "none | all").endswith(" | ".join(f"{r:.0f} TFLOP/s" for r in rates) + " |")
+
+
+def test_the_note_has_the_measured_variants():
+    kept = {(r["system"], r["shape"]): r for r in records("tune")}
+    text = page("docs/notes/gemm_sm90.md")
+    shapes = ("qkv", "mlp_down")
+    base = [kept["ours[]", shape]["median_us"] for shape in shapes]
+    assert row(text, "shipped").endswith("| " + " | ".join(f"{us:.1f} us" for us in base) + " |")
+    assert all(r["bits_of_shipped"] for r in kept.values() if r["system"] != "cublas")
+    for system in sorted({name for name, _ in kept} - {"ours[]"}):
+        more = [kept[system, s]["median_us"] / us - 1 for s, us in zip(shapes, base, strict=True)]
+        name = "cuBLAS" if system == "cublas" else f"`{system[5:-1]}`"
+        assert row(text, f"{name} |").endswith(" | ".join(f"{x:+.1%}" for x in more) + " |")
+
+
+def test_the_note_has_the_profiles_counters():
+    (found,) = records("profile")
+    text = page("docs/notes/gemm_sm90.md")
+    counters = found["counters"]
+    assert f"tensor pipe busy {counters['tensor_pct']:.1f}%" in text
+    assert f"DRAM busy {counters['dram_pct']:.0f}% of the time" in text
+    hits, least = counters["l2_hit_pct"], found["bytes_over_least"]
+    assert f"L2 hits {hits:.0f}%, DRAM traffic {least:.2f}x the least" in text
+    assert f"{found['ceilings']['mm_tflops']:.0f} TFLOP/s" in text
+    for stall in found["stalls"][:1]:
+        assert f"{stall['reason']} {stall['warps']:.1f}" in text
