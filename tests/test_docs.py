@@ -285,10 +285,10 @@ def test_the_choice_of_the_tile_is_told_as_it_is():
     rows = config.Config.tile_m * config.Config.cluster_m
     assert f"A cluster covers {rows} rows" in prose
     header = ["M = 512", f"{wide} wide: tiles, waves", f"{narrow} wide: tiles, waves"]
-    header += [f"predicted, {narrow} to {wide}", f"measured, {wide} wide", "cuBLAS"]
+    header += [f"predicted, {narrow} to {wide}", f"measured, {wide} wide", f"{narrow} wide"]
     table = rows_of(text, *header)
     assert len(table) == 2
-    for name, *cells, ratio, _, _ in table:
+    for name, *cells, ratio, before, after in table:
         n, times = int(name.rpartition("N = ")[2]), {}
         for width, cell in zip((wide, narrow), cells, strict=True):
             tiles = -(-512 // rows) * -(-n // width)
@@ -297,6 +297,17 @@ def test_the_choice_of_the_tile_is_told_as_it_is():
             times[width] = waves * width * config.TILE_COST[width]
         assert f"{times[narrow] / times[wide]:.2f}" == ratio
         assert config.tile_columns(512, n, clusters) == narrow
+        product = "dx" if "dx" in name else "fwd"
+        for commit, cell in (("d59b64c", before), ("45e2796", after)):
+            (found,) = (
+                r
+                for r in map(
+                    json.loads, (ROOT / "perf/results/bench.jsonl").read_text().splitlines()
+                )
+                if (r["commit"], r["system"], r["product"], r["shape"])
+                == (commit, "ours", product, "qkv/m512")
+            )
+            assert cell.startswith(f"{found['median_us']:.1f} us, {found['ratio']['cublas']:.2f}x")
 
 
 def test_the_choice_of_the_tile_rests_on_the_record():

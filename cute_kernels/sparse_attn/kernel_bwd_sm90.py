@@ -338,9 +338,11 @@ class BackwardSm90:
                     count, _ = walk.visits(sizes, q_block, self.tile_m)
                     for visit in cutlass.range(count, unroll=1):
                         # Shared memory answers late while WGMMA reads it: lse2 and delta are
-                        # asked for before the products that they meet.
+                        # asked for before the products that they meet, if registers allow.
                         rings[0].consumer_wait(state)
-                        lse2 = self.fetch(tiles.statistics(shared.sLse2, state.index, lane))
+                        lse2 = tiles.statistics(shared.sLse2, state.index, lane)
+                        if cutlass.const_expr(self.tile_m == 64 or not config.softcap):
+                            lse2 = self.fetch(lse2)
                         # S = Q Kᵀ and dP = dO Vᵀ, with the keys as rows.
                         chain.start(score, rS, tSrK, tSrQ, 0, state.index)
                         if held >= 0:

@@ -1,7 +1,9 @@
 """Bits of the SM90 backward: the same under every timing, grid and residency; the schedule's own.
 
 Tiles come from a ticket counter, so a schedule that `check` calls any_residency may run with CTAs
-dispatched in any order and with any number of them resident; one that needs P hangs below P.
+dispatched in any order and with any number of them resident; one that needs P hangs below P.  The
+query heads of a group come one after another: then P is that of the schedule `unrolled`, no less
+and sometimes more.  The op admits any_residency schedules only.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 
+from cute_kernels.errors import ScheduleError
 from cute_kernels.schedulers import kinds
 from cute_kernels.schedulers.mask import BlockMask
 from cute_kernels.schedulers.safety import check
 from cute_kernels.schedulers.schedule import Schedule
+from cute_kernels.sparse_attn import checks, masks
 from tests import contract, ptxsim, sim
 from tests.ptxsim import available
 
@@ -110,18 +114,56 @@ def test_the_launch_order_is_not_in_the_bits_and_the_write_order_is(head_dim):
     assert not contract.same_bytes(found.dv, first.dv)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "heads", "kv_heads"), [(128, 1, 1), (128, 2, 1), (64, 2, 1), (64, 4, 2)]
-)
-def test_a_schedule_that_needs_residents_hangs_below_them_only(head_dim, heads, kv_heads):
-    """`check` says how many; a group of query heads per KV head does not change it."""
-    case = simulated_bwd.case(
-        BlockMask.full(512, 512), head_dim=head_dim, heads=heads, kv_heads=kv_heads
+def unrolled(schedule: Schedule, group: int) -> Schedule:
+    """What the kernel does with ``group`` query heads to each KV head, as one without groups: in
+    every ticket the whole list once per query head, each with rows of its own."""
+    lists = [slice(*pair) for pair in zip(schedule.offset, schedule.offset[1:], strict=False)]
+    rows = schedule.num_q_blocks
+
+    def repeated(values: np.ndarray, step: int = 0) -> np.ndarray:
+        parts = [values[part] + values.dtype.type(g * step) for part in lists for g in range(group)]
+        return np.concatenate(parts).astype(values.dtype)
+
+    return dataclasses.replace(
+        schedule,
+        num_q_blocks=rows * group,
+        offset=schedule.offset * np.int32(group),
+        q_block=repeated(schedule.q_block, rows),
+        partial=repeated(schedule.partial),
+        rank=repeated(schedule.rank),
     )
-    mask = case.lowered.mask
-    schedule = kinds.shift(mask, heads=kv_heads)
-    needed = check(schedule, mask).residents
-    assert 1 < needed <= 4
+
+
+def chained(mask: BlockMask, heads: int) -> Schedule:
+    """Three columns of two rows.  The first waits for the start of the second only, whose end waits
+    for the third: two residents do, unless the first comes back for another query head."""
+    straight = kinds.left_to_right(mask, heads=heads)
+    assert straight.q_block.tolist() == [0, 1] * 3
+    return dataclasses.replace(straight, rank=np.array([1, 0, 0, 2, 2, 1], np.int32))
+
+
+#: mask, schedule, residents by group of query heads
+NEEDY = {
+    "shift": (BlockMask.full(512, 512), kinds.shift, {1: 4, 2: 4}),
+    "chained": (BlockMask.full(256, 384), chained, {1: 2, 2: 3, 3: 3}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "heads", "kv_heads"),
+    [
+        *(("shift", *sizes) for sizes in ((128, 1, 1), (128, 2, 1), (64, 2, 1), (64, 4, 2))),
+        *(("chained", *sizes) for sizes in ((128, 1, 1), (128, 2, 1), (64, 1, 1), (64, 3, 1))),
+    ],
+)
+def test_a_schedule_that_needs_residents_hangs_below_them_only(name, head_dim, heads, kv_heads):
+    """`check` says how many, of the schedule or, with a group, of the one that it stands for."""
+    block_mask, kind, residents = NEEDY[name]
+    case = simulated_bwd.case(block_mask, head_dim=head_dim, heads=heads, kv_heads=kv_heads)
+    mask, group = case.lowered.mask, heads // kv_heads
+    schedule = kind(mask, heads=kv_heads)
+    needed = check(unrolled(schedule, group)).residents
+    assert (check(schedule, mask).residents, needed) == (residents[1], residents[group])
     wanted = simulated_bwd.backward(case, schedule)
     for options in (_ANY, _ANY | {"cta_order": "random", "seed": 6}, {"async_mode": "late"}):
         with ptxsim.options(resident_ctas=needed, **options):
@@ -131,6 +173,23 @@ def test_a_schedule_that_needs_residents_hangs_below_them_only(head_dim, heads, 
         hangs = pytest.raises(ptxsim.PtxsimError, match="deadlock")
         with ptxsim.options(resident_ctas=needed - 1, **options), hangs:
             simulated_bwd.backward(case, schedule)
+
+
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("name", NEEDY)
+def test_the_op_takes_no_schedule_that_needs_residents(name, group):
+    block_mask, kind, _ = NEEDY[name]
+    lowered = masks.lower(block_mask)
+    with pytest.raises(ScheduleError, match="allow_residency"):
+        checks.admitted(lowered, kind(lowered.mask, heads=1), 1, 128, group)
+
+
+@pytest.mark.parametrize("group", [2, 5])
+@pytest.mark.parametrize("name", CASES)
+def test_groups_need_no_residents_if_their_schedule_needs_none(name, group):
+    _, _, kv_heads, mask, kind = CASES[name]
+    schedule = kind(masks.lower(mask).mask, heads=kv_heads)
+    assert check(unrolled(schedule, group)).any_residency
 
 
 def test_unordered_bits_depend_on_timing():

@@ -56,7 +56,7 @@ def between_the_waits(made) -> dict[str, int]:
 def test_the_maxima_overlap_the_product(head_dim, form, softcap):
     """And before them the softcap; the exponentials fill the gaps behind the wait."""
     found = between_the_waits(artefacts(ForwardConfig("bf16", head_dim, form, softcap)))
-    # A thread has 2 rows: 32 scores each, the maximum so far, and those of 3 other lanes in 2 steps.
+    # Of each of a thread's 2 rows: 32 scores, the maximum so far, 2 steps over the other lanes.
     assert found["FMNMX"] == 2 * (31 + 1 + 2)
     assert found["MUFU.EX2"] >= 64 * softcap
 

@@ -161,9 +161,7 @@ def scores_of_the_next_stage(monkeypatch, module):
     monkeypatch.setattr(
         module.ForwardSm90,
         "scores",
-        lambda self, acc_s, q, k, stage: true_scores(
-            self, acc_s, q, k, (stage + 1) % self.stages
-        ),
+        lambda self, acc_s, q, k, stage: true_scores(self, acc_s, q, k, (stage + 1) % self.stages),
     )
 
 
