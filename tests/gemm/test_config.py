@@ -147,11 +147,6 @@ def sm90(monkeypatch):
     monkeypatch.setattr(
         arch, "describe", lambda d: h200 if torch.device(d).type == "cuda" else describe(d)
     )
-    from cute_kernels import dispatch
-
-    dispatch._choose.cache_clear()
-    yield
-    dispatch._choose.cache_clear()
 
 
 def ids():
