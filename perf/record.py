@@ -119,6 +119,11 @@ def clocks() -> dict[str, str]:
     return dict(zip(fields.split(","), (v.strip() for v in values.split(",")), strict=False))
 
 
+def _portable(argument: str) -> str:
+    """An argument of the command line; of an absolute path, which is one machine's, its name."""
+    return Path(argument).name if Path(argument).is_absolute() else argument
+
+
 def environment(commit: str | None = None) -> dict:
     """The fields that every record carries: source, machine, versions, date, command line."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
@@ -128,7 +133,7 @@ def environment(commit: str | None = None) -> dict:
         **_git(commit),
         "source": source_digest(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m perf", *sys.argv[1:]]),
+        "command": " ".join(["python -m perf", *map(_portable, sys.argv[1:])]),
         "gpu": gpu,
         "driver": driver or "unknown",
         "versions": versions(),

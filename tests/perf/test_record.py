@@ -55,3 +55,10 @@ def test_environment_names_source_machine_and_versions():
     assert found["date"].endswith("+00:00")
     assert found["command"].startswith("python -m perf")
     json.dumps(found)
+
+
+def test_a_record_names_no_machines_paths(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["perf", "bench", "gemm", "-o", "/root/out/b.jsonl", "a/b"])
+    assert record.environment()["command"] == "python -m perf bench gemm -o b.jsonl a/b"
+    for path in record.RESULTS.glob("*.jsonl"):
+        assert all("/" not in r["command"] for r in record.read(path)), path
