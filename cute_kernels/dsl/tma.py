@@ -4,6 +4,11 @@ from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 
 
+def view(tensor: cute.Tensor, modes: list[int]) -> cute.Tensor:
+    """The same memory with its modes in another order: what is loaded or stored comes first."""
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=modes))
+
+
 def load(tensor: cute.Tensor, staged: cute.ComposedLayout, tile: tuple[int, int], multicast: int):
     """The atom and the coordinate tensor that load [tile] boxes, shared by ``multicast`` CTAs."""
     op = cpasync.CopyBulkTensorTileG2SOp()

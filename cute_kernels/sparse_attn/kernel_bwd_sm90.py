@@ -561,7 +561,7 @@ def take(source: tickets.TicketRing, state, counter: cute.Pointer):
 
 def by_rows(tensor: cute.Tensor) -> cute.Tensor:
     """[B, S, H, D] as [S, D, H, B]."""
-    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, [1, 3, 2, 0]))
+    return tma.view(tensor, [1, 3, 2, 0])
 
 
 def build(config: BackwardConfig, compile=cute.compile):

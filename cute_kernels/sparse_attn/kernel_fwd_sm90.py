@@ -81,10 +81,10 @@ class ForwardSm90:
         sQ_layout, sK_layout, sV_layout = self.shared_layouts()
         # [S, D, H, B], and [D, S, H, B] for V: its keys are the reduction dimension.
         by_rows, by_keys = [1, 3, 2, 0], [3, 1, 2, 0]
-        tma_q, gQ = tma.load(view(mQ, by_rows), sQ_layout, (BLOCK, self.head_dim), 1)
-        tma_k, gK = tma.load(view(mK, by_rows), sK_layout, (BLOCK, self.head_dim), 1)
-        tma_v, gV = tma.load(view(mV, by_keys), sV_layout, (self.head_dim, BLOCK), 1)
-        tma_o, gO = tma.store(view(mO, by_rows), sQ_layout, (BLOCK, self.head_dim))
+        tma_q, gQ = tma.load(tma.view(mQ, by_rows), sQ_layout, (BLOCK, self.head_dim), 1)
+        tma_k, gK = tma.load(tma.view(mK, by_rows), sK_layout, (BLOCK, self.head_dim), 1)
+        tma_v, gV = tma.load(tma.view(mV, by_keys), sV_layout, (self.head_dim, BLOCK), 1)
+        tma_o, gO = tma.store(tma.view(mO, by_rows), sQ_layout, (BLOCK, self.head_dim))
 
         @cute.struct
         class Storage:
@@ -457,11 +457,6 @@ class ForwardSm90:
         cute.arch.barrier_arrive(
             barrier_id=TURN_BARRIER + consumer, number_of_threads=CONSUMERS * mma.WARPGROUP
         )
-
-
-def view(tensor: cute.Tensor, modes: list[int]) -> cute.Tensor:
-    """The same memory with its modes in another order."""
-    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=modes))
 
 
 def kept(values: cute.Tensor) -> cute.Tensor:
