@@ -1,22 +1,46 @@
-"""Causal attention through ``ck.matmul``, a query row's bits the same in rollout and in training.
+"""Causal attention through ``ck.block_sparse_attention``, one sequence at a time without padding.
 
-For each sequence and key head: scores = q Kᵀ, weights = causal softmax, out = weights V.  The key
-at position p of its sequence is always at slot p of a buffer of ``capacity`` slots (zeros
-elsewhere), so both products have one shape however many keys the cache holds and however much
-padding the batch has, and the weight of a slot that the row may not see is exactly 0.
+The op promises a query row's bits for keys at their positions.  In a batch with left padding a
+key's column is not its position, so each sequence is cut out of its padding and attended alone:
+the queries at positions first..length-1, the keys at 0..length-1.  Its gradients, which are sums
+over its queries and keys, then depend on no neighbour and on no padding either.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
 
-import cute_kernels as ck
-
-from . import rows
+from ..integrations import transformers as integration
 
 #: The name under which transformers finds this attention.
 NAME = "cute_kernels_demo"
+
+
+def register() -> None:
+    """Makes the name known to transformers."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, real_columns)
+
+
+def real_columns(
+    batch_size: int,
+    kv_length: int,
+    attention_mask: torch.Tensor | None = None,
+    **_: object,
+) -> list[slice]:
+    """transformers' mask interface: per sequence the columns of the key buffer that are real.
+
+    Args:
+        batch_size, kv_length: B and S of the key buffer.
+        attention_mask: bool [B, S], each sequence's real columns next to each other; None: all.
+    """
+    if attention_mask is None:
+        return [slice(0, kv_length)] * batch_size
+    first = attention_mask.int().argmax(1).tolist()
+    count = attention_mask.sum(1).tolist()
+    return [slice(at, at + length) for at, length in zip(first, count, strict=True)]
 
 
 def attention(
@@ -24,63 +48,42 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: list[slice],
     *,
-    position_ids: torch.Tensor,
     scaling: float,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: causal, left padding, key cache.
+    """transformers' attention interface: causal, padding on either side, key cache.
 
     Args:
-        query: [B, H, T, D], the last T tokens of each sequence.
-        key, value: [B, G, S, D], H a multiple of G; S >= T counts cache and padding.
-        attention_mask: Not read: position_ids say what is padding.
-        position_ids: int64 [B or 1, T], the position of each query token; negative ones are left
-            padding, whose outputs are 0.
+        query: [B, H, T, 64], the last T columns of the buffer.
+        key, value: [B, G, S, 64], H a multiple of G; S >= T counts cache and padding.
+        attention_mask: What `real_columns` made.
 
     Returns:
-        ([B, T, H, D], None).
+        ([B, T, H, 64], None); rows of padding are 0.
     """
-    capacity = module.config.max_position_embeddings
-    lengths = (position_ids[:, -1] + 1).expand(query.shape[0]).tolist()
-    outputs = [
-        _one_sequence(query[b], key[b], value[b], length, capacity, scaling)
-        for b, length in enumerate(lengths)
-    ]
-    return torch.stack(outputs).transpose(1, 2).contiguous(), None
+    cached = key.shape[2] - query.shape[2]
+    # unbind: its gradient is a stack, where that of an index adds zeros of the whole batch.
+    parts = zip(query.unbind(), key.unbind(), value.unbind(), attention_mask, strict=True)
+    outputs = [_alone(module, q, k, v, real, cached, scaling) for q, k, v, real in parts]
+    return torch.stack(outputs), None
 
 
-def _one_sequence(
+def _alone(
+    module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    length: int,
-    capacity: int,
+    real: slice,
+    cached: int,
     scaling: float,
 ) -> torch.Tensor:
-    """query [H, T, D], key and value [G, S, D] of a sequence of ``length`` tokens -> [H, T, D]."""
-    heads, tokens, dim = query.shape
-    groups = key.shape[0]
-    real = min(tokens, length)
-    if real <= 0:
-        return torch.zeros_like(query)
-    first = length - real  # the position of the first real query
-    q, top = query[:, tokens - real :], first
-    if torch.is_grad_enabled():
-        # dK and dV add over query rows: these too sit at their positions, in fixed slots.
-        q, top = _slots(q, first, capacity), 0
-    keys = _slots(key[:, -length:], 0, capacity)
-    values = _slots(value[:, -length:], 0, capacity)
-    positions = torch.arange(top, top + q.shape[1], device=q.device).repeat(heads)
-    q = q.reshape(groups, -1, dim)
-    scores = torch.cat([ck.matmul(q[g], keys[g].mT) for g in range(groups)])
-    weights = rows.causal_softmax(scores, positions, scaling).chunk(groups)
-    out = torch.cat([ck.matmul(weights[g], values[g]) for g in range(groups)])
-    out = out.view(heads, -1, dim)[:, first - top : length - top]
-    return F.pad(out, (0, 0, tokens - real, 0))
-
-
-def _slots(x: torch.Tensor, first: int, capacity: int) -> torch.Tensor:
-    """x [H, T, D] at slots first..first+T of [H, capacity, D], zeros elsewhere."""
-    return F.pad(x, (0, 0, first, capacity - first - x.shape[1]))
+    """query [H, T, D], key and value [G, S, D] of one sequence -> [T, H, D]."""
+    heads, rows, dim = query.shape
+    first, end = max(real.start - cached, 0), real.stop - cached
+    if first >= end:
+        return query.new_zeros(rows, heads, dim)
+    cut = (query[None, :, first:end], key[None, :, real], value[None, :, real])
+    out, _ = integration.attention(module, *cut, None, scaling=scaling)
+    return F.pad(out[0], (0, 0, 0, 0, first, rows - end))

@@ -7,21 +7,20 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import cute_kernels as ck
 
-from . import rows, text
-from .attention import NAME, attention
+from . import attention, rows, text
 
-AttentionInterface.register(NAME, attention)
+attention.register()
 
 
 @dataclass(frozen=True)
 class Size:
     """What decides the parameter count; every width a multiple of 64 (rows.fixed_rows)."""
 
-    hidden: int = 256
+    hidden: int = 256  # 64 per head, a head size of the attention op
     inner: int = 512
     layers: int = 4
     heads: int = 4
@@ -88,7 +87,7 @@ class Rotary(nn.Module):
 def build(size: Size, device: torch.device, seed: int) -> LlamaForCausalLM:
     """The model of our column, bf16, with new weights drawn from ``seed``."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(_config(size, NAME)).to(torch.bfloat16).to(device)
+    model = LlamaForCausalLM(_config(size, attention.NAME)).to(torch.bfloat16).to(device)
     return row_local(model)
 
 
@@ -135,7 +134,7 @@ def set_main_grads(model: LlamaForCausalLM, grads: dict[str, torch.Tensor] | Non
             module.main_grad = grads[f"{name}.weight"] if grads is not None else None
 
 
-def _config(size: Size, attention_name: str) -> LlamaConfig:
+def _config(size: Size, implementation: str) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=text.VOCAB,
         hidden_size=size.hidden,
@@ -151,5 +150,5 @@ def _config(size: Size, attention_name: str) -> LlamaConfig:
         tie_word_embeddings=False,
         initializer_range=size.hidden**-0.5,
         use_cache=False,
-        attn_implementation=attention_name,
+        attn_implementation=implementation,
     )

@@ -1,4 +1,4 @@
-"""The parts that are not GEMMs, each row computed alone: norm, SiLU, softmax, log-softmax.
+"""The parts that have no op of ours, each row computed alone: norm, SiLU, log-softmax.
 
 Why plain torch is not enough: an elementwise kernel runs vectors of 16 or 32 elements and a scalar
 tail whose ``exp`` may round differently, and a large tensor is cut between threads where its size
@@ -28,15 +28,12 @@ def block_rows(width: int) -> int:
     return 1 << ((_ONE_THREAD - 1) // width).bit_length() - 1
 
 
-def fixed_rows(
-    fn: Callable[..., torch.Tensor], x: torch.Tensor, *others: torch.Tensor
-) -> torch.Tensor:
-    """fn over the rows of x [R, D] (and of others [R, ...]) in blocks of B = block_rows(D) rows.
+def fixed_rows(fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """fn over the rows of x [R, D] in blocks of B = block_rows(D) rows.
 
     Args:
-        fn: Maps [B, D] (and [B, ...]) to [B, E], each row alone.
+        fn: Maps [B, D] to [B, E], each row alone.
         x: [R, D]; D a multiple of 64, below 32768.  Missing rows of the last block are zeros.
-        others: Tensors with R rows that are cut in the same places.
 
     Returns:
         [R, E].
@@ -48,8 +45,10 @@ def fixed_rows(
         want = f"[R, D] with D a multiple of {LANES} from {LANES} to {_ONE_THREAD - LANES}"
         raise ShapeError(expected("x", want, list(x.shape)))
     count, size = x.shape[0], block_rows(x.shape[1])
-    blocks = zip(*(_blocks(t, size) for t in (x, *others)), strict=True)
-    return torch.cat([fn(*block) for block in blocks])[:count]
+    missing = -count % size
+    if missing:
+        x = torch.cat([x, x.new_zeros(missing, x.shape[1])])
+    return torch.cat([fn(block) for block in x.contiguous().split(size)])[:count]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -73,35 +72,5 @@ def log_softmax(x: torch.Tensor) -> torch.Tensor:
     return _flat(lambda block: F.log_softmax(block.to(torch.float32), dim=-1), x)
 
 
-def causal_softmax(scores: torch.Tensor, positions: torch.Tensor, scale: float) -> torch.Tensor:
-    """softmax of scale · scores [R, C] over key slots 0..position; later slots get exactly 0.
-
-    Args:
-        scores: [R, C]; slot j holds the key at position j of the row's own sequence.  Slots after
-            the row's position may hold anything finite: they are selected away.
-        positions: int64 [R], the position of each row's query.
-        scale: Multiplies the scores, in fp32.
-
-    Returns:
-        [R, C] of the dtype of scores.
-    """
-    slots = torch.arange(scores.shape[1], device=scores.device)
-
-    def softmax(block: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        unseen = slots > position
-        wide = (block.to(torch.float32) * scale).masked_fill(unseen, -torch.inf)
-        return torch.softmax(wide, dim=-1).masked_fill(unseen, 0.0).to(block.dtype)
-
-    return fixed_rows(softmax, scores, positions[:, None])
-
-
 def _flat(fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     return fixed_rows(fn, x.reshape(-1, x.shape[-1])).view(x.shape)
-
-
-def _blocks(t: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
-    """t [R, ...] as blocks of ``size`` rows, the last one filled up with zeros."""
-    missing = -t.shape[0] % size
-    if missing:
-        t = torch.cat([t, t.new_zeros(missing, *t.shape[1:])])
-    return t.contiguous().split(size)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .measure import Column, Setup
 
 _NEEDS = ("transformers", "matplotlib")
+_OPS = ("linear", "block_sparse_attention")
 _CANNOT_RUN = 2
 
 
@@ -97,8 +98,8 @@ def _demo(run: _Run, console: Console) -> int:
         torch_column, ours, tokens = _measure(run, bars, net, held)
     console.print(
         f"trained {trained.steps} steps ({trained.tokens:,} bytes) in {trained.seconds:.0f} s "
-        f"through ck.linear and ck.matmul: {trained.first_loss:.2f} -> {trained.last_loss:.2f} "
-        "nats per byte"
+        "through ck.linear and ck.block_sparse_attention: "
+        f"{trained.first_loss:.2f} -> {trained.last_loss:.2f} nats per byte"
     )
     prompt = run.setup.prompts[0]
     asked, told = text.decode(tokens[0][:prompt]), text.decode(tokens[0][prompt:])
@@ -113,8 +114,9 @@ def _demo(run: _Run, console: Console) -> int:
 
 def _introduce(run: _Run, console: Console, weights: int, learn: int) -> None:
     threads = f", {torch.get_num_threads()} thread" if run.device.type == "cpu" else ""
-    contract = ck.contract_id("linear", run.device)
-    console.print(f"{run.device}{threads}, torch {torch.__version__}, {contract}", highlight=False)
+    console.print(f"{run.device}{threads}, torch {torch.__version__}", highlight=False)
+    for op in _OPS:
+        console.print(ck.contract_id(op, run.device), highlight=False)
     console.print(f"a Llama of {weights:,} bf16 weights, {learn:,} bytes of text to learn")
 
 
@@ -164,7 +166,8 @@ def _device(name: str | None) -> torch.device:
         raise BackendUnavailable(str(error)) from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise BackendUnavailable(f"{device}: this machine has {torch.cuda.device_count()} GPUs")
-    ck.contract_id("linear", device)  # refuses a device without a backend, by name
+    for op in _OPS:
+        ck.contract_id(op, device)  # refuses a device without a backend, by name
     return device
 
 

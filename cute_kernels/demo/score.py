@@ -80,8 +80,13 @@ def _logps(side: models.Side, sequences: Sequence[torch.Tensor]) -> list[torch.T
     ids = torch.full((len(sequences), width), text.PAD)
     for row, tokens in enumerate(sequences):
         ids[row, : len(tokens)] = tokens
-    positions = torch.arange(width, device=device)[None]
-    logits = side.model(input_ids=ids.to(device), position_ids=positions).logits
+    columns = torch.arange(width)
+    mask = columns < torch.tensor([[len(tokens)] for tokens in sequences])
+    logits = side.model(
+        input_ids=ids.to(device),
+        attention_mask=mask.long().to(device),
+        position_ids=columns[None].to(device),
+    ).logits
     logps = side.log_softmax(logits)
     told = ids.roll(-1, dims=1)[..., None].to(device)
     picked = logps.gather(-1, told)[..., 0]

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.demo import measure, model, rollout, rows, score, text, train
+from cute_kernels.demo import attention, measure, model, rollout, score, text, train
+from tests.demo import wrong_attention as wrong
 from tests.demo.tiny import SETUP, SIZE
 
 
@@ -99,15 +100,6 @@ def _norm_in_bf16_for_one_token(self, x):
     return self.weight * (wide * scale).to(x.dtype)
 
 
-def _softmax_divided_late_for_one_token(scores, positions, scale):
-    """Rounds the weights before it divides when all queries sit at one position."""
-    slots = torch.arange(scores.shape[1])
-    wide = (scores.float() * scale).masked_fill(slots > positions[:, None], -torch.inf)
-    weights = (wide - wide.amax(-1, keepdim=True)).exp()
-    weights = weights.to(scores.dtype) if len(set(positions.tolist())) == 1 else weights
-    return (weights / weights.sum(-1, keepdim=True)).to(scores.dtype)
-
-
 def _no_main_grad(net, grads):
     """dW in bf16 per micro-batch, added up outside the product."""
 
@@ -116,7 +108,7 @@ def _no_main_grad(net, grads):
 MUTANTS = {
     "linear": (model.Linear, "forward", _linear_order_by_rows, "rollouts"),
     "norm": (model.RMSNorm, "forward", _norm_in_bf16_for_one_token, "rollouts"),
-    "softmax": (rows, "causal_softmax", _softmax_divided_late_for_one_token, "rollouts"),
+    "split keys": (attention, "_alone", wrong.keys_split_for_one_query, "rollouts"),
     "cut at 5 tokens": (score, "_GROUP", 5, "grads"),
     "no main_grad": (model, "set_main_grads", _no_main_grad, "grads"),
 }

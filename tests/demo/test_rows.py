@@ -11,12 +11,11 @@ from cute_kernels.errors import ShapeError
 WIDTH = 192
 WEIGHT = torch.linspace(0.5, 1.5, WIDTH).to(torch.bfloat16)
 
-#: name -> function of x [R, WIDTH] and, for the softmax, the positions [R].
+#: name -> function of x [R, WIDTH].
 FUNCTIONS = {
-    "rms_norm": lambda x, at: rows.rms_norm(x, WEIGHT, 1e-6),
-    "silu": lambda x, at: rows.silu(x),
-    "log_softmax": lambda x, at: rows.log_softmax(x),
-    "causal_softmax": lambda x, at: rows.causal_softmax(x, at, 0.125),
+    "rms_norm": lambda x: rows.rms_norm(x, WEIGHT, 1e-6),
+    "silu": rows.silu,
+    "log_softmax": rows.log_softmax,
 }
 
 SLICES = [(first, count) for first in (0, 1, 37) for count in (1, 2, 31, 64, 127, 128, 129)]
@@ -26,9 +25,9 @@ def _bytes(t: torch.Tensor) -> torch.Tensor:
     return t.detach().contiguous().view(torch.uint8)
 
 
-def _run(fn, x: torch.Tensor, at: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _run(fn, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
     x = x.clone().requires_grad_()
-    y = fn(x, at)
+    y = fn(x)
     y.backward(dy.to(y.dtype))
     return _bytes(y), _bytes(x.grad)
 
@@ -37,12 +36,11 @@ def _depends_on_rows(fn) -> bool:
     """Whether any slice of the rows gives other bytes than the same rows among all of them."""
     torch.manual_seed(3)
     x = (4 * torch.randn(200, WIDTH)).to(torch.bfloat16)
-    at = torch.randint(WIDTH, (200,))
     dy = torch.randn(200, WIDTH)
-    whole = _run(fn, x, at, dy)
+    whole = _run(fn, x, dy)
     for first, count in SLICES:
         part = slice(first, first + count)
-        for some, all_rows in zip(_run(fn, x[part], at[part], dy[part]), whole, strict=True):
+        for some, all_rows in zip(_run(fn, x[part], dy[part]), whole, strict=True):
             if not bool((some == all_rows[part]).all()):
                 return True
     return False
@@ -73,50 +71,37 @@ def _tail_of_the_tensor(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_an_order_that_follows_the_row_count_is_caught_and_fixed_rows_cures_it():
-    assert _depends_on_rows(lambda x, at: _sum_order_by_rows(x))
-    assert not _depends_on_rows(lambda x, at: rows.fixed_rows(_sum_order_by_rows, x))
+    assert _depends_on_rows(_sum_order_by_rows)
+    assert not _depends_on_rows(lambda x: rows.fixed_rows(_sum_order_by_rows, x))
 
 
 def test_a_tail_inside_the_block_is_caught():
-    assert _depends_on_rows(lambda x, at: rows.fixed_rows(_tail_of_the_tensor, x))
+    assert _depends_on_rows(lambda x: rows.fixed_rows(_tail_of_the_tensor, x))
 
 
 def test_equal_rows_are_equal_at_every_place_of_a_block():
     row = (4 * torch.randn(1, WIDTH)).to(torch.bfloat16)
     count = 2 * rows.block_rows(WIDTH) + 5
     for fn in FUNCTIONS.values():
-        out = _bytes(fn(row.expand(count, -1), torch.full((count,), WIDTH - 7)))
+        out = _bytes(fn(row.expand(count, -1)))
         assert bool((out == out[0]).all())
 
 
 def test_the_functions_are_what_they_say():
     torch.manual_seed(5)
     x = (3 * torch.randn(70, WIDTH)).to(torch.bfloat16)
-    at = torch.randint(WIDTH, (70,))
     wide = x.double()
-    hidden = torch.arange(WIDTH) > at[:, None]
     want = {
         "rms_norm": wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * WEIGHT.double(),
         "silu": wide * wide.sigmoid(),
         "log_softmax": wide.log_softmax(-1),
-        "causal_softmax": (wide * 0.125).masked_fill(hidden, -torch.inf).softmax(-1),
     }
     for name, fn in FUNCTIONS.items():
-        got = fn(x, at)
+        got = fn(x)
         # bf16 results are rounded at most twice, 2^-8 each; log_softmax is fp32.
         relative = 2.0**-20 if got.dtype == torch.float32 else 2.0**-7
         error = (got.double() - want[name]).abs()
         assert bool((error <= relative * want[name].abs() + 1e-6).all()), name
-    assert bool((_bytes(FUNCTIONS["causal_softmax"](x, at)[hidden]) == 0).all())
-
-
-def test_what_later_slots_hold_does_not_matter():
-    x = torch.randn(40, WIDTH).to(torch.bfloat16)
-    at = torch.randint(WIDTH - 1, (40,))
-    other = torch.where(torch.arange(WIDTH) > at[:, None], 1e30, x)
-    assert _bytes(rows.causal_softmax(x, at, 1.0)).equal(
-        _bytes(rows.causal_softmax(other, at, 1.0))
-    )
 
 
 @pytest.mark.parametrize("shape", [(3, 100), (3, 0), (3, 32768), (64,), (2, 2, 64)])

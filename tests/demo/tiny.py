@@ -7,16 +7,16 @@ from cute_kernels.demo.model import Size
 from cute_kernels.demo.rollout import Plan
 from cute_kernels.demo.score import Split
 
-SIZE = Size(hidden=64, inner=128, layers=2, heads=2, key_heads=1, capacity=64)
+SIZE = Size(hidden=128, inner=128, layers=2, heads=2, key_heads=1, capacity=64)
 
 SETUP = Setup(
     size=SIZE,
     prompts=(19, 3, 30, 8),
-    new=(8, 25, 6, 11),
+    new=(6, 13, 4, 8),
     plans=(
         Plan("4 at once, left-padded", batch=4, chunk=None),
         Plan("3 at once, chunks of 5", batch=3, chunk=5),
-        Plan("1 at a time, chunks of 2", batch=1, chunk=2),
+        Plan("1 at a time, chunks of 7", batch=1, chunk=7),
     ),
     splits=(
         Split("4 at once", (4,)),
