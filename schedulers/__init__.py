@@ -23,6 +23,7 @@ _PUBLIC = {
     "permutation": "kinds",
     "select": "selection",
     "shift": "kinds",
+    "shortest_first": "kinds",
     "simulate": "simulation",
     "spt": "kinds",
     "symmetric_shift": "kinds",

@@ -15,7 +15,7 @@ import numpy as np
 from cute_kernels.errors import ScheduleError, expected
 
 from .kinds import assemble
-from .machines import Machine, resolve
+from .machines import Machine, query_heads, resolve
 from .ranks import BlockGrid, block_grid
 from .schedule import Schedule
 
@@ -77,15 +77,20 @@ def bound(
     most ``MAX_VISITS`` visits; ScheduleError otherwise.
     """
     grid = block_grid(block_mask, heads)
-    machine, tiles = resolve(machine).for_blocks(grid.block_size, group)
-    found = lower_bound(grid, machine, tiles)
-    return found if not solve_s else _solve(grid, machine, tiles, found, solve_s)
+    machine, tiles = resolve(machine).for_blocks(grid.block_size)
+    found = lower_bound(grid, machine, tiles, query_heads(group))
+    return found if not solve_s else _solve(grid, machine, tiles * group, found, solve_s)
 
 
-def lower_bound(grid: BlockGrid, machine: Machine, tiles: int) -> Bound:
-    """The bounds of a mask on a machine whose costs are those of the grid's steps."""
+def lower_bound(grid: BlockGrid, machine: Machine, tiles: int, group: int = 1) -> Bound:
+    """The bounds of a mask on a machine whose costs are those of the grid's tiles.
+
+    The chain and the launch are those of the last query head's rows: every writer comes to them
+    after its visits for the heads before.
+    """
     blocks, reduce = grid.host, machine.reduce_ns
-    cost = np.array([0, machine.partial_ns, machine.full_ns])[blocks] * tiles
+    tile = np.array([0, machine.partial_ns, machine.full_ns])[blocks]
+    cost = tile * (tiles * group)
     writers = np.count_nonzero(blocks, axis=2)
     fixed = machine.tile_start_ns + machine.tile_end_ns
     busy = cost.sum(axis=1)
@@ -93,7 +98,8 @@ def lower_bound(grid: BlockGrid, machine: Machine, tiles: int) -> Bound:
     each = np.bincount(grid.group, minlength=len(blocks))
     durations = np.sort(np.repeat(alone, each, axis=0).reshape(-1))[::-1]
     link = reduce + machine.handoff_ns
-    least = np.where(blocks > 0, cost // tiles, np.iinfo(np.int64).max).min(axis=2, initial=2**62)
+    before = tile.sum(axis=1, keepdims=True) * (tiles * (group - 1))
+    least = np.where(blocks > 0, before + tile, 2**62).min(axis=2, initial=2**62)
     chains = np.where(writers > 0, least + writers * link - machine.handoff_ns + fixed, 0)
     after = np.where(blocks > 0, writers[:, :, None], 2**31).min(axis=1, initial=2**31)
     launch = np.where(busy > 0, alone + (after - 1) * link, np.iinfo(np.int64).max)
@@ -121,8 +127,8 @@ def _solve(grid: BlockGrid, machine: Machine, tiles: int, found: Bound, seconds:
 
     visits = int((grid.host[grid.group] > 0).sum()) * tiles
     if machine.dq_stages != 1 or tiles != 1 or not 0 < visits <= MAX_VISITS:
-        want = f"one dQ stage, one tile per block and 1 to {MAX_VISITS} visits"
-        got = f"{machine.dq_stages} stages, {tiles} tiles, {visits} visits"
+        want = f"one dQ stage, one step per block and 1 to {MAX_VISITS} visits"
+        got = f"{machine.dq_stages} stages, {tiles} steps, {visits} visits"
         raise ScheduleError(expected("bound with solve_s", want, got))
     model = _Model(cp_model.CpModel(), grid, machine, found.lower_ns)
     solver = cp_model.CpSolver()

@@ -12,16 +12,19 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from .kinds import assemble, even, launch, longest_first, visits
+from .kinds import assemble, even, fewest_first, launch, longest_first, visits
 from .lockstep import Clock, Programs, programs
 from .machines import Machine
 from .ranks import BlockGrid, ranks
 from .schedule import Schedule
+from .traffic import Gaps, memory_ns
 
 # Visits of all plans timed side by side; bounds the memory.
 _BATCH = 1 << 22
 # Plans that go on after the first section.
 _AHEAD = 3
+# Tickets for each slot, whose visits tell how many tiles leave L2.
+_TOLD = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,11 +37,13 @@ class Plan:
     rows: np.ndarray
 
 
-def named_plans(grid: BlockGrid, named: tuple[str, ...]) -> list[Plan]:
-    """Right to left, left to right and longest first, each with the walks named; no plan twice."""
+def named_plans(grid: BlockGrid, named: tuple[str, ...], shortest: bool = False) -> list[Plan]:
+    """Right to left, left to right, longest first and, if asked, shortest first, each with the
+    walks named; no plan twice."""
     masks, columns = len(grid.blocks), grid.num_kv_blocks
     left = np.broadcast_to(np.arange(columns), (masks, columns))
     orders = {"spt": left[:, ::-1], "left_to_right": left, "lpt": longest_first(grid)}
+    orders |= {"shortest_first": fewest_first(grid)} if shortest else {}
     blocks = grid.host
     walks = {walk: visits(blocks, walk, blocks) for walk in ("ascending", "descending")}
     plans, seen = [], set()
@@ -76,8 +81,9 @@ class Race:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One launch: a mask, a machine with costs per visit, and ``flight`` heads interleaved.
+    """One launch: a mask, a machine with costs per tile, and ``flight`` heads interleaved.
 
+    tiles: query tiles of a block; group: query heads to a ticket.
     table: the plans whose programs were asked for last, and those.
     """
 
@@ -85,6 +91,7 @@ class Case:
     machine: Machine
     tiles: int
     flight: int
+    group: int = 1
     table: list = field(default_factory=lambda: [[], None])
 
     @cached_property
@@ -95,11 +102,16 @@ class Case:
     def alone_ns(self) -> np.ndarray:
         """int64 [heads]: all tickets of each head, never waiting, one after another."""
         machine, blocks = self.machine, self.grid.host
-        costs = np.array([0, machine.partial_ns, machine.full_ns]) * self.tiles
+        costs = np.array([0, machine.partial_ns, machine.full_ns]) * self.tiles * self.group
         busy = costs[blocks].sum(axis=1)
         busy += np.where(busy > 0, machine.reduce_ns, 0)
         busy += machine.tile_start_ns + machine.tile_end_ns
         return busy.sum(axis=1)[self.grid.group]
+
+    @property
+    def steps(self) -> int:
+        """Visits of one block: its tiles, for each query head."""
+        return self.tiles * self.group
 
     def full(self, rows: np.ndarray) -> np.ndarray:
         """bool like rows [G, N, L]: which visits are of full blocks."""
@@ -119,7 +131,7 @@ class Case:
             order = plan.order[:, :, None]
             rows.append(np.take_along_axis(plan.rows, order, 1))
             full.append(np.take_along_axis(self.full(plan.rows), order, 1))
-        size = (self.grid.num_q_blocks, self.machine, self.tiles, self.grid.heads)
+        size = (self.grid.num_q_blocks, self.machine, self.tiles, self.grid.heads, self.group)
         return programs(np.concatenate(rows), np.concatenate(full), *size)
 
     @cached_property
@@ -142,7 +154,7 @@ class Case:
         One that cannot beat ``best_ns`` any more is given up.  Of three or more sections, the
         first shows which ``_AHEAD`` plans go on.
         """
-        step = max(1, _BATCH // max(1, plans[0].rows.size * self.tiles))
+        step = max(1, _BATCH // max(1, plans[0].rows.size * self.steps))
         race = Race({}, {}, [{} for _ in self.sections])
         for first in range(start, len(plans), step):
             part = list(range(first, min(len(plans), first + step)))
@@ -175,6 +187,20 @@ class Case:
         race.times |= zip(names, clock.makespan_ns().tolist(), strict=True)
         race.spent |= zip(names, clock.spent_ns().tolist(), strict=True)
         return race
+
+    def memory_ns(self, plans: list[Plan], plan: int, makespan_ns: int) -> int:
+        """What tiles that leave L2 between their writers are reckoned to add to plans[plan]."""
+        table, gaps, which = self.programs(plans), Gaps(), np.array([plan])
+        clock, start = Clock(self.machine, 1, table.cost.dtype, gaps), 0
+        for size in self.sections:
+            clock.section(self.lists(table, which, start, size), size)
+            start += size
+            if start * self.grid.num_kv_blocks >= _TOLD * self.machine.slots:
+                break
+        ticks = clock.spent_ns()[0] / clock.tick / self.machine.slots
+        visits = int(np.count_nonzero(self.grid.host, axis=(1, 2))[self.grid.group].sum())
+        fetched = gaps.fetched(self.machine.l2_tiles, ticks) * visits * self.steps
+        return memory_ns(self.machine, round(fetched), makespan_ns)
 
     def finish(
         self,
@@ -234,7 +260,7 @@ class Case:
     def _of_heads(self, visited, order, start: int, size: int) -> list[np.ndarray]:
         lists = []
         for index in range(visited.shape[2]):
-            rows = visited[:, : visited.shape[1] - 1 : self.tiles, index] // self.tiles
+            rows = visited[:, :, index]
             by_column = np.empty(rows.shape, np.int32)
             empty = rows == self.grid.num_q_blocks
             by_column[order[self.grid.group[start + index]]] = np.where(empty, -1, rows)

@@ -48,6 +48,17 @@ def lpt(block_mask, *, heads=None, heads_in_flight=1, walk="ascending") -> Sched
     return build(grid, order, walk=walk, heads_in_flight=heads_in_flight, name="lpt")
 
 
+def shortest_first(block_mask, *, heads=None, heads_in_flight=1, walk="ascending") -> Schedule:
+    """Each head's shortest column first (fewest blocks; ties left to right).
+
+    With a group of query heads a column that ends sooner never waits behind a longer one.
+    """
+    grid = block_grid(block_mask, heads)
+    order = fewest_first(grid)[grid.group] if len(grid.blocks) > 1 else fewest_first(grid)
+    facts = {"walk": walk, "heads_in_flight": heads_in_flight, "name": "shortest_first"}
+    return build(grid, order, **facts)
+
+
 def permutation(
     block_mask, *, order, heads=None, write_order=None, heads_in_flight=1, walk="ascending"
 ) -> Schedule:
@@ -101,6 +112,7 @@ KINDS = {
     "left_to_right": left_to_right,
     "spt": spt,
     "lpt": lpt,
+    "shortest_first": shortest_first,
     "shift": shift,
     "symmetric_shift": symmetric_shift,
 }
@@ -108,8 +120,16 @@ KINDS = {
 
 def longest_first(grid: BlockGrid) -> np.ndarray:
     """int64 [G, N]: the columns of each mask by falling count of blocks, ties left to right."""
-    count = (grid.blocks != 0).sum(1, dtype=torch.int32).cpu().numpy()
-    return np.argsort(-count, axis=1, kind="stable")
+    return np.argsort(-_column_blocks(grid), axis=1, kind="stable")
+
+
+def fewest_first(grid: BlockGrid) -> np.ndarray:
+    """int64 [G, N]: the columns of each mask by rising count of blocks, ties left to right."""
+    return np.argsort(_column_blocks(grid), axis=1, kind="stable")
+
+
+def _column_blocks(grid: BlockGrid) -> np.ndarray:
+    return (grid.blocks != 0).sum(1, dtype=torch.int32).cpu().numpy()
 
 
 def build(

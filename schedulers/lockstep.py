@@ -30,6 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .machines import Machine
+from .traffic import Gaps
 
 # Parts of a tick in which visits are put off when they are ordered by their turns.
 SCALE = np.int64(1024)
@@ -52,8 +53,9 @@ class Programs:
     row        int64 [N, L, X]   rows in visiting order, ``num_rows`` in the padding
     cost       [N, L, X]         c_i in ticks, 0 in the padding
     visits     int64 [N, X]      how many are not padding
-    num_rows   M * tiles
+    num_rows   M * tiles * group
     tiles      visits that stay together: the query tiles of one block
+    group      how often a ticket walks its list, each time on the rows of another query head
     """
 
     row: np.ndarray
@@ -61,7 +63,13 @@ class Programs:
     visits: np.ndarray
     num_rows: int
     tiles: int
+    group: int
     picked: dict[bytes, Programs] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def steps(self) -> int:
+        """Visits of one block: its tiles, for each query head."""
+        return self.tiles * self.group
 
     def pick(self, which: np.ndarray) -> Programs:
         """The programs ``which`` [X'], in that order; the same object as the last time if that
@@ -70,26 +78,46 @@ class Programs:
         if name not in self.picked:
             parts = (part.take(which, -1) for part in (self.row, self.cost, self.visits))
             self.picked.clear()
-            self.picked[name] = Programs(*parts, self.num_rows, self.tiles)
+            self.picked[name] = Programs(*parts, self.num_rows, self.tiles, self.group)
         return self.picked[name]
 
     def relaunch(self, order: np.ndarray, source: np.ndarray) -> Programs:
         """From programs by column: the launch orders [X', N] of the programs ``source`` [X']."""
         row, cost = (part[order.T, :, source].transpose(0, 2, 1) for part in (self.row, self.cost))
-        return Programs(row, cost, self.visits[order.T, source], self.num_rows, self.tiles)
+        visits = self.visits[order.T, source]
+        return Programs(row, cost, visits, self.num_rows, self.tiles, self.group)
+
+    def blocks(self, row: np.ndarray) -> np.ndarray:
+        """int64 [N, L', X]: the query blocks of rows like ``row``, M past the end of a list."""
+        steps = row[:, : (row.shape[1] - 1) // self.group : self.tiles]
+        steps = steps // self.tiles if self.tiles > 1 else steps
+        return np.minimum(steps, self.num_rows // self.steps) if self.group > 1 else steps
 
 
 def programs(
-    rows: np.ndarray, full: np.ndarray, num_rows: int, machine: Machine, tiles: int, heads: int
+    rows: np.ndarray,
+    full: np.ndarray,
+    num_rows: int,
+    machine: Machine,
+    tiles: int,
+    heads: int,
+    group: int = 1,
 ) -> Programs:
     """``Programs`` from rows int [X, N, L] in launch and visiting order (-1 past the end) and
     full bool [X, N, L], for a launch of ``heads`` heads.  ``tiles``: query tiles per block, visited
-    upwards one by one."""
+    upwards one by one; ``group``: query heads to a ticket, one after another."""
     if tiles > 1:
         steps = np.arange(tiles)
         rows = np.where(rows[..., None] < 0, -1, rows[..., None] * tiles + steps)
         rows = rows.reshape(*rows.shape[:2], -1)
         full, num_rows = np.repeat(full, tiles, axis=2), num_rows * tiles
+    if group > 1 and rows.size:
+        step = np.arange(rows.shape[2] * group)
+        member, step = np.divmod(step, np.maximum(1, (rows >= 0).sum(2, keepdims=True)))
+        full = np.take_along_axis(full, step, 2)
+        rows = np.take_along_axis(rows, step, 2)
+        rows = np.where((rows < 0) | (member >= group), -1, rows + member * num_rows)
+        num_rows *= group
     count, places, length = rows.shape
     shape = (places, length + 1, count)
     row, cost = np.full(shape, num_rows, np.int64), np.zeros(shape, _dtype(shape, machine, heads))
@@ -98,7 +126,7 @@ def programs(
     np.copyto(row[:, :-1], rows, where=real)
     np.copyto(cost[:, :-1], machine.partial_ns // tick, where=real)
     np.copyto(cost[:, :-1], machine.full_ns // tick, where=real & full)
-    return Programs(row, cost, real.sum(1), num_rows, tiles)
+    return Programs(row, cost, real.sum(1), num_rows, tiles, group)
 
 
 def _sums(cost: np.ndarray, machine: Machine) -> tuple[np.ndarray, np.ndarray]:
@@ -125,7 +153,7 @@ def _dtype(shape: tuple[int, ...], machine: Machine, heads: int):
 class Clock:
     """K candidates side by side: when each of their slots is free, in ticks."""
 
-    def __init__(self, machine: Machine, candidates: int, dtype, tape: Tape | None = None):
+    def __init__(self, machine: Machine, candidates: int, dtype, tape: Tape | Gaps | None = None):
         self.machine = machine
         self.tick = tick = machine.tick()
         self.reduce = machine.reduce_ns // tick
@@ -159,16 +187,18 @@ class Clock:
 
         lists: [K] programs if the section's heads share a mask, else [heads * K], head first.
         delay: int64, broadcasts to [N, blocks, lists]; then each list's blocks are visited in the
-        order in which their turns come (for its first head), block by block as if ``delay`` /
-        ``SCALE`` ticks later; those whose turn has come in the order of the list.  Returns the
-        rows in visiting order, int64 [N, L, lists], ``num_rows`` past the end; or None.
+        order in which their turns come (for its first head, and of a group for the first query
+        head), block by block as if ``delay`` / ``SCALE`` ticks later; those whose turn has come in
+        the order of the list.  Returns the query blocks in visiting order, int64 [N, blocks,
+        lists], M past the end; or None.
         """
         board = self.board
         if board is None or not board.fits(lists, heads, self, delay is not None):
             board = self.board = _Board(lists, heads, self, delay is not None)
         board.begin()
         if delay is not None:
-            delay = np.where(lists.row[:, : -1 : lists.tiles] == lists.num_rows, _NEVER, delay)
+            listed = lists.blocks(lists.row)
+            delay = np.where(listed == lists.num_rows // lists.steps, _NEVER, delay)
         for place in range(len(board.heights)):
             if delay is not None:
                 self._by_turn(board, place, delay[place])
@@ -176,7 +206,7 @@ class Clock:
             while low < heads:
                 high = min(heads, low + self.free.shape[1])
                 low += self._tickets(board, board.step(place, low, high), low, high)
-        return None if delay is None else board.spots // lists.row.shape[2]
+        return None if delay is None else lists.blocks(board.spots // lists.row.shape[2])
 
     def _tickets(self, board: _Board, step: _Step, low: int, high: int) -> int:
         """Times the tickets of heads ``low`` to ``high``; returns how many held.
@@ -190,6 +220,8 @@ class Clock:
             turns.take(step.spot, axis=0, out=flat, mode="clip")
         else:
             flat[:] = turns[step.spot, step.lanes]
+        if self.tape is not None:
+            self.tape.read(step.views.turn)
         start = begin if board.shared else begin.T.reshape(-1, 1)
         computed = self._visits(step, start)
         end = flat.take(step.last, axis=0)
@@ -244,7 +276,7 @@ class Clock:
     def _by_turn(self, board: _Board, place: int, delay: np.ndarray) -> None:
         """Puts a place's spots, and their costs, into the order in which their turns come."""
         lists, tiles, height = board.lists, board.lists.tiles, board.heights[place]
-        blocks = min(-(-height // tiles), len(delay))
+        blocks = min(-(-height // lists.steps), len(delay))
         spot = board.spots[place, : blocks * tiles]
         count, begin = spot.shape[1], self.free[:, 0]
         if not board.shared:
@@ -261,12 +293,30 @@ class Clock:
             order = (order[:, None] * tiles + np.arange(tiles)[:, None]).reshape(-1, count)
         order *= count
         order += board.each
-        spot[:] = spot.reshape(-1).take(order)
+        if lists.group == 1:
+            spot[:] = spot.reshape(-1).take(order)
+        else:
+            order = _over_group(board, place, order)
         if not board.steady:
             cost = lists.cost[place].copy()
-            cost[: len(spot)] = cost.reshape(-1).take(order)
+            cost[: len(order)] = cost.reshape(-1).take(order)
             for sums, part in zip(board.sums, _sums(cost, self.machine), strict=True):
                 sums[place] = part
+
+
+def _over_group(board: _Board, place: int, order: np.ndarray) -> np.ndarray:
+    """Puts a place's spots into ``order`` [blocks * tiles, lists], found for the first query head,
+    for every query head.  Returns the order of all steps, as indices into [L, lists]."""
+    lists, count = board.lists, order.shape[1]
+    each = np.maximum(1, lists.visits[place] // lists.group)
+    member, step = np.divmod(np.arange(len(order) * lists.group)[:, None], each)
+    order = np.take_along_axis(order, step, 0)
+    order += member * (each * count)
+    past = member >= lists.group
+    np.copyto(order, np.arange(order.size).reshape(order.shape), where=past)
+    spot = board.spots[place, : len(order)]
+    spot[:] = spot.reshape(-1).take(order)
+    return order
 
 
 class _Views(NamedTuple):
@@ -453,6 +503,9 @@ class Tape:
     def __init__(self, slots: int):
         self.slot_at = np.arange(slots)
         self.slot, self.start, self.end, self.computed, self.landed = [], [], [], [], []
+
+    def read(self, turn: np.ndarray) -> None:
+        """The turns that the next tickets wait for."""
 
     def write(self, clock: Clock, begin, end, times, visits, kept: int) -> None:
         begin, end, slot = begin[0, :kept], end[0, :kept], self.slot_at[:kept]

@@ -33,23 +33,27 @@ ARRAYS = {
 }
 _SIZES = ("num_q_blocks", "num_kv_blocks", "heads")
 _WORDS = ("block_size", "heads_in_flight", "name")
+#: A kernel loads 16 bytes at a time, in int32.
+_PIECE = 4
 
 
 class ScheduleTensors(NamedTuple):
-    """What a kernel reads; all int32.  The list of (head, n) is ``list_of_head[head] * Nb + n``.
+    """What kernels read: parts of one allocation, each on a boundary of 16 bytes; int32.
 
-    order         [T, 2]      (head, key block) of each ticket
+    ticket        [T, 4]      (head, key block, its first entry, the end of its entries)
     list_of_head  [heads]     which set of lists a head uses
-    offset        [S*Nb + 1]  where each list begins in ``entry`` and ``rank``
+    offset        [S*Nb + 1]  where list ``list_of_head[head] * Nb + n`` begins in the next two
     entry         [E]         2 * q_block + is_partial, in visiting order
     rank          [E]         the dQ semaphore's value at which this visit may write
+    place         int64 [E]   each entry's place in a table [S, Mb, Nb]; None unless asked for
     """
 
-    order: torch.Tensor
+    ticket: torch.Tensor
     list_of_head: torch.Tensor
     offset: torch.Tensor
     entry: torch.Tensor
     rank: torch.Tensor
+    place: torch.Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,8 +139,11 @@ class Schedule:
     @cached_property
     def list_of_ticket(self) -> np.ndarray:
         """int64 [T]: the list that each ticket walks."""
-        head, column = self.order[:, 0].astype(np.int64), self.order[:, 1]
-        return self.list_of_head[head] * np.int64(self.num_kv_blocks) + column
+        head, column = self.order.T
+        column = column.astype(np.int64)
+        if self.num_lists == 1:
+            return column
+        return (self.list_of_head * np.int64(self.num_kv_blocks)).take(head) + column
 
     def tickets(self) -> Iterator[tuple[int, int, list[tuple[int, bool, int]]]]:
         """Yields ``(head, kv_block, [(q_block, is_partial, rank), ...])`` in launch order."""
@@ -148,11 +155,60 @@ class Schedule:
         for (head, column), which in zip(self.order.tolist(), lists, strict=True):
             yield head, column, entries[offset[which] : offset[which + 1]]
 
-    def tensors(self, device: torch.device | str) -> ScheduleTensors:
-        """The kernel's tensors on a device: one copy each, so build them once and keep them."""
-        entry = 2 * self.q_block + self.partial.astype(np.int32)
-        arrays = (self.order, self.list_of_head, self.offset, entry, self.rank)
-        return ScheduleTensors(*(torch.from_numpy(a.copy()).to(device) for a in arrays))
+    def tensors(self, device: torch.device | str, places: bool = False) -> ScheduleTensors:
+        """The kernel's tensors on a device, by one copy that is ordered on its current stream.
+
+        ``places``: with ``place``.  Build them once and keep them.
+        """
+        host = torch.from_numpy(self._with_places if places else self._without_places)
+        # Pageable memory has been read when this returns, and nothing writes to it.
+        held = host.to(device, non_blocking=True, copy=True)
+        ticket, *parts = (held[begin:end] for begin, end in self._spans(places))
+        place = parts.pop().view(torch.int64) if places else None
+        return ScheduleTensors(ticket.view(-1, 4), *parts, place)
+
+    @cached_property
+    def _without_places(self) -> np.ndarray:
+        return self._packed(False)
+
+    @cached_property
+    def _with_places(self) -> np.ndarray:
+        return self._packed(True)
+
+    def _packed(self, places: bool) -> np.ndarray:
+        """int32: all of ``tensors``, on the host."""
+        spans = self._spans(places)
+        words = np.zeros(spans[-1][1], np.int32)
+        ticket, list_of_head, offset, entry, rank, *place = (words[slice(*s)] for s in spans)
+        # Pairs of int32 are moved as one int64.
+        pairs = ticket.view(np.int64).reshape(-1, 2)
+        pairs[:, 0] = self.order.view(np.int64)[:, 0]
+        span = np.stack((self.offset[:-1], self.offset[1:]), axis=1).view(np.int64)[:, 0]
+        pairs[:, 1] = span.take(self.list_of_ticket)
+        list_of_head[:] = self.list_of_head
+        offset[:] = self.offset
+        np.multiply(self.q_block, 2, out=entry)
+        entry += self.partial
+        rank[:] = self.rank
+        if places:
+            rows, columns = self.num_q_blocks, self.num_kv_blocks
+            which = np.arange(len(span))
+            top = which + which // max(1, columns) * ((rows - 1) * columns)
+            at = place[0].view(np.int64)
+            np.multiply(self.q_block, columns, out=at, dtype=np.int64)
+            at += np.repeat(top, np.diff(self.offset))
+        return words
+
+    def _spans(self, places: bool) -> list[tuple[int, int]]:
+        """(begin, end) of each of ``tensors`` in its allocation, in int32."""
+        entries = len(self.q_block)
+        sizes = [4 * self.num_tickets, self.heads, len(self.offset), entries, entries]
+        sizes += [2 * entries] * places
+        spans, begin = [], 0
+        for size in sizes:
+            spans.append((begin, begin + size))
+            begin += -(-size // _PIECE) * _PIECE
+        return spans
 
     @cached_property
     def hash(self) -> str:

@@ -83,7 +83,7 @@ def _first(search: Search, orders, load: np.ndarray) -> tuple[np.ndarray, np.nda
     # In ticks for small masks: a slight pull; for large ones no more than a tie.
     ranks = (ranks * SCALE) // max(1, len(load) // 8)
     table = search.table
-    listed = table.row[:, : -1 : table.tiles, 0] // table.tiles
+    listed = table.blocks(table.row)[..., 0]
     delay = ranks[:, np.minimum(listed, len(load) - 1)]
     return np.repeat(orders, len(ranks), axis=0), np.tile(delay, (len(orders), 1, 1))
 
@@ -128,7 +128,8 @@ def _names(*arrays: np.ndarray) -> np.ndarray:
 def _change(search: Search, orders: np.ndarray, delay: np.ndarray, random) -> None:
     """Moves or swaps a column, or changes a delay, in place; then some delays more."""
     table = search.table
-    column, visit = np.nonzero(table.row[:, : -1 : table.tiles, 0] < table.num_rows)
+    blocks = table.num_rows // table.steps
+    column, visit = np.nonzero(table.blocks(table.row)[..., 0] < blocks)
     children, half = len(orders), int(table.cost.max(initial=2)) // 2
     launch = random.random(children) < _LAUNCH
     orders[launch] = _moved(orders[launch], random)

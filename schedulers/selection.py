@@ -8,7 +8,7 @@ the order in which turns come; and, if that is still far from the bound, a local
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
 
@@ -18,7 +18,7 @@ from .bounds import Bound, lower_bound
 from .candidates import Case, Plan, Race, compose, named_plans
 from .kinds import even
 from .lockstep import exact_for
-from .machines import Machine, resolve
+from .machines import Machine, query_heads, resolve
 from .ranks import BlockGrid, block_grid, mask_key
 from .safety import check
 from .schedule import Schedule
@@ -29,6 +29,8 @@ from .simulation import simulate
 NEAR, CLOSE, FAR = 1.003, 1.01, 1.02
 # Plans tried at the end in a second and third size of tail.
 TAILS = 3
+# As many times slower than the best may be what still wins with a shorter tail.
+TAIL = 1.08
 CACHED = 128
 # The local search's share of the time limit, by a fixed estimate of what a candidate costs.
 _LANES, _NAMED_US, _KINDS_US = 1 << 14, 250, 0.5
@@ -39,12 +41,16 @@ _lock = Lock()
 
 @dataclass(frozen=True)
 class Trial:
-    """One row of the table; predicted_ns is None for one given up as slower than the best."""
+    """One row of the table; predicted_ns is None for one given up as slower than the best.
+
+    memory_ns: what tiles that leave L2 are reckoned to add, where that was asked; the sum decides.
+    """
 
     kind: str
     walk: str
     heads_in_flight: int
     predicted_ns: int | None
+    memory_ns: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +74,10 @@ class Selection:
             name = f"{trial.kind:<30} {trial.walk:<12} {trial.heads_in_flight:>6}"
             time = trial.predicted_ns
             said = "slower" if time is None else f"{time / 1e3:>10.1f} {time / floor:>10.3f}"
+            fetched = trial.memory_ns
+            said = f"{said:>10}" + (f" + {fetched / 1e3:.1f} memory" if fetched is not None else "")
             chosen = " <-" if time is not None and time == self.predicted_ns else ""
-            lines.append(f"{name} {said:>10}{chosen}")
+            lines.append(f"{name} {said}{chosen}")
         lines.append(f"bound {floor / 1e3:.1f} us ({self.bound.binding()})")
         return "\n".join(lines)
 
@@ -91,7 +99,7 @@ def select(
     mask, heads, machine and group (``CACHED`` of them).
     """
     machine = resolve(machine)
-    key = (mask_key(block_mask), heads, machine, group)
+    key = (mask_key(block_mask), heads, machine, query_heads(group))
     with _lock:
         if key in _cache:
             _cache.move_to_end(key)
@@ -105,27 +113,68 @@ def select(
 
 
 def _select(grid: BlockGrid, machine: Machine, group: int) -> Selection:
-    scaled, tiles = machine.for_blocks(grid.block_size, group)
-    floor = lower_bound(grid, scaled, tiles)
-    most = machine.most_heads(grid.num_q_blocks, grid.block_size, group)
-    case = Case(grid, scaled, tiles, min(most, grid.heads))
+    scaled, tiles = machine.for_blocks(grid.block_size)
+    floor = lower_bound(grid, scaled, tiles, group)
+    most = machine.most_heads(grid.num_q_blocks, grid.block_size)
+    case = Case(grid, scaled, tiles, min(most, grid.heads), group)
     if grid.blocks.numel() == 0 or not exact_for(scaled):
         return _one_by_one(case, floor, lambda each: simulate(each, machine, group=group))
-    best = _Best(case, floor)
-    # Columns that begin at the last row together share Q, dO and dQ in L2 for longest.  With one
-    # query head a ticket the walks take as long; with a group the others took 9% longer, which the
-    # model does not see (docs/notes/attention_sm90.md).
-    walks = ("descending",) if group > 1 and machine.l2_rows else WALKS
-    plans = named_plans(grid, walks)
-    race = _named(best, plans)
-    _tails(best, plans, race)
-    if best.over() > CLOSE:
-        _turns(best, plans, race)
-    if best.over() > FAR and (grid.group == grid.group[0]).all():
-        _searched(best, plans)
-    schedule = compose(case, *best.make(), best.name)
+    if group > 1 and machine.l2_tiles:
+        best = _in_l2(case, floor)
+    else:
+        best = _Best(case, floor)
+        plans = named_plans(grid, WALKS, shortest=group > 1 or machine.l2_tiles > 0)
+        race = _named(best, plans)
+        _tails(best, plans, race, min(race.spent, key=race.spent.get))
+        if best.over() > CLOSE:
+            _turns(best, plans, race)
+        if best.over() > FAR and (grid.group == grid.group[0]).all():
+            _searched(best, plans)
+    schedule = compose(best.case, *best.make(), best.name)
     check(schedule)
     return Selection(schedule, best.time_ns, floor, tuple(best.trials))
+
+
+def _in_l2(case: Case, floor: Bound) -> _Best:
+    """With a group of query heads and a known L2: the heads in flight, plan and tail with the least
+    time and memory together.
+
+    The group makes CTAs drift apart, so that neither the heads in flight nor the walk alone say
+    what stays in L2.  Walks by turns and searched ones are not tried: they fit the model's times
+    to the nanosecond, and what they win is less than those times are wrong.
+    """
+    most = min(case.machine.max_heads_in_flight, case.grid.heads)
+    plans, least, chosen, trials = named_plans(case.grid, WALKS, shortest=True), None, None, []
+    for step in reversed(range(most.bit_length())):
+        best = _Best(replace(case, flight=1 << step), floor)
+        race = best.case.race(plans, None if least is None else int(least * TAIL))
+        index, memory = _with_memory(best, plans, race)
+        if index is not None:
+            _tails(best, plans, race, index)
+            if least is None or best.time_ns + memory < least:
+                least, chosen = best.time_ns + memory, best
+        trials += best.trials
+        if least <= CLOSE * floor.lower_ns:
+            break
+    chosen.trials = trials
+    return chosen
+
+
+def _with_memory(best: _Best, plans: list[Plan], race: Race) -> tuple[int | None, int]:
+    """The plan of a race with the least time and memory, noted as the best, and its memory."""
+    index, least, memory = None, None, 0
+    for plan, time in sorted(race.times.items(), key=lambda item: (item[1] is None, item[1])):
+        fetched = None
+        if time is not None and (least is None or time < least):
+            fetched = best.case.memory_ns(plans, plan, time)
+            if least is None or time + fetched < least:
+                index, least, memory = plan, time + fetched, fetched
+        kind, walk = plans[plan].kind, plans[plan].walk
+        best.trials.append(Trial(kind, walk, best.case.flight, time, fetched))
+    if index is not None:
+        best.time_ns, best.name = race.times[index], f"{plans[index].kind} ({plans[index].walk})"
+        best.make = partial(_heads, best.case, plans[index])
+    return index, memory
 
 
 class _Best:
@@ -175,10 +224,10 @@ def _note(best: _Best, plans: list[Plan], race: Race) -> None:
         best.offer(plan.kind, plan.walk, time, partial(_heads, best.case, plan))
 
 
-def _tails(best: _Best, plans: list[Plan], race: Race) -> None:
-    """The plan that waits least, with another for the last heads: a short tail."""
+def _tails(best: _Best, plans: list[Plan], race: Race, least: int) -> None:
+    """A plan (the one that waits least), with another for the last heads: a short tail."""
     case, flight = best.case, best.case.flight
-    least, tails = min(race.spent, key=race.spent.get), np.arange(len(plans))
+    tails = np.arange(len(plans))
     for size in (flight, flight // 2, flight // 4)[: 1 if len(case.sections) > 2 else 3]:
         if not 0 < size < case.grid.heads or best.over() <= NEAR:
             continue
@@ -248,7 +297,7 @@ def _searched(best: _Best, plans: list[Plan]) -> None:
 def _limit_us(case: Case) -> float:
     """20 ms at 64 x 64 blocks, 0.5 s from 512 x 512 on.  To 64 blocks 0.2 s, seldom all used."""
     blocks = case.grid.host[0].size
-    return 2e5 if blocks <= 64 else min(5e5, 2e4 * max(1, blocks * case.tiles / 4096) ** 0.77)
+    return 2e5 if blocks <= 64 else min(5e5, 2e4 * max(1, blocks * case.steps / 4096) ** 0.77)
 
 
 def _one_by_one(case: Case, floor: Bound, timed) -> Selection:

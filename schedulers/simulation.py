@@ -18,7 +18,7 @@ from cute_kernels.errors import ScheduleError, expected
 
 from .kinds import launch
 from .lockstep import Clock, Tape, exact_for, programs
-from .machines import Machine, resolve
+from .machines import Machine, query_heads, resolve
 from .safety import Safety, check
 from .schedule import Schedule
 
@@ -99,18 +99,18 @@ def simulate(
     """Times a schedule; it is checked first, and ScheduleError says if it cannot progress.
 
     Costs are those of the machine for blocks of ``schedule.block_size`` (of the machine's tile if
-    that is None), ``group`` query heads to a ticket.  Exact: whole nanoseconds, the same on every
-    host.
+    that is None); a ticket walks its list for each of ``group`` query heads, one after another.
+    Exact: whole nanoseconds, the same on every host.
     """
-    safety = check(schedule)
-    machine, tiles = resolve(machine).for_blocks(schedule.block_size, group)
+    safety, group = check(schedule), query_heads(group)
+    machine, tiles = resolve(machine).for_blocks(schedule.block_size)
     if safety.residents > machine.slots:
         want = f"at least {safety.residents}, which schedule {schedule.name!r} needs"
         raise ScheduleError(expected("machine.slots", want, machine.slots))
-    work = _work(schedule, machine, tiles)
+    work = _work(schedule, machine, tiles, group)
     sections = _sections(schedule) if safety.any_residency and exact_for(machine) else None
     if sections:
-        times = _lockstep(schedule, machine, tiles, sections)
+        times = _lockstep(schedule, machine, tiles, sections, group)
     else:
         times = _event_loop(work, machine)
     alone = _alone(work, machine)
@@ -134,7 +134,7 @@ def simulate(
 
 @dataclass(frozen=True)
 class _Work:
-    """All visits, ticket by ticket: lock (head * rows + row) and rank, and compute time."""
+    """All visits, ticket by ticket: lock (query head * rows + row) and rank, and compute time."""
 
     visits: np.ndarray
     lock: np.ndarray
@@ -142,13 +142,16 @@ class _Work:
     cost: np.ndarray
 
 
-def _work(schedule: Schedule, machine: Machine, tiles: int) -> _Work:
-    lists = schedule.list_of_ticket
+def _work(schedule: Schedule, machine: Machine, tiles: int, group: int = 1) -> _Work:
+    """Each ticket's list for its first query head, then for the next, ``group`` times."""
+    lists = np.repeat(schedule.list_of_ticket, group)
     start, count = schedule.offset[lists], np.diff(schedule.offset)[lists].astype(np.int64)
     first = np.cumsum(count) - count
     entry = np.repeat(start - first, count) + np.arange(count.sum())
     row = schedule.q_block[entry].astype(np.int64)
-    head = np.repeat(schedule.order[:, 0].astype(np.int64), count)
+    heads = schedule.order[:, :1].astype(np.int64) * group + np.arange(group)
+    head = np.repeat(heads.reshape(-1), count)
+    count = count.reshape(-1, group).sum(1)
     lock = (head * schedule.num_q_blocks + row)[:, None] * tiles + np.arange(tiles)
     cost = np.where(schedule.partial[entry], machine.partial_ns, machine.full_ns)
     each = (np.repeat(part, tiles) for part in (schedule.rank[entry], cost))
@@ -170,7 +173,7 @@ def _sections(schedule: Schedule) -> list[int] | None:
 
 
 def _lockstep(
-    schedule: Schedule, machine: Machine, tiles: int, sections: list[int]
+    schedule: Schedule, machine: Machine, tiles: int, sections: list[int], group: int = 1
 ) -> dict[str, np.ndarray]:
     """Section by section with ``Clock``; the schedule's ranks follow its launch order."""
     heads, columns = schedule.heads, schedule.num_kv_blocks
@@ -188,7 +191,7 @@ def _lockstep(
     entry = np.where(valid, start[..., None] + np.arange(longest), 0)
     rows = np.where(valid, schedule.q_block[entry], -1) if longest else entry
     full = ~schedule.partial[entry] if longest else entry.astype(bool)
-    lists = programs(rows, full, schedule.num_q_blocks, machine, tiles, heads)
+    lists = programs(rows, full, schedule.num_q_blocks, machine, tiles, heads, group)
 
     tape = Tape(machine.slots)
     clock = Clock(machine, 1, lists.cost.dtype, tape)

@@ -34,7 +34,7 @@ class TicketRing:
     """Where one CTA keeps its tickets.
 
     slots:      Int32 [STAGES] in shared memory.
-    full:       mbarriers [STAGES]; a slot is full when its four bytes landed.
+    full:       mbarriers [STAGES]; a slot is full when its ticket is there.
     empty:      mbarriers [STAGES]; those of the cluster's first CTA count every receiving warp.
     cluster:    CTAs per cluster.
     receivers:  receiving warps per CTA.
@@ -59,13 +59,39 @@ class TicketRing:
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
         ticket = cutlass.Int32(-1)
         while ticket < total:
-            cute.arch.mbarrier_wait(self.empty + state.index, state.phase)
-            ticket = cute.arch.atomic_add(counter, cutlass.Int32(1), sem="relaxed", scope="gpu")
-            slot, full = self.slots + state.index, self.full + state.index
+            ticket = self.hand_out(counter, state)
+            state.advance()
+
+    @cute.jit
+    def dispatch_one_by_one(self, counter: cute.Pointer, total, done: cute.Pointer):
+        """By one thread, without a cluster: as ``dispatch``, but the next ticket is taken when the
+        mbarrier ``done`` says that the last one is worked off.  A CTA then holds none in reserve.
+        """
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
+        phase = cutlass.Int32(0)
+        ticket = self.hand_out(counter, state)
+        state.advance()
+        while ticket < total:
+            cute.arch.mbarrier_wait(done, phase)
+            phase = phase ^ 1
+            ticket = self.hand_out(counter, state)
+            state.advance()
+
+    @cute.jit
+    def hand_out(self, counter: cute.Pointer, state: pipeline.PipelineState):
+        """The next ticket, taken and sent to every CTA's slot."""
+        cute.arch.mbarrier_wait(self.empty + state.index, state.phase)
+        ticket = cute.arch.atomic_add(counter, cutlass.Int32(1), sem="relaxed", scope="gpu")
+        slot, full = self.slots + state.index, self.full + state.index
+        if cutlass.const_expr(self.cluster == 1):
+            # Remote stores work without a cluster too, but compute-sanitizer refuses them.
+            cute.make_tensor(slot, cute.make_layout(1))[0] = ticket
+            cute.arch.mbarrier_arrive(full)
+        else:
             for rank in cutlass.range_constexpr(self.cluster):
                 cute.arch.mbarrier_arrive_and_expect_tx(full, 4, rank)
                 cute.arch.store_async_dsmem(slot, ticket, full, rank)
-            state.advance()
+        return ticket
 
     @cute.jit
     def receive(self, state: pipeline.PipelineState):
@@ -78,6 +104,14 @@ class TicketRing:
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(self.empty + state.index, 0)
+        return ticket
+
+    @cute.jit
+    def receive_alone(self, state: pipeline.PipelineState):
+        """``receive`` by one thread that stands for a warp."""
+        cute.arch.mbarrier_wait(self.full + state.index, state.phase)
+        ticket = cute.make_tensor(self.slots + state.index, cute.make_layout(1))[0]
+        cute.arch.mbarrier_arrive(self.empty + state.index, 0)
         return ticket
 
 

@@ -39,6 +39,14 @@ def test_each_bound_by_hand():
     assert (found.lower_ns, found.binding()) == (50, "packing_ns")
 
 
+def test_each_bound_by_hand_with_two_query_heads():
+    """A ticket alone takes 2 + 40 + 3 = 45; the second head's rows are come to after 20."""
+    found = bound(full(2, 3), machine=TOLD, group=2)
+    assert found.work_ns == 68 and found.packing_ns == 90 and found.longest_ns == 45
+    assert found.chain_ns == 2 + 20 + 10 + 3 * 3 + 2 * 5
+    assert found.launch_ns == 45 + 2 * (3 + 5)
+
+
 def test_the_launch_bound_is_met_by_a_full_mask_with_room():
     """The last row that the first ticket visits is written by all others after it."""
     told = machine(slots=8)
@@ -67,12 +75,12 @@ def test_no_schedule_beats_its_bound(seed):
         dq_stages=int(random.integers(1, 3)),
         reduce_ns=int(random.choice([800, 3000])),
     )
-    heads, flight = int(random.integers(1, 5)), int(random.integers(1, 4))
-    found = bound(blocks, heads=heads, machine=told)
+    heads, flight, group = int(random.integers(1, 5)), int(random.integers(1, 4)), 1 + seed % 3
+    found = bound(blocks, heads=heads, machine=told, group=group)
     for kind in kinds.KINDS:
         schedule = kinds.KINDS[kind](blocks, heads=heads, heads_in_flight=flight)
         try:
-            result = simulate(schedule, told)
+            result = simulate(schedule, told, group=group)
         except ScheduleError:
             continue
         assert result.makespan_ns >= found.any_order_ns
@@ -127,10 +135,13 @@ def test_the_solvers_model_is_the_simulators(seed):
         (full(12, 12), {}, "144 visits"),
         (full(3, 3), {"dq_stages": 2}, "2 stages"),
         (np.zeros((3, 3), np.uint8), {}, "0 visits"),
+        (full(3, 3), {"group": 2}, "2 steps, 18 visits"),
     ],
 )
 def test_what_the_solver_is_not_asked(blocks, options, got):
     pytest.importorskip("ortools")
     want = rf"bound with solve_s: expected .* 1 to {MAX_VISITS} visits, got .*{got}"
+    options = dict(options)
+    group = options.pop("group", 1)
     with pytest.raises(ScheduleError, match=want):
-        bound(blocks, machine=machine(**options), solve_s=1)
+        bound(blocks, machine=machine(**options), group=group, solve_s=1)

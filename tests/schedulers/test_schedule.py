@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels.errors import ScheduleError
 from cute_kernels.schedulers import kinds, ranks
@@ -293,16 +294,123 @@ def test_a_changed_file_is_refused(field):
         Schedule.from_json(json.dumps(words))
 
 
-def test_tensors_tell_a_kernel_the_tickets():
+def told_schedules() -> list[Schedule]:
+    """Shared lists and lists per mask and order, empty columns, no entries, no blocks."""
+    made = [example()]
+    for seed in range(20):
+        blocks = drawn(seed, masks=(1, 2, 3)[seed % 3])
+        blocks[:, :, ::3] *= seed % 2
+        columns, heads = blocks.shape[2], 6
+        orders = np.random.default_rng(seed).permuted(
+            np.tile(np.arange(columns), (heads if seed % 5 == 0 else 1, 1)), axis=1
+        )
+        made.append(kinds.permutation(blocks, order=orders, heads=heads, walk="descending"))
+    sizes = (1, 4, 3), (2, 3, 0), (1, 0, 3)
+    return made + [kinds.spt(np.zeros(size, np.uint8), heads=2) for size in sizes]
+
+
+def assert_told(schedule: Schedule, told) -> None:
+    """What the tensors say is what the arrays say, number by number, by loops."""
+    *parts, place = told
+    parts += [] if place is None else [place]
+    ticket, list_of_head, offset, entry, rank = (t.tolist() for t in parts[:5])
+    columns, rows = schedule.num_kv_blocks, schedule.num_q_blocks
+    assert list_of_head == schedule.list_of_head.tolist() and offset == schedule.offset.tolist()
+    assert entry == [
+        2 * m + 1 if part else 2 * m
+        for m, part in zip(schedule.q_block.tolist(), schedule.partial.tolist(), strict=True)
+    ]
+    assert rank == schedule.rank.tolist()
+    assert len(ticket) == schedule.heads * columns
+    for got, (head, n) in zip(ticket, schedule.order.tolist(), strict=True):
+        which = list_of_head[head] * columns + n
+        assert got == [head, n, offset[which], offset[which + 1]]
+    if place is not None:
+        want = [
+            (which // columns * rows + entry[e] // 2) * columns + which % columns
+            for which in range(len(offset) - 1)
+            for e in range(offset[which], offset[which + 1])
+        ]
+        assert place.dtype == torch.int64 and place.tolist() == want
+    # Parts of one allocation that kernels load 16 bytes at a time.
+    assert len({t.untyped_storage().data_ptr() for t in parts}) == 1
+    assert all(t.storage_offset() * t.element_size() % 16 == 0 for t in parts)
+    assert told.ticket.data_ptr() % 16 == 0 and told.ticket.shape == (len(ticket), 4)
+    assert all(t.is_contiguous() for t in parts)
+    assert all(t.dtype == torch.int32 for t in told[:5])
+
+
+def test_tensors_tell_kernels_the_tickets():
+    schedules = told_schedules()
+    assert {1, 2, 3} < {s.num_lists for s in schedules}
+    assert any((np.diff(s.offset) == 0).any() and len(s.rank) for s in schedules)
+    assert any(len(s.order) and not len(s.rank) for s in schedules)
+    for schedule in schedules:
+        with_places, without = schedule.tensors("cpu", places=True), schedule.tensors("cpu")
+        assert_told(schedule, with_places)
+        assert_told(schedule, without)
+        assert with_places.place is not None and without.place is None
+
+
+def without_sets(schedule):
+    return schedule.order[:, 1].astype(np.int64)
+
+
+def of_the_ticket_before(schedule):
+    return np.roll(without_sets(schedule) + schedule.list_of_head[0], 1)
+
+
+#: What is replaced in schedule.py, by what.
+WRONG = {
+    "every head reads the first set of lists": ("Schedule.list_of_ticket", property(without_sets)),
+    "the list of the ticket before": ("Schedule.list_of_ticket", property(of_the_ticket_before)),
+    "parts without gaps": ("_PIECE", 1),
+    "places in another table": ("Schedule.num_q_blocks", property(lambda s: len(s.offset) + 1)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_tensors_that_tell_otherwise_are_seen(monkeypatch, name):
+    chosen = [s for s in told_schedules() if s.num_lists > 1 and s.num_q_blocks > 1 and len(s.rank)]
+    fresh = [replace(s) for s in chosen]
+    where, what = WRONG[name]
+    with monkeypatch.context() as patch:
+        patch.setattr(f"cute_kernels.schedulers.schedule.{where}", what, raising=False)
+        told = [s.tensors("cpu", places=name.startswith("places")) for s in fresh]
+    seen = 0
+    for schedule, one in zip(chosen, told, strict=True):
+        try:
+            assert_told(schedule, one)
+        except AssertionError:
+            seen += 1
+    assert seen > len(chosen) / 2
+
+
+def test_tensors_are_one_copy_and_nothing_is_read_back():
+    """On the meta device an element that is asked for raises."""
+    schedule, copies = example(), []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            copies.extend([op] if "copy" in op.name() else [])
+            return op(*args, **kwargs or {})
+
+    for places in (False, True):
+        copies.clear()
+        with Copies():
+            told = schedule.tensors("meta", places=places)
+        assert len(copies) == 1 and all(t is None or t.is_meta for t in told)
+        assert [t.shape for t in told[:5]] == [t.shape for t in schedule.tensors("cpu")[:5]]
+
+
+def test_tensors_are_the_callers():
+    """Writing to them changes neither the schedule nor what it tells next; no mode does."""
     schedule = example()
-    told = schedule.tensors("cpu")
-    assert all(tensor.dtype == torch.int32 for tensor in told)
-    for ticket, (head, column, visits) in enumerate(schedule.tickets()):
-        assert told.order[ticket].tolist() == [head, column]
-        at = int(told.list_of_head[head]) * schedule.num_kv_blocks + column
-        span = slice(int(told.offset[at]), int(told.offset[at + 1]))
-        assert told.entry[span].tolist() == [2 * row + partial for row, partial, _ in visits]
-        assert told.rank[span].tolist() == [rank for _, _, rank in visits]
+    with torch.device("meta"):
+        assert_told(schedule, schedule.tensors("cpu"))
+    for tensor in schedule.tensors("cpu", places=True):
+        tensor += 7
+    assert_told(schedule, schedule.tensors("cpu", places=True))
 
 
 def test_a_schedule_cannot_be_written_to():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -17,6 +18,7 @@ from cute_kernels.schedulers.bounds import bound
 from cute_kernels.schedulers.fit import Observation, observations, refit
 from cute_kernels.schedulers.lockstep import exact_for
 from cute_kernels.schedulers.machines import machine
+from cute_kernels.schedulers.mask import BlockMask
 from cute_kernels.schedulers.ranks import block_grid
 from cute_kernels.schedulers.safety import check
 from cute_kernels.schedulers.selection import Selection, select
@@ -40,10 +42,10 @@ def drawn(rows: int, columns: int, density: float = 0.4, seed: int = 0, masks: i
     return ((random.random(shape) < density) * random.integers(1, 3, shape)).astype(np.uint8)
 
 
-def holds(blocks, chosen: Selection, told) -> None:
+def holds(blocks, chosen: Selection, told, group: int = 1) -> None:
     """What is promised of every selection."""
     assert check(chosen.schedule, blocks).any_residency
-    result = simulate(chosen.schedule, told)
+    result = simulate(chosen.schedule, told, group=group)
     assert result.makespan_ns == chosen.predicted_ns
     assert chosen.predicted_ns >= chosen.bound.lower_ns
     timed = [trial.predicted_ns for trial in chosen.trials if trial.predicted_ns is not None]
@@ -122,18 +124,53 @@ def test_blocks_of_two_tiles():
 
 
 def test_query_heads_that_share_a_ticket():
-    """Four query heads to a ticket are the blocks of four times as many rows."""
+    """Four query heads to a ticket are four copies of the mask, one below another."""
     blocks = drawn(9, 8, 0.5, seed=3)[0]
     told = machine(slots=6)
     chosen = afresh(blocks, heads=3, machine=told, group=4)
     result = simulate(chosen.schedule, told, group=4)
     assert result.makespan_ns == chosen.predicted_ns and result.safety.any_residency
     assert chosen.bound == bound(blocks, heads=3, machine=told, group=4)
-    tall = np.repeat(blocks, 4, axis=0)
+    tall = np.tile(blocks, (4, 1))
     one = simulate(kinds.spt(blocks, heads=3, heads_in_flight=2), told, group=4)
     other = simulate(kinds.spt(tall, heads=3, heads_in_flight=2), told)
     assert one.makespan_ns == other.makespan_ns
     assert select(blocks, heads=3, machine=told) is not chosen
+
+
+def test_drawn_masks_with_query_heads():
+    """Blocks of two tiles too; searched schedules among those chosen."""
+    found = set()
+    for seed in range(24):
+        random = np.random.default_rng(seed)
+        masks, group = 1 + seed % 2, int(random.integers(2, 5))
+        there = drawn(*random.integers(3, 12, 2), random.choice([0.3, 0.7]), seed, masks) > 0
+        told = machine(slots=int(random.integers(2, 12)), dq_stages=int(random.integers(1, 3)))
+        told = replace(told, tile=(32, 128) if seed % 3 else TILE)
+        dense = torch.from_numpy(there).repeat_interleave(64, 1).repeat_interleave(128, 2)
+        mask = BlockMask.from_dense(dense[None], block_size=TILE)
+        chosen = afresh(
+            mask, heads=(0, 1, 6)[masks] if seed % 4 else 3 * masks, machine=told, group=group
+        )
+        holds(mask, chosen, told, group)
+        found.add(chosen.schedule.name.partition(" ")[0])
+    assert {"search", "spt", "shortest_first"} <= found
+
+
+@pytest.mark.parametrize("seed", range(18))
+def test_visits_by_turns_take_what_is_said(seed):
+    """For one mask and for two, with one query head to a ticket and with more."""
+    masks, group = 1 + seed % 2, 1 + seed % 3
+    grid = block_grid(drawn(9, 7, 0.6, seed, masks), 3 * masks)
+    told = machine(slots=4 + seed, dq_stages=1 + seed % 2, partial_ns=2600)
+    case = candidates.Case(grid, told, 1, 1 + seed % 4, group)
+    plans = candidates.named_plans(grid, ("ascending",), shortest=True)
+    orders = np.stack([plan.order for plan in plans])
+    which, time_ns, rows = case.by_turns(orders)
+    heads = [orders[which][mask] for mask in grid.group]
+    schedule = candidates.compose(case, case.sections, heads, rows, "by turns")
+    result = simulate(schedule, told, group=group)
+    assert result.makespan_ns == time_ns and check(schedule, grid.host[None]).any_residency
 
 
 def test_a_machine_that_the_fast_clock_is_not_exact_for():
@@ -318,6 +355,18 @@ def test_time_limit_at_512_by_512():
         return {name: cases[name] for name in ("full", "causal", "random 25%")}
 
     assert missed(longest, 1.0, runs=4) == {}
+
+
+def test_time_limit_with_query_heads():
+    """64 x 64 blocks of 128, 16 key/value heads of 4 query heads: 8 steps a block."""
+
+    def grouped():
+        masks = quality.usual_masks(8192, (128, 128))
+        options = {"heads": 16, "machine": "cute_sm90_d128", "group": 4}
+        names = ("full", "causal", "8 documents, split 0", "random 25%")
+        return {name: partial(afresh, masks[name], **options) for name in names}
+
+    assert missed(grouped, 0.5, runs=6) == {}
 
 
 def test_a_selection_twice_as_slow_misses_the_time_limit():
