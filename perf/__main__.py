@@ -1,4 +1,4 @@
-"""The command line: python -m perf bench | tune | profile | probe | report | refit | ..."""
+"""The command line: python -m perf bench | soak | tune | profile | probe | report | refit | ..."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ bench_app = typer.Typer(no_args_is_help=True, help="Time kernels against their r
 profile_app = typer.Typer(no_args_is_help=True, help="Hardware counters through Nsight Compute.")
 app.add_typer(bench_app, name="bench")
 app.add_typer(profile_app, name="profile")
+soak_app = typer.Typer(no_args_is_help=True, help="The same bytes, thousands of times.")
+sanitize_app = typer.Typer(no_args_is_help=True, help="Small cases under compute-sanitizer.")
+app.add_typer(soak_app, name="soak")
+app.add_typer(sanitize_app, name="sanitize")
 
 Commit = Annotated[str | None, typer.Option(help="the commit, where the tree has no .git")]
 
@@ -132,6 +136,69 @@ def bench_attention(
         raise typer.Exit(1)
 
 
+@soak_app.command("attention")
+def soak_attention(
+    only: Annotated[str, typer.Option(help="parts of case names: causal/,d128,unordered")] = "",
+    repeats: Annotated[int | None, typer.Option(min=1, help="in place of each case's own")] = None,
+    budget: Annotated[float, typer.Option(help="seconds after which no case is begun")] = 280.0,
+    output: Annotated[Path | None, typer.Option("-o", "--output")] = None,
+    commit: Commit = None,
+) -> None:
+    """Forward and backward again and again under every disturbance: not one byte may differ."""
+    _need_gpu("soak")
+    from .attention import soak
+    from .attention.bench import Lost
+    from .attention.soak_cases import suite
+
+    todo = suite(only)
+    if not todo:
+        raise typer.BadParameter(f"--only: no case's name has {only!r}")
+    path, bodies = output or record.RESULTS / "soak.jsonl", []
+    try:
+        options = soak.on_the_card(repeats, budget)
+        for body in soak.measure(todo, options, output=path, commit=commit):
+            typer.echo(body if isinstance(body, str) else soak.line(body))
+            bodies += [] if isinstance(body, str) else [body]
+    except Lost as error:
+        typer.echo(f"perf soak: the device is lost: {error}")
+        raise typer.Exit(1) from None
+    text, held = soak.verdict(bodies)
+    typer.echo(text)
+    if not held:
+        raise typer.Exit(1)
+
+
+@sanitize_app.command("attention")
+def sanitize_attention(
+    tools: Annotated[str, typer.Option(help="of memcheck,synccheck")] = "memcheck,synccheck",
+    output: Annotated[Path | None, typer.Option("-o", "--output")] = None,
+    commit: Commit = None,
+) -> None:
+    """compute-sanitizer over forward and backward of small cases, and over a planted error."""
+    _need_gpu("sanitize")
+    from . import sanitize
+
+    wanted = _chosen("--tools", tools, sanitize.TOOLS)
+    path, good = output or record.RESULTS / "sanitize.jsonl", True
+    for body in sanitize.attention(wanted, commit):
+        record.append(path, body)
+        typer.echo(sanitize.line(body))
+        good &= body["status"] == "ok"
+    if not good:
+        raise typer.Exit(1)
+
+
+@sanitize_app.command("target", hidden=True)
+def sanitize_target(
+    plant: Annotated[bool, typer.Option(help="a write beyond an allocation")] = False,
+) -> None:
+    """What compute-sanitizer runs."""
+    _need_gpu("sanitize")
+    from . import sanitize
+
+    sanitize.target(plant)
+
+
 @app.command("tune")
 def tune_gemm(
     kernel: Annotated[str, typer.Argument(help="gemm")] = "gemm",
@@ -178,6 +245,55 @@ def profile_gemm(
         raise typer.Exit(2) from None
     record.append(output or record.RESULTS / "profile.jsonl", body)
     typer.echo("\n".join(profile.lines(body)))
+
+
+_ProfiledMasks = Annotated[str, typer.Option("--mask", help="of full,causal,window,...")]
+_ProfiledDims = Annotated[str, typer.Option("--d", help="head sizes, of 64,128")]
+_ProfiledPasses = Annotated[str, typer.Option("--pass", help="of fwd,bwd")]
+
+
+def _profiled(mask: str, d: str, passes: str) -> tuple[list, list[str]]:
+    """(cases, passes) of the options; one set of options is one set of launches in one order."""
+    from .attention.cases import PASSES
+    from .attention.profile import cases
+
+    masks = _chosen("--mask", mask, targets.ATTENTION_MASKS)
+    return cases(masks, _numbers("--d", d)), _chosen("--pass", passes, PASSES)
+
+
+@profile_app.command("attention")
+def profile_attention(
+    mask: _ProfiledMasks = "full,causal,document",
+    d: _ProfiledDims = "64,128",
+    passes: _ProfiledPasses = "fwd,bwd",
+    output: Annotated[Path | None, typer.Option("-o", "--output")] = None,
+    commit: Commit = None,
+) -> None:
+    """Counters of the forward kernel and of the ordered backward's, 8k, 16 heads."""
+    _need_gpu("profile")
+    from . import profile
+    from .attention.profile import attention
+
+    todo = _profiled(mask, d, passes)
+    try:
+        bodies = attention(*todo, (mask, d, passes), commit)
+    except profile.ProfileError as error:
+        typer.echo(f"perf profile: {error}")
+        raise typer.Exit(2) from None
+    for body in bodies:
+        record.append(output or record.RESULTS / "profile.jsonl", body)
+        typer.echo("\n".join(profile.lines(body)))
+
+
+@profile_app.command("attention-target", hidden=True)
+def profile_attention_target(
+    mask: _ProfiledMasks, d: _ProfiledDims, passes: _ProfiledPasses
+) -> None:
+    """What ncu runs."""
+    _need_gpu("profile")
+    from .attention.profile import target
+
+    target(*_profiled(mask, d, passes))
 
 
 @profile_app.command("target", hidden=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 from . import record
 
 BUDGET_S = 560  # a call ends after 600 s; the rest is for unpacking and for the table
-LOG_BYTES = 3 << 19  # kept of each stage's output
+LOG_BYTES = 5 << 18  # kept of each stage's output
 _GPU_TESTS = "tests/*/test_gpu.py"
 _SHORTEST_S = 10.0  # a stage with less time left is not started
 
@@ -73,6 +73,21 @@ def stages(out: Path, commit: str | None) -> tuple[Stage, ...]:
             150,
         ),
         Stage("bench_attention", (*attention, "-o", str(out / "bench.jsonl"), *mark), 420),
+        Stage(
+            "profile_attention",
+            ("-m", "perf", "profile", "attention", "-o", str(out / "profile.jsonl"), *mark),
+            300,
+        ),
+        Stage(
+            "soak_attention",
+            ("-m", "perf", "soak", "attention", "-o", str(out / "checks.jsonl"), *mark),
+            330,
+        ),
+        Stage(
+            "sanitize_attention",
+            ("-m", "perf", "sanitize", "attention", "-o", str(out / "checks.jsonl"), *mark),
+            400,
+        ),
     )
 
 

@@ -1,5 +1,7 @@
 """`python -m perf profile gemm`: hardware counters of one launch through Nsight Compute.
 
+What `profile attention` shares with it (perf/attention/profile.py) is here too.
+
 `ncu` runs this program again with a hidden command that warms the product up and opens the profiler
 for one call.  Clocks are left alone.  The metric list is fixed and short; a metric that this ncu
 does not know is named in the record, not asked for.
@@ -14,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -95,6 +98,15 @@ class Launch:
     values: dict[str, float]
 
 
+class Work(Protocol):
+    """What a launch is measured against; `bytes`: its least traffic."""
+
+    @property
+    def bytes(self) -> int: ...
+
+    def floor_us(self, ceilings: dict[str, float]) -> float: ...
+
+
 def _number(text: str) -> float | None:
     """A CSV cell as a number: ncu writes thousands separators; "n/a" and "" are none."""
     try:
@@ -135,7 +147,7 @@ def parse(text: str) -> list[Launch]:
     return launches
 
 
-def summary(launches: list[Launch], case: bench.Case, ceilings: dict[str, float]) -> dict:
+def summary(launches: list[Launch], case: Work, ceilings: dict[str, float]) -> dict:
     """Achieved against the floor, and the five stalls that hold warps most, of the longest launch.
 
     A stall's number is warps in that state per cycle in which the scheduler issues.
@@ -189,8 +201,11 @@ def known_metrics(listing: str) -> tuple[list[str], list[str]]:
     return known, [m for m in METRICS.values() if m not in known]
 
 
-def command(path: str, metrics: list[str], target: list[str]) -> list[str]:
-    """The ncu command line: counters of what the program brackets, as CSV on standard output."""
+def command(path: str, metrics: list[str], target: list[str], kernels: str = "") -> list[str]:
+    """The ncu command line: counters of what the program brackets, as CSV on standard output.
+
+    kernels: a regular expression for the names of those that count; empty for all.
+    """
     options = [
         "--clock-control",
         "none",
@@ -199,27 +214,32 @@ def command(path: str, metrics: list[str], target: list[str]) -> list[str]:
         "--target-processes",
         "all",
     ]
+    options += ["--kernel-name", f"regex:{kernels}"] if kernels else []
     options += ["--print-units", "base", "--csv", "--page", "raw", "--metrics", ",".join(metrics)]
     return [path, *options, *target]
 
 
-def gemm(shape: str, product: str, system: str, commit: str | None = None) -> dict:
-    """Profiles one call of one system; the record."""
+def launches_of(arguments: list[str], kernels: str = "") -> tuple[list[Launch], list[str]]:
+    """(launches, metrics unknown) of this program under ncu, with `perf profile ARGUMENTS`."""
     path = ncu()
-    case = bench.cases([shape], [], [product])[0]
     listing = subprocess.run(
         [path, "--query-metrics"], capture_output=True, text=True, timeout=120
     ).stdout
     metrics, unknown = known_metrics(listing)
-    target = [sys.executable, "-m", "perf", "profile", "target"]
-    target += ["--shape", shape, "--product", product, "--system", system]
-    done = subprocess.run(
-        command(path, metrics, target), cwd=record.ROOT, capture_output=True, text=True, timeout=300
-    )
+    line = command(path, metrics, [sys.executable, "-m", "perf", "profile", *arguments], kernels)
+    done = subprocess.run(line, cwd=record.ROOT, capture_output=True, text=True, timeout=300)
     if done.returncode:
         tail = (done.stdout + done.stderr).strip()[-1500:]
         raise ProfileError(f"ncu ended with {done.returncode}: {tail}")
-    body = summary(parse(done.stdout), case, timing.ceilings())
+    return parse(done.stdout), unknown
+
+
+def gemm(shape: str, product: str, system: str, commit: str | None = None) -> dict:
+    """Profiles one call of one system; the record."""
+    case = bench.cases([shape], [], [product])[0]
+    what = ["target", "--shape", shape, "--product", product, "--system", system]
+    launches, unknown = launches_of(what)
+    body = summary(launches, case, timing.ceilings())
     head = record.environment(commit) | {"kind": "profile", "kernel": "gemm", "system": system}
     return head | case.items() | body | {"unknown_metrics": unknown}
 
@@ -240,8 +260,10 @@ def target(shape: str, product: str, system: str) -> None:
 
 def lines(body: dict) -> Iterator[str]:
     """What the terminal shows of one record."""
-    formula = targets.PRODUCT_FORMULAS[body["product"]]
-    yield f"{body['system']} {formula} {body['shape']}: {body['kernel_name'][:80]}"
+    what = body["product"]
+    if body["kernel"] == "gemm":
+        what = targets.PRODUCT_FORMULAS[what]
+    yield f"{body['system']} {what} {body['shape']}: {body['kernel_name'][:80]}"
     yield (
         f"  {body['time_us']:.1f} us, {body['floor_fraction']:.1%} of the floor "
         f"({body['floor_us']:.1f} us); memory traffic {body['bytes_over_least']:.2f}x the least"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .. import targets
 from ..tables import NOT_RUN, Bench, bits, certified, latest, table, where
 from ..targets import AttentionTarget
+from . import soak_page
 
 KERNELS = (
     "sparse_attn_fwd_sm90",
@@ -216,6 +217,7 @@ def render(records: list[dict], certificates: list[dict]) -> list[str]:
         "",
         *table(["target", "measured", "verdict"], checks + _other_rows(bench)),
     ]
+    out += ["", *soak_page.render(records)]
     if rows := _prediction_rows(bench):
         head = ["case", "schedule", "hash", "predicted us", "measured us"]
         head += ["predicted unordered us", "measured unordered us", "predicted ratio", "measured"]

@@ -91,10 +91,26 @@ def test_a_record_says_what_was_measured(known):
     assert ours["cold_l2"]["sets"] >= 2
     assert ours["ordered_us"] == ours["median_us"] and ours["unordered_us"] == loose["median_us"]
     assert ours["order_share"] == pytest.approx(ours["order_us"] / ours["median_us"])
+    assert ours["order_us"] > 0 and ours["order_again_us"] > 0
     told = ours["predicted"]
     assert told["machine"] == "cute_sm90_d64" and told["makespan_us"] >= told["unordered_us"] > 0
     assert len(ours["schedule"]["hash"]) == 64 and ours["schedule"]["group"] == 2
     assert "predicted" not in loose and "predicted" not in by["ours", "fwd"]
+
+
+def test_the_lists_are_timed_from_a_schedule_that_has_kept_nothing(known, monkeypatch):
+    from cute_kernels.sparse_attn import masks
+
+    kept, built = [], masks.order_of
+
+    def order_of(lowered, schedule):
+        kept.append(any(name in vars(schedule) for name in ("_with_places", "_without_places")))
+        return built(lowered, schedule)
+
+    monkeypatch.setattr(masks, "order_of", order_of)
+    for mask in ("document", "full"):
+        run([stand_ins.case(mask)], options(["ours"], passes=["bwd"]))
+        assert kept[-18:-9] == [False] * 9 and kept[-8:] == [True] * 8
 
 
 def test_the_record_names_the_schedule_that_ran(known, monkeypatch):

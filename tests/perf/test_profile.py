@@ -135,7 +135,7 @@ def test_the_command_leaves_clocks_alone_and_profiles_the_bracketed_call_only():
 
 
 def test_the_terminal_shows_the_record():
-    body = CASE.items() | {"system": "ours", "unknown_metrics": ["x.sum"]}
+    body = CASE.items() | {"kernel": "gemm", "system": "ours", "unknown_metrics": ["x.sum"]}
     body |= profile.summary(profile.parse(output([MAIN], UNITS)), CASE, CEILINGS)
     text = "\n".join(profile.lines(body))
     assert "y = x W^T" in text and "gmma" in text and "x.sum" in text

@@ -1,0 +1,73 @@
+"""The soak of attention on the status page: how often the same bytes came, and what was seen."""
+
+from __future__ import annotations
+
+from ..sanitize import PLANTED, TOOLS
+from ..tables import NOT_RUN, table, where
+from .soak_cases import Case, suite
+
+_HEAD = ["configurations", "cases", "calls", "differing bytes"]
+_HEAD += ["graph replays", "differing bytes of replays", "ran on"]
+
+
+def _latest(records: list[dict], kind: str, name: str) -> dict[str, dict]:
+    """The last attention record of each value of the field `name`."""
+    own = [r for r in records if r["kind"] == kind and r["kernel"] == "attention"]
+    return {r[name]: r for r in sorted(own, key=lambda r: r["date"])}
+
+
+def _row(text: str, cases: list[Case], kept: dict[str, dict]) -> list[str]:
+    """One row of some cases; a failed one is named."""
+    found = [kept[case.label] for case in cases if case.label in kept]
+    if not found:
+        return [text, f"0 of {len(cases)}", *[NOT_RUN] * 5]
+    parts = found, [r["graph"] for r in found if "graph" in r]
+    cells = []
+    for part, what in zip(parts, ("repeats", "replays"), strict=True):
+        bad = sum(sum(r.get("differing_bytes", {}).values()) for r in part)
+        cells += [f"{sum(r.get(what, 0) for r in part):,}", f"{bad:,}"] if part else [NOT_RUN] * 2
+    failed = [r["shape"] for r in found if r["status"] != "ok"]
+    verdict = f"; failed: {', '.join(failed)}" if failed else ""
+    oldest = min(found, key=lambda r: r["date"]) | {"status": "ok"}
+    return [text, f"{len(found)} of {len(cases)}{verdict}", *cells, where(oldest)]
+
+
+def _rows(records: list[dict]) -> list[list[str]]:
+    kept, groups = _latest(records, "soak", "shape"), {}
+    for case in suite():
+        order = "" if case.ordered else ", without order (control: dQ is expected to differ)"
+        groups.setdefault((case.dim, f"{case.dtype}{order}"), []).append(case)
+    return [
+        _row(f"D = {dim}, {text}", cases, kept) for (dim, text), cases in sorted(groups.items())
+    ]
+
+
+def _tool_rows(records: list[dict]) -> list[list[str]]:
+    kept, rows = _latest(records, "sanitize", "case"), []
+    for case in (*TOOLS, PLANTED):
+        item = kept.get(case)
+        if item is None or item["status"] == "absent":
+            rows.append([case, NOT_RUN if item is None else item["why"], NOT_RUN])
+            continue
+        found = f"{item['errors']} errors" if item["errors"] is not None else "no summary"
+        why = f": {item['why']}" if item["status"] != "ok" else ""
+        expected = " (expected)" if case == PLANTED and item["status"] == "ok" else ""
+        rows.append([case, found + expected + why, where(item)])
+    return rows
+
+
+def render(records: list[dict]) -> list[str]:
+    """The lines of the soak part."""
+    return [
+        "### The same bytes, again and again",
+        "",
+        "`python -m perf soak attention`: a forward and a backward beside other work, on 16 caps",
+        "of the grid, into memory that holds junk; then a CUDA graph of both.  Each call is",
+        "compared with the first, byte for byte.  The oldest record of a row says where it ran.",
+        "",
+        *table(_HEAD, _rows(records)),
+        "",
+        "`python -m perf sanitize attention`: compute-sanitizer over small cases.",
+        "",
+        *table(["tool", "found", "ran on"], _tool_rows(records)),
+    ]
