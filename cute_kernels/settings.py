@@ -32,6 +32,12 @@ TABLE = (
     Setting("AOT_DIR", "", (), "folder written by `cute_kernels aot`, loaded before any compile"),
     Setting("BACKEND", "", ("", "cute_sm90", "triton", "cpu"), "force one backend, or fail"),
     Setting("MAX_CTAS", "0", (), "cap of a persistent grid, for tests; 0 is the SM count"),
+    Setting(
+        "WATCHDOG_MS",
+        "0",
+        (),
+        "debug: an SM90 attention backward gives up a turn after this; 0: never",
+    ),
 )
 
 _BY_NAME = {setting.name: setting for setting in TABLE}
@@ -81,7 +87,16 @@ def forced_backend() -> str:
 
 def max_ctas() -> int:
     """The cap of a persistent grid; 0 means the device's SM count."""
-    value = get("MAX_CTAS")
+    return _whole("MAX_CTAS")
+
+
+def watchdog_ms() -> int:
+    """Milliseconds after which an ordered backward gives up waiting for a turn; 0 means never."""
+    return _whole("WATCHDOG_MS")
+
+
+def _whole(name: str) -> int:
+    value = get(name)
     if not value.isdigit():
-        raise SettingError(f"{PREFIX}MAX_CTAS: expected a whole number >= 0, got {value!r}")
+        raise SettingError(f"{PREFIX}{name}: expected a whole number >= 0, got {value!r}")
     return int(value)

@@ -29,6 +29,7 @@ RANKS = {
     "system.config": 6,
     "system.masks": 6,
     "system.checks": 7,
+    "system.watchdog": 7,
     "system.kernel": 8,
     "system.triton_kernel": 8,
     "system.launch": 9,

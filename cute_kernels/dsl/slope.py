@@ -2,6 +2,7 @@
 
 A thread holds two keys of an accumulator of ``wgmma.m64nNk16``: value ``4 i + 2 half + side`` is
 key ``16 warp + lane / 4 + 8 half``, query row ``8 i + 2 (lane mod 4) + side`` of the tile.
+lse2 and delta hold that row's value at [(side, i mod 2), i / 2]: ``BackwardTiles.statistics``.
 """
 
 import cutlass
@@ -13,7 +14,7 @@ def exponents(scores: cute.Tensor, lse2: cute.Tensor, c: cutlass.Float32):
     """s = s c - lse2[q], fused."""
     for i in cutlass.range_constexpr(cute.size(scores) // 4):
         for side in cutlass.range_constexpr(2):
-            shift = -lse2[side, i]
+            shift = -lse2[(side, i % 2), i // 2]
             for half in cutlass.range_constexpr(2):
                 at = 4 * i + 2 * half + side
                 scores[at] = cute.math.fma(scores[at], c, shift)
@@ -24,7 +25,7 @@ def slopes(grads: cute.Tensor, p: cute.Tensor, delta: cute.Tensor):
     """g = p (g - delta[q])."""
     for i in cutlass.range_constexpr(cute.size(grads) // 4):
         for side in cutlass.range_constexpr(2):
-            mean = delta[side, i]
+            mean = delta[(side, i % 2), i // 2]
             for half in cutlass.range_constexpr(2):
                 at = 4 * i + 2 * half + side
                 grads[at] = p[at] * (grads[at] - mean)
@@ -41,7 +42,7 @@ def capped_slopes(
     inverse = cute.arch.rcp_approx(c)
     for i in cutlass.range_constexpr(cute.size(grads) // 4):
         for side in cutlass.range_constexpr(2):
-            mean, level = delta[side, i], lse2[side, i]
+            mean, level = delta[(side, i % 2), i // 2], lse2[(side, i % 2), i // 2]
             for half in cutlass.range_constexpr(2):
                 at = 4 * i + 2 * half + side
                 t = (cute.math.log2(p[at], fastmath=True) + level) * inverse

@@ -13,9 +13,15 @@ def major_of(name: str) -> LayoutEnum:
     return LayoutEnum.ROW_MAJOR if name == "k" else LayoutEnum.COL_MAJOR
 
 
-def operand_layout(dtype, rows: int, k: int, major: str, stages: int) -> cute.ComposedLayout:
-    """A staged, swizzled [rows, k, stages] operand; the swizzle follows the contiguous extent."""
-    contiguous = k if major == "k" else rows
+def operand_layout(
+    dtype, rows: int, k: int, major: str, stages: int, part: int | None = None
+) -> cute.ComposedLayout:
+    """A staged, swizzled [rows, k, stages] operand.
+
+    The swizzle follows the contiguous extent, or ``part`` of it that an instruction takes alone:
+    an instruction begins with a whole atom of the swizzle.
+    """
+    contiguous = part or (k if major == "k" else rows)
     atom = hopper_helpers.get_smem_layout_atom(major_of(major), dtype, contiguous)
     order = (0, 1, 2) if major == "k" else (1, 0, 2)
     layout_atom = cute.nvgpu.warpgroup.make_smem_layout_atom(atom, dtype)

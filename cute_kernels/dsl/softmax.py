@@ -9,6 +9,8 @@ factor is exp2(0) = 1, and zeros are added.
 
 import cutlass
 from cutlass import cute
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 #: Rows of a thread, and the lanes that share one.
 ROWS = 2
@@ -110,3 +112,30 @@ def cap(scores: cute.Tensor, inner: cutlass.Float32):
             power = cute.math.exp2(scores[at] * inner, fastmath=True)
             below = cute.arch.rcp_approx(power + 1.0)
             scores[at] = cute.math.fma(below, cutlass.Float32(-2.0), cutlass.Float32(1.0))
+
+
+@cute.jit
+def round_pairs(values: cute.Tensor, rounded: cute.Tensor):
+    """``rounded`` = ``values`` in its dtype, here: LLVM moves an ordinary cast into the next
+    iteration, before the products, and keeps the fp32 values until there."""
+    pairs = cute.recast_tensor(rounded, cutlass.Int32)
+    name = "bf16x2" if rounded.element_type is cutlass.BFloat16 else "f16x2"
+    for i in cutlass.range_constexpr(cute.size(pairs)):
+        pairs[i] = _rounded_pair(values[2 * i], values[2 * i + 1], name)
+
+
+@dsl_user_op
+def _rounded_pair(low, high, name: str, *, loc=None, ip=None) -> cutlass.Int32:
+    operands = [cutlass.Float32(x).ir_value(loc=loc, ip=ip) for x in (high, low)]
+    pair = llvm.inline_asm(
+        T.i32(),
+        operands,
+        f"cvt.rn.{name}.f32 $0, $1, $2;",
+        "=r,f,f",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+    return cutlass.Int32(pair)

@@ -16,28 +16,49 @@ import cutlass
 from cutlass import cute
 
 BLOCK = 128
+#: Entries that a warp reads at once.
+WINDOW = 32
+#: Bytes of a ticket's four numbers.
+RECORD = 16
 
 
 @dataclass(frozen=True)
 class Lists:
-    """The tensors of schedulers/schedule.py's ``ScheduleTensors``, for heads b * Hkv + h.
+    """Three tensors of schedulers/schedule.py's ``ScheduleTensors``, for heads b * Hkv + h.
 
     ``entry`` and ``rank`` of a schedule without visits need one element, which is not read.
     """
 
-    order: cute.Tensor
-    list_of_head: cute.Tensor
-    offset: cute.Tensor
+    ticket: cute.Tensor
     entry: cute.Tensor
     rank: cute.Tensor
 
     @cute.jit
     def column(self, ticket):
-        """(head, KV block, first entry, end of the entries) of a ticket."""
-        head, block = self.order[ticket, 0], self.order[ticket, 1]
-        blocks = self.order.shape[0] // self.list_of_head.shape[0]
-        place = cutlass.Int64(self.list_of_head[head]) * blocks + block
-        return head, block, self.offset[place], self.offset[place + 1]
+        """(head, KV block, first entry, end of the entries) of a ticket, by one aligned load."""
+        source = cute.make_ptr(
+            cutlass.Int32,
+            self.ticket.iterator.toint() + cutlass.Int64(ticket) * RECORD,
+            cute.AddressSpace.gmem,
+            assumed_align=RECORD,
+        )
+        record = cute.make_tensor(source, cute.make_layout(4)).load()
+        return tuple(record[i] for i in range(4))
+
+    @cute.jit
+    def window(self, first):
+        """The next ``WINDOW`` entries from ``first`` on, one in each lane of the warp.
+
+        A consumer that loaded each entry when it comes to it would wait for global memory, about
+        500 cycles, between two products.
+        """
+        index = cutlass.min(first + cute.arch.lane_idx(), self.entry.shape[0] - 1)
+        return self.entry[index]
+
+    @cute.jit
+    def of_window(self, window, place):
+        """The entry at ``place`` (modulo ``WINDOW``), in every lane."""
+        return cute.arch.shuffle_sync(window, place & (WINDOW - 1))
 
 
 @dataclass(frozen=True)

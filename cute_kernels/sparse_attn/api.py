@@ -65,7 +65,7 @@ def block_sparse_attention(
         NondeterministicError: ``deterministic=False`` under torch's determinism flag.
         BackendUnavailable: the device has no backend.
 
-    On SM90 a gradient needs D = 64 or 128 and, if Hkv < Hq, a mask of 1 head; else ShapeError.
+    On SM90 a gradient needs, if Hkv < Hq, a mask of 1 head; else ShapeError.
     There a tensor whose strides or pointer TMA cannot address is copied: the bits are the same.
 
     Masks, schedules and their tensors are built once per content and reused across layers and

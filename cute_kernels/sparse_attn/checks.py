@@ -89,17 +89,14 @@ def attention(
     return Problem(batch, q_len, kv_len, heads, kv_heads, dim, q.device, scale, softcap)
 
 
-def gradient(device: str, head_dim: int, mask_heads: int, heads: int, kv_heads: int) -> None:
-    """That the backend of ``device`` has a backward: the limits of the SM90 kernels."""
-    if arch.refusal(arch.CUTE_SM90, arch.describe(device)):
-        return
-    if head_dim not in config.SM90_GRADIENT_HEAD_DIMS:
-        what = "head size of q, with a gradient on cute_sm90"
-        raise ShapeError(one_of(what, config.SM90_GRADIENT_HEAD_DIMS, head_dim))
+def gradient(device: str, mask_heads: int, heads: int, kv_heads: int) -> None:
+    """That the backend of ``device`` has a backward: the limit of the SM90 kernels."""
     if mask_heads > 1 and kv_heads < heads:
+        if arch.refusal(arch.CUTE_SM90, arch.describe(device)):
+            return
         want = (
             f"1 head, with a gradient on cute_sm90: {heads // kv_heads} query heads share a KV "
-            "head, and one mask"
+            "head, and one mask (CUTE_KERNELS_BACKEND=triton takes one per query head)"
         )
         raise ShapeError(expected("block_mask", want, f"{mask_heads} heads"))
 

@@ -17,8 +17,6 @@ from .triton_plan import TRITON
 
 #: The head sizes that are taken, the same for q, k and v.
 HEAD_DIMS = (64, 96, 128)
-#: Those that the SM90 kernels have gradients for.
-SM90_GRADIENT_HEAD_DIMS = (64, 128)
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -38,10 +36,14 @@ class ForwardConfig:
     head_dim: int
     form: str
     softcap: bool = False
+    #: Warpgroups of 64 query rows each.
+    consumers: int = 2
 
     @property
     def kv_stages(self) -> int:
-        """Blocks of K, and of V, in shared memory: as many as fit, up to four."""
+        """Blocks of K, and of V, in shared memory: as many as fit, up to four for two consumers."""
+        if self.consumers == 3:
+            return 6
         return 3 if self.head_dim == 128 else 4
 
     def items(self) -> tuple[tuple[str, str | int | bool], ...]:
@@ -63,6 +65,8 @@ class BackwardConfig:
     #: With two stages of dS the consumers meet once a visit.
     ds_stages: int = 2
     dq_stages: int = 2
+    #: Turns are awaited no longer, see ``watchdog``; 0: for ever.
+    watchdog_ms: int = 0
 
     def items(self) -> tuple[tuple[str, str | int | bool], ...]:
         """Sorted (name, value) pairs: the constexpr part of the compile key."""
@@ -83,11 +87,22 @@ class CpuPlan:
 CPU = CpuPlan()
 
 
+def configure_forward(dtype: str, head_dim: int, form: str, softcap: bool = False) -> ForwardConfig:
+    """Three consumers at D = 64: there exponentials take as long as products, and need company."""
+    return ForwardConfig(dtype, head_dim, form, softcap, 3 if head_dim == 64 else 2)
+
+
 def configure(
-    dtype: str, head_dim: int, form: str, ordered: bool, softcap: bool = False
+    dtype: str,
+    head_dim: int,
+    form: str,
+    ordered: bool,
+    softcap: bool = False,
+    watchdog_ms: int = 0,
 ) -> BackwardConfig:
-    """Tiles of 64 rows for D = 128, of 128 for D = 64: both fill the shared memory."""
-    return BackwardConfig(dtype, head_dim, form, ordered, 64 * 128 // head_dim, softcap)
+    """Tiles of 128 rows for D = 64, of 64 above: with more, accumulators would spill."""
+    tile_m, limit = 128 if head_dim == 64 else 64, watchdog_ms if ordered else 0
+    return BackwardConfig(dtype, head_dim, form, ordered, tile_m, softcap, watchdog_ms=limit)
 
 
 def factors(scale: float, softcap: float = 0.0) -> tuple[float, float]:
@@ -130,8 +145,8 @@ def plan(backend: str, device: arch.Device) -> dict[str, object]:
             "family": "wgmma.k16.f32, ex2.approx.ftz",
             "block": [128, 128],
             "row sums": "4 lanes, each its columns ascending, then a butterfly",
-            "delta": "8 products a thread, a butterfly over D / 8 threads",
-            "dq tile rows": {str(d): configure("bf16", d, "none", True).tile_m for d in (64, 128)},
+            "delta": "8 products a thread, 24 for D = 96, then a butterfly over the row's threads",
+            "dq tile rows": {str(d): configure("bf16", d, "none", True).tile_m for d in HEAD_DIMS},
             "group": "query heads one after another, ascending",
             "auto": _machines(),
         }

@@ -42,13 +42,15 @@ def forward(
         out = torch.zeros_like(qs)
         lse = torch.zeros(*qs.shape[:4])
         entries = _lists(mask, batch, heads)
+        # Heads and batches share most tiles.
+        tiles = functools.lru_cache(maxsize=64)(functools.partial(_allowed, mask))
         for b in range(batch):
             for h in range(heads):
                 for m, visits in enumerate(entries[b][h]):
                     state = _start(dim)
                     for entry, tile in visits:
                         n = entry >> 1
-                        allowed = _allowed(mask, m, n, entry & 1, tile)
+                        allowed = tiles(m, n, entry & 1, tile)
                         keys, values = ks[b, h // group, n], vs[b, h // group, n]
                         state = _attend(
                             state, qs[b, h, m], keys, values, allowed, scale, softcap, q.dtype
@@ -94,32 +96,32 @@ def ordered_sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) before their one rounding: fp32 [B, H, blocks, 128, D]."""
     batch, heads = q.shape[0], q.shape[2]
-    lists, offset, entry, rank, tile = (t.tolist() for t in order[1:])
+    entry, rank, tile = (t.tolist() for t in (order.entry, order.rank, order.tile))
+    schedule_heads = len(order.list_of_head)
     # Query heads of one ticket, and of one KV head.
-    shared, group = batch * heads // len(lists), heads // k.shape[2]
+    shared, group = batch * heads // schedule_heads, heads // k.shape[2]
     with ieee_fp32():
         qs, ks, vs, dos = (_blocked(t) for t in (q, k, v, dout))
         delta = (dos * _blocked(out)).sum(-1)
         delta = delta if dlse is None else delta - _rows(dlse)
         delta, lse2 = (t.flatten(0, 1)[..., None] for t in (delta, _rows(lse) * LOG2E))
         qs, dos, ks, vs = (t.flatten(0, 1) for t in (qs, dos, ks, vs))
-        dq, columns = _Turns(qs), ks.shape[1]
-        dk, dv = (torch.zeros(len(lists), *ks.shape[1:]) for _ in range(2))
-        for ticket, n in order.order.tolist():
-            first = lists[ticket] * columns + n
-            keys, values = (t[ticket * shared // group, n] for t in (ks, vs))
-            for e in range(*offset[first : first + 2]):
+        dq = _Turns(qs)
+        dk, dv = (torch.zeros(schedule_heads, *ks.shape[1:]) for _ in range(2))
+        for who, n, begin, end in order.ticket.tolist():
+            keys, values = (t[who * shared // group, n] for t in (ks, vs))
+            for e in range(begin, end):
                 m, bits = entry[e] >> 1, tile[e] if mask.form == "bits" else -1
                 allowed = _allowed(mask, m, n, entry[e] & 1, bits)
-                for head in range(ticket * shared, (ticket + 1) * shared):
+                for head in range(who * shared, (who + 1) * shared):
                     queries, grads = qs[head, m], dos[head, m]
                     scores, slope = _scores(queries, keys, scale, softcap)
                     p = torch.where(allowed, torch.exp2(scores - lse2[head, m]), 0.0)
                     ds = p * (torch.mm(grads, values.mT) - delta[head, m])
                     ds = torch.where(allowed, ds if slope is None else ds * slope, 0.0)
                     p, ds = _through(p, q.dtype), _through(ds, q.dtype)
-                    dv[ticket, n] += torch.mm(p.mT, grads)
-                    dk[ticket, n] += torch.mm(ds.mT, queries)
+                    dv[who, n] += torch.mm(p.mT, grads)
+                    dk[who, n] += torch.mm(ds.mT, queries)
                     dq.add(head, m, rank[e], torch.mm(ds, keys))
         dk, dv = (_over_group(t, batch * k.shape[2]).unflatten(0, (batch, -1)) for t in (dk, dv))
     return dq.total.unflatten(0, (batch, -1)) * scale, dk * scale, dv

@@ -5,7 +5,7 @@ Layouts      dq fp32 [B, Hq, Mt, tile_m * D]: a tile holds, for each warpgroup, 
 Order        nothing is added: one product, one rounding.
 Roles        one CTA per (tile of tile_m query rows, head, batch); a thread has the accumulators of
              the thread of the same number.
-Limits       SM90a; bf16 and fp16; D 64 and 128.
+Limits       SM90a; bf16 and fp16; D a multiple of 16.
 Measured     on an H200: docs/status.md, docs/notes/attention_sm90.md.
 """
 

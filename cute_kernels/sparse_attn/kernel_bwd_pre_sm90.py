@@ -4,11 +4,14 @@ Layouts      O, dO [B, Sq, Hq, D] with rows of D contiguous; lse, dlse fp32 [B, 
              gradient of lse, may be None.
              delta, lse2 fp32 [B, Hq, Mt * tile_m]: rows beyond Sq get delta 0 and lse2 +inf, so
              that P = exp2(s - lse2) is 0 there.  A row whose lse is -inf (no key) gets +inf too.
+             Both in the order of ``statistics_place``.
              dq fp32 [B, Hq, Mt, tile_m * D], semaphore int32 [B, Hq, Mt], counter int32 [1]: zeros.
-Order        8 products of a thread ascending, one fp32 chain; then a butterfly over the D / 8
-             threads of the row, nearest first; dlse last.  It depends on D alone.
+Order        T threads a row, the largest power of two that divides D / 8: 8, 4, 16 for D = 64, 96,
+             128.  Thread t has 8 columns from 8 (t + T i) on, for i = 0, 1, ..: one fp32 chain over
+             its products, ascending; then a butterfly over the T threads, nearest first; dlse
+             last.  It depends on D alone.
 Roles        one CTA per (tile of tile_m query rows, head, batch).
-Limits       SM90a; bf16 and fp16; D a power of two, 16 to 256.
+Limits       SM90a; bf16 and fp16; D a multiple of 8 up to 256.
 Measured     on an H200: docs/status.md, docs/notes/attention_sm90.md.
 """
 
@@ -19,6 +22,7 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from ..compile import fake
+from ..dsl.backward_tiles import statistics_place
 
 THREADS = 128
 #: Elements that a thread loads at once: 16 bytes.
@@ -29,8 +33,10 @@ class BackwardPreSm90:
     """One dtype, head dimension and tile height; ``__call__`` is what is compiled."""
 
     def __init__(self, dtype: str, head_dim: int, tile_m: int):
-        assert head_dim % VECTOR == 0 and 32 % (head_dim // VECTOR) == 0
-        assert tile_m % (THREADS * VECTOR // head_dim) == 0
+        vectors = head_dim // VECTOR
+        self.threads_per_row = vectors & -vectors
+        assert head_dim % VECTOR == 0 and self.threads_per_row <= 32
+        assert tile_m % (THREADS // self.threads_per_row) == 0
         self.dtype, self.head_dim, self.tile_m = fake.DTYPES[dtype], head_dim, tile_m
 
     @cute.jit
@@ -73,8 +79,8 @@ class BackwardPreSm90:
                 mCounter[0] = cutlass.Int32(0)
         self.zero(mdQ, batch, head, tile, tidx)
 
-        threads_per_row = self.head_dim // VECTOR
-        rows_at_once = THREADS // threads_per_row
+        threads_per_row = self.threads_per_row
+        rows_at_once, columns = THREADS // threads_per_row, threads_per_row * VECTOR
         column = (tidx % threads_per_row) * VECTOR
         copy = cute.make_copy_atom(
             cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=VECTOR * self.dtype.width
@@ -86,11 +92,13 @@ class BackwardPreSm90:
             row = tile * self.tile_m + step * rows_at_once + tidx // threads_per_row
             inside = row < q_len
             read = row if inside else cutlass.Int32(0)
-            cute.copy(copy, self.vector(mO, batch, read, head, column), rO)
-            cute.copy(copy, self.vector(mdO, batch, read, head, column), rdO)
             total = cutlass.Float32(0.0)
-            for i in cutlass.range_constexpr(VECTOR):
-                total += rdO[i].to(cutlass.Float32) * rO[i].to(cutlass.Float32)
+            for part in cutlass.range_constexpr(self.head_dim // columns):
+                at = column + part * columns
+                cute.copy(copy, self.vector(mO, batch, read, head, at), rO)
+                cute.copy(copy, self.vector(mdO, batch, read, head, at), rdO)
+                for i in cutlass.range_constexpr(VECTOR):
+                    total += rdO[i].to(cutlass.Float32) * rO[i].to(cutlass.Float32)
             for far in cutlass.range_constexpr(int(math.log2(threads_per_row))):
                 total += cute.arch.shuffle_sync_bfly(total, offset=1 << far)
             if column == 0:
@@ -99,8 +107,9 @@ class BackwardPreSm90:
                 lse = mLse[batch, head, read]
                 infinite = cutlass.Float32(math.inf)
                 known = inside and lse != -infinite
-                mDelta[batch, head, row] = total if known else cutlass.Float32(0.0)
-                mLse2[batch, head, row] = lse * math.log2(math.e) if known else infinite
+                place = statistics_place(row)
+                mDelta[batch, head, place] = total if known else cutlass.Float32(0.0)
+                mLse2[batch, head, place] = lse * math.log2(math.e) if known else infinite
 
     @cute.jit
     def zero(self, mdQ, batch, head, tile, tidx):

@@ -22,10 +22,11 @@ Tickets      from an atomic counter; the next one when every dQ tile of this one
              no CTA holds a ticket that it does not work on.
 Tails        keys beyond Sk are masked in the last block, and stored outputs clipped by TMA; query
              rows beyond Sq have lse2 = +inf, so P = 0.
-Roles        warpgroup 0: warp 0 loads, thread 0 of warp 1 takes tickets and adds dQ; warpgroups 1
-             and 2: 64 keys of the block each, and half of every dQ tile.
-Limits       SM90a only; bf16 and fp16; D 64 and 128; lengths below 2^30; the query heads of a group
-             share their lists.
+Roles        warpgroup 0: warp 0 loads, one thread each of warps 1 and 2 adds the dQ tiles of one
+             buffer, one thread of warp 3 takes tickets; warpgroups 1 and 2: 64 keys of the block
+             each, and half of every dQ tile.
+Limits       SM90a only; bf16 and fp16; D 64, 96 and 128; lengths below 2^30; the query heads of
+             a group share their lists.
 Measured     on an H200: docs/status.md, docs/notes/attention_sm90.md.
 """
 
@@ -37,30 +38,45 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from ..compile import fake
-from ..dsl import chain, mma, pipeline, score_mask, slope, smem, softmax, tma, turnstile, walk
+from ..dsl import (
+    chain,
+    key_mask,
+    mma,
+    pipeline,
+    score_mask,
+    slope,
+    softmax,
+    tma,
+    turnstile,
+    walk,
+)
 from ..dsl.backward_tiles import BLOCK, BackwardTiles
 from ..dsl.backward_tiles import WARPGROUPS as CONSUMERS
 from ..schedulers import ticket_device as tickets
-from .config import BackwardConfig
+from .config import HEAD_DIMS, BackwardConfig
 from .masks import FORMS
+from .watchdog import FIELDS
 
 CONSUMER_THREADS = CONSUMERS * mma.WARPGROUP
 CONSUMER_WARPS = CONSUMER_THREADS // 32
 THREADS = CONSUMER_THREADS + mma.WARPGROUP
-PRODUCER_REGISTERS = 40
-CONSUMER_REGISTERS = 232
+#: The warp that takes tickets; those between it and the first add dQ.
+LAST_PRODUCER = mma.WARPGROUP // 32 - 1
+PRODUCER_REGISTERS = 24
+CONSUMER_REGISTERS = 240
 #: Named barrier 0 is the CTA's; the consumers meet at 1.
 CONSUMER_BARRIER = 1
-#: As in masks.py: the open end of a band.
-FAR = 2**30
 
 
 @dataclass(frozen=True)
 class Barriers:
-    """mbarriers of the buffer of K and V, and of the buffers of dQ."""
+    """mbarriers of the buffers of K, of V, and of dQ; and of tickets whose dQ has landed."""
 
-    kv_full: cute.Pointer
-    kv_empty: cute.Pointer
+    k_full: cute.Pointer
+    k_empty: cute.Pointer
+    v_full: cute.Pointer
+    v_empty: cute.Pointer
+    landed: cute.Pointer
     dq_full: cute.Pointer
     dq_empty: cute.Pointer
 
@@ -69,8 +85,8 @@ class BackwardSm90:
     """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
 
     def __init__(self, config: BackwardConfig):
-        assert config.head_dim in (64, 128) and config.form in FORMS
-        assert config.tile_m * config.head_dim == 64 * BLOCK, "a dQ tile is 32 values a thread"
+        assert config.head_dim in HEAD_DIMS and config.form in FORMS
+        assert config.tile_m in (64, BLOCK), "a dQ tile is whole products of both warpgroups"
         self.config = config
         self.dtype = fake.DTYPES[config.dtype]
         self.tile_m, self.head_dim = config.tile_m, config.head_dim
@@ -78,7 +94,7 @@ class BackwardSm90:
             self.dtype, config.head_dim, config.tile_m, config.stages, config.ds_stages
         )
         self.dq_size = config.tile_m * config.head_dim
-        self.kv_bytes = 2 * BLOCK * config.head_dim * self.dtype.width // 8
+        self.k_bytes = BLOCK * config.head_dim * self.dtype.width // 8
         self.q_bytes = self.dq_size * self.dtype.width // 8 + config.tile_m * 4
 
     @cute.jit
@@ -95,13 +111,12 @@ class BackwardSm90:
         mdV: cute.Tensor,
         mSemaphore: cute.Tensor,
         mCounter: cute.Tensor,
-        mOrder: cute.Tensor,
-        mListOfHead: cute.Tensor,
-        mOffset: cute.Tensor,
+        mTicket: cute.Tensor,
         mEntry: cute.Tensor,
         mRank: cute.Tensor,
         mTile: cute.Tensor,
         mWords: cute.Tensor,
+        mRecord: cute.Tensor | None,
         scale: cutlass.Float32,
         c: cutlass.Float32,
         inner: cutlass.Float32,
@@ -118,14 +133,14 @@ class BackwardSm90:
         tma_v, gV = tma.load(by_rows(mV), sK_layout, kv_tile, 1)
         tma_dk, gdK = tma.store(by_rows(mdK), sK_layout, kv_tile)
         tma_dv, gdV = tma.store(by_rows(mdV), sK_layout, kv_tile)
-        self.storage = self.shared_storage()
+        self.storage = self.tiles.storage(self.config.dq_stages, tickets.STAGES)
         group = mQ.shape[2] // mK.shape[2]
         self.kernel(
             *(tma_q, gQ, tma_do, gdO, tma_k, gK, tma_v, gV, tma_dk, gdK, tma_dv, gdV),
             *(mLse2, mDelta, mdQ, mSemaphore, mCounter),
-            walk.Lists(mOrder, mListOfHead, mOffset, mEntry, mRank),
+            walk.Lists(mTicket, mEntry, mRank),
             walk.Sizes(mK.shape[1], mK.shape[2], group, mSemaphore.shape[2]),
-            *(mTile, mWords, scale, c, inner, lo, hi),
+            *(mTile, mWords, mRecord, scale, c, inner, lo, hi),
         ).launch(
             grid=(ctas, 1, 1),
             block=(THREADS, 1, 1),
@@ -158,6 +173,7 @@ class BackwardSm90:
         sizes: walk.Sizes,
         mTile: cute.Tensor,
         mWords: cute.Tensor,
+        mRecord: cute.Tensor | None,
         scale: cutlass.Float32,
         c: cutlass.Float32,
         inner: cutlass.Float32,
@@ -172,13 +188,12 @@ class BackwardSm90:
         shared = SmemAllocator().allocate(self.storage)
         rings = self.make_rings(shared)
         dq = shared.dq.data_ptr()
-        barriers = Barriers(
-            shared.kv.data_ptr(), shared.kv.data_ptr() + 1, dq, dq + self.config.dq_stages
-        )
+        singles = (shared.singles.data_ptr() + i for i in range(5))
+        barriers = Barriers(*singles, dq, dq + self.config.dq_stages)
         full = shared.tickets.data_ptr()
-        # The adding thread takes; the loading warp and the consumers receive.
+        receivers = 1 + self.config.dq_stages + CONSUMER_WARPS
         source = tickets.TicketRing(
-            shared.slots.data_ptr(), full, full + tickets.STAGES, 1, 1 + CONSUMER_WARPS
+            shared.slots.data_ptr(), full, full + tickets.STAGES, 1, receivers
         )
         if tidx == 0:
             source.init()
@@ -190,9 +205,13 @@ class BackwardSm90:
             if warp == 0:
                 loads = (tma_q, gQ, mLse2), (tma_do, gdO, mDelta), (tma_k, gK), (tma_v, gV)
                 self.load(*loads, shared, rings, barriers, source, lists, sizes)
-            if warp == 1:
-                if cute.arch.lane_idx() == 0:
-                    self.add_dq(mdQ, mSemaphore, mCounter, shared, barriers, source, lists, sizes)
+            elif cute.arch.lane_idx() == 0:
+                if warp <= self.config.dq_stages:
+                    turns = (mdQ, mSemaphore, mRecord)
+                    self.add_dq(warp - 1, turns, shared, barriers, source, lists, sizes)
+                if warp == LAST_PRODUCER:
+                    total = lists.ticket.shape[0]
+                    source.dispatch_one_by_one(mCounter.iterator, total, barriers.landed)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             stores = (tma_dk, gdK), (tma_dv, gdV)
@@ -207,19 +226,22 @@ class BackwardSm90:
         state = pipeline.producer_state(self.config.stages)
         received = tickets.ticket_state()
         kv_phase = cutlass.Int32(1)
-        total = lists.order.shape[0]
+        total = lists.ticket.shape[0]
         ticket = source.receive(received)
         received.advance()
         while ticket < total:
             head, block, begin, end = lists.column(ticket)
             batch, kv_head = head // sizes.kv_heads, head % sizes.kv_heads
-            cute.arch.mbarrier_wait(barriers.kv_empty, kv_phase)
-            kv_phase = kv_phase ^ 1
-            if lane == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(barriers.kv_full, self.kv_bytes)
-            for (atom, source_of), buffer in ((k, shared.sK), (v, shared.sV)):
+            for (atom, source_of), buffer, full, empty in (
+                (k, shared.sK, barriers.k_full, barriers.k_empty),
+                (v, shared.sV, barriers.v_full, barriers.v_empty),
+            ):
+                cute.arch.mbarrier_wait(empty, kv_phase)
+                if lane == 0:
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, self.k_bytes)
                 s, g = self.boxes(atom, self.tiles.keys(buffer), source_of, kv_head, batch)
-                cute.copy(atom, g[None, block], s[None, 0], tma_bar_ptr=barriers.kv_full)
+                cute.copy(atom, g[None, block], s[None, 0], tma_bar_ptr=full)
+            kv_phase = kv_phase ^ 1
             for member in cutlass.range(sizes.group, unroll=1):
                 for entry in cutlass.range(begin, end, unroll=1):
                     q_block = lists.entry[entry] >> 1
@@ -252,13 +274,19 @@ class BackwardSm90:
             cute.copy(copy, whole_g, whole_s, mbar_ptr=full)
 
     @cute.jit
-    def add_dq(self, mdQ, mSemaphore, mCounter, shared, barriers, source, lists, sizes):
-        """One thread: takes the tickets, and adds the dQ tile of each visit in its turn."""
+    def add_dq(self, buffer, turns, shared, barriers, source, lists, sizes):
+        """One thread: adds each dQ tile that comes through its buffer, in the tile's turn.
+
+        A thread for each buffer, as a turn takes as long as a visit: waiting for it, landing, and
+        handing on are three trips to L2.
+        """
+        mdQ, mSemaphore, mRecord = turns
         state = pipeline.consumer_state(self.config.dq_stages)
-        taken = pipeline.producer_state(tickets.STAGES)
-        total = lists.order.shape[0]
-        ticket = take(source, taken, mCounter.iterator)
-        taken.advance()
+        received = tickets.ticket_state()
+        held = shared.sdQ.data_ptr() + buffer * self.dq_size
+        total = lists.ticket.shape[0]
+        ticket = source.receive_alone(received)
+        received.advance()
         while ticket < total:
             head, _, begin, end = lists.column(ticket)
             for member in cutlass.range(sizes.group, unroll=1):
@@ -266,22 +294,33 @@ class BackwardSm90:
                     q_block, rank = lists.entry[entry] >> 1, lists.rank[entry]
                     count, first = walk.visits(sizes, q_block, self.tile_m)
                     for visit in cutlass.range(count, unroll=1):
-                        row = walk.row_of(sizes, head, member, first + visit)
-                        target = mdQ.iterator + row * self.dq_size
-                        held = shared.sdQ.data_ptr() + state.index * self.dq_size
-                        if cutlass.const_expr(self.config.ordered):
-                            # The turn is awaited while the tile is still being made.
-                            turnstile.wait_turn(mSemaphore.iterator + row, rank)
-                        cute.arch.mbarrier_wait(barriers.dq_full + state.index, state.phase)
-                        turnstile.add(target, held, self.dq_size * 4)
-                        if cutlass.const_expr(self.config.ordered):
-                            turnstile.finish_turn(mSemaphore.iterator + row)
-                        else:
-                            turnstile.land()
-                        cute.arch.mbarrier_arrive(barriers.dq_empty + state.index)
+                        if state.index == buffer:
+                            row = walk.row_of(sizes, head, member, first + visit)
+                            target = mdQ.iterator + row * self.dq_size
+                            if cutlass.const_expr(self.config.ordered):
+                                # The turn is awaited while the tile is still being made.
+                                self.wait_turn(mSemaphore, row, rank, mRecord)
+                            cute.arch.mbarrier_wait(barriers.dq_full + buffer, state.phase)
+                            turnstile.add(target, held, self.dq_size * 4)
+                            if cutlass.const_expr(self.config.ordered):
+                                turnstile.finish_turn(mSemaphore.iterator + row)
+                            else:
+                                turnstile.land()
+                            cute.arch.mbarrier_arrive(barriers.dq_empty + buffer)
                         state.advance()
-            ticket = take(source, taken, mCounter.iterator)
-            taken.advance()
+            cute.arch.mbarrier_arrive(barriers.landed)
+            ticket = source.receive_alone(received)
+            received.advance()
+
+    @cute.jit
+    def wait_turn(self, mSemaphore, row, rank, mRecord):
+        """The turn at a tile of rows; when debugged, for so long at most."""
+        semaphore, limit_ms = mSemaphore.iterator + row, self.config.watchdog_ms
+        if cutlass.const_expr(limit_ms):
+            place = (mRecord.iterator, cutlass.Int32(row))
+            turnstile.wait_turn_or_give_up(semaphore, rank, *place, limit_ms)
+        else:
+            turnstile.wait_turn(semaphore, rank)
 
     @cute.jit
     def multiply(self, stores, mask, factors, shared, rings, barriers, source, lists, sizes):
@@ -296,14 +335,9 @@ class BackwardSm90:
         key = consumer * 64 + lane // 32 * 16 + lane % 32 // 4
         tiles = self.tiles
         score, sum_kv, sum_q = tiles.score_mma(), tiles.kv_mma(), tiles.dq_mma()
-        tSrK, tSrQ = chain.operands(score, first, tiles.keys(shared.sK), tiles.rows(shared.sQ))
-        tPrV, tPrO = chain.operands(score, first, tiles.keys(shared.sV), tiles.rows(shared.sdO))
-        dim_keys, ds_rows = tiles.keys(shared.sK, "mn"), tiles.ds(shared.sdS, "mn")
-        tQrS, tQrK = chain.operands(sum_q, first, ds_rows, dim_keys)
         slice_kv = sum_kv.get_slice(first)
-        tKrQ = sum_kv.make_fragment_B(slice_kv.partition_B(tiles.rows(shared.sQ, "mn")))
-        tVrO = sum_kv.make_fragment_B(slice_kv.partition_B(tiles.rows(shared.sdO, "mn")))
-
+        operands = self.operands(shared, first, score, sum_kv, sum_q)
+        tSrK, tSrQ, tPrV, tPrO, tQrS, tQrK, tKrQ, tVrO = operands
         scores_shape = score.get_slice(first).partition_shape_C((BLOCK, self.tile_m))
         rS, rdP = (cute.make_rmem_tensor(scores_shape, cutlass.Float32) for _ in range(2))
         # Rounded in the order of the accumulators, which is that of register operands too.
@@ -315,13 +349,13 @@ class BackwardSm90:
         q_shape = sum_q.get_slice(first).partition_shape_C((self.tile_m, self.head_dim))
         rdQ = cute.make_rmem_tensor(q_shape, cutlass.Float32)
 
-        # Q and dO are loaded visit by visit: one state for both rings, released one after another.
-        state = pipeline.consumer_state(config.stages)
+        # Q and dO are loaded visit by visit: one state for both rings; Q is released a visit later.
+        state, done = (pipeline.consumer_state(config.stages) for _ in range(2))
         dq_state = pipeline.producer_state(config.dq_stages)
         ds_state = pipeline.producer_state(config.ds_stages)
         received = tickets.ticket_state()
         kv_phase = cutlass.Int32(0)
-        total = lists.order.shape[0]
+        total = lists.ticket.shape[0]
         ticket = source.receive(received)
         received.advance()
         while ticket < total:
@@ -330,23 +364,32 @@ class BackwardSm90:
             rdV.fill(0.0)
             # The buffer of dQ that is written and not yet handed over, or -1.
             held = cutlass.Int32(-1)
-            cute.arch.mbarrier_wait(barriers.kv_full, kv_phase)
-            kv_phase = kv_phase ^ 1
+            cute.arch.mbarrier_wait(barriers.k_full, kv_phase)
+            window = cutlass.Int32(0)
             for _ in cutlass.range(sizes.group, unroll=1):
                 for entry in cutlass.range(begin, end, unroll=1):
-                    q_block, partial = lists.entry[entry] >> 1, lists.entry[entry] & 1
+                    if (entry - begin) & (walk.WINDOW - 1) == 0:
+                        window = lists.window(entry)
+                    code = lists.of_window(window, entry - begin)
+                    q_block, partial = code >> 1, code & 1
                     count, _ = walk.visits(sizes, q_block, self.tile_m)
                     for visit in cutlass.range(count, unroll=1):
+                        # S = Q Kᵀ and dP = dO Vᵀ, with the keys as rows.  The last visit's dK is
+                        # still being made: S follows it without a gap.
+                        rings[0].consumer_wait(state)
+                        chain.start(score, rS, tSrK, tSrQ, 0, state.index)
+                        warpgroup.wait_group(1)
+                        if held >= 0:
+                            rings[0].consumer_release(done)
+                            done.advance()
+                            self.hand_over(barriers, lane, held)
+                        else:
+                            cute.arch.mbarrier_wait(barriers.v_full, kv_phase)
                         # Shared memory answers late while WGMMA reads it: lse2 and delta are
                         # asked for before the products that they meet, if registers allow.
-                        rings[0].consumer_wait(state)
                         lse2 = tiles.statistics(shared.sLse2, state.index, lane)
-                        if cutlass.const_expr(self.tile_m == 64 or not config.softcap):
+                        if cutlass.const_expr(not config.softcap):
                             lse2 = self.fetch(lse2)
-                        # S = Q Kᵀ and dP = dO Vᵀ, with the keys as rows.
-                        chain.start(score, rS, tSrK, tSrQ, 0, state.index)
-                        if held >= 0:
-                            self.hand_over(barriers, lane, held)
                         rings[1].consumer_wait(state)
                         chain.start(score, rdP, tPrV, tPrO, 0, state.index)
                         warpgroup.wait_group(1)
@@ -355,7 +398,7 @@ class BackwardSm90:
                             softmax.cap(rS, inner)
                         slope.exponents(rS, lse2, c)
                         place = (entry, partial, q_block, visit * self.tile_m, block, key, lane)
-                        self.mask(rS, mask, sizes.kv_len, *place)
+                        key_mask.keep(rS, config.form, self.tile_m, mask, sizes.kv_len, *place)
                         rS.store(cute.math.exp2(rS.load(), fastmath=True))
                         rP.store(rS.load().to(self.dtype))
                         delta = tiles.statistics(shared.sDelta, state.index, lane)
@@ -381,65 +424,39 @@ class BackwardSm90:
                         rings[1].consumer_release(state)
                         self.keep_dq(rdQ, shared, barriers, consumer, lane, dq_state)
                         held = dq_state.index
-                        warpgroup.wait_group(0)
-                        rings[0].consumer_release(state)
                         state.advance()
                         dq_state.advance()
                         ds_state.advance()
+            warpgroup.wait_group(0)
             if held >= 0:
+                rings[0].consumer_release(done)
+                done.advance()
                 self.hand_over(barriers, lane, held)
+            else:
+                cute.arch.mbarrier_wait(barriers.v_full, kv_phase)
+            kv_phase = kv_phase ^ 1
             who = (consumer, lane, head, block, sizes)
             self.store(stores, rdK, rdV, scale, shared, barriers, *who)
             ticket = source.receive(received)
             received.advance()
+
+    def operands(self, shared, first, score, mma_kv, sum_q):
+        """What lies in shared memory: of S, dP and dQ both operands, of dK and dV the second."""
+        tiles = self.tiles
+        keys, dims = (tiles.keys(shared.sK, major) for major in ("k", "mn"))
+        of_s = chain.operands(score, first, keys, tiles.rows(shared.sQ))
+        of_p = chain.operands(score, first, tiles.keys(shared.sV), tiles.rows(shared.sdO))
+        of_q = chain.operands(sum_q, first, tiles.ds(shared.sdS, "mn"), dims)
+        slice_kv = mma_kv.get_slice(first)
+        rows = (tiles.rows(buffer, "mn") for buffer in (shared.sQ, shared.sdO))
+        of_kv = (mma_kv.make_fragment_B(slice_kv.partition_B(each)) for each in rows)
+        return *of_s, *of_p, *of_q, *of_kv
 
     def fetch(self, statistics: cute.Tensor) -> cute.Tensor:
         """The same values in registers."""
         held = cute.make_rmem_tensor(statistics.shape, cutlass.Float32)
         cute.autovec_copy(statistics, held)
         return held
-
-    @cute.jit
-    def mask(self, rS, mask, kv_len, entry, partial, q_block, row, block, key, lane):
-        """S of a key beyond Sk, or one that the rule of a partial block leaves out, is -inf.
-
-        ``row``: of the block, where these rows begin.
-        """
-        tiles, words, lo, hi = mask
-        inside = kv_len - block * BLOCK
-        masked = inside < BLOCK
-        if cutlass.const_expr(self.config.form != "none"):
-            masked = (partial != 0) | masked
-        if masked:
-            if cutlass.const_expr(self.config.form == "bits"):
-                bits = self.bits(partial, tiles[entry], words, row, key)
-                for half in cutlass.range_constexpr(softmax.ROWS):
-                    if key + 8 * half >= inside:
-                        bits[None, half].fill(0)
-                score_mask.keep_bits(rS, lane, bits)
-            else:
-                first, last = [cutlass.Int32(0)] * 2, [cutlass.Int32(self.tile_m - 1)] * 2
-                if cutlass.const_expr(self.config.form == "band"):
-                    # lo <= kv - q <= hi, as rows of the tile; a full block has them all.
-                    low = lo if partial != 0 else cutlass.Int32(-FAR)
-                    high = hi if partial != 0 else cutlass.Int32(FAR)
-                    at = (block - q_block) * BLOCK + key - row
-                    first, last = [at - high, at + 8 - high], [at - low, at + 8 - low]
-                for half in cutlass.range_constexpr(softmax.ROWS):
-                    last[half] = last[half] if key + 8 * half < inside else cutlass.Int32(-1)
-                score_mask.keep_between(rS, lane, first, last)
-
-    @cute.jit
-    def bits(self, partial, tile, words, row, key):
-        """The mask words of this thread's keys over the tile's rows; a full block has them all."""
-        count = self.tile_m // score_mask.WORD
-        found = cute.make_rmem_tensor((count, softmax.ROWS), cutlass.Int32)
-        found.fill(-1)
-        if partial != 0:
-            for half in cutlass.range_constexpr(softmax.ROWS):
-                place = (tile, key + 8 * half, row // score_mask.WORD)
-                found[None, half].store(score_mask.words_of(words, *place, count))
-        return found
 
     @cute.jit
     def keep_ds(self, rdS, shared, consumer, lane, stage):
@@ -475,26 +492,32 @@ class BackwardSm90:
 
     @cute.jit
     def store(self, stores, rdK, rdV, scale, shared, barriers, consumer, lane, head, block, sizes):
-        """dK scale and dV, rounded once, through the buffers of K and V; frees them."""
+        """dK scale and dV, rounded once, through the buffers of dS and V; frees K, then V.
+
+        dS is written again in visits, and those wait for the next V, which comes after the store.
+        """
         rdK.store(rdK.load() * scale)
         self.sync()  # both warpgroups have multiplied what lies there
+        first = consumer * mma.WARPGROUP + lane == 0
+        if first:
+            cute.arch.mbarrier_arrive(barriers.k_empty)
         copy = cute.make_tiled_copy_C(self.tiles.store_atom(), self.tiles.kv_mma(1)).get_slice(lane)
-        sK, sV = self.tiles.keys(shared.sK), self.tiles.keys(shared.sV)
-        for acc, buffer in ((rdK, sK), (rdV, sV)):
+        sdK, sdV = self.tiles.keys(shared.sdS), self.tiles.keys(shared.sV)
+        for acc, buffer in ((rdK, sdK), (rdV, sdV)):
             sD = cute.local_tile(buffer, (64, self.head_dim, 1), (consumer, 0, 0))
             rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
             rounded.store(acc.load().to(self.dtype))
             cute.copy(copy, copy.retile(rounded), copy.partition_D(sD)[None, None, None, 0])
         cute.arch.fence_proxy("async.shared", space="cta")
         self.sync()
-        if consumer * mma.WARPGROUP + lane == 0:
+        if first:
             batch, kv_head = head // sizes.kv_heads, head % sizes.kv_heads
-            for (atom, target), buffer in zip(stores, (sK, sV), strict=True):
+            for (atom, target), buffer in zip(stores, (sdK, sdV), strict=True):
                 s, g = self.boxes(atom, buffer, target, kv_head, batch)
                 cute.copy(atom, s[None, 0], g[None, block])
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.mbarrier_arrive(barriers.kv_empty)
+            cute.arch.mbarrier_arrive(barriers.v_empty)
 
     def boxes(self, atom, s: cute.Tensor, g: cute.Tensor, head, batch):
         """(shared, global) views of one head's matrix, a box of the buffer's rows first."""
@@ -510,8 +533,9 @@ class BackwardSm90:
 
     def init(self, barriers: Barriers):
         """By one thread, before the CTA's barrier."""
-        for one in (barriers.kv_full, barriers.kv_empty):
+        for one in (barriers.k_full, barriers.k_empty, barriers.v_full, barriers.v_empty):
             cute.arch.mbarrier_init(one, 1)
+        cute.arch.mbarrier_init(barriers.landed, self.config.dq_stages)
         for stage in range(self.config.dq_stages):
             cute.arch.mbarrier_init(barriers.dq_full + stage, CONSUMER_WARPS)
             cute.arch.mbarrier_init(barriers.dq_empty + stage, 1)
@@ -521,43 +545,6 @@ class BackwardSm90:
         """The consumers' 256 threads meet."""
         cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=CONSUMER_THREADS)
 
-    def shared_storage(self):
-        """Barriers and row statistics first, so that the buffers behind them need no padding."""
-        config, rows = self.config, self.tile_m * self.config.stages
-
-        def buffer(element, count: int):
-            return cute.struct.Align[cute.struct.MemRange[element, count], smem.ALIGN]
-
-        @cute.struct
-        class Storage:
-            q_ring: cute.struct.MemRange[cutlass.Int64, 2 * config.stages]
-            do_ring: cute.struct.MemRange[cutlass.Int64, 2 * config.stages]
-            kv: cute.struct.MemRange[cutlass.Int64, 2]
-            dq: cute.struct.MemRange[cutlass.Int64, 2 * config.dq_stages]
-            tickets: cute.struct.MemRange[cutlass.Int64, 2 * tickets.STAGES]
-            slots: cute.struct.MemRange[cutlass.Int32, tickets.STAGES]
-            sLse2: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, rows], 128]
-            sDelta: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, rows], 128]
-            sK: buffer(self.dtype, BLOCK * self.head_dim)
-            sV: buffer(self.dtype, BLOCK * self.head_dim)
-            sQ: buffer(self.dtype, rows * self.head_dim)
-            sdO: buffer(self.dtype, rows * self.head_dim)
-            sdS: buffer(self.dtype, BLOCK * self.tile_m * config.ds_stages)
-            sdQ: buffer(cutlass.Float32, self.dq_size * config.dq_stages)
-
-        return Storage
-
-
-@cute.jit
-def take(source: tickets.TicketRing, state, counter: cute.Pointer):
-    """One thread takes the next ticket and hands it to the CTA's receivers."""
-    slot, full = source.slots + state.index, source.full + state.index
-    cute.arch.mbarrier_wait(source.empty + state.index, state.phase)
-    ticket = cute.arch.atomic_add(counter, cutlass.Int32(1), sem="relaxed", scope="gpu")
-    cute.arch.mbarrier_arrive_and_expect_tx(full, 4, 0)
-    cute.arch.store_async_dsmem(slot, ticket, full, 0)
-    return ticket
-
 
 def by_rows(tensor: cute.Tensor) -> cute.Tensor:
     """[B, S, H, D] as [S, D, H, B]."""
@@ -566,8 +553,7 @@ def by_rows(tensor: cute.Tensor) -> cute.Tensor:
 
 def build(config: BackwardConfig, compile=cute.compile):
     """Compiles one configuration against fake tensors; no GPU needed."""
-    batch, q_len, kv_len, heads, kv_heads, tiles = (fake.size() for _ in range(6))
-    schedule_heads, lists, entries = (fake.size() for _ in range(3))
+    batch, q_len, kv_len, heads, kv_heads, tiles, entries = (fake.size() for _ in range(7))
     width, rows = config.head_dim, config.tile_m
 
     def activations(length, heads):
@@ -584,13 +570,12 @@ def build(config: BackwardConfig, compile=cute.compile):
         *(activations(kv_len, kv_heads), activations(kv_len, kv_heads)),
         fake.compact(ints, (batch, heads, tiles)),
         fake.compact(ints, (1,)),
-        fake.compact(ints, (fake.size(), 2)),
-        fake.compact(ints, (schedule_heads,)),
-        fake.compact(ints, (lists,)),
+        fake.compact(ints, (fake.size(), 4), fake.TMA_ALIGN),
         fake.compact(ints, (entries,)),
         fake.compact(ints, (entries,)),
         fake.compact(ints, (entries if config.form == "bits" else fake.size(),)),
         fake.compact(ints, (fake.size(), BLOCK, score_mask.WORDS), fake.TMA_ALIGN),
+        fake.compact(ints, (FIELDS,)) if config.watchdog_ms else None,
         *(fp32(1.0), fp32(1.0), fp32(0.0), ints(0), ints(0), ints(1)),
         fake.stream(),
         options=fake.SM90_OPTIONS,

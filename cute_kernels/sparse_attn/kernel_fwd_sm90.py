@@ -12,9 +12,11 @@ Order        S: one fp32 accumulator, D ascending in k16 groups.  KV blocks of 1
 Masks        by selection; a block without an allowed key leaves a row's state as it was, bit by
              bit.  Rows without any key: O = 0, LSE = -inf.
 Tails        TMA fills zeros beyond Sq and Sk; keys beyond Sk are masked, rows beyond Sq clipped.
-Roles        one CTA per 128 query rows of a head; warpgroup 0: one warp loads; warpgroups 1, 2: 64
-             rows each.  Q K^T of the next block is in flight with P V of this one, and the two
-             warpgroups take turns at issuing them.  O leaves through Q's buffer.
+Roles        one CTA per 128 query rows of a head, or per 192, of two blocks of the mask.
+             Warpgroup 0: one warp loads what either block lists (``merge``); warpgroups 1, 2 (and
+             3): 64 rows each, against what their own block lists.  Q K^T of the next block is in
+             flight with P V of this one, and the warpgroups take turns at issuing them.  O leaves
+             through Q's buffer.
 Limits       SM90a only; bf16 and fp16; D in {64, 96, 128}; lengths below 2^30; scale > 0.  P = 0
              times a V that is Inf or NaN is NaN: V of a masked key in a visited block must be
              finite, V in other blocks need not.
@@ -31,18 +33,17 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from ..compile import fake
-from ..dsl import mma, pipeline, score_mask, smem, softmax, tma
+from ..dsl import merge, mma, pipeline, score_mask, smem, softmax, tma
 from .config import ForwardConfig
 from .masks import FORMS
 
-CONSUMERS = 2
-THREADS = (1 + CONSUMERS) * mma.WARPGROUP
-PRODUCER_REGISTERS = 24
-CONSUMER_REGISTERS = 240
-#: Query rows of a CTA, keys of a block: the blocks of the mask.
+#: By consumers: what the roles have of the (1 + consumers) times 168 or 128 that the launch gives.
+PRODUCER_REGISTERS = {2: 24, 3: 32}
+CONSUMER_REGISTERS = {2: 240, 3: 160}
+#: Query rows and keys of a block of the mask.
 BLOCK = 128
-#: Rows of a consumer warpgroup.
-ROWS = BLOCK // CONSUMERS
+#: Rows of a consumer warpgroup: half a block, so that it has one list.
+ROWS = BLOCK // 2
 #: Named barrier 0 is the CTA's; the consumers meet at 1, and consumer w awaits its turn at 2 + w.
 EPILOGUE_BARRIER = 1
 TURN_BARRIER = 2
@@ -56,9 +57,12 @@ class ForwardSm90:
         self.config = config
         self.head_dim = config.head_dim
         self.dtype = fake.DTYPES[config.dtype]
-        assert config.kv_stages >= 2, "a block's V is awaited before the last one is given back"
+        assert config.consumers == 2 or (config.consumers, config.head_dim) == (3, 64)
+        assert config.kv_stages >= config.consumers, "V is awaited while V of another block is held"
         self.stages = config.kv_stages
-        self.block_bytes = BLOCK * config.head_dim * self.dtype.width // 8
+        self.consumers = config.consumers
+        self.rows = self.consumers * ROWS
+        self.row_bytes = config.head_dim * self.dtype.width // 8
 
     @cute.jit
     def __call__(
@@ -81,14 +85,15 @@ class ForwardSm90:
         sQ_layout, sK_layout, sV_layout = self.shared_layouts()
         # [S, D, H, B], and [D, S, H, B] for V: its keys are the reduction dimension.
         by_rows, by_keys = [1, 3, 2, 0], [3, 1, 2, 0]
-        tma_q, gQ = tma.load(tma.view(mQ, by_rows), sQ_layout, (BLOCK, self.head_dim), 1)
+        tma_q, gQ = tma.load(tma.view(mQ, by_rows), sQ_layout, (self.rows, self.head_dim), 1)
         tma_k, gK = tma.load(tma.view(mK, by_rows), sK_layout, (BLOCK, self.head_dim), 1)
         tma_v, gV = tma.load(tma.view(mV, by_keys), sV_layout, (self.head_dim, BLOCK), 1)
-        tma_o, gO = tma.store(tma.view(mO, by_rows), sQ_layout, (BLOCK, self.head_dim))
+        tma_o, gO = tma.store(tma.view(mO, by_rows), sQ_layout, (self.rows, self.head_dim))
 
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[cutlass.Int64, 2 * (1 + 2 * self.stages)]
+            words: cute.struct.MemRange[cutlass.Int32, 4 * (1 + self.stages)]
             sQ: cute.struct.Align[
                 cute.struct.MemRange[self.dtype, cute.cosize(sQ_layout)], smem.ALIGN
             ]
@@ -101,11 +106,11 @@ class ForwardSm90:
 
         self.storage = Storage
         batch, q_len, heads, _ = mQ.shape
-        tiles = cute.ceil_div(q_len, BLOCK) * heads * batch
+        tiles = cute.ceil_div(q_len, self.rows) * heads * batch
         tensors = (mK, mLse, mCount, mEntry, mTile, mWords)
         self.kernel(tma_q, gQ, tma_k, gK, tma_v, gV, tma_o, gO, *tensors, lo, hi, c, inner).launch(
             grid=(tiles, 1, 1),
-            block=(THREADS, 1, 1),
+            block=((1 + self.consumers) * mma.WARPGROUP, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -143,26 +148,38 @@ class ForwardSm90:
         sQ = storage.sQ.get_tensor(sQ_layout.outer, swizzle=sQ_layout.inner)
         sK = storage.sK.get_tensor(sK_layout.outer, swizzle=sK_layout.inner)
         sV = storage.sV.get_tensor(sV_layout.outer, swizzle=sV_layout.inner)
+        # By list, word or tile, and the stage of K a step before; the first step's come with its K.
+        words = storage.words.get_tensor(cute.make_layout((2, 2, 1 + self.stages)))
         rings = self.make_rings(storage.barriers.data_ptr())
 
         q_len, kv_len = mLse.shape[2], mK.shape[1]
-        m, head, batch = tile_of(q_len, mLse.shape[1])
+        tile, head, batch = tile_of(q_len, mLse.shape[1], self.rows)
         # A mask of one batch or one head serves all of them.
         mask_batch = cutlass.min(batch, mCount.shape[0] - 1)
         mask_head = cutlass.min(head, mCount.shape[1] - 1)
-        count = mCount[mask_batch, mask_head, m]
-        entries = kept(mEntry[mask_batch, mask_head, m, None])
+        # Two consumers share a block of the mask, three have rows of two.
+        lists = [
+            merge.listing(
+                mCount[mask_batch, mask_head, None],
+                mEntry[mask_batch, mask_head, None, None],
+                mTile[mask_batch, mask_head, None, None] if self.config.form == "bits" else None,
+                tile * self.consumers // 2 + n,
+            )
+            for n in range(self.consumers - 1)
+        ]
+        count = lists[0][0] + lists[-1][0]
         kv_head = kv_head_of(head, mLse.shape[1], mK.shape[2])
         hQ, hO = gQ[None, None, head, batch], gO[None, None, head, batch]
         hK, hV = gK[None, None, kv_head, batch], gV[None, None, kv_head, batch]
 
         group = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP)
         if group == 0:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS[self.consumers])
             if warp == 0 and count > 0:
-                self.load(tma_q, hQ, tma_k, hK, tma_v, hV, sQ, sK, sV, rings, m, count, entries)
+                tensors = (tma_q, hQ, tma_k, hK, tma_v, hV, sQ, sK, sV)
+                self.load(*tensors, rings, words, tile, lists)
         else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS[self.consumers])
             row_sum = cute.make_rmem_tensor((softmax.ROWS,), cutlass.Float32)
             row_max = cute.make_rmem_tensor((softmax.ROWS,), cutlass.Float32)
             pv = self.pv_mma()
@@ -171,24 +188,22 @@ class ForwardSm90:
             )
             softmax.start(row_max, row_sum)
             acc_o.fill(0.0)
-            # Unread unless the form is "bits".
-            tiles = kept(mTile[mask_batch, mask_head, m, None])
             if count > 0:
-                mask = (entries, tiles, mWords, lo, hi, kv_len)
-                self.attend(sQ, sK, sV, rings, acc_o, row_max, row_sum, m, count, mask, c, inner)
+                mask = (words, mWords, lo, hi, kv_len)
+                self.attend(sQ, sK, sV, rings, acc_o, row_max, row_sum, tile, mask, c, inner)
             softmax.finish(row_sum)
             rows = mLse[batch, head, None]
-            self.store(acc_o, row_max, row_sum, tma_o, hO, sQ, rows, m, q_len, c)
+            self.store(acc_o, row_max, row_sum, tma_o, hO, sQ, rows, tile, q_len, c)
 
     @cute.jit
-    def load(self, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, rings, m, count, entries):
-        """The producer warp: the Q tile, then K and V of every listed block, in order.
+    def load(self, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, rings, words, tile, lists):
+        """The producer warp: the Q tile, then K and V of every block on a list, ascending.
 
         K runs one block ahead of V, as its readers do.
         """
         q_ring, k_ring, v_ring = rings
         # (rows, D, blocks), and (D, keys, blocks) for V.
-        gQ = cute.local_tile(gQ, (BLOCK, self.head_dim), (None, 0))
+        gQ = cute.local_tile(gQ, (self.rows, self.head_dim), (None, 0))
         gK = cute.local_tile(gK, (BLOCK, self.head_dim), (None, 0))
         gV = cute.local_tile(gV, (self.head_dim, BLOCK), (0, None))
         alone = cute.make_layout(1)
@@ -196,23 +211,27 @@ class ForwardSm90:
         tKsK, tKgK = tma.partition(tma_k, 0, alone, sK, gK)
         tVsV, tVgV = tma.partition(tma_v, 0, alone, sV, gV)
 
-        entry = entries[0]
+        # A consumer awaits V while it holds V of its last block, which is in another stage then.
+        patience = self.stages - 2
         first = pipeline.producer_state(1)
         q_ring.producer_acquire(first)
         full = q_ring.producer_get_barrier(first)
-        cute.copy(tma_q, tQgQ[None, m], tQsQ[None, 0], tma_bar_ptr=full)
+        cute.copy(tma_q, tQgQ[None, tile], tQsQ[None, 0], tma_bar_ptr=full)
+        at = merge.cursor(lists)
+        block = merge.step(lists, at, words[None, None, self.stages], patience)
         state_k = pipeline.producer_state(self.stages)
         state_v = pipeline.producer_state(self.stages)
-        self.load_block(tma_k, tKgK, tKsK, k_ring, state_k, entry >> 1)
-        state_k.advance()
-        for i in cutlass.range(1, count, unroll=1):
-            block = entry >> 1
-            entry = entries[i]
-            self.load_block(tma_k, tKgK, tKsK, k_ring, state_k, entry >> 1)
+        before = cutlass.Int32(merge.END)
+        while block < merge.END:
+            k_ring.sync_object_empty.wait(state_k.index, state_k.phase)
+            following = merge.step(lists, at, words[None, None, state_k.index], patience)
+            self.load_block(tma_k, tKgK, tKsK, k_ring, state_k, block)
             state_k.advance()
-            self.load_block(tma_v, tVgV, tVsV, v_ring, state_v, block)
-            state_v.advance()
-        self.load_block(tma_v, tVgV, tVsV, v_ring, state_v, entry >> 1)
+            if before < merge.END:
+                self.load_block(tma_v, tVgV, tVsV, v_ring, state_v, before)
+                state_v.advance()
+            before, block = block, following
+        self.load_block(tma_v, tVgV, tVsV, v_ring, state_v, before)
 
     @cute.jit
     def load_block(self, atom, source, target, ring, state, block):
@@ -222,14 +241,19 @@ class ForwardSm90:
         cute.copy(atom, source[None, block], target[None, state.index], tma_bar_ptr=full)
 
     @cute.jit
-    def attend(self, sQ, sK, sV, rings, acc_o, row_max, row_sum, m, count, mask, c, inner):
-        """A consumer warpgroup: its 64 rows against every listed block, ascending."""
+    def attend(self, sQ, sK, sV, rings, acc_o, row_max, row_sum, tile, mask, c, inner):
+        """A consumer warpgroup: its 64 rows against every block on its list, ascending.
+
+        Its blocks with none between them that only the other list has are one pipeline.
+        """
         q_ring, k_ring, v_ring = rings
         tidx, _, _ = cute.arch.thread_idx()
         consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
         lane = tidx % mma.WARPGROUP
-        # This thread's first row in the tile; its second is 8 below.
-        row = consumer * ROWS + lane // 32 * 16 + lane % 32 // 4
+        half = tile * self.consumers + consumer
+        # Its list, and this thread's first row in the block of the mask; its second is 8 below.
+        m, which = half // 2, half // 2 - tile * self.consumers // 2
+        row = half % 2 * ROWS + lane // 32 * 16 + lane % 32 // 4
 
         qk, pv = self.qk_mma(), self.pv_mma()
         slice_qk, slice_pv = qk.get_slice(consumer * mma.WARPGROUP), pv.get_slice(0)
@@ -237,74 +261,103 @@ class ForwardSm90:
         tSrK = qk.make_fragment_B(slice_qk.partition_B(sK))
         tOrV = pv.make_fragment_B(slice_pv.partition_B(sV))
         tOrP = pv.make_fragment_A(slice_pv.partition_shape_A((ROWS, BLOCK)))
-        acc_s = cute.make_rmem_tensor(slice_qk.partition_shape_C((BLOCK, BLOCK)), cutlass.Float32)
+        shape = slice_qk.partition_shape_C((self.rows, BLOCK))
+        acc_s = cute.make_rmem_tensor(shape, cutlass.Float32)
         factor, shift = (cute.make_rmem_tensor((softmax.ROWS,), cutlass.Float32) for _ in range(2))
         bits = cute.make_rmem_tensor((score_mask.WORDS, softmax.ROWS), cutlass.Int32)
 
-        state_k = pipeline.consumer_state(self.stages)
-        state_v = pipeline.consumer_state(self.stages)
-        release_v = pipeline.consumer_state(self.stages)
-        entry, tile = self.listed(mask, 0)
-        self.fetch(bits, entry, tile, row, mask)
-        next_entry, next_tile = self.listed(mask, cutlass.min(1, count - 1))
+        # Where K of a step is, and V in its own ring; and V that P is yet to be multiplied by.
+        state = pipeline.consumer_state(self.stages)
+        held = pipeline.consumer_state(self.stages)
+        words = mask[0][which, None, None]
+        # Without keys too: O goes where Q comes.
         q_ring.consumer_wait(pipeline.consumer_state(1))
-        k_ring.consumer_wait(state_k)
-        self.scores(acc_s, tSrQ, tSrK, state_k.index)
-        warpgroup.wait_group(0)
-        k_ring.consumer_release(state_k)
-        state_k.advance()
-        self.mask(acc_s, entry, bits, row, lane, m, mask, inner)
-        softmax.raise_max(acc_s, row_max, factor, shift, c)
-        v_ring.consumer_wait(state_v)
-        softmax.exponentiate(acc_s, row_sum, factor, shift, c)
-        self.round_weights(acc_s, tOrP)
-        if consumer == 1 and count > 1:
-            self.give_turn(0)
-        for i in cutlass.range(1, count, unroll=1):
-            entry, tile = next_entry, next_tile
-            self.fetch(bits, entry, tile, row, mask)
-            next_entry, next_tile = self.listed(mask, cutlass.min(i + 1, count - 1))
-            k_ring.consumer_wait(state_k)
+        if consumer == self.consumers - 1:
+            self.give_turn(consumer)
+        word = self.first_word(k_ring, state, words)
+        while self.absent(word) and word & merge.LAST == 0:
+            word = self.skip(k_ring, v_ring, state, consumer, word, words)
+            state.advance()
+        if self.absent(word):
+            self.skip(k_ring, v_ring, state, consumer, word, words)
+        else:
+            k_ring.consumer_wait(state)
+            self.fetch(bits, word, words, state.index, row, mask)
             self.await_turn(consumer)
-            self.scores(acc_s, tSrQ, tSrK, state_k.index)
-            self.add_values(acc_o, tOrP, tOrV, state_v.index)
-            state_v.advance()
-            # Consumer 0 takes the first turn and consumer 1 the last.
-            if consumer == 0 or i + 1 < count:
-                self.give_turn(1 - consumer)
-            warpgroup.wait_group(1)
-            k_ring.consumer_release(state_k)
-            state_k.advance()
-            self.mask(acc_s, entry, bits, row, lane, m, mask, inner)
-            softmax.raise_max(acc_s, row_max, factor, shift, c)
-            # P V has had the time of the maxima; ptxas moves its wait up to the last wait for an
-            # mbarrier, which is therefore here.  What follows then fills the gaps between
-            # exponentials.
-            v_ring.consumer_wait(state_v)
+            self.scores(acc_s, tSrQ, tSrK, state.index)
+            self.give_turn_after(consumer, word)
+            following = told(words, state.index)
             warpgroup.wait_group(0)
-            v_ring.consumer_release(release_v)
-            release_v.advance()
+            k_ring.consumer_release(state)
+            self.mask(acc_s, word, bits, row, lane, m, mask, inner)
+            softmax.raise_max(acc_s, row_max, factor, shift, c)
+            v_ring.consumer_wait(state)
             softmax.exponentiate(acc_s, row_sum, factor, shift, c)
-            softmax.rescale(acc_o, factor)
             self.round_weights(acc_s, tOrP)
-        self.add_values(acc_o, tOrP, tOrV, state_v.index)
-        warpgroup.wait_group(0)
+            held = state.clone()
+            while word & merge.ENDS == 0:
+                state.advance()
+                word = following
+                while self.absent(word):
+                    word = self.skip(k_ring, v_ring, state, consumer, word, words)
+                    state.advance()
+                k_ring.consumer_wait(state)
+                self.fetch(bits, word, words, state.index, row, mask)
+                self.await_turn(consumer)
+                self.scores(acc_s, tSrQ, tSrK, state.index)
+                self.add_values(acc_o, tOrP, tOrV, held.index)
+                self.give_turn_after(consumer, word)
+                following = told(words, state.index)
+                warpgroup.wait_group(1)
+                k_ring.consumer_release(state)
+                self.mask(acc_s, word, bits, row, lane, m, mask, inner)
+                softmax.raise_max(acc_s, row_max, factor, shift, c)
+                # P V has had the time of the maxima; ptxas moves its wait up to the last wait for
+                # an mbarrier, which is therefore here.  What follows then fills the gaps between
+                # exponentials.
+                v_ring.consumer_wait(state)
+                warpgroup.wait_group(0)
+                v_ring.consumer_release(held)
+                softmax.exponentiate(acc_s, row_sum, factor, shift, c)
+                softmax.rescale(acc_o, factor)
+                self.round_weights(acc_s, tOrP)
+                held = state.clone()
+            self.add_values(acc_o, tOrP, tOrV, held.index)
+            warpgroup.wait_group(0)
+            v_ring.consumer_release(held)
+            while word & merge.LAST == 0:
+                state.advance()
+                word = following
+                following = self.skip(k_ring, v_ring, state, consumer, word, words)
+
+    def first_word(self, k_ring, state, words):
+        """The word of the first step, which comes with its K."""
+        k_ring.consumer_wait(state)
+        return told(words, self.stages)
+
+    def absent(self, word):
+        """Whether only the other list has the block; there is one with three consumers."""
+        return word < 0 if self.consumers == 3 else cutlass.Boolean(False)
 
     @cute.jit
-    def listed(self, mask, place):
-        """(entry, mask tile) at one place of the list; no tile in other forms than "bits"."""
-        tile = cutlass.Int32(-1)
-        if cutlass.const_expr(self.config.form == "bits"):
-            tile = mask[1][place]
-        return mask[0][place], tile
+    def skip(self, k_ring, v_ring, state, consumer, word, words):
+        """A step for others: its turn and its stages are given on.  Returns the next word."""
+        k_ring.consumer_wait(state)
+        self.await_turn(consumer)
+        self.give_turn_after(consumer, word)
+        following = told(words, state.index)
+        k_ring.consumer_release(state)
+        v_ring.consumer_wait(state)
+        v_ring.consumer_release(state)
+        return following
 
     @cute.jit
-    def fetch(self, bits, entry, tile, row, mask):
+    def fetch(self, bits, word, words, stage, row, mask):
         """The mask words of this thread's rows, on their way before the scores are asked for."""
         if cutlass.const_expr(self.config.form == "bits"):
-            if (entry & 1) == 1:
+            if word & merge.PARTIAL != 0:
                 for half in cutlass.range_constexpr(softmax.ROWS):
-                    at = (mask[2], tile, row + 8 * half, 0)
+                    at = (mask[1], words[1, stage], row + 8 * half, 0)
                     bits[None, half].store(score_mask.words_of(*at, score_mask.WORDS))
 
     @cute.jit
@@ -328,13 +381,13 @@ class ForwardSm90:
         warpgroup.commit_group()
 
     @cute.jit
-    def mask(self, acc_s, entry, bits, row, lane, m, mask, inner):
+    def mask(self, acc_s, word, bits, row, lane, m, mask, inner):
         """The scores of one block, capped; -inf where a key is not allowed."""
         if cutlass.const_expr(self.config.softcap):
             softmax.cap(acc_s, inner)
-        _, _, _, lo, hi, kv_len = mask
-        key = (entry >> 1) * BLOCK
-        partial = (entry & 1) == 1
+        _, _, lo, hi, kv_len = mask
+        key = (word >> merge.BLOCK_SHIFT) * BLOCK
+        partial = word & merge.PARTIAL != 0
         last = kv_len - 1 - key
         if cutlass.const_expr(self.config.form == "band"):
             if partial or last < BLOCK - 1:
@@ -354,10 +407,14 @@ class ForwardSm90:
     def round_weights(self, acc_s, tOrP):
         """P in the input dtype, as WGMMA's register operand: the accumulator's values in order."""
         rounded = cute.make_tensor(tOrP.iterator, acc_s.layout)
-        rounded.store(acc_s.load().to(self.dtype))
+        if cutlass.const_expr(self.consumers == 3):
+            softmax.round_pairs(acc_s, rounded)
+        else:
+            # 3% faster where registers allow that P stays fp32 until it is multiplied.
+            rounded.store(acc_s.load().to(self.dtype))
 
     @cute.jit
-    def store(self, acc_o, row_max, row_sum, tma_o, gO, sQ, rows, m, q_len, c):
+    def store(self, acc_o, row_max, row_sum, tma_o, gO, sQ, rows, tile, q_len, c):
         """O = round(acc / sum) through the buffer of Q; LSE = ln(sum) + ln 2 c max.
 
         A warpgroup writes over the rows of Q that it alone has read.
@@ -365,7 +422,7 @@ class ForwardSm90:
         tidx, _, _ = cute.arch.thread_idx()
         consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
         lane = tidx % mma.WARPGROUP
-        row = m * BLOCK + consumer * ROWS + lane // 32 * 16 + lane % 32 // 4
+        row = tile * self.rows + consumer * ROWS + lane // 32 * 16 + lane % 32 // 4
         for half in cutlass.range_constexpr(softmax.ROWS):
             empty = row_sum[half] == 0.0
             self.normalise(acc_o, half, empty, cute.arch.rcp_approx(row_sum[half]))
@@ -383,10 +440,10 @@ class ForwardSm90:
         cute.copy(tiled_copy, copy.retile(rO), copy.partition_D(sO)[None, None, None, 0])
         cute.arch.fence_proxy("async.shared", space="cta")
         self.sync()
-        gO_tile = cute.local_tile(gO, (BLOCK, self.head_dim), (None, 0))
+        gO_tile = cute.local_tile(gO, (self.rows, self.head_dim), (None, 0))
         tOsO, tOgO = tma.partition(tma_o, 0, cute.make_layout(1), sQ, gO_tile)
         if tidx == mma.WARPGROUP:
-            cute.copy(tma_o, tOsO[None, 0], tOgO[None, m])
+            cute.copy(tma_o, tOsO[None, 0], tOgO[None, tile])
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -404,7 +461,7 @@ class ForwardSm90:
 
     def qk_mma(self) -> cute.TiledMma:
         """Q K^T: both operands from shared memory, the consumers stacked along the rows."""
-        return mma.tiled_mma(self.dtype, "k", "k", CONSUMERS, BLOCK)
+        return mma.tiled_mma(self.dtype, "k", "k", self.consumers, BLOCK)
 
     def pv_mma(self) -> cute.TiledMma:
         """P V of one consumer: P from registers, V with its keys along the reduction."""
@@ -423,7 +480,7 @@ class ForwardSm90:
         """The layouts of Q, which is O's too, and of the stages of K and V."""
         dtype, width, stages = self.dtype, self.head_dim, self.stages
         return (
-            smem.operand_layout(dtype, BLOCK, width, "k", 1),
+            smem.operand_layout(dtype, self.rows, width, "k", 1),
             smem.operand_layout(dtype, BLOCK, width, "k", stages),
             smem.operand_layout(dtype, width, BLOCK, "mn", stages),
         )
@@ -432,10 +489,9 @@ class ForwardSm90:
         """The rings of Q, K and V, their barriers published to the CTA."""
         alone = cute.make_layout((1, 1, 1))
         rings, place = [], 0
-        for stages in (1, self.stages, self.stages):
-            ring = pipeline.tma_ring(
-                barriers + place, stages, self.block_bytes, 4 * CONSUMERS, alone
-            )
+        for stages, rows in ((1, self.rows), (self.stages, BLOCK), (self.stages, BLOCK)):
+            size, readers = rows * self.row_bytes, 4 * self.consumers
+            ring = pipeline.tma_ring(barriers + place, stages, size, readers, alone)
             rings.append(ring)
             place += 2 * stages
         pipeline.announce_barriers((1, 1))
@@ -444,41 +500,39 @@ class ForwardSm90:
 
     def sync(self):
         """The consumers meet."""
-        cute.arch.barrier(barrier_id=EPILOGUE_BARRIER, number_of_threads=CONSUMERS * mma.WARPGROUP)
+        threads = self.consumers * mma.WARPGROUP
+        cute.arch.barrier(barrier_id=EPILOGUE_BARRIER, number_of_threads=threads)
 
     def await_turn(self, consumer):
-        """Waits until the other consumer has issued its products."""
-        cute.arch.barrier(
-            barrier_id=TURN_BARRIER + consumer, number_of_threads=CONSUMERS * mma.WARPGROUP
-        )
+        """Waits until the consumer before this one has issued its products."""
+        threads = 2 * mma.WARPGROUP
+        cute.arch.barrier(barrier_id=TURN_BARRIER + consumer, number_of_threads=threads)
 
     def give_turn(self, consumer):
-        """Lets ``consumer`` issue its products."""
-        cute.arch.barrier_arrive(
-            barrier_id=TURN_BARRIER + consumer, number_of_threads=CONSUMERS * mma.WARPGROUP
-        )
+        """Lets the consumer after this one issue its products."""
+        following = TURN_BARRIER + (consumer + 1) % self.consumers
+        threads = 2 * mma.WARPGROUP
+        cute.arch.barrier_arrive(barrier_id=following, number_of_threads=threads)
+
+    @cute.jit
+    def give_turn_after(self, consumer, word):
+        """Consumer 0 takes the first turn, and the last consumer the last."""
+        if consumer < self.consumers - 1 or word & merge.LAST == 0:
+            self.give_turn(consumer)
 
 
-def kept(values: cute.Tensor) -> cute.Tensor:
-    """The same int32 list, its address in two registers.
-
-    ptxas would otherwise multiply the strides again in every iteration, and a shuffle it cannot.
-    """
-    address = values.iterator.toint()
-    low = cute.arch.make_warp_uniform(cutlass.Int32(address & 0xFFFFFFFF))
-    high = cute.arch.make_warp_uniform(cutlass.Int32(address >> 32))
-    whole = (cutlass.Int64(high) << 32) | (cutlass.Int64(low) & 0xFFFFFFFF)
-    pointer = cute.make_ptr(cutlass.Int32, whole, cute.AddressSpace.gmem, assumed_align=4)
-    return cute.make_tensor(pointer, values.layout)
+def told(words, at):
+    """The word of a step, where the step before finds it."""
+    return cute.arch.make_warp_uniform(words[0, at])
 
 
-def tile_of(q_len, heads):
-    """(query block, head, batch) of this CTA: a head's blocks from the last, the longest if causal,
-    to the first; heads that share K and V follow each other."""
+def tile_of(q_len, heads, rows):
+    """(tile, head, batch) of this CTA: a head's tiles of ``rows`` from the last, the longest if
+    causal, to the first; heads that share K and V follow each other."""
     index, _, _ = cute.arch.block_idx()
-    blocks = cute.ceil_div(q_len, BLOCK)
-    of_head = index // blocks
-    return blocks - 1 - index % blocks, of_head % heads, of_head // heads
+    tiles = cute.ceil_div(q_len, rows)
+    of_head = index // tiles
+    return tiles - 1 - index % tiles, of_head % heads, of_head // heads
 
 
 def kv_head_of(head, heads, kv_heads):

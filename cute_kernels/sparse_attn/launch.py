@@ -17,19 +17,23 @@ from torch import Tensor
 from .. import arch, settings
 from ..compile import cache
 from ..compile.call import call
-from . import config
+from . import config, watchdog
 from .config import BackwardConfig, ForwardConfig
 from .masks import FORMS, LoweredMask, Order
 
 #: TMA wants pointers and strides at multiples of this many bytes.
 _ALIGN = 16
 
-# What the certificates hold the kernels to.  168 registers is all that 384 threads can start with;
-# the roles then trade theirs.  Bytes of shared memory and products by head size.
-_REGISTERS = 168
-_FORWARD_SHARED = {64: 148480, 96: 222208, 128: 230400}
-_BACKWARD_SHARED = {64: 232448, 128: 231424}
-_BACKWARD_MMA = ("64x64x16", "64x128x16")
+# What the certificates hold the kernels to.  By consumers, the registers that 384 and 512 threads
+# can start with; the roles then trade theirs.  Bytes of shared memory and products by head size.
+_REGISTERS = {2: 168, 3: 128}
+_FORWARD_SHARED = {64: 222208, 96: 222208, 128: 230400}
+_BACKWARD_SHARED = {64: 232448, 96: 182272, 128: 231424}
+_BACKWARD_MMA = {
+    64: ("64x64x16", "64x128x16"),
+    96: ("64x48x16", "64x64x16", "64x96x16"),
+    128: ("64x64x16", "64x128x16"),
+}
 
 
 class Workspace(NamedTuple):
@@ -51,10 +55,10 @@ class Workspace(NamedTuple):
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: LoweredMask, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of ``op``; one CTA per 128 query rows of a head."""
+    """(out, lse) of ``op``; one CTA per 128 or 192 query rows of a head."""
     batch, q_len, heads, dim = q.shape
     kernel = _forward_kernel(
-        ForwardConfig(config.DTYPE_NAMES[q.dtype], dim, mask.form, softcap > 0)
+        config.configure_forward(config.DTYPE_NAMES[q.dtype], dim, mask.form, softcap > 0)
     )
     out = empty(q.shape, q.dtype, q.device)
     lse = empty((batch, heads, q_len), torch.float32, q.device)
@@ -82,7 +86,9 @@ def backward(
     """(dq, dk, dv) of ``op``: dK and dV by visits, and dQ by ranks unless not ``deterministic``."""
     batch, q_len, heads, dim = q.shape
     dtype, device = config.DTYPE_NAMES[q.dtype], q.device
-    chosen = config.configure(dtype, dim, mask.form, deterministic, softcap > 0)
+    limit = settings.watchdog_ms()
+    chosen = config.configure(dtype, dim, mask.form, deterministic, softcap > 0, limit)
+    record = watchdog.record(device) if chosen.watchdog_ms else None
     dout, q, k, v, out = (addressable(t) for t in (dout, q, k, v, out))
     dlse = None if dlse is None else dlse.contiguous()
     held = workspace(batch, heads, -(-q_len // chosen.tile_m), chosen.tile_m, dim, device)
@@ -93,15 +99,18 @@ def backward(
 
     dk, dv = (empty(t.shape, t.dtype, device) for t in (k, v))
     visits = (not_empty(t) for t in (order.entry, order.rank, order.tile))
-    lists = order.order, order.list_of_head, order.offset, *visits, mask.key_words
+    lists = order.ticket, *visits, mask.key_words
     numbers = scale, *config.factors(scale, softcap), mask.lo, mask.hi
     # A CTA takes tickets until there are none: more CTAs than tickets have nothing to do.
-    ctas = min(most_ctas(device), len(order.order))
+    ctas = min(most_ctas(device), len(order.ticket))
     operands = q, k, v, dout, *held[:3], dk, dv, *held[3:]
-    call(device, _backward_kernel(chosen), *operands, *lists, *numbers, ctas)
+    call(device, _backward_kernel(chosen), *operands, *lists, record, *numbers, ctas)
 
     dq = empty(q.shape, q.dtype, device)
     call(device, _post_kernel(dtype, dim, chosen.tile_m), held.total, dq, scale)
+    if record is not None:
+        sizes = held.semaphore.shape[2], chosen.tile_m, heads // k.shape[2]
+        watchdog.require_turns(record, order, *sizes, limit)
     return dq, dk, dv
 
 
@@ -223,10 +232,11 @@ def catalogue() -> Iterator[tuple[cache.Kernel, str | None, object]]:
 
     dtypes, flags = config.DTYPE_NAMES.values(), (False, True)
     for key in itertools.product(dtypes, config.HEAD_DIMS, FORMS, flags):
-        chosen = ForwardConfig(*key)
+        chosen = config.configure_forward(*key)
         mma = ("64x128x16", f"64x{chosen.head_dim}x16")
-        yield forward_entry(chosen), "A", Expect(mma, _REGISTERS, _FORWARD_SHARED[chosen.head_dim])
-    for dtype, dim in itertools.product(dtypes, config.SM90_GRADIENT_HEAD_DIMS):
+        shared = _FORWARD_SHARED[chosen.head_dim]
+        yield forward_entry(chosen), "A", Expect(mma, _REGISTERS[chosen.consumers], shared)
+    for dtype, dim in itertools.product(dtypes, config.HEAD_DIMS):
         tile_m = config.configure(dtype, dim, FORMS[0], True).tile_m
         # Row statistics and a rounding: no shared memory, no product.
         around = Expect(None, max_registers=96, max_shared=0)
@@ -235,5 +245,5 @@ def catalogue() -> Iterator[tuple[cache.Kernel, str | None, object]]:
         yield post_entry(dtype, dim, tile_m), "A", around
         for form, softcap, ordered in itertools.product(FORMS, flags, flags):
             chosen = config.configure(dtype, dim, form, ordered, softcap)
-            expect = Expect(_BACKWARD_MMA, _REGISTERS, _BACKWARD_SHARED[dim])
+            expect = Expect(_BACKWARD_MMA[dim], _REGISTERS[2], _BACKWARD_SHARED[dim])
             yield backward_entry(chosen), "B" if ordered else None, expect

@@ -12,11 +12,13 @@ full blocks too.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,8 +59,10 @@ class LoweredMask:
     key_words [T >= 1, 128, 4]          transposed: bit j of word w of a key is query 32 w + j
 
     In the forms "none" and "band" both tile tensors are [1, 1, 1, 1] and the words are one tile,
-    all unread.  ``mask`` is the BlockMask in blocks of 128 x 128, what schedules are made and
-    checked for; a launcher, which is given tensors and numbers only, sees None.
+    all unread.  For what is made of a mask, not read by kernels: ``mask``, the BlockMask in blocks
+    of 128 x 128, what schedules are made and checked for; and in the form "bits" ``block_tile``
+    [B or 1, H or 1, Mb, Nb], the row of ``words`` of each block, -1 for none.  A launcher, which is
+    given tensors and numbers only, sees None for both.
     """
 
     form: str
@@ -75,6 +79,7 @@ class LoweredMask:
     words: Tensor
     key_words: Tensor
     mask: BlockMask | None = None
+    block_tile: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
         """The run-time operands, as the torch op takes them."""
@@ -86,18 +91,19 @@ class LoweredMask:
 
 
 class Order(NamedTuple):
-    """The order of a backward pass, as a kernel reads it; all int32.
+    """The order of a backward pass, as kernels read it; all int32.
 
     The first five are ``schedulers.ScheduleTensors``.  Its heads are the B * Hkv KV heads, and an
     entry stands for a visit by each query head of the group, ascending, all with its rank.  Only if
     the mask differs between query heads and Hkv < Hq are they the B * Hq query heads, and dK, dV
-    the sums over each group, ascending.
+    the sums over each group, ascending.  A ticket says where its entries are; the lists of a head
+    and their offsets are for kernels that come from there.
 
     ``tile`` [E] is the row of ``LoweredMask.words`` of each entry, or -1; [1], unread, unless the
     form is "bits".
     """
 
-    order: Tensor
+    ticket: Tensor
     list_of_head: Tensor
     offset: Tensor
     entry: Tensor
@@ -106,7 +112,7 @@ class Order(NamedTuple):
 
 
 def restored(tensors: list[Tensor], numbers: list[int]) -> LoweredMask:
-    """The inverse of ``tensors()`` and ``numbers()``, without the BlockMask."""
+    """The inverse of ``tensors()`` and ``numbers()``, without ``mask`` and ``block_tile``."""
     form, q_len, kv_len, lo, hi = numbers
     return LoweredMask(FORMS[form], q_len, kv_len, lo, hi, *tensors)
 
@@ -128,45 +134,42 @@ def lower(mask: BlockMask) -> LoweredMask:
 
 
 def order_of(lowered: LoweredMask, schedule: Schedule) -> Order:
-    """The tensors of a schedule on the mask's device."""
-    device = lowered.words.device
-    unread = torch.full((1,), -1, dtype=torch.int32, device=device)
-    tile = entry_tiles(lowered, schedule) if lowered.form == "bits" else unread
-    return Order(*schedule.tensors(device), tile)
+    """The tensors of a schedule, queued on the mask's device; nothing is read back from it."""
+    device, bits = lowered.words.device, lowered.form == "bits"
+    *told, place = schedule.tensors(device, places=bits)
+    if not bits:
+        return Order(*told, lowered.q_tile.view(-1))
+    table, of_list = lowered.block_tile, _mask_of_list(lowered, schedule)
+    if of_list.tolist() != list(range(math.prod(table.shape[:2]))):
+        table = table.flatten(0, 1)[torch.from_numpy(of_list).to(device, non_blocking=True)]
+    return Order(*told, table.view(-1).take(place))
 
 
-def entry_tiles(lowered: LoweredMask, schedule: Schedule) -> Tensor:
-    """int32 [E] on the mask's device: the row of ``words`` of each entry of a schedule, or -1.
+def _mask_of_list(lowered: LoweredMask, schedule: Schedule) -> np.ndarray:
+    """int64 [S]: the mask of each set of lists; of a set that no head has, any.
 
-    For the form "bits".  The heads that share a set of lists share a mask (``checks`` sees to it).
+    The heads that share a set of lists share a mask (``checks`` sees to it).
     """
-    columns = schedule.num_kv_blocks
-    first_head = {int(s): head for head, s in reversed([*enumerate(schedule.list_of_head)])}
-    group = torch.tensor([first_head.get(s, 0) for s in range(schedule.num_lists)])
-    which = torch.repeat_interleave(
-        torch.arange(len(schedule.offset) - 1), torch.from_numpy(schedule.offset.copy()).diff()
-    )
-    batches, heads = lowered.mask.shape
-    mask_head = group_of_heads(batches, heads, schedule.heads)[group][which // max(1, columns)]
-    m, n = torch.from_numpy(schedule.q_block.copy()).long(), which % max(1, columns)
-    dense = torch.full((batches * heads, schedule.num_q_blocks, columns), -1, dtype=torch.int32)
-    count, entry, tile = (t.cpu() for t in (lowered.kv_count, lowered.kv_entry, lowered.kv_tile))
-    row, entry, tile = mask_build.ragged(count, entry, tile)
-    dense.view(-1)[row * columns + (entry >> 1)] = tile
-    return dense[mask_head, m, n].to(lowered.words.device)
+    of_list = np.zeros(schedule.num_lists, np.int64)
+    of_list[schedule.list_of_head] = group_of_heads(*lowered.mask.shape, schedule.heads).numpy()
+    return of_list
 
 
+@cache
 def group_of_heads(batches: int, heads: int, total: int) -> Tensor:
     """int64 [total]: the mask, of batches x heads, that each (batch, head) pair b * H + h uses."""
-    index = torch.arange(total)
+    index = torch.arange(total, device="cpu")
     return index // (total // batches) if heads == 1 else index % (batches * heads)
 
 
+# Kept, and saved for a backward later: none of it may be an inference tensor.
+@torch.inference_mode(False)
 def _lower(mask: BlockMask) -> LoweredMask:
     rule = mask.partial_rule
     lo, hi, form = -FAR, FAR, "none"
     tiles = (torch.full((1, 1, 1, 1), -1, dtype=torch.int32, device=mask.device),) * 2
     words = torch.zeros(1, BLOCK[0], WORDS, dtype=torch.int32, device=mask.device)
+    block_tile = None
     if mask.num_full < mask.num_blocks and isinstance(rule, Band):
         form = "band"
         lo = lo if rule.lo is None else max(lo, rule.lo)
@@ -176,27 +179,37 @@ def _lower(mask: BlockMask) -> LoweredMask:
         bits = _captured(mask)
         tiles = mask.tiles(bits, "kv"), mask.tiles(bits, "q")
         words = _whole_tiles(bits.words)
+        block_tile = _by_block(bits)
     return LoweredMask(
         form,
         mask.q_len,
         mask.kv_len,
         lo,
         hi,
-        mask.kv_count.contiguous(),
+        mask.kv_count.clone(memory_format=torch.contiguous_format),
         _entries(*mask.lists("kv")),
         tiles[0].contiguous(),
-        mask.q_count.contiguous(),
+        mask.q_count.clone(memory_format=torch.contiguous_format),
         _entries(*mask.lists("q")),
         tiles[1].contiguous(),
         words,
         _transposed(words),
         mask,
+        block_tile,
     )
 
 
 def _entries(count: Tensor, index: Tensor, full: Tensor) -> Tensor:
     listed = torch.arange(index.shape[3], device=index.device) < count[..., None]
     return torch.where(listed, 2 * index + (~full).int(), 0).to(torch.int32).contiguous()
+
+
+def _by_block(bits: mask_bits.Bits) -> Tensor:
+    """``block_tile``: what ``bits`` holds, spread out."""
+    grid = bits.grid
+    table = bits.tile.new_full((*bits.heads, grid.num_q_blocks, grid.num_kv_blocks), -1)
+    table.view(-1)[bits.key] = bits.tile
+    return table
 
 
 def _captured(mask: BlockMask) -> mask_bits.Bits:

@@ -87,7 +87,7 @@ def prepared(
         mask = _whole_mask(block_mask, causal, q_len, kv_len, _where(device))
         lowered = masks.lower(mask)
         if needs_order:
-            checks.gradient(device, head_dim, lowered.mask.shape[1], heads, kv_heads)
+            checks.gradient(device, lowered.mask.shape[1], heads, kv_heads)
         order: list[Tensor] = []
         asked = not isinstance(schedule, str) or schedule != checks.AUTO
         if batch and (needs_order or asked):
@@ -126,7 +126,11 @@ def _order(lowered: masks.LoweredMask, schedule) -> Order:
     tiles = lowered.mask.hash() if lowered.form == "bits" else ""
     key = (schedule.hash, str(lowered.words.device), tiles)
     if key not in _orders:
-        _orders[key] = masks.order_of(lowered, schedule)
+        made = masks.order_of(lowered, schedule)
+        if made.ticket.is_cuda:
+            # Whoever takes it from here may be on another stream than those that made it.
+            torch.cuda.current_stream(made.ticket.device).synchronize()
+        _orders[key] = made
     return _recent(_orders, key)
 
 

@@ -276,7 +276,7 @@ def dkdv_kernel(
     delta_ptr,
     dk_ptr,
     dv_ptr,
-    order_ptr,
+    ticket_ptr,
     list_ptr,
     offset_ptr,
     entry_ptr,
@@ -315,8 +315,8 @@ def dkdv_kernel(
     group, INNER = 1); then the ticket of the first head does the work of all.
     """
     ticket = tl.program_id(0) // PARTS
-    lists = tl.load(order_ptr + 2 * ticket)
-    column = tl.load(order_ptr + 2 * ticket + 1)
+    lists = tl.load(ticket_ptr + 4 * ticket)
+    column = tl.load(ticket_ptr + 4 * ticket + 1)
     if lists % LISTS != 0:
         return
     start = column * BLOCK + tl.program_id(0) % PARTS * BLOCK_N

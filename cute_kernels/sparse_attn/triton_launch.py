@@ -124,11 +124,11 @@ def ordered_sums(
         }
         strides = [_strides(t) for t in (q, k, v, dout)]
         parts = BLOCK[1] // plan.dkdv.block_n
-        kernels.dkdv_kernel[(len(order.order) * parts,)](
+        kernels.dkdv_kernel[(len(order.ticket) * parts,)](
             *operands,
             dk,
             dv,
-            order.order,
+            order.ticket,
             order.list_of_head,
             order.offset,
             order.entry,

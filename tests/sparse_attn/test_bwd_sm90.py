@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 from cute_kernels.schedulers import kinds
 from cute_kernels.schedulers.mask import BlockMask
+from cute_kernels.sparse_attn import config, launch
 from tests import contract, ptxsim
 from tests.ptxsim import available
+from tests.sparse_attn import simulated
 
 simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
+module = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
 pytestmark = [available.requires_sim, pytest.mark.sim]
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 96, 128)
 #: (batch, query heads, KV heads): MHA, GQA 2:1 in two batches, MQA.
 HEADS = ((1, 1, 1), (2, 4, 2), (1, 3, 1))
 
@@ -50,13 +55,18 @@ MASKS = {
 }
 
 
+#: (mask, head_dim, heads): every mask with every kind of heads, and with one of them at D = 96.
+SIZES = [
+    *((mask, dim, heads) for mask in MASKS for dim in (64, 128) for heads in HEADS),
+    *((mask, 96, HEADS[2 if mask == "window, tails" else at % 2]) for at, mask in enumerate(MASKS)),
+]
+
+
 def run(case, kind=kinds.spt, **options):
     return simulated_bwd.backward(case, kind(case.lowered.mask, heads=case.kv_heads), **options)
 
 
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("mask", "head_dim", "heads"), SIZES, ids=str)
 def test_gradients(mask, head_dim, heads):
     block_mask = MASKS[mask]()
     batch, q_heads, kv_heads = heads
@@ -69,11 +79,11 @@ def test_gradients(mask, head_dim, heads):
     ptxsim.clear_launches()
     found = run(case)
     simulated_bwd.check(case, found)
-    for launch in ptxsim.launches():
-        assert launch["report"]["fence_warnings"]["count"] == 0
+    for one in ptxsim.launches():
+        assert one["report"]["fence_warnings"]["count"] == 0
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kind", kinds.KINDS)
 def test_every_kind_of_schedule(kind, head_dim):
     """Whatever the order, the same sums within the bound."""
@@ -87,6 +97,34 @@ def test_unordered(head_dim):
     simulated_bwd.check(case, run(case, ordered=False))
 
 
+def more_entries_than_a_window():
+    """34 query blocks to one key block, full and partial ones without a period."""
+    generator = torch.Generator().manual_seed(11)
+    allowed = torch.rand(1, 1, 33 * 128 + 9, 100, generator=generator) < 0.5
+    for block in torch.randperm(34, generator=generator)[:15].tolist():
+        allowed[:, :, 128 * block : 128 * (block + 1)] = True
+    return simulated_bwd.case(BlockMask.from_dense(allowed), head_dim=64)
+
+
+def test_lists_longer_than_a_window():
+    case = more_entries_than_a_window()
+    simulated_bwd.check(case, run(case))
+
+
+def test_a_window_that_is_read_too_seldom_is_noticed(monkeypatch):
+    case = more_entries_than_a_window()
+
+    @functools.cache
+    def kernel(config):
+        with monkeypatch.context() as patch:
+            patch.setattr(module.walk, "WINDOW", 64)
+            return module.build(config, compile=ptxsim.compile)
+
+    found = run(case, backward=kernel)
+    with pytest.raises(AssertionError):
+        simulated_bwd.check(case, found)
+
+
 def test_the_gradient_of_lse():
     case = simulated_bwd.case(BlockMask.causal(200, 200), heads=2, kv_heads=1)
     dlse = torch.randn(case.lse.shape, generator=torch.Generator().manual_seed(4))
@@ -96,8 +134,13 @@ def test_the_gradient_of_lse():
         simulated_bwd.check(case, found)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("mask", ["full, tails", "causal, tails", "holes"])
+@pytest.mark.parametrize(
+    ("mask", "head_dim"),
+    [
+        *((mask, dim) for mask in ("full, tails", "causal, tails", "holes") for dim in (64, 128)),
+        ("causal, tails", 96),
+    ],
+)
 def test_softcap(mask, head_dim):
     case = simulated_bwd.case(MASKS[mask](), head_dim=head_dim, heads=2, kv_heads=1, softcap=1.5)
     found = run(case)
@@ -160,6 +203,34 @@ def test_a_head_does_not_see_the_others():
             assert contract.same_bytes(single.dq, found.dq[q])
             assert contract.same_bytes(single.dk, found.dk[b : b + 1, :, kv])
             assert contract.same_bytes(single.dv, found.dv[b : b + 1, :, kv])
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_delta_is_added_in_its_order(head_dim):
+    """Bit by bit: the columns of a thread in one chain, then neighbours, then pairs of them, ..."""
+    case = simulated_bwd.case(BlockMask.full(70, 128), head_dim=head_dim, heads=2, kv_heads=1)
+    tile_m = config.configure("bf16", head_dim, "none", True).tile_m
+    held = launch.workspace(1, 2, -(-70 // tile_m), tile_m, head_dim, case.q.device)
+    pre = simulated.pre_kernel("bf16", head_dim, tile_m, False)
+    pre(case.out, case.dout, case.lse, None, *(t.flatten(2) for t in held[:2]), *held[2:])
+    # Kept by lanes: rows 2 l, 2 l + 1, 2 l + 8 and 2 l + 9 of every 16 are next to one another.
+    by_lane = held.delta.flatten(2).unflatten(2, (-1, 4, 2, 2))
+    found = by_lane.transpose(3, 4).flatten(2)[..., :70].contiguous()
+    # Exact: a product of two bf16 has 16 bits.
+    terms = (case.dout.float() * case.out.float()).transpose(1, 2)
+
+    def added(threads: int) -> torch.Tensor:
+        parts = terms.unflatten(3, (-1, threads, 8)).transpose(3, 4).flatten(4)
+        totals = torch.zeros(parts.shape[:4])
+        for i in range(parts.shape[4]):
+            totals = totals + parts[..., i]
+        while totals.shape[3] > 1:
+            totals = totals[..., 0::2] + totals[..., 1::2]
+        return totals[..., 0]
+
+    threads = {64: 8, 96: 4, 128: 16}[head_dim]
+    assert contract.same_bytes(found, added(threads))
+    assert not contract.same_bytes(found, added(threads // 2))
 
 
 def test_the_check_can_fail():

@@ -241,7 +241,7 @@ def one_buffer_of_dq_too_few(patch):
     true_adding, true_add, held = module.BackwardSm90.add_dq, turnstile.add, []
 
     def add_dq(self, *args):
-        held.append(args[3].sdQ)
+        held.append(args[2].sdQ)
         true_adding(self, *args)
 
     @cute.jit
@@ -268,6 +268,42 @@ def kv_freed_before_it_is_stored(patch):
     )
 
 
+def no_meeting_before_the_store(patch):
+    """K is given back, and dS written over, while the other warpgroup may still multiply them."""
+    true_store, true_sync, met = module.BackwardSm90.store, module.BackwardSm90.sync, []
+
+    def store(self, *args):
+        met.append(False)
+        true_store(self, *args)
+        met.pop()
+
+    def sync(self):
+        if met and not met[-1]:
+            met[-1] = True
+        else:
+            true_sync(self)
+
+    patch.setattr(module.BackwardSm90, "store", store)
+    patch.setattr(module.BackwardSm90, "sync", sync)
+
+
+def no_wait_for_v(patch):
+    """The consumers' wait for V, of the first visit: the fourth wait of their code."""
+    true_multiply, true_wait, seen = module.BackwardSm90.multiply, cute.arch.mbarrier_wait, []
+
+    def mbarrier_wait(*args, **options):
+        seen.append(args)
+        if len(seen) != 4:
+            true_wait(*args, **options)
+
+    def multiply(self, *args):
+        cute.arch.mbarrier_wait = mbarrier_wait
+        true_multiply(self, *args)
+        cute.arch.mbarrier_wait = true_wait
+
+    patch.setattr(module.BackwardSm90, "multiply", multiply)
+
+
 def rings_released_too_early(patch):
     """Q and dO are given back before the products that read them have ended."""
     true = module.warpgroup.wait_group
@@ -290,24 +326,6 @@ def no_wait_for(number: int):
 
     mutant.__name__ = f"no_wait_for_load_{number}"
     return mutant
-
-
-def lse2_fetched_before_it_is_there(patch):
-    """The wait for Q and lse2 comes after the read of lse2, right before the product."""
-    ring, true_start = module.pipeline.pipeline.PipelineTmaAsync, module.chain.start
-    true_wait, seen, late = ring.consumer_wait, [], []
-
-    def consumer_wait(self, state):
-        (true_wait if seen else lambda *wait: late.append(wait))(self, state)
-        seen.append(state)
-
-    def start(*args):
-        if late:
-            true_wait(*late.pop())
-        true_start(*args)
-
-    patch.setattr(ring, "consumer_wait", consumer_wait)
-    patch.setattr(module.chain, "start", start)
 
 
 def no_wait_for_products(number: int):
@@ -338,15 +356,17 @@ def out_of_range_tile_visited(patch):
 
 
 def nothing_masked(patch):
-    patch.setattr(module.BackwardSm90, "mask", nothing)
+    patch.setattr(module.key_mask, "keep", nothing)
 
 
 def keys_beyond_the_end_seen(patch):
-    true = module.BackwardSm90.mask
+    true, far = module.key_mask.keep, module.key_mask.FAR
     patch.setattr(
-        module.BackwardSm90,
-        "mask",
-        lambda self, rS, mask, kv_len, *args: true(self, rS, mask, kv_len * 0 + module.FAR, *args),
+        module.key_mask,
+        "keep",
+        lambda rS, form, tile_m, mask, kv_len, *args: true(
+            rS, form, tile_m, mask, kv_len * 0 + far, *args
+        ),
     )
 
 
@@ -395,9 +415,12 @@ MUTANTS = [
     (one_buffer_of_dq_too_few, 128),
     (one_buffer_of_dq_too_few, 64),
     (kv_freed_before_it_is_stored, 128),
+    (no_meeting_before_the_store, 128),
+    (no_meeting_before_the_store, 64),
+    (no_wait_for_v, 128),
+    (no_wait_for_v, 64),
     (rings_released_too_early, 64),
     *((no_wait_for(number), 128) for number in (1, 2)),
-    (lse2_fetched_before_it_is_there, 128),
     *((no_wait_for_products(number), 128) for number in range(1, 5)),
     (out_of_range_tile_visited, 128),
     (nothing_masked, 64),

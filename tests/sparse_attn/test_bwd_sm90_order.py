@@ -9,6 +9,7 @@ and sometimes more.  The op admits any_residency schedules only.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from tests import contract, ptxsim, sim
 from tests.ptxsim import available
 
 simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
+module = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
 pytestmark = [available.requires_sim, pytest.mark.sim]
 
 _ANY = {"async_mode": "random", "wgmma_mode": "random", "warp_order": "random", "seed": 5}
@@ -42,6 +44,7 @@ def a_document(length: int) -> BlockMask:
 #: head_dim, query heads, KV heads, mask, schedule
 CASES = {
     "causal 64": (64, 4, 2, BlockMask.causal(384, 384), kinds.spt),
+    "causal 96": (96, 2, 1, BlockMask.causal(330, 330), kinds.spt),
     "causal 128": (128, 2, 1, BlockMask.causal(330, 330), kinds.spt),
     "full 128": (128, 1, 1, BlockMask.full(256, 512), kinds.left_to_right),
     "window 64": (64, 2, 2, BlockMask.sliding_window(400, 400, left=150, right=0), kinds.lpt),
@@ -61,7 +64,7 @@ def test_every_mode_gives_the_same_bits(name):
     simulated_bwd.check(case, simulated_bwd.Gradients(*found["default"]))
 
 
-@pytest.mark.parametrize("name", ["causal 64", "causal 128"])
+@pytest.mark.parametrize("name", ["causal 64", "causal 96", "causal 128"])
 def test_no_shared_memory_races(name):
     head_dim, heads, kv_heads, mask, kind = CASES[name]
     case = simulated_bwd.case(mask, head_dim=head_dim, heads=heads, kv_heads=kv_heads)
@@ -86,7 +89,7 @@ def relaunched(schedule: Schedule, order: np.ndarray) -> Schedule:
     return dataclasses.replace(schedule, order=order.astype(np.int32), name="relaunched")
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_the_launch_order_is_not_in_the_bits_and_the_write_order_is(head_dim):
     case = simulated_bwd.case(BlockMask.full(256, 512), head_dim=head_dim)
     mask = case.lowered.mask
@@ -153,7 +156,10 @@ NEEDY = {
     ("name", "head_dim", "heads", "kv_heads"),
     [
         *(("shift", *sizes) for sizes in ((128, 1, 1), (128, 2, 1), (64, 2, 1), (64, 4, 2))),
-        *(("chained", *sizes) for sizes in ((128, 1, 1), (128, 2, 1), (64, 1, 1), (64, 3, 1))),
+        *(
+            ("chained", *sizes)
+            for sizes in ((128, 1, 1), (128, 2, 1), (64, 1, 1), (64, 3, 1), (96, 2, 1))
+        ),
     ],
 )
 def test_a_schedule_that_needs_residents_hangs_below_them_only(name, head_dim, heads, kv_heads):
@@ -173,6 +179,28 @@ def test_a_schedule_that_needs_residents_hangs_below_them_only(name, head_dim, h
         hangs = pytest.raises(ptxsim.PtxsimError, match="deadlock")
         with ptxsim.options(resident_ctas=needed - 1, **options), hangs:
             simulated_bwd.backward(case, schedule)
+
+
+def test_a_ticket_in_reserve_needs_more_residents(monkeypatch):
+    """Why the next ticket is taken only when all of the last one has landed."""
+    block_mask, kind, residents = NEEDY["shift"]
+    case = simulated_bwd.case(block_mask, head_dim=128, heads=2, kv_heads=1)
+    schedule = kind(case.lowered.mask, heads=1)
+    ring = module.tickets.TicketRing
+
+    @functools.cache
+    def kernel(config):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                ring,
+                "dispatch_one_by_one",
+                lambda self, counter, total, landed: self.dispatch(counter, total),
+            )
+            return module.build(config, compile=ptxsim.compile)
+
+    hangs = pytest.raises(ptxsim.PtxsimError, match="deadlock")
+    with ptxsim.options(resident_ctas=residents[2], **_ANY), hangs:
+        simulated_bwd.backward(case, schedule, backward=kernel)
 
 
 @pytest.mark.parametrize("group", [1, 2])

@@ -20,10 +20,14 @@ from tests import certified  # noqa: E402
 
 
 def every_kernel():
-    """fp16 differs in the type of its instructions alone: the nightly run has all of it."""
+    """fp16 differs in the type of its instructions alone: the nightly run has all of it.
+
+    So it has the backward with a softcap of D = 96: that of D = 128 with other counts.
+    """
     for kernel, kind, expect in launch.catalogue():
         values = dict(kernel.constexpr)
         also = values["dtype"] == "bf16" or (values["head_dim"], values.get("form")) == (64, "band")
+        also &= not (values["head_dim"] == 96 and "ordered" in values and values["softcap"])
         marks = () if also else pytest.mark.nightly
         label = "-".join(str(v) for v in values.values())
         yield pytest.param(kernel, kind, expect, id=f"{kernel.name}-{label}", marks=marks)
@@ -47,15 +51,19 @@ def test_the_roles_registers_fit_in_those_of_the_launch(monkeypatch, module, pro
     """What the consumers take beyond what the producer gave back, they would wait for in vain."""
     name = f"sparse_attn_{module.__name__.split('kernel_')[1]}"
     kernel = next(kernel for kernel, _, _ in launch.catalogue() if kernel.name == name)
+    # The forward's are by consumers.
+    consumers = dict(kernel.constexpr).get("consumers", 2)
     if producer is not None:
-        monkeypatch.setattr(module, "PRODUCER_REGISTERS", producer)
+        by = {consumers: producer} if module is kernel_fwd_sm90 else producer
+        monkeypatch.setattr(module, "PRODUCER_REGISTERS", by)
     made = sass.artefacts(kernel.build)
     least, most = map(int, re.findall(r"setmaxnreg\S+\s+(\d+)", made.ptx))
     (usage,) = sass.usage(made.cubin).values()
     assert least < usage.registers < most
-    assert (least + 2 * most <= 3 * usage.registers) == (producer is None)
+    held = least + consumers * most
+    assert (held <= (1 + consumers) * usage.registers) == (producer is None)
 
 
 def test_the_catalogue_has_each_kernel_once():
     kernels = [kernel for kernel, _, _ in launch.catalogue()]
-    assert len(set(kernels)) == len(kernels) == 96
+    assert len(set(kernels)) == len(kernels) == 126

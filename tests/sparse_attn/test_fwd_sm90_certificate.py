@@ -17,7 +17,7 @@ kernel = available.import_module("cute_kernels.sparse_attn.kernel_fwd_sm90")
 
 from cute_kernels.compile import sass  # noqa: E402
 from cute_kernels.sparse_attn import launch, masks  # noqa: E402
-from cute_kernels.sparse_attn.config import HEAD_DIMS, ForwardConfig  # noqa: E402
+from cute_kernels.sparse_attn.config import HEAD_DIMS, configure_forward  # noqa: E402
 from tests import certified  # noqa: E402
 from tests.sparse_attn import test_fwd_sm90_mutants as mutants  # noqa: E402
 
@@ -55,7 +55,7 @@ def between_the_waits(made) -> dict[str, int]:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_the_maxima_overlap_the_product(head_dim, form, softcap):
     """And before them the softcap; the exponentials fill the gaps behind the wait."""
-    found = between_the_waits(artefacts(ForwardConfig("bf16", head_dim, form, softcap)))
+    found = between_the_waits(artefacts(configure_forward("bf16", head_dim, form, softcap)))
     # Of each of a thread's 2 rows: 32 scores, the maximum so far, 2 steps over the other lanes.
     assert found["FMNMX"] == 2 * (31 + 1 + 2)
     assert found["MUFU.EX2"] >= 64 * softcap
@@ -64,17 +64,17 @@ def test_the_maxima_overlap_the_product(head_dim, form, softcap):
 def test_the_overlap_depends_on_the_wait_between(monkeypatch):
     """Without the wait for V before it, ptxas hoists the wait for P V."""
     with monkeypatch.context() as patch:
-        mutants.no_wait_for(5)(patch, kernel)
-        made = artefacts(ForwardConfig("fp16", 128, "bits"))
+        mutants.no_wait_for(11)(patch, kernel)
+        made = artefacts(configure_forward("fp16", 128, "bits"))
     assert between_the_waits(made)["FMNMX"] < 32
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"mma": "64x128x16"}, {"mma": None}, {"max_registers": 167}, {"max_shared": 148479}],
+    [{"mma": "64x128x16"}, {"mma": None}, {"max_registers": 127}, {"max_shared": 222207}],
 )
 def test_what_was_not_meant_fails(change):
-    config = ForwardConfig("bf16", 64, "none")
+    config = configure_forward("bf16", 64, "none")
     wanted = dataclasses.replace(CATALOGUE[launch.forward_entry(config)], **change)
     assert {f.rule for f in certify(config, wanted=wanted).findings} == {"R5"}
 
@@ -107,7 +107,7 @@ def narrow_offsets(monkeypatch, module):
 
 @pytest.mark.parametrize(("mutant", "rule"), [(atomic_add, "A1"), (narrow_offsets, "R4")])
 def test_mutants_fail_the_certificate(monkeypatch, mutant, rule):
-    config = ForwardConfig("bf16", 64, "bits")
+    config = configure_forward("bf16", 64, "bits")
     with monkeypatch.context() as patch:
         mutant(patch, kernel)
         found = certify(config)

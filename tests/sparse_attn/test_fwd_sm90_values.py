@@ -15,7 +15,7 @@ import torch
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.mask_rules import Band
 from cute_kernels.sparse_attn import masks
-from cute_kernels.sparse_attn.config import ForwardConfig
+from cute_kernels.sparse_attn.config import configure_forward
 from tests import contract, ptxsim
 from tests.ptxsim.available import requires_sim
 from tests.sparse_attn import simulated
@@ -174,7 +174,7 @@ def test_strides():
 def test_what_the_compiled_entry_refuses():
     """The second place of checks: TVM-FFI refuses dims, dtypes and strides that disagree."""
     good = case(BlockMask.causal(200, 200), (1, 2, 1, 64))
-    compiled = simulated.forward_kernel(ForwardConfig("bf16", 64, "band"))
+    compiled = simulated.forward_kernel(configure_forward("bf16", 64, "band"))
     run(good)
     wrong = {
         "D": {"q": good.q[..., :32]},

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import signal
 import subprocess
 import sys
 
@@ -64,17 +65,45 @@ def test_smoke():
     in_a_process("gpu_smoke")
 
 
-@pytest.mark.parametrize("dim", ["64", "128"])
+@pytest.mark.parametrize("dim", ["64", "96", "128"])
 @pytest.mark.parametrize("group", gpu_backward.GROUPS, ids=lambda group: group[0].__name__)
 def test_backward(group, dim):
     in_a_process("gpu_backward", dim, *(one.__name__ for one in group))
 
 
-@pytest.mark.parametrize("dim", ["64", "128"])
+@pytest.mark.parametrize("dim", ["64", "96", "128"])
 def test_fresh_processes(dim):
     first, second = (in_a_process("gpu_backward", dim, "digest") for _ in range(2))
     (one,), (two,) = (re.findall("^digest .*", text, re.M) for text in (first, second))
     assert one == two
+
+
+def kill_in_flight(dim: str) -> None:
+    """Ends a process by SIGKILL while its backwards run on the card."""
+    if _hung:
+        pytest.skip(f"{_hung[0]} hung")
+    command = [sys.executable, "-u", "-m", "tests.sparse_attn.gpu_killed", dim]
+    with subprocess.Popen(command, cwd=contract.ROOT, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout.readline() == "in flight\n"
+            assert child.poll() is None
+        finally:
+            child.kill()
+        assert child.wait(60) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("dim", ["64", "128"])
+def test_a_killed_launch_leaves_nothing_behind(dim):
+    """The next process has the bytes of one before it, whatever memory it is given."""
+
+    def digest() -> list[str]:
+        return re.findall("^digest .*", in_a_process("gpu_backward", dim, "digest"), re.M)
+
+    before = digest()
+    assert len(before) == 1
+    for _ in range(2):
+        kill_in_flight(dim)
+        assert digest() == before
 
 
 # ---- the forward --------------------------------------------------------------------------------

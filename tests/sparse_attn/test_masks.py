@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels.schedulers import BlockMask, kinds
 from cute_kernels.schedulers.mask_bits import unpack
 from cute_kernels.schedulers.mask_rules import Band
 from cute_kernels.sparse_attn import masks
+from tests.contract import same_bytes
 from tests.sparse_attn import cases
 
 SIZES = ((300, 300), (129, 383), (383, 129), (1, 1), (2, 200), (128, 256), (65, 64))
@@ -105,37 +110,158 @@ def test_tensors_and_numbers_are_all_of_it(kind):
     low = masks.lower(drawn(kind)[0])
     again = masks.restored(low.tensors(), low.numbers())
     for name in low.__dataclass_fields__:
-        if name != "mask":
+        if name not in ("mask", "block_tile"):
             mine, theirs = getattr(low, name), getattr(again, name)
             assert mine is theirs or mine == theirs
 
 
-@pytest.mark.parametrize("kind", ["dense", "by head", "by batch and head", "document", "or"])
+BITS = ("dense", "by head", "by batch and head", "document", "or")
+
+
+def scheduled(low: masks.LoweredMask, batch: int, heads: int, lists: str) -> kinds.Schedule:
+    """A schedule for batch x heads with lists per mask, or per head: an order of columns each."""
+    columns, count = low.mask.num_kv_blocks, batch * heads
+    rows = count if lists == "per head" else 1
+    order = np.random.default_rng(count).permuted(np.tile(np.arange(columns), (rows, 1)), axis=1)
+    return kinds.permutation(low.mask, order=order, heads=count, walk="cyclic")
+
+
+def assert_tiles(low: masks.LoweredMask, schedule, order: masks.Order, allowed) -> None:
+    """Each entry of each head finds the words of its own block; ``allowed`` [B, heads, Sq, Sk]."""
+    heads = allowed.shape[1]
+    entry, tile = order.entry.tolist(), order.tile.tolist()
+    assert len(tile) == len(entry) == len(schedule.q_block)
+    for head, n, begin, end in order.ticket.tolist():
+        for e in range(begin, end):
+            m = entry[e] >> 1
+            assert (tile[e] >= 0) == (entry[e] & 1 == 1)
+            rows, cols = slice(m * 128, m * 128 + 128), slice(n * 128, n * 128 + 128)
+            want = allowed[head // heads, head % heads, rows, cols]
+            got = block_of(low, m, n, entry[e], tile[e])[: want.shape[0], : want.shape[1]]
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("kind", BITS)
 @pytest.mark.parametrize("shared", [True, False])
-def test_tiles_of_a_schedule(kind, shared):
-    """Each entry of each head finds the words of its own block."""
-    batch, heads = 2, 3
+@pytest.mark.parametrize("lists", ["per mask", "per head"])
+def test_tiles_of_a_schedule(kind, shared, lists):
+    batch, sets = 2, set()
     for mask in drawn(kind):
         low = masks.lower(mask)
         if low.form != "bits":
             continue
-        count = batch * (1 if shared and mask.shape[1] == 1 else heads)
-        schedule = kinds.permutation(
-            low.mask, order=list(range(low.mask.num_kv_blocks))[::-1], heads=count, walk="cyclic"
-        )
-        order, dense = masks.order_of(low, schedule), mask.to_dense()
-        dense = dense.expand(batch, count // batch, -1, -1)
-        lists, offset, entry, tile = (
-            t.tolist() for t in (order.list_of_head, order.offset, order.entry, order.tile)
-        )
-        for head, n in order.order.tolist():
-            which = lists[head] * schedule.num_kv_blocks + n
-            for e in range(*offset[which : which + 2]):
-                m = entry[e] >> 1
-                rows, cols = slice(m * 128, m * 128 + 128), slice(n * 128, n * 128 + 128)
-                want = dense[head // (count // batch), head % (count // batch), rows, cols]
-                got = block_of(low, m, n, entry[e], tile[e])[: want.shape[0], : want.shape[1]]
-                assert torch.equal(got, want)
+        heads = 1 if shared and mask.shape[1] == 1 else 3
+        schedule = scheduled(low, batch, heads, lists)
+        sets.add(schedule.num_lists - math.prod(low.mask.shape))
+        allowed = mask.to_dense().expand(batch, heads, -1, -1)
+        assert_tiles(low, schedule, masks.order_of(low, schedule), allowed)
+    # Lists are the masks of the table, one by one, or more than those.
+    assert sets == {0} if lists == "per mask" else max(sets) >= 0
+
+
+#: What is changed in ``order_of``'s ingredients.
+WRONG_TILES = {
+    "the mask of every list is the first": {
+        "_mask_of_list": lambda low, schedule: np.zeros(schedule.num_lists, np.int64),
+    },
+    "the mask of the next list": {
+        "_mask_of_list": lambda low, schedule: np.roll(np.arange(schedule.num_lists), 1),
+    },
+    "masks by head first": {
+        "group_of_heads": lambda batches, heads, total: torch.arange(total) % (batches * heads),
+    },
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TILES)
+def test_tiles_of_other_masks_are_seen(monkeypatch, name):
+    mask = next(m for m in drawn("by batch and head") if min(m.q_len, m.kv_len) > 128)
+    lists = "per mask"
+    if name == "masks by head first":
+        mask, lists = BlockMask.from_dense(mask.to_dense()[:, :1]), "per head"
+    low = masks.lower(mask)
+    allowed = mask.to_dense().expand(2, 3, -1, -1)
+    schedule = scheduled(low, 2, 3, lists)
+    assert_tiles(low, schedule, masks.order_of(low, schedule), allowed)
+    for where, what in WRONG_TILES[name].items():
+        monkeypatch.setattr(masks, where, what)
+    with pytest.raises(AssertionError):
+        assert_tiles(low, schedule, masks.order_of(low, schedule), allowed)
+
+
+def test_the_table_of_tiles_is_the_lists():
+    """``block_tile`` against ``kv_tile``, block by block; no other form has one."""
+    for mask in (m for kind in KINDS for m in drawn(kind)):
+        low = masks.lower(mask)
+        if low.form != "bits":
+            assert low.block_tile is None
+            continue
+        rows, columns = -(-low.q_len // 128), -(-low.kv_len // 128)
+        want = torch.full((*mask.shape, rows, columns), -1, dtype=torch.int32)
+        for place in torch.cartesian_prod(*map(torch.arange, low.kv_count.shape)).tolist():
+            for i in range(int(low.kv_count[tuple(place)])):
+                entry, tile = low.kv_entry[(*place, i)], low.kv_tile[(*place, i)]
+                want[(*place, int(entry) >> 1)] = tile
+        assert same_bytes(low.block_tile, want)
+
+
+def test_an_order_waits_for_nothing():
+    """On the meta device nothing can be read back: the one way is up, in one copy."""
+    for kind, lists, most in (("causal", "per mask", 1), *((k, "per mask", 1) for k in BITS[:3])):
+        check_that_nothing_is_read(masks.order_of, drawn(kind)[0], lists, most)
+    check_that_nothing_is_read(masks.order_of, drawn("dense")[0], "per head", 2)
+
+    def that_reads(low, schedule):
+        int(low.kv_count.max())
+        return masks.order_of(low, schedule)
+
+    def that_counts(low, schedule):
+        order = masks.order_of(low, schedule)
+        return order._replace(tile=order.tile[order.tile >= 0])
+
+    def that_copies(low, schedule):
+        order = masks.order_of(low, schedule)
+        return order._replace(entry=torch.zeros(order.entry.shape, dtype=torch.int32).to("meta"))
+
+    for wrong in (that_reads, that_counts, that_copies):
+        with pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
+            check_that_nothing_is_read(wrong, drawn("dense")[0], "per mask", 1)
+
+
+def check_that_nothing_is_read(order_of, mask, lists: str, copies: int) -> None:
+    """``order_of`` of a mask whose tensors have no elements copies ``copies`` times, upwards."""
+    low = masks.lower(mask)
+    schedule, copied = scheduled(low, 2, 3, lists), []
+    tensors = {name: getattr(low, name) for name in (*masks.TENSORS, "block_tile")}
+    away = {name: None if t is None else t.to("meta") for name, t in tensors.items()}
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            copied.extend([op] if "copy" in op.name() else [])
+            return op(*args, **kwargs or {})
+
+    with Copies():
+        found = order_of(replace(low, **away), schedule)
+    assert len(copied) == copies and all(t.is_meta for t in found)
+    want = masks.order_of(low, schedule)
+    assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in want]
+
+
+def test_an_order_without_entries():
+    nothing = BlockMask.from_dense(torch.zeros(2, 1, 200, 300, dtype=torch.bool))
+    low = masks.lower(nothing)
+    order = masks.order_of(low, scheduled(low, 2, 2, "per mask"))
+    assert order.ticket[:, 2:].tolist() == [[0, 0]] * 12 and order.tile.shape == (1,)
+    assert order.entry.numel() == order.rank.numel() == 0
+    # In a mask of bits, too, some heads may have none.
+    some = torch.zeros(2, 1, 200, 300, dtype=torch.bool)
+    some[1, :, 5:150, 7:280:3] = True
+    low = masks.lower(BlockMask.from_dense(some))
+    schedule = scheduled(low, 2, 1, "per mask")
+    order = masks.order_of(low, schedule)
+    begin, end = order.ticket[order.ticket[:, 0] == 0, 2:].unbind(1)
+    assert low.form == "bits" and (begin == end).all() and order.tile.numel() > 0
+    assert_tiles(low, schedule, order, some)
 
 
 def test_lowered_once_per_content():

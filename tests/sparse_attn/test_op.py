@@ -6,6 +6,7 @@ import math
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -197,6 +198,40 @@ def test_masks_and_schedules_are_built_once(monkeypatch):
     assert built["mask"] == 2
     words = {id(t) for _ in range(2) for t in masks.lower(mask).tensors()}
     assert len(words) == len(masks.TENSORS) - 1  # both tile tensors are one where unread
+
+
+def test_a_mask_of_inference_mode_has_gradients():
+    """Its lists are kept from the first use, and saved for the backward of a later one."""
+    x = tensors()
+    dense = torch.rand(SQ, SK, generator=torch.Generator().manual_seed(46)) < 0.5
+    bits, band = BlockMask.from_dense(dense), BlockMask.sliding_window(SQ, SK, left=46, right=4)
+    for known in (bits, band):
+        with torch.inference_mode():
+            mask = known & BlockMask.causal(SQ, SK)
+            want = block_sparse_attention(*x.leaves(), mask)
+        out = block_sparse_attention(*x.leaves(), mask)
+        assert all(not t.is_inference() for t in masks.lower(mask).tensors())
+        grads = torch.autograd.grad(out, x.leaves(), x.dout)
+        assert same_bytes(out, want) and all(g.abs().sum() > 0 for g in grads)
+
+
+def test_an_order_has_landed_before_another_stream_may_take_it(monkeypatch):
+    kept, waits = op._orders.copy(), []
+    made = SimpleNamespace(ticket=SimpleNamespace(is_cuda=True, device="cuda:1"))
+    lowered = SimpleNamespace(form="band", words=SimpleNamespace(device="cuda:1"))
+
+    def stream(device):
+        def synchronize():
+            waits.append((device, made in op._orders.values()))
+
+        return SimpleNamespace(synchronize=synchronize)
+
+    monkeypatch.setattr(op, "_orders", kept)
+    monkeypatch.setattr(masks, "order_of", lambda *args: made)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    for _ in range(3):
+        assert op._order(lowered, SimpleNamespace(hash="one")) is made
+    assert waits == [("cuda:1", False)]
 
 
 def test_masks_of_equal_blocks_do_not_share_bits():

@@ -1,0 +1,111 @@
+"""One or two ascending lists of key blocks, walked as one: those of the blocks of a CTA's rows.
+
+The producer alone reads the lists.  For each step, a block of keys, it leaves one word per list
+where the consumers find it a step earlier, so that no two of them can disagree on what comes.
+
+    word    4 * entry  the block is on the list (an entry is 2 * block + is_partial)
+            ABSENT     it is not
+            + ENDS     no other block of this list follows
+            + LAST     no step follows
+
+A consumer holds V of its last block until its next one.  So that the ring can go on meanwhile, a
+list that has been absent for ``patience`` steps in a row is given a step of its own: its last block
+again, under a word whose keys are all beyond the end.  That changes no bit of its rows, and asks no
+more of V than the visit before.
+"""
+
+import cutlass
+from cutlass import cute
+
+LAST, ENDS, ABSENT = 1, 2, -4
+#: In a word: is_partial, and how far to the left the block is.
+PARTIAL, BLOCK_SHIFT = 4, 3
+#: A block beyond all keys, and an entry beyond all blocks.
+BEYOND, END = 2**23, 2**30
+#: The columns of a cursor; that of the next ``LANES`` entries differs by lane.
+PLACE, ENTRY, AWAY, TILE, ENTRIES = range(5)
+LANES = 32
+
+
+@cute.jit
+def listing(counts: cute.Tensor, entries: cute.Tensor, tiles, row):
+    """(how many, entries, mask tiles or None) of one row of blocks; none beyond the last row."""
+    at = cutlass.min(row, counts.shape[0] - 1)
+    count = counts[at] if at == row else cutlass.Int32(0)
+    return count, entries[at, None], None if tiles is None else tiles[at, None]
+
+
+def cursor(lists) -> cute.Tensor:
+    """int32 [lists, 5]: the place in each list, the entry there, the steps without the list, the
+    mask tile of the last entry, and the entries that come, one in each lane."""
+    at = cute.make_rmem_tensor((len(lists), 5), cutlass.Int32)
+    at.fill(0)
+    for n, list in enumerate(lists):
+        look_up(list, at, n)
+    return at
+
+
+@cute.jit
+def step(lists, at: cute.Tensor, words: cute.Tensor, patience: cutlass.Constexpr):
+    """Goes on by a step and returns its block, or ``END``; by one warp, which may then tell others.
+
+    words  [lists, 2]: the word of this step, and the mask tile of the step before it
+    """
+    tell_tiles(lists, at, words)
+    block, again = END >> 1, cutlass.Int32(-1)
+    for n in cutlass.range_constexpr(len(lists)):
+        block = cutlass.min(block, at[n, ENTRY] >> 1)
+    if cutlass.const_expr(len(lists) > 1):
+        for n in cutlass.range_constexpr(len(lists)):
+            if at[n, AWAY] == patience and at[n, ENTRY] < END:
+                again, block = cutlass.Int32(n), lists[n][1][at[n, PLACE] - 1] >> 1
+    told = cute.make_rmem_tensor((len(lists),), cutlass.Int32)
+    last = cutlass.Int32(LAST)
+    for n in cutlass.range_constexpr(len(lists)):
+        told[n] = ABSENT
+        if again == n:
+            told[n] = BEYOND << BLOCK_SHIFT
+            at[n, AWAY] = 0
+        elif again < 0 and at[n, ENTRY] >> 1 == block:
+            told[n] = 4 * at[n, ENTRY]
+            if cutlass.const_expr(lists[n][2] is not None):
+                # For the next step, when it will have come.
+                at[n, TILE] = lists[n][2][cutlass.min(at[n, PLACE], cute.size(lists[n][2]) - 1)]
+            at[n, PLACE] = at[n, PLACE] + 1
+            look_up(lists[n], at, n)
+            at[n, AWAY] = 0
+            if at[n, ENTRY] == END:
+                told[n] = told[n] + ENDS
+        elif at[n, PLACE] > 0:
+            at[n, AWAY] = at[n, AWAY] + 1
+        if at[n, ENTRY] < END:
+            last = cutlass.Int32(0)
+    if cute.arch.lane_idx() == 0:
+        for n in cutlass.range_constexpr(len(lists)):
+            words[n, 0] = told[n] + last
+    cute.arch.sync_warp()
+    return END if block == END >> 1 else block
+
+
+@cute.jit
+def tell_tiles(lists, at: cute.Tensor, words: cute.Tensor):
+    """The mask tiles of the entries before the cursor, if there are tiles."""
+    for n in cutlass.range_constexpr(len(lists)):
+        if cutlass.const_expr(lists[n][2] is not None):
+            if cute.arch.lane_idx() == 0:
+                words[n, 1] = at[n, TILE]
+
+
+@cute.jit
+def look_up(list, at: cute.Tensor, n: cutlass.Constexpr):
+    """The cursor's entry is that at its place, or ``END``.
+
+    A warp reads ``LANES`` entries at once: one by one, K of each step would wait for global memory.
+    """
+    count, entries, _ = list
+    place = at[n, PLACE]
+    if place & (LANES - 1) == 0:
+        index = cutlass.min(place + cute.arch.lane_idx(), cute.size(entries) - 1)
+        at[n, ENTRIES] = entries[index]
+    entry = cute.arch.shuffle_sync(at[n, ENTRIES], place & (LANES - 1))
+    at[n, ENTRY] = entry if place < count else cutlass.Int32(END)

@@ -1,0 +1,66 @@
+"""CUTE_KERNELS_WATCHDOG_MS: an ordered backward whose turns do not come is given up, and named.
+
+For debugging.  The kernel writes what it waited for, waits no more and ends
+(dsl/turnstile.py); its gradients are wrong then, and `require_turns` raises.  Printing and trapping
+in the kernel would not do: a call to printf makes ptxas await every WGMMA, which is another kernel
+to debug, and a trap takes what was written with it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import settings
+from ..errors import WatchdogError
+from .masks import BLOCK, Order
+
+#: Of the record, int32: 0, or 1 and then the tile of rows among those of all query heads, the rank
+#: that is waited for there, and the tiles of dQ that have landed.
+FIELDS = 4
+_NAME = f"{settings.PREFIX}WATCHDOG_MS"
+
+
+def record(device: torch.device) -> Tensor:
+    """What a kernel is to write in; zeros.
+
+    Raises:
+        WatchdogError: a graph is being captured, in which nothing could read it.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise WatchdogError(f"{_NAME}: cannot be read while a CUDA graph is captured: unset it")
+    return torch.zeros(FIELDS, dtype=torch.int32, device=device)
+
+
+def require_turns(
+    found: Tensor, order: Order, tiles: int, tile_m: int, group: int, limit_ms: int
+) -> None:
+    """Waits for the device; nothing if every turn came.
+
+    found: the record; tiles: of a query head, ``tile_m`` rows each; group: query heads to each head
+    of ``order``.
+
+    Raises:
+        WatchdogError: one did not; the message names it, and whose turn it was.
+    """
+    given_up, row, rank, landed = found.tolist()
+    if not given_up:
+        return
+    head, tile = divmod(row, tiles)
+    place = order, head // group, tile * tile_m // BLOCK[0]
+    raise WatchdogError(
+        f"block_sparse_attention: a backward gave up after {limit_ms} ms ({_NAME}): at query head "
+        f"{head}, row tile {tile}, {_who(*place, rank)} waits for rank {rank}; {landed} have "
+        f"landed, and the turn of rank {landed} is that of {_who(*place, landed)}"
+    )
+
+
+def _who(order: Order, head: int, q_block: int, rank: int) -> str:
+    """The visit of a query block with a rank: one, in a schedule that ``check`` takes."""
+    of_rank = ((order.entry >> 1 == q_block) & (order.rank == rank)).tolist()
+    found = [
+        f"key block {block} (ticket {t})"
+        for t, (of_head, block, begin, end) in enumerate(order.ticket.tolist())
+        if of_head == head and any(of_rank[begin:end])
+    ]
+    return " and ".join(found) or "nobody"

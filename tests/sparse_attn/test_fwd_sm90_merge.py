@@ -1,0 +1,266 @@
+"""Three consumers of the SM90 forward: 192 rows, of two blocks of the mask with lists of their own.
+
+A row's bytes are those of two consumers, of a CTA with one list, whatever the other list is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import pytest
+import torch
+
+from cute_kernels.schedulers import BlockMask
+from cute_kernels.sparse_attn import masks
+from cute_kernels.sparse_attn.config import configure_forward
+from tests import contract, ptxsim, sim
+from tests.ptxsim.available import requires_sim
+from tests.sparse_attn import simulated
+from tests.sparse_attn.simulated_fwd import BLOCK, Case, case, chain, run
+from tests.sparse_attn.test_fwd_sm90_mutants import LIMITS, SETTINGS
+from tests.sparse_attn.test_fwd_sm90_values import MASKS
+
+pytestmark = [requires_sim, pytest.mark.sim]
+
+#: Blocks of keys.  Tiles have rows of lists 0 and 1, and of 1 and 2.
+BLOCKS = 11
+EVERY = range(BLOCKS)
+LISTS = {
+    "alternate": ([0, 2, 4, 6], [1, 3, 5, 7], [0, 2, 6]),
+    "away for long": ([0, 10], range(1, 10), [0, 6, 10]),
+    "away in turns": ([0, 1, 8, 9], [0, 2, 3, 4, 5, 6, 7, 10], [1, 10]),
+    "away by as much as is waited for": ([0, 5, 10], [1, 2, 3, 4, 6, 7, 8, 9], [5]),
+    "held while another skips": (EVERY, [0, 1, 2, 3, 4, 7, 8, 9, 10], [0, 5, 6, 7]),
+    "first empty": ([], EVERY, []),
+    "second empty": (EVERY, [], EVERY),
+    "all empty": ([], [], []),
+    "ends early": ([0, 1], EVERY, [0]),
+    "starts late": ([9, 10], EVERY, [10]),
+    "one after another": ([0, 1, 2], [3, 4, 5, 6, 7, 8], [9, 10]),
+}
+
+
+def listed(lists, *, q_len=3 * BLOCK, bits=False, shape=(1, 2, 1, 64), seed=7) -> Case:
+    """Query blocks with the key blocks of ``lists``, whole ones or with a third of the elements."""
+    blocks = torch.zeros(len(lists), BLOCKS, dtype=torch.bool)
+    for m, row in enumerate(lists):
+        blocks[m, list(row)] = True
+    allowed = blocks.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:q_len]
+    if bits:
+        generator = torch.Generator().manual_seed(seed)
+        allowed &= torch.rand(allowed.shape, generator=generator) < 0.3
+    return case(BlockMask.from_dense(allowed), shape, seed=seed)
+
+
+def two_consumers(config):
+    return simulated.forward_kernel(dataclasses.replace(config, consumers=2))
+
+
+#: Reports words that are read while they may be written.
+RACES = SETTINGS[-1] | {"check_races": 1}
+
+
+def same(got, want) -> bool:
+    return all(map(contract.same_bytes, got, want))
+
+
+@pytest.mark.parametrize("bits", [False, True])
+@pytest.mark.parametrize("name", LISTS)
+def test_lists(name, bits):
+    """The order in torch, and the bytes of two consumers in the card's arithmetic."""
+    given = listed(LISTS[name], bits=bits)
+    assert same(run(given, **LIMITS), chain(given))
+    assert ptxsim.report()["fence_warnings"]["count"] == 0
+    card = {"wgmma_math": "hopper", **LIMITS}
+    assert same(run(given, **card), run(given, forward=two_consumers, **card))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_the_bytes_of_two_consumers(name):
+    """Tails around every multiple of 64 rows, groups of heads, masks by head."""
+    for q_len in (1, 63, 65, 127, 129, 191, 192, 193, 255, 257):
+        given = case(MASKS[name](q_len, 300), (1, 2, 1, 64), seed=q_len)
+        card = {"wgmma_math": "hopper", **LIMITS}
+        assert same(run(given, **card), run(given, forward=two_consumers, **card)), q_len
+
+
+def test_drawn_lists():
+    """Random lists of two heads and two batches, sparse and dense, and any length."""
+    for seed in range(10):
+        generator = torch.Generator().manual_seed(seed)
+        rows, share = 1 + seed % 5, (0.12, 0.25, 0.6)[seed % 3]
+        blocks = torch.rand(2, 2, rows, 16, generator=generator) < share
+        allowed = blocks.repeat_interleave(BLOCK, 2).repeat_interleave(BLOCK, 3)
+        cut = torch.randint(0, BLOCK, (2,), generator=generator).tolist()
+        allowed = allowed[..., : rows * BLOCK - cut[0], : 16 * BLOCK - cut[1]]
+        if seed % 2:
+            allowed = allowed & (torch.rand(allowed.shape, generator=generator) < 0.7)
+        given = case(BlockMask.from_dense(allowed), (2, 2, 1, 64), seed=seed)
+        card = {"wgmma_math": "hopper", **LIMITS}
+        assert same(run(given, **card), run(given, forward=two_consumers, **card)), seed
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_schedules(name):
+    """Every mode: late and early data, random warps, 1, 2, 7 and 132 CTAs in any order."""
+    given = listed(LISTS[name], bits=name == "away in turns", shape=(2, 2, 1, 64))
+    seven = sim.Mode("resident-7", SETTINGS[-1] | {"resident_ctas": 7})
+    sim.run_modes(lambda: run(given, **LIMITS), [*sim.QUICK_MODES, seven])
+
+
+@pytest.mark.parametrize("name", ["alternate", "away for long", "away in turns", "first empty"])
+def test_values_of_others_stay_out(name):
+    """V that is NaN in every block that a row's list does not have."""
+    given = listed(LISTS[name])
+    want = run(given)
+    for m, row in enumerate(LISTS[name]):
+        v = given.v.clone()
+        for n in set(EVERY) - set(row):
+            v[:, n * BLOCK : (n + 1) * BLOCK] = math.nan
+        out, lse = run(dataclasses.replace(given, v=v))
+        rows = slice(m * BLOCK, (m + 1) * BLOCK)
+        assert contract.same_bytes(out[:, rows], want[0][:, rows])
+        assert contract.same_bytes(lse[..., rows], want[1][..., rows])
+
+
+# ---- mutants -------------------------------------------------------------------------------------
+
+
+def one_list_for_all(monkeypatch, module):
+    """Consumers of the second block of the mask do not skip what only the first one has."""
+    cute, true_attend = module.cute, module.ForwardSm90.attend
+
+    @cute.jit
+    def attend(self, *args):
+        words = args[-3][0]
+        stride = (0, *words.stride[1:])
+        first = cute.make_tensor(words.iterator, cute.make_layout(words.shape, stride=stride))
+        true_attend(self, *args[:-3], (first, *args[-3][1:]), *args[-2:])
+
+    monkeypatch.setattr(module.ForwardSm90, "attend", attend)
+
+
+def _skipping(monkeypatch, module, turn=True, wait=(True, True), release=(True, True)):
+    cute, told = module.cute, module.told
+
+    @cute.jit
+    def skip(self, k_ring, v_ring, state, consumer, word, words):
+        if module.cutlass.const_expr(wait[0]):
+            k_ring.consumer_wait(state)
+        if module.cutlass.const_expr(turn):
+            self.await_turn(consumer)
+            self.give_turn_after(consumer, word)
+        following = told(words, state.index)
+        if module.cutlass.const_expr(release[0]):
+            k_ring.consumer_release(state)
+        if module.cutlass.const_expr(wait[1]):
+            v_ring.consumer_wait(state)
+        if module.cutlass.const_expr(release[1]):
+            v_ring.consumer_release(state)
+        return following
+
+    monkeypatch.setattr(module.ForwardSm90, "skip", skip)
+
+
+def skip_kept_by_name(monkeypatch, module):
+    """No mutant: the step as ``_skipping`` writes it."""
+    _skipping(monkeypatch, module)
+
+
+def skipped_without_a_turn(monkeypatch, module):
+    _skipping(monkeypatch, module, turn=False)
+
+
+def begun_before_k_came(monkeypatch, module):
+    """The word of the first step may not be there, and the stage not be in use.  In later steps the
+    simulator's producer is always far enough ahead."""
+    monkeypatch.setattr(
+        module.ForwardSm90,
+        "first_word",
+        lambda self, k_ring, state, words: module.told(words, self.stages),
+    )
+    _skipping(monkeypatch, module, wait=(False, True))
+
+
+def skipped_before_v_came(monkeypatch, module):
+    """Given back for the block before it in its stage, which another consumer still reads."""
+    _skipping(monkeypatch, module, wait=(True, False))
+
+
+def skipped_without_release_of_k(monkeypatch, module):
+    _skipping(monkeypatch, module, release=(False, True))
+
+
+def skipped_without_release_of_v(monkeypatch, module):
+    _skipping(monkeypatch, module, release=(True, False))
+
+
+def _waiting(monkeypatch, module, more):
+    true_step = module.merge.step
+    monkeypatch.setattr(
+        module.merge, "step", lambda lists, at, words, n: true_step(lists, at, words, n + more)
+    )
+
+
+def a_step_too_patient(monkeypatch, module):
+    """V of the last block is held while V of a block in its stage is awaited."""
+    _waiting(monkeypatch, module, 1)
+
+
+def never_given_a_step(monkeypatch, module):
+    _waiting(monkeypatch, module, 10**6)
+
+
+def last_block_counted_again(monkeypatch, module):
+    """The step of a list that is away is another visit of block 0."""
+    monkeypatch.setattr(module.merge, "BEYOND", 0)
+
+
+MUTANTS = [
+    (one_list_for_all, "alternate"),
+    (skipped_without_a_turn, "away for long"),
+    (begun_before_k_came, "alternate"),
+    (skipped_before_v_came, "held while another skips"),
+    (skipped_without_release_of_k, "away for long"),
+    pytest.param(skipped_without_release_of_v, "away for long", marks=pytest.mark.nightly),
+    (a_step_too_patient, "away for long"),
+    pytest.param(never_given_a_step, "away for long", marks=pytest.mark.nightly),
+    (last_block_counted_again, "away for long"),
+]
+
+
+def survives(mutant, name, monkeypatch) -> bool:
+    from cute_kernels.sparse_attn import kernel_fwd_sm90
+
+    with monkeypatch.context() as patch:
+        mutant(patch, kernel_fwd_sm90)
+        made = kernel_fwd_sm90.build(configure_forward("bf16", 64, "none"), compile=ptxsim.compile)
+    given, want = intact(name)
+    for options in (*SETTINGS, RACES):
+        try:
+            got = run(given, forward=lambda _: made, **LIMITS, **options)
+        except ptxsim.PtxsimError:
+            return False
+        report = ptxsim.report()
+        if not same(got, want) or report["fence_warnings"]["count"] or report["races"]:
+            return False
+    return True
+
+
+@functools.cache
+def intact(name: str) -> tuple[Case, tuple]:
+    given = listed(LISTS[name])
+    assert masks.lower(given.mask).form == "none"
+    return given, chain(given)
+
+
+@pytest.mark.parametrize("name", ["held while another skips"])
+def test_a_rewritten_skip_survives(monkeypatch, name):
+    assert survives(skip_kept_by_name, name, monkeypatch)
+
+
+@pytest.mark.parametrize(("mutant", "name"), MUTANTS, ids=lambda v: getattr(v, "__name__", v))
+def test_mutants_are_killed(monkeypatch, mutant, name):
+    assert not survives(mutant, name, monkeypatch)
