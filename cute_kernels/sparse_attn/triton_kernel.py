@@ -23,8 +23,8 @@ either: what is fused is written as `tl.fma`, and the compiler may fuse nothing 
 
 V of a visited block must be finite, or NaN reaches all rows of the query block (0 * NaN).
 
-Not run on a GPU.  Tests run the sm_90 code in tests/ptxsim and the source in Triton's interpreter,
-and read the gfx942 and gfx950 code; tiles, stages and warps are unmeasured guesses.
+Run on an H200, on AMD not.  Tests run the sm_90 code in tests/ptxsim and the source in Triton's
+interpreter, and read the gfx942 and gfx950 code; tiles, stages and warps are unmeasured guesses.
 """
 
 from __future__ import annotations

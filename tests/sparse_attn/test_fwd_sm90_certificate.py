@@ -64,7 +64,7 @@ def test_the_maxima_overlap_the_product(head_dim, form, softcap):
 def test_the_overlap_depends_on_the_wait_between(monkeypatch):
     """Without the wait for V before it, ptxas hoists the wait for P V."""
     with monkeypatch.context() as patch:
-        mutants.no_wait_for(11)(patch, kernel)
+        mutants.no_wait_for(12)(patch, kernel)
         made = artefacts(configure_forward("fp16", 128, "bits"))
     assert between_the_waits(made)["FMNMX"] < 32
 

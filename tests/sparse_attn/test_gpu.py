@@ -1,8 +1,7 @@
 """Block-sparse attention on a GPU: values, the battery, streams, graphs, SM counts.
 
 The backward's CTAs wait for each other, so its checks are in processes with a time limit, small
-shapes first; after one that hangs, none is started.  Not run so far on any GPU: docs/status.md says
-when that changes.
+shapes first; after one that hangs, none is started.  Passed on an H200: docs/attention.md.
 """
 
 from __future__ import annotations
