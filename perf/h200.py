@@ -20,8 +20,9 @@ from pathlib import Path
 from . import record
 
 BUDGET_S = 560  # a call ends after 600 s; the rest is for unpacking and for the table
-LOG_BYTES = 5 << 18  # kept of each stage's output
-_GPU_TESTS = "tests/*/test_gpu.py"
+LOG_BYTES = 9 << 17  # kept of each stage's output
+_GPU_TESTS = ("tests/*/test_gpu.py", "tests/*/test_*_gpu.py")
+_ATTENTION = "tests/sparse_attn/"
 _SHORTEST_S = 10.0  # a stage with less time left is not started
 
 
@@ -50,7 +51,11 @@ def stages(out: Path, commit: str | None) -> tuple[Stage, ...]:
     probe = ("-m", "perf", "probe")
     bench = ("-m", "perf", "bench", "gemm")
     probes = ("-o", str(out / "probes.jsonl"), "--golden", str(out), *mark)
-    gpu_tests = sorted(str(p.relative_to(record.ROOT)) for p in record.ROOT.glob(_GPU_TESTS))
+    # The files by name: collecting the others would import what that machine may lack.
+    found = {str(p.relative_to(record.ROOT)) for way in _GPU_TESTS for p in record.ROOT.glob(way)}
+    of_attention = sorted(path for path in found if path.startswith(_ATTENTION))
+    others = sorted(found.difference(of_attention))
+    tests, quiet = ("-m", "pytest"), ("-q", "-p", "no:cacheprovider")
     check = ("--check-only", "--rivals", "ours,ours_triton,cublas")
     attention = ("-m", "perf", "bench", "attention")
     both_orders = ("--check-only", "--heads", "16", "--systems", "ours,ours_unordered")
@@ -58,8 +63,7 @@ def stages(out: Path, commit: str | None) -> tuple[Stage, ...]:
         Stage("smoke", (*probe, "smoke", *probes), 120),
         Stage("correctness", (*bench, *check, "-o", str(out / "checks.jsonl"), *mark), 150),
         Stage("probes", (*probe, "width", "zeros", "model", "promotion", *probes), 240),
-        # The files by name: collecting the others would import what that machine may lack.
-        Stage("pytest", ("-m", "pytest", *gpu_tests, "-q", "-p", "no:cacheprovider"), 400),
+        Stage("pytest", (*tests, *others, *quiet), 400),
         Stage("tune", ("-m", "perf", "tune", "-o", str(out / "tune.jsonl"), *mark), 240),
         Stage("bench", (*bench, "-o", str(out / "bench.jsonl"), *mark), 500),
         Stage(
@@ -72,6 +76,7 @@ def stages(out: Path, commit: str | None) -> tuple[Stage, ...]:
             (*attention, *both_orders, "-o", str(out / "checks.jsonl"), *mark),
             150,
         ),
+        Stage("pytest_attention", (*tests, *of_attention, *quiet), 550),
         Stage("bench_attention", (*attention, "-o", str(out / "bench.jsonl"), *mark), 420),
         Stage(
             "profile_attention",

@@ -88,6 +88,7 @@ def test_the_stages_write_few_files_into_one_folder(tmp_path):
         "bench",
         "profile",
         "smoke_attention",
+        "pytest_attention",
         "bench_attention",
         "profile_attention",
         "soak_attention",
@@ -104,7 +105,10 @@ def test_the_stages_write_few_files_into_one_folder(tmp_path):
     assert all(os.path.dirname(path) == str(tmp_path) for path in written)
     assert len(known) * h200.LOG_BYTES < 16 << 20
     marked = [stage.name for stage in known if "abc123" in stage.arguments]
-    assert "pytest" not in marked and len(marked) == len(known) - 1
+    unmarked = [stage for stage in known if stage.name not in marked]
+    assert [stage.name for stage in unmarked] == ["pytest", "pytest_attention"]
+    ran = [argument for stage in unmarked for argument in stage.arguments if "tests/" in argument]
+    assert len(ran) == len(set(ran)) >= 4 and "tests/sparse_attn/test_triton_gpu.py" in ran
 
 
 @pytest.mark.parametrize("commit", [None, "abc123"])
