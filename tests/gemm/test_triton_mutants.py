@@ -8,12 +8,13 @@ pytest.importorskip("triton")
 
 import torch
 
+import cute_kernels.gemm as package
 from cute_kernels.gemm import reference
 
 from ..ptxsim.available import requires_core
+from ..triton_copies import copy_of
 from . import triton_cases as cases
 from .test_triton_simulated import BF16, FP32, engine, far_offsets
-from .triton_copies import copy_of
 from .triton_harness import TARGETS, WildAccess, compiled, simulated
 from .triton_inspect import complaints
 
@@ -112,7 +113,7 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_killed(monkeypatch, tmp_path, name):
     edits, check = MUTANTS[name]
-    mutant = copy_of(tmp_path, *edits)
+    mutant = copy_of(package, tmp_path, *edits)
     with simulated(mutant), pytest.raises((AssertionError, WildAccess)):
         check(engine(monkeypatch, mutant), mutant.column_sum)
 
@@ -121,7 +122,7 @@ def test_killed(monkeypatch, tmp_path, name):
 @requires_core
 def test_an_unedited_copy_lives(monkeypatch, tmp_path):
     """Copying alone changes nothing: the checks pass on the module in test_triton_simulated.py."""
-    copy = copy_of(tmp_path)
+    copy = copy_of(package, tmp_path)
     with simulated(copy):
         cases.chain_bits(engine(monkeypatch, copy), 130, 7, 200, BF16, "bias")
 
@@ -141,7 +142,7 @@ def test_the_data_can_show_an_order(dtype):
 @requires_core
 @pytest.mark.parametrize("old", ["row_offsets = rows.to(tl.int64)", "lanes.to(tl.int64)"])
 def test_int32_offsets_are_killed(monkeypatch, tmp_path, old):
-    mutant = copy_of(tmp_path, (old, old.replace(".to(tl.int64)", "")))
+    mutant = copy_of(package, tmp_path, (old, old.replace(".to(tl.int64)", "")))
     with simulated(mutant), pytest.raises((AssertionError, WildAccess)):
         far_offsets(engine(monkeypatch, mutant), mutant.column_sum, tmp_path)
 
@@ -149,7 +150,7 @@ def test_int32_offsets_are_killed(monkeypatch, tmp_path, old):
 @pytest.mark.sim
 @requires_core
 def test_specialising_on_m_is_noticed(tmp_path):
-    mutant = copy_of(tmp_path, ('["M", "N", "K"]', '["N", "K"]'))
+    mutant = copy_of(package, tmp_path, ('["M", "N", "K"]', '["N", "K"]'))
     b = cases.random(32, 48, dtype=BF16, seed=1)
     launch = [
         lambda m=m: mutant._launch(cases.random(m, 48, dtype=BF16, seed=m), b, None, None, 132)
@@ -164,14 +165,16 @@ def test_atomics_are_noticed(tmp_path, target):
     atomic = STORE.replace("tl.store", "tl.atomic_add").replace(
         "acc.to(out_ptr.dtype.element_ty)", "acc"
     )
-    mutant = copy_of(tmp_path, (STORE, atomic))
+    mutant = copy_of(package, tmp_path, (STORE, atomic))
     a, b, _, start = cases.problem(32, 32, 32, BF16, "accumulate")
     kernels = compiled(mutant, target, lambda: mutant._launch(a, b, None, start, 132))
     assert "atomics" in complaints(kernels[0], BF16, "accumulate")
 
 
 def test_tf32_is_noticed(tmp_path):
-    mutant = copy_of(tmp_path, ("INPUT_PRECISION=plan.input_precision", 'INPUT_PRECISION="tf32"'))
+    mutant = copy_of(
+        package, tmp_path, ("INPUT_PRECISION=plan.input_precision", 'INPUT_PRECISION="tf32"')
+    )
     a, b, _, _ = cases.problem(32, 32, 32, FP32, "plain")
     kernels = compiled(mutant, "sm_90", lambda: mutant._launch(a, b, None, None, 132))
     assert "tf32" in complaints(kernels[0], FP32, "plain")
@@ -180,7 +183,7 @@ def test_tf32_is_noticed(tmp_path):
 def test_a_wide_dot_in_the_accumulate_path_is_noticed(tmp_path):
     """On gfx950 a dot of 64 takes 32 k in one instruction: a cut at 16 would show."""
     edit = ("plan.accumulate_k if accumulate else plan.block_k", "plan.block_k")
-    mutant = copy_of(tmp_path, edit)
+    mutant = copy_of(package, tmp_path, edit)
     a, b, _, start = cases.problem(32, 32, 64, torch.float16, "accumulate")
     kernels = compiled(mutant, "gfx950", lambda: mutant._launch(a, b, None, start, 132))
     assert "matrix instruction" in complaints(kernels[0], torch.float16, "accumulate")
@@ -188,7 +191,7 @@ def test_a_wide_dot_in_the_accumulate_path_is_noticed(tmp_path):
 
 def test_unpinned_mfma_is_noticed(tmp_path):
     edit = ('options["matrix_instr_nonkdim"] = plan.hip_matrix_instr_nonkdim', "pass")
-    mutant = copy_of(tmp_path, edit)
+    mutant = copy_of(package, tmp_path, edit)
     a, b, _, _ = cases.problem(32, 32, 64, BF16, "plain")
     kernels = compiled(mutant, "gfx942", lambda: mutant._launch(a, b, None, None, 132))
     assert "matrix instruction" in complaints(kernels[0], BF16, "plain")

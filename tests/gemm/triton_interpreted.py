@@ -13,10 +13,11 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
+import cute_kernels.gemm as package
 from cute_kernels.gemm import triton_kernel
 
+from ..triton_copies import copy_of
 from . import triton_cases as cases
-from .triton_copies import copy_of
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -101,6 +102,6 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_killed(tmp_path, name):
     old, new, check = MUTANTS[name]
-    mutant = copy_of(tmp_path, (old, new))
+    mutant = copy_of(package, tmp_path, (old, new))
     with pytest.raises(AssertionError):
         check(engine(mutant), BF16)

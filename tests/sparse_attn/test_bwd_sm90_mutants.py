@@ -19,7 +19,7 @@ from cute_kernels.schedulers.mask import BlockMask
 from cute_kernels.sparse_attn import masks, reference
 from tests import contract, ptxsim
 from tests.ptxsim import available
-from tests.sparse_attn import simulated
+from tests.sparse_attn import simulated, waits
 
 simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
 pytestmark = [available.requires_sim, pytest.mark.sim]
@@ -310,39 +310,14 @@ def rings_released_too_early(patch):
     patch.setattr(module.warpgroup, "wait_group", lambda n: true(3))
 
 
-def no_wait_for(number: int):
-    """The consumers' wait for Q and lse2 (1), or for dO and delta (2), is left out."""
+def here(mutant):
+    """A mutant of ``waits``, on this kernel."""
 
-    def mutant(patch):
-        ring = module.pipeline.pipeline.PipelineTmaAsync
-        true, seen = ring.consumer_wait, []
+    def mine(patch):
+        mutant(patch, module)
 
-        def consumer_wait(self, state):
-            seen.append(state)
-            if len(seen) != number:
-                true(self, state)
-
-        patch.setattr(ring, "consumer_wait", consumer_wait)
-
-    mutant.__name__ = f"no_wait_for_load_{number}"
-    return mutant
-
-
-def no_wait_for_products(number: int):
-    """One wait for WGMMAs is left out: of S, of dP, of dQ with dV, of dK."""
-
-    def mutant(patch):
-        true, seen = module.warpgroup.wait_group, []
-
-        def wait_group(n):
-            seen.append(n)
-            if len(seen) != number:
-                true(n)
-
-        patch.setattr(module.warpgroup, "wait_group", wait_group)
-
-    mutant.__name__ = f"no_wait_for_products_{number}"
-    return mutant
+    mine.__name__ = mutant.__name__
+    return mine
 
 
 def out_of_range_tile_visited(patch):
@@ -420,8 +395,10 @@ MUTANTS = [
     (no_wait_for_v, 128),
     (no_wait_for_v, 64),
     (rings_released_too_early, 64),
-    *((no_wait_for(number), 128) for number in (1, 2)),
-    *((no_wait_for_products(number), 128) for number in range(1, 5)),
+    # Q and lse2; dO and delta.
+    *((here(waits.no_wait_for(number)), 128) for number in (1, 2)),
+    # The last visit's dK; S; dP; dQ with dV; the last dK of a ticket.
+    *((here(waits.no_wait_for_products(number)), 128) for number in range(1, 6)),
     (out_of_range_tile_visited, 128),
     (nothing_masked, 64),
     (keys_beyond_the_end_seen, 64),

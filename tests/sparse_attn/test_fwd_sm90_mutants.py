@@ -22,6 +22,7 @@ from tests.ptxsim.available import requires_sim
 from tests.sparse_attn.simulated_fwd import Case, case, chain, run
 from tests.sparse_attn.test_fwd_sm90_battery import zeros
 from tests.sparse_attn.test_fwd_sm90_values import dense
+from tests.sparse_attn.waits import no_wait_for, no_wait_for_products, ring_class
 
 pytestmark = [requires_sim, pytest.mark.sim]
 
@@ -107,29 +108,6 @@ def compiled(form: str):
     return kernel_fwd_sm90.build(configure_forward("bf16", WIDTH, form), compile=ptxsim.compile)
 
 
-def ring_class(module):
-    """The DSL's ring, whose methods the mutants replace."""
-    return module.pipeline.pipeline.PipelineTmaAsync
-
-
-def no_wait_for(*numbers: int):
-    """One of the kernel's waits for loads is left out, by its place in the text; or those for K of
-    the first block, which is awaited once for its word, and again as after skipped ones."""
-
-    def mutant(monkeypatch, module):
-        true_wait, seen = ring_class(module).consumer_wait, []
-
-        def consumer_wait(self, state):
-            seen.append(state)
-            if len(seen) not in numbers:
-                true_wait(self, state)
-
-        monkeypatch.setattr(ring_class(module), "consumer_wait", consumer_wait)
-
-    mutant.__name__ = "no_wait_for_load_" + "_".join(map(str, numbers))
-    return mutant
-
-
 def no_wait_for_empty_stages(monkeypatch, module):
     def acquire(self, state):
         self.sync_object_full.arrive(state.index, self.producer_mask)
@@ -139,23 +117,6 @@ def no_wait_for_empty_stages(monkeypatch, module):
 
 def no_release(monkeypatch, module):
     monkeypatch.setattr(ring_class(module), "consumer_release", lambda self, state: None)
-
-
-def no_wait_for_products(number: int):
-    """One of the kernel's waits for WGMMAs is left out, by its place in the text."""
-
-    def mutant(monkeypatch, module):
-        true_wait, seen = module.warpgroup.wait_group, []
-
-        def wait_group(n):
-            seen.append(n)
-            if len(seen) != number:
-                true_wait(n)
-
-        monkeypatch.setattr(module.warpgroup, "wait_group", wait_group)
-
-    mutant.__name__ = f"no_wait_for_products_{number}"
-    return mutant
 
 
 def scores_of_the_next_stage(monkeypatch, module):
@@ -435,7 +396,8 @@ def negative_zero_kept(monkeypatch, module):
 
 
 MUTANTS = [
-    # Q; K and V of the first block; of the others.  Of skipped blocks: test_fwd_sm90_merge.py.
+    # Q; K of the first block, which is awaited for its word and again as after skipped ones, and V;
+    # those of the others.  Of skipped blocks: test_fwd_sm90_merge.py.
     *((no_wait_for(*numbers), "none") for numbers in ((1,), (2, 7), (8,), (11,), (12,))),
     *((no_wait_for_products(number), "none") for number in range(1, 5)),
     (scores_of_the_next_stage, "none"),

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import itertools
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
 import numpy as np
 import torch
 
+import cute_kernels.sparse_attn as package
 from cute_kernels import dispatch
 from cute_kernels.schedulers.schedule import Schedule
 from cute_kernels.sparse_attn import triton_kernel, triton_launch
+from tests import triton_copies
 
-_NUMBERS = itertools.count()
 F32 = np.float32
 LOG2E, LN2 = F32(math.log2(math.e)), F32(math.log(2))
 
@@ -43,19 +42,7 @@ def through(kernels: ModuleType = triton_kernel, **options: bool) -> Iterator[No
         yield
 
 
-def copy_of(folder: Path, *edits: tuple[str, str]) -> ModuleType:
-    """A copy of triton_kernel.py with each (old, new) replaced; old must occur exactly once."""
-    text = Path(triton_kernel.__file__).read_text()
-    for old, new in edits:
-        assert text.count(old) == 1, f"{text.count(old)} times in triton_kernel.py: {old!r}"
-        text = text.replace(old, new)
-    name = f"triton_copy_{next(_NUMBERS)}"
-    path = folder / f"{name}.py"
-    path.write_text(text)
-    spec = importlib.util.spec_from_file_location(f"tests.sparse_attn.{name}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+copy_of = functools.partial(triton_copies.copy_of, package)
 
 
 class ByHand:
