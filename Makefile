@@ -5,12 +5,13 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 WORKERS ?= 2
 
-.PHONY: setup demo test check compile certify bench profile docs gpu-test format clean
+.PHONY: setup demo test check pins compile certify bench profile docs gpu-test wheel matrix \
+        format clean
 
 setup: $(STAMP)
 
 # Reinstalled when a pin or the package's metadata changes; a second run starts at once.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing the tested pins into $(VENV) (a minute or two, once) ..."
 	@$(BIN)/pip install --disable-pip-version-check -c constraints.txt torch
@@ -28,6 +29,10 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest tests/test_style.py tests/test_layering.py -q
+
+# `make pins PYTHONS="python3.10 python3.12"` asks pip instead: minutes each.
+pins: $(STAMP)
+	$(BIN)/python tools/pins.py $(if $(PYTHONS),--pip $(PYTHONS))
 
 compile: $(STAMP)
 	$(BIN)/python -m cute_kernels aot --arch sm_90a -o build/aot
@@ -47,6 +52,13 @@ docs: $(STAMP)
 
 gpu-test: $(STAMP)
 	$(BIN)/python -m pytest tests -q -m gpu
+
+wheel: $(STAMP)
+	$(BIN)/python tools/check_wheel.py
+
+# Nightly: torch as old as we declare and as new as there is; 12 GB on disk with default builds.
+matrix: $(STAMP)
+	$(BIN)/python tools/matrix.py $(if $(TORCH),--torch $(TORCH))
 
 format: $(STAMP)
 	$(BIN)/ruff format .

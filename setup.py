@@ -1,0 +1,48 @@
+"""What pyproject.toml cannot say: the description that a package index shows, made of the README.
+
+There a relative link leads nowhere.  It becomes a link into the repository, or, as long as the
+project has no public address, the name of the file, which the source distribution holds.
+"""
+
+import re
+from pathlib import Path
+
+from setuptools import setup
+
+#: The public address of the repository, without a slash at its end; None: there is none yet.
+REPOSITORY = None
+
+RELATIVE_LINK = re.compile(r"\[([^\]\n]+)\]\((?![a-z]+:)([^)\s]+)\)")
+
+
+def description(readme: str, repository: str | None) -> str:
+    """The README with no relative link in it."""
+
+    def absolute(link: re.Match) -> str:
+        text, target = link.groups()
+        if repository:
+            return f"[{text}]({repository}/blob/main/{target})"
+        file = target.partition("#")[0]
+        return text if text == file else f"{text} (`{file}`)"
+
+    return RELATIVE_LINK.sub(absolute, readme)
+
+
+def urls(repository: str | None) -> dict[str, str]:
+    """The project's links on a package index."""
+    if not repository:
+        return {}
+    return {
+        "Repository": repository,
+        "Documentation": f"{repository}/blob/main/docs/index.md",
+        "Issues": f"{repository}/issues",
+    }
+
+
+if __name__ == "__main__":
+    readme = (Path(__file__).resolve().parent / "README.md").read_text(encoding="utf-8")
+    setup(
+        long_description=description(readme, REPOSITORY),
+        long_description_content_type="text/markdown",
+        project_urls=urls(REPOSITORY),
+    )

@@ -1,0 +1,123 @@
+"""The pins: one version for each Python, and a check that tells what does not resolve."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+pins = SimpleNamespace(**runpy.run_path(str(ROOT / "tools" / "pins.py")))
+PIN = re.compile(r"^([\w.-]+)==([\w.]+)(?:; python_version (<|>=) \"3\.(\d+)\")?$")
+
+
+def applying(python: str) -> Counter[str]:
+    """How many pins of each package apply to a Python."""
+    minor, found = int(python.partition(".")[2]), Counter()
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            name, _, sign, bound = PIN.match(line).groups()
+            found[name] += sign is None or (minor < int(bound)) == (sign == "<")
+    return found
+
+
+@pytest.mark.parametrize("python", pins.PYTHONS)
+def test_every_package_has_one_pin(python):
+    assert {name: n for name, n in applying(python).items() if n != 1} == {}
+
+
+def test_every_python_that_is_declared_is_asked():
+    declared = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    assert declared == pins.PYTHONS
+
+
+def test_every_way_that_is_documented_is_asked():
+    pages = [ROOT / "README.md", ROOT / "docs" / "install.md"]
+    text = "\n".join(page.read_text() for page in pages)
+    ways = re.findall(r"install -c constraints\.txt (?:-e )?\"?(\.?[\w\[\]]*)", text)
+    assert {".", ".[cu13]", ".[rocm]", ".[dev]"} <= set(ways) <= set(pins.WAYS)
+
+
+def test_the_resolver_hears_of_no_other_index():
+    given = {
+        "PATH": "/bin",
+        "PIP_FIND_LINKS": "/wheels",
+        "PIP_EXTRA_INDEX_URL": "https://elsewhere.example",
+        "PIP_CERT": "/cert.pem",
+        "UV_INDEX": "https://elsewhere.example",
+        "UV_TORCH_BACKEND": "cpu",
+        "PIP_CONFIG_FILE": "/etc/pip.conf",
+    }
+    alone = {"PIP_CONFIG_FILE": "/dev/null", "UV_NO_CONFIG": "1", "UV_PYTHON_DOWNLOADS": "never"}
+    assert pins.environment(given) == {"PATH": "/bin", "PIP_CERT": "/cert.pem"} | alone
+
+
+ANSWERS = {
+    "all": ("exit 0", 0, "24 of 24 resolve"),
+    "no network": ("echo 'cannot look up the index'; exit 2", 0, "skipped: .*cannot look up"),
+    "one refusal": (
+        'case "$*" in *--extra=rocm*) echo triton and triton; exit 1;; esac',
+        1,
+        r"\.\[rocm\] does not resolve for 3\.10:\ntriton and triton(.|\n)*20 of 24 resolve",
+    ),
+    "the network goes away": (
+        'case "$*" in *--no-cache*) test -e gone && echo timed out && exit 2; touch gone;; '
+        "*) exit 1;; esac",
+        0,
+        "skipped: .*stopped answering: timed out",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_what_the_check_says(tmp_path, capsys, monkeypatch, name):
+    script, status, said = ANSWERS[name]
+    uv = tmp_path / "uv"
+    uv.write_text(f"#!/bin/sh\n{script}\n".replace("gone", str(tmp_path / "gone")))
+    uv.chmod(0o755)
+    assert pins.main(["--uv", str(uv)]) == status
+    assert re.search(said, capsys.readouterr().out)
+
+
+def test_without_uv_it_cannot_run(tmp_path, capsys):
+    assert pins.main(["--uv", str(tmp_path / "uv")]) == 2
+    assert "make setup" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def uv() -> str:
+    """A uv whose index answers."""
+    found = shutil.which("uv", path=str(Path(sys.executable).parent)) or shutil.which("uv")
+    if not found:
+        pytest.skip("uv is not installed")
+    if reason := pins.silence(found):
+        pytest.skip(f"the package index does not answer: {reason}")
+    return found
+
+
+MUTANTS = {
+    "another triton than torch's": ("3.12", "triton==3.7.1", "triton==3.6.0", "torch"),
+    "a pin that 3.10 cannot have": (
+        "3.10",
+        'transformers==5.23.0; python_version >= "3.11"',
+        "transformers==5.23.0",
+        ".[demo]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_killed(tmp_path, uv, name):
+    python, old, new, way = MUTANTS[name]
+    text = pins.CONSTRAINTS.read_text()
+    assert text.count(old) == 1
+    mutant = tmp_path / "constraints.txt"
+    mutant.write_text(text.replace(old, new))
+    package = new.partition("=")[0]
+    assert package in pins.error(pins.with_uv(uv, python, way, mutant))
