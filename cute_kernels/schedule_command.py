@@ -5,6 +5,10 @@ python -m cute_kernels schedule --mask sliding_window:1024 --seqlen 8192 --heads
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -18,15 +22,22 @@ from .schedulers import mask_rules, picture, report
 from .schedulers.kinds import KINDS, WALKS
 from .schedulers.machines import TABLE, machine
 from .schedulers.mask import BlockMask
-from .schedulers.selection import select
+from .schedulers.selection import Selection, select
+from .sparse_attn.config import MACHINES
+from .sparse_attn.masks import BLOCK
 
 # More blocks in one mask, heads or slots are not tried.
 MAX_BLOCKS, MAX_HEADS, MAX_SLOTS, MAX_SEED = 1 << 23, 1 << 16, 1 << 16, 2**63 - 1
+# The schedules of block_sparse_attention, at a head size of 128.
+MACHINE = MACHINES[128]
 _MASK = (
     "full, causal, sliding_window:LEFT[:RIGHT], dilated_window:LEFT:STEP, prefix_lm:PREFIX, "
     "document:COUNT[:SEED], random:SHARE[:SEED]; or several joined by &, which all hold."
 )
 _KIND = f"Only these kinds (repeat the option): {', '.join(KINDS)}, select."
+_WALK = f"Visits of {', '.join(report.WALKED)}: one of {', '.join(WALKS)}."
+_MACHINE = f"The model's constants: {', '.join(TABLE)}."
+_TAKEN = "what select takes, or the fastest of the kinds asked for"
 
 
 def schedule(
@@ -34,66 +45,102 @@ def schedule(
     seqlen: Annotated[str, typer.Option(metavar="N", help="Queries and keys.")] = "8192",
     heads: Annotated[str, typer.Option(metavar="N", help="(batch, head) pairs.")] = "16",
     kind: Annotated[list[str] | None, typer.Option(metavar="KIND", help=_KIND)] = None,
-    walk: Annotated[str, typer.Option(help="Visits of left_to_right, spt, lpt.")] = "ascending",
+    walk: Annotated[str, typer.Option(help=_WALK)] = "ascending",
     flight: Annotated[
         list[str] | None,
         typer.Option(metavar="N", help="Heads interleaved; by default 1, and the machine's most."),
     ] = None,
     plot: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A picture: .svg, .png or .pdf.")
+        str | None,
+        typer.Option(metavar="FILE", help=f"A picture of {_TAKEN}: .svg, .png or .pdf."),
     ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Draw every row, not just one.")
     ] = False,
-    block: Annotated[
-        str | None, typer.Option(metavar="QxKV", help="Block size; the machine's tile by default.")
+    save: Annotated[
+        str | None, typer.Option(metavar="FILE.npz", help=f"For Schedule.load: {_TAKEN}.")
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; times in ns.")] = False,
+    block: Annotated[
+        str, typer.Option(metavar="QxKV", help="Block size.")
+    ] = f"{BLOCK[0]}x{BLOCK[1]}",
     slots: Annotated[
         str | None, typer.Option(metavar="N", help="CTAs resident at once, for another machine.")
     ] = None,
     machine_name: Annotated[
-        str, typer.Option("--machine", metavar="NAME", help="The model's constants.")
-    ] = "h200_d128",
+        str, typer.Option("--machine", metavar="NAME", help=_MACHINE)
+    ] = MACHINE,
 ) -> None:
-    """Predict what each order of work takes on a mask, say which is safe and draw it.
+    """Predict what each order of work takes on a mask, say which is safe, draw it and keep it.
 
     Needs no GPU.  Times are a model's.
     """
     try:
-        _run(mask, seqlen, heads, kind, walk, flight, plot, compare, block, slots, machine_name)
+        kinds = tuple(dict.fromkeys(kind or report.CHOICES))
+        _names(machine_name, walk, kinds)
+        changes = {} if slots is None else {"slots": _whole("--slots", slots, 1, MAX_SLOTS)}
+        chosen = machine(machine_name, **changes)
+        block_mask = parse_mask(mask, _whole("--seqlen", seqlen, 1), _pair("--block", block))
+        count = _whole("--heads", heads, 1, MAX_HEADS)
+        flights = {min(count, _whole("--flight", each, 1)) for each in flight or ()}
+        _paths(plot, compare, save)
+        options = {"heads": count, "machine": chosen}
+        rows = report.compare(
+            block_mask, kinds=kinds, flights=tuple(sorted(flights)) or None, walk=walk, **options
+        )
+        found = select(block_mask, **options) if "select" in kinds else None
+        if as_json:
+            head = {"mask": mask, "seqlen": int(seqlen), "heads": count, "walk": walk}
+            typer.echo(json.dumps(head | _facts(block_mask, chosen, rows, found), indent=1))
+        else:
+            typer.echo(f"{mask}: {seqlen} tokens, {count} heads, {_blocks(block_mask)}")
+            typer.echo(f"{chosen.name}: {chosen.slots} slots; times by the model, not measured")
+            typer.echo(f"walk of {', '.join(report.WALKED)}: {walk}")
+            _print_rows(rows)
+            _print_choice(found, rows)
+        _write(plot, compare, save, rows, quiet=as_json)
     except CuteKernelsError as error:
         typer.echo(f"schedule: {error}", err=True)
         raise typer.Exit(2) from None
 
 
-def _run(mask, seqlen, heads, kind, walk, flight, plot, compare, block, slots, name) -> None:
-    kinds = tuple(dict.fromkeys(kind or report.CHOICES))
-    _among("--machine", TABLE, name)
+def _names(machine_name: str, walk: str, kinds: tuple[str, ...]) -> None:
+    _among("--machine", TABLE, machine_name)
     _among("--walk", WALKS, walk)
     for each in kinds:
         _among("--kind", report.CHOICES, each)
-    changes = {} if slots is None else {"slots": _whole("--slots", slots, 1, MAX_SLOTS)}
-    chosen = machine(name, **changes)
-    size = chosen.tile if block is None else _pair("--block", block)
-    block_mask = parse_mask(mask, _whole("--seqlen", seqlen, 1), size)
-    heads = _whole("--heads", heads, 1, MAX_HEADS)
-    flights = {min(heads, _whole("--flight", each, 1)) for each in flight or ()}
-    flights = tuple(sorted(flights)) or None
+
+
+def _paths(plot: str | None, compare: bool, save: str | None) -> None:
+    """That both files can be, before anything is computed."""
     if plot is not None:
         picture.check_path(plot)
     elif compare:
         raise ArgumentValueError(expected("--compare", "--plot FILE to draw into", "none"))
-    rows = report.compare(
-        block_mask, heads=heads, machine=chosen, kinds=kinds, flights=flights, walk=walk
-    )
-    typer.echo(f"{mask}: {seqlen} tokens, {heads} heads, {_blocks(block_mask)}")
-    typer.echo(f"{chosen.name}: {chosen.slots} slots; times by the model, not measured")
-    typer.echo(f"walk of left_to_right, spt and lpt: {walk}")
-    _print_rows(rows)
-    if any(row.kind == "select" for row in rows):
-        _print_choice(select(block_mask, heads=heads, machine=chosen), rows)
-    if plot is not None:
-        _draw(plot, rows, compare)
+    if save is not None and (Path(save).suffix != ".npz" or not Path(save).parent.is_dir()):
+        want = "a file ending in .npz in a folder that exists"
+        raise ArgumentValueError(expected("--save", want, save))
+
+
+def _facts(block_mask: BlockMask, chosen, rows, found: Selection | None) -> dict[str, object]:
+    """What is printed, as plain values."""
+    bound = rows[0].bound
+    taken = found and {
+        "name": found.schedule.name,
+        "hash": found.schedule.hash,
+        "predicted_ns": found.predicted_ns,
+        "over_bound": found.over_bound,
+        "trials": [asdict(trial) for trial in found.trials],
+    }
+    return {
+        "block_size": block_mask.block_size,
+        "blocks": block_mask.num_blocks,
+        "machine": asdict(chosen),
+        "bound_ns": bound.lower_ns,
+        "bound": bound.binding(),
+        "rows": [report.facts(row) for row in rows],
+        "select": taken,
+    }
 
 
 def _blocks(block_mask: BlockMask) -> str:
@@ -113,26 +160,42 @@ def _print_rows(rows) -> None:
     console.print(table)
 
 
-def _print_choice(selection, rows) -> None:
-    for line in report.reasons(selection, rows):
+def _print_choice(found: Selection | None, rows) -> None:
+    if found is None:
+        return
+    for line in report.reasons(found, rows):
         typer.echo(line)
-    typer.echo(f"\nTried:\n{selection}")
+    typer.echo(f"\nTried:\n{found}")
 
 
-def _draw(path: str, rows, every: bool) -> None:
-    """Every row that has a time, or of those select's, or the fastest."""
+def _write(plot: str | None, every: bool, save: str | None, rows, quiet: bool) -> None:
+    """The picture and the schedule, of ``_TAKEN``."""
+    if plot is None and save is None:
+        return
     timed = [row for row in rows if row.simulation]
     if not timed:
         got = "; ".join(f"{row.title}: {row.why}" for row in rows)
-        raise ArgumentValueError(expected("--plot", "a schedule that fits the machine", got))
-    best = min(timed, key=lambda row: (row.kind != "select", row.simulation.makespan_ns))
-    panels = {row.title: row.simulation for row in (timed if every else [best])}
-    bound = rows[0].bound.lower_ns
+        name = "--save" if plot is None else "--plot"
+        raise ArgumentValueError(expected(name, "a schedule that fits the machine", got))
+    taken = min(timed, key=lambda row: (row.kind != "select", row.simulation.makespan_ns))
+    said = []
+    if plot is not None:
+        panels = {row.title: row.simulation for row in (timed if every else [taken])}
+        look = {"bound_ns": rows[0].bound.lower_ns, "columns": 2 if len(panels) > 1 else 1}
+        _to_file("--plot", lambda: picture.gantt(plot, panels, **look))
+        said.append(f"{plot}: {len(panels)} drawn")
+    if save is not None:
+        _to_file("--save", lambda: taken.schedule.save(save))
+        said.append(f"{save}: {taken.title}; hash {taken.schedule.hash}")
+    if not quiet:
+        typer.echo("\n" + "\n".join(said))
+
+
+def _to_file(option: str, write: Callable[[], None]) -> None:
     try:
-        picture.gantt(path, panels, bound_ns=bound, columns=2 if len(panels) > 1 else 1)
+        write()
     except OSError as error:
-        raise ArgumentValueError(expected("--plot", "a file to write", error)) from None
-    typer.echo(f"\n{path}: {len(panels)} drawn")
+        raise ArgumentValueError(expected(option, "a file to write", error)) from None
 
 
 def parse_mask(text: str, seqlen: int, block_size: tuple[int, int]) -> BlockMask:
@@ -161,36 +224,38 @@ def _parse_one(text: str, seqlen: int, block_size: tuple[int, int]) -> BlockMask
 
 
 def _full(seqlen: int, size: tuple[int, int]) -> BlockMask:
-    return BlockMask.full(seqlen, seqlen, block_size=size)
+    return BlockMask.full(seqlen, seqlen, block_size=size, device="cpu")
 
 
 def _causal(seqlen: int, size: tuple[int, int]) -> BlockMask:
-    return BlockMask.causal(seqlen, seqlen, block_size=size)
+    return BlockMask.causal(seqlen, seqlen, block_size=size, device="cpu")
 
 
 def _window(seqlen: int, size: tuple[int, int], left: str, right: str = "0") -> BlockMask:
     sides = {"left": _whole("--mask left", left), "right": _whole("--mask right", right)}
-    return BlockMask.sliding_window(seqlen, seqlen, **sides, block_size=size)
+    return BlockMask.sliding_window(seqlen, seqlen, **sides, block_size=size, device="cpu")
 
 
 def _dilated(seqlen: int, size: tuple[int, int], left: str, step: str) -> BlockMask:
     window = {"left": _whole("--mask left", left), "right": 0}
     step = _whole("--mask step", step, 1)
-    return BlockMask.dilated_window(seqlen, seqlen, **window, dilation=step, block_size=size)
+    return BlockMask.dilated_window(
+        seqlen, seqlen, **window, dilation=step, block_size=size, device="cpu"
+    )
 
 
 def _prefix_lm(seqlen: int, size: tuple[int, int], prefix: str) -> BlockMask:
     prefix = _whole("--mask prefix", prefix)
-    return BlockMask.prefix_lm(seqlen, seqlen, prefix=prefix, block_size=size)
+    return BlockMask.prefix_lm(seqlen, seqlen, prefix=prefix, block_size=size, device="cpu")
 
 
 def _document(seqlen: int, size: tuple[int, int], count: str, seed: str = "0") -> BlockMask:
     """``count`` documents, cut at drawn places."""
     count = _whole("--mask count", count, 1, seqlen)
-    generator = torch.Generator().manual_seed(_whole("--mask seed", seed, 0, MAX_SEED))
-    cuts = torch.randperm(seqlen - 1, generator=generator)[: count - 1] + 1
-    edges = torch.cat((torch.tensor([0]), cuts.sort().values, torch.tensor([seqlen])))
-    return BlockMask.document(cu_seqlens=edges.int(), block_size=size)
+    cuts = torch.randperm(seqlen - 1, generator=_generator(seed), device="cpu")[: count - 1] + 1
+    edges = [0, *sorted(cuts.tolist()), seqlen]
+    edges = torch.tensor(edges, dtype=torch.int64, device="cpu")
+    return BlockMask.document(cu_seqlens=edges, block_size=size)
 
 
 def _random(seqlen: int, size: tuple[int, int], share: str, seed: str = "0") -> BlockMask:
@@ -202,11 +267,16 @@ def _random(seqlen: int, size: tuple[int, int], share: str, seed: str = "0") -> 
     if not 0 <= chance <= 1:
         raise ArgumentValueError(expected("--mask share", "a number from 0 to 1", repr(share)))
     grid = mask_rules.Grid(seqlen, seqlen, size)
-    generator = torch.Generator().manual_seed(_whole("--mask seed", seed, 0, MAX_SEED))
     shape = (1, 1, grid.num_q_blocks, grid.num_kv_blocks)
-    kept = torch.rand(shape, generator=generator) < chance
+    drawn = torch.rand(shape, generator=_generator(seed), dtype=torch.float32, device="cpu")
+    kept = drawn < chance
     index = kept.int().argsort(dim=3, descending=True, stable=True).int()
     return BlockMask.from_blocks(kept.sum(3).int(), index, seqlen, seqlen, block_size=size)
+
+
+def _generator(seed: str) -> torch.Generator:
+    seed = _whole("--mask seed", seed, 0, MAX_SEED)
+    return torch.Generator(device="cpu").manual_seed(seed)
 
 
 #: Name -> (maker, parameters, how many of the last ones are optional).

@@ -280,7 +280,8 @@ def compose(
             same = (mask, order.tobytes(), visited.tobytes())
             objects[thing] = sets.setdefault(same, (len(sets), mask, order, visited))[0]
         which.append(objects[thing])
-    masks = torch.tensor([entry[1] for entry in sets.values()], device=grid.blocks.device)
+    masks = [entry[1] for entry in sets.values()]
+    masks = torch.tensor(masks, dtype=torch.int64, device=grid.blocks.device)
     written = np.stack([entry[2] for entry in sets.values()])
     blocks = grid.blocks.index_select(0, masks)
     return assemble(

@@ -8,7 +8,7 @@ element rule for the blocks that are not entirely allowed.  Data flows one way: 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cute_kernels.errors import MaskError, expected
 
-from . import mask_bits, mask_build, mask_checks, mask_dense, mask_lists
+from . import handles, mask_bits, mask_build, mask_checks, mask_dense, mask_lists, mask_rules
 from .mask_algebra import And, all_of, any_of
 from .mask_document import SameDocument, document_ids
 from .mask_rules import Band, Dilated, Grid, Prefix, Rule, tensor_bytes
@@ -39,7 +39,8 @@ class BlockMask:
 
     Lists are compact: Lk and Lq are the longest row (at least 1); places beyond a count hold 0 and
     False.  A block is full if all its elements within the lengths are allowed, partial if some are.
-    Empty rows, empty columns and zero lengths are valid.  The tensors are not to be written to.
+    Empty rows, empty columns and zero lengths are valid.  The tensors are the mask's own, copies of
+    what a caller gave, and not to be written to: its hash names what they hold.
     """
 
     q_len: int
@@ -52,6 +53,8 @@ class BlockMask:
     q_index: Tensor
     q_full: Tensor
     rule: Rule
+    #: Names this object in compiled graphs.
+    handle: str = field(init=False, repr=False)
 
     def __post_init__(self):
         for side, blocks in (("kv", self.num_q_blocks), ("q", self.num_kv_blocks)):
@@ -67,6 +70,20 @@ class BlockMask:
             raise MaskError(expected("q_count", want, tuple(self.q_count.shape[:2])))
         lists = (self.kv_count, self.kv_full, self.q_count, self.q_full)
         mask_checks.same_device(("kv_count", "kv_full", "q_count", "q_full"), lists)
+        self._own()
+        object.__setattr__(self, "handle", handles.register(self))
+
+    def _own(self) -> None:
+        """Copies of all tensors: whoever made this mask may write to theirs, after its hash too."""
+        for side in ("kv", "q"):
+            for name in ("count", "index", "full"):
+                name = f"{side}_{name}"
+                object.__setattr__(self, name, getattr(self, name).clone())
+        object.__setattr__(self, "rule", self.rule.to(self.device, copy=True))
+
+    def __reduce__(self):
+        """Made anew, without what was kept since: hashes, and what a backend made of it."""
+        return type(self), tuple(getattr(self, part.name) for part in fields(self) if part.init)
 
     # Constructors
 
@@ -183,7 +200,7 @@ class BlockMask:
             raise MaskError(expected("ids, cu_seqlens", "exactly one of the two", got))
         if cu_seqlens is not None:
             offsets = mask_checks.cu_seqlens(cu_seqlens).long()
-            token = torch.arange(int(offsets[-1]), device=offsets.device)
+            token = mask_rules.indices(int(offsets[-1]), offsets.device)
             ids = torch.searchsorted(offsets, token, right=True)
         ids = mask_checks.tensor("ids", ids, mask_checks.INTEGERS, (1, 2))
         ids = ids[None] if ids.dim() == 1 else ids
@@ -277,9 +294,7 @@ class BlockMask:
         place = mask_checks.device(device)
         if place == self.device:
             return self
-        lists = (self.kv_count, self.kv_index, self.kv_full)
-        transposed = (self.q_count, self.q_index, self.q_full)
-        moved = [tensor.to(place) for tensor in lists + transposed]
+        moved = [tensor.to(place) for tensor in self.lists("kv") + self.lists("q")]
         size = (self.q_len, self.kv_len, self.block_size)
         return BlockMask(*size, *moved, self.rule.to(place))
 
@@ -345,7 +360,7 @@ class BlockMask:
         """
         count, index, _ = self.lists(side)
         b, h, row, place = torch.meshgrid(
-            *(torch.arange(size, device=self.device) for size in index.shape), indexing="ij"
+            *(mask_rules.indices(size, self.device) for size in index.shape), indexing="ij"
         )
         m, n = (row, index.long()) if side == "kv" else (index.long(), row)
         return torch.where(place < count[..., None], bits.find(b, h, m, n)[1], -1)

@@ -31,8 +31,8 @@ class _Many(Rule):
             return digests[0]
         return hashlib.sha256(type(self).__name__.encode() + b"".join(digests)).digest()
 
-    def to(self, device):
-        return type(self)(tuple(part.to(device) for part in self.parts))
+    def to(self, device, copy=False):
+        return type(self)(tuple(part.to(device, copy) for part in self.parts))
 
     def __str__(self):
         sign = " & " if isinstance(self, And) else " | "

@@ -7,13 +7,13 @@ bit per element.  With no tiles at all it is a block pattern.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from . import mask_rules
-from .mask_rules import EMPTY, FULL, PARTIAL, UNKNOWN, Grid, Rule, take
+from .mask_rules import EMPTY, FULL, PARTIAL, UNKNOWN, Grid, Rule, indices, take
 
 WORD = 32
 
@@ -77,10 +77,10 @@ class Bits(Rule):
         q_idx, kv_idx = q_idx.clamp(max=grid.q_len - 1), kv_idx.clamp(max=grid.kv_len - 1)
         own_m, own_n = q_idx // self.grid.block_size[0], kv_idx // self.grid.block_size[1]
         step_m, step_n = own_m - own_m[:, :1], own_n - own_n[:, :, :1]
-        near_m = own_m[:, :1] + torch.arange(int(step_m.max()) + 1, device=m.device)[:, None]
-        near_n = own_n[:, :, :1] + torch.arange(int(step_n.max()) + 1, device=m.device)
+        near_m = own_m[:, :1] + indices(int(step_m.max()) + 1, m.device)[:, None]
+        near_n = own_n[:, :, :1] + indices(int(step_n.max()) + 1, m.device)
         found = self.find(b[:, None, None], h[:, None, None], near_m, near_n)
-        block = torch.arange(m.numel(), device=m.device)[:, None, None]
+        block = indices(m.numel(), m.device)[:, None, None]
         listed, tile = (table[block, step_m, step_n] for table in found)
         return self._value(listed, tile, q_idx, kv_idx)
 
@@ -97,17 +97,10 @@ class Bits(Rule):
         within = (q_last // block_q == own_m)[:, None] & (kv_last // block_kv == own_n)
         return torch.where(within, value, UNKNOWN).to(torch.uint8)
 
-    def tensors(self):
-        return [self.key, self.tile, self.words]
-
     def structure(self):
         size = f"{self.grid.q_len}, {self.grid.kv_len}, {self.grid.block_size}"
         counts = f"{self.key.numel()}, {list(self.words.shape)}"
         return f"Bits({size}, {self.heads}, {counts})"
-
-    def to(self, device):
-        key, tile, words = (tensor.to(device) for tensor in self.tensors())
-        return replace(self, key=key, tile=tile, words=words)
 
     def __str__(self):
         return f"Bits({self.words.shape[0]} tiles)" if self.words.shape[0] else "Pattern()"
@@ -131,7 +124,7 @@ def unpack(words: Tensor, cols: int) -> Tensor:
 
 def pattern(grid: Grid, heads: tuple[int, int], row: Tensor, col: Tensor) -> Bits:
     """The rule that allows the listed blocks and nothing else; rows and columns ascend."""
-    words = torch.zeros(0, *words_shape(grid), dtype=torch.int32, device=row.device)
+    words = _no_words(grid, row.device)
     tile = torch.full_like(row, -1, dtype=torch.int32)
     return Bits(grid, heads, row * grid.num_kv_blocks + col, tile, words)
 
@@ -139,6 +132,10 @@ def pattern(grid: Grid, heads: tuple[int, int], row: Tensor, col: Tensor) -> Bit
 def words_shape(grid: Grid) -> tuple[int, int]:
     """Rows and int32 words of one stored block."""
     return grid.tile[0], -(-grid.tile[1] // WORD)
+
+
+def _no_words(grid: Grid, device: torch.device) -> Tensor:
+    return torch.zeros(0, *words_shape(grid), dtype=torch.int32, device=device)
 
 
 Elements = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -160,11 +157,11 @@ def capture(
     for part, value, part_some, part_every in looked_at(grid, heads, row, col, asked, elements):
         some[part], every[part] = part_some, part_every
         kept.append(pack(value[part_some & ~part_every]))
-    words = torch.cat(kept) if kept else torch.zeros(0, *words_shape(grid), dtype=torch.int32)
+    words = torch.cat(kept).to(row.device) if kept else _no_words(grid, row.device)
     number = (some & ~every).cumsum(dim=0) - 1
     tile = torch.where(every, -1, number).to(torch.int32)
     key = row * grid.num_kv_blocks + col
-    return Bits(grid, heads, key[some], tile[some], words.to(row.device))
+    return Bits(grid, heads, key[some], tile[some], words)
 
 
 def looked_at(
@@ -207,10 +204,9 @@ def from_dense(dense: Tensor, block_size: tuple[int, int]) -> Bits:
     step = max(1, mask_rules.CHUNK // max(1, grid.tile[0] * grid.kv_len))
     rows = flat.shape[0] * grid.num_q_blocks if grid.num_kv_blocks else 0
     for start in range(0, rows, step):
-        row = torch.arange(start, min(start + step, rows), device=dense.device)
-        q_idx = (row % grid.num_q_blocks)[:, None] * block_q + torch.arange(
-            grid.tile[0], device=dense.device
-        )
+        row = start + indices(min(step, rows - start), dense.device)
+        q_idx = (row % grid.num_q_blocks)[:, None] * block_q
+        q_idx = q_idx + indices(grid.tile[0], dense.device)
         value = flat[(row // grid.num_q_blocks)[:, None], q_idx.clamp(max=grid.q_len - 1)]
         value = value & (q_idx < grid.q_len)[..., None]
         value = torch.nn.functional.pad(value, (0, cols - grid.kv_len))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import mask_bits, mask_rules
 from .mask_algebra import And, Or
-from .mask_rules import EMPTY, FULL, UNKNOWN, Grid, Rule, kind_of
+from .mask_rules import EMPTY, FULL, UNKNOWN, Grid, Rule, indices, kind_of
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def _classified(rule: Rule, grid: Grid, heads: tuple[int, int], device: torch.de
     found = [torch.zeros(3, 0, dtype=torch.int64, device=device)]
     step = max(1, mask_rules.CHUNK // max(1, grid.num_kv_blocks))
     for start in range(0, rows if grid.num_kv_blocks else 0, step):
-        row = torch.arange(start, min(start + step, rows), device=device)
+        row = start + indices(min(step, rows - start), device)
         b, h, m, _ = mask_bits.coordinates(grid, heads, row, row)
         kind = rule.classify(grid, b, h, m)
         r, n = kind.nonzero(as_tuple=True)
@@ -80,10 +80,10 @@ def compact(row: Tensor, *values: Tensor, shape: tuple[int, ...]) -> tuple[Tenso
     rows = 1
     for size in shape:
         rows *= size
-    start = torch.searchsorted(row, torch.arange(rows + 1, device=row.device))
+    start = torch.searchsorted(row, indices(rows + 1, row.device))
     count = start.diff()
     longest = max(1, int(count.max())) if rows else 1
-    place = row * longest + torch.arange(row.numel(), device=row.device) - start[row]
+    place = row * longest + indices(row.numel(), row.device) - start[row]
     lists = []
     for value in values:
         table = torch.zeros(rows * longest, dtype=value.dtype, device=row.device)
@@ -95,6 +95,6 @@ def compact(row: Tensor, *values: Tensor, shape: tuple[int, ...]) -> tuple[Tenso
 def ragged(count: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
     """The inverse of ``compact``: (row int64, values ...) of the valid places, in list order."""
     length = tables[0].shape[-1]
-    valid = torch.arange(length, device=count.device) < count[..., None]
+    valid = indices(length, count.device) < count[..., None]
     place = valid.flatten().nonzero()[:, 0]
     return place // max(1, length), *(table.reshape(-1)[place] for table in tables)

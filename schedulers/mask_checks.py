@@ -12,7 +12,7 @@ from cute_kernels.errors import MaskError, MaskTypeError, expected
 
 from .mask_bits import Bits
 from .mask_document import SameDocument
-from .mask_rules import Grid, Rule
+from .mask_rules import Grid, Rule, indices
 
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 LARGEST = 2**31 - 1
@@ -180,7 +180,7 @@ def block_list_values(
         count,
         f"counts in [0, {length}], the length of {index_name}",
     )
-    place = torch.arange(length, device=index.device)
+    place = indices(length, index.device)
     valid = place < count[..., None]
     outside = valid & ((index < 0) | (index >= blocks))
     _refuse(index_name, outside, index, f"indices in [0, {blocks})")

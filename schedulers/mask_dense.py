@@ -10,7 +10,7 @@ from torch import Tensor
 from cute_kernels.errors import MaskError, expected
 
 from .mask_build import ragged
-from .mask_rules import CHUNK, EMPTY, FULL, PARTIAL
+from .mask_rules import CHUNK, EMPTY, FULL, PARTIAL, indices
 
 if TYPE_CHECKING:
     from .mask import BlockMask
@@ -34,7 +34,7 @@ def dense_elements(mask: BlockMask) -> Tensor:
     """Bool [B, H, q_len, kv_len] from the lists, and from the rule inside partial blocks."""
     shape = (*mask.shape, mask.q_len, mask.kv_len)
     _refuse_above(MAX_ELEMENTS, shape, "elements")
-    places = [torch.arange(size, device=mask.device) for size in shape]
+    places = [indices(size, mask.device) for size in shape]
     kind = dense_blocks(mask)[:, :, places[2] // mask.block_size[0]]
     kind = kind[..., places[3] // mask.block_size[1]]
     b, h, q_idx, kv_idx = (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import mask_rules
-from .mask_rules import Grid, Rule, kind_of, take
+from .mask_rules import Grid, Rule, indices, kind_of, take
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +68,7 @@ class SameDocument(Rule):
 def _holds(ids: Tensor, block: int, blocks: int, start: int, width: int) -> Tensor:
     """fp32 [blocks, width]: 1 where the block holds document start + column."""
     token = ((ids >= start) & (ids < start + width)).nonzero()[:, 0]
-    table = torch.zeros(blocks, width, device=ids.device)
+    table = torch.zeros(blocks, width, dtype=torch.float32, device=ids.device)
     table[token // block, ids[token] - start] = 1.0
     return table
 
@@ -84,7 +84,7 @@ def document_ids(ids: Tensor) -> Tensor:
     """Integer labels [B, S] renumbered by first appearance, int32: 7 7 2 7 -> 0 0 1 0."""
     labels, order = ids.sort(dim=1, stable=True)
     size = ids.shape[1]
-    place = torch.arange(size, device=ids.device).expand_as(ids)
+    place = indices(size, ids.device).expand_as(ids)
     new = torch.ones_like(labels, dtype=torch.bool)
     new[:, 1:] = labels[:, 1:] != labels[:, :-1]
     # Stable: the first of equal labels in sorted order is the first in the sequence.

@@ -18,7 +18,7 @@ from . import mask_bits, mask_checks, mask_lists
 from .mask import BlockMask
 from .mask_algebra import all_of
 from .mask_build import compact, ragged
-from .mask_rules import Grid, Rule
+from .mask_rules import Grid, Rule, indices
 
 _SIDES = {"forward": "kv", "backward": "q"}
 
@@ -141,7 +141,7 @@ def _reaches_past(mask: BlockMask, index: Tensor, side: str) -> Tensor:
     sizes = mask.block_size[:: 1 if side == "kv" else -1]
     row_short = lengths[0] % sizes[0] != 0
     col_short = lengths[1] % sizes[1] != 0
-    last_row = torch.arange(rows, device=index.device)[:, None] == rows - 1
+    last_row = indices(rows, index.device)[:, None] == rows - 1
     return (last_row & row_short) | ((index == cols - 1) & col_short)
 
 

@@ -74,9 +74,6 @@ def _entries(count: Tensor, index: Tensor, heads: tuple[int, int]) -> tuple[Tens
 
 def _evaluate(mask_mod, grid: Grid, b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
     """Bool [T, tile_q, tile_kv]: ``mask_mod`` is written for scalars, so it is mapped over all."""
-    # As create_block_mask does: the context turns x[index] on captured tensors into a gather.
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
     q_idx, kv_idx = grid.positions(m, n)
     # Positions beyond the lengths would reach outside captured tensors; their value is not used.
     q_idx = q_idx[:, :, 0].clamp(max=grid.q_len - 1)
@@ -85,8 +82,7 @@ def _evaluate(mask_mod, grid: Grid, b: Tensor, h: Tensor, m: Tensor, n: Tensor) 
     mapped = torch.vmap(mapped, in_dims=(None, None, 0, None))
     mapped = torch.vmap(mapped, in_dims=(0, 0, 0, 0))
     try:
-        with TransformGetItemToIndex():
-            value = mapped(b, h, q_idx, kv_idx)
+        value = mapped(b, h, q_idx, kv_idx)
     except Exception as error:
         want = "a mask_mod that torch.vmap can map"
         raise MaskError(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .mask_build import compact, ragged
+from .mask_rules import indices
 
 
 class SplitLists(NamedTuple):
@@ -46,7 +47,7 @@ def merge(lists: SplitLists) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     partial = ragged(lists.partial_count, *(pair[0] for pair in columns))
     whole = ragged(lists.full_count, *(pair[1] for pair in columns))
     row, col, *carried = (torch.cat(pair) for pair in zip(partial, whole, strict=True))
-    full = torch.arange(row.numel(), device=row.device) >= partial[0].numel()
+    full = indices(row.numel(), row.device) >= partial[0].numel()
     order = (row * (int(col.max()) + 1 if col.numel() else 1) + col).argsort()
     values = [col[order], full[order], *(extra[order] for extra in carried)]
     count, index, is_full, *value = compact(row[order], *values, shape=lists.partial_count.shape)

@@ -54,19 +54,22 @@ class Grid:
 
     def kv_span(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """First and last key position of every key block, each int64 [num_kv_blocks]."""
-        first = torch.arange(self.num_kv_blocks, device=device) * self.block_size[1]
+        first = indices(self.num_kv_blocks, device) * self.block_size[1]
         return first, (first + self.block_size[1] - 1).clamp(max=self.kv_len - 1)
 
     def positions(self, m: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
         """Query [T, tile_q, 1] and key [T, 1, tile_kv] positions of blocks (m[t], n[t])."""
-        rows = torch.arange(self.tile[0], device=m.device)
-        cols = torch.arange(self.tile[1], device=m.device)
-        q_idx = m[:, None] * self.block_size[0] + rows
-        kv_idx = n[:, None] * self.block_size[1] + cols
+        q_idx = m[:, None] * self.block_size[0] + indices(self.tile[0], m.device)
+        kv_idx = n[:, None] * self.block_size[1] + indices(self.tile[1], m.device)
         return q_idx[:, :, None], kv_idx[:, None, :]
 
     def inside(self, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx < self.q_len) & (kv_idx < self.kv_len)
+
+
+def indices(size: int, device: torch.device) -> Tensor:
+    """int64 [size]: 0, 1, 2, ..., whatever torch's default dtype and device are."""
+    return torch.arange(size, dtype=torch.int64, device=device)
 
 
 def kind_of(some: Tensor, every: Tensor) -> Tensor:
@@ -126,9 +129,10 @@ class Rule(ABC):
             h.update(tensor_bytes(tensor))
         return h.digest()
 
-    def to(self, device: torch.device | str) -> Rule:
+    def to(self, device: torch.device | str, copy: bool = False) -> Rule:
+        """The rule on a device; ``copy``: with tensors of its own even if it is there already."""
         moved = {
-            field.name: value.to(device)
+            field.name: value.to(device, copy=copy)
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import fill
 
 import numpy as np
 
@@ -26,6 +27,8 @@ HATCH = {"facecolor": WAIT, "edgecolor": WAIT_LINE, "linewidth": 0, "hatch": "//
 # Panels of more slots or shapes are stored as pixels; more visits are not shown one by one.
 _SLOTS, _SHAPES, MAX_STEPS = 40, 1500, 400
 _DPI = 200
+# Letters of a title's line: what the narrowest panel has room for.
+_TITLE = 64
 # Where a slot's compute and its reductions are drawn, in slots; the reductions are paler.
 _COMPUTE, _REDUCE, _PALE = (-0.42, 0.16), (0.20, 0.42), 0.55
 
@@ -254,6 +257,7 @@ def _boxes(slot, begin_ns, end_ns, thick: float, band=(-0.5, 0.5)) -> np.ndarray
 
 
 def _decorate(axis, title: str, below: str, slots: int, end_ns: int) -> None:
+    title = "\n".join(fill(line, _TITLE) for line in title.splitlines())
     axis.set_title(title, loc="left", size=10, weight="bold", color=INK, pad=19)
     corner = {"xy": (0, 1), "xycoords": "axes fraction", "xytext": (0, 5)}
     axis.annotate(below, textcoords="offset points", size=9, color=FAINT, **corner)

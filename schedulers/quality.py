@@ -11,6 +11,7 @@ import torch
 
 from .machines import Machine, resolve
 from .mask import BlockMask
+from .mask_rules import indices
 from .selection import Selection, select
 from .simulation import Simulation, simulate
 
@@ -44,14 +45,15 @@ class Row:
 
 def usual_masks(seqlen: int, block_size: tuple[int, int] = (64, 128)) -> dict[str, BlockMask]:
     """The masks of ``TARGETS`` at a length; windows and prefixes are cut to it."""
-    size = {"block_size": block_size}
+    size = {"block_size": block_size, "device": "cpu"}
     masks = {
         "full": BlockMask.full(seqlen, seqlen, **size),
         "causal": BlockMask.causal(seqlen, seqlen, **size),
         "window 1024": BlockMask.sliding_window(seqlen, seqlen, left=1023, right=0, **size),
     }
     for split in range(3):
-        masks[f"8 documents, split {split}"] = BlockMask.document(_documents(seqlen, split), **size)
+        ids = _documents(seqlen, split)
+        masks[f"8 documents, split {split}"] = BlockMask.document(ids, block_size=block_size)
     prefix = min(2048, seqlen // 2)
     masks["prefix-LM 2048"] = BlockMask.prefix_lm(seqlen, seqlen, prefix=prefix, **size)
     masks["random 25%"] = _random(seqlen, block_size)
@@ -96,19 +98,20 @@ def quality_table(seqlen: int = 8192, heads: int = 64, machine: Machine | str = 
 
 def _documents(seqlen: int, split: int) -> torch.Tensor:
     """int64 [seqlen]: 8 documents with 7 drawn cuts."""
-    random = torch.Generator().manual_seed(SEED + split)
-    cuts = (torch.randperm(seqlen - 1, generator=random)[:7] + 1).sort().values
-    return torch.searchsorted(cuts, torch.arange(seqlen), right=True)
+    random = torch.Generator(device="cpu").manual_seed(SEED + split)
+    cuts = torch.randperm(seqlen - 1, generator=random, dtype=torch.int64, device="cpu")[:7] + 1
+    return torch.searchsorted(cuts.sort().values, indices(seqlen, cuts.device), right=True)
 
 
 def _random(seqlen: int, block_size: tuple[int, int]) -> BlockMask:
     """A quarter of all blocks, drawn one by one."""
-    random = torch.Generator().manual_seed(SEED)
+    random = torch.Generator(device="cpu").manual_seed(SEED)
     rows, columns = -(-seqlen // block_size[0]), -(-seqlen // block_size[1])
-    chosen = torch.rand(rows, columns, generator=random) < 0.25
+    drawn = torch.rand(rows, columns, generator=random, dtype=torch.float32, device="cpu")
+    chosen = drawn < 0.25
     count = chosen.sum(1).int()
     index = torch.argsort((~chosen).int(), dim=1, stable=True).int()
-    index[torch.arange(columns) >= count[:, None]] = 0
+    index[indices(columns, index.device) >= count[:, None]] = 0
     return BlockMask.from_blocks(
         count[None, None], index[None, None], seqlen, seqlen, block_size=block_size
     )

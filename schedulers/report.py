@@ -26,7 +26,7 @@ MAX_VISITS, MAX_STEPPED = 6_000_000, 2_000_000
 # What a row may be.
 CHOICES = (*KINDS, "select")
 # Kinds that take a walk; the others bring their own.
-WALKED = ("left_to_right", "spt", "lpt")
+WALKED = ("left_to_right", "spt", "lpt", "shortest_first")
 # The columns of a table of rows; the second names those to align at the right.
 HEADER = ("kind", "in flight", "us", "/ unordered", "waiting", "/ bound", "safety")
 NUMBERS = HEADER[1:6]
@@ -50,11 +50,12 @@ class Row:
 
     @property
     def title(self) -> str:
-        """The schedule's name, walk and interleaving, for a picture."""
-        walk = f", {self.walk}" if self.walk and self.kind in WALKED else ""
+        """The schedule's name (of "select", what it took), walk and interleaving."""
+        walk = f", {self.walk}" if self.kind in WALKED else ""
+        taken = f": {self.schedule.name}" if self.kind == "select" else ""
         flight = self.heads_in_flight
         heads = f", {flight} heads in flight" if flight > 1 else ", one head at a time"
-        return f"{self.kind}{walk}{heads}"
+        return f"{self.kind}{taken}{walk}{heads}"
 
     @property
     def over_bound(self) -> float | None:
@@ -141,6 +142,25 @@ def cells(row: Row) -> list[str]:
         numbers += [f"{timed.stall_share:.1%}", f"{row.over_bound:.3f}"]
     safety += f": {row.why}" if row.why else ""
     return [row.kind, str(row.heads_in_flight), *numbers, safety]
+
+
+def facts(row: Row) -> dict[str, object]:
+    """A row as plain values, for JSON: times in ns, None where it has no time."""
+    timed = row.simulation
+    return {
+        "kind": row.kind,
+        "walk": row.walk,
+        "heads_in_flight": row.heads_in_flight,
+        "name": row.schedule.name,
+        "hash": row.schedule.hash,
+        "needs_residents": row.safety.residents,
+        "predicted_ns": timed.makespan_ns if timed else None,
+        "unordered_ns": timed.unordered_ns if timed else None,
+        "over_unordered": timed.ratio if timed else None,
+        "waiting": timed.stall_share if timed else None,
+        "over_bound": row.over_bound,
+        "why_untimed": row.why,
+    }
 
 
 def reasons(selection: Selection, rows: list[Row]) -> list[str]:

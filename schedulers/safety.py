@@ -12,6 +12,11 @@ progresses with P resident CTAs if and only if there is no cycle and
     P >= 1 + max over k of |{t <= k < reach(t)}|.
 
 The verdict does not depend on timing: what can finish only grows as work is done.
+
+With ``group`` query heads to a ticket, its list is walked once for each of them, on rows of that
+head's own.  So a visit for the second head waits for all that the ticket's visits for the first
+waited for, and those that wait for it do too: reach grows from head to head until nothing is added.
+Where every wait is for an earlier ticket it does not: any_residency holds for every group or none.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ import numpy as np
 
 from cute_kernels.errors import ScheduleError, expected
 
+from .machines import query_heads
 from .ranks import block_grid
 from .schedule import Schedule
 
@@ -41,24 +47,31 @@ class Safety:
         return "any_residency" if self.any_residency else f"needs({self.residents})"
 
 
-def check(schedule: Schedule, block_mask: object = None) -> Safety:
+def check(schedule: Schedule, block_mask: object = None, *, group: int = 1) -> Safety:
     """The ``Safety`` of a schedule, or a ScheduleError naming head, row, rank and tickets.
 
     block_mask: if given, the lists are compared with it too: every block of the mask is visited,
     and no other, partial where the mask says so.
+    group: query heads to a ticket.  More of them may need more residents; a schedule that is
+    any_residency is so for every group.
     """
     if not isinstance(schedule, Schedule):
         raise ScheduleError(expected("schedule", "a Schedule", type(schedule).__name__))
+    group = query_heads(group)
     _launched_once(schedule)
     _rows_in_range(schedule)
     if block_mask is not None:
         _visits_the_mask(schedule, block_mask)
     _ranks_are_places(schedule)
-    return Safety(_residents(schedule))
+    return Safety(_residents(schedule, group))
 
 
 def admit(
-    schedule: Schedule, block_mask: object = None, *, allow_residency: int | None = None
+    schedule: Schedule,
+    block_mask: object = None,
+    *,
+    group: int = 1,
+    allow_residency: int | None = None,
 ) -> Safety:
     """``check``, and ScheduleError unless the schedule is any_residency or needs no more than
     ``allow_residency`` CTAs, which the caller promises to be resident at once."""
@@ -68,7 +81,7 @@ def admit(
         or allow_residency < 1
     ):
         raise ScheduleError(expected("allow_residency", "an int >= 1", repr(allow_residency)))
-    safety = check(schedule, block_mask)
+    safety = check(schedule, block_mask, group=group)
     if not safety.any_residency and (allow_residency or 1) < safety.residents:
         want = f"at least {safety.residents}, which schedule {schedule.name!r} needs"
         raise ScheduleError(expected("allow_residency", want, allow_residency))
@@ -135,7 +148,7 @@ def _visits_the_mask(schedule: Schedule, block_mask: object) -> None:
             row, column = differs[0].tolist()
             named = ("empty", "partial", "full")
             want = f"{named[grid.host[group, row, column]]} as in the mask"
-            at = _where(schedule, lists * shape[1] + column)
+            at = _where(schedule, lists * shape[1] + column, grid.group == group)
             got = named[blocks[lists, row, column]]
             verb = " (a contributor that never visits)" if got == "empty" else ""
             raise ScheduleError(expected(f"row {row}, {at}", want, got + verb))
@@ -162,10 +175,10 @@ def _ranks_are_places(schedule: Schedule) -> None:
         raise ScheduleError(expected(f"ranks of row {schedule.q_block[both[0]]}", "unique", got))
 
 
-def _where(schedule: Schedule, which: int) -> str:
-    """A list's first head, its column and that head's ticket."""
+def _where(schedule: Schedule, which: int, among: np.ndarray | bool = True) -> str:
+    """A list's first head (of those ``among``, bool [heads]), its column and that head's ticket."""
     lists, column = divmod(int(which), max(1, schedule.num_kv_blocks))
-    heads = np.flatnonzero(schedule.list_of_head == lists)
+    heads = np.flatnonzero((schedule.list_of_head == lists) & among)
     if not len(heads):
         return f"lists {lists} kv block {column} (no head)"
     ticket = np.flatnonzero((schedule.order == (heads[0], column)).all(1))
@@ -173,7 +186,7 @@ def _where(schedule: Schedule, which: int) -> str:
     return f"head {heads[0]} kv block {column} (ticket {named})"
 
 
-def _residents(schedule: Schedule) -> int:
+def _residents(schedule: Schedule, group: int) -> int:
     """The P of the module's docstring; ScheduleError if the waits form a cycle."""
     heads, columns = schedule.heads, schedule.num_kv_blocks
     if schedule.num_tickets == 0:
@@ -186,7 +199,7 @@ def _residents(schedule: Schedule) -> int:
     which = np.array([names.setdefault(each.tobytes(), len(names)) for each in case])
     cases = case[np.unique(which, return_index=True)[1]]
     rows, ranks = _padded(schedule, cases[:, :1] * columns + cases[:, 1:])
-    reach, acyclic = reached(rows, ranks, schedule.num_q_blocks)
+    reach, acyclic = reached(rows, ranks, schedule.num_q_blocks, group)
     if not acyclic.all():
         case = int(np.argmin(acyclic))
         head = int(np.argmax(which == case))
@@ -208,38 +221,47 @@ def _padded(schedule: Schedule, lists: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return np.where(valid, schedule.q_block[at], -1), np.where(valid, schedule.rank[at], -1)
 
 
-def reached(rows: np.ndarray, ranks: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+def reached(
+    rows: np.ndarray, ranks: np.ndarray, num_rows: int, group: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
     """``(reach int64 [B, N], acyclic bool [B])`` of B independent problems.
 
     rows, ranks: int [B, N, L], the lists of N columns in launch order, -1 past each end; ranks
-    are places already.  reach[b, p]: the last launch place that column p waits for, its own or
-    later, through any chain of waits.
+    are places already.  Each list is walked ``group`` times, on rows of the time's own.
+    reach[b, p]: the last launch place that column p waits for, its own or later, through any chain
+    of waits.
     """
     cases, columns, longest = rows.shape
-    own = np.broadcast_to(np.arange(columns)[:, None], rows.shape)
+    reach = np.tile(np.arange(columns), (cases, 1))
     if longest == 0:
-        return np.tile(np.arange(columns), (cases, 1)), np.ones(cases, bool)
+        return reach, np.ones(cases, bool)
     before = _one_rank_lower(rows, ranks, num_rows)
     # Of a flat entry, its column is entry // longest.
-    if (before % (columns * longest) // longest <= own).all():
-        return own[:, :, -1], np.ones(cases, bool)
-    return _farthest(own, before), _can_all_be_done(before)
+    if (before % (columns * longest) // longest <= reach[:, :, None]).all():
+        return reach, np.ones(cases, bool)
+    for _ in range(group):
+        # What a list waited for the last time, each of its visits waits for this time.
+        last, reach = reach, _farthest(np.broadcast_to(reach[..., None], rows.shape), before)
+        if (reach == last).all():
+            break
+    return reach, _can_all_be_done(before)
 
 
 def _one_rank_lower(rows: np.ndarray, ranks: np.ndarray, num_rows: int) -> np.ndarray:
     """int64 [B, N, L]: the flat entry of [B, N, L] with the same row and the rank below; itself if
     there is none."""
     cases, columns = rows.shape[:2]
-    entry = np.arange(rows.size).reshape(rows.shape)
+    entry, none = np.arange(rows.size).reshape(rows.shape), cases * num_rows * columns
     spot = (np.arange(cases)[:, None, None] * num_rows + rows) * columns + ranks
-    holder = np.zeros(cases * num_rows * columns + 1, np.int64)
-    valid = rows >= 0
-    holder[spot[valid]] = entry[valid]
-    return np.where(ranks > 0, holder.take(np.where(ranks > 0, spot - 1, 0)), entry)
+    spot = np.where(rows < 0, none, spot)
+    holder = np.zeros(none + 1, np.int64)
+    holder[spot] = entry
+    return np.where(ranks > 0, holder.take(spot - 1), entry)
 
 
 def _farthest(own: np.ndarray, before: np.ndarray) -> np.ndarray:
-    """int64 [B, N]: the greatest ``own`` among all that each list's last visit waits for."""
+    """int64 [B, N]: the greatest ``own`` [B, N, L] among all that each list's last visit waits
+    for."""
     reach, farther = None, own
     while reach is None or (farther != reach).any():
         reach = farther

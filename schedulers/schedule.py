@@ -11,7 +11,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +21,8 @@ import numpy as np
 import torch
 
 from cute_kernels.errors import ScheduleError, expected
+
+from . import handles
 
 FORMAT = "cute_kernels.Schedule 1"
 ARRAYS = {
@@ -56,6 +58,13 @@ class ScheduleTensors(NamedTuple):
     place: torch.Tensor | None
 
 
+def frozen(array: np.ndarray) -> np.ndarray:
+    """The array in C order over bytes of its own: not even ``setflags`` makes them writable."""
+    if type(array) is np.ndarray and isinstance(array.base, bytes) and array.flags.c_contiguous:
+        return array
+    return np.ndarray(array.shape, array.dtype, buffer=array.tobytes())
+
+
 @dataclass(frozen=True, eq=False)
 class Schedule:
     """Launch order, visiting order and dQ write order of one backward pass.
@@ -71,7 +80,8 @@ class Schedule:
     rank          int32 [E]        place among the writers of (head, query block), from 0
 
     block_size, heads_in_flight and name describe and are not hashed.  Shapes and dtypes are looked
-    at here; whether a schedule makes sense and cannot deadlock is ``check``'s to say.
+    at here; whether a schedule makes sense and cannot deadlock is ``check``'s to say.  The arrays
+    are copied into memory that NumPy refuses to write to, so that a hash stays true.
     """
 
     num_q_blocks: int
@@ -86,6 +96,8 @@ class Schedule:
     block_size: tuple[int, int] | None = None
     heads_in_flight: int = 0
     name: str = "given"
+    #: Names this object in compiled graphs.
+    handle: str = field(init=False, repr=False)
 
     def __post_init__(self):
         for name in _SIZES:
@@ -99,11 +111,19 @@ class Schedule:
                 got = f"{type(array).__name__} {getattr(array, 'dtype', '')}"
                 want = f"a {np.dtype(dtype).name} array of {rank} dimensions"
                 raise ScheduleError(expected(name, want, got))
-            frozen = np.ascontiguousarray(array)
-            frozen = frozen.copy() if frozen is array and array.flags.writeable else frozen
-            frozen.setflags(write=False)
-            object.__setattr__(self, name, frozen)
+            object.__setattr__(self, name, frozen(array))
         self._shapes()
+        object.__setattr__(self, "handle", handles.register(self))
+
+    def __reduce__(self):
+        """Made anew: what is unpickled is looked at, and is as immutable as what was pickled."""
+        return type(self), tuple(getattr(self, part.name) for part in fields(self) if part.init)
+
+    def __copy__(self) -> Schedule:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> Schedule:
+        return self
 
     def _shapes(self) -> None:
         if self.order.shape[1:] != (2,):
@@ -142,8 +162,8 @@ class Schedule:
         head, column = self.order.T
         column = column.astype(np.int64)
         if self.num_lists == 1:
-            return column
-        return (self.list_of_head * np.int64(self.num_kv_blocks)).take(head) + column
+            return frozen(column)
+        return frozen((self.list_of_head * np.int64(self.num_kv_blocks)).take(head) + column)
 
     def tickets(self) -> Iterator[tuple[int, int, list[tuple[int, bool, int]]]]:
         """Yields ``(head, kv_block, [(q_block, is_partial, rank), ...])`` in launch order."""
@@ -257,7 +277,7 @@ class Schedule:
 
     @classmethod
     def _restore(cls, words: dict, source: str) -> Schedule:
-        missing = {"format", "hash", *(f.name for f in fields(cls))} - set(words)
+        missing = {"format", "hash", *(f.name for f in fields(cls) if f.init)} - set(words)
         if missing or words["format"] != FORMAT:
             got = f"no {sorted(missing)}" if missing else repr(words["format"])
             raise ScheduleError(expected(source, f"a schedule in format {FORMAT!r}", got))

@@ -2,10 +2,13 @@
 
 The rules of the machine: tickets start in order, each on a slot of its own; a ticket makes its
 visits in order; a visit may be made when the row's counter equals its rank, and then raises the
-counter by one; a ticket that has made all its visits gives its slot back.
+counter by one; a ticket that has made all its visits gives its slot back.  With ``group`` query
+heads a ticket makes its visits once for each of them, on rows of that head's own.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import numpy as np
 
@@ -23,9 +26,12 @@ LOW = [
 ]
 
 
-def stuck(schedule, slots: int, seed: int | None = None) -> list[int]:
+def stuck(schedule, slots: int, seed: int | None = None, group: int = 1) -> list[int]:
     """The tickets that never end with ``slots`` slots; a random interleaving if a seed is given."""
-    tickets = list(schedule.tickets())
+    tickets = [
+        [((head, member, row), rank) for member in range(group) for row, _, rank in visits]
+        for head, _, visits in schedule.tickets()
+    ]
     random = None if seed is None else np.random.default_rng(seed)
     counter, visit = {}, [0] * len(tickets)
     resident, started, ended = [], 0, set()
@@ -38,13 +44,13 @@ def stuck(schedule, slots: int, seed: int | None = None) -> list[int]:
         if random is not None:
             random.shuffle(resident)
         for ticket in list(resident):
-            head, _, visits = tickets[ticket]
+            visits = tickets[ticket]
             # One visit at a time in a random run, as many as possible otherwise.
             while visit[ticket] < len(visits):
-                row, _, rank = visits[visit[ticket]]
-                if counter.get((head, row), 0) != rank:
+                row, rank = visits[visit[ticket]]
+                if counter.get(row, 0) != rank:
                     break
-                counter[head, row] = rank + 1
+                counter[row] = rank + 1
                 visit[ticket] += 1
                 moved = True
                 if random is not None:
@@ -64,23 +70,23 @@ def all_masks(rows: int, columns: int) -> np.ndarray:
     return bits.astype(np.uint8).reshape(-1, rows, columns)
 
 
-def deadlocks(rows, columns, launch, writers, walk, slots: int) -> np.ndarray:
+def deadlocks(rows, columns, launch, writers, walk, slots: int, group: int = 1) -> np.ndarray:
     """bool [2 ** (rows * columns)]: which of all masks hang, 64 masks to a machine word.
 
     launch: columns from first to last; writers: the same for each row; walk: rows for each column.
     """
-    passed = [~_plane(bit, rows * columns) for bit in range(rows * columns)]
+    passed = [~_plane(bit, rows * columns) for bit in range(rows * columns)] * group
     changed = True
     while changed:
         changed = False
-        running = _resident(passed, rows, columns, launch, slots)
+        running = _resident(passed, rows * group, columns, launch, slots)
         for place, column in enumerate(launch):
             so_far = running[place]
-            for row in walk[column]:
-                bit = row * columns + column
-                turn = so_far
+            for member, row in itertools.product(range(group), walk[column]):
+                first = (member * rows + row) * columns
+                bit, turn = first + column, so_far
                 for earlier in writers[row][: writers[row].index(column)]:
-                    turn = turn & passed[row * columns + earlier]
+                    turn = turn & passed[first + earlier]
                 now = passed[bit] | turn
                 if (now != passed[bit]).any():
                     passed[bit] = now

@@ -35,6 +35,15 @@ def block_lists(dense: np.ndarray, block_size) -> list:
     return out
 
 
+def classes(lists: list, columns: int) -> np.ndarray:
+    """uint8 [rows, columns] of lists like ``block_lists``: 0 empty, 1 partial, 2 full."""
+    found = np.zeros((len(lists), columns), np.uint8)
+    for row, entries in enumerate(lists):
+        for column, is_full in entries:
+            found[row, column] = 2 if is_full else 1
+    return found
+
+
 def check_lists(count, index, full, want, shape) -> None:
     """The tensors of one side say ``want``, ascending and compact, zero in unused places."""
     assert count.dtype == index.dtype == torch.int32 and full.dtype == torch.bool
@@ -77,14 +86,11 @@ def check_exact(mask: BlockMask, dense: np.ndarray, block_size) -> None:
         stored = unpack(mask.rule.words, mask.rule.words.shape[2] * 32).sum()
         assert int(stored) == int(dense.sum()) - in_full
         assert mask.rule.words.shape[0] == mask.num_blocks - mask.num_full
-    classes = np.zeros((len(want), nb), dtype=np.uint8)
-    for row, entries in enumerate(want):
-        for col, is_full in entries:
-            classes[row, col] = 2 if is_full else 1
-    assert np.array_equal(mask.dense_blocks().numpy(), classes.reshape(*mask.shape, mb, nb))
+    kinds = classes(want, nb)
+    assert np.array_equal(mask.dense_blocks().numpy(), kinds.reshape(*mask.shape, mb, nb))
     listed = sum(len(row) for row in want)
     assert mask.num_blocks == listed and mask.num_full == sum(f for row in want for _, f in row)
-    assert mask.density() == (listed / classes.size if classes.size else 0)
+    assert mask.density() == (listed / kinds.size if kinds.size else 0)
 
 
 def draw_sizes(seed: int, count: int, block_size, square=False):

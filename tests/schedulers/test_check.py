@@ -10,7 +10,9 @@ import pytest
 
 from cute_kernels.errors import ScheduleError
 from cute_kernels.schedulers import kinds
+from cute_kernels.schedulers.machines import machine
 from cute_kernels.schedulers.safety import Safety, admit, check
+from cute_kernels.schedulers.simulation import simulate
 from tests.schedulers import mutants
 from tests.schedulers.brute_force import stuck
 
@@ -83,6 +85,34 @@ def test_a_partial_block_taken_as_full_is_told_from_the_mask():
     schedule = kinds.left_to_right(blocks)
     with pytest.raises(ScheduleError, match=r"expected partial as in the mask, got full"):
         check(mutants.mask_not_applied(schedule), blocks)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_lists_of_every_head_are_compared_with_its_mask(seed):
+    """Drawn masks, and heads that use drawn sets of lists: taken if the visits of every head are
+    the blocks of its mask; else the error names a head, a row and a column that differ."""
+    random = np.random.default_rng(seed)
+    masks, rows, columns = (int(n) for n in random.integers((1, 1, 1), (4, 4, 4)))
+    heads = masks * int(random.integers(1, 4))
+    blocks = random.integers(0, 3, (masks, rows, columns)).astype(np.uint8)
+    blocks[-1] = blocks[random.integers(0, masks)]
+    made = kinds.spt(blocks, heads=heads, heads_in_flight=2)
+    lists = made.list_of_head.copy()
+    strays = random.random(heads) < random.choice([0, 0.2])
+    lists[strays] = random.integers(0, made.num_lists, strays.sum())
+    schedule = replace(made, list_of_head=lists)
+    visited = np.zeros((heads, rows, columns), np.uint8)
+    for head, column, visits in schedule.tickets():
+        for row, partial, _ in visits:
+            visited[head, row, column] = 1 if partial else 2
+    differs = visited != blocks[np.arange(heads) % masks]
+    if not differs.any():
+        assert check(schedule, blocks).any_residency
+        return
+    with pytest.raises(ScheduleError, match="as in the mask") as caught:
+        check(schedule, blocks)
+    row, head, column = map(int, re.findall(r"(?:row|head|kv block) (\d+)", str(caught.value))[:3])
+    assert differs[head, row, column]
 
 
 def test_a_visit_that_the_mask_does_not_have():
@@ -188,6 +218,32 @@ def test_the_gate_wants_the_promise_that_the_schedule_needs():
         with pytest.raises(ScheduleError, match=r"at least 6, which schedule 'shift' needs"):
             admit(shift, allow_residency=promise)
     assert admit(kinds.spt(full(6, 6))).any_residency
+
+
+def shared() -> object:
+    """Column 2 waits for column 0 in row 1, which waits for column 2 in row 0, a query head on."""
+    blocks = np.array([[0, 2, 2], [2, 0, 2]], np.uint8)
+    return kinds.permutation(blocks, order=[1, 2, 0], write_order=[0, 2, 1])
+
+
+def test_query_heads_that_share_a_ticket_may_need_more_residents():
+    schedule = shared()
+    for group, needs in ((1, 2), (2, 3), (3, 3), (64, 3)):
+        assert check(schedule, group=group) == Safety(needs)
+        assert stuck(schedule, needs - 1, group=group)
+        assert not stuck(schedule, needs, group=group)
+        assert admit(schedule, group=group, allow_residency=needs).residents == needs
+        with pytest.raises(ScheduleError, match=rf"at least {needs}, which schedule"):
+            admit(schedule, group=group, allow_residency=needs - 1)
+        with pytest.raises(ScheduleError, match=rf"machine.slots: expected at least {needs}"):
+            simulate(schedule, machine(slots=needs - 1), group=group)
+        assert simulate(schedule, machine(slots=needs), group=group).safety.residents == needs
+
+
+@pytest.mark.parametrize("group", [0, True, 2.0])
+def test_a_group_that_is_not_a_count(group):
+    with pytest.raises(ScheduleError, match=r"group: expected an int >= 1"):
+        check(shared(), group=group)
 
 
 @pytest.mark.parametrize("promise", [0, -1, 1.5, "132", True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -73,15 +74,12 @@ def verdicts(masks: np.ndarray, order: Order, reach=reached) -> np.ndarray:
     return np.concatenate(found)
 
 
-def agree(masks: np.ndarray, order: Order, slots: int = 5, reach=reached) -> bool:
+def agree(masks: np.ndarray, order: Order, slots: int = 5, reach=reached, group: int = 1) -> bool:
     """Whether the checker and brute force agree on all masks with 1 to ``slots`` slots."""
-    shape = masks.shape[1:]
+    facts = (*masks.shape[1:], order.launch, order.writers, order.walk)
     need = verdicts(masks, order, reach)
     return all(
-        np.array_equal(
-            need > count,
-            brute_force.deadlocks(*shape, order.launch, order.writers, order.walk, count),
-        )
+        np.array_equal(need > count, brute_force.deadlocks(*facts, count, group))
         for count in range(1, slots + 1)
     )
 
@@ -157,14 +155,36 @@ def test_every_interleaving_of_4_by_4_masks_on_2_slots(name):
     assert np.array_equal(verdicts(brute_force.all_masks(4, 4), order) > 2, hangs)
 
 
+def tangled() -> list[Order]:
+    """Orders of 3 x 4 blocks that are neither the launch's nor the same in every row."""
+    orders = [ordered(3, 4, [0, 1, 2, 3], [3, 2, 1, 0])]
+    return orders + [drawn(3, 4, seed, tangled=True) for seed in range(4)]
+
+
+@pytest.mark.parametrize("group", [2, 3])
+def test_every_mask_with_query_heads_that_share_a_ticket(group):
+    """And a checker that reckons with fewer of them, or more, is wrong on some mask."""
+    masks = brute_force.all_masks(3, 4)
+    for order in tangled():
+        assert agree(masks, order, 4, partial(reached, group=group), group), order
+    for wrong in {1, 2, 3} - {group}:
+        reach = partial(reached, group=wrong)
+        assert not all(agree(masks, order, 4, reach, group) for order in tangled())
+
+
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_ranks_by_the_launch_progress_anywhere_with_any_query_heads(group):
+    for order in (ordered(3, 4, [3, 2, 1, 0]), drawn(3, 4, 1), drawn(3, 4, 2)):
+        facts = (order.launch, order.writers, order.walk)
+        assert not brute_force.deadlocks(3, 4, *facts, 1, group).any()
+
+
 @pytest.mark.parametrize("name", mutants.CHECKERS)
 def test_broken_checkers_disagree_with_brute_force(name):
     """The exhaustion has the power to tell: each broken checker is wrong on some 3 x 4 mask."""
     masks = brute_force.all_masks(3, 4)
-    orders = [ordered(3, 4, [0, 1, 2, 3], [3, 2, 1, 0])]
-    orders += [drawn(3, 4, seed, tangled=True) for seed in range(4)]
-    assert all(agree(masks, order, 4) for order in orders)
-    assert not all(agree(masks, order, 4, mutants.CHECKERS[name]) for order in orders)
+    assert all(agree(masks, order, 4) for order in tangled())
+    assert not all(agree(masks, order, 4, mutants.CHECKERS[name]) for order in tangled())
 
 
 @pytest.mark.parametrize("seed", range(60))

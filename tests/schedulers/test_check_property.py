@@ -18,6 +18,7 @@ from cute_kernels.schedulers.schedule import Schedule
 from tests.schedulers.brute_force import stuck
 
 KINDS = (*kinds.KINDS, "permutation", "given write order", "given ranks", "given ranks")
+VERDICTS = ("any residency", "hangs", "needs", "cycle")
 LARGE = st.integers(4, 64)
 SMALL = st.integers(1, 9)
 RELAXED = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
@@ -44,6 +45,7 @@ class Drawn:
     kind: str
     walk: str
     slots: int
+    group: int
     seed: int
 
     def blocks(self) -> np.ndarray:
@@ -87,7 +89,7 @@ def given_ranks(made: Schedule, random: np.random.Generator) -> Schedule:
     )
 
 
-def drawn(size: st.SearchStrategy) -> st.SearchStrategy:
+def drawn(size: st.SearchStrategy, groups: tuple[int, ...]) -> st.SearchStrategy:
     return st.builds(
         Drawn,
         rows=size,
@@ -99,6 +101,7 @@ def drawn(size: st.SearchStrategy) -> st.SearchStrategy:
         kind=st.sampled_from(KINDS),
         walk=st.sampled_from(kinds.WALKS),
         slots=st.integers(1, 200),
+        group=st.sampled_from(groups),
         seed=st.integers(0, 2**32),
     )
 
@@ -107,27 +110,31 @@ def holds(case: Drawn) -> str:
     """Checks one case; says which verdict it was."""
     schedule = case.schedule()
     try:
-        safety = check(schedule, case.blocks())
+        safety = check(schedule, case.blocks(), group=case.group)
     except ScheduleError as error:
         assert case.kind == "given ranks" and "without a cycle" in str(error)
         assert stuck(schedule, schedule.num_tickets)
         return "cycle"
-    needs = safety.residents
+    needs, group = safety.residents, case.group
     assert needs == 1 or case.kind not in ("left_to_right", "spt", "lpt", "permutation")
-    assert bool(stuck(schedule, case.slots, case.seed)) == (case.slots < needs)
-    assert not stuck(schedule, needs)
+    assert bool(stuck(schedule, case.slots, case.seed, group)) == (case.slots < needs)
+    assert not stuck(schedule, needs, group=group)
+    alone = needs if group == 1 else check(schedule).residents
+    assert (alone == 1) == (needs == 1)
     if needs == 1:
         return "any residency"
-    assert stuck(schedule, needs - 1)
+    assert stuck(schedule, needs - 1, group=group)
+    if alone < needs:
+        return "needs more for a group"
     return "hangs" if case.slots < needs else "needs"
 
 
-def verdicts(size: st.SearchStrategy, examples: int) -> Counter:
+def verdicts(size: st.SearchStrategy, groups: tuple[int, ...], examples: int) -> Counter:
     """Checks that many drawn cases; counts the verdicts."""
     found = Counter()
 
     @settings(max_examples=examples, **RELAXED)
-    @given(drawn(size))
+    @given(drawn(size, groups))
     def every_case(case):
         found[holds(case)] += 1
 
@@ -136,20 +143,21 @@ def verdicts(size: st.SearchStrategy, examples: int) -> Counter:
 
 
 def test_small_schedules():
-    found = verdicts(SMALL, 2400)
-    assert min(found[name] for name in ("any residency", "hangs", "needs", "cycle")) > 50, found
+    found = verdicts(SMALL, (1, 1, 2, 3), 2400)
+    assert min(found[name] for name in VERDICTS) > 50, found
+    assert found["needs more for a group"] > 5, found
 
 
 def test_large_schedules():
-    found = verdicts(LARGE, 500)
-    assert min(found[name] for name in ("any residency", "hangs", "needs", "cycle")) > 15, found
+    found = verdicts(LARGE, (1,), 500)
+    assert min(found[name] for name in VERDICTS) > 15, found
 
 
 @pytest.mark.nightly
 def test_many_small_schedules():
-    verdicts(SMALL, 80_000)
+    verdicts(SMALL, (1, 1, 2, 3), 80_000)
 
 
 @pytest.mark.nightly
 def test_many_large_schedules():
-    verdicts(LARGE, 20_000)
+    verdicts(LARGE, (1, 1, 2, 3), 20_000)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
+from cute_kernels.errors import MaskError
 from cute_kernels.schedulers import BlockMask, from_fa4, to_fa4
 from tests.schedulers import mask_oracle as oracle
 
@@ -141,6 +142,53 @@ def test_tail_blocks_can_be_reported_as_flex_reports_them():
             count = getattr(flex, f"full_{side}_num_blocks")
             assert lists.full_block_cnt.tolist() == count.tolist()
             assert int(to_fa4(mask, direction).mask_block_cnt.sum()) == 0
+
+
+def listed(blocks: np.ndarray) -> dict[str, torch.Tensor]:
+    """FA4's forward fields of blocks [B, H, Mb, Nb]: 1 a mask block, 2 a full one, 3 both."""
+    found = {}
+    for name, bit in (("mask", 1), ("full", 2)):
+        there = torch.from_numpy(blocks & bit > 0)
+        index = there.int().argsort(dim=3, descending=True, stable=True)
+        found[f"{name}_block_cnt"] = there.sum(3, dtype=torch.int32)
+        found[f"{name}_block_idx"] = index.int()
+    return found
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_claims_that_the_rule_or_the_other_list_denies_are_refused(direction):
+    """Drawn lists against a drawn window, block by block: taken if no block is in both lists and
+    every full block is full; else the error names such a block."""
+    rng = np.random.default_rng(17)
+    size, seen = 8, {"taken": 0, "shared": 0, "overclaimed": 0}
+    for draw in range(90):
+        left, right = (int(side) for side in rng.integers(0, 24, 2))
+        window = BlockMask.sliding_window(30, 30, left=left, right=right, block_size=size)
+        exact = window.dense_blocks().numpy()
+        blocks = np.minimum(exact, rng.integers(0, 3, (2, 3, 4, 4))).astype(np.uint8)
+        at = tuple(rng.integers(0, n) for n in blocks.shape)
+        blocks[at] = rng.choice([blocks[at], 2, 3])
+        both = blocks == 3
+        over = (blocks == 2) & (exact != 2)
+        facts = listed(blocks if direction == "forward" else blocks.swapaxes(2, 3))
+        lists = SimpleNamespace(**facts, block_size=(size, size))
+        case = "shared" if both.any() else "overclaimed" if over.any() else "taken"
+        seen[case] += 1
+        if case == "taken":
+            mask, _, _ = from_fa4(lists, 30, 30, rule=window.rule, direction=direction)
+            want = np.where(blocks > 0, exact, 0)
+            assert np.array_equal(mask.dense_blocks().numpy(), want), draw
+            continue
+        with pytest.raises(MaskError) as caught:
+            from_fa4(lists, 30, 30, rule=window.rule, direction=direction)
+        if case == "shared":
+            assert "no block that mask_block_idx lists too" in str(caught.value), draw
+        else:
+            b, h, m, n = at
+            named = f"got block (q {m}, kv {n}) of batch {b}, head {h}"
+            assert str(caught.value).startswith("full_block_idx: expected blocks that the rule")
+            assert str(caught.value).endswith(named), draw
+    assert min(seen.values()) > 10, seen
 
 
 def test_absent_full_lists_and_broadcast_heads():

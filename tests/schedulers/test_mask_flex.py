@@ -107,6 +107,27 @@ def test_tutorial_masks(name, lengths):
     assert bool(dense.any()) == (name != "nothing")
 
 
+def test_captured_tensors_as_long_as_the_sequences():
+    """Indexed in every way: no position past a length reaches them."""
+    q_len, kv_len = 50, 75
+    generator = torch.Generator().manual_seed(8)
+    of_q = torch.randint(0, 4, (2, q_len), generator=generator)
+    of_kv = torch.randint(0, 4, (2, kv_len), generator=generator)
+    table = torch.rand(2, 3, q_len, kv_len, generator=generator) < 0.4
+    mods = {
+        "by query and by key": lambda b, h, q, kv: of_q[b, q] == of_kv[b, kv],
+        "one tensor after another": lambda b, h, q, kv: of_q[b][q] >= of_kv[1][kv],
+        "four indices": lambda b, h, q, kv: table[b, h, q, kv],
+        "a number first": lambda b, h, q, kv: table[1][h, q][kv],
+        "a slice first": lambda b, h, q, kv: table[..., kv][b, h][q],
+    }
+    for name, mod in mods.items():
+        dense = create_mask(mod, 2, 3, q_len, kv_len, device="cpu").expand(2, 3, q_len, kv_len)
+        flex = create_block_mask(mod, 2, 3, q_len, kv_len, device="cpu", BLOCK_SIZE=(16, 32))
+        mask = BlockMask.from_flex(flex)
+        assert 0 < int(dense.sum()) < dense.numel() and torch.equal(mask.to_dense(), dense), name
+
+
 def test_named_constructors_have_the_blocks_of_flex():
     pairs = [
         (causal, BlockMask.causal(S, S)),

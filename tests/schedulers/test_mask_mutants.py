@@ -18,7 +18,7 @@ from cute_kernels.schedulers import (
     mask_rules,
 )
 from tests.schedulers import mask_oracle as oracle
-from tests.schedulers import test_mask_fa4, test_mask_flex
+from tests.schedulers import test_immutable, test_mask, test_mask_fa4, test_mask_flex
 
 Grid, Band = mask_rules.Grid, mask_rules.Band
 
@@ -43,6 +43,24 @@ def flex():
 
 def write_orders():
     test_mask_fa4.test_write_orders_are_compact_and_come_back(False)
+
+
+def claims():
+    test_mask_fa4.test_claims_that_the_rule_or_the_other_list_denies_are_refused("backward")
+
+
+def writes():
+    for name in ("prefix_lm", "from_blocks with a rule", "BlockMask"):
+        test_immutable.test_what_a_mask_was_made_from_may_change_afterwards(name)
+
+
+def first_batch_in_runs(self):
+    return bool((self.ids[:1, 1:] >= self.ids[:1, :-1]).all())
+
+
+def bound_of_the_last_distance_dropped(q_len, kv_len, left, right, original=mask._window):
+    band = original(q_len, kv_len, left, right)
+    return Band(band.lo, None if band.hi == kv_len - 2 else band.hi)
 
 
 def last_key_block_full(self, grid, b, h, m, original=Band.classify):
@@ -128,6 +146,12 @@ MUTANTS = {
         lambda self, q_idx, kv_idx: (q_idx < 1 << 40) & (kv_idx < 1 << 40),
         constructors,
     ),
+    "window bound of the last distance dropped": (
+        mask,
+        "_window",
+        bound_of_the_last_distance_dropped,
+        test_mask.test_every_window_of_small_lengths_has_one_rule,
+    ),
     "dilation measured from the wrong end": (
         mask,
         "Dilated",
@@ -140,6 +164,12 @@ MUTANTS = {
         "contiguous",
         property(lambda self: True),
         constructors,
+    ),
+    "the first batch's runs taken for all batches": (
+        mask_document.SameDocument,
+        "contiguous",
+        property(first_batch_in_runs),
+        test_mask.test_every_rule_knows_the_class_of_every_small_block,
     ),
     "bits in reverse": (
         mask_bits,
@@ -178,6 +208,14 @@ MUTANTS = {
         ),
         write_orders,
     ),
+    "fa4: blocks in both lists taken": (mask_fa4, "_refuse_shared", lambda *_: None, claims),
+    "fa4: full blocks taken at their word": (
+        mask_fa4,
+        "_refuse_overclaimed",
+        lambda *_: None,
+        claims,
+    ),
+    "the caller's tensors kept": (BlockMask, "_own", lambda self: None, writes),
 }
 
 
@@ -185,10 +223,12 @@ MUTANTS = {
 def test_killed(monkeypatch, name):
     owner, attribute, mutant, killer = MUTANTS[name]
     monkeypatch.setattr(owner, attribute, mutant)
-    with pytest.raises((AssertionError, ValueError, IndexError, RuntimeError)):
+    with pytest.raises(
+        (AssertionError, ValueError, IndexError, RuntimeError, pytest.fail.Exception)
+    ):
         killer()
 
 
-@pytest.mark.parametrize("killer", [constructors, combinations, flex, write_orders])
+@pytest.mark.parametrize("killer", [constructors, combinations, flex, write_orders, writes])
 def test_the_unmutated_code_passes(killer):
     killer()

@@ -97,6 +97,16 @@ def test_named_orders(kind, seed):
     assert schedule.name == kind and check(schedule, blocks).any_residency
 
 
+@pytest.mark.parametrize("kind", kinds.KINDS)
+def test_no_more_heads_are_in_flight_than_there_are(kind):
+    blocks = drawn(3, masks=2)
+    clipped, all_of_them = (
+        kinds.KINDS[kind](blocks, heads=4, heads_in_flight=flight) for flight in (9, 4)
+    )
+    assert clipped.heads_in_flight == all_of_them.heads_in_flight == 4
+    assert clipped.hash == all_of_them.hash
+
+
 def test_a_walk_by_the_callers_own_keys():
     blocks = np.full((3, 2), 2, np.uint8)
     keys = np.array([[2, 0, 1], [0, 5, 1]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import cute_kernels as ck
 from cute_kernels.__main__ import app
 from cute_kernels.errors import CuteKernelsError, ScheduleError
 from cute_kernels.schedule_command import _MASKS, parse_mask
@@ -21,11 +23,15 @@ from cute_kernels.schedulers.bounds import bound
 from cute_kernels.schedulers.kinds import KINDS, WALKS, spt
 from cute_kernels.schedulers.machines import TABLE, machine
 from cute_kernels.schedulers.mask import BlockMask
+from cute_kernels.schedulers.schedule import Schedule
 from cute_kernels.schedulers.selection import select
 from cute_kernels.schedulers.simulation import simulate
+from cute_kernels.sparse_attn.config import MACHINES, auto
+from cute_kernels.sparse_attn.masks import BLOCK
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--seqlen", "1024", "--heads", "4", "--slots", "10"]
+CARD = MACHINES[128]
 
 
 def run(*options: str):
@@ -33,11 +39,12 @@ def run(*options: str):
 
 
 def table(output: str) -> dict[tuple[str, str], list[str]]:
-    """(kind, heads in flight) -> the other cells of the printed table."""
+    """(kind, heads in flight) -> the other cells of the printed table; no row is there twice."""
     rows = {}
     for line in output.split("Tried:")[0].splitlines():
         cells = re.split(r" {2,}", line.strip())
         if len(cells) == len(report.HEADER) and cells[0] in report.CHOICES:
+            assert (cells[0], cells[1]) not in rows, cells
             rows[cells[0], cells[1]] = cells[2:]
     return rows
 
@@ -45,28 +52,29 @@ def table(output: str) -> dict[tuple[str, str], list[str]]:
 # ---- what it prints -----------------------------------------------------------------------------
 
 
-def test_the_issues_example():
+def test_the_machine_and_the_blocks_are_those_of_attention_on_the_card():
     result = run("--mask", "sliding_window:1024", "--seqlen", "8192", "--heads", "16")
     assert result.exit_code == 0 and not result.stderr
     rows = table(result.stdout)
     assert {kind for kind, _ in rows} == set(report.CHOICES)
-    mask = BlockMask.sliding_window(8192, 8192, left=1024, right=0, block_size=(64, 128))
-    told = simulate(spt(mask, heads=16, heads_in_flight=16))
-    floor = bound(mask, heads=16).lower_ns
-    assert rows["spt", "16"] == [
+    mask = BlockMask.sliding_window(8192, 8192, left=1024, right=0, block_size=BLOCK)
+    told = simulate(spt(mask, heads=16, heads_in_flight=4), CARD)
+    floor = bound(mask, heads=16, machine=CARD).lower_ns
+    assert rows["spt", "4"] == [
         f"{told.makespan_ns / 1e3:,.1f}",
         f"{told.ratio:.3f}",
         f"{told.stall_share:.1%}",
         f"{told.makespan_ns / floor:.3f}",
         "any_residency",
     ]
-    assert rows["symmetric_shift", "16"][0] == "-"
-    assert re.fullmatch(r"needs\(\d+\): more than 132", rows["symmetric_shift", "16"][-1])
-    chosen = select(mask, heads=16)
+    assert re.fullmatch(r"needs\(\d+\)", rows["symmetric_shift", "4"][-1])
+    chosen = select(mask, heads=16, machine=CARD)
+    assert chosen.schedule.hash == auto(mask, 16, 128, "cuda").hash
     assert f"select takes '{chosen.schedule.name}'" in result.stdout
     assert str(chosen) in result.stdout
-    assert rows["select", "16"][0] == f"{chosen.predicted_ns / 1e3:,.1f}"
-    assert rows["select", "16"][-1] == "any_residency"
+    flight = str(chosen.schedule.heads_in_flight)
+    assert rows["select", flight][0] == f"{chosen.predicted_ns / 1e3:,.1f}"
+    assert rows["select", flight][-1] == "any_residency"
 
 
 def test_left_to_right_is_slower_and_the_table_shows_it():
@@ -78,21 +86,23 @@ def test_left_to_right_is_slower_and_the_table_shows_it():
 
 def test_options_reach_the_model():
     result = run(*SMALL, "--kind", "spt", "--flight", "2", "--walk", "descending")
-    mask = BlockMask.causal(1024, 1024, block_size=(64, 128))
+    mask = BlockMask.causal(1024, 1024, block_size=BLOCK)
+    ten = machine(CARD, slots=10)
     walked = spt(mask, heads=4, heads_in_flight=2, walk="descending")
-    want = simulate(walked, machine(slots=10)).makespan_ns
+    want = simulate(walked, ten).makespan_ns
     assert list(table(result.stdout)) == [("spt", "2")]
     assert table(result.stdout)["spt", "2"][0] == f"{want / 1e3:,.1f}"
-    assert want != simulate(spt(mask, heads=4, heads_in_flight=2), machine(slots=10)).makespan_ns
+    usual = spt(mask, heads=4, heads_in_flight=2)
+    assert want != simulate(usual, ten).makespan_ns
     assert "select takes" not in result.stdout
 
-    result = run(*SMALL, "--kind", "spt", "--flight", "2", "--block", "128x128")
-    coarse = spt(mask.reblock(128), heads=4, heads_in_flight=2)
-    want = simulate(coarse, machine(slots=10)).makespan_ns
+    result = run(*SMALL, "--kind", "spt", "--flight", "2", "--block", "64x128")
+    fine = spt(mask.reblock((64, 128)), heads=4, heads_in_flight=2)
+    want = simulate(fine, ten).makespan_ns
     assert table(result.stdout)["spt", "2"][0] == f"{want / 1e3:,.1f}"
 
     result = run(*SMALL, "--kind", "spt", "--flight", "2", "--machine", "h200_d64")
-    want = simulate(coarse, machine("h200_d64", slots=10)).makespan_ns
+    want = simulate(usual, machine("h200_d64", slots=10)).makespan_ns
     assert table(result.stdout)["spt", "2"][0] == f"{want / 1e3:,.1f}"
 
 
@@ -102,7 +112,9 @@ def test_a_faster_kind_that_needs_residents_is_named_and_not_drawn(tmp_path, mon
     monkeypatch.setattr(picture, "gantt", lambda path, panels, **_: seen.extend(panels))
     options = ["--mask", "full", "--seqlen", "1024", "--heads", "1", "--slots", "8"]
     result = run(*options, "--plot", str(tmp_path / "a.svg"))
-    assert seen == ["select, one head at a time"]
+    mask = BlockMask.full(1024, 1024, block_size=BLOCK)
+    taken = select(mask, heads=1, machine=machine(CARD, slots=8)).schedule
+    assert seen == [f"select: {taken.name}, one head at a time"]
     rows = table(result.stdout)
     assert float(rows["shift", "1"][0]) < float(rows["select", "1"][0])
     assert re.search(r"shift, one head at a time is \d+\.\d% faster but needs\(8\)", result.stdout)
@@ -123,14 +135,17 @@ def test_pictures_are_written(tmp_path, monkeypatch):
         real(path, panels, **options)
 
     monkeypatch.setattr(picture, "gantt", spy)
-    for name, options, titles in (
-        ("a.svg", [], ["select, 4 heads in flight"]),
+    mask = BlockMask.causal(1024, 1024, block_size=BLOCK)
+    taken = select(mask, heads=4, machine=machine(CARD, slots=10)).schedule
+    chosen = f"select: {taken.name}, {taken.heads_in_flight} heads in flight"
+    each = ["--kind", "spt", "--kind", "select", "--flight", "1", "--compare"]
+    for name, options, want in (
+        ("a.svg", [], [chosen]),
         ("b.png", ["--kind", "left_to_right"], ["left_to_right, ascending, 4 heads in flight"]),
-        ("c.svg", ["--kind", "spt", "--kind", "select", "--flight", "1", "--compare"], None),
+        ("c.svg", each, ["spt, ascending, one head at a time", chosen]),
     ):
         result = run(*SMALL, *options, "--plot", str(tmp_path / name))
         assert result.exit_code == 0, result.stderr
-        want = titles or ["spt, ascending, one head at a time", "select, 4 heads in flight"]
         assert seen.pop() == want
         assert (tmp_path / name).stat().st_size > 4000
         assert f"{name}: {len(want)} drawn" in result.stdout
@@ -144,16 +159,74 @@ def test_every_row_that_has_a_time_is_compared(tmp_path):
     assert f"a.svg: {len(timed)} drawn" in result.stdout
 
 
+def test_json_is_the_table_and_the_choice():
+    result = run(*SMALL, "--json")
+    assert result.exit_code == 0 and not result.stderr
+    told, rows = json.loads(result.stdout), table(run(*SMALL).stdout)
+    assert told["machine"]["name"] == f"{CARD}*" and told["machine"]["slots"] == 10
+    assert (told["mask"], told["seqlen"], told["heads"]) == ("causal", 1024, 4)
+    assert told["block_size"] == list(BLOCK) and told["blocks"] == 36
+    assert len(told["rows"]) == len(rows)
+    for row in told["rows"]:
+        cells = rows[row["kind"], str(row["heads_in_flight"])]
+        needs = row["needs_residents"]
+        assert cells[-1].startswith("any_residency" if needs == 1 else f"needs({needs})")
+        if row["predicted_ns"] is None:
+            assert cells[0] == "-" and row["why_untimed"] and row["over_bound"] is None
+        else:
+            assert cells[0] == f"{row['predicted_ns'] / 1e3:,.1f}"
+            assert cells[1] == f"{row['predicted_ns'] / row['unordered_ns']:.3f}"
+            assert cells[2] == f"{row['waiting']:.1%}" and cells[3] == f"{row['over_bound']:.3f}"
+    mask = BlockMask.causal(1024, 1024, block_size=BLOCK)
+    chosen = select(mask, heads=4, machine=machine(CARD, slots=10))
+    assert told["bound_ns"] == chosen.bound.lower_ns
+    assert told["select"]["hash"] == chosen.schedule.hash == told["rows"][-1]["hash"]
+    assert told["select"]["predicted_ns"] == chosen.predicted_ns
+    trials = [(t["kind"], t["walk"], t["predicted_ns"]) for t in told["select"]["trials"]]
+    assert trials == [(t.kind, t.walk, t.predicted_ns) for t in chosen.trials]
+    assert json.loads(run(*SMALL, "--json", "--kind", "lpt").stdout)["select"] is None
+
+
+def test_the_schedule_that_is_saved_is_read_back(tmp_path):
+    """What select takes; attention takes it as it takes select's own."""
+    result = run(*SMALL, "--save", str(tmp_path / "taken.npz"))
+    assert result.exit_code == 0, result.stderr
+    again = Schedule.load(tmp_path / "taken.npz")
+    mask = BlockMask.causal(1024, 1024, block_size=BLOCK)
+    chosen = select(mask, heads=4, machine=machine(CARD, slots=10)).schedule
+    assert again.hash == chosen.hash and again.name == chosen.name
+    assert f"taken.npz: select: {again.name}" in result.stdout and again.hash in result.stdout
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, grad = torch.randn(4, 1, 1024, 4, 64, generator=generator).bfloat16().unbind(0)
+
+    def gradient(schedule):
+        leaf = q.clone().requires_grad_()
+        out = ck.block_sparse_attention(leaf, k, v, mask, schedule=schedule)
+        return torch.autograd.grad(out, leaf, grad)[0].view(torch.int16)
+
+    assert torch.equal(gradient(again), gradient(chosen))
+    assert not torch.equal(gradient(again), gradient("left_to_right"))
+
+
+def test_without_select_the_fastest_of_the_kinds_is_saved(tmp_path):
+    options = ["--kind", "left_to_right", "--kind", "lpt", "--kind", "spt", "--json"]
+    result = run(*SMALL, *options, "--mask", "full", "--save", str(tmp_path / "taken.npz"))
+    rows = json.loads(result.stdout)["rows"]
+    fastest = min(rows, key=lambda row: row["predicted_ns"])
+    assert len({row["predicted_ns"] for row in rows}) > 1
+    assert Schedule.load(tmp_path / "taken.npz").hash == fastest["hash"]
+
+
 def test_the_commands_of_the_docs_run(tmp_path):
     """Each `schedule` line of docs/schedulers.md, with its picture elsewhere."""
     text = (ROOT / "docs" / "schedulers.md").read_text()
     lines = re.findall(r"^python -m cute_kernels schedule (.*)$", text, re.M)
     assert len(lines) >= 3
     for line in lines:
-        options = shlex.split(line.replace("out.svg", str(tmp_path / "out.svg")))
+        options = shlex.split(line.replace("out.", str(tmp_path / "out.")))
         result = run(*options)
         assert result.exit_code == 0, (line, result.stderr)
-        assert table(result.stdout)
+        assert json.loads(result.stdout) if "--json" in line else table(result.stdout)
 
 
 def test_it_runs_as_a_command():
@@ -246,6 +319,8 @@ BAD = {
     "--plot /no/such/folder/a.svg": "path: expected a file in a folder that exists",
     "--plot a.bmp": "path: expected a file ending in .svg, .png, .pdf",
     "--compare": "--compare: expected --plot FILE",
+    "--save a.json": "--save: expected a file ending in .npz in a folder that exists, got a.json",
+    "--save /no/such/folder/a.npz": "--save: expected a file ending in .npz in a folder that",
 }
 
 
@@ -267,23 +342,28 @@ def test_a_path_that_cannot_be_written_is_one_line_too(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", "a.svg")
 
     monkeypatch.setattr(picture, "gantt", refuse)
-    result = run(*SMALL, "--plot", str(tmp_path / "a.svg"))
-    assert result.exit_code == 2 and table(result.stdout)
-    assert result.stderr.count("\n") == 1
-    assert result.stderr.startswith("schedule: --plot: expected a file to write, got [Errno 13]")
+    monkeypatch.setattr(Schedule, "save", refuse)
+    for option, name in (("--plot", "a.svg"), ("--save", "a.npz")):
+        result = run(*SMALL, option, str(tmp_path / name))
+        assert result.exit_code == 2 and table(result.stdout)
+        assert result.stderr.count("\n") == 1
+        want = f"schedule: {option}: expected a file to write, got [Errno 13]"
+        assert result.stderr.startswith(want)
 
 
-def test_nothing_to_draw_is_an_error(tmp_path):
+@pytest.mark.parametrize(("option", "name"), [("--plot", "a.svg"), ("--save", "a.npz")])
+def test_nothing_to_draw_or_to_save_is_an_error(tmp_path, option, name):
     options = ["--kind", "shift", "--flight", "4", "--mask", "full"]
-    result = run(*SMALL, *options, "--plot", str(tmp_path / "a.svg"))
+    result = run(*SMALL, *options, option, str(tmp_path / name))
     assert result.exit_code == 2
-    assert "expected a schedule that fits the machine, got shift, 4 heads" in result.stderr
+    want = f"schedule: {option}: expected a schedule that fits the machine, got shift, 4 heads"
+    assert result.stderr.startswith(want)
     assert not list(tmp_path.iterdir())
 
 
 def test_help_names_every_choice():
     text = " ".join(re.sub(r"[│╭╰─╮╯]", " ", run("--help").stdout).split())
-    for name in (*_MASKS, *KINDS, "select"):
+    for name in (*_MASKS, *KINDS, "select", *TABLE, *WALKS, f"[default: {CARD}]"):
         assert name in text
 
 

@@ -393,6 +393,23 @@ def test_refit_finds_the_machine_that_the_times_came_from():
     assert fitted.source == "fitted to 3 records: causal; full; window 1024"
 
 
+def test_the_error_of_a_fit_is_the_rms_over_both_times_of_every_observation():
+    """Times that no machine gives: the same schedules, three times as slow in one record."""
+    seen, causal = [], np.tril(np.full((5, 5), 2, np.uint8))
+    for name, kind, times in (("a", "spt", 1), ("b", "spt", 3), ("c", "left_to_right", 1)):
+        schedule = kinds.KINDS[kind](causal, heads=2)
+        told = simulate(schedule, machine(slots=6))
+        ordered, unordered = told.makespan_ns * times, told.unordered_ns * 1.1
+        seen.append(Observation(schedule, ordered, unordered, name))
+    fitted, wrong = refit(machine(slots=6), seen), []
+    for each in seen:
+        told = simulate(each.schedule, fitted.machine)
+        wrong += [np.log(told.makespan_ns / each.ordered_ns)]
+        wrong += [np.log(told.unordered_ns / each.unordered_ns)]
+    assert fitted.error == pytest.approx(np.sqrt(np.mean(np.square(wrong))), rel=1e-9)
+    assert fitted.error > 0.1
+
+
 def test_observations_come_from_records():
     schedule = kinds.spt(drawn(4, 4)[0])
     record = {"ordered_us": 12.5, "unordered_us": 10, "commit": "abc", "gpu": "H200", "kind": "spt"}

@@ -1,0 +1,113 @@
+"""Torch's default dtype and device change no mask, no schedule and no prediction."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+from cute_kernels.schedule_command import _MASKS, parse_mask
+from cute_kernels.schedulers import BlockMask, bound, kinds, quality, simulate, to_fa4
+from cute_kernels.schedulers.machines import machine
+from cute_kernels.schedulers.mask_fa4 import from_fa4
+from cute_kernels.schedulers.ranks import block_grid, write_ranks
+from cute_kernels.schedulers.selection import _select
+
+S = 70
+SIZE = {"block_size": (16, 32)}
+DEFAULTS = {
+    "bfloat16": (torch.bfloat16, "cpu"),
+    "float16": (torch.float16, "cpu"),
+    "float64": (torch.float64, "cpu"),
+    "another device": (torch.float32, "meta"),
+}
+
+
+@contextmanager
+def defaults(dtype: torch.dtype, device: str):
+    before = torch.get_default_dtype(), torch.get_default_device()
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before[0])
+        torch.set_default_device(None if before[1].type == "cpu" else before[1])
+
+
+def inputs() -> SimpleNamespace:
+    """What a caller brings, made under the usual defaults."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, 4, (2, S), generator=generator)
+    flex = create_block_mask(
+        lambda b, h, q, kv: ids[b, q] == ids[b, kv], 2, 1, S, S, device="cpu", BLOCK_SIZE=(16, 32)
+    )
+    dense = torch.rand(2, 1, S, S, generator=generator) < 0.5
+    return SimpleNamespace(ids=ids, flex=flex, dense=dense, prefix=torch.tensor([9, 33]))
+
+
+def masks(given: SimpleNamespace) -> dict[str, BlockMask]:
+    """Every constructor; those without a tensor are told the device."""
+    lengths, place = (S, S), {"device": "cpu"}
+    found = {
+        "full": BlockMask.full(*lengths, **SIZE, **place),
+        "causal": BlockMask.causal(*lengths, **SIZE, **place),
+        "dilated": BlockMask.dilated_window(
+            *lengths, left=40, right=9, dilation=3, **SIZE, **place
+        ),
+        "prefix": BlockMask.prefix_lm(*lengths, prefix=17, **SIZE, **place),
+        "prefixes": BlockMask.prefix_lm(*lengths, prefix=given.prefix, **SIZE),
+        "scattered": BlockMask.document(given.ids, **SIZE),
+        "offsets": BlockMask.document(cu_seqlens=torch.tensor([0, 30, S], **place), **SIZE),
+        "dense": BlockMask.from_dense(given.dense, **SIZE),
+        "nothing": BlockMask.from_dense(given.dense & ~given.dense, **SIZE),
+        "flex": BlockMask.from_flex(given.flex),
+    }
+    causal = found["causal"]
+    blocks = (causal.kv_count, causal.kv_index, S, S)
+    found["blocks"] = BlockMask.from_blocks(*blocks, rule=causal.rule, **SIZE)
+    found |= {"both": found["dense"] & causal, "either": found["scattered"] | causal}
+    return found | {"reblock": found["both"].reblock((32, 16))}
+
+
+def everything(given: SimpleNamespace) -> dict[str, object]:
+    """Whatever the host half computes, as values that compare."""
+    made = masks(given)
+    found: dict[str, object] = {
+        name: (mask.hash(), mask.to_dense().tolist()) for name, mask in made.items()
+    }
+    for name in ("both", "scattered"):
+        mask, slots = made[name], machine("cute_sm90_d128", slots=3)
+        rank = write_ranks(mask, range(mask.num_kv_blocks))
+        lists = to_fa4(mask, "backward", write_order=rank, spt=False, tail_partial=True)
+        back = from_fa4(lists, S, S, rule=mask.rule, direction="backward")
+        chosen = _select(block_grid(mask, 2), slots, 2)
+        found[f"orders of {name}"] = (
+            (back[0].hash(), back[1].tolist()),
+            [kinds.KINDS[kind](mask, heads=2).hash for kind in kinds.KINDS],
+            (chosen.schedule.hash, chosen.predicted_ns, chosen.trials),
+            simulate(chosen.schedule, slots, group=2).makespan_ns,
+            bound(mask, heads=2, machine=slots, group=2),
+            [part.tolist() for part in chosen.schedule.tensors("cpu", places=True)],
+        )
+    return found
+
+
+def drawn() -> dict[str, str]:
+    """Masks that are made, and some of them drawn, without a tensor of the caller's."""
+    found = {f"usual {name}": mask.hash() for name, mask in quality.usual_masks(256).items()}
+    texts = ("causal", "full", "sliding_window:40:9", "dilated_window:40:3", "prefix_lm:90")
+    for text in (*texts, "document:5:2", "random:0.4:1"):
+        found[text] = parse_mask(text, 256, (16, 32)).hash()
+    assert {text.split(":")[0] for text in found} >= set(_MASKS)
+    return found
+
+
+def test_nothing_depends_on_torchs_defaults():
+    given = inputs()
+    want = everything(given), drawn()
+    for name, values in DEFAULTS.items():
+        with defaults(*values):
+            assert (everything(given), drawn()) == want, name
