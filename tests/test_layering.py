@@ -13,14 +13,18 @@ SCHEDULERS = ROOT / "schedulers"
 SYSTEMS = ("gemm", "splitk", "linear_logp", "mhc", "sparse_attn")
 
 #: A module may import only from layers of a lower rank; modules of one rank do not meet.
-RANKS = {
+RANKS: dict[str, float] = {
     "errors": 0,
     "settings": 1,
+    "c_library": 1,
     "arch": 2,
+    "log": 2,
     "contracts": 3,
     "dispatch": 4,
     "torch_ops": 4,
-    "ieee": 4,
+    "caching": 4,
+    "cpu_math": 4,
+    "data_parallel": 4,
     "dsl": 4,
     "schedulers.host": 4,
     "compile": 5,
@@ -30,6 +34,8 @@ RANKS = {
     "system.masks": 6,
     "system.checks": 7,
     "system.watchdog": 7,
+    "system.prepare": 8,
+    "system.sequences": 9,
     "system.kernel": 8,
     "system.triton_kernel": 8,
     "system.launch": 9,
@@ -37,8 +43,10 @@ RANKS = {
     "system.cpu": 9,
     "system.reference": 9,
     "system.op": 10,
+    "system.sequence_op": 10.5,
     "system.api": 11,
     "about": 12,
+    "commands": 12,
     "schedule_command": 12,
     "certify_command": 13,
     "integrations": 13,

@@ -1,4 +1,4 @@
-"""``ck.block_sparse_attention``: the public face of block-sparse attention."""
+"""``ck.block_sparse_attention``, and what integrations with a key buffer build on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 from ..schedulers.mask import BlockMask
 from ..schedulers.schedule import Schedule
-from . import checks, op
+from ..schedulers.selection import Selection
+from . import checks, op, prepare, sequence_op
 
 
 def block_sparse_attention(
@@ -21,7 +22,7 @@ def block_sparse_attention(
     causal: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
-    schedule: str | Schedule | Sequence[int] | torch.Tensor = "auto",
+    schedule: str | Schedule | Selection | Sequence[int] | torch.Tensor = "auto",
     deterministic: bool = True,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -38,10 +39,11 @@ def block_sparse_attention(
         scale: Factor of the scores, above 0; None is 1 / sqrt(D).
         softcap: If not 0, a score s is softcap * tanh(s / softcap).
         schedule: The order of the backward pass: "auto"; "left_to_right", "spt", "lpt" or another
-            of ``schedulers.kinds.KINDS``; a permutation of the key blocks, [Nb] or [heads, Nb]; or
-            a ``schedulers.Schedule`` for this mask in blocks of 128 x 128.  Its heads are the
-            B * Hkv KV heads; the B * Hq query heads if the mask has Hq.  Checked before anything
-            runs: it must progress with any number of resident CTAs.
+            of ``schedulers.kinds.KINDS``; a permutation of the key blocks, [Nb] or [heads, Nb] (not
+            under ``torch.compile``); or a ``schedulers.Schedule`` or ``Selection`` for this mask in
+            blocks of 128 x 128.  Its heads are the B * Hkv KV heads; the B * Hq query heads if the
+            mask has Hq.  Checked before anything runs: it must progress with any number of
+            resident CTAs.
         deterministic: False allows dQ to be added in arrival order, where that is faster.
         return_lse: Also return the log-sum-exp of each row; it is differentiable.
 
@@ -72,18 +74,108 @@ def block_sparse_attention(
     steps; under ``torch.compile`` a new BlockMask object compiles anew.  Lengths and batches of
     zero are valid.
     """
+    if isinstance(schedule, Selection):
+        schedule = schedule.schedule
     flags = {"causal": causal, "deterministic": deterministic, "return_lse": return_lse}
     given = checks.attention(q, k, v, block_mask, scale, softcap, schedule, flags)
     if not deterministic:
         op.refuse_unordered()
     wants_grad = q.requires_grad or k.requires_grad or v.requires_grad
     needs_order = torch.is_grad_enabled() and wants_grad
-    # Plain numbers: a mask and a schedule are for one shape, in dynamic graphs too.
-    sizes = tuple(operator.index(size) for size in given[:6])
-    mask, facts, order = op.prepared(
-        block_mask, causal, schedule, needs_order, sizes, str(given.device)
-    )
+    if block_mask is None and isinstance(schedule, str):
+        operands = prepare.by_rule(causal, schedule)
+    else:
+        # Plain numbers: a mask and a schedule are for one shape, in dynamic graphs too.
+        sizes = tuple(operator.index(size) for size in given[:6])
+        operands = prepare.operands(
+            block_mask.handle if block_mask is not None else "",
+            causal,
+            schedule.handle if isinstance(schedule, Schedule) else schedule,
+            needs_order,
+            sizes,
+            str(given.device),
+        )
     out, lse = op.block_sparse_attention(
-        q, k, v, mask, facts, order, given.scale, given.softcap, deterministic
+        q, k, v, *operands, given.scale, given.softcap, deterministic
     )
     return (out, lse) if return_lse else out
+
+
+def seen_columns(dense: torch.Tensor) -> torch.Tensor:
+    """The columns that each query sees, for `sequence_spans`.
+
+    Args:
+        dense: bool [B, 1, T, S]; the True columns of a query lie next to each other.
+
+    Returns:
+        int32 [B, 1, T, 2] on the CPU: first and end, equal for a query that sees nothing.
+
+    Raises:
+        ArgumentValueError: a query whose columns have gaps; the message names it.
+    """
+    checks.dense_mask(dense)
+    return sequence_op.seen_columns(dense)
+
+
+def sequence_spans(
+    seen: torch.Tensor | None,
+    padding: torch.Tensor | None,
+    q_offset: int | torch.Tensor,
+    kv_offset: int,
+    sizes: tuple[int, int, int],
+    *,
+    packed: bool = True,
+) -> torch.Tensor:
+    """Where each query's sequence lies in a key buffer, and what the query sees of it.
+
+    Args:
+        seen: What `seen_columns` returned; None: causal.
+        padding: bool [B, L], True for the real tokens of each sequence, which lie next to each
+            other; None: all are real.  Queries at columns that are not real see nothing.
+        q_offset: The column of the first query, counted from the first token ever cached.
+        kv_offset: How many of the oldest columns a cache has dropped.
+        sizes: (B, T, S): sequences, queries of each, columns of the key buffer.
+        packed: Where the queries are all of the buffer and nothing is padding: whether columns
+            that see nothing of each other are documents, each with positions of its own.
+
+    Returns:
+        int32 [B, 1, T, 4] on the CPU; see ``sparse_attn.sequences``.
+
+    Raises:
+        ArgumentValueError: a gap in ``padding``.
+    """
+    if not isinstance(q_offset, torch.Tensor):
+        q_offset = torch.full((), q_offset, dtype=torch.int64, device="cpu")
+    return sequence_op.sequence_spans(seen, padding, q_offset, kv_offset, *sizes, packed)
+
+
+def sequence_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spans: torch.Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """`block_sparse_attention` of each sequence of a key buffer alone, at its own positions.
+
+    A row has the bits that it has in its sequence alone, whatever stands before, behind or beside
+    it in the buffer: padding on either side, other documents of a pack, a cache that dropped the
+    oldest keys.  So do the gradients of a sequence that is attended as one run; the order of their
+    sums is ``schedule="auto"`` for the batch of runs with equal spans.
+
+    Args:
+        q: [B, T, Hq, D]; k, v: [B, S, Hkv, D]; scale, softcap: as in `block_sparse_attention`.
+        spans: What `sequence_spans` returned for (B, T, S).
+
+    Returns:
+        [B, T, Hq, D]; rows that see nothing are 0 and have no gradient.
+
+    Guarantees, Raises: as `block_sparse_attention`.  Under ``torch.compile(fullgraph=True)`` spans
+    are an operand: no length, padding or mask compiles anew.
+    """
+    given = checks.attention(q, k, v, None, scale, softcap, checks.AUTO, {})
+    checks.spans(spans, q)
+    out, _ = sequence_op.sequence_attention(q, k, v, spans, given.scale, given.softcap)
+    return out

@@ -1,14 +1,11 @@
-"""Tensors, masks and schedules -> a Problem, a lowered mask and an admitted Schedule, or one error.
+"""Tensors, a mask and a schedule -> a Problem, or one error that names the argument.
 
-Nothing below this file checks again: the op, the launchers and the kernels trust what it returns.
+Nothing below this file checks again, but for what a schedule must be on its mask (``prepare``).
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
 import numbers
-from collections import OrderedDict
 from typing import NamedTuple
 
 import numpy as np
@@ -21,26 +18,25 @@ from ..errors import (
     BackendUnavailable,
     DeviceError,
     DtypeError,
-    ScheduleError,
     ShapeError,
     expected,
     no_backend,
     one_of,
 )
-from ..schedulers.kinds import KINDS, permutation
+from ..schedulers.kinds import KINDS
 from ..schedulers.mask import BlockMask
-from ..schedulers.ranks import block_grid
-from ..schedulers.safety import admit
 from ..schedulers.schedule import Schedule
 from . import config
-from .masks import FAR, LoweredMask, group_of_heads
+from .masks import FAR
 
 DTYPES = (torch.bfloat16, torch.float16)
 DEVICE_TYPES = ("cpu", "cuda", "meta")
+#: Of scale and softcap.  Kernels form scale / softcap and log2(e) times either in fp32, which must
+#: neither overflow (infinity times a score of 0 is NaN) nor vanish.
+LEAST, MOST = 2.0**-40, 2.0**40
 AUTO = "auto"
-
-_KEPT = 64
-_admitted: OrderedDict[tuple, Schedule] = OrderedDict()
+#: The schedules that have a name.
+SCHEDULES = (AUTO, *KINDS)
 
 
 class Problem(NamedTuple):
@@ -80,13 +76,26 @@ def attention(
     if block_mask is not None:
         _mask(block_mask, batch, heads, q_len, kv_len, q.device)
     _schedule_type(schedule)
-    scale = dim**-0.5 if scale is None else _number("scale", scale)
-    if scale <= 0:
-        raise ArgumentValueError(expected("scale", "a number above 0", scale))
-    softcap = _number("softcap", softcap)
-    if softcap < 0:
-        raise ArgumentValueError(expected("softcap", "0 (none) or a number above 0", softcap))
+    scale = dim**-0.5 if scale is None else _factor("scale", scale, "")
+    softcap = _factor("softcap", softcap, "0 (none) or ")
     return Problem(batch, q_len, kv_len, heads, kv_heads, dim, q.device, scale, softcap)
+
+
+def dense_mask(dense: torch.Tensor) -> None:
+    """That ``dense`` is a bool mask which all heads share."""
+    if dense.dtype != torch.bool:
+        raise ArgumentTypeError(expected("attention_mask", "a bool tensor", dense.dtype))
+    if dense.dim() != 4 or dense.shape[1] != 1:
+        want = "shape [B, 1, T, S], one mask for all heads"
+        raise ShapeError(expected("attention_mask", want, list(dense.shape)))
+
+
+def spans(spans: torch.Tensor, q: torch.Tensor) -> None:
+    """That ``spans`` are for the queries ``q`` [B, T, Hq, D]."""
+    want = [q.shape[0], 1, q.shape[1], 4]
+    if spans.dtype != torch.int32 or list(spans.shape) != want:
+        got = f"{spans.dtype} {list(spans.shape)}"
+        raise ShapeError(expected("spans", f"torch.int32 {want}, as q has queries", got))
 
 
 def gradient(device: str, mask_heads: int, heads: int, kv_heads: int) -> None:
@@ -101,74 +110,15 @@ def gradient(device: str, mask_heads: int, heads: int, kv_heads: int) -> None:
         raise ShapeError(expected("block_mask", want, f"{mask_heads} heads"))
 
 
-def admitted(
-    lowered: LoweredMask, schedule: object, heads: int, head_dim: int, group: int = 1
-) -> Schedule:
-    """The checked schedule of a backward pass over ``heads`` (``config.schedule_heads``).
-
-    ``schedule``: "auto", a kind's name, a column order, or a Schedule; ``group``: query heads to
-    each of ``heads``.  Kept by mask and request.
-    """
-    mask = lowered.mask
-    sizes = heads, head_dim, group
-    key = (mask.block_hash(), str(mask.device), lowered.form, *sizes, _named(schedule))
-    if key not in _admitted:
-        made = _made(mask, schedule, *sizes)
-        if made.heads != heads:
-            want = f"{heads}, batch x KV heads (x query heads if the mask is by query head)"
-            raise ScheduleError(expected("schedule.heads", want, made.heads))
-        admit(made, mask)
-        if lowered.form == "bits":
-            _lists_of_one_mask(made, mask.shape)
-        _admitted[key] = made
-    _admitted.move_to_end(key)
-    if len(_admitted) > _KEPT:
-        _admitted.popitem(last=False)
-    return _admitted[key]
-
-
-def _made(mask: BlockMask, schedule: object, heads: int, head_dim: int, group: int) -> Schedule:
-    block_grid(mask, heads)
-    if isinstance(schedule, Schedule):
-        return schedule
-    if not isinstance(schedule, str):
-        return permutation(mask, order=schedule, heads=heads)
-    if schedule == AUTO:
-        return config.auto(mask, heads, head_dim, mask.device.type, group)
-    return KINDS[schedule](mask, heads=heads)
-
-
-def _named(schedule: object) -> str:
-    """A name for what was asked: equal names, equal schedules (on one mask)."""
-    if isinstance(schedule, str):
-        return schedule
-    if isinstance(schedule, Schedule):
-        return schedule.hash
-    rows = schedule.cpu().numpy() if isinstance(schedule, torch.Tensor) else schedule
-    try:
-        order = np.asarray(rows)
-    except ValueError:
-        raise ScheduleError(expected("schedule", "a column order", "a ragged list")) from None
-    facts = f"{order.dtype} {order.shape}".encode()
-    return "order " + hashlib.sha256(facts + order.tobytes()).hexdigest()
-
-
-def _lists_of_one_mask(schedule: Schedule, shape: tuple[int, int]) -> None:
-    """Bits differ by mask even where blocks do not: lists are shared by heads of one mask only."""
-    group = group_of_heads(*shape, schedule.heads).numpy()
-    pairs = np.unique(np.stack((schedule.list_of_head, group), axis=1), axis=0)
-    lists, times = np.unique(pairs[:, 0], return_counts=True)
-    if (times > 1).any():
-        want = "heads that share a set of lists to share a mask (its bits differ between them)"
-        got = f"set {lists[times > 1][0]} used for {times.max()} masks"
-        raise ScheduleError(expected("schedule.list_of_head", want, got))
-
-
 def _schedule_type(schedule: object) -> None:
     if isinstance(schedule, str):
-        if schedule != AUTO and schedule not in KINDS:
-            raise ArgumentValueError(one_of("schedule", (AUTO, *KINDS), schedule))
-    elif not isinstance(schedule, (Schedule, list, tuple, np.ndarray, torch.Tensor)):
+        if schedule not in SCHEDULES:
+            raise ArgumentValueError(one_of("schedule", SCHEDULES, schedule))
+    elif isinstance(schedule, (list, tuple, np.ndarray, torch.Tensor)):
+        if torch.compiler.is_compiling():
+            want = "a name or a Schedule under torch.compile (schedulers.permutation makes one)"
+            raise ArgumentTypeError(expected("schedule", want, "a column order"))
+    elif not isinstance(schedule, Schedule):
         want = "a name, a column order (list, array or tensor) or a Schedule"
         raise ArgumentTypeError(expected("schedule", want, type(schedule).__name__))
 
@@ -238,9 +188,12 @@ def _device(device: torch.device) -> None:
         raise BackendUnavailable(no_backend("block_sparse_attention", device, reasons))
 
 
-def _number(name: str, value: object) -> float:
+def _factor(name: str, value: object, or_zero: str) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ArgumentTypeError(expected(name, "a number", repr(value)))
-    if not -math.inf < value < math.inf:
-        raise ArgumentValueError(expected(name, "a finite number", value))
+    if or_zero and value == 0:
+        return 0.0
+    if not LEAST <= value <= MOST:
+        want = f"{or_zero}a finite number above 0, from 2**-40 to 2**40"
+        raise ArgumentValueError(expected(name, want, value))
     return float(value)

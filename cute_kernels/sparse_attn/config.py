@@ -157,7 +157,7 @@ def plan(backend: str, device: arch.Device) -> dict[str, object]:
             "group": "query heads ascending, in each visit; one after another under masks by head",
             "auto": _machines(),
         }
-    return common | {"family": "blas", "blocks": asdict(CPU), "threads": device.units}
+    return common | {"family": "blas", "blocks": asdict(CPU), "threads": device.threads}
 
 
 def _machines() -> dict[str, object]:

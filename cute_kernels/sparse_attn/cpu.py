@@ -20,8 +20,8 @@ import math
 import torch
 from torch import Tensor
 
+from ..cpu_math import ieee, mm
 from ..errors import BackendUnavailable
-from ..ieee import ieee_fp32
 from ..schedulers.mask_bits import unpack
 from .config import CPU
 from .masks import LoweredMask, Order
@@ -36,11 +36,11 @@ def forward(
     """(out [B, Sq, Hq, D], lse fp32 [B, Hq, Sq]) of q [B, Sq, Hq, D], k and v [B, Sk, Hkv, D]."""
     batch, q_len, heads, dim = q.shape
     group = heads // k.shape[2]
-    with ieee_fp32():
-        _prove_row_position(dim, softcap > 0, torch.get_num_threads())
+    with ieee() as team:
+        _prove_row_position(dim, softcap > 0, team)
         qs, ks, vs = (_blocked(t) for t in (q, k, v))
         out = torch.zeros_like(qs)
-        lse = torch.zeros(*qs.shape[:4])
+        lse = _zeros(*qs.shape[:4])
         entries = _lists(mask, batch, heads)
         # Heads and batches share most tiles.
         tiles = functools.lru_cache(maxsize=64)(functools.partial(_allowed, mask))
@@ -56,7 +56,7 @@ def forward(
                             state, qs[b, h, m], keys, values, allowed, scale, softcap, q.dtype
                         )
                     out[b, h, m], lse[b, h, m] = _finish(state)
-    return _unblocked(out, q_len, q.dtype), lse.flatten(2)[:, :, :q_len].contiguous()
+        return _unblocked(out, q_len, q.dtype), lse.flatten(2)[:, :, :q_len].contiguous()
 
 
 def backward(
@@ -77,8 +77,10 @@ def backward(
 
     ``deterministic`` changes nothing here: one thread of tickets is always in order.
     """
-    sums = ordered_sums(dout, dlse, q, k, v, out, lse, mask, order, scale, softcap)
-    return tuple(_unblocked(t, x.shape[1], x.dtype) for t, x in zip(sums, (q, k, v), strict=True))
+    with ieee():
+        sums = ordered_sums(dout, dlse, q, k, v, out, lse, mask, order, scale, softcap)
+        made = zip(sums, (q, k, v), strict=True)
+        return tuple(_unblocked(t, x.shape[1], x.dtype) for t, x in made)
 
 
 def ordered_sums(
@@ -100,30 +102,29 @@ def ordered_sums(
     schedule_heads = len(order.list_of_head)
     # Query heads of one ticket, and of one KV head.
     shared, group = batch * heads // schedule_heads, heads // k.shape[2]
-    with ieee_fp32():
-        qs, ks, vs, dos = (_blocked(t) for t in (q, k, v, dout))
-        delta = (dos * _blocked(out)).sum(-1)
-        delta = delta if dlse is None else delta - _rows(dlse)
-        delta, lse2 = (t.flatten(0, 1)[..., None] for t in (delta, _rows(lse) * LOG2E))
-        qs, dos, ks, vs = (t.flatten(0, 1) for t in (qs, dos, ks, vs))
-        dq = _Turns(qs)
-        dk, dv = (torch.zeros(schedule_heads, *ks.shape[1:]) for _ in range(2))
-        for who, n, begin, end in order.ticket.tolist():
-            keys, values = (t[who * shared // group, n] for t in (ks, vs))
-            for e in range(begin, end):
-                m, bits = entry[e] >> 1, tile[e] if mask.form == "bits" else -1
-                allowed = _allowed(mask, m, n, entry[e] & 1, bits)
-                for head in range(who * shared, (who + 1) * shared):
-                    queries, grads = qs[head, m], dos[head, m]
-                    scores, slope = _scores(queries, keys, scale, softcap)
-                    p = torch.where(allowed, torch.exp2(scores - lse2[head, m]), 0.0)
-                    ds = p * (torch.mm(grads, values.mT) - delta[head, m])
-                    ds = torch.where(allowed, ds if slope is None else ds * slope, 0.0)
-                    p, ds = _through(p, q.dtype), _through(ds, q.dtype)
-                    dv[who, n] += torch.mm(p.mT, grads)
-                    dk[who, n] += torch.mm(ds.mT, queries)
-                    dq.add(head, m, rank[e], torch.mm(ds, keys))
-        dk, dv = (_over_group(t, batch * k.shape[2]).unflatten(0, (batch, -1)) for t in (dk, dv))
+    qs, ks, vs, dos = (_blocked(t) for t in (q, k, v, dout))
+    delta = (dos * _blocked(out)).sum(-1)
+    delta = delta if dlse is None else delta - _rows(dlse)
+    delta, lse2 = (t.flatten(0, 1)[..., None] for t in (delta, _rows(lse) * LOG2E))
+    qs, dos, ks, vs = (t.flatten(0, 1) for t in (qs, dos, ks, vs))
+    dq = _Turns(qs)
+    dk, dv = (_zeros(schedule_heads, *ks.shape[1:]) for _ in range(2))
+    for who, n, begin, end in order.ticket.tolist():
+        keys, values = (t[who * shared // group, n] for t in (ks, vs))
+        for e in range(begin, end):
+            m, bits = entry[e] >> 1, tile[e] if mask.form == "bits" else -1
+            allowed = _allowed(mask, m, n, entry[e] & 1, bits)
+            for head in range(who * shared, (who + 1) * shared):
+                queries, grads = qs[head, m], dos[head, m]
+                scores, slope = _scores(queries, keys, scale, softcap)
+                p = torch.where(allowed, torch.exp2(scores - lse2[head, m]), 0.0)
+                ds = p * (mm(grads, values.mT) - delta[head, m])
+                ds = torch.where(allowed, ds if slope is None else ds * slope, 0.0)
+                p, ds = _through(p, q.dtype), _through(ds, q.dtype)
+                dv[who, n] += mm(p.mT, grads)
+                dk[who, n] += mm(ds.mT, queries)
+                dq.add(head, m, rank[e], mm(ds, keys))
+    dk, dv = (_over_group(t, batch * k.shape[2]).unflatten(0, (batch, -1)) for t in (dk, dv))
     return dq.total.unflatten(0, (batch, -1)) * scale, dk * scale, dv
 
 
@@ -155,13 +156,13 @@ def _attend(state, queries, keys, values, allowed, scale, softcap, dtype):
     shrink = torch.exp2(top - base)
     touched = allowed.any(dim=1, keepdim=True)
     total = torch.where(touched, total * shrink + p.sum(dim=1, keepdim=True), total)
-    part = torch.mm(_through(p, dtype), values)
+    part = mm(_through(p, dtype), values)
     acc = torch.where(touched, acc * shrink + part, acc)
     return torch.where(touched, above, top), total, acc
 
 
 def _start(dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.full((ROWS, 1), -math.inf), torch.zeros(ROWS, 1), torch.zeros(ROWS, dim)
+    return _zeros(ROWS, 1) - math.inf, _zeros(ROWS, 1), _zeros(ROWS, dim)
 
 
 def _finish(state: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -175,7 +176,7 @@ def _scores(
     queries: Tensor, keys: Tensor, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor | None]:
     """Scores times log2 e, and the softcap's derivative (None without one)."""
-    products = torch.mm(queries, keys.mT)
+    products = mm(queries, keys.mT)
     if not softcap:
         return products * (scale * LOG2E), None
     bent = torch.tanh(products * (scale / softcap))
@@ -184,8 +185,8 @@ def _scores(
 
 def _allowed(mask: LoweredMask, m: int, n: int, partial: int, tile: int) -> Tensor:
     """Bool [128, 128]: within both lengths and, in a partial block, allowed by the rule."""
-    q = torch.arange(m * ROWS, (m + 1) * ROWS)[:, None]
-    kv = torch.arange(n * COLUMNS, (n + 1) * COLUMNS)
+    q = _counted(m * ROWS, ROWS)[:, None]
+    kv = _counted(n * COLUMNS, COLUMNS)
     allowed = (q < mask.q_len) & (kv < mask.kv_len)
     if not partial:
         return allowed
@@ -212,6 +213,14 @@ def _lists(mask: LoweredMask, batch: int, heads: int) -> list:
     ]
 
 
+def _zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float32, device="cpu")
+
+
+def _counted(first: int, size: int) -> Tensor:
+    return torch.arange(first, first + size, dtype=torch.int64, device="cpu")
+
+
 def _through(t: Tensor, dtype: torch.dtype) -> Tensor:
     """Rounded to the input dtype, back in fp32."""
     return t.to(dtype).float()
@@ -220,7 +229,7 @@ def _through(t: Tensor, dtype: torch.dtype) -> Tensor:
 def _blocked(t: Tensor) -> Tensor:
     """[B, S, H, D] -> fp32 [B, H, ceil(S / 128), 128, D], zero rows at the end."""
     batch, size, heads, dim = t.shape
-    blocks = torch.zeros(batch, heads, -(-size // ROWS) * ROWS, dim)
+    blocks = _zeros(batch, heads, -(-size // ROWS) * ROWS, dim)
     blocks[:, :, :size] = t.transpose(1, 2)
     return blocks.unflatten(2, (-1, ROWS))
 
@@ -232,7 +241,7 @@ def _unblocked(blocks: Tensor, size: int, dtype: torch.dtype) -> Tensor:
 
 def _rows(t: Tensor) -> Tensor:
     """[B, H, S] -> [B, H, ceil(S / 128), 128], zeros at the end."""
-    blocks = torch.zeros(*t.shape[:2], -(-t.shape[2] // ROWS) * ROWS)
+    blocks = _zeros(*t.shape[:2], -(-t.shape[2] // ROWS) * ROWS)
     blocks[:, :, : t.shape[2]] = t
     return blocks.unflatten(2, (-1, ROWS))
 
@@ -243,12 +252,16 @@ def _over_group(t: Tensor, kv_heads: int) -> Tensor:
 
 
 @functools.cache
-def _prove_row_position(dim: int, capped: bool, threads: int) -> None:
+def _prove_row_position(dim: int, capped: bool, team: tuple[int, int]) -> None:
     """128 equal query rows in, 128 equal states out, byte for byte; BackendUnavailable if not."""
-    generator = torch.Generator().manual_seed(dim)
-    row = torch.randn(1, dim, generator=generator)
-    keys, values = torch.randn(2, 2, COLUMNS, dim, generator=generator)
-    allowed = (torch.rand(1, COLUMNS, generator=generator) < 0.8).expand(ROWS, COLUMNS)
+    generator = torch.Generator("cpu").manual_seed(dim)
+
+    def drawn(make, *shape: int) -> Tensor:
+        return make(*shape, generator=generator, dtype=torch.float32, device="cpu")
+
+    row = drawn(torch.randn, 1, dim)
+    keys, values = drawn(torch.randn, 2, 2, COLUMNS, dim)
+    allowed = (drawn(torch.rand, 1, COLUMNS) < 0.8).expand(ROWS, COLUMNS)
     state = _start(dim)
     for n in range(2):
         queries = row.expand(ROWS, dim).contiguous()
@@ -257,5 +270,5 @@ def _prove_row_position(dim: int, capped: bool, threads: int) -> None:
     if any(bool((t.view(torch.int32) != t[:1].view(torch.int32)).any()) for t in state):
         raise BackendUnavailable(
             f"block_sparse_attention: backend cpu cannot keep batch_invariant here: this machine's "
-            f"BLAS gives equal rows different bits by position at D={dim}, {threads} threads"
+            f"BLAS gives equal rows different bits by position at D={dim}, {team[1]} threads"
         )

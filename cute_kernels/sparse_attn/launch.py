@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import arch, settings
+from .. import arch, log, settings
 from ..compile import cache
 from ..compile.call import call
 from . import config, watchdog
@@ -23,6 +23,8 @@ from .masks import FORMS, LoweredMask, Order
 
 #: TMA wants pointers and strides at multiples of this many bytes.
 _ALIGN = 16
+_TMA = "a last stride of 1, the others and the address at multiples of 16 bytes"
+_NAME = "block_sparse_attention"
 
 # What the certificates hold the kernels to.  By consumers, the registers that 384 and 512 threads
 # can start with; the roles then trade theirs.  Bytes of shared memory and products by head size.
@@ -63,7 +65,7 @@ def forward(
     out = empty(q.shape, q.dtype, q.device)
     lse = empty((batch, heads, q_len), torch.float32, q.device)
     lists = mask.kv_count, not_empty(mask.kv_entry), not_empty(mask.kv_tile), mask.words
-    operands = (addressable(t) for t in (q, k, v))
+    operands = (addressable(t, name) for name, t in zip("qkv", (q, k, v), strict=True))
     numbers = mask.lo, mask.hi, *config.factors(scale, softcap)
     call(q.device, kernel, *operands, out, lse, *lists, *numbers)
     return out, lse
@@ -89,13 +91,15 @@ def backward(
     limit = settings.watchdog_ms()
     chosen = config.configure(dtype, dim, mask.form, deterministic, softcap > 0, limit)
     record = watchdog.record(device) if chosen.watchdog_ms else None
-    dout, q, k, v, out = (addressable(t) for t in (dout, q, k, v, out))
-    dlse = None if dlse is None else dlse.contiguous()
+    given = {"dout": dout, "q": q, "k": k, "v": v, "out": out}
+    dout, q, k, v, out = (addressable(t, name) for name, t in given.items())
+    dlse = None if dlse is None else log.contiguous(_NAME, "dlse", dlse, "contiguous")
+    lse = log.contiguous(_NAME, "lse", lse, "contiguous")
     held = workspace(batch, heads, -(-q_len // chosen.tile_m), chosen.tile_m, dim, device)
 
     pre = _pre_kernel(dtype, dim, chosen.tile_m, dlse is not None)
     rows = held.lse2.flatten(2), held.delta.flatten(2)
-    call(device, pre, out, dout, lse.contiguous(), dlse, *rows, *held[2:])
+    call(device, pre, out, dout, lse, dlse, *rows, *held[2:])
 
     dk, dv = (empty(t.shape, t.dtype, device) for t in (k, v))
     visits = (not_empty(t) for t in (order.entry, order.rank, order.tile))
@@ -114,7 +118,7 @@ def backward(
     return dq, dk, dv
 
 
-def addressable(t: Tensor) -> Tensor:
+def addressable(t: Tensor, name: str = "operand") -> Tensor:
     """``t`` [B, S, H, D], or a copy, such that TMA can address it: see ``_ALIGN``.
 
     The strides of dimensions of size 1 are part of the descriptor too.
@@ -123,6 +127,7 @@ def addressable(t: Tensor) -> Tensor:
     *outer, last = t.stride()
     if last == 1 and t.data_ptr() % _ALIGN == 0 and all(s and s % step == 0 for s in outer):
         return t
+    log.copied(_NAME, name, t, _TMA)
     return torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
 
 

@@ -13,7 +13,6 @@ full blocks too.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple
@@ -38,9 +37,7 @@ WORDS = BLOCK[1] // mask_bits.WORD
 #: An open end of a band.  Lengths stay below it, so that q + hi and q + lo fit into int32.
 FAR = 2**30
 
-_KEPT = 64
 _TILES_AT_ONCE = 1024
-_cache: OrderedDict[tuple[str, torch.device], LoweredMask] = OrderedDict()
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,54 +114,11 @@ def restored(tensors: list[Tensor], numbers: list[int]) -> LoweredMask:
     return LoweredMask(FORMS[form], q_len, kv_len, lo, hi, *tensors)
 
 
-def lower(mask: BlockMask) -> LoweredMask:
-    """The tensors of ``mask``, on its device; built once per mask hash and device, then reused."""
-    mine = vars(mask).get("_lowered")
-    if mine is not None:
-        return mine
-    key = (mask.hash(), mask.device)
-    if key not in _cache:
-        _cache[key] = _lower(mask if mask.block_size == BLOCK else mask.reblock(BLOCK))
-    _cache.move_to_end(key)
-    if len(_cache) > _KEPT:
-        _cache.popitem(last=False)
-    # As a cached_property keeps its value: the next call on this mask hashes nothing.
-    object.__setattr__(mask, "_lowered", _cache[key])
-    return _cache[key]
-
-
-def order_of(lowered: LoweredMask, schedule: Schedule) -> Order:
-    """The tensors of a schedule, queued on the mask's device; nothing is read back from it."""
-    device, bits = lowered.words.device, lowered.form == "bits"
-    *told, place = schedule.tensors(device, places=bits)
-    if not bits:
-        return Order(*told, lowered.q_tile.view(-1))
-    table, of_list = lowered.block_tile, _mask_of_list(lowered, schedule)
-    if of_list.tolist() != list(range(math.prod(table.shape[:2]))):
-        table = table.flatten(0, 1)[torch.from_numpy(of_list).to(device, non_blocking=True)]
-    return Order(*told, table.view(-1).take(place))
-
-
-def _mask_of_list(lowered: LoweredMask, schedule: Schedule) -> np.ndarray:
-    """int64 [S]: the mask of each set of lists; of a set that no head has, any.
-
-    The heads that share a set of lists share a mask (``checks`` sees to it).
-    """
-    of_list = np.zeros(schedule.num_lists, np.int64)
-    of_list[schedule.list_of_head] = group_of_heads(*lowered.mask.shape, schedule.heads).numpy()
-    return of_list
-
-
-@cache
-def group_of_heads(batches: int, heads: int, total: int) -> Tensor:
-    """int64 [total]: the mask, of batches x heads, that each (batch, head) pair b * H + h uses."""
-    index = torch.arange(total, device="cpu")
-    return index // (total // batches) if heads == 1 else index % (batches * heads)
-
-
 # Kept, and saved for a backward later: none of it may be an inference tensor.
 @torch.inference_mode(False)
-def _lower(mask: BlockMask) -> LoweredMask:
+def lower(mask: BlockMask) -> LoweredMask:
+    """The tensors of ``mask``, on its device."""
+    mask = mask if mask.block_size == BLOCK else mask.reblock(BLOCK)
     rule = mask.partial_rule
     lo, hi, form = -FAR, FAR, "none"
     tiles = (torch.full((1, 1, 1, 1), -1, dtype=torch.int32, device=mask.device),) * 2
@@ -197,6 +151,35 @@ def _lower(mask: BlockMask) -> LoweredMask:
         mask,
         block_tile,
     )
+
+
+def order_of(lowered: LoweredMask, schedule: Schedule) -> Order:
+    """The tensors of a schedule, queued on the mask's device; nothing is read back from it."""
+    device, bits = lowered.words.device, lowered.form == "bits"
+    *told, place = schedule.tensors(device, places=bits)
+    if not bits:
+        return Order(*told, lowered.q_tile.view(-1))
+    table, of_list = lowered.block_tile, _mask_of_list(lowered, schedule)
+    if of_list.tolist() != list(range(math.prod(table.shape[:2]))):
+        table = table.flatten(0, 1)[torch.from_numpy(of_list).to(device, non_blocking=True)]
+    return Order(*told, table.view(-1).take(place))
+
+
+def _mask_of_list(lowered: LoweredMask, schedule: Schedule) -> np.ndarray:
+    """int64 [S]: the mask of each set of lists; of a set that no head has, any.
+
+    The heads that share a set of lists share a mask (``checks`` sees to it).
+    """
+    of_list = np.zeros(schedule.num_lists, np.int64)
+    of_list[schedule.list_of_head] = group_of_heads(*lowered.mask.shape, schedule.heads).numpy()
+    return of_list
+
+
+@cache
+def group_of_heads(batches: int, heads: int, total: int) -> Tensor:
+    """int64 [total]: the mask, of batches x heads, that each (batch, head) pair b * H + h uses."""
+    index = torch.arange(total, device="cpu")
+    return index // (total // batches) if heads == 1 else index % (batches * heads)
 
 
 def _entries(count: Tensor, index: Tensor, full: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from .. import log
 from . import triton_kernel as kernels
 from .masks import BLOCK, LoweredMask, Order
 from .triton_plan import TRITON, Tile, TritonPlan
@@ -18,6 +19,8 @@ from .triton_plan import TRITON, Tile, TritonPlan
 LOG2E = math.log2(math.e)
 #: Elements: strides that are multiples of it are known to the compiler to be aligned.
 _ALIGN = 16
+_ROWS = "a last stride of 1, the others multiples of 16, the address of 16 bytes"
+_NAME = "block_sparse_attention"
 _ROUND = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -37,7 +40,7 @@ def forward(
     """
     batch, q_len, heads, dim = q.shape
     dtype, plan = q.dtype, TRITON[dim]
-    q, k, v = (_loadable(t, interpret) for t in (q, k, v))
+    q, k, v = (_loadable(t, interpret, name) for name, t in zip("qkv", (q, k, v), strict=True))
     out = torch.empty(batch, q_len, heads, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, q_len, dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
@@ -108,8 +111,9 @@ def ordered_sums(
     """``backward``; interpreted, its three results before their rounding."""
     batch, q_len, heads, dim = q.shape
     plan, dtype, lists = TRITON[dim], q.dtype, len(order.list_of_head)
-    q, k, v, dout, out = (_loadable(t, interpret) for t in (q, k, v, dout, out))
-    lse = lse.contiguous()
+    given = {"q": q, "k": k, "v": v, "dout": dout, "out": out}
+    q, k, v, dout, out = (_loadable(t, interpret, name) for name, t in given.items())
+    lse = log.contiguous(_NAME, "lse", lse, "contiguous")
     inner = batch * heads // lists
     with torch.cuda.device_of(q):
         delta = _delta(out, dout, dlse, plan)
@@ -173,7 +177,7 @@ def _delta(out: Tensor, dout: Tensor, dlse: Tensor | None, plan: TritonPlan) -> 
     kernels.delta_kernel[(_tiles(q_len, plan.delta.block_m) * batch * heads,)](
         out,
         dout,
-        None if dlse is None else dlse.contiguous(),
+        None if dlse is None else log.contiguous(_NAME, "dlse", dlse, "contiguous"),
         delta,
         _strides(out),
         _strides(dout),
@@ -211,11 +215,14 @@ def _writers(
     return writer, writer_tile
 
 
-def _loadable(t: Tensor, interpret: bool) -> Tensor:
+def _loadable(t: Tensor, interpret: bool, name: str = "operand") -> Tensor:
     """``t`` [B, S, H, D], or a copy that kernels can load in aligned pieces of a row."""
     t = t.float() if interpret else t
     whole = all(s % _ALIGN == 0 for s in _strides(t)) and t.data_ptr() % _ALIGN == 0
-    return t if whole and t.stride(3) == 1 else t.clone(memory_format=torch.contiguous_format)
+    if whole and t.stride(3) == 1:
+        return t
+    log.copied(_NAME, name, t, _ROWS)
+    return t.clone(memory_format=torch.contiguous_format)
 
 
 def _strides(t: Tensor) -> tuple[int, int, int]:

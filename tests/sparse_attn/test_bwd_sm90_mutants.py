@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import OrderedDict
 
 import pytest
 import torch
 
+from cute_kernels.caching import ByteCache
 from cute_kernels.schedulers import kinds
 from cute_kernels.schedulers.mask import BlockMask
-from cute_kernels.sparse_attn import masks, reference
+from cute_kernels.sparse_attn import masks, prepare, reference
 from tests import contract, ptxsim
 from tests.ptxsim import available
 from tests.sparse_attn import simulated, waits
@@ -438,11 +438,11 @@ def test_mutants_are_killed(monkeypatch, mutant, head_dim, form):
 def test_words_that_are_not_transposed_are_noticed(monkeypatch, head_dim):
     """The backward reads the words of a key, which are not those of a query."""
     ((case, schedule, wanted),) = cases(head_dim, "bits")
-    monkeypatch.setattr(masks, "_cache", OrderedDict())
+    monkeypatch.setattr(prepare, "cache", ByteCache("of this test", prepare.cache.limit))
     again = case._replace(mask=of_bits())
     for a, b in zip(simulated_bwd.backward(again, schedule), wanted, strict=True):
         assert contract.same_bytes(a, b)
-    monkeypatch.setattr(masks, "_cache", OrderedDict())
+    monkeypatch.setattr(prepare, "cache", ByteCache("of this test", prepare.cache.limit))
     monkeypatch.setattr(masks, "_transposed", lambda words: words)
     again = case._replace(mask=of_bits())
     found = simulated_bwd.backward(again, schedule)

@@ -20,7 +20,7 @@ from cute_kernels.schedulers import kinds
 from cute_kernels.schedulers.mask import BlockMask
 from cute_kernels.schedulers.safety import check
 from cute_kernels.schedulers.schedule import Schedule
-from cute_kernels.sparse_attn import checks, masks
+from cute_kernels.sparse_attn import masks, prepare
 from tests import contract, ptxsim, sim
 from tests.ptxsim import available
 
@@ -209,7 +209,7 @@ def test_the_op_takes_no_schedule_that_needs_residents(name, group):
     block_mask, kind, _ = NEEDY[name]
     lowered = masks.lower(block_mask)
     with pytest.raises(ScheduleError, match="allow_residency"):
-        checks.admitted(lowered, kind(lowered.mask, heads=1), 1, 128, group)
+        prepare.admitted(lowered, kind(lowered.mask, heads=1), 1, 128, group)
 
 
 @pytest.mark.parametrize("group", [2, 5])

@@ -10,7 +10,7 @@ import torch
 from cute_kernels.errors import BackendUnavailable
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.mask_rules import Band
-from cute_kernels.sparse_attn import cpu
+from cute_kernels.sparse_attn import checks, cpu
 from cute_kernels.sparse_attn.api import block_sparse_attention
 from tests import contract
 from tests.contract import ContractViolation, RowOp, same_bytes
@@ -168,14 +168,14 @@ def test_thread_counts_keep_their_own_bits():
 
 def test_a_blas_that_depends_on_the_row_is_refused(monkeypatch):
     """The self-proof is not for show: a product with a row-dependent order fails the call."""
-    true_mm = torch.mm
+    true_mm = cpu.mm
 
     def mm(a, b):
         result = true_mm(a, b)
         result[1::2] = true_mm(a.flip(1), b.flip(0))[1::2]
         return result
 
-    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(cpu, "mm", mm)
     cpu._prove_row_position.cache_clear()
     try:
         with pytest.raises(BackendUnavailable, match="batch_invariant"):
@@ -265,3 +265,49 @@ def test_blocks_that_begin_with_the_chunk_are_killed():
     sequences.check_chunks(sequence_op("window"), x, CUTS)
     with pytest.raises(ContractViolation):
         sequences.check_chunks(SequenceOp("moved", run, window, {}), x, CUTS)
+
+
+@pytest.mark.parametrize("softcap", [0.0, checks.LEAST, checks.MOST])
+@pytest.mark.parametrize("scale", [checks.LEAST, checks.MOST])
+def test_the_limits_of_scale_and_softcap_are_finite(scale, softcap):
+    """Scores of zero included: beyond the limits a constant is infinite, and its product NaN."""
+    x = cases.inputs(1, 1, 1, 140, 140, 64)
+    with torch.no_grad():
+        x.q[:, ::3], x.k[:, ::5] = 0, 0
+    out, lse = block_sparse_attention(
+        *x.leaves(), causal=True, scale=scale, softcap=softcap, return_lse=True
+    )
+    torch.autograd.backward([out, lse], [x.dout, x.dlse])
+    for t in (out, lse, *(leaf.grad for leaf in x.leaves())):
+        assert t.isfinite().all()
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_a_masked_key_beyond_range_sends_back_nothing(softcap):
+    """dS is selected, not multiplied: P is 0 there, dP infinite and the softcap's slope NaN."""
+    x = cases.inputs(1, 2, 1, 150, 150, 64)
+    mask = BlockMask.sliding_window(150, 150, left=20, right=0)
+    want = gradients(x, mask, softcap)
+    with torch.no_grad():
+        x.v[:, 30] = 3e38
+    got = gradients(x, mask, softcap)
+    for t, clean in zip(got, want, strict=True):
+        # Queries from 51 on, and keys that only they can see.
+        assert same_bytes(t[:, 51:], clean[:, 51:])
+    assert not got[0][:, 30:51].isfinite().all()
+    with torch.no_grad():
+        x.v[:, 30], x.k[:, 30] = 0, math.nan
+    unseen = BlockMask.sliding_window(150, 150, left=20, right=0) & no_key(30)
+    dk = gradients(x, unseen, softcap)[1]
+    assert not dk[:, 30].any()
+
+
+def no_key(at: int) -> BlockMask:
+    dense = torch.ones(150, 150, dtype=torch.bool)
+    dense[:, at] = False
+    return BlockMask.from_dense(dense)
+
+
+def gradients(x: cases.Inputs, mask: BlockMask, softcap: float) -> tuple[torch.Tensor, ...]:
+    out = block_sparse_attention(*x.leaves(), mask, softcap=softcap)
+    return torch.autograd.grad(out, x.leaves(), x.dout)

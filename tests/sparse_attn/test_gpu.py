@@ -242,3 +242,7 @@ def test_the_inputs_device_is_used():
     got = forward(moved)
     assert got[0].device == torch.device("cuda:1")
     require_same([t.cpu() for t in got], [t.cpu() for t in want], f"cuda:1, seed {SEED}")
+
+
+def test_sequences_have_their_bytes_wherever_a_buffer_holds_them():
+    in_a_process("gpu_sequences")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.library import opcheck
@@ -19,8 +21,8 @@ from cute_kernels.errors import (
     NondeterministicError,
     UnsupportedTransformError,
 )
-from cute_kernels.schedulers import BlockMask, kinds
-from cute_kernels.sparse_attn import checks, cpu, masks, op
+from cute_kernels.schedulers import BlockMask, kinds, select
+from cute_kernels.sparse_attn import checks, cpu, masks, op, prepare
 from cute_kernels.sparse_attn.api import block_sparse_attention
 from tests.contract import ROOT, same_bytes
 from tests.sparse_attn import cases
@@ -47,7 +49,7 @@ MASKS = {
 
 def operands(mask: BlockMask) -> tuple:
     """What follows q, k and v in the ops."""
-    found = op.prepared(mask, False, "spt", True, (B, SQ, SK, H, HKV, D), "cpu")
+    found = prepare.operands(mask.handle, False, "spt", True, (B, SQ, SK, H, HKV, D), "cpu")
     return (*found, D**-0.5, 0.0, True)
 
 
@@ -125,6 +127,37 @@ def test_dynamic_shapes():
         assert all(same_bytes(a, b) for a, b in zip(got, want, strict=True))
 
 
+def test_a_compiled_causal_attention_serves_every_length():
+    """No length compiles anew once sizes are dynamic, in training too."""
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    run = torch.compile(block_sparse_attention, fullgraph=True, backend="aot_eager")
+    for size in (100, 140, 180, 90, 129, 30):
+        x = cases.inputs(1, 2, 1, size, size, D)
+        want, got = (f(*x.leaves(), causal=True) for f in (block_sparse_attention, run))
+        want, got = ((out, *torch.autograd.grad(out, x.leaves(), x.dout)) for out in (want, got))
+        assert all(same_bytes(a, b) for a, b in zip(got, want, strict=True))
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize("kind", [list, torch.tensor, np.asarray])
+def test_a_column_order_is_not_frozen_into_a_graph(kind):
+    """Later orders got the bytes of the first; now the first is refused, and a Schedule works."""
+    torch.compiler.reset()
+    x, order = tensors(), kind([1, 0])
+    run = torch.compile(block_sparse_attention, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"a name or a Schedule under torch.compile"):
+        run(*x.leaves(), schedule=order)
+    made = kinds.permutation(BlockMask.full(SQ, SK), order=order, heads=B * HKV)
+    want = torch.autograd.grad(
+        block_sparse_attention(*x.leaves(), schedule=order), x.leaves(), x.dout
+    )
+    got = torch.autograd.grad(run(*x.leaves(), schedule=made), x.leaves(), x.dout)
+    assert all(same_bytes(a, b) for a, b in zip(got, want, strict=True))
+
+
 def test_compiled_without_gradients():
     torch.compiler.reset()
     x = tensors()
@@ -176,7 +209,7 @@ def test_no_schedule_is_made_without_a_gradient(monkeypatch):
 def test_masks_and_schedules_are_built_once(monkeypatch):
     """Per content, not per object: layers and steps share them."""
     built = {"mask": 0, "schedule": 0}
-    true_lower, true_order = masks._lower, masks.order_of
+    true_lower, true_order = masks.lower, masks.order_of
 
     def lower(mask):
         built["mask"] += 1
@@ -186,7 +219,7 @@ def test_masks_and_schedules_are_built_once(monkeypatch):
         built["schedule"] += 1
         return true_order(*args)
 
-    monkeypatch.setattr(masks, "_lower", lower)
+    monkeypatch.setattr(masks, "lower", lower)
     monkeypatch.setattr(masks, "order_of", order_of)
     x = tensors()
     for _ in range(3):
@@ -196,7 +229,7 @@ def test_masks_and_schedules_are_built_once(monkeypatch):
     assert built == {"mask": 1, "schedule": 1}
     block_sparse_attention(*x.leaves(), BlockMask.sliding_window(SQ, SK, left=45, right=4))
     assert built["mask"] == 2
-    words = {id(t) for _ in range(2) for t in masks.lower(mask).tensors()}
+    words = {id(t) for _ in range(2) for t in prepare.lower(mask).tensors()}
     assert len(words) == len(masks.TENSORS) - 1  # both tile tensors are one where unread
 
 
@@ -215,25 +248,6 @@ def test_a_mask_of_inference_mode_has_gradients():
         assert same_bytes(out, want) and all(g.abs().sum() > 0 for g in grads)
 
 
-def test_an_order_has_landed_before_another_stream_may_take_it(monkeypatch):
-    kept, waits = op._orders.copy(), []
-    made = SimpleNamespace(ticket=SimpleNamespace(is_cuda=True, device="cuda:1"))
-    lowered = SimpleNamespace(form="band", words=SimpleNamespace(device="cuda:1"))
-
-    def stream(device):
-        def synchronize():
-            waits.append((device, made in op._orders.values()))
-
-        return SimpleNamespace(synchronize=synchronize)
-
-    monkeypatch.setattr(op, "_orders", kept)
-    monkeypatch.setattr(masks, "order_of", lambda *args: made)
-    monkeypatch.setattr(torch.cuda, "current_stream", stream)
-    for _ in range(3):
-        assert op._order(lowered, SimpleNamespace(hash="one")) is made
-    assert waits == [("cuda:1", False)]
-
-
 def test_masks_of_equal_blocks_do_not_share_bits():
     """Two masks with the same blocks and other bits inside: schedule shared, bits not."""
     generator = torch.Generator().manual_seed(3)
@@ -246,6 +260,36 @@ def test_masks_of_equal_blocks_do_not_share_bits():
         found.append((mask, out, dq, allowed))
     assert found[0][0].block_hash() == found[1][0].block_hash()
     assert not same_bytes(found[0][1], found[1][1]) and not same_bytes(found[0][2], found[1][2])
+
+
+def test_masks_of_one_shape_do_not_share_their_causal_part():
+    generator, x = torch.Generator().manual_seed(9), tensors()
+    found = []
+    for _ in range(2):
+        mask = BlockMask.from_dense(torch.rand(SQ, SK, generator=generator) < 0.5)
+        out = block_sparse_attention(*x.leaves(), mask, causal=True)
+        assert same_bytes(out, block_sparse_attention(*x.leaves(), mask & BlockMask.causal(SQ, SK)))
+        found.append(out)
+    assert not same_bytes(*found)
+
+
+def test_what_select_returns_is_a_schedule():
+    x, mask = tensors(), BlockMask.causal(SQ, SK)
+    chosen = select(mask, heads=B * HKV)
+    found = [
+        torch.autograd.grad(
+            block_sparse_attention(*x.leaves(), mask, schedule=given), x.leaves(), x.dout
+        )
+        for given in (chosen, chosen.schedule)
+    ]
+    assert all(same_bytes(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_copied_mask_is_a_mask_of_its_own():
+    """Its handle in compiled graphs is its own; its content is the same."""
+    mask = BlockMask.sliding_window(SQ, SK, left=9, right=0)
+    for other in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask)), copy.copy(mask)):
+        assert other.handle != mask.handle and other.hash() == mask.hash()
 
 
 def test_one_schedule_for_two_masks():
@@ -387,8 +431,8 @@ def test_vmap_is_refused():
 
 
 def test_the_op_without_a_schedule_has_no_gradient():
-    x, (mask, facts, _, *rest) = tensors(), operands(BlockMask.full(SQ, SK))
-    out, _ = op.block_sparse_attention(*x.leaves(), mask, facts, [], *rest)
+    x, (mask, facts, _, kind, *rest) = tensors(), operands(BlockMask.full(SQ, SK))
+    out, _ = op.block_sparse_attention(*x.leaves(), mask, facts, [], kind, *rest)
     with pytest.raises(ArgumentValueError, match="order"):
         out.backward(x.dout)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -119,8 +120,7 @@ def test_bits_do_not_follow_the_launch_order(kind, in_flight):
 
 def relaunched(schedule: Schedule, order: np.ndarray) -> Schedule:
     """The same lists and ranks under other tickets."""
-    words = {name: getattr(schedule, name) for name in schedule.__dataclass_fields__}
-    return Schedule(**(words | {"order": order.astype(np.int32)}))
+    return dataclasses.replace(schedule, order=order.astype(np.int32))
 
 
 @pytest.mark.parametrize("kind", [SHARED, BY_HEAD])
@@ -266,8 +266,8 @@ def test_a_schedule_that_is_not_followed_is_killed(mutant):
         changed = {"rank": other.rank}
     else:
         changed = {"q_block": lists(BY_HEAD, order=orders).q_block}
-    words = {name: getattr(schedule, name) for name in schedule.__dataclass_fields__}
-    assert max(differing(launched(Schedule(**(words | changed)), BY_HEAD), want)) > 0.1
+    mutated = dataclasses.replace(schedule, **changed)
+    assert max(differing(launched(mutated, BY_HEAD), want)) > 0.1
 
 
 def test_a_schedule_that_needs_residency_is_refused():

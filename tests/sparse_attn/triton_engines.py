@@ -22,6 +22,7 @@ from cute_kernels import dispatch
 from cute_kernels.schedulers.schedule import Schedule
 from cute_kernels.sparse_attn import triton_kernel, triton_launch
 from tests import triton_copies
+from tests.triton_in_numpy import product
 
 F32 = np.float32
 LOG2E, LN2 = F32(math.log2(math.e)), F32(math.log(2))
@@ -48,8 +49,8 @@ copy_of = functools.partial(triton_copies.copy_of, package)
 class ByHand:
     """One attention without softcap, bf16, D = 64, as the kernels' docstring spells it, in numpy.
 
-    A product here is one `np.matmul`, as it is in Triton's interpreter, so that bytes can be
-    compared.  The plan's steps are written out: 64 keys, or 32 query rows for dK and dV.
+    A product here is the one that Triton's interpreter takes, so that bytes can be compared.
+    The plan's steps are written out: 64 keys, or 32 query rows for dK and dV.
     """
 
     def __init__(self, q, k, v, allowed, scale: float):
@@ -74,13 +75,13 @@ class ByHand:
                     continue
                 cols = np.s_[at : at + 64]
                 allowed = self.allowed[b, h, rows, cols]
-                s = self.q[b, h, rows] @ self.k[b, h // self.group, cols].T
+                s = product(self.q[b, h, rows], self.k[b, h // self.group, cols].T)
                 above = np.maximum(top, np.where(allowed, s, F32(-np.inf)).max(1) * self.factor)
                 base = np.where(above == -np.inf, F32(0), above)
                 p = np.where(allowed, np.exp2(s * self.factor - base[:, None]), F32(0))
                 shrink = np.exp2(top - base)
                 total = total * shrink + p.sum(1)
-                part = _rounded(p) @ self.v[b, h // self.group, cols]
+                part = product(_rounded(p), self.v[b, h // self.group, cols])
                 acc, top = part + acc * shrink[:, None], above
             with np.errstate(divide="ignore", invalid="ignore"):
                 out[b, h, rows] = np.where(acc == 0, F32(0), acc / total[:, None])
@@ -104,14 +105,14 @@ class ByHand:
                 for at in range(m * 128, m * 128 + 128, 32):
                     rows = np.s_[at : at + 32]
                     p, ds = self._slopes(b, h, rows, cols, flip=True)
-                    dv[b, kv, cols] = p @ self.dout[b, h, rows] + dv[b, kv, cols]
-                    dk[b, kv, cols] = ds @ self.q[b, h, rows] + dk[b, kv, cols]
+                    dv[b, kv, cols] = product(p, self.dout[b, h, rows]) + dv[b, kv, cols]
+                    dk[b, kv, cols] = product(ds, self.q[b, h, rows]) + dk[b, kv, cols]
         for (b, h, m), found in writers.items():
             rows = np.s_[m * 128 : m * 128 + 128]
             for rank, half in itertools.product(sorted(found), (0, 64)):
                 cols = np.s_[found[rank] * 128 + half : found[rank] * 128 + half + 64]
                 _, ds = self._slopes(b, h, rows, cols, flip=False)
-                dq[b, h, rows] = ds @ self.k[b, h // self.group, cols] + dq[b, h, rows]
+                dq[b, h, rows] = product(ds, self.k[b, h // self.group, cols]) + dq[b, h, rows]
         q_len, kv_len = self.sizes
         return (
             self._stored(dq * self.scale, q_len),
@@ -128,8 +129,8 @@ class ByHand:
         if flip:
             x, y, g, v = y, x, v, g
             allowed, shift, delta = allowed.T, shift.T, delta.T
-        p = np.where(allowed, np.exp2(x @ y.T * self.factor + shift), F32(0))
-        ds = np.where(allowed, p * (g @ v.T - delta), F32(0))
+        p = np.where(allowed, np.exp2(product(x, y.T) * self.factor + shift), F32(0))
+        ds = np.where(allowed, p * (product(g, v.T) - delta), F32(0))
         return _rounded(p), _rounded(ds)
 
     def _stored(self, blocks: np.ndarray, size: int) -> torch.Tensor:

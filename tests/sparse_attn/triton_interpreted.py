@@ -7,12 +7,12 @@ the launcher is told to hand over fp32, to round P and dS by their bits and resu
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 
 import pytest
 import torch
-from triton.runtime import interpreter
 
 from cute_kernels.schedulers import BlockMask, kinds
 from cute_kernels.sparse_attn import masks, triton_kernel, triton_launch
@@ -20,6 +20,7 @@ from cute_kernels.sparse_attn.api import block_sparse_attention
 from tests.contract import same_bytes
 from tests.sparse_attn import cases, test_reference
 from tests.sparse_attn.triton_engines import ByHand, copy_of, through
+from tests.triton_in_numpy import same_on_every_machine  # noqa: F401
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -31,18 +32,6 @@ SCALE = DIM**-0.5
 SHUFFLED = [1, 2, 0]
 #: Every head size, dtype and form, a group, softcap, tails and empty rows.
 DRAWN = (4, 16, 27, 35, 46, 57, 58, 66)
-
-
-@pytest.fixture(autouse=True)
-def loops_with_new_numpy(monkeypatch):
-    """numpy 2.4 refuses int() of a one-element array, which Triton 3.6 takes of loop bounds."""
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 @functools.cache
@@ -112,8 +101,7 @@ def write_order(kernels) -> None:
     dq, dk, dv = sums(kernels, FULL, schedule)
     other = sums(kernels, FULL, lists(FULL, write_order=[0, 1, 2]))
     assert not same_bytes(other[0], dq) and same_bytes(other[1], dk) and same_bytes(other[2], dv)
-    words = {name: getattr(schedule, name) for name in schedule.__dataclass_fields__}
-    back = type(schedule)(**(words | {"order": schedule.order[::-1]}))
+    back = dataclasses.replace(schedule, order=schedule.order[::-1])
     assert all(map(same_bytes, sums(kernels, FULL, back), (dq, dk, dv)))
 
 

@@ -1,0 +1,128 @@
+"""A cache of tensors: bounded in bytes, safe under threads, streams and CUDA graphs."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+#: All caches of the process, for `sizes`.
+_caches: weakref.WeakSet[ByteCache] = weakref.WeakSet()
+
+
+@dataclass
+class _Entry:
+    value: object
+    size: int
+    #: Set where a CUDA graph captured a use: its replays read the tensors, whoever else does not.
+    pinned: bool = False
+
+
+class ByteCache:
+    """The most recently used values whose tensors and arrays take at most ``limit`` bytes together.
+
+    Two threads may both make a value that is missing; both get the one that was stored first.  A
+    value larger than ``limit`` is returned and not kept.
+    """
+
+    def __init__(self, name: str, limit: int):
+        self.name = name
+        self.limit = limit
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+        _caches.add(self)
+
+    def get(self, key: Hashable, make: Callable[[], object]) -> object:
+        """The value of ``key``, made at its first use; ``make`` runs outside the lock."""
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None:
+                self._entries.move_to_end(key)
+                entry.pinned |= capturing
+                return entry.value
+        value = make()
+        entry = _Entry(value, _bytes_of(value), capturing)
+        if not capturing:
+            # Whoever takes it from here may be on another stream than the one that made it.
+            _wait(value, lambda device: torch.cuda.current_stream(device).synchronize())
+        with self._lock:
+            if key in self._entries:
+                return self._entries[key].value
+            if entry.size > self.limit and not capturing:
+                return value
+            self._entries[key] = entry
+            self._bytes += entry.size
+            dropped = [] if capturing else self._overflow()
+        # A kernel of any stream may still read what the allocator would give away.
+        _wait(dropped, torch.cuda.synchronize)
+        return value
+
+    def size(self) -> dict[str, int]:
+        """``{"entries", "bytes", "limit"}`` of now."""
+        with self._lock:
+            return {"entries": len(self._entries), "bytes": self._bytes, "limit": self.limit}
+
+    def clear(self) -> None:
+        """Forgets every value."""
+        with self._lock:
+            self._entries.clear()
+            self._bytes = 0
+
+    def _overflow(self) -> list[_Entry]:
+        """Takes out the oldest entries that are over the limit."""
+        dropped = []
+        for key in [key for key, entry in self._entries.items() if not entry.pinned]:
+            if self._bytes <= self.limit:
+                break
+            dropped.append(self._entries.pop(key))
+            self._bytes -= dropped[-1].size
+        return dropped
+
+
+def sizes() -> dict[str, dict[str, int]]:
+    """Per cache: entries, bytes and the limit."""
+    return {cache.name: cache.size() for cache in sorted(_caches, key=lambda c: c.name)}
+
+
+def _wait(value: object, wait: Callable[[torch.device], None]) -> None:
+    """Waits on each GPU that ``value`` has a tensor on."""
+    for device in {t.device for t in _leaves(value) if isinstance(t, torch.Tensor) and t.is_cuda}:
+        wait(device)
+
+
+def _bytes_of(value: object) -> int:
+    """Bytes of the storages and arrays behind ``value``, each counted once."""
+    parts = {}
+    for leaf in _leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            storage = leaf.untyped_storage()
+            parts[storage._cdata] = storage.nbytes()
+        else:
+            whole = leaf if leaf.base is None else leaf.base
+            parts[id(whole)] = getattr(whole, "nbytes", leaf.nbytes)
+    return sum(parts.values())
+
+
+def _leaves(value: object, seen: set[int] | None = None) -> Iterator[torch.Tensor | np.ndarray]:
+    """Every tensor and array that ``value`` holds, through containers and plain objects."""
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor | np.ndarray):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _leaves(part, seen)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _leaves(part, seen)
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        yield from _leaves(vars(value), seen)

@@ -1,0 +1,129 @@
+"""The torch ops of attention at own positions (``sequences``): schemas, fakes, autograd.
+
+    seen_columns         a bool mask -> the columns that each query sees
+    sequence_spans       columns, padding, offsets -> spans
+    sequence_attention   q, k, v, spans -> out, lse
+    sequence_attention_backward
+
+Spans are an operand: one compiled graph serves every length, padding and cache.  They live on the
+CPU, so making them of a mask on a GPU waits for it, once per forward pass and kind of mask.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .. import dispatch
+from ..torch_ops import define_op
+from . import checks, prepare, sequences
+from .op import NAME, refuse_double_backward, refuse_vmap
+
+
+def _run_seen(dense):
+    return sequences.seen_of(dense)
+
+
+def _fake_seen(dense):
+    shape = (*dense.shape[:-1], 2)
+    return torch.empty(shape, dtype=torch.int32, device="cpu")
+
+
+def _run_spans(seen, padding, q_offset, kv_offset, batch, rows, columns, packed):
+    sizes = (batch, rows, columns)
+    return sequences.spans_of(seen, padding, int(q_offset), int(kv_offset), sizes, packed)
+
+
+def _fake_spans(seen, padding, q_offset, kv_offset, batch, rows, columns, packed):
+    return torch.empty((batch, 1, rows, 4), dtype=torch.int32, device="cpu")
+
+
+def _run(q, k, v, spans, scale, softcap):
+    runs = sequences.runs_of(spans, str(q.device))
+    parts = ((run, _attend(run, q, k, v, scale, softcap)) for run in runs)
+    if [run[:2] for run in runs] == [(slice(0, q.shape[0]), slice(0, q.shape[1]))]:
+        return next(parts)[1]
+    out, lse = _fake(q, k, v, spans, scale, softcap)
+    out.zero_()
+    lse.fill_(float("-inf"))
+    for run, part in parts:
+        out[run.batch, run.queries], lse[run.batch, :, run.queries] = part
+    return out, lse
+
+
+def _attend(run, q, k, v, scale, softcap):
+    cut = run.cut_queries(q), run.cut_keys(k), run.cut_keys(v)
+    launch = dispatch.launcher(NAME, q.device, q.dtype)
+    return launch(*cut, prepare.lower(run.mask), scale, softcap)
+
+
+def _fake(q, k, v, spans, scale, softcap):
+    batch, q_len, heads, _ = q.shape
+    lse = q.new_empty((batch, heads, q_len), dtype=torch.float32)
+    return q.new_empty(q.shape), lse
+
+
+def _run_backward(dout, dlse, q, k, v, out, lse, spans, scale, softcap):
+    dq, dk, dv = (t.new_zeros(t.shape) for t in (q, k, v))
+    launch = dispatch.launcher(f"{NAME}_backward", q.device, q.dtype)
+    for run in sequences.runs_of(spans, str(q.device)):
+        of_rows = [None if t is None else t[run.batch, :, run.queries] for t in (dlse, lse)]
+        queries, keys, values = run.cut_queries(q), run.cut_keys(k), run.cut_keys(v)
+        (batch, q_len, heads, dim), (_, kv_len, kv_heads, _) = queries.shape, keys.shape
+        lowered = prepare.lower(run.mask)
+        sizes = batch, q_len, kv_len, heads, kv_heads, dim
+        order = prepare.order_of(lowered, checks.AUTO, sizes)
+        tensors = (run.cut_queries(dout), of_rows[0], queries, keys, values, run.cut_queries(out))
+        parts = launch(*tensors, of_rows[1], lowered, order, scale, softcap, True)
+        dq[run.batch, run.queries] = parts[0]
+        dk[run.batch, run.keys], dv[run.batch, run.keys] = (t[:, run.shift :] for t in parts[1:])
+    return dq, dk, dv
+
+
+def _fake_backward(dout, dlse, q, k, v, out, lse, spans, scale, softcap):
+    return tuple(t.new_empty(t.shape) for t in (q, k, v))
+
+
+def _setup(ctx, inputs, output):
+    q, k, v, spans, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, spans)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dout, dlse):
+    q, k, v, out, lse, spans = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    grads = sequence_attention_backward(dout, dlse, q, k, v, out, lse, spans, *ctx.options)
+    wanted = ctx.needs_input_grad[:3]
+    return *(g if w else None for g, w in zip(grads, wanted, strict=True)), *(None,) * 3
+
+
+def _setup_nothing(ctx, inputs, output):
+    pass
+
+
+seen_columns = define_op("seen_columns(Tensor dense) -> Tensor", _run_seen, fake=_fake_seen)
+sequence_spans = define_op(
+    "sequence_spans(Tensor? seen, Tensor? padding, Tensor q_offset, SymInt kv_offset, "
+    "SymInt batch, SymInt rows, SymInt columns, bool packed) -> Tensor",
+    _run_spans,
+    fake=_fake_spans,
+)
+sequence_attention = define_op(
+    "sequence_attention(Tensor q, Tensor k, Tensor v, Tensor spans, float scale, float softcap) "
+    "-> (Tensor, Tensor)",
+    _run,
+    fake=_fake,
+    setup=_setup,
+    backward=_backward,
+    vmap=refuse_vmap,
+    autocast_args=(0, 1, 2),
+)
+sequence_attention_backward = define_op(
+    "sequence_attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, "
+    "Tensor out, Tensor lse, Tensor spans, float scale, float softcap) -> (Tensor, Tensor, Tensor)",
+    _run_backward,
+    fake=_fake_backward,
+    setup=_setup_nothing,
+    backward=refuse_double_backward,
+    vmap=refuse_vmap,
+)

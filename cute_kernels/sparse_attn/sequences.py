@@ -1,0 +1,184 @@
+"""A batch of sequences that a key buffer holds anywhere, cut into runs at their own positions.
+
+A row's bits depend on its keys' positions: on which block of 128 a key falls into.  Behind left
+padding, in a pack of documents, or in a cache that dropped its oldest keys, a key's column in the
+buffer is not its position.  So each sequence is attended alone, cut out of the buffer; where its
+first key is not at a multiple of 128, zero rows that nobody sees stand in front.
+
+    columns seen  -> spans (``spans_of``)  -> runs (``runs_of``)  -> one attention per run
+
+Spans are int32 [B, 1, T, 4] on the CPU, one row per query:
+
+    begin      the column of the first key of its sequence that the buffer holds
+    position   that key's position in the sequence: 0 unless a cache dropped keys before it
+    first, end the columns that the query sees, first <= column < end; none if they are equal
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import ArgumentValueError, expected
+from ..schedulers.mask import BlockMask
+from ..schedulers.mask_rules import Band, Rule
+from ..schedulers.mask_spans import Spans
+from . import prepare
+from .masks import BLOCK
+
+
+class Run(NamedTuple):
+    """One attention: ``queries`` of the ``batch`` rows over their ``keys``, behind ``shift`` zeros.
+
+    ``mask`` is in the coordinates of what ``cut_queries`` and ``cut_keys`` return.
+    """
+
+    batch: slice
+    queries: slice
+    keys: slice
+    shift: int
+    mask: BlockMask
+
+    def cut_queries(self, t: Tensor) -> Tensor:
+        """The run's part of a tensor [B, T, H, D]."""
+        return t[self.batch, self.queries]
+
+    def cut_keys(self, t: Tensor) -> Tensor:
+        """The run's part of a tensor [B, S, H, D], each key in the block of its position."""
+        part = t[self.batch, self.keys]
+        return F.pad(part, (0, 0, 0, 0, self.shift, 0)) if self.shift else part
+
+
+def seen_of(dense: Tensor) -> Tensor:
+    """(first, end) of the True columns of each row: [B, 1, T, S] -> int32 [B, 1, T, 2], CPU."""
+    columns = dense.shape[-1]
+    if not columns:
+        return torch.zeros((*dense.shape[:-1], 2), dtype=torch.int32, device="cpu")
+    count = dense.sum(dim=-1, dtype=torch.int32)
+    marks = dense.to(torch.uint8)
+    first = marks.argmax(dim=-1).to(torch.int32)
+    end = columns - marks.flip(-1).argmax(dim=-1).to(torch.int32)
+    end = torch.where(count > 0, end, first)
+    gaps = (end - first != count).cpu().nonzero()
+    if len(gaps):
+        sequence, _, row = gaps[0].tolist()
+        want = "queries that see one run of keys each (a 4-D bool mask takes any others)"
+        got = f"gaps between the keys of query {row} of sequence {sequence}"
+        raise ArgumentValueError(expected("attention_mask", want, got))
+    return torch.stack((first, end), dim=-1).cpu()
+
+
+def spans_of(
+    seen: Tensor | None,
+    padding: Tensor | None,
+    q_offset: int,
+    kv_offset: int,
+    sizes: tuple[int, int, int],
+    packed: bool,
+) -> Tensor:
+    """The spans of T queries whose column in the buffer is q_offset - kv_offset onwards.
+
+    seen: What ``seen_of`` returns; None is causal.
+    padding: bool [B, L], the real columns before ``kv_offset`` was cut off; None: all.
+    sizes: (B, T, S).  packed: Whether columns that share no query and key are sequences apart.
+    """
+    batch, rows, columns = sizes
+    own = np.arange(rows) + (q_offset - kv_offset)
+    begin, position = np.zeros((2, batch, rows), np.int64)
+    position += kv_offset
+    last = np.full((batch, 1), columns)
+    real = np.ones((batch, rows), bool)
+    if padding is not None:
+        left, right, real = _real(padding, own + kv_offset)
+        begin[:], position[:] = (left - kv_offset).clip(0), (kv_offset - left).clip(0)
+        last = right - kv_offset
+    if seen is None:
+        first, end = begin, np.minimum(np.minimum(own + 1, last), columns)
+    else:
+        first, end = (t.astype(np.int64) for t in np.moveaxis(seen[:, 0].numpy(), -1, 0))
+    end = np.where(real, end, first)
+    if packed and seen is not None and padding is None and rows == columns:
+        begin = np.stack([_starts(f, e) for f, e in zip(first, end, strict=True)])
+    table = np.stack((begin, position, first, np.maximum(first, end)), axis=-1)
+    return torch.from_numpy(table[:, None].astype(np.int32))
+
+
+def _real(padding: Tensor, own: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """First real column and end [B, 1] of each sequence, and whether the columns ``own`` are."""
+    table = padding.cpu().numpy().astype(bool)
+    columns = table.shape[1]
+    first = table.argmax(axis=1)
+    end = np.where(table.any(axis=1), columns - table[:, ::-1].argmax(axis=1), first)
+    gaps = (end - first != table.sum(axis=1)).nonzero()[0]
+    if len(gaps):
+        want = "the real tokens of a sequence next to each other (a 4-D bool mask takes any others)"
+        raise ArgumentValueError(expected("attention_mask", want, f"a gap in sequence {gaps[0]}"))
+    # Columns beyond the mask are those of a static cache that are not filled yet.
+    inside = np.where(own < columns, table[:, own.clip(0, columns - 1)], False)
+    return first[:, None], end[:, None], inside
+
+
+def _starts(first: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Of each column the start of its sequence, which no query sees across."""
+    size = len(first)
+    none = first >= end
+    ahead = np.maximum.accumulate(np.where(none, 0, end))
+    behind = np.minimum.accumulate(np.where(none, size, first)[::-1])[::-1]
+    column = np.arange(size)
+    starts = (np.concatenate(([0], ahead[:-1])) <= column) & (behind >= column)
+    return np.maximum.accumulate(np.where(starts, column, 0))
+
+
+def runs_of(spans: Tensor, device: str) -> tuple[Run, ...]:
+    """The runs of ``spans``, their masks on ``device``; kept by content, for the next layer."""
+    table = spans[:, 0].cpu().numpy()
+    key = "runs", table.shape, table.tobytes(), device
+    return prepare.cache.get(key, lambda: _runs(table, device))
+
+
+def _runs(table: np.ndarray, device: str) -> tuple[Run, ...]:
+    batch = len(table)
+    if batch > 1 and (table == table[:1]).all():
+        cuts = [(slice(0, batch), cut) for cut in _cuts(table[0])]
+    else:
+        cuts = [(slice(b, b + 1), cut) for b in range(batch) for cut in _cuts(table[b])]
+    return tuple(_run(rows, cut, device) for rows, cut in cuts)
+
+
+def _cuts(rows: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
+    """The queries of each sequence of one batch row, from the first to the last that sees a key."""
+    seeing = (rows[:, 3] > rows[:, 2]).nonzero()[0]
+    same = (rows[seeing[1:], :2] == rows[seeing[:-1], :2]).all(axis=1)
+    for part in np.split(seeing, (~same).nonzero()[0] + 1):
+        if len(part):
+            queries = slice(int(part[0]), int(part[-1]) + 1)
+            yield queries, rows[queries]
+
+
+def _run(batch: slice, cut: tuple[slice, np.ndarray], device: str) -> Run:
+    queries, rows = cut
+    seeing = rows[:, 3] > rows[:, 2]
+    begin, position = (int(x) for x in rows[seeing][0, :2])
+    shift = position % BLOCK[1]
+    first, end = (np.where(seeing, rows[:, i] - begin + shift, 0) for i in (2, 3))
+    keys = slice(begin, begin + int(end.max()) - shift)
+    mask = BlockMask.from_rule(
+        _rule(first, end, device), len(rows), int(end.max()), block_size=BLOCK, device=device
+    )
+    return Run(batch, queries, keys, shift, mask)
+
+
+def _rule(first: np.ndarray, end: np.ndarray, device: str) -> Rule:
+    """A band if the spans are one, which kernels evaluate without stored bits."""
+    row, least, most = np.arange(len(first)), int(first.min()), int(end.max())
+    lo, hi = int((first - row).min()), int((end - 1 - row).max())
+    clipped = np.maximum(row + lo, least), np.minimum(row + hi + 1, most)
+    if (first == clipped[0]).all() and (end == clipped[1]).all() and (lo >= least or not least):
+        return Band(None if lo <= 1 - len(row) else lo, None if hi >= most - 1 else hi)
+    tensors = (torch.from_numpy(t.astype(np.int32))[None].to(device) for t in (first, end))
+    return Spans(*tensors)

@@ -1,0 +1,190 @@
+"""Attention at own positions: a sequence has its bytes wherever a buffer holds it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.library import opcheck
+
+from cute_kernels.errors import ArgumentValueError, ShapeError
+from cute_kernels.schedulers import BlockMask
+from cute_kernels.schedulers.mask_spans import Spans
+from cute_kernels.sparse_attn import api, sequence_op, sequences
+from tests.contract import same_bytes
+from tests.sparse_attn.sequence_cases import (
+    CACHED,
+    CHUNKS,
+    S,
+    alone,
+    behind,
+    cached,
+    differing,
+    inputs,
+    packed,
+)
+
+
+@pytest.mark.parametrize("pad", [1, 20, 127, 128])
+def test_padding_on_either_side(pad):
+    short = 137
+    found = behind((pad, pad + S - short), (S, short), pad + S)
+    assert differing(found[0], alone(S)) == []
+    assert differing(found[1], alone(short, seed=2)) == []
+    (right,) = behind((0,), (S,), S + pad)
+    assert differing(right, alone(S)) == []
+
+
+@pytest.mark.parametrize(
+    ("cut", "window"), [(60, None), (64, None), (127, None), (128, None), (60, 40), (127, 1)]
+)
+def test_packs(cut, window):
+    assert differing(*packed(cut, window)) == []
+
+
+@pytest.mark.parametrize(("window", "pad"), [(64, 0), (64, 20), (64, 127), (200, 1)])
+def test_a_cache_that_drops_its_oldest_keys(window, pad):
+    assert same_bytes(cached(window, pad, CHUNKS), alone(CACHED, window=window)[0])
+
+
+def test_a_static_cache():
+    """Columns that are not filled yet hold anything."""
+    q, k, v, _ = inputs(S)
+    k, v = (torch.nn.functional.pad(t, (0, 0, 0, 0, 0, 90), value=torch.nan) for t in (k, v))
+    want = alone(S)[0]
+    for first, last in ((0, 130), (130, 131), (131, 300)):
+        spans = api.sequence_spans(None, None, torch.tensor(first), 0, (1, last - first, S + 90))
+        got = api.sequence_attention(q[:, first:last], k, v, spans)
+        assert same_bytes(got, want[:, first:last])
+
+
+def _with_mask_of(run, shift):
+    """A run of another shift, its mask moved along."""
+    first, end = (getattr(run.mask.rule, name, None) for name in ("first", "end"))
+    if first is None:
+        dense = run.mask.to_dense()[0, 0]
+        first, end = dense.int().argmax(1)[None], None
+        end = first + dense.sum(1)[None]
+    moved = [(t - run.shift + shift).to(torch.int32) for t in (first, end)]
+    sizes = run.mask.q_len, run.mask.kv_len - run.shift + shift
+    return run._replace(shift=shift, mask=BlockMask.from_rule(Spans(*moved), *sizes))
+
+
+@pytest.mark.parametrize("shift", [0, 64])
+def test_keys_in_other_blocks_are_seen(shift, monkeypatch):
+    """Mutants: a dropped key's position does not count, or counts wrong."""
+    true = sequences.runs_of
+    monkeypatch.setattr(
+        sequences, "runs_of", lambda *a: [_with_mask_of(run, shift) for run in true(*a)]
+    )
+    window = 200
+    got = cached(window, 1, CHUNKS)
+    want = alone(CACHED, window=window)[0]
+    assert (got - want).abs().max() < 0.1  # the same attention, summed in other blocks
+    assert not same_bytes(got, want)
+
+
+def test_padding_left_in_place_is_seen(monkeypatch):
+    """Mutant: positions are columns."""
+    true = sequences._real
+
+    def real(padding, own):
+        first, end, inside = true(padding, own)
+        return np.zeros_like(first), end, inside
+
+    def rule(seen, padding, *rest):
+        dense = padding[:, None, None] & torch.ones(S + 20, S + 20, dtype=torch.bool).tril()
+        return spans_of(api.seen_columns(dense), padding, *rest)
+
+    spans_of = sequences.spans_of
+    monkeypatch.setattr(sequences, "_real", real)
+    monkeypatch.setattr(sequences, "spans_of", rule)
+    (found,) = behind((20,), (S,), S + 20)
+    assert "out" in differing(found, alone(S))
+
+
+def test_queries_of_padding_are_seen(monkeypatch):
+    """Mutant: padding behind a sequence queries it; the schedule of its gradients follows."""
+    true = sequences._real
+    monkeypatch.setattr(sequences, "_real", lambda *a: (*true(*a)[:2], np.array(True)))
+    with pytest.raises(AssertionError):
+        behind((0,), (S,), S + 128)
+
+
+def test_documents_at_columns_are_seen(monkeypatch):
+    """Mutant: a pack is one sequence.  At 128 that changes no block, at 60 it does."""
+    monkeypatch.setattr(sequences, "_starts", lambda first, end: np.zeros_like(first))
+    assert "out" in differing(*packed(60, None))
+    assert "out" not in differing(*packed(128, None))
+
+
+def test_starts_by_brute_force():
+    """Drawn spans, rows that see nothing among them, against all pairs of rows and columns."""
+    rng = np.random.default_rng(0)
+    cuts = 0
+    for _ in range(300):
+        size = int(rng.integers(1, 12))
+        first = rng.integers(0, size, size)
+        end = np.minimum(first + rng.integers(0, 4, size), size)
+        pairs = [(t, c) for t in range(size) for c in range(first[t], end[t])]
+        want, start = [], 0
+        for column in range(size):
+            if all((t < column) == (c < column) for t, c in pairs):
+                start = column
+            want.append(start)
+        assert sequences._starts(first, end).tolist() == want
+        cuts += start > 0
+    assert cuts > 50
+
+
+def test_the_rule_of_spans_is_exact():
+    generator = torch.Generator().manual_seed(4)
+    for q_len, kv_len, batch in ((300, 260, 1), (129, 383, 2), (1, 200, 1)):
+        first = torch.randint(0, kv_len, (batch, q_len), generator=generator).int()
+        more = torch.randint(0, kv_len, (batch, q_len), generator=generator).int()
+        # Some rows see all, some nothing; sorted ones make full and empty blocks.
+        first, more = first.sort().values, torch.where(more % 5 == 0, 0, more)
+        first[:, ::3] = 0
+        end = (first + more).clamp(max=kv_len)
+        mask = BlockMask.from_rule(Spans(first, end), q_len, kv_len, block_size=(32, 64))
+        column = torch.arange(kv_len)
+        want = (column >= first[..., None]) & (column < end[..., None])
+        assert torch.equal(mask.to_dense()[:, 0], want)
+        blocks = torch.nn.functional.pad(want, (0, -kv_len % 64, 0, -q_len % 32))
+        some = blocks.unflatten(2, (-1, 64)).unflatten(1, (-1, 32)).any(dim=(2, 4))
+        assert torch.equal(mask.dense_blocks()[:, 0] > 0, some)
+
+
+def test_opcheck():
+    q, k, v, _ = (t[:, :40] for t in inputs(40))
+    padding = torch.arange(40)[None] >= 3
+    sizes = (1, 40, 40)
+    spans = api.sequence_spans(None, padding, 0, 0, sizes)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    found = [
+        opcheck(sequence_op.seen_columns, (torch.ones(1, 1, 9, 9, dtype=torch.bool).tril(),)),
+        opcheck(sequence_op.sequence_spans, (None, padding, torch.tensor(0), 0, *sizes, True)),
+        opcheck(sequence_op.sequence_attention, (*leaves, spans, 0.125, 0.0)),
+    ]
+    assert all(set(f.values()) == {"SUCCESS"} for f in found)
+
+
+def test_refusals():
+    gaps = torch.ones(1, 1, 4, 5, dtype=torch.bool)
+    gaps[0, 0, 2, 1] = False
+    with pytest.raises(ArgumentValueError, match="query 2 of sequence 0"):
+        api.seen_columns(gaps)
+    with pytest.raises(ArgumentValueError, match="a gap in sequence 1"):
+        hole = torch.tensor([[1, 1, 1], [1, 0, 1]]).bool()
+        api.sequence_spans(None, hole, 0, 0, (2, 3, 3))
+    with pytest.raises(ShapeError, match="one mask for all heads"):
+        api.seen_columns(torch.ones(1, 2, 4, 4, dtype=torch.bool))
+    q, k, v, _ = inputs(8)
+    with pytest.raises(ShapeError, match="spans"):
+        api.sequence_attention(q, k, v, torch.zeros(1, 1, 7, 4, dtype=torch.int32))
+
+
+def test_sequences_of_padding_only():
+    q, k, v, _ = inputs(8)
+    spans = api.sequence_spans(None, torch.zeros(1, 8, dtype=torch.bool), 0, 0, (1, 8, 8))
+    assert not api.sequence_attention(q, k, v, spans).any()
