@@ -11,9 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import cute_kernels as ck
 
-from . import attention, rows, text
+from ..integrations import transformers as integration
+from . import rows, text
 
-attention.register()
+integration.register()
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Rotary(nn.Module):
 def build(size: Size, device: torch.device, seed: int) -> LlamaForCausalLM:
     """The model of our column, bf16, with new weights drawn from ``seed``."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(_config(size, attention.NAME)).to(torch.bfloat16).to(device)
+    model = LlamaForCausalLM(_config(size, integration.NAME)).to(torch.bfloat16).to(device)
     return row_local(model)
 
 

@@ -4,26 +4,29 @@
     transformers.register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="cute_kernels")
 
-Two functions are registered: one that makes a ``BlockMask`` of a model's mask rule, once per
-forward pass, and one that attends with it.  Rows keep their bits under any batch, right padding and
-chunked prefill; left padding moves keys to other positions of the buffer, and so to other blocks.
+Two functions are registered: one that says where each sequence lies in the key buffer and what its
+queries see, once per forward pass and kind of mask, and one that attends with it.  Each sequence is
+attended at its own positions, so a row has its bits, and a sequence its gradients, under any batch,
+padding on either side, packing through ``position_ids``, chunked prefill, and dynamic, sliding and
+static caches.  Under ``torch.compile`` what was found is an operand of the graph.
 """
 
 from __future__ import annotations
-
-import functools
 
 import torch
 
 from ..errors import ArgumentTypeError, ArgumentValueError, expected
 from ..schedulers.mask import BlockMask
-from ..schedulers.mask_rules import Band
-from ..sparse_attn.api import block_sparse_attention
+from ..sparse_attn import api
 
 NAME = "cute_kernels"
 
 #: Arguments that change the result and that this attention does not know.
 _UNKNOWN = ("s_aux", "position_bias", "head_mask")
+#: Elements of a mask that are looked at together.
+_CHUNK = 1 << 24
+#: Keys of one block: positions count modulo this.
+_BLOCK = 128
 
 
 def register() -> None:
@@ -31,7 +34,7 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, block_mask)
+    AttentionMaskInterface.register(NAME, spans)
 
 
 def attention(
@@ -43,15 +46,18 @@ def attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
+    is_causal: bool | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface.
 
     Args:
         query: [B, Hq, T, D]; key, value: [B, Hkv, S, D]; bf16 or fp16, D of 64, 96 or 128.
-        attention_mask: What ``block_mask`` made, a bool tensor [B or 1, Hq or 1, T, S], or None:
-            causal if the module says so and T > 1.
+        attention_mask: What ``spans`` made; a bool tensor [B or 1, Hq or 1, T, S] or a
+            ``BlockMask``, whose keys are at the positions of their columns; or None.
         scaling, softcap: Of the scores.  dropout: 0.
+        is_causal: Without a mask and with T > 1, whether query i sees keys up to i + S - T only;
+            None: as ``module.is_causal`` says, True if it says nothing.
 
     Returns:
         ([B, T, Hq, D], None): the weights are never formed.
@@ -65,60 +71,92 @@ def attention(
     for name in _UNKNOWN:
         if others.get(name) is not None:
             raise ArgumentValueError(expected(name, "None (it is not available)", "a value"))
-    if isinstance(attention_mask, torch.Tensor):
-        if attention_mask.dtype != torch.bool:
-            want = "a BlockMask or a bool tensor"
-            raise ArgumentTypeError(expected("attention_mask", want, attention_mask.dtype))
-        attention_mask = BlockMask.from_dense(attention_mask)
-    causal = attention_mask is None and query.shape[2] > 1
-    out = block_sparse_attention(
-        *(t.transpose(1, 2) for t in (query, key, value)),
-        attention_mask,
-        causal=causal and bool(getattr(module, "is_causal", True)),
-        scale=scaling,
-        softcap=softcap or 0.0,
-    )
-    return out, None
+    operands = tuple(t.transpose(1, 2) for t in (query, key, value))
+    numbers = {"scale": scaling, "softcap": softcap or 0.0}
+    mask = attention_mask
+    if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool:
+        mask = _of_columns(mask) if torch.compiler.is_compiling() else BlockMask.from_dense(mask)
+    if isinstance(mask, torch.Tensor):
+        if mask.dtype != torch.int32:
+            want = "what this module's spans() made, a bool tensor or a BlockMask"
+            raise ArgumentTypeError(expected("attention_mask", want, mask.dtype))
+        return api.sequence_attention(*operands, mask, **numbers), None
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(causal) and mask is None and query.shape[2] > 1
+    return api.block_sparse_attention(*operands, mask, causal=causal, **numbers), None
 
 
-def block_mask(
+def spans(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int = 0,
+    q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
     mask_function=None,
     attention_mask: torch.Tensor | None = None,
     device: torch.device | str = "cpu",
     **others: object,
-) -> BlockMask:
-    """transformers' mask interface: the ``BlockMask`` of a mask function and of padding.
+) -> torch.Tensor:
+    """transformers' mask interface: the spans of a mask function, padding, packs and caches.
 
-    A plain causal mask is made as a rule; any other is evaluated element by element, once per
-    forward pass.
+    A causal mask is never evaluated; any other is, element by element, once per forward pass, and
+    each query must see one run of keys: causal, windows, chunks, packs, prefixes.
+
+    Returns:
+        int32 [B, 1, T, 4] on the CPU; see ``sparse_attn.sequences``.
+
+    Raises:
+        ArgumentValueError: a query whose keys have gaps between them; padding in the middle of a
+            sequence; a chunk of chunked attention that is no multiple of 128.
     """
-    from transformers.masking_utils import causal_mask_function, sdpa_mask
+    from transformers.masking_utils import causal_mask_function
 
-    padded = attention_mask is not None and not bool(attention_mask.all())
-    if mask_function in (None, causal_mask_function) and not padded:
-        return _causal(q_length, kv_length, int(q_offset) - int(kv_offset), str(device))
-    dense = sdpa_mask(
-        batch_size,
-        q_length,
-        kv_length,
-        q_offset,
-        kv_offset,
-        mask_function or causal_mask_function,
-        attention_mask,
-        allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False,
-        use_vmap=bool(others.get("use_vmap", False)),
-        device=device,
-    )
-    return BlockMask.from_dense(dense.contiguous())
+    chunk = getattr(others.get("config"), "attention_chunk_size", None)
+    if chunk and chunk == others.get("local_size") and chunk % _BLOCK:
+        want = f"a multiple of {_BLOCK}, so that bits do not depend on where a prefill is cut"
+        raise ArgumentValueError(expected("config.attention_chunk_size", want, chunk))
+    seen = None
+    if mask_function not in (None, causal_mask_function):
+        seen = _seen(
+            (batch_size, q_length, kv_length),
+            (q_offset, kv_offset),
+            (mask_function, attention_mask, bool(others.get("use_vmap", False)), device),
+        )
+    sizes = (batch_size, q_length, kv_length)
+    return api.sequence_spans(seen, attention_mask, q_offset, kv_offset, sizes)
 
 
-@functools.lru_cache(maxsize=64)
-def _causal(q_length: int, kv_length: int, offset: int, device: str) -> BlockMask:
-    """Key j is seen by query i if j <= i + offset."""
-    return BlockMask.from_rule(Band(None, offset), q_length, kv_length, device=device)
+def _seen(sizes: tuple, offsets: tuple, rule: tuple) -> torch.Tensor:
+    """int32 [B, 1, T, 2]: the columns that each query sees, some rows of the mask at a time."""
+    from transformers.masking_utils import sdpa_mask
+
+    batch, rows, columns = sizes
+    function, padding, use_vmap, device = rule
+
+    def seen(at: int, count: int) -> torch.Tensor:
+        dense = sdpa_mask(
+            batch,
+            count,
+            columns,
+            offsets[0] + at,
+            offsets[1],
+            function,
+            padding,
+            allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False,
+            use_vmap=use_vmap,
+            device=device,
+        )
+        return api.seen_columns(dense)
+
+    # A loop over the rows would tie a compiled graph to their number.
+    if torch.compiler.is_compiling() or batch * rows * columns <= _CHUNK:
+        return seen(0, rows)
+    step = max(1, _CHUNK // (batch * columns))
+    return torch.cat([seen(at, min(step, rows - at)) for at in range(0, rows, step)], dim=2)
+
+
+def _of_columns(dense: torch.Tensor) -> torch.Tensor:
+    """The spans of a bool mask, keys at the positions of their columns."""
+    sizes = (dense.shape[0], *dense.shape[2:])
+    return api.sequence_spans(api.seen_columns(dense), None, 0, 0, sizes, packed=False)

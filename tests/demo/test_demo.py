@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.demo import attention, measure, model, rollout, score, text, train
-from tests.demo import wrong_attention as wrong
+from cute_kernels.demo import measure, model, rollout, score, text, train
+from cute_kernels.sparse_attn import sequence_op
 from tests.demo.tiny import SETUP, SIZE
 
 
@@ -100,6 +100,26 @@ def _norm_in_bf16_for_one_token(self, x):
     return self.weight * (wide * scale).to(x.dtype)
 
 
+def _keys_split_for_one_query(run, q, k, v, scale, softcap):
+    """Two halves of the keys, joined by their log-sum-exps when there is one query, as in decoding
+    kernels that split the keys to fill the machine."""
+    queries, keys, values = run.cut_queries(q), run.cut_keys(k), run.cut_keys(v)
+    if queries.shape[1] > 1 or keys.shape[1] < 2:
+        return _attend(run, q, k, v, scale, softcap)
+    half = keys.shape[1] // 2
+    parts = [
+        ck.block_sparse_attention(queries, keys[:, p], values[:, p], scale=scale, return_lse=True)
+        for p in (slice(0, half), slice(half, None))
+    ]
+    lse = torch.stack([part[1] for part in parts])
+    weights = lse.softmax(0).transpose(2, 3)[..., None]
+    outs = torch.stack([part[0].float() for part in parts])
+    return (weights * outs).sum(0).to(q.dtype), lse.logsumexp(0)
+
+
+_attend = sequence_op._attend
+
+
 def _no_main_grad(net, grads):
     """dW in bf16 per micro-batch, added up outside the product."""
 
@@ -108,7 +128,7 @@ def _no_main_grad(net, grads):
 MUTANTS = {
     "linear": (model.Linear, "forward", _linear_order_by_rows, "rollouts"),
     "norm": (model.RMSNorm, "forward", _norm_in_bf16_for_one_token, "rollouts"),
-    "split keys": (attention, "_alone", wrong.keys_split_for_one_query, "rollouts"),
+    "split keys": (sequence_op, "_attend", _keys_split_for_one_query, "rollouts"),
     "cut at 5 tokens": (score, "_GROUP", 5, "grads"),
     "no main_grad": (model, "set_main_grads", _no_main_grad, "grads"),
 }

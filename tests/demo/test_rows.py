@@ -65,9 +65,9 @@ def _sum_order_by_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _tail_of_the_tensor(x: torch.Tensor) -> torch.Tensor:
-    """exp whose last row is computed another way, as the scalar tail of a vector kernel is."""
+    """exp whose last row is a last place off, as the scalar tail of a vector kernel can be."""
     wide = x.float()
-    return torch.cat([wide[:-1].exp(), wide[-1:].double().exp().float().nextafter(wide[-1:])])
+    return torch.cat([wide[:-1].exp(), wide[-1:].exp() * (1 + 2.0**-23)])
 
 
 def test_an_order_that_follows_the_row_count_is_caught_and_fixed_rows_cures_it():

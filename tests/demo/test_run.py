@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cute_kernels.demo import model, run
-from cute_kernels.errors import ArgumentValueError
+from cute_kernels.errors import ArgumentValueError, BackendUnavailable, MissingPackageError
 from tests.demo.tiny import SETUP
 
 
@@ -36,22 +36,30 @@ def test_a_differing_byte_is_exit_code_one(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["cuda:63", "mps", "no such device"])
-def test_a_device_without_a_backend_is_exit_code_two(tmp_path, capsys, device):
-    assert run.main(tmp_path, device, 60, 0) == 2
-    assert capsys.readouterr().out.startswith("demo: ")
+def test_a_device_without_a_backend_is_refused(tmp_path, device):
+    with pytest.raises(BackendUnavailable):
+        run.main(tmp_path, device, 60, 0)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("seconds,steps,named", [(0, None, "seconds"), (1, 0, "steps")])
-def test_no_training_at_all_is_refused(tmp_path, seconds, steps, named):
+@pytest.mark.parametrize(
+    "seconds,seed,steps,named",
+    [
+        (0, 0, None, "seconds"),
+        (float("nan"), 0, None, "seconds"),
+        (1, 0, 0, "steps"),
+        (1, -1, 1, "seed"),
+    ],
+)
+def test_options_out_of_range_are_refused(tmp_path, seconds, seed, steps, named):
     with pytest.raises(ArgumentValueError, match=f"{named}: expected"):
-        run.main(tmp_path, "cpu", seconds, 0, steps)
+        run.main(tmp_path, "cpu", seconds, seed, steps)
 
 
-def test_a_missing_extra_is_named(tmp_path, capsys, monkeypatch):
+def test_a_missing_extra_is_named(tmp_path, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name)
     )
-    assert run.main(tmp_path, "cpu", 60, 0) == 2
-    assert "needs matplotlib: pip install 'cute-kernels[demo]'" in capsys.readouterr().out
+    with pytest.raises(MissingPackageError, match=r"needs matplotlib: pip install .*\[demo\]"):
+        run.main(tmp_path, "cpu", 60, 0)

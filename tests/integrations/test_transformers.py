@@ -7,6 +7,7 @@ import torch
 
 from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, DtypeError
 from cute_kernels.integrations import transformers as ours
+from cute_kernels.sparse_attn import api
 from cute_kernels.sparse_attn.api import block_sparse_attention
 from tests.contract import same_bytes
 from tests.sparse_attn import cases
@@ -82,12 +83,14 @@ def test_logits(kind, mask):
 def test_what_is_dropped_shows(kind, dropped, monkeypatch):
     """Mutants: the window's mask, or the soft cap, does not reach the op."""
 
+    true = api.sequence_attention
+
     def run(q, k, v, mask, **options):
         if dropped == "mask":
             return block_sparse_attention(q, k, v, **(options | {"causal": True}))
-        return block_sparse_attention(q, k, v, mask, **(options | {"softcap": 0.0}))
+        return true(q, k, v, mask, **(options | {"softcap": 0.0}))
 
-    monkeypatch.setattr(ours, "block_sparse_attention", run)
+    monkeypatch.setattr(api, "sequence_attention", run)
     seen = torch.ones(2, S, dtype=torch.bool)
     wrong, eager = (error_of(kind, name, None, seen) for name in (ours.NAME, "eager"))
     assert wrong > 3 * eager
@@ -124,7 +127,7 @@ def test_decode_and_chunks_keep_bits():
     module = torch.nn.Module()
 
     def run(first: int, last: int) -> torch.Tensor:
-        mask = ours.block_mask(1, last - first, last, q_offset=first)
+        mask = ours.spans(1, last - first, last, q_offset=first)
         return ours.attention(module, q[:, :, first:last], k[:, :, :last], v[:, :, :last], mask)[0]
 
     whole = run(0, S)

@@ -1,0 +1,214 @@
+"""transformers' own masks and caches through the integration: a sequence has its bytes in all."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cute_kernels.errors import ArgumentValueError
+from cute_kernels.integrations import transformers as ours
+from cute_kernels.schedulers import BlockMask
+from cute_kernels.sparse_attn.api import block_sparse_attention
+from tests.contract import same_bytes
+from tests.sparse_attn import cases
+
+transformers = pytest.importorskip("transformers")
+from transformers import masking_utils  # noqa: E402
+
+S, WINDOW = 230, 64
+MODULE = torch.nn.Module()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    ours.register()
+
+
+def config(kind: str):
+    shared = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shared |= {"head_dim": 64, "hidden_size": 128, "attn_implementation": ours.NAME}
+    if kind == "llama":
+        return transformers.LlamaConfig(**shared)
+    return transformers.MistralConfig(**shared, sliding_window=WINDOW)
+
+
+def tensors(length: int = S, seed: int = 1) -> list[torch.Tensor]:
+    """q [1, 2, S, 64], k and v [1, 1, S, 64], as transformers has them."""
+    x = cases.inputs(1, 2, 1, length, length, 64, seed=seed)
+    return [t.detach().transpose(1, 2) for t in x.leaves()]
+
+
+def alone(kind: str, length: int = S, seed: int = 1) -> torch.Tensor:
+    mask = BlockMask.causal(length, length)
+    if kind == "mistral":
+        mask = BlockMask.sliding_window(length, length, left=WINDOW - 1, right=0)
+    return block_sparse_attention(*(t.transpose(1, 2) for t in tensors(length, seed)), mask)
+
+
+def attended(kind: str, q, k, v, padding=None, cache=None, positions=None) -> torch.Tensor:
+    """One forward pass of a model's only attention layer, as its code does it."""
+    make = masking_utils.create_causal_mask
+    if kind == "mistral":
+        make = masking_utils.create_sliding_window_causal_mask
+    embeds = torch.zeros(q.shape[0], q.shape[2], 1)
+    mask = make(config(kind), embeds, padding, cache, position_ids=positions)
+    if cache is not None:
+        k, v = cache.update(k, v, 0)
+    return ours.attention(MODULE, q, k, v, mask, is_causal=True)[0]
+
+
+def cache_of(kind: str, static: bool):
+    if static:
+        return transformers.StaticCache(config(kind), max_cache_len=S + 200)
+    return transformers.DynamicCache(config=config(kind))
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("pad", [0, 1, 20, 127])
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_prefill_and_decode_behind_padding(kind, pad, static):
+    """Chunks and single tokens through a cache, beside a neighbour that fills the batch."""
+    near = tensors(S + pad, seed=2)
+    mine = [torch.nn.functional.pad(t, (0, 0, pad, 0), value=3.0) for t in tensors()]
+    batch = [torch.cat(pair) for pair in zip(near, mine, strict=True)]
+    padding = torch.arange(S + pad) >= torch.tensor([[0], [pad]])
+    cache, rows = cache_of(kind, static), []
+    ends = [0, pad + 90, pad + 91, pad + 92, pad + 161, S + pad - 1, S + pad]
+    for first, last in itertools.pairwise(ends):
+        part = [t[:, :, first:last] for t in batch]
+        rows.append(attended(kind, *part, padding[:, :last].long(), cache))
+    out = torch.cat(rows, dim=1)
+    assert same_bytes(out[1:, pad:], alone(kind))
+    assert same_bytes(out[:1], alone(kind, S + pad, seed=2))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("cut", [60, 64, 127, 128])
+def test_packs_through_position_ids(cut, kind):
+    one, two = tensors(cut), tensors(S - cut, seed=2)
+    pack = [torch.cat(pair, dim=2) for pair in zip(one, two, strict=True)]
+    positions = torch.cat((torch.arange(cut), torch.arange(S - cut)))[None]
+    out = attended(kind, *pack, positions=positions)
+    want = torch.cat((alone(kind, cut), alone(kind, S - cut, seed=2)), dim=1)
+    assert same_bytes(out, want)
+
+
+def test_the_offset_of_a_cache_counts(monkeypatch):
+    """Mutant: Mistral past its window, its dropped keys forgotten."""
+    true = ours.api.sequence_spans
+
+    def forgotten(seen, padding, q_offset, kv_offset, sizes, **rest):
+        return true(seen, padding, q_offset, 0, sizes, **rest)
+
+    monkeypatch.setattr(ours.api, "sequence_spans", forgotten)
+    with pytest.raises(AssertionError):
+        test_prefill_and_decode_behind_padding("mistral", 0, False)
+    test_prefill_and_decode_behind_padding("llama", 0, False)
+
+
+def test_rows_of_a_mask_are_looked_at_in_parts(monkeypatch):
+    want = attended("mistral", *tensors())
+    monkeypatch.setattr(ours, "_CHUNK", 7 * S)
+    assert same_bytes(attended("mistral", *tensors()), want)
+    assert same_bytes(want, alone("mistral"))
+
+
+def test_a_module_that_is_not_causal():
+    """Said by an argument, as Llama 4's vision encoder says it."""
+    q, k, v = tensors()
+    full = block_sparse_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+    said = ours.attention(torch.nn.Module(), q, k, v, None, is_causal=False)[0]
+    assert same_bytes(said, full)
+    assert same_bytes(ours.attention(torch.nn.Module(), q, k, v, None)[0], alone("llama"))
+    encoder = torch.nn.Module()
+    encoder.is_causal = False
+    assert same_bytes(ours.attention(encoder, q, k, v, None)[0], full)
+    assert same_bytes(ours.attention(encoder, q, k, v, None, is_causal=True)[0], alone("llama"))
+
+
+def test_a_bidirectional_mask():
+    """A decoder that is told to look both ways makes no causal mask."""
+    bidirectional = config("llama")
+    bidirectional.is_causal = False
+    q, k, v = tensors()
+    mask = masking_utils.create_causal_mask(
+        bidirectional, torch.zeros(1, S, 1), torch.ones(1, S), None, allow_is_causal_skip=False
+    )
+    full = block_sparse_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+    assert same_bytes(ours.attention(MODULE, q, k, v, mask)[0], full)
+
+
+def test_refusals():
+    function = masking_utils.chunked_causal_mask_function(100, torch.zeros(1, dtype=torch.int64))
+    chunked = SimpleNamespace(attention_chunk_size=100)
+    with pytest.raises(ArgumentValueError, match="attention_chunk_size: expected a multiple of"):
+        ours.spans(1, S, S, mask_function=function, config=chunked, local_size=100)
+    with pytest.raises(ArgumentValueError, match="gaps between the keys of query"):
+        ours.spans(1, S, S, mask_function=lambda b, h, q, kv: (q - kv) % 3 == 0)
+    with pytest.raises(ArgumentValueError, match="a gap in sequence 0"):
+        ours.spans(1, 3, 3, attention_mask=torch.tensor([[1, 0, 1]]))
+
+
+@pytest.fixture
+def graphs():
+    """Counts the graphs that are compiled."""
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    yield lambda: counters["stats"]["unique_graphs"]
+    torch.compiler.reset()
+
+
+def small(kind: str):
+    torch.manual_seed(0)
+    given = config(kind)
+    given.vocab_size, given.intermediate_size = 97, 160
+    return transformers.AutoModelForCausalLM.from_config(given).bfloat16().eval()
+
+
+@pytest.mark.parametrize("kind", ["llama", pytest.param("mistral", marks=pytest.mark.nightly)])
+def test_one_graph_for_every_length_and_padding(kind, graphs):
+    """Whole graphs; the second length makes sizes dynamic, and no later one compiles anew."""
+    model = small(kind)
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    ids = torch.randint(0, 97, (2, 150), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        for plain in (True, False):
+            seen = []
+            for length in (150, 140, 131, 128, 60, 33):
+                padding = torch.ones(2, length, dtype=torch.int64)
+                padding[1, : length // 7] = 0
+                given = {} if plain else {"attention_mask": padding}
+                want, got = (
+                    f(ids[:, :length], use_cache=False, **given).logits for f in (model, run)
+                )
+                assert (got - want)[padding.bool()].abs().max() < 2e-2 * want.abs().max()
+                seen.append(graphs())
+            assert seen[2:] == seen[2:3] * len(seen[2:])
+
+
+def test_compiled_training_has_the_gradients(graphs):
+    model = small("mistral").train()
+    ids = torch.randint(0, 97, (2, 90), generator=torch.Generator().manual_seed(3))
+    parameters = list(model.parameters())
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    want, got = (torch.autograd.grad(f(ids, labels=ids).loss, parameters) for f in (model, run))
+    for mine, other in zip(got, want, strict=True):
+        assert (mine - other).float().norm() < 1e-2 * other.float().norm()
+
+
+def test_generation_with_a_static_cache():
+    model = small("llama")
+    prompt = torch.randint(0, 97, (2, 40), generator=torch.Generator().manual_seed(3))
+    padding = torch.ones_like(prompt)
+    padding[1, :9] = 0
+    options = {"attention_mask": padding, "max_new_tokens": 8, "do_sample": False}
+    options |= {"pad_token_id": 0, "output_scores": True, "return_dict_in_generate": True}
+    dynamic = model.generate(prompt, **options)
+    static = model.generate(prompt, cache_implementation="static", **options)
+    for mine, other in zip(static.scores, dynamic.scores, strict=True):
+        assert (mine - other).abs().max() < 2e-2 * other.abs().max()
