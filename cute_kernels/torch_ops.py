@@ -38,7 +38,8 @@ def define_op(
         run: The implementation for CPU and CUDA tensors.  It sees no autograd and no autocast.
         fake: The same signature; returns empty outputs, from shapes alone.
         setup: ``setup(ctx, inputs, output)`` saves what backward needs.
-        backward: ``backward(ctx, *grads)`` returns a gradient per input.
+        backward: ``backward(ctx, *grads)`` returns a gradient per input.  Without one the op
+            refuses inputs that require a gradient.
         vmap: ``vmap(info, in_dims, *args)`` as in ``torch.library.register_vmap``.
         autocast_args: Positions of the arguments that autocast casts to its dtype; all others
             pass as they are, and no product inside the op is ever cast.
@@ -52,8 +53,8 @@ def define_op(
     if vmap is not None:
         torch.library.register_vmap(qualified, vmap, lib=_LIBRARY)
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
-    if backward is not None:
-        _LIBRARY.impl(name, _autograd(op, setup, backward), "Autograd", with_keyset=True)
+    autograd = _no_gradient(op) if backward is None else _autograd(op, setup, backward)
+    _LIBRARY.impl(name, autograd, "Autograd", with_keyset=True)
     for key, device_type in _AUTOCAST.items():
         _LIBRARY.impl(name, _below_autocast(op, device_type, frozenset(autocast_args)), key)
     return op
@@ -92,6 +93,18 @@ def _autograd(op: Callable, setup: Callable, backward: Callable) -> Callable:
                     f"{op}: torch.func.grad and its kin are not supported; use torch.autograd.grad"
                 )
             return apply(*args, keyset)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    return run
+
+
+def _no_gradient(op: Callable) -> Callable:
+    """The autograd kernel of an op without a backward: torch's own would warn, and go on."""
+
+    def run(keyset, *args):
+        if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            raise UnsupportedTransformError(f"{op}: no gradient of it is available")
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 

@@ -29,7 +29,11 @@ def linear(
         main_grad: fp32 [N, K] or None.  If given, backward adds dW into it in place, starting the
             accumulator from its value, and ``weight.grad`` stays None.  Consecutive micro-batches
             cut at multiples of 16 tokens then leave the bits of one shot.  A
-            ``weight.grad_added_to_main_grad`` attribute (Megatron, TransformerEngine) is set True.
+            ``grad_added_to_main_grad`` attribute (Megatron, TransformerEngine) of the parameter
+            that ``weight`` is, or is a cast or view of, is set True.  It is written where
+            ``grad`` would be: ``torch.autograd.grad`` returns dW and leaves it alone, and so does
+            ``backward(inputs=...)`` without the parameter.  A graph made by ``torch.compile``
+            cannot tell: there every backward writes it, and the attribute is not set.
 
     Returns:
         [..., N], contiguous, the dtype of ``x``.  fp16/bf16 accumulate in fp32; fp32 is IEEE (no
@@ -41,8 +45,11 @@ def linear(
 
     Raises:
         ShapeError, DtypeError, DeviceError, ArgumentTypeError, ArgumentValueError: an argument is
-            wrong; the message names it.
-        AliasError: ``main_grad`` shares memory with an input.
+            wrong; the message names it.  So is ``main_grad`` inside DistributedDataParallel (but
+            for its ``no_sync``) and ``fully_shard``, which reduce ``weight.grad``.
+        AliasError: ``main_grad`` shares memory with an input, whoever allocated it.
+        UnsupportedTransformError: a double backward (``create_graph=True``) with ``main_grad``, or
+            a transform of ``torch.func`` other than vmap over ``x``.
         BackendUnavailable: the device has no backend.
 
     Sizes of zero are valid; K = 0 gives the bias.  NaN and Inf stay in their own rows.

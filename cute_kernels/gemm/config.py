@@ -163,7 +163,7 @@ def plan(backend: str, device: arch.Device) -> dict[str, object]:
     if backend == arch.TRITON:
         plans = {"16-bit": asdict(TRITON), "fp32": asdict(TRITON_FP32)}
         return common | {"family": "tl.dot", "plans": plans, "column_sum": asdict(COLUMN_SUM)}
-    return common | {"family": "blas", "blocks": asdict(CPU), "threads": device.units}
+    return common | {"family": "blas", "blocks": asdict(CPU), "threads": device.threads}
 
 
 def _constants(tile: Config) -> dict[str, object]:

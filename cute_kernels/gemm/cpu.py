@@ -1,4 +1,4 @@
-"""The CPU backend: torch's own GEMM inside blocks of one fixed shape, in one fixed order.
+"""The CPU backend: the BLAS's sgemm inside blocks of one fixed shape, in one fixed order.
 
 Forward and dx: rows are cut into blocks of 64, the last one padded with zero rows, so every product
 has the shape [64, K] x [K, N] whatever M is.  N and K are padded to multiples of 16.  Four blocks
@@ -18,8 +18,8 @@ import functools
 
 import torch
 
+from ..cpu_math import ieee, mm
 from ..errors import BackendUnavailable
-from ..ieee import ieee_fp32
 from .config import CPU, K_GROUP
 
 _ALIGN_BYTES = 64
@@ -32,31 +32,34 @@ def gemm(
     accumulator: torch.Tensor | None,
 ) -> torch.Tensor:
     """a [M, K] · b [N, K]ᵀ (+ bias [N]), or accumulator [N, K']-shaped += the same, in place."""
-    with ieee_fp32():
+    with ieee() as team:
         if accumulator is not None:
             return _accumulate(a, b, accumulator)
-        return _blocked(a, b, bias)
+        return _blocked(a, b, bias, team)
 
 
 def column_sum(rows: torch.Tensor) -> torch.Tensor:
     """Σ over rows of [M, N], in fp32, 64 rows at a time in ascending order."""
-    total = torch.zeros(rows.shape[1], dtype=torch.float32)
-    for block in rows.split(CPU.sum_rows):
-        # One layout: torch adds a column-major block in another order.
-        total += block.to(torch.float32).contiguous().sum(0)
-    return total.to(rows.dtype)
+    with ieee():
+        total = _zeros(rows.shape[1])
+        for block in rows.split(CPU.sum_rows):
+            # One layout: torch adds a column-major block in another order.
+            total += block.to(torch.float32).contiguous().sum(0)
+        return total.to(rows.dtype)
 
 
-def _blocked(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _blocked(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, team: tuple[int, int]
+) -> torch.Tensor:
     (m, k), n = a.shape, b.shape[0]
     k_pad, n_pad = _padded(k), _padded(n)
-    _prove_row_position(n_pad, k_pad, torch.get_num_threads())
+    _prove_row_position(n_pad, k_pad, team)
     weight = _canonical(b, n_pad, k_pad)
-    out = torch.empty(m, n, dtype=a.dtype)
+    out = torch.empty(m, n, dtype=a.dtype, device="cpu")
     bias = None if bias is None else bias.to(torch.float32)
     # One packing of the weight for more rows: four blocks at a time, while their bits are the same.
     whole = m // CPU.wide * CPU.wide
-    if whole and not _wide_is_same(n_pad, k_pad, torch.get_num_threads()):
+    if whole and not _wide_is_same(n_pad, k_pad, team):
         whole = 0
     for start, stop, size in ((0, whole, CPU.wide), (whole, m, CPU.rows)):
         if start < stop:
@@ -67,13 +70,13 @@ def _blocked(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> tor
 def _blocks(a, weight, bias, out, starts: range, size: int) -> None:
     """out[first : first + size] for each start, by products of one shape."""
     (m, k), n = a.shape, out.shape[1]
-    block = torch.zeros(size, weight.shape[1])
-    sums = torch.empty(size, weight.shape[0])
+    block = _zeros(size, weight.shape[1])
+    sums = torch.empty(size, weight.shape[0], dtype=torch.float32, device="cpu")
     for first in starts:
         rows = min(size, m - first)
         block[:rows, :k] = a[first : first + rows]
         block[rows:] = 0
-        torch.mm(block, weight.mT, out=sums)
+        mm(block, weight.mT, sums)
         y = sums[:rows, :n]
         out[first : first + rows] = y if bias is None else y + bias
 
@@ -86,15 +89,14 @@ def _accumulate(a: torch.Tensor, b: torch.Tensor, accumulator: torch.Tensor) -> 
         if _dense(accumulator)
         else accumulator.clone(memory_format=torch.contiguous_format)
     )
-    left = torch.zeros(K_GROUP, _padded(m))
-    right = torch.zeros(K_GROUP, n)
+    left, right = _zeros(K_GROUP, _padded(m)), _zeros(K_GROUP, n)
     for first in range(0, k, K_GROUP):
         size = min(K_GROUP, k - first)
         left[:size, :m] = a[:, first : first + size].mT
         right[:size] = b[:, first : first + size].mT
         left[size:] = 0
         right[size:] = 0
-        total.addmm_(left[:, :m].mT, right)
+        mm(left[:, :m].mT, right, total, add=True)
     if total is not accumulator:
         accumulator.copy_(total)
     return accumulator
@@ -112,31 +114,40 @@ def _canonical(b: torch.Tensor, n_pad: int, k_pad: int) -> torch.Tensor:
     """b as an aligned, contiguous, zero-padded fp32 [N, K]: one layout, one set of bits."""
     if b.dtype == torch.float32 and tuple(b.shape) == (n_pad, k_pad) and _dense(b):
         return b
-    weight = torch.zeros(n_pad, k_pad)
+    weight = _zeros(n_pad, k_pad)
     weight[: b.shape[0], : b.shape[1]] = b
     return weight
 
 
+def _zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float32, device="cpu")
+
+
+def _drawn(rows: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random [rows, K] and [N, K], the same in every process."""
+    generator = torch.Generator("cpu").manual_seed(n * 1_000_003 + k)
+    return tuple(
+        torch.randn(size, k, generator=generator, dtype=torch.float32, device="cpu")
+        for size in (rows, n)
+    )
+
+
 @functools.cache
-def _wide_is_same(n: int, k: int, threads: int) -> bool:
+def _wide_is_same(n: int, k: int, team: tuple[int, int]) -> bool:
     """Whether a product of ``wide`` random rows has the bytes of its blocks of ``rows``, here."""
-    generator = torch.Generator().manual_seed(n * 1_000_003 + k)
-    a = torch.randn(CPU.wide, k, generator=generator)
-    weight = torch.randn(n, k, generator=generator)
-    once = torch.mm(a, weight.mT).view(torch.int32)
-    parts = [torch.mm(block, weight.mT).view(torch.int32) for block in a.split(CPU.rows)]
+    a, weight = _drawn(CPU.wide, n, k)
+    once = mm(a, weight.mT).view(torch.int32)
+    parts = [mm(block, weight.mT).view(torch.int32) for block in a.split(CPU.rows)]
     return bool((once == torch.cat(parts)).all())
 
 
 @functools.cache
-def _prove_row_position(n: int, k: int, threads: int) -> None:
+def _prove_row_position(n: int, k: int, team: tuple[int, int]) -> None:
     """64 equal rows in, 64 equal rows out, byte for byte; BackendUnavailable otherwise."""
-    generator = torch.Generator().manual_seed(n * 1_000_003 + k)
-    row = torch.randn(1, k, generator=generator)
-    weight = torch.randn(n, k, generator=generator)
-    out = torch.mm(row.expand(CPU.rows, k).contiguous(), weight.mT).view(torch.int32)
+    row, weight = _drawn(1, n, k)
+    out = mm(row.expand(CPU.rows, k).contiguous(), weight.mT).view(torch.int32)
     if bool((out != out[0]).any()):
         raise BackendUnavailable(
             f"gemm: backend cpu cannot keep batch_invariant here: this machine's BLAS gives equal "
-            f"rows different bits by position at N={n}, K={k}, {threads} threads"
+            f"rows different bits by position at N={n}, K={k}, {team[1]} threads"
         )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from .. import arch, settings
+from .. import arch, log, settings
 from ..compile import cache
 from ..compile.call import call
 from . import config
@@ -19,6 +19,7 @@ from .config import Config, tile_columns
 
 #: TMA wants pointers and strides at multiples of this many bytes.
 _ALIGN = 16
+_TMA = "one stride of 1, the other one and the address at multiples of 16 bytes"
 _CTAS_PER_CLUSTER = Config.cluster_m * Config.cluster_n
 
 
@@ -29,39 +30,40 @@ def gemm(
     accumulator: torch.Tensor | None,
 ) -> torch.Tensor:
     """a [M, K] · b [N, K]ᵀ (+ bias [N]), or ``accumulator`` [M, N] fp32 += the same, in place."""
-    a, a_major = operand(a)
-    b, b_major = operand(b)
+    a, a_major = operand(a, "a")
+    b, b_major = operand(b, "b")
     m, n, device = a.shape[0], b.shape[0], a.device
     if accumulator is not None:
         epilogue = "accumulate"
-        out = accumulator if storable(accumulator) else _padded_copy(accumulator)
+        out = accumulator if storable(accumulator) else _padded_copy(accumulator, "accumulator")
     elif bias is not None:
-        out, epilogue, bias = padded_empty(a, m, n), "bias", bias.contiguous()
+        bias = log.contiguous("gemm", "bias", bias, "a stride of 1")
+        out, epilogue = padded_empty(a, m, n), "bias"
     else:
         out, epilogue = padded_empty(a, m, n), "plain"
     clusters = max_clusters(device)
     kernel = _gemm_kernel(a.dtype, a_major, b_major, epilogue, tile_columns(m, n, clusters))
     call(device, kernel, a, b, out, bias, clusters)
     if accumulator is None:
-        return out.contiguous()
+        return log.contiguous("gemm", "out", out, "contiguous; its rows were padded for TMA")
     return accumulator if out is accumulator else accumulator.copy_(out)
 
 
 def column_sum(rows: torch.Tensor) -> torch.Tensor:
     """Σ over the rows of [M, N] -> [N], rounded once to the dtype of ``rows``."""
-    rows = rows if storable(rows) else _padded_copy(rows)
+    rows = rows if storable(rows) else _padded_copy(rows, "rows")
     out = rows.new_empty(rows.shape[1])
     call(rows.device, _column_sum_kernel(config.DTYPE_NAMES[rows.dtype]), rows, out)
     return out
 
 
-def operand(t: torch.Tensor) -> tuple[torch.Tensor, str]:
+def operand(t: torch.Tensor, name: str = "operand") -> tuple[torch.Tensor, str]:
     """``t`` [R, K], or a copy, such that TMA can address it, and its major: ``"k"`` or ``"mn"``."""
     if _rows_addressable(t):
         return t, "k"
     if _rows_addressable(t.mT):
         return t, "mn"
-    return _padded_copy(t), "k"
+    return _padded_copy(t, name), "k"
 
 
 def storable(t: torch.Tensor) -> bool:
@@ -84,7 +86,8 @@ def _rows_addressable(t: torch.Tensor) -> bool:
     return column == 1 and row >= t.shape[1] and (row * t.itemsize | t.data_ptr()) % _ALIGN == 0
 
 
-def _padded_copy(t: torch.Tensor) -> torch.Tensor:
+def _padded_copy(t: torch.Tensor, name: str) -> torch.Tensor:
+    log.copied("gemm", name, t, _TMA)
     return padded_empty(t, *t.shape).copy_(t)
 
 

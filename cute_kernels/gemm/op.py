@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import torch
 
-from .. import contracts, dispatch
+from .. import contracts, dispatch, log, settings
 from ..arch import CPU, CUTE_SM90, TRITON
 from ..dispatch import Implementation
 from ..errors import UnsupportedTransformError
 from ..torch_ops import define_op
-from . import config
+from . import checks, config
 
 _HALF = frozenset({torch.bfloat16, torch.float16})
 _ALL = _HALF | {torch.float32}
@@ -33,6 +33,7 @@ for _kernel in ("gemm", "column_sum"):
             TRITON: Implementation(f"{__package__}.triton_kernel:{_kernel}", _ALL),
             CPU: Implementation(f"{__package__}.cpu:{_kernel}", _ALL),
         },
+        contract="linear",
     )
 
 
@@ -55,10 +56,18 @@ def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    if x.dim() == 2:
+        return x
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    if settings.log() and rows.data_ptr() != x.data_ptr():
+        log.copied("gemm", "rows", x, "dimensions that are one, but for the last")
+    return rows
 
 
 def _run_linear(x, weight, bias, main_grad, order):
+    if main_grad is not None:
+        # Here, for a compiled graph too: a tensor that is traced has no address.
+        checks.apart(main_grad, x=x, weight=weight, bias=bias)
     if x.dim() == 2:
         return _product(x, weight, bias)
     return _product(_rows(x), weight, bias).view(*x.shape[:-1], weight.shape[0])
@@ -95,18 +104,56 @@ def _setup_linear(ctx, inputs, output):
 
 def _backward_linear(ctx, dy):
     x, weight = ctx.saved_tensors
+    if ctx.main_grad is not None and torch.is_grad_enabled():
+        raise UnsupportedTransformError(
+            "cute_kernels.linear: double backward (create_graph=True) is not available with "
+            "main_grad, as a gradient's part of it would go to weight.grad; leave main_grad out"
+        )
     dx = dw = db = None
     if ctx.needs_input_grad[0]:
         dx = linear_dx(dy, weight, ctx.order)
-    if ctx.needs_input_grad[1] and ctx.main_grad is None:
-        dw = linear_dw(dy, x, ctx.order)
-    elif ctx.needs_input_grad[1]:
-        linear_dw_(dy, x, ctx.main_grad, ctx.order)
-        if hasattr(weight, "grad_added_to_main_grad"):
-            weight.grad_added_to_main_grad = True
+    if ctx.needs_input_grad[1]:
+        dw = _weight_gradient(ctx, dy, x)
     if ctx.needs_input_grad[2]:
         db = linear_dbias(dy, ctx.order)
     return dx, dw, db, None, None
+
+
+def _weight_gradient(ctx, dy, x):
+    """dW, or None after it was added into main_grad, which stands for the parameter's ``grad``.
+
+    So main_grad is written where ``grad`` would be: not by ``autograd.grad``, which returns dW,
+    and not by ``backward(inputs=...)`` without the parameter.
+    """
+    if ctx.main_grad is None:
+        return linear_dw(dy, x, ctx.order)
+    # The weight may be a cast or a view of the parameter, saved and unpacked by hooks.
+    edge = ctx.next_functions[1][0]
+    end = checks.accumulator_of(edge)
+    runs = _traced() or _engine_runs(end or edge)
+    if not runs:
+        return linear_dw(dy, x, ctx.order) if runs is None or _engine_runs(edge) else None
+    linear_dw_(dy, x, ctx.main_grad, ctx.order)
+    if end is not None and hasattr(getattr(end, "variable", None), "grad_added_to_main_grad"):
+        end.variable.grad_added_to_main_grad = True
+    return None
+
+
+def _traced() -> bool:
+    """Whether this backward is being made into a graph, by way of autograd.grad."""
+    # torch.compiler.is_compiling() does not say so on torch 2.11.
+    mode = torch._C._TorchDispatchModeKey.PROXY
+    return torch._C._get_dispatch_mode(mode) is not None
+
+
+def _engine_runs(node) -> bool | None:
+    """Whether this backward pass runs ``node``; None: it is a leaf, given to ``autograd.grad``."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:
+        if "leaf node" not in str(error):
+            raise
+        return None
 
 
 def _setup_two(ctx, inputs, output):

@@ -33,7 +33,8 @@ def chain(
     The last rounding is the caller's: the result is fp32, before the store to the output's dtype.
     """
     m, n = a.shape[0], b.shape[0]
-    total = torch.zeros(m, n) if accumulator is None else accumulator.float().clone()
+    zeros = torch.zeros(m, n, dtype=torch.float32, device=a.device)
+    total = zeros if accumulator is None else accumulator.float().clone()
     for first in range(0, a.shape[1], K_GROUP):
         group = slice(first, first + K_GROUP)
         total = (total.double() + a[:, group].double() @ b[:, group].double().mT).float()

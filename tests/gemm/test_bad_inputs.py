@@ -6,6 +6,8 @@ shapes, dtypes, strides and devices only, so most rows also run on meta tensors.
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -46,6 +48,17 @@ def grad(**options):
 
 def sparse():
     return torch.eye(K).to_sparse()
+
+
+def nested(width: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """Two matrices of other heights in one tensor, which has no sizes of its own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch: "is in prototype stage"
+        return torch.nested.nested_tensor([t(3, width), t(2, width)], dtype=dtype)
+
+
+def jagged() -> torch.Tensor:
+    return torch.nested.nested_tensor([t(3, K), t(2, K)], dtype=BF16, layout=torch.jagged)
 
 
 BUFFER = torch.zeros(4 * N * K)
@@ -111,6 +124,17 @@ CASES = [
     ("x sparse", lin(sparse(), w(dtype=FP32)), ArgumentTypeError, ["x", "dense", "sparse_coo"]),
     ("weight sparse", lin(x(dtype=FP32), sparse()), ArgumentTypeError, ["weight", "dense"]),
     ("bias sparse", lin(x(), w(), t(N).to_sparse()), ArgumentTypeError, ["bias", "dense"]),
+    ("x nested", lin(nested(K), w()), ArgumentTypeError, ["x", "dense", "a nested tensor"]),
+    ("x jagged", lin(jagged(), w()), ArgumentTypeError, ["x", "dense", "a nested tensor"]),
+    ("weight nested", lin(x(), nested(K)), ArgumentTypeError, ["weight", "dense", "nested"]),
+    ("bias nested", lin(x(), w(), nested(N)), ArgumentTypeError, ["bias", "dense", "nested"]),
+    ("matmul nested", mm(x(), nested(K)), ArgumentTypeError, ["b", "dense", "a nested tensor"]),
+    (
+        "grad nested",
+        lin(x(), w(), main_grad=nested(K, FP32)),
+        ArgumentTypeError,
+        ["main_grad", "dense", "a nested tensor"],
+    ),
     # bias
     ("bias [N+1]", lin(x(), w(), t(N + 1)), ShapeError, ["bias", "[10]", "[11]"]),
     ("bias [K]", lin(x(), w(), t(K)), ShapeError, ["bias", "[10]", "[8]"]),
@@ -141,6 +165,12 @@ CASES = [
         ["main_grad", "requires_grad=False"],
     ),
     ("grad meta", lin(x(), w(), main_grad=grad(device="meta")), DeviceError, ["main_grad", "meta"]),
+    (
+        "grad negated",
+        lin(x(), w(), main_grad=torch._neg_view(grad())),
+        ArgumentValueError,
+        ["main_grad", "memory that holds its values", "a negated view"],
+    ),
     (
         "grad expanded",
         lin(x(), w(), main_grad=t(1, K, dtype=FP32).expand(N, K)),

@@ -157,7 +157,7 @@ def test_reduced_fp32_precision_is_not_taken():
 
 def test_a_blas_that_depends_on_the_row_is_refused(monkeypatch):
     """The self-proof is not for show: a product with a row-dependent order fails the call."""
-    true_mm = torch.mm
+    true_mm = cpu.mm
 
     def mm(a, b, out=None):
         result = true_mm(a, b)
@@ -165,7 +165,7 @@ def test_a_blas_that_depends_on_the_row_is_refused(monkeypatch):
             result[1::2] = true_mm(a.flip(1), b.flip(0))[1::2]
         return result if out is None else out.copy_(result)
 
-    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(cpu, "mm", mm)
     cpu._prove_row_position.cache_clear()
     try:
         with pytest.raises(BackendUnavailable, match="batch_invariant"):
@@ -177,7 +177,7 @@ def test_a_blas_that_depends_on_the_row_is_refused(monkeypatch):
 def test_blocks_that_follow_m_are_killed(monkeypatch):
     """Mutant: one product over all rows at once, as torch.mm has it."""
 
-    def whole(a, b, bias):
+    def whole(a, b, bias, team):
         out = torch.mm(a.float(), b.float().mT)
         return (out if bias is None else out + bias.float()).to(a.dtype)
 
@@ -190,7 +190,7 @@ def test_blocks_that_follow_m_are_killed(monkeypatch):
 @pytest.mark.parametrize("same", [True, False])
 def test_four_blocks_at_once_only_where_the_bits_agree(monkeypatch, same):
     """A BLAS whose wide products differ is noticed, and then every block goes alone."""
-    true_mm, sizes = torch.mm, set()
+    true_mm, sizes = cpu.mm, set()
 
     def mm(a, b, out=None):
         sizes.add(len(a))
@@ -199,7 +199,7 @@ def test_four_blocks_at_once_only_where_the_bits_agree(monkeypatch, same):
             result = true_mm(a.flip(1), b.flip(0))
         return result if out is None else out.copy_(result)
 
-    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(cpu, "mm", mm)
     cpu._wide_is_same.cache_clear()
     try:
         target = linear_op()
@@ -221,6 +221,86 @@ def test_sum_then_add_is_killed(monkeypatch):
     target = dw_op(torch.float32, 200, torch.randn(24, 40))
     with pytest.raises(ContractViolation):
         contract.check_splits(target, SEED)
+
+
+def resumed(dirty: float) -> torch.Tensor:
+    """main_grad after 16 tokens of ``dirty`` magnitude in some columns, and a tail of 5."""
+    generator = torch.Generator().manual_seed(8)
+    dy, x = torch.randn(21, 24, generator=generator), torch.randn(21, 40, generator=generator)
+    dy[:16, 3], x[:16, 7] = dirty, dirty
+    state = torch.zeros(24, 40)
+    op.linear_dw_(dy, x, state, "chain")
+    return state
+
+
+def test_the_tail_of_a_token_group_counts_as_zeros():
+    """What the group before left in the buffers is not multiplied again, NaN and Inf included."""
+    generator = torch.Generator().manual_seed(8)
+    dy, x = torch.randn(21, 24, generator=generator), torch.randn(21, 40, generator=generator)
+    whole, cut = torch.zeros(24, 40), torch.zeros(24, 40)
+    op.linear_dw_(dy, x, whole, "chain")
+    for piece in (slice(0, 16), slice(16, 21)):
+        op.linear_dw_(dy[piece], x[piece], cut, "chain")
+    assert contract.same_bytes(whole, cut)
+    assert (whole.double() - dy.double().mT @ x.double()).abs().max() < 1e-5
+    for dirty in (float("nan"), float("inf"), 1e30):
+        got = resumed(dirty)
+        clean = torch.ones(24, 40, dtype=torch.bool)
+        clean[3], clean[:, 7] = False, False
+        assert contract.same_bytes(got[clean], whole[clean])
+
+
+class Buffers:
+    """Watches what the BLAS is given; ``left`` in the last rows of a group that is not whole."""
+
+    def __init__(self, monkeypatch):
+        self.seen, self.true = [], cpu.mm
+        monkeypatch.setattr(cpu, "mm", self)
+
+    def __call__(self, a, b, out=None, *, add=False):
+        self.seen.append((a.clone(), b.clone(), [t.data_ptr() % 64 for t in (a, b)], a.stride()))
+        return self.true(a, b, out, add=add)
+
+
+def test_both_operands_of_a_tail_are_zero(monkeypatch):
+    """One of them alone would do for finite numbers: 0 times an old infinity is NaN."""
+    watched = Buffers(monkeypatch)
+    resumed(float("inf"))
+    left, right, _, _ = watched.seen[-1]
+    assert left.shape[1] == right.shape[0] == 16
+    assert not left[:, 5:].any() and not right[5:].any()
+    assert left[:, :5].all() and right[:5].all()
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4, 16])
+def test_the_blas_sees_one_alignment(monkeypatch, offset):
+    """A weight that needs no padding is used where it lies only if it is aligned like a copy."""
+    memory = torch.randn(64 * 48 + 16, generator=torch.Generator().manual_seed(4))
+    memory = memory[(-memory.data_ptr() // 4) % 16 :]  # from an address of 64 bytes on
+    weight = memory[offset : offset + 64 * 32].view(64, 32)
+    x = torch.randn(70, 32, generator=torch.Generator().manual_seed(5))
+    want = op.linear(x, weight.clone(), None, None, "chain")
+    watched = Buffers(monkeypatch)
+    assert contract.same_bytes(op.linear(x, weight, None, None, "chain"), want)
+    assert {tuple(at) for *_, at, _ in watched.seen} == {(0, 0)}
+    assert {stride for *_, stride in watched.seen} == {(32, 1)}
+
+
+def test_main_grad_is_added_to_at_one_alignment(monkeypatch):
+    memory = torch.zeros(24 * 40 + 17)
+    state = memory[1 + (-memory.data_ptr() // 4) % 16 :][: 24 * 40].view(24, 40)
+    assert state.data_ptr() % 64
+    seen, true_mm = [], cpu.mm
+
+    def mm(a, b, out=None, *, add=False):
+        seen.append(out.data_ptr() % 64)
+        return true_mm(a, b, out, add=add)
+
+    monkeypatch.setattr(cpu, "mm", mm)
+    generator = torch.Generator().manual_seed(8)
+    dy, x = torch.randn(21, 24, generator=generator), torch.randn(21, 40, generator=generator)
+    op.linear_dw_(dy, x, state, "chain")
+    assert set(seen) == {0} and state.all()
 
 
 def test_column_sum_in_order():

@@ -11,12 +11,12 @@ import os
 
 import pytest
 import torch
-from triton.runtime import interpreter
 
 import cute_kernels.gemm as package
 from cute_kernels.gemm import triton_kernel
 
 from ..triton_copies import copy_of
+from ..triton_in_numpy import same_on_every_machine  # noqa: F401
 from . import triton_cases as cases
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
@@ -25,18 +25,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
-
-
-@pytest.fixture(autouse=True)
-def loops_with_new_numpy(monkeypatch):
-    """numpy 2.4 refuses int() of a one-element array, which Triton 3.6 takes of loop bounds."""
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 def engine(module):

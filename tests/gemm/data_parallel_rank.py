@@ -1,0 +1,169 @@
+"""One of two ranks of torch's data parallel wrappers, over gloo on a CPU.
+
+``python -m tests.gemm.data_parallel_rank RANK STORE`` prints one JSON object: what was refused,
+and digests of what was computed.  tests/gemm/test_data_parallel.py starts both and compares.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import cute_kernels as ck
+from cute_kernels.errors import ArgumentValueError
+
+WORLD, N, K, TOKENS = 2, 24, 40, 48
+
+
+class Linear(torch.nn.Linear):
+    """The layer of the README, and one that is given its gradient's memory by hand."""
+
+    state: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = getattr(self.weight, "main_grad", None) if self.state is None else self.state
+        return ck.linear(x, self.weight, None, main_grad=state)
+
+
+def layer() -> Linear:
+    torch.manual_seed(1)
+    return Linear(K, N, bias=False)
+
+
+def tokens(rank: int) -> torch.Tensor:
+    return torch.randn(TOKENS, K, generator=torch.Generator().manual_seed(rank))
+
+
+def loss(y: torch.Tensor) -> torch.Tensor:
+    return y.square().sum()
+
+
+def alone(rank: int) -> torch.Tensor:
+    """The main_grad of one rank, without a wrapper."""
+    made = layer()
+    made.weight.main_grad = torch.zeros(N, K)
+    loss(made(tokens(rank))).backward()
+    return made.weight.main_grad
+
+
+def ranks_in_order(state: torch.Tensor) -> torch.Tensor:
+    """The recipe of docs/gemm.md: every rank's part, added from rank 0 upwards."""
+    parts = [torch.empty_like(state) for _ in range(WORLD)]
+    dist.all_gather(parts, state)
+    total = parts[0]
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def digest(t: torch.Tensor) -> str:
+    return hashlib.sha256(t.contiguous().numpy().tobytes()).hexdigest()
+
+
+def refusal(call) -> str:
+    try:
+        call()
+    except ArgumentValueError as error:
+        return str(error)
+    return ""
+
+
+def ddp_refused(rank: int) -> dict:
+    made = layer()
+    made.weight.main_grad = torch.zeros(N, K)
+    wrapped = DDP(made)
+    said = refusal(lambda: wrapped(tokens(rank)))
+    cast = refusal(lambda: autocast(wrapped, tokens(rank)))
+    with torch.no_grad():
+        allowed = refusal(lambda: wrapped(tokens(rank)))
+    return {
+        "said": said,
+        "cast": cast,
+        "no_grad": allowed,
+        "untouched": not made.weight.main_grad.any(),
+    }
+
+
+def autocast(module, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return module(x)
+
+
+def ddp_recipe(rank: int) -> dict:
+    made = layer()
+    made.weight.main_grad = torch.zeros(N, K)
+    wrapped = DDP(made)
+    with wrapped.no_sync():
+        loss(wrapped(tokens(rank))).backward()
+    total = ranks_in_order(made.weight.main_grad)
+    want = alone(0) + alone(1)
+    return {"digest": digest(total), "want": digest(want), "grad": made.weight.grad is None}
+
+
+def ddp_elsewhere(rank: int) -> dict:
+    """A wrapper that leaves this parameter alone, and one that is not running."""
+    made = torch.nn.Sequential(layer(), torch.nn.Linear(N, 3))
+    made[0].weight.main_grad = torch.zeros(N, K)
+    DDP._set_params_and_buffers_to_ignore_for_model(made, ["0.weight"])
+    loss(DDP(made)(tokens(rank))).backward()
+    return {"digest": digest(made[0].weight.main_grad), "want": want(made, rank)}
+
+
+def want(made, rank: int) -> str:
+    state = torch.zeros(N, K)
+    loss(made[1](ck.linear(tokens(rank), made[0].weight, main_grad=state))).backward()
+    return digest(state)
+
+
+def fsdp_refused(rank: int) -> dict:
+    """main_grad given by hand, and one set on the parameter, which the gathered one lacks."""
+    made = layer()
+    fully_shard(made)
+    made.state = torch.zeros(N, K)
+    given = refusal(lambda: made(tokens(rank)))
+    made = layer()
+    fully_shard(made)
+    made.weight.main_grad = torch.zeros(N, K)
+    lost = refusal(lambda: made(tokens(rank)))
+    return {"given": given, "lost": lost}
+
+
+def fsdp_without(rank: int) -> dict:
+    made = layer()
+    fully_shard(made)
+    loss(made(tokens(rank))).backward()
+    grad = made.weight.grad.full_tensor()
+    want = torch.zeros(N, K)
+    for each in range(WORLD):
+        other = layer()
+        loss(other(tokens(each))).backward()
+        want += other.weight.grad / WORLD
+    return {"error": (grad - want).abs().max().item(), "size": want.abs().max().item()}
+
+
+CASES = (ddp_refused, ddp_recipe, ddp_elsewhere, fsdp_refused, fsdp_without)
+
+
+def main(rank: int, store: str) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=WORLD,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    try:
+        print(json.dumps({case.__name__: case(rank) for case in CASES}))
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,79 @@
+"""main_grad under DistributedDataParallel and fully_shard, in two processes over gloo.
+
+Both reduce ``weight.grad``, which main_grad replaces: without a word the ranks would drift apart.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 150
+
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
+    reason="needs torch.distributed with gloo",
+)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict]:
+    """What each of the two ranks reports: tests/gemm/data_parallel_rank.py."""
+    store = tmp_path_factory.mktemp("ranks") / "store"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "tests.gemm.data_parallel_rank"]
+    started = [
+        subprocess.Popen(
+            [*command, str(rank), str(store)], cwd=ROOT, env=environment, stdout=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=SECONDS)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0]
+    return [json.loads(text.splitlines()[-1]) for text in said]
+
+
+def test_ddp_is_refused_with_the_recipe(ranks):
+    for rank in ranks:
+        case = rank["ddp_refused"]
+        for said in (case["said"], case["cast"]):
+            assert said.startswith("main_grad: expected none inside DistributedDataParallel")
+            assert "ddp.no_sync()" in said and "docs/gemm.md" in said
+        assert case["no_grad"] == "" and case["untouched"]
+
+
+def test_the_recipe_leaves_every_rank_the_sum_in_rank_order(ranks):
+    first, second = (rank["ddp_recipe"] for rank in ranks)
+    assert first["digest"] == second["digest"] == first["want"] == second["want"]
+    assert first["grad"] and second["grad"]
+
+
+def test_ddp_that_leaves_the_parameter_alone_is_not_refused(ranks):
+    cases = [rank["ddp_elsewhere"] for rank in ranks]
+    assert all(case["digest"] == case["want"] for case in cases)
+    assert cases[0]["digest"] != cases[1]["digest"]
+
+
+def test_fsdp2_is_refused_with_the_recipe(ranks):
+    for rank in ranks:
+        case = rank["fsdp_refused"]
+        for said, got in ((case["given"], "a tensor"), (case["lost"], "weight.main_grad")):
+            assert said.startswith("main_grad: expected none under fully_shard")
+            assert "leave main_grad out" in said and said.endswith(f"got {got}")
+
+
+def test_fsdp2_without_main_grad_reduces_as_ever(ranks):
+    for rank in ranks:
+        case = rank["fsdp_without"]
+        assert case["error"] <= 1e-6 * case["size"]
