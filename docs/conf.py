@@ -12,6 +12,8 @@ from cute_kernels.schedulers import machines as machine_table
 from cute_kernels.schedulers import picture, quality, report
 from cute_kernels.schedulers.kinds import left_to_right, spt
 from cute_kernels.schedulers.selection import select
+from perf import cards, record
+from perf.digest import page as digests
 
 project = "cute_kernels"
 author = "The cute_kernels authors"
@@ -22,8 +24,9 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"cute_kernels {release}"
+html_static_path = ["static"]
+html_css_files = ["tables.css"]
 
-myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 
 # Docstrings mark code with single backticks and have a section of their own.
@@ -48,7 +51,7 @@ def settings_table() -> str:
     """Every environment variable, from settings.TABLE."""
     rows = []
     for setting in settings.TABLE:
-        values = ", ".join(map(code, setting.choices)) or "any"
+        values = ", ".join(map(code, setting.choices)) or setting.kind
         rows.append([code(settings.PREFIX + setting.name), code(setting.default), values])
         rows[-1].append(setting.help)
     return table(["variable", "default", "values", "meaning"], rows)
@@ -95,14 +98,28 @@ def trials() -> str:
     return f"```text\n{select(parse_mask('causal', 2048, (64, 128)), heads=32)}\n```"
 
 
-#: What replaces `<!-- name -->` in a page, and the files that it is made from.
+def what_ran() -> str:
+    """What each GPU model has a record of."""
+    return "\n".join(cards.render(record.read_all()))
+
+
+def digest_state() -> str:
+    """Which GPU models have digests, and whether they agree."""
+    return "\n".join(digests.state(record.read_all()))
+
+
+#: What replaces `<!-- name -->` in a page, and the modules that it is made from.
 GENERATED = {
     "settings-table": (settings_table, (settings,)),
     "gemm-plans": (gemm_plans, (config, arch)),
     "schedule-machines": (machines, (machine_table,)),
     "schedule-trials": (trials, (inspect.getmodule(select),)),
     "schedule-quality": (quality.quality_table, (quality,)),
+    "what-ran": (what_ran, (cards,)),
+    "digest-state": (digest_state, (digests,)),
 }
+#: Made from the records too.
+RECORDED = ("what-ran", "digest-state")
 
 #: Picture -> mask of 8192 tokens and 16 heads, and its panels (kind, heads in flight, walk).
 PICTURES = {
@@ -160,8 +177,10 @@ def fill_in(app, docname: str, source: list[str]) -> None:
         marker = f"<!-- {name} -->"
         if marker in source[0]:
             source[0] = source[0].replace(marker, make())
-            for module in modules:
-                app.env.note_dependency(str(Path(inspect.getfile(module))))
+            files = [inspect.getfile(module) for module in modules]
+            files += record.RESULTS.glob("*.jsonl") if name in RECORDED else ()
+            for file in files:
+                app.env.note_dependency(str(file))
 
 
 #: A first cell, then two or more spaces; a sentence would have a full stop before them.

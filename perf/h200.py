@@ -61,6 +61,7 @@ def stages(out: Path, commit: str | None) -> tuple[Stage, ...]:
     both_orders = ("--check-only", "--heads", "16", "--systems", "ours,ours_unordered")
     return (
         Stage("smoke", (*probe, "smoke", *probes), 120),
+        Stage("digest", ("-m", "perf", "digest", "-o", str(out / "digests.jsonl"), *mark), 150),
         Stage("correctness", (*bench, *check, "-o", str(out / "checks.jsonl"), *mark), 150),
         Stage("probes", (*probe, "width", "zeros", "model", "promotion", *probes), 240),
         Stage("pytest", (*tests, *others, *quiet), 400),

@@ -8,6 +8,7 @@ from . import report, targets
 from .attention import page
 
 COLORS = {"ours": "#1f5fa8", "cublas": "#7a9a01", "ours_triton": "#c2572b", "quack": "#7b4fa3"}
+COLORS |= {"cublas_starved": "#b5c56a", "quack_untuned": "#b79ad0"}
 
 
 def _figure():
@@ -57,7 +58,8 @@ def sweep_lines(bench: report.Bench, folder: Path) -> list[Path]:
         return []
     figure, axes = _figure()
     for system, points in lines.items():
-        axes.plot(*zip(*points, strict=True), marker="o", label=system, color=COLORS.get(system))
+        name = targets.RIVAL_TEXT.get(system, system)
+        axes.plot(*zip(*points, strict=True), marker="o", label=name, color=COLORS[system])
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(m) for m in sizes])
     axes.set_xlabel("M")

@@ -16,7 +16,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "perf" / "results"
 SCHEMA = 1
-KINDS = ("bench", "probe", "profile", "sanitize", "soak", "tune")
+KINDS = ("bench", "digest", "probe", "profile", "sanitize", "soak", "tune")
 #: What can change a number or a bit without a change of our source.
 DISTRIBUTIONS = (
     "torch",

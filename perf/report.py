@@ -11,9 +11,10 @@ import json
 import math
 from pathlib import Path
 
-from . import record, targets
+from . import cards, record, targets, verdict
 from .attention import page
-from .tables import NOT_RUN, Bench, bits, certified, latest, table, times, where
+from .digest import page as digests
+from .tables import NOT_RUN, Bench, bits, certified, folded, latest, table, times, where
 from .targets import Target
 
 STATUS = record.ROOT / "docs" / "status.md"
@@ -21,6 +22,7 @@ CERTIFICATES = record.RESULTS / "certificates.json"
 #: What `python -m cute_kernels certify` writes; either name.
 BUILT = tuple(record.ROOT / "certify" / name for name in ("certificates.json", "report.json"))
 NEAR_FLOOR = 0.9  # of the floor: from here on a miss is the rival's doing
+KERNELS = ("gemm_sm90", "gemm_column_sum_sm90")
 _MEASURE = "`python -m perf bench gemm` on an H200"
 _FIELDS = ("name", "constexpr", "ok", "registers", "sass_sha256", "toolchain")
 
@@ -62,21 +64,29 @@ def _next(bench: Bench, product: str, name: str, m: int) -> str:
     return "none" if held else f"`python -m perf profile gemm --shape {name} --product {product}`"
 
 
-def _kernel_rows(bench: Bench, certificates: list[dict]) -> list[list[str]]:
-    built = certified(certificates, "gemm_sm90")
+def _rate_rows(bench: Bench) -> list[list[str]]:
     rows = []
     for product, name, m in targets.gemm_cases():
         case = (product, targets.label(name, m))
-        own = bench.get(case)
-        rate = NOT_RUN
+        own, cells = bench.get(case), [NOT_RUN, NOT_RUN]
         if own is not None and "tflops" in own:
-            rate = f"{own['tflops']:.0f} TFLOP/s, {own['floor_fraction']:.0%} of floor"
-        ratios = [times(bench.ratio(case, rival)) for rival in targets.RIVAL_TEXT]
-        rows.append(
-            ["gemm", product, case[1], *built, where(own), rate, *ratios]
-            + [bits(own), _next(bench, product, name, m)]
-        )
+            cells = [f"{own['tflops']:.0f}", f"{own['floor_fraction']:.0%}"]
+        rows.append([*case, *cells, bits(own), where(own), _next(bench, product, name, m)])
     return rows
+
+
+def _ratio_rows(bench: Bench) -> list[list[str]]:
+    cases = [(product, targets.label(name, m)) for product, name, m in targets.gemm_cases()]
+    return [
+        [*case, *(times(bench.ratio(case, rival)) for rival in targets.RIVAL_TEXT)]
+        for case in cases
+    ]
+
+
+def _kernel_rows(certificates: list[dict]) -> list[list[str]]:
+    """Every kernel that has a certificate, and those of the pages that have none."""
+    names = dict.fromkeys((*KERNELS, *page.KERNELS, *(c["name"] for c in certificates)))
+    return [[f"`{name}`", *certified(certificates, name)] for name in names]
 
 
 def geomean(values: list[float]) -> float:
@@ -205,50 +215,82 @@ def sweep_points(bench: Bench) -> dict[str, list[tuple[int, float]]]:
     return points
 
 
-def _images(bench: Bench) -> list[str]:
+def _first_images(bench: Bench, attention: Bench) -> list[str]:
     lines = []
     if ratio_points(bench):
         lines += ["", "![Throughput over cuBLAS](plots/gemm_ratio.svg)"]
-    if sweep_points(bench):
-        lines += ["", "![TFLOP/s over M](plots/gemm_sweep.svg)"]
+    if page.order_points(attention):
+        lines += ["", "![What the order costs](plots/attention_order.svg)"]
     return lines
+
+
+def _products(records: list[dict], bench: Bench, checks: list[list[str]]) -> list[str]:
+    """The lines of `linear` and `matmul`."""
+    rivals = tuple(targets.RIVAL_TEXT.values())
+    rates = ["product", "shape", "TFLOP/s", "of floor", "bits", "ran on", "next step"]
+    sweep = ["", "![TFLOP/s over M](plots/gemm_sweep.svg)"] if sweep_points(bench) else []
+    return [
+        "## linear and matmul",
+        "",
+        "bf16.  The floor is the time of the card's best product or copy.  Bits are those of 20",
+        "repeats, of rows alone and in the batch (fwd, dx), and of splits of the tokens (dw).",
+        "",
+        *folded(rates, _rate_rows(bench), ("bits", "ran on", "next step")),
+        *sweep,
+        "",
+        "### Rivals",
+        "",
+        *folded(["product", "shape", *rivals], _ratio_rows(bench), rivals),
+        "",
+        "### Targets",
+        "",
+        "Geometric mean over the five shapes at their own M.",
+        "",
+        *table(["target", "measured", "verdict", "next step"], checks),
+    ]
+
+
+def _profiles(records: list[dict]) -> list[str]:
+    head = ["system", "product", "shape", "of floor", "traffic", "top stalls", "ran on"]
+    rows = _profile_rows(records)
+    return ["", "## Profiles", "", *folded(head, rows, ("system", "ran on"))] if rows else []
 
 
 def render(records: list[dict], certificates: list[dict]) -> str:
     """The status page."""
-    bench = latest(records)
-    rivals = [f"vs {text}" for text in targets.RIVAL_TEXT.values()]
-    head = ["kernel", "product", "shape", "compiled", "certified", "ran on", "rate", *rivals]
+    bench, attention = latest(records), latest(records, "attention")
+    checks = [_target_row(bench, target) for target in targets.TARGETS] + _host_rows(bench)
+    words = [[row[2] for row in rows] for rows in (checks, page.target_rows(attention))]
+    questions = ["question", "answer", "ran on", "decides", "next step"]
     out = [
         "# Status",
+        "",
+        *verdict.render(records, certificates, *words),
+        *_first_images(bench, attention),
         "",
         "Written by `python -m perf report` from `perf/results/`; do not edit.  A ratio is the",
         "rival's time over ours, so above 1 ours is faster.  What no record supports says",
         '"not run".  A `+` after a commit: the tree had changes.',
         "",
+        "## What ran where",
+        "",
+        *cards.render(records),
+        "",
+        *digests.render(records),
+        "",
         "## Kernels",
         "",
-        *table([*head, "bits", "next step"], _kernel_rows(bench, certificates)),
-        *_images(bench),
+        *table(["kernel", "compiled", "certified"], _kernel_rows(certificates)),
         "",
-        "## Targets",
+        *_products(records, bench, checks),
         "",
-        "Geometric mean over the five shapes at their own M.",
-        "",
-        *table(
-            ["target", "measured", "verdict", "next step"],
-            [_target_row(bench, target) for target in targets.TARGETS] + _host_rows(bench),
-        ),
-        "",
-        *page.render(records, certificates),
+        *page.render(records),
         "",
         "## Questions for the hardware",
         "",
-        *table(["question", "answer", "ran on", "decides", "next step"], _question_rows(records)),
+        *folded(questions, _question_rows(records), ("ran on",)),
+        *_profiles(records),
     ]
-    if profiles := _profile_rows(records):
-        head = ["system", "product", "shape", "of floor", "traffic", "top stalls", "ran on"]
-        out += ["", "## Profiles", "", *table(head, profiles)]
     rivals = bench.records.values()
     absent = sorted({(r["system"], r["why"]) for r in rivals if r["status"] == "absent"})
     if absent:

@@ -49,7 +49,21 @@ def table(header: list[str], rows: list[list[str]]) -> list[str]:
     return lines + ["| " + " | ".join(row) + " |" for row in rows]
 
 
-def _commit(item: dict) -> str:
+def folded(header: list[str], rows: list[list[str]], shared: tuple[str, ...]) -> list[str]:
+    """Lines of a table without those columns of `shared` whose cells are all the same.
+
+    A line before the table tells what they say, so that a wide table fits a page.
+    """
+    told = {name: {row[header.index(name)] for row in rows} for name in shared}
+    once = {name: cells.pop() for name, cells in told.items() if len(cells) == 1}
+    keep = [i for i, name in enumerate(header) if name not in once]
+    lines = table([header[i] for i in keep], [[row[i] for i in keep] for row in rows])
+    said = "; ".join(f"{name}: {cell}" for name, cell in once.items())
+    return [f"Every row: {said}.", "", *lines] if once else lines
+
+
+def commit_of(item: dict) -> str:
+    """The commit of a record; a `+` where the tree had changes."""
     mark = "+" if item.get("dirty") else ""
     return item["commit"][:10] + mark
 
@@ -59,7 +73,7 @@ def where(item: dict | None) -> str:
     if item is None or item["status"] == "absent":
         return NOT_RUN
     verdict = "" if item["status"] == "ok" else f"{item['status']} "
-    return f"{verdict}{item['gpu']}, {_commit(item)}, {item['date'][:10]}"
+    return f"{verdict}{item['gpu']}, {commit_of(item)}, {item['date'][:10]}"
 
 
 def times(value: float | None) -> str:
@@ -68,11 +82,11 @@ def times(value: float | None) -> str:
 
 
 def bits(item: dict | None) -> str:
-    """The bitwise verdicts of a record."""
+    """The bitwise verdicts of a record: "same", or the names of those that do not hold."""
     if item is None or "bitwise" not in item:
         return NOT_RUN
-    held = item["bitwise"]
-    return "; ".join(f"{name} {'same' if held[name] else 'differs'}" for name in sorted(held))
+    broken = sorted(name for name, held in item["bitwise"].items() if not held)
+    return f"differ: {', '.join(broken)}" if broken else "same"
 
 
 def certified(certificates: list[dict], kernel: str) -> tuple[str, str]:

@@ -1,9 +1,9 @@
-"""The attention part of the status page: a pure function of the records and the certificates."""
+"""The attention part of the status page: a pure function of the records."""
 
 from __future__ import annotations
 
 from .. import targets
-from ..tables import NOT_RUN, Bench, bits, certified, latest, table, where
+from ..tables import NOT_RUN, Bench, bits, folded, latest, table, where
 from ..targets import AttentionTarget
 from . import soak_page
 
@@ -14,19 +14,22 @@ KERNELS = (
     "sparse_attn_bwd_post_sm90",
 )
 Size = tuple[str, int, int, int, int]  # mask, length, head size, query heads, KV heads
-_HEAD = [
+_TIMES = [
     "mask, length, heads",
     "forward",
-    "FA4 forward / ours",
     "ordered backward",
     "ordered / unordered",
     "predicted",
+    "lists / backward",
+    "bits",
+    "ran on",
+]
+_RIVALS = [
+    "mask, length, heads",
+    "FA4 forward / ours",
     "FA4 backward / our unordered",
     "FA4 deterministic / our ordered",
     "FlexAttention / our ordered",
-    "lists / backward",
-    "bits of the backward",
-    "ran on",
     "next step",
 ]
 
@@ -40,7 +43,12 @@ def label(size: Size) -> str:
 def _text(size: Size) -> str:
     mask, s, dim, heads, kv_heads = size
     group = "MHA" if heads == kv_heads else f"GQA {heads // kv_heads}:1"
-    return f"{mask} {s // 1024}k, D = {dim}, {heads} heads {group}"
+    return _kept_together(f"{mask} {s // 1024}k", f"D = {dim}", f"{heads} heads {group}")
+
+
+def _kept_together(*parts: str) -> str:
+    """The parts with commas, where alone a narrow column may break the line."""
+    return ", ".join(part.replace(" ", "\N{NO-BREAK SPACE}") for part in parts)
 
 
 def _over(value: float | None) -> str:
@@ -56,26 +64,31 @@ def slowdown(bench: Bench, which: str, size: Size, system: str, rival: str) -> f
 def _rate(item: dict | None) -> str:
     if item is None or "tflops" not in item:
         return NOT_RUN
-    return f"{item['median_us']:,.0f} us, {item['tflops']:.0f} TFLOP/s"
+    return _kept_together(f"{item['median_us']:,.0f} us", f"{item['tflops']:.0f} TFLOP/s")
 
 
-def _row(bench: Bench, size: Size) -> list[str]:
+def _time_row(bench: Bench, size: Size) -> list[str]:
     forward, backward = (bench.get((which, label(size))) for which in ("fwd", "bwd"))
-    predicted = (backward or {}).get("predicted")
-    lists = (backward or {}).get("order_share")
+    predicted, lists = ((backward or {}).get(name) for name in ("predicted", "order_share"))
     return [
         _text(size),
         _rate(forward),
-        _over(bench.ratio(("fwd", label(size)), "fa4")),
         _rate(backward),
         _over(slowdown(bench, "bwd", size, "ours", "ours_unordered")),
         _over(predicted and predicted["ratio"]),
-        _over(bench.ratio(("bwd", label(size)), "fa4", "ours_unordered")),
-        _over(bench.ratio(("bwd", label(size)), "fa4_ordered")),
-        _over(bench.ratio(("bwd", label(size)), "flex")),
         NOT_RUN if lists is None else f"{lists:.1%}",
         bits(backward),
         where(backward or forward),
+    ]
+
+
+def _rival_row(bench: Bench, size: Size) -> list[str]:
+    return [
+        _text(size),
+        _over(bench.ratio(("fwd", label(size)), "fa4")),
+        _over(bench.ratio(("bwd", label(size)), "fa4", "ours_unordered")),
+        _over(bench.ratio(("bwd", label(size)), "fa4_ordered")),
+        _over(bench.ratio(("bwd", label(size)), "flex")),
         _next(bench, size),
     ]
 
@@ -94,21 +107,20 @@ def _next(bench: Bench, size: Size) -> str:
     if backward is None or "median_us" not in backward:
         options = f"--mask {mask} --s {s} --d {dim} --heads {heads} --group {heads // kv_heads}"
         return f"`python -m perf bench attention {options}` on an H200"
-    missed = [
+    missed = dict.fromkeys(
         targets.ATTENTION_SYSTEM_TEXT[t.rival]
         for t in targets.ATTENTION_TARGETS
         if (not t.masks or (mask, s) in t.masks)
         and (slowdown(bench, t.which, size, t.system, t.rival) or 0.0) > t.at_most
-    ]
+    )
     return f"tune against {', '.join(missed)}" if missed else "none"
 
 
-def _rows(bench: Bench) -> list[list[str]]:
+def _shown(bench: Bench) -> list[Size]:
     """The quick suite's cases, and all others that have a record."""
     measured = {key[2] for key in bench.records}
     quick = set(targets.attention_cases(quick=True))
-    shown = [c for c in targets.attention_cases() if c in quick or label(c) in measured]
-    return [_row(bench, size) for size in shown]
+    return [c for c in targets.attention_cases() if c in quick or label(c) in measured]
 
 
 def _target_row(bench: Bench, target: AttentionTarget) -> list[str]:
@@ -152,6 +164,11 @@ def _other_rows(bench: Bench) -> list[list[str]]:
     ]
 
 
+def target_rows(bench: Bench) -> list[list[str]]:
+    """(target, measured, verdict) of every target of attention."""
+    return [_target_row(bench, target) for target in targets.ATTENTION_TARGETS] + _other_rows(bench)
+
+
 def _prediction_rows(bench: Bench) -> list[list[str]]:
     rows = []
     for size in targets.attention_cases():
@@ -163,14 +180,9 @@ def _prediction_rows(bench: Bench) -> list[list[str]]:
         rows.append(
             [
                 _text(size),
-                item["schedule"]["name"],
-                item["schedule"]["hash"][:12],
-                f"{told['makespan_us']:,.0f}",
-                f"{own:,.0f}",
-                f"{told['unordered_us']:,.0f}",
-                f"{unordered:,.0f}" if unordered else NOT_RUN,
-                f"{told['ratio']:.3f}",
-                _over(slowdown(bench, "bwd", size, "ours", "ours_unordered")),
+                f"{item['schedule']['name']} `{item['schedule']['hash'][:12]}`",
+                f"{told['makespan_us']:,.0f}, {told['unordered_us']:,.0f}",
+                f"{own:,.0f}, " + (f"{unordered:,.0f}" if unordered else NOT_RUN),
             ]
         )
     return rows
@@ -189,47 +201,47 @@ def order_points(bench: Bench) -> dict[str, tuple[float, float, float]]:
     return found
 
 
-def render(records: list[dict], certificates: list[dict]) -> list[str]:
+def render(records: list[dict]) -> list[str]:
     """The lines of the attention part."""
     bench = latest(records, "attention")
-    built = [[name, *certified(certificates, name)] for name in KERNELS]
-    checks = [_target_row(bench, target) for target in targets.ATTENTION_TARGETS]
+    shown = _shown(bench)
     out = [
         "## Attention",
         "",
         f"bf16, 32k tokens a batch.  Of {len(targets.attention_cases())} cases, those without a "
         "record are left out but for the",
         "first seven.  Rates count the scores that a mask allows.  Predicted: the simulator's",
-        "ordered over unordered time, for the schedule that ran.",
+        "ordered over unordered time, for the schedule that ran.  Lists: building those of an",
+        "order.  Bits: 20 repeats of the backward.",
         "",
-        *table(["kernel", "compiled", "certified"], built),
+        *folded(_TIMES, [_time_row(bench, size) for size in shown], ("bits", "ran on")),
         "",
-        *table(_HEAD, _rows(bench)),
-        *(
-            ["", "![What the order costs](plots/attention_order.svg)"]
-            if order_points(bench)
-            else []
-        ),
+        "### Rivals of attention",
+        "",
+        *table(_RIVALS, [_rival_row(bench, size) for size in shown]),
         "",
         "### Targets of attention",
         "",
         "The worst case counts.",
         "",
-        *table(["target", "measured", "verdict"], checks + _other_rows(bench)),
+        *table(["target", "measured", "verdict"], target_rows(bench)),
     ]
     out += ["", *soak_page.render(records)]
     if rows := _prediction_rows(bench):
-        head = ["case", "schedule", "hash", "predicted us", "measured us"]
-        head += ["predicted unordered us", "measured unordered us", "predicted ratio", "measured"]
-        out += ["", "### Schedules: predicted and measured", "", *table(head, rows)]
-    absent = {(r["system"], r["why"]) for r in bench.records.values() if r["status"] == "absent"}
-    if absent:
-        out += ["", "### What a rival of attention cannot do", ""]
-        for name, why in sorted(absent):
-            where_not = {
-                f"{r['mask']} {r['pass']}"
-                for r in bench.records.values()
-                if (r["system"], r.get("why")) == (name, why)
-            }
-            out.append(f"- {name} ({', '.join(sorted(where_not))}): {why}")
-    return out
+        head = ["case", "schedule", "predicted us", "measured us"]
+        out += ["", "### Schedules: predicted and measured", "", "Ordered, then unordered.", ""]
+        out += table(head, rows)
+    return out + _cannot(bench)
+
+
+def _cannot(bench: Bench) -> list[str]:
+    """What a rival has no kernel for, with the masks."""
+    absent: dict[tuple[str, str], set[str]] = {}
+    for item in bench.records.values():
+        if item["status"] == "absent":
+            cases = absent.setdefault((item["system"], item["why"]), set())
+            cases.add(f"{item['mask']} {item['pass']}")
+    lines = [
+        f"- {name} ({', '.join(sorted(c))}): {why}" for (name, why), c in sorted(absent.items())
+    ]
+    return ["", "### What a rival of attention cannot do", "", *lines] if lines else []

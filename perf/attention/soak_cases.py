@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.schedulers import BlockMask
-from cute_kernels.sparse_attn import config, op
+from cute_kernels.sparse_attn import config, op, prepare
 
 REPEATS, MORE_REPEATS = 1_000, 10_000
 MASKS = ("full", "causal", "window", "document", "random")
@@ -57,7 +57,7 @@ class Case:
         q, k, v, dout, dlse = self._drawn(device)
         sizes = (self.batch, self.s, self.s, self.heads, self.kv_heads, self.dim)
         mask = self._mask(device)
-        made = op.prepared(mask, False, "auto", True, sizes, str(mask.device))
+        made = prepare.operands(mask.handle, False, "auto", True, sizes, str(mask.device))
         rest = (*made, self.dim**-0.5, self.softcap)
 
         def call() -> tuple[Tensor, ...]:

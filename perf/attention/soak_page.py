@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..sanitize import PLANTED, TOOLS
-from ..tables import NOT_RUN, table, where
+from ..tables import NOT_RUN, folded, where
 from .soak_cases import Case, suite
 
 _HEAD = ["configurations", "cases", "calls", "differing bytes"]
@@ -30,6 +30,16 @@ def _row(text: str, cases: list[Case], kept: dict[str, dict]) -> list[str]:
     verdict = f"; failed: {', '.join(failed)}" if failed else ""
     oldest = min(found, key=lambda r: r["date"]) | {"status": "ok"}
     return [text, f"{len(found)} of {len(cases)}{verdict}", *cells, where(oldest)]
+
+
+def totals(records: list[dict]) -> tuple[int, int, int]:
+    """(calls, graph replays, differing bytes of both) of the ordered cases' last records."""
+    kept = _latest(records, "soak", "shape")
+    found = [kept[case.label] for case in suite() if case.ordered and case.label in kept]
+    graphs = [item["graph"] for item in found if "graph" in item]
+    differing = sum(sum(part.get("differing_bytes", {}).values()) for part in [*found, *graphs])
+    calls = sum(item.get("repeats", 0) for item in found)
+    return calls, sum(graph.get("replays", 0) for graph in graphs), differing
 
 
 def _rows(records: list[dict]) -> list[list[str]]:
@@ -65,9 +75,9 @@ def render(records: list[dict]) -> list[str]:
         "of the grid, into memory that holds junk; then a CUDA graph of both.  Each call is",
         "compared with the first, byte for byte.  The oldest record of a row says where it ran.",
         "",
-        *table(_HEAD, _rows(records)),
+        *folded(_HEAD, _rows(records), ("ran on",)),
         "",
         "`python -m perf sanitize attention`: compute-sanitizer over small cases.",
         "",
-        *table(["tool", "found", "ran on"], _tool_rows(records)),
+        *folded(["tool", "found", "ran on"], _tool_rows(records), ("ran on",)),
     ]

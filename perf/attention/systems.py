@@ -34,11 +34,13 @@ class System:
 
 
 def _operands(problem: Problem):
-    from cute_kernels.sparse_attn import op
+    from cute_kernels.sparse_attn import prepare
 
     case = problem.case
     sizes = (case.batch, case.s, case.s, case.heads, case.kv_heads, case.dim)
-    return op.prepared(problem.mask, False, "auto", True, sizes, str(problem.mask.device))
+    return prepare.operands(
+        problem.mask.handle, False, "auto", True, sizes, str(problem.mask.device)
+    )
 
 
 def _ours(ordered: bool) -> dict[str, Start]:

@@ -115,13 +115,13 @@ def test_the_lists_are_timed_from_a_schedule_that_has_kept_nothing(known, monkey
 
 def test_the_record_names_the_schedule_that_ran(known, monkeypatch):
     """The facts come from the cache that the op itself filled: nothing is selected anew."""
-    from cute_kernels.sparse_attn import config, op
+    from cute_kernels.sparse_attn import config, masks
 
     case, made = stand_ins.case("prefix", s=384), []
     chosen = config.auto
     monkeypatch.setattr(config, "auto", lambda *a: made.append(chosen(*a)) or made[-1])
-    orders, whole = [], op._order
-    monkeypatch.setattr(op, "_order", lambda low, s: orders.append(s.hash) or whole(low, s))
+    orders, whole = [], masks.order_of
+    monkeypatch.setattr(masks, "order_of", lambda low, s: orders.append(s.hash) or whole(low, s))
     bodies, _ = run([case], options(["ours"], passes=["bwd"]))
     assert bodies[0]["schedule"]["hash"] == made[-1].hash == orders[-1]
     assert len({schedule.hash for schedule in made}) == len(made)

@@ -6,6 +6,8 @@ from perf import record, report, sanitize
 from perf.attention import soak, soak_cases, soak_page
 from tests.perf.test_report import row
 
+_SOAK = "[bits of attention beside other work](#the-same-bytes-again-and-again)"
+
 
 def head(kind: str, commit: str = "0123456789abcdef", day: int = 20) -> dict:
     found = {"schema": record.SCHEMA, "kind": kind, "kernel": "attention", "commit": commit}
@@ -34,9 +36,10 @@ def test_without_records_every_row_says_not_run():
     text = rendered()
     for case in soak_cases.suite():
         found = [x for x in text.splitlines() if x.startswith(f"| D = {case.dim}, {case.dtype}")]
-        assert found and all(x.count("not run") == 5 and "| 0 of " in x for x in found)
+        assert found and all(x.count("not run") == 4 and "| 0 of " in x for x in found)
     for case in (*sanitize.TOOLS, sanitize.PLANTED):
-        assert row(text, case)[1:] == ["not run", "not run"]
+        assert row(text, case)[1:] == ["not run"]
+    assert text.count("Every row: ran on: not run.") == 2
     assert "### The same bytes" in report.render([], [])
 
 
@@ -63,6 +66,17 @@ def test_the_last_record_of_a_case_counts_and_the_oldest_says_where():
     assert cells[-1] == "NVIDIA H200, 0123456789, 2026-11-18"
     cells = row(rendered(bad, soaked(first), *new), "D = 64, fp16")
     assert cells[1] == "10 of 10" and cells[3] == "0"
+
+
+def test_the_totals_leave_the_controls_out():
+    ordered, control = ours(64, "fp16"), ours(128, "bf16", ordered=False)
+    records = [*map(soaked, ordered), *(soaked(case, 5) for case in control)]
+    assert soak_page.totals(records) == (10_000, 10_000, 0)
+    bad = soaked(ordered[0], 7)
+    assert soak_page.totals([*records[1:], bad]) == (10_000, 10_000, 14)  # calls and replays
+    said = row(report.render([*records, bad], []), _SOAK)[1]
+    assert said == "14 differing bytes in 10,000 calls and 10,000 graph replays"
+    assert row(report.render([], []), _SOAK)[1] == "not run"
 
 
 def test_a_control_shows_what_it_saw():

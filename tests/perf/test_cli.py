@@ -33,6 +33,8 @@ run = CliRunner().invoke
         ["sanitize", "attention"],
         ["sanitize", "target", "--plant"],
         ["probe", "width"],
+        ["digest"],
+        ["digest", "--check"],
         ["h200", "--out", "nowhere"],
     ],
 )

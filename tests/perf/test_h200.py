@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from perf import h200
+from perf import h200, record
 from perf.__main__ import app
 from perf.h200 import Stage
 
@@ -81,6 +82,7 @@ def test_the_stages_write_few_files_into_one_folder(tmp_path):
     known = h200.stages(tmp_path, "abc123")
     assert [stage.name for stage in known] == [
         "smoke",
+        "digest",
         "correctness",
         "probes",
         "pytest",
@@ -94,21 +96,34 @@ def test_the_stages_write_few_files_into_one_folder(tmp_path):
         "soak_attention",
         "sanitize_attention",
     ]
-    written = {
-        argument
-        for stage in known
-        for argument in stage.arguments
-        if argument.startswith(str(tmp_path)) and argument.endswith(".jsonl")
-    }
-    others = 3  # h200.log, summary.json, the golden vectors
-    assert len(written) + others <= 8
-    assert all(os.path.dirname(path) == str(tmp_path) for path in written)
+    for stage in known:
+        assert all(os.path.dirname(path) == str(tmp_path) for path in written(stage, tmp_path))
     assert len(known) * h200.LOG_BYTES < 16 << 20
     marked = [stage.name for stage in known if "abc123" in stage.arguments]
     unmarked = [stage for stage in known if stage.name not in marked]
     assert [stage.name for stage in unmarked] == ["pytest", "pytest_attention"]
     ran = [argument for stage in unmarked for argument in stage.arguments if "tests/" in argument]
     assert len(ran) == len(set(ran)) >= 4 and "tests/sparse_attn/test_triton_gpu.py" in ran
+
+
+def written(stage: Stage, out) -> set[str]:
+    """The files of records that a stage appends to."""
+    return {a for a in stage.arguments if a.startswith(str(out)) and a.endswith(".jsonl")}
+
+
+def test_the_schedule_of_calls_has_every_stage_and_brings_back_8_files(tmp_path):
+    """perf/README.md's table; a call also brings h200.log, summary.json and golden vectors."""
+    known = {stage.name: stage for stage in h200.stages(tmp_path, None)}
+    text = (record.ROOT / "perf/README.md").read_text()
+    calls = [
+        [name for part in stages for name in part.split(",")]
+        for line in text.split("| call | stages | writes |\n")[1].split("\n\n")[0].splitlines()[1:]
+        for stages in [re.findall(r"`([\w,]+)`", line.split(" | ")[1])]
+    ]
+    assert sorted(name for call in calls for name in call) == sorted(known)
+    for call in calls:
+        files = set().union(*(written(known[name], tmp_path) for name in call))
+        assert len(files) + 3 <= 8, call
 
 
 @pytest.mark.parametrize("commit", [None, "abc123"])

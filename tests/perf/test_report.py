@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -51,6 +52,20 @@ def row(page: str, *start: str) -> list[str]:
     return [cell.strip() for cell in found[0].strip("|").split("|")]
 
 
+def facts(page: str, heading: str, *start: str) -> dict[str, str]:
+    """Column -> cell of the one row below a heading that begins so, and what every row has."""
+    part = re.split(r"\n#+ ", page.split(f"{heading}\n", 1)[1])[0]
+    (shared,) = re.findall(r"^Every row: (.*)\.$", part, re.M) or [""]
+    said = dict(text.split(": ", 1) for text in shared.split("; ") if text)
+    head = next(line for line in part.splitlines() if line.startswith("| "))
+    names = [cell.strip() for cell in head.strip("|").split("|")]
+    return dict(zip(names, row(part, *start), strict=True)) | said
+
+
+def rates(page: str, product: str, shape: str) -> dict[str, str]:
+    return facts(page, "## linear and matmul", product, shape)
+
+
 def probe(name: str, **more) -> dict:
     item = {"schema": record.SCHEMA, "kind": "probe", "probe": name, "case": "answer"}
     item |= {"commit": "fedcba9876543210", "dirty": True, "date": "2026-11-21T11:00:00+00:00"}
@@ -59,12 +74,15 @@ def probe(name: str, **more) -> dict:
 
 def test_without_records_every_row_says_not_run():
     page = report.render([], [])
-    cases = [line for line in page.splitlines() if line.startswith("| gemm | ")]
-    assert len(cases) == len(targets.gemm_cases()) == 30
-    for line in cases:
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        assert set(cells[3:-1]) == {"not run"}
-        assert cells[-1].startswith("`python -m perf bench gemm")
+    assert len(targets.gemm_cases()) == 30
+    for product, name, m in targets.gemm_cases():
+        case = (product, targets.label(name, m))
+        found = rates(page, *case)
+        assert found.pop("next step").startswith("`python -m perf bench gemm")
+        assert (found.pop("product"), found.pop("shape")) == case
+        assert len(found) == 4 and set(found.values()) == {"not run"}
+        ratios = list(facts(page, "### Rivals", *case).values())[2:]
+        assert ratios == ["not run"] * len(targets.RIVAL_TEXT)
     for target in targets.TARGETS:
         assert row(page, target.text)[1:3] == ["not run", "not run"]
         assert row(page, target.text)[3].startswith("`python -m perf bench gemm`")
@@ -84,14 +102,13 @@ def test_a_record_fills_its_row_and_the_latest_counts():
     new = bench("dx", "qkv", 512, 100.0, {"cublas": 98.0}, dirty=True)
     new["date"] = "2026-11-22T10:00:00+00:00"
     page = report.render([new, old], [])
-    cells = row(page, "gemm", "dx", "qkv/m512")
-    assert cells[5] == "NVIDIA H200, 0123456789+, 2026-11-22"
-    assert cells[6] == "700 TFLOP/s, 90% of floor"
-    assert cells[7] == "0.98x"
-    assert cells[8] == "not run"
-    assert cells[-2:] == ["repeat same; rows same", "none"]
-    old_only = row(report.render([old], []), "gemm", "dx", "qkv/m512")
-    assert old_only[-1] == "`python -m perf profile gemm --shape qkv --product dx`"
+    found, ratios = rates(page, "dx", "qkv/m512"), facts(page, "### Rivals", "dx", "qkv/m512")
+    assert found["ran on"] == "NVIDIA H200, 0123456789+, 2026-11-22"
+    assert (found["TFLOP/s"], found["of floor"]) == ("700", "90%")
+    assert (ratios["cuBLAS"], ratios["quack"]) == ("0.98x", "not run")
+    assert (found["bits"], found["next step"]) == ("same", "none")
+    old_only = rates(report.render([old], []), "dx", "qkv/m512")
+    assert old_only["next step"] == "`python -m perf profile gemm --shape qkv --product dx`"
 
 
 def test_a_check_does_not_hide_a_time_but_a_failure_does():
@@ -101,18 +118,21 @@ def test_a_check_does_not_hide_a_time_but_a_failure_does():
         k: v for k, v in (timed | later).items() if k not in ("median_us", "ratio", "tflops")
     }
     page = report.render([timed, checked], [])
-    assert row(page, "gemm", "fwd", "qkv")[7] == "0.98x"
+    assert facts(page, "### Rivals", "fwd", "qkv")["cuBLAS"] == "0.98x"
     failed = checked | {"status": "failed", "why": "the result is wrong"}
-    cells = row(report.render([timed, failed], []), "gemm", "fwd", "qkv")
-    assert cells[5].startswith("failed NVIDIA H200")
-    assert cells[-1] == "fix: the result is wrong"
+    found = rates(report.render([timed, failed], []), "fwd", "qkv")
+    assert found["ran on"].startswith("failed NVIDIA H200")
+    assert found["next step"] == "fix: the result is wrong"
 
 
 def test_differing_bits_are_the_next_step():
     item = bench("fwd", "qkv", 4096, 100.0, {"cublas": 120.0})
     item["bitwise"]["rows"] = False
-    cells = row(report.render([item], []), "gemm", "fwd", "qkv")
-    assert cells[-2:] == ["repeat same; rows differs", "fix the bits"]
+    page = report.render([item], [])
+    found = rates(page, "fwd", "qkv")
+    assert (found["bits"], found["next step"]) == ("differ: rows", "fix the bits")
+    said = row(page, "[bits of `linear` and `matmul`](#linear-and-matmul)")[1]
+    assert said == "kept in 0 of 30 cases; broken in fwd qkv"
 
 
 @pytest.mark.parametrize(
@@ -165,8 +185,10 @@ def test_certificates_fill_compiled_and_certified():
         {"name": "gemm_sm90", "ok": False, "registers": 200},
         {"name": "gemm_column_sum_sm90", "ok": True, "registers": 255},
     ]
-    cells = row(report.render([], certificates), "gemm", "fwd", "qkv")
-    assert cells[3:5] == ["2 configurations", "1 of 2, <= 200 registers"]
+    page = report.render([], certificates)
+    assert row(page, "`gemm_sm90`")[1:] == ["2 configurations", "1 of 2, <= 200 registers"]
+    assert row(page, "`sparse_attn_fwd_sm90`")[1:] == ["not run", "not run"]
+    assert row(page, "[certificates](certificate.md) of the compiled kernels")[1] == "2 of 3 hold"
 
 
 def test_an_answer_needs_enough_outputs_and_tells_extremes_apart():
@@ -176,14 +198,15 @@ def test_an_answer_needs_enough_outputs_and_tells_extremes_apart():
     assert "too few outputs" in row(report.render([few], []), text)[1]
     extreme = {"verdict": "no"}
     full = probe("width", verdict="yes", outputs=2 * 10**7, differ=0, extreme=extreme)
-    cells = row(report.render([few, full], []), text)
-    assert cells[1] == (
+    found = facts(report.render([few, full], []), "## Questions for the hardware", text)
+    assert found["answer"] == (
         "yes (0 of 20,000,000 outputs differ); subnormal and overflowing operands: no"
     )
-    assert cells[2] == "NVIDIA H200, fedcba9876+, 2026-11-21"
-    assert cells[4] == "the rule for those operands, then `python -m perf probe width`"
+    assert found["ran on"] == "NVIDIA H200, fedcba9876+, 2026-11-21"
+    step = "the rule for those operands, then `python -m perf probe width`"
+    assert found["next step"] == step
     known = probe("width", verdict="yes", outputs=2 * 10**7, differ=0, extreme={"verdict": "yes"})
-    assert row(report.render([known], []), text)[4] == "none"
+    assert row(report.render([known], []), text)[-1] == "none"
     failed = probe("width", verdict="failed", why="RuntimeError: boom")
     assert row(report.render([failed], []), text)[1] == "failed: RuntimeError: boom"
 
@@ -205,8 +228,9 @@ def test_profiles_have_a_table_of_their_own():
     item |= {"floor_fraction": 0.8, "bytes_over_least": 1.25}
     item["stalls"] = [{"reason": "gmma", "warps": 1.5}]
     assert "## Profiles" not in report.render([], [])
-    cells = row(report.render([item], []), "ours", "fwd", "qkv")
-    assert cells[3:6] == ["80%", "1.25x", "gmma 1.50"]
+    found = facts(report.render([item], []), "## Profiles", "fwd", "qkv")
+    assert (found["of floor"], found["traffic"]) == ("80%", "1.25x")
+    assert (found["system"], found["top stalls"]) == ("ours", "gmma 1.50")
 
 
 def test_a_fresh_certificate_report_is_adopted(tmp_path):
