@@ -14,27 +14,39 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from . import __version__
-from .about import catalogue
-from .about import info as collect_info
+from . import __version__, about
 from .certify_command import certify
+from .commands import one_line, require
+from .errors import ArgumentValueError, one_of
 from .schedule_command import schedule
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__.split(":")[0] + ".")
 console = Console()
 
-Arch = Annotated[str, typer.Option(help="Architecture to compile for, such as sm_90a.")]
+Arch = Annotated[str, typer.Option(help=f"What to compile for: {', '.join(about.ARCHES)}.")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"cute-kernels {__version__}")
+        raise typer.Exit
+
+
+Version = typer.Option(
+    "--version", is_eager=True, callback=_print_version, help="Print the version."
+)
 
 
 @app.callback()
-def _root() -> None:
+def _root(version: Annotated[bool, Version] = False) -> None:
     """GPU kernels whose bits you can rely on."""
 
 
 @app.command()
+@one_line
 def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Versions, devices, the backend of each op on each device and why others were refused."""
-    found = collect_info()
+    found = about.info()
     if as_json:
         print(json.dumps(found, indent=1))
         return
@@ -49,6 +61,7 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
 
 
 @app.command()
+@one_line
 def demo(
     out: Annotated[Path, typer.Option("--out", "-o")] = Path("demo_output"),
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the best there is.")] = None,
@@ -63,23 +76,27 @@ def demo(
 
 
 @app.command()
+@one_line
 def aot(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")],
-    arch: Arch = "sm_90a",
+    arch: Arch = about.ARCHES[0],
     only: Annotated[str, typer.Option(help="Names that contain this text.")] = "",
 ) -> None:
     """Compile the whole catalogue on this machine, GPU or not, for another to load."""
     from .compile import aot as ahead
 
-    chosen = [kernel for kernel, _, _ in catalogue() if only in kernel.name]
-    with Progress(console=console) as bar:
+    if arch not in about.ARCHES:
+        raise ArgumentValueError(one_of("--arch", about.ARCHES, arch))
+    chosen = [kernel for kernel, _, _ in about.matching(only)]
+    require("cu13", "cutlass", "tvm_ffi")
+    with Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"compiling for {arch}", total=len(chosen))
         records = ahead.export(chosen, arch, out, progress=lambda *_: bar.advance(task))
     console.print(f"{len(records)} kernels in {out}; load them with CUTE_KERNELS_AOT_DIR={out}")
 
 
-app.command()(certify)
-app.command()(schedule)
+app.command()(one_line(certify))
+app.command()(one_line(schedule))
 
 
 def _pairs(title: str, rows: dict) -> Table:

@@ -7,15 +7,18 @@ import platform
 
 import torch
 
-from . import arch, dispatch, settings
+from . import arch, caching, dispatch, settings
 from .contracts import contract_id, guarantees, ops
+from .errors import ArgumentValueError, nearest
 
-__all__ = ["SYSTEMS", "catalogue", "contract_id", "guarantees", "info"]
+__all__ = ["ARCHES", "SYSTEMS", "catalogue", "contract_id", "guarantees", "info", "matching"]
 
 #: The systems in this build; importing ``<system>.op`` registers its ops and contracts.
 SYSTEMS = ("gemm", "sparse_attn")
 #: Those with an SM90 launcher, and with it a catalogue of kernels.
 LAUNCHED = ("gemm", "sparse_attn")
+#: What the catalogue's kernels are compiled for; no other device is given one.
+ARCHES = ("sm_90a",)
 
 for _system in SYSTEMS:
     importlib.import_module(f"{__package__}.{_system}.op")
@@ -26,8 +29,14 @@ def info() -> dict[str, object]:
 
     Returns:
         A dictionary that JSON can hold: ``versions``, ``settings``, ``cache_dir``, ``devices``
-        (facts), and ``ops``: per op and device the ``backends`` (None or the reason), the
-        ``guarantees`` kept and the ``contract_id``, for bf16 inputs.
+        (facts); ``ops``: per op and device the ``backends`` (None or the reason), the
+        ``guarantees`` kept and the ``contract_id``, for bf16 inputs; and ``ran``, which is no
+        prediction: what was launched in this process so far, in the order of first launches, each
+        with ``op``, ``kernel`` (the part of it), ``backend``, ``device``, ``dtype``, the
+        ``contract_id`` then and the time ``first`` (UTC).  ``matmul`` is the op ``linear`` there.
+
+    Raises:
+        SettingError: an environment variable of the library has a value that it does not take.
     """
     devices = _devices()
     return {
@@ -36,6 +45,8 @@ def info() -> dict[str, object]:
         "cache_dir": str(settings.cache_dir()),
         "devices": {name: vars(arch.describe(name)) for name in devices},
         "ops": {op: {name: _support(op, name) for name in devices} for op in ops()},
+        "caches": caching.sizes(),
+        "ran": [dict(vars(run)) for run in dispatch.ran()],
     }
 
 
@@ -74,4 +85,18 @@ def catalogue() -> list[tuple]:
     for system in LAUNCHED:
         launch = importlib.import_module(f"{__package__}.{system}.launch")
         found += launch.catalogue()
+    return found
+
+
+def matching(only: str) -> list[tuple]:
+    """The entries of `catalogue` whose kernel's name contains ``only``.
+
+    Raises:
+        ArgumentValueError: there is none; the message lists the names that are near.
+    """
+    entries = catalogue()
+    found = [entry for entry in entries if only in entry[0].name]
+    if not found:
+        names = dict.fromkeys(entry[0].name for entry in entries)
+        raise ArgumentValueError(nearest("--only", list(names), only))
     return found

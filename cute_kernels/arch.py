@@ -7,10 +7,12 @@ import importlib.metadata
 import importlib.util
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from . import settings
+from . import c_library, settings
+from .errors import AotError
 
 CUTE_SM90 = "cute_sm90"
 TRITON = "triton"
@@ -40,6 +42,12 @@ class Device:
     kind: str  # "cuda", "hip", "cpu", or the torch device type of one without a backend
     arch: str  # "sm_90a", "gfx942", "AVX512", ...
     units: int  # streaming multiprocessors, compute units, or CPU threads
+    given: int | None = None  # of the CPU threads, those that OpenMP gives; None if all
+
+    @property
+    def threads(self) -> int | str:
+        """The CPU threads that bits depend on: the number, or how many of it are given."""
+        return self.units if self.given is None else f"{self.given} of {self.units}"
 
 
 def describe(device: torch.device | str) -> Device:
@@ -47,7 +55,8 @@ def describe(device: torch.device | str) -> Device:
     device = torch.device(device)
     if device.type == "cpu":
         capability = torch.backends.cpu.get_cpu_capability()
-        return Device("cpu", "cpu", capability, torch.get_num_threads())
+        threads, given = c_library.team()
+        return Device("cpu", "cpu", capability, threads, given if given < threads else None)
     if device.type == "cuda" and torch.cuda.is_available():
         index = torch.cuda.current_device() if device.index is None else device.index
         return _describe_gpu(index)
@@ -72,7 +81,7 @@ def refusal(backend: str, device: Device) -> str | None:
     if forced and forced != backend:
         return f"CUTE_KERNELS_BACKEND={forced} forces another backend"
     if backend == CPU:
-        return None if device.kind == "cpu" else "runs on cpu tensors only"
+        return c_library.missing() if device.kind == "cpu" else "runs on cpu tensors only"
     if backend == TRITON:
         if device.kind not in ("cuda", "hip") or not device.units:
             return f"needs a CUDA or ROCm device, {device.name} is none here"
@@ -89,11 +98,19 @@ def toolchain(backend: str) -> dict[str, str]:
     versions = {name: version(name) for name in _TOOLCHAIN[backend]}
     if backend == CUTE_SM90 and (folder := settings.aot_dir()):
         # Kernels compiled elsewhere: their compiler counts, not the one that may be here.
-        made = json.loads((folder / "manifest.json").read_text())["facts"]
+        made = _facts(folder / "manifest.json")
         versions = {name: made.get(f"dsl {name}", "none") for name in versions}
     if backend == CPU:
         versions["build"] = _torch_build()
     return versions
+
+
+def _facts(manifest: Path) -> dict[str, str]:
+    """What the kernels of a folder were compiled with; `compile.aot` checks the rest of it."""
+    try:
+        return dict(json.loads(manifest.read_text())["facts"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise AotError(f"{manifest}: no facts can be read from it: {error}") from error
 
 
 @functools.cache

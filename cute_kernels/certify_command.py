@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from .about import catalogue
+from .about import catalogue, matching
+from .commands import BROKEN, require
+from .errors import ArgumentValueError, CertificateError, expected
 
 console = Console()
 #: A process holds the compiler and a kernel's code: half a GiB each.
@@ -28,30 +31,49 @@ def certify(
 ) -> None:
     """Compile the catalogue, disassemble it, prove the rules of docs/certificate.md."""
     from .compile import certificate_report as report
+    from .compile import sass
 
-    named = [i for i, entry in enumerate(catalogue()) if only in entry[0].name]
-    chosen = [i for i in named if catalogue()[i][1] is not None]
-    jobs = jobs or min(_MOST_JOBS, len(os.sched_getaffinity(0)))
-    # Two threads in one compiler crash it, and so does a fork of one that has started.
-    fresh = multiprocessing.get_context("spawn")
-    with Progress(console=console) as bar, ProcessPoolExecutor(jobs, fresh) as workers:
-        task = bar.add_task("certifying", total=len(chosen))
-        found = []
-        for one in workers.map(prove, chosen):
-            found.append(one)
-            bar.advance(task)
+    if jobs < 0:
+        raise ArgumentValueError(expected("--jobs", "a number of processes, or 0", jobs))
+    named = matching(only)
+    chosen = [kernel.identity for kernel, kind, _ in named if kind is not None]
+    require("cu13", "cutlass")
+    sass.nvdisasm()
+    out.mkdir(parents=True, exist_ok=True)  # before minutes of work, not after
+    found = _prove_all(chosen, jobs or min(_MOST_JOBS, len(os.sched_getaffinity(0))))
     report.write_report(found, out)
-    console.print(report.table(found))
+    for table in report.tables(found):
+        console.print(table)
+    for line in report.broken_rules(found):
+        console.print(line, style="red", markup=False, soft_wrap=True)
     if unordered := len(named) - len(chosen):
         console.print(f"{unordered} kernels add in arrival order: no certificate is claimed")
-    raise typer.Exit(0 if all(one.ok for one in found) else 1)
+    raise typer.Exit(0 if all(one.ok for one in found) else BROKEN)
 
 
-def prove(index: int):
-    """The certificate of one entry of the catalogue."""
+def _prove_all(identities: list[str], jobs: int) -> list:
+    # Two threads in one compiler crash it, and so does a fork of one that has started.
+    fresh = multiprocessing.get_context("spawn")
+    bars = Progress(console=console, disable=not console.is_terminal)
+    try:
+        with bars as bar, ProcessPoolExecutor(jobs, fresh) as workers:
+            task = bar.add_task("certifying", total=len(identities))
+            found = []
+            for one in workers.map(prove, identities):
+                found.append(one)
+                bar.advance(task)
+    except BrokenProcessPool:
+        raise CertificateError(
+            "a process that compiles was killed: try with fewer --jobs, each takes half a GiB"
+        ) from None
+    return found
+
+
+def prove(identity: str):
+    """The certificate of one entry of the catalogue, by its kernel's ``identity``."""
     from .compile import certificate
 
-    kernel, kind, expect = catalogue()[index]
+    kernel, kind, expect = next(e for e in catalogue() if e[0].identity == identity)
     return certificate.certify(
         kernel.build,
         name=kernel.name,

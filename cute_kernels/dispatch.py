@@ -11,10 +11,11 @@ import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime, timezone
 
 import torch
 
-from . import arch, settings
+from . import arch, contracts, log, settings
 from .errors import BackendUnavailable, no_backend
 
 
@@ -27,12 +28,30 @@ class Implementation:
     otherwise: str = ""  # where a dtype that is not taken goes, for the reader of a refusal
 
 
+@dataclass(frozen=True)
+class Run:
+    """What has run in this process: a launcher on a device and a dtype, and when it first did.
+
+    ``op`` is the op whose contract covers the launcher, ``contract_id`` its id at that time.
+    """
+
+    op: str
+    kernel: str
+    backend: str
+    device: str
+    dtype: str
+    contract_id: str
+    first: str  # UTC, ISO 8601
+
+
 _TABLE: dict[str, dict[str, Implementation]] = {}
+_CONTRACT: dict[str, str] = {}
+_ran: dict[tuple[str, ...], Run] = {}
 
 
-def register(op: str, implementations: dict[str, Implementation]) -> None:
-    """Adds the backends of one op."""
-    _TABLE[op] = implementations
+def register(op: str, implementations: dict[str, Implementation], *, contract: str) -> None:
+    """Adds the backends of one op, and the op in `contracts` whose contract covers it."""
+    _TABLE[op], _CONTRACT[op] = implementations, contract
 
 
 def reasons(op: str, device: torch.device | str, dtype: torch.dtype) -> dict[str, str | None]:
@@ -69,8 +88,41 @@ def backend(op: str, device: torch.device | str, dtype: torch.dtype) -> str:
 
 
 def launcher(op: str, device: torch.device, dtype: torch.dtype) -> Callable:
-    """The function that runs ``op`` on tensors of ``device`` and ``dtype``."""
-    return _load(op, _choose(op, device, dtype, settings.forced_backend()))
+    """The function that runs ``op`` on tensors of ``device`` and ``dtype``; the caller runs it."""
+    # The number of threads is part of a CPU's contract id, and costs less to read than the
+    # device's type.
+    return _launcher(op, device, dtype, settings.forced_backend(), torch.get_num_threads())
+
+
+def forget() -> None:
+    """Forgets every choice and what ran: devices are described anew."""
+    _choose.cache_clear()
+    _launcher.cache_clear()
+    _ran.clear()
+
+
+def ran() -> list[Run]:
+    """What `launcher` was asked for in this process, in the order in which it first was."""
+    return list(_ran.values())
+
+
+@functools.cache
+def _launcher(
+    op: str, device: torch.device, dtype: torch.dtype, forced: str, threads: int
+) -> Callable:
+    chosen = _choose(op, device, dtype, forced)
+    module, function = _TABLE[op][chosen].launcher.split(":")
+    found = getattr(importlib.import_module(module), function)
+    _record(op, chosen, device, dtype)
+    return found
+
+
+def _record(op: str, chosen: str, device: torch.device, dtype: torch.dtype) -> None:
+    identity = contracts.contract_id(_CONTRACT[op], device, dtype)
+    what = (_CONTRACT[op], op, chosen, str(device), str(dtype).removeprefix("torch."), identity)
+    run = Run(*what, first=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    if _ran.setdefault(what, run) is run:
+        log.say("%s (%s): %s on %s, %s, %s", *what)
 
 
 @functools.cache
@@ -80,9 +132,3 @@ def _choose(op: str, device: torch.device, dtype: torch.dtype, forced: str) -> s
         if why is None:
             return name
     raise BackendUnavailable(no_backend(op, device, {k: str(v) for k, v in found.items()}))
-
-
-@functools.cache
-def _load(op: str, chosen: str) -> Callable:
-    module, function = _TABLE[op][chosen].launcher.split(":")
-    return getattr(importlib.import_module(module), function)

@@ -7,6 +7,8 @@ type or dtype, ``RuntimeError`` for a machine that cannot do what was asked.
 
 from __future__ import annotations
 
+import difflib
+
 
 class CuteKernelsError(Exception):
     """The base of every exception that this library raises on purpose."""
@@ -60,8 +62,16 @@ class CertificateError(CuteKernelsError, RuntimeError):
     """A compiled kernel could not be disassembled or inspected."""
 
 
+class MissingPackageError(CuteKernelsError, RuntimeError):
+    """A package that an extra of this library brings is not installed."""
+
+
 class SettingError(CuteKernelsError, ValueError):
     """An environment variable of this library has a value that it does not take."""
+
+
+class SettingWarning(UserWarning):
+    """An environment variable looks like a setting of this library and is none."""
 
 
 class MaskError(CuteKernelsError, ValueError):
@@ -89,6 +99,16 @@ def one_of(argument: str, choices, got: object) -> str:
     """``"order: expected one of 'chain', got 'tree'"``."""
     listed = ", ".join(repr(c) for c in choices)
     return expected(argument, f"one of {listed}", repr(got))
+
+
+def nearest(argument: str, choices, got: str) -> str:
+    """As `one_of`, with the choices that look like what came, or all if none does."""
+    return one_of(argument, difflib.get_close_matches(got, choices, cutoff=0.5) or choices, got)
+
+
+def missing(packages: list[str], extra: str) -> str:
+    """``"needs matplotlib: pip install 'cute-kernels[demo]'"``."""
+    return f"needs {' and '.join(packages)}: pip install 'cute-kernels[{extra}]'"
 
 
 def no_backend(op: str, device: object, reasons: dict[str, str]) -> str:

@@ -1,42 +1,101 @@
 """Every environment variable of the library, in one table, read once, at first use.
 
-No variable here can change the bits of a backend: they choose folders, refuse work or force one
-backend by name (each backend keeps its own bits and its own contract id).
+No variable here can change the bits of a backend: they choose folders, refuse work, say what
+happens or force one backend by name (each backend keeps its own bits and its own contract id).
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import SettingError, one_of
+from .errors import SettingError, SettingWarning, expected, nearest, one_of
 
 PREFIX = "CUTE_KERNELS_"
+#: What a name that was meant for a setting starts with, the plural forgotten or not.
+_STEM = "CUTE_KERNEL"
+_DIGITS = 9
+
+
+def _whole(name: str, value: str) -> int:
+    # str.isdigit also takes "²" and the digits of every script, and int() not all of them.
+    if not (value.isascii() and value.isdigit() and len(value) <= _DIGITS):
+        want = f"a whole number from 0 to {'9' * _DIGITS}"
+        raise SettingError(expected(name, want, repr(value)))
+    return int(value)
+
+
+def _folder(name: str, value: str) -> Path | None:
+    """The folder that ``value`` names, ``~`` resolved; None for the empty text."""
+    try:
+        return Path(value).expanduser() if value else None
+    except RuntimeError as error:
+        want = "a folder whose ~ is the home of a user"
+        raise SettingError(f"{expected(name, want, repr(value))} ({error})") from None
+
+
+_KINDS: dict[str, Callable[[str, str], object]] = {"whole number": _whole, "folder": _folder}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One environment variable: its name without the prefix, default, accepted values, meaning."""
+    """One environment variable: its name without the prefix, default, accepted values, meaning.
+
+    ``choices`` are all the values there are; where they are empty, ``kind`` says what is taken.
+    """
 
     name: str
     default: str
     choices: tuple[str, ...]
     help: str
+    kind: str = ""
+
+    def read(self) -> str:
+        """The value in the environment of now, or the default; SettingError for one not taken."""
+        name = PREFIX + self.name
+        value = os.environ.get(name, self.default)
+        if self.choices and value not in self.choices:
+            raise SettingError(one_of(name, self.choices, value))
+        if self.kind:
+            _KINDS[self.kind](name, value)
+        return value
 
 
 TABLE = (
     Setting("CACHE", "1", ("0", "1"), "0 keeps compiled kernels in memory only"),
-    Setting("CACHE_DIR", "", (), "folder of the kernel cache (default: XDG cache, cute_kernels)"),
-    Setting("AOT_DIR", "", (), "folder written by `cute_kernels aot`, loaded before any compile"),
+    Setting(
+        "CACHE_DIR",
+        "",
+        (),
+        "folder of the kernel cache (default: XDG cache, cute_kernels)",
+        "folder",
+    ),
+    Setting(
+        "AOT_DIR",
+        "",
+        (),
+        "folder written by `cute_kernels aot`, loaded before any compile",
+        "folder",
+    ),
     Setting("BACKEND", "", ("", "cute_sm90", "triton", "cpu"), "force one backend, or fail"),
-    Setting("MAX_CTAS", "0", (), "cap of a persistent grid, for tests; 0 is the SM count"),
+    Setting("LOG", "0", ("0", "1"), "1 says what runs, is copied and is compiled, each once"),
+    Setting(
+        "MAX_CTAS",
+        "0",
+        (),
+        "cap of a persistent grid, for tests; 0 is the SM count",
+        "whole number",
+    ),
     Setting(
         "WATCHDOG_MS",
         "0",
         (),
         "debug: an SM90 attention backward gives up a turn after this; 0: never",
+        "whole number",
     ),
 )
 
@@ -47,18 +106,43 @@ _BY_NAME = {setting.name: setting for setting in TABLE}
 def get(name: str) -> str:
     """The value of ``CUTE_KERNELS_<name>``, or its default; SettingError for one not taken.
 
-    Kept after the first call, which a launch cannot wait for; `reload` reads again.
+    Kept after the first call, which a launch cannot wait for; `reload` reads again.  The first use
+    of any setting warns of names in the environment that are none.
     """
-    setting = _BY_NAME[name]
-    value = os.environ.get(PREFIX + name, setting.default)
-    if setting.choices and value not in setting.choices:
-        raise SettingError(one_of(PREFIX + name, setting.choices, value))
-    return value
+    _warn_of_unknown_names()
+    return _BY_NAME[name].read()
 
 
 def reload() -> None:
     """Forgets what was read: the next use of a setting sees the environment of now."""
     get.cache_clear()
+    _warn_of_unknown_names.cache_clear()
+
+
+def check() -> None:
+    """Reads every setting; SettingError for a value that is not taken or a name that is none."""
+    for setting in TABLE:
+        setting.read()
+    if unknown := _unknown_names():
+        raise SettingError(unknown[0])
+
+
+@functools.cache
+def _warn_of_unknown_names() -> None:
+    for message in _unknown_names():
+        warnings.warn(f"{message}; it is ignored", SettingWarning, stacklevel=1)
+
+
+def _unknown_names() -> list[str]:
+    """What is wrong with each variable of the environment that looks like a setting and is none."""
+    known = [PREFIX + setting.name for setting in TABLE]
+    unknown = [name for name in os.environ if name.startswith(_STEM) and name not in known]
+    return [nearest("environment variable", known, name) for name in sorted(unknown)]
+
+
+def log() -> bool:
+    """Whether what runs is logged."""
+    return get("LOG") == "1"
 
 
 def cache_enabled() -> bool:
@@ -67,17 +151,21 @@ def cache_enabled() -> bool:
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept: never under the shared temporary folder by default."""
-    if chosen := get("CACHE_DIR"):
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path.home() / ".cache") / "cute_kernels"
+    """Where compiled kernels are kept: never under the shared temporary folder by default.
+
+    Raises:
+        SettingError: no folder is named, and this user has no home folder.
+    """
+    name = PREFIX + "CACHE_DIR"
+    if chosen := _folder(name, get("CACHE_DIR")):
+        return chosen
+    base = os.environ.get("XDG_CACHE_HOME") or _folder(name, "~/.cache")
+    return Path(base) / "cute_kernels"
 
 
 def aot_dir() -> Path | None:
     """The folder of ahead-of-time compiled kernels, if one is named."""
-    chosen = get("AOT_DIR")
-    return Path(chosen).expanduser() if chosen else None
+    return _folder(PREFIX + "AOT_DIR", get("AOT_DIR"))
 
 
 def forced_backend() -> str:
@@ -87,16 +175,9 @@ def forced_backend() -> str:
 
 def max_ctas() -> int:
     """The cap of a persistent grid; 0 means the device's SM count."""
-    return _whole("MAX_CTAS")
+    return int(get("MAX_CTAS"))
 
 
 def watchdog_ms() -> int:
     """Milliseconds after which an ordered backward gives up waiting for a turn; 0 means never."""
-    return _whole("WATCHDOG_MS")
-
-
-def _whole(name: str) -> int:
-    value = get(name)
-    if not value.isdigit():
-        raise SettingError(f"{PREFIX}{name}: expected a whole number >= 0, got {value!r}")
-    return int(value)
+    return int(get("WATCHDOG_MS"))

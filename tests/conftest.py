@@ -16,6 +16,6 @@ def fresh_settings(monkeypatch):
 @pytest.fixture(autouse=True)
 def fresh_backends():
     """A test may pretend to have another device: what one found is not for the next."""
-    dispatch._choose.cache_clear()
+    dispatch.forget()
     yield
-    dispatch._choose.cache_clear()
+    dispatch.forget()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import itertools
 import json
 import re
 import runpy
@@ -206,7 +207,7 @@ def test_attention_runs_where_the_matrix_says(monkeypatch):
                 assert chosen(op, dtype) == backend, device
             assert chosen(op, torch.float32) == "none", device
         if backend == "`cute_sm90`":
-            assert state == "simulated; tests passed on an H200; times: [Status](status.md)"
+            assert state == "compiled, simulated, [run](#h100-and-h200), timed"
             assert "tests/sparse_attn/test_gpu.py` passed" in read("docs/attention.md")
     assert [row[1] for row in rows] == ["`cute_sm90`", *["`triton`"] * 4, "`cpu`"]
 
@@ -225,13 +226,18 @@ def test_attention_has_the_head_sizes_and_kernels_of_its_page():
 def test_the_guarantee_tables_are_the_contracts():
     assert "gemm" in about.SYSTEMS  # importing about registers every contract
     names = list(contracts.MEANING)
-    rows = rows_of(read("docs/guarantees.md"), "op", "backend", *names)
-    found = {(op, backend.strip("`")): cells for op, backend, *cells in rows}
-    want = {}
-    for op in contracts.ops():
-        for backend, kept in contracts._CONTRACTS[op].kept.items():
-            want[op, backend] = ["yes" if name in kept else "no" for name in names]
-    assert found == want
+    header = ("op", "backend", "keeps", "does not keep")
+    rows = [
+        [cell.replace("`", "").split(", ") for cell in cells]
+        for cells in rows_of(read("docs/guarantees.md"), *header)
+    ]
+    found = [(op, backend) for ops, backends, *_ in rows for op in ops for backend in backends]
+    want = {op: contracts._CONTRACTS[op].kept for op in contracts.ops()}
+    assert sorted(found) == sorted((op, backend) for op, kept in want.items() for backend in kept)
+    for ops, backends, keeps, not_kept in rows:
+        for op, backend in itertools.product(ops, backends):
+            assert keeps == [name for name in names if name in want[op][backend]]
+            assert not_kept == [name for name in names if name not in want[op][backend]]
     readme = rows_of(read("README.md"), "guarantee", "meaning", "`linear`, `matmul`")
     assert [row[0].strip("`") for row in readme] == names
 
@@ -352,5 +358,26 @@ def test_the_strict_build_passes(tmp_path):
     command += ["-d", str(tmp_path / "doctrees"), str(DOCS), str(tmp_path / "html")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    page = (tmp_path / "html" / "settings.html").read_text()
-    assert all(settings.PREFIX + setting.name in page for setting in settings.TABLE)
+    pages = {path.stem: path.read_text() for path in (tmp_path / "html").rglob("*.html")}
+    assert all(settings.PREFIX + setting.name in pages["settings"] for setting in settings.TABLE)
+    assert {name: found for name, text in pages.items() if (found := loaded(text))} == {}
+    for name in ("index", "support", "guarantees", "status"):
+        assert "H100" in pages[name] and "H200" in pages[name]
+    for name in ("index", "support", "status"):
+        assert "<th" in pages[name] and "products timed" in pages[name]
+    assert "models against each other" in pages["guarantees"]
+
+
+def loaded(html: str) -> list[str]:
+    """What a browser would fetch from another host to show a page."""
+    return re.findall(
+        r"<(?:script|img|iframe|link)\b[^>]*(?:src|href)=\"((?:https?:)?//[^\"]*)", html
+    )
+
+
+def test_what_comes_from_another_host_is_seen():
+    page = '<script defer src="https://cdn.example/m.js"></script><a href="https://x.example">x</a>'
+    assert loaded(page) == ["https://cdn.example/m.js"]
+    assert loaded('<link rel="stylesheet" href="//fonts.example/a.css"/>') == [
+        "//fonts.example/a.css"
+    ]

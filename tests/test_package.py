@@ -100,7 +100,7 @@ def test_a_missing_package_is_a_reason_not_a_fallback(monkeypatch):
     monkeypatch.setenv("CUTE_KERNELS_BACKEND", "triton")
     assert dispatch.reasons("gemm", "cuda:0", torch.bfloat16)["triton"] is None
     monkeypatch.delenv("CUTE_KERNELS_BACKEND")
-    dispatch._choose.cache_clear()
+    dispatch.forget()
     with pytest.raises(ck.errors.BackendUnavailable, match="extra cu13"):
         dispatch.backend("gemm", "cuda:0", torch.bfloat16)
 

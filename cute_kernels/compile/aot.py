@@ -4,27 +4,37 @@ A folder holds ``manifest.json`` and one folder per kernel with one shared libra
 names what the libraries were compiled from and with, and their digests; it is written last.  The
 digests find damage, not forgery: whoever names the folder vouches for who wrote it.
 
+An export that fails leaves nothing.  One that is killed leaves the file ``.unfinished``, which it
+held locked: by it the next export into that folder knows that it may remove the rest.
+
 The host that loads needs apache-tvm-ffi and the DSL's runtime library (the
 ``nvidia-cutlass-dsl-libs-cu*`` wheel), no linker, and never imports ``cutlass``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import re
+import shutil
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import AotError, ArgumentValueError, expected
+from ..errors import AotError, ArgumentValueError, CacheError, CuteKernelsError, expected
 from . import cache, toolchain
 from . import load as binaries
 
 MANIFEST = "manifest.json"
+_UNFINISHED = ".unfinished"
+_NOT_EMPTY = "{}: expected a new or empty folder"
 _FORMAT = 1
+_FIELDS = {"arch": str, "facts": dict, "kernels": list}
+_RECORD_FIELDS = {"name": str, "constexpr": list, "symbol": str, "file": str, "sha256": str}
 _SYMBOL = re.compile(r"ck_[a-z0-9_]+_[0-9a-f]{16}")
 
 
@@ -39,15 +49,17 @@ def export(
     Args:
         kernels: The catalogue, each configuration once.
         arch: Such as ``"sm_90a"``; every `Kernel.build` must compile for it.
-        out: A folder that is new or empty.
+        out: A folder that is new or empty, or in which an export was killed.
         progress: Called after each kernel with how many are done, how many there are, its record.
 
     Returns:
         One record per kernel: name, constexpr, key, symbol, file, size, sha256.
 
     Raises:
-        AotError: no linker, ``out`` is not empty, or the source was edited since import.
+        AotError: no linker, ``out`` is not empty, another export is writing it, it cannot be
+            written (a full disk, say), or the source was edited since import.
         ArgumentValueError: two kernels are the same.
+        Whatever `Kernel.build` raises.
     """
     chosen = list(kernels)
     identities = [kernel.identity for kernel in chosen]
@@ -57,15 +69,14 @@ def export(
         raise AotError("ahead-of-time export needs a linker (cc, gcc or clang): none was found")
     if toolchain.source_digest() != toolchain.SOURCE_AT_IMPORT:
         raise AotError("the package's source changed since it was imported: start again")
-    out.mkdir(mode=0o755, parents=True, exist_ok=True)
-    if any(out.iterdir()):
-        raise AotError(f"{out}: expected a new or empty folder")
     records = []
-    for kernel in chosen:
-        records.append(_export_one(kernel, arch, out))
-        if progress is not None:
-            progress(len(records), len(chosen), records[-1])
-    _write_manifest(arch, records, out)
+    with _made(out), _held(out):
+        for kernel in chosen:
+            records.append(_export_one(kernel, arch, out))
+            if progress is not None:
+                progress(len(records), len(chosen), records[-1])
+        with _named(out):
+            _write_manifest(arch, records, out)
     return records
 
 
@@ -86,25 +97,93 @@ def load(folder: Path, arch: str | None = None) -> None:
         raise AotError(f"{folder}: " + "; ".join(differs))
     functions = {}
     for record in manifest["kernels"]:
+        identity = _identity(folder, record)
         path = _checked_file(folder, record)
-        constexpr = tuple((name, value) for name, value in record["constexpr"])
-        identity = cache.Kernel(record["name"], constexpr, build=_never).identity
         functions[identity, manifest["arch"]] = binaries.function(path, record["symbol"])
     cache.register_ahead(functions, folder.absolute())
 
 
+@contextlib.contextmanager
+def _made(out: Path) -> Iterator[None]:
+    """Makes ``out`` where it is not; if the block fails, what was made is removed."""
+    absent = [path for path in (out, *out.parents) if not path.exists()]
+    try:
+        with _named(out):
+            out.mkdir(mode=0o755, parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for path in absent:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        raise
+
+
+@contextlib.contextmanager
+def _held(out: Path) -> Iterator[None]:
+    """Holds ``out`` against other exports, swept; if the block fails, it is swept again."""
+    with contextlib.ExitStack() as held:
+        with _named(out):
+            _lock(out, held)
+            _sweep(out)
+            if os.listdir(out) != [_UNFINISHED]:
+                raise AotError(_NOT_EMPTY.format(out))
+        try:
+            yield
+        except BaseException:
+            _sweep(out)
+            raise
+        finally:
+            (out / _UNFINISHED).unlink()
+
+
+def _lock(out: Path, held: contextlib.ExitStack) -> None:
+    """Locks the file of ``out`` that says unfinished, made in an empty folder."""
+    names = os.listdir(out)
+    if names and _UNFINISHED not in names:
+        raise AotError(_NOT_EMPTY.format(out))
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (0 if names else os.O_CREAT | os.O_EXCL)
+    try:
+        lock = os.open(out / _UNFINISHED, flags, 0o600)
+        held.callback(os.close, lock)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (FileExistsError, FileNotFoundError, BlockingIOError):
+        raise AotError(f"{out}: another export is writing it") from None
+
+
+def _sweep(out: Path) -> None:
+    """Removes what an export writes into ``out``, and nothing else."""
+    for name in (MANIFEST, f"{MANIFEST}.tmp"):
+        (out / name).unlink(missing_ok=True)
+    for path in out.iterdir():
+        if _SYMBOL.fullmatch(path.name):
+            shutil.rmtree(path)
+
+
+@contextlib.contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """Turns an error of the file system or of the linker into an AotError that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise AotError(f"{folder}: {error.strerror or error}") from error
+    except CacheError as error:
+        raise AotError(f"{folder}: {error}") from error
+
+
 def _export_one(kernel: cache.Kernel, arch: str, out: Path) -> dict[str, Any]:
+    compiled = cache.build(kernel)
     symbol = cache.symbol(kernel, arch)
     folder = out / symbol
-    folder.mkdir(mode=0o755)
-    path = binaries.build_binary(cache.build(kernel), symbol, folder)
-    path.with_suffix(binaries.OBJECT).unlink()
-    path.chmod(0o644)
-    content = path.read_bytes()
+    with _named(out):
+        folder.mkdir(mode=0o755)
+        path = binaries.build_binary(compiled, symbol, folder)
+        path.with_suffix(binaries.OBJECT).unlink()
+        path.chmod(0o644)
+        content, key = path.read_bytes(), cache.key(kernel, arch)
     return {
         "name": kernel.name,
         "constexpr": [list(item) for item in kernel.constexpr],
-        "key": cache.key(kernel, arch),
+        "key": key,
         "symbol": symbol,
         "file": f"{symbol}/{path.name}",
         "size": len(content),
@@ -141,14 +220,36 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     _check_folder(folder.resolve())
     try:
         body = json.loads(_read(path))
-        digest = body.pop("digest")
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, RecursionError) as error:
         raise AotError(f"{path}: it is damaged: {error}") from error
-    if digest != _digest(body):
+    _check_fields(path, body, {"digest": str, "format": int})
+    if body.pop("digest") != _digest(body):
         raise AotError(f"{path}: it is damaged: its digest is not that of its content")
     if body["format"] != _FORMAT:
         raise AotError(f"{path}: expected format {_FORMAT}, got {body['format']}")
+    _check_fields(path, body, _FIELDS)
+    for record in body["kernels"]:
+        _check_fields(path, record, _RECORD_FIELDS)
     return body
+
+
+def _check_fields(path: Path, found: Any, fields: Mapping[str, type]) -> None:
+    """AotError unless ``found``, of the JSON in ``path``, is an object with these fields."""
+    if not isinstance(found, dict):
+        want = f"an object with {', '.join(fields)}"
+        raise AotError(f"{path}: it is damaged: {expected('JSON', want, type(found).__name__)}")
+    for name, kind in fields.items():
+        if type(found.get(name)) is not kind:
+            got = type(found[name]).__name__ if name in found else "none"
+            raise AotError(f"{path}: it is damaged: {expected(name, kind.__name__, got)}")
+
+
+def _identity(folder: Path, record: dict[str, Any]) -> str:
+    try:
+        constexpr = tuple((name, value) for name, value in record["constexpr"])
+        return cache.Kernel(record["name"], constexpr, build=_never).identity
+    except (CuteKernelsError, TypeError, ValueError) as error:
+        raise AotError(f"{folder / MANIFEST}: it is damaged: {error}") from error
 
 
 def _differences(manifest: dict[str, Any], arch: str | None) -> list[str]:

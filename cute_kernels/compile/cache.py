@@ -14,13 +14,14 @@ import logging
 import os
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .. import settings
+from .. import log, settings
 from ..errors import AotError, ArgumentTypeError, ArgumentValueError, expected
 from . import load, toolchain
 from .store import BadEntry, Entry, Store
@@ -63,6 +64,9 @@ class Kernel:
         object.__setattr__(self, "constexpr", tuple(sorted(self.constexpr)))
         # JSON keeps 1, "1" and true apart.
         object.__setattr__(self, "identity", json.dumps([self.name, self.constexpr]))
+
+    def __str__(self) -> str:
+        return f"{self.name} ({', '.join(f'{name}={value}' for name, value in self.constexpr)})"
 
 
 _loaded: dict[tuple[str, str], Callable[..., Any]] = {}
@@ -126,6 +130,7 @@ def clear() -> None:
 
 def register_ahead(kernels: dict[tuple[str, str], Callable[..., Any]], folder: Path) -> None:
     """Makes functions compiled ahead of time, by (identity, arch), what `get` returns."""
+    log.say("kernels loaded that were compiled ahead of time: %d, from %s", len(kernels), folder)
     with _lock:
         _loaded.update(kernels)
         _counts["ahead"] += len(kernels)
@@ -157,9 +162,18 @@ def _load_named_folder() -> None:
 
 
 def _find(kernel: Kernel, arch: str) -> Callable[..., Any]:
-    if not settings.cache_enabled():
-        return load.resident(build(kernel), symbol(kernel, arch))
-    store = _store(settings.cache_dir())
+    begin = time.perf_counter()
+    if settings.cache_enabled():
+        function, source = _stored(_store(settings.cache_dir()), kernel, arch)
+    else:
+        source = "compiled, not stored"
+        function = load.resident(build(kernel), symbol(kernel, arch))
+    log.say("%s for %s: %s, %.2f s", kernel, arch, source, time.perf_counter() - begin)
+    return function
+
+
+def _stored(store: Store, kernel: Kernel, arch: str) -> tuple[Callable[..., Any], str]:
+    """The function from the cache folder, compiled into it if it is not there, and which it was."""
     stem = f"{kernel.name}-{key(kernel, arch)[:40]}"
     entry = _verified(store, stem, tell=False)
     if entry is None:
@@ -169,7 +183,7 @@ def _find(kernel: Kernel, arch: str) -> Callable[..., Any]:
                 return _build_into(store, stem, kernel, arch)
     function = load.function(entry.path, entry.symbol)
     _counts["disk"] += 1
-    return function
+    return function, f"loaded from {entry.path}"
 
 
 def _verified(store: Store, stem: str, tell: bool) -> Entry | None:
@@ -181,16 +195,18 @@ def _verified(store: Store, stem: str, tell: bool) -> Entry | None:
         return None
 
 
-def _build_into(store: Store, stem: str, kernel: Kernel, arch: str) -> Callable[..., Any]:
+def _build_into(
+    store: Store, stem: str, kernel: Kernel, arch: str
+) -> tuple[Callable[..., Any], str]:
     compiled = build(kernel)
     if toolchain.source_digest() != toolchain.SOURCE_AT_IMPORT:
         _LOG.warning("the package's source changed since import: %s is not stored", kernel.identity)
-        return load.resident(compiled, symbol(kernel, arch))
+        return load.resident(compiled, symbol(kernel, arch)), "compiled, not stored"
     about = {"kernel": kernel.identity, "arch": arch, "facts": toolchain.facts()}
     with store.scratch(stem) as folder:
         binary = load.build_binary(compiled, symbol(kernel, arch), folder)
         entry = store.write(stem, binary, symbol(kernel, arch), about)
-    return load.function(entry.path, entry.symbol)
+    return load.function(entry.path, entry.symbol), f"compiled into {entry.path}"
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What a certificate is asked and what it says: expectations, records, JSON and a table."""
+"""What a certificate is asked and what it says: expectations, records, JSON and tables."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ..errors import ArgumentTypeError, expected
@@ -148,52 +149,71 @@ def write_report(certs: Iterable[Certificate], out_dir: str | Path) -> Path:
     return path
 
 
-def table(certs: Iterable[Certificate]) -> Table:
-    """One row per certificate; the rules that are broken, and how often.
+def tables(certs: Iterable[Certificate]) -> list[Table]:
+    """One table for each kernel, one row per certificate; 80 columns are enough for those here.
 
-    Of a kernel's configuration the rows show what is not the same in all of them.
+    Of a configuration the rows show what is not the same in all of the kernel's.
     """
-    certs = [_checked(certificate) for certificate in certs]
-    values: dict[tuple[str, str], set] = {}
-    for certificate in certs:
-        for key, value in certificate.constexpr:
-            values.setdefault((certificate.name, key), set()).add(value)
-    out = Table(title="Certificates")
-    for column in ("kernel", "configuration", "class"):
-        out.add_column(column, no_wrap=column != "class")
-    for column in ("regs", "warpgroups", "shared", "MMA", "atomics"):
-        out.add_column(column, justify="right")
-    out.add_column("SASS")
-    out.add_column("verdict")
-    for certificate in certs:
-        shown = [(k, v) for k, v in certificate.constexpr if len(values[certificate.name, k]) > 1]
-        out.add_row(*_row(certificate, shown), style="" if certificate.ok else "red")
-    return out
+    kernels: dict[tuple[str, str], list[Certificate]] = {}
+    for certificate in map(_checked, certs):
+        kernels.setdefault((certificate.name, certificate.kind), []).append(certificate)
+    found = []
+    for (name, kind), group in kernels.items():
+        look = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
+        table = Table(title=f"{name}, class {kind}", title_justify="left", **look)
+        table.add_column("configuration", overflow="fold")
+        for column in ("regs", "warpgroups", "shared", "MMA", "atomics"):
+            table.add_column(column, justify="right", no_wrap=True)
+        table.add_column("verdict", overflow="fold")
+        for certificate in group:
+            style = "" if certificate.ok else "red"
+            table.add_row(*_row(certificate, _configuration(certificate, group)), style=style)
+        found.append(table)
+    return found
 
 
-def _row(certificate: Certificate, shown: list[tuple[str, Any]]) -> list[str]:
+def broken_rules(certs: Iterable[Certificate]) -> list[str]:
+    """For each rule that a certificate breaks, one line: where first, and how often."""
+    lines = []
+    for certificate in certs:
+        for rule, count in _counts(certificate):
+            first = next(f for f in certificate.findings if f.rule == rule)
+            which = ", ".join(f"{name}={value}" for name, value in certificate.constexpr)
+            times = f" ({count} times, all in {REPORT})" if count > 1 else ""
+            lines.append(f"{certificate.name}({which}): {rule}: {first.where}: {first.text}{times}")
+    return lines
+
+
+def _configuration(certificate: Certificate, group: list[Certificate]) -> str:
+    first, shown = dict(group[0].constexpr), []
+    for name, value in certificate.constexpr:
+        if all(dict(one.constexpr).get(name) == first.get(name) for one in group):
+            continue
+        if isinstance(value, bool):
+            value = name if value else f"no {name}"
+        shown.append(str(value))
+    return " ".join(shown)
+
+
+def _row(certificate: Certificate, configuration: str) -> list[str]:
     counts = dict(certificate.opcodes)
     mma = sum(n for opcode, n in counts.items() if opcode.endswith("MMA"))
     memory = ("RED", "ATOM", "UBLKRED", "UTMARED")
     atomics = sum(n for opcode, n in counts.items() if opcode.startswith(memory))
     dynamic = certificate.shared_dynamic
     return [
-        certificate.name,
-        " ".join(str(value) for _, value in shown),
-        certificate.kind,
+        configuration,
         str(certificate.registers),
         "+".join(map(str, certificate.register_pool.held)) if certificate.register_pool else "",
         "?" if dynamic is None else str(dynamic + certificate.shared_static),
         str(mma),
         str(atomics),
-        certificate.sass_sha256[:8],
-        "ok" if certificate.ok else _broken(certificate.findings),
+        ", ".join(f"{rule} x{count}" for rule, count in _counts(certificate)) or "ok",
     ]
 
 
-def _broken(findings: tuple[Finding, ...]) -> str:
-    counts = Counter(finding.rule for finding in findings)
-    return ", ".join(f"{rule} x{count}" for rule, count in sorted(counts.items()))
+def _counts(certificate: Certificate) -> list[tuple[str, int]]:
+    return sorted(Counter(finding.rule for finding in certificate.findings).items())
 
 
 def _checked(certificate: Any) -> Certificate:

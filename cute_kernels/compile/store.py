@@ -128,13 +128,16 @@ class Store:
 
     @contextlib.contextmanager
     def scratch(self, stem: str) -> Iterator[Path]:
-        """An empty private folder, removed afterwards; the caller holds the lock of ``stem``."""
+        """An empty private folder, removed afterwards; the caller holds the lock of ``stem``.
+
+        An OSError of the block, a full disk say, becomes a CacheError.
+        """
         with _named(self.root):
             folder = tempfile.mkdtemp(prefix=f".{stem}.", dir=self.root)
-        try:
-            yield Path(folder)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            try:
+                yield Path(folder)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _path(self, stem: str, suffix: str) -> Path:
         return self.root / f"{stem}{suffix}"
@@ -170,11 +173,15 @@ class Store:
         """Content first, name second: at any kill there is the old file or the whole new one."""
         temporary = self.root / f".{path.stem}.{secrets.token_hex(8)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(temporary, flags, 0o600), "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        try:
+            with open(os.open(temporary, flags, 0o600), "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
         folder = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(folder)

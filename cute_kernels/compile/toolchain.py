@@ -60,12 +60,16 @@ SOURCE_AT_IMPORT = source_digest()
 
 @functools.cache
 def dsl_distributions() -> dict[str, str]:
-    """Name -> version of every installed ``nvidia-cutlass-dsl*`` distribution."""
+    """Name -> version of every installed ``nvidia-cutlass-dsl*`` distribution.
+
+    Names are normalised as by PEP 503: wheels spell them with dashes, underscores and capitals.
+    """
     found = {}
     for distribution in importlib.metadata.distributions():
-        name = (distribution.name or "").lower().replace("_", "-")
+        name = re.sub(r"[-_.]+", "-", distribution.name or "").lower()
         if name.startswith("nvidia-cutlass-dsl"):
-            found[name] = distribution.version
+            # Of two of a name, the first on the path is the one that is imported.
+            found.setdefault(name, distribution.version)
     return dict(sorted(found.items()))
 
 

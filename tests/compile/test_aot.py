@@ -1,5 +1,6 @@
 """Ahead-of-time folders: what must match, what damage is found, and that nothing is compiled."""
 
+import errno
 import hashlib
 import json
 import os
@@ -7,10 +8,13 @@ import platform
 import random
 import re
 import shutil
+import signal
 import stat
+from pathlib import Path
 
 import pytest
 
+from cute_kernels import arch
 from cute_kernels.compile import aot, cache, load, toolchain
 from cute_kernels.errors import AotError, ArgumentValueError
 from tests.compile import toy
@@ -154,12 +158,105 @@ def test_an_export_of_edited_source_is_refused(tmp_path, monkeypatch):
         aot.export(catalogue(7), ARCH, tmp_path / "aot")
 
 
-def test_an_export_that_stops_cannot_be_loaded(tmp_path):
-    bad = cache.Kernel("bad", (), lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        aot.export([*catalogue(7), bad], ARCH, tmp_path / "aot")
+# Exports that do not end.
+
+
+def failing(error: BaseException) -> cache.Kernel:
+    def fail():
+        raise error
+
+    return cache.Kernel("bad", (), fail)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), OSError(5, "x"), KeyboardInterrupt()])
+@pytest.mark.parametrize("place", ["aot", "new/folders/aot", "there"])
+def test_an_export_that_fails_leaves_nothing_and_can_be_tried_again(tmp_path, error, place):
+    (tmp_path / "there").mkdir()
+    out = tmp_path / place
+    with pytest.raises(type(error)):
+        aot.export([*catalogue(7), failing(error)], ARCH, out)
+    assert [path.name for path in tmp_path.rglob("*")] == ["there"]
+    aot.export(catalogue(7), ARCH, out)
+    aot.load(out)
+
+
+def killed_in_an_export(out):
+    """A child exports a kernel and is killed while it compiles the next one."""
+
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if child == 0:
+        try:
+            aot.export([*catalogue(7), cache.Kernel("bad", (), die)], ARCH, out)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def test_an_export_that_was_killed_cannot_be_loaded_and_can_be_tried_again(tmp_path):
+    out = tmp_path / "aot"
+    killed_in_an_export(out)
+    assert library(out).exists()
     with pytest.raises(AotError, match=r"manifest\.json"):
-        aot.load(tmp_path / "aot")
+        aot.load(out)
+    aot.export(catalogue(8), ARCH, out)
+    assert {path.name for path in out.iterdir()} == {"manifest.json", library(out, 8).parent.name}
+    aot.load(out)
+
+
+def test_what_others_put_beside_a_killed_export_is_not_removed(tmp_path):
+    out = tmp_path / "aot"
+    killed_in_an_export(out)
+    (out / "mine").mkdir()
+    (out / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(AotError, match="expected a new or empty folder"):
+        aot.export(catalogue(8), ARCH, out)
+    assert (out / "mine" / "notes.txt").read_text() == "mine"
+
+
+def test_a_second_export_into_a_folder_that_is_being_written_is_refused(tmp_path):
+    out = tmp_path / "aot"
+
+    def meanwhile():
+        with pytest.raises(AotError, match=f"{out}: another export is writing it"):
+            aot.export(catalogue(8), ARCH, out)
+
+    aot.export([toy.kernel(7, before=meanwhile)], ARCH, out)
+    aot.load(out)
+    assert cache.get(stored(7), ARCH)() == 7
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def full_at_the_object(patch):
+    def export_to_c(self, path, **_):
+        Path(path).write_bytes(b"half")
+        raise FULL
+
+    patch.setattr(toy.Compiled, "export_to_c", export_to_c)
+
+
+def full_at_the_library(patch):
+    patch.setattr(toy, "_SOURCE", "int __tvm_ffi_{symbol}(void) {{ extern int f(); return f(); }}")
+
+
+def full_at_the_manifest(patch):
+    def fsync(_):
+        raise FULL
+
+    patch.setattr(os, "fsync", fsync)
+
+
+@pytest.mark.parametrize("full", [full_at_the_object, full_at_the_library, full_at_the_manifest])
+def test_a_disk_that_is_full_is_an_error_that_names_the_folder(tmp_path, monkeypatch, full):
+    out = tmp_path / "new" / "aot"
+    full(monkeypatch)
+    with pytest.raises(AotError, match=f"^{out}: (No space left on device|.*could not link)"):
+        aot.export(catalogue(7), ARCH, out)
+    assert not list(tmp_path.iterdir())
 
 
 # Mismatch.
@@ -290,6 +387,82 @@ def test_another_format_is_refused(out):
     rewrite(out, lambda body: body.update(format=2))
     with pytest.raises(AotError, match="expected format 1, got 2"):
         aot.load(out)
+
+
+NOT_A_MANIFEST = [
+    "[]",
+    "{}",
+    "null",
+    "1",
+    '"text"',
+    "",
+    "[" * 100_000,
+    '{"digest": 1}',
+    b"\xff\xfe",
+]
+
+
+@pytest.mark.parametrize("text", NOT_A_MANIFEST, ids=lambda text: repr(text[:12]))
+def test_a_file_that_is_no_manifest_is_named(out, monkeypatch, text):
+    path = out / "manifest.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(AotError, match=f"^{path}: it is damaged: "):
+        aot.load(out)
+    monkeypatch.setenv("CUTE_KERNELS_AOT_DIR", str(out))
+    with pytest.raises(AotError, match=f"^{path}: no facts can be read from it: "):
+        arch.toolchain(arch.CUTE_SM90)
+
+
+def test_a_contract_id_names_a_folder_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUTE_KERNELS_AOT_DIR", str(tmp_path / "nowhere"))
+    with pytest.raises(AotError, match=f"^{tmp_path / 'nowhere' / 'manifest.json'}: "):
+        arch.toolchain(arch.CUTE_SM90)
+
+
+def drop(*names):
+    def change(body):
+        *path, last = names
+        for name in path:
+            body = body[name]
+        del body[last]
+
+    return change
+
+
+def put(value, *names):
+    def change(body):
+        *path, last = names
+        for name in path:
+            body = body[name]
+        body[last] = value
+
+    return change
+
+
+WRONG = {
+    **{f"no {name}": drop(name) for name in ("format", "arch", "facts", "kernels")},
+    **{
+        f"a kernel without {name}": drop("kernels", 0, name)
+        for name in ("name", "constexpr", "symbol", "file", "sha256")
+    },
+    "kernels is no list": put({}, "kernels"),
+    "facts is no object": put([], "facts"),
+    "arch is no text": put(90, "arch"),
+    "a kernel is no object": put([], "kernels", 0),
+    "a name that is none": put("../x", "kernels", 0, "name"),
+    "a constexpr that is no pair": put([["value"]], "kernels", 0, "constexpr"),
+    "a constexpr that is no list": put([7], "kernels", 0, "constexpr"),
+    "a constexpr of a list": put([["value", [7]]], "kernels", 0, "constexpr"),
+    "a constexpr given twice": put([["value", 7], ["value", 8]], "kernels", 0, "constexpr"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_manifest_without_what_export_writes_is_named(out, what):
+    rewrite(out, WRONG[what])
+    with pytest.raises(AotError, match=f"^{out / 'manifest.json'}: it is damaged: "):
+        aot.load(out)
+    assert not cache._loaded
 
 
 def test_a_folder_that_is_none_is_named(tmp_path):

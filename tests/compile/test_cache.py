@@ -1,5 +1,6 @@
 """The cache with builds of milliseconds: hits, damage, threads, forks, memory only."""
 
+import errno
 import hashlib
 import importlib
 import json
@@ -122,6 +123,45 @@ def test_a_link_that_fails_names_the_linker(place, monkeypatch):
     with pytest.raises(CacheError, match=r"(?s)could not link.*nowhere"):
         cache.get(place.kernel(), ARCH)
     assert not list(place.root.glob("toy-*.so")) and not list(place.root.glob(".*"))
+
+
+@pytest.mark.parametrize("what", ["scratch", "entry"])
+def test_a_disk_that_is_full_is_an_error_that_names_the_folder(place, monkeypatch, what):
+    place.fresh(8)  # the root and its secret exist
+
+    def full(*arguments, **_):
+        if what == "scratch":
+            Path(arguments[1]).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        where = (toy.Compiled, "export_to_c") if what == "scratch" else (os, "fsync")
+        patch.setattr(*where, full)
+        with pytest.raises(CacheError, match=f"{place.root}: .*No space left on device.*CACHE_DIR"):
+            cache.get(place.kernel(), ARCH)
+    assert len(list(place.root.glob("toy-*.so"))) == 1 and not list(place.root.glob(".*"))
+    assert cache.get(place.kernel(), ARCH)() == 7
+
+
+@pytest.mark.parametrize("way", ["stored", pytest.param("resident", marks=toy.needs_dsl), "ahead"])
+def test_host_code_is_pinned_before_it_is_written(place, monkeypatch, tmp_path, way):
+    """What the DSL made for the CPU of this host never leaves it; test_cache_real reads the pin."""
+    pinned = []
+    monkeypatch.setattr(toy.Compiled, "ir_module", "the module")
+    monkeypatch.setattr(load, "_fix_host_cpu", pinned.append)
+    written = toy.Compiled.export_to_c
+
+    def export_to_c(self, *arguments, **options):
+        assert pinned == ["the module"]
+        written(self, *arguments, **options)
+
+    monkeypatch.setattr(toy.Compiled, "export_to_c", export_to_c)
+    if way == "ahead":
+        aot.export([place.kernel()], ARCH, tmp_path / "aot")
+    else:
+        monkeypatch.setenv("CUTE_KERNELS_CACHE", "01"[way == "stored"])
+        assert cache.get(place.kernel(), ARCH)() == 7
+    assert pinned == ["the module"]
 
 
 # Damage: each case is compiled again; the damaged bytes are never loaded.

@@ -1,10 +1,12 @@
 """What a key depends on: each ingredient, and nothing else."""
 
+import importlib.metadata
 import itertools
 import json
 import os
 import platform
 import shutil
+import types
 from pathlib import Path
 
 import pytest
@@ -215,6 +217,38 @@ def test_name_and_arch_change_the_key(host):
 def test_the_variant_is_the_newest_that_the_driver_supports(host, driver, chosen):
     host("driver_version", driver)
     assert toolchain.variant() == chosen
+
+
+def distribution(name, version):
+    made = types.SimpleNamespace()
+    made.name, made.version = name, version
+    return made
+
+
+@pytest.mark.parametrize(
+    "spelt",
+    [
+        "nvidia-cutlass-dsl-libs-cu13",
+        "nvidia_cutlass_dsl_libs_cu13",
+        "NVIDIA-CUTLASS-DSL-Libs-CU13",
+        "nvidia.cutlass__dsl-_.libs.cu13",
+    ],
+)
+def test_distributions_are_found_however_their_names_are_spelt(monkeypatch, spelt):
+    """A wheel's metadata may spell the name in every way that PEP 503 makes the same."""
+    there = [
+        distribution("nvidia-cuda-nvdisasm", "1"),
+        distribution(None, "2"),  # what an interrupted uninstall leaves
+        distribution(spelt, "4.8.1"),
+        distribution("Nvidia_Cutlass_DSL", "4.8.2"),
+        distribution("nvidia-cutlass-dsl", "4.7"),  # further down the path: not what is imported
+    ]
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: there)
+    found = toolchain.dsl_distributions.__wrapped__()
+    assert found == {"nvidia-cutlass-dsl": "4.8.2", "nvidia-cutlass-dsl-libs-cu13": "4.8.1"}
+    monkeypatch.setattr(toolchain, "dsl_distributions", lambda: found)
+    monkeypatch.setattr(toolchain, "driver_version", lambda: "13000")
+    assert toolchain.variant() == "cu13"
 
 
 @toy.needs_dsl

@@ -142,24 +142,31 @@ def test_the_same_kernel_gives_the_same_bytes(root, real, monkeypatch):
     assert first.name == second.name and first.read_bytes() == second.read_bytes()
 
 
-def host_functions(compiled, tmp_path) -> tuple[int, int]:
-    """How many host functions an export defines, and how many of them are pinned to a CPU."""
+def host_functions(compiled, tmp_path) -> list[tuple[str, str]]:
+    """The CPU and its features that each host function of an export is compiled for."""
     path = tmp_path / "kernel.ll"
     compiled.export_to_c(str(path), function_name="f", export_only_tvm_ffi_symbols=True)
     text = path.read_text()
-    pinned = re.findall(r'^attributes (#\d+) = .*"target-cpu"="x86-64-v2"', text, re.M)
+    groups = dict(re.findall(r"^attributes (#\d+) = (.*)$", text, re.M))
     used = re.findall(r"^define .*?(#\d+)?(?: section.*)? \{$", text, re.M)
-    return len(used), sum(group in pinned for group in used)
+
+    def of(group: str, name: str) -> str:
+        found = re.search(rf'"{name}"="([^"]*)"', groups.get(group, ""))
+        return found[1] if found else "the host's"
+
+    return [(of(group, "target-cpu"), of(group, "target-features")) for group in used]
 
 
 @pytest.mark.skipif(toolchain.platform.machine() != "x86_64", reason="the CPU's name is x86's")
 def test_host_code_is_for_any_cpu_of_the_machine_and_not_for_this_one(real, tmp_path):
     """The DSL alone compiles for the build host's CPU: AVX-512 code in a shared cache folder."""
     compiled = real.compile_now(3, 128)
-    functions, pinned = host_functions(compiled, tmp_path)
-    assert functions >= 3 and pinned == 0
+    before = host_functions(compiled, tmp_path)
+    assert len(before) >= 3 and set(before) == {("the host's", "the host's")}
     load.write_object(compiled, "f", tmp_path / "kernel.o")
-    assert host_functions(compiled, tmp_path) == (functions, functions)
+    after = host_functions(compiled, tmp_path)
+    assert set(after) == {("x86-64-v2", "+cx16,+popcnt,+sahf,+sse4.2")}
+    assert len(after) == len(before)
 
 
 def test_threads_and_forks_with_real_compiles(root):

@@ -16,7 +16,8 @@ from cute_kernels.compile.certificate_report import (
     Certificate,
     Expect,
     Finding,
-    table,
+    broken_rules,
+    tables,
     write_report,
 )
 from cute_kernels.errors import ArgumentTypeError, CertificateError
@@ -240,15 +241,23 @@ def test_reports_are_json_and_equal_for_equal_certificates(tmp_path):
 
 
 def test_the_table_names_what_is_broken():
-    console = Console(width=200)
+    wrong = dataclasses.replace(BROKEN, constexpr=(("tile", (128, 256)), ("dtype", int)))
+    (table,) = tables([CERTIFICATE, wrong])
+    console = Console(width=80)
     with console.capture() as capture:
-        console.print(table([CERTIFICATE, BROKEN]))
-    right, wrong = [line for line in capture.get().splitlines() if "gemm" in line]
-    assert " ok " in right
-    assert "R4 x2" in wrong and " ok " not in wrong
+        console.print(table)
+    right, other = [line for line in capture.get().splitlines() if "<class" in line]
+    assert capture.get().startswith("gemm, class A")
+    assert right.split() == ["<class", "'float'>", "168", "?", "8", "2", "ok"]
+    assert other.split() == ["<class", "'int'>", "168", "?", "8", "2", "R4", "x2"]
+    assert broken_rules([CERTIFICATE]) == []
+    which = "gemm(tile=(128, 256), dtype=<class 'int'>)"
+    assert broken_rules([CERTIFICATE, wrong]) == [
+        f"{which}: R4: f: PTX line 3: mul (2 times, all in certificates.json)"
+    ]
 
 
-@pytest.mark.parametrize("use", [lambda items: write_report(items, "."), table])
+@pytest.mark.parametrize("use", [lambda items: write_report(items, "."), tables])
 def test_only_certificates_are_reported(use):
     with pytest.raises(ArgumentTypeError, match="certs"):
         use([{"name": "gemm"}])

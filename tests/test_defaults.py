@@ -1,0 +1,178 @@
+"""torch's default dtype and default device are the user's: no bit of ours depends on them."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels.gemm import reference as gemm_reference
+from cute_kernels.schedulers import BlockMask
+from tests.contract import same_bytes
+from tests.sparse_attn import cases
+
+ROOT = Path(__file__).resolve().parent.parent
+
+#: Of torch, and what they take from a default unless it is named.  ``arange`` counts integers here,
+#: which are int64 everywhere.
+NEEDED = {
+    **{name: {"dtype", "device"} for name in ("as_tensor", "asarray", "empty", "empty_strided")},
+    **{name: {"dtype", "device"} for name in ("eye", "full", "linspace", "logspace", "ones")},
+    **{name: {"dtype", "device"} for name in ("rand", "randn", "scalar_tensor", "tensor", "zeros")},
+    **{name: {"device"} for name in ("arange", "randint", "randperm")},
+    **{name: {"device"} for name in ("tril_indices", "triu_indices")},
+}
+#: They show torch's own behaviour, and hand tensors to code that is not ours.
+LEFT_OUT = ("cute_kernels/demo", "cute_kernels/integrations")
+
+
+def library() -> list[Path]:
+    paths = [p for base in ("cute_kernels", "schedulers") for p in (ROOT / base).rglob("*.py")]
+    return [p for p in paths if not p.relative_to(ROOT).as_posix().startswith(LEFT_OUT)]
+
+
+def vague(source: str) -> list[str]:
+    """``line: call`` for each call that leaves a dtype or a device to torch's default."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="Generator")):
+                complete = bool(node.args or node.keywords)
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name)):
+                complete = NEEDED.get(name, set()) <= {keyword.arg for keyword in node.keywords}
+            case _:
+                continue
+        if not complete:
+            found.append(f"{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def test_every_tensor_names_its_dtype_and_device():
+    found = {path.relative_to(ROOT).as_posix(): vague(path.read_text()) for path in library()}
+    assert len(found) > 60
+    assert {path: calls for path, calls in found.items() if calls} == {}
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "torch.zeros(3, 4)",
+        "torch.empty(3, dtype=torch.float32)",
+        "torch.full((3,), 1.0, device=x.device)",
+        "torch.arange(5)",
+        "torch.randn(3, generator=g, dtype=torch.float32)",
+        "torch.Generator().manual_seed(1)",
+        "f(torch.tensor([1.0]))",
+    ],
+)
+def test_a_planted_default_is_caught(planted):
+    assert len(vague(f"def f(x):\n    return {planted}")) == 1
+    assert vague("torch.zeros(3, dtype=d, device=x.device); torch.arange(5, device='cpu')") == []
+
+
+# ---- behaviour ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+#: name -> (what the user sets, a number of its own: caches must be cold under each setting)
+SETTINGS = {
+    "bfloat16": (lambda: default_dtype(torch.bfloat16), 1),
+    "float16": (lambda: default_dtype(torch.float16), 2),
+    "float64": (lambda: default_dtype(torch.float64), 3),
+    "meta": (lambda: torch.device("meta"), 4),
+}
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def products(dtype: torch.dtype, number: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(x, weight, bias, dy, main_grad) of a size of its own."""
+    n, k = 40 + 16 * number, 100 + 16 * number
+    made = drawn(70, k), drawn(n, k, seed=1), drawn(n, seed=2), drawn(70, n, seed=3)
+    return [*(t.to(dtype) for t in made), drawn(n, k, seed=4)]
+
+
+def linear(x, weight, bias, dy, state) -> list[torch.Tensor]:
+    """The outputs and the gradients of linear, of linear with main_grad, and of matmul."""
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    y = ck.linear(*leaves)
+    y.backward(dy)
+    state = state.clone()
+    ck.linear(x, leaves[1], main_grad=state).backward(dy)
+    made = ck.matmul(x, weight.mT)
+    return [y.detach(), *(t.grad for t in leaves), state, made]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("setting", list(SETTINGS))
+def test_linear_under_other_defaults(setting, dtype):
+    enter, number = SETTINGS[setting]
+    inputs = products(dtype, number)
+    identity = ck.contract_id("linear", "cpu", dtype)
+    with enter():
+        got = linear(*inputs)
+        assert ck.contract_id("linear", "cpu", dtype) == identity
+    assert all(map(same_bytes, got, linear(*inputs)))
+    x, weight, bias, dy, state = inputs
+    of_dw = gemm_reference.gemm(dy.mT, x.mT)
+    exact = [
+        gemm_reference.gemm(x, weight, bias),
+        gemm_reference.gemm(dy, weight.mT),
+        of_dw,
+        dy.double().sum(0),
+        state.double() + of_dw,
+        gemm_reference.gemm(x, weight),
+    ]
+    for t, want in zip(got, exact, strict=True):
+        limit = max(2 * torch.finfo(t.dtype).eps, 2.0**-17) * want.abs().max()
+        assert (t.double() - want).abs().max() <= limit
+
+
+def masks(length: int) -> dict[str, BlockMask | None]:
+    """A rule, a band, bits and documents, made under the setting as well."""
+    token = torch.arange(length, device="cpu")
+    dense = (token[:, None] * 7 + token * 3) % 5 < 3
+    return {
+        "none": None,
+        "window": BlockMask.sliding_window(length, length, left=70, right=3, device="cpu"),
+        "bits": BlockMask.from_dense(dense | (token[:, None] == token)),
+        "documents": BlockMask.document((token // 60)[None]),
+    }
+
+
+@pytest.mark.parametrize("setting", list(SETTINGS))
+def test_attention_under_other_defaults(setting):
+    enter, number = SETTINGS[setting]
+    length = 190 + number
+    x = cases.inputs(1, 2, 1, length, length, 64)
+
+    def run(mask, causal: bool) -> list[torch.Tensor]:
+        leaves = [t.detach().clone().requires_grad_() for t in x.leaves()]
+        out, lse = ck.block_sparse_attention(
+            *leaves, mask, causal=causal, softcap=5.0 * causal, schedule="spt", return_lse=True
+        )
+        torch.autograd.backward([out, lse], [x.dout, x.dlse])
+        return [out.detach(), lse.detach(), *(t.grad for t in leaves)]
+
+    with enter():
+        made = masks(length)
+        got = {(name, c): run(mask, c) for name, mask in made.items() for c in (False, True)}
+    plain = masks(length)
+    for (name, causal), results in got.items():
+        assert all(map(same_bytes, results, run(plain[name], causal))), (name, causal)
+        assert made[name] is None or made[name].hash() == plain[name].hash()
