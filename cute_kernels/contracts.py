@@ -22,7 +22,7 @@ SCHEDULE_INVARIANT = "schedule_invariant"
 TP_INVARIANT = "tp_invariant"
 
 MEANING = {
-    RUN_TO_RUN: "same inputs, same build, same device model: same bits",
+    RUN_TO_RUN: "same inputs, same contract id: same bits, on any stream and in any process",
     BATCH_INVARIANT: "an output row depends on its own input row and the weights only",
     SPLIT_INVARIANT: "a gradient summed over tokens has the same bits however the stream is split",
     SCHEDULE_INVARIANT: "bits do not depend on SM count, launch order or occupancy",

@@ -41,6 +41,19 @@ def test_import_alone_loads_no_system():
     assert python(code) == "['cute_kernels']"
 
 
+def test_a_checkout_that_is_not_installed_says_so(tmp_path):
+    package = tmp_path / "cute_kernels"
+    package.mkdir()
+    (package / "__init__.py").write_bytes(Path(ck.__file__).read_bytes())
+    command = [sys.executable, "-I", "-S", "-c"]
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import cute_kernels"
+    run = subprocess.run([*command, code], capture_output=True, text=True)
+    assert run.returncode == 1 and "`make setup`" in run.stderr.splitlines()[-1]
+    (package / "schedulers").mkdir()
+    run = subprocess.run([*command, code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
 def test_every_public_name_resolves():
     for name in ck.__all__:
         assert getattr(ck, name) is not None
