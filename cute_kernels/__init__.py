@@ -15,8 +15,8 @@ __version__ = "0.1.0"
 # The folder lies beside this package in the repository, and an installation puts it inside.
 if importlib.util.find_spec(f"{__name__}.schedulers") is None:
     raise ImportError(
-        f"{__name__} is imported from a checkout that is not installed; in it, run `make setup`, or "
-        "`pip install -c constraints.txt -e .`"
+        f"{__name__} is imported from a checkout that is not installed: run `make setup` in it, "
+        "or `pip install -c constraints.txt -e .`"
     )
 
 _PUBLIC = {
