@@ -1,17 +1,21 @@
-"""What pyproject.toml cannot say: the description that a package index shows, made of the README.
+"""What pyproject.toml cannot say: the packages, and the description that a package index shows.
 
-There a relative link leads nowhere.  It becomes a link into the repository, or, as long as the
-project has no public address, the name of the file, which the source distribution holds.
+``schedulers`` keeps its place at the top of the tree without claiming a bare import name.
+
+The description is the README.  There a relative link leads nowhere.  It becomes a link into the
+repository, or, as long as the project has no public address, the name of the file, which the source
+distribution holds.
 """
 
 import re
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 #: The public address of the repository, without a slash at its end; None: there is none yet.
 REPOSITORY = None
 
+SCHEDULERS = "cute_kernels.schedulers"
 RELATIVE_LINK = re.compile(r"\[([^\]\n]+)\]\((?![a-z]+:)([^)\s]+)\)")
 
 
@@ -28,6 +32,13 @@ def description(readme: str, repository: str | None) -> str:
     return RELATIVE_LINK.sub(absolute, readme)
 
 
+def packages(root: str) -> list[str]:
+    """Every folder with an __init__.py, by its import name."""
+    own = find_packages(root, include=["cute_kernels", "cute_kernels.*"])
+    below = find_packages(f"{root}/schedulers")
+    return [*own, SCHEDULERS, *(f"{SCHEDULERS}.{name}" for name in below)]
+
+
 def urls(repository: str | None) -> dict[str, str]:
     """The project's links on a package index."""
     if not repository:
@@ -40,8 +51,11 @@ def urls(repository: str | None) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    readme = (Path(__file__).resolve().parent / "README.md").read_text(encoding="utf-8")
+    root = Path(__file__).resolve().parent
+    readme = (root / "README.md").read_text(encoding="utf-8")
     setup(
+        packages=packages(str(root)),
+        package_dir={SCHEDULERS: "schedulers"},
         long_description=description(readme, REPOSITORY),
         long_description_content_type="text/markdown",
         project_urls=urls(REPOSITORY),

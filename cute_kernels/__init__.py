@@ -10,6 +10,8 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING
 
+from . import systems
+
 __version__ = "0.1.0"
 
 # The folder lies beside this package in the repository, and an installation puts it inside.
@@ -20,10 +22,8 @@ if importlib.util.find_spec(f"{__name__}.schedulers") is None:
     )
 
 _PUBLIC = {
-    "linear": "gemm.api",
-    "matmul": "gemm.api",
-    "block_sparse_attention": "sparse_attn.api",
-    "BlockMask": "schedulers.mask",
+    **systems.PUBLIC,
+    "BlockMask": "schedulers.masks.mask",
     "guarantees": "about",
     "contract_id": "about",
     "info": "about",
@@ -31,24 +31,16 @@ _PUBLIC = {
     "schedulers": None,
 }
 
-__all__ = [
-    "BlockMask",
-    "block_sparse_attention",
-    "contract_id",
-    "errors",
-    "guarantees",
-    "info",
-    "linear",
-    "matmul",
-    "schedulers",
-]
+__all__ = sorted(_PUBLIC)
 
 if TYPE_CHECKING:
-    from . import errors, schedulers
-    from .about import contract_id, guarantees, info
-    from .gemm.api import linear, matmul
-    from .schedulers.mask import BlockMask
-    from .sparse_attn.api import block_sparse_attention
+    from . import errors as errors
+    from . import schedulers as schedulers
+    from .about import contract_id as contract_id
+    from .about import guarantees as guarantees
+    from .about import info as info
+    from .schedulers.masks.mask import BlockMask as BlockMask
+    from .systems import *  # noqa: F403
 
 
 def __getattr__(name: str):

@@ -10,18 +10,17 @@ import torch
 from . import arch, caching, dispatch, settings
 from .contracts import contract_id, guarantees, ops
 from .errors import ArgumentValueError, nearest
+from .systems import SYSTEMS
 
-__all__ = ["ARCHES", "SYSTEMS", "catalogue", "contract_id", "guarantees", "info", "matching"]
+__all__ = ["ARCHES", "catalogue", "contract_id", "guarantees", "info", "matching"]
 
-#: The systems in this build; importing ``<system>.op`` registers its ops and contracts.
-SYSTEMS = ("gemm", "sparse_attn")
-#: Those with an SM90 launcher, and with it a catalogue of kernels.
-LAUNCHED = ("gemm", "sparse_attn")
 #: What the catalogue's kernels are compiled for; no other device is given one.
 ARCHES = ("sm_90a",)
 
+_KERNEL_OF = {op: kernel for system in SYSTEMS for op, kernel in system.ops.items()}
+
 for _system in SYSTEMS:
-    importlib.import_module(f"{__package__}.{_system}.op")
+    importlib.import_module(f"{__package__}.{_system.package}.op")
 
 
 def info() -> dict[str, object]:
@@ -62,7 +61,7 @@ def _versions() -> dict[str, str]:
 
 
 def _support(op: str, device: str) -> dict[str, object]:
-    reasons = dispatch.reasons(_kernel_of(op), device, torch.bfloat16)
+    reasons = dispatch.reasons(_KERNEL_OF[op], device, torch.bfloat16)
     runs = any(why is None for why in reasons.values())
     return {
         "backends": reasons,
@@ -71,20 +70,16 @@ def _support(op: str, device: str) -> dict[str, object]:
     }
 
 
-def _kernel_of(op: str) -> str:
-    """The dispatch entry behind a public op: linear and matmul are both gemm."""
-    return {"linear": "gemm", "matmul": "gemm"}.get(op, op)
-
-
 def catalogue() -> list[tuple]:
     """Every SM90 kernel of every system: (`compile.cache.Kernel`, certificate class, `Expect`).
 
     The class is None where no certificate is claimed: kernels that add in arrival order.
     """
     found = []
-    for system in LAUNCHED:
-        launch = importlib.import_module(f"{__package__}.{system}.launch")
-        found += launch.catalogue()
+    for system in SYSTEMS:
+        if system.launcher is not None:
+            name = f"{__package__}.{system.package}.{system.launcher}"
+            found += importlib.import_module(name).catalogue()
     return found
 
 

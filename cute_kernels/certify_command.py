@@ -30,8 +30,7 @@ def certify(
     jobs: Annotated[int, typer.Option(help="Processes; 0: one for each core.")] = 0,
 ) -> None:
     """Compile the catalogue, disassemble it, prove the rules of docs/certificate.md."""
-    from .compile import certificate_report as report
-    from .compile import sass
+    from .certify import report, sass
 
     if jobs < 0:
         raise ArgumentValueError(expected("--jobs", "a number of processes, or 0", jobs))
@@ -71,7 +70,7 @@ def _prove_all(identities: list[str], jobs: int) -> list:
 
 def prove(identity: str):
     """The certificate of one entry of the catalogue, by its kernel's ``identity``."""
-    from .compile import certificate
+    from .certify import certificate
 
     kernel, kind, expect = next(e for e in catalogue() if e[0].identity == identity)
     return certificate.certify(

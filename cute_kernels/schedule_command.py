@@ -18,11 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from .errors import ArgumentValueError, CuteKernelsError, expected, one_of
-from .schedulers import mask_rules, picture, report
-from .schedulers.kinds import KINDS, WALKS
-from .schedulers.machines import TABLE, machine
-from .schedulers.mask import BlockMask
-from .schedulers.selection import Selection, select
+from .schedulers.masks import rules
+from .schedulers.masks.mask import BlockMask
+from .schedulers.model.machines import TABLE, machine
+from .schedulers.model.selection import Selection, select
+from .schedulers.order.kinds import KINDS, WALKS
+from .schedulers.report import picture
+from .schedulers.report import rows as report
 from .sparse_attn.config import MACHINES
 from .sparse_attn.masks import BLOCK
 
@@ -200,7 +202,7 @@ def _to_file(option: str, write: Callable[[], None]) -> None:
 
 def parse_mask(text: str, seqlen: int, block_size: tuple[int, int]) -> BlockMask:
     """The mask of a text such as ``sliding_window:1024`` or ``document:8 & causal``."""
-    grid = mask_rules.Grid(seqlen, seqlen, block_size)
+    grid = rules.Grid(seqlen, seqlen, block_size)
     if grid.num_q_blocks * grid.num_kv_blocks > MAX_BLOCKS:
         want = f"a length of at most {MAX_BLOCKS:,} blocks of {block_size}"
         raise ArgumentValueError(expected("--seqlen", want, seqlen))
@@ -266,7 +268,7 @@ def _random(seqlen: int, size: tuple[int, int], share: str, seed: str = "0") -> 
         chance = -1.0
     if not 0 <= chance <= 1:
         raise ArgumentValueError(expected("--mask share", "a number from 0 to 1", repr(share)))
-    grid = mask_rules.Grid(seqlen, seqlen, size)
+    grid = rules.Grid(seqlen, seqlen, size)
     shape = (1, 1, grid.num_q_blocks, grid.num_kv_blocks)
     drawn = torch.rand(shape, generator=_generator(seed), dtype=torch.float32, device="cpu")
     kept = drawn < chance

@@ -8,10 +8,11 @@ import cute_kernels
 from cute_kernels import arch, settings
 from cute_kernels.gemm import config
 from cute_kernels.schedule_command import parse_mask
-from cute_kernels.schedulers import machines as machine_table
-from cute_kernels.schedulers import picture, quality, report
-from cute_kernels.schedulers.kinds import left_to_right, spt
-from cute_kernels.schedulers.selection import select
+from cute_kernels.schedulers.model import machines as machine_table
+from cute_kernels.schedulers.model.selection import select
+from cute_kernels.schedulers.order.kinds import left_to_right, spt
+from cute_kernels.schedulers.report import picture, quality
+from cute_kernels.schedulers.report import rows as report
 from perf import cards, record
 from perf.digest import page as digests
 

@@ -60,7 +60,7 @@ def _ours() -> dict[str, Product]:
 
 
 def _ours_triton() -> dict[str, Product]:
-    gemm = _module("cute_kernels.gemm.triton_kernel").gemm
+    gemm = _module("cute_kernels.gemm.triton.kernel").gemm
 
     def dw(t: Inputs) -> torch.Tensor:
         gemm(t["dy"].mT, t["x"].mT, None, t["main_grad"])

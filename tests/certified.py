@@ -15,8 +15,8 @@ STORED = Path(__file__).parents[1] / "perf" / "results" / "certificates.json"
 
 
 def certify(kernel, kind: str, expect):
-    """The certificate of a `compile.cache.Kernel`."""
-    from cute_kernels.compile import certificate
+    """The certificate of a `compile.Kernel`."""
+    from cute_kernels.certify import certificate
 
     constexpr = dict(kernel.constexpr)
     return certificate.certify(

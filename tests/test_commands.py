@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 import cute_kernels
 from cute_kernels import __main__ as cli
 from cute_kernels import about, certify_command
+from cute_kernels.certify.report import Certificate, Finding, RegisterPool, tables
 from cute_kernels.compile import aot, cache, toolchain
-from cute_kernels.compile.certificate_report import Certificate, Finding, RegisterPool, tables
 from tests.compile import toy
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -133,7 +133,7 @@ def test_a_missing_extra_is_named(monkeypatch, tmp_path, command, absent, words)
 
 @toy.needs_dsl
 def test_a_disassembler_is_looked_for_before_anything_is_compiled(monkeypatch, tmp_path):
-    from cute_kernels.compile import sass
+    from cute_kernels.certify import sass
 
     sass.nvdisasm.cache_clear()
     monkeypatch.setattr(sass.shutil, "which", lambda name: None)
@@ -272,7 +272,7 @@ def certifying(monkeypatch):
     made = certificates()
     monkeypatch.setattr(certify_command, "_prove_all", lambda identities, jobs: made)
     monkeypatch.setattr(certify_command, "require", lambda *_: None)
-    monkeypatch.setattr("cute_kernels.compile.sass.nvdisasm", lambda: None)
+    monkeypatch.setattr("cute_kernels.certify.sass.nvdisasm", lambda: None)
     monkeypatch.setattr(certify_command.console, "_width", 80)
     return made
 
@@ -323,7 +323,7 @@ def test_a_worker_that_was_killed_is_one_line(monkeypatch):
 
     monkeypatch.setattr(certify_command, "ProcessPoolExecutor", Pool)
     monkeypatch.setattr(certify_command, "require", lambda *_: None)
-    monkeypatch.setattr("cute_kernels.compile.sass.nvdisasm", lambda: None)
+    monkeypatch.setattr("cute_kernels.certify.sass.nvdisasm", lambda: None)
     result = run("certify", "--only", "column_sum")
     assert result.exit_code == 2
     assert (
@@ -336,5 +336,5 @@ def test_a_report_that_cannot_be_written_is_known_before_the_work(monkeypatch, t
     (tmp_path / "certify").write_text("a file")
     monkeypatch.setattr(certify_command, "_prove_all", lambda *_: pytest.fail("compiled"))
     monkeypatch.setattr(certify_command, "require", lambda *_: None)
-    monkeypatch.setattr("cute_kernels.compile.sass.nvdisasm", lambda: None)
+    monkeypatch.setattr("cute_kernels.certify.sass.nvdisasm", lambda: None)
     refused(run("certify"), "certify: [Errno 17] File exists: 'certify'")

@@ -26,21 +26,24 @@ def files() -> list[str]:
     return [line for line in run.stdout.splitlines() if (ROOT / line).is_file()]
 
 
-def unpackaged(text: str, folders: set[str]) -> set[str]:
-    """The folders with an __init__.py that pyproject.toml does not list as packages."""
-    table = re.search(r"^packages = \[(.*?)^\]", text, re.M | re.S).group(1)
-    listed = {name.replace(".", "/") for name in re.findall(r'"([\w.]+)"', table)}
-    places = dict(re.findall(r'"cute_kernels\.(\w+)" = "(\w+)"', text))
-    return folders - {places.get(name.partition("/")[2], name) for name in listed}
-
-
-def test_every_package_folder_is_installed():
-    text = (ROOT / "pyproject.toml").read_text()
+def folders() -> set[str]:
+    """Those with an __init__.py, by import name."""
     inits = [*ROOT.glob("cute_kernels/**/__init__.py"), *ROOT.glob("schedulers/**/__init__.py")]
-    folders = {path.parent.relative_to(ROOT).as_posix() for path in inits}
-    assert len(folders) >= 8 and not unpackaged(text, folders)
-    mutant = text.replace('    "cute_kernels.demo",\n', "")
-    assert unpackaged(mutant, folders) == {"cute_kernels/demo"}
+    names = (".".join(path.parent.relative_to(ROOT).parts) for path in inits)
+    return {f"cute_kernels.{name}" if name.startswith("sched") else name for name in names}
+
+
+def test_every_package_folder_is_installed(tmp_path):
+    packages = SETUP["packages"]
+    listed = packages(str(ROOT))
+    assert len(listed) >= 17 and sorted(listed) == sorted(folders())
+    for name in ("cute_kernels/new/triton", "schedulers/new", "perf/new"):
+        (tmp_path / name).mkdir(parents=True)
+        for folder in (tmp_path / name, *(tmp_path / name).parents):
+            if folder.is_relative_to(tmp_path) and folder != tmp_path:
+                (folder / "__init__.py").touch()
+    wanted = {"", ".new", ".new.triton", ".schedulers", ".schedulers.new"}
+    assert set(packages(str(tmp_path))) == {f"cute_kernels{name}" for name in wanted}
 
 
 def test_the_description_has_no_dead_links():

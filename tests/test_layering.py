@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from cute_kernels.systems import SYSTEMS
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "cute_kernels"
 SCHEDULERS = ROOT / "schedulers"
-SYSTEMS = ("gemm", "splitk", "linear_logp", "mhc", "sparse_attn")
+FOLDERS = {system.package for system in SYSTEMS}
 
 #: A module may import only from layers of a lower rank; modules of one rank do not meet.
 RANKS: dict[str, float] = {
@@ -23,21 +26,25 @@ RANKS: dict[str, float] = {
     "dispatch": 4,
     "torch_ops": 4,
     "caching": 4,
+    "checking": 4,
     "cpu_math": 4,
     "data_parallel": 4,
+    "operands": 4,
     "dsl": 4,
     "schedulers.host": 4,
     "compile": 5,
     "schedulers.device": 5,
-    "system.triton_plan": 5,
+    "certify": 6,
+    "system.plan": 5,
     "system.config": 6,
     "system.masks": 6,
     "system.checks": 7,
     "system.watchdog": 7,
+    "system.device": 7,
     "system.prepare": 8,
-    "system.sequences": 9,
     "system.kernel": 8,
     "system.triton_kernel": 8,
+    "system.sequences": 9,
     "system.launch": 9,
     "system.triton_launch": 9,
     "system.cpu": 9,
@@ -45,18 +52,28 @@ RANKS: dict[str, float] = {
     "system.op": 10,
     "system.sequence_op": 10.5,
     "system.api": 11,
-    "about": 12,
-    "commands": 12,
-    "schedule_command": 12,
-    "certify_command": 13,
-    "integrations": 13,
-    "demo": 14,
-    "__main__": 15,
-    "__init__": 16,
+    "systems": 12,
+    "about": 13,
+    "commands": 13,
+    "schedule_command": 13,
+    "certify_command": 14,
+    "integrations": 14,
+    "demo": 15,
+    "__main__": 16,
+    "__init__": 17,
 }
 
 #: Imports inside one layer that are part of its design.
-SAME_LAYER = {"compile", "schedulers.host", "schedulers.device", "dsl", "demo", "integrations"}
+SAME_LAYER = {
+    "compile",
+    "certify",
+    "schedulers.host",
+    "schedulers.device",
+    "dsl",
+    "system.device",
+    "demo",
+    "integrations",
+}
 
 
 def modules() -> dict[str, Path]:
@@ -70,22 +87,33 @@ def modules() -> dict[str, Path]:
 
 def layer(name: str) -> str:
     """The layer of a dotted module name such as ``gemm.kernel_sm90``."""
-    parts = name.split(".")
-    if parts[0] in SYSTEMS:
-        role = parts[1] if len(parts) > 1 else "__init__"
-        if role == "__init__":
-            return "system.config"
+    first, *rest = name.split(".")
+    if first in FOLDERS:
+        role = "_".join(rest[:2]) if rest[0] == "triton" else rest[0]
+        if role == "__init__" or role == "triton___init__":
+            return "system.plan"
+        if role == "triton_plan":
+            return "system.plan"
         return "system.kernel" if role.startswith("kernel_") else f"system.{role}"
-    if parts[0] == "schedulers":
-        return "schedulers.device" if parts[-1].endswith("_device") else "schedulers.host"
-    return parts[0]
+    if first == "schedulers":
+        return "schedulers.device" if name.endswith("_device") else "schedulers.host"
+    return first
+
+
+def run_time_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node but those that only tools read: ``if TYPE_CHECKING:``."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            continue
+        yield node
+        yield from run_time_nodes(node)
 
 
 def imports_of(name: str, path: Path, known: set[str]) -> set[str]:
     """The package's own modules that one file imports, anywhere in it."""
     package = ["cute_kernels", *name.split(".")[:-1]]
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in run_time_nodes(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -97,7 +125,7 @@ def imports_of(name: str, path: Path, known: set[str]) -> set[str]:
         for target in targets:
             inside = target.removeprefix("cute_kernels.")
             if inside != target and (inside in known or f"{inside}.__init__" in known):
-                found.add(inside)
+                found.add(inside if inside in known else f"{inside}.__init__")
     return found
 
 
@@ -112,20 +140,60 @@ def outside_imports(path: Path) -> set[str]:
     return found
 
 
-def violations(name: str, path: Path, known: set[str]) -> list[str]:
-    """The imports of one module that go up or sideways."""
-    mine = layer(name)
+def empty(path: Path) -> bool:
+    """Whether a file imports and defines nothing: the ``__init__`` of a folder."""
+    body = ast.parse(path.read_text()).body
+    return all(isinstance(node, ast.Expr) for node in body)
+
+
+def violations(name: str, path: Path, files: dict[str, Path]) -> list[str]:
+    """The imports of one module that go up or sideways, or from a system into another."""
+    mine, own = layer(name), name.split(".")[0]
     wrong = []
-    for target in imports_of(name, path, known):
-        theirs = layer(target)
-        if theirs == mine and (mine in SAME_LAYER or target.split(".")[0] == name.split(".")[0]):
+    for target in imports_of(name, path, set(files)):
+        theirs, other = layer(target), target.split(".")[0]
+        if target.endswith("__init__") and empty(files[target]):
             continue
-        if theirs == "__init__" or RANKS[theirs] >= RANKS[mine]:
+        if {own, other} <= FOLDERS and own != other:
+            wrong.append(f"{name} imports {target}: what two systems share moves down")
+        elif theirs == mine and mine in SAME_LAYER:
+            continue
+        elif theirs == "__init__" or RANKS[theirs] >= RANKS[mine]:
             wrong.append(f"{name} ({mine}) imports {target} ({theirs})")
-        both = {name.split(".")[0], target.split(".")[0]} & set(SYSTEMS)
-        if len(both) == 2 and "gemm" not in both:
-            wrong.append(f"{name} imports {target}: systems do not import each other")
     return wrong
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The strongly connected parts of more than one module."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for target in graph[node]:
+            if target not in index:
+                visit(target)
+            if target in stack:
+                low[node] = min(low[node], low[target])
+        if low[node] == index[node]:
+            at = stack.index(node)
+            if len(stack) - at > 1:
+                found.append(sorted(stack[at:]))
+            del stack[at:]
+
+    for node in graph:
+        if node not in index:
+            visit(node)
+    return found
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Module -> the modules of ours that it imports, at its top or anywhere else."""
+    found = modules()
+    return {name: imports_of(name, path, set(found)) - {name} for name, path in found.items()}
 
 
 def test_every_module_has_a_layer():
@@ -135,14 +203,27 @@ def test_every_module_has_a_layer():
 
 def test_imports_go_down():
     found = modules()
-    wrong = [line for name, path in found.items() for line in violations(name, path, set(found))]
+    wrong = [line for name, path in found.items() for line in violations(name, path, found)]
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_import_graph_has_no_circles():
+    graph = import_graph()
+    del graph["__init__"]  # which loads public names at their first use
+    graph = {name: targets & set(graph) for name, targets in graph.items()}
+    assert len(graph) > 100 and circles(graph) == []
+    graph["errors"] = graph["errors"] | {"gemm.api"}
+    (planted,) = circles(graph)
+    assert {"errors", "gemm.api", "gemm.op"} <= set(planted)
 
 
 @pytest.mark.parametrize(
     ("package", "allowed"),
     [
-        ("cutlass", {"dsl", "compile", "system.kernel", "schedulers.device"}),
+        (
+            "cutlass",
+            {"dsl", "compile", "certify", "system.kernel", "system.device", "schedulers.device"},
+        ),
         ("triton", {"system.triton_kernel"}),
     ],
 )
@@ -158,20 +239,41 @@ def test_who_imports_the_compilers(package: str, allowed: set[str]):
 def test_schedulers_host_half_stands_alone():
     for name, path in modules().items():
         if layer(name) == "schedulers.host":
-            own = {t for t in imports_of(name, path, set(modules())) if not t.startswith("sched")}
+            own = {t for t in imports_of(name, path, set(modules())) if layer(t) != layer(name)}
             assert own <= {"errors"}, f"{name} imports {own}"
 
 
-def test_an_upward_import_is_found(tmp_path: Path):
-    """The checker itself: a planted violation of each kind must be reported."""
-    known = set(modules())
+def test_certificates_are_not_for_run_time():
+    """Nothing but their command reads them."""
+    users = {
+        name
+        for name, targets in import_graph().items()
+        if any(target.startswith("certify.") for target in targets)
+    }
+    assert {name for name in users if not name.startswith("certify.")} == {"certify_command"}
+
+
+#: Imports that go up, sideways, or from one system into another, in either direction.
+PLANTED = [
+    ("gemm.config", "from . import launch"),
+    ("gemm.kernel_sm90", "from .launch import gemm"),
+    ("errors", "from . import settings"),
+    ("arch", "import cute_kernels.gemm.api"),
+    ("compile.cache", "from ..gemm import config"),
+    ("compile.cache", "from ..certify import sass"),
+    ("gemm.reference", "from ..sparse_attn import masks"),
+    ("sparse_attn.reference", "from ..gemm import reference"),
+    ("gemm.kernel_sm90", "from ..sparse_attn.device import walk"),
+    ("sparse_attn.kernel_fwd_sm90", "from ..gemm.kernel_sm90 import GemmSm90"),
+    ("gemm.triton.launch", "from ...sparse_attn.triton import plan"),
+    ("sparse_attn.api", "from cute_kernels.gemm import config"),
+    ("dsl.mma", "from ..sparse_attn.device import slope"),
+    ("schedulers.tiles.raster", "from cute_kernels import caching"),
+]
+
+
+@pytest.mark.parametrize(("name", "line"), PLANTED)
+def test_a_planted_import_is_found(tmp_path: Path, name: str, line: str):
     planted = tmp_path / "planted.py"
-    for name, line in (
-        ("gemm.config", "from . import launch"),
-        ("gemm.kernel_sm90", "from .launch import gemm"),
-        ("errors", "from . import settings"),
-        ("arch", "import cute_kernels.gemm.api"),
-        ("compile.cache", "from ..gemm import config"),
-    ):
-        planted.write_text(line)
-        assert violations(name, planted, known), f"{name}: {line}"
+    planted.write_text(line)
+    assert violations(name, planted, modules()), f"{name}: {line}"

@@ -233,7 +233,7 @@ def test_each_copy_of_attention_is_named(lines, no_kernels, monkeypatch):
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_each_copy_of_the_triton_attention_is_named(lines):
-    from cute_kernels.sparse_attn import triton_launch
+    from cute_kernels.sparse_attn.triton import launch as triton_launch
 
     triton_launch._loadable(rows(BF16, 1, 20, 2, 64), False, "q")
     assert lines() == []

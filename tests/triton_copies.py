@@ -1,4 +1,4 @@
-"""Mutated copies of a triton_kernel.py, importable beside the original."""
+"""Mutated copies of a system's Triton kernels and launcher, importable beside the originals."""
 
 from __future__ import annotations
 
@@ -7,20 +7,33 @@ import itertools
 from pathlib import Path
 from types import ModuleType
 
+_FILES = ("kernel", "launch")
 _NUMBERS = itertools.count()
 
 
 def copy_of(package: ModuleType, folder: Path, *edits: tuple[str, str]) -> ModuleType:
-    """A copy of the package's triton_kernel.py with each (old, new) replaced; old must occur
-    exactly once."""
-    text = (Path(package.__file__).parent / "triton_kernel.py").read_text()
+    """The launcher of a ``triton`` package, a copy that launches a copy of the kernels.
+
+    Each (old, new) is replaced; old must occur exactly once, in either file.
+    """
+    home, number = Path(package.__file__).parent, next(_NUMBERS)
+    texts = {name: (home / f"{name}.py").read_text() for name in _FILES}
     for old, new in edits:
-        assert text.count(old) == 1, f"{text.count(old)} times in triton_kernel.py: {old!r}"
-        text = text.replace(old, new)
-    name = f"triton_copy_{next(_NUMBERS)}"
-    path = folder / f"{name}.py"
+        counts = {name: text.count(old) for name, text in texts.items()}
+        assert sum(counts.values()) == 1, f"{counts}: {old!r}"
+        (name,) = (name for name, count in counts.items() if count)
+        texts[name] = texts[name].replace(old, new)
+    kernels, launch = (
+        _imported(package, folder / f"{name}_copy_{number}.py", text)
+        for name, text in texts.items()
+    )
+    launch.kernels = kernels
+    return launch
+
+
+def _imported(package: ModuleType, path: Path, text: str) -> ModuleType:
     path.write_text(text)
-    spec = importlib.util.spec_from_file_location(f"{package.__name__}.{name}", path)
+    spec = importlib.util.spec_from_file_location(f"{package.__name__}.{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

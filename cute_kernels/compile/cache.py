@@ -17,56 +17,17 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .. import log, settings
-from ..errors import AotError, ArgumentTypeError, ArgumentValueError, expected
-from . import load, toolchain
+from ..errors import AotError, ArgumentValueError, expected
+from . import ahead, load, toolchain
+from .kernel import Kernel, symbol_of
 from .store import BadEntry, Entry, Store
 
 _LOG = logging.getLogger(__name__)
-_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _ARCH = re.compile(r"sm_\d+[af]?")
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One configuration of one kernel, and how to compile it.
-
-    Args:
-        name: Lower case, such as ``"gemm_sm90"``; part of file and symbol names.
-        constexpr: (name, value) pairs of str, int or bool; kept sorted.  Everything that `build`
-            reads besides the package's source must be in it.
-        build: Returns what ``cute.compile(..., options="--enable-tvm-ffi")`` returned.  It imports
-            ``cutlass`` only when called.  Not part of equality.
-
-    Raises:
-        ArgumentValueError, ArgumentTypeError: a name or value that cannot enter a key.
-    """
-
-    name: str = field(compare=False)
-    constexpr: tuple[tuple[str, str | int | bool], ...] = field(compare=False)
-    build: Callable[[], Any] = field(compare=False, repr=False)
-    identity: str = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise ArgumentValueError(expected("name", "lower case letters, digits, _", self.name))
-        names = [name for name, _ in self.constexpr]
-        if len(set(names)) != len(names):
-            raise ArgumentValueError(expected("constexpr", "each name once", sorted(names)))
-        for name, value in self.constexpr:
-            if type(value) not in (str, int, bool):
-                got = type(value).__name__
-                raise ArgumentTypeError(expected(f"constexpr {name}", "str, int or bool", got))
-        object.__setattr__(self, "constexpr", tuple(sorted(self.constexpr)))
-        # JSON keeps 1, "1" and true apart.
-        object.__setattr__(self, "identity", json.dumps([self.name, self.constexpr]))
-
-    def __str__(self) -> str:
-        return f"{self.name} ({', '.join(f'{name}={value}' for name, value in self.constexpr)})"
 
 
 _loaded: dict[tuple[str, str], Callable[..., Any]] = {}
@@ -100,12 +61,6 @@ def key(kernel: Kernel, arch: str) -> str:
     """SHA-256 over the kernel, the architecture and `toolchain.facts`."""
     parts = [kernel.identity, arch, toolchain.facts()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def symbol(kernel: Kernel, arch: str) -> str:
-    """The name of the kernel's function inside its object file, unique per configuration."""
-    digest = hashlib.sha256(f"{kernel.identity}\n{arch}".encode()).hexdigest()
-    return f"ck_{kernel.name}_{digest[:16]}"
 
 
 def build(kernel: Kernel) -> Any:
@@ -156,9 +111,7 @@ def _miss(kernel: Kernel, arch: str) -> Callable[..., Any]:
 def _load_named_folder() -> None:
     folder = settings.aot_dir()
     if folder is not None and folder.absolute() not in _ahead_folders:
-        from . import aot
-
-        aot.load(folder)
+        register_ahead(ahead.read(folder), folder.absolute())
 
 
 def _find(kernel: Kernel, arch: str) -> Callable[..., Any]:
@@ -167,7 +120,7 @@ def _find(kernel: Kernel, arch: str) -> Callable[..., Any]:
         function, source = _stored(_store(settings.cache_dir()), kernel, arch)
     else:
         source = "compiled, not stored"
-        function = load.resident(build(kernel), symbol(kernel, arch))
+        function = load.resident(build(kernel), symbol_of(kernel, arch))
     log.say("%s for %s: %s, %.2f s", kernel, arch, source, time.perf_counter() - begin)
     return function
 
@@ -201,11 +154,11 @@ def _build_into(
     compiled = build(kernel)
     if toolchain.source_digest() != toolchain.SOURCE_AT_IMPORT:
         _LOG.warning("the package's source changed since import: %s is not stored", kernel.identity)
-        return load.resident(compiled, symbol(kernel, arch)), "compiled, not stored"
+        return load.resident(compiled, symbol_of(kernel, arch)), "compiled, not stored"
     about = {"kernel": kernel.identity, "arch": arch, "facts": toolchain.facts()}
     with store.scratch(stem) as folder:
-        binary = load.build_binary(compiled, symbol(kernel, arch), folder)
-        entry = store.write(stem, binary, symbol(kernel, arch), about)
+        binary = load.build_binary(compiled, symbol_of(kernel, arch), folder)
+        entry = store.write(stem, binary, symbol_of(kernel, arch), about)
     return load.function(entry.path, entry.symbol), f"compiled into {entry.path}"
 
 

@@ -16,6 +16,7 @@ import torch
 
 from .. import arch
 from ..contracts import BATCH_INVARIANT, RUN_TO_RUN, SCHEDULE_INVARIANT, SPLIT_INVARIANT
+from .triton.plan import TRITON, TRITON_FP32
 
 #: The order of every backend here: one fp32 accumulator, ascending K in groups of 16, one rounding.
 ORDER = "chain"
@@ -51,36 +52,6 @@ class Config:
     cluster_n: int = 1
     raster_group: int = 8
 
-    def items(self) -> tuple[tuple[str, str | int], ...]:
-        """Sorted (name, value) pairs: the constexpr part of the compile key."""
-        return tuple(sorted(asdict(self).items()))
-
-
-@dataclass(frozen=True)
-class TritonPlan:
-    """The one tile of the Triton kernel, for every shape.
-
-    ``accumulate_k`` is the K of one ``tl.dot`` when the accumulator starts from memory: the unit at
-    which a token stream may be cut.  The ``hip`` fields pin the MFMA shape and the K packing, which
-    decide how products are grouped; other devices ignore them.  ``sum_warps`` and ``sum_unroll``
-    are column_sum's, whose order is COLUMN_SUM.
-    """
-
-    block_m: int = 128
-    block_n: int = 128
-    block_k: int = 64
-    accumulate_k: int = K_GROUP
-    group_m: int = 8
-    num_warps: int = 8
-    num_stages: int = 3
-    accumulate_stages: int = 6
-    sum_warps: int = 4
-    sum_unroll: int = 4
-    input_precision: str = "ieee"
-    fp_fusion: bool = True
-    hip_matrix_instr_nonkdim: int = 16
-    hip_kpack: int = 1
-
 
 @dataclass(frozen=True)
 class CpuPlan:
@@ -103,12 +74,17 @@ class ColumnSumPlan:
     columns: int = 64
 
 
+@dataclass(frozen=True)
+class ColumnSumConfig(ColumnSumPlan):
+    """One compiled SM90 kernel of dbias."""
+
+    dtype: str = "bf16"
+
+
 #: Widths of the SM90 tile, widest first, and what a column of each costs beside one of the widest:
 #: perf/results/tune.jsonl, H200, 2026-11-20.
 TILE_COST: Mapping[int, float] = {256: 1.00, 128: 1.02}
 
-TRITON = TritonPlan()
-TRITON_FP32 = TritonPlan(block_m=64, block_n=64, block_k=32)
 CPU = CpuPlan()
 COLUMN_SUM = ColumnSumPlan()
 

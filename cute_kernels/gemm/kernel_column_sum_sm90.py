@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass.memory import SmemAllocator
 
 from ..compile import fake
-from .config import COLUMN_SUM, ColumnSumPlan
+from .config import ColumnSumConfig
 
 #: Rows of one lane loaded before the first is added: bytes in flight, not order.
 UNROLL = 8
@@ -22,16 +22,16 @@ UNROLL = 8
 class ColumnSumSm90:
     """One thread per (lane, pair of columns); one warp per lane."""
 
-    def __init__(self, dtype: str, plan: ColumnSumPlan):
-        assert plan.columns == 64, "a warp's 32 threads take two columns each"
-        self.dtype = fake.DTYPES[dtype]
-        self.plan = plan
+    def __init__(self, config: ColumnSumConfig):
+        assert config.columns == 64, "a warp's 32 threads take two columns each"
+        self.dtype = fake.DTYPES[config.dtype]
+        self.config = config
 
     @cute.jit
     def __call__(self, mX: cute.Tensor, mS: cute.Tensor, stream):
         self.kernel(mX, mS).launch(
-            grid=(cute.ceil_div(mX.shape[1], self.plan.columns), 1, 1),
-            block=(32 * self.plan.lanes, 1, 1),
+            grid=(cute.ceil_div(mX.shape[1], self.config.columns), 1, 1),
+            block=(32 * self.config.lanes, 1, 1),
             stream=stream,
         )
 
@@ -40,10 +40,10 @@ class ColumnSumSm90:
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         rows, columns = mX.shape
-        lanes = self.plan.lanes
+        lanes = self.config.lanes
         lane = cute.arch.make_warp_uniform(tidx // 32)
         pair = tidx % 32
-        column = block * self.plan.columns + 2 * pair
+        column = block * self.config.columns + 2 * pair
         # A pair beyond N reads the last pair instead; nobody stores its sum.
         source = cutlass.min(column, (columns - 1) // 2 * 2)
 
@@ -62,13 +62,13 @@ class ColumnSumSm90:
             sums.store(sums.load() + self.load_pair(mX, lane + i * lanes, source))
 
         # s[n] = Σ_l s_l[n], l ascending
-        layout = cute.make_ordered_layout((lanes, self.plan.columns), order=(1, 0))
+        layout = cute.make_ordered_layout((lanes, self.config.columns), order=(1, 0))
         partial = SmemAllocator().allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
         partial[lane, 2 * pair] = sums[0]
         partial[lane, 2 * pair + 1] = sums[1]
         cute.arch.sync_threads()
-        target = block * self.plan.columns + tidx
-        if tidx < self.plan.columns and target < columns:
+        target = block * self.config.columns + tidx
+        if tidx < self.config.columns and target < columns:
             total = cutlass.Float32(0.0)
             for l in cutlass.range_constexpr(lanes):
                 total += partial[l, tidx]
@@ -87,13 +87,13 @@ class ColumnSumSm90:
         return cute.make_tensor(source, cute.make_layout(2)).load().to(cutlass.Float32)
 
 
-def build(dtype: str, compile=cute.compile):
-    """Compiles the kernel for one dtype against fake tensors; no GPU needed."""
+def build(config: ColumnSumConfig, compile=cute.compile):
+    """Compiles one configuration against fake tensors; no GPU needed."""
     m, n = fake.size(), fake.size()
     return compile(
-        ColumnSumSm90(dtype, COLUMN_SUM),
-        fake.matrix(dtype, m, n, "k"),
-        fake.vector(dtype, n),
+        ColumnSumSm90(config),
+        fake.matrix(config.dtype, m, n, "k"),
+        fake.vector(config.dtype, n),
         fake.stream(),
         options=fake.SM90_OPTIONS,
     )

@@ -22,7 +22,7 @@ from cutlass.utils import hopper_helpers
 
 from ..compile import fake
 from ..dsl import mma, pipeline, smem, tma
-from ..schedulers import persistent_device as persistent
+from ..schedulers.tiles import persistent_device as persistent
 from .config import Config
 
 CONSUMERS = 2

@@ -14,6 +14,7 @@ import torch
 from .. import arch, log, settings
 from ..compile import cache
 from ..compile.call import call
+from ..compile.kernel import Entry, Expect, Kernel
 from . import config
 from .config import Config, tile_columns
 
@@ -114,37 +115,23 @@ def _column_sum_kernel(dtype: str) -> Callable:
     return cache.get(column_sum_entry(dtype), "sm_90a")
 
 
-def gemm_entry(chosen: Config) -> cache.Kernel:
+def gemm_entry(chosen: Config) -> Kernel:
     """One configuration of the GEMM as the cache and the catalogue know it."""
-
-    def build():
-        from .kernel_sm90 import build
-
-        return build(chosen)
-
-    return cache.Kernel("gemm_sm90", chosen.items(), build)
+    return Kernel.of("gemm_sm90", f"{__package__}.kernel_sm90", chosen)
 
 
-def column_sum_entry(dtype: str) -> cache.Kernel:
+def column_sum_entry(dtype: str) -> Kernel:
     """The column sum for one dtype, likewise."""
-
-    def build():
-        from .kernel_column_sum_sm90 import build
-
-        return build(dtype)
-
-    plan = config.COLUMN_SUM
-    constexpr = (("columns", plan.columns), ("dtype", dtype), ("lanes", plan.lanes))
-    return cache.Kernel("gemm_column_sum_sm90", constexpr, build)
+    chosen = config.ColumnSumConfig(dtype=dtype)
+    return Kernel.of("gemm_column_sum_sm90", f"{__package__}.kernel_column_sum_sm90", chosen)
 
 
-def catalogue() -> Iterator[tuple[cache.Kernel, str, object]]:
-    """Every kernel that this launcher can ask for, its certificate's class, and its `Expect`."""
-    from ..compile.certificate_report import Expect
-
+def catalogue() -> Iterator[Entry]:
+    """Every kernel that this launcher can ask for."""
     for chosen in config.catalogue():
         # 168 registers is all that 384 threads can start with; the roles then trade theirs.
         mma = f"64x{chosen.tile_n}x{config.K_GROUP}"
-        yield gemm_entry(chosen), "A", Expect(mma, max_registers=168, max_shared=232448)
+        yield Entry(gemm_entry(chosen), "A", Expect(mma, max_registers=168, max_shared=232448))
     for dtype in ("bf16", "fp16"):
-        yield column_sum_entry(dtype), "A", Expect(None, max_registers=64, max_shared=16384)
+        expect = Expect(None, max_registers=64, max_shared=16384)
+        yield Entry(column_sum_entry(dtype), "A", expect)

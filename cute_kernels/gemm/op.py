@@ -30,7 +30,7 @@ for _kernel in ("gemm", "column_sum"):
         _kernel,
         {
             CUTE_SM90: Implementation(f"{__package__}.launch:{_kernel}", _HALF, _FP32_ELSEWHERE),
-            TRITON: Implementation(f"{__package__}.triton_kernel:{_kernel}", _ALL),
+            TRITON: Implementation(f"{__package__}.triton.launch:{_kernel}", _ALL),
             CPU: Implementation(f"{__package__}.cpu:{_kernel}", _ALL),
         },
         contract="linear",

@@ -7,7 +7,7 @@ import weakref
 import torch
 
 from ..errors import ArgumentTypeError, ArgumentValueError, ShapeError, expected
-from ..schedulers.mask import BlockMask
+from ..schedulers.masks.mask import BlockMask
 from ..sparse_attn.api import block_sparse_attention
 
 _converted: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import ArgumentTypeError, ArgumentValueError, expected
-from ..schedulers.mask import BlockMask
+from ..schedulers.masks.mask import BlockMask
 from ..sparse_attn import api
 
 NAME = "cute_kernels"

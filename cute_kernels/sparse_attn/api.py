@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..schedulers.mask import BlockMask
-from ..schedulers.schedule import Schedule
-from ..schedulers.selection import Selection
+from ..schedulers.masks.mask import BlockMask
+from ..schedulers.model.selection import Selection
+from ..schedulers.order.schedule import Schedule
 from . import checks, op, prepare, sequence_op
 
 

@@ -23,9 +23,9 @@ from ..errors import (
     no_backend,
     one_of,
 )
-from ..schedulers.kinds import KINDS
-from ..schedulers.mask import BlockMask
-from ..schedulers.schedule import Schedule
+from ..schedulers.masks.mask import BlockMask
+from ..schedulers.order.kinds import KINDS
+from ..schedulers.order.schedule import Schedule
 from . import config
 from .masks import FAR
 

@@ -10,10 +10,10 @@ import torch
 
 from .. import arch
 from ..contracts import BATCH_INVARIANT, RUN_TO_RUN, SCHEDULE_INVARIANT
-from ..schedulers.machines import resolve
-from ..schedulers.mask import BlockMask
-from ..schedulers.schedule import Schedule
-from .triton_plan import TRITON
+from ..schedulers.masks.mask import BlockMask
+from ..schedulers.model.machines import resolve
+from ..schedulers.order.schedule import Schedule
+from .triton.plan import TRITON
 
 #: The head sizes that are taken, the same for q, k and v.
 HEAD_DIMS = (64, 96, 128)
@@ -46,9 +46,24 @@ class ForwardConfig:
             return 6
         return 3 if self.head_dim == 128 else 4
 
-    def items(self) -> tuple[tuple[str, str | int | bool], ...]:
-        """Sorted (name, value) pairs: the constexpr part of the compile key."""
-        return tuple(sorted(asdict(self).items()))
+
+@dataclass(frozen=True)
+class PreConfig:
+    """One compiled kernel before a backward; ``dlse``: whether lse has a gradient."""
+
+    dtype: str
+    head_dim: int
+    tile_m: int
+    dlse: bool = False
+
+
+@dataclass(frozen=True)
+class PostConfig:
+    """One compiled kernel after a backward."""
+
+    dtype: str
+    head_dim: int
+    tile_m: int
 
 
 @dataclass(frozen=True)
@@ -67,10 +82,6 @@ class BackwardConfig:
     dq_stages: int = 2
     #: Turns are awaited no longer, see ``watchdog``; 0: for ever.
     watchdog_ms: int = 0
-
-    def items(self) -> tuple[tuple[str, str | int | bool], ...]:
-        """Sorted (name, value) pairs: the constexpr part of the compile key."""
-        return tuple(sorted(asdict(self).items()))
 
 
 @dataclass(frozen=True)
@@ -126,10 +137,10 @@ def auto(mask: BlockMask, heads: int, head_dim: int, device_type: str, group: in
     busy, shortest columns first.
     """
     if device_type == "cpu":
-        from ..schedulers.kinds import spt
+        from ..schedulers.order.kinds import spt
 
         return spt(mask, heads=heads)
-    from ..schedulers.selection import select
+    from ..schedulers.model.selection import select
 
     return select(mask, heads=heads, machine=MACHINES[head_dim], group=group).schedule
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..cpu_math import ieee, mm
 from ..errors import BackendUnavailable
-from ..schedulers.mask_bits import unpack
+from ..schedulers.masks.bits import unpack
 from .config import CPU
 from .masks import LoweredMask, Order
 

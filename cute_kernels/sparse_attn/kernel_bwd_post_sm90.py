@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from ..compile import fake
+from .config import PostConfig
 
 WARPGROUP = 128
 THREADS = 2 * WARPGROUP
@@ -22,9 +23,10 @@ THREADS = 2 * WARPGROUP
 class BackwardPostSm90:
     """One dtype, head dimension and tile height; ``__call__`` is what is compiled."""
 
-    def __init__(self, dtype: str, head_dim: int, tile_m: int):
-        assert tile_m in (64, 128) and head_dim % 16 == 0
-        self.dtype, self.head_dim, self.tile_m = fake.DTYPES[dtype], head_dim, tile_m
+    def __init__(self, config: PostConfig):
+        assert config.tile_m in (64, 128) and config.head_dim % 16 == 0
+        self.dtype, self.head_dim = fake.DTYPES[config.dtype], config.head_dim
+        self.tile_m = config.tile_m
 
     @cute.jit
     def __call__(self, mAcc: cute.Tensor, mdQ: cute.Tensor, scale: cutlass.Float32, stream):
@@ -79,17 +81,20 @@ class BackwardPostSm90:
         cute.autovec_copy(rounded, cute.make_tensor(pointer, cute.make_layout(2)))
 
 
-def build(dtype: str, head_dim: int, tile_m: int, compile=cute.compile):
+def build(config: PostConfig, compile=cute.compile):
     """Compiles one variant against fake tensors; no GPU needed."""
     batch, q_len, heads, tiles = (fake.size() for _ in range(4))
     wide = tuple(cute.sym_int64(divisibility=4) for _ in range(3))
     even = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
-    shape = (batch, heads, tiles, tile_m * head_dim)
+    shape = (batch, heads, tiles, config.tile_m * config.head_dim)
     return compile(
-        BackwardPostSm90(dtype, head_dim, tile_m),
+        BackwardPostSm90(config),
         make_fake_tensor(cutlass.Float32, shape, (*wide, 1), assumed_align=16),
         make_fake_tensor(
-            fake.DTYPES[dtype], (batch, q_len, heads, head_dim), (*even, 1), assumed_align=16
+            fake.DTYPES[config.dtype],
+            (batch, q_len, heads, config.head_dim),
+            (*even, 1),
+            assumed_align=16,
         ),
         cutlass.Float32(1.0),
         fake.stream(),

@@ -22,7 +22,8 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from ..compile import fake
-from ..dsl.backward_tiles import statistics_place
+from .config import PreConfig
+from .device.backward_tiles import statistics_place
 
 THREADS = 128
 #: Elements that a thread loads at once: 16 bytes.
@@ -32,12 +33,13 @@ VECTOR = 8
 class BackwardPreSm90:
     """One dtype, head dimension and tile height; ``__call__`` is what is compiled."""
 
-    def __init__(self, dtype: str, head_dim: int, tile_m: int):
+    def __init__(self, config: PreConfig):
+        head_dim, tile_m = config.head_dim, config.tile_m
         vectors = head_dim // VECTOR
         self.threads_per_row = vectors & -vectors
         assert head_dim % VECTOR == 0 and self.threads_per_row <= 32
         assert tile_m % (THREADS // self.threads_per_row) == 0
-        self.dtype, self.head_dim, self.tile_m = fake.DTYPES[dtype], head_dim, tile_m
+        self.dtype, self.head_dim, self.tile_m = fake.DTYPES[config.dtype], head_dim, tile_m
 
     @cute.jit
     def __call__(
@@ -138,19 +140,20 @@ class BackwardPreSm90:
         return cute.make_tensor(pointer, cute.make_layout(VECTOR))
 
 
-def build(dtype: str, head_dim: int, tile_m: int, dlse: bool = False, compile=cute.compile):
+def build(config: PreConfig, compile=cute.compile):
     """Compiles one variant against fake tensors; no GPU needed."""
     batch, q_len, heads, padded, tiles = (fake.size() for _ in range(5))
     rows = (batch, heads, padded)
+    operand = config.dtype, batch, q_len, heads, config.head_dim
     return compile(
-        BackwardPreSm90(dtype, head_dim, tile_m),
-        fake.activations(dtype, batch, q_len, heads, head_dim),
-        fake.activations(dtype, batch, q_len, heads, head_dim),
+        BackwardPreSm90(config),
+        fake.activations(*operand),
+        fake.activations(*operand),
         packed(cutlass.Float32, (batch, heads, q_len)),
-        packed(cutlass.Float32, (batch, heads, q_len)) if dlse else None,
+        packed(cutlass.Float32, (batch, heads, q_len)) if config.dlse else None,
         packed(cutlass.Float32, rows),
         packed(cutlass.Float32, rows),
-        packed(cutlass.Float32, (batch, heads, tiles, tile_m * head_dim)),
+        packed(cutlass.Float32, (batch, heads, tiles, config.tile_m * config.head_dim)),
         packed(cutlass.Int32, (batch, heads, tiles)),
         packed(cutlass.Int32, (1,)),
         fake.stream(),

@@ -38,22 +38,12 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from ..compile import fake
-from ..dsl import (
-    chain,
-    key_mask,
-    mma,
-    pipeline,
-    score_mask,
-    slope,
-    softmax,
-    tma,
-    turnstile,
-    walk,
-)
-from ..dsl.backward_tiles import BLOCK, BackwardTiles
-from ..dsl.backward_tiles import WARPGROUPS as CONSUMERS
-from ..schedulers import ticket_device as tickets
+from ..dsl import chain, mma, pipeline, softmax, tma, turnstile
+from ..schedulers.tiles import ticket_device as tickets
 from .config import HEAD_DIMS, BackwardConfig
+from .device import key_mask, score_mask, slope, walk
+from .device.backward_tiles import BLOCK, BackwardTiles
+from .device.backward_tiles import WARPGROUPS as CONSUMERS
 from .masks import FORMS
 from .watchdog import FIELDS
 

@@ -33,8 +33,9 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from ..compile import fake
-from ..dsl import merge, mma, pipeline, score_mask, smem, softmax, tma
+from ..dsl import mma, pipeline, smem, softmax, tma
 from .config import ForwardConfig
+from .device import merge, score_mask
 from .masks import FORMS
 
 #: By consumers: what the roles have of the (1 + consumers) times 168 or 128 that the launch gives.

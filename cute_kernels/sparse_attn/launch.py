@@ -17,8 +17,9 @@ from torch import Tensor
 from .. import arch, log, settings
 from ..compile import cache
 from ..compile.call import call
+from ..compile.kernel import Entry, Expect, Kernel
 from . import config, watchdog
-from .config import BackwardConfig, ForwardConfig
+from .config import BackwardConfig, ForwardConfig, PostConfig, PreConfig
 from .masks import FORMS, LoweredMask, Order
 
 #: TMA wants pointers and strides at multiples of this many bytes.
@@ -97,7 +98,7 @@ def backward(
     lse = log.contiguous(_NAME, "lse", lse, "contiguous")
     held = workspace(batch, heads, -(-q_len // chosen.tile_m), chosen.tile_m, dim, device)
 
-    pre = _pre_kernel(dtype, dim, chosen.tile_m, dlse is not None)
+    pre = _pre_kernel(PreConfig(dtype, dim, chosen.tile_m, dlse is not None))
     rows = held.lse2.flatten(2), held.delta.flatten(2)
     call(device, pre, out, dout, lse, dlse, *rows, *held[2:])
 
@@ -111,7 +112,7 @@ def backward(
     call(device, _backward_kernel(chosen), *operands, *lists, record, *numbers, ctas)
 
     dq = empty(q.shape, q.dtype, device)
-    call(device, _post_kernel(dtype, dim, chosen.tile_m), held.total, dq, scale)
+    call(device, _post_kernel(PostConfig(dtype, dim, chosen.tile_m)), held.total, dq, scale)
     if record is not None:
         sizes = held.semaphore.shape[2], chosen.tile_m, heads // k.shape[2]
         watchdog.require_turns(record, order, *sizes, limit)
@@ -168,8 +169,8 @@ def _forward_kernel(chosen: ForwardConfig) -> Callable:
 
 
 @functools.cache
-def _pre_kernel(dtype: str, head_dim: int, tile_m: int, dlse: bool) -> Callable:
-    return cache.get(pre_entry(dtype, head_dim, tile_m, dlse), "sm_90a")
+def _pre_kernel(chosen: PreConfig) -> Callable:
+    return cache.get(pre_entry(chosen), "sm_90a")
 
 
 @functools.cache
@@ -178,77 +179,46 @@ def _backward_kernel(chosen: BackwardConfig) -> Callable:
 
 
 @functools.cache
-def _post_kernel(dtype: str, head_dim: int, tile_m: int) -> Callable:
-    return cache.get(post_entry(dtype, head_dim, tile_m), "sm_90a")
+def _post_kernel(chosen: PostConfig) -> Callable:
+    return cache.get(post_entry(chosen), "sm_90a")
 
 
-def forward_entry(chosen: ForwardConfig) -> cache.Kernel:
+def forward_entry(chosen: ForwardConfig) -> Kernel:
     """One forward as the cache and the catalogue know it."""
-
-    def build():
-        from .kernel_fwd_sm90 import build
-
-        return build(chosen)
-
-    return cache.Kernel("sparse_attn_fwd_sm90", chosen.items(), build)
+    return Kernel.of("sparse_attn_fwd_sm90", f"{__package__}.kernel_fwd_sm90", chosen)
 
 
-def pre_entry(dtype: str, head_dim: int, tile_m: int, dlse: bool) -> cache.Kernel:
-    """The kernel before the backward, likewise; ``dlse``: whether lse has a gradient."""
-
-    def build():
-        from .kernel_bwd_pre_sm90 import build
-
-        return build(dtype, head_dim, tile_m, dlse)
-
-    constexpr = (("dlse", dlse), ("dtype", dtype), ("head_dim", head_dim), ("tile_m", tile_m))
-    return cache.Kernel("sparse_attn_bwd_pre_sm90", constexpr, build)
+def pre_entry(chosen: PreConfig) -> Kernel:
+    """The kernel before a backward, likewise."""
+    return Kernel.of("sparse_attn_bwd_pre_sm90", f"{__package__}.kernel_bwd_pre_sm90", chosen)
 
 
-def backward_entry(chosen: BackwardConfig) -> cache.Kernel:
+def backward_entry(chosen: BackwardConfig) -> Kernel:
     """One backward, likewise."""
-
-    def build():
-        from .kernel_bwd_sm90 import build
-
-        return build(chosen)
-
-    return cache.Kernel("sparse_attn_bwd_sm90", chosen.items(), build)
+    return Kernel.of("sparse_attn_bwd_sm90", f"{__package__}.kernel_bwd_sm90", chosen)
 
 
-def post_entry(dtype: str, head_dim: int, tile_m: int) -> cache.Kernel:
-    """The kernel after the backward, likewise."""
-
-    def build():
-        from .kernel_bwd_post_sm90 import build
-
-        return build(dtype, head_dim, tile_m)
-
-    constexpr = (("dtype", dtype), ("head_dim", head_dim), ("tile_m", tile_m))
-    return cache.Kernel("sparse_attn_bwd_post_sm90", constexpr, build)
+def post_entry(chosen: PostConfig) -> Kernel:
+    """The kernel after a backward, likewise."""
+    return Kernel.of("sparse_attn_bwd_post_sm90", f"{__package__}.kernel_bwd_post_sm90", chosen)
 
 
-def catalogue() -> Iterator[tuple[cache.Kernel, str | None, object]]:
-    """Every kernel that these launchers can ask for, its certificate's class, and its `Expect`.
-
-    The class of an unordered backward is None: it adds in arrival order, which no class allows.
-    """
-    from ..compile.certificate_report import Expect
-
+def catalogue() -> Iterator[Entry]:
+    """Every kernel that these launchers can ask for."""
     dtypes, flags = config.DTYPE_NAMES.values(), (False, True)
     for key in itertools.product(dtypes, config.HEAD_DIMS, FORMS, flags):
         chosen = config.configure_forward(*key)
         mma = ("64x128x16", f"64x{chosen.head_dim}x16")
         shared = _FORWARD_SHARED[chosen.head_dim]
-        yield forward_entry(chosen), "A", Expect(mma, _REGISTERS[chosen.consumers], shared)
+        yield Entry(forward_entry(chosen), "A", Expect(mma, _REGISTERS[chosen.consumers], shared))
     for dtype, dim in itertools.product(dtypes, config.HEAD_DIMS):
         tile_m = config.configure(dtype, dim, FORMS[0], True).tile_m
         # Row statistics and a rounding: no shared memory, no product.
         around = Expect(None, max_registers=96, max_shared=0)
         for dlse in flags:
-            yield pre_entry(dtype, dim, tile_m, dlse), "A", around
-        yield post_entry(dtype, dim, tile_m), "A", around
+            yield Entry(pre_entry(PreConfig(dtype, dim, tile_m, dlse)), "A", around)
+        yield Entry(post_entry(PostConfig(dtype, dim, tile_m)), "A", around)
         for form, softcap, ordered in itertools.product(FORMS, flags, flags):
             chosen = config.configure(dtype, dim, form, ordered, softcap)
             expect = Expect(_BACKWARD_MMA[dim], _REGISTERS[2], _BACKWARD_SHARED[dim])
-            yield backward_entry(chosen), "B" if ordered else None, expect
+            yield Entry(backward_entry(chosen), "B" if ordered else None, expect)

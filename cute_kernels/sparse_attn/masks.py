@@ -21,10 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..schedulers import mask_bits, mask_build
-from ..schedulers.mask import BlockMask
-from ..schedulers.mask_rules import Band
-from ..schedulers.schedule import Schedule
+from ..schedulers.masks import bits as mask_bits
+from ..schedulers.masks import build
+from ..schedulers.masks.mask import BlockMask
+from ..schedulers.masks.rules import Band
+from ..schedulers.order.schedule import Schedule
 
 BLOCK = (128, 128)
 FORMS = ("none", "band", "bits")
@@ -197,7 +198,7 @@ def _by_block(bits: mask_bits.Bits) -> Tensor:
 
 def _captured(mask: BlockMask) -> mask_bits.Bits:
     """The bits of the partial blocks, and of no other."""
-    row, col, full = mask_build.ragged(mask.kv_count, mask.kv_index, mask.kv_full)
+    row, col, full = build.ragged(mask.kv_count, mask.kv_index, mask.kv_full)
     elements = partial(mask.partial_rule.blocks, mask.grid)
     return mask_bits.capture(mask.grid, mask.shape, row, col.long(), full, elements)
 

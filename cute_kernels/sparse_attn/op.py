@@ -37,7 +37,7 @@ for _name, _function in ((NAME, "forward"), (f"{NAME}_backward", "backward")):
         _name,
         {
             CUTE_SM90: Implementation(f"{__package__}.launch:{_function}", _HALF),
-            TRITON: Implementation(f"{__package__}.triton_launch:{_function}", _HALF),
+            TRITON: Implementation(f"{__package__}.triton.launch:{_function}", _HALF),
             CPU: Implementation(f"{__package__}.cpu:{_function}", _HALF),
         },
         contract=NAME,

@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..caching import ByteCache
 from ..errors import ScheduleError, expected
 from ..schedulers import handles
-from ..schedulers.kinds import KINDS, permutation
-from ..schedulers.mask import BlockMask
-from ..schedulers.ranks import block_grid
-from ..schedulers.safety import admit
-from ..schedulers.schedule import Schedule
+from ..schedulers.masks.mask import BlockMask
+from ..schedulers.order.kinds import KINDS, permutation
+from ..schedulers.order.ranks import block_grid
+from ..schedulers.order.safety import admit
+from ..schedulers.order.schedule import Schedule
 from . import checks, config, masks
 from .masks import LoweredMask, Order
 

@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import ArgumentValueError, expected
-from ..schedulers.mask import BlockMask
-from ..schedulers.mask_rules import Band, Rule
-from ..schedulers.mask_spans import Spans
+from ..schedulers.masks.mask import BlockMask
+from ..schedulers.masks.rules import Band, Rule
+from ..schedulers.masks.spans import Spans
 from . import prepare
 from .masks import BLOCK
 

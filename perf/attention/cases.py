@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.schedulers import BlockMask, mask_bits, mask_build
+from cute_kernels.schedulers import BlockMask
+from cute_kernels.schedulers.masks import bits, build
 
 BLOCK = 128
 TOKENS = 32_768  # of a batch, whatever its length
@@ -108,15 +109,15 @@ class Problem:
             return BlockMask.document(self.ids)
         row, col = self.blocks.nonzero().unbind(1)
         shape = (1, 1, len(self.blocks))
-        count, index = mask_build.compact(row, col.int(), shape=shape)
+        count, index = build.compact(row, col.int(), shape=shape)
         return BlockMask.from_blocks(count, index, *size)
 
     @cached_property
     def elements(self) -> int:
         """Scores that the mask allows, over all batches and query heads."""
         mask = self.mask
-        row, col, full = mask_build.ragged(mask.kv_count, mask.kv_index, mask.kv_full)
-        b, h, m, n = mask_bits.coordinates(mask.grid, mask.shape, row, col.long())
+        row, col, full = build.ragged(mask.kv_count, mask.kv_index, mask.kv_full)
+        b, h, m, n = bits.coordinates(mask.grid, mask.shape, row, col.long())
         whole = (self.case.s - torch.stack((m, n))[:, full] * BLOCK).clamp(max=BLOCK).prod(0)
         total = int(whole.sum())
         for part in (~full).nonzero()[:, 0].split(_CHUNK):

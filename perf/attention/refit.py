@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cute_kernels.schedulers import Schedule, fit, machine
-from cute_kernels.schedulers.machines import TABLE
+from cute_kernels.schedulers import Schedule, machine
+from cute_kernels.schedulers.model.machines import TABLE
+from cute_kernels.schedulers.report import fit
 from cute_kernels.sparse_attn import config, masks
 
 from .cases import Case, Problem

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from cute_kernels import arch
-from cute_kernels.compile import aot, cache, load, toolchain
+from cute_kernels.compile import ahead, aot, cache, load, toolchain
+from cute_kernels.compile.kernel import Kernel, symbol_of
 from cute_kernels.errors import AotError, ArgumentValueError
 from tests.compile import toy
 from tests.compile.toy import ARCH
@@ -46,7 +47,7 @@ def catalogue(*values):
 
 def stored(value):
     """The kernel as a host knows it that cannot compile."""
-    return cache.Kernel("toy", (("value", value),), never)
+    return Kernel("toy", (("value", value),), never)
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def out(tmp_path):
 
 
 def library(out, value=7):
-    return out / cache.symbol(stored(value), ARCH) / "kernel.so"
+    return out / symbol_of(stored(value), ARCH) / "kernel.so"
 
 
 def rewrite(out, change):
@@ -68,7 +69,7 @@ def rewrite(out, change):
     body = json.loads(path.read_text())
     body.pop("digest")
     change(body)
-    path.write_text(json.dumps(body | {"digest": aot._digest(body)}))
+    path.write_text(json.dumps(body | {"digest": ahead.digest(body)}))
 
 
 # Export and load.
@@ -109,7 +110,7 @@ def test_records_describe_the_files(tmp_path):
         assert record["sha256"] == hashlib.sha256(content).hexdigest()
         assert record["size"] == len(content)
         assert record["key"] == cache.key(kernel, ARCH)
-        assert record["symbol"] == cache.symbol(kernel, ARCH)
+        assert record["symbol"] == symbol_of(kernel, ARCH)
         assert (record["name"], tuple(map(tuple, record["constexpr"]))) == (
             kernel.name,
             kernel.constexpr,
@@ -125,7 +126,7 @@ def test_every_file_can_be_read_and_none_written_by_others(tmp_path):
         os.umask(old)
     paths = [tmp_path / "aot", *(tmp_path / "aot").rglob("*")]
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in paths}
-    folder = cache.symbol(stored(7), ARCH)
+    folder = symbol_of(stored(7), ARCH)
     assert modes == {"aot": 0o755, folder: 0o755, "manifest.json": 0o644, "kernel.so": 0o644}
 
 
@@ -161,11 +162,11 @@ def test_an_export_of_edited_source_is_refused(tmp_path, monkeypatch):
 # Exports that do not end.
 
 
-def failing(error: BaseException) -> cache.Kernel:
+def failing(error: BaseException) -> Kernel:
     def fail():
         raise error
 
-    return cache.Kernel("bad", (), fail)
+    return Kernel("bad", (), fail)
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), OSError(5, "x"), KeyboardInterrupt()])
@@ -189,7 +190,7 @@ def killed_in_an_export(out):
     child = os.fork()
     if child == 0:
         try:
-            aot.export([*catalogue(7), cache.Kernel("bad", (), die)], ARCH, out)
+            aot.export([*catalogue(7), Kernel("bad", (), die)], ARCH, out)
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
@@ -476,6 +477,7 @@ PINNED = """
     import sys
     from pathlib import Path
     from cute_kernels.compile import aot, cache, toolchain
+    from cute_kernels.compile.kernel import Kernel
     from tests.compile.toy import ARCH
     toolchain.SOURCE_AT_IMPORT = "pinned"
     toolchain.source_digest = lambda: "pinned"
@@ -508,7 +510,7 @@ LOAD = """
     def never():
         raise AssertionError("compiled")
     functions = {
-        scale: cache.get(cache.Kernel("toy", (("scale", scale), ("threads", 64)), never), ARCH)
+        scale: cache.get(Kernel("toy", (("scale", scale), ("threads", 64)), never), ARCH)
         for scale in (3, 5)
     }
     assert cache.counts() == {"built": 0, "disk": 0, "ahead": 2}

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from cute_kernels.compile import aot, cache, load, store, toolchain
+from cute_kernels.compile.kernel import Kernel, symbol_of
 from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, CacheError
 from tests.compile import toy
 from tests.compile.toy import ARCH
@@ -32,7 +33,7 @@ class Place:
     root: Path
     counter: Path
 
-    def kernel(self, value: int = 7, before=lambda: None) -> cache.Kernel:
+    def kernel(self, value: int = 7, before=lambda: None) -> Kernel:
         return toy.kernel(value, self.counter, before)
 
     def fresh(self, value: int = 7) -> int:
@@ -89,7 +90,7 @@ def test_a_cold_and_a_warm_call_load_the_same_file(place, monkeypatch):
 
 
 def test_a_memory_hit_takes_less_than_a_microsecond(place):
-    kernel = cache.Kernel("toy", tuple((f"name{i}", i) for i in range(12)), lambda: toy.Compiled(7))
+    kernel = Kernel("toy", tuple((f"name{i}", i) for i in range(12)), lambda: toy.Compiled(7))
     cache.get(kernel, ARCH)
     get = cache.get
     calls = 2000
@@ -103,7 +104,7 @@ def test_the_stored_entry_names_what_it_was_made_of(place):
     body = json.loads(place.only(".manifest").read_bytes().split(b"\n")[0])
     assert body["about"] == {"kernel": kernel.identity, "arch": ARCH, "facts": toolchain.facts()}
     assert body["sha256"] == hashlib.sha256(place.only(".so").read_bytes()).hexdigest()
-    assert body["symbol"] == cache.symbol(kernel, ARCH)
+    assert body["symbol"] == symbol_of(kernel, ARCH)
 
 
 def test_a_build_that_fails_leaves_nothing_and_can_be_tried_again(place):
@@ -277,7 +278,7 @@ def test_the_flip_test_fails_without_the_check(place, monkeypatch):
 def test_a_verified_file_that_does_not_load_is_an_error_that_names_it(place, monkeypatch):
     place.fresh()
     cache.clear()
-    monkeypatch.setattr(cache, "symbol", lambda kernel, arch: "ck_other")
+    monkeypatch.setattr(cache, "symbol_of", lambda kernel, arch: "ck_other")
     monkeypatch.setattr(load, "_from_library", lambda path, symbol: 1 / 0)
     with pytest.raises(CacheError, match=rf"{place.only('.so')}: .*does not load"):
         cache.get(place.kernel(), ARCH)
@@ -439,18 +440,18 @@ def test_a_child_forked_inside_a_build_does_not_keep_the_lock(place):
 @pytest.mark.parametrize("name", ["", "Gemm", "a b", "a-b", "../a", "1a"])
 def test_names_that_cannot_be_files_are_refused(name):
     with pytest.raises(ArgumentValueError, match="name"):
-        cache.Kernel(name, (), toy.Compiled)
+        Kernel(name, (), toy.Compiled)
 
 
 @pytest.mark.parametrize("value", [1.5, None, (1,), b"x"])
 def test_values_that_cannot_enter_a_key_are_refused(value):
     with pytest.raises(ArgumentTypeError, match=r"constexpr tile: .*got"):
-        cache.Kernel("toy", (("tile", value),), toy.Compiled)
+        Kernel("toy", (("tile", value),), toy.Compiled)
 
 
 def test_a_name_given_twice_is_refused():
     with pytest.raises(ArgumentValueError, match="each name once"):
-        cache.Kernel("toy", (("a", 1), ("a", 2)), toy.Compiled)
+        Kernel("toy", (("a", 1), ("a", 2)), toy.Compiled)
 
 
 @pytest.mark.parametrize("arch", ["", "90", "sm90", "sm_90a/..", "gfx942"])

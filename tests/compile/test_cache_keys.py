@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cute_kernels.compile import cache, toolchain
+from cute_kernels.compile.kernel import Kernel, symbol_of
 from tests.compile import toy
 from tests.compile.toy import ARCH
 
@@ -26,7 +27,7 @@ DISTRIBUTIONS = {
 
 
 def kernel(name="toy", build=toy.Compiled, **constexpr):
-    return cache.Kernel(name, tuple(constexpr.items()), build)
+    return Kernel(name, tuple(constexpr.items()), build)
 
 
 @pytest.fixture
@@ -137,10 +138,11 @@ def test_the_builder_the_order_and_the_folder_do_not(host, monkeypatch, tmp_path
 def test_fresh_interpreters_agree(tmp_path):
     script = """
         from cute_kernels.compile import cache, toolchain
+        from cute_kernels.compile.kernel import Kernel, symbol_of
         toolchain.SOURCE_AT_IMPORT = "pinned: someone may be editing the package"
         toolchain.cuda_runtime_version = lambda: "none"  # spares the import of torch
-        kernel = cache.Kernel("toy", (("b", True), ("a", "x")), list)
-        print(cache.key(kernel, "sm_90a"), cache.symbol(kernel, "sm_90a"))
+        kernel = Kernel("toy", (("b", True), ("a", "x")), list)
+        print(cache.key(kernel, "sm_90a"), symbol_of(kernel, "sm_90a"))
     """
     runs = [
         toy.python(script, PYTHONHASHSEED="1", HOME=str(tmp_path)),
@@ -176,14 +178,19 @@ LOOKALIKES = [
 @pytest.mark.parametrize("field", ["identity", "key", "symbol"])
 def test_lookalike_constexprs_share_nothing(field):
     def of(constexpr):
-        made = cache.Kernel("toy", tuple(constexpr.items()), list)
-        return made.identity if field == "identity" else getattr(cache, field)(made, ARCH)
+        made = Kernel("toy", tuple(constexpr.items()), list)
+        ways = {
+            "identity": lambda kernel, _: kernel.identity,
+            "key": cache.key,
+            "symbol": symbol_of,
+        }
+        return ways[field](made, ARCH)
 
     assert len({of(constexpr) for constexpr in LOOKALIKES}) == len(LOOKALIKES)
 
 
 def test_lookalike_kernels_are_not_equal():
-    made = [cache.Kernel("toy", tuple(c.items()), list) for c in LOOKALIKES]
+    made = [Kernel("toy", tuple(c.items()), list) for c in LOOKALIKES]
     assert not [pair for pair in itertools.combinations(made, 2) if pair[0] == pair[1]]
     assert len(set(made)) == len(LOOKALIKES)
 
@@ -197,9 +204,9 @@ constexprs = st.dictionaries(st.text("abc", min_size=1, max_size=2), values, max
 def test_keys_are_equal_exactly_when_constexprs_are(left, right):
     """Typed: 1 and True differ."""
     same = json.dumps(left, sort_keys=True) == json.dumps(right, sort_keys=True)
-    kernels = [cache.Kernel("toy", tuple(c.items()), list) for c in (left, right)]
+    kernels = [Kernel("toy", tuple(c.items()), list) for c in (left, right)]
     assert (kernels[0].identity == kernels[1].identity) == same
-    assert (cache.symbol(kernels[0], ARCH) == cache.symbol(kernels[1], ARCH)) == same
+    assert (symbol_of(kernels[0], ARCH) == symbol_of(kernels[1], ARCH)) == same
 
 
 def test_name_and_arch_change_the_key(host):

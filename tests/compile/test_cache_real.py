@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cute_kernels.compile import cache, load, toolchain
+from cute_kernels.compile.kernel import symbol_of
 from tests.compile import toy
 from tests.compile.toy import ARCH
 
@@ -52,6 +53,7 @@ def complaints(function):
 PRELUDE = f"""
     import sys
     from cute_kernels.compile import cache, load, toolchain
+    from cute_kernels.compile.kernel import Kernel
     from tests.compile.toy import ARCH
     toolchain.SOURCE_AT_IMPORT = {SOURCE!r}
     toolchain.source_digest = lambda: {SOURCE!r}
@@ -73,7 +75,7 @@ def test_a_hit_in_a_fresh_process_does_not_import_cutlass(root, real):
     from tests.compile.test_cache_real import complaints
     def never():
         raise AssertionError("compiled")
-    kernel = cache.Kernel("toy", (("scale", 3), ("threads", 128)), never)
+    kernel = Kernel("toy", (("scale", 3), ("threads", 128)), never)
     function = cache.get(kernel, ARCH)
     assert complaints(function) == {said!r}
     assert cache.counts() == {{"built": 0, "disk": 1, "ahead": 0}}
@@ -128,7 +130,7 @@ def device_code(binary: bytes) -> bytes:
 def test_configurations_differ_in_code_symbol_and_file(root, real):
     for scale in (3, 5):
         cache.get(real.kernel(scale), ARCH)
-    symbols = {cache.symbol(real.kernel(scale), ARCH) for scale in (3, 5)}
+    symbols = {symbol_of(real.kernel(scale), ARCH) for scale in (3, 5)}
     codes = {device_code(path.read_bytes()) for path in root.glob("*.so")}
     assert len(symbols) == len(codes) == 2 and b"" not in codes
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_kernels.compile import cache
+from cute_kernels.compile.kernel import Kernel
 
 ARCH = "sm_90a"
 REPOSITORY = Path(__file__).parents[2]
@@ -57,7 +57,7 @@ class Compiled:
             Path(path).write_bytes(made.read_bytes())
 
 
-def kernel(value: int, counter: Path | None = None, before=lambda: None) -> cache.Kernel:
+def kernel(value: int, counter: Path | None = None, before=lambda: None) -> Kernel:
     """A kernel whose function returns ``value``; each build adds a byte to ``counter``."""
 
     def build() -> Compiled:
@@ -66,7 +66,7 @@ def kernel(value: int, counter: Path | None = None, before=lambda: None) -> cach
             note(counter)
         return Compiled(value)
 
-    return cache.Kernel("toy", (("value", value),), build)
+    return Kernel("toy", (("value", value),), build)
 
 
 def note(counter: Path) -> None:

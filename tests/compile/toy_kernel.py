@@ -3,7 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 
-from cute_kernels.compile import cache
+from cute_kernels.compile.kernel import Kernel
 
 ARCH = "sm_90a"
 
@@ -41,9 +41,9 @@ def compile_now(scale: int, threads: int, options: str = ""):
     )
 
 
-def kernel(scale: int, threads: int = 128, options: str = "") -> cache.Kernel:
+def kernel(scale: int, threads: int = 128, options: str = "") -> Kernel:
     """``options`` are for what the compile also dumps; they are not part of the key."""
-    return cache.Kernel(
+    return Kernel(
         "toy",
         (("scale", scale), ("threads", threads)),
         lambda: compile_now(scale, threads, options),

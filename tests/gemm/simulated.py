@@ -27,8 +27,9 @@ def gemm_kernel(*chosen):
 def column_sum_kernel(dtype: str):
     """The column sum, likewise."""
     from cute_kernels.gemm import kernel_column_sum_sm90
+    from cute_kernels.gemm.config import ColumnSumConfig
 
-    return kernel_column_sum_sm90.build(dtype, compile=ptxsim.compile)
+    return kernel_column_sum_sm90.build(ColumnSumConfig(dtype=dtype), compile=ptxsim.compile)
 
 
 @contextlib.contextmanager

@@ -8,10 +8,10 @@ import pytest
 
 from tests.ptxsim import available
 
-available.import_module("cute_kernels.compile.certificate")
+available.import_module("cute_kernels.certify.certificate")
 kernel_sm90 = available.import_module("cute_kernels.gemm.kernel_sm90")
 
-from cute_kernels.compile.certificate_report import Expect  # noqa: E402
+from cute_kernels.compile.kernel import Expect  # noqa: E402
 from cute_kernels.gemm import config, launch  # noqa: E402
 from tests import certified  # noqa: E402
 from tests.gemm import test_sm90_mutants as mutants  # noqa: E402

@@ -171,8 +171,8 @@ def test_ids_name_op_backend_and_arch(sm90):
 
 CONSTANTS = [
     *(("SM90", "Config", f.name) for f in dataclasses.fields(config.Config)[4:]),
-    *(("TRITON", "TRITON", f.name) for f in dataclasses.fields(config.TritonPlan)),
-    *(("TRITON", "TRITON_FP32", f.name) for f in dataclasses.fields(config.TritonPlan)),
+    *(("TRITON", "TRITON", f.name) for f in dataclasses.fields(config.TRITON)),
+    *(("TRITON", "TRITON_FP32", f.name) for f in dataclasses.fields(config.TRITON)),
     *(("CPU", "CPU", f.name) for f in dataclasses.fields(config.CpuPlan)),
     *(("SM90", "COLUMN_SUM", f.name) for f in dataclasses.fields(config.ColumnSumPlan)),
 ]

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 import torch
 
-from cute_kernels.gemm import triton_kernel
+from cute_kernels.gemm.triton import launch
 
 from . import triton_cases as cases
 from .triton_harness import TARGETS, compiled
@@ -46,9 +46,7 @@ def variants():
 def gemm_kernel(target, dtype, majors, epilogue, size=(256, 384, 128)):
     a, b, bias, start = cases.problem(*size, dtype, epilogue)
     a, b = cases.laid_out(a, majors[0]), cases.laid_out(b, majors[1])
-    (kernel,) = compiled(
-        triton_kernel, target, lambda: triton_kernel._launch(a, b, bias, start, 132)
-    )
+    (kernel,) = compiled(launch, target, lambda: launch._launch(a, b, bias, start, 132))
     return kernel
 
 
@@ -62,7 +60,7 @@ def test_gemm(target, dtype, majors, epilogue):
 @pytest.mark.parametrize("target", TARGETS)
 def test_column_sum(target, dtype):
     rows = cases.random(64, 128, dtype=dtype, seed=1)
-    (kernel,) = compiled(triton_kernel, target, lambda: triton_kernel._launch_column_sum(rows))
+    (kernel,) = compiled(launch, target, lambda: launch._launch_column_sum(rows))
     assert common_complaints(kernel) == []
     assert not matrix_instructions(kernel)
 

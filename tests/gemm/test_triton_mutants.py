@@ -1,4 +1,4 @@
-"""Bugs planted in a copy of triton_kernel.py; the check named beside each must notice it."""
+"""Bugs planted in a copy of the kernels or launcher; the check beside each must notice it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 import torch
 
-import cute_kernels.gemm as package
+import cute_kernels.gemm.triton as package
 from cute_kernels.gemm import reference
 
 from ..ptxsim.available import requires_core

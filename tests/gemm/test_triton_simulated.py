@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 import torch
 
-from cute_kernels.gemm import triton_kernel
+from cute_kernels.gemm.triton import launch
 
 from ..ptxsim.available import requires_core
 from . import triton_cases as cases
@@ -22,7 +22,7 @@ SHAPES = ((1, 1, 1), (127, 129, 65), (130, 7, 200))
 HOPPER, LATE = {"wgmma_math": 2}, {"async_mode": 1, "wgmma_mode": 1, "warp_order": 1, "seed": 9}
 
 
-def engine(monkeypatch, module=triton_kernel):
+def engine(monkeypatch, module=launch):
     """gemm(a, b, bias=None, accumulator=None, programs=132) through the public launcher."""
 
     def gemm(a, b, bias=None, accumulator=None, programs=132):
@@ -35,7 +35,7 @@ def engine(monkeypatch, module=triton_kernel):
 @DTYPES
 @pytest.mark.parametrize("epilogue", ["plain", "bias", "accumulate"])
 def test_bits_are_those_of_the_documented_chain(monkeypatch, dtype, epilogue):
-    with simulated(triton_kernel):
+    with simulated(launch):
         for m, n, k in SHAPES:
             cases.chain_bits(engine(monkeypatch), m, n, k, dtype, epilogue)
 
@@ -47,13 +47,13 @@ def test_bits_are_those_of_the_documented_chain(monkeypatch, dtype, epilogue):
     ids=lambda check: check.__name__,
 )
 def test_invariance(monkeypatch, check, options):
-    with simulated(triton_kernel, **options):
+    with simulated(launch, **options):
         check(engine(monkeypatch), BF16)
 
 
 @DTYPES
 def test_programs_do_not_show(monkeypatch, dtype):
-    with simulated(triton_kernel):
+    with simulated(launch):
         cases.programs(engine(monkeypatch), dtype)
 
 
@@ -61,13 +61,13 @@ def test_programs_do_not_show(monkeypatch, dtype):
 @pytest.mark.parametrize("dtype", [FP16, FP32], ids=["fp16", "fp32"])
 @pytest.mark.nightly
 def test_invariance_of_other_dtypes(monkeypatch, check, dtype):
-    with simulated(triton_kernel):
+    with simulated(launch):
         check(engine(monkeypatch), dtype)
 
 
 def test_layouts_do_not_show(monkeypatch):
     pairs = (("mn", "k"), ("k", "mn"), ("mn", "mn"), ("padded", "offset"), ("offset", "padded"))
-    with simulated(triton_kernel, **HOPPER):
+    with simulated(launch, **HOPPER):
         cases.layouts(engine(monkeypatch), BF16, pairs)
 
 
@@ -75,26 +75,26 @@ def test_layouts_do_not_show(monkeypatch):
 @DTYPES
 def test_every_pair_of_layouts(monkeypatch, dtype):
     pairs = tuple((a, b) for a in cases.LAYOUTS for b in cases.LAYOUTS)
-    with simulated(triton_kernel):
+    with simulated(launch):
         cases.layouts(engine(monkeypatch), dtype, pairs)
 
 
 def test_cuts_of_a_row_major_stream(monkeypatch):
-    with simulated(triton_kernel, **HOPPER):
+    with simulated(launch, **HOPPER):
         cases.pieces(engine(monkeypatch), BF16, layout="k")
 
 
 @DTYPES
 def test_column_sum(dtype):
-    with simulated(triton_kernel):
-        cases.column_sums(triton_kernel.column_sum, dtype)
+    with simulated(launch):
+        cases.column_sums(launch.column_sum, dtype)
 
 
 def test_one_binary_for_every_number_of_rows(monkeypatch):
     """Neither M of a forward product nor the tokens of a dW select another binary."""
     gemm = engine(monkeypatch)
     b = cases.random(32, 48, dtype=BF16, seed=1)
-    with simulated(triton_kernel) as kernels:
+    with simulated(launch) as kernels:
         for m in (1, 2, 7, 16, 33, 128):
             gemm(cases.random(m, 48, dtype=BF16, seed=m), b)
         assert len({kernel.hash for kernel in kernels}) == 1
@@ -108,8 +108,8 @@ def test_one_binary_for_every_number_of_rows(monkeypatch):
 
 def test_offsets_beyond_int32(monkeypatch, tmp_path):
     """Row 2 starts at element 2³¹: operands, accumulator and column sums reach it."""
-    with simulated(triton_kernel):
-        far_offsets(engine(monkeypatch), triton_kernel.column_sum, tmp_path)
+    with simulated(launch):
+        far_offsets(engine(monkeypatch), launch.column_sum, tmp_path)
 
 
 def far_offsets(gemm, column_sum, folder) -> None:
@@ -134,6 +134,6 @@ def _far(t: torch.Tensor, file) -> torch.Tensor:
 def test_grid(monkeypatch, cap):
     """One program per tile, at most one per SM, at most the cap."""
     monkeypatch.setenv("CUTE_KERNELS_MAX_CTAS", cap)
-    with simulated(triton_kernel):
+    with simulated(launch):
         limit = min(int(cap) or 132, 132)
-        assert triton_kernel._programs(torch.device("cuda:0")) == limit
+        assert launch._programs(torch.device("cuda:0")) == limit

@@ -1,6 +1,6 @@
 """Runs the Triton module without a GPU: compiles what it launches, or runs that PTX in ptxsim.
 
-Everything goes through the module's own launcher and Triton's own specialisation: only the last
+Everything goes through the system's own launcher and Triton's own specialisation: only the last
 step, the launch, is replaced.
 """
 
@@ -29,7 +29,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
-KERNELS = ("_gemm_kernel", "_column_sum_kernel")
+KERNELS = ("gemm_kernel", "column_sum_kernel")
 
 _CACHE = tempfile.TemporaryDirectory(prefix="triton-tests-")
 
@@ -38,19 +38,19 @@ class WildAccess(Exception):
     """The simulator stopped a kernel; the message says where."""
 
 
-def compiled(module: ModuleType, target: str, call: Callable[[], object]) -> list:
+def compiled(launch: ModuleType, target: str, call: Callable[[], object]) -> list:
     """The kernels that ``call`` would launch, compiled for ``target``; nothing runs."""
     kernels = []
-    with _launches(module, target, lambda kernel, grid, values: kernels.append(kernel)):
+    with _launches(launch, target, lambda kernel, grid, values: kernels.append(kernel)):
         call()
     return kernels
 
 
 @contextlib.contextmanager
-def simulated(module: ModuleType, **options: int) -> Iterator[list]:
+def simulated(launch: ModuleType, **options: int) -> Iterator[list]:
     """While it lasts, launches run on CPU tensors in ptxsim; yields the list of kernels launched.
 
-    The device is "an H200" and the module must be inside its device guard when it launches.
+    The device is "an H200" and the launcher must be inside its device guard.
     """
     kernels, guarded = [], []
 
@@ -69,7 +69,7 @@ def simulated(module: ModuleType, **options: int) -> Iterator[list]:
     with (
         mock.patch.object(arch, "describe", lambda device: h200),
         mock.patch.object(torch.cuda, "device", guard),
-        _launches(module, "sm_90", receive),
+        _launches(launch, "sm_90", receive),
     ):
         yield kernels
 
@@ -97,16 +97,16 @@ class _Redirect:
         self._function, self._receive = function, receive
 
     def __getitem__(self, grid: tuple[int, ...]):
-        def launch(*args, **kwargs):
+        def run(*args, **kwargs):
             kernel = self._function.run(*args, grid=grid, warmup=True, **kwargs)
             names = [parameter.name for parameter in self._function.params]
             self._receive(kernel, grid, dict(zip(names, args, strict=False)) | kwargs)
 
-        return launch
+        return run
 
 
 @contextlib.contextmanager
-def _launches(module: ModuleType, target: str, receive: Callable) -> Iterator[None]:
+def _launches(launch: ModuleType, target: str, receive: Callable) -> Iterator[None]:
     chosen = TARGETS[target]
     hip = "7.0" if chosen.backend == "hip" else None
     with contextlib.ExitStack() as stack:
@@ -115,8 +115,8 @@ def _launches(module: ModuleType, target: str, receive: Callable) -> Iterator[No
         stack.enter_context(patch)
         stack.enter_context(mock.patch.object(torch.version, "hip", hip))
         for name in KERNELS:
-            redirect = _Redirect(getattr(module, name), receive)
-            stack.enter_context(mock.patch.object(module, name, redirect))
+            redirect = _Redirect(getattr(launch.kernels, name), receive)
+            stack.enter_context(mock.patch.object(launch.kernels, name, redirect))
         yield
 
 

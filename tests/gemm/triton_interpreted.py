@@ -12,8 +12,8 @@ import os
 import pytest
 import torch
 
-import cute_kernels.gemm as package
-from cute_kernels.gemm import triton_kernel
+import cute_kernels.gemm.triton as package
+from cute_kernels.gemm.triton import launch
 
 from ..triton_copies import copy_of
 from ..triton_in_numpy import same_on_every_machine  # noqa: F401
@@ -38,7 +38,7 @@ def engine(module):
 @pytest.mark.parametrize("epilogue", ["plain", "bias", "accumulate"])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (127, 129, 65), (130, 7, 200), (128, 128, 64)])
 def test_accuracy(dtype, epilogue, shape):
-    cases.accuracy(engine(triton_kernel), *shape, dtype, epilogue)
+    cases.accuracy(engine(launch), *shape, dtype, epilogue)
 
 
 @DTYPES
@@ -48,18 +48,18 @@ def test_accuracy(dtype, epilogue, shape):
     ids=lambda check: check.__name__,
 )
 def test_invariance(check, dtype):
-    check(engine(triton_kernel), dtype)
+    check(engine(launch), dtype)
 
 
 @DTYPES
 def test_layouts(dtype):
     pairs = tuple((a, b) for a in cases.LAYOUTS for b in cases.LAYOUTS)
-    cases.layouts(engine(triton_kernel), dtype, pairs)
+    cases.layouts(engine(launch), dtype, pairs)
 
 
 @DTYPES
 def test_column_sum(dtype):
-    cases.column_sums(lambda rows: triton_kernel._launch_column_sum(rows, interpret=True), dtype)
+    cases.column_sums(lambda rows: launch._launch_column_sum(rows, interpret=True), dtype)
 
 
 MUTANTS = {

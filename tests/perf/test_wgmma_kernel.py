@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.compile.certificate import certify
-from cute_kernels.compile.certificate_report import Expect
+from cute_kernels.certify.certificate import certify
+from cute_kernels.compile.kernel import Expect
 from perf.probes import inputs, truncation, wgmma_kernel
 from perf.probes.wgmma_kernel import Chain
 from tests import ptxsim

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels.schedulers import BlockMask, from_fa4, kinds, mask_rules, to_fa4
-from cute_kernels.schedulers import schedule as module
-from cute_kernels.schedulers.schedule import ARRAYS, Schedule
-from cute_kernels.schedulers.selection import select
+from cute_kernels.schedulers import BlockMask, from_fa4, to_fa4
+from cute_kernels.schedulers.masks import rules
+from cute_kernels.schedulers.model.selection import select
+from cute_kernels.schedulers.order import kinds
+from cute_kernels.schedulers.order import schedule as module
+from cute_kernels.schedulers.order.schedule import ARRAYS, Schedule
 
 S = 96
 SIZE = {"block_size": 32}
@@ -42,7 +44,7 @@ def ours(t: dict[str, torch.Tensor]) -> BlockMask:
         field.name for field in fields(mask) if isinstance(vars(mask)[field.name], torch.Tensor)
     ]
     t |= {name: getattr(mask, name).clone() for name in names}
-    return replace(mask, **{name: t[name] for name in names}, rule=mask_rules.Prefix(t["prefix"]))
+    return replace(mask, **{name: t[name] for name in names}, rule=rules.Prefix(t["prefix"]))
 
 
 def through_fa4(t: dict[str, torch.Tensor]) -> BlockMask:
@@ -54,7 +56,7 @@ def through_fa4(t: dict[str, torch.Tensor]) -> BlockMask:
         full_block_cnt=lists.mask_block_cnt,
         full_block_idx=lists.mask_block_idx,
     )
-    return from_fa4(lists, S, S, rule=mask_rules.Prefix(t["prefix"]))[0]
+    return from_fa4(lists, S, S, rule=rules.Prefix(t["prefix"]))[0]
 
 
 def causal() -> BlockMask:
@@ -73,9 +75,9 @@ MAKERS = {
     "from_dense in one block": lambda t: BlockMask.from_dense(t["dense"], block_size=128),
     "from_blocks": lambda t: BlockMask.from_blocks(t["count"], t["index"], S, S, **SIZE),
     "from_blocks with a rule": lambda t: BlockMask.from_blocks(
-        t["count"], t["index"], S, S, rule=mask_rules.Prefix(t["prefix"]), **SIZE
+        t["count"], t["index"], S, S, rule=rules.Prefix(t["prefix"]), **SIZE
     ),
-    "from_rule": lambda t: BlockMask.from_rule(mask_rules.Prefix(t["prefix"]), S, S, **SIZE),
+    "from_rule": lambda t: BlockMask.from_rule(rules.Prefix(t["prefix"]), S, S, **SIZE),
     "and": lambda t: MAKERS["prefix_lm"](t) & BlockMask.document(t["ids"], **SIZE),
     "or": lambda t: BlockMask.document(t["ids"], **SIZE) | causal(),
     "reblock": lambda t: BlockMask.from_dense(t["dense"], **SIZE).reblock(16),

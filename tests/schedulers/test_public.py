@@ -24,7 +24,7 @@ def test_no_submodule_has_the_name_of_a_function():
 
 def test_names_survive_any_order_of_imports():
     code = (
-        "import cute_kernels.schedulers.selection, cute_kernels.schedulers.safety;"
+        "import cute_kernels.schedulers.model.selection, cute_kernels.schedulers.order.safety;"
         "import cute_kernels as ck; s = ck.schedulers;"
         "print(all(callable(getattr(s, n)) for n in s.__all__))"
     )

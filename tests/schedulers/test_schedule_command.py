@@ -18,14 +18,15 @@ import cute_kernels as ck
 from cute_kernels.__main__ import app
 from cute_kernels.errors import CuteKernelsError, ScheduleError
 from cute_kernels.schedule_command import _MASKS, parse_mask
-from cute_kernels.schedulers import picture, quality, report
-from cute_kernels.schedulers.bounds import bound
-from cute_kernels.schedulers.kinds import KINDS, WALKS, spt
-from cute_kernels.schedulers.machines import TABLE, machine
-from cute_kernels.schedulers.mask import BlockMask
-from cute_kernels.schedulers.schedule import Schedule
-from cute_kernels.schedulers.selection import select
-from cute_kernels.schedulers.simulation import simulate
+from cute_kernels.schedulers.masks.mask import BlockMask
+from cute_kernels.schedulers.model.bounds import bound
+from cute_kernels.schedulers.model.machines import TABLE, machine
+from cute_kernels.schedulers.model.selection import select
+from cute_kernels.schedulers.model.simulation import simulate
+from cute_kernels.schedulers.order.kinds import KINDS, WALKS, spt
+from cute_kernels.schedulers.order.schedule import Schedule
+from cute_kernels.schedulers.report import picture, quality
+from cute_kernels.schedulers.report import rows as report
 from cute_kernels.sparse_attn.config import MACHINES, auto
 from cute_kernels.sparse_attn.masks import BLOCK
 

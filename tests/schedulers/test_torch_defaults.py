@@ -9,11 +9,13 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from cute_kernels.schedule_command import _MASKS, parse_mask
-from cute_kernels.schedulers import BlockMask, bound, kinds, quality, simulate, to_fa4
-from cute_kernels.schedulers.machines import machine
-from cute_kernels.schedulers.mask_fa4 import from_fa4
-from cute_kernels.schedulers.ranks import block_grid, write_ranks
-from cute_kernels.schedulers.selection import _select
+from cute_kernels.schedulers import BlockMask, bound, simulate, to_fa4
+from cute_kernels.schedulers.masks.fa4 import from_fa4
+from cute_kernels.schedulers.model.machines import machine
+from cute_kernels.schedulers.model.selection import _select
+from cute_kernels.schedulers.order import kinds
+from cute_kernels.schedulers.order.ranks import block_grid, write_ranks
+from cute_kernels.schedulers.report import quality
 
 S = 70
 SIZE = {"block_size": (16, 32)}

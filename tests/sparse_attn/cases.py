@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from cute_kernels.schedulers import BlockMask
-from cute_kernels.schedulers.mask_rules import Band
+from cute_kernels.schedulers.masks.rules import Band
 
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 383, 769)
 HEADS = ((1, 1), (2, 1), (2, 2), (3, 1), (4, 2))

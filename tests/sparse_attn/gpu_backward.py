@@ -16,7 +16,8 @@ import torch
 
 from cute_kernels import settings
 from cute_kernels.errors import NondeterministicError, ShapeError, WatchdogError
-from cute_kernels.schedulers import BlockMask, kinds
+from cute_kernels.schedulers import BlockMask
+from cute_kernels.schedulers.order import kinds
 from cute_kernels.sparse_attn import launch, masks
 from tests import contract
 from tests.sparse_attn.gpu_cases import (

@@ -23,11 +23,11 @@ def forward_kernel(config):
 
 
 @functools.cache
-def pre_kernel(dtype: str, head_dim: int, tile_m: int, dlse: bool):
+def pre_kernel(config):
     """The kernel before the backward, likewise."""
     from cute_kernels.sparse_attn import kernel_bwd_pre_sm90
 
-    return kernel_bwd_pre_sm90.build(dtype, head_dim, tile_m, dlse, compile=ptxsim.compile)
+    return kernel_bwd_pre_sm90.build(config, compile=ptxsim.compile)
 
 
 @functools.cache
@@ -39,11 +39,11 @@ def backward_kernel(config):
 
 
 @functools.cache
-def post_kernel(dtype: str, head_dim: int, tile_m: int):
+def post_kernel(config):
     """The kernel after the backward, likewise."""
     from cute_kernels.sparse_attn import kernel_bwd_post_sm90
 
-    return kernel_bwd_post_sm90.build(dtype, head_dim, tile_m, compile=ptxsim.compile)
+    return kernel_bwd_post_sm90.build(config, compile=ptxsim.compile)
 
 
 @contextlib.contextmanager

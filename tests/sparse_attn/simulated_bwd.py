@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from cute_kernels.schedulers.mask import BlockMask
-from cute_kernels.schedulers.schedule import Schedule
+from cute_kernels.schedulers.masks.mask import BlockMask
+from cute_kernels.schedulers.order.schedule import Schedule
 from cute_kernels.sparse_attn import launch, masks, reference
 from tests.sparse_attn import simulated
 

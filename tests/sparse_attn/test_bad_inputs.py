@@ -24,9 +24,10 @@ from cute_kernels.errors import (
     ScheduleError,
     ShapeError,
 )
-from cute_kernels.schedulers import BlockMask, kinds
-from cute_kernels.schedulers.mask_rules import Band
-from cute_kernels.schedulers.schedule import Schedule
+from cute_kernels.schedulers import BlockMask
+from cute_kernels.schedulers.masks.rules import Band
+from cute_kernels.schedulers.order import kinds
+from cute_kernels.schedulers.order.schedule import Schedule
 from cute_kernels.sparse_attn import checks, cpu
 from cute_kernels.sparse_attn.api import block_sparse_attention
 

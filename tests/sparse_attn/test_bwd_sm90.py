@@ -7,8 +7,8 @@ import functools
 import pytest
 import torch
 
-from cute_kernels.schedulers import kinds
-from cute_kernels.schedulers.mask import BlockMask
+from cute_kernels.schedulers.masks.mask import BlockMask
+from cute_kernels.schedulers.order import kinds
 from cute_kernels.sparse_attn import config, launch
 from tests import contract, ptxsim
 from tests.ptxsim import available

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from cute_kernels.caching import ByteCache
-from cute_kernels.schedulers import kinds
-from cute_kernels.schedulers.mask import BlockMask
+from cute_kernels.schedulers.masks.mask import BlockMask
+from cute_kernels.schedulers.order import kinds
 from cute_kernels.sparse_attn import masks, prepare, reference
 from tests import contract, ptxsim
 from tests.ptxsim import available

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from cute_kernels.errors import ScheduleError
-from cute_kernels.schedulers import kinds
-from cute_kernels.schedulers.mask import BlockMask
-from cute_kernels.schedulers.safety import check
-from cute_kernels.schedulers.schedule import Schedule
+from cute_kernels.schedulers.masks.mask import BlockMask
+from cute_kernels.schedulers.order import kinds
+from cute_kernels.schedulers.order.safety import check
+from cute_kernels.schedulers.order.schedule import Schedule
 from cute_kernels.sparse_attn import masks, prepare
 from tests import contract, ptxsim, sim
 from tests.ptxsim import available

@@ -9,8 +9,9 @@ import sys
 import pytest
 
 from cute_kernels import arch, contracts
-from cute_kernels.schedulers import BlockMask, machines, selection
-from cute_kernels.schedulers.safety import check
+from cute_kernels.schedulers import BlockMask
+from cute_kernels.schedulers.model import machines, selection
+from cute_kernels.schedulers.order.safety import check
 from cute_kernels.sparse_attn import config, launch, op
 from tests.contract import ROOT
 

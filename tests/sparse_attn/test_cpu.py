@@ -9,7 +9,7 @@ import torch
 
 from cute_kernels.errors import BackendUnavailable
 from cute_kernels.schedulers import BlockMask
-from cute_kernels.schedulers.mask_rules import Band
+from cute_kernels.schedulers.masks.rules import Band
 from cute_kernels.sparse_attn import checks, cpu
 from cute_kernels.sparse_attn.api import block_sparse_attention
 from tests import contract

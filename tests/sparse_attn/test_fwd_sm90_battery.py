@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cute_kernels.schedulers import BlockMask
-from cute_kernels.schedulers.mask_rules import Band
+from cute_kernels.schedulers.masks.rules import Band
 from cute_kernels.sparse_attn import masks
 from tests import contract, ptxsim, sim
 from tests.ptxsim.available import requires_sim

@@ -12,10 +12,10 @@ import pytest
 
 from tests.ptxsim import available
 
-available.import_module("cute_kernels.compile.certificate")
+available.import_module("cute_kernels.certify.certificate")
 kernel = available.import_module("cute_kernels.sparse_attn.kernel_fwd_sm90")
 
-from cute_kernels.compile import sass  # noqa: E402
+from cute_kernels.certify import sass  # noqa: E402
 from cute_kernels.sparse_attn import launch, masks  # noqa: E402
 from cute_kernels.sparse_attn.config import HEAD_DIMS, configure_forward  # noqa: E402
 from tests import certified  # noqa: E402

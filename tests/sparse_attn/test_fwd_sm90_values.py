@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cute_kernels.schedulers import BlockMask
-from cute_kernels.schedulers.mask_rules import Band
+from cute_kernels.schedulers.masks.rules import Band
 from cute_kernels.sparse_attn import masks
 from cute_kernels.sparse_attn.config import configure_forward
 from tests import contract, ptxsim

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from cute_kernels.schedulers import BlockMask
-from cute_kernels.schedulers.mask_rules import Band
+from cute_kernels.schedulers.masks.rules import Band
 from tests import contract
 from tests.sparse_attn import gpu_backward
 from tests.sparse_attn.gpu_cases import (

@@ -97,9 +97,9 @@ def test_no_gradient_of_lse_is_none(on_sm90):
     x = cases.inputs(1, 2, 1, SQ, SK, 64)
     seen = []
 
-    def pre(*key):
-        seen.append(key[3])
-        return simulated.pre_kernel(*key)
+    def pre(config):
+        seen.append(config.dlse)
+        return simulated.pre_kernel(config)
 
     with simulated.simulated(pre=pre):
         plain = results(x, causal=True, lse=False)

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_kernels.schedulers import BlockMask, kinds
-from cute_kernels.schedulers.mask_bits import unpack
-from cute_kernels.schedulers.mask_rules import Band
+from cute_kernels.schedulers import BlockMask
+from cute_kernels.schedulers.masks.bits import unpack
+from cute_kernels.schedulers.masks.rules import Band
+from cute_kernels.schedulers.order import kinds
 from cute_kernels.sparse_attn import masks, prepare
 from tests.contract import same_bytes
 from tests.sparse_attn import cases

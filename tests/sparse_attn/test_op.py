@@ -21,7 +21,8 @@ from cute_kernels.errors import (
     NondeterministicError,
     UnsupportedTransformError,
 )
-from cute_kernels.schedulers import BlockMask, kinds, select
+from cute_kernels.schedulers import BlockMask, select
+from cute_kernels.schedulers.order import kinds
 from cute_kernels.sparse_attn import checks, cpu, masks, op, prepare
 from cute_kernels.sparse_attn.api import block_sparse_attention
 from tests.contract import ROOT, same_bytes
@@ -539,8 +540,8 @@ def test_other_backends_say_why():
 @pytest.mark.parametrize(("device", "chosen"), [("cpu", "spt"), ("cuda", "select")])
 def test_auto(device, chosen, monkeypatch):
     """A cheap kind on a CPU; on a GPU what ``select`` finds.  Both pass the gate."""
-    from cute_kernels.schedulers.safety import admit
-    from cute_kernels.schedulers.selection import select
+    from cute_kernels.schedulers.model.selection import select
+    from cute_kernels.schedulers.order.safety import admit
 
     mask = BlockMask.causal(700, 700)
     made = checks.config.auto(mask, 4, 128, device)

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from cute_kernels.errors import ScheduleError
-from cute_kernels.schedulers import BlockMask, kinds
-from cute_kernels.schedulers.safety import check
-from cute_kernels.schedulers.schedule import Schedule
+from cute_kernels.schedulers import BlockMask
+from cute_kernels.schedulers.order import kinds
+from cute_kernels.schedulers.order.safety import check
+from cute_kernels.schedulers.order.schedule import Schedule
 from cute_kernels.sparse_attn import cpu, masks
 from cute_kernels.sparse_attn.api import block_sparse_attention
 from tests.contract import bits, same_bytes

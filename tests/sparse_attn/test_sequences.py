@@ -9,7 +9,7 @@ from torch.library import opcheck
 
 from cute_kernels.errors import ArgumentValueError, ShapeError
 from cute_kernels.schedulers import BlockMask
-from cute_kernels.schedulers.mask_spans import Spans
+from cute_kernels.schedulers.masks.spans import Spans
 from cute_kernels.sparse_attn import api, sequence_op, sequences
 from tests.contract import same_bytes
 from tests.sparse_attn.sequence_cases import (

@@ -14,12 +14,13 @@ import pytest
 
 from tests.ptxsim import available
 
-available.import_module("cute_kernels.compile.certificate")
+available.import_module("cute_kernels.certify.certificate")
 kernel = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
 forward = available.import_module("cute_kernels.sparse_attn.kernel_fwd_sm90")
 
-from cute_kernels.compile import cache, ptx, sass  # noqa: E402
-from cute_kernels.compile.certificate_products import serialised  # noqa: E402
+from cute_kernels.certify import ptx, sass  # noqa: E402
+from cute_kernels.certify.products import serialised  # noqa: E402
+from cute_kernels.compile.kernel import Kernel  # noqa: E402
 from cute_kernels.sparse_attn import config, launch  # noqa: E402
 from tests import certified  # noqa: E402
 
@@ -60,7 +61,7 @@ def dv_first(tmp_path, monkeypatch):
 
 
 def test_dv_before_ds_fails_nothing_but_r7(dv_first):
-    mutant = cache.Kernel(ENTRY.name, ENTRY.constexpr, lambda: dv_first.build(CHOSEN))
+    mutant = Kernel(ENTRY.name, ENTRY.constexpr, lambda: dv_first.build(CHOSEN))
     found = certified.certify(mutant, "B", EXPECT)
     assert {f.rule for f in found.findings} == {"R7"}, found.findings
     assert found.findings[0].text.startswith("32 batches of 32 products, 5 of 32 in the PTX")

@@ -21,10 +21,12 @@ pytest.importorskip("triton")
 import torch
 
 from cute_kernels import arch, contracts
-from cute_kernels.schedulers import BlockMask, kinds
-from cute_kernels.schedulers.schedule import Schedule
-from cute_kernels.sparse_attn import config, op, triton_kernel, triton_launch
+from cute_kernels.schedulers import BlockMask
+from cute_kernels.schedulers.order import kinds
+from cute_kernels.schedulers.order.schedule import Schedule
+from cute_kernels.sparse_attn import config, op
 from cute_kernels.sparse_attn.api import block_sparse_attention
+from cute_kernels.sparse_attn.triton import launch
 from tests import contract
 from tests.contract import ContractViolation, same_bytes
 
@@ -90,11 +92,11 @@ def test_drawn_cases_against_float64(seed):
         assert complaints(kernel) == [], kernel.name
 
 
-def small_battery(kernels=triton_kernel) -> int:
+def small_battery(launch=launch) -> int:
     """Chunks, padding, batches, heads, neighbours, layouts; a mask of all three forms."""
     op, x = test_cpu.sequence_op("causal documents"), test_cpu.sequence()
     one = tuple(t[:1] for t in x)
-    with through(kernels), simulated(kernels, **HOPPER):
+    with through(launch), simulated(launch, **HOPPER):
         done = sequences.check_chunks(op, one, [[1], [128], [3, 131, 140, 299]])
         done += sequences.check_padding(op, one, [84])
         done += sequences.check_batch(op, x, shuffles=1) + sequences.check_heads(op, x)
@@ -224,9 +226,9 @@ def test_an_operand_is_copied_only_if_rows_cannot_be_loaded():
     plain = problem().q.detach()
     fused = torch.zeros(2, SIZE, 3, HEADS, 64, dtype=torch.bfloat16)[:, :, 1]
     for t in (plain, fused, plain[:1].expand(2, -1, -1, -1), plain[:, ::2]):
-        assert triton_launch._loadable(t, False) is t
+        assert launch._loadable(t, False) is t
     for t in (shifted(plain), plain.transpose(2, 3).contiguous().transpose(2, 3), plain[..., 1:33]):
-        assert triton_launch._loadable(t, False).is_contiguous()
+        assert launch._loadable(t, False).is_contiguous()
 
 
 @pytest.mark.sim

@@ -46,7 +46,7 @@ def kernels_of(target, dim, dtype, mask, softcap, module=None) -> list:
         )
         torch.autograd.grad((out, lse), x.leaves(), (x.dout, x.dlse))
 
-    given = {} if module is None else {"module": module}
+    given = {} if module is None else {"launch": module}
     with through(*given.values()):
         return compiled(target, call, **given)
 

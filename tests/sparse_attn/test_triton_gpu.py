@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from cute_kernels import contracts
-from cute_kernels.schedulers import BlockMask, kinds
+from cute_kernels.schedulers import BlockMask
+from cute_kernels.schedulers.order import kinds
 from cute_kernels.sparse_attn import op, reference
 from cute_kernels.sparse_attn.api import block_sparse_attention
 from tests.contract import same_bytes

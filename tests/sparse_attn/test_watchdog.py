@@ -16,9 +16,9 @@ import torch
 
 from cute_kernels import settings
 from cute_kernels.errors import SettingError, WatchdogError
-from cute_kernels.schedulers import kinds
-from cute_kernels.schedulers.mask import BlockMask
-from cute_kernels.schedulers.schedule import Schedule
+from cute_kernels.schedulers.masks.mask import BlockMask
+from cute_kernels.schedulers.order import kinds
+from cute_kernels.schedulers.order.schedule import Schedule
 from cute_kernels.sparse_attn import config, launch, masks, watchdog
 from tests import certified, contract, ptxsim
 from tests.ptxsim import available

@@ -17,10 +17,10 @@ from unittest import mock
 import numpy as np
 import torch
 
-import cute_kernels.sparse_attn as package
+import cute_kernels.sparse_attn.triton as package
 from cute_kernels import dispatch
-from cute_kernels.schedulers.schedule import Schedule
-from cute_kernels.sparse_attn import triton_kernel, triton_launch
+from cute_kernels.schedulers.order.schedule import Schedule
+from cute_kernels.sparse_attn.triton import launch as triton_launch
 from tests import triton_copies
 from tests.triton_in_numpy import product
 
@@ -29,17 +29,14 @@ LOG2E, LN2 = F32(math.log2(math.e)), F32(math.log(2))
 
 
 @contextlib.contextmanager
-def through(kernels: ModuleType = triton_kernel, **options: bool) -> Iterator[None]:
-    """While it lasts, the op runs on ``kernels``; options: ``interpret``."""
+def through(launch: ModuleType = triton_launch, **options: bool) -> Iterator[None]:
+    """While it lasts, the op runs on ``launch``; options: ``interpret``."""
 
     def launcher(op, device, dtype):
         name = "backward" if op.endswith("_backward") else "forward"
-        return functools.partial(getattr(triton_launch, name), **options)
+        return functools.partial(getattr(launch, name), **options)
 
-    with (
-        mock.patch.object(dispatch, "launcher", launcher),
-        mock.patch.object(triton_launch, "kernels", kernels),
-    ):
+    with mock.patch.object(dispatch, "launcher", launcher):
         yield
 
 

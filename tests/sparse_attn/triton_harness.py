@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from cute_kernels.sparse_attn import triton_kernel
+from cute_kernels.sparse_attn.triton import launch as triton_launch
 
 from ..gemm import triton_harness as base
 from ..gemm import triton_inspect as inspect
@@ -33,14 +33,14 @@ KERNELS = {
 _NUMBERS = {"i32": np.int32, "i64": np.int64, "fp32": np.float32}
 
 
-def compiled(target: str, call: Callable[[], object], module=triton_kernel) -> list:
+def compiled(target: str, call: Callable[[], object], launch=triton_launch) -> list:
     """The kernels that ``call`` would launch, compiled for ``target``; nothing runs."""
     with mock.patch.object(base, "KERNELS", tuple(KERNELS)):
-        return base.compiled(module, target, call)
+        return base.compiled(launch, target, call)
 
 
 @contextlib.contextmanager
-def simulated(module=triton_kernel, **options: int) -> Iterator[list]:
+def simulated(launch=triton_launch, **options: int) -> Iterator[list]:
     """While it lasts, launches run on CPU tensors in ptxsim; yields the kernels launched."""
     kernels = []
 
@@ -50,7 +50,7 @@ def simulated(module=triton_kernel, **options: int) -> Iterator[list]:
 
     with (
         mock.patch.object(base, "KERNELS", tuple(KERNELS)),
-        base._launches(module, "sm_90", receive),
+        base._launches(launch, "sm_90", receive),
     ):
         yield kernels
 

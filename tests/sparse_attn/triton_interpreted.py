@@ -14,9 +14,11 @@ import os
 import pytest
 import torch
 
-from cute_kernels.schedulers import BlockMask, kinds
-from cute_kernels.sparse_attn import masks, triton_kernel, triton_launch
+from cute_kernels.schedulers import BlockMask
+from cute_kernels.schedulers.order import kinds
+from cute_kernels.sparse_attn import masks
 from cute_kernels.sparse_attn.api import block_sparse_attention
+from cute_kernels.sparse_attn.triton import launch as triton_launch
 from tests.contract import same_bytes
 from tests.sparse_attn import cases, test_reference
 from tests.sparse_attn.triton_engines import ByHand, copy_of, through
@@ -63,46 +65,45 @@ def lists(kind: str, **options):
     return kinds.permutation(mask_of(kind), heads=HEADS if kind == BY_HEAD else 1, **options)
 
 
-def sums(kernels, kind: str, schedule) -> tuple[torch.Tensor, ...]:
+def sums(launch, kind: str, schedule) -> tuple[torch.Tensor, ...]:
     """fp32 dq, dk, dv of the kernels."""
     lowered, (_, out, lse) = masks.lower(mask_of(kind)), by_hand(kind)
     order = masks.order_of(lowered, schedule)
     x = problem(kind)
     leaves = [t.detach() for t in x.leaves()]
-    with through(kernels):
-        return triton_launch.ordered_sums(
-            x.dout, None, *leaves, out.bfloat16(), lse, lowered, order, SCALE, 0.0, interpret=True
-        )
+    return launch.ordered_sums(
+        x.dout, None, *leaves, out.bfloat16(), lse, lowered, order, SCALE, 0.0, interpret=True
+    )
 
 
-def forward_order(kernels) -> None:
+def forward_order(launch) -> None:
     """out and lse are what the docstring spells, byte for byte."""
     for kind in (SHARED, BY_HEAD):
         _, out, lse = by_hand(kind)
-        with through(kernels, interpret=True):
+        with through(launch, interpret=True):
             got = block_sparse_attention(*problem(kind).leaves(), mask_of(kind), return_lse=True)
         assert same_bytes(got[0], out.bfloat16()) and same_bytes(got[1], lse), kind
 
 
-def backward_order(kernels) -> None:
+def backward_order(launch) -> None:
     """dQ adds by ranks, dK and dV by visits and heads, byte for byte, before the rounding."""
     for kind in (SHARED, BY_HEAD):
         schedule = lists(kind)
         want = by_hand(kind)[0].backward(problem(kind).dout, schedule)
-        got = sums(kernels, kind, schedule)
+        got = sums(launch, kind, schedule)
         names = ("dq", "dk", "dv")
         wrong = [n for n, g, w in zip(names, got, want, strict=True) if not same_bytes(g, w)]
         assert not wrong, (kind, wrong)
 
 
-def write_order(kernels) -> None:
+def write_order(launch) -> None:
     """Other ranks: other dQ, the same dK and dV.  Other tickets: every byte as before."""
     schedule = lists(FULL)
-    dq, dk, dv = sums(kernels, FULL, schedule)
-    other = sums(kernels, FULL, lists(FULL, write_order=[0, 1, 2]))
+    dq, dk, dv = sums(launch, FULL, schedule)
+    other = sums(launch, FULL, lists(FULL, write_order=[0, 1, 2]))
     assert not same_bytes(other[0], dq) and same_bytes(other[1], dk) and same_bytes(other[2], dv)
     back = dataclasses.replace(schedule, order=schedule.order[::-1])
-    assert all(map(same_bytes, sums(kernels, FULL, back), (dq, dk, dv)))
+    assert all(map(same_bytes, sums(launch, FULL, back), (dq, dk, dv)))
 
 
 WINDOW = BlockMask.sliding_window(100, 200, left=90, right=40)
@@ -110,20 +111,20 @@ CASE = cases.Case(7, "by hand", *(1, 2, 1, 100, 200, 64), torch.bfloat16, 3.0, "
 NO_MASK = cases.Case(8, "none", *(1, 1, 1, 3, 65, 64), torch.float16, 0.0, "spt", False, None)
 
 
-def values(kernels, chosen=(CASE,)) -> None:
+def values(launch, chosen=(CASE,)) -> None:
     """Forward and gradients lie within the rounding bound, and empty rows are exact."""
     for case in chosen:
-        with through(kernels, interpret=True):
+        with through(launch, interpret=True):
             found = test_reference.checked(case)
         assert max(found.values()) <= 1, f"{case}: {found}"
 
 
-def ends(kernels) -> None:
+def ends(launch) -> None:
     """No rule: only the lengths bound the pairs."""
-    values(kernels, [NO_MASK])
+    values(launch, [NO_MASK])
 
 
-def zeros(kernels) -> None:
+def zeros(launch) -> None:
     """Row 0 sees keys 0 to 127, whose sum underflows to -0; row 1 needs another block, all +0."""
     q, k, v = (torch.zeros(1, n, 1, DIM, dtype=torch.bfloat16) for n in (2, 200, 200))
     q[0, 0], k[0, :128, 0, 0], v[0, :128] = 8.0, -30.0 / (8 * SCALE * 1.4427), -(2.0**-133)
@@ -131,18 +132,18 @@ def zeros(kernels) -> None:
     v[0, 128:] = 1.0
     allowed = torch.zeros(2, 200, dtype=torch.bool)
     allowed[0, :128] = allowed[1, 130] = True
-    with through(kernels, interpret=True):
+    with through(launch, interpret=True):
         alone = block_sparse_attention(q[:, :1], k, v, BlockMask.from_dense(allowed[:1]))
         both = block_sparse_attention(q, k, v, BlockMask.from_dense(allowed))
     assert same_bytes(both[:, :1], alone) and (both[:, 1] == 1).all()
 
 
-def neighbours(kernels) -> None:
+def neighbours(launch) -> None:
     """A row keeps its bits next to rows of large scores, alone, and in another place."""
     x = cases.inputs(1, 1, 1, 130, 200, DIM, seed=2)
     q, k, v = (t.detach() for t in x.leaves())
     loud = q * torch.where(torch.arange(130) == 7, 1.0, 64.0).bfloat16()[:, None, None]
-    with through(kernels, interpret=True):
+    with through(launch, interpret=True):
         want = block_sparse_attention(q, k, v)[:, 7:8]
         for rows, at in ((loud, 7), (q[:, 7:8], 0), (q[:, 5:], 2), (q.flip(1), 122)):
             assert same_bytes(block_sparse_attention(rows, k, v)[:, at : at + 1], want)
@@ -153,12 +154,12 @@ CHECKS = (forward_order, backward_order, write_order, values, ends, zeros, neigh
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_kernels(check):
-    check(triton_kernel)
+    check(triton_launch)
 
 
 @pytest.mark.parametrize("seed", DRAWN)
 def test_drawn_cases_against_float64(seed):
-    values(triton_kernel, [cases.draw(seed)])
+    values(triton_launch, [cases.draw(seed)])
 
 
 def test_the_draw_covers_what_it_claims():

@@ -1,0 +1,1 @@
+"""The portable gemm: Triton kernels, their launcher and their plan."""

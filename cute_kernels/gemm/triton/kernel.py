@@ -1,0 +1,147 @@
+"""gemm and column_sum in Triton, for ROCm and for CUDA without SM90.
+
+    gemm         out[m, n] = round(Σ_k a[m, k] b[n, k] + bias[n])
+                 acc[m, n] = acc[m, n] + Σ_k a[m, k] b[n, k]         (fp32, in place)
+    column_sum   out[n] = round(Σ_m rows[m, n])
+
+Summation order.  One fp32 accumulator per output, ascending K, no split of K, no atomics.  K
+advances by one `tl.dot` of block_k = 64 (fp32: 32).  The groups of a K tail are filled with zeros
+by the load mask, so a tail takes the same instructions.  Every output row sees the same chain
+whatever M is: the tile is one constant per dtype class, M is not specialised on, and nothing is
+autotuned.  The grid (SM count or its cap) decides who computes a tile, never how.
+
+With an accumulator, K advances by one `tl.dot` of 16, ceil(K/16) of them: state = f(state, group),
+the same compiled f for each group.  The fp32 state that is stored is the state of the chain, so a
+stream cut at multiples of 16 gives the bits of one shot.  A dot of 64 would not promise that: what
+a compiler does inside one dot (the MFMA of gfx950 takes 32 k at once) is its own, and wholly zero
+groups appended to a cut could turn -0 into +0.
+
+What one 16-bit dot of 16 becomes in the code that Triton 3.6 makes (a test reads it): sm_90 one
+wgmma m64n128k16 per warp group; gfx942 and gfx950 one mfma 16x16x16 per subtile.  In fp32: sm_90
+one fma per k, ascending; gfx942 and gfx950 four mfma 16x16x4 f32 per subtile, the same four for
+every group.  Bits are promised per architecture.  No CUDA-only feature is used.
+
+Limits.  Where no operand is contiguous in whole multiples of 16 (odd sizes), loads are scalar and
+an address is kept per element: the same bits, much slower, with spills on some targets.
+
+Run on an H200 (2026-11-20, commit d59b64c): the battery in fp32; bf16 forward at 424 to 443 TFLOP/s
+(docs/status.md).  Not run on another GPU.  Tests run the sm_90 code in tests/ptxsim and the source
+in Triton's interpreter, and read the gfx942 and gfx950 code; stages, warps and raster are guesses
+that no measurement has tuned.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["M", "N", "K"])
+def gemm_kernel(
+    a_ptr,
+    b_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    K,
+    a_m,
+    a_k,
+    b_n,
+    b_k,
+    bias_n,
+    out_m,
+    out_n,
+    ALIGN_M: tl.constexpr,
+    ALIGN_N: tl.constexpr,
+    ALIGN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Tiles program_id, program_id + programs, ... of a [M, K] · b [N, K]ᵀ.
+
+    UPCAST multiplies in fp32: Triton's interpreter multiplies the bit patterns of bf16.
+    """
+    # The host found these multiples; saying so lets loads along that axis be wide.
+    M = M // ALIGN_M * ALIGN_M
+    N = N // ALIGN_N * ALIGN_N
+    K = K // ALIGN_K * ALIGN_K
+    # (size - 1) // block + 1: size + block - 1 would overflow int32 at the largest sizes.
+    tiles_m = (M - 1) // BLOCK_M + 1
+    tiles_n = (N - 1) // BLOCK_N + 1
+    in_group = GROUP_M * tiles_n
+    steps = (K - 1) // BLOCK_K + 1
+    ks = tl.arange(0, BLOCK_K)
+    a_step = tl.cast(a_k, tl.int64) * BLOCK_K
+    b_step = tl.cast(b_k, tl.int64) * BLOCK_K
+
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+        # Grouped raster: GROUP_M tile rows are walked column by column, so that L2 keeps both.
+        first_m = tile // in_group * GROUP_M
+        height = tl.minimum(tiles_m - first_m, GROUP_M)
+        tile_m = first_m + tile % in_group % height
+        tile_n = tile % in_group // height
+        rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        in_m = (rows < M)[:, None]
+        in_n = (columns < N)[None, :]
+        row_offsets = rows.to(tl.int64)[:, None]
+        column_offsets = columns.to(tl.int64)[None, :]
+        a_ptrs = a_ptr + row_offsets * a_m + ks.to(tl.int64)[None, :] * a_k
+        b_ptrs = b_ptr + column_offsets * b_n + ks.to(tl.int64)[:, None] * b_k
+        out_ptrs = out_ptr + row_offsets * out_m + column_offsets * out_n
+
+        if ACCUMULATE:
+            acc = tl.load(out_ptrs, mask=in_m & in_n, other=0.0)
+        else:
+            acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+        for step in tl.range(0, steps):
+            in_k = ks < K - step * BLOCK_K
+            a = tl.load(a_ptrs + step * a_step, mask=in_m & in_k[None, :], other=0.0)
+            b = tl.load(b_ptrs + step * b_step, mask=in_k[:, None] & in_n, other=0.0)
+            if UPCAST:
+                a = a.to(tl.float32)
+                b = b.to(tl.float32)
+            acc = tl.dot(a, b, acc, input_precision=INPUT_PRECISION)
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + columns.to(tl.int64) * bias_n, mask=columns < N, other=0.0)
+            acc += bias.to(tl.float32)[None, :]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_m & in_n)
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def column_sum_kernel(
+    rows_ptr,
+    out_ptr,
+    M,
+    N,
+    rows_m,
+    rows_n,
+    ALIGN_N: tl.constexpr,
+    LANES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """out[n] for COLUMNS columns: lane l adds rows l, l + LANES, ... ; then lanes 0, 1, ..."""
+    N = N // ALIGN_N * ALIGN_N
+    lanes = tl.arange(0, LANES)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    in_n = (columns < N)[None, :]
+    column_offsets = columns.to(tl.int64)[None, :] * rows_n
+    ptrs = rows_ptr + lanes.to(tl.int64)[:, None] * rows_m + column_offsets
+    stride = tl.cast(rows_m, tl.int64) * LANES
+
+    partial = tl.full((LANES, COLUMNS), 0.0, tl.float32)
+    for step in tl.range(0, (M - 1) // LANES + 1, loop_unroll_factor=UNROLL):
+        in_m = (lanes < M - step * LANES)[:, None]
+        partial += tl.load(ptrs + step * stride, mask=in_m & in_n, other=0.0).to(tl.float32)
+    total = tl.full((COLUMNS,), 0.0, tl.float32)
+    for lane in tl.range(0, LANES):
+        # A sum of one lane and zeros is that lane, in any order: lanes start at +0, so none is -0.
+        total += tl.sum(tl.where((lanes == lane)[:, None], partial, 0.0), axis=0)
+    tl.store(out_ptr + columns, total.to(out_ptr.dtype.element_ty), mask=columns < N)

@@ -1,0 +1,86 @@
+"""A schedule on the device: the list of a ticket, and the visits of each entry on it.
+
+Loading, multiplying and adding all walk the same list with the functions here, so they cannot
+disagree.  The query heads of a group come one after another, each with the whole list: CTAs of one
+KV head then read the same Q and dO at about the same time.  An entry (a query block of 128 rows) is
+one visit per tile of ``tile_m`` rows that begins inside Sq, ascending.
+
+Every query head has its own turns.  What waits for what is as in the schedule, once per head; that
+is safe for schedules that need no residency, and for no others if there is a group: a ticket that
+has come to its second head keeps its CTA from the tickets that the first head of others waits for.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import cute
+
+BLOCK = 128
+#: Entries that a warp reads at once.
+WINDOW = 32
+#: Bytes of a ticket's four numbers.
+RECORD = 16
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Three tensors of schedulers/order/schedule.py's ``ScheduleTensors``, for heads b * Hkv + h.
+
+    ``entry`` and ``rank`` of a schedule without visits need one element, which is not read.
+    """
+
+    ticket: cute.Tensor
+    entry: cute.Tensor
+    rank: cute.Tensor
+
+    @cute.jit
+    def column(self, ticket):
+        """(head, KV block, first entry, end of the entries) of a ticket, by one aligned load."""
+        source = cute.make_ptr(
+            cutlass.Int32,
+            self.ticket.iterator.toint() + cutlass.Int64(ticket) * RECORD,
+            cute.AddressSpace.gmem,
+            assumed_align=RECORD,
+        )
+        record = cute.make_tensor(source, cute.make_layout(4)).load()
+        return tuple(record[i] for i in range(4))
+
+    @cute.jit
+    def window(self, first):
+        """The next ``WINDOW`` entries from ``first`` on, one in each lane of the warp.
+
+        A consumer that loaded each entry when it comes to it would wait for global memory, about
+        500 cycles, between two products.
+        """
+        index = cutlass.min(first + cute.arch.lane_idx(), self.entry.shape[0] - 1)
+        return self.entry[index]
+
+    @cute.jit
+    def of_window(self, window, place):
+        """The entry at ``place`` (modulo ``WINDOW``), in every lane."""
+        return cute.arch.shuffle_sync(window, place & (WINDOW - 1))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one launch: ``group`` query heads per KV head, ``q_tiles`` tiles of rows per head."""
+
+    kv_len: cutlass.Int32
+    kv_heads: cutlass.Int32
+    group: cutlass.Int32
+    q_tiles: cutlass.Int32
+
+
+@cute.jit
+def visits(sizes: Sizes, q_block, tile_m: cutlass.Constexpr):
+    """(visits of an entry by one query head, the tile of its first)."""
+    per_block = BLOCK // tile_m
+    first = q_block * per_block
+    return cutlass.min(sizes.q_tiles - first, cutlass.Int32(per_block)), first
+
+
+@cute.jit
+def row_of(sizes: Sizes, head, member, tile):
+    """The tile's number among all of the launch, 64 bits wide: where its statistics, dQ and
+    semaphore are."""
+    return (cutlass.Int64(head) * sizes.group + member) * sizes.q_tiles + tile

@@ -1,0 +1,1 @@
+"""The portable attention: Triton kernels, their launcher and their plan."""

@@ -1,0 +1,284 @@
+"""Launches the Triton kernels: operands that they can load, outputs, grids, compiler options.
+
+Every row of an operand is loaded in 16-byte pieces: one that is not laid out for that is copied, so
+that a problem runs one code whatever its strides are.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ... import log
+from ..masks import BLOCK, LoweredMask, Order
+from . import kernel as kernels
+from .plan import TRITON, Tile, TritonPlan
+
+LOG2E = math.log2(math.e)
+#: Elements: strides that are multiples of it are known to the compiler to be aligned.
+_ALIGN = 16
+_ROWS = "a last stride of 1, the others multiples of 16, the address of 16 bytes"
+_NAME = "block_sparse_attention"
+_ROUND = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: LoweredMask,
+    scale: float,
+    softcap: float,
+    *,
+    interpret: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(out [B, Sq, Hq, D], lse fp32 [B, Hq, Sq]) of q [B, Sq, Hq, D], k and v [B, Sk, Hkv, D].
+
+    ``interpret``: for Triton's interpreter, fp32 operands and the last rounding outside.
+    """
+    batch, q_len, heads, dim = q.shape
+    dtype, plan = q.dtype, TRITON[dim]
+    q, k, v = (_loadable(t, interpret, name) for name, t in zip("qkv", (q, k, v), strict=True))
+    out = torch.empty(batch, q_len, heads, dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, heads, q_len, dtype=torch.float32, device=q.device)
+    with torch.cuda.device_of(q):
+        kernels.forward_kernel[(_tiles(q_len, plan.forward.block_m) * batch * heads,)](
+            q,
+            k,
+            v,
+            out,
+            lse,
+            mask.kv_count,
+            mask.kv_entry,
+            mask.kv_tile,
+            mask.words,
+            *(_strides(t) for t in (q, k, v)),
+            *_sizes(q, k),
+            **_mask_rows(mask),
+            **_rule(mask, scale, softcap, dtype, interpret),
+            **_dims(dim, plan),
+            STEPS=BLOCK[1] // plan.forward.block_n,
+            WIDE=plan.forward.block_n // 32,
+            **_compiled(plan, plan.forward),
+        )
+    return out.to(dtype), lse
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: LoweredMask,
+    order: Order,
+    scale: float,
+    softcap: float,
+    deterministic: bool,
+    *,
+    interpret: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv), shaped and typed as q, k and v.
+
+    ``deterministic`` changes nothing here: no program waits for another.
+    """
+    dtypes = [t.dtype for t in (q, k, v)]
+    sums = ordered_sums(
+        dout, dlse, q, k, v, out, lse, mask, order, scale, softcap, interpret=interpret
+    )
+    return tuple(t.to(dtype) for t, dtype in zip(sums, dtypes, strict=True))
+
+
+def ordered_sums(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: LoweredMask,
+    order: Order,
+    scale: float,
+    softcap: float,
+    *,
+    interpret: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``backward``; interpreted, its three results before their rounding."""
+    batch, q_len, heads, dim = q.shape
+    plan, dtype, lists = TRITON[dim], q.dtype, len(order.list_of_head)
+    given = {"q": q, "k": k, "v": v, "dout": dout, "out": out}
+    q, k, v, dout, out = (_loadable(t, interpret, name) for name, t in given.items())
+    lse = log.contiguous(_NAME, "lse", lse, "contiguous")
+    inner = batch * heads // lists
+    with torch.cuda.device_of(q):
+        delta = _delta(out, dout, dlse, plan)
+        writer, writer_tile = _writers(mask, order, q_len, k.shape[1], plan)
+        dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        operands = (q, k, v, dout, lse, delta)
+        common = {
+            **_rule(mask, scale, softcap, dtype, interpret),
+            **_dims(dim, plan),
+            "scale": scale,
+            "INNER": inner,
+        }
+        strides = [_strides(t) for t in (q, k, v, dout)]
+        parts = BLOCK[1] // plan.dkdv.block_n
+        kernels.dkdv_kernel[(len(order.ticket) * parts,)](
+            *operands,
+            dk,
+            dv,
+            order.ticket,
+            order.list_of_head,
+            order.offset,
+            order.entry,
+            order.tile,
+            mask.words,
+            *strides,
+            *_sizes(q, k),
+            COLUMNS=_tiles(k.shape[1], BLOCK[1]),
+            PARTS=parts,
+            STEPS=BLOCK[0] // plan.dkdv.block_m,
+            LISTS=heads // k.shape[2] // inner,
+            **common,
+            WIDE=plan.dkdv.block_n // 32,
+            **_compiled(plan, plan.dkdv),
+        )
+        kernels.dq_kernel[(_tiles(q_len, plan.dq.block_m) * batch * heads,)](
+            *operands,
+            dq,
+            mask.kv_count,
+            order.list_of_head,
+            writer,
+            writer_tile,
+            mask.words,
+            *strides,
+            *_sizes(q, k),
+            Q_BLOCKS=_tiles(q_len, BLOCK[0]),
+            **_mask_rows(mask),
+            **common,
+            STEPS=BLOCK[1] // plan.dq.block_n,
+            WIDE=plan.dq.block_n // 32,
+            **_compiled(plan, plan.dq),
+        )
+    return dq, dk, dv
+
+
+def _delta(out: Tensor, dout: Tensor, dlse: Tensor | None, plan: TritonPlan) -> Tensor:
+    """rowsum(dO * O) - dlse, fp32 [B, Hq, Sq]."""
+    batch, q_len, heads, dim = out.shape
+    delta = torch.empty(batch, heads, q_len, dtype=torch.float32, device=out.device)
+    options = _compiled(plan, plan.delta)
+    del options["BLOCK_N"]
+    kernels.delta_kernel[(_tiles(q_len, plan.delta.block_m) * batch * heads,)](
+        out,
+        dout,
+        None if dlse is None else log.contiguous(_NAME, "dlse", dlse, "contiguous"),
+        delta,
+        _strides(out),
+        _strides(dout),
+        heads,
+        q_len,
+        **_dims(dim, plan),
+        **options,
+    )
+    return delta
+
+
+def _writers(
+    mask: LoweredMask, order: Order, q_len: int, kv_len: int, plan: TritonPlan
+) -> tuple[Tensor, Tensor]:
+    """Per (set of lists, query block): its key blocks, and their bit tiles, in dQ's write order."""
+    columns, blocks = _tiles(kv_len, BLOCK[1]), _tiles(q_len, BLOCK[0])
+    count, listed = len(order.offset) - 1, mask.kv_entry.shape[3]
+    writer = order.entry.new_empty(count // columns, blocks, listed)
+    bits = mask.form == "bits"
+    writer_tile = torch.empty_like(writer) if bits else order.tile
+    kernels.writers_kernel[(count,)](
+        order.offset,
+        order.entry,
+        order.rank,
+        order.tile,
+        writer,
+        writer_tile,
+        blocks,
+        columns,
+        listed,
+        LANES=plan.lanes,
+        FORM=mask.form,
+        **_options(plan, Tile(1, 1, num_warps=1)),
+    )
+    return writer, writer_tile
+
+
+def _loadable(t: Tensor, interpret: bool, name: str = "operand") -> Tensor:
+    """``t`` [B, S, H, D], or a copy that kernels can load in aligned pieces of a row."""
+    t = t.float() if interpret else t
+    whole = all(s % _ALIGN == 0 for s in _strides(t)) and t.data_ptr() % _ALIGN == 0
+    if whole and t.stride(3) == 1:
+        return t
+    log.copied(_NAME, name, t, _ROWS)
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def _strides(t: Tensor) -> tuple[int, int, int]:
+    """Of batch, row and head; 0 for a dimension of size 1, whose stride means nothing."""
+    return tuple(0 if size == 1 else s for size, s in zip(t.shape[:3], t.stride()[:3], strict=True))
+
+
+def _sizes(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
+    """HEADS, GROUP, Q_LEN, KV_LEN."""
+    return q.shape[2], q.shape[2] // k.shape[2], q.shape[1], k.shape[1]
+
+
+def _mask_rows(mask: LoweredMask) -> dict[str, int]:
+    """Where the lists of (b, h) are; a dimension of size 1 is shared."""
+    batches, heads, blocks, listed = mask.kv_entry.shape
+    step_b, step_h = heads * blocks * (batches > 1), blocks * (heads > 1)
+    return {"LISTED": listed, "mask_b": step_b, "mask_h": step_h}
+
+
+def _rule(
+    mask: LoweredMask, scale: float, softcap: float, dtype: torch.dtype, interpret: bool
+) -> dict[str, object]:
+    """The element rule, and how scores in base 2 are made of products: see ``_product``."""
+    return {
+        "lo": mask.lo,
+        "hi": mask.hi,
+        "factor": (softcap or scale) * LOG2E,
+        "bend": 2 * LOG2E * scale / softcap if softcap else 0.0,
+        "FORM": mask.form,
+        "SOFTCAP": softcap > 0,
+        "ROUND": _ROUND[dtype] if interpret else None,
+    }
+
+
+def _dims(dim: int, plan: TritonPlan) -> dict[str, int]:
+    return {"D": dim, "BLOCK_D": plan.block_d}
+
+
+def _compiled(plan: TritonPlan, tile: Tile) -> dict[str, int | bool]:
+    blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+    return blocks | _options(plan, tile)
+
+
+def _options(plan: TritonPlan, tile: Tile) -> dict[str, int | bool]:
+    """The compiler options that every launch names."""
+    options = {
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "enable_fp_fusion": plan.fp_fusion,
+    }
+    if torch.version.hip is not None:
+        options["num_stages"] = tile.hip_stages
+        options["matrix_instr_nonkdim"] = plan.hip_matrix_instr_nonkdim
+        options["kpack"] = plan.hip_kpack
+    return options
+
+
+def _tiles(size: int, block: int) -> int:
+    return -(-size // block)

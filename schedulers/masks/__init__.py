@@ -1,0 +1,1 @@
+"""Block masks: rules, bits, and the lists that kernels read."""

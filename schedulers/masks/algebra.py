@@ -1,0 +1,110 @@
+"""``And`` and ``Or`` of element rules, and how classes of blocks combine."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .rules import EMPTY, FULL, UNKNOWN, Band, Rule
+
+
+@dataclass(frozen=True, eq=False)
+class _Many(Rule):
+    parts: tuple[Rule, ...]
+
+    @property
+    def extent(self):
+        return tuple(max(sizes) for sizes in zip(*(p.extent for p in self.parts), strict=True))
+
+    def tensors(self):
+        return [tensor for part in self.parts for tensor in part.tensors()]
+
+    def structure(self):
+        return f"{type(self).__name__}({', '.join(p.structure() for p in self.parts)})"
+
+    def digest(self):
+        digests = sorted({part.digest() for part in self.parts})
+        if len(digests) == 1:
+            return digests[0]
+        return hashlib.sha256(type(self).__name__.encode() + b"".join(digests)).digest()
+
+    def to(self, device, copy=False):
+        return type(self)(tuple(part.to(device, copy) for part in self.parts))
+
+    def __str__(self):
+        sign = " & " if isinstance(self, And) else " | "
+        return "(" + sign.join(str(part) for part in self.parts) + ")"
+
+
+@dataclass(frozen=True, eq=False)
+class And(_Many):
+    """Allowed where every part allows."""
+
+    def evaluate(self, b, h, q_idx, kv_idx):
+        value = self.parts[0].evaluate(b, h, q_idx, kv_idx)
+        for part in self.parts[1:]:
+            value = value & part.evaluate(b, h, q_idx, kv_idx)
+        return value
+
+    def blocks(self, grid, b, h, m, n):
+        value = self.parts[0].blocks(grid, b, h, m, n)
+        for part in self.parts[1:]:
+            value = value & part.blocks(grid, b, h, m, n)
+        return value
+
+    def classify(self, grid, b, h, m):
+        return _fold(self.parts, grid, b, h, m, neutral=FULL, absorbing=EMPTY)
+
+
+@dataclass(frozen=True, eq=False)
+class Or(_Many):
+    """Allowed where some part allows."""
+
+    def evaluate(self, b, h, q_idx, kv_idx):
+        value = self.parts[0].evaluate(b, h, q_idx, kv_idx)
+        for part in self.parts[1:]:
+            value = value | part.evaluate(b, h, q_idx, kv_idx)
+        return value
+
+    def blocks(self, grid, b, h, m, n):
+        value = self.parts[0].blocks(grid, b, h, m, n)
+        for part in self.parts[1:]:
+            value = value | part.blocks(grid, b, h, m, n)
+        return value
+
+    def classify(self, grid, b, h, m):
+        return _fold(self.parts, grid, b, h, m, neutral=EMPTY, absorbing=FULL)
+
+
+def _fold(parts, grid, b, h, m, *, neutral: int, absorbing: int) -> Tensor:
+    """Two parts that are both partial decide nothing about the block: UNKNOWN."""
+    value = parts[0].classify(grid, b, h, m)
+    for part in parts[1:]:
+        other = part.classify(grid, b, h, m)
+        both = torch.full_like(value, UNKNOWN)
+        both = torch.where(value == neutral, other, both)
+        both = torch.where(other == neutral, value, both)
+        value = both.masked_fill((value == absorbing) | (other == absorbing), absorbing)
+    return value
+
+
+def all_of(*rules: Rule) -> Rule:
+    """The conjunction: nested ``And`` flattened, bands merged into one."""
+    parts = [p for rule in rules for p in (rule.parts if isinstance(rule, And) else (rule,))]
+    bands = [part for part in parts if isinstance(part, Band)]
+    others = [part for part in parts if not isinstance(part, Band)]
+    if bands:
+        lo = max((band.lo for band in bands if band.lo is not None), default=None)
+        hi = min((band.hi for band in bands if band.hi is not None), default=None)
+        if not others or (lo, hi) != (None, None):
+            others.insert(0, Band(lo, hi))
+    return others[0] if len(others) == 1 else And(tuple(others))
+
+
+def any_of(*rules: Rule) -> Rule:
+    """The disjunction, nested ``Or`` flattened."""
+    parts = [p for rule in rules for p in (rule.parts if isinstance(rule, Or) else (rule,))]
+    return parts[0] if len(parts) == 1 else Or(tuple(parts))

@@ -1,0 +1,100 @@
+"""From an element rule to exact block lists, with tensor operations only.
+
+Blocks are classified in chunks of at most ``CHUNK`` blocks, so that no [B, H, Mb, Nb] tensor exists
+above that size; blocks that the classes of the parts do not decide are settled by their elements,
+again in chunks.  The result is a sorted list of entries, and compact tensors made from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from . import bits, rules
+from .algebra import And, Or
+from .rules import EMPTY, FULL, UNKNOWN, Grid, Rule, indices, kind_of
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The blocks that are not empty, ascending in (row, col); row = (b * H + h) * Mb + m."""
+
+    row: Tensor
+    col: Tensor
+    full: Tensor
+
+
+def entries_of(rule: Rule, grid: Grid, heads: tuple[int, int], device: torch.device) -> Entries:
+    """Exact classes of all blocks: full only if every element within the lengths is allowed."""
+    row, col, kind = _classified(rule, grid, heads, device)
+    asked = (kind == UNKNOWN).nonzero()[:, 0]
+    elements = partial(rule.blocks, grid)
+    for part, _, some, every in bits.looked_at(grid, heads, row, col, asked, elements):
+        kind[part] = kind_of(some, every).long()
+    kept = kind != EMPTY
+    return Entries(row[kept], col[kept], kind[kept] == FULL)
+
+
+def on_grid(rule: Rule, grid: Grid) -> Rule:
+    """The same rule with all ``Bits`` stored in the blocks of ``grid``."""
+    if isinstance(rule, And | Or):
+        return type(rule)(tuple(on_grid(part, grid) for part in rule.parts))
+    if not isinstance(rule, bits.Bits) or rule.grid == grid:
+        return rule
+    row, col, kind = _classified(rule, grid, rule.heads, rule.key.device)
+    elements = partial(rule.blocks, grid)
+    return bits.capture(grid, rule.heads, row, col, kind == FULL, elements)
+
+
+def _classified(rule: Rule, grid: Grid, heads: tuple[int, int], device: torch.device):
+    """Row, column and class of every block that is not classified EMPTY."""
+    rows = heads[0] * heads[1] * grid.num_q_blocks
+    found = [torch.zeros(3, 0, dtype=torch.int64, device=device)]
+    step = max(1, rules.CHUNK // max(1, grid.num_kv_blocks))
+    for start in range(0, rows if grid.num_kv_blocks else 0, step):
+        row = start + indices(min(step, rows - start), device)
+        b, h, m, _ = bits.coordinates(grid, heads, row, row)
+        kind = rule.classify(grid, b, h, m)
+        r, n = kind.nonzero(as_tuple=True)
+        found.append(torch.stack([r + start, n, kind[r, n].long()]))
+    return torch.cat(found, dim=1).unbind(0)
+
+
+def transpose(entries: Entries, grid: Grid) -> Entries:
+    """The same entries by key block: row = (b * H + h) * Nb + n, col = m, ascending."""
+    head = entries.row // max(1, grid.num_q_blocks)
+    m = entries.row - head * grid.num_q_blocks
+    row = head * grid.num_kv_blocks + entries.col
+    order = (row * grid.num_q_blocks + m).argsort()
+    return Entries(row[order], m[order], entries.full[order])
+
+
+def compact(row: Tensor, *values: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Ragged rows -> (count int32 [*shape], value [*shape, L] for each), L the longest row (>= 1).
+
+    ``row`` ascends; places beyond the count hold zero.
+    """
+    rows = 1
+    for size in shape:
+        rows *= size
+    start = torch.searchsorted(row, indices(rows + 1, row.device))
+    count = start.diff()
+    longest = max(1, int(count.max())) if rows else 1
+    place = row * longest + indices(row.numel(), row.device) - start[row]
+    lists = []
+    for value in values:
+        table = torch.zeros(rows * longest, dtype=value.dtype, device=row.device)
+        table[place] = value
+        lists.append(table.view(*shape, longest))
+    return count.to(torch.int32).view(shape), *lists
+
+
+def ragged(count: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
+    """The inverse of ``compact``: (row int64, values ...) of the valid places, in list order."""
+    length = tables[0].shape[-1]
+    valid = indices(length, count.device) < count[..., None]
+    place = valid.flatten().nonzero()[:, 0]
+    return place // max(1, length), *(table.reshape(-1)[place] for table in tables)

@@ -1,0 +1,1 @@
+"""What a schedule takes: machines, simulation, bounds, selection."""

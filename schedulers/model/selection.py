@@ -1,0 +1,310 @@
+"""``select``: the fastest schedule that the model finds, with a table of all that was tried.
+
+Only schedules that progress with any number of resident CTAs are tried.  In order: the named kinds
+with several walks; the best of them with another kind in the last section (a short tail); visits in
+the order in which turns come; and, if that is still far from the bound, a local search.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from functools import partial
+from threading import Lock
+
+import numpy as np
+
+from ..order.kinds import even
+from ..order.ranks import BlockGrid, block_grid, mask_key
+from ..order.safety import check
+from ..order.schedule import Schedule
+from .bounds import Bound, lower_bound
+from .candidates import Case, Plan, Race, compose, named_plans
+from .lockstep import exact_for
+from .machines import Machine, query_heads, resolve
+from .search import Search, local_search
+from .simulation import simulate
+
+# Over the bound by more: another tail is tried; visits by turns; a local search.
+NEAR, CLOSE, FAR = 1.003, 1.01, 1.02
+# Plans tried at the end in a second and third size of tail.
+TAILS = 3
+# As many times slower than the best may be what still wins with a shorter tail.
+TAIL = 1.08
+CACHED = 128
+# The local search's share of the time limit, by a fixed estimate of what a candidate costs.
+_LANES, _NAMED_US, _KINDS_US = 1 << 14, 250, 0.5
+_ROUND_US, _CHILD_US, _PLACE_US, _VISIT_US, _LANE_US = 200, 2.5, 40, 0.06, 0.003
+_cache: OrderedDict[tuple, Selection] = OrderedDict()
+_lock = Lock()
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One row of the table; predicted_ns is None for one given up as slower than the best.
+
+    memory_ns: what tiles that leave L2 are reckoned to add, where that was asked; the sum decides.
+    """
+
+    kind: str
+    walk: str
+    heads_in_flight: int
+    predicted_ns: int | None
+    memory_ns: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """The chosen ``schedule`` (any_residency), its time by the model, and what else was tried."""
+
+    schedule: Schedule
+    predicted_ns: int
+    bound: Bound
+    trials: tuple[Trial, ...]
+
+    @property
+    def over_bound(self) -> float:
+        """Predicted time over the greatest lower bound."""
+        return self.predicted_ns / max(1, self.bound.lower_ns)
+
+    def __str__(self) -> str:
+        lines = [f"{'kind':<30} {'walk':<12} {'flight':>6} {'us':>10} {'over bound':>10}"]
+        floor = max(1, self.bound.lower_ns)
+        for trial in self.trials:
+            name = f"{trial.kind:<30} {trial.walk:<12} {trial.heads_in_flight:>6}"
+            time = trial.predicted_ns
+            said = "slower" if time is None else f"{time / 1e3:>10.1f} {time / floor:>10.3f}"
+            fetched = trial.memory_ns
+            said = f"{said:>10}" + (f" + {fetched / 1e3:.1f} memory" if fetched is not None else "")
+            chosen = " <-" if time is not None and time == self.predicted_ns else ""
+            lines.append(f"{name} {said}{chosen}")
+        lines.append(f"bound {floor / 1e3:.1f} us ({self.bound.binding()})")
+        return "\n".join(lines)
+
+
+# The walks of the named kinds.
+WALKS = ("ascending", "descending", "by_rank")
+
+
+def select(
+    block_mask,
+    *,
+    heads: int | None = None,
+    machine: Machine | str = "h200_d128",
+    group: int = 1,
+) -> Selection:
+    """The schedule with the least predicted time among those tried; the same one on every call.
+
+    Arguments as for the kinds; group: query heads to a ticket (of one key/value head).  Kept by
+    mask, heads, machine and group (``CACHED`` of them).
+    """
+    machine = resolve(machine)
+    key = (mask_key(block_mask), heads, machine, query_heads(group))
+    with _lock:
+        if key in _cache:
+            _cache.move_to_end(key)
+            return _cache[key]
+    found = _select(block_grid(block_mask, heads), machine, group)
+    with _lock:
+        found = _cache.setdefault(key, found)
+        if len(_cache) > CACHED:
+            _cache.popitem(last=False)
+    return found
+
+
+def _select(grid: BlockGrid, machine: Machine, group: int) -> Selection:
+    scaled, tiles = machine.for_blocks(grid.block_size)
+    floor = lower_bound(grid, scaled, tiles, group)
+    most = machine.most_heads(grid.num_q_blocks, grid.block_size)
+    case = Case(grid, scaled, tiles, min(most, grid.heads), group)
+    if grid.blocks.numel() == 0 or not exact_for(scaled):
+        return _one_by_one(case, floor, lambda each: simulate(each, machine, group=group))
+    if group > 1 and machine.l2_tiles:
+        best = _in_l2(case, floor)
+    else:
+        best = _Best(case, floor)
+        plans = named_plans(grid, WALKS, shortest=group > 1 or machine.l2_tiles > 0)
+        race = _named(best, plans)
+        _tails(best, plans, race, min(race.spent, key=race.spent.get))
+        if best.over() > CLOSE:
+            _turns(best, plans, race)
+        if best.over() > FAR and (grid.group == grid.group[0]).all():
+            _searched(best, plans)
+    schedule = compose(best.case, *best.make(), best.name)
+    check(schedule)
+    return Selection(schedule, best.time_ns, floor, tuple(best.trials))
+
+
+def _in_l2(case: Case, floor: Bound) -> _Best:
+    """With a group of query heads and a known L2: the heads in flight, plan and tail with the least
+    time and memory together.
+
+    The group makes CTAs drift apart, so that neither the heads in flight nor the walk alone say
+    what stays in L2.  Walks by turns and searched ones are not tried: they fit the model's times
+    to the nanosecond, and what they win is less than those times are wrong.
+    """
+    most = min(case.machine.max_heads_in_flight, case.grid.heads)
+    plans, least, chosen, trials = named_plans(case.grid, WALKS, shortest=True), None, None, []
+    for step in reversed(range(most.bit_length())):
+        best = _Best(replace(case, flight=1 << step), floor)
+        race = best.case.race(plans, None if least is None else int(least * TAIL))
+        index, memory = _with_memory(best, plans, race)
+        if index is not None:
+            _tails(best, plans, race, index)
+            if least is None or best.time_ns + memory < least:
+                least, chosen = best.time_ns + memory, best
+        trials += best.trials
+        if least <= CLOSE * floor.lower_ns:
+            break
+    chosen.trials = trials
+    return chosen
+
+
+def _with_memory(best: _Best, plans: list[Plan], race: Race) -> tuple[int | None, int]:
+    """The plan of a race with the least time and memory, noted as the best, and its memory."""
+    index, least, memory = None, None, 0
+    for plan, time in sorted(race.times.items(), key=lambda item: (item[1] is None, item[1])):
+        fetched = None
+        if time is not None and (least is None or time < least):
+            fetched = best.case.memory_ns(plans, plan, time)
+            if least is None or time + fetched < least:
+                index, least, memory = plan, time + fetched, fetched
+        kind, walk = plans[plan].kind, plans[plan].walk
+        best.trials.append(Trial(kind, walk, best.case.flight, time, fetched))
+    if index is not None:
+        best.time_ns, best.name = race.times[index], f"{plans[index].kind} ({plans[index].walk})"
+        best.make = partial(_heads, best.case, plans[index])
+    return index, memory
+
+
+class _Best:
+    """The fastest candidate so far, what makes it, and the table of trials."""
+
+    def __init__(self, case: Case, floor: Bound):
+        self.case, self.floor = case, floor
+        self.trials: list[Trial] = []
+        self.time_ns, self.name, self.make = None, "", None
+
+    def over(self) -> float:
+        return self.time_ns / max(1, self.floor.lower_ns)
+
+    def offer(self, kind: str, walk: str, time_ns: int | None, make) -> None:
+        """Notes a trial; ``make()`` gives the sections and each head's order and visits."""
+        self.trials.append(Trial(kind, walk, self.case.flight, time_ns))
+        if time_ns is not None and (self.time_ns is None or time_ns < self.time_ns):
+            self.time_ns, self.name, self.make = time_ns, f"{kind} ({walk})", make
+
+
+def _heads(case: Case, plan: Plan, tail: Plan | None = None, size: int = 0):
+    """Sections, and each head's order and visits: a plan, with ``tail`` for the last ``size``."""
+    tail, turn = tail or plan, case.grid.heads - size
+    sections = even(turn, case.flight) + [size] * (size > 0)
+    found = []
+    for whole, end in ((plan.order, tail.order), (plan.rows, tail.rows)):
+        parts = list(whole), list(end)
+        found.append([parts[head >= turn][mask] for head, mask in enumerate(case.grid.group)])
+    return sections, *found
+
+
+def _named(best: _Best, plans: list[Plan]) -> Race:
+    """The named kinds; in a short launch the first one alone, so that it can rule out others."""
+    first = plans[:1] if len(best.case.sections) <= 2 else plans
+    race = best.case.race(first)
+    _note(best, plans, race)
+    if len(first) < len(plans) and best.over() > 1:
+        others = best.case.race(plans, best.time_ns, start=1)
+        race.join(others)
+        _note(best, plans, others)
+    return race
+
+
+def _note(best: _Best, plans: list[Plan], race: Race) -> None:
+    for index, time in race.times.items():
+        plan = plans[index]
+        best.offer(plan.kind, plan.walk, time, partial(_heads, best.case, plan))
+
+
+def _tails(best: _Best, plans: list[Plan], race: Race, least: int) -> None:
+    """A plan (the one that waits least), with another for the last heads: a short tail."""
+    case, flight = best.case, best.case.flight
+    tails = np.arange(len(plans))
+    for size in (flight, flight // 2, flight // 4)[: 1 if len(case.sections) > 2 else 3]:
+        if not 0 < size < case.grid.heads or best.over() <= NEAR:
+            continue
+        whole = (case.grid.heads - size) // flight
+        left, mark = case.grid.heads - whole * flight, race.marks[whole][least]
+        times = case.finish(plans, least, mark, left, size, tails)
+        for tail, time in zip(tails.tolist(), times.tolist(), strict=True):
+            kind = f"{plans[least].kind}, last {size} {plans[tail].kind}"
+            walk = f"{plans[least].walk}, {plans[tail].walk}"
+            make = partial(_heads, case, plans[least], plans[tail], size)
+            best.offer(kind, walk, time, make)
+        tails = tails[np.argsort(times, kind="stable")[:TAILS]]
+
+
+def _turns(best: _Best, plans: list[Plan], race: Race) -> None:
+    """The launch orders with visits in the order in which turns come."""
+    kinds = {plan.kind: plan.order for plan in plans}
+    case, ahead = best.case, None
+    if len(case.sections) > 1:
+        ahead = min(int(mark.sum()) for mark in race.marks[1].values()) * case.machine.tick()
+    _by_turns(best, list(kinds), np.stack(list(kinds.values())), None, ahead)
+
+
+def _by_turns(best: _Best, kinds: list[str], orders, delay=None, ahead_ns=None) -> None:
+    """Launch orders [K, G, N], the best of them noted."""
+    case = best.case
+    found = case.by_turns(orders, delay, ahead_ns)
+    if found is None:
+        best.trials += [Trial(kind, "as turns come", case.flight, None) for kind in kinds]
+        return
+    which, time, rows = found
+    order = list(orders[which])
+
+    def make():
+        return case.sections, [order[mask] for mask in case.grid.group], rows
+
+    best.offer(kinds[which], "as turns come", time, make)
+
+
+def _searched(best: _Best, plans: list[Plan]) -> None:
+    """A local search, for as many rounds as the time limit allows by a fixed estimate."""
+    case, mask = best.case, best.case.grid.group[0]
+    table = case.by_column.pick(np.array([mask]))
+    places, length = len(table.row) * len(case.sections), table.row.shape[1]
+    children = int(np.clip(_LANES // (length * case.flight), 4, 256))
+    visit_us = _VISIT_US + _LANE_US * case.flight
+    round_us = (
+        places * (_PLACE_US + visit_us * length * children) + children * _CHILD_US + _ROUND_US
+    )
+    spent_us = places * (_NAMED_US + _KINDS_US * length * case.flight)
+    rounds = int((_limit_us(case) - spent_us) / round_us)
+    if rounds < 1:
+        return
+    orders = list({plan.order[mask].tobytes(): plan.order[mask] for plan in plans}.values())
+    load = np.count_nonzero(case.grid.host[mask], axis=1)
+    search = Search(table, case.sections, case.machine, children, best.floor.lower_ns)
+    found = local_search(search, orders, load, rounds)
+    order = np.broadcast_to(found.order, (1, len(case.grid.blocks), len(found.order)))
+    if found.makespan_ns < best.time_ns:
+        _by_turns(best, [f"search of {found.trials}"], order, found.delay)
+    else:
+        best.trials.append(
+            Trial(f"search of {found.trials}", "as turns come", case.flight, found.makespan_ns)
+        )
+
+
+def _limit_us(case: Case) -> float:
+    """20 ms at 64 x 64 blocks, 0.5 s from 512 x 512 on.  To 64 blocks 0.2 s, seldom all used."""
+    blocks = case.grid.host[0].size
+    return 2e5 if blocks <= 64 else min(5e5, 2e4 * max(1, blocks * case.steps / 4096) ** 0.77)
+
+
+def _one_by_one(case: Case, floor: Bound, timed) -> Selection:
+    """Masks without blocks, and machines that the fast clock is not exact for: the named kinds."""
+    best = _Best(case, floor)
+    for plan in named_plans(case.grid, WALKS):
+        schedule = compose(case, *_heads(case, plan), f"{plan.kind} ({plan.walk})")
+        time = timed(schedule).makespan_ns
+        best.offer(plan.kind, plan.walk, time, lambda schedule=schedule: schedule)
+    return Selection(best.make(), best.time_ns, floor, tuple(best.trials))

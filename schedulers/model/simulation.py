@@ -1,0 +1,277 @@
+"""What a schedule takes on a machine, by a discrete-event model.
+
+The machine has ``slots``; a free slot takes the next ticket, in order.  A ticket's visits go
+through a pipeline of two: compute fills one of ``dq_stages`` dQ buffers, then the reduction waits
+for its turn (the writer one rank lower has landed, and ``handoff_ns`` has passed) and empties it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from cute_kernels.errors import ScheduleError, expected
+
+from ..order.kinds import launch
+from ..order.safety import Safety, check
+from ..order.schedule import Schedule
+from .lockstep import Clock, Tape, exact_for, programs
+from .machines import Machine, resolve
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """Times in ns.  Tickets in launch order; visits ticket by ticket, one per query tile.
+
+    makespan_ns, unordered_ns   with the write order; the same launch order without any
+    slot, start_ns, end_ns      int64 [T], of each ticket
+    alone_ns                    int64 [T], what the ticket takes when it never waits for a turn
+    visits                      int64 [T], how many visits the ticket has
+    compute_ns                  int64 [V], compute time of each visit
+    computed_ns, landed_ns      int64 [V], when its compute and its reduction are done
+    """
+
+    machine: Machine
+    safety: Safety
+    order: np.ndarray
+    makespan_ns: int
+    unordered_ns: int
+    slot: np.ndarray
+    start_ns: np.ndarray
+    end_ns: np.ndarray
+    alone_ns: np.ndarray
+    visits: np.ndarray
+    compute_ns: np.ndarray
+    computed_ns: np.ndarray
+    landed_ns: np.ndarray
+
+    @property
+    def ratio(self) -> float:
+        """Makespan over that of the same launch order without a write order."""
+        return self.makespan_ns / self.unordered_ns if self.unordered_ns else 1.0
+
+    @cached_property
+    def stall_ns(self) -> np.ndarray:
+        """int64 [slots]: the time that each slot's tickets waited for turns."""
+        stall = np.zeros(self.machine.slots, np.int64)
+        np.add.at(stall, self.slot, self.end_ns - self.start_ns - self.alone_ns)
+        return stall
+
+    @property
+    def stall_share(self) -> float:
+        """Waiting over slots * makespan."""
+        return int(self.stall_ns.sum()) / max(1, self.machine.slots * self.makespan_ns)
+
+    def timeline(self) -> list[tuple[int, int, int, int, int]]:
+        """``(slot, head, kv_block, start_ns, end_ns)`` of each ticket, in launch order."""
+        parts = (self.slot, *self.order.T, self.start_ns, self.end_ns)
+        return list(zip(*(part.tolist() for part in parts), strict=True))
+
+    def waits(self) -> list[tuple[int, int, int]]:
+        """``(slot, from_ns, to_ns)`` of each wait, sorted: compute that finds no free dQ buffer,
+        and a ticket's last reduction that has not its turn."""
+        ticket = np.repeat(np.arange(len(self.visits)), self.visits)
+        place = np.arange(len(ticket)) - (np.cumsum(self.visits) - self.visits)[ticket]
+        floor = self.machine.reduce_ns if self.machine.dq_stages == 1 else 0
+        ready = np.roll(self.computed_ns, 1) + np.maximum(self.compute_ns, floor)
+        turn = self.landed_ns - self.machine.reduce_ns
+        inner = place > 0
+        last = place == self.visits[ticket] - 1
+        found = []
+        for of, begin, end in ((inner, ready, self.computed_ns), (last, self.computed_ns, turn)):
+            kept = of & (end > begin)
+            found += zip(
+                self.slot[ticket[kept]].tolist(),
+                begin[kept].tolist(),
+                end[kept].tolist(),
+                strict=True,
+            )
+        return sorted(found)
+
+
+def simulate(
+    schedule: Schedule, machine: Machine | str = "h200_d128", *, group: int = 1
+) -> Simulation:
+    """Times a schedule; it is checked first, and ScheduleError says if it cannot progress.
+
+    Costs are those of the machine for blocks of ``schedule.block_size`` (of the machine's tile if
+    that is None); a ticket walks its list for each of ``group`` query heads, one after another.
+    Exact: whole nanoseconds, the same on every host.
+    """
+    safety = check(schedule, group=group)
+    machine, tiles = resolve(machine).for_blocks(schedule.block_size)
+    if safety.residents > machine.slots:
+        want = f"at least {safety.residents}, which schedule {schedule.name!r} needs"
+        raise ScheduleError(expected("machine.slots", want, machine.slots))
+    work = _work(schedule, machine, tiles, group)
+    sections = _sections(schedule) if safety.any_residency and exact_for(machine) else None
+    if sections:
+        times = _lockstep(schedule, machine, tiles, sections, group)
+    else:
+        times = _event_loop(work, machine)
+    alone = _alone(work, machine)
+    names = {name: times[name] for name in ("slot", "start", "end", "computed", "landed")}
+    return Simulation(
+        machine,
+        safety,
+        schedule.order,
+        int(names["end"].max(initial=0)),
+        _unordered(alone.tolist(), machine.slots),
+        names["slot"],
+        names["start"],
+        names["end"],
+        alone,
+        work.visits,
+        work.cost,
+        names["computed"],
+        names["landed"],
+    )
+
+
+@dataclass(frozen=True)
+class _Work:
+    """All visits, ticket by ticket: lock (query head * rows + row) and rank, and compute time."""
+
+    visits: np.ndarray
+    lock: np.ndarray
+    rank: np.ndarray
+    cost: np.ndarray
+
+
+def _work(schedule: Schedule, machine: Machine, tiles: int, group: int = 1) -> _Work:
+    """Each ticket's list for its first query head, then for the next, ``group`` times."""
+    lists = np.repeat(schedule.list_of_ticket, group)
+    start, count = schedule.offset[lists], np.diff(schedule.offset)[lists].astype(np.int64)
+    first = np.cumsum(count) - count
+    entry = np.repeat(start - first, count) + np.arange(count.sum())
+    row = schedule.q_block[entry].astype(np.int64)
+    heads = schedule.order[:, :1].astype(np.int64) * group + np.arange(group)
+    head = np.repeat(heads.reshape(-1), count)
+    count = count.reshape(-1, group).sum(1)
+    lock = (head * schedule.num_q_blocks + row)[:, None] * tiles + np.arange(tiles)
+    cost = np.where(schedule.partial[entry], machine.partial_ns, machine.full_ns)
+    each = (np.repeat(part, tiles) for part in (schedule.rank[entry], cost))
+    return _Work(count * tiles, lock.reshape(-1), *each)
+
+
+def _sections(schedule: Schedule) -> list[int] | None:
+    """The heads of each section, if the launch goes section by section in the order of heads."""
+    head, columns = schedule.order[:, 0], schedule.num_kv_blocks
+    sections, start = [], 0
+    while start < len(head):
+        again = np.flatnonzero(head[start + 1 :] == head[start])
+        sections.append(int(again[0]) + 1 if len(again) else len(head) - start)
+        start += sections[-1] * columns
+    told = launch(np.zeros((1, columns), np.int32), sections)[:, 0]
+    return sections if np.array_equal(told, head) else None
+
+
+def _lockstep(
+    schedule: Schedule, machine: Machine, tiles: int, sections: list[int], group: int = 1
+) -> dict[str, np.ndarray]:
+    """Section by section with ``Clock``; the schedule's ranks follow its launch order."""
+    heads, columns = schedule.heads, schedule.num_kv_blocks
+    order = np.empty((heads, columns), np.int64)
+    seen = np.argsort(schedule.order[:, 0], kind="stable").reshape(heads, columns)
+    order[:] = schedule.order[:, 1][seen]
+    case = np.concatenate((schedule.list_of_head[:, None], order), axis=1)
+    cases, which = np.unique(case, axis=0, return_inverse=True)
+    which = which.reshape(-1)
+
+    start = schedule.offset[cases[:, :1] * columns + cases[:, 1:]]
+    count = schedule.offset[cases[:, :1] * columns + cases[:, 1:] + 1] - start
+    longest = int(count.max(initial=0))
+    valid = np.arange(longest) < count[..., None]
+    entry = np.where(valid, start[..., None] + np.arange(longest), 0)
+    rows = np.where(valid, schedule.q_block[entry], -1) if longest else entry
+    full = ~schedule.partial[entry] if longest else entry.astype(bool)
+    lists = programs(rows, full, schedule.num_q_blocks, machine, tiles, heads, group)
+
+    tape = Tape(machine.slots)
+    clock = Clock(machine, 1, lists.cost.dtype, tape)
+    for begin, size in zip(np.cumsum(sections) - sections, sections, strict=True):
+        of = which[begin : begin + size]
+        clock.section(lists.pick(of[:1] if (of == of[0]).all() else of), len(of))
+    times = tape.arrays()
+    return {name: a if name == "slot" else a * clock.tick for name, a in times.items()}
+
+
+def _event_loop(work: _Work, machine: Machine) -> dict[str, np.ndarray]:
+    """Any schedule.  Each resident ticket runs until it must wait for a visit not yet timed.
+
+    The next ticket goes to the earliest free slot.  No waiting ticket can free one sooner: what
+    it waits for, in the end, is a ticket not yet taken.
+    """
+    lock, rank, cost = work.lock.tolist(), work.rank.tolist(), work.cost.tolist()
+    stop = np.cumsum(work.visits).tolist()
+    count = len(stop)
+    slot, start, end = [0] * count, [0] * count, [0] * count
+    computed, landed = [0] * len(lock), [0] * len(lock)
+    at = [b - v for b, v in zip(stop, work.visits.tolist(), strict=True)]
+    first = list(at)
+    written, landing, waiting = {}, {}, {}
+    reduce, handoff, stages = machine.reduce_ns, machine.handoff_ns, machine.dq_stages
+    free = [(0, index) for index in range(machine.slots)]
+
+    for taken in range(count):
+        if not free:
+            raise ScheduleError(expected("schedule", "progress", f"deadlock at ticket {taken}"))
+        start[taken], slot[taken] = heapq.heappop(free)
+        ready = deque([taken])
+        while ready:
+            ticket = ready.popleft()
+            begin, visit, past = first[ticket], at[ticket], stop[ticket]
+            while visit < past:
+                row, turn = lock[visit], rank[visit]
+                if written.get(row, 0) != turn:
+                    waiting[row, turn] = ticket
+                    break
+                idle = start[ticket] + machine.tile_start_ns
+                done = (computed[visit - 1] if visit > begin else idle) + cost[visit]
+                if visit - stages >= begin:
+                    done = max(done, landed[visit - stages])
+                computed[visit] = done
+                if turn:
+                    done = max(done, landing[row] + handoff)
+                if visit > begin:
+                    done = max(done, landed[visit - 1])
+                landed[visit] = landing[row] = done + reduce
+                written[row] = turn + 1
+                if (row, turn + 1) in waiting:
+                    ready.append(waiting.pop((row, turn + 1)))
+                visit += 1
+            at[ticket] = visit
+            if visit == past:
+                done = landed[past - 1] if past > begin else start[ticket] + machine.tile_start_ns
+                end[ticket] = done + machine.tile_end_ns
+                heapq.heappush(free, (end[ticket], slot[ticket]))
+    if at != stop:
+        ticket = next(t for t in range(count) if at[t] != stop[t])
+        raise ScheduleError(expected("schedule", "progress", f"ticket {ticket} never ends"))
+    parts = {"slot": slot, "start": start, "end": end, "computed": computed, "landed": landed}
+    return {name: np.array(values, np.int64) for name, values in parts.items()}
+
+
+def _alone(work: _Work, machine: Machine) -> np.ndarray:
+    """int64 [T]: each ticket's time when no turn is waited for."""
+    fixed = machine.tile_start_ns + machine.tile_end_ns
+    total = np.concatenate(([0], np.cumsum(work.cost)))
+    stop = np.cumsum(work.visits)
+    if machine.reduce_ns <= min(machine.full_ns, machine.partial_ns):
+        busy = total[stop] - total[stop - work.visits]
+        return np.where(work.visits > 0, busy + machine.reduce_ns, 0) + fixed
+    never = _Work(work.visits, np.arange(len(work.lock)), np.zeros_like(work.rank), work.cost)
+    times = _event_loop(never, machine)
+    return times["end"] - times["start"]
+
+
+def _unordered(durations: list[int], slots: int) -> int:
+    """The makespan of tickets taken in order by free slots."""
+    free = [0] * slots
+    for duration in durations:
+        heapq.heapreplace(free, free[0] + duration)
+    return max(free)

@@ -1,0 +1,335 @@
+"""The gate that every schedule passes before a launch: is it whole, and can it deadlock?
+
+Whole: every ticket once, every writer of a row with its own rank, ranks 0 to count - 1.
+
+Deadlock: tickets are taken in order, a CTA keeps its slot until its list is done, and visit e waits
+for the visit before it in its list and for the visit of the same row one rank lower.  Let
+``reach(t)`` be the latest ticket among all that ticket t waits for, directly or not.  With the
+tickets 0..k taken and no more, exactly those with reach(t) <= k can finish; so ticket k + 1 gets a
+slot if and only if P exceeds the number of t <= k with reach(t) > k.  The schedule therefore
+progresses with P resident CTAs if and only if there is no cycle and
+
+    P >= 1 + max over k of |{t <= k < reach(t)}|.
+
+The verdict does not depend on timing: what can finish only grows as work is done.
+
+With ``group`` query heads to a ticket, its list is walked once for each of them, on rows of that
+head's own.  So a visit for the second head waits for all that the ticket's visits for the first
+waited for, and those that wait for it do too: reach grows from head to head until nothing is added.
+Where every wait is for an earlier ticket it does not: any_residency holds for every group or none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cute_kernels.errors import ScheduleError, expected
+
+from ..model.machines import query_heads
+from .ranks import block_grid
+from .schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Safety:
+    """``residents``: the fewest resident CTAs with which a schedule progresses."""
+
+    residents: int
+
+    @property
+    def any_residency(self) -> bool:
+        """Progresses with any number of resident CTAs: each waits on earlier tickets only."""
+        return self.residents == 1
+
+    def __str__(self) -> str:
+        return "any_residency" if self.any_residency else f"needs({self.residents})"
+
+
+def check(schedule: Schedule, block_mask: object = None, *, group: int = 1) -> Safety:
+    """The ``Safety`` of a schedule, or a ScheduleError naming head, row, rank and tickets.
+
+    block_mask: if given, the lists are compared with it too: every block of the mask is visited,
+    and no other, partial where the mask says so.
+    group: query heads to a ticket.  More of them may need more residents; a schedule that is
+    any_residency is so for every group.
+    """
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(expected("schedule", "a Schedule", type(schedule).__name__))
+    group = query_heads(group)
+    _launched_once(schedule)
+    _rows_in_range(schedule)
+    if block_mask is not None:
+        _visits_the_mask(schedule, block_mask)
+    _ranks_are_places(schedule)
+    return Safety(_residents(schedule, group))
+
+
+def admit(
+    schedule: Schedule,
+    block_mask: object = None,
+    *,
+    group: int = 1,
+    allow_residency: int | None = None,
+) -> Safety:
+    """``check``, and ScheduleError unless the schedule is any_residency or needs no more than
+    ``allow_residency`` CTAs, which the caller promises to be resident at once."""
+    if allow_residency is not None and (
+        not isinstance(allow_residency, int)
+        or isinstance(allow_residency, bool)
+        or allow_residency < 1
+    ):
+        raise ScheduleError(expected("allow_residency", "an int >= 1", repr(allow_residency)))
+    safety = check(schedule, block_mask, group=group)
+    if not safety.any_residency and (allow_residency or 1) < safety.residents:
+        want = f"at least {safety.residents}, which schedule {schedule.name!r} needs"
+        raise ScheduleError(expected("allow_residency", want, allow_residency))
+    return safety
+
+
+def _launched_once(schedule: Schedule) -> None:
+    heads, columns = schedule.heads, schedule.num_kv_blocks
+    order = schedule.order.astype(np.int64)
+    inside = (order >= 0).all(1) & (order < (heads, columns)).all(1)
+    if not inside.all():
+        ticket = int(np.argmin(inside))
+        want = f"head in [0, {heads}) and kv block in [0, {columns})"
+        raise ScheduleError(expected(f"ticket {ticket}", want, order[ticket].tolist()))
+    flat = order[:, 0] * columns + order[:, 1]
+    times = np.bincount(flat, minlength=heads * columns)
+    if (times == 1).all():
+        return
+    if (times > 1).any():
+        pair = int(np.argmax(times > 1))
+        tickets = np.flatnonzero(flat == pair)[:2].tolist()
+        got = f"head {pair // columns} kv block {pair % columns} in tickets {tickets}"
+    else:
+        pair = int(np.argmin(times))
+        got = f"head {pair // columns} kv block {pair % columns} in none"
+    raise ScheduleError(expected("order", "every (head, kv block) in one ticket", got))
+
+
+def _entry_lists(schedule: Schedule) -> np.ndarray:
+    """int64 [E]: the list that each entry is in."""
+    return np.repeat(np.arange(len(schedule.offset) - 1), np.diff(schedule.offset))
+
+
+def _rows_in_range(schedule: Schedule) -> None:
+    rows = schedule.num_q_blocks
+    wrong = (schedule.q_block < 0) | (schedule.q_block >= rows)
+    which = _entry_lists(schedule)
+    if wrong.any():
+        entry = int(np.argmax(wrong))
+        got = f"row {schedule.q_block[entry]}, {_where(schedule, which[entry])}"
+        raise ScheduleError(expected("q_block", f"rows in [0, {rows})", got))
+    visit = which * np.int64(max(1, rows)) + schedule.q_block
+    values, times = np.unique(visit, return_counts=True)
+    if (times > 1).any():
+        twice = int(values[times > 1][0])
+        got = f"row {twice % rows} twice, {_where(schedule, twice // rows)}"
+        raise ScheduleError(expected("q_block", "each row once in a ticket", got))
+
+
+def _visits_the_mask(schedule: Schedule, block_mask: object) -> None:
+    grid = block_grid(block_mask, schedule.heads)
+    shape = (grid.num_q_blocks, grid.num_kv_blocks)
+    mine = (schedule.num_q_blocks, schedule.num_kv_blocks)
+    if shape != mine:
+        raise ScheduleError(expected("schedule", f"{shape} blocks like the mask", mine))
+    which = _entry_lists(schedule)
+    blocks = np.zeros((schedule.num_lists, *shape), np.uint8)
+    place = (which // max(1, shape[1]), schedule.q_block, which % max(1, shape[1]))
+    blocks[place] = np.where(schedule.partial, 1, 2)
+    pairs = np.unique(np.stack((schedule.list_of_head, grid.group), axis=1), axis=0)
+    for lists, group in pairs.tolist():
+        differs = np.argwhere(blocks[lists] != grid.host[group])
+        if len(differs):
+            row, column = differs[0].tolist()
+            named = ("empty", "partial", "full")
+            want = f"{named[grid.host[group, row, column]]} as in the mask"
+            at = _where(schedule, lists * shape[1] + column, grid.group == group)
+            got = named[blocks[lists, row, column]]
+            verb = " (a contributor that never visits)" if got == "empty" else ""
+            raise ScheduleError(expected(f"row {row}, {at}", want, got + verb))
+
+
+def _ranks_are_places(schedule: Schedule) -> None:
+    """Within (lists, row), ranks are 0 to count - 1, each once."""
+    rows, columns = max(1, schedule.num_q_blocks), max(1, schedule.num_kv_blocks)
+    which, rank = _entry_lists(schedule), schedule.rank.astype(np.int64)
+    row = which // columns * rows + schedule.q_block
+    count = np.bincount(row, minlength=1)[row]
+    wrong = (rank < 0) | (rank >= count)
+    if wrong.any():
+        entry = int(np.argmax(wrong))
+        at = f"rank of row {schedule.q_block[entry]}, {_where(schedule, which[entry])}"
+        want = f"in [0, {count[entry]}), as that many visit (is a contributor missing?)"
+        raise ScheduleError(expected(at, want, int(rank[entry])))
+    values, times = np.unique(row * np.int64(columns + 1) + rank, return_counts=True)
+    if (times > 1).any():
+        key = int(values[times > 1][0])
+        both = np.flatnonzero(row * np.int64(columns + 1) + rank == key)[:2]
+        at = " and ".join(_where(schedule, which[entry]) for entry in both)
+        got = f"rank {key % (columns + 1)} twice: {at}"
+        raise ScheduleError(expected(f"ranks of row {schedule.q_block[both[0]]}", "unique", got))
+
+
+def _where(schedule: Schedule, which: int, among: np.ndarray | bool = True) -> str:
+    """A list's first head (of those ``among``, bool [heads]), its column and that head's ticket."""
+    lists, column = divmod(int(which), max(1, schedule.num_kv_blocks))
+    heads = np.flatnonzero((schedule.list_of_head == lists) & among)
+    if not len(heads):
+        return f"lists {lists} kv block {column} (no head)"
+    ticket = np.flatnonzero((schedule.order == (heads[0], column)).all(1))
+    named = int(ticket[0]) if len(ticket) else "none"
+    return f"head {heads[0]} kv block {column} (ticket {named})"
+
+
+def _residents(schedule: Schedule, group: int) -> int:
+    """The P of the module's docstring; ScheduleError if the waits form a cycle."""
+    heads, columns = schedule.heads, schedule.num_kv_blocks
+    if schedule.num_tickets == 0:
+        return 1
+    ticket = np.empty((heads, columns), np.int64)
+    ticket[schedule.order[:, 0], schedule.order[:, 1]] = np.arange(schedule.num_tickets)
+    launched = np.argsort(ticket, axis=1)
+    case = np.concatenate((schedule.list_of_head[:, None], launched), axis=1)
+    names: dict[bytes, int] = {}
+    which = np.array([names.setdefault(each.tobytes(), len(names)) for each in case])
+    cases = case[np.unique(which, return_index=True)[1]]
+    rows, ranks = _padded(schedule, cases[:, :1] * columns + cases[:, 1:])
+    reach, acyclic = reached(rows, ranks, schedule.num_q_blocks, group)
+    if not acyclic.all():
+        case = int(np.argmin(acyclic))
+        head = int(np.argmax(which == case))
+        _name_a_cycle(schedule, head, cases[case, 1:], ticket[head])
+    place = np.take_along_axis(ticket, launched, axis=1)
+    last = np.take_along_axis(place, reach[which], axis=1)
+    return int(residents(place.reshape(1, -1), last.reshape(1, -1))[0])
+
+
+def _padded(schedule: Schedule, lists: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and ranks [B, N, L] of the lists [B, N], -1 past each end."""
+    start, stop = schedule.offset[lists], schedule.offset[lists + 1]
+    longest = int((stop - start).max(initial=0))
+    at = start[:, :, None] + np.arange(longest)
+    valid = at < stop[:, :, None]
+    at = np.where(valid, at, 0)
+    if not longest:
+        return at.astype(np.int32), at.astype(np.int32)
+    return np.where(valid, schedule.q_block[at], -1), np.where(valid, schedule.rank[at], -1)
+
+
+def reached(
+    rows: np.ndarray, ranks: np.ndarray, num_rows: int, group: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
+    """``(reach int64 [B, N], acyclic bool [B])`` of B independent problems.
+
+    rows, ranks: int [B, N, L], the lists of N columns in launch order, -1 past each end; ranks
+    are places already.  Each list is walked ``group`` times, on rows of the time's own.
+    reach[b, p]: the last launch place that column p waits for, its own or later, through any chain
+    of waits.
+    """
+    cases, columns, longest = rows.shape
+    reach = np.tile(np.arange(columns), (cases, 1))
+    if longest == 0:
+        return reach, np.ones(cases, bool)
+    before = _one_rank_lower(rows, ranks, num_rows)
+    # Of a flat entry, its column is entry // longest.
+    if (before % (columns * longest) // longest <= reach[:, :, None]).all():
+        return reach, np.ones(cases, bool)
+    for _ in range(group):
+        # What a list waited for the last time, each of its visits waits for this time.
+        last, reach = reach, _farthest(np.broadcast_to(reach[..., None], rows.shape), before)
+        if (reach == last).all():
+            break
+    return reach, _can_all_be_done(before)
+
+
+def _one_rank_lower(rows: np.ndarray, ranks: np.ndarray, num_rows: int) -> np.ndarray:
+    """int64 [B, N, L]: the flat entry of [B, N, L] with the same row and the rank below; itself if
+    there is none."""
+    cases, columns = rows.shape[:2]
+    entry, none = np.arange(rows.size).reshape(rows.shape), cases * num_rows * columns
+    spot = (np.arange(cases)[:, None, None] * num_rows + rows) * columns + ranks
+    spot = np.where(rows < 0, none, spot)
+    holder = np.zeros(none + 1, np.int64)
+    holder[spot] = entry
+    return np.where(ranks > 0, holder.take(spot - 1), entry)
+
+
+def _farthest(own: np.ndarray, before: np.ndarray) -> np.ndarray:
+    """int64 [B, N]: the greatest ``own`` [B, N, L] among all that each list's last visit waits
+    for."""
+    reach, farther = None, own
+    while reach is None or (farther != reach).any():
+        reach = farther
+        farther = np.maximum(reach, reach.reshape(-1).take(before))
+        _along_lists(np.maximum, farther)
+    return reach[:, :, -1]
+
+
+def _can_all_be_done(before: np.ndarray) -> np.ndarray:
+    """bool [B]: with every column resident, does every visit get its turn?  No if cyclic."""
+    first = before == np.arange(before.size).reshape(before.shape)
+    done, more = None, np.zeros(before.shape, bool)
+    while done is None or (more != done).any():
+        done = more
+        more = first | done.reshape(-1).take(before)
+        _along_lists(np.logical_and, more)
+    return done.all(axis=(1, 2))
+
+
+def _along_lists(ufunc: np.ufunc, values: np.ndarray) -> None:
+    """``ufunc.accumulate`` along the last axis, in place."""
+    if values.size < values.shape[2] * 1024:
+        ufunc.accumulate(values, axis=2, out=values)
+        return
+    for visit in range(1, values.shape[2]):
+        ufunc(values[..., visit], values[..., visit - 1], out=values[..., visit])
+
+
+def residents(ticket: np.ndarray, last: np.ndarray) -> np.ndarray:
+    """int64 [B]: 1 + the most intervals [ticket, last) that hold one point; both int64 [B, T]."""
+    cases, tickets = ticket.shape
+    first, size = np.arange(cases)[:, None] * (tickets + 1), cases * (tickets + 1)
+    begun = np.bincount((first + ticket).reshape(-1), minlength=size)
+    ended = np.bincount((first + last).reshape(-1), minlength=size)
+    rise = (begun - ended).reshape(cases, tickets + 1)
+    return 1 + np.cumsum(rise, axis=1).max(axis=1)
+
+
+def _name_a_cycle(schedule: Schedule, head: int, launched: np.ndarray, ticket: np.ndarray) -> None:
+    """Raises ScheduleError with one cycle of waits of a head that has one."""
+    waits, facts, holder = {}, {}, {}
+    first = int(schedule.list_of_head[head]) * schedule.num_kv_blocks
+    for column in launched.tolist():
+        span = range(*schedule.offset[first + column : first + column + 2].tolist())
+        for entry in span:
+            row, rank = int(schedule.q_block[entry]), int(schedule.rank[entry])
+            facts[entry] = (row, rank, int(ticket[column]))
+            holder[row, rank] = entry
+            waits[entry] = [entry - 1] if entry > span.start else []
+    for entry, (row, rank, _) in facts.items():
+        if rank:
+            waits[entry].append(holder[row, rank - 1])
+    free = [entry for entry, on in waits.items() if not on]
+    pending = {entry: len(on) for entry, on in waits.items()}
+    users = {entry: [] for entry in waits}
+    for entry, on in waits.items():
+        for earlier in on:
+            users[earlier].append(entry)
+    while free:
+        for later in users[free.pop()]:
+            pending[later] -= 1
+            if pending[later] == 0:
+                free.append(later)
+    entry = next(entry for entry, count in pending.items() if count)
+    path = []
+    while entry not in path:
+        path.append(entry)
+        entry = next(on for on in waits[entry] if pending[on])
+    steps = [facts[e] for e in path[path.index(entry) :]]
+    named = " <- ".join(f"row {row} rank {rank} (ticket {t})" for row, rank, t in steps)
+    raise ScheduleError(f"schedule: expected waits without a cycle, got head {head}: {named}")

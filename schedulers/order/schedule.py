@@ -1,0 +1,297 @@
+"""``Schedule``: the order of work of a deterministic attention backward, as data.
+
+Three decisions: the order in which (head, key block) tickets are taken, the order in which each
+ticket visits its query blocks, and the rank of each visit among all writers of that query block's
+dQ.  The ranks are the bits of dQ, the visits those of dK and dV; ``hash`` covers all three.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+
+from cute_kernels.errors import ScheduleError, expected
+
+from .. import handles
+
+FORMAT = "cute_kernels.Schedule 1"
+ARRAYS = {
+    "order": (np.int32, 2),
+    "list_of_head": (np.int32, 1),
+    "offset": (np.int32, 1),
+    "q_block": (np.int32, 1),
+    "partial": (np.bool_, 1),
+    "rank": (np.int32, 1),
+}
+_SIZES = ("num_q_blocks", "num_kv_blocks", "heads")
+_WORDS = ("block_size", "heads_in_flight", "name")
+#: A kernel loads 16 bytes at a time, in int32.
+_PIECE = 4
+
+
+class ScheduleTensors(NamedTuple):
+    """What kernels read: parts of one allocation, each on a boundary of 16 bytes; int32.
+
+    ticket        [T, 4]      (head, key block, its first entry, the end of its entries)
+    list_of_head  [heads]     which set of lists a head uses
+    offset        [S*Nb + 1]  where list ``list_of_head[head] * Nb + n`` begins in the next two
+    entry         [E]         2 * q_block + is_partial, in visiting order
+    rank          [E]         the dQ semaphore's value at which this visit may write
+    place         int64 [E]   each entry's place in a table [S, Mb, Nb]; None unless asked for
+    """
+
+    ticket: torch.Tensor
+    list_of_head: torch.Tensor
+    offset: torch.Tensor
+    entry: torch.Tensor
+    rank: torch.Tensor
+    place: torch.Tensor | None
+
+
+def frozen(array: np.ndarray) -> np.ndarray:
+    """The array in C order over bytes of its own: not even ``setflags`` makes them writable."""
+    if type(array) is np.ndarray and isinstance(array.base, bytes) and array.flags.c_contiguous:
+        return array
+    return np.ndarray(array.shape, array.dtype, buffer=array.tobytes())
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Launch order, visiting order and dQ write order of one backward pass.
+
+    With M query blocks, N key blocks, ``heads`` (batch, head) pairs (index b * H + h) and S sets
+    of lists that heads share:
+
+    order         int32 [T, 2]     (head, key block) by ticket; every pair once
+    list_of_head  int32 [heads]    in [0, S)
+    offset        int32 [S*N + 1]  list s * N + n holds entries offset[..] to offset[.. + 1]
+    q_block       int32 [E]        query blocks in visiting order, partial and full together
+    partial       bool [E]
+    rank          int32 [E]        place among the writers of (head, query block), from 0
+
+    block_size, heads_in_flight and name describe and are not hashed.  Shapes and dtypes are looked
+    at here; whether a schedule makes sense and cannot deadlock is ``check``'s to say.  The arrays
+    are copied into memory that NumPy refuses to write to, so that a hash stays true.
+    """
+
+    num_q_blocks: int
+    num_kv_blocks: int
+    heads: int
+    order: np.ndarray
+    list_of_head: np.ndarray
+    offset: np.ndarray
+    q_block: np.ndarray
+    partial: np.ndarray
+    rank: np.ndarray
+    block_size: tuple[int, int] | None = None
+    heads_in_flight: int = 0
+    name: str = "given"
+    #: Names this object in compiled graphs.
+    handle: str = field(init=False, repr=False)
+
+    def __post_init__(self):
+        for name in _SIZES:
+            least = 1 if name == "heads" else 0
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ScheduleError(expected(name, f"an int >= {least}", repr(value)))
+        for name, (dtype, rank) in ARRAYS.items():
+            array = getattr(self, name)
+            if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != rank:
+                got = f"{type(array).__name__} {getattr(array, 'dtype', '')}"
+                want = f"a {np.dtype(dtype).name} array of {rank} dimensions"
+                raise ScheduleError(expected(name, want, got))
+            object.__setattr__(self, name, frozen(array))
+        self._shapes()
+        object.__setattr__(self, "handle", handles.register(self))
+
+    def __reduce__(self):
+        """Made anew: what is unpickled is looked at, and is as immutable as what was pickled."""
+        return type(self), tuple(getattr(self, part.name) for part in fields(self) if part.init)
+
+    def __copy__(self) -> Schedule:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> Schedule:
+        return self
+
+    def _shapes(self) -> None:
+        if self.order.shape[1:] != (2,):
+            raise ScheduleError(expected("order", "shape [tickets, 2]", list(self.order.shape)))
+        entries = len(self.q_block)
+        for name in ("partial", "rank"):
+            if getattr(self, name).shape != (entries,):
+                got = list(getattr(self, name).shape)
+                raise ScheduleError(expected(name, f"shape [{entries}] like q_block", got))
+        first, last = (self.offset[0], self.offset[-1]) if len(self.offset) else (-1, -1)
+        wanted = (len(self.offset) - 1) % max(1, self.num_kv_blocks) == 0
+        if not wanted or first != 0 or last != entries or (np.diff(self.offset) < 0).any():
+            want = f"[S * {self.num_kv_blocks} + 1] values rising from 0 to {entries}"
+            raise ScheduleError(expected("offset", want, f"{len(self.offset)} values"))
+        if self.list_of_head.shape != (self.heads,):
+            raise ScheduleError(
+                expected("list_of_head", f"shape [{self.heads}]", list(self.list_of_head.shape))
+            )
+        if self.list_of_head.min() < 0 or self.list_of_head.max() >= self.num_lists:
+            want = f"values in [0, {self.num_lists})"
+            raise ScheduleError(expected("list_of_head", want, self.list_of_head.tolist()))
+
+    @property
+    def num_lists(self) -> int:
+        """S: the sets of lists."""
+        columns = self.num_kv_blocks
+        return (len(self.offset) - 1) // columns if columns else int(self.list_of_head.max()) + 1
+
+    @property
+    def num_tickets(self) -> int:
+        return len(self.order)
+
+    @cached_property
+    def list_of_ticket(self) -> np.ndarray:
+        """int64 [T]: the list that each ticket walks."""
+        head, column = self.order.T
+        column = column.astype(np.int64)
+        if self.num_lists == 1:
+            return frozen(column)
+        return frozen((self.list_of_head * np.int64(self.num_kv_blocks)).take(head) + column)
+
+    def tickets(self) -> Iterator[tuple[int, int, list[tuple[int, bool, int]]]]:
+        """Yields ``(head, kv_block, [(q_block, is_partial, rank), ...])`` in launch order."""
+        entries = list(
+            zip(self.q_block.tolist(), self.partial.tolist(), self.rank.tolist(), strict=True)
+        )
+        offset = self.offset.tolist()
+        lists = self.list_of_ticket.tolist()
+        for (head, column), which in zip(self.order.tolist(), lists, strict=True):
+            yield head, column, entries[offset[which] : offset[which + 1]]
+
+    def tensors(self, device: torch.device | str, places: bool = False) -> ScheduleTensors:
+        """The kernel's tensors on a device, by one copy that is ordered on its current stream.
+
+        ``places``: with ``place``.  Build them once and keep them.
+        """
+        host = torch.from_numpy(self._with_places if places else self._without_places)
+        # Pageable memory has been read when this returns, and nothing writes to it.
+        held = host.to(device, non_blocking=True, copy=True)
+        ticket, *parts = (held[begin:end] for begin, end in self._spans(places))
+        place = parts.pop().view(torch.int64) if places else None
+        return ScheduleTensors(ticket.view(-1, 4), *parts, place)
+
+    @cached_property
+    def _without_places(self) -> np.ndarray:
+        return self._packed(False)
+
+    @cached_property
+    def _with_places(self) -> np.ndarray:
+        return self._packed(True)
+
+    def _packed(self, places: bool) -> np.ndarray:
+        """int32: all of ``tensors``, on the host."""
+        spans = self._spans(places)
+        words = np.zeros(spans[-1][1], np.int32)
+        ticket, list_of_head, offset, entry, rank, *place = (words[slice(*s)] for s in spans)
+        # Pairs of int32 are moved as one int64.
+        pairs = ticket.view(np.int64).reshape(-1, 2)
+        pairs[:, 0] = self.order.view(np.int64)[:, 0]
+        span = np.stack((self.offset[:-1], self.offset[1:]), axis=1).view(np.int64)[:, 0]
+        pairs[:, 1] = span.take(self.list_of_ticket)
+        list_of_head[:] = self.list_of_head
+        offset[:] = self.offset
+        np.multiply(self.q_block, 2, out=entry)
+        entry += self.partial
+        rank[:] = self.rank
+        if places:
+            rows, columns = self.num_q_blocks, self.num_kv_blocks
+            which = np.arange(len(span))
+            top = which + which // max(1, columns) * ((rows - 1) * columns)
+            at = place[0].view(np.int64)
+            np.multiply(self.q_block, columns, out=at, dtype=np.int64)
+            at += np.repeat(top, np.diff(self.offset))
+        return words
+
+    def _spans(self, places: bool) -> list[tuple[int, int]]:
+        """(begin, end) of each of ``tensors`` in its allocation, in int32."""
+        entries = len(self.q_block)
+        sizes = [4 * self.num_tickets, self.heads, len(self.offset), entries, entries]
+        sizes += [2 * entries] * places
+        spans, begin = [], 0
+        for size in sizes:
+            spans.append((begin, begin + size))
+            begin += -(-size // _PIECE) * _PIECE
+        return spans
+
+    @cached_property
+    def hash(self) -> str:
+        """64 hex digits.  Equal hashes: the same order, visits and ranks, so the same bits."""
+        digest = hashlib.sha256(FORMAT.encode())
+        digest.update(repr([getattr(self, name) for name in _SIZES]).encode())
+        for name in ARRAYS:
+            array = getattr(self, name)
+            digest.update(f"{name} {array.shape}".encode())
+            digest.update(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
+        return digest.hexdigest()
+
+    def to_json(self) -> str:
+        """One JSON object; ``from_json`` gives a schedule with the same hash."""
+        words = {"format": FORMAT, "hash": self.hash}
+        words |= {name: getattr(self, name) for name in _SIZES + _WORDS}
+        words |= {name: getattr(self, name).tolist() for name in ARRAYS}
+        return json.dumps(words)
+
+    @classmethod
+    def from_json(cls, text: str) -> Schedule:
+        """The schedule of ``to_json``; ScheduleError if the text is not one, or was changed."""
+        try:
+            words = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ScheduleError(expected("text", "a JSON schedule", str(error))) from None
+        return cls._restore(words if isinstance(words, dict) else {}, "text")
+
+    def save(self, path: str | Path) -> None:
+        """Writes a compressed ``.npz`` file, exactly at ``path``."""
+        words = {name: getattr(self, name) for name in _SIZES + _WORDS}
+        words |= {"format": FORMAT, "hash": self.hash}
+        with open(path, "wb") as file:
+            arrays = {name: getattr(self, name) for name in ARRAYS}
+            np.savez_compressed(file, words=np.array(json.dumps(words)), **arrays)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Schedule:
+        """The schedule of ``save``; ScheduleError if the file is not one, or was changed."""
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                words = json.loads(str(file["words"])) | {name: file[name] for name in ARRAYS}
+        except (ValueError, KeyError, TypeError, EOFError, BadZipFile, zlib.error) as error:
+            raise ScheduleError(expected("path", "a schedule's .npz file", str(error))) from None
+        return cls._restore(words, str(path))
+
+    @classmethod
+    def _restore(cls, words: dict, source: str) -> Schedule:
+        missing = {"format", "hash", *(f.name for f in fields(cls) if f.init)} - set(words)
+        if missing or words["format"] != FORMAT:
+            got = f"no {sorted(missing)}" if missing else repr(words["format"])
+            raise ScheduleError(expected(source, f"a schedule in format {FORMAT!r}", got))
+        values = {name: words[name] for name in _SIZES + _WORDS}
+        if values["block_size"] is not None:
+            values["block_size"] = tuple(values["block_size"])
+        for name, (dtype, rank) in ARRAYS.items():
+            try:
+                array = np.asarray(words[name], dtype=dtype)
+            except (ValueError, TypeError, OverflowError) as error:
+                want = f"{np.dtype(dtype).name} values"
+                raise ScheduleError(expected(name, want, str(error))) from None
+            values[name] = array.reshape(0, 2) if rank == 2 and array.size == 0 else array
+        schedule = cls(**values)
+        if schedule.hash != words["hash"]:
+            raise ScheduleError(expected(source, f"hash {words['hash']}", schedule.hash))
+        return schedule

@@ -1,0 +1,1 @@
+"""Schedules for readers: rows, pictures, quality, fitted constants."""

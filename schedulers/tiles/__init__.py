@@ -1,0 +1,1 @@
+"""Which tile is next: rasters and tickets, host and device halves."""

@@ -1,0 +1,390 @@
+"""Block masks: every constructor is exact, on every size, in compact lists, both ways."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import struct
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cute_kernels.schedulers import BlockMask
+from cute_kernels.schedulers.masks import rules
+from cute_kernels.schedulers.masks.bits import unpack
+from cute_kernels.schedulers.masks.document import SameDocument, document_ids
+from tests.schedulers.masks import oracle as oracle
+
+
+@pytest.mark.parametrize("block_size", oracle.BLOCK_SIZES)
+def test_every_constructor_equals_brute_force(block_size):
+    oracle.battery(block_size, seed=7, count=12)
+
+
+def test_tiny_chunks_change_nothing(monkeypatch):
+    monkeypatch.setattr(rules, "CHUNK", 700)
+    oracle.battery((16, 32), seed=8, count=3)
+
+
+def test_every_window_of_small_lengths_has_one_rule():
+    """All sides up to past the ends.  Windows of equal elements have equal hashes, and no others:
+    a bound that holds for every element is left out."""
+    sides = [None, *range(6)]
+    for q_len, kv_len in ((1, 1), (1, 4), (4, 1), (3, 3), (2, 4), (4, 2)):
+        elements, hashes = {}, {}
+        q, kv = np.ogrid[:q_len, :kv_len]
+        distance = kv - q - (kv_len - q_len)
+        for left, right in itertools.product(sides, sides):
+            dense = np.ones((1, 1, q_len, kv_len), bool)
+            dense &= True if left is None else distance >= -left
+            dense &= True if right is None else distance <= right
+            mask = BlockMask.sliding_window(q_len, kv_len, left=left, right=right, block_size=2)
+            assert np.array_equal(mask.to_dense().numpy(), dense), (q_len, kv_len, left, right)
+            elements.setdefault(dense.tobytes(), set()).add(mask.hash())
+            hashes.setdefault(mask.hash(), set()).add(dense.tobytes())
+        assert {len(found) for found in (*elements.values(), *hashes.values())} == {1}
+
+
+def small_rules(q_len, kv_len, rng):
+    """(rule, the same by NumPy on (batch, query, key)) of every leaf."""
+    for lo, hi in itertools.product([None, -2, 0, 1], [None, -1, 0, 2]):
+
+        def band(b, q, kv, lo=lo, hi=hi):
+            return (lo is None or kv - q >= lo) & (hi is None or kv - q <= hi)
+
+        yield rules.Band(lo, hi), np.vectorize(band)
+    for step in (1, 2, 3):
+        for phase in range(step):
+            yield (
+                rules.Dilated(step, phase),
+                lambda b, q, kv, step=step, phase=phase: (kv - q) % step == phase,
+            )
+    length = rng.integers(0, kv_len + 1, 2).astype(np.int32)
+    yield rules.Prefix(torch.from_numpy(length)), lambda b, q, kv: kv < length[b]
+    if q_len == kv_len:
+        for ids in documents(rng, 2, q_len):
+            rule = SameDocument(document_ids(torch.from_numpy(ids)))
+            yield rule, lambda b, q, kv, ids=ids: ids[b, q] == ids[b, kv]
+
+
+def documents(rng, batch, length):
+    """int64 ids [batch, length]: each batch in runs, scattered or one document, in any mixture."""
+    kinds = {
+        "runs": lambda: np.sort(rng.integers(0, 4, length)),
+        "scattered": lambda: rng.integers(0, 5, length),
+        "one": lambda: np.full(length, 3),
+    }
+    for mixture in itertools.product(kinds, repeat=batch):
+        yield np.stack([kinds[kind]() for kind in mixture])
+
+
+def test_every_rule_knows_the_class_of_every_small_block():
+    """Blocks down to one element, where what is partial elsewhere is full."""
+    rng = np.random.default_rng(31)
+    for q_len, kv_len in ((5, 5), (4, 6), (6, 3)):
+        for block_size in ((1, 1), (1, 2), (2, 1), (3, 2)):
+            grid = rules.Grid(q_len, kv_len, block_size)
+            shape = (2, grid.num_q_blocks)
+            b, m = (torch.from_numpy(part.reshape(-1)) for part in np.indices(shape))
+            for rule, allowed in small_rules(q_len, kv_len, rng):
+                dense = oracle.dense_of(
+                    lambda b, h, q, kv, allowed=allowed: allowed(b, q, kv), q_len, kv_len, 2
+                )
+                want = oracle.block_lists(dense, block_size)
+                want = oracle.classes(want, grid.num_kv_blocks)
+                got = rule.classify(grid, b, torch.zeros_like(b), m)
+                assert np.array_equal(got.numpy(), want), (rule, q_len, kv_len, block_size)
+
+
+@pytest.mark.parametrize("chunk", [1, 9])
+def test_documents_of_every_mixture_in_small_chunks(monkeypatch, chunk):
+    """Scattered documents are looked at a few at a time, down to one."""
+    monkeypatch.setattr(rules, "CHUNK", chunk)
+    rng = np.random.default_rng(chunk)
+    for ids in documents(rng, 3, 11):
+        mask = BlockMask.document(torch.from_numpy(ids), block_size=(4, 3))
+        same = ids[:, None, :, None] == ids[:, None, None, :]
+        oracle.check_exact(mask, same, (4, 3))
+
+
+@pytest.mark.parametrize("block_size", oracle.BLOCK_SIZES)
+def test_and_or_equal_the_dense_ones(block_size):
+    for q_len, _, rng in oracle.draw_sizes(11, 3, block_size, square=True):
+        size = {"block_size": block_size}
+        dense = torch.from_numpy(rng.random((1, 2, q_len, q_len)) < rng.choice([0.01, 0.6, 0.999]))
+        ids = torch.from_numpy(np.sort(rng.integers(0, 5, (2, q_len)), axis=1))
+        masks = [
+            BlockMask.causal(q_len, q_len, **size),
+            BlockMask.sliding_window(q_len, q_len, left=37, right=5, **size),
+            BlockMask.dilated_window(q_len, q_len, left=90, right=0, dilation=3, **size),
+            BlockMask.document(ids, **size),
+            BlockMask.prefix_lm(q_len, q_len, prefix=q_len // 3, **size),
+            BlockMask.from_dense(dense, **size),
+        ]
+        for i, a in enumerate(masks):
+            for b in masks[i + 1 :]:
+                both, either = a.to_dense() & b.to_dense(), a.to_dense() | b.to_dense()
+                oracle.check_exact(a & b, both.numpy(), block_size)
+                oracle.check_exact(a | b, either.numpy(), block_size)
+        x, y, z = masks[0], masks[3], masks[5]
+        dense = (x.to_dense() & y.to_dense()) | z.to_dense()
+        oracle.check_exact((x & y) | z, dense.numpy(), block_size)
+
+
+def test_or_of_partial_blocks_can_be_full_and_and_can_be_empty():
+    upper = BlockMask.sliding_window(64, 64, left=0, right=None, block_size=64)
+    lower = BlockMask.causal(64, 64, block_size=64)
+    assert not bool(upper.kv_full.any()) and not bool(lower.kv_full.any())
+    assert (upper | lower).num_full == 1
+    even = BlockMask.dilated_window(64, 64, left=None, right=None, dilation=2, block_size=64)
+    odd = torch.from_numpy(np.add.outer(np.arange(64), np.arange(64)) % 2 == 1)
+    assert (even & BlockMask.from_dense(odd, block_size=64)).num_blocks == 0
+    assert (even | BlockMask.from_dense(odd, block_size=64)).num_full == 1
+
+
+@pytest.mark.parametrize("other", [(64, 128), (32, 32), (48, 80), (256, 512)])
+def test_reblock_keeps_the_elements(other):
+    rng = np.random.default_rng(3)
+    dense = rng.random((1, 2, 300, 410)) < 0.01
+    dense[:, 1, 64:192] = True
+    mask = BlockMask.from_dense(torch.from_numpy(dense), block_size=(128, 128))
+    oracle.check_exact(mask.reblock(other), dense, other)
+    again = BlockMask.from_dense(torch.from_numpy(dense), block_size=other)
+    assert mask.reblock(other).hash() == again.hash()
+    assert mask.reblock(other).reblock((128, 128)).hash() == mask.hash()
+    joined = mask | BlockMask.causal(300, 410)
+    oracle.check_exact(joined.reblock(other), joined.to_dense().numpy(), other)
+
+
+def test_lengths_of_zero_and_empty_rows_and_columns():
+    for q_len, kv_len in ((0, 0), (0, 300), (300, 0)):
+        masks = [
+            BlockMask.causal(q_len, kv_len),
+            BlockMask.prefix_lm(q_len, kv_len, prefix=0),
+            BlockMask.dilated_window(q_len, kv_len, left=5, right=5, dilation=2),
+            BlockMask.from_dense(torch.zeros(q_len, kv_len, dtype=torch.bool)),
+        ]
+        for mask in masks:
+            oracle.check_exact(mask, np.zeros((1, 1, q_len, kv_len), dtype=bool), (128, 128))
+        oracle.check_exact(masks[0] & masks[3], masks[0].to_dense().numpy(), (128, 128))
+    empty = BlockMask.document(cu_seqlens=torch.tensor([0, 0, 0]))
+    oracle.check_exact(empty, np.zeros((1, 1, 0, 0), dtype=bool), (128, 128))
+    oracle.check_exact(
+        BlockMask.document(torch.zeros(2, 0, dtype=torch.int64)),
+        np.zeros((2, 1, 0, 0), dtype=bool),
+        (128, 128),
+    )
+    # 300 queries, 40 keys: the first 260 queries see nothing.
+    short = BlockMask.causal(300, 40, block_size=(64, 16))
+    assert short.kv_count.flatten().tolist() == [0, 0, 0, 0, 3]
+    holes = torch.zeros(200, 200, dtype=torch.bool)
+    holes[:64, 130:140] = True
+    mask = BlockMask.from_dense(holes, block_size=64)
+    assert mask.kv_count.flatten().tolist() == [1, 0, 0, 0]
+    assert mask.q_count.flatten().tolist() == [0, 0, 1, 0]
+
+
+def test_lists_are_compact():
+    window = BlockMask.sliding_window(8192, 8192, left=1024, right=0)
+    assert window.kv_index.shape == (1, 1, 64, 9) and window.q_index.shape == (1, 1, 64, 9)
+    assert BlockMask.causal(8192, 8192).kv_index.shape == (1, 1, 64, 64)
+
+
+@pytest.mark.parametrize("block_size", oracle.BLOCK_SIZES)
+def test_chosen_blocks_with_and_without_a_rule(block_size):
+    for q_len, kv_len, rng in oracle.draw_sizes(5, 4, block_size):
+        grid = rules.Grid(q_len, kv_len, block_size)
+        chosen = rng.random((2, 3, grid.num_q_blocks, grid.num_kv_blocks)) < 0.5
+        dense = chosen.repeat(block_size[0], axis=2)[:, :, :q_len]
+        dense = dense.repeat(block_size[1], axis=3)[..., :kv_len]
+        count = torch.from_numpy(chosen.sum(-1)).int()
+        index = torch.full((*count.shape, grid.num_kv_blocks + 2), 77, dtype=torch.int32)
+        for at in np.ndindex(*count.shape):
+            cols = np.flatnonzero(chosen[at])
+            index[at][: len(cols)] = torch.from_numpy(cols)
+        mask = BlockMask.from_blocks(count, index, q_len, kv_len, block_size=block_size)
+        oracle.check_exact(mask, dense, block_size)
+        assert mask.num_full == mask.num_blocks
+
+        causal = BlockMask.causal(q_len, kv_len, block_size)
+        both = BlockMask.from_blocks(
+            count, index, q_len, kv_len, block_size=block_size, rule=causal.rule
+        )
+        oracle.check_exact(both, dense & causal.to_dense().numpy(), block_size)
+        # Inside a partial block nothing but the rule is left to evaluate.
+        assert both.partial_rule.digest() == causal.rule.digest()
+
+
+def test_split_lists_hold_the_same_blocks():
+    rng = np.random.default_rng(2)
+    dense = torch.from_numpy(rng.random((2, 2, 200, 330)) < 0.99)
+    dense[0, 1, :64] = True
+    mask = BlockMask.from_dense(dense, block_size=(64, 32))
+    for side in ("kv", "q"):
+        count, index, full = (getattr(mask, f"{side}_{k}") for k in ("count", "index", "full"))
+        rank = torch.arange(index.numel(), dtype=torch.int32).view(index.shape)
+        halves = mask.split(side, rank)
+        assert halves.partial_index.shape == halves.partial_value.shape
+        assert halves.full_index.shape == halves.full_value.shape
+        assert halves.partial_index.shape[-1] == int(halves.partial_count.max())
+        for at in np.ndindex(*count.shape):
+            n = int(count[at])
+            rows = list(zip(index[at][:n], rank[at][:n], full[at][:n], strict=True))
+            for name, keep in (("partial", False), ("full", True)):
+                want = [(int(i), int(r)) for i, r, f in rows if bool(f) == keep]
+                k = int(getattr(halves, f"{name}_count")[at])
+                got_index = getattr(halves, f"{name}_index")[at][:k].tolist()
+                got_value = getattr(halves, f"{name}_value")[at][:k].tolist()
+                assert list(zip(got_index, got_value, strict=True)) == want
+
+
+def test_tiles_point_at_the_bits_of_each_entry():
+    rng = np.random.default_rng(6)
+    dense = torch.from_numpy(rng.random((2, 1, 200, 330)) < 0.995)
+    dense[0, :, :64, :96] = True
+    dense[1, :, 64:128, 32:] = False
+    mask = BlockMask.from_dense(dense, block_size=(64, 32))
+    both = mask & BlockMask.causal(200, 330, (64, 32))
+    (bits,) = (part for part in both.rule.parts if part.tensors())
+    for side, masks in (("kv", (mask, both)), ("q", (mask, both))):
+        for at in masks:
+            tiles = at.tiles(bits, side)
+            count, index, _ = at.lists(side)
+            assert tiles.shape == index.shape and tiles.dtype == torch.int32
+            seen = set()
+            for b, h, r, i in np.ndindex(*index.shape):
+                tile = int(tiles[b, h, r, i])
+                if i >= int(count[b, h, r]):
+                    assert tile == -1
+                    continue
+                m, n = (r, int(index[b, h, r, i]))[:: 1 if side == "kv" else -1]
+                block = dense[b, h, 64 * m : 64 * m + 64, 32 * n : 32 * n + 32]
+                assert (tile == -1) == bool(block.all())
+                if tile >= 0:
+                    rows, cols = block.shape
+                    stored = unpack(bits.words[tile][None], 32)[0]
+                    assert np.array_equal(stored[:rows, :cols].numpy(), block.numpy())
+                    seen.add(tile)
+            if at is mask:
+                assert seen == set(range(bits.words.shape[0]))
+
+
+def test_hash_is_of_the_mask_and_not_of_how_it_was_written():
+    causal = BlockMask.causal(300, 420)
+    ids = torch.tensor([5] * 100 + [9] * 120 + [-1] * 80)
+    document = BlockMask.document(ids)
+    square = BlockMask.causal(300, 300)
+    same = [
+        (causal, BlockMask.causal(300, 420, (128, 128), device="cpu")),
+        (causal, BlockMask.sliding_window(300, 420, left=None, right=0)),
+        (causal, BlockMask.sliding_window(300, 420, left=10**6, right=0)),
+        (causal, causal & BlockMask.full(300, 420)),
+        (causal, causal | causal),
+        (causal, BlockMask.dilated_window(300, 420, left=None, right=0, dilation=1)),
+        (document, BlockMask.document(cu_seqlens=torch.tensor([0, 100, 220, 220, 300]))),
+        (document & square, square & document),
+        (document | square, square | document),
+        ((document & square) & document, document & (square & document)),
+        (
+            BlockMask.prefix_lm(300, 420, prefix=17),
+            BlockMask.prefix_lm(300, 420, prefix=torch.tensor([17])),
+        ),
+    ]
+    for a, b in same:
+        assert a.hash() == b.hash() and a.block_hash() == b.block_hash()
+    dense = causal.to_dense()
+    flipped = dense.clone()
+    flipped[0, 0, 200, 300] ^= True
+    different = [
+        causal,
+        BlockMask.causal(300, 421),
+        BlockMask.causal(301, 421),
+        BlockMask.causal(300, 420, (64, 128)),
+        BlockMask.causal(300, 420, (128, 64)),
+        BlockMask.sliding_window(300, 420, left=None, right=1),
+        BlockMask.sliding_window(300, 420, left=300, right=0),
+        BlockMask.prefix_lm(300, 420, prefix=17),
+        BlockMask.prefix_lm(300, 420, prefix=18),
+        BlockMask.prefix_lm(300, 420, prefix=torch.tensor([17, 17])),
+        document,
+        document & square,
+        document | square,
+        BlockMask.from_dense(dense),
+        BlockMask.from_dense(flipped),
+        BlockMask.from_dense(dense.expand(1, 2, -1, -1)),
+        BlockMask.from_dense(dense.expand(2, 1, -1, -1)),
+    ]
+    assert len({mask.hash() for mask in different}) == len(different)
+    # Schedules depend on the blocks only: a rule that moves no block moves no block hash.
+    assert different[7].block_hash() == different[8].block_hash()
+    assert causal.block_hash() == BlockMask.from_dense(dense).block_hash()
+
+
+def test_hash_is_the_documented_serialisation():
+    mask = BlockMask.causal(300, 420)
+    rows = oracle.block_lists(mask.to_dense().numpy(), (128, 128))
+    entries = [entry for row in rows for entry in row]
+    text = b"cute_kernels.BlockMask 1 (300, 420, (128, 128), (1, 1))"
+    text += struct.pack(f"<{len(rows)}i", *(len(row) for row in rows))
+    text += struct.pack(f"<{len(entries)}i", *(col for col, _ in entries))
+    text += bytes(full for _, full in entries)
+    assert mask.block_hash() == hashlib.sha256(text).hexdigest()
+    text += hashlib.sha256(b"Band(lo=None, hi=120)").digest()
+    assert mask.hash() == hashlib.sha256(text).hexdigest()
+
+
+def test_repr_and_facts():
+    mask = BlockMask.causal(1000, 1000)
+    text = repr(mask)
+    for part in ("q_len=1000", "block_size=(128, 128)", "36 of 64", "28 full, 8 partial", "hi=0"):
+        assert part in text
+    assert mask.density() == 36 / 64 and mask.device == torch.device("cpu")
+    assert mask.to("cpu") is mask
+
+
+class LargestTensor(TorchDispatchMode):
+    """The largest number of elements of any tensor that an operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(value, torch.Tensor):
+                # Expanded views have no memory of their own.
+                self.numel = max(self.numel, value.untyped_storage().nbytes() // value.itemsize)
+        return out
+
+
+def test_no_temporary_above_the_stated_size():
+    with LargestTensor() as largest:
+        mask = BlockMask.sliding_window(1 << 19, 1 << 19, left=1024, right=0)
+    assert mask.num_q_blocks * mask.num_kv_blocks == 4 * rules.CHUNK
+    assert mask.num_blocks == 4096 * 9 - 36
+    assert largest.numel <= rules.CHUNK
+    with LargestTensor() as largest:
+        ids = torch.arange(1 << 17) // 1000
+        mask = BlockMask.document(ids) & BlockMask.causal(1 << 17, 1 << 17)
+    # 248 blocks hold a document's edge on the diagonal: 4 M elements looked at, in chunks.
+    assert 1000 < mask.num_blocks < 10000
+    assert largest.numel <= rules.CHUNK
+
+
+def test_causal_512_by_512_blocks_takes_less_than_50_ms_on_one_core():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        times = []
+        for _ in range(10):
+            start = time.process_time()
+            mask = BlockMask.causal(65536, 65536)
+            times.append(time.process_time() - start)
+    finally:
+        torch.set_num_threads(threads)
+    assert mask.num_blocks == 512 * 513 // 2
+    assert min(times) < 0.05

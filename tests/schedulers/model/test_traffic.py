@@ -1,0 +1,183 @@
+"""What leaves L2: the estimate against an exact cache, and against what was measured."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+
+from cute_kernels.schedulers.masks.mask import BlockMask
+from cute_kernels.schedulers.model import candidates, selection
+from cute_kernels.schedulers.model import simulation as module
+from cute_kernels.schedulers.model.lockstep import exact_for
+from cute_kernels.schedulers.model.machines import machine
+from cute_kernels.schedulers.model.simulation import simulate
+from cute_kernels.schedulers.model.traffic import Gaps, memory_ns
+from cute_kernels.schedulers.order import kinds
+from cute_kernels.schedulers.order.ranks import block_grid
+from cute_kernels.schedulers.order.safety import check
+
+OURS = machine("cute_sm90_d128")
+
+
+def plan_of(grid, kind: str, walk: str) -> tuple[list, int]:
+    plans = candidates.named_plans(grid, selection.WALKS, shortest=True)
+    return plans, next(i for i, plan in enumerate(plans) if (plan.kind, plan.walk) == (kind, walk))
+
+
+def missed(schedule, told, group: int, tiles: int) -> int:
+    """Visits that find their tile gone from a cache of the ``tiles`` latest, one by one."""
+    scaled, per_block = told.for_blocks(schedule.block_size)
+    lock = module._work(schedule, scaled, per_block, group).lock
+    order = np.argsort(simulate(schedule, told, group=group).landed_ns, kind="stable")
+    cache, count = OrderedDict(), 0
+    for tile in lock[order].tolist():
+        count += tile not in cache
+        cache[tile] = None
+        cache.move_to_end(tile)
+        if len(cache) > tiles:
+            cache.popitem(last=False)
+    return count
+
+
+@pytest.mark.parametrize("flight", [1, 4])
+@pytest.mark.parametrize(("kind", "walk"), [("spt", "ascending"), ("left_to_right", "descending")])
+def test_what_leaves_the_cache_is_near_what_leaves_an_exact_one(kind, walk, flight, monkeypatch):
+    monkeypatch.setattr(candidates, "_TOLD", 1000)
+    mask, heads, group = BlockMask.causal(2048, 2048), 24, 4
+    grid = block_grid(mask, heads)
+    schedule = kinds.KINDS[kind](mask, heads=heads, heads_in_flight=flight, walk=walk)
+    visits = simulate(schedule, OURS, group=group).visits.sum()
+    for tiles in (192, 320, 512):
+        told = machine("cute_sm90_d128", l2_tiles=tiles, fetch_ns=0, fetch_wait_ns=1)
+        case = candidates.Case(grid, *told.for_blocks(grid.block_size), flight, group)
+        fetched = case.memory_ns(*plan_of(grid, kind, walk), 0) / visits
+        exact = missed(schedule, OURS, group, tiles) / visits
+        assert abs(fetched - exact) < 0.12, (tiles, fetched, exact)
+        # These drift apart over the group; those walk down from the last row together.
+        assert (exact > 0.45) == (kind == "spt")
+
+
+def test_first_writers_are_always_fetched_and_near_ones_never():
+    """Two tickets of three tiles: the second writes each 10 ticks after the first."""
+    gaps = Gaps()
+    for before in (0, 10):
+        turn = np.full((4, 1, 1), before, np.int32)
+        gaps.read(turn)
+        turn += np.int32(10)
+        gaps.write(None, None, None, (None, turn), np.array([3]), 1)
+    assert gaps.fetched(3, 20) == 0.5
+    assert gaps.fetched(1, 20) == 1.0
+    assert Gaps().fetched(3, 20) == 0.0
+
+
+def test_memory_adds_a_wait_each_or_takes_longer_than_all_else():
+    told = machine(fetch_ns=30, fetch_wait_ns=2)
+    assert memory_ns(told, 100, 5000) == 200
+    assert memory_ns(told, 1000, 5000) == 25000
+    assert memory_ns(told, 0, 5000) == 0
+
+
+# Causal, D = 128, 4 query heads to each KV head, one H200: tokens, KV heads, kind, walk, heads in
+# flight, measured ordered us less what the kernels before and after take (docs/notes).
+MEASURED = [
+    (4096, 64, "spt", "ascending", 1, 5352),
+    (4096, 64, "spt", "ascending", 8, 7195),
+    (4096, 64, "spt", "descending", 1, 5419),
+    (4096, 64, "spt", "descending", 8, 6640),
+    (4096, 64, "left_to_right", "descending", 1, 8035),
+    (4096, 64, "left_to_right", "descending", 8, 6273),
+    (8192, 16, "spt", "ascending", 1, 5394),
+    (8192, 16, "spt", "ascending", 8, 7381),
+    (8192, 16, "spt", "descending", 1, 5544),
+    (8192, 16, "spt", "descending", 8, 7319),
+    (8192, 16, "left_to_right", "descending", 1, 7764),
+    (8192, 16, "left_to_right", "descending", 8, 5460),
+]
+
+
+def predicted_us(tokens: int, heads: int, kind: str, walk: str, flight: int) -> float:
+    """Time and memory; ``simulate`` says the same time."""
+    mask = BlockMask.causal(tokens, tokens)
+    grid = block_grid(mask, heads)
+    case = candidates.Case(grid, *OURS.for_blocks(grid.block_size), flight, 4)
+    schedule = kinds.KINDS[kind](mask, heads=heads, heads_in_flight=flight, walk=walk)
+    time = simulate(schedule, OURS, group=4).makespan_ns
+    return (time + case.memory_ns(*plan_of(grid, kind, walk), time)) / 1e3
+
+
+def test_time_and_memory_rank_as_what_was_measured():
+    """The wait for a tile is between that of causal and of random masks, so causal rows that miss
+    L2 in part are put too high; what is found best is, within 2%."""
+    told = {row: predicted_us(*row[:5]) for row in MEASURED}
+    for row, us in told.items():
+        assert 0.93 * row[-1] < us < 1.26 * row[-1], row
+    for tokens in (4096, 8192):
+        rows = [row for row in MEASURED if row[0] == tokens]
+        best = min(row[-1] for row in rows)
+        assert min(rows, key=told.get)[-1] <= 1.02 * best < max(rows, key=told.get)[-1]
+
+
+def documents(lengths: list[int]) -> BlockMask:
+    return BlockMask.document(
+        torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    )
+
+
+def grouped(mask, heads: int, told) -> selection.Selection:
+    selection._cache.clear()
+    return selection.select(mask, heads=heads, machine=told, group=4)
+
+
+@pytest.mark.parametrize("name", ["cute_sm90_d128", "cute_sm90_d64"])
+def test_documents_with_a_group_wait_for_no_longer_column(name):
+    """A block that two documents share has the longest column.  One head after another, those of
+    its documents that come later in the order wait for it in every head; so it comes last.
+    More heads in flight would hide it."""
+    mask = documents([1500, 900, 1700, 1100, 1300, 1644])
+    told = machine(name, max_heads_in_flight=2)
+    chosen = grouped(mask, 16, told)
+    result = simulate(chosen.schedule, told, group=4)
+    assert check(chosen.schedule, mask).any_residency
+    assert result.makespan_ns == chosen.predicted_ns >= chosen.bound.lower_ns
+    assert chosen.schedule.name.startswith("shortest_first") and result.ratio < 1.1
+    for kind in ("spt", "left_to_right", "lpt"):
+        for walk in ("ascending", "descending"):
+            other = kinds.KINDS[kind](mask, heads=16, heads_in_flight=2, walk=walk)
+            assert simulate(other, told, group=4).ratio > result.ratio + 0.05, (kind, walk)
+
+
+def test_the_choice_is_no_worse_than_any_plan_without_a_tail():
+    chosen = grouped(BlockMask.causal(2048, 2048), 24, OURS)
+    told = [trial for trial in chosen.trials if trial.memory_ns is not None]
+    best = min(told, key=lambda trial: trial.predicted_ns + trial.memory_ns)
+    flight, name = chosen.schedule.heads_in_flight, chosen.schedule.name
+    # "kind, last n kind (walk, walk)": without its tail, if it has one.
+    kind, walk = name.split(" (")[0].split(",")[0], name.split(" (")[1].split(",")[0].strip(")")
+    (own,) = (t for t in told if (t.kind, t.walk, t.heads_in_flight) == (kind, walk, flight))
+    assert chosen.predicted_ns + own.memory_ns <= best.predicted_ns + best.memory_ns
+    assert len({trial.heads_in_flight for trial in chosen.trials}) > 1
+    assert " memory" in str(chosen) and "<-" in str(chosen)
+    assert grouped(BlockMask.causal(2048, 2048), 24, OURS).schedule.hash == chosen.schedule.hash
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (3, 3)])
+def test_masks_without_work(shape):
+    chosen = grouped(np.zeros(shape, np.uint8), 3, OURS)
+    assert chosen.predicted_ns <= 3 * max(1, shape[1]) * (OURS.tile_start_ns + OURS.tile_end_ns)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_drawn_masks(seed):
+    random = np.random.default_rng(seed)
+    masks, shape = int(random.integers(1, 3)), random.integers(1, 20, 2)
+    there = random.random((masks, *shape)) < random.choice([0.2, 0.6, 1])
+    blocks = (there * random.integers(1, 3, there.shape)).astype(np.uint8)
+    told = machine("cute_sm90_d128", slots=int(random.integers(1, 40)))
+    assert exact_for(told)
+    chosen = grouped(blocks, masks * int(random.integers(1, 7)), told)
+    result = simulate(chosen.schedule, told, group=4)
+    assert check(chosen.schedule, blocks).any_residency
+    assert result.makespan_ns == chosen.predicted_ns >= chosen.bound.lower_ns

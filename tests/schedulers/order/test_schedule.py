@@ -1,0 +1,439 @@
+"""Schedules as data: tickets, hash, files, kernel tensors; the kinds; FA4's write order."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cute_kernels.errors import ScheduleError
+from cute_kernels.schedulers.masks.fa4 import to_fa4
+from cute_kernels.schedulers.masks.mask import BlockMask
+from cute_kernels.schedulers.order import kinds, ranks
+from cute_kernels.schedulers.order.safety import check
+from cute_kernels.schedulers.order.schedule import Schedule
+
+
+def drawn(seed: int, masks: int = 1, size: tuple[int, int] | None = None) -> np.ndarray:
+    """uint8 [masks, M, N] of 0, 1 and 2."""
+    random = np.random.default_rng(seed)
+    rows, columns = size or random.integers(1, 12, 2)
+    there = random.random((masks, rows, columns)) < random.choice([0.2, 0.5, 0.9])
+    return (there * random.integers(1, 3, there.shape)).astype(np.uint8)
+
+
+def by_loops(blocks, order, write, walk, heads_in_flight):
+    """The tickets by plain loops.  blocks: a list per head; order, write: columns for each head."""
+    found = []
+    for first in range(0, len(blocks), heads_in_flight):
+        section = range(first, min(len(blocks), first + heads_in_flight))
+        for place in range(len(blocks[0][0]) if len(blocks[0]) else 0):
+            for head in section:
+                column, mask = order[head][place], blocks[head]
+                visits = []
+                for row in range(len(mask)):
+                    if mask[row][column]:
+                        writers = [n for n in write[head] if mask[row][n]]
+                        visits.append((row, mask[row][column] == 1, writers.index(column)))
+                visits.sort(key=lambda visit: walk(visit, mask, column))
+                found.append((head, column, visits))
+    return found
+
+
+WALKS = {
+    "ascending": lambda visit, mask, column: visit[0],
+    "descending": lambda visit, mask, column: -visit[0],
+    "by_rank": lambda visit, mask, column: visit[2],
+    "cyclic": lambda visit, mask, column: (
+        (visit[0] - column * len(mask) // len(mask[0])) % len(mask)
+    ),
+    "partial_then_full": lambda visit, mask, column: (not visit[1], visit[0]),
+}
+
+
+@pytest.mark.parametrize("walk", kinds.WALKS)
+@pytest.mark.parametrize("seed", range(12))
+def test_tickets_are_what_plain_loops_say(walk, seed):
+    random = np.random.default_rng(seed)
+    masks = int(random.integers(1, 4))
+    blocks = drawn(seed, masks)
+    heads, flight = masks * int(random.integers(1, 4)), int(random.integers(1, 6))
+    columns = blocks.shape[2]
+    order = random.permuted(np.tile(np.arange(columns), (heads, 1)), axis=1)
+    write = random.permuted(order, axis=1) if seed % 2 else order
+    schedule = kinds.permutation(
+        blocks,
+        order=order,
+        write_order=write if seed % 2 else None,
+        heads=heads,
+        heads_in_flight=flight,
+        walk=walk,
+    )
+    of_head = [blocks[head % masks].tolist() for head in range(heads)]
+    want = by_loops(of_head, order.tolist(), write.tolist(), WALKS[walk], flight)
+    assert list(schedule.tickets()) == want
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("kind", ["left_to_right", "spt", "lpt"])
+def test_named_orders(kind, seed):
+    blocks = drawn(seed, masks=2)
+    columns = list(range(blocks.shape[2]))
+    length = [[int((mask[:, n] > 0).sum()) for n in columns] for mask in blocks]
+    order = {
+        "left_to_right": [columns] * 4,
+        "spt": [columns[::-1]] * 4,
+        "lpt": [sorted(columns, key=lambda n: -length[head % 2][n]) for head in range(4)],
+    }[kind]
+    schedule = kinds.KINDS[kind](blocks, heads=4, heads_in_flight=3)
+    of_head = [blocks[head % 2].tolist() for head in range(4)]
+    assert list(schedule.tickets()) == by_loops(of_head, order, order, WALKS["ascending"], 3)
+    assert schedule.name == kind and check(schedule, blocks).any_residency
+
+
+@pytest.mark.parametrize("kind", kinds.KINDS)
+def test_no_more_heads_are_in_flight_than_there_are(kind):
+    blocks = drawn(3, masks=2)
+    clipped, all_of_them = (
+        kinds.KINDS[kind](blocks, heads=4, heads_in_flight=flight) for flight in (9, 4)
+    )
+    assert clipped.heads_in_flight == all_of_them.heads_in_flight == 4
+    assert clipped.hash == all_of_them.hash
+
+
+def test_a_walk_by_the_callers_own_keys():
+    blocks = np.full((3, 2), 2, np.uint8)
+    keys = np.array([[2, 0, 1], [0, 5, 1]])
+    schedule = kinds.left_to_right(blocks, walk=keys)
+    assert [[row for row, _, _ in visits] for _, _, visits in schedule.tickets()] == [
+        [1, 2, 0],
+        [0, 2, 1],
+    ]
+
+
+def test_shift_visits_no_row_twice_at_a_time():
+    """On a full mask, step s of column n is at row n M / N + s, and ranks follow the steps."""
+    rows, columns = 8, 4
+    schedule = kinds.shift(np.full((rows, columns), 2, np.uint8))
+    visits = {column: visits for _, column, visits in schedule.tickets()}
+    for step in range(rows):
+        at = [visits[column][step][0] for column in range(columns)]
+        assert len(set(at)) == columns
+        assert at == [(column * 2 + step) % rows for column in range(columns)]
+    for row in range(rows):
+        steps = sorted(
+            (step, column)
+            for column in range(columns)
+            for step in range(rows)
+            if visits[column][step][0] == row
+        )
+        ranked = sorted(
+            (rank, column) for column in visits for m, _, rank in visits[column] if m == row
+        )
+        assert [column for _, column in steps] == [column for _, column in ranked]
+
+
+@pytest.mark.parametrize("size", [4, 6, 8, 7])
+def test_symmetric_shift_has_no_conflict_on_a_causal_mask(size):
+    """Column i, then column N - 1 - i, on one slot: at no step do two slots reduce one row, and
+    each row is written in the order of the steps."""
+    causal = np.tril(np.full((size, size), 2, np.uint8))
+    schedule = kinds.symmetric_shift(causal)
+    visits = {column: visits for _, column, visits in schedule.tickets()}
+    half = (size + 1) // 2
+    seen: dict[int, list] = {}
+    for slot in range(half):
+        mirror = size - 1 - slot
+        work = [(slot, visit) for visit in visits[slot]]
+        work += [(mirror, visit) for visit in visits[mirror]] if mirror != slot else []
+        for step, (column, (row, _, rank)) in enumerate(work):
+            seen.setdefault(row, []).append((step, rank, column))
+    for row, writes in seen.items():
+        steps = [step for step, _, _ in sorted(writes)]
+        assert len(set(steps)) == len(steps) or size % 2, (row, writes)
+        assert [rank for _, rank, _ in sorted(writes)] == sorted(rank for _, rank, _ in writes)
+
+
+def fa4_write_order(blocks: np.ndarray, spt: bool) -> dict[str, list[list[int]]]:
+    """Per key block, for its partial and for its full query blocks (ascending): how many key
+    blocks of that query block come before it, ascending, or descending with spt."""
+    found = {"partial": [], "full": []}
+    for column in range(blocks.shape[1]):
+        for name, kind in (("partial", 1), ("full", 2)):
+            ordered = []
+            for row in range(blocks.shape[0]):
+                if blocks[row, column] == kind:
+                    others = np.flatnonzero(blocks[row])
+                    before = others > column if spt else others < column
+                    ordered.append(int(before.sum()))
+            found[name].append(ordered)
+    return found
+
+
+@pytest.mark.parametrize("spt", [False, True])
+@pytest.mark.parametrize("seed", range(25))
+def test_ranks_equal_fa4_write_order(spt, seed):
+    blocks = drawn(seed)[0]
+    kind = kinds.spt if spt else kinds.left_to_right
+    schedule = kind(blocks, walk="partial_then_full")
+    want = fa4_write_order(blocks, spt)
+    for _, column, visits in schedule.tickets():
+        assert [rank for _, partial, rank in visits if partial] == want["partial"][column]
+        assert [rank for _, partial, rank in visits if not partial] == want["full"][column]
+        assert [partial for _, partial, _ in visits] == sorted(
+            (partial for _, partial, _ in visits), reverse=True
+        )
+
+
+@pytest.mark.parametrize("spt", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_write_ranks_feed_the_fa4_adapter(spt, causal):
+    ids = torch.tensor([0] * 40 + [1] * 100 + [2] * 60)
+    mask = BlockMask.document(ids, block_size=(16, 32))
+    mask = mask & BlockMask.causal(200, 200, block_size=(16, 32)) if causal else mask
+    columns = list(range(mask.num_kv_blocks))
+    order = columns[::-1] if spt else columns
+    lists = to_fa4(mask, "backward", write_order=ranks.write_ranks(mask, order), spt=spt)
+    want = fa4_write_order(mask.dense_blocks()[0, 0].numpy(), spt)
+    counts = {"partial": lists.mask_block_cnt, "full": lists.full_block_cnt}
+    orders = {"partial": lists.dq_write_order, "full": lists.dq_write_order_full}
+    for name in ("partial", "full"):
+        for column in columns:
+            count = int(counts[name][0, 0, column])
+            assert orders[name][0, 0, column, :count].tolist() == want[name][column]
+
+
+def test_a_block_mask_and_its_blocks_give_one_schedule():
+    mask = BlockMask.sliding_window(1000, 1000, left=200, right=0, block_size=(64, 128))
+    blocks = mask.dense_blocks()[0, 0]
+    one, other = (kinds.spt(m, heads=5, heads_in_flight=2) for m in (mask, blocks))
+    assert one.hash == other.hash and one.block_size == (64, 128) and other.block_size is None
+    assert check(one, mask).any_residency
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads", "of_head"),
+    [
+        ((1, 1), 4, [0, 0, 0, 0]),
+        ((2, 1), 6, [0, 0, 0, 1, 1, 1]),
+        ((1, 3), 6, [0, 1, 2, 0, 1, 2]),
+        ((2, 3), 6, [0, 1, 2, 3, 4, 5]),
+        ((2, 3), None, [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_which_mask_a_head_uses(shape, heads, of_head):
+    """Head index b * H + h: masks of one batch or one head are broadcast."""
+    grid = ranks.block_grid(np.ones((*shape, 3, 3), np.uint8), heads)
+    assert grid.group.tolist() == of_head
+
+
+def test_heads_with_one_mask_share_lists():
+    blocks = drawn(5, masks=2, size=(4, 4))
+    schedule = kinds.spt(blocks, heads=6, heads_in_flight=3)
+    assert schedule.num_lists == 2 and schedule.list_of_head.tolist() == [0, 1, 0, 1, 0, 1]
+    order = [[0, 1, 2, 3]] * 3 + [[3, 2, 1, 0]] * 3
+    assert kinds.permutation(blocks[:1], order=order, heads=6).num_lists == 2
+
+
+def example() -> Schedule:
+    return kinds.lpt(drawn(9, masks=2, size=(7, 6)), heads=4, heads_in_flight=2)
+
+
+def test_hash_covers_launch_visits_ranks_and_masking_and_nothing_else():
+    schedule = example()
+    order, q_block, rank, partial = (
+        getattr(schedule, name).copy() for name in ("order", "q_block", "rank", "partial")
+    )
+    order[[0, 1]] = order[[1, 0]]
+    q_block[[0, 1]] = q_block[[1, 0]]
+    rank[0] += 1
+    partial[0] = ~partial[0]
+    changed = [
+        replace(schedule, order=order),
+        replace(schedule, q_block=q_block),
+        replace(schedule, rank=rank),
+        replace(schedule, partial=partial),
+        replace(schedule, num_q_blocks=schedule.num_q_blocks + 1),
+    ]
+    assert len({schedule.hash, *(each.hash for each in changed)}) == 6
+    assert replace(schedule, name="x", block_size=(3, 4), heads_in_flight=1).hash == schedule.hash
+    assert example().hash == schedule.hash
+
+
+def test_hash_is_the_same_in_a_fresh_process():
+    code = "from tests.schedulers.order.test_schedule import example; print(example().hash)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.strip() == example().hash
+
+
+def test_json_and_npz_bring_back_the_same_schedule(tmp_path):
+    schedule = replace(example(), block_size=(64, 128))
+    schedule.save(tmp_path / "schedule.npz")
+    for again in (
+        Schedule.from_json(schedule.to_json()),
+        Schedule.load(tmp_path / "schedule.npz"),
+    ):
+        assert again.hash == schedule.hash
+        assert list(again.tickets()) == list(schedule.tickets())
+        assert (again.block_size, again.heads_in_flight, again.name) == ((64, 128), 2, "lpt")
+
+
+def test_an_empty_schedule_survives_json():
+    schedule = kinds.spt(np.zeros((3, 0), np.uint8), heads=2)
+    assert Schedule.from_json(schedule.to_json()).hash == schedule.hash
+    assert list(schedule.tickets()) == []
+
+
+@pytest.mark.parametrize("field", ["order", "q_block", "rank", "partial", "offset"])
+def test_a_changed_file_is_refused(field):
+    words = json.loads(example().to_json())
+    values = np.array(words[field])
+    values[-2] = 1 - values[-2] if values.dtype == bool else values[-2] + 1
+    words[field] = values.tolist()
+    with pytest.raises(ScheduleError):
+        Schedule.from_json(json.dumps(words))
+
+
+def told_schedules() -> list[Schedule]:
+    """Shared lists and lists per mask and order, empty columns, no entries, no blocks."""
+    made = [example()]
+    for seed in range(20):
+        blocks = drawn(seed, masks=(1, 2, 3)[seed % 3])
+        blocks[:, :, ::3] *= seed % 2
+        columns, heads = blocks.shape[2], 6
+        orders = np.random.default_rng(seed).permuted(
+            np.tile(np.arange(columns), (heads if seed % 5 == 0 else 1, 1)), axis=1
+        )
+        made.append(kinds.permutation(blocks, order=orders, heads=heads, walk="descending"))
+    sizes = (1, 4, 3), (2, 3, 0), (1, 0, 3)
+    return made + [kinds.spt(np.zeros(size, np.uint8), heads=2) for size in sizes]
+
+
+def assert_told(schedule: Schedule, told) -> None:
+    """What the tensors say is what the arrays say, number by number, by loops."""
+    *parts, place = told
+    parts += [] if place is None else [place]
+    ticket, list_of_head, offset, entry, rank = (t.tolist() for t in parts[:5])
+    columns, rows = schedule.num_kv_blocks, schedule.num_q_blocks
+    assert list_of_head == schedule.list_of_head.tolist() and offset == schedule.offset.tolist()
+    assert entry == [
+        2 * m + 1 if part else 2 * m
+        for m, part in zip(schedule.q_block.tolist(), schedule.partial.tolist(), strict=True)
+    ]
+    assert rank == schedule.rank.tolist()
+    assert len(ticket) == schedule.heads * columns
+    for got, (head, n) in zip(ticket, schedule.order.tolist(), strict=True):
+        which = list_of_head[head] * columns + n
+        assert got == [head, n, offset[which], offset[which + 1]]
+    if place is not None:
+        want = [
+            (which // columns * rows + entry[e] // 2) * columns + which % columns
+            for which in range(len(offset) - 1)
+            for e in range(offset[which], offset[which + 1])
+        ]
+        assert place.dtype == torch.int64 and place.tolist() == want
+    # Parts of one allocation that kernels load 16 bytes at a time.
+    assert len({t.untyped_storage().data_ptr() for t in parts}) == 1
+    assert all(t.storage_offset() * t.element_size() % 16 == 0 for t in parts)
+    assert told.ticket.data_ptr() % 16 == 0 and told.ticket.shape == (len(ticket), 4)
+    assert all(t.is_contiguous() for t in parts)
+    assert all(t.dtype == torch.int32 for t in told[:5])
+
+
+def test_tensors_tell_kernels_the_tickets():
+    schedules = told_schedules()
+    assert {1, 2, 3} < {s.num_lists for s in schedules}
+    assert any((np.diff(s.offset) == 0).any() and len(s.rank) for s in schedules)
+    assert any(len(s.order) and not len(s.rank) for s in schedules)
+    for schedule in schedules:
+        with_places, without = schedule.tensors("cpu", places=True), schedule.tensors("cpu")
+        assert_told(schedule, with_places)
+        assert_told(schedule, without)
+        assert with_places.place is not None and without.place is None
+
+
+def without_sets(schedule):
+    return schedule.order[:, 1].astype(np.int64)
+
+
+def of_the_ticket_before(schedule):
+    return np.roll(without_sets(schedule) + schedule.list_of_head[0], 1)
+
+
+#: What is replaced in schedule.py, by what.
+WRONG = {
+    "every head reads the first set of lists": ("Schedule.list_of_ticket", property(without_sets)),
+    "the list of the ticket before": ("Schedule.list_of_ticket", property(of_the_ticket_before)),
+    "parts without gaps": ("_PIECE", 1),
+    "places in another table": ("Schedule.num_q_blocks", property(lambda s: len(s.offset) + 1)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_tensors_that_tell_otherwise_are_seen(monkeypatch, name):
+    chosen = [s for s in told_schedules() if s.num_lists > 1 and s.num_q_blocks > 1 and len(s.rank)]
+    fresh = [replace(s) for s in chosen]
+    where, what = WRONG[name]
+    with monkeypatch.context() as patch:
+        patch.setattr(f"cute_kernels.schedulers.order.schedule.{where}", what, raising=False)
+        told = [s.tensors("cpu", places=name.startswith("places")) for s in fresh]
+    seen = 0
+    for schedule, one in zip(chosen, told, strict=True):
+        try:
+            assert_told(schedule, one)
+        except AssertionError:
+            seen += 1
+    assert seen > len(chosen) / 2
+
+
+def test_tensors_are_one_copy_and_nothing_is_read_back():
+    """On the meta device an element that is asked for raises."""
+    schedule, copies = example(), []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            copies.extend([op] if "copy" in op.name() else [])
+            return op(*args, **kwargs or {})
+
+    for places in (False, True):
+        copies.clear()
+        with Copies():
+            told = schedule.tensors("meta", places=places)
+        assert len(copies) == 1 and all(t is None or t.is_meta for t in told)
+        assert [t.shape for t in told[:5]] == [t.shape for t in schedule.tensors("cpu")[:5]]
+
+
+def test_tensors_are_the_callers():
+    """Writing to them changes neither the schedule nor what it tells next; no mode does."""
+    schedule = example()
+    with torch.device("meta"):
+        assert_told(schedule, schedule.tensors("cpu"))
+    for tensor in schedule.tensors("cpu", places=True):
+        tensor += 7
+    assert_told(schedule, schedule.tensors("cpu", places=True))
+
+
+def test_a_schedule_cannot_be_written_to():
+    schedule = example()
+    for name in ("order", "rank", "q_block"):
+        with pytest.raises(ValueError, match="read-only"):
+            getattr(schedule, name)[0] = 0
+    given = np.array(schedule.rank)
+    made = replace(schedule, rank=given)
+    given[0] += 7
+    assert made.hash == schedule.hash
+
+
+def test_ranks_are_built_where_the_blocks_are():
+    """On the meta device nothing can be read back: no element leaves the device."""
+    blocks = torch.empty(2, 5, 4, dtype=torch.uint8, device="meta")
+    made = ranks.ranks(blocks, torch.arange(4, device="meta")[None])
+    assert made.device.type == "meta" and made.shape == (2, 5, 4) and made.dtype == torch.int32
