@@ -14,8 +14,8 @@ from cute_kernels.gemm import config
 
 from ..ptxsim.harness import find_tool
 
-#: LDS of gfx942 is 64 KiB a workgroup, of gfx950 160 KiB; sm_90 has 227 KiB, sm_86 and sm_89 99.
-SHARED_LIMIT = {"hip": 64 * 1024, "cuda": 99 * 1024}
+#: Bytes a workgroup, by architecture: LDS on AMD.  CUDA is held to the 99 KiB of sm_86 and sm_89.
+SHARED_LIMIT = {"gfx942": 64 * 1024, "gfx950": 160 * 1024, "90": 99 * 1024}
 #: Bytes a thread on the stack that fp32 on the fma units may have: ptxas aims at 128 registers, and
 #: Triton 3.6.0's keeps 0 bytes of some layout there, 3.7.1's 8, 3.9.0's 24.
 FP32_STACK = 32
@@ -70,7 +70,7 @@ def common_complaints(kernel, stack: int = 0) -> list[str]:
         found.append("atomics")
     if re.search(r"tf32|xf32", code):
         found.append("tf32")
-    if kernel.metadata.shared > SHARED_LIMIT[kernel.metadata.target.backend]:
+    if kernel.metadata.shared > SHARED_LIMIT[str(kernel.metadata.target.arch)]:
         found.append("shared memory")
     if _spilled(kernel) > stack:
         found.append("spills")
