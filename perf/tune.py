@@ -58,14 +58,14 @@ def product(text: str, which: str, units: int) -> Callable[[Inputs], torch.Tenso
     """One product of the bench (fwd, dx, dw) through one variant."""
 
     def run(t: Inputs) -> torch.Tensor:
-        from cute_kernels.gemm import launch
+        from cute_kernels.operands import matrix
 
         a, b = {
             "fwd": lambda: (t["x"], t["w"]),
             "dx": lambda: (t["dy"], t["w"].mT),
             "dw": lambda: (t["dy"].mT, t["x"].mT),
         }[which]()
-        (a, a_major), (b, b_major) = launch.operand(a), launch.operand(b)
+        (a, a_major), (b, b_major) = (matrix(t, "gemm", "operand") for t in (a, b))
         out = t["main_grad"] if which == "dw" else a.new_empty(a.shape[0], b.shape[0])
         epilogue = "accumulate" if which == "dw" else "plain"
         call, cluster = kernel(text, a_major, b_major, epilogue)

@@ -38,6 +38,7 @@ RANKS: dict[str, float] = {
     "system.plan": 5,
     "system.config": 6,
     "system.masks": 6,
+    "system.tensors": 5,
     "system.checks": 7,
     "system.watchdog": 7,
     "system.device": 7,

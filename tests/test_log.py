@@ -12,12 +12,13 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import dispatch, log
+from cute_kernels import dispatch, log, operands
 from cute_kernels.compile import aot, cache, toolchain
 from cute_kernels.gemm import launch as gemm_launch
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import launch, masks
 from cute_kernels.sparse_attn.api import block_sparse_attention
+from cute_kernels.sparse_attn.tensors import Grads, Saved
 from tests.compile import toy
 
 BF16 = torch.bfloat16
@@ -189,7 +190,7 @@ def test_each_copy_of_a_product_is_named_once_with_what_was_wrong(lines, no_kern
     assert copied(found) == [("gemm", name) for name in ("a", "b", "bias", "out")]
     assert found[0] == (
         f"gemm: copies a: bfloat16 [8, 16], strides (17, 1), {a.data_ptr() % 16} bytes past a "
-        f"multiple of 16; wanted: {gemm_launch._TMA}"
+        f"multiple of 16; wanted: {operands._MATRIX}"
     )
     gemm_launch.gemm(odd(24, 16), odd(6, 16), None, None)
     assert lines() == []
@@ -224,7 +225,7 @@ def test_each_copy_of_attention_is_named(lines, no_kernels, monkeypatch):
     lse = torch.randn(1, 20, 2).transpose(1, 2)
     launch.forward(q, k, v, mask, 0.125, 0.0)
     assert [name for _, name in copied(lines())] == ["q", "k", "v"]
-    launch.backward(dout, lse, q, k, v, out, lse, mask, order, 0.125, 0.0, True)
+    launch.backward(Grads(dout, lse), Saved(q, k, v, out, lse), mask, order, 0.125, 0.0, True)
     assert [name for _, name in copied(lines())] == ["dout", "out", "dlse", "lse"]
     whole = rows(BF16, 1, 20, 2, 64)
     launch.forward(whole, whole, whole, mask, 0.125, 0.0)

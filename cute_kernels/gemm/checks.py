@@ -9,23 +9,18 @@ from typing import NamedTuple
 
 import torch
 
-from .. import data_parallel
+from .. import checking, data_parallel
 from ..errors import (
     AliasError,
-    ArgumentTypeError,
     ArgumentValueError,
-    BackendUnavailable,
-    DeviceError,
     DtypeError,
     ShapeError,
     expected,
-    no_backend,
     one_of,
 )
 
 ORDERS = ("chain",)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-DEVICE_TYPES = ("cpu", "cuda", "meta")
 
 #: TMA coordinates are int32.
 MAX_SIZE = 2**31 - 1
@@ -60,13 +55,13 @@ def linear(
     main_grad: torch.Tensor | None,
 ) -> Problem:
     """The problem of ``linear(x[..., K], weight[N, K], bias[N], main_grad[N, K])``."""
-    _tensor("x", x)
-    _tensor("weight", weight)
+    checking.tensor("x", x)
+    checking.tensor("weight", weight)
     shape, of_weight = x.shape, weight.shape
     if not shape:
         raise ShapeError(expected("x", "at least 1 dimension [..., K]", "a scalar tensor"))
     if len(of_weight) != 2:
-        _rank("weight", weight, 2, "[N, K]")
+        checking.rank("weight", weight, 2, "[N, K]")
     n, k = of_weight
     if shape[-1] != k:
         want = f"last dimension {k}, the K of weight {list(of_weight)}"
@@ -86,10 +81,10 @@ def linear(
 
 def matmul(a: torch.Tensor, b: torch.Tensor, order: str) -> Problem:
     """The problem of ``matmul(a[M, K], b[K, N])``."""
-    _tensor("a", a)
-    _tensor("b", b)
-    _rank("a", a, 2, "[M, K]")
-    _rank("b", b, 2, "[K, N]")
+    checking.tensor("a", a)
+    checking.tensor("b", b)
+    checking.rank("a", a, 2, "[M, K]")
+    checking.rank("b", b, 2, "[K, N]")
     if a.shape[1] != b.shape[0]:
         want = f"{a.shape[1]} rows, the K of a {list(a.shape)}"
         raise ShapeError(expected("b", want, list(b.shape)))
@@ -102,10 +97,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, order: str) -> Problem:
 def _common(problem: Problem, order: str) -> None:
     if order not in ORDERS:
         raise ArgumentValueError(one_of("order", ORDERS, order))
-    if problem.device.type not in DEVICE_TYPES:
-        reasons = dict.fromkeys(("cute_sm90", "triton"), "needs a CUDA or ROCm device")
-        reasons["cpu"] = "runs on cpu tensors only"
-        raise BackendUnavailable(no_backend("gemm", problem.device, reasons))
+    checking.supported("gemm", problem.device)
     m, n, k, _, _ = problem
     if m > MAX_SIZE or n > MAX_SIZE or k > MAX_SIZE:
         name = "m" if m > MAX_SIZE else "n" if n > MAX_SIZE else "k"
@@ -113,41 +105,30 @@ def _common(problem: Problem, order: str) -> None:
 
 
 def _same_kind(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """Both strided and floating, on one device and, unless autocast casts them, of one dtype."""
-    _plain(name, tensor)
-    _plain(other_name, other)
-    if other.device != tensor.device:
-        raise DeviceError(expected(other_name, f"device {tensor.device} of {name}", other.device))
+    """Both floating, on one device and, unless autocast casts them, of one dtype."""
+    checking.dtype(name, tensor.dtype, DTYPES)
+    checking.dtype(other_name, other.dtype, DTYPES)
+    checking.same_device(other_name, other, name, tensor)
     if other.dtype is not tensor.dtype and not torch.is_autocast_enabled(tensor.device.type):
         raise DtypeError(expected(other_name, f"{tensor.dtype}, the dtype of {name}", other.dtype))
 
 
-def _plain(name: str, tensor: torch.Tensor) -> None:
-    if tensor.layout is not torch.strided:
-        raise ArgumentTypeError(expected(name, "a dense (strided) tensor", tensor.layout))
-    if tensor.dtype not in DTYPES:
-        raise DtypeError(expected(name, "one of " + ", ".join(map(str, DTYPES)), tensor.dtype))
-
-
 def _bias(bias: torch.Tensor, x: torch.Tensor, n: int) -> None:
-    _tensor("bias", bias)
-    _rank("bias", bias, 1, "[N]")
+    checking.tensor("bias", bias)
+    checking.rank("bias", bias, 1, "[N]")
     if bias.shape[0] != n:
         raise ShapeError(expected("bias", f"shape [{n}], the N of weight", list(bias.shape)))
     _same_kind("x", x, "bias", bias)
 
 
 def _main_grad(main_grad: torch.Tensor, n: int, k: int, x: torch.Tensor) -> None:
-    _tensor("main_grad", main_grad)
+    checking.tensor("main_grad", main_grad)
     if list(main_grad.shape) != [n, k]:
         want = f"shape [{n}, {k}], that of weight"
         raise ShapeError(expected("main_grad", want, list(main_grad.shape)))
     if main_grad.dtype != torch.float32:
         raise DtypeError(expected("main_grad", "torch.float32", main_grad.dtype))
-    if main_grad.layout != torch.strided:
-        raise ArgumentTypeError(expected("main_grad", "a dense (strided) tensor", main_grad.layout))
-    if main_grad.device != x.device:
-        raise DeviceError(expected("main_grad", f"device {x.device} of x", main_grad.device))
+    checking.same_device("main_grad", main_grad, "x", x)
     if main_grad.requires_grad:
         want = "requires_grad=False (backward adds into it)"
         raise ArgumentValueError(expected("main_grad", want, "requires_grad=True"))
@@ -200,19 +181,6 @@ def accumulator_of(node: object) -> object | None:
         after = [other for other, _ in node.next_functions if other is not None]
         node = after[0] if len(after) == 1 else None
     return node
-
-
-def _tensor(name: str, value: object) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise ArgumentTypeError(expected(name, "a torch.Tensor", type(value).__name__))
-    if value.is_nested:
-        raise ArgumentTypeError(expected(name, "a dense (strided) tensor", "a nested tensor"))
-
-
-def _rank(name: str, tensor: torch.Tensor, rank: int, shape: str) -> None:
-    if tensor.dim() != rank:
-        got = f"{tensor.dim()} (shape {list(tensor.shape)})"
-        raise ShapeError(expected(name, f"{rank} dimension{'s' * (rank > 1)} {shape}", got))
 
 
 def _overlaps_itself(t: torch.Tensor) -> bool:

@@ -1,8 +1,4 @@
-"""The SM90 launcher: operands as TMA can address them, a compiled kernel, outputs, one call.
-
-Whatever the strides, a product takes the same kernel and gets the same bits: an operand that TMA
-cannot address is copied, row-major, into one that it can.
-"""
+"""The SM90 launcher: operands as TMA can address them, a compiled kernel, outputs, one call."""
 
 from __future__ import annotations
 
@@ -11,16 +7,14 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from .. import arch, log, settings
+from .. import log
 from ..compile import cache
 from ..compile.call import call
 from ..compile.kernel import Entry, Expect, Kernel
+from ..operands import matrix, most_ctas, padded_copy, padded_empty, storable
 from . import config
 from .config import Config, tile_columns
 
-#: TMA wants pointers and strides at multiples of this many bytes.
-_ALIGN = 16
-_TMA = "one stride of 1, the other one and the address at multiples of 16 bytes"
 _CTAS_PER_CLUSTER = Config.cluster_m * Config.cluster_n
 
 
@@ -31,12 +25,13 @@ def gemm(
     accumulator: torch.Tensor | None,
 ) -> torch.Tensor:
     """a [M, K] · b [N, K]ᵀ (+ bias [N]), or ``accumulator`` [M, N] fp32 += the same, in place."""
-    a, a_major = operand(a, "a")
-    b, b_major = operand(b, "b")
+    a, a_major = matrix(a, "gemm", "a")
+    b, b_major = matrix(b, "gemm", "b")
     m, n, device = a.shape[0], b.shape[0], a.device
     if accumulator is not None:
-        epilogue = "accumulate"
-        out = accumulator if storable(accumulator) else _padded_copy(accumulator, "accumulator")
+        out, epilogue = accumulator, "accumulate"
+        if not storable(out):
+            out = padded_copy(out, "gemm", "accumulator")
     elif bias is not None:
         bias = log.contiguous("gemm", "bias", bias, "a stride of 1")
         out, epilogue = padded_empty(a, m, n), "bias"
@@ -52,56 +47,15 @@ def gemm(
 
 def column_sum(rows: torch.Tensor) -> torch.Tensor:
     """Σ over the rows of [M, N] -> [N], rounded once to the dtype of ``rows``."""
-    rows = rows if storable(rows) else _padded_copy(rows, "rows")
+    rows = rows if storable(rows) else padded_copy(rows, "gemm", "rows")
     out = rows.new_empty(rows.shape[1])
     call(rows.device, _column_sum_kernel(config.DTYPE_NAMES[rows.dtype]), rows, out)
     return out
 
 
-def operand(t: torch.Tensor, name: str = "operand") -> tuple[torch.Tensor, str]:
-    """``t`` [R, K], or a copy, such that TMA can address it, and its major: ``"k"`` or ``"mn"``."""
-    if _rows_addressable(t):
-        return t, "k"
-    if _rows_addressable(t.mT):
-        return t, "mn"
-    return _padded_copy(t, name), "k"
-
-
-def storable(t: torch.Tensor) -> bool:
-    """Whether TMA can store to ``t`` [M, N], and a pair of columns is one aligned access."""
-    return t.shape[1] % 2 == 0 and _rows_addressable(t)
-
-
-def padded_empty(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """An uninitialised [rows, columns] whose row stride is a multiple of 16 bytes."""
-    step = _ALIGN // like.itemsize
-    if columns % step == 0:
-        return like.new_empty(rows, columns)
-    width = (columns // step + 1) * step
-    return like.new_empty(rows, width)[:, :columns]
-
-
-def _rows_addressable(t: torch.Tensor) -> bool:
-    row, column = t.stride()
-    # The row stride of a single row is still part of the descriptor; so is the order of the two.
-    return column == 1 and row >= t.shape[1] and (row * t.itemsize | t.data_ptr()) % _ALIGN == 0
-
-
-def _padded_copy(t: torch.Tensor, name: str) -> torch.Tensor:
-    log.copied("gemm", name, t, _TMA)
-    return padded_empty(t, *t.shape).copy_(t)
-
-
 def max_clusters(device: torch.device) -> int:
     """How many clusters the persistent grid may have: those that fit the device at once."""
-    return _clusters(device, settings.get("MAX_CTAS"))
-
-
-@functools.cache
-def _clusters(device: torch.device, setting: str) -> int:
-    # The setting's text is in the key, so that it is parsed once and not at every launch.
-    cap, units = settings.max_ctas(), arch.describe(device).units
-    return max(1, (min(cap, units) if cap else units) // _CTAS_PER_CLUSTER)
+    return max(1, most_ctas(device) // _CTAS_PER_CLUSTER)
 
 
 @functools.cache

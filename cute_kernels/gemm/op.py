@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import torch
 
-from .. import contracts, dispatch, log, settings
+from .. import contracts, dispatch
 from ..arch import CPU, CUTE_SM90, TRITON
 from ..dispatch import Implementation
 from ..errors import UnsupportedTransformError
+from ..operands import flat_rows
 from ..torch_ops import define_op
 from . import checks, config
 
@@ -56,12 +57,7 @@ def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    if x.dim() == 2:
-        return x
-    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    if settings.log() and rows.data_ptr() != x.data_ptr():
-        log.copied("gemm", "rows", x, "dimensions that are one, but for the last")
-    return rows
+    return flat_rows(x, "gemm")
 
 
 def _run_linear(x, weight, bias, main_grad, order):

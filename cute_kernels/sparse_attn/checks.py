@@ -11,16 +11,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .. import arch
+from .. import arch, checking
 from ..errors import (
     ArgumentTypeError,
     ArgumentValueError,
-    BackendUnavailable,
     DeviceError,
     DtypeError,
     ShapeError,
     expected,
-    no_backend,
     one_of,
 )
 from ..schedulers.masks.mask import BlockMask
@@ -30,7 +28,6 @@ from . import config
 from .masks import FAR
 
 DTYPES = (torch.bfloat16, torch.float16)
-DEVICE_TYPES = ("cpu", "cuda", "meta")
 #: Of scale and softcap.  Kernels form scale / softcap and log2(e) times either in fp32, which must
 #: neither overflow (infinity times a score of 0 is NaN) nor vanish.
 LEAST, MOST = 2.0**-40, 2.0**40
@@ -69,7 +66,7 @@ def attention(
     batch, q_len, heads, dim = q.shape
     kv_len, kv_heads = k.shape[1], k.shape[2]
     _shapes(q, k, v)
-    _device(q.device)
+    checking.supported("block_sparse_attention", q.device)
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise ArgumentTypeError(expected(name, "True or False", repr(flag)))
@@ -141,24 +138,16 @@ def _mask(
 
 
 def _tensor(name: str, tensor: object, q: torch.Tensor) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise ArgumentTypeError(expected(name, "a torch.Tensor", type(tensor).__name__))
-    if tensor.dim() != 4:
-        shape = "[B, Sq, Hq, D]" if name == "q" else "[B, Sk, Hkv, D]"
-        got = f"{tensor.dim()} (shape {list(tensor.shape)})"
-        raise ShapeError(expected(name, f"4 dimensions {shape}", got))
-    if tensor.layout != torch.strided:
-        raise ArgumentTypeError(expected(name, "a dense (strided) tensor", tensor.layout))
-    if tensor.device != q.device:
-        raise DeviceError(expected(name, f"device {q.device} of q", tensor.device))
+    checking.tensor(name, tensor)
+    checking.rank(name, tensor, 4, "[B, Sq, Hq, D]" if name == "q" else "[B, Sk, Hkv, D]")
+    checking.same_device(name, tensor, "q", q)
     # Under autocast all three are cast to its dtype, which is then looked at.
     kind = tensor.device.type
     cast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if cast else tensor.dtype
     if tensor.dtype == torch.float64 or not tensor.is_floating_point():
         dtype = tensor.dtype
-    if dtype not in DTYPES:
-        raise DtypeError(expected(name, "one of " + ", ".join(map(str, DTYPES)), dtype))
+    checking.dtype(name, dtype, DTYPES)
     if not cast and tensor.dtype != q.dtype:
         raise DtypeError(expected(name, f"{q.dtype}, the dtype of q", tensor.dtype))
 
@@ -179,13 +168,6 @@ def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, size in (("q", q_len), ("k", k.shape[1])):
         if size >= FAR:
             raise ShapeError(expected(name, f"a length below {FAR}", size))
-
-
-def _device(device: torch.device) -> None:
-    if device.type not in DEVICE_TYPES:
-        reasons = dict.fromkeys(("cute_sm90", "triton"), "needs a CUDA or ROCm device")
-        reasons["cpu"] = "runs on cpu tensors only"
-        raise BackendUnavailable(no_backend("block_sparse_attention", device, reasons))
 
 
 def _factor(name: str, value: object, or_zero: str) -> float:

@@ -25,6 +25,7 @@ from ..errors import BackendUnavailable
 from ..schedulers.masks.bits import unpack
 from .config import CPU
 from .masks import LoweredMask, Order
+from .tensors import Grads, Saved
 
 ROWS, COLUMNS = CPU.block
 LOG2E = math.log2(math.e)
@@ -60,13 +61,8 @@ def forward(
 
 
 def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    grads: Grads,
+    saved: Saved,
     mask: LoweredMask,
     order: Order,
     scale: float,
@@ -78,25 +74,21 @@ def backward(
     ``deterministic`` changes nothing here: one thread of tickets is always in order.
     """
     with ieee():
-        sums = ordered_sums(dout, dlse, q, k, v, out, lse, mask, order, scale, softcap)
-        made = zip(sums, (q, k, v), strict=True)
+        sums = ordered_sums(grads, saved, mask, order, scale, softcap)
+        made = zip(sums, saved[:3], strict=True)
         return tuple(_unblocked(t, x.shape[1], x.dtype) for t, x in made)
 
 
 def ordered_sums(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    grads: Grads,
+    saved: Saved,
     mask: LoweredMask,
     order: Order,
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) before their one rounding: fp32 [B, H, blocks, 128, D]."""
+    (dout, dlse), (q, k, v, out, lse) = grads, saved
     batch, heads = q.shape[0], q.shape[2]
     entry, rank, tile = (t.tolist() for t in (order.entry, order.rank, order.tile))
     schedule_heads = len(order.list_of_head)
@@ -115,13 +107,13 @@ def ordered_sums(
             m, bits = entry[e] >> 1, tile[e] if mask.form == "bits" else -1
             allowed = _allowed(mask, m, n, entry[e] & 1, bits)
             for head in range(who * shared, (who + 1) * shared):
-                queries, grads = qs[head, m], dos[head, m]
+                queries, dos_here = qs[head, m], dos[head, m]
                 scores, slope = _scores(queries, keys, scale, softcap)
                 p = torch.where(allowed, torch.exp2(scores - lse2[head, m]), 0.0)
-                ds = p * (mm(grads, values.mT) - delta[head, m])
+                ds = p * (mm(dos_here, values.mT) - delta[head, m])
                 ds = torch.where(allowed, ds if slope is None else ds * slope, 0.0)
                 p, ds = _through(p, q.dtype), _through(ds, q.dtype)
-                dv[who, n] += mm(p.mT, grads)
+                dv[who, n] += mm(p.mT, dos_here)
                 dk[who, n] += mm(ds.mT, queries)
                 dq.add(head, m, rank[e], mm(ds, keys))
     dk, dv = (_over_group(t, batch * k.shape[2]).unflatten(0, (batch, -1)) for t in (dk, dv))

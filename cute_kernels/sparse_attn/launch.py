@@ -14,17 +14,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import arch, log, settings
+from .. import log, settings
 from ..compile import cache
 from ..compile.call import call
 from ..compile.kernel import Entry, Expect, Kernel
+from ..operands import addressable, most_ctas, not_empty
 from . import config, watchdog
 from .config import BackwardConfig, ForwardConfig, PostConfig, PreConfig
 from .masks import FORMS, LoweredMask, Order
+from .tensors import Grads, Saved
 
-#: TMA wants pointers and strides at multiples of this many bytes.
-_ALIGN = 16
-_TMA = "a last stride of 1, the others and the address at multiples of 16 bytes"
 _NAME = "block_sparse_attention"
 
 # What the certificates hold the kernels to.  By consumers, the registers that 384 and 512 threads
@@ -66,20 +65,15 @@ def forward(
     out = empty(q.shape, q.dtype, q.device)
     lse = empty((batch, heads, q_len), torch.float32, q.device)
     lists = mask.kv_count, not_empty(mask.kv_entry), not_empty(mask.kv_tile), mask.words
-    operands = (addressable(t, name) for name, t in zip("qkv", (q, k, v), strict=True))
+    operands = (addressable(t, _NAME, name) for name, t in zip("qkv", (q, k, v), strict=True))
     numbers = mask.lo, mask.hi, *config.factors(scale, softcap)
     call(q.device, kernel, *operands, out, lse, *lists, *numbers)
     return out, lse
 
 
 def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    grads: Grads,
+    saved: Saved,
     mask: LoweredMask,
     order: Order,
     scale: float,
@@ -87,13 +81,14 @@ def backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of ``op``: dK and dV by visits, and dQ by ranks unless not ``deterministic``."""
+    (dout, dlse), (q, k, v, out, lse) = grads, saved
     batch, q_len, heads, dim = q.shape
     dtype, device = config.DTYPE_NAMES[q.dtype], q.device
     limit = settings.watchdog_ms()
     chosen = config.configure(dtype, dim, mask.form, deterministic, softcap > 0, limit)
     record = watchdog.record(device) if chosen.watchdog_ms else None
     given = {"dout": dout, "q": q, "k": k, "v": v, "out": out}
-    dout, q, k, v, out = (addressable(t, name) for name, t in given.items())
+    dout, q, k, v, out = (addressable(t, _NAME, name) for name, t in given.items())
     dlse = None if dlse is None else log.contiguous(_NAME, "dlse", dlse, "contiguous")
     lse = log.contiguous(_NAME, "lse", lse, "contiguous")
     held = workspace(batch, heads, -(-q_len // chosen.tile_m), chosen.tile_m, dim, device)
@@ -119,24 +114,6 @@ def backward(
     return dq, dk, dv
 
 
-def addressable(t: Tensor, name: str = "operand") -> Tensor:
-    """``t`` [B, S, H, D], or a copy, such that TMA can address it: see ``_ALIGN``.
-
-    The strides of dimensions of size 1 are part of the descriptor too.
-    """
-    step = _ALIGN // t.element_size()
-    *outer, last = t.stride()
-    if last == 1 and t.data_ptr() % _ALIGN == 0 and all(s and s % step == 0 for s in outer):
-        return t
-    log.copied(_NAME, name, t, _TMA)
-    return torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
-
-
-def not_empty(lists: Tensor) -> Tensor:
-    """``lists``, or zeros that are not read: a kernel takes no tensor without elements."""
-    return lists if lists.numel() else lists.new_zeros([max(1, n) for n in lists.shape])
-
-
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised output."""
     return torch.empty(shape, dtype=dtype, device=device)
@@ -150,17 +127,6 @@ def workspace(
     ints = functools.partial(torch.empty, dtype=torch.int32, device=device)
     rows = (batch, heads, tiles, tile_m)
     return Workspace(fp32(rows), fp32(rows), fp32(*rows[:3], tile_m * dim), ints(rows[:3]), ints(1))
-
-
-def most_ctas(device: torch.device) -> int:
-    """The CTAs of a persistent grid: one per SM, unless CUTE_KERNELS_MAX_CTAS says fewer."""
-    cap, units = settings.max_ctas(), _units(device)
-    return min(cap, units) if cap else units
-
-
-@functools.cache
-def _units(device: torch.device) -> int:
-    return arch.describe(device).units
 
 
 @functools.cache

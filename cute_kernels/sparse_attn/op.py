@@ -10,10 +10,9 @@ graph serves every length.  ``order`` is empty where no gradient is asked for.
 A backend's launchers are
 
     forward(q, k, v, mask, scale, softcap) -> (out, lse)
-    backward(dout, dlse, q, k, v, out, lse, mask, order, scale, softcap, deterministic)
-        -> (dq, dk, dv)
+    backward(grads, saved, mask, order, scale, softcap, deterministic) -> (dq, dk, dv)
 
-with a ``LoweredMask``, an ``Order`` and tensors of any strides; dlse is None or fp32 [B, Hq, Sq].
+with ``Grads``, ``Saved``, a ``LoweredMask``, an ``Order`` and tensors of any strides.
 No size is zero there.
 """
 
@@ -28,6 +27,7 @@ from ..errors import ArgumentValueError, UnsupportedTransformError, expected
 from ..torch_ops import define_op
 from . import config, prepare
 from .masks import Order
+from .tensors import Grads, Saved
 
 NAME = "block_sparse_attention"
 _HALF = frozenset({torch.bfloat16, torch.float16})
@@ -76,7 +76,8 @@ def _run_backward(
         turns = Order(*order)
     else:
         turns = prepare.order_of(lowered, kind, (batch, q_len, kv_len, heads, kv_heads, dim))
-    return launch(dout, dlse, q, k, v, out, lse, lowered, turns, scale, softcap, deterministic)
+    grads, saved = Grads(dout, dlse), Saved(q, k, v, out, lse)
+    return launch(grads, saved, lowered, turns, scale, softcap, deterministic)
 
 
 def refuse_unordered() -> None:

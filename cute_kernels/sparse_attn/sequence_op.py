@@ -17,6 +17,7 @@ from .. import dispatch
 from ..torch_ops import define_op
 from . import checks, prepare, sequences
 from .op import NAME, refuse_double_backward, refuse_vmap
+from .tensors import Grads, Saved
 
 
 def _run_seen(dense):
@@ -72,8 +73,9 @@ def _run_backward(dout, dlse, q, k, v, out, lse, spans, scale, softcap):
         lowered = prepare.lower(run.mask)
         sizes = batch, q_len, kv_len, heads, kv_heads, dim
         order = prepare.order_of(lowered, checks.AUTO, sizes)
-        tensors = (run.cut_queries(dout), of_rows[0], queries, keys, values, run.cut_queries(out))
-        parts = launch(*tensors, of_rows[1], lowered, order, scale, softcap, True)
+        grads = Grads(run.cut_queries(dout), of_rows[0])
+        saved = Saved(queries, keys, values, run.cut_queries(out), of_rows[1])
+        parts = launch(grads, saved, lowered, order, scale, softcap, True)
         dq[run.batch, run.queries] = parts[0]
         dk[run.batch, run.keys], dv[run.batch, run.keys] = (t[:, run.shift :] for t in parts[1:])
     return dq, dk, dv

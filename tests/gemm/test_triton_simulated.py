@@ -136,4 +136,4 @@ def test_grid(monkeypatch, cap):
     monkeypatch.setenv("CUTE_KERNELS_MAX_CTAS", cap)
     with simulated(launch):
         limit = min(int(cap) or 132, 132)
-        assert launch._programs(torch.device("cuda:0")) == limit
+        assert launch.most_ctas(torch.device("cuda:0")) == limit

@@ -19,6 +19,7 @@ from cute_kernels.errors import NondeterministicError, ShapeError, WatchdogError
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.order import kinds
 from cute_kernels.sparse_attn import launch, masks
+from cute_kernels.sparse_attn.tensors import Grads, Saved
 from tests import contract
 from tests.sparse_attn.gpu_cases import (
     DEVICE,
@@ -236,10 +237,10 @@ def watchdog(dim: int) -> None:
     given = problem(BlockMask.causal(500, 500), dim, heads=4, kv_heads=2)
     lowered, scale = masks.lower(given.mask), dim**-0.5
     order = masks.order_of(lowered, kinds.spt(lowered.mask, heads=2))
-    tensors = given.q, given.k, given.v, *launch.forward(*given[:3], lowered, scale, 0.0)
+    saved = Saved(*given[:3], *launch.forward(*given[:3], lowered, scale, 0.0))
 
     def run(order):
-        return launch.backward(given.dout, None, *tensors, lowered, order, scale, 0.0, True)
+        return launch.backward(Grads(given.dout, None), saved, lowered, order, scale, 0.0, True)
 
     want = run(order)
     os.environ["CUTE_KERNELS_WATCHDOG_MS"] = "1000"

@@ -12,6 +12,7 @@ import torch
 from cute_kernels.schedulers.masks.mask import BlockMask
 from cute_kernels.schedulers.order.schedule import Schedule
 from cute_kernels.sparse_attn import launch, masks, reference
+from cute_kernels.sparse_attn.tensors import Grads, Saved
 from tests.sparse_attn import simulated
 
 
@@ -82,9 +83,10 @@ def backward(
     """The launcher's three kernels; ``options``: see `simulated.simulated`."""
     lowered = case.lowered
     order = masks.order_of(lowered, schedule)
-    tensors = case.dout, dlse, case.q, case.k, case.v, case.out, case.lse
+    grads = Grads(case.dout, dlse)
+    saved = Saved(case.q, case.k, case.v, case.out, case.lse)
     with simulated.simulated(**options) as used:
-        found = launch.backward(*tensors, lowered, order, case.scale, case.softcap, ordered)
+        found = launch.backward(grads, saved, lowered, order, case.scale, case.softcap, ordered)
     (held,) = used
     if ordered:
         tile_m = held.lse2.shape[3]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels import arch, errors
+from cute_kernels import arch, checking, errors
 from cute_kernels.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -403,7 +403,7 @@ def test_good_input_is_launched():
 @pytest.mark.parametrize("device", ["mps", "xpu", "hpu"])
 def test_devices_without_a_backend_are_refused(device):
     with pytest.raises(BackendUnavailable, match=f"no backend for {device}") as caught:
-        checks._device(torch.device(device))
+        checking.supported("block_sparse_attention", torch.device(device))
     assert "cute_sm90" in str(caught.value) and "triton" in str(caught.value)
 
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from cute_kernels import dispatch, settings
+from cute_kernels import arch, dispatch, settings
 from cute_kernels.errors import NondeterministicError
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import launch, reference
@@ -69,7 +69,7 @@ def test_strides_that_tma_cannot_address(on_sm90):
         want = results(x, causal=True, lse=False)
         for change in (odd_rows, odd_pointer, odd_single):
             views = [change(t.detach()).requires_grad_() for t in x.leaves()]
-            assert all(launch.addressable(t) is not t for t in views)
+            assert all(launch.addressable(t, "attention", "q") is not t for t in views)
             moved = cases.Inputs(*views, change(x.dout), x.dlse)
             for got, expected in zip(results(moved, causal=True, lse=False), want, strict=True):
                 assert contract.same_bytes(got, expected), change.__name__
@@ -164,12 +164,13 @@ def test_tensors_that_tma_can_address_are_not_copied():
     packed = torch.zeros(2, 30, 8, 64, dtype=torch.bfloat16)
     by_head = torch.zeros(2, 8, 30, 64, dtype=torch.bfloat16).transpose(1, 2)
     for t in (packed, packed[:, 3:], packed[:, :, 4:6], by_head):
-        assert launch.addressable(t) is t
+        assert launch.addressable(t, "attention", "q") is t
 
 
 def test_the_grid_is_capped(monkeypatch):
-    monkeypatch.setattr(launch, "_units", lambda device: 132)
-    device = torch.device("cuda:0")
+    h200 = arch.Device("cuda:7", "cuda", "sm_90a", 132)
+    monkeypatch.setattr(arch, "describe", lambda device: h200)
+    device = torch.device("cuda:7")
     assert launch.most_ctas(device) == 132
     for cap, want in (("7", 7), ("500", 132)):
         monkeypatch.setenv(f"{settings.PREFIX}MAX_CTAS", cap)

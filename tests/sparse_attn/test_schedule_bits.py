@@ -17,6 +17,7 @@ from cute_kernels.schedulers.order.safety import check
 from cute_kernels.schedulers.order.schedule import Schedule
 from cute_kernels.sparse_attn import cpu, masks
 from cute_kernels.sparse_attn.api import block_sparse_attention
+from cute_kernels.sparse_attn.tensors import Grads, Saved
 from tests.contract import bits, same_bytes
 from tests.sparse_attn import cases
 
@@ -63,9 +64,8 @@ def launched(schedule: Schedule, kind: str = SHARED) -> tuple[torch.Tensor, ...]
     x, lowered = problem(), masks.lower(mask_of(kind))
     order = masks.order_of(lowered, schedule)
     leaves = (t.detach() for t in x.leaves())
-    return cpu.ordered_sums(
-        x.dout, None, *leaves, *forward_of(kind), lowered, order, DIM**-0.5, 0.0
-    )
+    saved = Saved(*leaves, *forward_of(kind))
+    return cpu.ordered_sums(Grads(x.dout, None), saved, lowered, order, DIM**-0.5, 0.0)
 
 
 def rounded(sums: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -18,6 +18,7 @@ from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.order import kinds
 from cute_kernels.sparse_attn import masks
 from cute_kernels.sparse_attn.api import block_sparse_attention
+from cute_kernels.sparse_attn.tensors import Grads, Saved
 from cute_kernels.sparse_attn.triton import launch as triton_launch
 from tests.contract import same_bytes
 from tests.sparse_attn import cases, test_reference
@@ -71,9 +72,8 @@ def sums(launch, kind: str, schedule) -> tuple[torch.Tensor, ...]:
     order = masks.order_of(lowered, schedule)
     x = problem(kind)
     leaves = [t.detach() for t in x.leaves()]
-    return launch.ordered_sums(
-        x.dout, None, *leaves, out.bfloat16(), lse, lowered, order, SCALE, 0.0, interpret=True
-    )
+    grads, saved = Grads(x.dout, None), Saved(*leaves, out.bfloat16(), lse)
+    return launch.ordered_sums(grads, saved, lowered, order, SCALE, 0.0, interpret=True)
 
 
 def forward_order(launch) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ... import arch, settings
+from ...operands import most_ctas
 from .. import config
 from . import kernel as kernels
 from .plan import TRITON, TRITON_FP32, TritonPlan
@@ -36,19 +36,13 @@ def gemm(
     alignment) class compiles; do that before a CUDA graph is captured.
     """
     with torch.cuda.device(a.device):
-        return _launch(a, b, bias, accumulator, _programs(a.device))
+        return _launch(a, b, bias, accumulator, most_ctas(a.device))
 
 
 def column_sum(rows: torch.Tensor) -> torch.Tensor:
     """Σ over the rows of [M, N], any strides: fp32 in a fixed order, one rounding; [N]."""
     with torch.cuda.device(rows.device):
         return _launch_column_sum(rows)
-
-
-def _programs(device: torch.device) -> int:
-    """How many programs a persistent grid may have: one per SM, or the cap that tests set."""
-    units = arch.describe(device).units
-    return min(units, settings.max_ctas() or units)
 
 
 def _launch(

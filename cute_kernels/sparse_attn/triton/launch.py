@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ... import log
 from ..masks import BLOCK, LoweredMask, Order
+from ..tensors import Grads, Saved
 from . import kernel as kernels
 from .plan import TRITON, Tile, TritonPlan
 
@@ -67,13 +68,8 @@ def forward(
 
 
 def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    grads: Grads,
+    saved: Saved,
     mask: LoweredMask,
     order: Order,
     scale: float,
@@ -86,21 +82,13 @@ def backward(
 
     ``deterministic`` changes nothing here: no program waits for another.
     """
-    dtypes = [t.dtype for t in (q, k, v)]
-    sums = ordered_sums(
-        dout, dlse, q, k, v, out, lse, mask, order, scale, softcap, interpret=interpret
-    )
-    return tuple(t.to(dtype) for t, dtype in zip(sums, dtypes, strict=True))
+    sums = ordered_sums(grads, saved, mask, order, scale, softcap, interpret=interpret)
+    return tuple(t.to(x.dtype) for t, x in zip(sums, saved[:3], strict=True))
 
 
 def ordered_sums(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    grads: Grads,
+    saved: Saved,
     mask: LoweredMask,
     order: Order,
     scale: float,
@@ -109,6 +97,7 @@ def ordered_sums(
     interpret: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``backward``; interpreted, its three results before their rounding."""
+    (dout, dlse), (q, k, v, out, lse) = grads, saved
     batch, q_len, heads, dim = q.shape
     plan, dtype, lists = TRITON[dim], q.dtype, len(order.list_of_head)
     given = {"q": q, "k": k, "v": v, "dout": dout, "out": out}

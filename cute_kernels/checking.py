@@ -1,0 +1,61 @@
+"""Checks of tensors that systems share.  Each raises one error that names the argument."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from . import arch
+from .errors import (
+    ArgumentTypeError,
+    BackendUnavailable,
+    DeviceError,
+    DtypeError,
+    ShapeError,
+    expected,
+    no_backend,
+)
+
+#: Those with a backend, and the one whose tensors have shapes only.
+DEVICE_TYPES = ("cpu", "cuda", "meta")
+
+
+def tensor(name: str, value: object) -> None:
+    """That ``value`` is a tensor of strides."""
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentTypeError(expected(name, "a torch.Tensor", type(value).__name__))
+    if value.is_nested:
+        raise ArgumentTypeError(expected(name, "a dense (strided) tensor", "a nested tensor"))
+    if value.layout is not torch.strided:
+        raise ArgumentTypeError(expected(name, "a dense (strided) tensor", value.layout))
+
+
+def rank(name: str, t: torch.Tensor, rank: int, shape: str) -> None:
+    """That ``t`` has ``rank`` dimensions; ``shape`` names them: ``"[N, K]"``."""
+    if t.dim() != rank:
+        got = f"{t.dim()} (shape {list(t.shape)})"
+        raise ShapeError(expected(name, f"{rank} dimension{'s' * (rank > 1)} {shape}", got))
+
+
+def dtype(name: str, found: torch.dtype, allowed: Collection[torch.dtype]) -> None:
+    """That a dtype is one of those allowed."""
+    if found not in allowed:
+        raise DtypeError(expected(name, "one of " + ", ".join(map(str, allowed)), found))
+
+
+def same_device(name: str, t: torch.Tensor, of: str, like: torch.Tensor) -> None:
+    """That ``t`` is where ``like``, the argument ``of``, is."""
+    if t.device != like.device:
+        raise DeviceError(expected(name, f"device {like.device} of {of}", t.device))
+
+
+def supported(op: str, device: torch.device) -> None:
+    """That some backend may run ``op`` on a device of this type; the error names each and why not.
+
+    Which one does, `dispatch` finds, where the op runs.
+    """
+    if device.type not in DEVICE_TYPES:
+        reasons = dict.fromkeys((arch.CUTE_SM90, arch.TRITON), "needs a CUDA or ROCm device")
+        reasons[arch.CPU] = "runs on cpu tensors only"
+        raise BackendUnavailable(no_backend(op, device, reasons))
