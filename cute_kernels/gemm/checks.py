@@ -18,8 +18,8 @@ from ..errors import (
     expected,
     one_of,
 )
+from .config import ORDERS
 
-ORDERS = ("chain",)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 #: TMA coordinates are int32.

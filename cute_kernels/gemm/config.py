@@ -20,6 +20,7 @@ from .triton.plan import TRITON, TRITON_FP32
 
 #: The order of every backend here: one fp32 accumulator, ascending K in groups of 16, one rounding.
 ORDER = "chain"
+ORDERS = (ORDER,)
 K_GROUP = 16
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -38,13 +39,14 @@ class Config:
 
     ``a_major`` / ``b_major``: ``"k"`` when the reduction dimension is contiguous, else ``"mn"``.
     ``epilogue``: ``"plain"``, ``"bias"`` (fp32 add before the rounding) or ``"accumulate"`` (the
-    accumulator starts from an fp32 tensor that is updated in place).
+    accumulator starts from an fp32 tensor that is updated in place).  ``order``: of ``ORDERS``.
     """
 
     dtype: str
     a_major: str
     b_major: str
     epilogue: str
+    order: str
     tile_m: int = 128
     tile_n: int = 256
     tile_k: int = 64
@@ -107,10 +109,15 @@ def tile_columns(rows: int, columns: int, clusters: int) -> int:
 
 
 def choose(
-    dtype: torch.dtype, a_major: str, b_major: str, epilogue: str, tile_n: int = Config.tile_n
+    dtype: torch.dtype,
+    a_major: str,
+    b_major: str,
+    epilogue: str,
+    tile_n: int = Config.tile_n,
+    order: str = ORDER,
 ) -> Config:
     """The configuration of the SM90 kernel for one product, at one of the tile's widths."""
-    return Config(DTYPE_NAMES[dtype], a_major, b_major, epilogue, tile_n=tile_n)
+    return Config(DTYPE_NAMES[dtype], a_major, b_major, epilogue, order, tile_n=tile_n)
 
 
 def catalogue() -> Iterator[Config]:

@@ -20,7 +20,7 @@ import torch
 
 from ..cpu_math import ieee, mm
 from ..errors import BackendUnavailable
-from .config import CPU, K_GROUP
+from .config import CPU, K_GROUP, ORDER
 
 _ALIGN_BYTES = 64
 
@@ -30,8 +30,12 @@ def gemm(
     b: torch.Tensor,
     bias: torch.Tensor | None,
     accumulator: torch.Tensor | None,
+    order: str = ORDER,
 ) -> torch.Tensor:
-    """a [M, K] · b [N, K]ᵀ (+ bias [N]), or accumulator [N, K']-shaped += the same, in place."""
+    """a [M, K] · b [N, K]ᵀ (+ bias [N]), or accumulator [M, N] fp32 += the same, in place.
+
+    ``order``: of ``ORDERS``; this backend has the one.
+    """
     with ieee() as team:
         if accumulator is not None:
             return _accumulate(a, b, accumulator)

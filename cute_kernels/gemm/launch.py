@@ -23,6 +23,7 @@ def gemm(
     b: torch.Tensor,
     bias: torch.Tensor | None,
     accumulator: torch.Tensor | None,
+    order: str = config.ORDER,
 ) -> torch.Tensor:
     """a [M, K] · b [N, K]ᵀ (+ bias [N]), or ``accumulator`` [M, N] fp32 += the same, in place."""
     a, a_major = matrix(a, "gemm", "a")
@@ -38,7 +39,8 @@ def gemm(
     else:
         out, epilogue = padded_empty(a, m, n), "plain"
     clusters = max_clusters(device)
-    kernel = _gemm_kernel(a.dtype, a_major, b_major, epilogue, tile_columns(m, n, clusters))
+    width = tile_columns(m, n, clusters)
+    kernel = _gemm_kernel(a.dtype, a_major, b_major, epilogue, width, order)
     call(device, kernel, a, b, out, bias, clusters)
     if accumulator is None:
         return log.contiguous("gemm", "out", out, "contiguous; its rows were padded for TMA")

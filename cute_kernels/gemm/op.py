@@ -7,7 +7,7 @@
     linear_dbias  db = Σ dy            dy [..., N]                   -> db [N]
 
 The set is closed under differentiation, so double backward works.  Every product is one launcher,
-``gemm(a [M, K], b [N, K], bias, accumulator)``, on views: no transposing copy.
+``gemm(a [M, K], b [N, K], bias, accumulator, order)``, on views: no transposing copy.
 """
 
 from __future__ import annotations
@@ -46,14 +46,16 @@ for _name in ("linear", "matmul"):
     contracts.register(contracts.Contract(_name, config.KEPT, config.plan, _backend))
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _product(
+    a: torch.Tensor, b: torch.Tensor, order: str, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """a [M, K] · b [N, K]ᵀ + bias; sizes of zero need no kernel."""
     (m, k), n = a.shape, b.shape[0]
     if m == 0 or n == 0:
         return a.new_empty(m, n)
     if k == 0:
         return a.new_zeros(m, n) if bias is None else bias.expand(m, n).clone()
-    return dispatch.launcher("gemm", a.device, a.dtype)(a, b, bias, None)
+    return dispatch.launcher("gemm", a.device, a.dtype)(a, b, bias, None, order)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -65,22 +67,22 @@ def _run_linear(x, weight, bias, main_grad, order):
         # Here, for a compiled graph too: a tensor that is traced has no address.
         checks.apart(main_grad, x=x, weight=weight, bias=bias)
     if x.dim() == 2:
-        return _product(x, weight, bias)
-    return _product(_rows(x), weight, bias).view(*x.shape[:-1], weight.shape[0])
+        return _product(x, weight, order, bias)
+    return _product(_rows(x), weight, order, bias).view(*x.shape[:-1], weight.shape[0])
 
 
 def _run_dx(dy, weight, order):
-    return _product(_rows(dy), weight.mT).view(*dy.shape[:-1], weight.shape[1])
+    return _product(_rows(dy), weight.mT, order).view(*dy.shape[:-1], weight.shape[1])
 
 
 def _run_dw(dy, x, order):
-    return _product(_rows(dy).mT, _rows(x).mT)
+    return _product(_rows(dy).mT, _rows(x).mT, order)
 
 
 def _run_dw_(dy, x, main_grad, order):
     if dy.numel() and x.numel():
         launch = dispatch.launcher("gemm", dy.device, dy.dtype)
-        launch(_rows(dy).mT, _rows(x).mT, None, main_grad)
+        launch(_rows(dy).mT, _rows(x).mT, None, main_grad, order)
 
 
 def _run_dbias(dy, order):

@@ -10,6 +10,7 @@ import torch
 from torch.library import opcheck
 
 import cute_kernels as ck
+from cute_kernels import dispatch
 from cute_kernels.gemm import op, reference
 from tests.contract import same_bytes
 
@@ -296,3 +297,20 @@ def test_a_dual_level_without_tangents_is_no_error():
     want = ck.linear(x, w)
     with torch.autograd.forward_ad.dual_level():
         assert same_bytes(ck.linear(x, w), want)
+
+
+def test_the_order_reaches_every_launcher(monkeypatch):
+    """Checked at the door only: what an op is given is what its product is asked for."""
+    orders = []
+
+    def product(a, b, bias, accumulator, order):
+        orders.append(order)
+        return a.new_empty(a.shape[0], b.shape[0]) if accumulator is None else accumulator
+
+    monkeypatch.setattr(dispatch, "launcher", lambda *_: product)
+    x, w, dy = torch.randn(5, 8), torch.randn(6, 8), torch.randn(5, 6)
+    ops.linear(x, w, None, None, "one")
+    ops.linear_dx(dy, w, "two")
+    ops.linear_dw(dy, x, "three")
+    ops.linear_dw_(dy, x, torch.zeros(6, 8), "four")
+    assert orders == ["one", "two", "three", "four"]

@@ -21,6 +21,7 @@ def gemm(
     b: torch.Tensor,
     bias: torch.Tensor | None,
     accumulator: torch.Tensor | None,
+    order: str = config.ORDER,
 ) -> torch.Tensor:
     """a [M, K] · b [N, K]ᵀ + bias [N], or accumulator [M, N] += a · bᵀ in place.
 
@@ -28,6 +29,7 @@ def gemm(
         a, b: bf16, fp16 or fp32, of one dtype and device; any strides, sizes above zero.
         bias: The dtype of ``a``; added in fp32 before the one rounding.
         accumulator: fp32, any strides whose elements do not overlap; the chain starts from it.
+        order: Of `config.ORDERS`; this kernel has the one.
 
     Returns:
         [M, N], contiguous, the dtype of ``a``; or ``accumulator``.
