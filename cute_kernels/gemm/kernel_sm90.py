@@ -22,8 +22,9 @@ from cutlass.utils import hopper_helpers
 
 from ..compile import fake
 from ..dsl import mma, pipeline, smem, tma
+from ..dsl.mainloop import Mainloop
 from ..schedulers.tiles import persistent_device as persistent
-from .config import Config
+from .config import ORDER, Config
 
 CONSUMERS = 2
 THREADS = (1 + CONSUMERS) * mma.WARPGROUP
@@ -42,20 +43,23 @@ class GemmSm90:
     """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
 
     def __init__(self, config: Config):
-        assert config.tile_m == 64 * CONSUMERS, "each consumer warpgroup owns 64 rows"
-        assert config.tile_n % 8 == 0 and config.tile_n <= 256, "one WGMMA spans the tile's N"
-        assert config.tile_k % mma.K_GROUP == 0
+        assert config.order == ORDER
         self.config = config
-        self.tile = (config.tile_m, config.tile_n, config.tile_k)
         self.cluster = (config.cluster_m, config.cluster_n)
         self.dtype = fake.DTYPES[config.dtype]
         self.accumulate = config.epilogue == "accumulate"
         self.d_dtype = cutlass.Float32 if self.accumulate else self.dtype
         self.epi_n = EPILOGUE_ROW_BYTES * 8 // self.d_dtype.width
         assert config.tile_n % self.epi_n == 0, "the epilogue stores whole parts"
-        self.stage_bytes = (config.tile_m + config.tile_n) * config.tile_k * self.dtype.width // 8
         epilogue_bytes = CONSUMERS * EPILOGUE_STAGES * 64 * EPILOGUE_ROW_BYTES
-        self.stages = (SHARED_BYTES - epilogue_bytes) // self.stage_bytes
+        self.mainloop = Mainloop(
+            self.dtype,
+            (config.a_major, config.b_major),
+            (config.tile_m, config.tile_n, config.tile_k),
+            self.cluster,
+            CONSUMERS,
+            SHARED_BYTES - epilogue_bytes,
+        )
 
     @cute.jit
     def __call__(
@@ -67,16 +71,13 @@ class GemmSm90:
         max_clusters: cutlass.Int32,
         stream,
     ):
-        tile_m, tile_n, tile_k = self.tile
         sA_layout, sB_layout, sD_layout = self.shared_layouts()
-        # A is shared by the CTAs of a cluster row, B by those of a column.
-        tma_a, gA = tma.load(mA, sA_layout, (tile_m, tile_k), self.cluster[1])
-        tma_b, gB = tma.load(mB, sB_layout, (tile_n, tile_k), self.cluster[0])
-        tma_d, gD = tma.store(mD, sD_layout, (64, self.epi_n))
+        a, b = self.mainloop.sources(mA, mB)
+        d = tma.store(mD, sD_layout, (64, self.epi_n))
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.mainloop.stages]
             sA: cute.struct.Align[
                 cute.struct.MemRange[self.dtype, cute.cosize(sA_layout)], smem.ALIGN
             ]
@@ -88,8 +89,10 @@ class GemmSm90:
             ]
 
         self.storage = Storage
-        counts = persistent.tile_counts(mD.shape[0], mD.shape[1], (tile_m, tile_n), self.cluster)
-        self.kernel(tma_a, gA, tma_b, gB, tma_d, gD, mD, mBias, counts).launch(
+        counts = persistent.tile_counts(
+            mD.shape[0], mD.shape[1], self.mainloop.tile[:2], self.cluster
+        )
+        self.kernel(a, b, d, mD, mBias, counts).launch(
             grid=persistent.grid(counts, self.cluster, max_clusters),
             block=(THREADS, 1, 1),
             cluster=(*self.cluster, 1),
@@ -100,12 +103,9 @@ class GemmSm90:
     @cute.kernel
     def kernel(
         self,
-        tma_a: cute.CopyAtom,
-        gA: cute.Tensor,
-        tma_b: cute.CopyAtom,
-        gB: cute.Tensor,
-        tma_d: cute.CopyAtom,
-        gD: cute.Tensor,
+        a: tma.Source,
+        b: tma.Source,
+        d: tma.Source,
         mD: cute.Tensor,
         mBias: cute.Tensor | None,
         counts: cute.Tile,
@@ -113,8 +113,8 @@ class GemmSm90:
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for atom in (tma_a, tma_b, tma_d):
-                cpasync.prefetch_descriptor(atom)
+            for source in (a, b, d):
+                cpasync.prefetch_descriptor(source.atom)
 
         storage = SmemAllocator().allocate(self.storage)
         sA_layout, sB_layout, sD_layout = self.shared_layouts()
@@ -123,9 +123,7 @@ class GemmSm90:
         sD = storage.sD.get_tensor(sD_layout.outer, swizzle=sD_layout.inner)
 
         cluster = cute.make_layout((*self.cluster, 1))
-        ring = pipeline.tma_ring(
-            storage.barriers.data_ptr(), self.stages, self.stage_bytes, 4 * CONSUMERS, cluster
-        )
+        ring = self.mainloop.ring(storage.barriers.data_ptr(), cluster)
         pipeline.announce_barriers(self.cluster)
         cta = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         rank = cluster.get_flat_coord(cta)
@@ -135,78 +133,45 @@ class GemmSm90:
         if warpgroup == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                self.load(tma_a, gA, tma_b, gB, sA, sB, ring, cluster, rank, counts)
+                loads = self.mainloop.loads((a, b), sA, sB, cluster, rank)
+                self.load(loads, ring, rank, counts)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.multiply(
-                tma_d, gD, mD, mBias, sA, sB, sD, ring, rank, counts, cute.size(gA, mode=[1])
-            )
+            k = cute.size(a.tensor, mode=[1])
+            self.multiply((sA, sB, sD), d, mD, mBias, ring, rank, counts, k)
 
     @cute.jit
-    def load(self, tma_a, gA, tma_b, gB, sA, sB, ring, cluster, rank, counts):
+    def load(self, loads, ring, rank, counts):
         """The producer warp: for each tile, every K block of A and B, in order."""
-        tile_m, tile_n, tile_k = self.tile
-        cluster_m, cluster_n = self.cluster
-        # (tile_m, tile_k, tiles along M, blocks along K), and the same for B.
-        gA = cute.local_tile(gA, (tile_m, tile_k), (None, None))
-        gB = cute.local_tile(gB, (tile_n, tile_k), (None, None))
-        tAsA, tAgA = tma.partition(tma_a, rank[1], cute.make_layout(cluster_n), sA, gA)
-        tBsB, tBgB = tma.partition(tma_b, rank[0], cute.make_layout(cluster_m), sB, gB)
-        mask_a = pipeline.multicast_mask(cluster, rank, 1, cluster_n)
-        mask_b = pipeline.multicast_mask(cluster, rank, 0, cluster_m)
-        blocks = cute.size(gA, mode=[3])
-
-        state = pipeline.producer_state(self.stages)
+        state = pipeline.producer_state(self.mainloop.stages)
         index, step = persistent.first_and_step()
         total = counts[0] * counts[1]
         while index < total:
             m, n = persistent.coordinates(
                 index, counts, self.config.raster_group, rank, self.cluster
             )
-            for block in cutlass.range(blocks, unroll=1):
-                ring.producer_acquire(state)
-                full = ring.producer_get_barrier(state)
-                stage = state.index
-                cute.copy(
-                    tma_a,
-                    tAgA[None, m, block],
-                    tAsA[None, stage],
-                    tma_bar_ptr=full,
-                    mcast_mask=mask_a,
-                )
-                cute.copy(
-                    tma_b,
-                    tBgB[None, n, block],
-                    tBsB[None, stage],
-                    tma_bar_ptr=full,
-                    mcast_mask=mask_b,
-                )
-                state.advance()
+            state = self.mainloop.load(loads, ring, state, m, n, (0, loads.blocks))
             index += step
         # A CTA must not exit while others of its cluster may still arrive on its barriers.
         ring.producer_tail(state)
 
     @cute.jit
-    def multiply(self, tma_d, gD, mD, mBias, sA, sB, sD, ring, rank, counts, k):
+    def multiply(self, shared, d, mD, mBias, ring, rank, counts, k):
         """A consumer warpgroup: for each tile, 64 rows of the chain, then their epilogue."""
-        tile_m, tile_n, tile_k = self.tile
+        sA, sB, sD = shared
+        tile_m, tile_n, tile_k = self.mainloop.tile
         tidx, _, _ = cute.arch.thread_idx()
         consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
         lane = tidx % mma.WARPGROUP
 
-        tiled = self.tiled_mma(CONSUMERS)
         # A slice of one warpgroup: its values' coordinates and its copies in the epilogue.
-        one = self.tiled_mma(1).get_slice(lane)
-        thr_mma = tiled.get_slice(consumer * mma.WARPGROUP)
-        tCrA = tiled.make_fragment_A(thr_mma.partition_A(sA))
-        tCrB = tiled.make_fragment_B(thr_mma.partition_B(sB))
-        acc_shape = thr_mma.partition_shape_C((tile_m, tile_n))
-        acc = cute.make_rmem_tensor(acc_shape, cutlass.Float32)
+        one = self.mainloop.tiled_mma(1).get_slice(lane)
+        operands = self.mainloop.operands(sA, sB, consumer)
+        acc = self.mainloop.accumulator(operands)
 
         blocks = k // tile_k
         tail_groups = cute.ceil_div(k - blocks * tile_k, mma.K_GROUP)
-        read = pipeline.consumer_state(self.stages)
-        release = pipeline.consumer_state(self.stages)
+        states = tuple(pipeline.consumer_state(self.mainloop.stages) for _ in range(2))
         buffer = cutlass.Int32(0)
         index, step = persistent.first_and_step()
         total = counts[0] * counts[1]
@@ -220,42 +185,14 @@ class GemmSm90:
                 self.start_from(acc, mD, row0, column0, one)
             else:
                 acc.fill(0.0)
-            read, release = self.chain(
-                tiled, acc, tCrA, tCrB, ring, read, release, blocks, tail_groups
-            )
+            states = self.mainloop.chain(operands, acc, ring, states, blocks, tail_groups)
             if cutlass.const_expr(mBias is not None):
                 self.add_bias(acc, mBias, column0, one)
-            buffer = self.store(
-                acc, tma_d, gD, sD, consumer, lane, m * CONSUMERS + consumer, n, buffer
-            )
+            at = (m * CONSUMERS + consumer, n)
+            buffer = self.store(acc, d, sD, consumer, lane, at, buffer)
             index += step
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    @cute.jit
-    def chain(self, tiled, acc, tCrA, tCrB, ring, read, release, blocks, tail_groups):
-        """acc += Σ_k A B, k ascending; a stage is released one block late, so WGMMAs overlap."""
-        tiled.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
-        for block in cutlass.range(blocks, unroll=1):
-            ring.consumer_wait(read)
-            mma.add_block(tiled, acc, tCrA, tCrB, read.index)
-            read.advance()
-            if block > 0:
-                cute.nvgpu.warpgroup.wait_group(1)
-                ring.consumer_release(release)
-                release.advance()
-        cute.nvgpu.warpgroup.wait_group(0)
-        if blocks > 0:
-            ring.consumer_release(release)
-            release.advance()
-        if tail_groups > 0:
-            ring.consumer_wait(read)
-            mma.add_groups(tiled, acc, tCrA, tCrB, read.index, tail_groups)
-            cute.nvgpu.warpgroup.wait_group(0)
-            ring.consumer_release(release)
-            read.advance()
-            release.advance()
-        return read, release
 
     @cute.jit
     def start_from(self, acc, mD, row0, column0, one):
@@ -293,15 +230,15 @@ class GemmSm90:
                 acc[4 * four + side + 2] += bias
 
     @cute.jit
-    def store(self, acc, tma_d, gD, sD, consumer, lane, m, n, buffer):
+    def store(self, acc, d, sD, consumer, lane, at, buffer):
         """D = round(acc): 64 x epi_n at a time through this warpgroup's own buffers."""
-        gD_tile = cute.local_tile(gD, (64, self.config.tile_n), (m, n))
+        gD_tile = cute.local_tile(d.tensor, (64, self.config.tile_n), at)
         gD_parts = cute.zipped_divide(gD_tile, (64, self.epi_n))
         tDsD, tDgD = cpasync.tma_partition(
-            tma_d, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), gD_parts
+            d.atom, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), gD_parts
         )
         # An instruction of epi_n columns lays its values out as a slice of the wide one's.
-        part_mma = self.tiled_mma(1, self.epi_n)
+        part_mma = self.mainloop.tiled_mma(1, self.epi_n)
         tiled_copy = cute.make_tiled_copy_C(self.shared_store_atom(), part_mma)
         copy = tiled_copy.get_slice(lane)
         tRsD = copy.partition_D(sD)
@@ -324,27 +261,16 @@ class GemmSm90:
             cute.arch.fence_proxy("async.shared", space="cta")
             self.sync(consumer)
             if lane == 0:
-                cute.copy(tma_d, tDsD[None, slot], tDgD[None, part])
+                cute.copy(d.atom, tDsD[None, slot], tDgD[None, part])
                 cute.arch.cp_async_bulk_commit_group()
             buffer = (buffer + 1) % EPILOGUE_STAGES
         return buffer
 
-    def tiled_mma(self, warpgroups: int, n: int = 0) -> cute.TiledMma:
-        """``warpgroups`` instructions stacked along M, each ``n`` columns wide (the tile's)."""
-        config = self.config
-        n = n or config.tile_n
-        return mma.tiled_mma(self.dtype, config.a_major, config.b_major, warpgroups, n)
-
     def shared_layouts(self):
         """The staged layouts of A and B, and of the consumers' epilogue buffers."""
-        tile_m, tile_n, tile_k = self.tile
-        config = self.config
         buffers = CONSUMERS * EPILOGUE_STAGES
-        return (
-            smem.operand_layout(self.dtype, tile_m, tile_k, config.a_major, self.stages),
-            smem.operand_layout(self.dtype, tile_n, tile_k, config.b_major, self.stages),
-            smem.operand_layout(self.d_dtype, 64, self.epi_n, "k", buffers),
-        )
+        of_d = smem.operand_layout(self.d_dtype, 64, self.epi_n, "k", buffers)
+        return *self.mainloop.layouts(), of_d
 
     def shared_store_atom(self) -> cute.CopyAtom:
         """stmatrix for 16-bit outputs, 8-byte stores for fp32."""

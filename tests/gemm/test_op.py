@@ -309,8 +309,8 @@ def test_the_order_reaches_every_launcher(monkeypatch):
 
     monkeypatch.setattr(dispatch, "launcher", lambda *_: product)
     x, w, dy = torch.randn(5, 8), torch.randn(6, 8), torch.randn(5, 6)
-    ops.linear(x, w, None, None, "one")
-    ops.linear_dx(dy, w, "two")
-    ops.linear_dw(dy, x, "three")
-    ops.linear_dw_(dy, x, torch.zeros(6, 8), "four")
+    op.linear(x, w, None, None, "one")
+    op.linear_dx(dy, w, "two")
+    op.linear_dw(dy, x, "three")
+    op.linear_dw_(dy, x, torch.zeros(6, 8), "four")
     assert orders == ["one", "two", "three", "four"]
