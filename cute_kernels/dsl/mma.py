@@ -1,4 +1,7 @@
-"""WGMMA: the tiled instruction, and the one place where K is walked."""
+"""WGMMA: the tiled instruction, and the one place where K is walked.
+
+What is issued here is committed as one batch and not awaited.
+"""
 
 import cutlass
 from cutlass import cute
@@ -47,3 +50,33 @@ def add_groups(
         cute.nvgpu.warpgroup.fence()
         cute.gemm(mma, acc, tCrA[at], tCrB[at], acc)
         cute.nvgpu.warpgroup.commit_group()
+
+
+def operands(tiled: cute.TiledMma, thread, sA: cute.Tensor, sB: cute.Tensor):
+    """Shared-memory operands A and B of the warpgroup whose first thread is ``thread``."""
+    part = tiled.get_slice(thread)
+    return (
+        tiled.make_fragment_A(part.partition_A(sA)),
+        tiled.make_fragment_B(part.partition_B(sB)),
+    )
+
+
+@cute.jit
+def start(mma: cute.TiledMma, acc, tCrA, tCrB, a_stage, b_stage):
+    """acc = Σ A_g B_gᵀ, both operands in shared memory, k16 groups ascending; one batch."""
+    cute.nvgpu.warpgroup.fence()
+    for group in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
+        mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, group > 0)
+        a, b = tCrA[None, None, group, a_stage], tCrB[None, None, group, b_stage]
+        cute.gemm(mma, acc, a, b, acc)
+    cute.nvgpu.warpgroup.commit_group()
+
+
+@cute.jit
+def extend(mma: cute.TiledMma, acc, rA, tCrB, stage):
+    """acc += Σ A_g B_gᵀ, A in registers, k16 groups ascending; one batch."""
+    mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
+    cute.nvgpu.warpgroup.fence()
+    for group in cutlass.range_constexpr(cute.size(rA, mode=[2])):
+        cute.gemm(mma, acc, rA[None, None, group], tCrB[None, None, group, stage], acc)
+    cute.nvgpu.warpgroup.commit_group()

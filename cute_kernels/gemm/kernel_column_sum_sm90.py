@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass.memory import SmemAllocator
 
 from ..compile import fake
+from ..dsl import copy, reduce
 from .config import ColumnSumConfig
 
 #: Rows of one lane loaded before the first is added: bytes in flight, not order.
@@ -51,15 +52,11 @@ class ColumnSumSm90:
         sums = cute.make_rmem_tensor(cute.make_layout(2), cutlass.Float32)
         sums.fill(0.0)
         count = (rows - lane + lanes - 1) // lanes
-        for chunk in cutlass.range(count // UNROLL, unroll=1):
-            values = [
-                self.load_pair(mX, lane + (chunk * UNROLL + i) * lanes, source)
-                for i in range(UNROLL)
-            ]
-            for two in values:
-                sums.store(sums.load() + two)
-        for i in cutlass.range(count // UNROLL * UNROLL, count, unroll=1):
-            sums.store(sums.load() + self.load_pair(mX, lane + i * lanes, source))
+
+        def pair_of(row):
+            return copy.vector(mX, (row, source), 2).load().to(cutlass.Float32)
+
+        reduce.down_rows(sums, pair_of, lane, lanes, count, UNROLL)
 
         # s[n] = Σ_l s_l[n], l ascending
         layout = cute.make_ordered_layout((lanes, self.config.columns), order=(1, 0))
@@ -69,22 +66,7 @@ class ColumnSumSm90:
         cute.arch.sync_threads()
         target = block * self.config.columns + tidx
         if tidx < self.config.columns and target < columns:
-            total = cutlass.Float32(0.0)
-            for l in cutlass.range_constexpr(lanes):
-                total += partial[l, tidx]
-            mS[target] = total.to(self.dtype)
-
-    @cute.jit
-    def load_pair(self, mX, row, column):
-        """X[row, column : column + 2] in fp32, by one 4-byte load."""
-        offset = cutlass.Int64(row) * mX.stride[0] + column
-        source = cute.make_ptr(
-            self.dtype,
-            mX.iterator.toint() + offset * (self.dtype.width // 8),
-            cute.AddressSpace.gmem,
-            assumed_align=2 * self.dtype.width // 8,
-        )
-        return cute.make_tensor(source, cute.make_layout(2)).load().to(cutlass.Float32)
+            mS[target] = reduce.over_lanes(partial, tidx).to(self.dtype)
 
 
 def build(config: ColumnSumConfig, compile=cute.compile):

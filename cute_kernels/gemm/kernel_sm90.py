@@ -21,7 +21,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from ..compile import fake
-from ..dsl import mma, pipeline, smem, tma
+from ..dsl import copy, mma, pipeline, smem, tma
 from ..dsl.mainloop import Mainloop
 from ..schedulers.tiles import persistent_device as persistent
 from .config import ORDER, Config
@@ -204,15 +204,8 @@ class GemmSm90:
             at = tDcD[2 * pair]
             row = cutlass.min(row0 + at[0], rows - 1)
             column = cutlass.min(column0 + at[1], last_pair)
-            offset = cutlass.Int64(row) * mD.stride[0] + column
             # Rows are 16-byte aligned and the column is even: one 8-byte load.
-            source = cute.make_ptr(
-                cutlass.Float32,
-                mD.iterator.toint() + offset * 4,
-                cute.AddressSpace.gmem,
-                assumed_align=8,
-            )
-            two = cute.make_tensor(source, cute.make_layout(2)).load()
+            two = copy.vector(mD, (row, column), 2).load()
             acc[2 * pair] = two[0]
             acc[2 * pair + 1] = two[1]
 
@@ -240,12 +233,12 @@ class GemmSm90:
         # An instruction of epi_n columns lays its values out as a slice of the wide one's.
         part_mma = self.mainloop.tiled_mma(1, self.epi_n)
         tiled_copy = cute.make_tiled_copy_C(self.shared_store_atom(), part_mma)
-        copy = tiled_copy.get_slice(lane)
-        tRsD = copy.partition_D(sD)
+        own = tiled_copy.get_slice(lane)
+        tRsD = own.partition_D(sD)
         shape = part_mma.get_slice(lane).partition_shape_C((64, self.epi_n))
         rPart = cute.make_rmem_tensor(shape, cutlass.Float32)
         rD = cute.make_rmem_tensor(shape, self.d_dtype)
-        tRrD = copy.retile(rD)
+        tRrD = own.retile(rD)
         parts = self.config.tile_n // self.epi_n
         values = cute.size(acc) // parts
         for part in cutlass.range_constexpr(parts):

@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from ..compile import fake
+from ..dsl import copy
 from .config import PostConfig
 
 WARPGROUP = 128
@@ -58,27 +59,18 @@ class BackwardPostSm90:
             for half in cutlass.range_constexpr(2):
                 at = row + half * 8
                 if at < mdQ.shape[1]:
-                    self.store(mdQ, batch, at, head, column + 8 * four, rAcc, four, half, scale)
+                    place = (batch, at, head, column + 8 * four)
+                    values = (rAcc[2 * half, four], rAcc[2 * half + 1, four])
+                    self.store(mdQ, place, values, scale)
 
     @cute.jit
-    def store(self, mdQ, batch, row, head, column, rAcc, four, half, scale):
-        """Two adjacent elements: one 4-byte store."""
-        at = (
-            cutlass.Int64(batch) * mdQ.stride[0]
-            + cutlass.Int64(row) * mdQ.stride[1]
-            + cutlass.Int64(head) * mdQ.stride[2]
-            + column
-        )
-        pointer = cute.make_ptr(
-            self.dtype,
-            mdQ.iterator.toint() + at * (self.dtype.width // 8),
-            cute.AddressSpace.gmem,
-            assumed_align=4,
-        )
+    def store(self, mdQ, place, values, scale):
+        """Two adjacent elements, rounded: one 4-byte store."""
+        target = copy.vector(mdQ, place, 2)
         rounded = cute.make_rmem_tensor(2, self.dtype)
         for i in cutlass.range_constexpr(2):
-            rounded[i] = (rAcc[2 * half + i, four] * scale).to(self.dtype)
-        cute.autovec_copy(rounded, cute.make_tensor(pointer, cute.make_layout(2)))
+            rounded[i] = (values[i] * scale).to(self.dtype)
+        cute.autovec_copy(rounded, target)
 
 
 def build(config: PostConfig, compile=cute.compile):

@@ -22,6 +22,7 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from ..compile import fake
+from ..dsl import copy, reduce
 from .config import PreConfig
 from .device.backward_tiles import statistics_place
 
@@ -84,7 +85,7 @@ class BackwardPreSm90:
         threads_per_row = self.threads_per_row
         rows_at_once, columns = THREADS // threads_per_row, threads_per_row * VECTOR
         column = (tidx % threads_per_row) * VECTOR
-        copy = cute.make_copy_atom(
+        atom = cute.make_copy_atom(
             cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=VECTOR * self.dtype.width
         )
         rO = cute.make_rmem_tensor(VECTOR, self.dtype)
@@ -97,12 +98,11 @@ class BackwardPreSm90:
             total = cutlass.Float32(0.0)
             for part in cutlass.range_constexpr(self.head_dim // columns):
                 at = column + part * columns
-                cute.copy(copy, self.vector(mO, batch, read, head, at), rO)
-                cute.copy(copy, self.vector(mdO, batch, read, head, at), rdO)
-                for i in cutlass.range_constexpr(VECTOR):
-                    total += rdO[i].to(cutlass.Float32) * rO[i].to(cutlass.Float32)
-            for far in cutlass.range_constexpr(int(math.log2(threads_per_row))):
-                total += cute.arch.shuffle_sync_bfly(total, offset=1 << far)
+                source = (batch, read, head, at)
+                cute.copy(atom, copy.vector(mO, source, VECTOR), rO)
+                cute.copy(atom, copy.vector(mdO, source, VECTOR), rdO)
+                total = reduce.add_products(total, rdO, rO)
+            total = reduce.over_threads(total, threads_per_row)
             if column == 0:
                 if cutlass.const_expr(mdLse is not None):
                     total -= mdLse[batch, head, read]
@@ -121,23 +121,6 @@ class BackwardPreSm90:
         gdQ = cute.zipped_divide(mdQ[batch, head, tile, None], (4,))
         for step in cutlass.range(self.tile_m * self.head_dim // (4 * THREADS), unroll=8):
             cute.autovec_copy(zeros, gdQ[None, step * THREADS + tidx])
-
-    @cute.jit
-    def vector(self, tensor: cute.Tensor, batch, row, head, column) -> cute.Tensor:
-        """The 16 bytes at tensor[batch, row, head, column]."""
-        at = (
-            cutlass.Int64(batch) * tensor.stride[0]
-            + cutlass.Int64(row) * tensor.stride[1]
-            + cutlass.Int64(head) * tensor.stride[2]
-            + column
-        )
-        pointer = cute.make_ptr(
-            self.dtype,
-            tensor.iterator.toint() + at * (self.dtype.width // 8),
-            cute.AddressSpace.gmem,
-            assumed_align=16,
-        )
-        return cute.make_tensor(pointer, cute.make_layout(VECTOR))
 
 
 def build(config: PreConfig, compile=cute.compile):

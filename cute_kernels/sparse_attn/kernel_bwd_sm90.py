@@ -38,7 +38,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from ..compile import fake
-from ..dsl import chain, mma, pipeline, softmax, tma, turnstile
+from ..dsl import mma, pipeline, softmax, tma, turnstile
 from ..schedulers.tiles import ticket_device as tickets
 from .config import HEAD_DIMS, BackwardConfig
 from .device import key_mask, score_mask, slope, walk
@@ -117,16 +117,13 @@ class BackwardSm90:
     ):
         sK_layout, sQ_layout = self.tiles.key_layout(), self.tiles.row_layout()
         q_tile, kv_tile = (self.tile_m, self.head_dim), (BLOCK, self.head_dim)
-        tma_q, gQ = tma.load(by_rows(mQ), sQ_layout, q_tile, 1)
-        tma_do, gdO = tma.load(by_rows(mdO), sQ_layout, q_tile, 1)
-        tma_k, gK = tma.load(by_rows(mK), sK_layout, kv_tile, 1)
-        tma_v, gV = tma.load(by_rows(mV), sK_layout, kv_tile, 1)
-        tma_dk, gdK = tma.store(by_rows(mdK), sK_layout, kv_tile)
-        tma_dv, gdV = tma.store(by_rows(mdV), sK_layout, kv_tile)
+        q, do = (tma.load(by_rows(t), sQ_layout, q_tile, 1) for t in (mQ, mdO))
+        k, v = (tma.load(by_rows(t), sK_layout, kv_tile, 1) for t in (mK, mV))
+        dk, dv = (tma.store(by_rows(t), sK_layout, kv_tile) for t in (mdK, mdV))
         self.storage = self.tiles.storage(self.config.dq_stages, tickets.STAGES)
         group = mQ.shape[2] // mK.shape[2]
         self.kernel(
-            *(tma_q, gQ, tma_do, gdO, tma_k, gK, tma_v, gV, tma_dk, gdK, tma_dv, gdV),
+            *(q, do, k, v, dk, dv),
             *(mLse2, mDelta, mdQ, mSemaphore, mCounter),
             walk.Lists(mTicket, mEntry, mRank),
             walk.Sizes(mK.shape[1], mK.shape[2], group, mSemaphore.shape[2]),
@@ -142,18 +139,12 @@ class BackwardSm90:
     @cute.kernel
     def kernel(
         self,
-        tma_q: cute.CopyAtom,
-        gQ: cute.Tensor,
-        tma_do: cute.CopyAtom,
-        gdO: cute.Tensor,
-        tma_k: cute.CopyAtom,
-        gK: cute.Tensor,
-        tma_v: cute.CopyAtom,
-        gV: cute.Tensor,
-        tma_dk: cute.CopyAtom,
-        gdK: cute.Tensor,
-        tma_dv: cute.CopyAtom,
-        gdV: cute.Tensor,
+        q: tma.Source,
+        do: tma.Source,
+        k: tma.Source,
+        v: tma.Source,
+        dk: tma.Source,
+        dv: tma.Source,
         mLse2: cute.Tensor,
         mDelta: cute.Tensor,
         mdQ: cute.Tensor,
@@ -173,8 +164,8 @@ class BackwardSm90:
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for atom in (tma_q, tma_do, tma_k, tma_v, tma_dk, tma_dv):
-                cpasync.prefetch_descriptor(atom)
+            for tensor in (q, do, k, v, dk, dv):
+                cpasync.prefetch_descriptor(tensor.atom)
         shared = SmemAllocator().allocate(self.storage)
         rings = self.make_rings(shared)
         dq = shared.dq.data_ptr()
@@ -193,8 +184,8 @@ class BackwardSm90:
         if warp < mma.WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                loads = (tma_q, gQ, mLse2), (tma_do, gdO, mDelta), (tma_k, gK), (tma_v, gV)
-                self.load(*loads, shared, rings, barriers, source, lists, sizes)
+                loads = (q, mLse2), (do, mDelta), (k, v)
+                self.load(loads, shared, rings, barriers, source, lists, sizes)
             elif cute.arch.lane_idx() == 0:
                 if warp <= self.config.dq_stages:
                     turns = (mdQ, mSemaphore, mRecord)
@@ -204,14 +195,14 @@ class BackwardSm90:
                     source.dispatch_one_by_one(mCounter.iterator, total, barriers.landed)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            stores = (tma_dk, gdK), (tma_dv, gdV)
-            mask = (mTile, mWords, lo, hi)
-            factors = (scale, c, inner)
-            self.multiply(stores, mask, factors, shared, rings, barriers, source, lists, sizes)
+            mask, factors = (mTile, mWords, lo, hi), (scale, c, inner)
+            tickets_of = (source, lists, sizes)
+            self.multiply((dk, dv), mask, factors, shared, rings, barriers, tickets_of)
 
     @cute.jit
-    def load(self, q, do, k, v, shared, rings, barriers, source, lists, sizes):
+    def load(self, loads, shared, rings, barriers, source, lists, sizes):
         """Warp 0: K and V of each ticket, then Q, lse2, dO and delta of its visits."""
+        of_q, of_do, (k, v) = loads
         lane = cute.arch.lane_idx()
         state = pipeline.producer_state(self.config.stages)
         received = tickets.ticket_state()
@@ -222,15 +213,15 @@ class BackwardSm90:
         while ticket < total:
             head, block, begin, end = lists.column(ticket)
             batch, kv_head = head // sizes.kv_heads, head % sizes.kv_heads
-            for (atom, source_of), buffer, full, empty in (
+            for matrix, buffer, full, empty in (
                 (k, shared.sK, barriers.k_full, barriers.k_empty),
                 (v, shared.sV, barriers.v_full, barriers.v_empty),
             ):
                 cute.arch.mbarrier_wait(empty, kv_phase)
                 if lane == 0:
                     cute.arch.mbarrier_arrive_and_expect_tx(full, self.k_bytes)
-                s, g = self.boxes(atom, self.tiles.keys(buffer), source_of, kv_head, batch)
-                cute.copy(atom, g[None, block], s[None, 0], tma_bar_ptr=full)
+                s, g = self.boxes(matrix, self.tiles.keys(buffer), kv_head, batch)
+                cute.copy(matrix.atom, g[None, block], s[None, 0], tma_bar_ptr=full)
             kv_phase = kv_phase ^ 1
             for member in cutlass.range(sizes.group, unroll=1):
                 for entry in cutlass.range(begin, end, unroll=1):
@@ -239,21 +230,22 @@ class BackwardSm90:
                     for visit in cutlass.range(count, unroll=1):
                         tile = first + visit
                         row = walk.row_of(sizes, head, member, tile)
-                        at = (kv_head * sizes.group + member, batch, tile, row, state)
-                        self.load_rows(q, rings[0], shared.sQ, shared.sLse2, *at)
-                        self.load_rows(do, rings[1], shared.sdO, shared.sDelta, *at)
+                        at = (kv_head * sizes.group + member, batch, tile, row)
+                        self.load_rows(of_q, rings[0], (shared.sQ, shared.sLse2), at, state)
+                        self.load_rows(of_do, rings[1], (shared.sdO, shared.sDelta), at, state)
                         state.advance()
             ticket = source.receive(received)
             received.advance()
 
     @cute.jit
-    def load_rows(self, what, ring, buffer, statistics, q_head, batch, tile, row, state):
+    def load_rows(self, what, ring, buffers, at, state):
         """One tile of Q or dO, and the fp32 statistic of its rows, into one stage."""
-        atom, source, values = what
+        (matrix, values), (buffer, statistics) = what, buffers
+        q_head, batch, tile, row = at
         ring.producer_acquire(state)
         full = ring.producer_get_barrier(state)
-        s, g = self.boxes(atom, self.tiles.rows(buffer), source, q_head, batch)
-        cute.copy(atom, g[None, tile], s[None, state.index], tma_bar_ptr=full)
+        s, g = self.boxes(matrix, self.tiles.rows(buffer), q_head, batch)
+        cute.copy(matrix.atom, g[None, tile], s[None, state.index], tma_bar_ptr=full)
         layout = cute.make_layout((self.tile_m, self.config.stages))
         sRows = statistics.get_tensor(layout)[None, state.index]
         if cute.arch.lane_idx() == 0:
@@ -313,10 +305,10 @@ class BackwardSm90:
             turnstile.wait_turn(semaphore, rank)
 
     @cute.jit
-    def multiply(self, stores, mask, factors, shared, rings, barriers, source, lists, sizes):
+    def multiply(self, stores, mask, factors, shared, rings, barriers, tickets_of):
         """A consumer warpgroup: dK and dV of its 64 keys, and its half of every dQ tile."""
         config = self.config
-        scale, c, inner = factors
+        (scale, c, inner), (source, lists, sizes) = factors, tickets_of
         tidx, _, _ = cute.arch.thread_idx()
         consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
         lane = tidx % mma.WARPGROUP
@@ -367,7 +359,7 @@ class BackwardSm90:
                         # S = Q Kᵀ and dP = dO Vᵀ, with the keys as rows.  The last visit's dK is
                         # still being made: S follows it without a gap.
                         rings[0].consumer_wait(state)
-                        chain.start(score, rS, tSrK, tSrQ, 0, state.index)
+                        mma.start(score, rS, tSrK, tSrQ, 0, state.index)
                         warpgroup.wait_group(1)
                         if held >= 0:
                             rings[0].consumer_release(done)
@@ -381,14 +373,14 @@ class BackwardSm90:
                         if cutlass.const_expr(not config.softcap):
                             lse2 = self.fetch(lse2)
                         rings[1].consumer_wait(state)
-                        chain.start(score, rdP, tPrV, tPrO, 0, state.index)
+                        mma.start(score, rdP, tPrV, tPrO, 0, state.index)
                         warpgroup.wait_group(1)
                         # P = exp2(S scale log2 e - lse2)
                         if cutlass.const_expr(config.softcap):
                             softmax.cap(rS, inner)
                         slope.exponents(rS, lse2, c)
                         place = (entry, partial, q_block, visit * self.tile_m, block, key, lane)
-                        key_mask.keep(rS, config.form, self.tile_m, mask, sizes.kv_len, *place)
+                        key_mask.keep(rS, config.form, self.tile_m, mask, sizes.kv_len, place)
                         rS.store(cute.math.exp2(rS.load(), fastmath=True))
                         rP.store(rS.load().to(self.dtype))
                         delta = tiles.statistics(shared.sDelta, state.index, lane)
@@ -404,12 +396,12 @@ class BackwardSm90:
                             slope.slopes(rdP, rS, delta)
                         rdS.store(rdP.load().to(self.dtype))
                         self.keep_ds(rdS, shared, consumer, lane, ds_state.index)
-                        chain.extend(sum_kv, rdV, tVrP, tVrO, state.index)
+                        mma.extend(sum_kv, rdV, tVrP, tVrO, state.index)
                         # dQ = dS K, of all 128 keys
                         cute.arch.fence_proxy("async.shared", space="cta")
                         self.sync()
-                        chain.start(sum_q, rdQ, tQrS, tQrK, ds_state.index, 0)
-                        chain.extend(sum_kv, rdK, tKrS, tKrQ, state.index)
+                        mma.start(sum_q, rdQ, tQrS, tQrK, ds_state.index, 0)
+                        mma.extend(sum_kv, rdK, tKrS, tKrQ, state.index)
                         warpgroup.wait_group(1)
                         rings[1].consumer_release(state)
                         self.keep_dq(rdQ, shared, barriers, consumer, lane, dq_state)
@@ -425,8 +417,8 @@ class BackwardSm90:
             else:
                 cute.arch.mbarrier_wait(barriers.v_full, kv_phase)
             kv_phase = kv_phase ^ 1
-            who = (consumer, lane, head, block, sizes)
-            self.store(stores, rdK, rdV, scale, shared, barriers, *who)
+            rdK.store(rdK.load() * scale)
+            self.store(stores, (rdK, rdV), shared, barriers, (consumer, lane), (head, block, sizes))
             ticket = source.receive(received)
             received.advance()
 
@@ -434,9 +426,9 @@ class BackwardSm90:
         """What lies in shared memory: of S, dP and dQ both operands, of dK and dV the second."""
         tiles = self.tiles
         keys, dims = (tiles.keys(shared.sK, major) for major in ("k", "mn"))
-        of_s = chain.operands(score, first, keys, tiles.rows(shared.sQ))
-        of_p = chain.operands(score, first, tiles.keys(shared.sV), tiles.rows(shared.sdO))
-        of_q = chain.operands(sum_q, first, tiles.ds(shared.sdS, "mn"), dims)
+        of_s = mma.operands(score, first, keys, tiles.rows(shared.sQ))
+        of_p = mma.operands(score, first, tiles.keys(shared.sV), tiles.rows(shared.sdO))
+        of_q = mma.operands(sum_q, first, tiles.ds(shared.sdS, "mn"), dims)
         slice_kv = mma_kv.get_slice(first)
         rows = (tiles.rows(buffer, "mn") for buffer in (shared.sQ, shared.sdO))
         of_kv = (mma_kv.make_fragment_B(slice_kv.partition_B(each)) for each in rows)
@@ -481,19 +473,19 @@ class BackwardSm90:
             cute.arch.mbarrier_arrive(barriers.dq_full + buffer)
 
     @cute.jit
-    def store(self, stores, rdK, rdV, scale, shared, barriers, consumer, lane, head, block, sizes):
-        """dK scale and dV, rounded once, through the buffers of dS and V; frees K, then V.
+    def store(self, stores, sums, shared, barriers, thread, of_block):
+        """dK and dV, rounded once, through the buffers of dS and V; frees K, then V.
 
         dS is written again in visits, and those wait for the next V, which comes after the store.
         """
-        rdK.store(rdK.load() * scale)
+        consumer, lane = thread
         self.sync()  # both warpgroups have multiplied what lies there
         first = consumer * mma.WARPGROUP + lane == 0
         if first:
             cute.arch.mbarrier_arrive(barriers.k_empty)
         copy = cute.make_tiled_copy_C(self.tiles.store_atom(), self.tiles.kv_mma(1)).get_slice(lane)
         sdK, sdV = self.tiles.keys(shared.sdS), self.tiles.keys(shared.sV)
-        for acc, buffer in ((rdK, sdK), (rdV, sdV)):
+        for acc, buffer in zip(sums, (sdK, sdV), strict=True):
             sD = cute.local_tile(buffer, (64, self.head_dim, 1), (consumer, 0, 0))
             rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
             rounded.store(acc.load().to(self.dtype))
@@ -501,19 +493,20 @@ class BackwardSm90:
         cute.arch.fence_proxy("async.shared", space="cta")
         self.sync()
         if first:
+            head, block, sizes = of_block
             batch, kv_head = head // sizes.kv_heads, head % sizes.kv_heads
-            for (atom, target), buffer in zip(stores, (sdK, sdV), strict=True):
-                s, g = self.boxes(atom, buffer, target, kv_head, batch)
-                cute.copy(atom, s[None, 0], g[None, block])
+            for matrix, buffer in zip(stores, (sdK, sdV), strict=True):
+                s, g = self.boxes(matrix, buffer, kv_head, batch)
+                cute.copy(matrix.atom, s[None, 0], g[None, block])
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.mbarrier_arrive(barriers.v_empty)
 
-    def boxes(self, atom, s: cute.Tensor, g: cute.Tensor, head, batch):
+    def boxes(self, source: tma.Source, s: cute.Tensor, head, batch):
         """(shared, global) views of one head's matrix, a box of the buffer's rows first."""
-        rows = cute.size(s, mode=[0])
-        tiles = cute.local_tile(g[None, None, head, batch], (rows, self.head_dim), (None, 0))
-        return tma.partition(atom, 0, cute.make_layout(1), s, tiles)
+        rows, matrix = cute.size(s, mode=[0]), source.tensor[None, None, head, batch]
+        tiles = cute.local_tile(matrix, (rows, self.head_dim), (None, 0))
+        return tma.partition(source.atom, 0, cute.make_layout(1), s, tiles)
 
     def make_rings(self, shared):
         """The rings of Q with lse2, and of dO with delta."""

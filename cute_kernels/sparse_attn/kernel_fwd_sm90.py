@@ -86,10 +86,10 @@ class ForwardSm90:
         sQ_layout, sK_layout, sV_layout = self.shared_layouts()
         # [S, D, H, B], and [D, S, H, B] for V: its keys are the reduction dimension.
         by_rows, by_keys = [1, 3, 2, 0], [3, 1, 2, 0]
-        tma_q, gQ = tma.load(tma.view(mQ, by_rows), sQ_layout, (self.rows, self.head_dim), 1)
-        tma_k, gK = tma.load(tma.view(mK, by_rows), sK_layout, (BLOCK, self.head_dim), 1)
-        tma_v, gV = tma.load(tma.view(mV, by_keys), sV_layout, (self.head_dim, BLOCK), 1)
-        tma_o, gO = tma.store(tma.view(mO, by_rows), sQ_layout, (self.rows, self.head_dim))
+        q = tma.load(tma.view(mQ, by_rows), sQ_layout, (self.rows, self.head_dim), 1)
+        k = tma.load(tma.view(mK, by_rows), sK_layout, (BLOCK, self.head_dim), 1)
+        v = tma.load(tma.view(mV, by_keys), sV_layout, (self.head_dim, BLOCK), 1)
+        o = tma.store(tma.view(mO, by_rows), sQ_layout, (self.rows, self.head_dim))
 
         @cute.struct
         class Storage:
@@ -109,7 +109,7 @@ class ForwardSm90:
         batch, q_len, heads, _ = mQ.shape
         tiles = cute.ceil_div(q_len, self.rows) * heads * batch
         tensors = (mK, mLse, mCount, mEntry, mTile, mWords)
-        self.kernel(tma_q, gQ, tma_k, gK, tma_v, gV, tma_o, gO, *tensors, lo, hi, c, inner).launch(
+        self.kernel(q, k, v, o, *tensors, lo, hi, c, inner).launch(
             grid=(tiles, 1, 1),
             block=((1 + self.consumers) * mma.WARPGROUP, 1, 1),
             min_blocks_per_mp=1,
@@ -119,14 +119,10 @@ class ForwardSm90:
     @cute.kernel
     def kernel(
         self,
-        tma_q: cute.CopyAtom,
-        gQ: cute.Tensor,
-        tma_k: cute.CopyAtom,
-        gK: cute.Tensor,
-        tma_v: cute.CopyAtom,
-        gV: cute.Tensor,
-        tma_o: cute.CopyAtom,
-        gO: cute.Tensor,
+        q: tma.Source,
+        k: tma.Source,
+        v: tma.Source,
+        o: tma.Source,
         mK: cute.Tensor,
         mLse: cute.Tensor,
         mCount: cute.Tensor,
@@ -141,8 +137,8 @@ class ForwardSm90:
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for atom in (tma_q, tma_k, tma_v, tma_o):
-                cpasync.prefetch_descriptor(atom)
+            for source in (q, k, v, o):
+                cpasync.prefetch_descriptor(source.atom)
 
         storage = SmemAllocator().allocate(self.storage)
         sQ_layout, sK_layout, sV_layout = self.shared_layouts()
@@ -170,15 +166,14 @@ class ForwardSm90:
         ]
         count = lists[0][0] + lists[-1][0]
         kv_head = kv_head_of(head, mLse.shape[1], mK.shape[2])
-        hQ, hO = gQ[None, None, head, batch], gO[None, None, head, batch]
-        hK, hV = gK[None, None, kv_head, batch], gV[None, None, kv_head, batch]
+        own = (matrix_of(q, head, batch), *(matrix_of(t, kv_head, batch) for t in (k, v)))
+        o = matrix_of(o, head, batch)
 
         group = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP)
         if group == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS[self.consumers])
             if warp == 0 and count > 0:
-                tensors = (tma_q, hQ, tma_k, hK, tma_v, hV, sQ, sK, sV)
-                self.load(*tensors, rings, words, tile, lists)
+                self.load(own, (sQ, sK, sV), rings, words, tile, lists)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS[self.consumers])
             row_sum = cute.make_rmem_tensor((softmax.ROWS,), cutlass.Float32)
@@ -191,33 +186,33 @@ class ForwardSm90:
             acc_o.fill(0.0)
             if count > 0:
                 mask = (words, mWords, lo, hi, kv_len)
-                self.attend(sQ, sK, sV, rings, acc_o, row_max, row_sum, tile, mask, c, inner)
+                state = (acc_o, row_max, row_sum)
+                self.attend((sQ, sK, sV), rings, state, tile, mask, c, inner)
             softmax.finish(row_sum)
-            rows = mLse[batch, head, None]
-            self.store(acc_o, row_max, row_sum, tma_o, hO, sQ, rows, tile, q_len, c)
+            self.store((acc_o, row_max, row_sum), o, sQ, mLse[batch, head, None], tile, q_len, c)
 
     @cute.jit
-    def load(self, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, rings, words, tile, lists):
+    def load(self, sources, buffers, rings, words, tile, lists):
         """The producer warp: the Q tile, then K and V of every block on a list, ascending.
 
         K runs one block ahead of V, as its readers do.
         """
-        q_ring, k_ring, v_ring = rings
+        (q, k, v), (sQ, sK, sV), (q_ring, k_ring, v_ring) = sources, buffers, rings
         # (rows, D, blocks), and (D, keys, blocks) for V.
-        gQ = cute.local_tile(gQ, (self.rows, self.head_dim), (None, 0))
-        gK = cute.local_tile(gK, (BLOCK, self.head_dim), (None, 0))
-        gV = cute.local_tile(gV, (self.head_dim, BLOCK), (0, None))
+        gQ = cute.local_tile(q.tensor, (self.rows, self.head_dim), (None, 0))
+        gK = cute.local_tile(k.tensor, (BLOCK, self.head_dim), (None, 0))
+        gV = cute.local_tile(v.tensor, (self.head_dim, BLOCK), (0, None))
         alone = cute.make_layout(1)
-        tQsQ, tQgQ = tma.partition(tma_q, 0, alone, sQ, gQ)
-        tKsK, tKgK = tma.partition(tma_k, 0, alone, sK, gK)
-        tVsV, tVgV = tma.partition(tma_v, 0, alone, sV, gV)
+        tQsQ, tQgQ = tma.partition(q.atom, 0, alone, sQ, gQ)
+        tKsK, tKgK = tma.partition(k.atom, 0, alone, sK, gK)
+        tVsV, tVgV = tma.partition(v.atom, 0, alone, sV, gV)
 
         # A consumer awaits V while it holds V of its last block, which is in another stage then.
         patience = self.stages - 2
         first = pipeline.producer_state(1)
         q_ring.producer_acquire(first)
         full = q_ring.producer_get_barrier(first)
-        cute.copy(tma_q, tQgQ[None, tile], tQsQ[None, 0], tma_bar_ptr=full)
+        cute.copy(q.atom, tQgQ[None, tile], tQsQ[None, 0], tma_bar_ptr=full)
         at = merge.cursor(lists)
         block = merge.step(lists, at, words[None, None, self.stages], patience)
         state_k = pipeline.producer_state(self.stages)
@@ -226,13 +221,13 @@ class ForwardSm90:
         while block < merge.END:
             k_ring.sync_object_empty.wait(state_k.index, state_k.phase)
             following = merge.step(lists, at, words[None, None, state_k.index], patience)
-            self.load_block(tma_k, tKgK, tKsK, k_ring, state_k, block)
+            self.load_block(k.atom, tKgK, tKsK, k_ring, state_k, block)
             state_k.advance()
             if before < merge.END:
-                self.load_block(tma_v, tVgV, tVsV, v_ring, state_v, before)
+                self.load_block(v.atom, tVgV, tVsV, v_ring, state_v, before)
                 state_v.advance()
             before, block = block, following
-        self.load_block(tma_v, tVgV, tVsV, v_ring, state_v, before)
+        self.load_block(v.atom, tVgV, tVsV, v_ring, state_v, before)
 
     @cute.jit
     def load_block(self, atom, source, target, ring, state, block):
@@ -242,12 +237,13 @@ class ForwardSm90:
         cute.copy(atom, source[None, block], target[None, state.index], tma_bar_ptr=full)
 
     @cute.jit
-    def attend(self, sQ, sK, sV, rings, acc_o, row_max, row_sum, tile, mask, c, inner):
+    def attend(self, buffers, rings, state, tile, mask, c, inner):
         """A consumer warpgroup: its 64 rows against every block on its list, ascending.
 
         Its blocks with none between them that only the other list has are one pipeline.
         """
-        q_ring, k_ring, v_ring = rings
+        (sQ, sK, sV), (q_ring, k_ring, v_ring) = buffers, rings
+        acc_o, row_max, row_sum = state
         tidx, _, _ = cute.arch.thread_idx()
         consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
         lane = tidx % mma.WARPGROUP
@@ -364,22 +360,12 @@ class ForwardSm90:
     @cute.jit
     def scores(self, acc_s, tSrQ, tSrK, stage):
         """S = Q K^T of one block, issued."""
-        qk = self.qk_mma()
-        warpgroup.fence()
-        for group in cutlass.range_constexpr(cute.size(tSrQ, mode=[2])):
-            qk.set(warpgroup.Field.ACCUMULATE, group > 0)
-            cute.gemm(qk, acc_s, tSrQ[None, None, group, 0], tSrK[None, None, group, stage], acc_s)
-        warpgroup.commit_group()
+        mma.start(self.qk_mma(), acc_s, tSrQ, tSrK, 0, stage)
 
     @cute.jit
     def add_values(self, acc_o, tOrP, tOrV, stage):
         """O += P V of one block, issued."""
-        pv = self.pv_mma()
-        pv.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.fence()
-        for group in cutlass.range_constexpr(cute.size(tOrP, mode=[2])):
-            cute.gemm(pv, acc_o, tOrP[None, None, group], tOrV[None, None, group, stage], acc_o)
-        warpgroup.commit_group()
+        mma.extend(self.pv_mma(), acc_o, tOrP, tOrV, stage)
 
     @cute.jit
     def mask(self, acc_s, word, bits, row, lane, m, mask, inner):
@@ -415,11 +401,12 @@ class ForwardSm90:
             rounded.store(acc_s.load().to(self.dtype))
 
     @cute.jit
-    def store(self, acc_o, row_max, row_sum, tma_o, gO, sQ, rows, tile, q_len, c):
+    def store(self, state, o, sQ, rows, tile, q_len, c):
         """O = round(acc / sum) through the buffer of Q; LSE = ln(sum) + ln 2 c max.
 
         A warpgroup writes over the rows of Q that it alone has read.
         """
+        acc_o, row_max, row_sum = state
         tidx, _, _ = cute.arch.thread_idx()
         consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
         lane = tidx % mma.WARPGROUP
@@ -441,10 +428,10 @@ class ForwardSm90:
         cute.copy(tiled_copy, copy.retile(rO), copy.partition_D(sO)[None, None, None, 0])
         cute.arch.fence_proxy("async.shared", space="cta")
         self.sync()
-        gO_tile = cute.local_tile(gO, (self.rows, self.head_dim), (None, 0))
-        tOsO, tOgO = tma.partition(tma_o, 0, cute.make_layout(1), sQ, gO_tile)
+        gO_tile = cute.local_tile(o.tensor, (self.rows, self.head_dim), (None, 0))
+        tOsO, tOgO = tma.partition(o.atom, 0, cute.make_layout(1), sQ, gO_tile)
         if tidx == mma.WARPGROUP:
-            cute.copy(tma_o, tOsO[None, 0], tOgO[None, tile])
+            cute.copy(o.atom, tOsO[None, 0], tOgO[None, tile])
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -534,6 +521,11 @@ def tile_of(q_len, heads, rows):
     tiles = cute.ceil_div(q_len, rows)
     of_head = index // tiles
     return tiles - 1 - index % tiles, of_head % heads, of_head // heads
+
+
+def matrix_of(source, head, batch):
+    """One head's matrix of a source [rows, columns, heads, batches]."""
+    return tma.Source(source.atom, source.tensor[None, None, head, batch])
 
 
 def kv_head_of(head, heads, kv_heads):

@@ -23,20 +23,16 @@ def keep(
     tile_m: cutlass.Constexpr,
     mask,
     kv_len,
-    entry,
-    partial,
-    q_block,
-    row,
-    block,
-    key,
-    lane,
+    place,
 ):
     """A key beyond ``kv_len``, or one that the rule of a partial block leaves out, becomes -inf.
 
-    form: "none", "band" or "bits"; mask: (tile of each entry, mask words, lo, hi); row: where these
-    ``tile_m`` rows begin in their block ``q_block``; block: of the keys.
+    form: "none", "band" or "bits"; mask: (tile of each entry, mask words, lo, hi); place: (entry,
+    is it partial, block of the queries, where these ``tile_m`` rows begin in it, block of the keys,
+    this thread's first key in it, its lane).
     """
     tiles, words, lo, hi = mask
+    entry, partial, q_block, row, block, key, lane = place
     inside = kv_len - block * BLOCK
     masked = inside < BLOCK
     if cutlass.const_expr(form != "none"):

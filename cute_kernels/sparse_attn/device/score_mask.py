@@ -7,6 +7,7 @@ does not reach the row.
 import cutlass
 from cutlass import cute
 
+from ...dsl import copy
 from ...dsl.softmax import ROWS
 
 #: Columns per word of a bit mask, and words per row of its tiles [T, 128, 4].
@@ -46,10 +47,4 @@ def keep_bits(scores: cute.Tensor, lane, words):
 def words_of(tiles: cute.Tensor, tile, row, first, count: cutlass.Constexpr):
     """``count`` words of one row of a tile from word ``first`` on, as one aligned load."""
     offset = (cutlass.Int64(tile) * tiles.shape[1] + row) * WORDS + first
-    source = cute.make_ptr(
-        cutlass.Int32,
-        tiles.iterator.toint() + offset * 4,
-        cute.AddressSpace.gmem,
-        assumed_align=4 * count,
-    )
-    return cute.make_tensor(source, cute.make_layout(count)).load()
+    return copy.aligned(tiles, offset, count).load()

@@ -15,11 +15,13 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import cute
 
+from ...dsl import copy
+
 BLOCK = 128
 #: Entries that a warp reads at once.
 WINDOW = 32
-#: Bytes of a ticket's four numbers.
-RECORD = 16
+#: The numbers of a ticket.
+FIELDS = 4
 
 
 @dataclass(frozen=True)
@@ -36,14 +38,8 @@ class Lists:
     @cute.jit
     def column(self, ticket):
         """(head, KV block, first entry, end of the entries) of a ticket, by one aligned load."""
-        source = cute.make_ptr(
-            cutlass.Int32,
-            self.ticket.iterator.toint() + cutlass.Int64(ticket) * RECORD,
-            cute.AddressSpace.gmem,
-            assumed_align=RECORD,
-        )
-        record = cute.make_tensor(source, cute.make_layout(4)).load()
-        return tuple(record[i] for i in range(4))
+        record = copy.vector(self.ticket, (ticket, 0), FIELDS).load()
+        return tuple(record[i] for i in range(FIELDS))
 
     @cute.jit
     def window(self, first):
