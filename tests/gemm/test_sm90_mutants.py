@@ -162,8 +162,8 @@ def no_proxy_fence(monkeypatch, module):
 def one_buffer_for_both_consumers(monkeypatch, module):
     true_store = module.GemmSm90.store
 
-    def store(self, acc, tma_d, gD, sD, consumer, *rest):
-        return true_store(self, acc, tma_d, gD, sD, 0 * consumer, *rest)
+    def store(self, acc, d, sD, consumer, *rest):
+        return true_store(self, acc, d, sD, 0 * consumer, *rest)
 
     monkeypatch.setattr(module.GemmSm90, "store", store)
 
