@@ -1,12 +1,12 @@
 """The folder of compiled kernels on disk: what is loaded from it was written by this user.
 
 Per entry: ``<stem>.so`` (or ``.o``), ``<stem>.manifest`` and ``<stem>.lock``.  A manifest is one
-line of JSON with the file's size and SHA-256, and one line with an HMAC over the first, keyed by
-``hmac.key`` in the same folder.  It is renamed into place last: that commits the entry.  Files of
-an unfinished write start with ``.<stem>.``; the next holder of the lock removes them.
+line of JSON with the file's size and SHA-256, and one line with the SHA-256 of the first.  It is
+renamed into place last: that commits the entry.  Files of an unfinished write start with
+``.<stem>.``; the next holder of the lock removes them.
 
 Everything found there is refused unless it is a regular file of this user that nobody else can
-write.  Another process of the same user is trusted: it could read the key.
+write.  Digests find damage, not forgery: another process of the same user is trusted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import hmac
 import json
 import os
 import secrets
@@ -27,9 +26,7 @@ from pathlib import Path
 
 from ..errors import CacheError
 
-_FORMAT = 1
-_SECRET = "hmac.key"
-_SECRET_BYTES = 32
+_FORMAT = 2
 _MANIFEST_LIMIT = 1 << 20
 _ADVICE = "set CUTE_KERNELS_CACHE_DIR to a folder of your own, or CUTE_KERNELS_CACHE=0"
 
@@ -59,13 +56,12 @@ class Store:
         with _named(self.root):
             _make_private(self.root)
             _check_root(self.root)
-            self._key = self._load_secret()
 
     def read(self, stem: str) -> Entry | None:
-        """The entry, its HMAC, size and digest checked; None if there is none.
+        """The entry, its size and digests checked; None if there is none.
 
         Raises:
-            BadEntry: there is one, but it is damaged, forged, or not this user's.
+            BadEntry: there is one, but it is damaged, or not this user's.
         """
         with _named(self.root):
             try:
@@ -101,7 +97,8 @@ class Store:
             line = json.dumps(body, sort_keys=True).encode()
             path = self._path(stem, binary.suffix)
             self._replace(path, content)
-            self._replace(self._path(stem, ".manifest"), line + b"\n" + self._sign(line) + b"\n")
+            manifest = b"%b\n%b\n" % (line, _sha256(line).encode())
+            self._replace(self._path(stem, ".manifest"), manifest)
         return Entry(path, symbol)
 
     @contextlib.contextmanager
@@ -142,32 +139,14 @@ class Store:
     def _path(self, stem: str, suffix: str) -> Path:
         return self.root / f"{stem}{suffix}"
 
-    def _sign(self, line: bytes) -> bytes:
-        return hmac.new(self._key, line, hashlib.sha256).hexdigest().encode()
-
     def _verified(self, text: bytes, stem: str) -> dict:
-        line, _, signature = text.partition(b"\n")
-        if not hmac.compare_digest(signature, self._sign(line) + b"\n"):
-            raise BadEntry(f"the manifest {stem} does not carry this user's signature")
+        line, _, digest = text.partition(b"\n")
+        if digest != _sha256(line).encode() + b"\n":
+            raise BadEntry(f"the manifest {stem} is damaged")
         body = json.loads(line)
         if body["stem"] != stem or body["format"] != _FORMAT:
             raise BadEntry(f"the manifest {stem} is that of {body['stem']}")
         return body
-
-    def _load_secret(self) -> bytes:
-        path = self.root / _SECRET
-        with self.locked("hmac"):
-            if not os.path.lexists(path):
-                self._replace(path, secrets.token_bytes(_SECRET_BYTES))
-            try:
-                key = _read_private(path, _SECRET_BYTES)
-            except BadEntry as why:
-                raise _refusal(path, why) from None
-            if (mode := stat.S_IMODE(os.lstat(path).st_mode)) & 0o077:
-                raise _refusal(path, f"its mode {mode:04o} lets others read it; delete it")
-        if len(key) != _SECRET_BYTES:
-            raise _refusal(path, f"it does not hold {_SECRET_BYTES} bytes; delete it")
-        return key
 
     def _replace(self, path: Path, content: bytes) -> None:
         """Content first, name second: at any kill there is the old file or the whole new one."""

@@ -128,7 +128,7 @@ def test_a_link_that_fails_names_the_linker(place, monkeypatch):
 
 @pytest.mark.parametrize("what", ["scratch", "entry"])
 def test_a_disk_that_is_full_is_an_error_that_names_the_folder(place, monkeypatch, what):
-    place.fresh(8)  # the root and its secret exist
+    place.fresh(8)  # the root exists
 
     def full(*arguments, **_):
         if what == "scratch":
@@ -264,8 +264,7 @@ def test_the_flip_test_fails_without_the_check(place, monkeypatch):
     """The mutant of the tests above: a store that believes what it finds."""
     place.fresh()
     monkeypatch.setattr(store, "_sha256", lambda content: "same")
-    monkeypatch.setattr(store.Store, "_sign", lambda self, line: b"same")
-    place.fresh()  # compiled again once: the old signature is not "same"
+    place.fresh()  # compiled again once: the old digest is not "same"
     builds = place.builds
     path = place.only(".so")
     content = bytearray(path.read_bytes())
