@@ -66,11 +66,6 @@ class Simulation:
         """Waiting over slots * makespan."""
         return int(self.stall_ns.sum()) / max(1, self.machine.slots * self.makespan_ns)
 
-    def timeline(self) -> list[tuple[int, int, int, int, int]]:
-        """``(slot, head, kv_block, start_ns, end_ns)`` of each ticket, in launch order."""
-        parts = (self.slot, *self.order.T, self.start_ns, self.end_ns)
-        return list(zip(*(part.tolist() for part in parts), strict=True))
-
     def waits(self) -> list[tuple[int, int, int]]:
         """``(slot, from_ns, to_ns)`` of each wait, sorted: compute that finds no free dQ buffer,
         and a ticket's last reduction that has not its turn."""

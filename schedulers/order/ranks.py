@@ -141,19 +141,3 @@ def column_order(name: str, given: object, columns: int, heads: int) -> np.ndarr
         want = f"a permutation of 0..{columns - 1}"
         raise ScheduleError(expected(f"{name} (head {wrong[0]})", want, got))
     return order
-
-
-def write_ranks(block_mask, write_order: object) -> torch.Tensor:
-    """int32 shaped as ``block_mask.q_index``: the rank of each listed block, 0 beyond the count.
-
-    write_order: columns [N] from first to last writer.  On the mask's device; it is what
-    ``to_fa4(..., write_order=)`` takes.
-    """
-    blocks = block_mask.dense_blocks()
-    if blocks.numel() == 0:
-        return torch.zeros_like(block_mask.q_index)
-    order = torch.from_numpy(column_order("write_order", write_order, blocks.shape[3], 1))
-    place = ranks(blocks.flatten(0, 1), order).view(blocks.shape)
-    listed = torch.gather(place.transpose(2, 3), 3, block_mask.q_index.long())
-    position = torch.arange(listed.shape[3], dtype=torch.int64, device=listed.device)
-    return listed.masked_fill(position >= block_mask.q_count[..., None], 0)

@@ -241,22 +241,6 @@ class Schedule:
             digest.update(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
         return digest.hexdigest()
 
-    def to_json(self) -> str:
-        """One JSON object; ``from_json`` gives a schedule with the same hash."""
-        words = {"format": FORMAT, "hash": self.hash}
-        words |= {name: getattr(self, name) for name in _SIZES + _WORDS}
-        words |= {name: getattr(self, name).tolist() for name in ARRAYS}
-        return json.dumps(words)
-
-    @classmethod
-    def from_json(cls, text: str) -> Schedule:
-        """The schedule of ``to_json``; ScheduleError if the text is not one, or was changed."""
-        try:
-            words = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ScheduleError(expected("text", "a JSON schedule", str(error))) from None
-        return cls._restore(words if isinstance(words, dict) else {}, "text")
-
     def save(self, path: str | Path) -> None:
         """Writes a compressed ``.npz`` file, exactly at ``path``."""
         words = {name: getattr(self, name) for name in _SIZES + _WORDS}

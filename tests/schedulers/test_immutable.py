@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import tempfile
 from dataclasses import fields, replace
 
 import numpy as np
@@ -127,6 +128,12 @@ def made() -> Schedule:
     return kinds.lpt(np.stack((BLOCKS, BLOCKS[::-1])), heads=4, heads_in_flight=2)
 
 
+def from_a_file(schedule: Schedule) -> Schedule:
+    with tempfile.TemporaryDirectory() as folder:
+        schedule.save(f"{folder}/schedule.npz")
+        return Schedule.load(f"{folder}/schedule.npz")
+
+
 COPIES = {
     "made": lambda schedule: schedule,
     "pickled": lambda schedule: pickle.loads(pickle.dumps(schedule)),
@@ -137,7 +144,7 @@ COPIES = {
         copy.deepcopy(replace(select(BLOCKS), schedule=schedule)).schedule
     ),
     "replaced": replace,
-    "from JSON": lambda schedule: Schedule.from_json(schedule.to_json()),
+    "from a file": from_a_file,
 }
 
 

@@ -14,8 +14,9 @@ from cute_kernels.schedulers.masks.fa4 import from_fa4
 from cute_kernels.schedulers.model.machines import machine
 from cute_kernels.schedulers.model.selection import _select
 from cute_kernels.schedulers.order import kinds
-from cute_kernels.schedulers.order.ranks import block_grid, write_ranks
+from cute_kernels.schedulers.order.ranks import block_grid
 from cute_kernels.schedulers.report import quality
+from tests.schedulers.write_ranks import write_ranks
 
 S = 70
 SIZE = {"block_size": (16, 32)}
