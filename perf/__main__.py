@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from . import record, targets
+from .core import record
+from .gemm import targets
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 bench_app = typer.Typer(no_args_is_help=True, help="Time kernels against their rivals.")
@@ -55,7 +56,7 @@ def bench_gemm(
     shape: Annotated[str, typer.Option(help="qkv,o_proj,...; default: the status page's")] = "",
     m: Annotated[str, typer.Option(help="row counts, 512,1024; default: each shape's own")] = "",
     product: Annotated[str, typer.Option(help="of fwd,dx,dw")] = ",".join(targets.PRODUCTS),
-    rivals: Annotated[str, typer.Option(help="who is measured; see perf/rivals.py")] = "",
+    rivals: Annotated[str, typer.Option(help="who is measured; see perf/gemm/rivals.py")] = "",
     rounds: Annotated[int, typer.Option(min=50, help="samples of each rival")] = 50,
     output: Annotated[Path | None, typer.Option("-o", "--output")] = None,
     check_only: Annotated[bool, typer.Option(help="correctness and bits, no time")] = False,
@@ -65,8 +66,8 @@ def bench_gemm(
 ) -> None:
     """Checks every rival against float64, then times them in turns.  Appends one line per case."""
     _need_gpu("bench")
-    from . import bench
-    from .rivals import DEFAULT, RIVALS
+    from .gemm import bench
+    from .gemm.rivals import DEFAULT, RIVALS
 
     names = _chosen("--rivals", rivals, RIVALS) or list(DEFAULT)
     shapes = _chosen("--shape", shape, targets.SHAPES)
@@ -107,8 +108,8 @@ def bench_attention(
     _need_gpu("bench")
     from .attention import bench
     from .attention.cases import PASSES
+    from .attention.rivals import SYSTEMS
     from .attention.suite import QUICK_SYSTEMS, chosen, options
-    from .attention.systems import SYSTEMS
 
     masks = _chosen("--mask", mask, targets.ATTENTION_MASKS)
     names = _chosen("--systems", systems, SYSTEMS)
@@ -176,7 +177,7 @@ def sanitize_attention(
 ) -> None:
     """compute-sanitizer over forward and backward of small cases, and over a planted error."""
     _need_gpu("sanitize")
-    from . import sanitize
+    from .core import sanitize
 
     wanted = _chosen("--tools", tools, sanitize.TOOLS)
     path, good = output or record.RESULTS / "sanitize.jsonl", True
@@ -194,7 +195,7 @@ def sanitize_target(
 ) -> None:
     """What compute-sanitizer runs."""
     _need_gpu("sanitize")
-    from . import sanitize
+    from .core import sanitize
 
     sanitize.target(plant)
 
@@ -211,7 +212,7 @@ def tune_gemm(
 ) -> None:
     """Variants of a kernel's configuration: the same bits, then their times in turns."""
     _need_gpu("tune")
-    from . import bench, tune
+    from .gemm import bench, tune
 
     _chosen("KERNEL", kernel, ("gemm",))
     shapes = _chosen("--shape", shape, targets.SHAPES)
@@ -232,19 +233,19 @@ def profile_gemm(
 ) -> None:
     """Counters of one launch: achieved against the floor, and where warps stall."""
     _need_gpu("profile")
-    from . import profile
-    from .rivals import RIVALS
+    from .core import ncu
+    from .gemm.rivals import RIVALS
 
     _chosen("--shape", shape, targets.SHAPES)
     _chosen("--product", product, targets.PRODUCTS)
     _chosen("--system", system, RIVALS)
     try:
-        body = profile.gemm(shape, product, system, commit)
-    except profile.ProfileError as error:
+        body = ncu.gemm(shape, product, system, commit)
+    except ncu.ProfileError as error:
         typer.echo(f"perf profile: {error}")
         raise typer.Exit(2) from None
     record.append(output or record.RESULTS / "profile.jsonl", body)
-    typer.echo("\n".join(profile.lines(body)))
+    typer.echo("\n".join(ncu.lines(body)))
 
 
 _ProfiledMasks = Annotated[str, typer.Option("--mask", help="of full,causal,window,...")]
@@ -271,18 +272,18 @@ def profile_attention(
 ) -> None:
     """Counters of the forward kernel and of the ordered backward's, 8k, 16 heads."""
     _need_gpu("profile")
-    from . import profile
     from .attention.profile import attention
+    from .core import ncu
 
     todo = _profiled(mask, d, passes)
     try:
         bodies = attention(*todo, (mask, d, passes), commit)
-    except profile.ProfileError as error:
+    except ncu.ProfileError as error:
         typer.echo(f"perf profile: {error}")
         raise typer.Exit(2) from None
     for body in bodies:
         record.append(output or record.RESULTS / "profile.jsonl", body)
-        typer.echo("\n".join(profile.lines(body)))
+        typer.echo("\n".join(ncu.lines(body)))
 
 
 @profile_app.command("attention-target", hidden=True)
@@ -304,9 +305,9 @@ def profile_target(
 ) -> None:
     """What ncu runs."""
     _need_gpu("profile")
-    from . import profile
+    from .core import ncu
 
-    profile.target(shape, product, system)
+    ncu.target(shape, product, system)
 
 
 @app.command()
@@ -383,8 +384,8 @@ def report(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="the page")] = None,
 ) -> None:
     """Writes docs/status.md and the plots beside it from the records."""
-    from . import plots
     from . import report as page
+    from .gemm import plots
 
     try:
         records = record.read_all(results)
@@ -403,8 +404,8 @@ def report(
 @app.command()
 def compare(a: Path, b: Path) -> None:
     """Exit code 1 if B is slower than A beyond their noise or lost a promise, 2 if unusable."""
-    from .compare import Unusable
-    from .compare import compare as compared
+    from .core.compare import Unusable
+    from .core.compare import compare as compared
 
     try:
         rows, gone, new = compared(record.read(a), record.read(b))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import targets
 from .attention import page, soak_cases
+from .core.models import model, models
+from .core.tables import NOT_RUN, commit_of, table
 from .digest.cases import CASES
-from .models import model, models
-from .tables import NOT_RUN, commit_of, table
+from .gemm import targets
 
 
 def _timed(kernel: str, wanted: set[tuple[str, str]]) -> Callable[[dict], object]:

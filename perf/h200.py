@@ -17,11 +17,11 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from . import record
+from .core import record
 
 BUDGET_S = 560  # a call ends after 600 s; the rest is for unpacking and for the table
 LOG_BYTES = 9 << 17  # kept of each stage's output
-_GPU_TESTS = ("tests/*/test_gpu.py", "tests/*/test_*_gpu.py")
+_GPU_TESTS = ("tests/**/test_gpu.py", "tests/**/test_*_gpu.py")
 _ATTENTION = "tests/sparse_attn/"
 _SHORTEST_S = 10.0  # a stage with less time left is not started
 

@@ -11,11 +11,13 @@ import json
 import math
 from pathlib import Path
 
-from . import cards, record, targets, verdict
+from . import cards, verdict
 from .attention import page
+from .core import record
+from .core.tables import NOT_RUN, Bench, bits, certified, folded, latest, table, times, where
 from .digest import page as digests
-from .tables import NOT_RUN, Bench, bits, certified, folded, latest, table, times, where
-from .targets import Target
+from .gemm import targets
+from .gemm.targets import Target
 
 STATUS = record.ROOT / "docs" / "status.md"
 CERTIFICATES = record.RESULTS / "certificates.json"

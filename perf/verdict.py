@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from . import targets
 from .attention import page, soak_page
+from .core.tables import NOT_RUN, Bench, latest, table
 from .digest import page as digests
-from .tables import NOT_RUN, Bench, latest, table
+from .gemm import targets
 
 
 def _bits(bench: Bench, cases: list[tuple[str, str]]) -> str:

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from .. import record, timing
+from ..core import record, timing
 from . import check, schedule
 from .cases import PASSES, Case, Inputs, Problem
-from .systems import SYSTEMS, Absent, Call
+from .rivals import SYSTEMS, Absent, Call
 
 _BACKLOG_US = 20_000.0
 _CHUNK = 5

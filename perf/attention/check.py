@@ -16,9 +16,9 @@ from torch import Tensor
 
 from cute_kernels.sparse_attn import reference
 
-from ..verify import same_bytes
+from ..gemm.check import same_bytes
 from .cases import Case, Inputs, Problem
-from .systems import Call, System
+from .rivals import Call, System
 
 REPEATS = 20
 REL_ERROR = 1e-2  # bf16 operands, results, P and dS: between 1e-3 and 5e-3

@@ -13,7 +13,7 @@ import torch
 
 from cute_kernels.schedulers import to_fa4
 
-from ..rivals import Absent
+from ..gemm.rivals import Absent
 from .cases import Inputs, Problem
 
 DENSE = ("full", "causal", "window")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .. import targets
-from ..tables import NOT_RUN, Bench, bits, folded, latest, table, where
-from ..targets import AttentionTarget
+from ..core.tables import NOT_RUN, Bench, bits, folded, latest, table, where
+from ..gemm import targets
+from ..gemm.targets import AttentionTarget
 from . import soak_page
 
 KERNELS = (

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import profile, record, timing
+from ..core import ncu, record, timing
 from .cases import PASSES, Case, Inputs, Problem
-from .systems import SYSTEMS
+from .rivals import SYSTEMS
 
 LENGTH, HEADS, DEVICE = 8_192, 16, "cuda"
 #: The kernels' names hold those of their modules, which those around a backward do not match.
@@ -22,7 +22,7 @@ _WARM_UP = 3
 
 @dataclass(frozen=True)
 class Work:
-    """What a launch is measured against: see `profile.Work`."""
+    """What a launch is measured against: see `ncu.Work`."""
 
     flops: int
     bytes: int
@@ -53,18 +53,18 @@ def attention(
     ]
     ceilings = timing.ceilings()
     kernels = "|".join(KERNELS.values())
-    launches, unknown = profile.launches_of(["attention-target", *names], kernels)
+    launches, unknown = ncu.launches_of(["attention-target", *names], kernels)
     if len(launches) != len(pairs):
         want = f"one launch of each of {len(pairs)} cases"
-        raise profile.ProfileError(f"ncu output: expected {want}, got {len(launches)}")
+        raise ncu.ProfileError(f"ncu output: expected {want}, got {len(launches)}")
     common = record.environment(commit) | {"kind": "profile", "kernel": "attention"}
     bodies = []
     for (case, which), launch in zip(pairs, launches, strict=True):
         if KERNELS[which] not in launch.kernel:
             what = f"{KERNELS[which]} for {case.label}"
-            raise profile.ProfileError(f"ncu output: expected {what}, got {launch.kernel}")
+            raise ncu.ProfileError(f"ncu output: expected {what}, got {launch.kernel}")
         work = Work(Problem(case, DEVICE).flops(which), case.bytes(which))
-        body = profile.summary([launch], work, ceilings)
+        body = ncu.summary([launch], work, ceilings)
         body |= {"tflops": work.flops / body["time_us"] / 1e6, "unknown_metrics": unknown}
         bodies.append(common | case.items(which) | body | {"system": "ours"})
     return bodies

@@ -21,7 +21,7 @@ from torch import Tensor
 from cute_kernels import settings
 from cute_kernels.sparse_attn import launch
 
-from .. import record
+from ..core import record
 from .bench import failure, watched
 from .soak_cases import Case
 

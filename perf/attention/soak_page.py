@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..sanitize import PLANTED, TOOLS
-from ..tables import NOT_RUN, folded, where
+from ..core.sanitize import PLANTED, TOOLS
+from ..core.tables import NOT_RUN, folded, where
 from .soak_cases import Case, suite
 
 _HEAD = ["configurations", "cases", "calls", "differing bytes"]

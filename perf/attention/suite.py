@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .. import targets, timing
+from ..core import timing
+from ..gemm import targets
 from .bench import Options
 from .cases import Case
 

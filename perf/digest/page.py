@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..models import model, models
-from ..tables import NOT_RUN, commit_of, table
+from ..core.models import model, models
+from ..core.tables import NOT_RUN, commit_of, table
 from .cases import CASES
 from .run import comparable
 

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 
 import torch
 
-from perf import targets, timing
+from perf.core import timing
+from perf.gemm import targets
 
 from . import inputs, truncation
 from .tally import Tally, poisoned

@@ -6,7 +6,8 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
-from perf import record, targets
+from perf.core import record
+from perf.gemm import targets
 
 from . import model, promotion, smoke, width, zeros
 

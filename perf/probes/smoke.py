@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from perf import verify
+from perf.gemm import check
 
 from . import inputs
 from .tally import poisoned
@@ -34,7 +34,7 @@ def run(build, *, device: str = "cuda") -> Iterator[dict]:
     good = True
     for name, call in (("wgmma chain", chain), ("ck.linear", library)):
         try:
-            found = verify.check(call, "fwd", t, promised=True)
+            found = check.check(call, "fwd", t, promised=True)
             body = {"ok": found.ok} | found.items()
         except Exception as error:
             # The reason is the result of a smoke test.

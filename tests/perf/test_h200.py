@@ -11,8 +11,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from perf import h200, record
+from perf import h200
 from perf.__main__ import app
+from perf.core import record
 from perf.h200 import Stage
 
 

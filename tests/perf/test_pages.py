@@ -6,8 +6,10 @@ import json
 
 import pytest
 
-from perf import record, report, targets
-from perf.tables import Bench, latest
+from perf import report
+from perf.core import record
+from perf.core.tables import Bench, latest
+from perf.gemm import targets
 
 #: The runs that the pages quote, by file of records.
 COMMITS = dict.fromkeys(("bench", "probes", "tune", "profile"), "d59b64c")

@@ -7,7 +7,9 @@ import re
 
 import pytest
 
-from perf import plots, record, report, targets
+from perf import report
+from perf.core import record
+from perf.gemm import plots, targets
 
 PROFILE = "`python -m perf profile gemm --shape"
 
