@@ -1,4 +1,4 @@
-"""Who is measured: each system makes the forward and the backward of a problem, for timing alone.
+"""Who is measured: the forward and the backward of a problem as calls, for timing alone.
 
 A forward takes an input set to (out, lse), a backward to (dq, dk, dv); all that the first call
 does once (masks, schedules, compilation) is no part of the later ones.
@@ -6,31 +6,8 @@ does once (masks, schedules, compilation) is no part of the later ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from torch import Tensor
-
-from ..gemm.rivals import Absent
-from .cases import Inputs, Problem
-
-Call = Callable[[Inputs], tuple[Tensor, ...]]
-Start = Callable[[Problem], Call]
-
-
-@dataclass(frozen=True)
-class System:
-    """start[pass](problem) gives the call, or raises Absent with what this system cannot do.
-
-    promised: its results must keep the error bound.  ordered: its bits must repeat.  short: also
-    checked on a short case (False: a new length is a new compilation of half a minute).
-    """
-
-    name: str
-    start: dict[str, Start]
-    promised: bool = False
-    ordered: bool = False
-    short: bool = True
+from ..core.rival import Call, Rival, Start, by_name
+from .cases import Problem
 
 
 def _operands(problem: Problem):
@@ -88,14 +65,10 @@ def _flex() -> dict[str, Start]:
     return {"fwd": forward, "bwd": backward}
 
 
-SYSTEMS = {
-    system.name: system
-    for system in (
-        System("ours", _ours(ordered=True), promised=True, ordered=True),
-        System("ours_unordered", _ours(ordered=False), promised=True),
-        System("fa4", _fa4(ordered=False)),
-        System("fa4_ordered", _fa4(ordered=True), ordered=True),
-        System("flex", _flex(), ordered=True, short=False),
-    )
-}
-__all__ = ["SYSTEMS", "Absent", "Call", "System"]
+RIVALS = by_name(
+    Rival("ours", _ours(ordered=True), promised=True, ordered=True),
+    Rival("ours_unordered", _ours(ordered=False), promised=True),
+    Rival("fa4", _fa4(ordered=False)),
+    Rival("fa4_ordered", _fa4(ordered=True), ordered=True),
+    Rival("flex", _flex(), ordered=True, short=False),
+)

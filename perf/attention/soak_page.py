@@ -42,6 +42,14 @@ def totals(records: list[dict]) -> tuple[int, int, int]:
     return calls, sum(graph.get("replays", 0) for graph in graphs), differing
 
 
+def verdict(records: list[dict]) -> str:
+    """How many bytes differed in how many calls."""
+    calls, replays, differing = totals(records)
+    if not calls:
+        return NOT_RUN
+    return f"{differing:,} differing bytes in {calls:,} calls and {replays:,} graph replays"
+
+
 def _rows(records: list[dict]) -> list[list[str]]:
     kept, groups = _latest(records, "soak", "shape"), {}
     for case in suite():

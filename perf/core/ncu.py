@@ -1,10 +1,8 @@
-"""`python -m perf profile gemm`: hardware counters of one launch through Nsight Compute.
+"""Hardware counters of launches through Nsight Compute: what every `perf profile` shares.
 
-What `profile attention` shares with it (perf/attention/profile.py) is here too.
-
-`ncu` runs this program again with a hidden command that warms the product up and opens the profiler
-for one call.  Clocks are left alone.  The metric list is fixed and short; a metric that this ncu
-does not know is named in the record, not asked for.
+`ncu` runs this program again with a hidden command that warms a call up and opens the profiler for
+one call.  Clocks are left alone.  The metric list is fixed and short; a metric that this ncu does
+not know is named in the record, not asked for.
 """
 
 from __future__ import annotations
@@ -14,15 +12,13 @@ import io
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from ..gemm import bench, targets
-from ..gemm.rivals import RIVALS
-from . import record, timing
+from . import record
+from .work import Work
 
 _STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 STALLS = (
@@ -99,15 +95,6 @@ class Launch:
     values: dict[str, float]
 
 
-class Work(Protocol):
-    """What a launch is measured against; `bytes`: its least traffic."""
-
-    @property
-    def bytes(self) -> int: ...
-
-    def floor_us(self, ceilings: dict[str, float]) -> float: ...
-
-
 def _number(text: str) -> float | None:
     """A CSV cell as a number: ncu writes thousands separators; "n/a" and "" are none."""
     try:
@@ -148,7 +135,7 @@ def parse(text: str) -> list[Launch]:
     return launches
 
 
-def summary(launches: list[Launch], case: Work, ceilings: dict[str, float]) -> dict:
+def summary(launches: list[Launch], work: Work, ceilings: dict[str, float]) -> dict:
     """Achieved against the floor, and the five stalls that hold warps most, of the longest launch.
 
     A stall's number is warps in that state per cycle in which the scheduler issues.
@@ -162,14 +149,14 @@ def summary(launches: list[Launch], case: Work, ceilings: dict[str, float]) -> d
     stalls = {name: found.pop(f"stall_{name}") for name in STALLS}
     ranked = sorted(((v, k) for k, v in stalls.items() if v is not None), reverse=True)
     total_us = sum(launch.values[time] for launch in timed) / 1e3
-    floor = case.floor_us(ceilings)
+    floor = work.floor_us(ceilings)
     return {
         "kernel_name": longest.kernel,
         "launches": len(launches),
         "time_us": total_us,
         "floor_us": floor,
         "floor_fraction": floor / total_us,
-        "bytes_over_least": _traffic(timed) / case.bytes,
+        "bytes_over_least": _traffic(timed) / work.bytes,
         "counters": {k: v for k, v in found.items() if v is not None},
         "stalls": [{"reason": name, "warps": value} for value, name in ranked[:5]],
         "ceilings": ceilings,
@@ -235,35 +222,20 @@ def launches_of(arguments: list[str], kernels: str = "") -> tuple[list[Launch], 
     return parse(done.stdout), unknown
 
 
-def gemm(shape: str, product: str, system: str, commit: str | None = None) -> dict:
-    """Profiles one call of one system; the record."""
-    case = bench.cases([shape], [], [product])[0]
-    what = ["target", "--shape", shape, "--product", product, "--system", system]
-    launches, unknown = launches_of(what)
-    body = summary(launches, case, timing.ceilings())
-    head = record.environment(commit) | {"kind": "profile", "kernel": "gemm", "system": system}
-    return head | case.items() | body | {"unknown_metrics": unknown}
-
-
-def target(shape: str, product: str, system: str) -> None:
+def bracketed(call: Callable[[], object]) -> None:
     """What ncu runs: three calls to warm up, then one with the profiler open."""
-    case = bench.cases([shape], [], [product])[0]
-    call = RIVALS[system].load()[product]
-    t = case.inputs(0, "cuda")
     for _ in range(3):
-        call(t)
+        call()
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
-    call(t)
+    call()
     torch.cuda.synchronize()
     torch.cuda.profiler.stop()
 
 
-def lines(body: dict) -> Iterator[str]:
-    """What the terminal shows of one record."""
-    what = body["product"]
-    if body["kernel"] == "gemm":
-        what = targets.PRODUCT_FORMULAS[what]
+def lines(body: dict, what: str | None = None) -> Iterator[str]:
+    """What the terminal shows of one record; `what`: in place of the name of its product."""
+    what = what or body["product"]
     yield f"{body['system']} {what} {body['shape']}: {body['kernel_name'][:80]}"
     yield (
         f"  {body['time_us']:.1f} us, {body['floor_fraction']:.1%} of the floor "

@@ -1,8 +1,8 @@
-"""`python -m perf sanitize attention`: small cases under compute-sanitizer, and a planted error.
+"""Small cases under compute-sanitizer, and a planted error: what every `perf sanitize` shares.
 
-The tool runs this program again with a hidden command.  Each tensor there is an allocation of its
-own, since in a shared block a write beyond a tensor hits memory that exists.  The planted error
-must be found: else nothing found says nothing.
+The tool runs this program again with a hidden command of the system.  Each tensor there is an
+allocation of its own, since in a shared block a write beyond a tensor hits memory that exists.  The
+planted error must be found: else nothing found says nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -42,10 +42,10 @@ def find() -> str | None:
     return None
 
 
-def command(path: str, tool: str, plant: bool) -> list[str]:
-    """The command line of one run."""
-    target = [sys.executable, "-m", "perf", "sanitize", "target", *(["--plant"] if plant else [])]
-    return [path, "--tool", tool, "--print-limit", "10", "--error-exitcode", "99", *target]
+def command(path: str, tool: str, target: str, plant: bool) -> list[str]:
+    """The command line of one run of `perf sanitize TARGET`."""
+    program = [sys.executable, "-m", "perf", "sanitize", target, *(["--plant"] if plant else [])]
+    return [path, "--tool", tool, "--print-limit", "10", "--error-exitcode", "99", *program]
 
 
 def errors(text: str) -> int | None:
@@ -81,9 +81,11 @@ def _end(text: str) -> str:
     return "\n".join(said)[:_TAIL] if len(said) > 2 else text.strip()[-_TAIL:]
 
 
-def attention(tools: list[str], commit: str | None = None) -> Iterator[dict]:
+def measure(
+    kernel: str, target: str, tools: list[str], commit: str | None = None
+) -> Iterator[dict]:
     """The records: one for each tool, and one for the error that memcheck must find."""
-    common = record.environment(commit) | {"kind": "sanitize", "kernel": "attention"}
+    common = record.environment(commit) | {"kind": "sanitize", "kernel": kernel}
     path = find()
     for case in [*tools, *([PLANTED] if "memcheck" in tools else [])]:
         tool, start = case.split(",")[0], time.monotonic()
@@ -91,7 +93,7 @@ def attention(tools: list[str], commit: str | None = None) -> Iterator[dict]:
         if path is None:
             yield body | {"status": "absent", "why": "compute-sanitizer is not on this machine"}
             continue
-        code, text = _run(command(path, tool, case == PLANTED))
+        code, text = _run(command(path, tool, target, case == PLANTED))
         seconds = round(time.monotonic() - start, 1)
         yield body | verdict(case, code, text) | {"seconds": seconds}
 
@@ -122,8 +124,8 @@ def line(body: dict) -> str:
     return text + (f"\n{body['tail']}" if "tail" in body else "")
 
 
-def target(plant: bool) -> None:
-    """What the tool runs: the small cases twice, or one write beyond an allocation.
+def target(cases: Callable[[str], None], plant: bool) -> None:
+    """What the tool runs: a system's small cases, or one write beyond an allocation.
 
     It ends itself before the tool is ended, which would leave it on the card.
     """
@@ -135,8 +137,6 @@ def target(plant: bool) -> None:
         torch.empty(0, dtype=torch.uint8, device="cuda").set_(beyond).fill_(1)
         torch.cuda.synchronize()
         return
-    from ..attention import sanitized
-
-    sanitized.run("cuda")
+    cases("cuda")
     torch.cuda.synchronize()
     print("sanitize target: ok", flush=True)

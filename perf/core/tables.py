@@ -89,6 +89,17 @@ def bits(item: dict | None) -> str:
     return f"differ: {', '.join(broken)}" if broken else "same"
 
 
+def kept(bench: Bench, cases: list[tuple[str, str]]) -> str:
+    """In how many cases every bitwise promise of the latest record held; those that broke one."""
+    found = {case: bench.get(case) for case in cases}
+    checked = {case: item["bitwise"] for case, item in found.items() if "bitwise" in (item or {})}
+    broken = [" ".join(case) for case, held in checked.items() if not all(held.values())]
+    if not checked:
+        return NOT_RUN
+    kept = f"kept in {len(checked) - len(broken)} of {len(cases)} cases"
+    return f"{kept}; broken in {', '.join(broken)}" if broken else kept
+
+
 def certified(certificates: list[dict], kernel: str) -> tuple[str, str]:
     """("compiled", "certified") cells of a kernel: as the catalogue names it."""
     own = [c for c in certificates if c["name"] == kernel]

@@ -8,6 +8,7 @@ gaps between launches are not in the numbers; the median is reported with p10 an
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -59,6 +60,22 @@ def set_count(set_bytes: int, l2_bytes: int, rivals: int) -> int:
     while math.gcd(sets, rivals) != 1:
         sets += 1
     return sets
+
+
+def rotating(calls: Mapping[str, Callable], sets: list) -> dict[str, Callable[[int], object]]:
+    """Each call as one that takes a running number, from which it picks its input set."""
+
+    def on(call: Callable, number: int) -> object:
+        return call(sets[number % len(sets)])
+
+    return {name: functools.partial(on, call) for name, call in calls.items()}
+
+
+def warm_up(calls: Mapping[str, Callable[[int], object]], count: int) -> None:
+    """Every call on each of `count` input sets."""
+    for call in calls.values():
+        for number in range(count):
+            call(number)
 
 
 class CudaClock:

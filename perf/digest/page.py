@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..core.counts import recorded
 from ..core.models import model, models
 from ..core.tables import NOT_RUN, commit_of, table
 from .cases import CASES
@@ -9,6 +10,14 @@ from .run import comparable
 
 _SHOWN = 12  # hex digits of a digest
 EQUAL, DIFFERS = "equal", "differs"
+COUNTS = (
+    recorded(
+        "digests of fixed inputs recorded",
+        "case",
+        {case.name for case in CASES},
+        lambda item: item["kind"] == "digest",
+    ),
+)
 ONE_MODEL, OTHER_ID = "one model", "other contract ids"
 
 

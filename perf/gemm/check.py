@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from .rivals import Inputs, Product
+from ..core.bits import repeats, same_bytes
+from ..core.rival import Call
+from .cases import Inputs
 
 GROUP_K = 16
-REPEATS = 20
 ROWS = 64
 _STEP_LOSS = 5.25 * 2.0**-23
 _SLACK = 1.0 + 2.0**-7  # of T, for the rounding of a value that is itself off by T
@@ -59,7 +60,7 @@ def fresh(t: Inputs) -> Inputs:
     return {k: v.clone() if k == "main_grad" else v for k, v in t.items()}
 
 
-def poisoned_call(call: Product, t: Inputs, shape, dtype) -> tuple[torch.Tensor, bool]:
+def poisoned_call(call: Call, t: Inputs, shape, dtype) -> tuple[torch.Tensor, bool]:
     """Calls after filling a freed block of the output's size with NaN; whether the output took it.
 
     The caching allocator hands a freed block to the next request of its size.
@@ -71,7 +72,7 @@ def poisoned_call(call: Product, t: Inputs, shape, dtype) -> tuple[torch.Tensor,
     return out, out.data_ptr() == address
 
 
-def check(call: Product, product: str, t: Inputs, *, promised: bool) -> Check:
+def check(call: Call, product: str, t: Inputs, *, promised: bool) -> Check:
     """Compares one call with float64."""
     a, b, c = operands(product, t)
     shape = (a.shape[0], b.shape[0])
@@ -110,21 +111,7 @@ def bound(exact: torch.Tensor, scale: torch.Tensor, k: int, dtype: torch.dtype) 
     return half_ulp.to(torch.float64) + chain * _SLACK
 
 
-def same_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors hold the same raw bytes."""
-    if x.shape != y.shape or x.dtype != y.dtype:
-        return False
-    x, y = (t.contiguous().view(torch.uint8) for t in (x, y))
-    return bool((x == y).all())
-
-
-def repeats(call: Product, t: Inputs, times: int = REPEATS) -> bool:
-    """Whether `times` calls on the same inputs give the same bytes."""
-    first = call(fresh(t)).clone()
-    return all(same_bytes(call(fresh(t)), first) for _ in range(times - 1))
-
-
-def rows_alone(call: Product, product: str, t: Inputs) -> bool:
+def rows_alone(call: Call, product: str, t: Inputs) -> bool:
     """Whether row i alone has the bytes of row i in the batch (fwd and dx).
 
     Another order shows in few bf16 outputs (about 3e-5 of them for reversed partial sums of
@@ -138,7 +125,7 @@ def rows_alone(call: Product, product: str, t: Inputs) -> bool:
     return all(same_bytes(call({**t, name: t[name][i : i + 1]}), whole[i : i + 1]) for i in picked)
 
 
-def splits(call: Product, t: Inputs) -> bool:
+def splits(call: Call, t: Inputs) -> bool:
     """Whether dW over consecutive micro-batches has the bytes of one shot (cuts at k16)."""
     m = t["x"].shape[0]
     whole = call(fresh(t)).clone()
@@ -149,9 +136,9 @@ def splits(call: Product, t: Inputs) -> bool:
     return same_bytes(parts["main_grad"], whole)
 
 
-def bitwise(call: Product, product: str, t: Inputs) -> dict[str, bool]:
+def bitwise(call: Call, product: str, t: Inputs) -> dict[str, bool]:
     """The verdicts of a product: "repeat", and "rows" (fwd, dx) or "splits" (dw)."""
-    verdict = {"repeat": repeats(call, t)}
+    verdict = {"repeat": repeats(lambda: (call(fresh(t)),))}
     if product == "dw":
         return verdict | {"splits": splits(call, t)}
     return verdict | {"rows": rows_alone(call, product, t)}

@@ -1,48 +1,25 @@
-"""Who is measured: each rival gives the three products as functions of one input set.
+"""Who is measured: each rival gives the three products as calls on one input set.
 
-An input set is a dict of x [M, K], w [N, K], dy [M, N] (bf16) and main_grad [N, K] (fp32); a case
-has the entries its product reads.  `fwd` and `dx` return a new tensor; `dw` adds to main_grad in
-place and returns it.
+`fwd` and `dx` return a new tensor; `dw` adds to main_grad in place and returns it.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
-Inputs = dict[str, torch.Tensor]
-Product = Callable[[Inputs], torch.Tensor]
+from ..core.rival import Call, Rival, Start, by_name, module
+from .cases import Inputs
+from .targets import PRODUCTS
 
 
-class Absent(RuntimeError):
-    """A rival that cannot run here; the message says why and goes into the record."""
+def _products(load: Callable[[], dict[str, Call]]) -> dict[str, Start]:
+    """A start for each product; the calls of `load` fit every case."""
+    return {which: lambda case, which=which: load()[which] for which in PRODUCTS}
 
 
-@dataclass(frozen=True)
-class Rival:
-    """load() gives its products or raises Absent.
-
-    promised: its results must keep the error bound and the bitwise guarantees.  environment:
-    variables of a process of its own, for a rival that needs other ones than ours.
-    """
-
-    name: str
-    load: Callable[[], dict[str, Product]]
-    promised: bool = False
-    environment: tuple[str, ...] = ()
-
-
-def _module(name: str):
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise Absent(f"{name} cannot be imported: {error}") from None
-
-
-def _ours() -> dict[str, Product]:
+def _ours() -> dict[str, Call]:
     import cute_kernels as ck
 
     linear = ck.linear  # loads the system, which registers its ops
@@ -59,8 +36,8 @@ def _ours() -> dict[str, Product]:
     }
 
 
-def _ours_triton() -> dict[str, Product]:
-    gemm = _module("cute_kernels.gemm.triton.kernel").gemm
+def _ours_triton() -> dict[str, Call]:
+    gemm = module("cute_kernels.gemm.triton.kernel").gemm
 
     def dw(t: Inputs) -> torch.Tensor:
         gemm(t["dy"].mT, t["x"].mT, None, t["main_grad"])
@@ -73,7 +50,7 @@ def _ours_triton() -> dict[str, Product]:
     }
 
 
-def _cublas() -> dict[str, Product]:
+def _cublas() -> dict[str, Call]:
     return {
         "fwd": lambda t: torch.mm(t["x"], t["w"].mT),
         "dx": lambda t: torch.mm(t["dy"], t["w"]),
@@ -81,8 +58,8 @@ def _cublas() -> dict[str, Product]:
     }
 
 
-def _quack(tuned: bool) -> dict[str, Product]:
-    interface = _module("quack.gemm_interface")
+def _quack(tuned: bool) -> dict[str, Call]:
+    interface = module("quack.gemm_interface")
 
     def dw(t: Inputs) -> torch.Tensor:
         interface.gemm_add_inplace(t["dy"].mT, t["x"], t["main_grad"], tuned=tuned)
@@ -95,20 +72,17 @@ def _quack(tuned: bool) -> dict[str, Product]:
     }
 
 
-RIVALS = {
-    rival.name: rival
-    for rival in (
-        Rival("ours", _ours, promised=True),
-        Rival("ours_triton", _ours_triton, promised=True),
-        Rival("cublas", _cublas),
-        Rival(
-            "cublas_starved",
-            _cublas,
-            environment=("CUBLAS_WORKSPACE_CONFIG=:16:8", "CUBLASLT_WORKSPACE_SIZE=1"),
-        ),
-        Rival("quack", lambda: _quack(tuned=True)),
-        Rival("quack_untuned", lambda: _quack(tuned=False)),
-    )
-}
+RIVALS = by_name(
+    Rival("ours", _products(_ours), promised=True),
+    Rival("ours_triton", _products(_ours_triton), promised=True),
+    Rival("cublas", _products(_cublas)),
+    Rival(
+        "cublas_starved",
+        _products(_cublas),
+        environment=("CUBLAS_WORKSPACE_CONFIG=:16:8", "CUBLASLT_WORKSPACE_SIZE=1"),
+    ),
+    Rival("quack", _products(lambda: _quack(tuned=True))),
+    Rival("quack_untuned", _products(lambda: _quack(tuned=False))),
+)
 #: quack's own autotuner compiles dozens of kernels for each shape; ask for `quack` by name.
 DEFAULT = ("ours", "ours_triton", "cublas", "cublas_starved", "quack_untuned")

@@ -1,4 +1,4 @@
-"""What is measured and what it is measured against: shapes, targets, hardware questions."""
+"""The shapes of products that are measured, and what they are measured against."""
 
 from __future__ import annotations
 
@@ -63,145 +63,6 @@ HOST_TARGETS = {"grad": 15.0, "inference": 8.0}
 HOST_NEXT = "time the parts of a call on that host: checks, dispatch, autograd, launch"
 
 
-#: Attention: lengths of each mask, at 32k tokens a batch.
-ATTENTION_MASKS = {
-    "full": (4096, 8192),
-    "causal": (8192,),
-    "window": (8192,),
-    "document": (8192,),
-    "prefix": (8192,),
-    "random": (8192,),
-}
-ATTENTION_MASK_TEXT = {
-    "full": "full",
-    "causal": "causal",
-    "window": "window of 1024 keys",
-    "document": "documents of 1.5k tokens on average",
-    "prefix": "prefix-LM, a quarter of the keys",
-    "random": "random 25% of the blocks",
-}
-ATTENTION_DIMS = (64, 128)
-#: (head size, query heads, KV heads), the most telling first: the time of a call may end.
-ATTENTION_SIZES = tuple(
-    (dim, heads, heads // group)
-    for heads, group in ((16, 1), (16, 4), (32, 1), (32, 4))
-    for dim in ATTENTION_DIMS[::-1]
-)
-ATTENTION_QUICK = ATTENTION_SIZES[:1]
-
-
-@dataclass(frozen=True)
-class AttentionTarget:
-    """`system` must take at most `at_most` times what `rival` takes, in every case of `masks`.
-
-    masks: (mask, length) pairs; empty for all.
-    """
-
-    which: str
-    system: str
-    rival: str
-    at_most: float
-    masks: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def text(self) -> str:
-        masks = ", ".join(f"{mask} {s // 1024}k" for mask, s in self.masks) or "every case of both"
-        names = ATTENTION_SYSTEM_TEXT
-        return (
-            f"{self.which}, {masks}: {names[self.system]} <= {self.at_most:.2f}x the time of "
-            f"{names[self.rival]}"
-        )
-
-
-ATTENTION_SYSTEM_TEXT = {
-    "ours": "ours",
-    "ours_unordered": "ours without order",
-    "fa4": "FA4",
-    "fa4_ordered": "FA4 deterministic",
-    "flex": "FlexAttention",
-}
-
-
-def _order_costs(at_most: float, *masks: tuple[str, int]) -> AttentionTarget:
-    return AttentionTarget("bwd", "ours", "ours_unordered", at_most, masks)
-
-
-ATTENTION_TARGETS = (
-    _order_costs(1.03, ("full", 8192)),
-    _order_costs(1.07, ("full", 4096)),
-    _order_costs(1.06, ("causal", 8192)),
-    _order_costs(1.05, ("window", 8192)),
-    _order_costs(1.10, ("document", 8192)),
-    _order_costs(1.06, ("prefix", 8192)),
-    _order_costs(1.15, ("random", 8192)),
-    AttentionTarget("bwd", "ours_unordered", "fa4", 1 / 0.97),
-    AttentionTarget("bwd", "ours", "flex", 1 / 1.5),
-    AttentionTarget("fwd", "ours", "fa4", 1 / 0.95),
-)
-#: TFLOP/s of our ordered backward, full mask, D = 128, at least; cost of its lists, at most.
-ATTENTION_RATE = 600.0
-ATTENTION_LISTS = 0.02
-
-
-def attention_cases(quick: bool = False) -> list[tuple[str, int, int, int, int]]:
-    """(mask, length, head size, query heads, KV heads) of every row of the status page."""
-    sizes = ATTENTION_QUICK if quick else ATTENTION_SIZES
-    masks = [(mask, s) for mask, lengths in ATTENTION_MASKS.items() for s in lengths]
-    return [(mask, s, *size) for size in sizes for mask, s in masks]
-
-
-def attention_rival_wanted(system: str, mask: str, size: tuple[int, int, int]) -> bool:
-    """Whether a rival is measured in a case by default: each compiles for seconds to a minute."""
-    dim, heads, kv_heads = size
-    if system == "fa4":
-        return heads == kv_heads or mask in ("full", "causal", "document")
-    if system == "fa4_ordered":
-        return heads == kv_heads == 16
-    if system == "flex":
-        return (dim, heads, kv_heads) == (128, 16, 16) and mask in ("causal", "document")
-    return True
-
-
-@dataclass(frozen=True)
-class Question:
-    """A fact about the card that decides a plan, and the probe that settles it."""
-
-    number: int
-    probe: str
-    text: str
-    decides: str
-
-
-QUESTIONS = (
-    Question(
-        1,
-        "width",
-        "Are WGMMA bits the same for every instruction N (8..256), tile shape, and with operands "
-        "swapped?",
-        "whether M may choose the tile, and whether decode can share bits with prefill",
-    ),
-    Question(
-        2,
-        "zeros",
-        "Do whole zero k16 groups leave bits unchanged, -0 included?",
-        "whether K tails and token padding are neutral",
-    ),
-    Question(
-        3,
-        "model",
-        "Does the truncation model predict every bit?",
-        "whether a CPU oracle can check every output bit (golden vectors)",
-    ),
-    Question(
-        4,
-        "promotion",
-        "What do fp32 promotion points cost?",
-        "whether `chain` and `tree` can be one contract",
-    ),
-)
-MIN_OUTPUTS = 10_000_000  # a probe's answer counts from this many compared outputs
-
-
 def shape_of(name: str, m: int | None = None) -> tuple[int, int, int]:
     """(M, K, N) of a named shape, with another M if one is given."""
     rows, k, n = SHAPES[name]
@@ -218,7 +79,7 @@ def sweep_sizes() -> list[int]:
     return sorted((*SWEEP_M, SHAPES[SWEEP_SHAPE][0]))
 
 
-def gemm_cases() -> list[tuple[str, str, int]]:
+def cases() -> list[tuple[str, str, int]]:
     """(product, shape, M) of every row of the status page: five shapes, then the sweep at qkv."""
     sizes = [(name, dims[0]) for name, dims in SHAPES.items()]
     sizes += [(SWEEP_SHAPE, m) for m in SWEEP_M]

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ..core import record, timing
-from . import check
-from .bench import Case, ratios
-from .rivals import Inputs, _cublas
+from ..core.bits import same_bytes
+from .bench import ratios
+from .cases import Case, Inputs
+from .rivals import RIVALS
 
 #: Worth a try on a new card; "" is the shipped configuration.
 VARIANTS = (
@@ -79,7 +80,7 @@ def product(text: str, which: str, units: int) -> Callable[[Inputs], torch.Tenso
 def bits_agree(call: Callable, shipped: Callable, t: Inputs) -> bool:
     """Whether a variant writes the bytes of the shipped configuration."""
     clone = lambda: {name: value.clone() for name, value in t.items()}  # noqa: E731
-    return check.same_bytes(call(clone()), shipped(clone()))
+    return same_bytes(call(clone()), shipped(clone()))
 
 
 def gemm(
@@ -96,13 +97,11 @@ def gemm(
         if not same:
             bodies[text] |= {"status": "failed", "why": "other bits than the shipped configuration"}
     timed = {f"ours[{x}]": calls[x] for x, body in bodies.items() if body["status"] == "ok"}
-    timed["cublas"] = _cublas()[case.product]
+    timed["cublas"] = RIVALS["cublas"].start[case.product](case)
     l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 1 << 20
     count = timing.set_count(sum(v.nbytes for v in t.values()), l2, len(timed))
     sets = [t] + [case.inputs(i, device) for i in range(1, count)]
-    rotated = {
-        name: (lambda number, call=call: call(sets[number % count])) for name, call in timed.items()
-    }
+    rotated = timing.rotating(timed, sets)
     for call in rotated.values():
         call(0)
     times = timing.interleave(rotated, rounds=rounds, clock=clock)

@@ -15,9 +15,8 @@ from collections.abc import Iterator
 
 import torch
 
-from perf.core import timing
-from perf.gemm import targets
-
+from ..core import timing
+from ..gemm import targets
 from . import inputs, truncation
 from .tally import Tally, poisoned
 from .wgmma_kernel import Chain

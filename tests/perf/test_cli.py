@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import perf.attention.bench
 import perf.core.timing
+import perf.core.watch
 import perf.gemm.bench
 import perf.probes.runner
 from perf.__main__ import app
@@ -115,7 +116,7 @@ def test_attention_fails_where_our_result_is_wrong(status, code, attention_run):
     assert done.exit_code == code, done.output
     assert done.output.splitlines()[0] == "a line" and "FAILED: rival" in done.output
     assert len(asked["todo"]) == 7 and asked["options"].passes == ["bwd"]
-    assert asked["options"].systems == ["ours", "ours_unordered", "fa4"]
+    assert asked["options"].rivals == ["ours", "ours_unordered", "fa4"]
     assert asked["options"].patience_s and asked["options"].l2_bytes == 1 << 20
 
 
@@ -136,7 +137,7 @@ def test_attention_asks_for_what_the_options_say(attention_run):
 def test_attention_says_that_the_device_is_lost(attention_run):
     def measured(todo):
         yield "a line"
-        raise perf.attention.bench.Lost("illegal memory access")
+        raise perf.core.watch.Lost("illegal memory access")
 
     done, _ = attention_run(measured)
     assert done.exit_code == 1

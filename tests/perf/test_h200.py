@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from perf import h200
 from perf.__main__ import app
 from perf.core import record
-from perf.h200 import Stage
+from perf.core.stage import Stage
 
 
 def python(name: str, code: str, limit_s: float = 30.0) -> Stage:

@@ -9,7 +9,8 @@ import pytest
 
 from perf import report
 from perf.core import record
-from perf.gemm import plots, targets
+from perf.gemm import targets
+from perf.probes.questions import QUESTIONS
 
 PROFILE = "`python -m perf profile gemm --shape"
 
@@ -76,8 +77,8 @@ def probe(name: str, **more) -> dict:
 
 def test_without_records_every_row_says_not_run():
     page = report.render([], [])
-    assert len(targets.gemm_cases()) == 30
-    for product, name, m in targets.gemm_cases():
+    assert len(targets.cases()) == 30
+    for product, name, m in targets.cases():
         case = (product, targets.label(name, m))
         found = rates(page, *case)
         assert found.pop("next step").startswith("`python -m perf bench gemm")
@@ -88,7 +89,7 @@ def test_without_records_every_row_says_not_run():
     for target in targets.TARGETS:
         assert row(page, target.text)[1:3] == ["not run", "not run"]
         assert row(page, target.text)[3].startswith("`python -m perf bench gemm`")
-    for question in targets.QUESTIONS:
+    for question in QUESTIONS:
         assert row(page, f"{question.number}. {question.text}")[1] == "not run"
 
 
@@ -195,7 +196,7 @@ def test_certificates_fill_compiled_and_certified():
 
 def test_an_answer_needs_enough_outputs_and_tells_extremes_apart():
     few = probe("width", verdict="yes", outputs=1000, differ=0)
-    question = targets.QUESTIONS[0]
+    question = QUESTIONS[0]
     text = f"{question.number}. {question.text}"
     assert "too few outputs" in row(report.render([few], []), text)[1]
     extreme = {"verdict": "no"}
@@ -215,7 +216,7 @@ def test_an_answer_needs_enough_outputs_and_tells_extremes_apart():
 
 def test_promotion_costs_are_listed_by_period():
     item = probe("promotion", verdict="yes", outputs=10**7, differ=0, costs={"16": 0.02, "4": 0.25})
-    question = targets.QUESTIONS[3]
+    question = QUESTIONS[3]
     cells = row(report.render([item], []), f"{question.number}. {question.text}")
     assert cells[1].endswith("leaf of 4 groups +25.0%, leaf of 16 groups +2.0%")
 
@@ -248,10 +249,10 @@ def test_a_fresh_certificate_report_is_adopted(tmp_path):
 
 
 def test_plots_are_drawn_from_what_was_timed(tmp_path):
-    assert plots.write([], tmp_path) == []
+    assert report.draw([], tmp_path) == []
     assert "plots/" not in report.render([], [])
     records = [*forward(0.97), bench("fwd", "qkv", 512, 50.0, {"cublas": 49.0})]
-    drawn = plots.write(records, tmp_path)
+    drawn = report.draw(records, tmp_path)
     assert [path.name for path in drawn] == [
         "gemm_ratio.svg",
         "gemm_ratio.png",
@@ -262,7 +263,7 @@ def test_plots_are_drawn_from_what_was_timed(tmp_path):
     assert all(f"plots/{path.name}" in page for path in drawn if path.suffix == ".svg")
     first = drawn[0].read_bytes()
     assert b"<svg" in first and drawn[1].read_bytes().startswith(b"\x89PNG")
-    plots.write(records, tmp_path)
+    report.draw(records, tmp_path)
     assert drawn[0].read_bytes() == first
 
 

@@ -8,7 +8,8 @@ import torch
 
 from cute_kernels.sparse_attn import reference
 from perf.attention.cases import Case, Inputs, Problem
-from perf.attention.rivals import SYSTEMS, Absent, System
+from perf.attention.rivals import RIVALS
+from perf.core.rival import Absent, Rival
 
 TINY = Case("causal", 256, 64, 4, 2, 512)
 
@@ -20,7 +21,7 @@ def case(mask: str, *, s: int = 256, heads: int = 2, kv_heads: int = 1) -> Case:
 def inputs(problem: Problem, seed: int = 0) -> Inputs:
     """Random inputs with the out and lse of our forward."""
     drawn = problem.drawn(seed)
-    out, lse = SYSTEMS["ours"].start["fwd"](problem)(Inputs(*drawn, None, None))
+    out, lse = RIVALS["ours"].start["fwd"](problem)(Inputs(*drawn, None, None))
     return Inputs(*drawn, out, lse)
 
 
@@ -100,6 +101,6 @@ def slightly_off(*got: torch.Tensor) -> None:
     got[0][0, 0, 0, :4] += 0.05
 
 
-def system(name: str, start, **options) -> System:
+def system(name: str, start, **options) -> Rival:
     """A system of both passes; `start(pass)` gives what starts one."""
-    return System(name, {which: start(which) for which in ("fwd", "bwd")}, **options)
+    return Rival(name, {which: start(which) for which in ("fwd", "bwd")}, **options)

@@ -9,6 +9,8 @@ import torch
 
 from perf.attention import bench, rivals
 from perf.core import record, timing
+from perf.core.rival import Rival
+from perf.core.watch import Lost
 from tests.perf.attention import stand_ins
 from tests.perf.core.clocks import HostClock
 
@@ -19,8 +21,8 @@ CEILINGS = {"mm_tflops": 800.0, "copy_gbs": 4300.0}
 def known(monkeypatch):
     """Ours, and systems that are wrong in one way each."""
     made = {
-        "ours": rivals.SYSTEMS["ours"],
-        "ours_unordered": rivals.SYSTEMS["ours_unordered"],
+        "ours": rivals.RIVALS["ours"],
+        "ours_unordered": rivals.RIVALS["ours_unordered"],
         "right": stand_ins.system("right", stand_ins.right, ordered=True),
         "off": stand_ins.system(
             "off", lambda w: stand_ins.changed(w, stand_ins.slightly_off), promised=True
@@ -32,7 +34,7 @@ def known(monkeypatch):
         "absent": stand_ins.system("absent", lambda w: stand_ins.absent),
         "unsteady": stand_ins.system("unsteady", stand_ins.every_third_differs, ordered=True),
     }
-    monkeypatch.setattr(bench, "SYSTEMS", made)
+    monkeypatch.setattr(bench, "RIVALS", made)
     return made
 
 
@@ -160,7 +162,7 @@ def test_orders_that_disagree_at_full_size_fail_the_unordered_one(known):
         return loses
 
     known["ours"] = stand_ins.system("ours", stand_ins.right, promised=True, ordered=True)
-    known["ours_unordered"] = rivals.System("ours_unordered", {"bwd": start}, promised=True)
+    known["ours_unordered"] = Rival("ours_unordered", {"bwd": start}, promised=True)
     case = stand_ins.case("window", heads=1)
     assert case.small.heads != 1
     bodies, _ = run([case], options(["ours", "ours_unordered"], passes=["bwd"]))
@@ -187,7 +189,7 @@ def test_ours_is_checked_before_a_rival_is_started(known):
     def logged(name, start):
         return lambda w: lambda problem: seen.append((name, problem.case.mask)) or start(w)(problem)
 
-    own = rivals.SYSTEMS["ours"].start
+    own = rivals.RIVALS["ours"].start
     known["ours"] = stand_ins.system("ours", logged("ours", own.get), promised=True)
     known["right"] = stand_ins.system("right", logged("right", stand_ins.right))
     todo = [stand_ins.case("full"), stand_ins.case("causal")]
@@ -232,7 +234,7 @@ def test_a_lost_device_ends_the_run(known):
     def dead():
         raise RuntimeError("an illegal memory access was encountered")
 
-    with pytest.raises(bench.Lost, match="no such tile; then the device: an illegal memory"):
+    with pytest.raises(Lost, match="no such tile; then the device: an illegal memory"):
         run([stand_ins.case("full")], options(["raises"], finish=dead, check_only=True))
 
 
@@ -243,12 +245,12 @@ def test_a_step_that_hangs_ends_the_process(tmp_path):
 
     code = (
         "import time\n"
-        "from perf.attention.bench import Options, watched\n"
-        "with watched(Options([], patience_s=0.5)):\n"
+        "from perf.core.watch import watched\n"
+        "with watched(0.5):\n"
         "    pass\n"
         "time.sleep(1.0)\n"
         "print('done in time', flush=True)\n"
-        "with watched(Options([], patience_s=0.5)):\n"
+        "with watched(0.5):\n"
         "    time.sleep(60)\n"
     )
     done = subprocess.run(
@@ -259,12 +261,12 @@ def test_a_step_that_hangs_ends_the_process(tmp_path):
 
 
 def test_systems_are_named_as_the_targets_name_them():
-    from perf.gemm import targets
+    from perf.attention import targets
 
-    assert list(rivals.SYSTEMS) == list(targets.ATTENTION_SYSTEM_TEXT)
-    for target in targets.ATTENTION_TARGETS:
+    assert list(rivals.RIVALS) == list(targets.RIVAL_TEXT)
+    for target in targets.TARGETS:
         for name in (target.system, target.rival):
-            assert target.which in rivals.SYSTEMS[name].start, target.text
+            assert target.which in rivals.RIVALS[name].start, target.text
 
 
 def test_times_come_from_the_calls_of_each_system(known):
@@ -276,7 +278,7 @@ def test_times_come_from_the_calls_of_each_system(known):
     def slow(name):
         def start(which):
             def begin(problem):
-                call = rivals.SYSTEMS["ours"].start[which](problem)
+                call = rivals.RIVALS["ours"].start[which](problem)
 
                 def run(t):
                     clock.now += cost[name]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from perf.attention import suite
+from perf.attention import suite, targets
 from perf.attention.cases import BLOCK, Case, Problem
-from perf.gemm import targets
 from tests.perf.attention.stand_ins import case
 
-MASKS = tuple(targets.ATTENTION_MASKS)
+MASKS = tuple(targets.MASKS)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -82,7 +81,7 @@ def test_a_case_names_what_reports_and_compare_go_by():
 def test_the_suite_is_the_acceptance_tables():
     sizes = {"s": [], "d": [], "heads": [], "group": []}
     todo = suite.chosen([], **sizes)
-    assert len(todo) == len(targets.attention_cases()) == 56 == len(set(todo))
+    assert len(todo) == len(targets.cases()) == 56 == len(set(todo))
     assert {(c.dim, c.heads, c.heads // c.kv_heads) for c in todo} == {
         (d, h, g) for d in (64, 128) for h in (16, 32) for g in (1, 4)
     }
@@ -103,7 +102,7 @@ def test_sizes_choose_cases_and_lengths_are_free():
 
 
 def test_rivals_that_compile_for_long_are_measured_in_some_cases_only():
-    wanted = targets.attention_rival_wanted
+    wanted = targets.rival_wanted
     assert all(wanted("ours", *place) for place in (("random", (64, 32, 8)), ("full", (64, 16, 4))))
     assert wanted("fa4", "random", (64, 32, 32)) and not wanted("fa4", "random", (64, 32, 8))
     assert wanted("flex", "document", (128, 16, 16)) and not wanted("flex", "full", (128, 16, 16))

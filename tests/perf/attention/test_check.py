@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from perf.attention import check
+from perf.attention import check, targets
 from perf.attention.cases import Problem
-from perf.attention.rivals import SYSTEMS, System
-from perf.gemm import targets
+from perf.attention.rivals import RIVALS
+from perf.core.rival import Rival
 from tests.perf.attention import stand_ins
 
-MASKS = tuple(targets.ATTENTION_MASKS)
+MASKS = tuple(targets.MASKS)
 
 
-def found(start, which: str, mask: str = "causal") -> tuple[System, dict]:
-    made = System("made", {which: start}, promised=True)
+def found(start, which: str, mask: str = "causal") -> tuple[Rival, dict]:
+    made = Rival("made", {which: start}, promised=True)
     case = stand_ins.case(mask, heads=2)
     return made, check.whole(made, which, case, "cpu")
 
@@ -23,7 +23,7 @@ def found(start, which: str, mask: str = "causal") -> tuple[System, dict]:
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("which", ["fwd", "bwd"])
 def test_ours_keeps_its_bound(mask, which):
-    ours = SYSTEMS["ours"]
+    ours = RIVALS["ours"]
     got = check.whole(ours, which, stand_ins.case(mask), "cpu")
     assert check.wrong(ours, got) == ""
     assert 0 < got["of_bound"] <= 1 and 1e-4 < got["rel_error"] < check.REL_ERROR
@@ -33,7 +33,7 @@ def test_a_few_elements_beyond_the_bound_are_found():
     made, got = found(stand_ins.changed("bwd", stand_ins.slightly_off), "bwd")
     assert got["rel_error"] < check.REL_ERROR
     assert "beyond the bound" in check.wrong(made, got)
-    rival = System("rival", made.start)
+    rival = Rival("rival", made.start)
     assert check.wrong(rival, got) == ""
 
 
@@ -81,7 +81,7 @@ def sampled(start, which: str, mask: str = "causal", kv_heads: int = 1) -> float
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("which", ["fwd", "bwd"])
 def test_sampled_rows_of_ours_are_right(mask, which):
-    assert sampled(SYSTEMS["ours"].start[which], which, mask, kv_heads=2) < check.REL_ERROR
+    assert sampled(RIVALS["ours"].start[which], which, mask, kv_heads=2) < check.REL_ERROR
 
 
 def no_dq_of_the_last_half(dq, dk, dv):
@@ -121,14 +121,14 @@ def test_nan_in_a_sampled_row_is_wrong():
         dq[:] = float("nan")
 
     error = sampled(stand_ins.changed("bwd", poisoned), "bwd")
-    assert check.wrong(SYSTEMS["fa4"], {"sampled_error": error})
+    assert check.wrong(RIVALS["fa4"], {"sampled_error": error})
 
 
 def test_repeats_compare_bytes_and_see_one_bit():
     problem = Problem(stand_ins.TINY, "cpu")
     t = stand_ins.inputs(problem)
-    assert check.repeats(SYSTEMS["ours"].start["bwd"](problem), t, 3)
-    assert not check.repeats(stand_ins.every_third_differs("bwd")(problem), t, 3)
+    assert repeats(RIVALS["ours"].start["bwd"](problem), t, 3)
+    assert not repeats(stand_ins.every_third_differs("bwd")(problem), t, 3)
 
 
 def test_two_orders_of_a_sum_are_near_and_a_lost_part_is_far():

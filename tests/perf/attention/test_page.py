@@ -12,7 +12,7 @@ from perf.core.compare import compare
 from perf.gemm import plots, targets
 from tests.perf.test_report import facts, row
 
-FIRST = targets.attention_cases(quick=True)[0]
+FIRST = targets.cases(quick=True)[0]
 
 
 def bench(size=FIRST, which: str = "bwd", system: str = "ours", us: float = 1000.0, **more) -> dict:
@@ -43,26 +43,26 @@ def spaced(text: str) -> str:
 def every(ratio: float, rival: str = "ours_unordered", system: str = "ours", **more) -> list[dict]:
     """All cases of the suite at `ratio` of a rival's time."""
     found = []
-    for size in targets.attention_cases():
+    for size in targets.cases():
         found.append(bench(size, system=system, rivals={rival: 1000.0 / ratio}, **more))
     return found
 
 
 def test_without_records_the_quick_cases_say_not_run():
     text = rendered()
-    for size in targets.attention_cases(quick=True):
+    for size in targets.cases(quick=True):
         found = cells(text, size)
         assert found.pop("next step").startswith("`python -m perf bench attention --mask")
         assert found.pop("mask, length, heads") == page._text(size)
         assert len(found) == 11 and set(found.values()) == {"not run"}
-    for target in targets.ATTENTION_TARGETS:
+    for target in targets.TARGETS:
         assert row(text, target.text)[1:] == ["not run", "not run"]
     assert spaced(text).count("heads MHA |") == 14 and "GQA" not in text
     assert "Schedules: predicted and measured" not in text
 
 
 def test_the_labels_are_those_of_the_records():
-    for size in targets.attention_cases():
+    for size in targets.cases():
         assert page.label(size) == Case(*size).label
 
 
@@ -87,7 +87,7 @@ def test_records_fill_a_row():
 
 
 def test_other_cases_appear_when_they_have_a_record():
-    size = targets.attention_cases()[-1]
+    size = targets.cases()[-1]
     found = cells(rendered(bench(size)), size)["ordered backward"]
     assert spaced(found).startswith("1,000 us")
 
@@ -112,10 +112,10 @@ def test_the_next_step_follows_from_the_record(record_of, step):
     [(1.02, "held"), (1.031, "missed")],
 )
 def test_a_target_is_held_by_its_worst_case(ratio, verdict):
-    size = next(s for s in targets.attention_cases() if s[:2] == ("full", 8192) and s[2] == 64)
+    size = next(s for s in targets.cases() if s[:2] == ("full", 8192) and s[2] == 64)
     records = [r for r in every(1.01) if r["shape"] != page.label(size)]
     records.append(bench(size, rivals={"ours_unordered": 1000.0 / ratio}))
-    full = targets.ATTENTION_TARGETS[0]
+    full = targets.TARGETS[0]
     assert full.masks == (("full", 8192),)
     _, measured, found = row(rendered(*records), full.text)
     assert found == verdict
@@ -123,7 +123,7 @@ def test_a_target_is_held_by_its_worst_case(ratio, verdict):
 
 
 def test_some_cases_do_not_hold_a_target_but_one_can_miss_it():
-    full = targets.ATTENTION_TARGETS[0]
+    full = targets.TARGETS[0]
     some = [r for r in every(1.0) if r["shape"].startswith("full/s8192/d128")]
     measured, verdict = row(rendered(*some), full.text)[1:]
     assert "4 of 8 cases" in measured and verdict == "not run"
@@ -132,7 +132,7 @@ def test_some_cases_do_not_hold_a_target_but_one_can_miss_it():
 
 
 def test_a_rival_counts_in_the_cases_where_it_is_measured():
-    flex = next(t for t in targets.ATTENTION_TARGETS if t.rival == "flex")
+    flex = next(t for t in targets.TARGETS if t.rival == "flex")
     held = [r for r in every(0.6, "flex") if "d128/h16/kv16" in r["shape"]]
     assert row(rendered(*held), flex.text)[1].endswith("2 of 2 cases)")
     assert row(rendered(*held), flex.text)[2] == "held"
@@ -174,7 +174,7 @@ def test_predictions_stand_beside_what_was_measured():
 def test_what_a_rival_cannot_do_is_listed_with_its_masks():
     why = {"status": "absent", "why": "no order with lists"}
     items = []
-    for size in targets.attention_cases(quick=True)[4:6]:
+    for size in targets.cases(quick=True)[4:6]:
         item = bench(size, system="fa4_ordered", **why)
         items.append({k: v for k, v in item.items() if not k.endswith("_us")})
     text = rendered(*items)
@@ -207,10 +207,10 @@ def test_what_the_order_costs_is_drawn(tmp_path):
     made = {"name": "spt", "hash": "ab" * 32}
     items = [
         bench(size, predicted=told, schedule=made, ordered_us=1000.0, rivals=rivals)
-        for size in targets.attention_cases(quick=True)
+        for size in targets.cases(quick=True)
         for rivals in [{"ours_unordered": 980.0} if size[0] != "prefix" else {}]
     ]
-    points = page.order_points(report.latest(items, "attention"))
+    points = page.order_points(latest(items, "attention"))
     assert points["causal 8k"] == (pytest.approx(1 / 0.98), 1.04, 1.06)
     assert len(points) == 6 and "prefix 8k" not in points
     drawn = plots.write(items, tmp_path)

@@ -99,7 +99,7 @@ def test_the_target_opens_the_profiler_for_one_call(monkeypatch, small):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     for name in ("start", "stop"):
         monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: seen.append(name))
-    starts = dict(profile.SYSTEMS["ours"].start)
+    starts = dict(profile.RIVALS["ours"].start)
 
     def counted(which):
         def start(problem):
@@ -114,7 +114,7 @@ def test_the_target_opens_the_profiler_for_one_call(monkeypatch, small):
         return start
 
     monkeypatch.setitem(
-        profile.SYSTEMS,
+        profile.RIVALS,
         "ours",
         type("Ours", (), {"start": {which: counted(which) for which in starts}}),
     )

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from cute_kernels.sparse_attn import reference
-from perf.attention import fa4, flex
+from perf.attention import fa4, flex, targets
 from perf.attention.cases import BLOCK, Case, Problem
-from perf.attention.rivals import SYSTEMS, Absent
-from perf.gemm import targets
-from perf.gemm.check import same_bytes
+from perf.attention.rivals import RIVALS
+from perf.core.bits import same_bytes
+from perf.core.rival import Absent
 from tests.perf.attention import stand_ins
 
-MASKS = tuple(targets.ATTENTION_MASKS)
+MASKS = tuple(targets.MASKS)
 
 
 class Lists(NamedTuple):
@@ -177,8 +177,8 @@ def test_flex_runs_the_pass_that_is_asked_for(mask, kv_heads, eager):
     t = stand_ins.inputs(problem)
     allowed = problem.mask.to_dense()
     with torch.no_grad():
-        out = SYSTEMS["flex"].start["fwd"](problem)(t)[0]
-        backward = SYSTEMS["flex"].start["bwd"](problem)
+        out = RIVALS["flex"].start["fwd"](problem)(t)[0]
+        backward = RIVALS["flex"].start["bwd"](problem)
         first = backward(t)
         ran = len(eager)
         again = backward(t)
@@ -201,7 +201,7 @@ def test_flex_itself_takes_what_the_adapter_gives(monkeypatch):
     t = stand_ins.inputs(problem)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        out, lse = SYSTEMS["flex"].start["fwd"](problem)(t)
+        out, lse = RIVALS["flex"].start["fwd"](problem)(t)
     assert lse.shape == t.lse.shape
     want = stand_ins.dense(problem, t, "fwd", problem.mask.to_dense())[0].double()
     assert (out.double() - want).norm() < 1e-2 * want.norm()

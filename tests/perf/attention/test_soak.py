@@ -11,15 +11,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import perf.attention.bench
 from cute_kernels import settings
 from cute_kernels.sparse_attn import config, launch, masks
 from perf.__main__ import app
-from perf.attention import sanitized, soak, soak_cases
+from perf.attention import sanitized, soak_cases
 from perf.attention.soak_cases import Case
-from perf.core import record
+from perf.core import record, soak
+from perf.core.watch import Lost
 
 TINY = Case("causal", 64, heads=2, kv_heads=1, s=130, batch=1, repeats=20)
+OUTPUTS = TINY.outputs
 SHAPES = ((3, 4), (4,), (5, 2), (2, 2), (2, 2))
 
 
@@ -48,10 +49,11 @@ def options(**more) -> soak.Options:
 class Stub:
     """A case whose calls give drawn tensors; `change(number, tensors)` is the bug."""
 
-    ordered, repeats, label = True, 40, "stub"
+    repeats, label, outputs, launcher = 40, "stub", OUTPUTS, launch
 
     def __init__(self, change=None, ordered: bool = True):
         self.change, self.ordered = change, ordered
+        self.may_differ = () if ordered else ("dq",)
         generator = torch.Generator().manual_seed(0)
         self.right = [torch.randn(shape, generator=generator) for shape in SHAPES]
         self.caps: list[int] = []
@@ -89,21 +91,21 @@ def zero_of_the_other_sign(number: int, found) -> None:
 def test_the_kernels_of_the_cpu_hold():
     body = soak.soak(TINY, options())
     assert body["status"] == "ok", body
-    assert body["differing_bytes"] == dict.fromkeys(soak.OUTPUTS, 0)
-    assert body["graph"]["differing_bytes"] == dict.fromkeys(soak.OUTPUTS, 0)
+    assert body["differing_bytes"] == dict.fromkeys(OUTPUTS, 0)
+    assert body["graph"]["differing_bytes"] == dict.fromkeys(OUTPUTS, 0)
     assert (body["repeats"], body["graph"]["replays"]) == (20, 20)
     assert (body["differing_results"], body["expected_to_differ"]) == (0, False)
     assert body["seconds"] >= 0 and body["shape"] == "causal/s130/d64/h2/kv1/bf16"
     assert "20 repeats, 0 differing bytes; 20 replays, 0;" in soak.line(body)
 
 
-@pytest.mark.parametrize("output", range(5), ids=soak.OUTPUTS)
+@pytest.mark.parametrize("output", range(5), ids=OUTPUTS)
 def test_one_bit_of_one_output_is_seen(output):
     body = soak.soak(Stub(flips(output)), options(capture=None))
     assert body["status"] == "failed" and "graph" not in body
-    name = soak.OUTPUTS[output]
+    name = OUTPUTS[output]
     # 41 calls, the first of which is the result to compare with: 5 are changed.
-    assert body["differing_bytes"] == dict.fromkeys(soak.OUTPUTS, 0) | {name: 5}
+    assert body["differing_bytes"] == dict.fromkeys(OUTPUTS, 0) | {name: 5}
     assert body["why"] == f"5 bytes of {name} differ in 5 repeats"
     assert soak.differed(body)
 
@@ -153,7 +155,7 @@ def test_every_cap_meets_other_work_and_junk(monkeypatch):
     settings.reload()
     case, seen, work = Stub(), [], []
     true = soak.poisoned
-    monkeypatch.setattr(soak, "poisoned", lambda fill: seen.append(fill) or true(fill))
+    monkeypatch.setattr(soak, "poisoned", lambda at, fill: seen.append(fill) or true(at, fill))
     count = 16 * soak.POISON_EVERY * soak.BUSY_EVERY
     body = soak.soak(case, options(repeats=count, capture=None, busy=lambda: work.append(1)))
     assert case.caps[0] == 3 and case.caps[1:17] == list(soak.CTAS) == body["ctas"]
@@ -168,7 +170,7 @@ def test_every_cap_meets_other_work_and_junk(monkeypatch):
 def test_junk_fills_outputs_and_workspace():
     device = torch.device("cpu")
     before = launch.empty, launch.workspace
-    with soak.poisoned(0xFF):
+    with soak.poisoned(launch, 0xFF):
         made = launch.empty((3, 4), torch.bfloat16, device)
         held = launch.workspace(1, 2, 3, 64, 64, device)
     assert made.isnan().all() and held.total.isnan().all()
@@ -180,7 +182,7 @@ def test_records_are_written_and_the_budget_is_kept(tmp_path):
     path, clock = tmp_path / "soak.jsonl", itertools.count(0, 10)
     todo = [TINY, dataclasses.replace(TINY, ordered=False), dataclasses.replace(TINY, dim=128)]
     run = options(repeats=2, budget_s=150.0, now=lambda: float(next(clock)))
-    found = list(soak.measure(todo, run, output=path, commit="abc123"))
+    found = list(soak.measure("attention", todo, run, output=path, commit="abc123"))
     assert found[-1] == f"not run, the time is spent: {todo[2].label}"
     kept = record.read(path)
     assert [r["shape"] for r in kept] == [case.label for case in todo[:2]]
@@ -192,7 +194,7 @@ def test_records_are_written_and_the_budget_is_kept(tmp_path):
 
 
 def body_of(ordered: bool, dq: int, status: str = "ok") -> dict:
-    counts = dict.fromkeys(soak.OUTPUTS, 0) | {"dq": dq}
+    counts = dict.fromkeys(OUTPUTS, 0) | {"dq": dq}
     return {"status": status, "expected_to_differ": not ordered, "differing_bytes": counts}
 
 
@@ -249,7 +251,7 @@ def command(monkeypatch, tmp_path):
     """Runs the command with `bodies` in place of what is measured."""
 
     def invoke(bodies, *arguments):
-        def measured(todo, options, **_):
+        def measured(kernel, todo, options, **_):
             yield from bodies(todo)
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -275,7 +277,7 @@ def test_the_command_fails_with_its_records(command):
 
     def lost(todo):
         yield "a line"
-        raise perf.attention.bench.Lost("illegal memory access")
+        raise Lost("illegal memory access")
 
     done = command(lost)
     assert done.exit_code == 1

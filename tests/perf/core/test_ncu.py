@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-import subprocess
 
 import pytest
 
 from perf.core import ncu
-from perf.gemm import bench
+from perf.core.work import Work
 
-CASE = bench.Case("fwd", "qkv", 4096, 4096, 12288)
+WORK = Work(2 * 4096 * 4096 * 12288, 2 * (4096 * 4096 + 2 * 4096 * 12288))
 CEILINGS = {"mm_tflops": 800.0, "copy_gbs": 4300.0}
 STALLS = {"gmma": 1.5, "long_scoreboard": 0.25, "barrier": 0.5, "wait": 0.125, "membar": 0.0625}
 
@@ -77,13 +76,13 @@ def test_the_table_is_found_and_units_are_applied():
 
 
 def test_the_summary_names_floor_traffic_and_the_five_worst_stalls():
-    body = ncu.summary(ncu.parse(output([SMALL, MAIN], UNITS)), CASE, CEILINGS)
+    body = ncu.summary(ncu.parse(output([SMALL, MAIN], UNITS)), WORK, CEILINGS)
     assert body["kernel_name"] == MAIN["kernel"]
     assert body["launches"] == 2
     assert body["time_us"] == pytest.approx(1244.5)
-    assert body["floor_us"] == pytest.approx(CASE.flops / 800e12 * 1e6)
+    assert body["floor_us"] == pytest.approx(WORK.flops / 800e12 * 1e6)
     assert body["floor_fraction"] == pytest.approx(body["floor_us"] / 1244.5)
-    assert body["bytes_over_least"] == pytest.approx((134.5e6 + 100_663_296) / CASE.bytes)
+    assert body["bytes_over_least"] == pytest.approx((134.5e6 + 100_663_296) / WORK.bytes)
     assert body["counters"]["registers"] == 168
     assert [s["reason"] for s in body["stalls"]] == [
         "gmma",
@@ -111,7 +110,7 @@ def test_other_output_is_an_error(text, message):
 def test_a_launch_without_its_time_is_an_error():
     launches = ncu.parse(output([{"kernel": "k"}], UNITS))
     with pytest.raises(ncu.ProfileError, match="gpu__time_duration"):
-        ncu.summary(launches, CASE, CEILINGS)
+        ncu.summary(launches, WORK, CEILINGS)
 
 
 def test_metrics_this_ncu_lacks_are_named_and_not_asked_for():
@@ -133,43 +132,3 @@ def test_the_command_leaves_clocks_alone_and_profiles_the_bracketed_call_only():
     assert "--clock-control none" in text
     assert "--profile-from-start off" in text
     assert "--csv --page raw --metrics a.sum,b.pct python -m perf" in text
-
-
-def test_the_terminal_shows_the_record():
-    body = CASE.items() | {"kernel": "gemm", "system": "ours", "unknown_metrics": ["x.sum"]}
-    body |= ncu.summary(ncu.parse(output([MAIN], UNITS)), CASE, CEILINGS)
-    text = "\n".join(ncu.lines(body))
-    assert "y = x W^T" in text and "gmma" in text and "x.sum" in text
-
-
-def test_a_profile_becomes_a_record(monkeypatch):
-    """ncu is a stand-in that answers its two calls; the rest is what runs on the card."""
-    asked = []
-
-    def answer(command, **_):
-        asked.append(command)
-        listing = "gpu__time_duration  Counter  ns\n"
-        text = listing if "--query-metrics" in command else output([MAIN], UNITS)
-        return subprocess.CompletedProcess(command, 0, text, "")
-
-    monkeypatch.setattr(ncu, "ncu", lambda: "ncu")
-    monkeypatch.setattr(ncu.subprocess, "run", answer)
-    monkeypatch.setattr(ncu.timing, "ceilings", lambda: CEILINGS)
-    monkeypatch.setattr(ncu.record, "environment", lambda commit: {"commit": commit})
-    body = ncu.gemm("qkv", "fwd", "ours", "abc")
-    assert body["kind"] == "profile" and body["commit"] == "abc"
-    assert body["kernel_name"] == MAIN["kernel"]
-    assert ncu.METRICS["stall_gmma"] in body["unknown_metrics"]
-    assert " ".join(asked[1]).endswith(
-        "-m perf profile target --shape qkv --product fwd --system ours"
-    )
-
-
-def test_an_ncu_that_fails_says_what_it_said(monkeypatch):
-    def answer(command, **_):
-        return subprocess.CompletedProcess(command, 9, "", "==ERROR== ERR_NVGPUCTRPERM")
-
-    monkeypatch.setattr(ncu, "ncu", lambda: "ncu")
-    monkeypatch.setattr(ncu.subprocess, "run", answer)
-    with pytest.raises(ncu.ProfileError, match="ended with 9: ==ERROR== ERR_NVGPUCTRPERM"):
-        ncu.gemm("qkv", "fwd", "ours")

@@ -41,10 +41,10 @@ def test_the_verdict(case, code, text, status, count):
 
 
 def test_the_command_names_the_tool_and_this_program():
-    line = " ".join(sanitize.command("cs", "synccheck", False))
+    line = " ".join(sanitize.command("cs", "synccheck", "target", False))
     assert line.startswith("cs --tool synccheck") and "--error-exitcode 99" in line
     assert line.endswith("-m perf sanitize target")
-    assert sanitize.command("cs", "memcheck", True)[-1] == "--plant"
+    assert sanitize.command("cs", "memcheck", "target", True)[-1] == "--plant"
 
 
 def test_it_is_found_under_cuda_home(monkeypatch, tmp_path):
@@ -80,11 +80,11 @@ def test_each_tool_is_run_and_recorded(monkeypatch, tmp_path):
     )
     script.chmod(0o700)
     monkeypatch.setattr(sanitize, "find", lambda: str(script))
-    found = list(sanitize.attention(["memcheck"], "abc"))
+    found = list(sanitize.measure("attention", "target", ["memcheck"], "abc"))
     assert [(r["case"], r["status"], r["errors"]) for r in found] == [
         ("memcheck", "ok", 0),
         (sanitize.PLANTED, "ok", 1),
     ]
     script.write_text("#!/bin/sh\necho cache $PYTORCH_NO_CUDA_MEMORY_CACHING\nexit 3\n")
-    (body,) = sanitize.attention(["synccheck"], "abc")
+    (body,) = sanitize.measure("attention", "target", ["synccheck"], "abc")
     assert body["why"] == "no summary, exit code 3" and body["tail"] == "cache 1"

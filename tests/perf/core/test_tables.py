@@ -7,9 +7,9 @@ import re
 import pytest
 
 from perf import cards, report, verdict
+from perf.attention import targets
 from perf.core import models, record, tables
 from perf.digest.cases import CASES
-from perf.gemm import targets
 from tests.perf.attention.test_page import every
 from tests.perf.digest.test_page import digested
 from tests.perf.test_report import bench, forward, probe, row
@@ -106,7 +106,7 @@ def test_the_verdict_counts_targets_and_bits():
     assert said("bits of `linear` and `matmul`") == "kept in 5 of 30 cases"
     assert said("bits of attention") == "kept in 56 of 112 cases"
     records[-1]["bitwise"]["repeat"] = False
-    size = targets.attention_cases()[-1]
+    size = targets.cases()[-1]
     broken = f"kept in 55 of 112 cases; broken in bwd {records[-1]['shape']}"
     assert size[0] in broken and said("bits of attention") == broken
 
@@ -153,5 +153,5 @@ def test_questions_and_passes_are_counted_where_they_ran():
 
 
 def test_the_verdict_of_no_record_is_not_run():
-    words = [line.split(" | ")[1].strip(" |") for line in verdict.render([], [], [], [])[2:]]
+    words = [line.split(" | ")[1].strip(" |") for line in verdict.render([], [])[2:]]
     assert words[:5] == ["not run"] * 5

@@ -1,4 +1,4 @@
-"""Products that keep every promise on a CPU, and mutants that break one each."""
+"""Calls that keep every promise on a CPU, and mutants that break one each."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import itertools
 
 import torch
 
+from perf.core.rival import Call
 from perf.gemm import check
-from perf.gemm.bench import Case
-from perf.gemm.rivals import Inputs, Product
+from perf.gemm.cases import Case, Inputs
 
 M, K, N = 48, 32, 40
 
@@ -28,7 +28,7 @@ def chained(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Tensor
     return acc
 
 
-def honest(product: str) -> Product:
+def honest(product: str) -> Call:
     """One fp32 accumulator per output, ascending k, one rounding; dW starts from main_grad."""
 
     def call(t: Inputs) -> torch.Tensor:
@@ -40,7 +40,7 @@ def honest(product: str) -> Product:
     return call
 
 
-def drops_the_last_k(product: str) -> Product:
+def drops_the_last_k(product: str) -> Call:
     def call(t: Inputs) -> torch.Tensor:
         a, b, c = check.operands(product, t)
         if c is not None:
@@ -50,7 +50,7 @@ def drops_the_last_k(product: str) -> Product:
     return call
 
 
-def leaves_a_column_unwritten(product: str) -> Product:
+def leaves_a_column_unwritten(product: str) -> Call:
     def call(t: Inputs) -> torch.Tensor:
         out = honest(product)(t)
         out[:, -1] = float("nan")  # what poisoned memory shows
@@ -59,7 +59,7 @@ def leaves_a_column_unwritten(product: str) -> Product:
     return call
 
 
-def rounds_partial_sums(product: str) -> Product:
+def rounds_partial_sums(product: str) -> Call:
     """Two halves of K, each rounded to bf16 before they are added."""
 
     def call(t: Inputs) -> torch.Tensor:
@@ -77,7 +77,7 @@ def _halves(half: int) -> tuple[slice, slice]:
     return slice(0, half), slice(half, None)
 
 
-def few_rows_split_k(product: str) -> Product:
+def few_rows_split_k(product: str) -> Call:
     """Another sum where there are few rows, as a plan that reads M would choose."""
 
     def call(t: Inputs) -> torch.Tensor:
@@ -87,7 +87,7 @@ def few_rows_split_k(product: str) -> Product:
     return call
 
 
-def adds_at_the_end(product: str) -> Product:
+def adds_at_the_end(product: str) -> Call:
     """main_grad is added to a sum that started from zero."""
 
     def call(t: Inputs) -> torch.Tensor:
@@ -97,7 +97,7 @@ def adds_at_the_end(product: str) -> Product:
     return call
 
 
-def sum_changes(product: str) -> Product:
+def sum_changes(product: str) -> Call:
     """Every third call adds up in another way."""
     calls = itertools.count(1)
 

@@ -10,7 +10,9 @@ import torch
 
 from perf import report
 from perf.core import record, timing
+from perf.core.rival import Rival, module
 from perf.gemm import bench, rivals, targets
+from perf.gemm.cases import Case, cases
 from tests.perf.core.clocks import HostClock
 from tests.perf.gemm import products
 
@@ -18,27 +20,25 @@ CEILINGS = {"mm_tflops": 800.0, "copy_gbs": 4300.0}
 
 
 def test_without_shapes_the_status_pages_cases_are_measured():
-    todo = bench.cases([], [], ["fwd", "dw"])
+    todo = cases([], [], ["fwd", "dw"])
     assert len(todo) == 2 * (len(targets.SHAPES) + len(targets.SWEEP_M))
-    assert todo[0] == bench.Case("fwd", "qkv", 4096, 4096, 12288)
-    assert todo[5] == bench.Case("fwd", "qkv", 512, 4096, 12288)
+    assert todo[0] == Case("fwd", "qkv", 4096, 4096, 12288)
+    assert todo[5] == Case("fwd", "qkv", 512, 4096, 12288)
 
 
 def test_shapes_and_rows_combine():
-    assert bench.cases(["mlp_down"], [], ["dx"]) == [
-        bench.Case("dx", "mlp_down", 4096, 14336, 4096)
-    ]
-    assert [c.m for c in bench.cases([], [7, 9], ["fwd"])] == [7, 9]
+    assert cases(["mlp_down"], [], ["dx"]) == [Case("dx", "mlp_down", 4096, 14336, 4096)]
+    assert [c.m for c in cases([], [7, 9], ["fwd"])] == [7, 9]
 
 
 def test_the_floor_is_the_larger_of_compute_and_traffic():
-    large = bench.Case("fwd", "qkv", 4096, 4096, 12288)
+    large = Case("fwd", "qkv", 4096, 4096, 12288)
     assert large.flops == 2 * 4096 * 4096 * 12288
-    assert large.floor_us(CEILINGS) == pytest.approx(large.flops / 800e12 * 1e6)
-    thin = bench.Case("fwd", "qkv", 16, 4096, 12288)
+    assert large.work.floor_us(CEILINGS) == pytest.approx(large.flops / 800e12 * 1e6)
+    thin = Case("fwd", "qkv", 16, 4096, 12288)
     assert thin.bytes == 2 * (16 * 4096 + 12288 * 4096 + 16 * 12288)
-    assert thin.floor_us(CEILINGS) == pytest.approx(thin.bytes / 4300e9 * 1e6)
-    grad = bench.Case("dw", "qkv", 16, 32, 64)
+    assert thin.work.floor_us(CEILINGS) == pytest.approx(thin.bytes / 4300e9 * 1e6)
+    grad = Case("dw", "qkv", 16, 32, 64)
     assert grad.bytes == 2 * (16 * 64 + 16 * 32) + 8 * 64 * 32
 
 
@@ -67,13 +67,13 @@ def stand_ins(monkeypatch):
         raise RuntimeError("no such tile")
 
     def everywhere(call):
-        return {product: call(product) for product in targets.PRODUCTS}
+        return {which: lambda case: call(case.product) for which in targets.PRODUCTS}
 
     known = {
         "ours": rivals.RIVALS["ours"],
-        "honest": rivals.Rival("honest", lambda: everywhere(products.honest), promised=True),
-        "wrong": rivals.Rival("wrong", lambda: everywhere(products.drops_the_last_k)),
-        "raises": rivals.Rival("raises", lambda: everywhere(lambda _: raises)),
+        "honest": Rival("honest", everywhere(products.honest), promised=True),
+        "wrong": Rival("wrong", everywhere(products.drops_the_last_k)),
+        "raises": Rival("raises", everywhere(lambda _: raises)),
     }
     monkeypatch.setattr(bench, "RIVALS", known)
     return known
@@ -81,10 +81,11 @@ def stand_ins(monkeypatch):
 
 @pytest.mark.parametrize("product", targets.PRODUCTS)
 def test_a_case_checks_all_and_times_the_right_ones(product, stand_ins):
-    found, absent = bench.load(list(stand_ins))
+    case = products.case(product)
+    found, absent = bench.started(case, list(stand_ins))
     assert not absent
     bodies = bench.run_case(
-        products.case(product),
+        case,
         found,
         rounds=50,
         device="cpu",
@@ -106,18 +107,17 @@ def test_a_case_checks_all_and_times_the_right_ones(product, stand_ins):
 
 
 def test_check_only_takes_no_time(stand_ins):
-    found, _ = bench.load(["honest"])
-    bodies = bench.run_case(
-        products.case("fwd"), found, rounds=50, device="cpu", l2_bytes=1, ceilings=None
-    )
+    case = products.case("fwd")
+    found, _ = bench.started(case, ["honest"])
+    bodies = bench.run_case(case, found, rounds=50, device="cpu", l2_bytes=1, ceilings=None)
     assert bodies["honest"]["status"] == "ok"
     assert "median_us" not in bodies["honest"]
 
 
 def test_an_absent_rival_is_named(monkeypatch):
-    missing = rivals.Rival("missing", lambda: {"fwd": rivals._module("no_such_package")})
+    missing = Rival("missing", {"fwd": lambda case: module("no_such_package")})
     monkeypatch.setattr(bench, "RIVALS", {"missing": missing})
-    found, absent = bench.load(["missing"])
+    found, absent = bench.started(products.case("fwd"), ["missing"])
     assert not found
     assert "no_such_package cannot be imported" in absent["missing"]
 
@@ -143,8 +143,8 @@ def test_a_whole_run_writes_one_record_per_case_and_rival(stand_ins, monkeypatch
     monkeypatch.setattr(
         bench, "own_process", lambda rival, todo, *_: {c: starved(c, rival.name) for c in todo}
     )
-    missing = rivals.Rival("missing", lambda: rivals._module("no_such_package"))
-    apart = rivals.Rival("apart", dict, environment=("A=1",))
+    absent = dict.fromkeys(targets.PRODUCTS, lambda case: module("no_such_package"))
+    missing, apart = Rival("missing", absent), Rival("apart", {}, environment=("A=1",))
     stand_ins |= {"missing": missing, "apart": apart}
     path = tmp_path / "gemm.jsonl"
     todo = [products.case("fwd"), products.case("dw")]
@@ -166,7 +166,7 @@ def test_a_whole_run_writes_one_record_per_case_and_rival(stand_ins, monkeypatch
     assert "- missing: no_such_package cannot be imported" in page
 
 
-def starved(case: bench.Case, name: str) -> dict:
+def starved(case: Case, name: str) -> dict:
     body = case.items() | {"system": name, "status": "ok", "bitwise": {"repeat": True}}
     return (
         body

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from perf.gemm import tune
-from perf.gemm.bench import Case
+from perf.gemm.cases import Case
 from tests.ptxsim.available import requires_sim
 
 CASE = Case("fwd", "qkv", 200, 136, 520)

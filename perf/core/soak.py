@@ -1,9 +1,9 @@
-"""`python -m perf soak attention`: every repeat of a forward and a backward gives the same bytes.
+"""The same bytes, again and again: what every `perf soak` shares.
 
 A case is called again and again beside a stream of other work, on 16 caps of the persistent grid,
 into outputs and workspace that hold junk; then captured in a CUDA graph and replayed.  Each result
-is compared with the first call's, byte for byte, on the device.  The controls are the backward
-without order: their dQ is expected to differ, which shows that this loop can see a difference.
+is compared with the first call's, byte for byte, on the device.  The controls are calls without an
+order: some outputs are expected to differ, which shows that this loop can see a difference.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from cute_kernels import settings
-from cute_kernels.sparse_attn import launch
 
-from ..core import record
-from .bench import failure, watched
-from .soak_cases import Case
+from . import record
+from .watch import failure, watched, within
 
-OUTPUTS = ("out", "lse", "dq", "dk", "dv")
 #: Caps of the persistent grid, one after another; on fewer SMs the larger ones are the same.
 CTAS = (8, 13, 21, 33, 44, 55, 66, 77, 88, 96, 104, 112, 120, 128, 131, 132)
 #: Bytes that fill outputs and workspace: NaN and -1, large, small, zero.
@@ -39,6 +38,26 @@ _CAP = settings.PREFIX + "MAX_CTAS"
 Call = Callable[[], tuple[Tensor, ...]]
 #: A call to (the tensors that a replay writes, what replays).
 Capture = Callable[[Call], tuple[tuple[Tensor, ...], Callable[[], None]]]
+
+
+class Case(Protocol):
+    """What is repeated.
+
+    outputs: their names.  may_differ: those that a control may differ in; none of other cases.
+    launcher: the module whose `empty` and `workspace` allocate what the kernels write.
+    """
+
+    label: str
+    repeats: int
+    outputs: tuple[str, ...]
+    may_differ: tuple[str, ...]
+    launcher: ModuleType
+
+    def items(self) -> dict:
+        """The fields of a record that say what was run."""
+
+    def started(self, device: str) -> Call:
+        """A call on one set of inputs."""
 
 
 @dataclass
@@ -59,7 +78,8 @@ class Options:
 class Tally:
     """Differing bytes of each output, and differing results, counted on the device."""
 
-    def __init__(self, want: tuple[Tensor, ...]):
+    def __init__(self, names: tuple[str, ...], want: tuple[Tensor, ...]):
+        self.names = names
         self.want = [_bytes(t).clone() for t in want]
         self.bytes = torch.zeros(len(want), dtype=torch.int64, device=want[0].device)
         self.results = torch.zeros((), dtype=torch.int64, device=want[0].device)
@@ -73,7 +93,7 @@ class Tally:
 
     def read(self) -> dict:
         """The fields of a record; waits for the device."""
-        counts = dict(zip(OUTPUTS, self.bytes.tolist(), strict=True))
+        counts = dict(zip(self.names, self.bytes.tolist(), strict=True))
         return {"differing_bytes": counts, "differing_results": int(self.results)}
 
 
@@ -82,9 +102,9 @@ def _bytes(t: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def poisoned(fill: int):
-    """What the SM90 launchers allocate within this block holds `fill` in every byte."""
-    kept = launch.empty, launch.workspace
+def poisoned(launcher: ModuleType, fill: int):
+    """What a launcher allocates within this block holds `fill` in every byte."""
+    kept = launcher.empty, launcher.workspace
 
     def empty(*args, **options):
         return _filled(kept[0](*args, **options), fill)
@@ -95,11 +115,11 @@ def poisoned(fill: int):
             _filled(t, fill)
         return held
 
-    launch.empty, launch.workspace = empty, workspace
+    launcher.empty, launcher.workspace = empty, workspace
     try:
         yield
     finally:
-        launch.empty, launch.workspace = kept
+        launcher.empty, launcher.workspace = kept
 
 
 def _filled(t: Tensor, fill: int) -> Tensor:
@@ -125,16 +145,16 @@ def caps():
         settings.reload()
 
 
-def repeat(call: Call, want: tuple[Tensor, ...], count: int, options: Options) -> dict:
+def repeat(case: Case, call: Call, want: tuple[Tensor, ...], count: int, options: Options) -> dict:
     """Calls `count` times under every disturbance; what differed from `want`."""
-    tally, poisons = Tally(want), 0
+    tally, poisons = Tally(case.outputs, want), 0
     with caps() as cap:
         for i in range(count):
             cap(CTAS[i % len(CTAS)])
             if i % BUSY_EVERY == 0:
                 options.busy()
             if i % POISON_EVERY == 0:
-                with poisoned(FILLS[poisons % len(FILLS)]):
+                with poisoned(case.launcher, FILLS[poisons % len(FILLS)]):
                     found = call()
                 poisons += 1
             else:
@@ -143,11 +163,11 @@ def repeat(call: Call, want: tuple[Tensor, ...], count: int, options: Options) -
     return tally.read() | {"repeats": count, "poisoned": poisons, "ctas": list(CTAS)}
 
 
-def replay(call: Call, want: tuple[Tensor, ...], count: int, options: Options) -> dict:
+def replay(case: Case, call: Call, want: tuple[Tensor, ...], count: int, options: Options) -> dict:
     """Captures a call, its poison included, and replays it `count` times."""
-    with poisoned(FILLS[0]):
+    with poisoned(case.launcher, FILLS[0]):
         found, again = options.capture(call)
-    tally = Tally(want)
+    tally = Tally(case.outputs, want)
     for i in range(count):
         if i % BUSY_EVERY == 0:
             options.busy()
@@ -158,35 +178,35 @@ def replay(call: Call, want: tuple[Tensor, ...], count: int, options: Options) -
 
 def soak(case: Case, options: Options) -> dict:
     """The record body of one case."""
-    body = case.items() | {"expected_to_differ": not case.ordered, "status": "ok"}
+    body = case.items() | {"expected_to_differ": bool(case.may_differ), "status": "ok"}
     start = options.now()
     try:
-        with watched(options):
+        with watched(options.patience_s):
             call = case.started(options.device)
             want = call()
             options.finish()
         body["first_call_s"] = round(options.now() - start, 3)
-        odd = _unlikely(want)
+        odd = _unlikely(case.outputs, want)
         if odd:
             return body | {"status": "failed", "why": odd}
         start = options.now()
         count = options.repeats or case.repeats
-        with watched(options):
-            body |= repeat(call, want, count, options)
+        with watched(options.patience_s):
+            body |= repeat(case, call, want, count, options)
         if options.capture is not None:
-            with watched(options):
+            with watched(options.patience_s):
                 replays = min(count, GRAPH_REPLAYS)
-                body["graph"] = replay(call, want, replays, options)
+                body["graph"] = replay(case, call, want, replays, options)
         body["seconds"] = round(options.now() - start, 3)
     except Exception as error:
-        return body | failure(error, options)
-    why = wrong(body)
+        return body | failure(error, options.finish)
+    why = wrong(body, case.may_differ)
     return body | ({"status": "failed", "why": why} if why else {})
 
 
-def _unlikely(first: tuple[Tensor, ...]) -> str:
+def _unlikely(names: tuple[str, ...], first: tuple[Tensor, ...]) -> str:
     """Why the bytes of a first result are not worth comparing; empty if they are."""
-    for name, t in zip(OUTPUTS, first, strict=True):
+    for name, t in zip(names, first, strict=True):
         if not t.isfinite().all():
             return f"{name} of the first call is not finite"
         if t.float().std() == 0:
@@ -194,12 +214,12 @@ def _unlikely(first: tuple[Tensor, ...]) -> str:
     return ""
 
 
-def wrong(body: dict) -> str:
-    """What differed that must not; empty if nothing did.  A control may differ in dQ alone."""
+def wrong(body: dict, may_differ: tuple[str, ...]) -> str:
+    """What differed that must not; empty if nothing did."""
     found = []
     for what, part in (("repeats", body), ("graph replays", body.get("graph"))):
         counts = (part or {}).get("differing_bytes", {})
-        kept = {n: c for n, c in counts.items() if n != "dq" or not body["expected_to_differ"]}
+        kept = {n: c for n, c in counts.items() if n not in may_differ}
         if any(kept.values()):
             named = ", ".join(f"{c} bytes of {n}" for n, c in kept.items() if c)
             found.append(f"{named} differ in {part['differing_results']} {what}")
@@ -228,21 +248,23 @@ def verdict(bodies: list[dict]) -> tuple[str, bool]:
 
 
 def measure(
-    todo: list[Case], options: Options, *, output: Path | None, commit: str | None = None
+    kernel: str,
+    todo: list[Case],
+    options: Options,
+    *,
+    output: Path | None,
+    commit: str | None = None,
 ) -> Iterator[dict | str]:
     """Yields records as they are written; a line of text for what the budget does not reach."""
-    common = record.environment(commit) | {"kind": "soak", "kernel": "attention"}
-    end, longest = options.now() + options.budget_s, 0.0
-    for at, case in enumerate(todo):
-        start = options.now()
-        if start + longest > end:
-            yield "not run, the time is spent: " + ", ".join(left.label for left in todo[at:])
-            return
+    common = record.environment(commit) | {"kind": "soak", "kernel": kernel}
+
+    def recorded(case: Case) -> Iterator[dict]:
         body = soak(case, options) | common
         if output is not None:
             record.append(output, body)
         yield body
-        longest = max(longest, options.now() - start)
+
+    yield from within(options.now() + options.budget_s, todo, recorded, options.now)
 
 
 def line(body: dict) -> str:
