@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from perf import report
-from perf.attention import page
+from perf.attention import page, targets
 from perf.attention.cases import Case
 from perf.core import record
 from perf.core.compare import compare
-from perf.gemm import plots, targets
+from perf.core.tables import latest
 from tests.perf.test_report import facts, row
 
 FIRST = targets.cases(quick=True)[0]
@@ -213,8 +213,8 @@ def test_what_the_order_costs_is_drawn(tmp_path):
     points = page.order_points(latest(items, "attention"))
     assert points["causal 8k"] == (pytest.approx(1 / 0.98), 1.04, 1.06)
     assert len(points) == 6 and "prefix 8k" not in points
-    drawn = plots.write(items, tmp_path)
+    drawn = report.draw(items, tmp_path)
     assert [path.name for path in drawn] == ["attention_order.svg", "attention_order.png"]
     assert "plots/attention_order.svg" in report.render(items, [])
-    assert plots.write([bench()], tmp_path / "none") == []
+    assert report.draw([bench()], tmp_path / "none") == []
     assert "attention_order" not in report.render([bench()], [])

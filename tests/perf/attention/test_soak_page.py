@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from perf import report
-from perf.attention import soak, soak_cases, soak_page
+from perf.attention import soak_cases, soak_page
 from perf.core import record, sanitize
 from tests.perf.test_report import row
 
@@ -17,7 +17,7 @@ def head(kind: str, commit: str = "0123456789abcdef", day: int = 20) -> dict:
 
 
 def soaked(case: soak_cases.Case, dq: int = 0, **more) -> dict:
-    counts = dict.fromkeys(soak.OUTPUTS, 0) | {"dq": dq}
+    counts = dict.fromkeys(case.outputs, 0) | {"dq": dq}
     graph = {"replays": 1000, "differing_bytes": counts, "differing_results": dq and 1}
     item = head("soak") | case.items() | {"status": "ok", "expected_to_differ": not case.ordered}
     item |= {"repeats": case.repeats, "differing_bytes": counts, "graph": graph}

@@ -1,72 +1,10 @@
-"""Cells and tables of the pages that are made from records, and how wide those pages are."""
+"""Cells, tables and the names of GPU models."""
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from perf import cards, report, verdict
-from perf.attention import targets
-from perf.core import models, record, tables
-from perf.digest.cases import CASES
-from tests.perf.attention.test_page import every
-from tests.perf.digest.test_page import digested
-from tests.perf.test_report import bench, forward, probe, row
-
-#: Of a laptop's 1366 pixels a table gets 742.  A column takes its longest word and 20 more; letters
-#: of prose (a header's are bold) and of code are this wide at most.  Measured in a browser.
-PAGE, COLUMN, PROSE, CODE = 742, 20, 8.5, 6.8
-
-
-PAGES = [p for p in (record.ROOT / "docs").rglob("*.md") if "_build" not in p.parts]
-
-
-def found_tables(text: str) -> list[list[list[str]]]:
-    """The tables of a page, as rows of cells, the header first."""
-    blocks = re.findall(r"(?:^\|.*\n)+", text, re.M)
-    return [
-        [[cell.strip() for cell in line.strip("|\n").split("|")] for line in lines]
-        for block in blocks
-        for lines in [[x for x in block.splitlines() if not re.match(r"^[| -]+$", x)]]
-    ]
-
-
-def least_width(rows: list[list[str]]) -> float:
-    """The pixels that a table needs at least: a line breaks at spaces and after hyphens."""
-    return sum(COLUMN + max(map(width_of, column)) for column in zip(*rows, strict=True))
-
-
-def width_of(cell: str) -> float:
-    """The widest part of a cell that has no break."""
-    text = re.sub(r"\]\([^)]*\)|\[", "", cell)
-    code = [
-        CODE * len(part) + 12 for span in re.findall(r"`([^`]*)`", text) for part in span.split()
-    ]
-    prose = [PROSE * len(part) for part in re.split(r"[ -]", re.sub(r"`[^`]*`", "", text))]
-    return max(code + prose)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_tables_fit_a_laptop(page):
-    for rows in found_tables(page.read_text()):
-        assert len(rows[0]) <= 8, rows[0]
-        assert least_width(rows) <= PAGE, (least_width(rows), rows[0])
-
-
-def test_the_digests_of_both_models_fit_a_laptop():
-    made = [
-        digested(case.name, gpu) for case in CASES for gpu in ("NVIDIA H100 PCIe", "NVIDIA H200")
-    ]
-    for rows in found_tables(report.render(made, [])):
-        assert len(rows[0]) <= 8 and least_width(rows) <= PAGE, rows[0]
-
-
-def test_a_table_that_is_too_wide_is_seen():
-    wide = "| op | backend | run_to_run | batch_invariant | split_invariant | schedule_invariant |"
-    wide = f"{wide} tp_invariant |\n|{' --- |' * 7}\n| block_sparse_attention | `cute_sm90` |"
-    (rows,) = found_tables(wide + " yes |" * 5 + "\n")
-    assert len(rows) == 2 and least_width(rows) > PAGE
+from perf.core import models, tables
 
 
 def test_what_every_row_says_is_said_once():
@@ -79,36 +17,6 @@ def test_what_every_row_says_is_said_once():
     )
     assert tables.folded(head, rows, ("c",)) == tables.table(head, rows)
     assert tables.folded(head, [], ("b",)) == tables.table(head, [])
-
-
-def test_the_page_begins_with_its_verdict_and_a_plot():
-    page = report.render(record.read_all(), report.load_certificates())
-    assert page.startswith("# Status\n\n| question | verdict |\n")
-    plot = page.index("![")
-    assert plot < page.index("\n## ") and page.index("\n| --- | --- |") < plot
-    assert len(found_tables(page[:plot])) == 1
-
-
-def test_the_verdict_counts_targets_and_bits():
-    def said(question: str) -> str:
-        page = report.render(records, [])
-        return (
-            next(x for x in page.splitlines() if f"[{question}]" in x).split(" | ")[1].strip("| ")
-        )
-
-    records: list[dict] = []
-    for question in ("bits of `linear` and `matmul`", "bits of attention"):
-        assert said(question) == "not run"
-    assert said("speed targets of `linear` and `matmul`") == "6 not run"
-    assert said("speed targets of attention") == "12 not run"
-    records = [*forward(0.96), *every(1.01)]
-    assert said("speed targets of `linear` and `matmul`") == "1 held, 5 not run"
-    assert said("bits of `linear` and `matmul`") == "kept in 5 of 30 cases"
-    assert said("bits of attention") == "kept in 56 of 112 cases"
-    records[-1]["bitwise"]["repeat"] = False
-    size = targets.cases()[-1]
-    broken = f"kept in 55 of 112 cases; broken in bwd {records[-1]['shape']}"
-    assert size[0] in broken and said("bits of attention") == broken
 
 
 @pytest.mark.parametrize(
@@ -125,33 +33,3 @@ def test_the_verdict_counts_targets_and_bits():
 def test_a_model_is_told_by_its_word(gpu, name):
     assert models.model(gpu) == name
     assert models.models([{"gpu": gpu}, {"gpu": "none"}])[:2] == ["H100", "H200"]
-
-
-def test_each_model_has_a_column_from_its_own_records():
-    head = "`linear`, `matmul`: products timed"
-    assert set(row("\n".join(cards.render([])), head)[1:]) == {"not run"}
-    h100 = bench("dx", "qkv", 512, 9.0, {}, gpu="NVIDIA H100 80GB HBM3", commit="b" * 40)
-    other = bench("dw", "qkv", 512, 9.0, {}, gpu="AMD Instinct MI300X")
-    checked = {k: v for k, v in other.items() if k != "median_us"} | {"gpu": "NVIDIA H100 PCIe"}
-    lines = cards.render([*forward(0.9), h100, other, checked])
-    assert lines[0] == "| record of | H100 | H200 | AMD Instinct MI300X |"
-    assert row("\n".join(lines), head)[1:] == [
-        "1 of 30; bbbbbbbbbb, 2026-11-21",
-        "5 of 30; 0123456789, 2026-11-21",
-        "1 of 30; 0123456789, 2026-11-21",
-    ]
-
-
-def test_questions_and_passes_are_counted_where_they_ran():
-    text = "\n".join(cards.render([probe("width", verdict="yes"), *every(1.0), *every(1.0)]))
-    assert row(text, "questions about the card answered")[2].startswith("1 of 4; ")
-    assert row(text, "attention: passes timed")[2].startswith("56 of 112; ")
-    failed = probe("width", verdict="failed", why="-")
-    assert row("\n".join(cards.render([failed])), "questions about the card answered")[2] == (
-        "not run"
-    )
-
-
-def test_the_verdict_of_no_record_is_not_run():
-    words = [line.split(" | ")[1].strip(" |") for line in verdict.render([], [])[2:]]
-    assert words[:5] == ["not run"] * 5
