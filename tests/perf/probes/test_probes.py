@@ -190,13 +190,9 @@ def test_model_sees_another_adder_and_makes_no_golden_vectors_of_it(tmp_path):
 
 
 SMALL_PROMOTION = {
+    "plan": promotion.Plan(tiles=((64, 1),), periods=(4, 8), k=512, size=(64, 72, 192), rounds=2),
     "device": "cpu",
     "units": 2,
-    "k": 512,
-    "rounds": 2,
-    "tiles": ((64, 1),),
-    "periods": (4, 8),
-    "size": (64, 72, 192),
     "clock": HostClock(),
 }
 
