@@ -12,7 +12,9 @@ from perf.core import record
 from perf.digest.cases import CASES
 from tests.perf.attention.test_page import every
 from tests.perf.digest.test_page import digested
-from tests.perf.test_report import bench, forward, probe, row
+from tests.perf.gemm.test_page import bench, forward
+from tests.perf.pages import row
+from tests.perf.probes.test_page import probe
 
 #: Of a laptop's 1366 pixels a table gets 742.  A column takes its longest word and 20 more; letters
 #: of prose (a header's are bold) and of code are this wide at most.  Measured in a browser.

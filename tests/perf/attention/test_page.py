@@ -10,7 +10,7 @@ from perf.attention.cases import Case
 from perf.core import record
 from perf.core.compare import compare
 from perf.core.tables import latest
-from tests.perf.test_report import facts, row
+from tests.perf.pages import facts, row
 
 FIRST = targets.cases(quick=True)[0]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from perf import report
 from perf.attention import soak_cases, soak_page
 from perf.core import record, sanitize
-from tests.perf.test_report import row
+from tests.perf.pages import row
 
 _SOAK = "[bits of attention beside other work](#the-same-bytes-again-and-again)"
 

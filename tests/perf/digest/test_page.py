@@ -8,7 +8,7 @@ from perf import report
 from perf.core import record
 from perf.digest import page
 from perf.digest.cases import CASES
-from tests.perf.test_report import row
+from tests.perf.pages import row
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 NAME = CASES[0].name
