@@ -28,7 +28,7 @@ _LONG = 3.0  # times the patience, for a rival that compiles for long
 
 
 class NoForward(RuntimeError):
-    """No system's forward is right on a short case: there is nothing to give a backward."""
+    """No rival's forward is right on a short case: there is nothing to give a backward."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Checks:
         self.options, self.found = options, {}
 
     def of(self, name: str, which: str, case: Case) -> dict:
-        """The `check` of a system in one pass, or {"status", "why"} where it could not run."""
+        """The `check` of a rival in one pass, or {"status", "why"} where it could not run."""
         key = name, which, case.small
         if key not in self.found:
             self.found[key] = self._run(name, which, case)
@@ -105,7 +105,7 @@ def measure(
 
 
 def _early(options: Options) -> list[tuple[str, str]]:
-    """(system, pass) of the checks that come before any time: ours, or all if nothing else is."""
+    """(rival, pass) of the checks that come before any time: ours, or all if nothing else is."""
     pairs = [(n, which) for which in PASSES for n in options.rivals if which in RIVALS[n].start]
     if options.check_only:
         return [(name, which) for name, which in pairs if which in options.passes]
@@ -173,7 +173,7 @@ def _of(which: str, case: Case, options: Options) -> list[str]:
 
 
 def _input_set(problem: Problem, options: Options, checks: Checks, seed: int) -> Inputs:
-    """Random inputs, and the out and lse of the first system whose forward is right."""
+    """Random inputs, and the out and lse of the first rival whose forward is right."""
     drawn = problem.drawn(seed)
     for name in ("ours", "fa4"):
         body = checked(name, "fwd", problem.case, checks.of(name, "fwd", problem.case))
@@ -186,7 +186,7 @@ def _input_set(problem: Problem, options: Options, checks: Checks, seed: int) ->
 
 
 def _started(name: str, which: str, problem: Problem) -> Call:
-    """The call of a system on a problem, made once."""
+    """The call of a rival on a problem, made once."""
     made = vars(problem).setdefault("calls", {})
     if (name, which) not in made:
         made[name, which] = RIVALS[name].start[which](problem)
@@ -196,7 +196,7 @@ def _started(name: str, which: str, problem: Problem) -> Call:
 def _ready(
     name: str, which: str, problem: Problem, t: Inputs, options: Options, checks: Checks
 ) -> tuple[dict, Call | None]:
-    """The body of a system's checks on a case, and its call if there is something to time."""
+    """The body of a rival's checks on a case, and its call if there is something to time."""
     rival = RIVALS[name]
     body = checked(name, which, problem.case, checks.of(name, which, problem.case))
     if "check" not in body:
@@ -269,7 +269,7 @@ def _time(
 
 
 def paired(theirs: timing.Timing, own: timing.Timing) -> tuple[float, float, float]:
-    """p10, median and p90 over the rounds of a rival's time over this system's.
+    """p10, median and p90 over the rounds of a rival's time over this one's.
 
     Both ran within milliseconds of each other, so a change of clocks hits both: a ratio of medians
     would be wrong by more than the few percent that an order costs.

@@ -13,14 +13,6 @@ MASKS = {
     "prefix": (8192,),
     "random": (8192,),
 }
-MASK_TEXT = {
-    "full": "full",
-    "causal": "causal",
-    "window": "window of 1024 keys",
-    "document": "documents of 1.5k tokens on average",
-    "prefix": "prefix-LM, a quarter of the keys",
-    "random": "random 25% of the blocks",
-}
 DIMS = (64, 128)
 #: (head size, query heads, KV heads), the most telling first: the time of a call may end.
 SIZES = tuple(
@@ -91,13 +83,13 @@ def cases(quick: bool = False) -> list[tuple[str, int, int, int, int]]:
     return [(mask, s, *size) for size in sizes for mask, s in masks]
 
 
-def rival_wanted(system: str, mask: str, size: tuple[int, int, int]) -> bool:
+def rival_wanted(rival: str, mask: str, size: tuple[int, int, int]) -> bool:
     """Whether a rival is measured in a case by default: each compiles for seconds to a minute."""
     dim, heads, kv_heads = size
-    if system == "fa4":
+    if rival == "fa4":
         return heads == kv_heads or mask in ("full", "causal", "document")
-    if system == "fa4_ordered":
+    if rival == "fa4_ordered":
         return heads == kv_heads == 16
-    if system == "flex":
+    if rival == "flex":
         return (dim, heads, kv_heads) == (128, 16, 16) and mask in ("causal", "document")
     return True

@@ -24,7 +24,7 @@ class Bench:
         return None if own is None else own.get("ratio", {}).get(rival)
 
 
-def latest(records: list[dict], kernel: str = "gemm") -> Bench:
+def latest(records: list[dict], kernel: str) -> Bench:
     """The records of one kernel.
 
     Of several records of a case the one with the latest date counts, then the last line.  One that

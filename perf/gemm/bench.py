@@ -58,7 +58,7 @@ def host_costs(call: Call, case: Case, device: str, finish) -> dict[str, float]:
 
 
 def ratios(medians: dict[str, float], name: str) -> dict[str, float]:
-    """A rival's time over this system's: above 1 this system is the faster one."""
+    """Another rival's time over this one's: above 1 this one is faster."""
     return {other: t / medians[name] for other, t in medians.items() if other != name}
 
 

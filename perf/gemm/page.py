@@ -47,10 +47,9 @@ def _rate_rows(bench: Bench) -> list[list[str]]:
 
 
 def _ratio_rows(bench: Bench) -> list[list[str]]:
-    cases = [(product, targets.label(name, m)) for product, name, m in targets.cases()]
     return [
         [*case, *(times(bench.ratio(case, rival)) for rival in targets.RIVAL_TEXT)]
-        for case in cases
+        for case in CASES
     ]
 
 
@@ -133,7 +132,7 @@ def sweep_points(bench: Bench) -> dict[str, list[tuple[int, float]]]:
 
 def images(records: list[dict]) -> list[str]:
     """The ratios to cuBLAS, if one was measured."""
-    if not ratio_points(latest(records)):
+    if not ratio_points(latest(records, "gemm")):
         return []
     return ["", "![Throughput over cuBLAS](plots/gemm_ratio.svg)"]
 
@@ -151,18 +150,23 @@ def _target_rows(bench: Bench) -> list[list[str]]:
 
 def bits_kept(records: list[dict]) -> list[list[str]]:
     """The promises about bits, as the latest record of each case found them."""
-    return [["[bits of `linear` and `matmul`](#linear-and-matmul)", kept(latest(records), CASES)]]
+    return [
+        [
+            "[bits of `linear` and `matmul`](#linear-and-matmul)",
+            kept(latest(records, "gemm"), CASES),
+        ]
+    ]
 
 
 def target_verdicts(records: list[dict]) -> tuple[str, list[str]]:
     """The verdict of each target of speed."""
-    words = [row[2] for row in _target_rows(latest(records))]
+    words = [row[2] for row in _target_rows(latest(records, "gemm"))]
     return "[speed targets of `linear` and `matmul`](#targets)", words
 
 
 def render(records: list[dict]) -> list[str]:
     """The lines of `linear` and `matmul`."""
-    bench = latest(records)
+    bench = latest(records, "gemm")
     rivals = tuple(targets.RIVAL_TEXT.values())
     rates = ["product", "shape", "TFLOP/s", "of floor", "bits", "ran on", "next step"]
     sweep = ["", "![TFLOP/s over M](plots/gemm_sweep.svg)"] if sweep_points(bench) else []

@@ -52,5 +52,5 @@ def sweep_lines(bench: Bench, folder: Path) -> list[Path]:
 
 def write(records: list[dict], folder: Path) -> list[Path]:
     """Every plot that the records support; the paths written."""
-    bench = latest(records)
+    bench = latest(records, "gemm")
     return ratio_bars(bench, folder) + sweep_lines(bench, folder)

@@ -34,7 +34,7 @@ def row(text: str, start: str) -> str:
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:
-    return latest(records("bench"))
+    return latest(records("bench"), "gemm")
 
 
 def mean(bench: Bench, product: str, rival: str) -> float:
