@@ -13,7 +13,8 @@ from cute_kernels.schedulers.model.selection import select
 from cute_kernels.schedulers.order.kinds import left_to_right, spt
 from cute_kernels.schedulers.report import picture, quality
 from cute_kernels.schedulers.report import rows as report
-from perf import cards, record
+from perf import cards
+from perf.core import record
 from perf.digest import page as digests
 
 project = "cute_kernels"

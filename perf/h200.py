@@ -17,22 +17,13 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from . import record
+from .core import record
+from .core.stage import Place, Stage, gpu_tests, pytest
+from .core.systems import modules
 
 BUDGET_S = 560  # a call ends after 600 s; the rest is for unpacking and for the table
 LOG_BYTES = 9 << 17  # kept of each stage's output
-_GPU_TESTS = ("tests/*/test_gpu.py", "tests/*/test_*_gpu.py")
-_ATTENTION = "tests/sparse_attn/"
 _SHORTEST_S = 10.0  # a stage with less time left is not started
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A command line after `python`, and the seconds it may take."""
-
-    name: str
-    arguments: tuple[str, ...]
-    limit_s: float
 
 
 @dataclass(frozen=True)
@@ -47,53 +38,19 @@ class Outcome:
 
 def stages(out: Path, commit: str | None) -> tuple[Stage, ...]:
     """Every stage, in the order in which they run."""
-    mark = ("--commit", commit) if commit else ()
-    probe = ("-m", "perf", "probe")
-    bench = ("-m", "perf", "bench", "gemm")
-    probes = ("-o", str(out / "probes.jsonl"), "--golden", str(out), *mark)
-    # The files by name: collecting the others would import what that machine may lack.
-    found = {str(p.relative_to(record.ROOT)) for way in _GPU_TESTS for p in record.ROOT.glob(way)}
-    of_attention = sorted(path for path in found if path.startswith(_ATTENTION))
-    others = sorted(found.difference(of_attention))
-    tests, quiet = ("-m", "pytest"), ("-q", "-p", "no:cacheprovider")
-    check = ("--check-only", "--rivals", "ours,ours_triton,cublas")
-    attention = ("-m", "perf", "bench", "attention")
-    both_orders = ("--check-only", "--heads", "16", "--systems", "ours,ours_unordered")
+    place = Place(out, commit)
+    own = [stage for part in modules("stages") for stage in part.stages(place)]
+    taken = {argument for stage in own for argument in stage.arguments}
+    tests = [path for path in gpu_tests() if path not in taken]
+    probe = ("--golden", str(out))
+    asked = ("width", "zeros", "model", "promotion")
     return (
-        Stage("smoke", (*probe, "smoke", *probes), 120),
-        Stage("digest", ("-m", "perf", "digest", "-o", str(out / "digests.jsonl"), *mark), 150),
-        Stage("correctness", (*bench, *check, "-o", str(out / "checks.jsonl"), *mark), 150),
-        Stage("probes", (*probe, "width", "zeros", "model", "promotion", *probes), 240),
-        Stage("pytest", (*tests, *others, *quiet), 400),
-        Stage("tune", ("-m", "perf", "tune", "-o", str(out / "tune.jsonl"), *mark), 240),
-        Stage("bench", (*bench, "-o", str(out / "bench.jsonl"), *mark), 500),
-        Stage(
-            "profile",
-            ("-m", "perf", "profile", "gemm", "-o", str(out / "profile.jsonl"), *mark),
-            120,
-        ),
-        Stage(
-            "smoke_attention",
-            (*attention, *both_orders, "-o", str(out / "checks.jsonl"), *mark),
-            150,
-        ),
-        Stage("pytest_attention", (*tests, *of_attention, *quiet), 550),
-        Stage("bench_attention", (*attention, "-o", str(out / "bench.jsonl"), *mark), 420),
-        Stage(
-            "profile_attention",
-            ("-m", "perf", "profile", "attention", "-o", str(out / "profile.jsonl"), *mark),
-            300,
-        ),
-        Stage(
-            "soak_attention",
-            ("-m", "perf", "soak", "attention", "-o", str(out / "checks.jsonl"), *mark),
-            330,
-        ),
-        Stage(
-            "sanitize_attention",
-            ("-m", "perf", "sanitize", "attention", "-o", str(out / "checks.jsonl"), *mark),
-            400,
-        ),
+        Stage("smoke", place.perf("probe", "smoke", *probe, file="probes.jsonl"), 120),
+        Stage("digest", place.perf("digest", file="digests.jsonl"), 150),
+        *(stage for stage in own if stage.early),
+        Stage("probes", place.perf("probe", *asked, *probe, file="probes.jsonl"), 240),
+        Stage("pytest", pytest(tests), 400),
+        *(stage for stage in own if not stage.early),
     )
 
 

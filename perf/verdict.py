@@ -4,28 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from . import targets
-from .attention import page, soak_page
+from .core.systems import modules
+from .core.tables import NOT_RUN, table
 from .digest import page as digests
-from .tables import NOT_RUN, Bench, latest, table
-
-
-def _bits(bench: Bench, cases: list[tuple[str, str]]) -> str:
-    """In how many cases every bitwise promise of the latest record held; those that broke one."""
-    found = {case: bench.get(case) for case in cases}
-    checked = {case: item["bitwise"] for case, item in found.items() if "bitwise" in (item or {})}
-    broken = [" ".join(case) for case, held in checked.items() if not all(held.values())]
-    if not checked:
-        return NOT_RUN
-    kept = f"kept in {len(checked) - len(broken)} of {len(cases)} cases"
-    return f"{kept}; broken in {', '.join(broken)}" if broken else kept
-
-
-def _soaked(records: list[dict]) -> str:
-    calls, replays, differing = soak_page.totals(records)
-    if not calls:
-        return NOT_RUN
-    return f"{differing:,} differing bytes in {calls:,} calls and {replays:,} graph replays"
 
 
 def _targets(words: list[str]) -> str:
@@ -50,20 +31,14 @@ def _models(records: list[dict]) -> str:
     return f"{shared}, {bad} differ" if bad else shared
 
 
-def render(
-    records: list[dict], certificates: list[dict], gemm: list[str], attention: list[str]
-) -> list[str]:
-    """Lines of a table; `gemm` and `attention` are the verdicts of their targets."""
-    passes = [(way, page.label(s)) for s in targets.attention_cases() for way in ("fwd", "bwd")]
-    products = [(way, targets.label(name, m)) for way, name, m in targets.gemm_cases()]
-    soak, certificate = "#the-same-bytes-again-and-again", "certificate.md"
+def render(records: list[dict], certificates: list[dict]) -> list[str]:
+    """Lines of a table."""
+    pages = list(modules("page"))
+    told = [page.target_verdicts(records) for page in pages]
     rows = [
-        ["[bits of `linear` and `matmul`](#linear-and-matmul)", _bits(latest(records), products)],
-        ["[bits of attention](#attention)", _bits(latest(records, "attention"), passes)],
-        [f"[bits of attention beside other work]({soak})", _soaked(records)],
+        *(row for page in pages for row in page.bits_kept(records)),
         ["[the same bits on H100 and H200](#digests)", _models(records)],
-        [f"[certificates]({certificate}) of the compiled kernels", _certified(certificates)],
-        ["[speed targets of `linear` and `matmul`](#targets)", _targets(gemm)],
-        ["[speed targets of attention](#targets-of-attention)", _targets(attention)],
+        ["[certificates](certificate.md) of the compiled kernels", _certified(certificates)],
+        *([link, _targets(words)] for link, words in told),
     ]
     return table(["question", "verdict"], rows)

@@ -1,14 +1,11 @@
-"""`python -m perf bench attention`: check every system, then time them in turns, by pass.
+"""`python -m perf bench attention`: check every rival, then time them in turns, by pass.
 
-Systems of one pass take turns on the same input sets.  Our own are checked first, for all cases:
+Rivals of one pass take turns on the same input sets.  Our own are checked first, for all cases:
 that compiles their kernels before a rival's package is imported, which changes CuTe process-wide.
 """
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
-import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,30 +13,29 @@ from pathlib import Path
 
 import torch
 
-from .. import record, timing
+from ..core import record, timing
+from ..core.bits import repeats
+from ..core.rival import Call
+from ..core.watch import failure, watched, within
+from ..core.work import measured
 from . import check, schedule
 from .cases import PASSES, Case, Inputs, Problem
-from .systems import SYSTEMS, Absent, Call
+from .rivals import RIVALS
 
 _BACKLOG_US = 20_000.0
 _CHUNK = 5
-_LONG = 3.0  # times the patience, for a system that compiles for long
-_WHY = 2000  # characters of an exception that are kept
-
-
-class Lost(RuntimeError):
-    """The device itself failed: nothing after this in the process can be trusted."""
+_LONG = 3.0  # times the patience, for a rival that compiles for long
 
 
 class NoForward(RuntimeError):
-    """No system's forward is right on a short case: there is nothing to give a backward."""
+    """No rival's forward is right on a short case: there is nothing to give a backward."""
 
 
 @dataclass
 class Options:
     """What a run is told: who, which passes, how long; and the device (a CPU in tests)."""
 
-    systems: list[str]
+    rivals: list[str]
     passes: list[str] = field(default_factory=lambda: list(PASSES))
     rounds: int = timing.MIN_ROUNDS
     budget_s: float = 1e9
@@ -52,8 +48,8 @@ class Options:
     now: Callable[[], float] = time.monotonic
     #: After so long in one step the process ends with its stack: a kernel that waits for ever.
     patience_s: float | None = None
-    #: (system, case) -> is it measured there?
-    wanted: Callable[[str, Case], bool] = lambda system, case: True
+    #: (rival, case) -> is it measured there?
+    wanted: Callable[[str, Case], bool] = lambda rival, case: True
 
 
 class Checks:
@@ -63,7 +59,7 @@ class Checks:
         self.options, self.found = options, {}
 
     def of(self, name: str, which: str, case: Case) -> dict:
-        """The `check` of a system in one pass, or {"status", "why"} where it could not run."""
+        """The `check` of a rival in one pass, or {"status", "why"} where it could not run."""
         key = name, which, case.small
         if key not in self.found:
             self.found[key] = self._run(name, which, case)
@@ -71,35 +67,12 @@ class Checks:
 
     def _run(self, name: str, which: str, case: Case) -> dict:
         try:
-            with watched(self.options):
-                found = check.whole(SYSTEMS[name], which, case, self.options.device)
+            with watched(self.options.patience_s):
+                found = check.whole(RIVALS[name], which, case, self.options.device)
                 self.options.finish()
             return found
         except Exception as error:
-            return failure(error, self.options)
-
-
-@contextlib.contextmanager
-def watched(options: Options, times: float = 1.0):
-    """Ends the process, with its stack on stderr, if the block takes `times` the patience."""
-    if options.patience_s:
-        faulthandler.dump_traceback_later(times * options.patience_s, exit=True)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
-def failure(error: Exception, options: Options) -> dict:
-    """A record's words for an exception; Lost where the device does not answer any more."""
-    if isinstance(error, Absent):
-        return {"status": "absent", "why": str(error)}
-    why = f"{type(error).__name__}: {error}"[:_WHY]
-    try:
-        options.finish()
-    except Exception as lost:
-        raise Lost(f"{why}; then the device: {lost}"[:_WHY]) from error
-    return {"status": "failed", "why": why}
+            return failure(error, self.options.finish)
 
 
 def measure(
@@ -124,25 +97,20 @@ def measure(
             yield written(body) if options.check_only else line(body)
     if options.check_only:
         return
-    longest = 0.0
-    for at, case in enumerate(todo):
-        start = options.now()
-        if start + longest > end:
-            names = ", ".join(left.label for left in todo[at:])
-            yield f"not run, the time is spent: {names}"
-            return
-        for body in run_case(case, options, checks):
-            yield written(body)
-        longest = max(longest, options.now() - start)
+
+    def recorded(case: Case) -> Iterator[dict]:
+        return map(written, run_case(case, options, checks))
+
+    yield from within(end, todo, recorded, options.now)
 
 
 def _early(options: Options) -> list[tuple[str, str]]:
-    """(system, pass) of the checks that come before any time: ours, or all if nothing else is."""
-    pairs = [(n, which) for which in PASSES for n in options.systems if which in SYSTEMS[n].start]
+    """(rival, pass) of the checks that come before any time: ours, or all if nothing else is."""
+    pairs = [(n, which) for which in PASSES for n in options.rivals if which in RIVALS[n].start]
     if options.check_only:
         return [(name, which) for name, which in pairs if which in options.passes]
     # The forward always: its out and lse are what every backward is given.
-    ours = [(n, w) for n, w in pairs if SYSTEMS[n].promised and w in (*options.passes, "fwd")]
+    ours = [(n, w) for n, w in pairs if RIVALS[n].promised and w in (*options.passes, "fwd")]
     return list(dict.fromkeys([("ours", "fwd"), *ours]))
 
 
@@ -151,7 +119,7 @@ def checked(name: str, which: str, case: Case, found: dict) -> dict:
     body = case.items(which) | {"system": name}
     if "status" in found:
         return body | found
-    why = check.wrong(SYSTEMS[name], found)
+    why = check.wrong(RIVALS[name], found)
     status = {"status": "failed", "why": why} if why else {"status": "ok"}
     return body | {"check": found} | status
 
@@ -163,7 +131,7 @@ def run_case(case: Case, options: Options, checks: Checks) -> Iterator[dict]:
         sets = [_input_set(problem, options, checks, 0)]
         options.finish()
     except Exception as error:
-        why = failure(error, options)
+        why = failure(error, options.finish)
         for which in options.passes:
             for name in _of(which, case, options):
                 # A check that has failed already says more.
@@ -177,13 +145,13 @@ def run_case(case: Case, options: Options, checks: Checks) -> Iterator[dict]:
             bodies[name], calls[name] = _ready(name, which, problem, sets[0], options, checks)
         timed = {name: call for name, call in calls.items() if call is not None}
         try:
-            with watched(options):
+            with watched(options.patience_s):
                 _compare_orders(bodies, timed, sets[0])
                 if timed:
                     _time(timed, which, problem, sets, bodies, options, checks)
         except Exception as error:
             for name in timed:
-                bodies[name] |= failure(error, options)
+                bodies[name] |= failure(error, options.finish)
         yield from _finished(problem, which, bodies, options)
 
 
@@ -195,22 +163,22 @@ def _finished(problem: Problem, which: str, bodies: dict, options: Options) -> I
             try:
                 body |= schedule.facts(problem, medians, options.finish)
             except Exception as error:
-                body["schedule"] = failure(error, options)
+                body["schedule"] = failure(error, options.finish)
         yield body
 
 
 def _of(which: str, case: Case, options: Options) -> list[str]:
-    names = (n for n in options.systems if which in SYSTEMS[n].start)
+    names = (n for n in options.rivals if which in RIVALS[n].start)
     return [name for name in names if options.wanted(name, case)]
 
 
 def _input_set(problem: Problem, options: Options, checks: Checks, seed: int) -> Inputs:
-    """Random inputs, and the out and lse of the first system whose forward is right."""
+    """Random inputs, and the out and lse of the first rival whose forward is right."""
     drawn = problem.drawn(seed)
     for name in ("ours", "fa4"):
         body = checked(name, "fwd", problem.case, checks.of(name, "fwd", problem.case))
         if body["status"] == "ok":
-            with watched(options):
+            with watched(options.patience_s):
                 out, lse = _started(name, "fwd", problem)(Inputs(*drawn, None, None))
                 options.finish()
             return Inputs(*drawn, out, lse)
@@ -218,37 +186,38 @@ def _input_set(problem: Problem, options: Options, checks: Checks, seed: int) ->
 
 
 def _started(name: str, which: str, problem: Problem) -> Call:
-    """The call of a system on a problem, made once."""
+    """The call of a rival on a problem, made once."""
     made = vars(problem).setdefault("calls", {})
     if (name, which) not in made:
-        made[name, which] = SYSTEMS[name].start[which](problem)
+        made[name, which] = RIVALS[name].start[which](problem)
     return made[name, which]
 
 
 def _ready(
     name: str, which: str, problem: Problem, t: Inputs, options: Options, checks: Checks
 ) -> tuple[dict, Call | None]:
-    """The body of a system's checks on a case, and its call if there is something to time."""
-    system = SYSTEMS[name]
+    """The body of a rival's checks on a case, and its call if there is something to time."""
+    rival = RIVALS[name]
     body = checked(name, which, problem.case, checks.of(name, which, problem.case))
     if "check" not in body:
         return body, None
     try:
         start = options.now()
-        with watched(options, 1.0 if system.short else _LONG):
+        patience_s = (1.0 if rival.short else _LONG) * (options.patience_s or 0.0)
+        with watched(patience_s):
             call = _started(name, which, problem)
             got = call(t)
             options.finish()
             body["first_call_s"] = round(options.now() - start, 3)
             found = body["check"] | {"sampled_error": check.sampled(problem, which, t, got)}
-            if system.ordered or which == "fwd":
-                body["bitwise"] = {"repeat": check.repeats(call, t)}
+            if rival.ordered or which == "fwd":
+                body["bitwise"] = {"repeat": repeats(lambda: call(t))}
     except Exception as error:
-        return body | failure(error, options), None
-    why = check.wrong(system, found)
+        return body | failure(error, options.finish), None
+    why = check.wrong(rival, found)
     body |= {"check": found} | ({"status": "failed", "why": why} if why else {})
     # Beyond the bound it is not right, but its time says something still.
-    right = not check.wrong(system, found | {"beyond_bound": 0})
+    right = not check.wrong(rival, found | {"beyond_bound": 0})
     return body, call if right else None
 
 
@@ -278,14 +247,9 @@ def _time(
     for seed in range(len(sets), count):
         sets.append(_input_set(problem, options, checks, seed))
 
-    def on(call: Call, number: int):
-        return call(sets[number % count])
-
-    turns = {name: functools.partial(on, call) for name, call in calls.items()}
+    turns = timing.rotating(calls, sets[:count])
     with torch.no_grad():
-        for call in turns.values():
-            for number in range(count):
-                call(number)
+        timing.warm_up(turns, count)
         times = timing.interleave(
             turns,
             rounds=options.rounds,
@@ -293,25 +257,19 @@ def _time(
             chunk=_CHUNK,
             backlog_us=_BACKLOG_US,
         )
-    case, flops, clocks = problem.case, problem.flops(which), record.clocks()
+    work, clocks = problem.work(which), record.clocks()
     for name, taken in times.items():
         body = bodies[name]
         pairs = {other: paired(theirs, taken) for other, theirs in times.items() if other != name}
         body["ratio"] = {other: middle for other, (_, middle, _) in pairs.items()}
         body["ratio_spread"] = {other: [low, high] for other, (low, _, high) in pairs.items()}
-        body |= {"median_us": taken.median, "p10_us": taken.p10, "p90_us": taken.p90}
-        body |= {"samples": len(taken.samples), "backlog": taken.backlog, "clocks": clocks}
-        body |= {"tflops": flops / taken.median / 1e6, "elements": problem.elements}
+        body |= measured(taken, work, options.ceilings)
+        body |= {"clocks": clocks, "elements": problem.elements}
         body["cold_l2"] = {"sets": count, "set_bytes": own, "l2_bytes": options.l2_bytes}
-        if options.ceilings:
-            compute = flops / options.ceilings["mm_tflops"] / 1e6
-            floor = max(compute, case.bytes(which) / options.ceilings["copy_gbs"] / 1e3)
-            body |= {"floor_us": floor, "floor_fraction": floor / taken.median}
-            body["ceilings"] = options.ceilings
 
 
 def paired(theirs: timing.Timing, own: timing.Timing) -> tuple[float, float, float]:
-    """p10, median and p90 over the rounds of a rival's time over this system's.
+    """p10, median and p90 over the rounds of a rival's time over this one's.
 
     Both ran within milliseconds of each other, so a change of clocks hits both: a ratio of medians
     would be wrong by more than the few percent that an order costs.

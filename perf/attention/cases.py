@@ -12,6 +12,8 @@ from torch import Tensor
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks import bits, build
 
+from ..core.work import Work
+
 BLOCK = 128
 TOKENS = 32_768  # of a batch, whatever its length
 PASSES = ("fwd", "bwd")
@@ -130,6 +132,9 @@ class Problem:
     def flops(self, which: str) -> int:
         """Of the elements that the mask allows, not of the blocks that hold them."""
         return 2 * PRODUCTS[which] * self.case.dim * self.elements
+
+    def work(self, which: str) -> Work:
+        return Work(self.flops(which), self.case.bytes(which))
 
     def allowed(self, b: int, h: int, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """Bool, by the element rule; the indices broadcast."""

@@ -16,11 +16,9 @@ from torch import Tensor
 
 from cute_kernels.sparse_attn import reference
 
-from ..verify import same_bytes
+from ..core.rival import Rival
 from .cases import Case, Inputs, Problem
-from .systems import Call, System
 
-REPEATS = 20
 REL_ERROR = 1e-2  # bf16 operands, results, P and dS: between 1e-3 and 5e-3
 SAMPLES = 24
 _NAMES = {"fwd": ("out", "lse"), "bwd": ("dq", "dk", "dv")}
@@ -55,12 +53,12 @@ def exact(case: Case, device: str) -> Exact:
     return Exact(problem, inputs, values, bounds)
 
 
-def whole(system: System, which: str, case: Case, device: str) -> dict:
+def whole(rival: Rival, which: str, case: Case, device: str) -> dict:
     """One pass of a short case against float64: the fields of a record's `check`."""
-    if not system.short:
+    if not rival.short:
         return {}
     known = exact(case.small, device)
-    got = system.start[which](known.problem)(known.inputs)
+    got = rival.start[which](known.problem)(known.inputs)
     found = {"rel_error": 0.0, "beyond_bound": 0, "of_bound": 0.0, "nan": 0}
     for name, value in zip(_NAMES[which], got, strict=True):
         want, bound = known.values[name], known.bounds[name]
@@ -74,15 +72,15 @@ def whole(system: System, which: str, case: Case, device: str) -> dict:
     return found
 
 
-def wrong(system: System, check: dict) -> str:
-    """Why a result is wrong, or nothing.  The bound counts for a system that promises it."""
+def wrong(rival: Rival, check: dict) -> str:
+    """Why a result is wrong, or nothing.  The bound counts for a rival that promises it."""
     if check.get("nan"):
         return f"{check['nan']} outputs are NaN"
     for name in ("rel_error", "sampled_error"):
         # A NaN is not below the limit either.
         if name in check and not check[name] < REL_ERROR:
             return f"{name} {check[name]:.2e}, expected below {REL_ERROR:g}"
-    if system.promised and check.get("beyond_bound"):
+    if rival.promised and check.get("beyond_bound"):
         return f"{check['beyond_bound']} outputs beyond the bound (by {check['of_bound']:.2f}x)"
     return ""
 
@@ -148,15 +146,6 @@ def _column(problem: Problem, t: Inputs, b: int, kv_head: int, group: int, j: in
         ds = p * (dout @ value - (dout * t.out[b, :, head].double()).sum(1))
         dk, dv = dk + scale * (ds @ queries), dv + p @ dout
     return dk, dv
-
-
-def repeats(call: Call, t: Inputs, times: int = REPEATS) -> bool:
-    """Whether `times` calls on the same inputs give the same bytes."""
-    first = call(t)
-    for _ in range(times - 1):
-        if not all(same_bytes(x, y) for x, y in zip(call(t), first, strict=True)):
-            return False
-    return True
 
 
 def apart(one: tuple[Tensor, ...], two: tuple[Tensor, ...]) -> int:

@@ -7,13 +7,12 @@ its block lists, in blocks of 128 x 128, with an element rule where some blocks 
 from __future__ import annotations
 
 import functools
-import importlib
 
 import torch
 
 from cute_kernels.schedulers import to_fa4
 
-from ..rivals import Absent
+from ..core.rival import Absent, module
 from .cases import Inputs, Problem
 
 DENSE = ("full", "causal", "window")
@@ -21,14 +20,6 @@ NO_ORDER = (
     "FA4's SM90 backward asserts determinism away with block sparsity (flash_bwd_sm90.py: "
     '"Deterministic not implemented for block-sparse backward")'
 )
-
-
-def _module(name: str):
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        # A package of another toolchain fails in many ways; each is why it is not measured.
-        raise Absent(f"{name} cannot be imported: {type(error).__name__}: {error}"[:500]) from None
 
 
 def arguments(problem: Problem, which: str) -> dict:
@@ -40,7 +31,7 @@ def arguments(problem: Problem, which: str) -> dict:
         return {"causal": True}
     if case.mask == "window":
         return {"window_size_left": case.window - 1, "window_size_right": 0}
-    torch_lists = _module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
+    torch_lists = module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
     lists = to_fa4(problem.mask, "forward" if which == "fwd" else "backward")
     lists = lists._replace(
         mask_block_idx=_whole_width(lists.mask_block_idx),
@@ -48,7 +39,7 @@ def arguments(problem: Problem, which: str) -> dict:
     )
     found = {"block_sparse_tensors": torch_lists(**lists._asdict())}
     if case.mask == "document":
-        rule = _module("perf.attention.fa4_masks").document
+        rule = module("perf.attention.fa4_masks").document
         return found | {"mask_mod": rule, "aux_tensors": [problem.ids]}
     return found | ({"mask_mod": _prefix_rule(case.prefix)} if case.mask == "prefix" else {})
 
@@ -60,7 +51,7 @@ def _whole_width(index: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _prefix_rule(length: int):
-    return _module("perf.attention.fa4_masks").prefix(length)
+    return module("perf.attention.fa4_masks").prefix(length)
 
 
 def _needs_cuda(problem: Problem) -> None:
@@ -70,7 +61,7 @@ def _needs_cuda(problem: Problem) -> None:
 
 def forward(problem: Problem):
     """(out, lse) of an input set; lse is the natural logarithm, fp32 [B, H, S], as ours."""
-    interface = _module("flash_attn.cute.interface")
+    interface = module("flash_attn.cute.interface")
     _needs_cuda(problem)
     rest = {"softmax_scale": problem.case.scale, "return_lse": True} | arguments(problem, "fwd")
 
@@ -84,7 +75,7 @@ def backward(problem: Problem, ordered: bool):
     """(dq, dk, dv) of an input set: preprocess, main kernel, postprocess, as its autograd does."""
     if ordered and problem.case.mask not in DENSE:
         raise Absent(NO_ORDER)
-    interface = _module("flash_attn.cute.interface")
+    interface = module("flash_attn.cute.interface")
     _needs_cuda(problem)
     rest = {"softmax_scale": problem.case.scale, "deterministic": ordered}
     rest |= arguments(problem, "bwd")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from .. import targets
-from ..tables import NOT_RUN, Bench, bits, folded, latest, table, where
-from ..targets import AttentionTarget
-from . import soak_page
+from pathlib import Path
+
+from ..core.counts import recorded, timed
+from ..core.tables import NOT_RUN, Bench, bits, folded, kept, latest, table, where
+from . import soak_cases, soak_page, targets
+from .targets import Target
 
 KERNELS = (
     "sparse_attn_fwd_sm90",
@@ -14,6 +16,24 @@ KERNELS = (
     "sparse_attn_bwd_post_sm90",
 )
 Size = tuple[str, int, int, int, int]  # mask, length, head size, query heads, KV heads
+
+
+def label(size: Size) -> str:
+    """The shape of a record of this size."""
+    mask, s, dim, heads, kv_heads = size
+    return f"{mask}/s{s}/d{dim}/h{heads}/kv{kv_heads}"
+
+
+def _soaked(item: dict) -> bool:
+    return item["kind"] == "soak" and item["status"] == "ok"
+
+
+CASES = [(which, label(size)) for size in targets.cases() for which in ("fwd", "bwd")]
+_SOAKED = {case.label for case in soak_cases.suite()}
+COUNTS = (
+    timed("attention: passes timed", "attention", set(CASES)),
+    recorded("attention: configurations soaked", "shape", _SOAKED, _soaked),
+)
 _TIMES = [
     "mask, length, heads",
     "forward",
@@ -32,12 +52,6 @@ _RIVALS = [
     "FlexAttention / our ordered",
     "next step",
 ]
-
-
-def label(size: Size) -> str:
-    """The shape of a record of this size."""
-    mask, s, dim, heads, kv_heads = size
-    return f"{mask}/s{s}/d{dim}/h{heads}/kv{kv_heads}"
 
 
 def _text(size: Size) -> str:
@@ -108,8 +122,8 @@ def _next(bench: Bench, size: Size) -> str:
         options = f"--mask {mask} --s {s} --d {dim} --heads {heads} --group {heads // kv_heads}"
         return f"`python -m perf bench attention {options}` on an H200"
     missed = dict.fromkeys(
-        targets.ATTENTION_SYSTEM_TEXT[t.rival]
-        for t in targets.ATTENTION_TARGETS
+        targets.RIVAL_TEXT[t.rival]
+        for t in targets.TARGETS
         if (not t.masks or (mask, s) in t.masks)
         and (slowdown(bench, t.which, size, t.system, t.rival) or 0.0) > t.at_most
     )
@@ -119,16 +133,16 @@ def _next(bench: Bench, size: Size) -> str:
 def _shown(bench: Bench) -> list[Size]:
     """The quick suite's cases, and all others that have a record."""
     measured = {key[2] for key in bench.records}
-    quick = set(targets.attention_cases(quick=True))
-    return [c for c in targets.attention_cases() if c in quick or label(c) in measured]
+    quick = set(targets.cases(quick=True))
+    return [c for c in targets.cases() if c in quick or label(c) in measured]
 
 
-def _target_row(bench: Bench, target: AttentionTarget) -> list[str]:
+def _target_row(bench: Bench, target: Target) -> list[str]:
     cases = [
         size
-        for size in targets.attention_cases()
+        for size in targets.cases()
         if (not target.masks or size[:2] in target.masks)
-        and targets.attention_rival_wanted(target.rival, size[0], size[2:])
+        and targets.rival_wanted(target.rival, size[0], size[2:])
     ]
     found = {
         size: slowdown(bench, target.which, size, target.system, target.rival) for size in cases
@@ -150,12 +164,12 @@ def _verdict(text: str, have: dict[Size, float], total: int, limit: float, shown
 
 def _other_rows(bench: Bench) -> list[list[str]]:
     """The rate of the full mask at D = 128, and what the lists cost."""
-    sizes = targets.attention_cases()
+    sizes = targets.cases()
     full = [size for size in sizes if size[0] == "full" and size[2] == 128]
     records = {size: bench.get(("bwd", label(size))) or {} for size in sizes}
     rates = {s: -records[s]["tflops"] for s in full if "tflops" in records[s]}
     lists = {s: r["order_share"] for s, r in records.items() if "order_share" in r}
-    least, most = targets.ATTENTION_RATE, targets.ATTENTION_LISTS
+    least, most = targets.RATE, targets.LISTS
     rate_text = f"bwd, full, D = 128: ours >= {least:.0f} TFLOP/s"
     lists_text = f"the tensors of an order, built on the device: <= {most:.0%} of one backward"
     return [
@@ -166,12 +180,12 @@ def _other_rows(bench: Bench) -> list[list[str]]:
 
 def target_rows(bench: Bench) -> list[list[str]]:
     """(target, measured, verdict) of every target of attention."""
-    return [_target_row(bench, target) for target in targets.ATTENTION_TARGETS] + _other_rows(bench)
+    return [_target_row(bench, target) for target in targets.TARGETS] + _other_rows(bench)
 
 
 def _prediction_rows(bench: Bench) -> list[list[str]]:
     rows = []
-    for size in targets.attention_cases():
+    for size in targets.cases():
         item = bench.get(("bwd", label(size)))
         if item is None or "predicted" not in item:
             continue
@@ -191,14 +205,43 @@ def _prediction_rows(bench: Bench) -> list[list[str]]:
 def order_points(bench: Bench) -> dict[str, tuple[float, float, float]]:
     """Mask and length -> ordered over unordered time: measured, predicted, target.  Quick cases."""
     found = {}
-    for size in targets.attention_cases(quick=True):
+    for size in targets.cases(quick=True):
         item = bench.get(("bwd", label(size)))
         measured = slowdown(bench, "bwd", size, "ours", "ours_unordered")
         if measured is None or "predicted" not in item:
             continue
-        limit = next(t.at_most for t in targets.ATTENTION_TARGETS if size[:2] in t.masks)
+        limit = next(t.at_most for t in targets.TARGETS if size[:2] in t.masks)
         found[f"{size[0]} {size[1] // 1024}k"] = measured, item["predicted"]["ratio"], limit
     return found
+
+
+def images(records: list[dict]) -> list[str]:
+    """What the order costs, if it was measured."""
+    if not order_points(latest(records, "attention")):
+        return []
+    return ["", "![What the order costs](plots/attention_order.svg)"]
+
+
+def plots(records: list[dict], folder: Path) -> list[Path]:
+    """What the order costs."""
+    from . import plots as drawn
+
+    return drawn.write(records, folder)
+
+
+def bits_kept(records: list[dict]) -> list[list[str]]:
+    """The promises about bits: of the latest record of each case, and of the soak."""
+    soak = "#the-same-bytes-again-and-again"
+    return [
+        ["[bits of attention](#attention)", kept(latest(records, "attention"), CASES)],
+        [f"[bits of attention beside other work]({soak})", soak_page.verdict(records)],
+    ]
+
+
+def target_verdicts(records: list[dict]) -> tuple[str, list[str]]:
+    """The verdict of each target of speed."""
+    words = [row[2] for row in target_rows(latest(records, "attention"))]
+    return "[speed targets of attention](#targets-of-attention)", words
 
 
 def render(records: list[dict]) -> list[str]:
@@ -208,7 +251,7 @@ def render(records: list[dict]) -> list[str]:
     out = [
         "## Attention",
         "",
-        f"bf16, 32k tokens a batch.  Of {len(targets.attention_cases())} cases, those without a "
+        f"bf16, 32k tokens a batch.  Of {len(targets.cases())} cases, those without a "
         "record are left out but for the",
         "first seven.  Rates count the scores that a mask allows.  Predicted: the simulator's",
         "ordered over unordered time, for the schedule that ran.  Lists: building those of an",

@@ -6,31 +6,15 @@ alone counts, not those before and after it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
 
-import torch
-
-from .. import profile, record, timing
+from ..core import ncu, record, timing
 from .cases import PASSES, Case, Inputs, Problem
-from .systems import SYSTEMS
+from .rivals import RIVALS
 
 LENGTH, HEADS, DEVICE = 8_192, 16, "cuda"
 #: The kernels' names hold those of their modules, which those around a backward do not match.
 KERNELS = {"fwd": "kernel_fwd_sm90", "bwd": "kernel_bwd_sm90"}
-_WARM_UP = 3
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a launch is measured against: see `profile.Work`."""
-
-    flops: int
-    bytes: int
-
-    def floor_us(self, ceilings: dict[str, float]) -> float:
-        """No version runs much faster on the card whose ceilings these are."""
-        compute = self.flops / ceilings["mm_tflops"] / 1e6
-        return max(compute, self.bytes / ceilings["copy_gbs"] / 1e3)
 
 
 def cases(masks: list[str], dims: list[int]) -> list[Case]:
@@ -53,18 +37,18 @@ def attention(
     ]
     ceilings = timing.ceilings()
     kernels = "|".join(KERNELS.values())
-    launches, unknown = profile.launches_of(["attention-target", *names], kernels)
+    launches, unknown = ncu.launches_of(["attention-target", *names], kernels)
     if len(launches) != len(pairs):
         want = f"one launch of each of {len(pairs)} cases"
-        raise profile.ProfileError(f"ncu output: expected {want}, got {len(launches)}")
+        raise ncu.ProfileError(f"ncu output: expected {want}, got {len(launches)}")
     common = record.environment(commit) | {"kind": "profile", "kernel": "attention"}
     bodies = []
     for (case, which), launch in zip(pairs, launches, strict=True):
         if KERNELS[which] not in launch.kernel:
             what = f"{KERNELS[which]} for {case.label}"
-            raise profile.ProfileError(f"ncu output: expected {what}, got {launch.kernel}")
-        work = Work(Problem(case, DEVICE).flops(which), case.bytes(which))
-        body = profile.summary([launch], work, ceilings)
+            raise ncu.ProfileError(f"ncu output: expected {what}, got {launch.kernel}")
+        work = Problem(case, DEVICE).work(which)
+        body = ncu.summary([launch], work, ceilings)
         body |= {"tflops": work.flops / body["time_us"] / 1e6, "unknown_metrics": unknown}
         bodies.append(common | case.items(which) | body | {"system": "ours"})
     return bodies
@@ -80,15 +64,9 @@ def target(todo: list[Case], passes: list[str]) -> None:
     for case in todo:
         problem = Problem(case, DEVICE)
         drawn = problem.drawn(0)
-        forward = SYSTEMS["ours"].start["fwd"](problem)
+        forward = RIVALS["ours"].start["fwd"](problem)
         out, lse = forward(Inputs(*drawn, None, None))
         t = Inputs(*drawn, out, lse)
         for which in ordered(passes):
-            call = SYSTEMS["ours"].start[which](problem)
-            for _ in range(_WARM_UP):
-                call(t)
-            torch.cuda.synchronize()
-            torch.cuda.profiler.start()
-            call(t)
-            torch.cuda.synchronize()
-            torch.cuda.profiler.stop()
+            call = RIVALS["ours"].start[which](problem)
+            ncu.bracketed(functools.partial(call, t))

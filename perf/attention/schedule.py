@@ -14,7 +14,7 @@ from dataclasses import replace
 from cute_kernels.schedulers import Schedule, simulate
 from cute_kernels.sparse_attn import checks, config, masks, prepare
 
-from ..timing import quantile
+from ..core.timing import quantile
 from .cases import Problem
 
 _BUILDS = 9

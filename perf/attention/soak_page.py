@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..sanitize import PLANTED, TOOLS
-from ..tables import NOT_RUN, folded, where
+from ..core.sanitize import PLANTED, TOOLS
+from ..core.tables import NOT_RUN, folded, where
 from .soak_cases import Case, suite
 
 _HEAD = ["configurations", "cases", "calls", "differing bytes"]
@@ -40,6 +40,14 @@ def totals(records: list[dict]) -> tuple[int, int, int]:
     differing = sum(sum(part.get("differing_bytes", {}).values()) for part in [*found, *graphs])
     calls = sum(item.get("repeats", 0) for item in found)
     return calls, sum(graph.get("replays", 0) for graph in graphs), differing
+
+
+def verdict(records: list[dict]) -> str:
+    """How many bytes differed in how many calls."""
+    calls, replays, differing = totals(records)
+    if not calls:
+        return NOT_RUN
+    return f"{differing:,} differing bytes in {calls:,} calls and {replays:,} graph replays"
 
 
 def _rows(records: list[dict]) -> list[list[str]]:

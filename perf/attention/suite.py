@@ -1,14 +1,15 @@
-"""Which cases and systems one call measures, and the card's facts that the run needs."""
+"""Which cases and rivals one call measures, and the card's facts that the run needs."""
 
 from __future__ import annotations
 
 import torch
 
-from .. import targets, timing
+from ..core import timing
+from . import targets
 from .bench import Options
 from .cases import Case
 
-QUICK_SYSTEMS = ("ours", "ours_unordered", "fa4")
+QUICK_RIVALS = ("ours", "ours_unordered", "fa4")
 PATIENCE_S = 100.0
 
 
@@ -23,7 +24,7 @@ def chosen(
 ) -> list[Case]:
     """The suite's cases that have these sizes; an empty list asks for all, lengths are free."""
     found = []
-    for mask, own, dim, queries, kv_heads in targets.attention_cases(quick):
+    for mask, own, dim, queries, kv_heads in targets.cases(quick):
         fits = (not masks or mask in masks) and (not d or dim in d)
         fits &= (not heads or queries in heads) and (not group or queries // kv_heads in group)
         if fits:
@@ -31,18 +32,16 @@ def chosen(
     return list(dict.fromkeys(found))
 
 
-def options(
-    systems: list[str], passes: list[str], *, by_default: bool, check_only: bool
-) -> Options:
+def options(rivals: list[str], passes: list[str], *, by_default: bool, check_only: bool) -> Options:
     """A run on the card; ``by_default``: rivals only where the suite has them."""
 
-    def wanted(system: str, case: Case) -> bool:
+    def wanted(rival: str, case: Case) -> bool:
         size = (case.dim, case.heads, case.kv_heads)
-        return not by_default or targets.attention_rival_wanted(system, case.mask, size)
+        return not by_default or targets.rival_wanted(rival, case.mask, size)
 
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     return Options(
-        systems,
+        rivals,
         passes,
         check_only=check_only,
         l2_bytes=l2_bytes,

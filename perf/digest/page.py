@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from ..models import model, models
-from ..tables import NOT_RUN, commit_of, table
+from ..core.counts import recorded
+from ..core.models import model, models
+from ..core.tables import NOT_RUN, commit_of, table
 from .cases import CASES
 from .run import comparable
 
 _SHOWN = 12  # hex digits of a digest
 EQUAL, DIFFERS = "equal", "differs"
+COUNTS = (
+    recorded(
+        "digests of fixed inputs recorded",
+        "case",
+        {case.name for case in CASES},
+        lambda item: item["kind"] == "digest",
+    ),
+)
 ONE_MODEL, OTHER_ID = "one model", "other contract ids"
 
 

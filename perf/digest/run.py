@@ -16,7 +16,7 @@ from torch import Tensor
 import cute_kernels as ck
 from cute_kernels import arch
 
-from .. import record
+from ..core import record
 from .cases import Case, Tensors
 
 EQUAL, DIFFERS, NO_RECORD = "equal", "differs", "no record"

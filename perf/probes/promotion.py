@@ -12,11 +12,12 @@ dense kernel is timed against "chain".
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
-from perf import targets, timing
-
+from ..core import timing
+from ..gemm import targets
 from . import inputs, truncation
 from .tally import Tally, poisoned
 from .wgmma_kernel import Chain
@@ -26,38 +27,43 @@ TILES = ((128, 1), (128, 2), (192, 2))  # (n, warpgroups)
 DENSE_SHAPE = "mlp_down"
 
 
+@dataclass(frozen=True)
+class Plan:
+    """(n, warpgroups) tiles, timed over k with leaves of each period; the size of the bits."""
+
+    tiles: tuple[tuple[int, int], ...] = TILES
+    periods: tuple[int, ...] = PERIODS
+    k: int = 1 << 17
+    size: tuple[int, int, int] = (2048, 2048, 1024)
+    rounds: int = timing.MIN_ROUNDS
+
+
 def run(
-    build,
-    *,
-    device: str = "cuda",
-    units: int | None = None,
-    k: int = 1 << 17,
-    rounds: int = timing.MIN_ROUNDS,
-    tiles: tuple[tuple[int, int], ...] = TILES,
-    periods: tuple[int, ...] = PERIODS,
-    size: tuple[int, int, int] = (2048, 2048, 1024),
-    clock=None,
+    build, plan: Plan | None = None, *, device: str = "cuda", units: int | None = None, clock=None
 ) -> Iterator[dict]:
     """One record per tile and period with its time over the chain's, then the answer."""
+    plan = plan or Plan()
     if units is None:
         units = torch.cuda.get_device_properties(0).multi_processor_count
     worst: dict[int, float] = {}
-    for n, warpgroups in tiles:
-        chains = {p: Chain(n, warpgroups, promote_every=p, resident=True) for p in (0, *periods)}
-        for period, body in _times(build, chains, device, units, k, rounds, clock).items():
+    for n, warpgroups in plan.tiles:
+        chains = {
+            p: Chain(n, warpgroups, promote_every=p, resident=True) for p in (0, *plan.periods)
+        }
+        for period, body in _times(build, chains, plan, device, units, clock).items():
             worst[period] = max(worst.get(period, body["cost"]), body["cost"])
             yield {"case": f"{64 * warpgroups}x{n}, leaf of {period} groups"} | body
     tally = Tally()
-    for period in periods:
-        tally.merge(_bits(build, Chain(128, promote_every=period), device, size))
-    dense = _dense(rounds, clock) if device == "cuda" else {"absent": "needs the card"}
-    costs = {str(p): worst[p] for p in periods}
+    for period in plan.periods:
+        tally.merge(_bits(build, Chain(128, promote_every=period), device, plan.size))
+    dense = _dense(plan.rounds, clock) if device == "cuda" else {"absent": "needs the card"}
+    costs = {str(p): worst[p] for p in plan.periods}
     yield {"case": "answer", "costs": costs, "dense": dense} | tally.items()
 
 
-def _times(build, chains, device, units, k, rounds, clock) -> dict[int, dict]:
+def _times(build, chains, plan: Plan, device, units, clock) -> dict[int, dict]:
     """Median time of each chain on every SM, in turns; cost: time over the chain's, less 1."""
-    one = chains[0]
+    one, k = chains[0], plan.k
     draw = inputs.Draw(4, device)
 
     def rows(count: int) -> torch.Tensor:
@@ -72,7 +78,7 @@ def _times(build, chains, device, units, k, rounds, clock) -> dict[int, dict]:
         compiled = build(chain)
         calls[str(period)] = lambda _, compiled=compiled: compiled(a, b, d)
         calls[str(period)](0)
-    times = timing.interleave(calls, rounds=rounds, clock=clock)
+    times = timing.interleave(calls, rounds=plan.rounds, clock=clock)
     base = times["0"].median
     flops = 2 * a.shape[0] * one.n * k
     return {

@@ -6,9 +6,9 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
-from perf import record, targets
-
+from ..core import record, watch
 from . import model, promotion, smoke, width, zeros
+from .questions import QUESTIONS
 
 PROBES = {
     "smoke": smoke.run,
@@ -18,7 +18,7 @@ PROBES = {
     "promotion": promotion.run,
 }
 GOLDEN = record.ROOT / "tests" / "golden"
-_NUMBERS = {question.probe: question.number for question in targets.QUESTIONS}
+_NUMBERS = {question.probe: question.number for question in QUESTIONS}
 
 
 def compile_here(chain, *, with_c: bool = False):
@@ -59,8 +59,7 @@ def guarded(probe, build) -> Iterator[dict]:
     try:
         yield from probe(build)
     except Exception as error:
-        why = f"{type(error).__name__}: {error}"[:2000]
-        yield {"case": "answer", "verdict": "failed", "why": why}
+        yield {"case": "answer", "verdict": "failed", "why": watch.words(error)}
 
 
 def line(body: dict) -> str:

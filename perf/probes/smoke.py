@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from perf import verify
-
+from ..core.watch import words
+from ..gemm import check
 from . import inputs
 from .tally import poisoned
 from .wgmma_kernel import Chain
@@ -34,11 +34,11 @@ def run(build, *, device: str = "cuda") -> Iterator[dict]:
     good = True
     for name, call in (("wgmma chain", chain), ("ck.linear", library)):
         try:
-            found = verify.check(call, "fwd", t, promised=True)
+            found = check.check(call, "fwd", t, promised=True)
             body = {"ok": found.ok} | found.items()
         except Exception as error:
             # The reason is the result of a smoke test.
-            body = {"ok": False, "why": f"{type(error).__name__}: {error}"[:2000]}
+            body = {"ok": False, "why": words(error)}
         good = good and body["ok"]
         yield {"case": name} | body
     yield {"case": "answer", "verdict": "yes" if good else "no", "torch": torch.__version__}

@@ -103,7 +103,8 @@ class WgmmaChain:
             cute.ceil_div(cute.size(d, mode=[1]), chain.n),
             1,
         ]
-        self.kernel(mma, atom_a, tma_a, atom_b, tma_b, c, d, layout_a, layout_b).launch(
+        layouts = layout_a, layout_b
+        self.kernel(mma, atom_a, tma_a, atom_b, tma_b, c, d, layouts).launch(
             grid=grid, block=[chain.threads, 1, 1], stream=stream
         )
 
@@ -117,10 +118,10 @@ class WgmmaChain:
         gB_nk: cute.Tensor,
         gC_mn: cute.Tensor | None,
         gD_mn: cute.Tensor,
-        layout_a: cute.ComposedLayout,
-        layout_b: cute.ComposedLayout,
+        layouts: tuple[cute.ComposedLayout, cute.ComposedLayout],
     ):
         chain = self.chain
+        layout_a, layout_b = layouts
         thread, _, _ = cute.arch.thread_idx()
         tile_m, tile_n, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -143,6 +144,8 @@ class WgmmaChain:
         tBsB, tBgB = cpasync.tma_partition(
             atom_b, 0, one, cute.group_modes(sB, 0, 2), cute.group_modes(gB, 0, 2)
         )
+
+        copies = (atom_a, tAgA, tAsA), (atom_b, tBgB, tBsB)
 
         tile_mn = (chain.tile_m, chain.n)
         slice_d = mma.get_slice(thread)
@@ -177,9 +180,9 @@ class WgmmaChain:
             mma.set(warpgroup.Field.ACCUMULATE, chain.promote_every == 0 and gC_mn is not None)
             for block in range(first, last):
                 if cutlass.const_expr(not chain.resident):
-                    self.load(warp, full, atom_a, tAgA, tAsA, atom_b, tBgB, tBsB, block, block % 2)
+                    self.load(warp, full, copies, block, block % 2)
                 elif block == 0:
-                    self.load(warp, full, atom_a, tAgA, tAsA, atom_b, tBgB, tBsB, 0, 0)
+                    self.load(warp, full, copies, 0, 0)
                 # acc += A_k B_k, one instruction per k16 group
                 warpgroup.fence()
                 for k in cutlass.range_constexpr(cute.size(rA, mode=[2])):
@@ -201,15 +204,15 @@ class WgmmaChain:
                 tDgD[i] = total[i]
 
     @cute.jit
-    def load(self, warp, full, atom_a, tAgA, tAsA, atom_b, tBgB, tBsB, block, phase):
+    def load(self, warp, full, copies, block, phase):
         """Fills the one stage with K block `block` and waits for it."""
         chain = self.chain
         if warp == 0:
             with cute.arch.elect_one():
                 count = (chain.tile_m + chain.n) * chain.block_k * cutlass.BFloat16.width // 8
                 cute.arch.mbarrier_arrive_and_expect_tx(full, count)
-            cute.copy(atom_a, tAgA[None, block], tAsA, tma_bar_ptr=full)
-            cute.copy(atom_b, tBgB[None, block], tBsB, tma_bar_ptr=full)
+            for atom, tXgX, tXsX in copies:
+                cute.copy(atom, tXgX[None, block], tXsX, tma_bar_ptr=full)
         cute.arch.mbarrier_wait(full, phase)
 
 

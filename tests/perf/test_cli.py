@@ -10,12 +10,13 @@ import torch
 from typer.testing import CliRunner
 
 import perf.attention.bench
-import perf.bench
+import perf.core.timing
+import perf.core.watch
+import perf.gemm.bench
 import perf.probes.runner
-import perf.timing
-from perf import record
 from perf.__main__ import app
-from tests.perf.test_compare import bench
+from perf.core import record
+from tests.perf.core.test_compare import bench
 
 run = CliRunner().invoke
 
@@ -90,7 +91,7 @@ def attention_run(monkeypatch):
     card = types.SimpleNamespace(L2_cache_size=1 << 20)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
-    monkeypatch.setattr(perf.timing, "ceilings", lambda: {"mm_tflops": 1.0, "copy_gbs": 1.0})
+    monkeypatch.setattr(perf.core.timing, "ceilings", lambda: {"mm_tflops": 1.0, "copy_gbs": 1.0})
     asked = {}
 
     def runs(measured, *arguments):
@@ -115,7 +116,7 @@ def test_attention_fails_where_our_result_is_wrong(status, code, attention_run):
     assert done.exit_code == code, done.output
     assert done.output.splitlines()[0] == "a line" and "FAILED: rival" in done.output
     assert len(asked["todo"]) == 7 and asked["options"].passes == ["bwd"]
-    assert asked["options"].systems == ["ours", "ours_unordered", "fa4"]
+    assert asked["options"].rivals == ["ours", "ours_unordered", "fa4"]
     assert asked["options"].patience_s and asked["options"].l2_bytes == 1 << 20
 
 
@@ -136,7 +137,7 @@ def test_attention_asks_for_what_the_options_say(attention_run):
 def test_attention_says_that_the_device_is_lost(attention_run):
     def measured(todo):
         yield "a line"
-        raise perf.attention.bench.Lost("illegal memory access")
+        raise perf.core.watch.Lost("illegal memory access")
 
     done, _ = attention_run(measured)
     assert done.exit_code == 1
@@ -186,7 +187,7 @@ def test_bench_fails_where_our_result_is_wrong(status, code, monkeypatch):
             yield case.items() | body | {"system": "ours", "status": status}
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(perf.bench, "gemm", measured)
+    monkeypatch.setattr(perf.gemm.bench, "gemm", measured)
     done = run(app, ["bench", "gemm", "--case", "dx:qkv:48", "--json"])
     assert done.exit_code == code
     shown = [json.loads(line) for line in done.output.splitlines()]

@@ -11,9 +11,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from perf import h200, record
+from perf import h200
 from perf.__main__ import app
-from perf.h200 import Stage
+from perf.core import record
+from perf.core.stage import Stage
 
 
 def python(name: str, code: str, limit_s: float = 30.0) -> Stage:

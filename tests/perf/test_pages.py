@@ -6,8 +6,11 @@ import json
 
 import pytest
 
-from perf import record, report, targets
-from perf.tables import Bench, latest
+from perf.core import record
+from perf.core.tables import Bench, latest
+from perf.gemm import targets
+from perf.gemm.page import geomean
+from perf.probes.questions import MIN_OUTPUTS, QUESTIONS
 
 #: The runs that the pages quote, by file of records.
 COMMITS = dict.fromkeys(("bench", "probes", "tune", "profile"), "d59b64c")
@@ -31,11 +34,11 @@ def row(text: str, start: str) -> str:
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:
-    return latest(records("bench"))
+    return latest(records("bench"), "gemm")
 
 
 def mean(bench: Bench, product: str, rival: str) -> float:
-    return report.geomean([bench.ratio((product, shape), rival) for shape in targets.SHAPES])
+    return geomean([bench.ratio((product, shape), rival) for shape in targets.SHAPES])
 
 
 @pytest.mark.parametrize(
@@ -65,10 +68,10 @@ def answer(probe: str) -> dict:
     return found[0]
 
 
-@pytest.mark.parametrize("question", targets.QUESTIONS, ids=lambda question: question.probe)
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.probe)
 def test_numerics_counts_what_the_probes_counted(question):
     found = answer(question.probe)
-    assert found["outputs"] >= targets.MIN_OUTPUTS
+    assert found["outputs"] >= MIN_OUTPUTS
     cells = row(page("docs/numerics.md"), f"{question.number}. ")
     assert f"{found['differ']:,} of {found['outputs']:,}" in cells
     extreme = found.get("extreme")

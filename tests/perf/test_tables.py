@@ -6,11 +6,15 @@ import re
 
 import pytest
 
-from perf import cards, models, record, report, tables, targets, verdict
+from perf import cards, report, verdict
+from perf.attention import targets
+from perf.core import record
 from perf.digest.cases import CASES
-from tests.perf.test_attention_page import every
-from tests.perf.test_digest_page import digested
-from tests.perf.test_report import bench, forward, probe, row
+from tests.perf.attention.test_page import every
+from tests.perf.digest.test_page import digested
+from tests.perf.gemm.test_page import bench, forward
+from tests.perf.pages import row
+from tests.perf.probes.test_page import probe
 
 #: Of a laptop's 1366 pixels a table gets 742.  A column takes its longest word and 20 more; letters
 #: of prose (a header's are bold) and of code are this wide at most.  Measured in a browser.
@@ -67,18 +71,6 @@ def test_a_table_that_is_too_wide_is_seen():
     assert len(rows) == 2 and least_width(rows) > PAGE
 
 
-def test_what_every_row_says_is_said_once():
-    head, rows = ["a", "b", "c"], [["1", "x", "same"], ["2", "x", "same"]]
-    assert tables.folded(head, rows, ("b", "c"))[0] == "Every row: b: x; c: same."
-    assert tables.folded(head, rows, ("b", "c"))[2:] == tables.table(["a"], [["1"], ["2"]])
-    rows[1][2] = "other"
-    assert tables.folded(head, rows, ("b", "c"))[2:] == tables.table(
-        ["a", "c"], [["1", "same"], ["2", "other"]]
-    )
-    assert tables.folded(head, rows, ("c",)) == tables.table(head, rows)
-    assert tables.folded(head, [], ("b",)) == tables.table(head, [])
-
-
 def test_the_page_begins_with_its_verdict_and_a_plot():
     page = report.render(record.read_all(), report.load_certificates())
     assert page.startswith("# Status\n\n| question | verdict |\n")
@@ -104,25 +96,9 @@ def test_the_verdict_counts_targets_and_bits():
     assert said("bits of `linear` and `matmul`") == "kept in 5 of 30 cases"
     assert said("bits of attention") == "kept in 56 of 112 cases"
     records[-1]["bitwise"]["repeat"] = False
-    size = targets.attention_cases()[-1]
+    size = targets.cases()[-1]
     broken = f"kept in 55 of 112 cases; broken in bwd {records[-1]['shape']}"
     assert size[0] in broken and said("bits of attention") == broken
-
-
-@pytest.mark.parametrize(
-    ("gpu", "name"),
-    [
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA H200 NVL", "H200"),
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA H100 PCIe", "H100"),
-        ("NVIDIA GH200 480GB", "NVIDIA GH200 480GB"),
-        ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB"),
-    ],
-)
-def test_a_model_is_told_by_its_word(gpu, name):
-    assert models.model(gpu) == name
-    assert models.models([{"gpu": gpu}, {"gpu": "none"}])[:2] == ["H100", "H200"]
 
 
 def test_each_model_has_a_column_from_its_own_records():
@@ -151,5 +127,5 @@ def test_questions_and_passes_are_counted_where_they_ran():
 
 
 def test_the_verdict_of_no_record_is_not_run():
-    words = [line.split(" | ")[1].strip(" |") for line in verdict.render([], [], [], [])[2:]]
+    words = [line.split(" | ")[1].strip(" |") for line in verdict.render([], [])[2:]]
     assert words[:5] == ["not run"] * 5

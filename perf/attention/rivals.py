@@ -1,0 +1,74 @@
+"""Who is measured: the forward and the backward of a problem as calls, for timing alone.
+
+A forward takes an input set to (out, lse), a backward to (dq, dk, dv); all that the first call
+does once (masks, schedules, compilation) is no part of the later ones.
+"""
+
+from __future__ import annotations
+
+from ..core.rival import Call, Rival, Start, by_name
+from .cases import Problem
+
+
+def _operands(problem: Problem):
+    from cute_kernels.sparse_attn import prepare
+
+    case = problem.case
+    sizes = (case.batch, case.s, case.s, case.heads, case.kv_heads, case.dim)
+    return prepare.operands(
+        problem.mask.handle, False, "auto", True, sizes, str(problem.mask.device)
+    )
+
+
+def _ours(ordered: bool) -> dict[str, Start]:
+    def forward(problem: Problem) -> Call:
+        from cute_kernels.sparse_attn import op
+
+        rest = (*_operands(problem), problem.case.scale, 0.0, True)
+        return lambda t: op.block_sparse_attention(t.q, t.k, t.v, *rest)
+
+    def backward(problem: Problem) -> Call:
+        from cute_kernels.sparse_attn import op
+
+        rest = (*_operands(problem), problem.case.scale, 0.0, ordered)
+        run = op.block_sparse_attention_backward
+        return lambda t: run(t.dout, None, t.q, t.k, t.v, t.out, t.lse, *rest)
+
+    return {"fwd": forward, "bwd": backward} if ordered else {"bwd": backward}
+
+
+def _fa4(ordered: bool) -> dict[str, Start]:
+    def forward(problem: Problem) -> Call:
+        from . import fa4
+
+        return fa4.forward(problem)
+
+    def backward(problem: Problem) -> Call:
+        from . import fa4
+
+        return fa4.backward(problem, ordered)
+
+    return {"bwd": backward} if ordered else {"fwd": forward, "bwd": backward}
+
+
+def _flex() -> dict[str, Start]:
+    def forward(problem: Problem) -> Call:
+        from . import flex
+
+        return flex.forward(problem)
+
+    def backward(problem: Problem) -> Call:
+        from . import flex
+
+        return flex.backward(problem)
+
+    return {"fwd": forward, "bwd": backward}
+
+
+RIVALS = by_name(
+    Rival("ours", _ours(ordered=True), promised=True, ordered=True),
+    Rival("ours_unordered", _ours(ordered=False), promised=True),
+    Rival("fa4", _fa4(ordered=False)),
+    Rival("fa4_ordered", _fa4(ordered=True), ordered=True),
+    Rival("flex", _flex(), ordered=True, short=False),
+)

@@ -1,0 +1,95 @@
+"""The masks and sizes of attention that are measured, and what they are measured against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Lengths of each mask, at 32k tokens a batch.
+MASKS = {
+    "full": (4096, 8192),
+    "causal": (8192,),
+    "window": (8192,),
+    "document": (8192,),
+    "prefix": (8192,),
+    "random": (8192,),
+}
+DIMS = (64, 128)
+#: (head size, query heads, KV heads), the most telling first: the time of a call may end.
+SIZES = tuple(
+    (dim, heads, heads // group)
+    for heads, group in ((16, 1), (16, 4), (32, 1), (32, 4))
+    for dim in DIMS[::-1]
+)
+QUICK = SIZES[:1]
+
+
+@dataclass(frozen=True)
+class Target:
+    """`system` must take at most `at_most` times what `rival` takes, in every case of `masks`.
+
+    masks: (mask, length) pairs; empty for all.
+    """
+
+    which: str
+    system: str
+    rival: str
+    at_most: float
+    masks: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def text(self) -> str:
+        masks = ", ".join(f"{mask} {s // 1024}k" for mask, s in self.masks) or "every case of both"
+        names = RIVAL_TEXT
+        return (
+            f"{self.which}, {masks}: {names[self.system]} <= {self.at_most:.2f}x the time of "
+            f"{names[self.rival]}"
+        )
+
+
+RIVAL_TEXT = {
+    "ours": "ours",
+    "ours_unordered": "ours without order",
+    "fa4": "FA4",
+    "fa4_ordered": "FA4 deterministic",
+    "flex": "FlexAttention",
+}
+
+
+def _order_costs(at_most: float, *masks: tuple[str, int]) -> Target:
+    return Target("bwd", "ours", "ours_unordered", at_most, masks)
+
+
+TARGETS = (
+    _order_costs(1.03, ("full", 8192)),
+    _order_costs(1.07, ("full", 4096)),
+    _order_costs(1.06, ("causal", 8192)),
+    _order_costs(1.05, ("window", 8192)),
+    _order_costs(1.10, ("document", 8192)),
+    _order_costs(1.06, ("prefix", 8192)),
+    _order_costs(1.15, ("random", 8192)),
+    Target("bwd", "ours_unordered", "fa4", 1 / 0.97),
+    Target("bwd", "ours", "flex", 1 / 1.5),
+    Target("fwd", "ours", "fa4", 1 / 0.95),
+)
+#: TFLOP/s of our ordered backward, full mask, D = 128, at least; cost of its lists, at most.
+RATE = 600.0
+LISTS = 0.02
+
+
+def cases(quick: bool = False) -> list[tuple[str, int, int, int, int]]:
+    """(mask, length, head size, query heads, KV heads) of every row of the status page."""
+    sizes = QUICK if quick else SIZES
+    masks = [(mask, s) for mask, lengths in MASKS.items() for s in lengths]
+    return [(mask, s, *size) for size in sizes for mask, s in masks]
+
+
+def rival_wanted(rival: str, mask: str, size: tuple[int, int, int]) -> bool:
+    """Whether a rival is measured in a case by default: each compiles for seconds to a minute."""
+    dim, heads, kv_heads = size
+    if rival == "fa4":
+        return heads == kv_heads or mask in ("full", "causal", "document")
+    if rival == "fa4_ordered":
+        return heads == kv_heads == 16
+    if rival == "flex":
+        return (dim, heads, kv_heads) == (128, 16, 16) and mask in ("causal", "document")
+    return True

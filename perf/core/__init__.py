@@ -1,0 +1,1 @@
+"""What every system's measurements share; imports no system."""

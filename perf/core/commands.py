@@ -1,0 +1,98 @@
+"""What the command line is made of: verbs, to which every system adds, and options in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import record
+
+
+def _verb(text: str) -> typer.Typer:
+    return typer.Typer(no_args_is_help=True, help=text)
+
+
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+bench = _verb("Time kernels against their rivals.")
+profile = _verb("Hardware counters through Nsight Compute.")
+soak = _verb("The same bytes, thousands of times.")
+sanitize = _verb("Small cases under compute-sanitizer.")
+app.add_typer(bench, name="bench")
+app.add_typer(profile, name="profile")
+app.add_typer(soak, name="soak")
+app.add_typer(sanitize, name="sanitize")
+
+Commit = Annotated[str | None, typer.Option(help="the commit, where the tree has no .git")]
+Output = Annotated[Path | None, typer.Option("-o", "--output")]
+
+
+def need_gpu(what: str) -> None:
+    """One line and exit code 2 where there is no CUDA GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        typer.echo(f"perf {what}: needs a CUDA GPU; torch {torch.__version__} sees none")
+        raise typer.Exit(2)
+
+
+def chosen(option: str, text: str, allowed: Collection[str]) -> list[str]:
+    """A comma-separated option as a list of known names."""
+    names = [part for part in text.split(",") if part]
+    for name in names:
+        if name not in allowed:
+            raise typer.BadParameter(f"{option}: expected {', '.join(allowed)}; got {name!r}")
+    return names
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """A comma-separated option as whole numbers."""
+    parts = [part for part in text.split(",") if part]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise typer.BadParameter(f"{option}: expected whole numbers above 0, got {text!r}")
+    return [int(part) for part in parts]
+
+
+def stop(what: str, error: Exception | str, code: int = 2) -> typer.Exit:
+    """One line about an error, and the exit to raise."""
+    typer.echo(f"perf {what}: {error}")
+    return typer.Exit(code)
+
+
+def told(what: str, found: Iterable[dict | str], line: Callable[[dict], str]) -> list[dict]:
+    """Prints what a run yields; its records.  A lost device is one line and exit code 1."""
+    from .watch import Lost
+
+    bodies = []
+    try:
+        for body in found:
+            typer.echo(body if isinstance(body, str) else line(body))
+            bodies += [] if isinstance(body, str) else [body]
+    except Lost as error:
+        raise stop(what, f"the device is lost: {error}", 1) from None
+    return bodies
+
+
+def soaked(found: Iterable[dict | str]) -> None:
+    """Prints a soak and its verdict; exit code 1 if it does not hold."""
+    from . import soak as soaking
+
+    text, held = soaking.verdict(told("soak", found, soaking.line))
+    typer.echo(text)
+    if not held:
+        raise typer.Exit(1)
+
+
+def sanitized(bodies: Iterable[dict], path: Path) -> None:
+    """Writes and prints the records of compute-sanitizer; exit code 1 if one is not good."""
+    from . import sanitize as sanitizing
+
+    good = True
+    for body in bodies:
+        record.append(path, body)
+        typer.echo(sanitizing.line(body))
+        good &= body["status"] == "ok"
+    if not good:
+        raise typer.Exit(1)

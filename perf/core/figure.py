@@ -1,0 +1,40 @@
+"""What every plot of the status page shares: its size, its files, its title, two colours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .tables import Bench
+
+OURS, OTHER = "#1f5fa8", "#c2572b"
+
+
+def figure():
+    """(figure, axes) that draw the same file from the same records."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = "cute_kernels"
+    return pyplot.subplots(figsize=(8, 4.2), layout="constrained")
+
+
+def save(figure, folder: Path, name: str) -> list[Path]:
+    """The figure as SVG and PNG."""
+    from matplotlib import pyplot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.svg", folder / f"{name}.png"]
+    figure.savefig(paths[0], metadata={"Date": None})
+    figure.savefig(paths[1], dpi=160, metadata={"Software": None})
+    pyplot.close(figure)
+    return paths
+
+
+def title(bench: Bench, what: str) -> str:
+    """What was measured, on which cards, when."""
+    cards = sorted(
+        {f"{r['gpu']}, {r['date'][:10]}" for r in bench.records.values() if "tflops" in r}
+    )
+    return f"bf16 {what}, " + "; ".join(cards)

@@ -1,0 +1,307 @@
+"""The same bytes, again and again: what every `perf soak` shares.
+
+A case is called again and again beside a stream of other work, on 16 caps of the persistent grid,
+into outputs and workspace that hold junk; then captured in a CUDA graph and replayed.  Each result
+is compared with the first call's, byte for byte, on the device.  The controls are calls without an
+order: some outputs are expected to differ, which shows that this loop can see a difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cute_kernels import settings
+
+from . import record
+from .watch import failure, watched, within
+
+#: Caps of the persistent grid, one after another; on fewer SMs the larger ones are the same.
+CTAS = (8, 13, 21, 33, 44, 55, 66, 77, 88, 96, 104, 112, 120, 128, 131, 132)
+#: Bytes that fill outputs and workspace: NaN and -1, large, small, zero.
+FILLS = (0xFF, 0x7F, 0x01, 0x00)
+# No common factors with each other or with 16: every cap meets every disturbance.
+POISON_EVERY, BUSY_EVERY = 7, 3
+GRAPH_REPLAYS = 1_000
+PATIENCE_S = 100.0
+_CAP = settings.PREFIX + "MAX_CTAS"
+
+Call = Callable[[], tuple[Tensor, ...]]
+#: A call to (the tensors that a replay writes, what replays).
+Capture = Callable[[Call], tuple[tuple[Tensor, ...], Callable[[], None]]]
+
+
+class Case(Protocol):
+    """What is repeated.
+
+    outputs: their names.  may_differ: those that a control may differ in; none of other cases.
+    launcher: the module whose `empty` and `workspace` allocate what the kernels write.
+    """
+
+    label: str
+    repeats: int
+    outputs: tuple[str, ...]
+    may_differ: tuple[str, ...]
+    launcher: ModuleType
+
+    def items(self) -> dict:
+        """The fields of a record that say what was run."""
+
+    def started(self, device: str) -> Call:
+        """A call on one set of inputs."""
+
+
+@dataclass
+class Options:
+    """How long, and the device (a CPU in tests); repeats: in place of each case's own."""
+
+    repeats: int | None = None
+    budget_s: float = 1e9
+    device: str = "cuda"
+    finish: Callable[[], None] = torch.cuda.synchronize
+    now: Callable[[], float] = time.monotonic
+    patience_s: float | None = None
+    #: Puts other work on the device, beside what follows.
+    busy: Callable[[], None] = lambda: None
+    capture: Capture | None = None
+
+
+class Tally:
+    """Differing bytes of each output, and differing results, counted on the device."""
+
+    def __init__(self, names: tuple[str, ...], want: tuple[Tensor, ...]):
+        self.names = names
+        self.want = [_bytes(t).clone() for t in want]
+        self.bytes = torch.zeros(len(want), dtype=torch.int64, device=want[0].device)
+        self.results = torch.zeros((), dtype=torch.int64, device=want[0].device)
+
+    def add(self, found: tuple[Tensor, ...]) -> None:
+        """Compares one result; waits for nothing."""
+        pairs = zip(found, self.want, strict=True)
+        each = torch.stack([(_bytes(got) != want).sum() for got, want in pairs])
+        self.bytes += each
+        self.results += each.any()
+
+    def read(self) -> dict:
+        """The fields of a record; waits for the device."""
+        counts = dict(zip(self.names, self.bytes.tolist(), strict=True))
+        return {"differing_bytes": counts, "differing_results": int(self.results)}
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.contiguous().view(torch.uint8)
+
+
+@contextlib.contextmanager
+def poisoned(launcher: ModuleType, fill: int):
+    """What a launcher allocates within this block holds `fill` in every byte."""
+    kept = launcher.empty, launcher.workspace
+
+    def empty(*args, **options):
+        return _filled(kept[0](*args, **options), fill)
+
+    def workspace(*args, **options):
+        held = kept[1](*args, **options)
+        for t in held:
+            _filled(t, fill)
+        return held
+
+    launcher.empty, launcher.workspace = empty, workspace
+    try:
+        yield
+    finally:
+        launcher.empty, launcher.workspace = kept
+
+
+def _filled(t: Tensor, fill: int) -> Tensor:
+    t.view(torch.uint8).fill_(fill)
+    return t
+
+
+@contextlib.contextmanager
+def caps():
+    """Gives a function that caps the persistent grid; at the end the cap is what it was."""
+    before = os.environ.get(_CAP)
+
+    def cap(ctas: int) -> None:
+        os.environ[_CAP] = str(ctas)
+        settings.reload()
+
+    try:
+        yield cap
+    finally:
+        os.environ.pop(_CAP, None)
+        if before is not None:
+            os.environ[_CAP] = before
+        settings.reload()
+
+
+def repeat(case: Case, call: Call, want: tuple[Tensor, ...], count: int, options: Options) -> dict:
+    """Calls `count` times under every disturbance; what differed from `want`."""
+    tally, poisons = Tally(case.outputs, want), 0
+    with caps() as cap:
+        for i in range(count):
+            cap(CTAS[i % len(CTAS)])
+            if i % BUSY_EVERY == 0:
+                options.busy()
+            if i % POISON_EVERY == 0:
+                with poisoned(case.launcher, FILLS[poisons % len(FILLS)]):
+                    found = call()
+                poisons += 1
+            else:
+                found = call()
+            tally.add(found)
+    return tally.read() | {"repeats": count, "poisoned": poisons, "ctas": list(CTAS)}
+
+
+def replay(case: Case, call: Call, want: tuple[Tensor, ...], count: int, options: Options) -> dict:
+    """Captures a call, its poison included, and replays it `count` times."""
+    with poisoned(case.launcher, FILLS[0]):
+        found, again = options.capture(call)
+    tally = Tally(case.outputs, want)
+    for i in range(count):
+        if i % BUSY_EVERY == 0:
+            options.busy()
+        again()
+        tally.add(found)
+    return tally.read() | {"replays": count}
+
+
+def soak(case: Case, options: Options) -> dict:
+    """The record body of one case."""
+    body = case.items() | {"expected_to_differ": bool(case.may_differ), "status": "ok"}
+    start = options.now()
+    try:
+        with watched(options.patience_s):
+            call = case.started(options.device)
+            want = call()
+            options.finish()
+        body["first_call_s"] = round(options.now() - start, 3)
+        odd = _unlikely(case.outputs, want)
+        if odd:
+            return body | {"status": "failed", "why": odd}
+        start = options.now()
+        count = options.repeats or case.repeats
+        with watched(options.patience_s):
+            body |= repeat(case, call, want, count, options)
+        if options.capture is not None:
+            with watched(options.patience_s):
+                replays = min(count, GRAPH_REPLAYS)
+                body["graph"] = replay(case, call, want, replays, options)
+        body["seconds"] = round(options.now() - start, 3)
+    except Exception as error:
+        return body | failure(error, options.finish)
+    why = wrong(body, case.may_differ)
+    return body | ({"status": "failed", "why": why} if why else {})
+
+
+def _unlikely(names: tuple[str, ...], first: tuple[Tensor, ...]) -> str:
+    """Why the bytes of a first result are not worth comparing; empty if they are."""
+    for name, t in zip(names, first, strict=True):
+        if not t.isfinite().all():
+            return f"{name} of the first call is not finite"
+        if t.float().std() == 0:
+            return f"{name} of the first call is one value"
+    return ""
+
+
+def wrong(body: dict, may_differ: tuple[str, ...]) -> str:
+    """What differed that must not; empty if nothing did."""
+    found = []
+    for what, part in (("repeats", body), ("graph replays", body.get("graph"))):
+        counts = (part or {}).get("differing_bytes", {})
+        kept = {n: c for n, c in counts.items() if n not in may_differ}
+        if any(kept.values()):
+            named = ", ".join(f"{c} bytes of {n}" for n, c in kept.items() if c)
+            found.append(f"{named} differ in {part['differing_results']} {what}")
+    return "; ".join(found)
+
+
+def differed(body: dict) -> bool:
+    """Whether any byte differed in the repeats or the replays."""
+    parts = (body, body.get("graph") or {})
+    return any(sum(part.get("differing_bytes", {}).values()) for part in parts)
+
+
+def verdict(bodies: list[dict]) -> tuple[str, bool]:
+    """One line on all records, and whether the soak holds."""
+    failed = [body for body in bodies if body["status"] != "ok"]
+    controls = [body for body in bodies if body["expected_to_differ"]]
+    seen = sum(map(differed, controls))
+    blind = bool(controls) and not seen
+    text = f"{len(bodies) - len(controls)} cases and {len(controls)} controls: "
+    text += f"{len(failed)} failed, {seen} controls differed"
+    if blind:
+        text += "; no control differed, so this soak could not have seen a difference"
+    if not controls:
+        text += "; without a control nothing shows that a difference would be seen"
+    return text, not failed and not blind
+
+
+def measure(
+    kernel: str,
+    todo: list[Case],
+    options: Options,
+    *,
+    output: Path | None,
+    commit: str | None = None,
+) -> Iterator[dict | str]:
+    """Yields records as they are written; a line of text for what the budget does not reach."""
+    common = record.environment(commit) | {"kind": "soak", "kernel": kernel}
+
+    def recorded(case: Case) -> Iterator[dict]:
+        body = soak(case, options) | common
+        if output is not None:
+            record.append(output, body)
+        yield body
+
+    yield from within(options.now() + options.budget_s, todo, recorded, options.now)
+
+
+def line(body: dict) -> str:
+    """One line for the terminal."""
+    parts = []
+    if body["status"] != "ok":
+        parts.append(f"{body['status'].upper()}: {body['why'].splitlines()[0][:300]}")
+    if "repeats" in body:
+        many = sum(body["differing_bytes"].values())
+        parts.append(f"{body['repeats']} repeats, {many} differing bytes")
+    if "graph" in body:
+        many = sum(body["graph"]["differing_bytes"].values())
+        parts.append(f"{body['graph']['replays']} replays, {many}")
+    if "seconds" in body:
+        parts.append(f"{body['seconds']:.1f} s (first call {body['first_call_s']:.1f} s)")
+    return f"{body['shape']:<44} " + "; ".join(parts)
+
+
+def on_the_card(repeats: int | None, budget_s: float) -> Options:
+    """The options of a run on a GPU: products on another stream, graphs, a watchdog."""
+    other = torch.cuda.Stream()
+    small, large = (torch.randn(n, n, device="cuda").bfloat16() for n in (1024, 4096))
+    sinks = torch.empty_like(small), torch.empty_like(large)
+    turn = [0]
+    torch.cuda.synchronize()
+
+    def busy() -> None:
+        turn[0] += 1
+        noise, sink = ((small, sinks[0]), (large, sinks[1]))[turn[0] % 2]
+        with torch.cuda.stream(other):
+            torch.mm(noise, noise, out=sink)
+
+    def capture(call: Call):
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = call()
+        return found, graph.replay
+
+    return Options(repeats, budget_s, patience_s=PATIENCE_S, busy=busy, capture=capture)

@@ -1,0 +1,111 @@
+"""What the parts of the status page share: the records that count, and cells of a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NOT_RUN = "not run"
+
+Case = tuple[str, str]  # product, shape label
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The latest record of each (system, product, shape label)."""
+
+    records: dict[tuple[str, str, str], dict]
+
+    def get(self, case: Case, system: str = "ours") -> dict | None:
+        return self.records.get((system, *case))
+
+    def ratio(self, case: Case, rival: str, system: str = "ours") -> float | None:
+        """The rival's time over the system's, of one call's record."""
+        own = self.get(case, system)
+        return None if own is None else own.get("ratio", {}).get(rival)
+
+
+def latest(records: list[dict], kernel: str) -> Bench:
+    """The records of one kernel.
+
+    Of several records of a case the one with the latest date counts, then the last line.  One that
+    took no time replaces a timed one only if it failed.
+    """
+    kept: dict[tuple[str, str, str], dict] = {}
+    own = [r for r in records if r["kind"] == "bench" and r["kernel"] == kernel]
+    for item in sorted(own, key=lambda r: r["date"]):
+        key = (item["system"], item["product"], item["shape"])
+        if (
+            "median_us" in item
+            or item["status"] == "failed"
+            or "median_us" not in kept.get(key, {})
+        ):
+            kept[key] = item
+    return Bench(kept)
+
+
+def table(header: list[str], rows: list[list[str]]) -> list[str]:
+    """Lines of a Markdown table."""
+    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    return lines + ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def folded(header: list[str], rows: list[list[str]], shared: tuple[str, ...]) -> list[str]:
+    """Lines of a table without those columns of `shared` whose cells are all the same.
+
+    A line before the table tells what they say, so that a wide table fits a page.
+    """
+    told = {name: {row[header.index(name)] for row in rows} for name in shared}
+    once = {name: cells.pop() for name, cells in told.items() if len(cells) == 1}
+    keep = [i for i, name in enumerate(header) if name not in once]
+    lines = table([header[i] for i in keep], [[row[i] for i in keep] for row in rows])
+    said = "; ".join(f"{name}: {cell}" for name, cell in once.items())
+    return [f"Every row: {said}.", "", *lines] if once else lines
+
+
+def commit_of(item: dict) -> str:
+    """The commit of a record; a `+` where the tree had changes."""
+    mark = "+" if item.get("dirty") else ""
+    return item["commit"][:10] + mark
+
+
+def where(item: dict | None) -> str:
+    """GPU, commit and date of a record that holds."""
+    if item is None or item["status"] == "absent":
+        return NOT_RUN
+    verdict = "" if item["status"] == "ok" else f"{item['status']} "
+    return f"{verdict}{item['gpu']}, {commit_of(item)}, {item['date'][:10]}"
+
+
+def times(value: float | None) -> str:
+    """A ratio."""
+    return NOT_RUN if value is None else f"{value:.2f}x"
+
+
+def bits(item: dict | None) -> str:
+    """The bitwise verdicts of a record: "same", or the names of those that do not hold."""
+    if item is None or "bitwise" not in item:
+        return NOT_RUN
+    broken = sorted(name for name, held in item["bitwise"].items() if not held)
+    return f"differ: {', '.join(broken)}" if broken else "same"
+
+
+def kept(bench: Bench, cases: list[tuple[str, str]]) -> str:
+    """In how many cases every bitwise promise of the latest record held; those that broke one."""
+    found = {case: bench.get(case) for case in cases}
+    checked = {case: item["bitwise"] for case, item in found.items() if "bitwise" in (item or {})}
+    broken = [" ".join(case) for case, held in checked.items() if not all(held.values())]
+    if not checked:
+        return NOT_RUN
+    kept = f"kept in {len(checked) - len(broken)} of {len(cases)} cases"
+    return f"{kept}; broken in {', '.join(broken)}" if broken else kept
+
+
+def certified(certificates: list[dict], kernel: str) -> tuple[str, str]:
+    """("compiled", "certified") cells of a kernel: as the catalogue names it."""
+    own = [c for c in certificates if c["name"] == kernel]
+    if not own:
+        return NOT_RUN, NOT_RUN
+    good = [c for c in own if c["ok"]]
+    registers = [c["registers"] for c in own if "registers" in c]
+    limit = f", <= {max(registers)} registers" if registers else ""
+    return f"{len(own)} configurations", f"{len(good)} of {len(own)}{limit}"

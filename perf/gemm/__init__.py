@@ -1,0 +1,1 @@
+"""Products: their cases, rivals, checks, targets and pages."""

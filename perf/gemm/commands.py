@@ -1,0 +1,112 @@
+"""The command line of products: `perf bench|profile gemm`, `perf tune`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from ..core import commands as verbs
+from ..core import record
+from ..core.commands import Commit, Output, chosen, need_gpu, numbers, stop
+from . import targets
+
+
+@verbs.bench.command("gemm")
+def bench_gemm(
+    shape: Annotated[str, typer.Option(help="qkv,o_proj,...; default: the status page's")] = "",
+    m: Annotated[str, typer.Option(help="row counts, 512,1024; default: each shape's own")] = "",
+    product: Annotated[str, typer.Option(help="of fwd,dx,dw")] = ",".join(targets.PRODUCTS),
+    rivals: Annotated[str, typer.Option(help="who is measured; see perf/gemm/rivals.py")] = "",
+    rounds: Annotated[int, typer.Option(min=50, help="samples of each rival")] = 50,
+    output: Output = None,
+    check_only: Annotated[bool, typer.Option(help="correctness and bits, no time")] = False,
+    case: Annotated[list[str] | None, typer.Option(hidden=True)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="records on standard output")] = False,
+    commit: Commit = None,
+) -> None:
+    """Checks every rival against float64, then times them in turns.  Appends one line per case."""
+    need_gpu("bench")
+    from . import bench
+    from .cases import cases
+    from .rivals import DEFAULT, RIVALS
+
+    names = chosen("--rivals", rivals, RIVALS) or list(DEFAULT)
+    shapes = chosen("--shape", shape, targets.SHAPES)
+    products = chosen("--product", product, targets.PRODUCTS)
+    todo = cases(shapes, numbers("--m", m), products)
+    if case:
+        fields = [text.split(":") for text in case]
+        todo = [cases([s], [int(rows)], [p])[0] for p, s, rows in fields]
+    path = None if as_json else output or record.RESULTS / "gemm.jsonl"
+    measured = bench.gemm(
+        todo, names, output=path, rounds=rounds, check_only=check_only, commit=commit
+    )
+    failed = 0
+    for body in measured:
+        typer.echo(json.dumps(body) if as_json else bench.line(body))
+        failed += body["system"] == "ours" and body["status"] != "ok"
+    if failed:
+        raise typer.Exit(1)
+
+
+@verbs.app.command("tune")
+def tune_gemm(
+    kernel: Annotated[str, typer.Argument(help="gemm")] = "gemm",
+    shape: Annotated[str, typer.Option()] = "qkv,mlp_down",
+    product: Annotated[str, typer.Option(help="of fwd,dx,dw")] = "fwd",
+    variant: Annotated[list[str] | None, typer.Option(help="tile_n=192,cluster_m=1")] = None,
+    rounds: Annotated[int, typer.Option(min=50)] = 50,
+    output: Output = None,
+    commit: Commit = None,
+) -> None:
+    """Variants of a kernel's configuration: the same bits, then their times in turns."""
+    need_gpu("tune")
+    from . import tune
+    from .cases import cases
+
+    chosen("KERNEL", kernel, ("gemm",))
+    shapes = chosen("--shape", shape, targets.SHAPES)
+    products = chosen("--product", product, targets.PRODUCTS)
+    variants, path = list(variant or tune.VARIANTS), output or record.RESULTS / "tune.jsonl"
+    for case in cases(shapes, [], products):
+        typer.echo("\n".join(tune.write(case, variants, path, rounds, commit)))
+
+
+@verbs.profile.command("gemm")
+def profile_gemm(
+    shape: Annotated[str, typer.Option()] = "qkv",
+    product: Annotated[str, typer.Option(help="one of fwd,dx,dw")] = "fwd",
+    system: Annotated[str, typer.Option(help="whose kernel")] = "ours",
+    output: Output = None,
+    commit: Commit = None,
+) -> None:
+    """Counters of one launch: achieved against the floor, and where warps stall."""
+    need_gpu("profile")
+    from ..core import ncu
+    from . import profile
+    from .rivals import RIVALS
+
+    chosen("--shape", shape, targets.SHAPES)
+    chosen("--product", product, targets.PRODUCTS)
+    chosen("--system", system, RIVALS)
+    try:
+        body = profile.gemm(shape, product, system, commit)
+    except ncu.ProfileError as error:
+        raise stop("profile", error) from None
+    record.append(output or record.RESULTS / "profile.jsonl", body)
+    typer.echo("\n".join(profile.lines(body)))
+
+
+@verbs.profile.command("target", hidden=True)
+def profile_target(
+    shape: Annotated[str, typer.Option()],
+    product: Annotated[str, typer.Option()],
+    system: Annotated[str, typer.Option()],
+) -> None:
+    """What ncu runs."""
+    need_gpu("profile")
+    from . import profile
+
+    profile.target(shape, product, system)

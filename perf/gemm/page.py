@@ -1,0 +1,199 @@
+"""The part of `linear` and `matmul` on the status page: a pure function of the records."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from ..core.counts import timed
+from ..core.tables import NOT_RUN, Bench, bits, folded, kept, latest, table, times, where
+from . import targets
+
+KERNELS = ("gemm_sm90", "gemm_column_sum_sm90")
+CASES = [(product, targets.label(name, m)) for product, name, m in targets.cases()]
+COUNTS = (timed("`linear`, `matmul`: products timed", "gemm", set(CASES)),)
+NEAR_FLOOR = 0.9  # of the floor: from here on a miss is the rival's doing
+_MEASURE = "`python -m perf bench gemm` on an H200"
+
+
+def _next(bench: Bench, product: str, name: str, m: int) -> str:
+    """What to do about a case, from its record alone."""
+    case = (product, targets.label(name, m))
+    own = bench.get(case)
+    measure = f"`python -m perf bench gemm --shape {name} --m {m} --product {product}` on an H200"
+    if own is None or own["status"] == "absent":
+        return measure
+    if own["status"] != "ok":
+        return "fix: " + own["why"].splitlines()[0][:80]
+    if not all(own["bitwise"].values()):
+        return "fix the bits"
+    ratio = bench.ratio(case, "cublas")
+    if ratio is None:
+        return measure
+    target = next(t for t in targets.TARGETS if (t.product, t.rival) == (product, "cublas"))
+    held = ratio >= (target.each or target.at_least)
+    return "none" if held else f"`python -m perf profile gemm --shape {name} --product {product}`"
+
+
+def _rate_rows(bench: Bench) -> list[list[str]]:
+    rows = []
+    for product, name, m in targets.cases():
+        case = (product, targets.label(name, m))
+        own, cells = bench.get(case), [NOT_RUN, NOT_RUN]
+        if own is not None and "tflops" in own:
+            cells = [f"{own['tflops']:.0f}", f"{own['floor_fraction']:.0%}"]
+        rows.append([*case, *cells, bits(own), where(own), _next(bench, product, name, m)])
+    return rows
+
+
+def _ratio_rows(bench: Bench) -> list[list[str]]:
+    return [
+        [*case, *(times(bench.ratio(case, rival)) for rival in targets.RIVAL_TEXT)]
+        for case in CASES
+    ]
+
+
+def geomean(values: list[float]) -> float:
+    """The geometric mean."""
+    return math.exp(sum(math.log(v) for v in values) / len(values))
+
+
+def _target_row(bench: Bench, target: targets.Target) -> list[str]:
+    cases = [(target.product, name) for name in targets.SHAPES]
+    found = [bench.ratio(case, target.rival, target.system) for case in cases]
+    have = [value for value in found if value is not None]
+    if len(have) < len(found):
+        some = f" ({len(have)} of {len(found)} shapes)" if have else ""
+        return [target.text, NOT_RUN + some, NOT_RUN, _MEASURE]
+    mean = geomean(have)
+    measured = f"{mean:.3f}x (lowest {min(have):.3f}x)"
+    if mean >= target.at_least and (target.each is None or min(have) >= target.each):
+        return [target.text, measured, "held", "none"]
+    return [target.text, measured, "missed", _after_a_miss(bench, target)]
+
+
+def _after_a_miss(bench: Bench, target: targets.Target) -> str:
+    """A profile of the worst shape; near the floor no speed of ours reaches the ratio."""
+    cases = {name: (target.product, name) for name in targets.SHAPES}
+    floor = min(bench.get(case, target.system)["floor_fraction"] for case in cases.values())
+    rates = [(bench.get(case, target.rival) or {}).get("tflops", 0.0) for case in cases.values()]
+    if floor >= NEAR_FLOOR and min(rates) > 0:
+        return (
+            f"none: ours is at {floor:.0%} of the floor or above, the rival runs at "
+            f"{min(rates):.0f} to {max(rates):.0f} TFLOP/s"
+        )
+    worst = min(cases, key=lambda n: bench.ratio(cases[n], target.rival, target.system))
+    return f"`python -m perf profile gemm --shape {worst} --product {target.product}`"
+
+
+def _host_costs(bench: Bench, system: str, mode: str) -> list[float]:
+    costs = [r.get("host_us", {}) for key, r in bench.records.items() if key[0] == system]
+    return [cost[mode] for cost in costs if mode in cost]
+
+
+def _host_rows(bench: Bench) -> list[list[str]]:
+    rows = []
+    for mode, limit in targets.HOST_TARGETS.items():
+        text = f"host time of one forward call, {mode}: <= {limit:g} us"
+        values, rival = (_host_costs(bench, system, mode) for system in ("ours", "cublas"))
+        if not values:
+            rows.append([text, NOT_RUN, NOT_RUN, _MEASURE])
+            continue
+        beside = f" (`torch.mm`: {max(rival):.1f} us)" if rival else ""
+        held = max(values) <= limit
+        step = "none" if held else targets.HOST_NEXT
+        rows.append([text, f"{max(values):.1f} us{beside}", "held" if held else "missed", step])
+    return rows
+
+
+def ratio_points(bench: Bench) -> dict[str, dict[str, float]]:
+    """product -> shape -> throughput over cuBLAS's, of what was timed."""
+    found = {
+        product: {
+            shape: ratio
+            for shape in targets.SHAPES
+            if (ratio := bench.ratio((product, shape), "cublas")) is not None
+        }
+        for product in targets.PRODUCTS
+    }
+    return {product: ratios for product, ratios in found.items() if ratios}
+
+
+def sweep_points(bench: Bench) -> dict[str, list[tuple[int, float]]]:
+    """system -> (M, forward TFLOP/s) at the sweep's K and N, of what was timed."""
+    points: dict[str, list[tuple[int, float]]] = {}
+    for system in sorted({key[0] for key in bench.records}):
+        for m in targets.sweep_sizes():
+            item = bench.get(("fwd", targets.label(targets.SWEEP_SHAPE, m)), system)
+            if item is not None and "tflops" in item:
+                points.setdefault(system, []).append((m, item["tflops"]))
+    return points
+
+
+def images(records: list[dict]) -> list[str]:
+    """The ratios to cuBLAS, if one was measured."""
+    if not ratio_points(latest(records, "gemm")):
+        return []
+    return ["", "![Throughput over cuBLAS](plots/gemm_ratio.svg)"]
+
+
+def plots(records: list[dict], folder: Path) -> list[Path]:
+    """The ratios to cuBLAS, and the rates over M."""
+    from . import plots as drawn
+
+    return drawn.write(records, folder)
+
+
+def _target_rows(bench: Bench) -> list[list[str]]:
+    return [_target_row(bench, target) for target in targets.TARGETS] + _host_rows(bench)
+
+
+def bits_kept(records: list[dict]) -> list[list[str]]:
+    """The promises about bits, as the latest record of each case found them."""
+    return [
+        [
+            "[bits of `linear` and `matmul`](#linear-and-matmul)",
+            kept(latest(records, "gemm"), CASES),
+        ]
+    ]
+
+
+def target_verdicts(records: list[dict]) -> tuple[str, list[str]]:
+    """The verdict of each target of speed."""
+    words = [row[2] for row in _target_rows(latest(records, "gemm"))]
+    return "[speed targets of `linear` and `matmul`](#targets)", words
+
+
+def render(records: list[dict]) -> list[str]:
+    """The lines of `linear` and `matmul`."""
+    bench = latest(records, "gemm")
+    rivals = tuple(targets.RIVAL_TEXT.values())
+    rates = ["product", "shape", "TFLOP/s", "of floor", "bits", "ran on", "next step"]
+    sweep = ["", "![TFLOP/s over M](plots/gemm_sweep.svg)"] if sweep_points(bench) else []
+    return [
+        "## linear and matmul",
+        "",
+        "bf16.  The floor is the time of the card's best product or copy.  Bits are those of 20",
+        "repeats, of rows alone and in the batch (fwd, dx), and of splits of the tokens (dw).",
+        "",
+        *folded(rates, _rate_rows(bench), ("bits", "ran on", "next step")),
+        *sweep,
+        "",
+        "### Rivals",
+        "",
+        *folded(["product", "shape", *rivals], _ratio_rows(bench), rivals),
+        "",
+        "### Targets",
+        "",
+        "Geometric mean over the five shapes at their own M.",
+        "",
+        *table(["target", "measured", "verdict", "next step"], _target_rows(bench)),
+        *_not_measured(bench),
+    ]
+
+
+def _not_measured(bench: Bench) -> list[str]:
+    rivals = bench.records.values()
+    absent = sorted({(r["system"], r["why"]) for r in rivals if r["status"] == "absent"})
+    lines = [f"- {name}: {why}" for name, why in absent]
+    return ["", "### Rivals not measured", "", *lines] if lines else []

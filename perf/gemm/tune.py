@@ -1,0 +1,138 @@
+"""`python -m perf tune gemm`: variants of the SM90 GEMM's Config, their bits, then their times.
+
+A variant is a Config with fields replaced: ``tile_n=192`` or ``cluster_m=1,raster_group=4``.  Each
+must give the bytes of the shipped configuration before it is timed (the tile may follow M only
+where that holds), and all are timed in turns with cuBLAS, as `bench` does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ..core import record, timing
+from ..core.bits import same_bytes
+from .bench import ratios
+from .cases import Case, Inputs
+from .rivals import RIVALS
+
+#: Worth a try on a new card; "" is the shipped configuration.
+VARIANTS = (
+    "",
+    "raster_group=4",
+    "raster_group=16",
+    "cluster_m=1",
+    "cluster_m=1,cluster_n=2",
+    "tile_n=192",
+    "tile_n=128",
+)
+
+
+def parse(text: str):
+    """``"tile_n=192,cluster_m=1"`` -> the fields to replace; ValueError names an unknown one."""
+    from cute_kernels.gemm.config import Config
+
+    tunable = {f.name for f in dataclasses.fields(Config) if f.type == "int"}
+    changes = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if name not in tunable or not value.isdigit():
+            known = ", ".join(sorted(tunable))
+            raise ValueError(f"variant: expected NAME=NUMBER of {known}, got {part!r}")
+        changes[name] = int(value)
+    return changes
+
+
+@functools.cache
+def kernel(text: str, a_major: str, b_major: str, epilogue: str, dtype=torch.bfloat16):
+    """The compiled kernel of one variant, and the CTAs of its cluster."""
+    from cute_kernels.gemm import config, kernel_sm90
+
+    chosen = config.choose(dtype, a_major, b_major, epilogue)
+    chosen = dataclasses.replace(chosen, **parse(text))
+    return kernel_sm90.build(chosen), chosen.cluster_m * chosen.cluster_n
+
+
+def product(text: str, which: str, units: int) -> Callable[[Inputs], torch.Tensor]:
+    """One product of the bench (fwd, dx, dw) through one variant."""
+
+    def run(t: Inputs) -> torch.Tensor:
+        from cute_kernels.operands import matrix
+
+        a, b = {
+            "fwd": lambda: (t["x"], t["w"]),
+            "dx": lambda: (t["dy"], t["w"].mT),
+            "dw": lambda: (t["dy"].mT, t["x"].mT),
+        }[which]()
+        (a, a_major), (b, b_major) = (matrix(t, "gemm", "operand") for t in (a, b))
+        out = t["main_grad"] if which == "dw" else a.new_empty(a.shape[0], b.shape[0])
+        epilogue = "accumulate" if which == "dw" else "plain"
+        call, cluster = kernel(text, a_major, b_major, epilogue)
+        call(a, b, out, None, max(1, units // cluster))
+        return out
+
+    return run
+
+
+def bits_agree(call: Callable, shipped: Callable, t: Inputs) -> bool:
+    """Whether a variant writes the bytes of the shipped configuration."""
+    clone = lambda: {name: value.clone() for name, value in t.items()}  # noqa: E731
+    return same_bytes(call(clone()), shipped(clone()))
+
+
+def gemm(
+    case: Case, variants: list[str], *, units: int, rounds: int, clock=None, device: str = "cuda"
+) -> Iterator[dict]:
+    """Yields one record body per variant, and one for cuBLAS, all from one interleaved run."""
+    t = case.inputs(0, device)
+    calls = {text: product(text, case.product, units) for text in variants}
+    shipped = product("", case.product, units)
+    bodies: dict[str, dict] = {}
+    for text, call in calls.items():
+        same = bits_agree(call, shipped, t)
+        bodies[text] = {"system": f"ours[{text}]", "bits_of_shipped": same, "status": "ok"}
+        if not same:
+            bodies[text] |= {"status": "failed", "why": "other bits than the shipped configuration"}
+    timed = {f"ours[{x}]": calls[x] for x, body in bodies.items() if body["status"] == "ok"}
+    timed["cublas"] = RIVALS["cublas"].start[case.product](case)
+    l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 1 << 20
+    count = timing.set_count(sum(v.nbytes for v in t.values()), l2, len(timed))
+    sets = [t] + [case.inputs(i, device) for i in range(1, count)]
+    rotated = timing.rotating(timed, sets)
+    for call in rotated.values():
+        call(0)
+    times = timing.interleave(rotated, rounds=rounds, clock=clock)
+    medians = {name: taken.median for name, taken in times.items()}
+    bodies["cublas"] = {"system": "cublas", "status": "ok"}
+    for body in bodies.values():
+        if body["status"] == "ok":
+            taken = times[body["system"]]
+            body |= {"median_us": taken.median, "p10_us": taken.p10, "p90_us": taken.p90}
+            body |= {"tflops": case.flops / taken.median / 1e6, "backlog": taken.backlog}
+            body["ratio"] = ratios(medians, body["system"])
+        yield {"kind": "tune", "kernel": "gemm"} | case.items() | body
+
+
+def line(body: dict) -> str:
+    """One line for the terminal."""
+    head = f"{body['product']:<4} {body['shape']:<14} {body['system']:<32}"
+    if body["status"] != "ok":
+        return f"{head} {body['why']}"
+    against = body["ratio"].get("cublas", 1.0)
+    spread = f"[{body['p10_us']:.1f}, {body['p90_us']:.1f}]"
+    return (
+        f"{head} {body['median_us']:9.1f} us {spread} {body['tflops']:6.1f} TFLOP/s {against:5.3f}x"
+    )
+
+
+def write(case: Case, variants: list[str], output, rounds: int, commit: str | None) -> list[str]:
+    """Measures one case on the card, appends its records, returns their lines."""
+    units = torch.cuda.get_device_properties(0).multi_processor_count
+    common, lines = record.environment(commit), []
+    for body in gemm(case, variants, units=units, rounds=rounds):
+        record.append(output, body | common)
+        lines.append(line(body))
+    return lines

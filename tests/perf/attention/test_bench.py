@@ -1,0 +1,286 @@
+"""Whole runs of the attention bench on the CPU, with our own backend and stand-ins as rivals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from perf.attention import bench, rivals
+from perf.core import record, timing
+from perf.core.rival import Rival
+from perf.core.watch import Lost
+from tests.perf.attention import stand_ins
+from tests.perf.core.clocks import HostClock
+
+CEILINGS = {"mm_tflops": 800.0, "copy_gbs": 4300.0}
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """Ours, and systems that are wrong in one way each."""
+    made = {
+        "ours": rivals.RIVALS["ours"],
+        "ours_unordered": rivals.RIVALS["ours_unordered"],
+        "right": stand_ins.system("right", stand_ins.right, ordered=True),
+        "off": stand_ins.system(
+            "off", lambda w: stand_ins.changed(w, stand_ins.slightly_off), promised=True
+        ),
+        "shifted": stand_ins.system(
+            "shifted", lambda w: stand_ins.with_mask(w, lambda d: d.roll(1, dims=-1) & d)
+        ),
+        "raises": stand_ins.system("raises", lambda w: stand_ins.raises),
+        "absent": stand_ins.system("absent", lambda w: stand_ins.absent),
+        "unsteady": stand_ins.system("unsteady", stand_ins.every_third_differs, ordered=True),
+    }
+    monkeypatch.setattr(bench, "RIVALS", made)
+    return made
+
+
+def options(names, **more) -> bench.Options:
+    host = {"device": "cpu", "l2_bytes": 1, "finish": lambda: None, "clock": HostClock()}
+    return bench.Options(list(names), **{"rounds": 3, "ceilings": CEILINGS} | host | more)
+
+
+def run(todo, run_options, path=None) -> tuple[list[dict], list[str]]:
+    found = list(bench.measure(todo, run_options, output=path, commit="abc"))
+    return [x for x in found if isinstance(x, dict)], [x for x in found if isinstance(x, str)]
+
+
+def test_a_run_writes_one_record_per_system_and_pass(known, tmp_path):
+    path = tmp_path / "attention.jsonl"
+    names = [name for name in known if name != "unsteady"]
+    bodies, lines = run([stand_ins.case("causal")], options(names), path)
+    assert record.read(path) == json.loads(json.dumps(bodies))
+    forward = [b for b in bodies if b["pass"] == "fwd"]
+    assert [b["system"] for b in forward] == [n for n in names if n != "ours_unordered"]
+    assert [b["system"] for b in bodies if b["pass"] == "bwd"] == names
+    status = {(b["system"], b["pass"]): b["status"] for b in bodies}
+    assert (
+        status["ours", "bwd"] == status["ours_unordered", "bwd"] == status["right", "fwd"] == "ok"
+    )
+    for name in ("off", "shifted", "raises"):
+        assert status[name, "fwd"] == status[name, "bwd"] == "failed"
+    assert status["absent", "bwd"] == "absent"
+    # The checks of ours come first, each with its line.
+    assert [line.split()[:2] for line in lines] == [
+        ["ours", "fwd"],
+        ["off", "fwd"],
+        ["ours", "bwd"],
+        ["ours_unordered", "bwd"],
+        ["off", "bwd"],
+    ]
+    assert all(bench.line(body) for body in bodies)
+
+
+def test_a_record_says_what_was_measured(known):
+    bodies, _ = run([stand_ins.case("document")], options(["ours", "ours_unordered", "right"]))
+    by = {(b["system"], b["pass"]): b for b in bodies}
+    ours, loose = by["ours", "bwd"], by["ours_unordered", "bwd"]
+    assert (ours["kind"], ours["kernel"], ours["mask"]) == ("bench", "attention", "document")
+    assert (ours["s"], ours["d"], ours["heads"], ours["kv_heads"]) == (256, 64, 2, 1)
+    assert ours["p10_us"] <= ours["median_us"] <= ours["p90_us"] and ours["samples"] == 3
+    low, high = ours["ratio_spread"]["right"]
+    assert low <= ours["ratio"]["right"] <= high and set(ours["ratio"]) == {
+        "ours_unordered",
+        "right",
+    }
+    assert ours["tflops"] == pytest.approx(10 * 64 * ours["elements"] / ours["median_us"] / 1e6)
+    assert ours["floor_fraction"] == pytest.approx(ours["floor_us"] / ours["median_us"])
+    assert ours["bitwise"] == {"repeat": True} and "bitwise" not in loose
+    assert loose["check"]["apart"] == 0 and loose["check"]["sampled_error"] < 0.01
+    assert ours["cold_l2"]["sets"] >= 2
+    assert ours["ordered_us"] == ours["median_us"] and ours["unordered_us"] == loose["median_us"]
+    assert ours["order_share"] == pytest.approx(ours["order_us"] / ours["median_us"])
+    assert ours["order_us"] > 0 and ours["order_again_us"] > 0
+    told = ours["predicted"]
+    assert told["machine"] == "cute_sm90_d64" and told["makespan_us"] >= told["unordered_us"] > 0
+    assert len(ours["schedule"]["hash"]) == 64 and ours["schedule"]["group"] == 2
+    assert "predicted" not in loose and "predicted" not in by["ours", "fwd"]
+
+
+def test_the_lists_are_timed_from_a_schedule_that_has_kept_nothing(known, monkeypatch):
+    from cute_kernels.sparse_attn import masks
+
+    kept, built = [], masks.order_of
+
+    def order_of(lowered, schedule):
+        kept.append(any(name in vars(schedule) for name in ("_with_places", "_without_places")))
+        return built(lowered, schedule)
+
+    monkeypatch.setattr(masks, "order_of", order_of)
+    for mask in ("document", "full"):
+        run([stand_ins.case(mask)], options(["ours"], passes=["bwd"]))
+        assert kept[-18:-9] == [False] * 9 and kept[-8:] == [True] * 8
+
+
+def test_the_record_names_the_schedule_that_ran(known, monkeypatch):
+    """The facts come from the cache that the op itself filled: nothing is selected anew."""
+    from cute_kernels.sparse_attn import config, masks
+
+    case, made = stand_ins.case("prefix", s=384), []
+    chosen = config.auto
+    monkeypatch.setattr(config, "auto", lambda *a: made.append(chosen(*a)) or made[-1])
+    orders, whole = [], masks.order_of
+    monkeypatch.setattr(masks, "order_of", lambda low, s: orders.append(s.hash) or whole(low, s))
+    bodies, _ = run([case], options(["ours"], passes=["bwd"]))
+    assert bodies[0]["schedule"]["hash"] == made[-1].hash == orders[-1]
+    assert len({schedule.hash for schedule in made}) == len(made)
+
+
+def test_beyond_the_bound_is_failed_but_timed_and_wrong_is_not_timed(known):
+    bodies, _ = run([stand_ins.case("causal")], options(["ours", "off", "shifted", "raises"]))
+    for body in bodies:
+        assert ("median_us" in body) == (body["system"] in ("ours", "off"))
+    off = next(b for b in bodies if b["system"] == "off")
+    assert off["status"] == "failed" and "beyond the bound" in off["why"]
+    assert "why" in next(b for b in bodies if b["system"] == "shifted")
+    raised = next(b for b in bodies if b["system"] == "raises")
+    assert raised["why"] == "RuntimeError: no such tile"
+
+
+def test_bits_that_change_are_recorded(known):
+    bodies, _ = run([stand_ins.case("causal")], options(["ours", "unsteady"], passes=["bwd"]))
+    found = {b["system"]: b["bitwise"]["repeat"] for b in bodies}
+    assert found == {"ours": True, "unsteady": False}
+    assert "DOES NOT REPEAT" in bench.line(bodies[1])
+
+
+def test_orders_that_disagree_at_full_size_fail_the_unordered_one(known):
+    """In the full case only, which the short one cannot show: a row loses a part."""
+
+    def start(problem):
+        call = stand_ins.right("bwd")(problem)
+
+        def loses(t):
+            got = tuple(x.clone() for x in call(t))
+            if problem.case.heads == 1:
+                got[0][0, 200, 0] *= 0.5
+            return got
+
+        return loses
+
+    known["ours"] = stand_ins.system("ours", stand_ins.right, promised=True, ordered=True)
+    known["ours_unordered"] = Rival("ours_unordered", {"bwd": start}, promised=True)
+    case = stand_ins.case("window", heads=1)
+    assert case.small.heads != 1
+    bodies, _ = run([case], options(["ours", "ours_unordered"], passes=["bwd"]))
+    assert [b["status"] for b in bodies] == ["ok", "failed"]
+    assert bodies[1]["check"]["apart"] > 0 and "far from" in bodies[1]["why"]
+
+
+def test_no_backward_is_measured_without_a_right_forward(known):
+    known["ours"] = stand_ins.system("ours", lambda w: stand_ins.raises, promised=True)
+    known["fa4"] = stand_ins.system("fa4", lambda w: stand_ins.absent)
+    bodies, _ = run([stand_ins.case("full")], options(["ours", "right"]))
+    assert all(b["status"] == "failed" and "median_us" not in b for b in bodies)
+    why = {(b["system"], b["pass"]): b["why"] for b in bodies}
+    assert why["ours", "fwd"] == "RuntimeError: no such tile"
+    assert "no forward is right" in why["right", "bwd"]
+    known["fa4"] = stand_ins.system("fa4", stand_ins.right)
+    bodies, _ = run([stand_ins.case("full")], options(["ours", "right"], passes=["bwd"]))
+    assert [("median_us" in b) for b in bodies] == [False, True]
+
+
+def test_ours_is_checked_before_a_rival_is_started(known):
+    seen = []
+
+    def logged(name, start):
+        return lambda w: lambda problem: seen.append((name, problem.case.mask)) or start(w)(problem)
+
+    own = rivals.RIVALS["ours"].start
+    known["ours"] = stand_ins.system("ours", logged("ours", own.get), promised=True)
+    known["right"] = stand_ins.system("right", logged("right", stand_ins.right))
+    todo = [stand_ins.case("full"), stand_ins.case("causal")]
+    run(todo, options(["ours", "right"], passes=["bwd"]))
+    first = seen.index(("right", "full"))
+    assert {mask for name, mask in seen[:first] if name == "ours"} == {"full", "causal"}
+
+
+def test_check_only_records_checks_and_takes_no_time(known, tmp_path):
+    path = tmp_path / "checks.jsonl"
+    todo = [stand_ins.case("causal"), stand_ins.case("causal", s=512)]
+    bodies, lines = run(todo, options(["ours", "shifted"], check_only=True), path)
+    assert not lines and record.read(path) == json.loads(json.dumps(bodies))
+    assert [(b["system"], b["status"]) for b in bodies] == [
+        ("ours", "ok"),
+        ("shifted", "failed"),
+    ] * 4  # two passes, two lengths
+    assert not any("median_us" in b for b in bodies)
+
+
+def test_the_budget_names_what_it_does_not_reach(known):
+    ticks = iter(range(0, 10_000, 10))
+    todo = [stand_ins.case(mask) for mask in ("full", "causal", "window")]
+    run_options = options(["ours"], passes=["fwd"], budget_s=75.0, now=lambda: next(ticks))
+    bodies, lines = run(todo, run_options)
+    assert [b["mask"] for b in bodies] == ["full"]
+    assert lines[-1].startswith("not run, the time is spent: causal/s256") and "window" in lines[-1]
+
+
+def test_a_rival_is_left_out_where_it_is_not_wanted(known):
+    run_options = options(["ours", "right"], passes=["bwd"])
+    run_options.wanted = lambda system, case: system == "ours" or case.mask == "full"
+    bodies, _ = run([stand_ins.case("full"), stand_ins.case("causal")], run_options)
+    assert [(b["mask"], b["system"]) for b in bodies] == [
+        ("full", "ours"),
+        ("full", "right"),
+        ("causal", "ours"),
+    ]
+
+
+def test_a_lost_device_ends_the_run(known):
+    def dead():
+        raise RuntimeError("an illegal memory access was encountered")
+
+    with pytest.raises(Lost, match="no such tile; then the device: an illegal memory"):
+        run([stand_ins.case("full")], options(["raises"], finish=dead, check_only=True))
+
+
+def test_rivals_are_named_as_the_targets_name_them():
+    from perf.attention import targets
+
+    assert list(rivals.RIVALS) == list(targets.RIVAL_TEXT)
+    for target in targets.TARGETS:
+        for name in (target.system, target.rival):
+            assert target.which in rivals.RIVALS[name].start, target.text
+
+
+def test_times_come_from_the_calls_of_each_system(known):
+    """On a clock that only the calls move, each gets its own time."""
+    from tests.perf.core.clocks import FakeClock
+
+    clock, cost = FakeClock(), {"ours": 40.0, "ours_unordered": 30.0, "right": 50.0}
+
+    def slow(name):
+        def start(which):
+            def begin(problem):
+                call = rivals.RIVALS["ours"].start[which](problem)
+
+                def run(t):
+                    clock.now += cost[name]
+                    return call(t)
+
+                return run
+
+            return begin
+
+        return start
+
+    for name in cost:
+        known[name] = stand_ins.system(name, slow(name), promised=True)
+    run_options = options(cost, passes=["bwd"], clock=clock, rounds=6)
+    bodies, _ = run([stand_ins.case("full")], run_options)
+    assert {b["system"]: b["median_us"] for b in bodies} == cost
+    assert bodies[0]["ratio"] == {"ours_unordered": 0.75, "right": 1.25}
+    assert torch.tensor(clock.sleeps).eq(20_000.0).all()
+
+
+def test_a_ratio_is_taken_within_each_round():
+    """Clocks that drop in the middle of a run move both times of a round, and few ratios."""
+    own = timing.Timing((100.0, 100.0, 100.0, 130.0, 130.0), True)
+    rival = timing.Timing((103.0, 103.0, 133.9, 133.9, 133.9), True)
+    low, middle, high = bench.paired(rival, own)
+    assert low == pytest.approx(1.03) and middle == pytest.approx(1.03) and high > 1.2
+    assert rival.median / own.median > 1.3

@@ -1,0 +1,220 @@
+"""The attention part of the status page, a pure function of records and certificates."""
+
+from __future__ import annotations
+
+import pytest
+
+from perf import report
+from perf.attention import page, targets
+from perf.attention.cases import Case
+from perf.core import record
+from perf.core.compare import compare
+from perf.core.tables import latest
+from tests.perf.pages import facts, row
+
+FIRST = targets.cases(quick=True)[0]
+
+
+def bench(size=FIRST, which: str = "bwd", system: str = "ours", us: float = 1000.0, **more) -> dict:
+    """A record; `rivals` are their times."""
+    rivals = more.pop("rivals", {})
+    item = Case(*size).items(which) | {"system": system, "kind": "bench", "kernel": "attention"}
+    item |= {"schema": record.SCHEMA, "status": "ok", "commit": "0123456789abcdef", "dirty": False}
+    item |= {"date": "2026-11-21T10:00:00+00:00", "gpu": "NVIDIA H200", "tflops": 612.0}
+    item |= {"median_us": us, "p10_us": us - 1, "p90_us": us + 1, "bitwise": {"repeat": True}}
+    return item | {"ratio": {name: other / us for name, other in rivals.items()}} | more
+
+
+def rendered(*records: dict) -> str:
+    return "\n".join(page.render(list(records)))
+
+
+def cells(text: str, size=FIRST) -> dict[str, str]:
+    """Column -> cell of a case's rows in the tables of times and of rivals."""
+    tables = "## Attention", "### Rivals of attention"
+    return {k: v for table in tables for k, v in facts(text, table, page._text(size)).items()}
+
+
+def spaced(text: str) -> str:
+    """With ordinary spaces in place of those that keep a cell's parts together."""
+    return text.replace("\N{NO-BREAK SPACE}", " ")
+
+
+def every(ratio: float, rival: str = "ours_unordered", system: str = "ours", **more) -> list[dict]:
+    """All cases of the suite at `ratio` of a rival's time."""
+    found = []
+    for size in targets.cases():
+        found.append(bench(size, system=system, rivals={rival: 1000.0 / ratio}, **more))
+    return found
+
+
+def test_without_records_the_quick_cases_say_not_run():
+    text = rendered()
+    for size in targets.cases(quick=True):
+        found = cells(text, size)
+        assert found.pop("next step").startswith("`python -m perf bench attention --mask")
+        assert found.pop("mask, length, heads") == page._text(size)
+        assert len(found) == 11 and set(found.values()) == {"not run"}
+    for target in targets.TARGETS:
+        assert row(text, target.text)[1:] == ["not run", "not run"]
+    assert spaced(text).count("heads MHA |") == 14 and "GQA" not in text
+    assert "Schedules: predicted and measured" not in text
+
+
+def test_the_labels_are_those_of_the_records():
+    for size in targets.cases():
+        assert page.label(size) == Case(*size).label
+
+
+def test_records_fill_a_row():
+    own = bench(
+        rivals={"ours_unordered": 980.0, "flex": 2500.0, "fa4_ordered": 1290.0}, order_share=0.012
+    )
+    loose = bench(system="ours_unordered", us=980.0, rivals={"fa4": 960.4})
+    forward = bench(which="fwd", us=300.0, rivals={"fa4": 291.0})
+    found = cells(rendered(own, loose, forward))
+    assert spaced(found["ordered backward"]) == "1,000 us, 612 TFLOP/s"
+    assert spaced(found["forward"]) == "300 us, 612 TFLOP/s"
+    assert found["FA4 forward / ours"] == "0.970x"
+    assert found["ordered / unordered"] == "1.020x"
+    assert found["FA4 backward / our unordered"] == "0.980x"
+    assert found["FA4 deterministic / our ordered"] == "1.290x"
+    assert found["FlexAttention / our ordered"] == "2.500x"
+    assert found["lists / backward"] == "1.2%"
+    assert found["bits"] == "same"
+    assert found["ran on"] == "NVIDIA H200, 0123456789, 2026-11-21"
+    assert found["next step"] == "none"
+
+
+def test_other_cases_appear_when_they_have_a_record():
+    size = targets.cases()[-1]
+    found = cells(rendered(bench(size)), size)["ordered backward"]
+    assert spaced(found).startswith("1,000 us")
+
+
+@pytest.mark.parametrize(
+    ("record_of", "step"),
+    [
+        (lambda: bench(rivals={"ours_unordered": 900.0}), "tune against ours without order"),
+        (lambda: bench(bitwise={"repeat": False}), "fix the bits of bwd"),
+        (
+            lambda: bench(system="ours_unordered", status="failed", why="3 outputs\nmore"),
+            "fix ours_unordered bwd: 3 outputs",
+        ),
+    ],
+)
+def test_the_next_step_follows_from_the_record(record_of, step):
+    assert cells(rendered(record_of()))["next step"] == step
+
+
+@pytest.mark.parametrize(
+    ("ratio", "verdict"),
+    [(1.02, "held"), (1.031, "missed")],
+)
+def test_a_target_is_held_by_its_worst_case(ratio, verdict):
+    size = next(s for s in targets.cases() if s[:2] == ("full", 8192) and s[2] == 64)
+    records = [r for r in every(1.01) if r["shape"] != page.label(size)]
+    records.append(bench(size, rivals={"ours_unordered": 1000.0 / ratio}))
+    full = targets.TARGETS[0]
+    assert full.masks == (("full", 8192),)
+    _, measured, found = row(rendered(*records), full.text)
+    assert found == verdict
+    assert measured.startswith(f"{ratio:.3f}x ({page._text(size)}; 8 of 8 cases)")
+
+
+def test_some_cases_do_not_hold_a_target_but_one_can_miss_it():
+    full = targets.TARGETS[0]
+    some = [r for r in every(1.0) if r["shape"].startswith("full/s8192/d128")]
+    measured, verdict = row(rendered(*some), full.text)[1:]
+    assert "4 of 8 cases" in measured and verdict == "not run"
+    some[0]["ratio"]["ours_unordered"] = 0.5
+    assert row(rendered(*some), full.text)[2] == "missed"
+
+
+def test_a_rival_counts_in_the_cases_where_it_is_measured():
+    flex = next(t for t in targets.TARGETS if t.rival == "flex")
+    held = [r for r in every(0.6, "flex") if "d128/h16/kv16" in r["shape"]]
+    assert row(rendered(*held), flex.text)[1].endswith("2 of 2 cases)")
+    assert row(rendered(*held), flex.text)[2] == "held"
+    assert row(rendered(*every(0.7, "flex")), flex.text)[2] == "missed"
+
+
+def test_the_rate_and_the_lists_have_targets():
+    rate, lists = "bwd, full, D = 128: ours >= 600 TFLOP/s", "the tensors of an order"
+    records = every(1.0, order_share=0.019)
+    text = rendered(*records)
+    measured, verdict = row(text, rate)[1:]
+    assert spaced(measured) == "612 TFLOP/s (full 4k, D = 128, 16 heads MHA; 8 of 8 cases)"
+    assert verdict == "held"
+    line = next(x for x in text.splitlines() if x.startswith(f"| {lists}"))
+    assert "| 1.9% (" in line and line.endswith("| held |")
+    next(r for r in records if r["shape"].startswith("full/s8192/d128"))["tflops"] = 599.0
+    records[5]["order_share"] = 0.021
+    text = rendered(*records)
+    assert row(text, rate)[2] == "missed"
+    assert "| 2.1% (" in text
+
+
+def test_predictions_stand_beside_what_was_measured():
+    told = {"makespan_us": 1040.0, "unordered_us": 1000.0, "ratio": 1.04}
+    made = {"name": "spt (ascending)", "hash": "ab" * 32}
+    times = {"ordered_us": 1100.0, "unordered_us": 1000.0, "rivals": {"ours_unordered": 1000.0}}
+    item = bench(us=1100.0, predicted=told, schedule=made, **times)
+    text = rendered(item)
+    found = [x for x in text.splitlines() if "spt (ascending)" in x]
+    assert found[0].split(" | ")[1:] == [
+        "spt (ascending) `abababababab`",
+        "1,040, 1,000",
+        "1,100, 1,000 |",
+    ]
+    assert cells(text)["predicted"] == "1.040x"
+    assert cells(text)["ordered / unordered"] == "1.100x"
+
+
+def test_what_a_rival_cannot_do_is_listed_with_its_masks():
+    why = {"status": "absent", "why": "no order with lists"}
+    items = []
+    for size in targets.cases(quick=True)[4:6]:
+        item = bench(size, system="fa4_ordered", **why)
+        items.append({k: v for k, v in item.items() if not k.endswith("_us")})
+    text = rendered(*items)
+    assert "- fa4_ordered (document bwd, prefix bwd): no order with lists" in text
+
+
+def test_the_page_keeps_the_two_kernels_apart():
+    """An attention record is in no gemm table, and the other way round."""
+    item = bench(rivals={"ours_unordered": 990.0})
+    whole, empty = report.render([item], []), report.render([], [])
+    products = [text.split("## linear")[1].split("## Attention")[0] for text in (whole, empty)]
+    assert products[0] == products[1]
+    assert "1.010x" in whole and "NVIDIA H200" in whole
+    absent = bench(system="flex", status="absent", why="no flex")
+    assert "Rivals not measured" not in report.render([absent], [])
+
+
+def test_compare_takes_attention_records():
+    before = bench(us=1000.0)
+    slow, faster = bench(us=1010.0), bench(us=990.0)
+    changed = bench(us=900.0, bitwise={"repeat": False})
+    verdicts = [compare([before], [x])[0][0].verdict for x in (slow, faster, changed)]
+    assert verdicts == ["regression: slower", "faster", "regression: lost bitwise repeat"]
+    rows, gone, _ = compare([before, bench(which="fwd")], [before])
+    assert len(rows) == 1 and gone[0][2] == "fwd"
+
+
+def test_what_the_order_costs_is_drawn(tmp_path):
+    told = {"makespan_us": 1040.0, "unordered_us": 1000.0, "ratio": 1.04}
+    made = {"name": "spt", "hash": "ab" * 32}
+    items = [
+        bench(size, predicted=told, schedule=made, ordered_us=1000.0, rivals=rivals)
+        for size in targets.cases(quick=True)
+        for rivals in [{"ours_unordered": 980.0} if size[0] != "prefix" else {}]
+    ]
+    points = page.order_points(latest(items, "attention"))
+    assert points["causal 8k"] == (pytest.approx(1 / 0.98), 1.04, 1.06)
+    assert len(points) == 6 and "prefix 8k" not in points
+    drawn = report.draw(items, tmp_path)
+    assert [path.name for path in drawn] == ["attention_order.svg", "attention_order.png"]
+    assert "plots/attention_order.svg" in report.render(items, [])
+    assert report.draw([bench()], tmp_path / "none") == []
+    assert "attention_order" not in report.render([bench()], [])

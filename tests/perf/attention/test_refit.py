@@ -1,0 +1,69 @@
+"""Refitting the schedule model to attention records."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from cute_kernels.schedulers import machine, simulate
+from perf.__main__ import app
+from perf.attention import refit
+from perf.core import record
+from tests.perf.attention.test_page import bench
+
+SIZES = [("window", 2048, 128, 2, 2), ("causal", 2048, 128, 1, 1), ("full", 4096, 128, 2, 2)]
+
+
+def measured(size, truth, **more) -> dict:
+    """A record of a case, timed by the model itself with other constants."""
+    item = bench(size, predicted={"machine": "h200_d128", "ratio": 1.0}, **more)
+    made = refit.schedule_of(item)
+    told = simulate(made, truth)
+    item["schedule"] = {"name": made.name, "hash": made.hash, "group": 1}
+    return item | {"ordered_us": told.makespan_ns / 1e3, "unordered_us": told.unordered_ns / 1e3}
+
+
+@pytest.fixture(scope="module")
+def records():
+    truth = machine("h200_d128", full_ns=2800, partial_ns=2800, handoff_ns=1000)
+    return [measured(size, truth) for size in SIZES]
+
+
+def test_the_constants_behind_the_times_are_found(records):
+    said = list(refit.lines(records))
+    found = {line.split()[1]: int(line.split()[-1]) for line in said if "->" in line}
+    assert 2600 <= found["full_ns"] <= 3000
+    error = next(line for line in said if "rms error" in line)
+    assert float(error.split("rms error ")[1].split("%")[0]) < 2.0
+    assert "fitted to 3 records: NVIDIA H200 at 0123456789abcdef" in error
+    assert "h200_d64: no record to fit to" in said
+
+
+def test_only_right_records_of_both_orders_count(records):
+    failed = records[0] | {"status": "failed", "shape": "a"}
+    grouped = records[0] | {"schedule": {"group": 4}, "shape": "b"}
+    ordered = {k: v for k, v in records[0].items() if k != "unordered_us"} | {"shape": "c"}
+    gemm = records[0] | {"kernel": "gemm", "shape": "d"}
+    later = records[1] | {"ordered_us": 1.0}
+    assert refit.usable([*records, failed, grouped, ordered, gemm, later]) == [
+        records[0],
+        later,
+        records[2],
+    ]
+
+
+def test_a_record_of_another_schedule_is_left_out(records):
+    other = records[0] | {"schedule": records[0]["schedule"] | {"hash": "0" * 64}}
+    said = list(refit.lines([other]))
+    assert said[0].startswith("h200_d128: 1 records of another schedule")
+    assert said[1] == "h200_d128: no record to fit to"
+
+
+def test_the_command_prints_it(records, tmp_path):
+    path = tmp_path / "a.jsonl"
+    for item in records[:1]:
+        record.append(path, item)
+    done = CliRunner().invoke(app, ["refit", str(path)])
+    assert done.exit_code == 0 and "h200_d128: handoff_ns 2000 ->" in done.output
+    done = CliRunner().invoke(app, ["refit", str(tmp_path / "none.jsonl")])
+    assert done.exit_code == 2 and done.output.startswith("perf refit: ")

@@ -1,0 +1,143 @@
+"""The soak of attention: its cases, their junk, its command and its small cases."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cute_kernels.sparse_attn import config, launch, masks
+from perf.__main__ import app
+from perf.attention import sanitized, soak_cases
+from perf.attention.soak_cases import Case
+from perf.core import record, soak
+from perf.core.watch import Lost
+from tests.perf.core.test_soak import Stub, body_of, flips, options, settings_are_kept
+
+__all__ = ["settings_are_kept"]
+
+TINY = Case("causal", 64, heads=2, kv_heads=1, s=130, batch=1, repeats=20)
+
+
+def test_the_kernels_of_the_cpu_hold():
+    body = soak.soak(TINY, options())
+    assert body["status"] == "ok", body
+    assert body["differing_bytes"] == dict.fromkeys(TINY.outputs, 0)
+    assert body["graph"]["differing_bytes"] == dict.fromkeys(TINY.outputs, 0)
+    assert (body["repeats"], body["graph"]["replays"]) == (20, 20)
+    assert (body["differing_results"], body["expected_to_differ"]) == (0, False)
+    assert body["seconds"] >= 0 and body["shape"] == "causal/s130/d64/h2/kv1/bf16"
+    assert "20 repeats, 0 differing bytes; 20 replays, 0;" in soak.line(body)
+
+
+def test_junk_fills_outputs_and_workspace():
+    device = torch.device("cpu")
+    before = launch.empty, launch.workspace
+    with soak.poisoned(launch, 0xFF):
+        made = launch.empty((3, 4), torch.bfloat16, device)
+        held = launch.workspace(1, 2, 3, 64, 64, device)
+    assert made.isnan().all() and held.total.isnan().all()
+    assert (held.semaphore == -1).all() and (held.counter == -1).all()
+    assert before == (launch.empty, launch.workspace)
+
+
+def test_records_are_written_and_the_budget_is_kept(tmp_path):
+    path, clock = tmp_path / "soak.jsonl", itertools.count(0, 10)
+    todo = [TINY, dataclasses.replace(TINY, ordered=False), dataclasses.replace(TINY, dim=128)]
+    run = options(repeats=2, budget_s=150.0, now=lambda: float(next(clock)))
+    found = list(soak.measure("attention", todo, run, output=path, commit="abc123"))
+    assert found[-1] == f"not run, the time is spent: {todo[2].label}"
+    kept = record.read(path)
+    assert [r["shape"] for r in kept] == [case.label for case in todo[:2]]
+    assert {(r["kind"], r["kernel"], r["commit"]) for r in kept} == {
+        ("soak", "attention", "abc123")
+    }
+    assert all({"gpu", "versions", "source", "seconds", "ctas", "graph"} <= r.keys() for r in kept)
+    assert [r["system"] for r in kept] == ["ours", "ours_unordered"]
+
+
+def test_the_suite_has_every_configuration():
+    found = soak_cases.suite()
+    ordered = [case for case in found if case.ordered]
+    sizes = {(c.dim, c.dtype, c.kv_heads < c.heads, c.mask) for c in ordered}
+    dims, dtypes = config.HEAD_DIMS, config.DTYPE_NAMES.values()
+    masks_of = soak_cases.MASKS
+    assert sizes == set(itertools.product(dims, dtypes, (False, True), masks_of))
+    assert len({case.label for case in found}) == len(found)
+    assert sorted(c.repeats for c in found)[-4:] == [1_000, 10_000, 10_000, 10_000]
+    assert sum(c.softcap > 0 for c in ordered) == 1
+    assert {(c.dim, c.kv_heads) for c in found if not c.ordered} == {
+        (dim, kv_heads) for dim in dims for _, kv_heads in soak_cases.HEADS
+    }
+    for case in found:
+        assert case.batch * case.kv_heads * -(-case.s // 128) > 132
+    assert [c.label for c in soak_cases.suite("causal/s1100/d64,cap")] == [
+        c.label for c in found if "causal/s1100/d64" in c.label or "cap" in c.label
+    ]
+    assert soak_cases.suite("nose") == []
+
+
+def test_the_masks_have_every_form():
+    forms = {
+        mask: masks.lower(Case(mask, 64, s=300)._mask("cpu")).form for mask in soak_cases.MASKS
+    }
+    assert forms == {
+        "full": "none",
+        "causal": "band",
+        "window": "band",
+        "document": "bits",
+        "random": "bits",
+    }
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path):
+    """Runs the command with `bodies` in place of what is measured."""
+
+    def invoke(bodies, *arguments):
+        def measured(kernel, todo, options, **_):
+            yield from bodies(todo)
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(soak, "on_the_card", lambda repeats, budget: options())
+        monkeypatch.setattr(soak, "measure", measured)
+        return CliRunner().invoke(app, ["soak", "attention", *arguments])
+
+    return invoke
+
+
+def test_the_command_fails_with_its_records(command):
+    def bodies(todo, dq=0):
+        yield "a line"
+        for case in todo[:1]:
+            yield case.items() | body_of(False, dq)
+
+    done = command(bodies, "--only", "unordered")
+    assert done.exit_code == 1 and "no control differed" in done.output.splitlines()[-1]
+    done = command(lambda todo: bodies(todo, 7), "--only", "unordered")
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines()[0] == "a line"
+    assert command(bodies, "--only", "nose").exit_code == 2
+
+    def lost(todo):
+        yield "a line"
+        raise Lost("illegal memory access")
+
+    done = command(lost)
+    assert done.exit_code == 1
+    assert done.output.splitlines()[-1] == "perf soak: the device is lost: illegal memory access"
+
+
+def test_the_small_cases_for_the_sanitizer_run(monkeypatch):
+    found = sanitized.cases()
+    assert {c.dim for c in found} == set(config.HEAD_DIMS)
+    assert {c.mask for c in found} == {"full", "causal", "random"}
+    assert {c.ordered for c in found} == {True, False}
+    monkeypatch.setattr(sanitized, "cases", lambda: found[:4])
+    sanitized.run("cpu")
+    monkeypatch.setattr(sanitized, "cases", lambda: [Stub(flips(2, every=2))])
+    with pytest.raises(AssertionError, match="stub: the second call gave other bytes"):
+        sanitized.run("cpu")

@@ -1,0 +1,64 @@
+"""Records: one JSON object per line, and errors that name the line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from perf.core import record
+
+
+def good(**more) -> dict:
+    return {"schema": record.SCHEMA, "kind": "bench", **more}
+
+
+def test_round_trip(tmp_path):
+    path = tmp_path / "new" / "a.jsonl"
+    items = [good(x=1), good(kind="probe", y=[1, 2])]
+    for item in items:
+        record.append(path, item)
+    assert record.read(path) == items
+    record.append(tmp_path / "new" / "b.jsonl", good(x=3))
+    assert [r.get("x") for r in record.read_all(tmp_path / "new")] == [1, None, 3]
+    assert record.read_all(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no record"),
+        (json.dumps(good()) + "\n{oops\n", "a.jsonl:2: not JSON"),
+        ("[1]\n", "a.jsonl:1: expected an object"),
+        (json.dumps({"schema": record.SCHEMA, "kind": "poem"}), "expected an object whose kind"),
+        (json.dumps({"schema": 99, "kind": "bench"}), "expected schema 1, got 99"),
+    ],
+)
+def test_a_file_that_cannot_be_used_says_why(tmp_path, text, message):
+    path = tmp_path / "a.jsonl"
+    path.write_text(text)
+    with pytest.raises(record.RecordError, match=message):
+        record.read(path)
+
+
+def test_a_missing_file_says_so(tmp_path):
+    with pytest.raises(record.RecordError, match="no such file"):
+        record.read(tmp_path / "a.jsonl")
+
+
+def test_environment_names_source_machine_and_versions():
+    found = record.environment("abc123")
+    assert found["commit"] == "abc123"
+    assert found["dirty"] is None
+    assert set(record.DISTRIBUTIONS) < set(found["versions"])
+    assert len(found["source"]) == 16
+    assert found["date"].endswith("+00:00")
+    assert found["command"].startswith("python -m perf")
+    json.dumps(found)
+
+
+def test_a_record_names_no_machines_paths(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["perf", "bench", "gemm", "-o", "/root/out/b.jsonl", "a/b"])
+    assert record.environment()["command"] == "python -m perf bench gemm -o b.jsonl a/b"
+    for path in record.RESULTS.glob("*.jsonl"):
+        assert all("/" not in r["command"] for r in record.read(path)), path

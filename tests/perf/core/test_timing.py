@@ -1,0 +1,82 @@
+"""The timing method: turns, cold input sets, backlog, quantiles."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perf.core import timing
+from tests.perf.core.clocks import FakeClock
+
+
+def test_quantiles_interpolate():
+    samples = [40.0, 10.0, 30.0, 20.0]
+    assert timing.quantile(samples, 0.5) == 25.0
+    assert timing.quantile(samples, 0.1) == pytest.approx(13.0)
+    assert timing.quantile(samples, 1.0) == 40.0
+    assert timing.quantile([7.0], 0.9) == 7.0
+
+
+def test_timing_reads_its_samples():
+    times = timing.Timing(tuple(float(i) for i in range(101)), True)
+    assert (times.p10, times.median, times.p90) == (10.0, 50.0, 90.0)
+
+
+@given(
+    set_bytes=st.integers(1, 10**10),
+    l2=st.integers(1, 10**8),
+    rivals=st.integers(1, 8),
+)
+def test_input_sets_outgrow_the_l2_and_reach_every_rival(set_bytes, l2, rivals):
+    sets = timing.set_count(set_bytes, l2, rivals)
+    assert sets >= 2
+    assert sets * set_bytes >= timing.L2_FACTOR * l2
+    assert math.gcd(sets, rivals) == 1
+    if sets < 100:
+        met = {number % sets for number in range(1, 1 + sets * rivals, rivals)}
+        assert met == set(range(sets))
+
+
+def test_rivals_take_turns_and_every_call_has_a_new_number():
+    clock = FakeClock()
+    calls = {"a": clock.call("a", 3.0), "b": clock.call("b", 5.0)}
+    times = timing.interleave(calls, rounds=25, clock=clock, chunk=10)
+    assert [name for name, _ in clock.log] == ["a", "b"] * 25
+    assert [number for _, number in clock.log] == list(range(50))
+    assert times["a"].samples == (3.0,) * 25
+    assert times["b"].samples == (5.0,) * 25
+    assert times["a"].backlog
+    assert clock.sleeps == [5000.0] * 3
+
+
+def test_a_backlog_that_ran_out_is_repeated_behind_a_longer_sleep():
+    clock = FakeClock(enough_us=15_000.0)
+    times = timing.interleave({"a": clock.call("a", 1.0)}, rounds=20, clock=clock, chunk=10)
+    assert clock.sleeps == [5000.0, 10_000.0, 20_000.0, 20_000.0]
+    assert len(times["a"].samples) == 20
+    assert times["a"].backlog
+
+
+def test_a_backlog_that_never_holds_is_reported():
+    clock = FakeClock(enough_us=math.inf)
+    times = timing.interleave({"a": clock.call("a", 1.0)}, rounds=20, clock=clock, tries=3)
+    assert not times["a"].backlog
+    assert len(times["a"].samples) == 20
+
+
+def test_host_cost_leaves_the_wait_for_the_device_out():
+    state = {"now": 0.0, "finished": 0}
+
+    def call():
+        state["now"] += 3e-6
+
+    def finish():
+        state["now"] += 1.0
+        state["finished"] += 1
+
+    cost = timing.host_cost(call, finish=finish, calls=10, batches=3, now=lambda: state["now"])
+    assert cost == pytest.approx(3.0)
+    assert state["finished"] == 4

@@ -1,0 +1,315 @@
+"""`perf digest` on a CPU: inputs that never change, digests that change with the order of a sum."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import cute_kernels as ck
+from perf.__main__ import app
+from perf.core import record
+from perf.digest import cases, inputs, run
+from perf.digest.cases import CASES, Attention, Linear
+from tests.contract import same_bytes
+
+SMALL = "m77,fp16/m15,random"
+
+
+def small() -> list[cases.Case]:
+    return cases.chosen(SMALL)
+
+
+def taken(case: cases.Case) -> dict:
+    return run.body(case, "cpu")
+
+
+def command(*arguments: str):
+    return CliRunner().invoke(app, ["digest", *arguments])
+
+
+# ---- inputs -------------------------------------------------------------------------------------
+
+
+def test_the_words_are_splitmix64s():
+    """The published test vector of seed 1234567."""
+    want = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+    assert inputs.words(1234567, 5).tolist() == want
+    assert inputs.words(1234567, 2, start=3).tolist() == want[3:]
+
+
+@pytest.mark.parametrize("dtype", inputs.FORMATS, ids=str)
+def test_a_number_is_its_word_by_the_formula(dtype):
+    """Each value anew, in Python's whole numbers and floats; across two chunks of words."""
+    count = inputs._CHUNK + 50
+    got = inputs.Draw("a case", 7).numbers("x", (2, count // 2), dtype).reshape(-1)
+    key = inputs.key_of("a case", "x", 7)
+    fraction = inputs.FORMATS[dtype].fraction
+    for i in [*range(300), *range(count - 100, count)]:
+        word = int(inputs.words(key, 1, start=i)[0])
+        size = (1 + (word & (1 << fraction) - 1) / 2**fraction) * 2.0 ** (1 - (word >> 60 & 7))
+        size = 0.0 if word >> 54 & 63 == 0 else size
+        want = torch.tensor(-size if word >> 63 else size, dtype=dtype)
+        assert same_bytes(got[i], want), i
+
+
+def test_the_numbers_hold_zeros_of_both_signs_and_many_sizes():
+    x = inputs.Draw("a case").numbers("x", (400, 500), torch.bfloat16).double()
+    zero = x == 0
+    assert 0.013 < zero.double().mean() < 0.019
+    assert 0.4 < torch.signbit(x[zero]).double().mean() < 0.6
+    assert 0.48 < torch.signbit(x).double().mean() < 0.52
+    sizes = x[~zero].abs().log2().floor()
+    assert sorted(sizes.unique().tolist()) == list(range(-6, 2))
+    assert (sizes == 1).double().mean() < 0.14
+
+
+def test_every_tensor_and_seed_has_its_own_words():
+    keys = {
+        inputs.key_of(case, tensor, seed)
+        for case in ("a", "b")
+        for tensor in ("x", "w")
+        for seed in (0, 1)
+    }
+    assert len(keys) == 8
+
+
+def test_the_inputs_of_the_records_are_these():
+    """Another formula, name or case would leave the recorded digests without a meaning."""
+    found = {case.name: run.combined(run.digests(case.inputs())) for case in small()}
+    assert found == {
+        "linear/bf16/m77k333n131/bias": "38cb3cf7fa749f9abfc3b07115093d2d"
+        "7a9c5558bbc67a2e0e4713858e27e43f",
+        "linear/fp16/m15k72n88/bias": "fd5cc5479cd14f82f98261b46a45827e"
+        "e9f63f251732101dbd506ca84632870c",
+        "attention/fp16/random/b1s300d64h4kv4/spt": "43db12a35aa88d6f81c0df669028a555"
+        "fcec90ac261d67575b90e335d3854c56",
+    }
+
+
+# ---- cases --------------------------------------------------------------------------------------
+
+
+def test_the_cases_are_those_of_the_guarantees_page():
+    products = [case for case in CASES if isinstance(case, Linear)]
+    attentions = [case for case in CASES if isinstance(case, Attention)]
+    text = " ".join((record.ROOT / "docs/guarantees.md").read_text().split())
+    assert (len(products), len(attentions)) == (8, 4)
+    assert "SHA-256 digests of eight products and four attentions, forward and backward" in text
+    assert {case.dtype for case in products} == {case.dtype for case in attentions}
+    assert any(case.bias for case in products) and not all(case.bias for case in products)
+    assert any(case.k % 16 and case.k % 8 for case in products)  # rows that TMA cannot address
+    assert max(case.m * case.k * case.n for case in products) > 1e10
+    assert {case.mask for case in attentions} == {"full", "causal", "document", "random"}
+    assert {case.dim for case in attentions} == {64, 128}
+    assert {case.heads // case.kv_heads for case in attentions} == {1, 4}
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_a_name_says_everything_that_a_case_is():
+    for case in CASES:
+        for field, value in vars(case).items():
+            other = {int: 7, bool: not value, str: "x"}.get(type(value), torch.float16)
+            other = torch.bfloat16 if value is torch.float16 else other
+            changed = type(case)(**(vars(case) | {field: other}))
+            assert changed.name != case.name, field
+
+
+def test_results_are_the_right_ones():
+    """Against float64, to the rounding of the dtypes: a digest of nonsense would be stable too."""
+    for case in small():
+        t = case.inputs()
+        made = case.results(t)
+        wide = {name: x.double() for name, x in t.items() if x.is_floating_point()}
+        if isinstance(case, Linear):
+            want = {"y": wide["x"] @ wide["weight"].mT + wide["bias"], "dbias": wide["dy"].sum(0)}
+            want["dx"] = wide["dy"] @ wide["weight"]
+            want["dw"] = wide["main_grad"] + wide["dy"].mT @ wide["x"]
+        else:
+            from cute_kernels.sparse_attn import reference
+
+            leaves = [wide[name].requires_grad_() for name in "qkv"]
+            out, lse = reference.attention(*leaves, t["mask"], scale=case.dim**-0.5)
+            grads = torch.autograd.grad(out, leaves, wide["dout"])
+            want = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True))
+        assert made.keys() == want.keys()
+        for name, x in made.items():
+            assert (x.double() - want[name]).norm() < 1e-2 * want[name].norm(), name
+
+
+# ---- digests ------------------------------------------------------------------------------------
+
+
+def test_a_fresh_process_gives_the_same_digests(tmp_path):
+    here = {body["case"]: body for body in map(taken, small())}
+    path = tmp_path / "there.jsonl"
+    options = ["--device", "cpu", "--only", SMALL, "--out", str(path), "--commit", "abc"]
+    done = subprocess.run(
+        [sys.executable, "-m", "perf", "digest", *options],
+        cwd=record.ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    there = record.read(path)
+    assert [body["case"] for body in there] == list(here)
+    for body in there:
+        mine = here[body["case"]]
+        assert run.comparable(mine, body)
+        assert (body["results"], body["digest"]) == (mine["results"], mine["digest"])
+        assert body["digest"][:16] in done.stdout
+        assert body["gpu"] == "none" and body["arch"] == mine["contract_id"].split("/")[2]
+
+
+def test_another_seed_gives_other_inputs_and_results(monkeypatch):
+    case = small()[1]
+    before = taken(case)
+    monkeypatch.setattr(type(case).inputs, "__defaults__", (inputs.SEED + 1,))
+    after = taken(case)
+    assert after["inputs"] != before["inputs"]
+    assert all(after["results"][name] != before["results"][name] for name in before["results"])
+
+
+def changed(case: cases.Case, change) -> set[str]:
+    """The results whose digests a change alters."""
+    before = taken(case)
+    change()
+    after = taken(case)
+    assert after["inputs"] == before["inputs"] and after["contract_id"] == before["contract_id"]
+    assert (after["digest"] != before["digest"]) == (after["results"] != before["results"])
+    return {n for n in before["results"] if after["results"][n] != before["results"][n]}
+
+
+def test_a_sum_over_tokens_in_another_order_shows(monkeypatch):
+    """The mutant adds tokens from the last to the first: y and dx keep their bytes, sums do not."""
+    linear = ck.linear
+
+    def mutant(x, *others, **options):
+        return linear(x.flip(0), *others, **options).flip(0)
+
+    found = changed(small()[0], lambda: monkeypatch.setattr(ck, "linear", mutant))
+    assert found - {"dbias"} == {"dw"}  # rounding to bf16 may hide it in the 131 numbers of dbias
+
+
+def test_another_schedule_shows(monkeypatch):
+    """The mutant adds to dQ in another order; nothing else may change."""
+    attention = ck.block_sparse_attention
+
+    def mutant(*tensors, schedule, **options):
+        return attention(*tensors, schedule="left_to_right", **options)
+
+    case = small()[2]
+    assert case.schedule == "spt"
+    patch = lambda: monkeypatch.setattr(ck, "block_sparse_attention", mutant)  # noqa: E731
+    assert changed(case, patch) == {"dq"}
+
+
+def test_a_single_bit_shows():
+    x = torch.zeros(3, 5)
+    digest = run.digest(x)
+    assert run.digest(x.mT.contiguous().mT) == digest  # the bytes, whatever the strides
+    x[1, 2] = -0.0
+    assert run.digest(x) != digest
+    known = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    assert run.digest(x[:0]) == known  # SHA-256 of nothing
+    assert run.combined({"a": "1", "b": "2"}) == run.combined({"b": "2", "a": "1"})
+    assert run.combined({"a": "1", "b": "2"}) != run.combined({"a": "2", "b": "1"})
+
+
+# ---- the comparison -----------------------------------------------------------------------------
+
+HEAD = {"schema": record.SCHEMA, "gpu": "NVIDIA H200", "commit": "f" * 40, "dirty": False}
+HEAD |= {"date": "2026-11-22T10:00:00+00:00", "command": "python -m perf digest"}
+
+
+def kept(tmp_path, *bodies: dict) -> str:
+    for body in bodies:
+        record.append(tmp_path / "digests.jsonl", HEAD | body)
+    return str(tmp_path)
+
+
+def check(folder: str, *more: str):
+    return command("--device", "cpu", "--only", "m15", "--check", "--results", folder, *more)
+
+
+def test_check_says_by_its_exit_code_what_it_found(tmp_path):
+    body = taken(small()[1])
+    same = check(kept(tmp_path / "same", body))
+    assert same.exit_code == 0, same.output
+    assert "equal to NVIDIA H200, ffffffffff, 2026-11-22" in same.output
+    assert same.output.endswith("1 equal, 0 differs, 0 no record\n")
+    wrong = body | {"digest": "0" * 64, "results": body["results"] | {"dw": "0" * 64}}
+    for bodies in ([wrong], [body, wrong], [wrong, body]):
+        other = check(kept(tmp_path / str(len(list(tmp_path.iterdir()))), *bodies))
+        assert other.exit_code == 1, other.output
+        assert "differs in dw from NVIDIA H200, ffffffffff, 2026-11-22" in other.output
+
+
+@pytest.mark.parametrize("field", ["case", "contract_id", "inputs"])
+def test_only_equal_ids_inputs_and_cases_are_compared(field, tmp_path):
+    body = taken(small()[1])
+    done = check(kept(tmp_path, body | {field: "other", "digest": "0" * 64}))
+    assert done.exit_code == 2
+    assert done.output.endswith("0 equal, 0 differs, 1 no record: nothing to compare\n")
+    why = "with these inputs" if field == "inputs" else f"of contract id {body['contract_id']}"
+    assert f"no record {why}" in done.output
+
+
+def test_some_cases_without_a_record_are_no_failure():
+    words = [run.Verdict(word, "") for word in (run.EQUAL, run.NO_RECORD)]
+    assert run.summary(words) == ("1 equal, 0 differs, 1 no record", 0)
+    assert run.summary([*words, run.Verdict(run.DIFFERS, "")])[1] == 1
+    assert run.summary(words[1:])[1] == run.summary([])[1] == 2
+
+
+def test_check_writes_nothing_unless_asked(tmp_path):
+    folder = kept(tmp_path / "kept", taken(small()[1]))
+    before = (tmp_path / "kept/digests.jsonl").read_text()
+    assert check(folder).exit_code == 0
+    assert (tmp_path / "kept/digests.jsonl").read_text() == before
+    assert check(folder, "--out", str(tmp_path / "new.jsonl")).exit_code == 0
+    (line,) = (tmp_path / "new.jsonl").read_text().splitlines()
+    assert json.loads(line)["digest"] == json.loads(before)["digest"]
+
+
+def test_on_a_card_the_records_are_the_repositorys(tmp_path, monkeypatch):
+    asked = []
+
+    def measure(todo, device, commit):
+        asked.append((todo, device, commit))
+        yield HEAD | taken(small()[1])
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(run, "measure", measure)
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    done = command("--commit", "abc")
+    assert done.exit_code == 0, done.output
+    assert asked == [(list(CASES), "cuda", "abc")]
+    assert [path.name for path in tmp_path.iterdir()] == ["digests.jsonl"]
+    done = command("--check", "--results", str(tmp_path))
+    assert done.exit_code == 0 and len(record.read(tmp_path / "digests.jsonl")) == 1
+
+
+def test_what_cannot_be_run_is_one_line_and_2(tmp_path, monkeypatch):
+    (tmp_path / "x.jsonl").write_text("{broken\n")
+    done = check(str(tmp_path))
+    assert done.exit_code == 2 and "x.jsonl:1: not JSON" in done.output
+    for options in (["--device", "tpu"], ["--device", "cpu", "--only", "nose"]):
+        done = command(*options)
+        assert done.exit_code == 2 and options[-1] in done.output
+    monkeypatch.setenv("CUTE_KERNELS_BACKEND", "triton")
+    done = command("--device", "cpu", "--only", "m15")
+    assert done.exit_code == 2
+    assert done.output.startswith("perf digest: ") and "Traceback" not in done.output

@@ -1,0 +1,267 @@
+"""The probes end to end on the simulator, each with a mutant that its answer must show."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from perf.core import record
+from perf.probes import (
+    golden,
+    inputs,
+    model,
+    promotion,
+    runner,
+    smoke,
+    tally,
+    truncation,
+    width,
+    zeros,
+)
+from perf.probes.wgmma_kernel import Chain
+from tests import ptxsim
+from tests.perf.core.clocks import HostClock
+from tests.perf.probes.simulated import build, differing
+from tests.ptxsim.available import requires_sim
+
+pytestmark = [
+    pytest.mark.sim,
+    requires_sim,
+    pytest.mark.filterwarnings("ignore:This static loop"),
+]
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    """The simulator multiplies with the truncating adder."""
+    with ptxsim.options(wgmma_math="hopper"):
+        yield
+
+
+def other_math(only: Chain):
+    """A build in which one chain multiplies with another adder."""
+
+    def chosen(chain: Chain, *, with_c: bool = False):
+        call = build(chain, with_c=with_c)
+
+        def run(*args, **kwargs):
+            with ptxsim.options(wgmma_math="exact" if chain == only else "hopper"):
+                call(*args, **kwargs)
+
+        return run
+
+    return chosen
+
+
+SMALL_WIDTH = {
+    "device": "cpu",
+    "size": (72, 72, 64),
+    "widths": (24, 128),
+    "tiles": (Chain(64, warpgroups=2),),
+}
+
+
+def test_width_compares_every_variant_and_answers():
+    *rows, answer = width.run(build, **SMALL_WIDTH)
+    assert len(rows) == 3 * 2
+    kinds = len(inputs.ORDINARY | inputs.EXTREME)
+    assert all(row["outputs"] == 72 * 72 * kinds for row in rows)
+    assert answer["verdict"] == "yes" and answer["extreme"]["verdict"] == "yes"
+    assert answer["outputs"] == 72 * 72 * len(inputs.ORDINARY) * 6
+
+
+def test_width_sees_one_instruction_with_other_bits():
+    *rows, answer = width.run(other_math(Chain(128)), **SMALL_WIDTH)
+    assert answer["verdict"] == "no"
+    assert {row["case"] for row in rows if row["differ"]} == {
+        f"{Chain(128)}, swap={swap}" for swap in (False, True)
+    }
+    assert answer["first"]["got"] != answer["first"]["want"]
+
+
+def test_width_sees_an_output_that_nobody_wrote():
+    def forgetful(chain: Chain, *, with_c: bool = False):
+        call = build(chain, with_c=with_c)
+
+        def run(a, b, d, c, swap=False):
+            whole = d.clone()
+            call(a, b, whole, c, swap=swap)
+            d[:, :-1] = whole[:, :-1]
+
+        return run if chain.n == 24 else call
+
+    *_, answer = width.run(forgetful, **SMALL_WIDTH)
+    assert answer["differ"] == 72 * 2 * len(inputs.ORDINARY)
+
+
+SMALL_ZEROS = {"device": "cpu", "size": (64, 64, 32), "chains": (Chain(64, block_k=16),)}
+
+
+def test_zeros_finds_what_the_model_does_to_minus_zero():
+    *rows, answer = zeros.run(build, **SMALL_ZEROS)
+    assert len(rows) == len(zeros.FILLERS) * (len(zeros.PLACES) + 1)
+    assert answer["verdict"] == "yes, except the sign of zero"
+    changed = [row for row in rows if row["differ"]]
+    assert all(row["differ"] == row["zero_sign"] for row in changed)
+    assert {row["first"]["where"] for row in changed} == {"C = -0", "subnormal"}
+    assert sum("C = -0" in row["case"] for row in changed) == len(zeros.FILLERS)
+
+
+def test_zeros_sees_a_zero_group_that_is_not_neutral():
+    """A mutant whose group of zeros lends its exponent to the alignment."""
+
+    def coarse(chain: Chain, *, with_c: bool = False):
+        def run(a, b, d, c):
+            silent = (a == 0).all(0).unflatten(0, (-1, 16)).all(1)
+            acc = c
+            for g, empty in enumerate(silent.tolist()):
+                part = slice(16 * g, 16 * g + 16)
+                acc = truncation.chain(a[:, part], b[:, part], acc)
+                if empty:
+                    acc = (acc.view(torch.int32) & ~1).view(torch.float32)
+            d.copy_(acc)
+
+        return run
+
+    *_, answer = zeros.run(coarse, **SMALL_ZEROS)
+    assert answer["verdict"] == "no"
+
+
+def test_zero_groups_stand_where_they_are_asked_for():
+    a, b, _ = inputs.make("normal", 4, 4, 32, device="cpu")
+    for place, want in (
+        ("before", [0, 0, 1, 1]),
+        ("between", [1, 0, 1, 0]),
+        ("after", [1, 1, 0, 0]),
+    ):
+        filled, other = zeros.padded(a, b, (-0.0, None), place)
+        groups = (filled != 0).unflatten(1, (-1, 16)).all(2).all(0)
+        assert groups.int().tolist() == want
+        assert (filled[filled == 0].view(torch.int16) == -32768).all()
+        assert (other != 0).all() and other.shape == filled.shape
+
+
+SMALL_MODEL = (
+    (Chain(64), False, (64, 72, 64)),
+    (Chain(64), True, (64, 72, 64)),
+    (Chain(64, promote_every=4), True, (64, 72, 192)),
+)
+
+
+def test_model_answers_and_writes_golden_vectors(tmp_path):
+    path = tmp_path / "golden" / "wgmma_sm90.npz"
+    about = {"gpu": "the simulator"}
+    *rows, answer = model.run(build, device="cpu", cases=SMALL_MODEL, golden_path=path, about=about)
+    kinds = sorted(inputs.ORDINARY | inputs.EXTREME)
+    assert len(rows) == len(SMALL_MODEL) * len(kinds)
+    assert answer["verdict"] == "yes" and answer["golden_kinds"] == kinds
+    vectors, told = golden.read(path)
+    assert told == about and sorted(vectors) == kinds
+    assert all(found.verdict == "yes" for found in golden.verify(path).values())
+    assert path.stat().st_size < 1 << 19
+
+
+def test_golden_vectors_keep_every_bit_and_show_one_that_changed(tmp_path):
+    path = tmp_path / "wgmma_x.npz"
+    a, b, c = inputs.make("zeros", 64, 32, 64, device="cpu")
+    d = truncation.chain(a, b, c)
+    golden.write(path, {"zeros": (a, b, c, d)}, {})
+    (a2, b2, c2, d2) = golden.read(path)[0]["zeros"]
+    assert (a.view(torch.int16) == a2.view(torch.int16)).all()
+    assert (b.view(torch.int16) == b2.view(torch.int16)).all()
+    assert differing(c, c2) == differing(d, d2) == 0
+    d.view(torch.int32)[5, 7] ^= 1
+    golden.write(path, {"zeros": (a, b, c, d)}, {})
+    found = golden.verify(path)["zeros"]
+    assert (found.differ, found.first["row"], found.first["col"]) == (1, 5, 7)
+
+
+def test_model_sees_another_adder_and_makes_no_golden_vectors_of_it(tmp_path):
+    path = tmp_path / "wgmma_sm90.npz"
+    *_, answer = model.run(
+        other_math(Chain(64)), device="cpu", cases=SMALL_MODEL[:1], golden_path=path
+    )
+    assert answer["verdict"] == "no"
+    assert "normal" not in answer.get("golden_kinds", [])
+
+
+SMALL_PROMOTION = {
+    "plan": promotion.Plan(tiles=((64, 1),), periods=(4, 8), k=512, size=(64, 72, 192), rounds=2),
+    "device": "cpu",
+    "units": 2,
+    "clock": HostClock(),
+}
+
+
+def test_promotion_times_each_period_and_checks_the_bits():
+    *rows, answer = promotion.run(build, **SMALL_PROMOTION)
+    assert [row["case"] for row in rows] == [f"64x64, leaf of {p} groups" for p in (0, 4, 8)]
+    assert rows[0]["cost"] == 0.0
+    assert rows[1]["cost"] == pytest.approx(rows[1]["median_us"] / rows[0]["median_us"] - 1)
+    assert set(answer["costs"]) == {"4", "8"}
+    assert answer["verdict"] == "yes" and answer["dense"] == {"absent": "needs the card"}
+
+
+def test_promotion_sees_leaves_of_another_length():
+    def longer(chain: Chain, *, with_c: bool = False):
+        if with_c and chain.promote_every == 4:
+            chain = Chain(chain.n, promote_every=8)
+        return build(chain, with_c=with_c)
+
+    *_, answer = promotion.run(longer, **SMALL_PROMOTION)
+    assert answer["verdict"] == "no"
+    assert answer["first"]["where"] == "leaf of 4 groups"
+
+
+def test_smoke_says_yes_and_a_broken_compile_says_why():
+    *rows, answer = smoke.run(build, device="cpu")
+    assert [row["ok"] for row in rows] == [True, True] and answer["verdict"] == "yes"
+
+    def broken(chain, *, with_c=False):
+        raise RuntimeError("no nvvm")
+
+    *rows, answer = smoke.run(broken, device="cpu")
+    assert [row["ok"] for row in rows] == [False, True]
+    assert rows[0]["why"] == "RuntimeError: no nvvm" and answer["verdict"] == "no"
+
+
+def test_the_runner_writes_records_and_survives_a_probe_that_raises(tmp_path, monkeypatch):
+    def fine(build):
+        yield {"case": "answer", "verdict": "yes"}
+
+    def bad(build):
+        yield {"case": "one", "ok": True}
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(runner, "PROBES", {"bad": bad, "fine": fine})
+    path = tmp_path / "probes.jsonl"
+    bodies = list(runner.run(["bad", "fine"], output=path, commit="abc"))
+    assert [(b["probe"], b["case"]) for b in bodies] == [
+        ("bad", "one"),
+        ("bad", "answer"),
+        ("fine", "answer"),
+    ]
+    assert bodies[1]["why"] == "RuntimeError: boom"
+    assert record.read(path) == json.loads(json.dumps(bodies))
+    assert all(runner.line(body) for body in bodies)
+
+
+def test_the_tally_tells_a_sign_from_a_bit():
+    found = tally.Tally()
+    assert found.verdict == "nothing compared"
+    plus = torch.tensor([[0.0, 1.0]])
+    assert found.add(plus, torch.tensor([[-0.0, 1.0]])) == 1
+    assert found.verdict == "yes, except the sign of zero"
+    assert found.add(plus, torch.tensor([[0.0, 1.0 + 2**-23]]), "here") == 1
+    assert (found.verdict, found.outputs, found.differ) == ("no", 4, 2)
+    assert found.first == {
+        "where": "",
+        "row": 0,
+        "col": 0,
+        "got": "0x00000000",
+        "want": "0x80000000",
+    }
