@@ -13,6 +13,7 @@ from ..contracts import BATCH_INVARIANT, RUN_TO_RUN, SCHEDULE_INVARIANT
 from ..schedulers.masks.mask import BlockMask
 from ..schedulers.model.machines import resolve
 from ..schedulers.order.schedule import Schedule
+from ..schedulers.version import VERSION
 from .triton.plan import TRITON
 
 #: The head sizes that are taken, the same for q, k and v.
@@ -150,6 +151,7 @@ def plan(backend: str, device: arch.Device) -> dict[str, object]:
     common: dict[str, object] = {
         "forward": "key blocks ascending, online softmax in base 2, P in the input dtype",
         "backward": "dK, dV by visits, dQ by ranks; dS in the input dtype; one rounding from fp32",
+        "schedules": VERSION,
     }
     if backend == arch.CUTE_SM90:
         return common | {

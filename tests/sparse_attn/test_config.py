@@ -50,6 +50,13 @@ def test_the_plan_follows_the_machine_that_auto_reckons_with(monkeypatch):
     assert config.plan(arch.CPU, H200) != before
 
 
+@pytest.mark.parametrize("backend", [arch.CUTE_SM90, arch.TRITON, arch.CPU])
+def test_the_plan_follows_the_version_of_the_schedules(monkeypatch, backend):
+    before = config.plan(backend, H200)
+    monkeypatch.setattr(config, "VERSION", config.VERSION + 1)
+    assert config.plan(backend, H200) != before
+
+
 def test_an_id_for_sm90(monkeypatch):
     monkeypatch.setattr(arch, "_installed", lambda name: True)
     monkeypatch.setattr(arch, "describe", lambda _: H200)

@@ -1,0 +1,85 @@
+"""``VERSION`` goes up whenever some mask gets another schedule; the stored hashes say when."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cute_kernels.schedulers.model import selection
+from cute_kernels.schedulers.order import kinds
+from cute_kernels.schedulers.report.quality import usual_masks
+from cute_kernels.schedulers.version import VERSION
+
+STORED = Path(__file__).parents[1] / "golden" / "schedules.json"
+BLOCK = (128, 128)
+#: (length, heads, machine, query heads to each): the attention's machines, short and long launches.
+LAUNCHES = (
+    (1024, 4, "cute_sm90_d64", 1),
+    (2048, 16, "cute_sm90_d128", 1),
+    (2048, 3, "cute_sm90_d64", 4),
+    (4096, 32, "cute_sm90_d128", 1),
+    (4096, 8, "cute_sm90_d128", 4),
+)
+
+
+def schedules() -> dict[str, str]:
+    """Case -> hash, of what is selected and of every kind."""
+    selection._cache.clear()
+    found = {}
+    for length, heads, machine, group in LAUNCHES:
+        for name, mask in usual_masks(length, BLOCK).items():
+            made = selection.select(mask, heads=heads, machine=machine, group=group).schedule
+            found[f"select {name}, {length} x {heads} x {group}, {machine}"] = made.hash
+    for name, mask in usual_masks(1024, BLOCK).items():
+        for kind, make in kinds.KINDS.items():
+            found[f"{kind} {name}"] = make(mask, heads=3).hash
+    return found
+
+
+def changed() -> list[str]:
+    """The cases whose schedule is not the stored one of this version."""
+    stored = json.loads(STORED.read_text())
+    assert stored["version"] == VERSION, f"store the hashes again: python -m {__name__}"
+    made = schedules()
+    assert made.keys() == stored["schedules"].keys()
+    return [case for case, digest in made.items() if digest != stored["schedules"][case]]
+
+
+def test_schedules_are_those_of_the_version():
+    assert changed() == [], f"raise VERSION, then store the hashes: python -m {__name__}"
+
+
+def wider(ratio: float):
+    def mutate(patch):
+        patch.setattr(selection, "CLOSE", ratio)
+
+    return mutate
+
+
+def other_tails(patch):
+    patch.setattr(selection, "NEAR", 1.1)
+
+
+def no_search(patch):
+    patch.setattr(selection, "_searched", lambda *_: None)
+
+
+def a_walk_less(patch):
+    patch.setattr(selection, "WALKS", selection.WALKS[:2])
+
+
+def another_kind(patch):
+    patch.setitem(kinds.KINDS, "lpt", kinds.KINDS["spt"])
+
+
+@pytest.mark.parametrize("mutate", [wider(1.5), other_tails, no_search, a_walk_less, another_kind])
+def test_a_selection_that_changed_is_seen(monkeypatch, mutate):
+    mutate(monkeypatch)
+    assert changed()
+
+
+if __name__ == "__main__":
+    words = {"version": VERSION, "schedules": schedules()}
+    STORED.write_text(json.dumps(words, indent=1) + "\n")
