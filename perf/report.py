@@ -24,7 +24,7 @@ BUILT = tuple(record.ROOT / "certify" / name for name in ("certificates.json", "
 NEAR_FLOOR = 0.9  # of the floor: from here on a miss is the rival's doing
 KERNELS = ("gemm_sm90", "gemm_column_sum_sm90")
 _MEASURE = "`python -m perf bench gemm` on an H200"
-_FIELDS = ("name", "constexpr", "ok", "registers", "sass_sha256", "toolchain")
+_FIELDS = ("name", "constexpr", "ok", "registers", "sass_sha256", "sources", "toolchain")
 
 
 def load_certificates(path: Path = CERTIFICATES) -> list[dict]:
