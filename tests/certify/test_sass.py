@@ -14,12 +14,12 @@ from rich.console import Console
 from cute_kernels.certify import sass
 from cute_kernels.certify.report import (
     Certificate,
-    Expect,
     Finding,
     broken_rules,
     tables,
     write_report,
 )
+from cute_kernels.compile.kernel import Expect
 from cute_kernels.errors import ArgumentTypeError, CertificateError
 
 
