@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 from pathlib import Path
@@ -21,7 +22,9 @@ def sources() -> list[Path]:
     return [ROOT / line for line in run.stdout.splitlines() if (ROOT / line).exists()]
 
 
+@functools.cache
 def trees() -> list[tuple[str, str, ast.Module]]:
+    """(name, text, tree) of every file: parsed once a process, which takes seconds."""
     found = []
     for path in sources():
         text = path.read_text()

@@ -51,15 +51,32 @@ def length_of_the_list_enters(monkeypatch, module):
     monkeypatch.setattr(module.ForwardSm90, "attend", attend)
 
 
+@functools.cache
+def mutated(mutant, config):
+    """The forward with a defect, compiled once a process."""
+    from cute_kernels.sparse_attn import kernel_fwd_sm90
+
+    with pytest.MonkeyPatch.context() as patch:
+        mutant(patch, kernel_fwd_sm90)
+        return kernel_fwd_sm90.build(config, compile=ptxsim.compile)
+
+
 CASES = [
     (mutants.released_before_read, battery.test_schedules, ("window", (1, 4, 1, 64), (383, 383))),
     (mutants.no_epilogue_barrier, battery.test_schedules, ("full", (1, 2, 2, 96), (200, 383))),
-    (
+    # Nightly: of a part that has killed another mutant already.
+    pytest.param(
         mutants.epilogue_barrier_of_one_consumer,
         battery.test_schedules,
         ("full", (1, 2, 2, 96), (200, 383)),
+        marks=pytest.mark.nightly,
     ),
-    (place_in_the_grid_enters, battery.test_chunked_prefill, ("window",)),
+    pytest.param(
+        place_in_the_grid_enters,
+        battery.test_chunked_prefill,
+        ("window",),
+        marks=pytest.mark.nightly,
+    ),
     (length_of_the_list_enters, battery.test_chunked_prefill, ("window",)),
     (mutants.blocks_without_keys_change_the_state, battery.test_chunked_prefill, ("bits",)),
     (place_in_the_grid_enters, battery.test_one_row_at_a_time, ()),
@@ -82,15 +99,7 @@ CASES = [
     ids=lambda v: "-".join(map(str, v)) if isinstance(v, tuple) else v.__name__,
 )
 def test_battery_mutants_are_killed(monkeypatch, mutant, part, arguments):
-    from cute_kernels.sparse_attn import kernel_fwd_sm90
-
-    @functools.cache
-    def mutated(config):
-        with monkeypatch.context() as patch:
-            mutant(patch, kernel_fwd_sm90)
-            return kernel_fwd_sm90.build(config, compile=ptxsim.compile)
-
-    monkeypatch.setattr(simulated, "forward_kernel", mutated)
+    monkeypatch.setattr(simulated, "forward_kernel", functools.partial(mutated, mutant))
     zero_sign = part is battery.test_zero_has_one_sign
     with pytest.raises(AssertionError if zero_sign else (ContractViolation, sim.ModeFailure)):
         part(*arguments)
