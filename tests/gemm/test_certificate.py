@@ -14,7 +14,7 @@ kernel_sm90 = available.import_module("cute_kernels.gemm.kernel_sm90")
 from cute_kernels.compile.kernel import Expect  # noqa: E402
 from cute_kernels.gemm import config, launch  # noqa: E402
 from tests import certified  # noqa: E402
-from tests.gemm import test_sm90_mutants as mutants  # noqa: E402
+from tests.gemm import sm90_defects as mutants  # noqa: E402
 
 CATALOGUE = list(launch.catalogue())
 EXPECT = Expect("64x256x16", max_registers=168, max_shared=232448)

@@ -20,7 +20,7 @@ from cute_kernels.certify import sass  # noqa: E402
 from cute_kernels.sparse_attn import launch, masks  # noqa: E402
 from cute_kernels.sparse_attn.config import HEAD_DIMS, configure_forward  # noqa: E402
 from tests import certified  # noqa: E402
-from tests.sparse_attn import test_fwd_sm90_mutants as mutants  # noqa: E402
+from tests.sparse_attn.waits import no_wait_for  # noqa: E402
 
 CATALOGUE = {kernel: expect for kernel, _, expect in launch.catalogue()}
 
@@ -73,7 +73,7 @@ def test_the_maxima_overlap_the_product(head_dim, form, softcap):
 def test_the_overlap_depends_on_the_wait_between(monkeypatch):
     """Without the wait for V before it, ptxas hoists the wait for P V."""
     with monkeypatch.context() as patch:
-        mutants.no_wait_for(12)(patch, kernel)
+        no_wait_for(12)(patch, kernel)
         made = artefacts(configure_forward("fp16", 128, "bits"))
     assert between_the_waits(made)["FMNMX"] < 32
 

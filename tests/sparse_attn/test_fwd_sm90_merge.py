@@ -18,9 +18,9 @@ from cute_kernels.sparse_attn.config import configure_forward
 from tests import contract, ptxsim, sim
 from tests.ptxsim.available import requires_sim
 from tests.sparse_attn import simulated
+from tests.sparse_attn.fwd_defects import LIMITS, SETTINGS
+from tests.sparse_attn.fwd_masks import MASKS
 from tests.sparse_attn.simulated_fwd import BLOCK, Case, case, chain, run
-from tests.sparse_attn.test_fwd_sm90_mutants import LIMITS, SETTINGS
-from tests.sparse_attn.test_fwd_sm90_values import MASKS
 
 pytestmark = [requires_sim, pytest.mark.sim]
 
