@@ -5,8 +5,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 WORKERS ?= 2
 
-.PHONY: setup demo test check pins compile certify certificates bench profile docs gpu-test wheel \
-        matrix format clean
+.PHONY: setup demo test nightly check pins compile certify certificates bench profile docs \
+        gpu-test wheel matrix format clean
 
 setup: $(STAMP)
 
@@ -24,6 +24,10 @@ demo: $(STAMP)
 # One thread a worker: two OpenMP pools on two cores wait for each other, and burn both.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -q -n $(WORKERS) -m "not gpu and not nightly" --dist loadfile
+
+# Cross products, and all that is left out of `test` because it was proved on these files.
+nightly: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -q -n $(WORKERS) -m "nightly and not gpu" --dist loadfile
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
