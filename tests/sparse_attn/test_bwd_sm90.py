@@ -226,7 +226,7 @@ def test_delta_is_added_in_its_order(head_dim):
     case = simulated_bwd.case(BlockMask.full(70, 128), head_dim=head_dim, heads=2, kv_heads=1)
     tile_m = config.configure("bf16", head_dim, "none", True).tile_m
     held = launch.workspace(1, 2, -(-70 // tile_m), tile_m, head_dim, case.q.device)
-    pre = simulated.pre_kernel("bf16", head_dim, tile_m, False)
+    pre = simulated.pre_kernel(config.PreConfig("bf16", head_dim, tile_m))
     pre(case.out, case.dout, case.lse, None, *(t.flatten(2) for t in held[:2]), *held[2:])
     # Kept by lanes: rows 2 l, 2 l + 1, 2 l + 8 and 2 l + 9 of every 16 are next to one another.
     by_lane = held.delta.flatten(2).unflatten(2, (-1, 4, 2, 2))
