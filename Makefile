@@ -5,8 +5,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 WORKERS ?= 2
 
-.PHONY: setup demo test check pins compile certify bench profile docs gpu-test wheel matrix \
-        format clean
+.PHONY: setup demo test nightly check pins compile certify certificates bench profile docs \
+        gpu-test wheel matrix format clean
 
 setup: $(STAMP)
 
@@ -25,6 +25,10 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -q -n $(WORKERS) -m "not gpu and not nightly" --dist loadfile
 
+# Cross products, and all that is left out of `test` because it was proved on these files.
+nightly: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -q -n $(WORKERS) -m "nightly and not gpu" --dist loadfile
+
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -39,6 +43,11 @@ compile: $(STAMP)
 
 certify: $(STAMP)
 	$(BIN)/python -m cute_kernels certify -o certify
+
+# After a change of a kernel: proves the catalogue, then stores its hashes with the digest of its
+# sources.  Until then `make test` compiles all of it.
+certificates: certify
+	$(BIN)/python -m perf report
 
 bench: $(STAMP)
 	$(BIN)/python -m perf bench gemm

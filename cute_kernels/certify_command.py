@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +31,7 @@ def certify(
     jobs: Annotated[int, typer.Option(help="Processes; 0: one for each core.")] = 0,
 ) -> None:
     """Compile the catalogue, disassemble it, prove the rules of docs/certificate.md."""
-    from .certify import report, sass
+    from .certify import report, sass, sources
 
     if jobs < 0:
         raise ArgumentValueError(expected("--jobs", "a number of processes, or 0", jobs))
@@ -39,7 +40,11 @@ def certify(
     require("cu13", "cutlass")
     sass.nvdisasm()
     out.mkdir(parents=True, exist_ok=True)  # before minutes of work, not after
+    # Taken before the workers import anything: an edit during minutes of work leaves a digest that
+    # is no longer the tree's, never one that claims what was not compiled.
+    made_from = {name: sources.digest(name) for name in {kernel.name for kernel, _, _ in named}}
     found = _prove_all(chosen, jobs or min(_MOST_JOBS, len(os.sched_getaffinity(0))))
+    found = [replace(one, sources=made_from[one.name]) for one in found]
     report.write_report(found, out)
     for table in report.tables(found):
         console.print(table)

@@ -21,7 +21,7 @@ STATUS = record.ROOT / "docs" / "status.md"
 CERTIFICATES = record.RESULTS / "certificates.json"
 #: What `python -m cute_kernels certify` writes; either name.
 BUILT = tuple(record.ROOT / "certify" / name for name in ("certificates.json", "report.json"))
-_FIELDS = ("name", "constexpr", "ok", "registers", "sass_sha256", "toolchain")
+_FIELDS = ("name", "constexpr", "ok", "registers", "sass_sha256", "sources", "toolchain")
 
 
 def load_certificates(path: Path = CERTIFICATES) -> list[dict]:

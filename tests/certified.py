@@ -1,12 +1,17 @@
 """A kernel's certificate now, and the machine code that perf/results/certificates.json holds.
 
-`make certify` followed by `python -m perf report` stores the hashes of this tree's kernels.  A
-change of a kernel's machine code must come with new ones.
+`make certificates` stores the hashes of this tree's kernels, each with the digest of what it was
+made from.  A change of a kernel's machine code must come with new ones.
+
+A kernel whose digest is the stored one was proved already, by whoever stored it: every commit
+compiles a sample of those, and all others.  The nightly run compiles everything.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,20 +29,80 @@ def certify(kernel, kind: str, expect):
     )
 
 
+@functools.cache
+def compiled(kernel):
+    """What compiling a `compile.Kernel` leaves, once a process: for tests of what is expected."""
+    from cute_kernels.certify import sass
+
+    return sass.artefacts(kernel.build)
+
+
+def read(kernel, kind: str, expect):
+    """`certify` of the kernel as it was first compiled: not for a patched one."""
+    from cute_kernels.certify import certificate
+
+    constexpr = dict(kernel.constexpr)
+    return certificate.certificate(
+        compiled(kernel), name=kernel.name, constexpr=constexpr, kind=kind, expect=expect
+    )
+
+
+def records(store: Path | None = None) -> list[dict]:
+    """Every stored record; none where there is no file."""
+    store = store or STORED
+    return json.loads(store.read_text()) if store.is_file() else []
+
+
 def stored(kernel) -> dict | None:
     """What is stored of a kernel, if anything."""
-    for item in json.loads(STORED.read_text()):
+    for item in records():
         if item["name"] == kernel.name and item["constexpr"] == dict(kernel.constexpr):
             return item
     return None
 
 
+def proved(name: str, store: Path | None = None) -> bool:
+    """Whether the certificates of all kernels of this name were made from what is there now.
+
+    No record, a record that does not say what it was made from, or that broke a rule: they were
+    not.
+    """
+    from cute_kernels.certify import sources
+
+    made = [(item["ok"], item.get("sources")) for item in records(store) if item["name"] == name]
+    return set(made) == {(True, sources.digest(name))}
+
+
+def cases(entries: Iterable, sample, store: Path | None = None) -> Iterator:
+    """The entries of a catalogue as parameters of a test; ``sample(entry)``: one for every commit.
+
+    Of a kernel that is `proved` the rest is for the nightly run.
+    """
+    known: dict[str, bool] = {}
+    for entry in entries:
+        kernel = entry.kernel
+        if kernel.name not in known:
+            known[kernel.name] = proved(kernel.name, store)
+        often = sample(entry) or not known[kernel.name]
+        label = "-".join(str(value) for _, value in kernel.constexpr)
+        marks = () if often else pytest.mark.nightly
+        yield pytest.param(*entry, id=f"{kernel.name}-{label}", marks=marks)
+
+
+def first_of(entries: Iterable, key) -> set:
+    """The kernels that come first with their ``key``: a sample with one of each."""
+    found = {}
+    for entry in entries:
+        found.setdefault(key(entry), entry.kernel)
+    return set(found.values())
+
+
 def check_stored(kernel, found) -> None:
     """Asserts that the machine code is the stored one; skips under another toolchain."""
     kept = stored(kernel)
-    assert kept is not None, f"not in {STORED.name}: make certify, then python -m perf report"
+    assert kept is not None, f"not in {STORED.name}: make certificates"
     if kept["toolchain"] != found.toolchain:
         pytest.skip(f"hashes were stored with {kept['toolchain']}, this is {found.toolchain}")
     assert kept["sass_sha256"] == found.sass_sha256, (
-        "the machine code changed: if that was meant, run make certify and python -m perf report"
+        "the machine code changed: if that was meant, run make certificates"
     )

@@ -307,6 +307,26 @@ def test_a_broken_rule_is_exit_code_one_and_told(certifying, tmp_path):
     assert json.loads((tmp_path / "certify" / "certificates.json").read_text())[5]["ok"] is False
 
 
+def test_a_report_says_what_each_certificate_was_made_from(certifying, tmp_path):
+    """An edit while the certificates are made must not be in it: the digest is taken before."""
+    taken = []
+
+    def digest(name):
+        taken.append(name)
+        return f"of {name}"
+
+    def prove_all(identities, jobs):
+        assert set(taken) == {one.name for one in certifying}
+        return certifying
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(certify_command, "_prove_all", prove_all)
+        patch.setattr("cute_kernels.certify.sources.digest", digest)
+        assert run("certify").exit_code == 0
+    found = json.loads((tmp_path / "certify" / "certificates.json").read_text())
+    assert found and all(one["sources"] == f"of {one['name']}" for one in found)
+
+
 def test_a_worker_that_was_killed_is_one_line(monkeypatch):
     class Pool:
         def __init__(self, *_):

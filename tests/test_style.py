@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_FILE = 600
@@ -21,7 +24,9 @@ def sources() -> list[Path]:
     return [ROOT / line for line in run.stdout.splitlines() if (ROOT / line).exists()]
 
 
+@functools.cache
 def trees() -> list[tuple[str, str, ast.Module]]:
+    """(name, text, tree) of every file: parsed once a process, which takes seconds."""
     found = []
     for path in sources():
         text = path.read_text()
@@ -111,3 +116,57 @@ def test_environment_is_read_in_settings_only():
         and re.search(r"environ[^\n]*CUTE_KERNELS_", text)
     ]
     assert not found, found
+
+
+#: Their shared functions are yet to move out of test modules.
+SHARED_YET = "tests/perf/"
+
+
+def taken_from_test_modules(name: str, tree: ast.Module) -> list[str]:
+    """What a file imports from test modules, or of them: those are for pytest alone.
+
+    Shared functions lie in modules whose names do not begin with ``test_``.
+    """
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            stem = "tests." * bool(node.level) + f"{node.module or ''}."
+            targets = [stem + alias.name for alias in node.names]
+        else:
+            continue
+        for target in targets:
+            first, *rest = target.split(".")
+            if first == "tests" and any(part.startswith("test_") for part in rest):
+                found.append(f"{name}:{node.lineno} {target}")
+    return found
+
+
+def test_no_test_module_is_imported():
+    found = [
+        line
+        for name, _, tree in trees()
+        if name.startswith("tests/") and not name.startswith(SHARED_YET)
+        for line in taken_from_test_modules(name, tree)
+    ]
+    assert not found, "move what is shared to a helper module:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("from tests.gemm.test_sm90_mutants import no_release", True),
+        ("from tests.gemm import simulated, test_sm90_mutants as mutants", True),
+        ("import tests.gemm.test_cpu", True),
+        ("from .test_cpu import rows_op", True),
+        ("from . import cases, test_cpu", True),
+        ("from ..gemm.test_cpu import rows_op", True),
+        ("def inside():\n    from tests.gemm import test_cpu", True),
+        ("from tests.gemm import simulated", False),
+        ("from . import cases", False),
+        ("from torch.testing import test_something", False),
+    ],
+)
+def test_a_planted_import_of_a_test_module_is_found(line, wrong):
+    assert bool(taken_from_test_modules("planted.py", ast.parse(line))) == wrong

@@ -71,6 +71,7 @@ class Certificate:
         findings: empty for a kernel that holds every rule of its class.
         register_pool: what its warpgroups do with setmaxnreg, of several kernels the one with the
             least to spare; None if they do not use it.
+        sources: what it was made from, see `sources.digest`; None: not said.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Certificate:
     sass_sha256: str
     findings: tuple[Finding, ...]
     register_pool: RegisterPool | None = None
+    sources: str | None = None
 
     @property
     def ok(self) -> bool:

@@ -265,7 +265,7 @@ class BackwardSm90:
         mdQ, mSemaphore, mRecord = turns
         state = pipeline.consumer_state(self.config.dq_stages)
         received = tickets.ticket_state()
-        held = shared.sdQ.data_ptr() + buffer * self.dq_size
+        tile_of_dq = shared.sdQ.data_ptr() + buffer * self.dq_size
         total = lists.ticket.shape[0]
         ticket = source.receive_alone(received)
         received.advance()
@@ -283,7 +283,7 @@ class BackwardSm90:
                                 # The turn is awaited while the tile is still being made.
                                 self.wait_turn(mSemaphore, row, rank, mRecord)
                             cute.arch.mbarrier_wait(barriers.dq_full + buffer, state.phase)
-                            turnstile.add(target, held, self.dq_size * 4)
+                            turnstile.add(target, tile_of_dq, self.dq_size * 4)
                             if cutlass.const_expr(self.config.ordered):
                                 turnstile.finish_turn(mSemaphore.iterator + row)
                             else:
@@ -345,7 +345,7 @@ class BackwardSm90:
             rdK.fill(0.0)
             rdV.fill(0.0)
             # The buffer of dQ that is written and not yet handed over, or -1.
-            held = cutlass.Int32(-1)
+            written = cutlass.Int32(-1)
             cute.arch.mbarrier_wait(barriers.k_full, kv_phase)
             window = cutlass.Int32(0)
             for _ in cutlass.range(sizes.group, unroll=1):
@@ -361,10 +361,10 @@ class BackwardSm90:
                         rings[0].consumer_wait(state)
                         mma.start(score, rS, tSrK, tSrQ, 0, state.index)
                         warpgroup.wait_group(1)
-                        if held >= 0:
+                        if written >= 0:
                             rings[0].consumer_release(done)
                             done.advance()
-                            self.hand_over(barriers, lane, held)
+                            self.hand_over(barriers, lane, written)
                         else:
                             cute.arch.mbarrier_wait(barriers.v_full, kv_phase)
                         # Shared memory answers late while WGMMA reads it: lse2 and delta are
@@ -405,15 +405,15 @@ class BackwardSm90:
                         warpgroup.wait_group(1)
                         rings[1].consumer_release(state)
                         self.keep_dq(rdQ, shared, barriers, consumer, lane, dq_state)
-                        held = dq_state.index
+                        written = dq_state.index
                         state.advance()
                         dq_state.advance()
                         ds_state.advance()
             warpgroup.wait_group(0)
-            if held >= 0:
+            if written >= 0:
                 rings[0].consumer_release(done)
                 done.advance()
-                self.hand_over(barriers, lane, held)
+                self.hand_over(barriers, lane, written)
             else:
                 cute.arch.mbarrier_wait(barriers.v_full, kv_phase)
             kv_phase = kv_phase ^ 1
@@ -436,9 +436,9 @@ class BackwardSm90:
 
     def fetch(self, statistics: cute.Tensor) -> cute.Tensor:
         """The same values in registers."""
-        held = cute.make_rmem_tensor(statistics.shape, cutlass.Float32)
-        cute.autovec_copy(statistics, held)
-        return held
+        registers = cute.make_rmem_tensor(statistics.shape, cutlass.Float32)
+        cute.autovec_copy(statistics, registers)
+        return registers
 
     @cute.jit
     def keep_ds(self, rdS, shared, consumer, lane, stage):

@@ -265,7 +265,7 @@ class ForwardSm90:
 
         # Where K of a step is, and V in its own ring; and V that P is yet to be multiplied by.
         state = pipeline.consumer_state(self.stages)
-        held = pipeline.consumer_state(self.stages)
+        of_p = pipeline.consumer_state(self.stages)
         words = mask[0][which, None, None]
         # Without keys too: O goes where Q comes.
         q_ring.consumer_wait(pipeline.consumer_state(1))
@@ -278,35 +278,40 @@ class ForwardSm90:
         if self.absent(word):
             self.skip(k_ring, v_ring, state, consumer, word, words)
         else:
+            # S_0 = Q K_0ᵀ
             k_ring.consumer_wait(state)
             self.fetch(bits, word, words, state.index, row, mask)
             self.await_turn(consumer)
             self.scores(acc_s, tSrQ, tSrK, state.index)
             self.give_turn_after(consumer, word)
-            following = told(words, state.index)
+            following = word_of(words, state.index)
             warpgroup.wait_group(0)
             k_ring.consumer_release(state)
+            # t_0 = S_0 or tanh(S_0 scale / softcap), -inf where masked; m_0 = max t_0
             self.mask(acc_s, word, bits, row, lane, m, mask, inner)
             softmax.raise_max(acc_s, row_max, factor, shift, c)
+            # P_0 = exp2(c (t_0 - m_0)); l_0 = Σ P_0
             v_ring.consumer_wait(state)
             softmax.exponentiate(acc_s, row_sum, factor, shift, c)
             self.round_weights(acc_s, tOrP)
-            held = state.clone()
+            of_p = state.clone()
             while word & merge.ENDS == 0:
                 state.advance()
                 word = following
                 while self.absent(word):
                     word = self.skip(k_ring, v_ring, state, consumer, word, words)
                     state.advance()
+                # S_n = Q K_nᵀ, and behind it O += P_{n-1} V_{n-1}
                 k_ring.consumer_wait(state)
                 self.fetch(bits, word, words, state.index, row, mask)
                 self.await_turn(consumer)
                 self.scores(acc_s, tSrQ, tSrK, state.index)
-                self.add_values(acc_o, tOrP, tOrV, held.index)
+                self.add_values(acc_o, tOrP, tOrV, of_p.index)
                 self.give_turn_after(consumer, word)
-                following = told(words, state.index)
+                following = word_of(words, state.index)
                 warpgroup.wait_group(1)
                 k_ring.consumer_release(state)
+                # t_n as t_0; m_n = max(m_{n-1}, max t_n); factor = exp2(c (m_{n-1} - m_n))
                 self.mask(acc_s, word, bits, row, lane, m, mask, inner)
                 softmax.raise_max(acc_s, row_max, factor, shift, c)
                 # P V has had the time of the maxima; ptxas moves its wait up to the last wait for
@@ -314,14 +319,16 @@ class ForwardSm90:
                 # exponentials.
                 v_ring.consumer_wait(state)
                 warpgroup.wait_group(0)
-                v_ring.consumer_release(held)
+                v_ring.consumer_release(of_p)
+                # P_n = exp2(c (t_n - m_n)); l_n = l_{n-1} factor + Σ P_n; O *= factor
                 softmax.exponentiate(acc_s, row_sum, factor, shift, c)
                 softmax.rescale(acc_o, factor)
                 self.round_weights(acc_s, tOrP)
-                held = state.clone()
-            self.add_values(acc_o, tOrP, tOrV, held.index)
+                of_p = state.clone()
+            # O += P_last V_last
+            self.add_values(acc_o, tOrP, tOrV, of_p.index)
             warpgroup.wait_group(0)
-            v_ring.consumer_release(held)
+            v_ring.consumer_release(of_p)
             while word & merge.LAST == 0:
                 state.advance()
                 word = following
@@ -330,7 +337,7 @@ class ForwardSm90:
     def first_word(self, k_ring, state, words):
         """The word of the first step, which comes with its K."""
         k_ring.consumer_wait(state)
-        return told(words, self.stages)
+        return word_of(words, self.stages)
 
     def absent(self, word):
         """Whether only the other list has the block; there is one with three consumers."""
@@ -342,7 +349,7 @@ class ForwardSm90:
         k_ring.consumer_wait(state)
         self.await_turn(consumer)
         self.give_turn_after(consumer, word)
-        following = told(words, state.index)
+        following = word_of(words, state.index)
         k_ring.consumer_release(state)
         v_ring.consumer_wait(state)
         v_ring.consumer_release(state)
@@ -509,8 +516,8 @@ class ForwardSm90:
             self.give_turn(consumer)
 
 
-def told(words, at):
-    """The word of a step, where the step before finds it."""
+def word_of(words, at):
+    """The word of a step, from where the step before finds it."""
     return cute.arch.make_warp_uniform(words[0, at])
 
 

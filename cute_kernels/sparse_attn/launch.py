@@ -91,11 +91,11 @@ def backward(
     dout, q, k, v, out = (addressable(t, _NAME, name) for name, t in given.items())
     dlse = None if dlse is None else log.contiguous(_NAME, "dlse", dlse, "contiguous")
     lse = log.contiguous(_NAME, "lse", lse, "contiguous")
-    held = workspace(batch, heads, -(-q_len // chosen.tile_m), chosen.tile_m, dim, device)
+    space = workspace(batch, heads, -(-q_len // chosen.tile_m), chosen.tile_m, dim, device)
 
     pre = _pre_kernel(PreConfig(dtype, dim, chosen.tile_m, dlse is not None))
-    rows = held.lse2.flatten(2), held.delta.flatten(2)
-    call(device, pre, out, dout, lse, dlse, *rows, *held[2:])
+    rows = space.lse2.flatten(2), space.delta.flatten(2)
+    call(device, pre, out, dout, lse, dlse, *rows, *space[2:])
 
     dk, dv = (empty(t.shape, t.dtype, device) for t in (k, v))
     visits = (not_empty(t) for t in (order.entry, order.rank, order.tile))
@@ -103,13 +103,13 @@ def backward(
     numbers = scale, *config.factors(scale, softcap), mask.lo, mask.hi
     # A CTA takes tickets until there are none: more CTAs than tickets have nothing to do.
     ctas = min(most_ctas(device), len(order.ticket))
-    operands = q, k, v, dout, *held[:3], dk, dv, *held[3:]
+    operands = q, k, v, dout, *space[:3], dk, dv, *space[3:]
     call(device, _backward_kernel(chosen), *operands, *lists, record, *numbers, ctas)
 
     dq = empty(q.shape, q.dtype, device)
-    call(device, _post_kernel(PostConfig(dtype, dim, chosen.tile_m)), held.total, dq, scale)
+    call(device, _post_kernel(PostConfig(dtype, dim, chosen.tile_m)), space.total, dq, scale)
     if record is not None:
-        sizes = held.semaphore.shape[2], chosen.tile_m, heads // k.shape[2]
+        sizes = space.semaphore.shape[2], chosen.tile_m, heads // k.shape[2]
         watchdog.require_turns(record, order, *sizes, limit)
     return dq, dk, dv
 

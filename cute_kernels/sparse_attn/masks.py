@@ -157,13 +157,13 @@ def lower(mask: BlockMask) -> LoweredMask:
 def order_of(lowered: LoweredMask, schedule: Schedule) -> Order:
     """The tensors of a schedule, queued on the mask's device; nothing is read back from it."""
     device, bits = lowered.words.device, lowered.form == "bits"
-    *told, place = schedule.tensors(device, places=bits)
+    *lists, place = schedule.tensors(device, places=bits)
     if not bits:
-        return Order(*told, lowered.q_tile.view(-1))
+        return Order(*lists, lowered.q_tile.view(-1))
     table, of_list = lowered.block_tile, _mask_of_list(lowered, schedule)
     if of_list.tolist() != list(range(math.prod(table.shape[:2]))):
         table = table.flatten(0, 1)[torch.from_numpy(of_list).to(device, non_blocking=True)]
-    return Order(*told, table.view(-1).take(place))
+    return Order(*lists, table.view(-1).take(place))
 
 
 def _mask_of_list(lowered: LoweredMask, schedule: Schedule) -> np.ndarray:

@@ -9,7 +9,7 @@ from cute_kernels.certify.certificate import certificate, check_a, check_b
 from cute_kernels.certify.registers import Pool, register_pools
 from cute_kernels.certify.report import RegisterPool, tables
 from cute_kernels.compile.kernel import Expect
-from tests.certify.test_sass import elf, listing
+from tests.certify.listings import elf, listing
 
 INC, DEC = "setmaxnreg.inc.sync.aligned.u32", "setmaxnreg.dec.sync.aligned.u32"
 WARP = "shr.u32 %r3, %r2, 5; shfl.sync.idx.b32 %r4|%p9, %r3, 0, 31, -1;"

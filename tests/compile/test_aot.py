@@ -528,7 +528,7 @@ def test_a_host_without_the_dsl_python_package_loads_real_kernels(real):
     """
     check = """
     import torch
-    from tests.compile.test_cache_real import complaints
+    from tests.compile.complaints import complaints
     for function in functions.values():
         count, few, device = complaints(function)
         assert "Expects 3 parameters" in count[1], count

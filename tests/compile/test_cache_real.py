@@ -7,11 +7,11 @@ compiled entry.  tests/compile/test_aot.py runs stored kernels on the simulator.
 import re
 
 import pytest
-import torch
 
 from cute_kernels.compile import cache, load, toolchain
 from cute_kernels.compile.kernel import symbol_of
 from tests.compile import toy
+from tests.compile.complaints import complaints
 from tests.compile.toy import ARCH
 
 pytestmark = [toy.needs_linker, toy.needs_dsl]
@@ -38,18 +38,6 @@ def real():
     return toy_kernel
 
 
-def complaints(function):
-    """What the compiled entry says to three wrong calls."""
-    a = torch.randn(4)
-    calls = [(), (a, a), (a, a, a)]
-    said = []
-    for call in calls:
-        with pytest.raises((TypeError, ValueError)) as caught:
-            function(*call)
-        said.append((type(caught.value).__name__, str(caught.value)))
-    return said
-
-
 PRELUDE = f"""
     import sys
     from cute_kernels.compile import cache, load, toolchain
@@ -72,7 +60,7 @@ def test_a_hit_in_a_fresh_process_does_not_import_cutlass(root, real):
     fresh(
         root,
         f"""
-    from tests.compile.test_cache_real import complaints
+    from tests.compile.complaints import complaints
     def never():
         raise AssertionError("compiled")
     kernel = Kernel("toy", (("scale", 3), ("threads", 128)), never)
@@ -178,7 +166,7 @@ def test_threads_and_forks_with_real_compiles(root):
         """
     import os, threading
     from tests.compile.toy_kernel import kernel
-    from tests.compile.test_cache_real import complaints
+    from tests.compile.complaints import complaints
 
     threads = [threading.Thread(target=cache.get, args=(kernel(i), ARCH)) for i in range(4)]
     [thread.start() for thread in threads]

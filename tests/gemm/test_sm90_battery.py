@@ -9,7 +9,7 @@ from cute_kernels.gemm import config, launch
 from tests import contract, ptxsim, sim
 from tests.contract import RowOp, SumOp
 from tests.gemm.simulated import gemm_kernel, operand, simulated
-from tests.gemm.test_sm90_mutants import k_steps_swapped
+from tests.gemm.sm90_defects import k_steps_swapped
 from tests.ptxsim.available import requires_sim
 
 pytestmark = [requires_sim, pytest.mark.sim]

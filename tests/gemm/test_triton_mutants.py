@@ -14,7 +14,7 @@ from cute_kernels.gemm import reference
 from ..ptxsim.available import requires_core
 from ..triton_copies import copy_of
 from . import triton_cases as cases
-from .test_triton_simulated import BF16, FP32, engine, far_offsets
+from .triton_engine import BF16, FP32, engine, far_offsets
 from .triton_harness import TARGETS, WildAccess, compiled, simulated
 from .triton_inspect import complaints
 

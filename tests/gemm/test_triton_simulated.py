@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 import torch
 
 from cute_kernels.gemm.triton import launch
+from tests.gemm.triton_engine import BF16, FP16, FP32, engine, far_offsets
 
 from ..ptxsim.available import requires_core
 from . import triton_cases as cases
@@ -16,20 +17,9 @@ from .triton_harness import simulated
 
 pytestmark = [pytest.mark.sim, requires_core]
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
 SHAPES = ((1, 1, 1), (127, 129, 65), (130, 7, 200))
 HOPPER, LATE = {"wgmma_math": 2}, {"async_mode": 1, "wgmma_mode": 1, "warp_order": 1, "seed": 9}
-
-
-def engine(monkeypatch, module=launch):
-    """gemm(a, b, bias=None, accumulator=None, programs=132) through the public launcher."""
-
-    def gemm(a, b, bias=None, accumulator=None, programs=132):
-        monkeypatch.setenv("CUTE_KERNELS_MAX_CTAS", str(programs))
-        return module.gemm(a, b, bias, accumulator)
-
-    return gemm
 
 
 @DTYPES
@@ -110,24 +100,6 @@ def test_offsets_beyond_int32(monkeypatch, tmp_path):
     """Row 2 starts at element 2³¹: operands, accumulator and column sums reach it."""
     with simulated(launch):
         far_offsets(engine(monkeypatch), launch.column_sum, tmp_path)
-
-
-def far_offsets(gemm, column_sum, folder) -> None:
-    a, b, _, start = cases.problem(3, 3, 20, BF16, "accumulate", seed=81)
-    near, added = gemm(a, b), gemm(a, b, None, start.clone())
-    far_a, far_b, far_start = (_far(t, folder / str(i)) for i, t in enumerate((a, b, start)))
-    assert cases.differing(gemm(far_a, far_b), near) == 0
-    gemm(far_a, far_b, None, far_start)
-    assert cases.differing(far_start, added) == 0
-    assert cases.differing(column_sum(far_a), column_sum(a)) == 0
-
-
-def _far(t: torch.Tensor, file) -> torch.Tensor:
-    """The values of a 2-D tensor with a row stride of 2³⁰, in a sparse file."""
-    stride = 2**30
-    size = stride * (t.shape[0] - 1) + t.shape[1]
-    storage = torch.from_file(str(file), shared=True, size=size, dtype=t.dtype)
-    return storage.as_strided(t.shape, (stride, 1)).copy_(t)
 
 
 @pytest.mark.parametrize("cap", ["0", "1", "3", "500"])

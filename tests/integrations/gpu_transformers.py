@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from cute_kernels.integrations import transformers as ours
-from tests.integrations import test_transformers_caches as known
+from tests.integrations import cached as known
 
 
 def main() -> None:
@@ -19,9 +19,9 @@ def main() -> None:
     for kind in ("llama", "mistral"):
         for static in (False, True):
             for pad in (0, 1, 20, 127):
-                known.test_prefill_and_decode_behind_padding(kind, pad, static)
+                known.prefill_and_decode_behind_padding(kind, pad, static)
         for cut in (60, 64, 127, 128):
-            known.test_packs_through_position_ids(cut, kind)
+            known.packs_through_position_ids(cut, kind)
         print(kind, "same bytes", flush=True)
     model = known.small("llama").cuda()
     run = torch.compile(model, fullgraph=True)

@@ -1,8 +1,18 @@
-"""Fixtures of the simulator's tests."""
+"""Fixtures of the simulator's tests, and which of them run for every commit."""
 
 import pytest
 
 from tests import ptxsim
+
+from . import proved
+
+
+def pytest_collection_modifyitems(items):
+    """What passed on these very sources is left to the nightly run: see proved.py."""
+    known = proved.holds()
+    for item in items:
+        if item.path.parent == proved.HERE and not proved.often(item.path.stem, known):
+            item.add_marker(pytest.mark.nightly)
 
 
 @pytest.fixture

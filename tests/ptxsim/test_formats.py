@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from .available import requires_core
+from .floats import X, Y, run
 from .lanes import N, run_lanes
-from .test_float import X, Y, run
 
 pytestmark = [requires_core, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 

@@ -11,100 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels.schedulers import BlockMask, from_fa4, to_fa4
-from cute_kernels.schedulers.masks import rules
 from cute_kernels.schedulers.model.selection import select
 from cute_kernels.schedulers.order import kinds
 from cute_kernels.schedulers.order import schedule as module
 from cute_kernels.schedulers.order.schedule import ARRAYS, Schedule
-
-S = 96
-SIZE = {"block_size": 32}
-
-
-def given() -> dict[str, torch.Tensor]:
-    """Tensors that a caller keeps and writes to: of the dtypes that need no conversion too."""
-    generator = torch.Generator().manual_seed(3)
-    chosen = torch.tensor([[[[0, 1, 0], [0, 2, 0], [1, 2, 0]]]], dtype=torch.int32)
-    dense = torch.rand(S, S, generator=generator) < 0.5
-    dense[:32, :32] = True
-    return {
-        "prefix": torch.tensor([40, 7], dtype=torch.int32),
-        "ids": torch.randint(0, 4, (2, S), generator=generator, dtype=torch.int32),
-        "cu_seqlens": torch.tensor([0, 50, S], dtype=torch.int32),
-        "dense": dense,
-        "count": torch.tensor([[[2, 2, 2]]], dtype=torch.int32),
-        "index": chosen,
-    }
-
-
-def ours(t: dict[str, torch.Tensor]) -> BlockMask:
-    """The plain constructor, of a caller's copies of another mask's lists."""
-    mask = BlockMask.prefix_lm(S, S, prefix=t["prefix"], **SIZE)
-    names = [
-        field.name for field in fields(mask) if isinstance(vars(mask)[field.name], torch.Tensor)
-    ]
-    t |= {name: getattr(mask, name).clone() for name in names}
-    return replace(mask, **{name: t[name] for name in names}, rule=rules.Prefix(t["prefix"]))
-
-
-def through_fa4(t: dict[str, torch.Tensor]) -> BlockMask:
-    lists = to_fa4(BlockMask.full(S, S, **SIZE))
-    t |= {name: value for name, value in lists._asdict().items() if torch.is_tensor(value)}
-    lists = lists._replace(
-        mask_block_cnt=lists.full_block_cnt,
-        mask_block_idx=lists.full_block_idx,
-        full_block_cnt=lists.mask_block_cnt,
-        full_block_idx=lists.mask_block_idx,
-    )
-    return from_fa4(lists, S, S, rule=rules.Prefix(t["prefix"]))[0]
-
-
-def causal() -> BlockMask:
-    return BlockMask.causal(S, S, **SIZE)
-
-
-MAKERS = {
-    "prefix_lm": lambda t: BlockMask.prefix_lm(S, S, prefix=t["prefix"], **SIZE),
-    "prefix_lm of a NumPy array": lambda t: BlockMask.prefix_lm(
-        S, S, prefix=torch.from_numpy(t["prefix"].numpy()), **SIZE
-    ),
-    "document": lambda t: BlockMask.document(t["ids"], **SIZE),
-    "document of one batch": lambda t: BlockMask.document(t["ids"][0], **SIZE),
-    "cu_seqlens": lambda t: BlockMask.document(cu_seqlens=t["cu_seqlens"], **SIZE),
-    "from_dense": lambda t: BlockMask.from_dense(t["dense"], **SIZE),
-    "from_dense in one block": lambda t: BlockMask.from_dense(t["dense"], block_size=128),
-    "from_blocks": lambda t: BlockMask.from_blocks(t["count"], t["index"], S, S, **SIZE),
-    "from_blocks with a rule": lambda t: BlockMask.from_blocks(
-        t["count"], t["index"], S, S, rule=rules.Prefix(t["prefix"]), **SIZE
-    ),
-    "from_rule": lambda t: BlockMask.from_rule(rules.Prefix(t["prefix"]), S, S, **SIZE),
-    "and": lambda t: MAKERS["prefix_lm"](t) & BlockMask.document(t["ids"], **SIZE),
-    "or": lambda t: BlockMask.document(t["ids"], **SIZE) | causal(),
-    "reblock": lambda t: BlockMask.from_dense(t["dense"], **SIZE).reblock(16),
-    "from_fa4": through_fa4,
-    "BlockMask": ours,
-}
-
-
-def parts(mask: BlockMask) -> list[torch.Tensor]:
-    return [*mask.lists("kv"), *mask.lists("q"), *mask.rule.tensors()]
+from tests.schedulers.masks.made import MAKERS, given, keeps_its_elements
 
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_what_a_mask_was_made_from_may_change_afterwards(name):
-    """The elements and the hash, of today's tensors and not the one kept, stay."""
-    tensors = given()
-    mask = MAKERS[name](tensors)
-    dense, known = mask.to_dense(), mask.hash()
-    assert known == MAKERS[name](given()).hash() and 0 < int(dense.sum()) < dense.numel()
-    for tensor in tensors.values():
-        tensor.copy_(tensor.logical_not() if tensor.dtype == torch.bool else tensor * 0 + 1)
-    again = replace(mask)
-    assert again.hash() == mask.hash() == known and "_digests" in vars(mask)
-    assert torch.equal(again.to_dense(), dense)
-    memory = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
-    assert not memory & {tensor.untyped_storage().data_ptr() for tensor in parts(mask)}
+    keeps_its_elements(name)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda mask: pickle.loads(pickle.dumps(mask))])

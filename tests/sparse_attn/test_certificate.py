@@ -18,22 +18,21 @@ from cute_kernels.certify import sass  # noqa: E402
 from cute_kernels.sparse_attn import kernel_bwd_sm90, kernel_fwd_sm90, launch  # noqa: E402
 from tests import certified  # noqa: E402
 
-
-def every_kernel():
-    """fp16 differs in the type of its instructions alone: the nightly run has all of it.
-
-    So it has the backward with a softcap of D = 96: that of D = 128 with other counts.
-    """
-    for kernel, kind, expect in launch.catalogue():
-        values = dict(kernel.constexpr)
-        also = values["dtype"] == "bf16" or (values["head_dim"], values.get("form")) == (64, "band")
-        also &= not (values["head_dim"] == 96 and "ordered" in values and values["softcap"])
-        marks = () if also else pytest.mark.nightly
-        label = "-".join(str(v) for v in values.values())
-        yield pytest.param(kernel, kind, expect, id=f"{kernel.name}-{label}", marks=marks)
+CATALOGUE = list(launch.catalogue())
 
 
-@pytest.mark.parametrize(("kernel", "kind", "expect"), list(every_kernel()))
+def sort_of(entry) -> tuple:
+    """Each kernel, and the backward that adds in arrival order: every commit compiles one."""
+    return entry.kernel.name, entry.kind
+
+
+SAMPLE = certified.first_of(CATALOGUE, sort_of)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind", "expect"),
+    list(certified.cases(CATALOGUE, lambda entry: entry.kernel in SAMPLE)),
+)
 def test_every_configuration(kernel, kind, expect):
     found = certified.certify(kernel, kind or "B", expect)
     assert found.spills == 0 and found.stack == 0

@@ -13,9 +13,9 @@ import pytest
 from tests import ptxsim, sim
 from tests.contract import ContractViolation
 from tests.ptxsim.available import requires_sim
+from tests.sparse_attn import fwd_battery as battery
+from tests.sparse_attn import fwd_defects as mutants
 from tests.sparse_attn import simulated
-from tests.sparse_attn import test_fwd_sm90_battery as battery
-from tests.sparse_attn import test_fwd_sm90_mutants as mutants
 
 pytestmark = [requires_sim, pytest.mark.sim]
 
@@ -51,28 +51,45 @@ def length_of_the_list_enters(monkeypatch, module):
     monkeypatch.setattr(module.ForwardSm90, "attend", attend)
 
 
+@functools.cache
+def mutated(mutant, config):
+    """The forward with a defect, compiled once a process."""
+    from cute_kernels.sparse_attn import kernel_fwd_sm90
+
+    with pytest.MonkeyPatch.context() as patch:
+        mutant(patch, kernel_fwd_sm90)
+        return kernel_fwd_sm90.build(config, compile=ptxsim.compile)
+
+
 CASES = [
-    (mutants.released_before_read, battery.test_schedules, ("window", (1, 4, 1, 64), (383, 383))),
-    (mutants.no_epilogue_barrier, battery.test_schedules, ("full", (1, 2, 2, 96), (200, 383))),
-    (
+    (mutants.released_before_read, battery.schedules, ("window", (1, 4, 1, 64), (383, 383))),
+    (mutants.no_epilogue_barrier, battery.schedules, ("full", (1, 2, 2, 96), (200, 383))),
+    # Nightly: of a part that has killed another mutant already.
+    pytest.param(
         mutants.epilogue_barrier_of_one_consumer,
-        battery.test_schedules,
+        battery.schedules,
         ("full", (1, 2, 2, 96), (200, 383)),
+        marks=pytest.mark.nightly,
     ),
-    (place_in_the_grid_enters, battery.test_chunked_prefill, ("window",)),
-    (length_of_the_list_enters, battery.test_chunked_prefill, ("window",)),
-    (mutants.blocks_without_keys_change_the_state, battery.test_chunked_prefill, ("bits",)),
-    (place_in_the_grid_enters, battery.test_one_row_at_a_time, ()),
-    (place_in_the_grid_enters, battery.test_batches, ()),
-    (place_in_the_grid_enters, battery.test_heads, ()),
-    (mutants.masked_by_multiplication, battery.test_neighbours, ("window",)),
-    (mutants.masked_by_multiplication, battery.test_neighbours, ("document",)),
-    (mutants.masked_by_multiplication, battery.test_padding, ()),
-    (place_in_the_grid_enters, battery.test_padding, ()),
-    (length_of_the_list_enters, battery.test_other_rows_of_the_mask, ()),
-    (mutants.blocks_without_keys_change_the_state, battery.test_other_rows_of_the_mask, ()),
-    (mutants.one_key_too_many, battery.test_forms, (64,)),
-    (mutants.negative_zero_kept, battery.test_zero_has_one_sign, ()),
+    pytest.param(
+        place_in_the_grid_enters,
+        battery.chunked_prefill,
+        ("window",),
+        marks=pytest.mark.nightly,
+    ),
+    (length_of_the_list_enters, battery.chunked_prefill, ("window",)),
+    (mutants.blocks_without_keys_change_the_state, battery.chunked_prefill, ("bits",)),
+    (place_in_the_grid_enters, battery.one_row_at_a_time, ()),
+    (place_in_the_grid_enters, battery.batches, ()),
+    (place_in_the_grid_enters, battery.heads, ()),
+    (mutants.masked_by_multiplication, battery.among_neighbours, ("window",)),
+    (mutants.masked_by_multiplication, battery.among_neighbours, ("document",)),
+    (mutants.masked_by_multiplication, battery.padding, ()),
+    (place_in_the_grid_enters, battery.padding, ()),
+    (length_of_the_list_enters, battery.other_rows_of_the_mask, ()),
+    (mutants.blocks_without_keys_change_the_state, battery.other_rows_of_the_mask, ()),
+    (mutants.one_key_too_many, battery.forms, (64,)),
+    (mutants.negative_zero_kept, battery.zero_has_one_sign, ()),
 ]
 
 
@@ -82,15 +99,7 @@ CASES = [
     ids=lambda v: "-".join(map(str, v)) if isinstance(v, tuple) else v.__name__,
 )
 def test_battery_mutants_are_killed(monkeypatch, mutant, part, arguments):
-    from cute_kernels.sparse_attn import kernel_fwd_sm90
-
-    @functools.cache
-    def mutated(config):
-        with monkeypatch.context() as patch:
-            mutant(patch, kernel_fwd_sm90)
-            return kernel_fwd_sm90.build(config, compile=ptxsim.compile)
-
-    monkeypatch.setattr(simulated, "forward_kernel", mutated)
-    zero_sign = part is battery.test_zero_has_one_sign
+    monkeypatch.setattr(simulated, "forward_kernel", functools.partial(mutated, mutant))
+    zero_sign = part is battery.zero_has_one_sign
     with pytest.raises(AssertionError if zero_sign else (ContractViolation, sim.ModeFailure)):
         part(*arguments)

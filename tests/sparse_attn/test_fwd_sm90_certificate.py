@@ -7,6 +7,7 @@ then every product is waited for before the scores are looked at.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -19,14 +20,14 @@ from cute_kernels.certify import sass  # noqa: E402
 from cute_kernels.sparse_attn import launch, masks  # noqa: E402
 from cute_kernels.sparse_attn.config import HEAD_DIMS, configure_forward  # noqa: E402
 from tests import certified  # noqa: E402
-from tests.sparse_attn import test_fwd_sm90_mutants as mutants  # noqa: E402
+from tests.sparse_attn.waits import no_wait_for  # noqa: E402
 
 CATALOGUE = {kernel: expect for kernel, _, expect in launch.catalogue()}
 
 
-def certify(config, wanted=None):
+def certify(config):
     entry = launch.forward_entry(config)
-    return certified.certify(entry, "A", wanted or CATALOGUE[entry])
+    return certified.certify(entry, "A", CATALOGUE[entry])
 
 
 def artefacts(config):
@@ -50,12 +51,20 @@ def between_the_waits(made) -> dict[str, int]:
     return counts[0]
 
 
-@pytest.mark.parametrize("softcap", [False, True])
-@pytest.mark.parametrize("form", masks.FORMS)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def every_forward():
+    """For every commit each head size, form and softcap once, or all if the kernel changed."""
+    known = certified.proved("sparse_attn_fwd_sm90")
+    often = {(64, "none", False), (96, "band", True), (128, "bits", False)}
+    for chosen in itertools.product(HEAD_DIMS, masks.FORMS, (False, True)):
+        marks = pytest.mark.nightly if known and chosen not in often else ()
+        yield pytest.param(*chosen, marks=marks)
+
+
+@pytest.mark.parametrize(("head_dim", "form", "softcap"), list(every_forward()))
 def test_the_maxima_overlap_the_product(head_dim, form, softcap):
     """And before them the softcap; the exponentials fill the gaps behind the wait."""
-    found = between_the_waits(artefacts(configure_forward("bf16", head_dim, form, softcap)))
+    entry = launch.forward_entry(configure_forward("bf16", head_dim, form, softcap))
+    found = between_the_waits(certified.compiled(entry))
     # Of each of a thread's 2 rows: 32 scores, the maximum so far, 2 steps over the other lanes.
     assert found["FMNMX"] == 2 * (31 + 1 + 2)
     assert found["MUFU.EX2"] >= 64 * softcap
@@ -64,7 +73,7 @@ def test_the_maxima_overlap_the_product(head_dim, form, softcap):
 def test_the_overlap_depends_on_the_wait_between(monkeypatch):
     """Without the wait for V before it, ptxas hoists the wait for P V."""
     with monkeypatch.context() as patch:
-        mutants.no_wait_for(12)(patch, kernel)
+        no_wait_for(12)(patch, kernel)
         made = artefacts(configure_forward("fp16", 128, "bits"))
     assert between_the_waits(made)["FMNMX"] < 32
 
@@ -75,8 +84,9 @@ def test_the_overlap_depends_on_the_wait_between(monkeypatch):
 )
 def test_what_was_not_meant_fails(change):
     config = configure_forward("bf16", 64, "none")
-    wanted = dataclasses.replace(CATALOGUE[launch.forward_entry(config)], **change)
-    assert {f.rule for f in certify(config, wanted=wanted).findings} == {"R5"}
+    entry = launch.forward_entry(config)
+    wanted = dataclasses.replace(CATALOGUE[entry], **change)
+    assert {f.rule for f in certified.read(entry, "A", wanted).findings} == {"R5"}
 
 
 def atomic_add(monkeypatch, module):

@@ -19,27 +19,46 @@ from cute_kernels.sparse_attn import masks
 from cute_kernels.sparse_attn.config import configure_forward
 from tests import contract, ptxsim
 from tests.ptxsim.available import requires_sim
+from tests.sparse_attn.fwd_battery import zeros
+from tests.sparse_attn.fwd_defects import (
+    LIMITS,
+    SETTINGS,
+    bits_of_the_next_row,
+    blocks_descending,
+    blocks_without_keys_change_the_state,
+    epilogue_barrier_of_one_consumer,
+    half_the_bytes,
+    heads_shared_in_turn,
+    key_groups_swapped,
+    lanes_not_added,
+    masked_by_multiplication,
+    masked_with_a_large_number,
+    masks_kept_by_name,
+    maximum_of_the_block_only,
+    negative_zero_kept,
+    no_epilogue_barrier,
+    no_guard_for_empty_rows,
+    no_proxy_fence,
+    no_release,
+    no_turn_given,
+    no_wait_for_empty_stages,
+    one_key_too_many,
+    output_not_rescaled,
+    partial_blocks_not_masked,
+    released_before_read,
+    rescaled_rows_swapped,
+    scores_of_the_next_stage,
+    step_kept_by_name,
+    tail_not_masked,
+    values_of_the_stage_of_the_scores,
+    wrong_phase,
+)
+from tests.sparse_attn.fwd_masks import dense
 from tests.sparse_attn.simulated_fwd import Case, case, chain, run
-from tests.sparse_attn.test_fwd_sm90_battery import zeros
-from tests.sparse_attn.test_fwd_sm90_values import dense
-from tests.sparse_attn.waits import no_wait_for, no_wait_for_products, ring_class
+from tests.sparse_attn.waits import no_wait_for, no_wait_for_products
 
 pytestmark = [requires_sim, pytest.mark.sim]
 
-#: The three settings of tests/ptxsim/README.md that find most missing waits.
-SETTINGS = [
-    {"async_mode": "late", "wgmma_mode": "late"},
-    {"async_mode": "now", "wgmma_mode": "late", "warp_order": "random", "seed": 1},
-    {"async_mode": "now", "wgmma_mode": "late", "warp_order": "random", "seed": 2},
-    {
-        "async_mode": "random",
-        "wgmma_mode": "random",
-        "warp_order": "random",
-        "cta_order": "random",
-        "seed": 3,
-    },
-]
-LIMITS = {"max_steps": 20_000_000}
 WIDTH = 64
 
 
@@ -108,293 +127,6 @@ def compiled(form: str):
     return kernel_fwd_sm90.build(configure_forward("bf16", WIDTH, form), compile=ptxsim.compile)
 
 
-def no_wait_for_empty_stages(monkeypatch, module):
-    def acquire(self, state):
-        self.sync_object_full.arrive(state.index, self.producer_mask)
-
-    monkeypatch.setattr(ring_class(module), "producer_acquire", acquire)
-
-
-def no_release(monkeypatch, module):
-    monkeypatch.setattr(ring_class(module), "consumer_release", lambda self, state: None)
-
-
-def scores_of_the_next_stage(monkeypatch, module):
-    true_scores = module.ForwardSm90.scores
-    monkeypatch.setattr(
-        module.ForwardSm90,
-        "scores",
-        lambda self, acc_s, q, k, stage: true_scores(self, acc_s, q, k, (stage + 1) % self.stages),
-    )
-
-
-def values_of_the_stage_of_the_scores(monkeypatch, module):
-    """V of the next block: K is one block ahead."""
-    true_values = module.ForwardSm90.add_values
-    monkeypatch.setattr(
-        module.ForwardSm90,
-        "add_values",
-        lambda self, acc_o, p, v, stage: true_values(self, acc_o, p, v, (stage + 1) % self.stages),
-    )
-
-
-def wrong_phase(monkeypatch, module):
-    monkeypatch.setattr(module.pipeline, "consumer_state", module.pipeline.producer_state)
-
-
-def half_the_bytes(monkeypatch, module):
-    true_ring = module.pipeline.tma_ring
-    monkeypatch.setattr(
-        module.pipeline, "tma_ring", lambda b, s, size, *rest: true_ring(b, s, size // 2, *rest)
-    )
-
-
-def released_before_read(monkeypatch, module):
-    """Scores are read, and stages given back, while WGMMAs are in flight."""
-    true_wait = module.warpgroup.wait_group
-    monkeypatch.setattr(module.warpgroup, "wait_group", lambda n: true_wait(n + 1))
-
-
-def no_turn_given(monkeypatch, module):
-    monkeypatch.setattr(module.ForwardSm90, "give_turn", lambda self, consumer: None)
-
-
-def no_epilogue_barrier(monkeypatch, module):
-    monkeypatch.setattr(module.ForwardSm90, "sync", lambda self: None)
-
-
-def epilogue_barrier_of_one_consumer(monkeypatch, module):
-    """Each consumer meets itself, and one stores the tile of both."""
-
-    def sync(self):
-        thread, _, _ = module.cute.arch.thread_idx()
-        module.cute.arch.barrier(
-            # 5 and on: nobody else's.
-            barrier_id=4 + thread // module.mma.WARPGROUP,
-            number_of_threads=module.mma.WARPGROUP,
-        )
-
-    monkeypatch.setattr(module.ForwardSm90, "sync", sync)
-
-
-def no_proxy_fence(monkeypatch, module):
-    monkeypatch.setattr(module.cute.arch, "fence_proxy", lambda *a, **k: None)
-
-
-def _masking(monkeypatch, module, masked):
-    """Both element masks with ``masked(score, kept)`` in place of the selection."""
-    cute, cutlass = module.cute, module.cutlass
-
-    @cute.jit
-    def keep_between(scores, lane, first, last):
-        offset = 2 * (lane % 4)
-        for half in cutlass.range_constexpr(2):
-            for i in cutlass.range_constexpr(cute.size(scores) // 4):
-                for side in cutlass.range_constexpr(2):
-                    column = 8 * i + side + offset
-                    kept = (first[half] <= column) & (column <= last[half])
-                    scores[4 * i + 2 * half + side] = masked(scores[4 * i + 2 * half + side], kept)
-
-    @cute.jit
-    def keep_bits(scores, lane, words):
-        offset = 2 * (lane % 4)
-        for half in cutlass.range_constexpr(2):
-            for i in cutlass.range_constexpr(cute.size(scores) // 4):
-                word = words[i // 4, half] >> offset
-                for side in cutlass.range_constexpr(2):
-                    kept = (word & (1 << (8 * (i % 4) + side))) != 0
-                    scores[4 * i + 2 * half + side] = masked(scores[4 * i + 2 * half + side], kept)
-
-    monkeypatch.setattr(module.score_mask, "keep_between", keep_between)
-    monkeypatch.setattr(module.score_mask, "keep_bits", keep_bits)
-
-
-def masked_by_multiplication(monkeypatch, module):
-    """Score times 1 or Inf, less Inf where masked: right unless a masked key is NaN."""
-    cute, cutlass = module.cute, module.cutlass
-
-    @cute.jit
-    def masked(score, kept):
-        one = cutlass.Float32(1.0) if kept else cutlass.Float32(0.0)
-        least = cutlass.Float32(0.0) if kept else -cutlass.Float32.inf
-        return score * one + least
-
-    _masking(monkeypatch, module, masked)
-
-
-def masked_with_a_large_number(monkeypatch, module):
-    """-2^100 for -inf: a row without keys is then a mean of what it must not see."""
-    cute, cutlass = module.cute, module.cutlass
-
-    @cute.jit
-    def masked(score, kept):
-        return score if kept else cutlass.Float32(-(2.0**100))
-
-    _masking(monkeypatch, module, masked)
-
-
-def masks_kept_by_name(monkeypatch, module):
-    """No mutant: the masks as ``_masking`` writes them, with the right selection."""
-    cute, cutlass = module.cute, module.cutlass
-
-    @cute.jit
-    def masked(score, kept):
-        return score if kept else -cutlass.Float32.inf
-
-    _masking(monkeypatch, module, masked)
-
-
-def tail_not_masked(monkeypatch, module):
-    monkeypatch.setattr(module.score_mask, "keep_between", lambda *a: None)
-
-
-def one_key_too_many(monkeypatch, module):
-    true_keep = module.score_mask.keep_between
-    monkeypatch.setattr(
-        module.score_mask,
-        "keep_between",
-        lambda scores, lane, first, last: true_keep(
-            scores, lane, first, tuple(at + 1 for at in last)
-        ),
-    )
-
-
-def bits_of_the_next_row(monkeypatch, module):
-    true_words = module.score_mask.words_of
-    monkeypatch.setattr(
-        module.score_mask,
-        "words_of",
-        lambda words, tile, row, *rest: true_words(words, tile, row ^ 1, *rest),
-    )
-
-
-def partial_blocks_not_masked(monkeypatch, module):
-    monkeypatch.setattr(module.score_mask, "keep_bits", lambda *a: None)
-
-
-def output_not_rescaled(monkeypatch, module):
-    monkeypatch.setattr(module.softmax, "rescale", lambda values, factor: None)
-
-
-def rescaled_rows_swapped(monkeypatch, module):
-    true_rescale, cute = module.softmax.rescale, module.cute
-
-    @cute.jit
-    def rescale(values, factor):
-        first, second = factor[0], factor[1]
-        factor[0], factor[1] = second, first
-        true_rescale(values, factor)
-
-    monkeypatch.setattr(module.softmax, "rescale", rescale)
-
-
-def _stepping(monkeypatch, module, next_max, guard):
-    """The softmax step with another running maximum, or another value to subtract."""
-    softmax, cute, cutlass = module.softmax, module.cute, module.cutlass
-
-    @cute.jit
-    def raise_max(scores, row_max, factor, shift, scale):
-        for half in cutlass.range_constexpr(2):
-            before = row_max[half]
-            top = next_max(before, softmax.block_max(scores, half))
-            row_max[half] = top
-            base = guard(top)
-            factor[half] = cute.math.exp2((before - base) * scale, fastmath=True)
-            shift[half] = -(base * scale)
-
-    monkeypatch.setattr(softmax, "raise_max", raise_max)
-
-
-def finite(cute, cutlass):
-    @cute.jit
-    def guard(top):
-        return top if top != -cutlass.Float32.inf else cutlass.Float32(0.0)
-
-    return guard
-
-
-def step_kept_by_name(monkeypatch, module):
-    """No mutant: the step as ``_stepping`` writes it."""
-    cute = module.cute
-    _stepping(monkeypatch, module, cute.arch.fmax, finite(cute, module.cutlass))
-
-
-def blocks_without_keys_change_the_state(monkeypatch, module):
-    """The maximum sinks by 1 in a block of smaller scores: exactly equal, in other bits."""
-    cute = module.cute
-
-    @cute.jit
-    def next_max(before, block):
-        return cute.arch.fmax(before - 1.0, block)
-
-    _stepping(monkeypatch, module, next_max, finite(cute, module.cutlass))
-
-
-def maximum_of_the_block_only(monkeypatch, module):
-    cute = module.cute
-    _stepping(monkeypatch, module, lambda before, block: block, finite(cute, module.cutlass))
-
-
-def no_guard_for_empty_rows(monkeypatch, module):
-    """exp2(-inf - -inf) is NaN."""
-    _stepping(monkeypatch, module, module.cute.arch.fmax, lambda top: top)
-
-
-def lanes_not_added(monkeypatch, module):
-    monkeypatch.setattr(module.softmax, "finish", lambda row_sum: None)
-
-
-def key_groups_swapped(monkeypatch, module):
-    """The k16 groups of P V in another order."""
-    cute, cutlass, warpgroup = module.cute, module.cutlass, module.warpgroup
-
-    @cute.jit
-    def add_values(self, acc_o, tOrP, tOrV, stage):
-        pv = self.pv_mma()
-        pv.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.fence()
-        for group in cutlass.range_constexpr(cute.size(tOrP, mode=[2])):
-            at = group ^ 1
-            cute.gemm(pv, acc_o, tOrP[None, None, at], tOrV[None, None, at, stage], acc_o)
-        warpgroup.commit_group()
-
-    monkeypatch.setattr(module.ForwardSm90, "add_values", add_values)
-
-
-def blocks_descending(monkeypatch, module):
-    """Every list from its end."""
-    cute, true_listing = module.cute, module.merge.listing
-
-    @cute.jit
-    def backwards(values, count):
-        last = values.iterator + (count - 1)
-        return cute.make_tensor(last, cute.make_layout(values.shape, stride=(-1,)))
-
-    def listing(*args):
-        count, entries, tiles = true_listing(*args)
-        return count, backwards(entries, count), backwards(tiles, count)
-
-    monkeypatch.setattr(module.merge, "listing", listing)
-
-
-def heads_shared_in_turn(monkeypatch, module):
-    """h mod Hkv for h // (Hq / Hkv)."""
-    monkeypatch.setattr(module, "kv_head_of", lambda head, heads, kv_heads: head % kv_heads)
-
-
-def negative_zero_kept(monkeypatch, module):
-    cute, cutlass = module.cute, module.cutlass
-
-    @cute.jit
-    def normalise(self, acc_o, half: cutlass.Constexpr, empty, inverse):
-        for i in cutlass.range_constexpr(cute.size(acc_o) // 4):
-            for side in cutlass.range_constexpr(2):
-                at = 4 * i + 2 * half + side
-                acc_o[at] = cutlass.Float32(0.0) if empty else acc_o[at] * inverse
-
-    monkeypatch.setattr(module.ForwardSm90, "normalise", normalise)
-
-
 MUTANTS = [
     # Q; K of the first block, which is awaited for its word and again as after skipped ones, and V;
     # those of the others.  Of skipped blocks: test_fwd_sm90_merge.py.
@@ -411,12 +143,13 @@ MUTANTS = [
     (no_epilogue_barrier, "none"),
     (epilogue_barrier_of_one_consumer, "none"),
     (no_proxy_fence, "none"),
+    # Of a mutant of both masks, the form of the other test is nightly.
     (masked_by_multiplication, "band"),
-    (masked_by_multiplication, "bits"),
-    (masked_with_a_large_number, "band"),
+    pytest.param(masked_by_multiplication, "bits", marks=pytest.mark.nightly),
+    pytest.param(masked_with_a_large_number, "band", marks=pytest.mark.nightly),
     (masked_with_a_large_number, "bits"),
     (tail_not_masked, "none"),
-    (tail_not_masked, "bits"),
+    pytest.param(tail_not_masked, "bits", marks=pytest.mark.nightly),
     (one_key_too_many, "band"),
     (bits_of_the_next_row, "bits"),
     (partial_blocks_not_masked, "bits"),

@@ -19,38 +19,12 @@ from cute_kernels.sparse_attn.config import configure_forward
 from tests import contract, ptxsim
 from tests.ptxsim.available import requires_sim
 from tests.sparse_attn import simulated
+from tests.sparse_attn.fwd_masks import MASKS, dense
 from tests.sparse_attn.simulated_fwd import Case, bounds, case, chain, exact, run
 
 pytestmark = [requires_sim, pytest.mark.sim]
 
 
-def dense(q_len, kv_len, batch=1, heads=1):
-    """Random elements in random blocks: empty rows, empty lists, full and partial blocks."""
-    generator = torch.Generator().manual_seed(q_len + kv_len)
-    blocks = torch.randint(0, 3, (batch, heads, 5, 5), generator=generator)
-    blocks[..., 0, :] = 0
-    share = (blocks / 2).repeat_interleave(128, 2).repeat_interleave(128, 3)
-    share = share[..., -q_len:, :kv_len]
-    allowed = torch.rand(share.shape, generator=generator) < share
-    allowed[..., q_len // 2, :] = False
-    return BlockMask.from_dense(allowed)
-
-
-def document(q_len, kv_len):
-    length = max(q_len, kv_len)
-    ids = torch.arange(length) * 7 // 300
-    whole = ids[None, :] == ids[:, None]
-    return BlockMask.from_dense(whole[:q_len, :kv_len])
-
-
-MASKS = {
-    "full": BlockMask.full,
-    "causal": BlockMask.causal,
-    "window": lambda q, k: BlockMask.sliding_window(q, k, left=100, right=20),
-    "document": document,
-    "prefix": lambda q, k: BlockMask.prefix_lm(q, k, prefix=k // 3),
-    "random": dense,
-}
 FORMS = {"full": "none", "causal": "band", "window": "band"}
 #: (Sq, Sk): every tail class, one block and several, more queries than keys and fewer.
 LENGTHS = [(1, 1), (63, 129), (129, 63), (383, 383), (1, 383)]
@@ -99,8 +73,17 @@ def test_long(name, head_dim):
     check_bytes(one, *run(one))
 
 
-@pytest.mark.parametrize("softcap", [0.0, 3.0, 50.0])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("dtype", "softcap"),
+    [
+        ("bf16", 3.0),
+        ("fp16", 0.0),
+        *(
+            pytest.param(*other, marks=pytest.mark.nightly)
+            for other in (("bf16", 0.0), ("bf16", 50.0), ("fp16", 3.0), ("fp16", 50.0))
+        ),
+    ],
+)
 def test_dtypes_and_softcap(dtype, softcap):
     for name in ("causal", "random"):
         given = case(MASKS[name](300, 257), (1, 2, 2, 64), dtype=dtype, softcap=softcap, spread=4)

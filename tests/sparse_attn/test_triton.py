@@ -31,7 +31,7 @@ from tests import contract
 from tests.contract import ContractViolation, same_bytes
 
 from ..ptxsim.available import requires_core
-from . import cases, sequences, test_cpu, test_reference
+from . import against_float64, cases, cpu_battery, sequences
 from .triton_engines import copy_of, through
 from .triton_harness import complaints, simulated
 
@@ -85,7 +85,7 @@ def test_drawn_cases_against_float64(seed):
     """Values within the rounding bound, and code without atomics, spills or fused sums."""
     case = cases.draw(seed)
     with through(), simulated(**HOPPER) as kernels:
-        found = test_reference.checked(case)
+        found = against_float64.checked(case)
     assert max(found.values()) <= 1, f"{case}: {found}"
     assert len(kernels) == 5
     for kernel in kernels:
@@ -94,7 +94,7 @@ def test_drawn_cases_against_float64(seed):
 
 def small_battery(launch=launch) -> int:
     """Chunks, padding, batches, heads, neighbours, layouts; a mask of all three forms."""
-    op, x = test_cpu.sequence_op("causal documents"), test_cpu.sequence()
+    op, x = cpu_battery.sequence_op("causal documents"), cpu_battery.sequence()
     one = tuple(t[:1] for t in x)
     with through(launch), simulated(launch, **HOPPER):
         done = sequences.check_chunks(op, one, [[1], [128], [3, 131, 140, 299]])
@@ -110,15 +110,15 @@ def test_sequences():
     assert small_battery() > 28
 
 
-@pytest.mark.parametrize("mask", test_cpu.MASKS)
+@pytest.mark.parametrize("mask", cpu_battery.MASKS)
 @pytest.mark.parametrize(("dim", "dtype"), [(64, torch.bfloat16), (96, torch.float16)], ids=str)
 @pytest.mark.nightly
 @pytest.mark.sim
 @requires_core
 def test_every_transform_of_sequences(mask, dim, dtype):
-    op = test_cpu.sequence_op(mask, softcap=4.0)
+    op = cpu_battery.sequence_op(mask, softcap=4.0)
     with through(), simulated(**HOPPER):
-        assert test_cpu.battery(op, test_cpu.sequence(dim=dim, dtype=dtype)) > 50
+        assert cpu_battery.battery(op, cpu_battery.sequence(dim=dim, dtype=dtype)) > 50
 
 
 @pytest.mark.nightly
@@ -127,7 +127,7 @@ def test_every_transform_of_sequences(mask, dim, dtype):
 def test_rows():
     """Queries without positions are rows: the battery of every row op."""
     with through(), simulated(**HOPPER):
-        assert contract.check_rows(test_cpu.rows_op(), 150, 5) > 60
+        assert contract.check_rows(cpu_battery.rows_op(), 150, 5) > 60
 
 
 @pytest.mark.sim
@@ -135,7 +135,7 @@ def test_rows():
 def test_the_form_of_a_mask_does_not_show():
     """A band, the same band as bits, by batch and by head: three programs, one set of bits."""
     with through(), simulated(**HOPPER) as kernels:
-        test_cpu.test_the_same_elements_have_the_same_bits()
+        cpu_battery.same_elements_have_the_same_bits()
     assert len({kernel.hash for kernel in kernels}) >= 2
 
 

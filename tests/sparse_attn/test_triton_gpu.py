@@ -16,7 +16,7 @@ from cute_kernels.sparse_attn import op, reference
 from cute_kernels.sparse_attn.api import block_sparse_attention
 from tests.contract import same_bytes
 
-from . import cases, test_cpu, test_reference
+from . import against_float64, cases, cpu_battery
 from .sequences import SequenceOp
 
 pytestmark = [
@@ -50,16 +50,16 @@ def test_drawn_cases_against_float64(seed):
     options = {"causal": case.causal, "softcap": case.softcap, "schedule": case.schedule}
     results = on_gpu(*x.leaves(), case.mask, return_lse=True, **options)
     grads = torch.autograd.grad(results, x.leaves(), (x.dout, x.dlse))
-    exact = test_reference.exact_of(x, allowed, case.softcap)
-    found = test_reference.excess((*(t.detach() for t in results), *grads), exact, bounds)
+    exact = against_float64.exact_of(x, allowed, case.softcap)
+    found = against_float64.excess((*(t.detach() for t in results), *grads), exact, bounds)
     assert max(found.values()) <= 1, f"{case}: {found}"
 
 
-@pytest.mark.parametrize("mask", test_cpu.MASKS)
+@pytest.mark.parametrize("mask", cpu_battery.MASKS)
 @pytest.mark.parametrize(("dim", "softcap"), [(64, 0.0), (96, 4.0), (128, 0.0)])
 def test_battery(mask, dim, softcap):
-    sequence = SequenceOp(mask, on_gpu, test_cpu.MASKS[mask], {"softcap": softcap})
-    assert test_cpu.battery(sequence, test_cpu.sequence(dim=dim)) > 50
+    sequence = SequenceOp(mask, on_gpu, cpu_battery.MASKS[mask], {"softcap": softcap})
+    assert cpu_battery.battery(sequence, cpu_battery.sequence(dim=dim)) > 50
 
 
 def gradients(x: cases.Inputs, mask: BlockMask, schedule) -> tuple[torch.Tensor, ...]:

@@ -52,22 +52,22 @@ def step(lists, at: cute.Tensor, words: cute.Tensor, patience: cutlass.Constexpr
     words  [lists, 2]: the word of this step, and the mask tile of the step before it
     """
     tell_tiles(lists, at, words)
-    block, again = END >> 1, cutlass.Int32(-1)
+    block, repeated = END >> 1, cutlass.Int32(-1)
     for n in cutlass.range_constexpr(len(lists)):
         block = cutlass.min(block, at[n, ENTRY] >> 1)
     if cutlass.const_expr(len(lists) > 1):
         for n in cutlass.range_constexpr(len(lists)):
             if at[n, AWAY] == patience and at[n, ENTRY] < END:
-                again, block = cutlass.Int32(n), lists[n][1][at[n, PLACE] - 1] >> 1
-    told = cute.make_rmem_tensor((len(lists),), cutlass.Int32)
+                repeated, block = cutlass.Int32(n), lists[n][1][at[n, PLACE] - 1] >> 1
+    word = cute.make_rmem_tensor((len(lists),), cutlass.Int32)
     last = cutlass.Int32(LAST)
     for n in cutlass.range_constexpr(len(lists)):
-        told[n] = ABSENT
-        if again == n:
-            told[n] = BEYOND << BLOCK_SHIFT
+        word[n] = ABSENT
+        if repeated == n:
+            word[n] = BEYOND << BLOCK_SHIFT
             at[n, AWAY] = 0
-        elif again < 0 and at[n, ENTRY] >> 1 == block:
-            told[n] = 4 * at[n, ENTRY]
+        elif repeated < 0 and at[n, ENTRY] >> 1 == block:
+            word[n] = 4 * at[n, ENTRY]
             if cutlass.const_expr(lists[n][2] is not None):
                 # For the next step, when it will have come.
                 at[n, TILE] = lists[n][2][cutlass.min(at[n, PLACE], cute.size(lists[n][2]) - 1)]
@@ -75,14 +75,14 @@ def step(lists, at: cute.Tensor, words: cute.Tensor, patience: cutlass.Constexpr
             look_up(lists[n], at, n)
             at[n, AWAY] = 0
             if at[n, ENTRY] == END:
-                told[n] = told[n] + ENDS
+                word[n] = word[n] + ENDS
         elif at[n, PLACE] > 0:
             at[n, AWAY] = at[n, AWAY] + 1
         if at[n, ENTRY] < END:
             last = cutlass.Int32(0)
     if cute.arch.lane_idx() == 0:
         for n in cutlass.range_constexpr(len(lists)):
-            words[n, 0] = told[n] + last
+            words[n, 0] = word[n] + last
     cute.arch.sync_warp()
     return END if block == END >> 1 else block
 

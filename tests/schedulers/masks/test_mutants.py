@@ -17,8 +17,7 @@ from cute_kernels.schedulers.masks import (
     rules,
 )
 from cute_kernels.schedulers.masks import lists as mask_lists
-from tests.schedulers import test_immutable
-from tests.schedulers.masks import oracle, test_fa4, test_flex, test_mask
+from tests.schedulers.masks import fa4_checks, flex_checks, made, oracle, rule_checks
 
 Grid, Band = rules.Grid, rules.Band
 
@@ -38,20 +37,20 @@ def combinations():
 
 
 def captures():
-    test_flex.test_tutorial_masks("document causal", (384, 500))
+    flex_checks.captured_as_it_is("document causal", (384, 500))
 
 
 def write_orders():
-    test_fa4.test_write_orders_are_compact_and_come_back(False)
+    fa4_checks.write_orders_come_back(False)
 
 
 def claims():
-    test_fa4.test_claims_that_the_rule_or_the_other_list_denies_are_refused("backward")
+    fa4_checks.denied_claims_are_refused("backward")
 
 
 def writes():
     for name in ("prefix_lm", "from_blocks with a rule", "BlockMask"):
-        test_immutable.test_what_a_mask_was_made_from_may_change_afterwards(name)
+        made.keeps_its_elements(name)
 
 
 def first_batch_in_runs(self):
@@ -150,7 +149,7 @@ MUTANTS = {
         mask,
         "_window",
         bound_of_the_last_distance_dropped,
-        test_mask.test_every_window_of_small_lengths_has_one_rule,
+        rule_checks.windows_have_one_rule,
     ),
     "dilation measured from the wrong end": (
         mask,
@@ -169,7 +168,7 @@ MUTANTS = {
         document.SameDocument,
         "contiguous",
         property(first_batch_in_runs),
-        test_mask.test_every_rule_knows_the_class_of_every_small_block,
+        rule_checks.rules_know_small_blocks,
     ),
     "bits in reverse": (
         bits,

@@ -1,0 +1,33 @@
+"""What a disassembler and a compiler would write: SASS as text, a cubin with one kernel."""
+
+import struct
+
+
+def listing(*instructions: str, name: str = "f", start: int = 0, label: int = 0) -> str:
+    lines = [f"//------ .text.{name} ------", f".text.{name}:", f".L_x_{label}:"]
+    for n, text in enumerate([*instructions, "EXIT"]):
+        lines.append(f"        /*{start + 16 * n:04x}*/                   {text} ;")
+    return "\n".join([*lines, f"        /*{start + 512:04x}*/                   NOP;", ""])
+
+
+def elf(registers: int, stack: int, shared: int) -> bytes:
+    """A cubin with one kernel k and nothing but what `usage` reads."""
+    info = b"".join(
+        struct.pack("<BBHII", 4, attribute, 8, 1, value)
+        for attribute, value in ((0x2F, registers), (0x11, stack))
+    )
+    info = struct.pack("<BBH", 3, 0x1B, 255) + info
+    symbols = bytes(24) + struct.pack("<IBBHQQ", 1, 0, 0, 0, 0, 0)
+    parts = [("", b""), (".strtab", b"\0k\0"), (".symtab", symbols), (".nv.info", info)]
+    parts += [(".text.k", bytes(16)), (".nv.shared.k", b"")]
+    names = b"".join(name.encode() + b"\0" for name, _ in parts) + b".shstrtab\0"
+    parts.append((".shstrtab", names))
+    data, heads = b"", b""
+    for name, content in parts:
+        kind, size = (8, shared) if name == ".nv.shared.k" else (1, len(content))
+        at = names.index(name.encode() + b"\0")
+        heads += struct.pack("<IIQQQQIIQQ", at, kind, 0, 0, 64 + len(data), size, 0, 0, 1, 0)
+        data += content
+    head = b"\x7fELF\x02\x01" + bytes(34) + struct.pack("<Q", 64 + len(data)) + bytes(10)
+    head += struct.pack("<HHH", 64, len(parts), len(parts) - 1)
+    return head + data + heads

@@ -1,0 +1,95 @@
+"""The store of certificates: whole, and believed for no longer than its digests hold."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cute_kernels import about
+from cute_kernels.certify import sources
+from tests import certified
+
+CATALOGUE = about.catalogue()
+ORDERED = [entry.kernel for entry in CATALOGUE if entry.kind is not None]
+
+
+def test_every_certificate_of_the_catalogue_is_stored_and_no_other():
+    def key(name, constexpr):
+        return json.dumps([name, constexpr], sort_keys=True)
+
+    kept = [key(item["name"], item["constexpr"]) for item in certified.records()]
+    assert sorted(kept) == sorted(key(k.name, dict(k.constexpr)) for k in ORDERED)
+
+
+def of_this_tree() -> list[dict]:
+    """What `make certificates` would store, but for the hashes."""
+    return [
+        {
+            "name": kernel.name,
+            "constexpr": dict(kernel.constexpr),
+            "ok": True,
+            "sources": sources.digest(kernel.name),
+        }
+        for kernel in ORDERED
+    ]
+
+
+@pytest.fixture
+def plant(tmp_path):
+    """Writes a store and says which kernels' tests run for every commit, if none is a sample."""
+
+    def planted(records) -> set[str]:
+        path = tmp_path / "certificates.json"
+        path.write_text(json.dumps(records))
+        return compiled_often(path)
+
+    return planted
+
+
+def compiled_often(path) -> set[str]:
+    found = list(certified.cases(CATALOGUE, lambda entry: False, path))
+    assert len(found) == len(CATALOGUE)
+    often = {p.values[0].name for p in found if not p.marks}
+    # Of a kernel all of them, or none.
+    assert sum(not p.marks for p in found) == sum(e.kernel.name in often for e in CATALOGUE)
+    return often
+
+
+NAMES = {kernel.name for kernel in ORDERED}
+
+
+def test_what_was_proved_is_left_to_the_nightly_run(plant):
+    assert plant(of_this_tree()) == set()
+
+
+def test_a_sample_stays(plant, tmp_path):
+    plant(of_this_tree())
+    sample = certified.first_of(CATALOGUE, lambda entry: entry.kernel.name)
+    store = tmp_path / "certificates.json"
+    found = list(certified.cases(CATALOGUE, lambda entry: entry.kernel in sample, store))
+    assert {p.values[0].name for p in found if not p.marks} == NAMES
+    assert sum(not p.marks for p in found) == len(NAMES)
+
+
+def test_no_store_means_everything(tmp_path, plant):
+    assert compiled_often(tmp_path / "none.json") == NAMES
+    assert plant([]) == NAMES
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"sources": "0" * 64}, {"sources": None}, {"ok": False}, "no digest", "no record"],
+    ids=str,
+)
+def test_a_stale_store_means_everything_of_that_kernel(plant, change):
+    """One record of 30 is enough."""
+    records = of_this_tree()
+    wrong = next(r for r in records if r["name"] == "sparse_attn_fwd_sm90")
+    if change == "no record":
+        records = [r for r in records if r["name"] != wrong["name"]]
+    elif change == "no digest":
+        del wrong["sources"]
+    else:
+        wrong.update(change)
+    assert plant(records) == {wrong["name"]}

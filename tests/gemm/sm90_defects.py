@@ -1,0 +1,113 @@
+"""Defects of the SM90 GEMM: each replaces one helper or one method while the kernel is compiled."""
+
+from __future__ import annotations
+
+
+def ring_class(module):
+    """The DSL's ring, whose methods the mutants replace."""
+    return module.pipeline.pipeline.PipelineTmaAsync
+
+
+def no_wait_for_loads(monkeypatch, module):
+    monkeypatch.setattr(ring_class(module), "consumer_wait", lambda self, state: None)
+
+
+def no_wait_for_empty_stages(monkeypatch, module):
+    def acquire(self, state):
+        self.sync_object_full.arrive(state.index, self.producer_mask)
+
+    monkeypatch.setattr(ring_class(module), "producer_acquire", acquire)
+
+
+def no_release(monkeypatch, module):
+    monkeypatch.setattr(ring_class(module), "consumer_release", lambda self, state: None)
+
+
+def wrong_phase(monkeypatch, module):
+    monkeypatch.setattr(module.pipeline, "consumer_state", module.pipeline.producer_state)
+
+
+def producer_starts_full(monkeypatch, module):
+    monkeypatch.setattr(module.pipeline, "producer_state", module.pipeline.consumer_state)
+
+
+def half_the_bytes(monkeypatch, module):
+    true_ring = module.pipeline.tma_ring
+    monkeypatch.setattr(
+        module.pipeline, "tma_ring", lambda b, s, size, *rest: true_ring(b, s, size // 2, *rest)
+    )
+
+
+def released_before_read(monkeypatch, module):
+    """The stage is given back while WGMMAs that read it are in flight."""
+    warpgroup = module.cute.nvgpu.warpgroup
+    true_wait = warpgroup.wait_group
+    monkeypatch.setattr(warpgroup, "wait_group", lambda n: true_wait(n + 1))
+
+
+def k_steps_swapped(monkeypatch, module):
+    from cute_kernels.dsl import mma
+
+    cute, cutlass = module.cute, module.cutlass
+
+    @cute.jit
+    def add_block(tiled, acc, tCrA, tCrB, stage):
+        cute.nvgpu.warpgroup.fence()
+        for group in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
+            at = (None, None, group ^ 1, stage)
+            cute.gemm(tiled, acc, tCrA[at], tCrB[at], acc)
+        cute.nvgpu.warpgroup.commit_group()
+
+    monkeypatch.setattr(mma, "add_block", add_block)
+
+
+def tail_not_predicated(monkeypatch, module):
+    """The whole last block is multiplied, zeros included."""
+    from cute_kernels.dsl import mma
+
+    monkeypatch.setattr(
+        mma,
+        "add_groups",
+        lambda tiled, acc, a, b, stage, groups: mma.add_block(tiled, acc, a, b, stage),
+    )
+
+
+def tail_dropped(monkeypatch, module):
+    from cute_kernels.dsl import mma
+
+    true_groups = mma.add_groups
+    monkeypatch.setattr(mma, "add_groups", lambda *a: true_groups(*a[:-1], a[-1] - 1))
+
+
+def store_before_buffer_is_free(monkeypatch, module):
+    arch = module.cute.arch
+    monkeypatch.setattr(arch, "cp_async_bulk_wait_group", lambda *a, **k: None)
+
+
+def no_epilogue_barrier(monkeypatch, module):
+    monkeypatch.setattr(module.GemmSm90, "sync", lambda self, consumer: None)
+
+
+def no_proxy_fence(monkeypatch, module):
+    monkeypatch.setattr(module.cute.arch, "fence_proxy", lambda *a, **k: None)
+
+
+def one_buffer_for_both_consumers(monkeypatch, module):
+    true_store = module.GemmSm90.store
+
+    def store(self, acc, d, sD, consumer, *rest):
+        return true_store(self, acc, d, sD, 0 * consumer, *rest)
+
+    monkeypatch.setattr(module.GemmSm90, "store", store)
+
+
+def last_tile_skipped(monkeypatch, module):
+    counts = module.persistent.tile_counts
+    monkeypatch.setattr(
+        module.persistent, "tile_counts", lambda *a: (counts(*a)[0], counts(*a)[1] - 1)
+    )
+
+
+def rows_beyond_read(monkeypatch, module):
+    """accumulate: rows beyond M are read where they would lie, not clamped."""
+    monkeypatch.setattr(module.cutlass, "min", lambda a, b: a)

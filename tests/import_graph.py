@@ -1,0 +1,55 @@
+"""Which module of ours imports which, read off the syntax trees."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "cute_kernels"
+SCHEDULERS = ROOT / "schedulers"
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name inside the package -> file."""
+    found = {}
+    for base, prefix in ((PACKAGE, ()), (SCHEDULERS, ("schedulers",))):
+        for path in base.rglob("*.py"):
+            found[".".join((*prefix, *path.relative_to(base).with_suffix("").parts))] = path
+    return found
+
+
+def run_time_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node but those that only tools read: ``if TYPE_CHECKING:``."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            continue
+        yield node
+        yield from run_time_nodes(node)
+
+
+def imports_of(name: str, path: Path, known: set[str]) -> set[str]:
+    """The package's own modules that one file imports, anywhere in it."""
+    package = ["cute_kernels", *name.split(".")[:-1]]
+    found = set()
+    for node in run_time_nodes(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            targets = [f"{stem}.{alias.name}" for alias in node.names] + [stem]
+        else:
+            continue
+        for target in targets:
+            inside = target.removeprefix("cute_kernels.")
+            if inside != target and (inside in known or f"{inside}.__init__" in known):
+                found.add(inside if inside in known else f"{inside}.__init__")
+    return found
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Module -> the modules of ours that it imports, at its top or anywhere else."""
+    found = modules()
+    return {name: imports_of(name, path, set(found)) - {name} for name, path in found.items()}

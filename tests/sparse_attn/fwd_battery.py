@@ -1,0 +1,189 @@
+"""The parts of the forward's battery: each raises if what surrounds a query row changes a byte."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import torch
+
+from cute_kernels.schedulers import BlockMask
+from cute_kernels.schedulers.masks.rules import Band
+from cute_kernels.sparse_attn import masks
+from tests import contract, sim
+from tests.sparse_attn.fwd_masks import MASKS
+from tests.sparse_attn.simulated_fwd import Case, case, run
+
+SEED = 7
+
+
+def same(got, want, label="", rows=slice(None)) -> None:
+    """(out, lse) of all rows in ``got`` and of ``rows`` in ``want`` agree, byte for byte."""
+    for name, a, b in (
+        ("out", got[0], want[0][:, rows]),
+        ("lse", got[1].mT, want[1].mT[:, rows]),
+    ):
+        contract.require_same(a, b, op=name, transform=label, case=str(rows), seed=SEED)
+
+
+def chunk_mask(name: str, first: int, last: int, kv_len: int) -> BlockMask:
+    """Rows ``first`` to ``last`` of a prefill; keys from ``last`` on are not allowed."""
+    if name == "window":
+        return BlockMask.from_rule(Band(first - 150, first), last - first, kv_len)
+    rows, keys = torch.arange(first, last)[:, None], torch.arange(kv_len)[None]
+    allowed = (keys <= rows) & ((rows * 5 // 300) % 3 >= (keys * 5 // 300) % 3)
+    return BlockMask.from_dense(allowed)
+
+
+def neighbours(given: Case) -> dict[str, Case]:
+    """NaN, Inf and huge values in all that rows 40 to 60 of head 0 do not see."""
+    rows, seen = slice(40, 60), given.allowed[0, 0, 40:60].any(0)
+    visited = given.allowed[0, 0, :128].any(0).view(-1, 128).any(1).repeat_interleave(128)
+    assert not seen.all() and not visited.all()
+    cases = {}
+    for label, value in (("nan", math.nan), ("inf", math.inf), ("huge", 3e38)):
+        q, k, v = given.q.clone(), given.k.clone(), given.v.clone()
+        other = torch.ones(q.shape[1], dtype=torch.bool)
+        other[rows] = False
+        q[:, other], q[:, :, 1:] = value, value
+        k[:, ~seen] = value
+        # P = 0 times V: where the tile's blocks reach, V must be finite.
+        v[:, ~seen] = 3e38
+        v[:, ~visited] = value
+        cases[label] = dataclasses.replace(given, q=q, k=k, v=v)
+    return cases
+
+
+def zeros(extra: bool) -> Case:
+    """O underflows to -0 in each row; ``extra``: row 0 makes the tile visit a block of V > 0."""
+    allowed = torch.zeros(128, 384, dtype=torch.bool)
+    allowed[1:, [5, 130]] = True
+    allowed[0, 300] = extra
+    q, k = torch.ones(1, 128, 1, 64), torch.zeros(1, 384, 1, 64)
+    k[:, 130] = 8.0
+    v = torch.full((1, 384, 1, 64), -(2.0**-133))
+    v[:, 128:256], v[:, 256:] = -0.0, 1.0
+    q, k, v = (t.bfloat16() for t in (q, k, v))
+    return Case(q, k, v, BlockMask.from_dense(allowed), 0.125)
+
+
+def schedules(name, shape, lengths):
+    """Every mode of the simulator: late and early data, random warps, any order and residency."""
+    given = case(MASKS[name](*lengths), shape, seed=SEED)
+    found = sim.run_modes(lambda: run(given))
+    # The arithmetic is another one, and shows: the modes do compare something.
+    assert not contract.same_bytes(found["default"][0], found["hopper-late"][0])
+
+
+def chunked_prefill(name):
+    """Any cut of the queries, with the keys so far or with all of them, future ones being junk."""
+    length = 300
+    whole = case(chunk_mask(name, 0, length, length), (1, 2, 1, 64), seed=SEED)
+    assert masks.lower(whole.mask).form == ("band" if name == "window" else "bits")
+    want = run(whole)
+    for cuts in ([1], [299], [128], [77, 200], [64, 129, 130, 256]):
+        for first, last in itertools.pairwise([0, *cuts, length]):
+            rows = slice(first, last)
+            for kv_len in (last, length):
+                k, v = whole.k[:, :kv_len].clone(), whole.v[:, :kv_len].clone()
+                k[:, last:], v[:, last:] = math.nan, 3e38
+                mask = chunk_mask(name, first, last, kv_len)
+                part = dataclasses.replace(whole, q=whole.q[:, rows], k=k, v=v, mask=mask)
+                same(run(part), want, f"chunk, {kv_len} keys", rows)
+
+
+def one_row_at_a_time():
+    """Decoding: a row alone in its block against the same row in a block of 128."""
+    whole = case(BlockMask.causal(140, 140), (1, 2, 1, 128), seed=SEED)
+    want = run(whole)
+    for row in (0, 1, 63, 64, 127, 128, 139):
+        mask = BlockMask.causal(1, row + 1)
+        keys = {"k": whole.k[:, : row + 1], "v": whole.v[:, : row + 1]}
+        part = dataclasses.replace(whole, q=whole.q[:, row : row + 1], mask=mask, **keys)
+        same(run(part), want, "one row", slice(row, row + 1))
+
+
+def batches():
+    """Any place in any batch, the other entries NaN; one mask for all, and one for each."""
+    given = case(BlockMask.causal(200, 200), (3, 2, 1, 64), seed=SEED)
+    want = run(given)
+    order = [2, 0, 1, 2]
+    got = run(dataclasses.replace(given, **{name: getattr(given, name)[order] for name in "qkv"}))
+    same(got, [t[order] for t in want], "batch entries in another order")
+    for b in range(3):
+        here, expected = slice(b, b + 1), [t[b : b + 1] for t in want]
+        alone = {name: getattr(given, name)[here] for name in "qkv"}
+        same(run(dataclasses.replace(given, **alone)), expected, "alone")
+        others = {name: getattr(given, name).clone() for name in "qkv"}
+        for t in others.values():
+            t[torch.arange(3) != b] = math.nan
+        got = run(dataclasses.replace(given, **others))
+        same([t[here] for t in got], expected, "among NaN")
+    every = BlockMask.from_dense(given.allowed.expand(3, 2, -1, -1))
+    same(run(dataclasses.replace(given, mask=every)), want, "a mask per head")
+
+
+def heads():
+    """A head alone, among others, and with its K and V shared or repeated."""
+    given = case(BlockMask.causal(150, 200), (1, 4, 2, 64), seed=SEED)
+    want = run(given)
+    many = {name: getattr(given, name).repeat_interleave(2, dim=2) for name in "kv"}
+    same(run(dataclasses.replace(given, **many)), want, "MHA")
+    for head in range(4):
+        one = {"q": given.q[:, :, head : head + 1]}
+        one |= {name: getattr(given, name)[:, :, head // 2 : head // 2 + 1] for name in "kv"}
+        out, lse = run(dataclasses.replace(given, **one))
+        same((out, lse), (want[0][:, :, head : head + 1], want[1][:, head : head + 1]), "one head")
+
+
+def among_neighbours(name):
+    given = case(MASKS[name](256, 640), (1, 2, 1, 64), seed=SEED)
+    want = run(given)
+    for label, changed in neighbours(given).items():
+        out, lse = run(changed)
+        part = (out[:, 40:60, :1], lse[:, :1, 40:60])
+        same(part, (want[0][:, :, :1], want[1][:, :1]), label, slice(40, 60))
+
+
+def padding():
+    """Rows and keys that do not count: more of them, of NaN, before the last block's end or not."""
+    given = case(BlockMask.causal(150, 150), (1, 2, 1, 64), seed=SEED)
+    want = run(given)
+    for rows, keys in ((1, 0), (0, 1), (106, 106), (200, 400)):
+        q = torch.cat([given.q, torch.full((1, rows, 2, 64), math.nan).bfloat16()], dim=1)
+        k = torch.cat([given.k, torch.full((1, keys, 1, 64), math.nan).bfloat16()], dim=1)
+        v = torch.cat([given.v, torch.full((1, keys, 1, 64), -3e38).bfloat16()], dim=1)
+        mask = BlockMask.from_rule(Band(None, 0), 150 + rows, 150 + keys)
+        out, lse = run(dataclasses.replace(given, q=q, k=k, v=v, mask=mask))
+        same((out[:, :150], lse[:, :, :150]), want, f"{rows} rows, {keys} keys")
+
+
+def other_rows_of_the_mask():
+    """Which blocks the rows around it visit, and which form the mask has, is no row's business."""
+    allowed = torch.rand(128, 640, generator=torch.Generator().manual_seed(SEED)) < 0.3
+    allowed[:64, :128] = allowed[:64, 256:384] = False
+    alone = allowed.clone()
+    alone[64:] = False
+    given = case(BlockMask.from_dense(allowed), (1, 1, 1, 64), seed=SEED)
+    narrow = dataclasses.replace(given, mask=BlockMask.from_dense(alone))
+    assert masks.lower(given.mask).kv_count.item() == 5
+    assert masks.lower(narrow.mask).kv_count.item() == 3
+    want = run(narrow)
+    got = run(given)
+    same((got[0][:, :64], got[1][..., :64]), want, "neighbours' blocks", slice(0, 64))
+
+
+def forms(head_dim):
+    """The same elements as a band, as bits, and (all of them) as no mask: one set of bytes."""
+    for mask in (BlockMask.causal(200, 383), BlockMask.full(200, 383)):
+        given = case(mask, (1, 2, 1, head_dim), seed=SEED)
+        bits = BlockMask.from_dense(given.allowed)
+        same(run(dataclasses.replace(given, mask=bits)), run(given), str(mask.rule))
+
+
+def zero_has_one_sign():
+    """Adding a block's zeros would turn an accumulator of -0 into +0: O is +0 either way."""
+    for extra in (False, True):
+        out, _ = run(zeros(extra), wgmma_math="fma")
+        assert (contract.bits(out[:, 1:]) == 0).all()
