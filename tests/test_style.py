@@ -170,3 +170,42 @@ def test_no_test_module_is_imported():
 )
 def test_a_planted_import_of_a_test_module_is_found(line, wrong):
     assert bool(taken_from_test_modules("planted.py", ast.parse(line))) == wrong
+
+
+MAX_PARAMETERS = 8
+#: Signatures that somebody else's call gives: public functions, other libraries' hooks, commands,
+#: torch ops.
+GIVEN = re.compile(
+    r"/(api|op|sequence_op)\.py$|/integrations/|commands?\.py$|^cute_kernels/__main__\.py$"
+)
+
+
+def crowded(name: str, tree: ast.Module) -> list[str]:
+    """Functions of a file with more than ``MAX_PARAMETERS``, but for kernels and given ones.
+
+    What travels together is bundled: a TMA source, what a backward saved.
+    """
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef) or GIVEN.search(name):
+            continue
+        marks = " ".join(map(ast.unparse, node.decorator_list))
+        if "cute.kernel" in marks or "triton.jit" in marks or node.name == "__call__":
+            continue
+        names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        if len([one for one in names if one not in ("self", "cls")]) > MAX_PARAMETERS:
+            found.append(f"{name}: {node.name} takes {len(names)}")
+    return found
+
+
+def test_few_parameters():
+    found = [
+        line
+        for name, _, tree in trees()
+        if not name.startswith("tests/")
+        for line in crowded(name, tree)
+    ]
+    assert not found, "\n".join(found)
+    nine = ast.parse("def f(self, a, b, c, d, e, f, g, h, *, i): pass")
+    assert crowded("cute_kernels/gemm/launch.py", nine)
+    assert not crowded("cute_kernels/gemm/op.py", nine)
