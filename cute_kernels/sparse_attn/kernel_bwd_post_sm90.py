@@ -1,7 +1,7 @@
 """After the backward: dQ = round(dq scale), from the order of the accumulators to [B, Sq, Hq, D].
 
-Layouts      dq fp32 [B, Hq, Mt, tile_m * D]: a tile holds, for each warpgroup, groups of 4 values
-             of its 128 threads (kernel_bwd_sm90.py); dQ [B, Sq, Hq, D], rows of D contiguous.
+Layouts      dq fp32 [B, Hq, Mt, tile_m * D], a tile as in ``dq_layout``; dQ [B, Sq, Hq, D], rows of
+             D contiguous.
 Order        nothing is added: one product, one rounding.
 Roles        one CTA per (tile of tile_m query rows, head, batch); a thread has the accumulators of
              the thread of the same number.
@@ -16,6 +16,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from ..compile import fake
 from ..dsl import copy
 from .config import PostConfig
+from .device.backward_tiles import dq_layout
 
 WARPGROUP = 128
 THREADS = 2 * WARPGROUP
@@ -49,8 +50,7 @@ class BackwardPostSm90:
         else:
             column += warpgroup * (self.head_dim // 2)
         fours = self.tile_m * self.head_dim // (4 * THREADS)
-        layout = cute.make_layout((4, WARPGROUP, fours, 2))
-        gAcc = cute.make_tensor(mAcc[batch, head, tile, None].iterator, layout)
+        gAcc = cute.make_tensor(mAcc[batch, head, tile, None].iterator, dq_layout(fours))
         own = gAcc[None, thread, None, warpgroup]
         rAcc = cute.make_rmem_tensor(own.shape, cutlass.Float32)
         cute.autovec_copy(own, rAcc)

@@ -10,8 +10,8 @@ has the factor 1 - t².
 
 Layouts      Q, dO [B, Sq, Hq, D]; K, V, dK, dV [B, Sk, Hkv, D]; last dimension contiguous, other
              strides multiples of 16 bytes.  lse2, delta fp32 [B, Hq, Mt, tile_m] and dq fp32
-             [B, Hq, Mt, tile_m * D] as the kernel before this one leaves them.  A tile of dq holds
-             the accumulators of the dQ product, thread by thread; the kernel after this one knows.
+             [B, Hq, Mt, tile_m * D] as the kernel before this one leaves them; a tile of dq as in
+             ``dq_layout``.
 Order        dK, dV: one fp32 accumulator per element over the group's query heads ascending; in a
              head over the list's entries in visiting order; in an entry its rows ascending in k16
              groups; dK times ``scale``; one rounding.  dQ: each visit's product is a chain over 128
@@ -42,7 +42,7 @@ from ..dsl import mma, pipeline, softmax, tma, turnstile
 from ..schedulers.tiles import ticket_device as tickets
 from .config import HEAD_DIMS, BackwardConfig
 from .device import key_mask, score_mask, slope, walk
-from .device.backward_tiles import BLOCK, BackwardTiles
+from .device.backward_tiles import BLOCK, BackwardTiles, dq_layout
 from .device.backward_tiles import WARPGROUPS as CONSUMERS
 from .masks import FORMS
 from .watchdog import FIELDS
@@ -456,9 +456,8 @@ class BackwardSm90:
         """This thread's dQ values go to a free buffer, 16 bytes at a time, neighbours adjacent."""
         cute.arch.mbarrier_wait(barriers.dq_empty + state.index, state.phase)
         fours = cute.size(rdQ) // 4
-        layout = cute.make_layout((4, mma.WARPGROUP, fours, CONSUMERS))
         pointer = shared.sdQ.data_ptr() + state.index * self.dq_size
-        sdQ = cute.make_tensor(pointer, layout)[None, lane, None, consumer]
+        sdQ = cute.make_tensor(pointer, dq_layout(fours))[None, lane, None, consumer]
         cute.autovec_copy(cute.make_tensor(rdQ.iterator, cute.make_layout((4, fours))), sdQ)
 
     @cute.jit

@@ -140,6 +140,16 @@ class BackwardTiles:
         return Storage
 
 
+def dq_layout(fours: int) -> cute.Layout:
+    """A tile of the fp32 dQ in memory: the accumulators of the dQ product, thread by thread.
+
+    (4 values, thread, group of 4, warpgroup): neighbours write 16 bytes each, side by side.  A
+    group is two values of a row, then two of the row 8 below, as in ``softmax``; the warpgroups are
+    stacked along 128 rows, and side by side along D for 64 rows.
+    """
+    return cute.make_layout((4, mma.WARPGROUP, fours, WARPGROUPS))
+
+
 def statistics_place(row):
     """Where the statistic of a tile's query row is kept.
 
