@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import cute_kernels as ck
 from cute_kernels import __main__ as cli
 from cute_kernels import arch, dispatch, settings
+from cute_kernels.systems import SYSTEMS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -122,7 +123,7 @@ def test_a_missing_package_is_a_reason_not_a_fallback(monkeypatch):
 def test_info_is_json_and_complete():
     found = ck.info()
     assert json.loads(json.dumps(found)) == found
-    assert set(found["ops"]) == {"linear", "matmul", "block_sparse_attention"}
+    assert set(found["ops"]) == {op for system in SYSTEMS for op in system.ops}
     on_cpu = found["ops"]["linear"]["cpu"]
     assert on_cpu["backends"]["cpu"] is None and "SM90" in on_cpu["backends"]["cute_sm90"]
     assert on_cpu["contract_id"] == ck.contract_id("linear", "cpu")

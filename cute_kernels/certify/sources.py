@@ -19,9 +19,17 @@ from . import sass
 
 PACKAGE = Path(__file__).parents[1]
 #: Of every kernel, under the package.
-SHARED = ("certify/*.py", "compile/fake.py", "compile/kernel.py", "dsl/*.py")
+SHARED = ("certify/*.py", "compile/fake.py", "compile/kernel.py", "dsl/*.py", "operands.py")
 #: Of a kernel's own system, under its folder.  Not every system has every one of them.
-OWN = ("config.py", "device/*.py", "kernel_*.py", "launch.py", "masks.py", "watchdog.py")
+OWN = (
+    "config.py",
+    "device/*.py",
+    "kernel_*.py",
+    "launch.py",
+    "masks.py",
+    "tensors.py",
+    "watchdog.py",
+)
 
 
 def files(kernel: str, package: Path = PACKAGE, tile_orders: Path | None = None) -> dict[str, Path]:
@@ -36,6 +44,7 @@ def files(kernel: str, package: Path = PACKAGE, tile_orders: Path | None = None)
     # A wheel holds schedulers/ inside the package, the source tree beside it: one name.
     folder = tile_orders or Path(tiles.__file__).parent
     found = {f"schedulers/tiles/{path.name}": path for path in folder.glob("*.py")}
+    found |= {f"schedulers/{path.name}": path for path in folder.parent.glob("version.py")}
     for pattern in (*SHARED, *(f"{system}/{name}" for name in OWN)):
         for path in package.glob(pattern):
             found[path.relative_to(package).as_posix()] = path

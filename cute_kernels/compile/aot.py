@@ -94,9 +94,9 @@ def _made(out: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _held(out: Path) -> Iterator[None]:
     """Holds ``out`` against other exports, swept; if the block fails, it is swept again."""
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         with _named(out):
-            _lock(out, held)
+            _lock(out, locks)
             _sweep(out)
             if os.listdir(out) != [_UNFINISHED]:
                 raise AotError(_NOT_EMPTY.format(out))
@@ -109,7 +109,7 @@ def _held(out: Path) -> Iterator[None]:
             (out / _UNFINISHED).unlink()
 
 
-def _lock(out: Path, held: contextlib.ExitStack) -> None:
+def _lock(out: Path, locks: contextlib.ExitStack) -> None:
     """Locks the file of ``out`` that says unfinished, made in an empty folder."""
     names = os.listdir(out)
     if names and _UNFINISHED not in names:
@@ -117,7 +117,7 @@ def _lock(out: Path, held: contextlib.ExitStack) -> None:
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (0 if names else os.O_CREAT | os.O_EXCL)
     try:
         lock = os.open(out / _UNFINISHED, flags, 0o600)
-        held.callback(os.close, lock)
+        locks.callback(os.close, lock)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (FileExistsError, FileNotFoundError, BlockingIOError):
         raise AotError(f"{out}: another export is writing it") from None

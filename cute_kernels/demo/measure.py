@@ -54,11 +54,11 @@ class Column:
         return sum(parts, Tally())
 
 
-def tasks(setup: Setup, held: torch.Tensor, seed: int) -> list[Task]:
+def tasks(setup: Setup, unseen: torch.Tensor, seed: int) -> list[Task]:
     """Prompts from text that training has not seen."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        Task(text.windows(held, 1, prompt, generator)[0], prompt + new)
+        Task(text.windows(unseen, 1, prompt, generator)[0], prompt + new)
         for prompt, new in zip(setup.prompts, setup.new, strict=True)
     ]
 
@@ -74,8 +74,8 @@ def measure(
     """Rolls out and trains with one model; also returns the tokens that ``choose`` took."""
     begin = time.monotonic()
     first = rollout(side, setup.plans[0], work, choose, progress)
-    again = replay(first.tokens)
-    others = [rollout(side, plan, work, again, progress) for plan in setup.plans[1:]]
+    replayed = replay(first.tokens)
+    others = [rollout(side, plan, work, replayed, progress) for plan in setup.plans[1:]]
     middle = time.monotonic()
     advantages = torch.randn(len(work), generator=torch.Generator().manual_seed(seed)).tolist()
     scored = [score(side, s, first.tokens, advantages, progress) for s in setup.splits]

@@ -137,8 +137,8 @@ def _prefill(
         for row, i in enumerate(members):
             first, end = max(at, int(pads[row])), min(at + chunk, width - 1)
             if first < end:
-                told = ids[row, first + 1 : end + 1, None].to(logps.device)
-                state.logps[i].append(logps[row, first - at : end - at].gather(-1, told)[:, 0])
+                next_ids = ids[row, first + 1 : end + 1, None].to(logps.device)
+                state.logps[i].append(logps[row, first - at : end - at].gather(-1, next_ids)[:, 0])
     return pads, logps[:, -1]
 
 

@@ -87,20 +87,20 @@ def _demo(run: _Run, console: Console) -> int:
 
     run.out.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
-    learn, held = text.split(text.corpus())
+    learn, unseen = text.split(text.corpus())
     net = model.build(run.setup.size, run.device, run.seed)
     _introduce(run, console, sum(weight.numel() for weight in net.parameters()), len(learn))
     with _bars(console) as bars:
         trained = _train(run, bars, net, learn)
-        torch_column, ours, tokens = _measure(run, bars, net, held)
+        torch_column, ours, tokens = _measure(run, bars, net, unseen)
     console.print(
         f"trained {trained.steps} steps ({trained.tokens:,} bytes) in {trained.seconds:.0f} s "
         "through ck.linear and ck.block_sparse_attention: "
         f"{trained.first_loss:.2f} -> {trained.last_loss:.2f} nats per byte"
     )
     prompt = run.setup.prompts[0]
-    asked, told = text.decode(tokens[0][:prompt]), text.decode(tokens[0][prompt:])
-    console.print(f"it continues {asked[-40:]!r}\n  with {told!r}", markup=False, highlight=False)
+    asked, answer = text.decode(tokens[0][:prompt]), text.decode(tokens[0][prompt:])
+    console.print(f"it continues {asked[-40:]!r}\n  with {answer!r}", markup=False, highlight=False)
     console.print(report.table(torch_column, ours))
     _draw(run, console, (torch_column, ours))
     console.print(f"{time.monotonic() - begin:.0f} s in all", highlight=False)
@@ -131,11 +131,11 @@ def _train(run: _Run, bars: Progress, net: torch.nn.Module, learn: torch.Tensor)
     )
 
 
-def _measure(run: _Run, bars: Progress, net: torch.nn.Module, held: torch.Tensor):
+def _measure(run: _Run, bars: Progress, net: torch.nn.Module, unseen: torch.Tensor):
     """(torch's column, ours, the tokens): ours samples them, torch's ops score the same ones."""
     from . import measure, model, rollout
 
-    work = measure.tasks(run.setup, held, run.seed)
+    work = measure.tasks(run.setup, unseen, run.seed)
     passes = len(run.setup.plans) + len(run.setup.splits)
     scored = passes * sum(task.length - 1 for task in work)
     columns, choose = {}, rollout.sample(run.seed, len(work))

@@ -88,6 +88,6 @@ def _logps(side: models.Side, sequences: Sequence[torch.Tensor]) -> list[torch.T
         position_ids=columns[None].to(device),
     ).logits
     logps = side.log_softmax(logits)
-    told = ids.roll(-1, dims=1)[..., None].to(device)
-    picked = logps.gather(-1, told)[..., 0]
+    next_ids = ids.roll(-1, dims=1)[..., None].to(device)
+    picked = logps.gather(-1, next_ids)[..., 0]
     return [picked[row, : len(tokens) - 1] for row, tokens in enumerate(sequences)]

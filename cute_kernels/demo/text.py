@@ -31,9 +31,9 @@ def corpus() -> bytes:
 def split(text: bytes) -> tuple[torch.Tensor, torch.Tensor]:
     """Cuts text into blocks of 1024 bytes: (training, held out), every 16th block held out."""
     blocks = [text[at : at + _BLOCK] for at in range(0, len(text), _BLOCK)]
-    held = [block for i, block in enumerate(blocks) if i % _HELD_EVERY == _HELD_EVERY - 1]
+    unseen = [block for i, block in enumerate(blocks) if i % _HELD_EVERY == _HELD_EVERY - 1]
     kept = [block for i, block in enumerate(blocks) if i % _HELD_EVERY != _HELD_EVERY - 1]
-    return encode(b"".join(kept)), encode(b"".join(held))
+    return encode(b"".join(kept)), encode(b"".join(unseen))
 
 
 def encode(text: bytes) -> torch.Tensor:

@@ -95,7 +95,7 @@ def lower_bound(grid: BlockGrid, machine: Machine, tiles: int, group: int = 1) -
     fixed = machine.tile_start_ns + machine.tile_end_ns
     busy = cost.sum(axis=1)
     alone = np.where(busy > 0, busy + reduce, 0) + fixed
-    each = np.bincount(grid.group, minlength=len(blocks))
+    each = np.bincount(grid.mask_of, minlength=len(blocks))
     durations = np.sort(np.repeat(alone, each, axis=0).reshape(-1))[::-1]
     link = reduce + machine.handoff_ns
     before = tile.sum(axis=1, keepdims=True) * (tiles * (group - 1))
@@ -125,7 +125,7 @@ def _packing(durations: np.ndarray, slots: int) -> int:
 def _solve(grid: BlockGrid, machine: Machine, tiles: int, found: Bound, seconds: float) -> Bound:
     from ortools.sat.python import cp_model
 
-    visits = int((grid.host[grid.group] > 0).sum()) * tiles
+    visits = int((grid.host[grid.mask_of] > 0).sum()) * tiles
     if machine.dq_stages != 1 or tiles != 1 or not 0 < visits <= MAX_VISITS:
         want = f"one dQ stage, one step per block and 1 to {MAX_VISITS} visits"
         got = f"{machine.dq_stages} stages, {tiles} steps, {visits} visits"
@@ -163,7 +163,7 @@ class _Model:
             getattr(machine, name) // tick for name in times
         )
         self.cost = (0, machine.partial_ns // tick, machine.full_ns // tick)
-        blocks = grid.host[grid.group]
+        blocks = grid.host[grid.mask_of]
         step = max(self.cost) + self.reduce + self.handoff
         tickets = blocks.shape[0] * blocks.shape[2]
         self.horizon = int((blocks > 0).sum()) * step + tickets * (self.begin + self.end)
@@ -189,7 +189,7 @@ class _Model:
         model, start, stop = self.model, self._time(), self._time()
         self.start[name], self.stop[name] = start, stop
         self.place[name] = model.new_int_var(
-            0, len(self.grid.group) * len(self.grid.host[0][0]), ""
+            0, len(self.grid.mask_of) * len(self.grid.host[0][0]), ""
         )
         computing, holding = [], []
         for row in np.flatnonzero(column).tolist():
@@ -198,8 +198,8 @@ class _Model:
             model.add(done >= start + self.begin + cost)
             model.add(stop >= landed + self.end)
             computing.append(model.new_interval_var(done - cost, cost, done, ""))
-            held = model.new_int_var(self.reduce, self.horizon, "")
-            holding.append(model.new_interval_var(done, held, landed, ""))
+            holding_ns = model.new_int_var(self.reduce, self.horizon, "")
+            holding.append(model.new_interval_var(done, holding_ns, landed, ""))
         model.add_no_overlap(computing)
         model.add_no_overlap(holding)
         busy = sum(self.cost[kind] for kind in column) + (self.reduce if holding else 0)
@@ -221,7 +221,7 @@ class _Model:
         """The solution's launch and visiting orders, one set of lists per head."""
         grid = self.grid
         order = sorted(self.place, key=lambda name: solver.value(self.place[name]))
-        blocks = grid.host[grid.group]
+        blocks = grid.host[grid.mask_of]
         heads, height, columns = blocks.shape
         rows = np.full((heads, columns, height), -1, np.int32)
         place = np.full(blocks.shape, -1, np.int32)

@@ -106,7 +106,7 @@ class Case:
         busy = costs[blocks].sum(axis=1)
         busy += np.where(busy > 0, machine.reduce_ns, 0)
         busy += machine.tile_start_ns + machine.tile_end_ns
-        return busy.sum(axis=1)[self.grid.group]
+        return busy.sum(axis=1)[self.grid.mask_of]
 
     @property
     def steps(self) -> int:
@@ -143,7 +143,7 @@ class Case:
 
     def lists(self, table: Programs, which: np.ndarray, start: int, size: int) -> Programs:
         """What the heads start..start + size run under plans ``which``."""
-        masks, mine = len(self.grid.blocks), self.grid.group[start : start + size]
+        masks, mine = len(self.grid.blocks), self.grid.mask_of[start : start + size]
         if (mine == mine[0]).all():
             return table.pick(which * masks + mine[0])
         return table.pick((which * masks + mine[:, None]).reshape(-1))
@@ -198,7 +198,7 @@ class Case:
             if start * self.grid.num_kv_blocks >= _TOLD * self.machine.slots:
                 break
         ticks = clock.spent_ns()[0] / clock.tick / self.machine.slots
-        visits = int(np.count_nonzero(self.grid.host, axis=(1, 2))[self.grid.group].sum())
+        visits = int(np.count_nonzero(self.grid.host, axis=(1, 2))[self.grid.mask_of].sum())
         fetched = gaps.fetched(self.machine.l2_tiles, ticks) * visits * self.steps
         return memory_ns(self.machine, round(fetched), makespan_ns)
 
@@ -240,7 +240,7 @@ class Case:
         )
         late = np.zeros((1, 1, 1), np.int64)
         if delay is not None:
-            late = delay[orders[0, self.grid.group[0]]][..., None]
+            late = delay[orders[0, self.grid.mask_of[0]]][..., None]
         clock = Clock(self.machine, count, lists.cost.dtype)
         alive, start, heads = np.arange(count), 0, []
         for size in self.sections:
@@ -263,7 +263,7 @@ class Case:
             rows = visited[:, :, index]
             by_column = np.empty(rows.shape, np.int32)
             empty = rows == self.grid.num_q_blocks
-            by_column[order[self.grid.group[start + index]]] = np.where(empty, -1, rows)
+            by_column[order[self.grid.mask_of[start + index]]] = np.where(empty, -1, rows)
             lists.append(by_column)
         return lists if len(lists) == size else lists * size
 
@@ -274,7 +274,7 @@ def compose(
     """A schedule from each head's launch order [N] and visits [N, L]; equal lists are shared."""
     grid = case.grid
     objects, sets, which = {}, {}, []
-    for mask, order, visited in zip(grid.group.tolist(), orders, rows, strict=True):
+    for mask, order, visited in zip(grid.mask_of.tolist(), orders, rows, strict=True):
         thing = (mask, order.tobytes(), id(visited))
         if thing not in objects:
             same = (mask, order.tobytes(), visited.tobytes())

@@ -241,8 +241,8 @@ class Clock:
         elif board.shared:
             turns[step.spot, low : low + kept] = flat[:, :kept]
         else:
-            held, spot = kept * candidates, step.spot.reshape(-1, len(step.visits))
-            turns[spot[:, :held]] = step.views.turn[:, :held]
+            columns, spot = kept * candidates, step.spot.reshape(-1, len(step.visits))
+            turns[spot[:, :columns]] = step.views.turn[:, :columns]
         self.free[:, :kept] = end[:, :kept]
         if self.tape is None:
             self.free.sort(axis=1)

@@ -26,7 +26,7 @@ from .search import Search, local_search
 from .simulation import simulate
 
 # Over the bound by more: another tail is tried; visits by turns; a local search.
-NEAR, CLOSE, FAR = 1.003, 1.01, 1.02
+NEAR, CLOSE, WIDE = 1.003, 1.01, 1.02
 # Plans tried at the end in a second and third size of tail.
 TAILS = 3
 # As many times slower than the best may be what still wins with a shorter tail.
@@ -128,7 +128,7 @@ def _select(grid: BlockGrid, machine: Machine, group: int) -> Selection:
         _tails(best, plans, race, min(race.spent, key=race.spent.get))
         if best.over() > CLOSE:
             _turns(best, plans, race)
-        if best.over() > FAR and (grid.group == grid.group[0]).all():
+        if best.over() > WIDE and (grid.mask_of == grid.mask_of[0]).all():
             _searched(best, plans)
     schedule = compose(best.case, *best.make(), best.name)
     check(schedule)
@@ -202,7 +202,7 @@ def _heads(case: Case, plan: Plan, tail: Plan | None = None, size: int = 0):
     found = []
     for whole, end in ((plan.order, tail.order), (plan.rows, tail.rows)):
         parts = list(whole), list(end)
-        found.append([parts[head >= turn][mask] for head, mask in enumerate(case.grid.group)])
+        found.append([parts[head >= turn][mask] for head, mask in enumerate(case.grid.mask_of)])
     return sections, *found
 
 
@@ -262,14 +262,14 @@ def _by_turns(best: _Best, kinds: list[str], orders, delay=None, ahead_ns=None) 
     order = list(orders[which])
 
     def make():
-        return case.sections, [order[mask] for mask in case.grid.group], rows
+        return case.sections, [order[mask] for mask in case.grid.mask_of], rows
 
     best.offer(kinds[which], "as turns come", time, make)
 
 
 def _searched(best: _Best, plans: list[Plan]) -> None:
     """A local search, for as many rounds as the time limit allows by a fixed estimate."""
-    case, mask = best.case, best.case.grid.group[0]
+    case, mask = best.case, best.case.grid.mask_of[0]
     table = case.by_column.pick(np.array([mask]))
     places, length = len(table.row) * len(case.sections), table.row.shape[1]
     children = int(np.clip(_LANES // (length * case.flight), 4, 256))

@@ -158,11 +158,11 @@ def _sections(schedule: Schedule) -> list[int] | None:
     head, columns = schedule.order[:, 0], schedule.num_kv_blocks
     sections, start = [], 0
     while start < len(head):
-        again = np.flatnonzero(head[start + 1 :] == head[start])
-        sections.append(int(again[0]) + 1 if len(again) else len(head) - start)
+        repeats = np.flatnonzero(head[start + 1 :] == head[start])
+        sections.append(int(repeats[0]) + 1 if len(repeats) else len(head) - start)
         start += sections[-1] * columns
-    told = launch(np.zeros((1, columns), np.int32), sections)[:, 0]
-    return sections if np.array_equal(told, head) else None
+    launched = launch(np.zeros((1, columns), np.int32), sections)[:, 0]
+    return sections if np.array_equal(launched, head) else None
 
 
 def _lockstep(

@@ -44,7 +44,7 @@ def spt(block_mask, *, heads=None, heads_in_flight=1, walk="ascending") -> Sched
 def lpt(block_mask, *, heads=None, heads_in_flight=1, walk="ascending") -> Schedule:
     """Each head's longest column first (most blocks; ties left to right)."""
     grid = block_grid(block_mask, heads)
-    order = longest_first(grid)[grid.group] if len(grid.blocks) > 1 else longest_first(grid)
+    order = longest_first(grid)[grid.mask_of] if len(grid.blocks) > 1 else longest_first(grid)
     return build(grid, order, walk=walk, heads_in_flight=heads_in_flight, name="lpt")
 
 
@@ -54,7 +54,7 @@ def shortest_first(block_mask, *, heads=None, heads_in_flight=1, walk="ascending
     With a group of query heads a column that ends sooner never waits behind a longer one.
     """
     grid = block_grid(block_mask, heads)
-    order = fewest_first(grid)[grid.group] if len(grid.blocks) > 1 else fewest_first(grid)
+    order = fewest_first(grid)[grid.mask_of] if len(grid.blocks) > 1 else fewest_first(grid)
     facts = {"walk": walk, "heads_in_flight": heads_in_flight, "name": "shortest_first"}
     return build(grid, order, **facts)
 
@@ -148,7 +148,7 @@ def build(
         raise ScheduleError(expected("heads_in_flight", "an int >= 1", repr(heads_in_flight)))
     write = order if write_order is None else write_order
     which, sets = _list_sets(grid, order, write)
-    masks = torch.from_numpy(grid.group[sets]).to(grid.blocks.device)
+    masks = torch.from_numpy(grid.mask_of[sets]).to(grid.blocks.device)
     blocks = grid.blocks.index_select(0, masks)
     write = write[sets] if len(write) > 1 else write
     place = ranks(blocks, torch.from_numpy(write.copy())).cpu().numpy()
@@ -254,10 +254,10 @@ def assemble(
 
 def _list_sets(grid: BlockGrid, order: np.ndarray, write: np.ndarray):
     """``(set of each head, a head of each set)``: heads with one mask and order share lists."""
-    facts = [grid.group[:, None]]
+    facts = [grid.mask_of[:, None]]
     facts += [part for part in (order, write) if len(part) > 1]
     if len(facts) == 1:
-        sets, which = np.unique(grid.group, return_index=True)[1], grid.group
+        sets, which = np.unique(grid.mask_of, return_index=True)[1], grid.mask_of
         return which, sets
     _, sets, which = np.unique(
         np.concatenate(facts, axis=1), axis=0, return_index=True, return_inverse=True

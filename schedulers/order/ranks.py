@@ -21,16 +21,16 @@ class BlockGrid:
     """The blocks of a mask, for ``heads`` (batch, head) pairs with index b * H + h.
 
     blocks    uint8 tensor [G, M, N]: 0 empty, 1 partial, 2 full; G distinct masks
-    group     int32 array [heads]: which of the G masks a head uses
+    mask_of   int32 array [heads]: which of the G masks a head uses
     """
 
     blocks: torch.Tensor
-    group: np.ndarray
+    mask_of: np.ndarray
     block_size: tuple[int, int] | None
 
     @property
     def heads(self) -> int:
-        return len(self.group)
+        return len(self.mask_of)
 
     @property
     def num_q_blocks(self) -> int:

@@ -141,14 +141,14 @@ def _visits_the_mask(schedule: Schedule, block_mask: object) -> None:
     blocks = np.zeros((schedule.num_lists, *shape), np.uint8)
     place = (which // max(1, shape[1]), schedule.q_block, which % max(1, shape[1]))
     blocks[place] = np.where(schedule.partial, 1, 2)
-    pairs = np.unique(np.stack((schedule.list_of_head, grid.group), axis=1), axis=0)
+    pairs = np.unique(np.stack((schedule.list_of_head, grid.mask_of), axis=1), axis=0)
     for lists, group in pairs.tolist():
         differs = np.argwhere(blocks[lists] != grid.host[group])
         if len(differs):
             row, column = differs[0].tolist()
             named = ("empty", "partial", "full")
             want = f"{named[grid.host[group, row, column]]} as in the mask"
-            at = _where(schedule, lists * shape[1] + column, grid.group == group)
+            at = _where(schedule, lists * shape[1] + column, grid.mask_of == group)
             got = named[blocks[lists, row, column]]
             verb = " (a contributor that never visits)" if got == "empty" else ""
             raise ScheduleError(expected(f"row {row}, {at}", want, got + verb))

@@ -182,8 +182,8 @@ class Schedule:
         """
         host = torch.from_numpy(self._with_places if places else self._without_places)
         # Pageable memory has been read when this returns, and nothing writes to it.
-        held = host.to(device, non_blocking=True, copy=True)
-        ticket, *parts = (held[begin:end] for begin, end in self._spans(places))
+        moved = host.to(device, non_blocking=True, copy=True)
+        ticket, *parts = (moved[begin:end] for begin, end in self._spans(places))
         place = parts.pop().view(torch.int64) if places else None
         return ScheduleTensors(ticket.view(-1, 4), *parts, place)
 

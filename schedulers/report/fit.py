@@ -90,9 +90,9 @@ def refit(machine: Machine, seen: list[Observation]) -> Fit:
 def _loss(machine: Machine, seen: list[Observation]) -> float:
     total = 0.0
     for each in seen:
-        told = simulate(each.schedule, machine)
-        total += math.log(told.makespan_ns / each.ordered_ns) ** 2
-        total += math.log(told.unordered_ns / each.unordered_ns) ** 2
+        simulated = simulate(each.schedule, machine)
+        total += math.log(simulated.makespan_ns / each.ordered_ns) ** 2
+        total += math.log(simulated.unordered_ns / each.unordered_ns) ** 2
     return total
 
 

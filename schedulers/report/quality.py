@@ -84,14 +84,14 @@ def quality_table(seqlen: int = 8192, heads: int = 64, machine: Machine | str = 
         "|---|---|---|---|---|---|---|",
     ]
     for row in quality_rows(seqlen, heads, machine):
-        chosen, told = row.selection, row.simulation
+        chosen, simulated = row.selection, row.simulation
         target = f"{row.target:.2f}"
         if not row.met:
             bound = chosen.bound
             target += f" missed; bound {bound.lower_ns / 1e3:.1f} us ({bound.binding()})"
         lines.append(
-            f"| {row.mask} | {told.ratio:.3f} | {target} | {chosen.over_bound:.3f} | "
-            f"{told.makespan_ns / 1e3:.1f} | {told.safety} | {chosen.schedule.name} |"
+            f"| {row.mask} | {simulated.ratio:.3f} | {target} | {chosen.over_bound:.3f} | "
+            f"{simulated.makespan_ns / 1e3:.1f} | {simulated.safety} | {chosen.schedule.name} |"
         )
     return "\n".join(lines)
 

@@ -116,7 +116,7 @@ def compare(
     """
     machine = resolve(machine)
     grid = block_grid(block_mask, heads)
-    visits = int(np.count_nonzero(grid.host, axis=(1, 2))[grid.group].sum())
+    visits = int(np.count_nonzero(grid.host, axis=(1, 2))[grid.mask_of].sum())
     visits *= machine.for_blocks(grid.block_size)[1]
     if visits > MAX_VISITS:
         want = f"at most {MAX_VISITS:,} visits (blocks of all heads, times query tiles per block)"

@@ -8,12 +8,11 @@ import cutlass
 from cutlass import cute
 
 from ...dsl.softmax import ROWS
+from ..masks import FAR
 from . import score_mask
 
 #: Keys, and query rows, of a block of the mask.
 BLOCK = score_mask.WORD * score_mask.WORDS
-#: The open end of a band, as in sparse_attn/masks.py.
-FAR = 2**30
 
 
 @cute.jit

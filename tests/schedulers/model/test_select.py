@@ -169,7 +169,7 @@ def test_visits_by_turns_take_what_is_said(seed):
     plans = candidates.named_plans(grid, ("ascending",), shortest=True)
     orders = np.stack([plan.order for plan in plans])
     which, time_ns, rows = case.by_turns(orders)
-    heads = [orders[which][mask] for mask in grid.group]
+    heads = [orders[which][mask] for mask in grid.mask_of]
     schedule = candidates.compose(case, case.sections, heads, rows, "by turns")
     result = simulate(schedule, told, group=group)
     assert result.makespan_ns == time_ns and check(schedule, grid.host[None]).any_residency

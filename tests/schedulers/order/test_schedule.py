@@ -230,7 +230,7 @@ def test_a_block_mask_and_its_blocks_give_one_schedule():
 def test_which_mask_a_head_uses(shape, heads, of_head):
     """Head index b * H + h: masks of one batch or one head are broadcast."""
     grid = ranks.block_grid(np.ones((*shape, 3, 3), np.uint8), heads)
-    assert grid.group.tolist() == of_head
+    assert grid.mask_of.tolist() == of_head
 
 
 def test_heads_with_one_mask_share_lists():

@@ -102,7 +102,7 @@ def test_the_steps_of_select_are_its_thresholds():
     for constant, said in (
         (choice.NEAR, "2. If that is not within {}"),
         (choice.CLOSE, "3. If that is not within {}"),
-        (choice.FAR, "4. If that is not within {}"),
+        (choice.WIDE, "4. If that is not within {}"),
     ):
         assert said.format(f"{round((constant - 1) * 100, 3):g}%") in PROSE
 
