@@ -118,10 +118,6 @@ def test_environment_is_read_in_settings_only():
     assert not found, found
 
 
-#: Their shared functions are yet to move out of test modules.
-SHARED_YET = "tests/perf/"
-
-
 def taken_from_test_modules(name: str, tree: ast.Module) -> list[str]:
     """What a file imports from test modules, or of them: those are for pytest alone.
 
@@ -147,7 +143,7 @@ def test_no_test_module_is_imported():
     found = [
         line
         for name, _, tree in trees()
-        if name.startswith("tests/") and not name.startswith(SHARED_YET)
+        if name.startswith("tests/")
         for line in taken_from_test_modules(name, tree)
     ]
     assert not found, "move what is shared to a helper module:\n" + "\n".join(found)

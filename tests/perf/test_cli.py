@@ -16,7 +16,7 @@ import perf.gemm.bench
 import perf.probes.runner
 from perf.__main__ import app
 from perf.core import record
-from tests.perf.core.test_compare import bench
+from tests.perf.core.records import bench
 
 run = CliRunner().invoke
 

@@ -8,9 +8,9 @@ import pytest
 
 from perf import report
 from perf.core import record
-from tests.perf.gemm.test_page import bench, forward
+from tests.perf.gemm.records import bench, forward
 from tests.perf.pages import facts, row
-from tests.perf.probes.test_page import probe
+from tests.perf.probes.records import probe
 
 
 def test_the_page_does_not_depend_on_the_order_of_the_records():

@@ -10,11 +10,11 @@ from perf import cards, report, verdict
 from perf.attention import targets
 from perf.core import record
 from perf.digest.cases import CASES
-from tests.perf.attention.test_page import every
-from tests.perf.digest.test_page import digested
-from tests.perf.gemm.test_page import bench, forward
+from tests.perf.attention.records import every
+from tests.perf.digest.records import digested
+from tests.perf.gemm.records import bench, forward
 from tests.perf.pages import row
-from tests.perf.probes.test_page import probe
+from tests.perf.probes.records import probe
 
 #: Of a laptop's 1366 pixels a table gets 742.  A column takes its longest word and 20 more; letters
 #: of prose (a header's are bold) and of code are this wide at most.  Measured in a browser.

@@ -7,22 +7,10 @@ import pytest
 from perf import report
 from perf.attention import page, targets
 from perf.attention.cases import Case
-from perf.core import record
 from perf.core.compare import compare
 from perf.core.tables import latest
+from tests.perf.attention.records import FIRST, bench, every
 from tests.perf.pages import facts, row
-
-FIRST = targets.cases(quick=True)[0]
-
-
-def bench(size=FIRST, which: str = "bwd", system: str = "ours", us: float = 1000.0, **more) -> dict:
-    """A record; `rivals` are their times."""
-    rivals = more.pop("rivals", {})
-    item = Case(*size).items(which) | {"system": system, "kind": "bench", "kernel": "attention"}
-    item |= {"schema": record.SCHEMA, "status": "ok", "commit": "0123456789abcdef", "dirty": False}
-    item |= {"date": "2026-11-21T10:00:00+00:00", "gpu": "NVIDIA H200", "tflops": 612.0}
-    item |= {"median_us": us, "p10_us": us - 1, "p90_us": us + 1, "bitwise": {"repeat": True}}
-    return item | {"ratio": {name: other / us for name, other in rivals.items()}} | more
 
 
 def rendered(*records: dict) -> str:
@@ -38,14 +26,6 @@ def cells(text: str, size=FIRST) -> dict[str, str]:
 def spaced(text: str) -> str:
     """With ordinary spaces in place of those that keep a cell's parts together."""
     return text.replace("\N{NO-BREAK SPACE}", " ")
-
-
-def every(ratio: float, rival: str = "ours_unordered", system: str = "ours", **more) -> list[dict]:
-    """All cases of the suite at `ratio` of a rival's time."""
-    found = []
-    for size in targets.cases():
-        found.append(bench(size, system=system, rivals={rival: 1000.0 / ratio}, **more))
-    return found
 
 
 def test_without_records_the_quick_cases_say_not_run():

@@ -10,7 +10,7 @@ import torch
 from perf.attention import profile
 from perf.attention.cases import Case, Problem
 from perf.core import ncu as shared
-from tests.perf.core.test_ncu import CEILINGS, MAIN, STALLS, UNITS, output
+from tests.perf.core.counters import CEILINGS, MAIN, STALLS, UNITS, output
 
 OPTIONS = ("full,causal", "64", "bwd,fwd")
 PREFIX = "kernel_cutlass_kernel_cute_kernelssparse_attn"

@@ -9,7 +9,7 @@ from cute_kernels.schedulers import machine, simulate
 from perf.__main__ import app
 from perf.attention import refit
 from perf.core import record
-from tests.perf.attention.test_page import bench
+from tests.perf.attention.records import bench
 
 SIZES = [("window", 2048, 128, 2, 2), ("causal", 2048, 128, 1, 1), ("full", 4096, 128, 2, 2)]
 

@@ -15,7 +15,7 @@ from perf.attention import sanitized, soak_cases
 from perf.attention.soak_cases import Case
 from perf.core import record, soak
 from perf.core.watch import Lost
-from tests.perf.core.test_soak import Stub, body_of, flips, options, settings_are_kept
+from tests.perf.core.soaked import Stub, body_of, flips, options, settings_are_kept
 
 __all__ = ["settings_are_kept"]
 

@@ -5,24 +5,7 @@ from __future__ import annotations
 import pytest
 
 from perf.core.compare import Unusable, compare
-
-
-def bench(us: float, spread: float = 2.0, **more) -> dict:
-    fields = {
-        "kind": "bench",
-        "kernel": "gemm",
-        "system": "ours",
-        "product": "fwd",
-        "shape": "qkv",
-        "dtype": "bf16",
-        "gpu": "NVIDIA H200",
-        "status": "ok",
-        "median_us": us,
-        "p10_us": us - spread / 2,
-        "p90_us": us + spread / 2,
-        "bitwise": {"repeat": True, "rows": True},
-    }
-    return fields | more
+from tests.perf.core.records import bench
 
 
 def verdict(before: dict, after: dict) -> str:

@@ -10,7 +10,7 @@ import torch
 from perf.core import timing
 from perf.gemm import bench
 from perf.probes import golden, inputs, runner, smoke, truncation
-from tests.perf.probes.test_golden import GOLDEN_FILES
+from tests.perf.probes.golden_files import GOLDEN_FILES
 
 pytestmark = [
     pytest.mark.gpu,

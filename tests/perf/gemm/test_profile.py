@@ -9,7 +9,7 @@ import pytest
 from perf.core import ncu
 from perf.gemm import profile
 from perf.gemm.cases import cases
-from tests.perf.core.test_ncu import CEILINGS, MAIN, UNITS, output
+from tests.perf.core.counters import CEILINGS, MAIN, UNITS, output
 
 CASE = cases(["qkv"], [], ["fwd"])[0]
 

@@ -13,14 +13,14 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.gemm import launch
-from perf.probes import golden, inputs, runner
+from perf.probes import golden, inputs
 from perf.probes.wgmma_kernel import Chain
 from tests import ptxsim
 from tests.gemm.simulated import simulated
+from tests.perf.probes.golden_files import GOLDEN_FILES
 from tests.perf.probes.simulated import bits, build, differing
 from tests.ptxsim.available import requires_sim
 
-GOLDEN_FILES = sorted(runner.GOLDEN.glob("wgmma_*.npz"))
 KINDS = sorted(inputs.ORDINARY)
 by_file = pytest.mark.parametrize("path", GOLDEN_FILES, ids=lambda path: path.name)
 

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from perf import report
-from perf.core import record
 from perf.probes.questions import QUESTIONS
 from tests.perf.pages import facts, row
-
-
-def probe(name: str, **more) -> dict:
-    item = {"schema": record.SCHEMA, "kind": "probe", "probe": name, "case": "answer"}
-    item |= {"commit": "fedcba9876543210", "dirty": True, "date": "2026-11-21T11:00:00+00:00"}
-    return item | {"gpu": "NVIDIA H200"} | more
+from tests.perf.probes.records import probe
 
 
 def test_an_answer_needs_enough_outputs_and_tells_extremes_apart():
