@@ -46,16 +46,16 @@ def _root(version: Annotated[bool, Version] = False) -> None:
 @one_line
 def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Versions, devices, the backend of each op on each device and why others were refused."""
-    found = about.info()
+    facts = about.info()
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(facts, indent=1))
         return
-    console.print(_pairs(f"cute_kernels {__version__}", found["versions"]))
-    settings = found["settings"] | {"cache folder": found["cache_dir"]}
+    console.print(_pairs(f"cute_kernels {__version__}", facts["versions"]))
+    settings = facts["settings"] | {"cache folder": facts["cache_dir"]}
     console.print(_pairs("Settings (CUTE_KERNELS_...)", settings))
-    for name, device in found["devices"].items():
+    for name, device in facts["devices"].items():
         console.print(_pairs(f"Device {name}", device))
-    for op, devices in found["ops"].items():
+    for op, devices in facts["ops"].items():
         for device, support in devices.items():
             console.print(_backends(op, device, support))
 

@@ -56,8 +56,8 @@ def _devices() -> list[str]:
 
 def _versions() -> dict[str, str]:
     names = ("cute-kernels", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "triton")
-    found = {name: arch.version(name) for name in names}
-    return found | {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
+    versions = {name: arch.version(name) for name in names}
+    return versions | {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
 
 
 def _support(op: str, device: str) -> dict[str, object]:
@@ -75,12 +75,12 @@ def catalogue() -> list[tuple]:
 
     The class is None where no certificate is claimed: kernels that add in arrival order.
     """
-    found = []
+    entries = []
     for system in SYSTEMS:
         if system.launcher is not None:
             name = f"{__package__}.{system.package}.{system.launcher}"
-            found += importlib.import_module(name).catalogue()
-    return found
+            entries += importlib.import_module(name).catalogue()
+    return entries
 
 
 def matching(only: str) -> list[tuple]:
@@ -90,8 +90,8 @@ def matching(only: str) -> list[tuple]:
         ArgumentValueError: there is none; the message lists the names that are near.
     """
     entries = catalogue()
-    found = [entry for entry in entries if only in entry[0].name]
-    if not found:
+    chosen = [entry for entry in entries if only in entry[0].name]
+    if not chosen:
         names = dict.fromkeys(entry[0].name for entry in entries)
         raise ArgumentValueError(nearest("--only", list(names), only))
-    return found
+    return chosen

@@ -43,16 +43,16 @@ def certify(
     # Taken before the workers import anything: an edit during minutes of work leaves a digest that
     # is no longer the tree's, never one that claims what was not compiled.
     made_from = {name: sources.digest(name) for name in {kernel.name for kernel, _, _ in named}}
-    found = _prove_all(chosen, jobs or min(_MOST_JOBS, len(os.sched_getaffinity(0))))
-    found = [replace(one, sources=made_from[one.name]) for one in found]
-    report.write_report(found, out)
-    for table in report.tables(found):
+    certificates = _prove_all(chosen, jobs or min(_MOST_JOBS, len(os.sched_getaffinity(0))))
+    certificates = [replace(one, sources=made_from[one.name]) for one in certificates]
+    report.write_report(certificates, out)
+    for table in report.tables(certificates):
         console.print(table)
-    for line in report.broken_rules(found):
+    for line in report.broken_rules(certificates):
         console.print(line, style="red", markup=False, soft_wrap=True)
     if unordered := len(named) - len(chosen):
         console.print(f"{unordered} kernels add in arrival order: no certificate is claimed")
-    raise typer.Exit(0 if all(one.ok for one in found) else BROKEN)
+    raise typer.Exit(0 if all(one.ok for one in certificates) else BROKEN)
 
 
 def _prove_all(identities: list[str], jobs: int) -> list:
@@ -62,15 +62,15 @@ def _prove_all(identities: list[str], jobs: int) -> list:
     try:
         with bars as bar, ProcessPoolExecutor(jobs, fresh) as workers:
             task = bar.add_task("certifying", total=len(identities))
-            found = []
+            certificates = []
             for one in workers.map(prove, identities):
-                found.append(one)
+                certificates.append(one)
                 bar.advance(task)
     except BrokenProcessPool:
         raise CertificateError(
             "a process that compiles was killed: try with fewer --jobs, each takes half a GiB"
         ) from None
-    return found
+    return certificates
 
 
 def prove(identity: str):

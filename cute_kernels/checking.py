@@ -38,10 +38,10 @@ def rank(name: str, t: torch.Tensor, rank: int, shape: str) -> None:
         raise ShapeError(expected(name, f"{rank} dimension{'s' * (rank > 1)} {shape}", got))
 
 
-def dtype(name: str, found: torch.dtype, allowed: Collection[torch.dtype]) -> None:
+def dtype(name: str, given: torch.dtype, allowed: Collection[torch.dtype]) -> None:
     """That a dtype is one of those allowed."""
-    if found not in allowed:
-        raise DtypeError(expected(name, "one of " + ", ".join(map(str, allowed)), found))
+    if given not in allowed:
+        raise DtypeError(expected(name, "one of " + ", ".join(map(str, allowed)), given))
 
 
 def same_device(name: str, t: torch.Tensor, of: str, like: torch.Tensor) -> None:

@@ -49,8 +49,8 @@ def sharded(parameter: torch.Tensor) -> torch.Tensor | None:
             ),
             None,
         )
-    found = _sharded[parameter]
-    return None if found is None else found()
+    reference = _sharded[parameter]
+    return None if reference is None else reference()
 
 
 def _gathered(states):

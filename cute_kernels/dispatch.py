@@ -57,21 +57,21 @@ def register(op: str, implementations: dict[str, Implementation], *, contract: s
 def reasons(op: str, device: torch.device | str, dtype: torch.dtype) -> dict[str, str | None]:
     """Per backend: None if it can run ``op``, else why it cannot."""
     where = arch.describe(device)
-    found: dict[str, str | None] = {}
+    refusals: dict[str, str | None] = {}
     for backend in arch.BACKENDS:
         implementation = _TABLE[op].get(backend)
         if implementation is None:
-            found[backend] = "has no such op"
+            refusals[backend] = "has no such op"
         elif why := arch.refusal(backend, where):
-            found[backend] = why
+            refusals[backend] = why
         elif dtype not in implementation.dtypes:
-            found[backend] = f"does not take {dtype}{implementation.otherwise}"
+            refusals[backend] = f"does not take {dtype}{implementation.otherwise}"
         else:
-            found[backend] = None
-    if found[arch.TRITON] is None and settings.forced_backend() != arch.TRITON:
+            refusals[backend] = None
+    if refusals[arch.TRITON] is None and settings.forced_backend() != arch.TRITON:
         # Where cute_sm90 runs it is taken first, so this matters only where it was refused.
-        found[arch.TRITON] = _meant_for_sm90(op, where, dtype)
-    return found
+        refusals[arch.TRITON] = _meant_for_sm90(op, where, dtype)
+    return refusals
 
 
 def _meant_for_sm90(op: str, where: arch.Device, dtype: torch.dtype) -> str | None:
@@ -112,9 +112,9 @@ def _launcher(
 ) -> Callable:
     chosen = _choose(op, device, dtype, forced)
     module, function = _TABLE[op][chosen].launcher.split(":")
-    found = getattr(importlib.import_module(module), function)
+    launch = getattr(importlib.import_module(module), function)
     _record(op, chosen, device, dtype)
-    return found
+    return launch
 
 
 def _record(op: str, chosen: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -127,8 +127,8 @@ def _record(op: str, chosen: str, device: torch.device, dtype: torch.dtype) -> N
 
 @functools.cache
 def _choose(op: str, device: torch.device, dtype: torch.dtype, forced: str) -> str:
-    found = reasons(op, device, dtype)
-    for name, why in found.items():
+    refusals = reasons(op, device, dtype)
+    for name, why in refusals.items():
         if why is None:
             return name
-    raise BackendUnavailable(no_backend(op, device, {k: str(v) for k, v in found.items()}))
+    raise BackendUnavailable(no_backend(op, device, {k: str(v) for k, v in refusals.items()}))

@@ -90,16 +90,16 @@ def schedule(
         rows = report.compare(
             block_mask, kinds=kinds, flights=tuple(sorted(flights)) or None, walk=walk, **options
         )
-        found = select(block_mask, **options) if "select" in kinds else None
+        selection = select(block_mask, **options) if "select" in kinds else None
         if as_json:
             head = {"mask": mask, "seqlen": int(seqlen), "heads": count, "walk": walk}
-            typer.echo(json.dumps(head | _facts(block_mask, chosen, rows, found), indent=1))
+            typer.echo(json.dumps(head | _facts(block_mask, chosen, rows, selection), indent=1))
         else:
             typer.echo(f"{mask}: {seqlen} tokens, {count} heads, {_blocks(block_mask)}")
             typer.echo(f"{chosen.name}: {chosen.slots} slots; times by the model, not measured")
             typer.echo(f"walk of {', '.join(report.WALKED)}: {walk}")
             _print_rows(rows)
-            _print_choice(found, rows)
+            _print_choice(selection, rows)
         _write(plot, compare, save, rows, quiet=as_json)
     except CuteKernelsError as error:
         typer.echo(f"schedule: {error}", err=True)
@@ -124,15 +124,15 @@ def _paths(plot: str | None, compare: bool, save: str | None) -> None:
         raise ArgumentValueError(expected("--save", want, save))
 
 
-def _facts(block_mask: BlockMask, chosen, rows, found: Selection | None) -> dict[str, object]:
+def _facts(block_mask: BlockMask, chosen, rows, selection: Selection | None) -> dict[str, object]:
     """What is printed, as plain values."""
     bound = rows[0].bound
-    taken = found and {
-        "name": found.schedule.name,
-        "hash": found.schedule.hash,
-        "predicted_ns": found.predicted_ns,
-        "over_bound": found.over_bound,
-        "trials": [asdict(trial) for trial in found.trials],
+    taken = selection and {
+        "name": selection.schedule.name,
+        "hash": selection.schedule.hash,
+        "predicted_ns": selection.predicted_ns,
+        "over_bound": selection.over_bound,
+        "trials": [asdict(trial) for trial in selection.trials],
     }
     return {
         "block_size": block_mask.block_size,
@@ -162,12 +162,12 @@ def _print_rows(rows) -> None:
     console.print(table)
 
 
-def _print_choice(found: Selection | None, rows) -> None:
-    if found is None:
+def _print_choice(selection: Selection | None, rows) -> None:
+    if selection is None:
         return
-    for line in report.reasons(found, rows):
+    for line in report.reasons(selection, rows):
         typer.echo(line)
-    typer.echo(f"\nTried:\n{found}")
+    typer.echo(f"\nTried:\n{selection}")
 
 
 def _write(plot: str | None, every: bool, save: str | None, rows, quiet: bool) -> None:
@@ -206,11 +206,11 @@ def parse_mask(text: str, seqlen: int, block_size: tuple[int, int]) -> BlockMask
     if grid.num_q_blocks * grid.num_kv_blocks > MAX_BLOCKS:
         want = f"a length of at most {MAX_BLOCKS:,} blocks of {block_size}"
         raise ArgumentValueError(expected("--seqlen", want, seqlen))
-    found = None
+    mask = None
     for part in text.split("&"):
         one = _parse_one(part.strip(), seqlen, block_size)
-        found = one if found is None else found & one
-    return found
+        mask = one if mask is None else mask & one
+    return mask
 
 
 def _parse_one(text: str, seqlen: int, block_size: tuple[int, int]) -> BlockMask:

@@ -273,6 +273,7 @@ def certifying(monkeypatch):
     monkeypatch.setattr(certify_command, "_prove_all", lambda identities, jobs: made)
     monkeypatch.setattr(certify_command, "require", lambda *_: None)
     monkeypatch.setattr("cute_kernels.certify.sass.nvdisasm", lambda: None)
+    monkeypatch.setattr("cute_kernels.certify.sources.digest", lambda name: "of nothing")
     monkeypatch.setattr(certify_command.console, "_width", 80)
     return made
 
@@ -344,6 +345,7 @@ def test_a_worker_that_was_killed_is_one_line(monkeypatch):
     monkeypatch.setattr(certify_command, "ProcessPoolExecutor", Pool)
     monkeypatch.setattr(certify_command, "require", lambda *_: None)
     monkeypatch.setattr("cute_kernels.certify.sass.nvdisasm", lambda: None)
+    monkeypatch.setattr("cute_kernels.certify.sources.digest", lambda name: "of nothing")
     result = run("certify", "--only", "column_sum")
     assert result.exit_code == 2
     assert (
@@ -357,4 +359,5 @@ def test_a_report_that_cannot_be_written_is_known_before_the_work(monkeypatch, t
     monkeypatch.setattr(certify_command, "_prove_all", lambda *_: pytest.fail("compiled"))
     monkeypatch.setattr(certify_command, "require", lambda *_: None)
     monkeypatch.setattr("cute_kernels.certify.sass.nvdisasm", lambda: None)
+    monkeypatch.setattr("cute_kernels.certify.sources.digest", lambda name: "of nothing")
     refused(run("certify"), "certify: [Errno 17] File exists: 'certify'")

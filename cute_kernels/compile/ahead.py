@@ -74,14 +74,14 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return body
 
 
-def _check_fields(path: Path, found: Any, fields: Mapping[str, type]) -> None:
-    """AotError unless ``found``, of the JSON in ``path``, is an object with these fields."""
-    if not isinstance(found, dict):
+def _check_fields(path: Path, body: Any, fields: Mapping[str, type]) -> None:
+    """AotError unless ``body``, of the JSON in ``path``, is an object with these fields."""
+    if not isinstance(body, dict):
         want = f"an object with {', '.join(fields)}"
-        raise AotError(f"{path}: it is damaged: {expected('JSON', want, type(found).__name__)}")
+        raise AotError(f"{path}: it is damaged: {expected('JSON', want, type(body).__name__)}")
     for name, kind in fields.items():
-        if type(found.get(name)) is not kind:
-            got = type(found[name]).__name__ if name in found else "none"
+        if type(body.get(name)) is not kind:
+            got = type(body[name]).__name__ if name in body else "none"
             raise AotError(f"{path}: it is damaged: {expected(name, kind.__name__, got)}")
 
 
@@ -95,15 +95,15 @@ def _identity(folder: Path, record: dict[str, Any]) -> str:
 
 def _differences(manifest: dict[str, Any], arch: str | None) -> list[str]:
     here = toolchain.portable_facts()
-    found = []
+    differences = []
     if arch is not None and manifest["arch"] != arch:
-        found.append(f"arch: compiled for {manifest['arch']}, asked for {arch}")
+        differences.append(f"arch: compiled for {manifest['arch']}, asked for {arch}")
     for name, theirs in manifest["facts"].items():
         # A host that only loads may lack parts of the DSL; those it has must be the same.
         ours = here.get(name, theirs if name.startswith("dsl ") else toolchain.NONE)
         if ours != theirs:
-            found.append(f"{name}: compiled with {theirs}, here is {ours}")
-    return found
+            differences.append(f"{name}: compiled with {theirs}, here is {ours}")
+    return differences
 
 
 def _checked_file(folder: Path, record: dict[str, Any]) -> Path:

@@ -53,8 +53,8 @@ def get(kernel: Kernel, arch: str) -> Callable[..., Any]:
         AotError: the folder CUTE_KERNELS_AOT_DIR does not fit this host, or holds the kernel for
             another architecture only.
     """
-    found = _loaded.get((kernel.identity, arch))
-    return found if found is not None else _miss(kernel, arch)
+    function = _loaded.get((kernel.identity, arch))
+    return function if function is not None else _miss(kernel, arch)
 
 
 def key(kernel: Kernel, arch: str) -> str:

@@ -64,13 +64,13 @@ def dsl_distributions() -> dict[str, str]:
 
     Names are normalised as by PEP 503: wheels spell them with dashes, underscores and capitals.
     """
-    found = {}
+    versions = {}
     for distribution in importlib.metadata.distributions():
         name = re.sub(r"[-_.]+", "-", distribution.name or "").lower()
         if name.startswith("nvidia-cutlass-dsl"):
             # Of two of a name, the first on the path is the one that is imported.
-            found.setdefault(name, distribution.version)
-    return dict(sorted(found.items()))
+            versions.setdefault(name, distribution.version)
+    return dict(sorted(versions.items()))
 
 
 @functools.cache

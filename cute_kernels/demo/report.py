@@ -47,10 +47,10 @@ def verdict(torch_column: Column, ours: Column) -> list[str]:
     return lines
 
 
-def _count(found: Tally) -> str:
-    if not found.differing:
+def _count(tally: Tally) -> str:
+    if not tally.differing:
         return "0"
-    return f"{found.differing:,} ({found.differing / found.numbers:.1%})"
+    return f"{tally.differing:,} ({tally.differing / tally.numbers:.1%})"
 
 
 def _sum(tallies: dict[str, Tally]) -> Tally:

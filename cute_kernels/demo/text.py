@@ -54,7 +54,7 @@ def windows(tokens: torch.Tensor, count: int, length: int, generator: torch.Gene
 
 def _licence() -> bytes:
     try:
-        found = importlib.metadata.distribution("cute-kernels").read_text("licenses/LICENSE")
+        text = importlib.metadata.distribution("cute-kernels").read_text("licenses/LICENSE")
     except importlib.metadata.PackageNotFoundError:
         return b""
-    return (found or "").encode()
+    return (text or "").encode()

@@ -54,10 +54,10 @@ def flex_attention(
     if not enable_gqa and q.shape[2] != k.shape[2]:
         want = f"{q.shape[2]} heads like query, or enable_gqa=True"
         raise ShapeError(expected("key", want, k.shape[2]))
-    found = block_sparse_attention(
+    results = block_sparse_attention(
         q, k, v, mask_of(block_mask), scale=scale, softcap=softcap, return_lse=return_lse, **options
     )
-    return (found[0].transpose(1, 2), found[1]) if return_lse else found.transpose(1, 2)
+    return (results[0].transpose(1, 2), results[1]) if return_lse else results.transpose(1, 2)
 
 
 def mask_of(block_mask) -> BlockMask | None:
