@@ -34,11 +34,11 @@ def _models(records: list[dict]) -> str:
 def render(records: list[dict], certificates: list[dict]) -> list[str]:
     """Lines of a table."""
     pages = list(modules("page"))
-    told = [page.target_verdicts(records) for page in pages]
+    verdicts = [page.target_verdicts(records) for page in pages]
     rows = [
         *(row for page in pages for row in page.bits_kept(records)),
         ["[the same bits on H100 and H200](#digests)", _models(records)],
         ["[certificates](certificate.md) of the compiled kernels", _certified(certificates)],
-        *([link, _targets(words)] for link, words in told),
+        *([link, _targets(words)] for link, words in verdicts),
     ]
     return table(["question", "verdict"], rows)

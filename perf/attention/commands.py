@@ -9,7 +9,17 @@ import typer
 
 from ..core import commands as verbs
 from ..core import record
-from ..core.commands import Commit, Output, chosen, need_gpu, numbers, sanitized, soaked, stop, told
+from ..core.commands import (
+    Commit,
+    Output,
+    chosen,
+    need_gpu,
+    numbers,
+    printed,
+    sanitized,
+    soaked,
+    stop,
+)
 from . import targets
 
 
@@ -49,7 +59,7 @@ def bench_attention(
     run.rounds, run.budget_s = rounds, budget
     path = output or record.RESULTS / "attention.jsonl"
     found = bench.measure(todo, run, output=path, commit=commit)
-    bodies = told("bench", found, bench.line)
+    bodies = printed("bench", found, bench.line)
     if any(b["system"].startswith("ours") and b["status"] != "ok" for b in bodies):
         raise typer.Exit(1)
 

@@ -189,13 +189,13 @@ def _prediction_rows(bench: Bench) -> list[list[str]]:
         item = bench.get(("bwd", label(size)))
         if item is None or "predicted" not in item:
             continue
-        told, own = item["predicted"], item["ordered_us"]
+        predicted, own = item["predicted"], item["ordered_us"]
         unordered = item.get("unordered_us")
         rows.append(
             [
                 _text(size),
                 f"{item['schedule']['name']} `{item['schedule']['hash'][:12]}`",
-                f"{told['makespan_us']:,.0f}, {told['unordered_us']:,.0f}",
+                f"{predicted['makespan_us']:,.0f}, {predicted['unordered_us']:,.0f}",
                 f"{own:,.0f}, " + (f"{unordered:,.0f}" if unordered else NOT_RUN),
             ]
         )

@@ -28,7 +28,7 @@ def facts(problem: Problem, medians: dict[str, float], finish: Callable[[], None
     group = case.batch * case.heads // count
     made = prepare.admitted(lowered, checks.AUTO, count, case.dim, group)
     machine = config.MACHINES[case.dim]
-    told = simulate(made, machine, group=group)
+    simulated = simulate(made, machine, group=group)
     # A copy has kept nothing yet.
     order_us = _built(lowered, [replace(made) for _ in range(_BUILDS)], finish)
     again_us = _built(lowered, [made] * _BUILDS, finish)
@@ -42,10 +42,10 @@ def facts(problem: Problem, medians: dict[str, float], finish: Callable[[], None
         },
         "predicted": {
             "machine": machine,
-            "makespan_us": told.makespan_ns / 1e3,
-            "unordered_us": told.unordered_ns / 1e3,
-            "ratio": told.ratio,
-            "stall_share": told.stall_share,
+            "makespan_us": simulated.makespan_ns / 1e3,
+            "unordered_us": simulated.unordered_ns / 1e3,
+            "ratio": simulated.ratio,
+            "stall_share": simulated.stall_share,
         },
         "order_us": order_us,
         "order_again_us": again_us,

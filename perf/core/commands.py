@@ -61,7 +61,7 @@ def stop(what: str, error: Exception | str, code: int = 2) -> typer.Exit:
     return typer.Exit(code)
 
 
-def told(what: str, found: Iterable[dict | str], line: Callable[[dict], str]) -> list[dict]:
+def printed(what: str, found: Iterable[dict | str], line: Callable[[dict], str]) -> list[dict]:
     """Prints what a run yields; its records.  A lost device is one line and exit code 1."""
     from .watch import Lost
 
@@ -79,9 +79,9 @@ def soaked(found: Iterable[dict | str]) -> None:
     """Prints a soak and its verdict; exit code 1 if it does not hold."""
     from . import soak as soaking
 
-    text, held = soaking.verdict(told("soak", found, soaking.line))
+    text, holds = soaking.verdict(printed("soak", found, soaking.line))
     typer.echo(text)
-    if not held:
+    if not holds:
         raise typer.Exit(1)
 
 

@@ -54,8 +54,8 @@ def folded(header: list[str], rows: list[list[str]], shared: tuple[str, ...]) ->
 
     A line before the table tells what they say, so that a wide table fits a page.
     """
-    told = {name: {row[header.index(name)] for row in rows} for name in shared}
-    once = {name: cells.pop() for name, cells in told.items() if len(cells) == 1}
+    cells_of = {name: {row[header.index(name)] for row in rows} for name in shared}
+    once = {name: cells.pop() for name, cells in cells_of.items() if len(cells) == 1}
     keep = [i for i, name in enumerate(header) if name not in once]
     lines = table([header[i] for i in keep], [[row[i] for i in keep] for row in rows])
     said = "; ".join(f"{name}: {cell}" for name, cell in once.items())

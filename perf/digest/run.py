@@ -80,10 +80,10 @@ def comparable(one: dict, other: dict) -> bool:
 
 def against(here: dict, records: list[dict]) -> Verdict:
     """What the records of digests say about one taken here."""
-    told = [r for r in records if r["kind"] == "digest" and r["case"] == here["case"]]
-    same = [r for r in told if comparable(here, r)]
+    recorded = [r for r in records if r["kind"] == "digest" and r["case"] == here["case"]]
+    same = [r for r in recorded if comparable(here, r)]
     if not same:
-        known = [r for r in told if r["contract_id"] == here["contract_id"]]
+        known = [r for r in recorded if r["contract_id"] == here["contract_id"]]
         other = "with these inputs" if known else f"of contract id {here['contract_id']}"
         return Verdict(NO_RECORD, f"no record {other}")
     for other in same:
