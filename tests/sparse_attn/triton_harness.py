@@ -30,6 +30,9 @@ KERNELS = {
     "dkdv_kernel": ("dk_ptr", "dv_ptr"),
     "dq_kernel": ("dq_ptr",),
 }
+#: Bytes a thread on the stack that a kernel may have: what Triton 3.7.1 leaves on sm_90 at D = 96
+#: under a mask of bits by head with a softcap, where 3.6.0 left none.
+STACK = {"dkdv_kernel": 8}
 _NUMBERS = {"i32": np.int32, "i64": np.int64, "fp32": np.float32}
 
 
@@ -60,7 +63,8 @@ def complaints(kernel) -> list[str]:
 
     On AMD scalar registers may be kept in lanes of vector registers: that is no memory access.
     """
-    found, matrix = inspect.common_complaints(kernel), inspect.matrix_instructions(kernel)
+    found = inspect.common_complaints(kernel, stack=STACK.get(kernel.name, 0))
+    matrix = inspect.matrix_instructions(kernel)
     family = "wgmma" if kernel.metadata.target.backend == "cuda" else "v_mfma"
     if family == "v_mfma" and re.search(r"\.vgpr_spill_count:\s*0\b", inspect.text(kernel)):
         found = [complaint for complaint in found if complaint != "spills"]
