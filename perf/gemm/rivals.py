@@ -37,7 +37,7 @@ def _ours() -> dict[str, Call]:
 
 
 def _ours_triton() -> dict[str, Call]:
-    gemm = module("cute_kernels.gemm.triton.kernel").gemm
+    gemm = module("cute_kernels.gemm.triton.launch").gemm
 
     def dw(t: Inputs) -> torch.Tensor:
         gemm(t["dy"].mT, t["x"].mT, None, t["main_grad"])

@@ -198,3 +198,12 @@ def test_host_costs_are_taken_with_and_without_a_graph():
 def test_a_line_says_what_happened():
     body = products.case("fwd").items() | {"system": "ours", "status": "failed", "why": "bad"}
     assert bench.line(body).endswith("failed: bad")
+
+
+@pytest.mark.parametrize("product", targets.PRODUCTS)
+def test_our_rivals_start(product):
+    """Their functions are looked up by name: one that moved would be missed on a card only."""
+    pytest.importorskip("triton")
+    case = Case(product, "qkv", 16, 32, 48)
+    found, absent = bench.started(case, ["ours", "ours_triton", "cublas"])
+    assert set(found) == {"ours", "ours_triton", "cublas"} and not absent
