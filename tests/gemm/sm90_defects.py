@@ -2,47 +2,15 @@
 
 from __future__ import annotations
 
-
-def ring_class(module):
-    """The DSL's ring, whose methods the mutants replace."""
-    return module.pipeline.pipeline.PipelineTmaAsync
+from tests.kernels.ring_defects import ring_class
 
 
 def no_wait_for_loads(monkeypatch, module):
     monkeypatch.setattr(ring_class(module), "consumer_wait", lambda self, state: None)
 
 
-def no_wait_for_empty_stages(monkeypatch, module):
-    def acquire(self, state):
-        self.sync_object_full.arrive(state.index, self.producer_mask)
-
-    monkeypatch.setattr(ring_class(module), "producer_acquire", acquire)
-
-
-def no_release(monkeypatch, module):
-    monkeypatch.setattr(ring_class(module), "consumer_release", lambda self, state: None)
-
-
-def wrong_phase(monkeypatch, module):
-    monkeypatch.setattr(module.pipeline, "consumer_state", module.pipeline.producer_state)
-
-
 def producer_starts_full(monkeypatch, module):
     monkeypatch.setattr(module.pipeline, "producer_state", module.pipeline.consumer_state)
-
-
-def half_the_bytes(monkeypatch, module):
-    true_ring = module.pipeline.tma_ring
-    monkeypatch.setattr(
-        module.pipeline, "tma_ring", lambda b, s, size, *rest: true_ring(b, s, size // 2, *rest)
-    )
-
-
-def released_before_read(monkeypatch, module):
-    """The stage is given back while WGMMAs that read it are in flight."""
-    warpgroup = module.cute.nvgpu.warpgroup
-    true_wait = warpgroup.wait_group
-    monkeypatch.setattr(warpgroup, "wait_group", lambda n: true_wait(n + 1))
 
 
 def k_steps_swapped(monkeypatch, module):
@@ -86,10 +54,6 @@ def store_before_buffer_is_free(monkeypatch, module):
 
 def no_epilogue_barrier(monkeypatch, module):
     monkeypatch.setattr(module.GemmSm90, "sync", lambda self, consumer: None)
-
-
-def no_proxy_fence(monkeypatch, module):
-    monkeypatch.setattr(module.cute.arch, "fence_proxy", lambda *a, **k: None)
 
 
 def one_buffer_for_both_consumers(monkeypatch, module):

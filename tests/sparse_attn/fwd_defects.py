@@ -2,35 +2,6 @@
 
 from __future__ import annotations
 
-from tests.sparse_attn.waits import ring_class
-
-#: The three settings of tests/ptxsim/README.md that find most missing waits.
-SETTINGS = [
-    {"async_mode": "late", "wgmma_mode": "late"},
-    {"async_mode": "now", "wgmma_mode": "late", "warp_order": "random", "seed": 1},
-    {"async_mode": "now", "wgmma_mode": "late", "warp_order": "random", "seed": 2},
-    {
-        "async_mode": "random",
-        "wgmma_mode": "random",
-        "warp_order": "random",
-        "cta_order": "random",
-        "seed": 3,
-    },
-]
-
-LIMITS = {"max_steps": 20_000_000}
-
-
-def no_wait_for_empty_stages(monkeypatch, module):
-    def acquire(self, state):
-        self.sync_object_full.arrive(state.index, self.producer_mask)
-
-    monkeypatch.setattr(ring_class(module), "producer_acquire", acquire)
-
-
-def no_release(monkeypatch, module):
-    monkeypatch.setattr(ring_class(module), "consumer_release", lambda self, state: None)
-
 
 def scores_of_the_next_stage(monkeypatch, module):
     true_scores = module.ForwardSm90.scores
@@ -49,23 +20,6 @@ def values_of_the_stage_of_the_scores(monkeypatch, module):
         "add_values",
         lambda self, acc_o, p, v, stage: true_values(self, acc_o, p, v, (stage + 1) % self.stages),
     )
-
-
-def wrong_phase(monkeypatch, module):
-    monkeypatch.setattr(module.pipeline, "consumer_state", module.pipeline.producer_state)
-
-
-def half_the_bytes(monkeypatch, module):
-    true_ring = module.pipeline.tma_ring
-    monkeypatch.setattr(
-        module.pipeline, "tma_ring", lambda b, s, size, *rest: true_ring(b, s, size // 2, *rest)
-    )
-
-
-def released_before_read(monkeypatch, module):
-    """Scores are read, and stages given back, while WGMMAs are in flight."""
-    true_wait = module.warpgroup.wait_group
-    monkeypatch.setattr(module.warpgroup, "wait_group", lambda n: true_wait(n + 1))
 
 
 def no_turn_given(monkeypatch, module):
@@ -88,10 +42,6 @@ def epilogue_barrier_of_one_consumer(monkeypatch, module):
         )
 
     monkeypatch.setattr(module.ForwardSm90, "sync", sync)
-
-
-def no_proxy_fence(monkeypatch, module):
-    monkeypatch.setattr(module.cute.arch, "fence_proxy", lambda *a, **k: None)
 
 
 def _masking(monkeypatch, module, masked):

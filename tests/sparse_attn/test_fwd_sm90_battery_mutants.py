@@ -12,6 +12,7 @@ import pytest
 
 from tests import ptxsim, sim
 from tests.contract import ContractViolation
+from tests.kernels import ring_defects
 from tests.ptxsim.available import requires_sim
 from tests.sparse_attn import fwd_battery as battery
 from tests.sparse_attn import fwd_defects as mutants
@@ -62,7 +63,7 @@ def mutated(mutant, config):
 
 
 CASES = [
-    (mutants.released_before_read, battery.schedules, ("window", (1, 4, 1, 64), (383, 383))),
+    (ring_defects.released_before_read, battery.schedules, ("window", (1, 4, 1, 64), (383, 383))),
     (mutants.no_epilogue_barrier, battery.schedules, ("full", (1, 2, 2, 96), (200, 383))),
     # Nightly: of a part that has killed another mutant already.
     pytest.param(

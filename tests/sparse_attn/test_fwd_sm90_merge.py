@@ -16,9 +16,9 @@ from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import masks
 from cute_kernels.sparse_attn.config import configure_forward
 from tests import contract, ptxsim, sim
+from tests.kernels.ring_defects import LIMITS, SETTINGS
 from tests.ptxsim.available import requires_sim
 from tests.sparse_attn import simulated
-from tests.sparse_attn.fwd_defects import LIMITS, SETTINGS
 from tests.sparse_attn.fwd_masks import MASKS
 from tests.sparse_attn.simulated_fwd import BLOCK, Case, case, chain, run
 

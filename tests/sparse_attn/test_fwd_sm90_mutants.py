@@ -18,16 +18,23 @@ from cute_kernels.schedulers.masks.rules import Band
 from cute_kernels.sparse_attn import masks
 from cute_kernels.sparse_attn.config import configure_forward
 from tests import contract, ptxsim
+from tests.kernels.ring_defects import (
+    LIMITS,
+    SETTINGS,
+    half_the_bytes,
+    no_proxy_fence,
+    no_release,
+    no_wait_for_empty_stages,
+    released_before_read,
+    wrong_phase,
+)
 from tests.ptxsim.available import requires_sim
 from tests.sparse_attn.fwd_battery import zeros
 from tests.sparse_attn.fwd_defects import (
-    LIMITS,
-    SETTINGS,
     bits_of_the_next_row,
     blocks_descending,
     blocks_without_keys_change_the_state,
     epilogue_barrier_of_one_consumer,
-    half_the_bytes,
     heads_shared_in_turn,
     key_groups_swapped,
     lanes_not_added,
@@ -38,20 +45,15 @@ from tests.sparse_attn.fwd_defects import (
     negative_zero_kept,
     no_epilogue_barrier,
     no_guard_for_empty_rows,
-    no_proxy_fence,
-    no_release,
     no_turn_given,
-    no_wait_for_empty_stages,
     one_key_too_many,
     output_not_rescaled,
     partial_blocks_not_masked,
-    released_before_read,
     rescaled_rows_swapped,
     scores_of_the_next_stage,
     step_kept_by_name,
     tail_not_masked,
     values_of_the_stage_of_the_scores,
-    wrong_phase,
 )
 from tests.sparse_attn.fwd_masks import dense
 from tests.sparse_attn.simulated_fwd import Case, case, chain, run

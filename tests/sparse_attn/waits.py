@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-
-def ring_class(module):
-    """The DSL's ring, whose methods the mutants replace."""
-    return module.pipeline.pipeline.PipelineTmaAsync
+from tests.kernels.ring_defects import ring_class
 
 
 def no_wait_for(*numbers: int):
