@@ -52,6 +52,9 @@ def typed_cases(bits, sign):
         f"{odd} div.{t} {two}": lambda a, b, c: quotient(a, k(b | 1)),
         f"{odd} rem.{t} {two}": lambda a, b, c: a - quotient(a, k(b | 1)) * k(b | 1),
     }
+    if t == "s32":
+        own[f"min.relu.{t} {two}"] = lambda a, b, c: max(0, min(a, b))
+        own[f"max.relu.{t} {two}"] = lambda a, b, c: max(0, a, b)
     if bits > 16:
         own[f"mad.hi.{t} {three}"] = lambda a, b, c: (a * b >> bits) + c
     cases = {code: (KIND[bits], on_views(f, k)) for code, f in own.items()}
