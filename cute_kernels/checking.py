@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
+from torch._C import _functorch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from . import arch
 from .errors import (
@@ -48,6 +50,21 @@ def same_device(name: str, t: torch.Tensor, of: str, like: torch.Tensor) -> None
     """That ``t`` is where ``like``, the argument ``of``, is."""
     if t.device != like.device:
         raise DeviceError(expected(name, f"device {like.device} of {of}", t.device))
+
+
+def autocast(device: torch.device) -> bool:
+    """Whether autocast casts tensors there: torch raises for a device that it casts none on."""
+    return device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type)
+
+
+def in_memory(t: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor that has the memory of ``t``: inside torch.func.vmap, that of all mapped parts.
+
+    None has none, and neither has a fake tensor.
+    """
+    while t is not None and _functorch.is_functorch_wrapped_tensor(t):
+        t = _functorch.get_unwrapped(t)
+    return None if isinstance(t, FakeTensor) else t
 
 
 def supported(op: str, device: torch.device) -> None:

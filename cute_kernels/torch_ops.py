@@ -12,6 +12,7 @@ import torch
 from torch.autograd import forward_ad
 
 from .errors import UnsupportedTransformError
+from .untraced import untraced
 
 NAMESPACE = "cute_kernels"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -47,16 +48,17 @@ def define_op(
     name = schema.split("(", 1)[0]
     qualified = f"{NAMESPACE}::{name}"
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, run, "CPU")
+    _LIBRARY.impl(name, untraced(run), "CPU")
     _LIBRARY.impl(name, run, "CUDA")
     torch.library.register_fake(qualified, fake, lib=_LIBRARY)
     if vmap is not None:
         torch.library.register_vmap(qualified, vmap, lib=_LIBRARY)
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
     autograd = _no_gradient(op) if backward is None else _autograd(op, setup, backward)
-    _LIBRARY.impl(name, autograd, "Autograd", with_keyset=True)
+    _LIBRARY.impl(name, untraced(autograd), "Autograd", with_keyset=True)
     for key, device_type in _AUTOCAST.items():
-        _LIBRARY.impl(name, _below_autocast(op, device_type, frozenset(autocast_args)), key)
+        autocast = _below_autocast(op, device_type, frozenset(autocast_args))
+        _LIBRARY.impl(name, untraced(autocast), key)
     return op
 
 
@@ -78,6 +80,7 @@ def _autograd(op: Callable, setup: Callable, backward: Callable) -> Callable:
             return output
 
         @staticmethod
+        @untraced
         def backward(ctx, *grads):
             return (*backward(ctx, *grads), None)
 

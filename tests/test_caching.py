@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -99,6 +100,32 @@ def test_threads_share_one_value():
     with ThreadPoolExecutor(2) as pool:
         one, two = pool.map(lambda _: same.get("key", slow), range(2))
     assert one is two
+
+
+def test_a_value_does_not_leave_while_it_is_taken(monkeypatch):
+    """Without the lock: KeyError in the thread that found it."""
+    cache, found, left = ByteCache("test", 50), threading.Event(), threading.Event()
+    cache.get("key", lambda: tensor(40))
+
+    class Slow(OrderedDict):
+        def get(self, key):
+            entry = super().get(key)
+            if entry is not None:
+                found.set()
+                left.wait(0.1)  # in vain: whoever would take it out waits for us
+            return entry
+
+    def push_out():
+        found.wait()
+        cache.get("other", lambda: tensor(40))
+        left.set()
+
+    monkeypatch.setattr(cache, "_entries", Slow(cache._entries))
+    with ThreadPoolExecutor(2) as pool:
+        pushed = pool.submit(push_out)
+        assert pool.submit(cache.get, "key", None).result().numel() == 40
+        pushed.result()
+    assert cache.size() == {"entries": 1, "bytes": 40, "limit": 50}
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ RANKS: dict[str, float] = {
     "errors": 0,
     "settings": 1,
     "c_library": 1,
+    "untraced": 1,
     "arch": 2,
     "log": 2,
     "contracts": 3,

@@ -109,7 +109,7 @@ def _same_kind(name: str, tensor: torch.Tensor, other_name: str, other: torch.Te
     checking.dtype(name, tensor.dtype, DTYPES)
     checking.dtype(other_name, other.dtype, DTYPES)
     checking.same_device(other_name, other, name, tensor)
-    if other.dtype is not tensor.dtype and not torch.is_autocast_enabled(tensor.device.type):
+    if other.dtype is not tensor.dtype and not checking.autocast(tensor.device):
         raise DtypeError(expected(other_name, f"{tensor.dtype}, the dtype of {name}", other.dtype))
 
 
@@ -147,9 +147,10 @@ def _eager_only(x, weight, bias, main_grad) -> None:
     if main_grad.is_neg():
         want = "memory that holds its values (it is updated in place)"
         raise ArgumentValueError(expected("main_grad", want, "a negated view"))
-    if torch.is_autocast_enabled(x.device.type):
+    if checking.autocast(x.device) and (written := checking.in_memory(main_grad)) is not None:
         # The op sees what autocast makes of them.
-        apart(main_grad, x=x, weight=weight, bias=bias)
+        read = {"x": x, "weight": weight, "bias": bias}
+        apart(written, **{name: checking.in_memory(t) for name, t in read.items()})
     if weight.requires_grad and torch.is_grad_enabled():
         name = data_parallel.reducer(leaf_of(weight))
         if name is not None:

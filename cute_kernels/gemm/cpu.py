@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import torch
 
 from ..cpu_math import ieee, mm
@@ -129,10 +130,10 @@ def _zeros(*shape: int) -> torch.Tensor:
 
 def _drawn(rows: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Random [rows, K] and [N, K], the same in every process."""
-    generator = torch.Generator("cpu").manual_seed(n * 1_000_003 + k)
+    # By NumPy: torch refuses to draw while a backward is batched (is_grads_batched).
+    generator = np.random.default_rng(n * 1_000_003 + k)
     return tuple(
-        torch.randn(size, k, generator=generator, dtype=torch.float32, device="cpu")
-        for size in (rows, n)
+        torch.from_numpy(generator.standard_normal((size, k), np.float32)) for size in (rows, n)
     )
 
 

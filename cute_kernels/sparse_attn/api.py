@@ -40,9 +40,9 @@ def block_sparse_attention(
         softcap: If not 0, a score s is softcap * tanh(s / softcap).
         schedule: The order of the backward pass: "auto"; "left_to_right", "spt", "lpt" or another
             of ``schedulers.kinds.KINDS``; a permutation of the key blocks, [Nb] or [heads, Nb] (not
-            under ``torch.compile``); or a ``schedulers.Schedule`` or ``Selection`` for this mask in
-            blocks of 128 x 128.  Its heads are the B * Hkv KV heads; the B * Hq query heads if the
-            mask has Hq.  Checked before anything runs: it must progress with any number of
+            in a graph of ``torch.compile``); or a ``schedulers.Schedule`` or ``Selection`` for this
+            mask in blocks of 128 x 128.  Its heads are the B * Hkv KV heads; the B * Hq query heads
+            if the mask has Hq.  Checked before anything runs: it must progress with any number of
             resident CTAs.
         deterministic: False allows dQ to be added in arrival order, where that is faster.
         return_lse: Also return the log-sum-exp of each row; it is differentiable.

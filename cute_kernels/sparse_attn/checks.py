@@ -142,9 +142,8 @@ def _tensor(name: str, tensor: object, q: torch.Tensor) -> None:
     checking.rank(name, tensor, 4, "[B, Sq, Hq, D]" if name == "q" else "[B, Sk, Hkv, D]")
     checking.same_device(name, tensor, "q", q)
     # Under autocast all three are cast to its dtype, which is then looked at.
-    kind = tensor.device.type
-    cast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if cast else tensor.dtype
+    cast = checking.autocast(tensor.device)
+    dtype = torch.get_autocast_dtype(tensor.device.type) if cast else tensor.dtype
     if tensor.dtype == torch.float64 or not tensor.is_floating_point():
         dtype = tensor.dtype
     checking.dtype(name, dtype, DTYPES)

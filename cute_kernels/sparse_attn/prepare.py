@@ -23,6 +23,7 @@ from ..schedulers.order.kinds import KINDS, permutation
 from ..schedulers.order.ranks import block_grid
 from ..schedulers.order.safety import admit
 from ..schedulers.order.schedule import Schedule
+from ..untraced import untraced
 from . import checks, config, masks
 from .masks import LoweredMask, Order
 
@@ -36,6 +37,7 @@ FULL, CAUSAL = [0], [1]
 Sizes = tuple[int, int, int, int, int, int]
 
 
+@untraced
 def operands(
     block_mask: str,
     causal: bool,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -248,6 +251,32 @@ def test_a_selection_is_kept_by_mask_heads_and_machine(monkeypatch):
     for index in range(module.CACHED):
         select(blocks, heads=4, machine=machine(slots=200 + index))
     assert len(module._cache) == module.CACHED and select(blocks, heads=4) is not first
+
+
+def test_a_selection_does_not_leave_while_it_is_taken(monkeypatch):
+    """Without the lock: KeyError in the thread that found it."""
+    found, left = threading.Event(), threading.Event()
+
+    class Slow(OrderedDict):
+        def __contains__(self, key):
+            if not super().__contains__(key):
+                return False
+            found.set()
+            left.wait(0.1)  # in vain: whoever would take it out waits for us
+            return True
+
+    def push_out():
+        found.wait()
+        select(drawn(2, 2), heads=2)
+        left.set()
+
+    first = afresh(drawn(3, 3), heads=2)
+    monkeypatch.setattr(module, "CACHED", 1)
+    monkeypatch.setattr(module, "_cache", Slow(module._cache))
+    with ThreadPoolExecutor(2) as pool:
+        pushed = pool.submit(push_out)
+        assert pool.submit(select, drawn(3, 3), heads=2).result() is first
+        pushed.result()
 
 
 def test_the_table_says_what_was_tried_and_why():
