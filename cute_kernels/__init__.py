@@ -27,6 +27,7 @@ _PUBLIC = {
     "guarantees": "about",
     "contract_id": "about",
     "info": "about",
+    "set_reduction": "reduction",
     "errors": None,
     "schedulers": None,
 }
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from .about import contract_id as contract_id
     from .about import guarantees as guarantees
     from .about import info as info
+    from .reduction import set_reduction as set_reduction
     from .schedulers.masks.mask import BlockMask as BlockMask
     from .systems import *  # noqa: F403
 

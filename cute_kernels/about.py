@@ -7,7 +7,7 @@ import platform
 
 import torch
 
-from . import arch, caching, dispatch, settings
+from . import arch, caching, dispatch, reduction, settings
 from .contracts import contract_id, guarantees, ops
 from .errors import ArgumentValueError, nearest
 from .systems import SYSTEMS
@@ -27,9 +27,9 @@ def info() -> dict[str, object]:
     """Versions, devices, the backend each op gets on each of them and why others were refused.
 
     Returns:
-        A dictionary that JSON can hold: ``versions``, ``settings``, ``cache_dir``, ``devices``
-        (facts); ``ops``: per op and device the ``backends`` (None or the reason), the
-        ``guarantees`` kept and the ``contract_id``, for bf16 inputs; and ``ran``, which is no
+        A dictionary that JSON can hold: ``versions``, ``settings``, ``reduction`` (see
+        `set_reduction`), ``cache_dir``, ``devices`` (facts); ``ops``: per op and device the
+        ``backends`` (None or the reason), the ``guarantees`` kept and the ``contract_id``, for bf16 inputs; and ``ran``, which is no
         prediction: what was launched in this process so far, in the order of first launches, each
         with ``op``, ``kernel`` (the part of it), ``backend``, ``device``, ``dtype``, the
         ``contract_id`` then and the time ``first`` (UTC).  ``matmul`` is the op ``linear`` there.
@@ -41,6 +41,7 @@ def info() -> dict[str, object]:
     return {
         "versions": _versions(),
         "settings": {s.name: settings.get(s.name) for s in settings.TABLE},
+        "reduction": reduction.now(),
         "cache_dir": str(settings.cache_dir()),
         "devices": {name: vars(arch.describe(name)) for name in devices},
         "ops": {op: {name: _support(op, name) for name in devices} for op in ops()},

@@ -1,7 +1,8 @@
 """Every environment variable of the library, in one table, read once, at first use.
 
-No variable here can change the bits of a backend: they choose folders, refuse work, say what
-happens or force one backend by name (each backend keeps its own bits and its own contract id).
+No variable here can change the bits of what is ordered: they choose folders, refuse work, say what
+happens or force one backend by name (each backend keeps its own bits and its own contract id).  One
+lets an op add in arrival order whose caller does not say: SKINNY.
 """
 
 from __future__ import annotations
@@ -83,6 +84,12 @@ TABLE = (
     ),
     Setting("BACKEND", "", ("", "cute_sm90", "triton", "cpu"), "force one backend, or fail"),
     Setting("LOG", "0", ("0", "1"), "1 says what runs, is copied and is compiled, each once"),
+    Setting(
+        "SKINNY",
+        "deterministic",
+        ("deterministic", "fast"),
+        "skinny_linear without deterministic=: ordered, or fast in arrival order",
+    ),
     Setting(
         "MAX_CTAS",
         "0",

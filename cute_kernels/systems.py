@@ -30,7 +30,7 @@ class System:
 
 
 SYSTEMS = (
-    System("gemm", {"linear": "gemm", "matmul": "gemm"}, perf="gemm"),
+    System("gemm", {"linear": "gemm", "matmul": "gemm", "skinny_linear": "skinny"}, perf="gemm"),
     System("sparse_attn", {"block_sparse_attention": "block_sparse_attention"}, perf="attention"),
 )
 
@@ -40,4 +40,5 @@ PUBLIC = {op: f"{system.package}.api" for system in SYSTEMS for op in system.ops
 if TYPE_CHECKING:  # the same, for tools that read instead of running
     from .gemm.api import linear as linear
     from .gemm.api import matmul as matmul
+    from .gemm.api import skinny_linear as skinny_linear
     from .sparse_attn.api import block_sparse_attention as block_sparse_attention

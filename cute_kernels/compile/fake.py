@@ -38,6 +38,14 @@ def vector(dtype: str, length):
     return make_fake_tensor(element, (length,), (1,), assumed_align=element.width // 8)
 
 
+def rows(dtype: str, count, columns):
+    """A [count, columns] matrix, aligned to its elements only; the row stride may be 0."""
+    element = DTYPES[dtype]
+    return make_fake_tensor(
+        element, (count, columns), (cute.sym_int64(), 1), assumed_align=element.width // 8
+    )
+
+
 def activations(dtype: str, batch, length, heads, head_dim: int):
     """[B, S, H, D] with D contiguous and every other stride a multiple of 16 bytes."""
     step = TMA_ALIGN * 8 // DTYPES[dtype].width

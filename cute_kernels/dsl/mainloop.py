@@ -86,14 +86,21 @@ class Mainloop:
         return pipeline.tma_ring(barriers, self.stages, self.stage_bytes, consumer_warps, cluster)
 
     @cute.jit
-    def loads(self, sources, sA, sB, cluster, rank) -> Loads:
-        """The producer's views, on CTA ``rank`` of its cluster."""
+    def loads(self, sources, sA, sB, cluster, rank, origin=None) -> Loads:
+        """The producer's views, on CTA ``rank`` of its cluster.
+
+        ``origin``: (row of A, row of B, k) from where tiles and K blocks count; None: 0, 0, 0.
+        """
         a, b = sources
         tile_m, tile_n, tile_k = self.tile
         cluster_m, cluster_n = self.cluster
         # (tile_m, tile_k, tiles along M, blocks along K), and the same for B.
-        gA = cute.local_tile(a.tensor, (tile_m, tile_k), (None, None))
-        gB = cute.local_tile(b.tensor, (tile_n, tile_k), (None, None))
+        mA, mB = a.tensor, b.tensor
+        if cutlass.const_expr(origin is not None):
+            mA = cute.domain_offset((origin[0], origin[2]), mA)
+            mB = cute.domain_offset((origin[1], origin[2]), mB)
+        gA = cute.local_tile(mA, (tile_m, tile_k), (None, None))
+        gB = cute.local_tile(mB, (tile_n, tile_k), (None, None))
         tAsA, tAgA = tma.partition(a.atom, rank[1], cute.make_layout(cluster_n), sA, gA)
         tBsB, tBgB = tma.partition(b.atom, rank[0], cute.make_layout(cluster_m), sB, gB)
         mask_a = pipeline.multicast_mask(cluster, rank, 1, cluster_n)

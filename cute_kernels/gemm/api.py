@@ -1,9 +1,10 @@
-"""``ck.linear`` and ``ck.matmul``: the public face of gemm."""
+"""``ck.linear``, ``ck.matmul`` and ``ck.skinny_linear``: the public face of gemm."""
 
 from __future__ import annotations
 
 import torch
 
+from .. import reduction
 from . import checks, op
 
 
@@ -17,15 +18,18 @@ def linear(
 ) -> torch.Tensor:
     """y = x weightᵀ + bias, with bits that depend on each row and the weights only.
 
-    Each output is one fp32 accumulator over ascending K in groups of 16, the bias is added in fp32,
-    and the sum is rounded once.  The gradients are products of the same kind: dx = dy weight is
-    row by row, dW = dyᵀ x adds tokens in ascending order.
+    Each output is a sum in fp32 over K in the order of that name, the bias is added in fp32, and
+    the sum is rounded once.  The gradients are products of the same kind: dx = dy weight is row by
+    row, in the same order over N; dW = dyᵀ x is a chain over the tokens, ascending.
 
     Args:
         x: [..., K]; bf16, fp16 or fp32; any strides.  Rows are tokens.
         weight: [N, K]; the dtype and device of ``x``; any strides, row- or column-major alike.
         bias: [N] or None; the dtype of ``x``.
-        order: The name of the summation order; ``"chain"`` is the only one there is.
+        order: ``"chain"``: one accumulator, K ascending in groups of 16.  ``"tree"``: K is cut into
+            at most eight leaves of 16 ⌈K/128⌉; a leaf is a chain, and leaves are added ascending.
+            Each order has its own bits, the same for 1 row and for 16384.  ``"tree"`` can be
+            shared by CTAs, and by tensor-parallel ranks (integrations.tensor_parallel).
         main_grad: fp32 [N, K] or None.  If given, backward adds dW into it in place, starting the
             accumulator from its value, and ``weight.grad`` stays None.  Consecutive micro-batches
             cut at multiples of 16 tokens then leave the bits of one shot.  A
@@ -73,3 +77,39 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, order: str = "chain") -> torch.T
     """
     checks.matmul(a, b, order)
     return op.linear(a, b.mT, None, None, order)
+
+
+def skinny_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    deterministic: bool | None = None,
+) -> torch.Tensor:
+    """y = x weightᵀ + bias for at most 128 rows: decoding, with the bytes of ``order="tree"``.
+
+    Args:
+        x: [..., K] of at most 128 rows; bf16, fp16 or fp32; any strides.
+        weight: [N, K]; the dtype and device of ``x``; any strides.
+        bias: [N], [rows, N] or None; the dtype of ``x``.
+        deterministic: True: leaves are added in their order, and the result has the bytes of
+            ``linear(x, weight, bias, order="tree")``.  False: where leaves are shared by CTAs, they
+            are added by atomics in arrival order.  On a CPU both are ordered.  None, the default:
+            as `set_reduction` says; True unless told otherwise.
+
+    Returns:
+        [..., N], contiguous, the dtype of ``x``.
+
+    Guarantees:
+        As `linear`; none with ``deterministic=False``.
+
+    Raises:
+        ShapeError: more than 128 rows (use `linear`), a bias of another shape.
+        NondeterministicError: ``deterministic=False`` while torch.use_deterministic_algorithms is
+            on.
+        Others: as `linear`.
+
+    Differentiable: the gradients are those of ``linear(order="tree")``.
+    """
+    checks.skinny(x, weight, bias, deterministic)
+    return op.skinny_linear(x, weight, bias, reduction.skinny_is_ordered(deterministic))

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from .. import checking, data_parallel
+from .. import checking, contracts, data_parallel
 from ..errors import (
     AliasError,
+    ArgumentTypeError,
     ArgumentValueError,
     DtypeError,
     ShapeError,
@@ -24,6 +25,12 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 #: TMA coordinates are int32.
 MAX_SIZE = 2**31 - 1
+
+#: Of skinny_linear: a few more would fit, and `linear` is as fast from there on.
+MAX_ROWS = 128
+
+#: For `contracts.refuse_if_deterministic`.
+FAST = ("skinny_linear(deterministic=False)", "deterministic=True")
 
 _RECIPE = "docs/gemm.md, 'main_grad with data parallel'"
 _DDP = (
@@ -91,6 +98,29 @@ def matmul(a: torch.Tensor, b: torch.Tensor, order: str) -> Problem:
     problem = Problem(a.shape[0], b.shape[1], a.shape[1], a.dtype, a.device)
     _same_kind("a", a, "b", b)
     _common(problem, order)
+    return problem
+
+
+def skinny(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, deterministic: bool | None
+) -> Problem:
+    """The problem of ``skinny_linear(x[..., K], weight[N, K], bias[N] or [rows, N])``."""
+    per_row = isinstance(bias, torch.Tensor) and bias.dim() == 2
+    problem = linear(x, weight, None if per_row else bias, "tree", None)
+    if problem.m > MAX_ROWS:
+        want = f"at most {MAX_ROWS} rows (for more, linear(order='tree') gives the same bytes)"
+        raise ShapeError(expected("x", want, problem.m))
+    if per_row:
+        checking.tensor("bias", bias)
+        if list(bias.shape) != [problem.m, problem.n]:
+            want = f"shape [{problem.n}] or [{problem.m}, {problem.n}], the rows of x by N"
+            raise ShapeError(expected("bias", want, list(bias.shape)))
+        _same_kind("x", x, "bias", bias)
+    if deterministic is not None and not isinstance(deterministic, bool):
+        got = type(deterministic).__name__
+        raise ArgumentTypeError(expected("deterministic", "True, False or None", got))
+    if deterministic is False:
+        contracts.refuse_if_deterministic(*FAST)
     return problem
 
 

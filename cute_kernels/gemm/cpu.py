@@ -4,6 +4,8 @@ Forward and dx: rows are cut into blocks of 64, the last one padded with zero ro
 has the shape [64, K] x [K, N] whatever M is.  N and K are padded to multiples of 16.  Four blocks
 are multiplied at once where this machine's BLAS is shown to give them the bits of single ones.
 
+The order ``tree`` multiplies leaf by leaf, each a product of its own shape, and adds ascending.
+
 dW into main_grad: tokens are consumed 16 at a time, in order, each group added to the accumulator
 in memory, so any cut at multiples of 16 leaves the same fp32 state.
 
@@ -15,12 +17,14 @@ fails.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ..cpu_math import ieee, mm
 from ..errors import BackendUnavailable
+from ..schedulers.tiles import leaves
 from .config import CPU, K_GROUP, ORDER
 
 _ALIGN_BYTES = 64
@@ -35,12 +39,20 @@ def gemm(
 ) -> torch.Tensor:
     """a [M, K] · b [N, K]ᵀ (+ bias [N]), or accumulator [M, N] fp32 += the same, in place.
 
-    ``order``: of ``ORDERS``; this backend has the one.
+    ``order``: of ``ORDERS``; an accumulator is a chain's.
     """
     with ieee() as team:
         if accumulator is not None:
             return _accumulate(a, b, accumulator)
-        return _blocked(a, b, bias, team)
+        return _blocked(a, b, bias, order, team)
+
+
+def skinny(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, deterministic: bool
+) -> torch.Tensor:
+    """x [M, K] · weight [N, K]ᵀ (+ bias [M, N]) in the order ``tree``: here the only one."""
+    with ieee() as team:
+        return _blocked(x, weight, bias, "tree", team)
 
 
 def column_sum(rows: torch.Tensor) -> torch.Tensor:
@@ -54,36 +66,59 @@ def column_sum(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _blocked(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, team: tuple[int, int]
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, order: str, team: tuple[int, int]
 ) -> torch.Tensor:
     (m, k), n = a.shape, b.shape[0]
-    k_pad, n_pad = _padded(k), _padded(n)
-    _prove_row_position(n_pad, k_pad, team)
-    weight = _canonical(b, n_pad, k_pad)
+    parts = [_part(b, span, team) for span in _spans(k, order)]
+    sizes = {tuple(part.weight.shape) for part in parts}
     out = torch.empty(m, n, dtype=a.dtype, device="cpu")
-    bias = None if bias is None else bias.to(torch.float32)
+    if bias is not None:
+        bias = bias.to(torch.float32).expand(m, n)
     # One packing of the weight for more rows: four blocks at a time, while their bits are the same.
     whole = m // CPU.wide * CPU.wide
-    if whole and not _wide_is_same(n_pad, k_pad, team):
+    if whole and not all(_wide_is_same(*size, team) for size in sizes):
         whole = 0
     for start, stop, size in ((0, whole, CPU.wide), (whole, m, CPU.rows)):
         if start < stop:
-            _blocks(a, weight, bias, out, range(start, stop, size), size)
+            _blocks(a, parts, bias, out, range(start, stop, size), size)
     return out
 
 
-def _blocks(a, weight, bias, out, starts: range, size: int) -> None:
-    """out[first : first + size] for each start, by products of one shape."""
-    (m, k), n = a.shape, out.shape[1]
-    block = _zeros(size, weight.shape[1])
-    sums = torch.empty(size, weight.shape[0], dtype=torch.float32, device="cpu")
+class _Part(NamedTuple):
+    """Columns ``span`` of a weight, as the BLAS takes them."""
+
+    span: slice
+    weight: torch.Tensor
+
+
+def _spans(k: int, order: str) -> list[slice]:
+    """The leaves of K; a chain has one."""
+    length = leaves.length(k) if order == "tree" else k
+    return [slice(first, min(first + length, k)) for first in range(0, k, length)]
+
+
+def _part(b: torch.Tensor, span: slice, team: tuple[int, int]) -> _Part:
+    k_pad, n_pad = _padded(span.stop - span.start), _padded(b.shape[0])
+    _prove_row_position(n_pad, k_pad, team)
+    return _Part(span, _canonical(b[:, span], n_pad, k_pad))
+
+
+def _blocks(a, parts: list[_Part], bias, out, starts: range, size: int) -> None:
+    """out[first : first + size] for each start, by products of one shape for each part."""
+    m, n = out.shape
+    blocks = [_zeros(size, part.weight.shape[1]) for part in parts]
+    sums = torch.empty(size, parts[0].weight.shape[0], dtype=torch.float32, device="cpu")
+    total = torch.empty_like(sums) if len(parts) > 1 else sums
     for first in starts:
         rows = min(size, m - first)
-        block[:rows, :k] = a[first : first + rows]
-        block[rows:] = 0
-        mm(block, weight.mT, sums)
-        y = sums[:rows, :n]
-        out[first : first + rows] = y if bias is None else y + bias
+        for i, (part, block) in enumerate(zip(parts, blocks, strict=True)):
+            block[:rows, : part.span.stop - part.span.start] = a[first : first + rows, part.span]
+            block[rows:] = 0
+            mm(block, part.weight.mT, sums if i else total)
+            if i:
+                total += sums
+        y = total[:rows, :n]
+        out[first : first + rows] = y if bias is None else y + bias[first : first + rows]
 
 
 def _accumulate(a: torch.Tensor, b: torch.Tensor, accumulator: torch.Tensor) -> torch.Tensor:

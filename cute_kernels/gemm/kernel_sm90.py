@@ -23,8 +23,9 @@ from cutlass.utils import hopper_helpers
 from ..compile import fake
 from ..dsl import copy, mma, pipeline, smem, tma
 from ..dsl.mainloop import Mainloop
+from ..schedulers.tiles import leaves
 from ..schedulers.tiles import persistent_device as persistent
-from .config import ORDER, Config
+from .config import Config
 
 CONSUMERS = 2
 THREADS = (1 + CONSUMERS) * mma.WARPGROUP
@@ -43,11 +44,12 @@ class GemmSm90:
     """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
 
     def __init__(self, config: Config):
-        assert config.order == ORDER
         self.config = config
+        self.tree = config.order == "tree"
         self.cluster = (config.cluster_m, config.cluster_n)
         self.dtype = fake.DTYPES[config.dtype]
         self.accumulate = config.epilogue == "accumulate"
+        assert not (self.tree and self.accumulate), "a tree does not start from what is stored"
         self.d_dtype = cutlass.Float32 if self.accumulate else self.dtype
         self.epi_n = EPILOGUE_ROW_BYTES * 8 // self.d_dtype.width
         assert config.tile_n % self.epi_n == 0, "the epilogue stores whole parts"
@@ -133,16 +135,18 @@ class GemmSm90:
         if warpgroup == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                loads = self.mainloop.loads((a, b), sA, sB, cluster, rank)
-                self.load(loads, ring, rank, counts)
+                self.load((a, b), (sA, sB), cluster, ring, rank, counts)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             k = cute.size(a.tensor, mode=[1])
             self.multiply((sA, sB, sD), d, mD, mBias, ring, rank, counts, k)
 
     @cute.jit
-    def load(self, loads, ring, rank, counts):
-        """The producer warp: for each tile, every K block of A and B, in order."""
+    def load(self, sources, shared, cluster, ring, rank, counts):
+        """The producer warp: for each tile, every K block of A and B, in order; leaf by leaf."""
+        loads = self.mainloop.loads(sources, *shared, cluster, rank)
+        k = cute.size(sources[0].tensor, mode=[1])
+        last = [cute.size(loads.a[2], mode=[1]) - 1, cute.size(loads.b[2], mode=[1]) - 1]
         state = pipeline.producer_state(self.mainloop.stages)
         index, step = persistent.first_and_step()
         total = counts[0] * counts[1]
@@ -150,7 +154,16 @@ class GemmSm90:
             m, n = persistent.coordinates(
                 index, counts, self.config.raster_group, rank, self.cluster
             )
-            state = self.mainloop.load(loads, ring, state, m, n, (0, loads.blocks))
+            # A tile wholly outside takes what is inside: TMA's zeros cost it more than data do.
+            m, n = cutlass.min(m, last[0]), cutlass.min(n, last[1])
+            if cutlass.const_expr(self.tree):
+                for leaf in cutlass.range(leaves.count(k), unroll=1):
+                    start, size = self.span(leaf, k)
+                    of_leaf = self.mainloop.loads(sources, *shared, cluster, rank, (0, 0, start))
+                    blocks = cute.ceil_div(size, self.config.tile_k)
+                    state = self.mainloop.load(of_leaf, ring, state, m, n, (0, blocks))
+            else:
+                state = self.mainloop.load(loads, ring, state, m, n, (0, loads.blocks))
             index += step
         # A CTA must not exit while others of its cluster may still arrive on its barriers.
         ring.producer_tail(state)
@@ -168,6 +181,9 @@ class GemmSm90:
         one = self.mainloop.tiled_mma(1).get_slice(lane)
         operands = self.mainloop.operands(sA, sB, consumer)
         acc = self.mainloop.accumulator(operands)
+        result = acc
+        if cutlass.const_expr(self.tree):
+            result = self.mainloop.accumulator(operands)
 
         blocks = k // tile_k
         tail_groups = cute.ceil_div(k - blocks * tile_k, mma.K_GROUP)
@@ -181,18 +197,40 @@ class GemmSm90:
             )
             row0 = m * tile_m + consumer * 64
             column0 = n * tile_n
-            if cutlass.const_expr(self.accumulate):
-                self.start_from(acc, mD, row0, column0, one)
+            if cutlass.const_expr(self.tree):
+                states = self.add_leaves(operands, acc, result, ring, states, k)
             else:
-                acc.fill(0.0)
-            states = self.mainloop.chain(operands, acc, ring, states, blocks, tail_groups)
+                if cutlass.const_expr(self.accumulate):
+                    self.start_from(acc, mD, row0, column0, one)
+                else:
+                    acc.fill(0.0)
+                states = self.mainloop.chain(operands, acc, ring, states, blocks, tail_groups)
             if cutlass.const_expr(mBias is not None):
-                self.add_bias(acc, mBias, column0, one)
+                self.add_bias(result, mBias, column0, one)
             at = (m * CONSUMERS + consumer, n)
-            buffer = self.store(acc, d, sD, consumer, lane, at, buffer)
+            buffer = self.store(result, d, sD, consumer, lane, at, buffer)
             index += step
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def add_leaves(self, operands, acc, total, ring, states, k):
+        """total = ((leaf 0 + leaf 1) + leaf 2) + ..., each leaf a chain from zero in ``acc``."""
+        tile_k = self.config.tile_k
+        # What adds nothing is -0: +0 would take the sign of a leaf of -0.
+        total.fill(-0.0)
+        for leaf in cutlass.range(leaves.count(k), unroll=1):
+            _, size = self.span(leaf, k)
+            blocks = size // tile_k
+            tail_groups = cute.ceil_div(size - blocks * tile_k, mma.K_GROUP)
+            acc.fill(0.0)
+            states = self.mainloop.chain(operands, acc, ring, states, blocks, tail_groups)
+            total.store(total.load() + acc.load())
+        return states
+
+    def span(self, leaf, k):
+        """(first k, elements) of a leaf."""
+        return leaf * leaves.length(k), leaves.size(leaf, k, cutlass.min, cutlass.max)
 
     @cute.jit
     def start_from(self, acc, mD, row0, column0, one):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -12,8 +13,9 @@ from ..compile import cache
 from ..compile.call import call
 from ..compile.kernel import Entry, Expect, Kernel
 from ..operands import matrix, most_ctas, padded_copy, padded_empty, storable
-from . import config
-from .config import Config, tile_columns
+from . import config, tiles
+from .config import DTYPE_NAMES, ORDER, UNORDERED, Config, SkinnyConfig
+from .tiles import Dense, Skinny
 
 _CTAS_PER_CLUSTER = Config.cluster_m * Config.cluster_n
 
@@ -23,28 +25,73 @@ def gemm(
     b: torch.Tensor,
     bias: torch.Tensor | None,
     accumulator: torch.Tensor | None,
-    order: str = config.ORDER,
+    order: str = ORDER,
 ) -> torch.Tensor:
     """a [M, K] · b [N, K]ᵀ (+ bias [N]), or ``accumulator`` [M, N] fp32 += the same, in place."""
     a, a_major = matrix(a, "gemm", "a")
     b, b_major = matrix(b, "gemm", "b")
-    m, n, device = a.shape[0], b.shape[0], a.device
+    size = a.shape[0], b.shape[0], a.shape[1]
     if accumulator is not None:
-        out, epilogue = accumulator, "accumulate"
-        if not storable(out):
-            out = padded_copy(out, "gemm", "accumulator")
-    elif bias is not None:
+        tile = tiles.dense(*size, order, most_ctas(a.device))
+        return _accumulate((a, a_major), (b, b_major), accumulator, tile, order)
+    if bias is not None:
         bias = log.contiguous("gemm", "bias", bias, "a stride of 1")
-        out, epilogue = padded_empty(a, m, n), "bias"
-    else:
-        out, epilogue = padded_empty(a, m, n), "plain"
-    clusters = max_clusters(device)
-    width = tile_columns(m, n, clusters)
-    kernel = _gemm_kernel(a.dtype, a_major, b_major, epilogue, width, order)
-    call(device, kernel, a, b, out, bias, clusters)
-    if accumulator is None:
-        return log.contiguous("gemm", "out", out, "contiguous; its rows were padded for TMA")
+    if a_major == "k":
+        tile = tiles.choose(*size, order, most_ctas(a.device))
+        if isinstance(tile, Skinny):
+            bias = None if bias is None else bias.expand(size[0], size[1])
+            return _skinny(a, (b, b_major), bias, tile, order)
+    elif order != ORDER:
+        a, a_major = padded_copy(a, "gemm", "a"), "k"
+    tile = tiles.dense(*size, order, most_ctas(a.device))
+    return _dense((a, a_major), (b, b_major), bias, tile, order)
+
+
+def skinny(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, deterministic: bool
+) -> torch.Tensor:
+    """x [M, K] · weight [N, K]ᵀ (+ bias [M, N]) in the order ``tree``, for few rows."""
+    w, w_major = matrix(weight, "skinny", "weight")
+    x, x_major = matrix(x, "skinny", "x")
+    if x_major != "k":
+        x = padded_copy(x, "skinny", "x")
+    if bias is not None and bias.stride(1) != 1:
+        bias = log.contiguous("skinny", "bias", bias, "a last stride of 1")
+    tile = tiles.skinny(x.shape[0], w.shape[0], x.shape[1], "tree", most_ctas(x.device))
+    return _skinny(x, (w, w_major), bias, tile, "tree" if deterministic else UNORDERED)
+
+
+def _dense(a, b, bias, tile: Dense, order: str) -> torch.Tensor:
+    (a, a_major), (b, b_major) = a, b
+    out = padded_empty(a, a.shape[0], b.shape[0])
+    epilogue = "plain" if bias is None else "bias"
+    kernel = _gemm_kernel(a.dtype, a_major, b_major, epilogue, tile, order)
+    call(a.device, kernel, a, b, out, bias, max_clusters(a.device))
+    return _without_padding(out)
+
+
+def _accumulate(a, b, accumulator, tile: Dense, order: str) -> torch.Tensor:
+    (a, a_major), (b, b_major) = a, b
+    out = accumulator
+    if not storable(out):
+        out = padded_copy(out, "gemm", "accumulator")
+    kernel = _gemm_kernel(a.dtype, a_major, b_major, "accumulate", tile, order)
+    call(a.device, kernel, a, b, out, None, max_clusters(a.device))
     return accumulator if out is accumulator else accumulator.copy_(out)
+
+
+def _skinny(x, w, bias, tile: Skinny, order: str) -> torch.Tensor:
+    if tile.split == 1 and order == UNORDERED:
+        order = "tree"  # one CTA adds all leaves, and has no reason to add them otherwise
+    weight, w_major = w
+    out = padded_empty(x, x.shape[0], weight.shape[0])
+    kernel = _skinny_kernel(x.dtype, w_major, bias is not None, tile, order)
+    call(x.device, kernel, weight, x, out, bias)
+    return _without_padding(out)
+
+
+def _without_padding(out: torch.Tensor) -> torch.Tensor:
+    return log.contiguous("gemm", "out", out, "contiguous; its rows were padded for TMA")
 
 
 def column_sum(rows: torch.Tensor) -> torch.Tensor:
@@ -60,10 +107,30 @@ def max_clusters(device: torch.device) -> int:
     return max(1, most_ctas(device) // _CTAS_PER_CLUSTER)
 
 
+def dense_config(
+    dtype: torch.dtype, a_major: str, b_major: str, epilogue: str, tile: Dense, order: str = ORDER
+) -> Config:
+    """The configuration of kernel_sm90 for one product."""
+    return Config(DTYPE_NAMES[dtype], a_major, b_major, epilogue, order, tile_n=tile.tile_n)
+
+
+def skinny_config(
+    dtype: torch.dtype, w_major: str, bias: bool, tile: Skinny, order: str = ORDER
+) -> SkinnyConfig:
+    """The configuration of kernel_skinny_sm90 for one product."""
+    return SkinnyConfig(DTYPE_NAMES[dtype], w_major, bias, order, **tile._asdict())
+
+
 @functools.cache
-def _gemm_kernel(*chosen: torch.dtype | str | int) -> Callable:
-    """The compiled kernel for the arguments of `config.choose`."""
-    return cache.get(gemm_entry(config.choose(*chosen)), "sm_90a")
+def _gemm_kernel(*chosen: torch.dtype | str | Dense) -> Callable:
+    """The compiled kernel for the arguments of `dense_config`."""
+    return cache.get(gemm_entry(dense_config(*chosen)), "sm_90a")
+
+
+@functools.cache
+def _skinny_kernel(*chosen: torch.dtype | str | bool | Skinny) -> Callable:
+    """The compiled kernel for the arguments of `skinny_config`."""
+    return cache.get(skinny_entry(skinny_config(*chosen)), "sm_90a")
 
 
 @functools.cache
@@ -76,18 +143,50 @@ def gemm_entry(chosen: Config) -> Kernel:
     return Kernel.of("gemm_sm90", f"{__package__}.kernel_sm90", chosen)
 
 
+def skinny_entry(chosen: SkinnyConfig) -> Kernel:
+    """One configuration of the GEMM for few rows, likewise."""
+    return Kernel.of("gemm_skinny_sm90", f"{__package__}.kernel_skinny_sm90", chosen)
+
+
 def column_sum_entry(dtype: str) -> Kernel:
     """The column sum for one dtype, likewise."""
     chosen = config.ColumnSumConfig(dtype=dtype)
     return Kernel.of("gemm_column_sum_sm90", f"{__package__}.kernel_column_sum_sm90", chosen)
 
 
+def configs() -> Iterator[Config]:
+    """Every configuration of kernel_sm90 that can be chosen."""
+    half, majors = (torch.bfloat16, torch.float16), ("k", "mn")
+    for order, a_major in ((ORDER, "k"), (ORDER, "mn"), ("tree", "k")):
+        epilogues = ("plain", "bias", "accumulate") if order == ORDER else ("plain", "bias")
+        for tile, dtype, b_major, epilogue in itertools.product(
+            tiles.dense_tiles(order), half, majors, epilogues
+        ):
+            yield dense_config(dtype, a_major, b_major, epilogue, tile, order)
+
+
+def skinny_configs() -> Iterator[SkinnyConfig]:
+    """Every configuration of kernel_skinny_sm90 that can be chosen."""
+    half = (torch.bfloat16, torch.float16)
+    for order in (*config.ORDERS, UNORDERED):
+        for tile, dtype, w_major, bias in itertools.product(
+            tiles.skinny_tiles(order), half, ("k", "mn"), (False, True)
+        ):
+            yield skinny_config(dtype, w_major, bias, tile, order)
+
+
 def catalogue() -> Iterator[Entry]:
     """Every kernel that this launcher can ask for."""
-    for chosen in config.catalogue():
+    for chosen in configs():
         # 168 registers is all that 384 threads can start with; the roles then trade theirs.
         mma = f"64x{chosen.tile_n}x{config.K_GROUP}"
         yield Entry(gemm_entry(chosen), "A", Expect(mma, max_registers=168, max_shared=232448))
+    for chosen in skinny_configs():
+        mma = f"64x{chosen.tile_m}x{config.K_GROUP}"
+        shared = 232448 // chosen.ctas_per_sm
+        certificate = None if chosen.order == UNORDERED else "A"
+        expect = Expect(mma, max_registers=168, max_shared=shared)
+        yield Entry(skinny_entry(chosen), certificate, expect)
     for dtype in ("bf16", "fp16"):
         expect = Expect(None, max_registers=64, max_shared=16384)
         yield Entry(column_sum_entry(dtype), "A", expect)

@@ -6,8 +6,14 @@
     linear_dw_  main_grad += dyᵀ x     the accumulator starts from main_grad (fp32)
     linear_dbias  db = Σ dy            dy [..., N]                   -> db [N]
 
+    skinny_linear  y = x Wᵀ + b        x [..., K] of few rows, b [N] or [rows, N]
+
 The set is closed under differentiation, so double backward works.  Every product is one launcher,
-``gemm(a [M, K], b [N, K], bias, accumulator, order)``, on views: no transposing copy.
+``gemm(a [M, K], b [N, K], bias, accumulator, order)``, on views: no transposing copy; but for
+``skinny(x, weight, bias [M, N], deterministic)``, whose order is ``tree``.
+
+A sum over tokens is a chain under either order: a tree's leaves would follow their number, and a
+chain is what a token stream can be cut in.
 """
 
 from __future__ import annotations
@@ -26,7 +32,11 @@ _HALF = frozenset({torch.bfloat16, torch.float16})
 _ALL = _HALF | {torch.float32}
 _FP32_ELSEWHERE = " (fp32 in IEEE arithmetic runs on triton)"
 
-for _kernel in ("gemm", "column_sum"):
+for _kernel, _contract in (
+    ("gemm", "linear"),
+    ("column_sum", "linear"),
+    ("skinny", "skinny_linear"),
+):
     dispatch.register(
         _kernel,
         {
@@ -34,7 +44,7 @@ for _kernel in ("gemm", "column_sum"):
             TRITON: Implementation(f"{__package__}.triton.launch:{_kernel}", _ALL),
             CPU: Implementation(f"{__package__}.cpu:{_kernel}", _ALL),
         },
-        contract="linear",
+        contract=_contract,
     )
 
 
@@ -42,7 +52,7 @@ def _backend(device: torch.device, dtype: torch.dtype) -> str:
     return dispatch.backend("gemm", device, dtype)
 
 
-for _name in ("linear", "matmul"):
+for _name in ("linear", "matmul", "skinny_linear"):
     contracts.register(contracts.Contract(_name, config.KEPT, config.plan, _backend))
 
 
@@ -76,13 +86,13 @@ def _run_dx(dy, weight, order):
 
 
 def _run_dw(dy, x, order):
-    return _product(_rows(dy).mT, _rows(x).mT, order)
+    return _product(_rows(dy).mT, _rows(x).mT, config.ORDER)
 
 
 def _run_dw_(dy, x, main_grad, order):
     if dy.numel() and x.numel():
         launch = dispatch.launcher("gemm", dy.device, dy.dtype)
-        launch(_rows(dy).mT, _rows(x).mT, None, main_grad, order)
+        launch(_rows(dy).mT, _rows(x).mT, None, main_grad, config.ORDER)
 
 
 def _run_dbias(dy, order):
@@ -90,6 +100,21 @@ def _run_dbias(dy, order):
     if rows.numel() == 0:
         return dy.new_zeros(dy.shape[-1])
     return dispatch.launcher("column_sum", dy.device, dy.dtype)(rows)
+
+
+def _run_skinny(x, weight, bias, deterministic):
+    if not deterministic:
+        # Here, for a compiled graph too: torch's flag is read at every call.
+        contracts.refuse_if_deterministic(*checks.FAST)
+    rows, n = _rows(x), weight.shape[0]
+    if bias is not None:
+        bias = bias.expand(rows.shape[0], n)
+    if 0 in (*rows.shape, n):
+        out = rows.new_zeros(rows.shape[0], n) if bias is None else bias.clone()
+    else:
+        launch = dispatch.launcher("skinny", x.device, x.dtype)
+        out = launch(rows, weight, bias, deterministic)
+    return out.view(*x.shape[:-1], n)
 
 
 def _setup_linear(ctx, inputs, output):
@@ -154,6 +179,23 @@ def _engine_runs(node) -> bool | None:
         return None
 
 
+def _setup_skinny(ctx, inputs, output):
+    x, weight, bias, _ = inputs
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+    ctx.bias_per_row = bias is not None and bias.dim() == 2
+
+
+def _backward_skinny(ctx, dy):
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+    dx = linear_dx(dy, weight, "tree") if needs_x else None
+    dw = linear_dw(dy, x, "tree") if needs_weight else None
+    db = None
+    if needs_bias:
+        db = dy.flatten(0, -2) if ctx.bias_per_row else linear_dbias(dy, "tree")
+    return dx, dw, db, None
+
+
 def _setup_two(ctx, inputs, output):
     first, second, ctx.order = inputs
     ctx.save_for_backward(first, second)
@@ -204,6 +246,13 @@ def _vmap_refused(info, in_dims, *args):
     )
 
 
+def _vmap_refused_of_rows(info, in_dims, *args):
+    raise UnsupportedTransformError(
+        "cute_kernels.skinny_linear: torch.func.vmap is not supported, as the mapped dimension "
+        "would add rows; call cute_kernels.linear(order='tree'), whose bytes are the same"
+    )
+
+
 linear = define_op(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? main_grad, str order) -> Tensor",
     _run_linear,
@@ -211,6 +260,15 @@ linear = define_op(
     setup=_setup_linear,
     backward=_backward_linear,
     vmap=_vmap_rows(lambda *args: linear(*args)),
+    autocast_args=(0, 1, 2),
+)
+skinny_linear = define_op(
+    "skinny_linear(Tensor x, Tensor weight, Tensor? bias, bool deterministic) -> Tensor",
+    _run_skinny,
+    fake=lambda x, w, bias, deterministic: x.new_empty(*x.shape[:-1], w.shape[0]),
+    setup=_setup_skinny,
+    backward=_backward_skinny,
+    vmap=_vmap_refused_of_rows,
     autocast_args=(0, 1, 2),
 )
 linear_dx = define_op(

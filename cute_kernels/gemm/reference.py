@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from ..schedulers.tiles import leaves
 from .config import K_GROUP
 
 
@@ -38,6 +39,20 @@ def chain(
     for first in range(0, a.shape[1], K_GROUP):
         group = slice(first, first + K_GROUP)
         total = (total.double() + a[:, group].double() @ b[:, group].double().mT).float()
+    return total if bias is None else total + bias.float()
+
+
+def tree(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The order ``tree``: each leaf of K a chain from zero; leaves added in fp32, ascending.
+
+    The last rounding is the caller's, as in `chain`.
+    """
+    k = a.shape[1]
+    length = leaves.length(k)
+    total = chain(a[:, :length], b[:, :length])
+    for first in range(length, k, length):
+        leaf = slice(first, first + length)
+        total = total + chain(a[:, leaf], b[:, leaf])
     return total if bias is None else total + bias.float()
 
 

@@ -1,0 +1,150 @@
+"""Which tile of which SM90 kernel a product takes: who adds, never in which order.
+
+WGMMA's bits are the same at every width, tile and with operands swapped (docs/numerics.md), and the
+leaves of a tree are the same ones wherever they are added.  So this file, and no other of gemm, may
+read the number of rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from ..schedulers.tiles.leaves import LEAVES
+from .config import UNORDERED, Config
+
+
+class Dense(NamedTuple):
+    """A tile of kernel_sm90, by its width; its rows are those of `Config`."""
+
+    tile_n: int
+
+
+class Skinny(NamedTuple):
+    """A tile of kernel_skinny_sm90: the fields of `SkinnyConfig` that no bit depends on."""
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    ctas_per_sm: int
+    split: int
+
+
+#: What an SM takes for a tile per element of K, in ns, where all SMs are at work; by its width.
+DENSE_COST: Mapping[int, float] = {256: 10.8, 192: 8.2, 128: 5.5, 64: 3.3}
+#: A tree keeps two accumulators, and a wider tile has no registers for them.
+_WIDEST_TREE = 192
+#: The same for (tile_n, tile_m) of a skinny tile: where half of the SMs are at work, and where all.
+SKINNY_COST: Mapping[tuple[int, int], tuple[float, float]] = {
+    (64, 8): (1.9, 2.0),
+    (64, 16): (2.0, 2.15),
+    (64, 32): (2.05, 2.4),
+    (64, 64): (2.3, 2.8),
+    (64, 80): (2.5, 3.3),
+    (64, 112): (2.9, 3.8),
+    (64, 128): (2.95, 4.0),
+    (64, 192): (3.7, 4.3),
+    (128, 112): (4.0, 5.6),
+    (128, 128): (4.5, 5.9),
+    (128, 160): (5.6, 6.8),
+    (192, 128): (8.0, 8.25),
+    (192, 176): (10.6, 10.9),
+    (192, 192): (11.6, 11.8),
+}
+#: Beside a tile's own time, in ns: a launch; the end of a leaf; the meeting of a cluster's CTAs.
+START, LEAF, MERGE = 5800.0, 100.0, 800.0
+#: Skinny tiles of a second wave start anew; a second tile of few tokens reads the weight again.
+ANEW, AGAIN = 1.05, 1.15
+#: Bytes that an SM's share of the memory gives in a ns.
+STREAM = 32.5
+#: The most tokens of a tile whose K blocks are long, which may share an SM, and be split.
+NARROW = 64
+#: The most tokens of a tile that adds leaves in registers, by its weight rows.
+_TREE_TOKENS = {64: 128, 128: 128, 192: 0}
+_SPLITS = (2, LEAVES)
+
+
+# Cached, as every launch asks; bounded, as a server meets ever new numbers of rows.
+@functools.lru_cache(maxsize=4096)
+def choose(rows: int, columns: int, k: int, order: str, units: int) -> Dense | Skinny:
+    """The tile of least predicted time for [rows, k] x [columns, k] on so many SMs."""
+    every = (*dense_tiles(order), *_fitting(rows, columns, order, units))
+    return min(every, key=_time(rows, columns, k, order, units))
+
+
+@functools.lru_cache(maxsize=4096)
+def dense(rows: int, columns: int, k: int, order: str, units: int) -> Dense:
+    """The same among the tiles of kernel_sm90, for what the other kernel does not take."""
+    return min(dense_tiles(order), key=_time(rows, columns, k, order, units))
+
+
+@functools.lru_cache(maxsize=4096)
+def skinny(rows: int, columns: int, k: int, order: str, units: int) -> Skinny:
+    """The same among the tiles of kernel_skinny_sm90."""
+    return min(_fitting(rows, columns, order, units), key=_time(rows, columns, k, order, units))
+
+
+def dense_tiles(order: str) -> tuple[Dense, ...]:
+    """Every tile of kernel_sm90 for an order."""
+    widest = _WIDEST_TREE if order == "tree" else max(DENSE_COST)
+    return tuple(Dense(width) for width in DENSE_COST if width <= widest)
+
+
+def skinny_tiles(order: str) -> Iterator[Skinny]:
+    """Every tile of kernel_skinny_sm90 for an order; of `UNORDERED`, those that it changes."""
+    if order == UNORDERED:
+        yield from (tile for tile in skinny_tiles("tree") if tile.split > 1)
+        return
+    for tile_n, tile_m in SKINNY_COST:
+        if order == "tree" and tile_m > _TREE_TOKENS[tile_n]:
+            continue
+        if tile_m > NARROW:
+            yield Skinny(tile_m, tile_n, 64, 1, 1)
+            continue
+        for ctas_per_sm in (1, 2):
+            yield Skinny(tile_m, tile_n, 128, ctas_per_sm, 1)
+        if order == "tree":
+            for split in _SPLITS:
+                yield Skinny(tile_m, tile_n, 128, 1, split)
+
+
+def _fitting(rows: int, columns: int, order: str, units: int) -> Iterator[Skinny]:
+    """Narrow tiles share an SM where they have to, and are split where SMs would idle."""
+    for tile in skinny_tiles(order):
+        ctas = _ctas(tile, rows, columns)
+        # Clusters of 8 do not come to fill the last quarter of the SMs.
+        room = units if tile.split < LEAVES else units * 3 // 4
+        if tile.tile_m > NARROW or tile.ctas_per_sm == 1 + (ctas > room):
+            yield tile
+
+
+def _time(rows: int, columns: int, k: int, order: str, units: int) -> Callable:
+    """A function from a tile to (its predicted time, tokens it computes in vain, idle SMs)."""
+    leaves = LEAVES if order == "tree" else 0
+
+    def time(tile: Dense | Skinny) -> tuple[float, int, int]:
+        ctas = _ctas(tile, rows, columns)
+        waves = -(-ctas // units)
+        if isinstance(tile, Dense):
+            height, merge = Config.tile_m * Config.cluster_m, 0.0
+            work = waves * (k * DENSE_COST[tile.tile_n] + leaves * LEAF)
+        else:
+            height, merge = tile.tile_m, MERGE * (tile.split > 1)
+            half, full = SKINNY_COST[tile.tile_n, tile.tile_m]
+            cost = max(half, full * min(1.0, ctas / units))
+            work = waves * (k * cost + leaves * LEAF) / tile.split
+            work *= ANEW if waves > tile.ctas_per_sm else 1
+            work *= AGAIN if height < min(rows, NARROW) else 1
+        weight = 2 * columns * k / units / STREAM
+        return START + max(work, weight) + merge, -rows % height, max(0, units - ctas)
+
+    return time
+
+
+def _ctas(tile: Dense | Skinny, rows: int, columns: int) -> int:
+    """How many CTAs the tiles of a product take."""
+    if isinstance(tile, Skinny):
+        return -(-rows // tile.tile_m) * -(-columns // tile.tile_n) * tile.split
+    across = -(-columns // (tile.tile_n * Config.cluster_n)) * Config.cluster_n
+    return -(-rows // (Config.tile_m * Config.cluster_m)) * Config.cluster_m * across
