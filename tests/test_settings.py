@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from cute_kernels import settings
+from cute_kernels import reduction, settings
 from cute_kernels.errors import SettingError, SettingWarning
 
 
@@ -30,6 +30,7 @@ BAD = {
     "AOT_DIR": ["~nosuch/x"],
     "BACKEND": ["cublas", "CPU"],
     "LOG": ["true", "2"],
+    "SKINNY": ["ordered", "Fast"],
     "MAX_CTAS": NUMBERS,
     "WATCHDOG_MS": NUMBERS,
 }
@@ -39,6 +40,7 @@ USES = {
     "AOT_DIR": settings.aot_dir,
     "BACKEND": settings.forced_backend,
     "LOG": settings.log,
+    "SKINNY": reduction.now,
     "MAX_CTAS": settings.max_ctas,
     "WATCHDOG_MS": settings.watchdog_ms,
 }

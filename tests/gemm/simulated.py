@@ -11,16 +11,27 @@ from collections.abc import Iterator
 
 import torch
 
-from cute_kernels.gemm import config, launch
+from cute_kernels.gemm import config, launch, tiles
 from tests import ptxsim
+
+#: The tile that tests of kernel_sm90 take, whatever the launcher would.
+WIDE = tiles.Dense(config.Config.tile_n)
 
 
 @functools.cache
 def gemm_kernel(*chosen):
-    """The kernel for the arguments of `config.choose`, compiled once per process."""
+    """The kernel for the arguments of `launch.dense_config`, compiled once per process."""
     from cute_kernels.gemm import kernel_sm90
 
-    return kernel_sm90.build(config.choose(*chosen), compile=ptxsim.compile)
+    return kernel_sm90.build(launch.dense_config(*chosen), compile=ptxsim.compile)
+
+
+@functools.cache
+def skinny_kernel(*chosen):
+    """The kernel for the arguments of `launch.skinny_config`, likewise."""
+    from cute_kernels.gemm import kernel_skinny_sm90
+
+    return kernel_skinny_sm90.build(launch.skinny_config(*chosen), compile=ptxsim.compile)
 
 
 @functools.cache
@@ -34,28 +45,33 @@ def column_sum_kernel(dtype: str):
 
 @contextlib.contextmanager
 def simulated(
-    clusters: int = 3, kernel=gemm_kernel, width: int | None = None, **options
+    clusters: int = 3, kernel=None, tile: tiles.Dense | tiles.Skinny | None = WIDE, **options
 ) -> Iterator[None]:
-    """Inside, `launch.gemm` and `launch.column_sum` take CPU tensors and run in the simulator.
+    """Inside, `launch`'s functions take CPU tensors and run in the simulator.
 
-    ``width``: every product takes the tile of so many columns; None: the one the launcher chooses.
+    ``tile``: what every product takes; None: the launcher's choice for ``2 * clusters`` SMs.
+    ``kernel``: in place of the one that is compiled for ``tile``.
     """
-    names = {
-        "_gemm_kernel": kernel,
-        "_column_sum_kernel": column_sum_kernel,
-        "max_clusters": lambda device: clusters,
+    skinny = isinstance(tile, tiles.Skinny)
+    patches = {
+        (launch, "_gemm_kernel"): gemm_kernel if skinny or kernel is None else kernel,
+        (launch, "_skinny_kernel"): kernel if skinny and kernel is not None else skinny_kernel,
+        (launch, "_column_sum_kernel"): column_sum_kernel,
+        (launch, "max_clusters"): lambda device: clusters,
+        (launch, "most_ctas"): lambda device: 2 * clusters,
     }
-    if width is not None:
-        names["tile_columns"] = lambda rows, columns, clusters: width
-    before = {name: getattr(launch, name) for name in names}
-    for name, value in names.items():
-        setattr(launch, name, value)
+    if tile is not None:
+        choices = ("choose", "skinny") if skinny else ("choose", "dense")
+        patches |= {(tiles, name): lambda *product: tile for name in choices}
+    before = {(module, name): getattr(module, name) for module, name in patches}
+    for (module, name), value in patches.items():
+        setattr(module, name, value)
     try:
         with ptxsim.options(**options):
             yield
     finally:
-        for name, value in before.items():
-            setattr(launch, name, value)
+        for (module, name), value in before.items():
+            setattr(module, name, value)
 
 
 def operand(rows: int, columns: int, dtype: torch.dtype, major: str, seed: int) -> torch.Tensor:
@@ -66,3 +82,24 @@ def operand(rows: int, columns: int, dtype: torch.dtype, major: str, seed: int) 
     held = launch.padded_empty(values, *shape)
     held.copy_(values if major == "k" else values.mT)
     return held if major == "k" else held.mT
+
+
+def cancelling(rows: int, n: int, k: int, dtype: torch.dtype, seed: int):
+    """[rows, k] and [n, k] whose products cancel: 16-bit outputs show the order of a sum.
+
+    The second half of K takes back what the first has added, in another sequence.  What is left is
+    what was lost on the way.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    half = k // 2
+    a, b = (torch.randn(size, k, generator=generator) for size in (rows, n))
+    a[:, 2 * half :] = 0
+    sequence = torch.randperm(half, generator=generator)
+    a[:, half : 2 * half], b[:, half : 2 * half] = -a[:, sequence], b[:, sequence]
+    return operand_of(a.to(dtype)), operand_of(b.to(dtype))
+
+
+def operand_of(values: torch.Tensor) -> torch.Tensor:
+    """``values`` as TMA can address them, row-major."""
+    held = launch.padded_empty(values, *values.shape)
+    return held.copy_(values)

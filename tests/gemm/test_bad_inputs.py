@@ -143,7 +143,8 @@ CASES = [
     ("bias [M, N]", lin(x(), w(), t(M, N)), ShapeError, ["bias", "1 dimension [N]"]),
     ("bias scalar", lin(x(), w(), t()), ShapeError, ["bias", "1 dimension [N]", "0"]),
     # order
-    ("order tree", lin(x(), w(), order="tree"), ArgumentValueError, ["order", "'chain'", "'tree'"]),
+    ("order tre", lin(x(), w(), order="tre"), ArgumentValueError, ["order", "'chain'", "'tree'"]),
+    ("unordered", lin(x(), w(), order="unordered"), ArgumentValueError, ["order", "'unordered'"]),
     ("order None", lin(x(), w(), order=None), ArgumentValueError, ["order", "'chain'", "None"]),
     ("order Chain", lin(x(), w(), order="Chain"), ArgumentValueError, ["order", "'Chain'"]),
     ("matmul order", mm(x(), t(K, N), order="fast"), ArgumentValueError, ["order", "'fast'"]),

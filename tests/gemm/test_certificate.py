@@ -12,7 +12,8 @@ available.import_module("cute_kernels.certify.certificate")
 kernel_sm90 = available.import_module("cute_kernels.gemm.kernel_sm90")
 
 from cute_kernels.compile.kernel import Expect  # noqa: E402
-from cute_kernels.gemm import config, launch  # noqa: E402
+from cute_kernels.gemm import launch  # noqa: E402
+from cute_kernels.gemm.tiles import Dense  # noqa: E402
 from tests import certified  # noqa: E402
 from tests.gemm import sm90_defects as mutants  # noqa: E402
 
@@ -26,9 +27,10 @@ def certify(kernel, kind: str = "A", expect: Expect = EXPECT):
 
 
 def sort_of(entry) -> tuple:
-    """Each kernel, epilogue and tile: one of each is compiled for every commit."""
+    """Each kernel, epilogue, order and tile: one of each is compiled for every commit."""
     values = dict(entry.kernel.constexpr)
-    return entry.kernel.name, values.get("epilogue"), values.get("tile_n")
+    names = ("epilogue", "order", "tile_n", "tile_m", "split", "ctas_per_sm")
+    return entry.kernel.name, *map(values.get, names)
 
 
 SAMPLE = certified.first_of(CATALOGUE, sort_of)
@@ -48,7 +50,8 @@ def test_every_configuration(kernel, kind, expect):
 def entry(epilogue: str, **changes):
     import torch
 
-    chosen = dataclasses.replace(config.choose(torch.bfloat16, "k", "k", epilogue), **changes)
+    chosen = launch.dense_config(torch.bfloat16, "k", "k", epilogue, Dense(256))
+    chosen = dataclasses.replace(chosen, **changes)
     return launch.gemm_entry(chosen)
 
 

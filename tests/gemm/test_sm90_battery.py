@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_kernels.gemm import config, launch
+from cute_kernels.gemm import launch, tiles
 from tests import contract, ptxsim, sim
 from tests.contract import RowOp, SumOp
-from tests.gemm.simulated import gemm_kernel, operand, simulated
+from tests.gemm.simulated import WIDE, gemm_kernel, operand, simulated
 from tests.gemm.sm90_defects import k_steps_swapped
 from tests.ptxsim.available import requires_sim
 
@@ -68,17 +68,19 @@ def test_battery(make):
     assert contract.check_rows(make(), ROWS, SEED) > 60
 
 
-#: N of a product that takes the narrow tile for up to 256 rows on 3 clusters, else the wide one.
+#: N of a product with a whole tile and a part of one.
 ACROSS = 136
+NARROW = tiles.Dense(128)
 
 
-def across_tiles(kernel=gemm_kernel) -> RowOp:
+def across_tiles(kernel=None) -> RowOp:
     """fp32 partials whose number of rows chooses the tile."""
     weight = operand(ACROSS, K, BF16, "k", seed=1)
 
     def run(rows):
         state = torch.zeros(len(rows), ACROSS)
-        with simulated(kernel=kernel, wgmma_math="hopper"):
+        tile = NARROW if len(rows) <= 256 else WIDE
+        with simulated(kernel=kernel, tile=tile, wgmma_math="hopper"):
             return launch.gemm(rows, weight, None, state)
 
     return RowOp("linear across a change of tile", run, K, BF16)
@@ -86,7 +88,6 @@ def across_tiles(kernel=gemm_kernel) -> RowOp:
 
 def test_rows_across_a_change_of_tile():
     """The narrow tile's bytes of a row are the wide one's, whichever computed the whole batch."""
-    assert [config.tile_columns(m, ACROSS, 3) for m in (1, 256, 257, 300)] == [128, 128, 256, 256]
     sizes = [1, 63, 128, 129, 255, 256, 257, 258, 300]
     assert contract.check_population(across_tiles(), 300, SEED, sizes) == len(sizes)
     assert contract.check_population(across_tiles(), 256, SEED, sizes[:6]) == 6
@@ -98,10 +99,9 @@ def narrow_tile_in_another_order(monkeypatch):
 
     with monkeypatch.context() as patch:
         k_steps_swapped(patch, kernel_sm90)
-        swapped = kernel_sm90.build(
-            config.choose(BF16, "k", "k", "accumulate", 128), compile=ptxsim.compile
-        )
-    return lambda *chosen: swapped if 128 in chosen else gemm_kernel(*chosen)
+        chosen = launch.dense_config(BF16, "k", "k", "accumulate", NARROW)
+        swapped = kernel_sm90.build(chosen, compile=ptxsim.compile)
+    return lambda *chosen: swapped if NARROW in chosen else gemm_kernel(*chosen)
 
 
 def test_a_tile_with_another_order_is_killed(monkeypatch):
@@ -146,7 +146,6 @@ def test_schedules(epilogue):
             return launch.gemm(a, b, bias, None if start is None else start.clone())
 
     want = sim.run_modes(run)["default"]
-    assert {config.tile_columns(300, 520, clusters) for clusters in (3, 66)} == {256, 128}
     for clusters in (1, 2, 66):
         assert contract.same_bytes(run(clusters), want)
 
@@ -156,12 +155,12 @@ def test_schedules_of_the_narrow_tile():
     a, b = operand(300, 520, BF16, "k", 7), operand(264, 520, BF16, "mn", 8)
     start = torch.randn(300, 264)
 
-    def run(width=128):
-        with simulated(width=width):
+    def run(tile=NARROW):
+        with simulated(tile=tile):
             return launch.gemm(a, b, None, start.clone())
 
     want = sim.run_modes(run)["default"]
-    assert contract.same_bytes(run(256), want)
+    assert contract.same_bytes(run(WIDE), want)
 
 
 def test_splits_under_schedules():

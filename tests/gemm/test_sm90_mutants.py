@@ -10,9 +10,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_kernels.gemm import config, launch, reference
+from cute_kernels.gemm import launch, reference
 from tests import contract, ptxsim
-from tests.gemm.simulated import operand, simulated
+from tests.gemm.simulated import WIDE, operand, simulated
 from tests.gemm.sm90_defects import (
     k_steps_swapped,
     last_tile_skipped,
@@ -75,7 +75,7 @@ def survives(kernel, epilogue: str) -> bool:
 def compiled(epilogue: str):
     from cute_kernels.gemm import kernel_sm90
 
-    chosen = config.choose(torch.bfloat16, "k", "k", epilogue)
+    chosen = launch.dense_config(torch.bfloat16, "k", "k", epilogue, WIDE)
     return kernel_sm90.build(chosen, compile=ptxsim.compile)
 
 

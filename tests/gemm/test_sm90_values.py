@@ -10,9 +10,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_kernels.gemm import config, launch, reference
+from cute_kernels.gemm import config, launch, reference, tiles
 from tests import contract, ptxsim
-from tests.gemm.simulated import operand, simulated
+from tests.gemm.simulated import WIDE, operand, simulated
 from tests.ptxsim.available import requires_sim
 
 pytestmark = [requires_sim, pytest.mark.sim]
@@ -35,16 +35,25 @@ def case(chosen: config.Config, m: int, n: int, k: int):
     return a, b, bias, start
 
 
-def run(a, b, bias, start, **options):
+def chosen_of(epilogue: str) -> config.Config:
+    return launch.dense_config(torch.bfloat16, "k", "k", epilogue, WIDE)
+
+
+def run(a, b, bias, start, order=config.ORDER, **options):
     state = None if start is None else start.clone()
     with simulated(**options):
-        return launch.gemm(a, b, bias, state)
+        return launch.gemm(a, b, bias, state, order)
+
+
+def oracle(order, a, b, bias, start):
+    return reference.tree(a, b, bias) if order == "tree" else reference.chain(a, b, bias, start)
 
 
 def every_configuration():
-    """fp16 differs in the type of its instructions alone: all of it is nightly but K-major."""
-    for chosen in config.catalogue():
-        often = chosen.dtype == "bf16" or (chosen.a_major, chosen.b_major) == ("k", "k")
+    """fp16 differs in the type of its instructions alone: it is nightly but for the wide tile."""
+    for chosen in launch.configs():
+        both_k = (chosen.a_major, chosen.b_major) == ("k", "k")
+        often = chosen.dtype == "bf16" or (both_k and chosen.tile_n == config.Config.tile_n)
         label = "-".join(map(str, vars(chosen).values()))
         yield pytest.param(chosen, id=label, marks=() if often else pytest.mark.nightly)
 
@@ -53,9 +62,9 @@ def every_configuration():
 def test_every_configuration(chosen):
     for m, n, k in SHAPES if chosen.tile_n == config.Config.tile_n else NARROW:
         a, b, bias, start = case(chosen, m, n, k)
-        want = reference.chain(a, b, bias, start)
+        want = oracle(chosen.order, a, b, bias, start)
         want = want if start is not None else want.to(a.dtype)
-        got = run(a, b, bias, start, width=chosen.tile_n)
+        got = run(a, b, bias, start, chosen.order, tile=tiles.Dense(chosen.tile_n))
         assert contract.same_bytes(got, want), (m, n, k)
         report = ptxsim.report()
         assert report["fence_warnings"]["count"] == 0
@@ -63,7 +72,7 @@ def test_every_configuration(chosen):
 
 @pytest.mark.parametrize("epilogue", ["plain", "bias", "accumulate"])
 def test_against_float64_with_the_truncating_adder(epilogue):
-    chosen = config.choose(torch.bfloat16, "k", "k", epilogue)
+    chosen = chosen_of(epilogue)
     a, b, bias, start = case(chosen, 130, 264, 1000)
     exact = reference.gemm(a, b, bias, start)
     bound = reference.error_bound(a, b)
@@ -75,7 +84,7 @@ def test_against_float64_with_the_truncating_adder(epilogue):
 
 def test_the_output_is_written_everywhere():
     """Poisoned outputs: NaN and 0x7f bytes must all be gone, and nothing beyond N touched."""
-    a, b, _, _ = case(config.choose(torch.bfloat16, "k", "k", "plain"), 200, 300, 72)
+    a, b, _, _ = case(chosen_of("plain"), 200, 300, 72)
     want = reference.chain(a, b).bfloat16()
     for fill in (
         torch.tensor(float("nan")).bfloat16(),
@@ -131,7 +140,7 @@ def test_what_the_compiled_entry_refuses():
     """The second place of checks: TVM-FFI refuses dims, dtypes and strides that disagree."""
     from tests.gemm.simulated import gemm_kernel
 
-    kernel = gemm_kernel(torch.bfloat16, "k", "k", "plain")
+    kernel = gemm_kernel(torch.bfloat16, "k", "k", "plain", WIDE)
     good = operand(16, 16, torch.bfloat16, "k", 0)
     out = torch.empty(16, 16, dtype=torch.bfloat16)
     kernel(good, good, out, None, 1)
