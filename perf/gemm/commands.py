@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Annotated
 
@@ -47,6 +48,31 @@ def bench_gemm(
     for body in measured:
         typer.echo(json.dumps(body) if as_json else bench.line(body))
         failed += body["system"] == "ours" and body["status"] != "ok"
+    if failed:
+        raise typer.Exit(1)
+
+
+@verbs.bench.command("decode")
+def bench_decode(
+    group: Annotated[str, typer.Option(help="of few,middle,dense")] = "few,middle,dense",
+    shape: Annotated[str, typer.Option(help="qkv,o_proj,...; default: all")] = "",
+    rounds: Annotated[int, typer.Option(min=50, help="samples of each system")] = 50,
+    output: Output = None,
+    commit: Commit = None,
+) -> None:
+    """Few rows in both orders and in arrival order, checked, then timed in turns with cuBLAS."""
+    need_gpu("bench")
+    from . import decode
+
+    groups = chosen("--group", group, ("few", "middle", "dense"))
+    shapes = chosen("--shape", shape, decode.SHAPES)
+    todo = [case for case in decode.cases(groups) if not shapes or case.shape in shapes]
+    path, failed = output or record.RESULTS / "decode.jsonl", 0
+    measured = decode.bench(todo, output=path, rounds=rounds, commit=commit)
+    for _, bodies in itertools.groupby(measured, key=lambda body: body["shape"]):
+        case = list(bodies)
+        typer.echo(decode.lines(case))
+        failed += any(b["status"] != "ok" or not all(b["bitwise"].values()) for b in case)
     if failed:
         raise typer.Exit(1)
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from ..core.counts import timed
 from ..core.tables import NOT_RUN, Bench, bits, folded, kept, latest, table, times, where
-from . import targets
+from . import decode_page, targets
 
-KERNELS = ("gemm_sm90", "gemm_column_sum_sm90")
+KERNELS = ("gemm_sm90", "gemm_skinny_sm90", "gemm_column_sum_sm90")
 CASES = [(product, targets.label(name, m)) for product, name, m in targets.cases()]
-COUNTS = (timed("`linear`, `matmul`: products timed", "gemm", set(CASES)),)
+COUNTS = (timed("`linear`, `matmul`: products timed", "gemm", set(CASES)), *decode_page.COUNTS)
 NEAR_FLOOR = 0.9  # of the floor: from here on a miss is the rival's doing
 _MEASURE = "`python -m perf bench gemm` on an H200"
 
@@ -141,7 +141,7 @@ def plots(records: list[dict], folder: Path) -> list[Path]:
     """The ratios to cuBLAS, and the rates over M."""
     from . import plots as drawn
 
-    return drawn.write(records, folder)
+    return drawn.write(records, folder) + decode_page.plots(records, folder)
 
 
 def _target_rows(bench: Bench) -> list[list[str]]:
@@ -154,14 +154,17 @@ def bits_kept(records: list[dict]) -> list[list[str]]:
         [
             "[bits of `linear` and `matmul`](#linear-and-matmul)",
             kept(latest(records, "gemm"), CASES),
-        ]
+        ],
+        *decode_page.bits_kept(records),
     ]
 
 
 def target_verdicts(records: list[dict]) -> tuple[str, list[str]]:
     """The verdict of each target of speed."""
     words = [row[2] for row in _target_rows(latest(records, "gemm"))]
-    return "[speed targets of `linear` and `matmul`](#targets)", words
+    return "[speed targets of `linear` and `matmul`](#targets)", words + decode_page.verdicts(
+        records
+    )
 
 
 def render(records: list[dict]) -> list[str]:
@@ -189,6 +192,8 @@ def render(records: list[dict]) -> list[str]:
         "",
         *table(["target", "measured", "verdict", "next step"], _target_rows(bench)),
         *_not_measured(bench),
+        "",
+        *decode_page.render(records),
     ]
 
 

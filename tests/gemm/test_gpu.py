@@ -1,8 +1,6 @@
 """gemm on a GPU: the battery, poison, streams, graphs, SM counts.  `make gpu-test`.
 
-Run on an NVIDIA H200 on 2026-11-20 at commit d59b64c: all passed, but for the test of two devices,
-which was skipped.  Younger, and not run: the tests of a change of tile, of both tiles, and of the
-gradient of a bias.
+What ran where: docs/status.md and the notes.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.gemm import config, launch, op, reference
+from cute_kernels.gemm import config, launch, op, reference, tiles
 from tests import contract
 from tests.contract import RowOp, SumOp
 
@@ -30,6 +28,11 @@ SHAPES = {
     "mlp_down": (4096, 14336, 4096),
     "lm_head": (4096, 4096, 32000),
 }
+
+
+#: (K, N) of what decoding multiplies.
+DECODE = {name: shape[1:] for name, shape in SHAPES.items()}
+DECODE |= {"lm_head_128k": (4096, 128256), "lm_head_152k": (4096, 151936), "router": (4096, 256)}
 
 
 def randn(*shape: int, seed: int = SEED, dtype=BF16) -> torch.Tensor:
@@ -91,38 +94,80 @@ def test_drawn_numbers_of_rows(name):
     contract.check_population(partials_op(n, k), m, SEED, sizes[:20])
 
 
+def order_op(n: int, k: int, order: str, dtype=BF16) -> RowOp:
+    weight, bias = randn(n, k, dtype=dtype), randn(n, seed=4, dtype=dtype)
+    return RowOp(f"linear, {order}", lambda x: ck.linear(x, weight, bias, order=order), k, dtype)
+
+
+@pytest.mark.parametrize("order", config.ORDERS)
 @pytest.mark.parametrize("n", [4096, 12288, 1032])
-def test_rows_across_a_change_of_tile(n):
-    """The tile's width follows M; the bytes of a row do not."""
+def test_rows_across_a_change_of_tile(n, order):
+    """The tile and the kernel follow M; the bytes of a row do not."""
     k, most = 1024, 4096
-    clusters = launch.max_clusters(torch.device("cuda:0"))
-    width = {m: config.tile_columns(m, n, clusters) for m in range(1, most + 1)}
-    changes = [m for m in range(1, most) if width[m] != width[m + 1]]
-    assert changes and set(width.values()) == set(config.TILE_COST)
-    sizes = sorted({size for m in changes[:12] for size in (m - 1, m, m + 1, m + 2)})
-    for target in (linear_op(n, k), linear_op(n, k, torch.float16), partials_op(n, k)):
-        for rows in (changes[0], changes[0] + 1):  # the base by either tile
-            some = [m for m in sizes if m <= rows]
-            contract.check_population(target, rows, SEED, some)
+    units = launch.most_ctas(torch.device("cuda:0"))
+    tile = {m: tiles.choose(m, n, k, order, units) for m in range(1, most + 1)}
+    changes = [m for m in range(1, most) if tile[m] != tile[m + 1]]
+    assert len(set(tile.values())) > 5
+    sizes = sorted({size for m in changes for size in (m - 1, m, m + 1, m + 2) if 0 < size})
+    for target in (order_op(n, k, order), order_op(n, k, order, torch.float16)):
         contract.check_population(target, most, SEED, sizes)
+
+
+@pytest.mark.parametrize("order", config.ORDERS)
+@pytest.mark.parametrize("name", DECODE)
+def test_every_number_of_few_rows_and_drawn_ones(name, order):
+    """Rows 1 to 128 and 200 drawn numbers up to 16384 have the bytes that they have among all."""
+    k, n = DECODE[name]
+    x, weight = randn(16384, k), randn(n, k, seed=2)
+    generator = torch.Generator().manual_seed(SEED)
+    sizes = [*range(1, 129), *torch.randint(129, 16385, (200,), generator=generator).tolist()]
+    whole = ck.linear(x, weight, order=order)
+    for m in sizes:
+        assert contract.same_bytes(ck.linear(x[:m], weight, order=order), whole[:m]), m
+    if order == "tree":
+        for m in range(1, 129):
+            assert contract.same_bytes(ck.skinny_linear(x[:m], weight), whole[:m]), m
+
+
+def operands_of(majors: str, dtype, m: int = 1000, n: int = 1032, k: int = 776):
+    a, b = randn(m, k, dtype=dtype), randn(n, k, seed=2, dtype=dtype)
+    a = a.mT.contiguous().mT if majors.startswith("mn") else a
+    return a, b.mT.contiguous().mT if majors.endswith("mn") else b
 
 
 @pytest.mark.parametrize("epilogue", ["plain", "bias", "accumulate"])
 @pytest.mark.parametrize("majors", ["kk", "kmn", "mnk", "mnmn"])
-def test_both_tiles_give_the_same_bytes(majors, epilogue, monkeypatch):
-    """The whole catalogue at both widths, in fp32 where the epilogue stores it."""
+def test_all_dense_tiles_give_the_same_bytes(majors, epilogue, monkeypatch):
+    """The whole catalogue at every width, in fp32 where the epilogue stores it."""
     for dtype in (BF16, torch.float16):
-        a, b = randn(1000, 776, dtype=dtype), randn(1032, 776, seed=2, dtype=dtype)
-        a = a.mT.contiguous().mT if majors.startswith("mn") else a
-        b = b.mT.contiguous().mT if majors.endswith("mn") else b
+        a, b = operands_of(majors, dtype)
         bias = randn(1032, seed=3, dtype=dtype) if epilogue == "bias" else None
         start = randn(1000, 1032, seed=4, dtype=torch.float32)
-        found = {}
-        for width in config.TILE_COST:
-            monkeypatch.setattr(launch, "tile_columns", lambda *_, width=width: width)
+        found = []
+        for tile in tiles.dense_tiles("chain"):
+            for choice in ("choose", "dense"):
+                monkeypatch.setattr(tiles, choice, lambda *_, tile=tile: tile)
             state = start.clone() if epilogue == "accumulate" else None
-            found[width] = launch.gemm(a, b, bias, state)
-        assert contract.same_bytes(*found.values()), dtype
+            found.append(launch.gemm(a, b, bias, state))
+        assert all(contract.same_bytes(found[0], other) for other in found[1:]), dtype
+
+
+@pytest.mark.parametrize("order", config.ORDERS)
+@pytest.mark.parametrize("majors", ["kk", "kmn"])
+@pytest.mark.parametrize("rows", [1, 13, 103, 300])
+def test_every_tile_of_both_kernels_gives_the_same_bytes(order, majors, rows, monkeypatch):
+    every = [*tiles.dense_tiles(order), *tiles.skinny_tiles(order)]
+    for dtype in (BF16, torch.float16):
+        a, b = operands_of(majors, dtype, rows, 1030, 2328)
+        bias = randn(1030, seed=3, dtype=dtype)
+        found = {}
+        for tile in every:
+            monkeypatch.setattr(tiles, "choose", lambda *_, tile=tile: tile)
+            monkeypatch.setattr(tiles, "dense", lambda *_, tile=tile: tile)
+            found[tile] = launch.gemm(a, b, bias, None, order)
+        want = found.pop(every[0])
+        wrong = [tile for tile, other in found.items() if not contract.same_bytes(want, other)]
+        assert not wrong, (dtype, wrong)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)

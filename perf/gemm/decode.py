@@ -1,0 +1,159 @@
+"""`python -m perf bench decode`: products of few rows, in both orders, side by side with cuBLAS.
+
+Records are of the kernel "decode": one for each of SYSTEMS at each case.  `skinny` and `fast` are
+`ck.skinny_linear`, ordered and in arrival order; `chain` and `tree` are `ck.linear`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..core import record, timing, watch
+from ..core.bits import repeats
+from ..core.rival import Call
+from ..core.work import measured
+from . import cases as products
+from . import check
+from .bench import ratios
+from .cases import Inputs
+
+ROWS = (1, 2, 4, 8, 13, 16, 32, 64, 103, 128)
+#: (K, N) of y[M, N] = x[M, K] @ W[N, K]^T.
+SHAPES = {
+    "qkv": (4096, 12288),
+    "o_proj": (4096, 4096),
+    "mlp_up": (4096, 14336),
+    "mlp_down": (14336, 4096),
+    "lm_head": (4096, 32000),
+    "lm_head_128k": (4096, 128256),
+    "lm_head_152k": (4096, 151936),
+}
+#: Besides: rows where a dense kernel's last wave is short, and those of training.
+MIDDLE = tuple((name, m) for name in ("qkv", "o_proj", "mlp_down") for m in (160, 256, 384, 512))
+SHORT_WAVE = ("down_2112", 2048)
+DENSE = tuple((name, 4096) for name in ("qkv", "o_proj", "mlp_up", "mlp_down", "lm_head"))
+_ALL = SHAPES | {SHORT_WAVE[0]: (7168, 2112)}
+
+
+@dataclass(frozen=True)
+class Case(products.Case):
+    """Some rows times one weight."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.shape}/m{self.m}"
+
+    @property
+    def weight_bytes(self) -> int:
+        return 2 * self.n * self.k
+
+
+def cases(groups: list[str]) -> list[Case]:
+    """The cases of "few", "middle" and "dense"."""
+    wanted = {
+        "few": [(name, m) for name in SHAPES for m in ROWS],
+        "middle": [*MIDDLE, SHORT_WAVE],
+        "dense": list(DENSE),
+    }
+    return [Case("fwd", name, m, *_ALL[name]) for group in groups for name, m in wanted[group]]
+
+
+def calls(case: Case) -> dict[str, Call]:
+    """Who is measured at a case."""
+    import cute_kernels as ck
+
+    linear, skinny = ck.linear, ck.skinny_linear
+    found: dict[str, Call] = {
+        "chain": lambda t: linear(t["x"], t["w"]),
+        "tree": lambda t: linear(t["x"], t["w"], order="tree"),
+        "cublas": lambda t: torch.mm(t["x"], t["w"].mT),
+    }
+    if case.m <= max(ROWS):
+        found["skinny"] = lambda t: skinny(t["x"], t["w"], deterministic=True)
+        found["fast"] = lambda t: skinny(t["x"], t["w"], deterministic=False)
+    return found
+
+
+def verdict(name: str, call: Call, t: Inputs) -> dict:
+    """Right, and for what is ordered: the same bytes again, and of rows alone."""
+    try:
+        found = check.check(call, "fwd", t, promised=name != "cublas")
+        bits = {}
+        if name not in ("cublas", "fast"):
+            bits = {"repeat": repeats(lambda: (call(t),)), "rows": check.rows_alone(call, "fwd", t)}
+    except Exception as error:
+        # A kernel that fails on the card is a result to record, with its reason.
+        return {"status": "failed", "why": watch.words(error)}
+    body = {"check": found.items(), "bitwise": bits, "status": "ok" if found.ok else "failed"}
+    return body if found.ok else body | {"why": "the result is wrong"}
+
+
+def run_case(
+    case: Case, *, rounds: int, device: str, l2_bytes: int, ceilings: dict[str, float], clock=None
+) -> dict[str, dict]:
+    """One record body per system, all from one interleaved run."""
+    first = case.inputs(0, device)
+    todo = calls(case)
+    bodies = {
+        name: case.items() | {"system": name} | verdict(name, call, first)
+        for name, call in todo.items()
+    }
+    timed = {name: todo[name] for name, body in bodies.items() if body["status"] == "ok"}
+    set_bytes = sum(value.nbytes for value in first.values())
+    count = timing.set_count(set_bytes, l2_bytes, len(timed))
+    sets = [first] + [case.inputs(i, device) for i in range(1, count)]
+    rotated = timing.rotating(timed, sets)
+    timing.warm_up(rotated, count)
+    with torch.inference_mode():
+        times = timing.interleave(rotated, rounds=rounds, clock=clock)
+    medians = {name: taken.median for name, taken in times.items()}
+    for name, taken in times.items():
+        bodies[name] |= measured(taken, case.work, ceilings) | {"ratio": ratios(medians, name)}
+        gbs = case.weight_bytes / taken.median / 1e3
+        bodies[name] |= {"weight_gbs": gbs, "of_copy": gbs / ceilings["copy_gbs"]}
+        bodies[name]["cold_l2"] = {"sets": count, "set_bytes": set_bytes, "l2_bytes": l2_bytes}
+    return bodies
+
+
+def bench(
+    todo: list[Case],
+    *,
+    output: Path,
+    rounds: int = timing.MIN_ROUNDS,
+    commit: str | None = None,
+    device: str = "cuda",
+) -> Iterator[dict]:
+    """Measures every case on the device; yields each record as it is written."""
+    import cute_kernels as ck
+
+    common = record.environment(commit) | {"kind": "bench", "kernel": "decode"}
+    ceilings = timing.ceilings()
+    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    for case in todo:
+        bodies = run_case(case, rounds=rounds, device=device, l2_bytes=l2_bytes, ceilings=ceilings)
+        clocks = record.clocks()
+        for name, body in bodies.items():
+            body |= common | {"clocks": clocks}
+            if name != "cublas":
+                op = "linear" if name in ("chain", "tree") else "skinny_linear"
+                body["contract_id"] = ck.contract_id(op, device)
+            record.append(output, body)
+            yield body
+
+
+def lines(bodies: list[dict]) -> str:
+    """One line for the terminal: the times of one case."""
+    cells = []
+    for body in bodies:
+        if body["status"] != "ok":
+            cells.append(f"{body['system']} {body['status']}: {body['why'][:60]}")
+            continue
+        broken = "" if all(body["bitwise"].values()) else " BITS DIFFER"
+        against = body["ratio"].get("cublas")
+        ratio = f" ({against:.2f})" if against else ""
+        cells.append(f"{body['system']} {body['median_us']:.1f}{ratio}{broken}")
+    return f"{bodies[0]['shape']:<20} " + "  ".join(cells)

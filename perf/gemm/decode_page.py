@@ -1,0 +1,212 @@
+"""Few rows on the status page: a pure function of the records of `perf bench decode`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..core import figure
+from ..core.counts import Count
+from ..core.tables import NOT_RUN, Bench, folded, kept, latest, table, where
+from . import decode
+
+SYSTEMS = ("chain", "tree", "skinny", "fast", "cublas")
+FEW = [(name, m) for name in decode.SHAPES for m in decode.ROWS]
+CASES = [(name, m) for name, m in (*FEW, *decode.MIDDLE, decode.SHORT_WAVE, *decode.DENSE)]
+#: Bytes from which a weight counts as large.
+LARGE = 100e6
+_MEASURE = "`python -m perf bench decode` on an H200"
+
+
+def _key(case: tuple[str, int]) -> tuple[str, str]:
+    return "fwd", f"{case[0]}/m{case[1]}"
+
+
+def _of(item: dict) -> object:
+    """The case of a record of the chain's time."""
+    ours = item["kind"] == "bench" and item["kernel"] == "decode" and item["system"] == "chain"
+    known = {_key(case) for case in CASES}
+    key = (item.get("product"), item.get("shape"))
+    return key if ours and "median_us" in item and key in known else None
+
+
+COUNTS = (Count("`linear`, `skinny_linear`: products of few rows timed", _of, len(CASES)),)
+
+
+def _ratios(
+    bench: Bench, cases: Iterable[tuple[str, int]], system: str, rival: str
+) -> list[float | None]:
+    return [bench.ratio(_key(case), rival, system) for case in cases]
+
+
+def _shares(bench: Bench) -> list[float | None]:
+    """Of the copy's bandwidth, at the large weights."""
+    large = [c for c in FEW if 2 * math.prod(decode.SHAPES[c[0]]) >= LARGE]
+    return [(bench.get(_key(case), "chain") or {}).get("of_copy") for case in large]
+
+
+def _either(bench: Bench) -> list[float | None]:
+    """The better order over cuBLAS, where a dense kernel's last wave is short."""
+    cases = (*decode.MIDDLE, decode.SHORT_WAVE)
+    pairs = zip(
+        *(_ratios(bench, cases, order, "cublas") for order in ("chain", "tree")), strict=True
+    )
+    return [None if None in pair else max(pair) for pair in pairs]
+
+
+def targets(bench: Bench) -> list[tuple[str, list[float | None], float, float]]:
+    """(what, values, the least geometric mean, the least of any) of each target of speed."""
+    low, high = [c for c in FEW if c[1] <= 16], [c for c in FEW if c[1] > 16]
+    pair = [c for c in FEW if c[0] in ("o_proj", "mlp_down")]
+    return [
+        ("`chain`, rows <= 16, over cuBLAS", _ratios(bench, low, "chain", "cublas"), 1.0, 0.8),
+        ("`chain`, rows > 16, over cuBLAS", _ratios(bench, high, "chain", "cublas"), 1 / 1.05, 0.8),
+        ("`chain`, weights >= 100 MB, of the copy's bandwidth", _shares(bench), 0.8, 0.0),
+        (
+            "`skinny_linear` over `chain`, o_proj, mlp_down",
+            _ratios(bench, pair, "skinny", "chain"),
+            1.0,
+            0.0,
+        ),
+        (
+            "`skinny_linear`, rows <= 16, over cuBLAS",
+            _ratios(bench, low, "skinny", "cublas"),
+            1 / 0.95,
+            0.0,
+        ),
+        (
+            "`skinny_linear`, ordered over in arrival order",
+            _ratios(bench, FEW, "skinny", "fast"),
+            1 / 1.05,
+            1 / 1.05,
+        ),
+        (
+            "`tree`, 4096 rows, over cuBLAS",
+            _ratios(bench, decode.DENSE, "tree", "cublas"),
+            0.9,
+            0.9,
+        ),
+        (
+            "160 to 512 rows and 2048 x 7168 x 2112, the better order over cuBLAS",
+            _either(bench),
+            0.95,
+            0.95,
+        ),
+    ]
+
+
+def _target_rows(bench: Bench) -> list[list[str]]:
+    rows = []
+    for text, values, mean, each in targets(bench):
+        least = f"{text}: >= {mean:.2f}x" + (f", each >= {each:.2f}x" if each else "")
+        have = [value for value in values if value is not None]
+        if len(have) < len(values):
+            rows.append([least, NOT_RUN, NOT_RUN, _MEASURE])
+            continue
+        found = math.exp(sum(map(math.log, have)) / len(have))
+        held = found >= mean and min(have) >= each
+        step = "none" if held else "docs/notes/gemm_sm90.md"
+        rows.append(
+            [least, f"{found:.3f}x (lowest {min(have):.3f}x)", "held" if held else "missed", step]
+        )
+    return rows
+
+
+def _time_row(bench: Bench, case: tuple[str, int]) -> list[str]:
+    cells = [case[0], str(case[1])]
+    own = bench.get(_key(case), "chain")
+    for system in SYSTEMS:
+        item = bench.get(_key(case), system) or {}
+        cells.append(f"{item['median_us']:.1f}" if "median_us" in item else NOT_RUN)
+    share = (own or {}).get("of_copy")
+    cells.append(NOT_RUN if share is None else f"{share:.0%}")
+    for system in ("chain", "tree"):
+        ratio = bench.ratio(_key(case), "cublas", system)
+        cells.append(NOT_RUN if ratio is None else f"{ratio:.2f}x")
+    return [*cells, where(own)]
+
+
+def times(bench: Bench) -> list[str]:
+    """The table of every case."""
+    names = ["`chain`", "`tree`", "`skinny_linear`", "fast", "cuBLAS"]
+    head = ["weight", "rows", *names, "of copy", "cuBLAS / `chain`", "cuBLAS / `tree`", "ran on"]
+    rows = [_time_row(bench, case) for case in CASES]
+    return folded(head, rows, ("ran on",))
+
+
+def bits_kept(records: list[dict]) -> list[list[str]]:
+    """Bits of the ordered systems over all cases."""
+    bench = latest(records, "decode")
+    orders = {"chain": CASES, "tree": CASES, "skinny_linear": FEW}
+    rows = []
+    for order, cases in orders.items():
+        own = Bench(
+            {
+                ("ours", *key[1:]): item
+                for key, item in bench.records.items()
+                if key[0] == order.removesuffix("_linear")
+            }
+        )
+        text = f"[bits of `{order}` at few rows](#few-rows)"
+        rows.append([text, kept(own, [_key(case) for case in cases])])
+    return rows
+
+
+def verdicts(records: list[dict]) -> list[str]:
+    """Of each target of speed."""
+    return [row[2] for row in _target_rows(latest(records, "decode"))]
+
+
+def render(records: list[dict]) -> list[str]:
+    """The lines of few rows."""
+    bench = latest(records, "decode")
+    plot = ["", "![Of the copy's bandwidth](plots/decode.svg)"] if points(bench) else []
+    return [
+        "## Few rows",
+        "",
+        "bf16, cold L2, microseconds, in turns.  `fast` adds leaves as they arrive.  Bits are those",
+        "of 20 repeats and of each row alone.",
+        *plot,
+        "",
+        *times(bench),
+        "",
+        "### Targets of few rows",
+        "",
+        "Geometric means; a ratio is the other's time over ours.",
+        "",
+        *table(["target", "measured", "verdict", "next step"], _target_rows(bench)),
+    ]
+
+
+def points(bench: Bench) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """weight -> system -> (rows, share of the copy's bandwidth), of what was timed."""
+    found: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for name, m in FEW:
+        for system in ("chain", "skinny", "cublas"):
+            item = bench.get(_key((name, m)), system) or {}
+            if "of_copy" in item:
+                found.setdefault(name, {}).setdefault(system, []).append((m, item["of_copy"]))
+    return found
+
+
+def plots(records: list[dict], folder: Path) -> list[Path]:
+    """Share of the copy's bandwidth over rows: ours full, cuBLAS dashed."""
+    bench = latest(records, "decode")
+    found = points(bench)
+    if not found:
+        return []
+    drawn, axes = figure.figure()
+    for index, (name, lines) in enumerate(found.items()):
+        for system, style in (("chain", "-"), ("cublas", ":")):
+            xs, ys = zip(*lines.get(system, [(1, math.nan)]), strict=True)
+            label = name if system == "chain" else None
+            axes.plot(xs, ys, style, marker=".", color=f"C{index}", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(decode.ROWS, [str(m) for m in decode.ROWS])
+    axes.set_xlabel("rows (full: chain, dotted: cuBLAS)")
+    axes.set_ylabel("weight bytes per second over the copy's")
+    axes.set_ylim(0, 1)
+    axes.set_title(figure.title(bench, "few rows"))
+    drawn.legend(loc="outside lower center", ncols=4, frameon=False)
+    return figure.save(drawn, folder, "decode")
