@@ -29,10 +29,11 @@ def info() -> dict[str, object]:
     Returns:
         A dictionary that JSON can hold: ``versions``, ``settings``, ``reduction`` (see
         `set_reduction`), ``cache_dir``, ``devices`` (facts); ``ops``: per op and device the
-        ``backends`` (None or the reason), the ``guarantees`` kept and the ``contract_id``, for bf16 inputs; and ``ran``, which is no
-        prediction: what was launched in this process so far, in the order of first launches, each
-        with ``op``, ``kernel`` (the part of it), ``backend``, ``device``, ``dtype``, the
-        ``contract_id`` then and the time ``first`` (UTC).  ``matmul`` is the op ``linear`` there.
+        ``backends`` (None or the reason), the ``guarantees`` kept and the ``contract_id``, for bf16
+        inputs; and ``ran``, which is no prediction: what was launched in this process so far, in
+        the order of first launches, each with ``op``, ``kernel`` (the part of it), ``backend``,
+        ``device``, ``dtype``, the ``contract_id`` then and the time ``first`` (UTC).  ``matmul`` is
+        the op ``linear`` there.
 
     Raises:
         SettingError: an environment variable of the library has a value that it does not take.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import cute_kernels
 from cute_kernels import arch, settings
-from cute_kernels.gemm import config
+from cute_kernels.gemm import config, tiles
 from cute_kernels.schedule_command import parse_mask
 from cute_kernels.schedulers.model import machines as machine_table
 from cute_kernels.schedulers.model.selection import select
@@ -15,7 +15,9 @@ from cute_kernels.schedulers.report import picture, quality
 from cute_kernels.schedulers.report import rows as report
 from perf import cards
 from perf.core import record
+from perf.core.tables import latest
 from perf.digest import page as digests
+from perf.gemm import decode_page
 
 project = "cute_kernels"
 author = "The cute_kernels authors"
@@ -74,6 +76,28 @@ def gemm_plans() -> str:
     return table(["backend", "of", "constants"], rows)
 
 
+def tile_costs() -> str:
+    """What the launcher takes an SM to need for each tile of gemm, in ns per element of K."""
+    rows = [
+        [f"`kernel_sm90`, {config.Config.tile_m} rows by {width} columns", "–", f"{cost:.1f}"]
+        for width, cost in tiles.DENSE_COST.items()
+    ]
+    rows += [
+        [
+            f"`kernel_skinny_sm90`, {n} rows of the weight by {m} tokens",
+            f"{half:.2f}",
+            f"{full:.2f}",
+        ]
+        for (n, m), (half, full) in tiles.SKINNY_COST.items()
+    ]
+    return table(["tile", "half", "all"], rows)
+
+
+def few_rows() -> str:
+    """The times of few rows, from the records."""
+    return "\n".join(decode_page.times(latest(record.read_all(), "decode")))
+
+
 def _cells(name: str, value: object) -> Iterator[list[str]]:
     """(name, value) of a constant; of a group of constants one pair, of groups one for each."""
     if not isinstance(value, dict):
@@ -114,6 +138,8 @@ def digest_state() -> str:
 GENERATED = {
     "settings-table": (settings_table, (settings,)),
     "gemm-plans": (gemm_plans, (config, arch)),
+    "tile-costs": (tile_costs, (config, tiles)),
+    "few-rows": (few_rows, (decode_page,)),
     "schedule-machines": (machines, (machine_table,)),
     "schedule-trials": (trials, (inspect.getmodule(select),)),
     "schedule-quality": (quality.quality_table, (quality,)),
@@ -121,7 +147,7 @@ GENERATED = {
     "digest-state": (digest_state, (digests,)),
 }
 #: Made from the records too.
-RECORDED = ("what-ran", "digest-state")
+RECORDED = ("what-ran", "digest-state", "few-rows")
 
 #: Picture -> mask of 8192 tokens and 16 heads, and its panels (kind, heads in flight, walk).
 PICTURES = {

@@ -18,7 +18,7 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels import about, arch, contracts, dispatch, schedulers, settings
-from cute_kernels.gemm import config
+from cute_kernels.gemm import checks, config, tiles
 from cute_kernels.sparse_attn import config as attention
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -255,65 +255,34 @@ def constants(path: str) -> dict[str, int]:
 def test_the_sm90_walk_through_has_the_kernels_numbers():
     text = " ".join(read("docs/gemm.md").split())
     kernel = constants("cute_kernels/gemm/kernel_sm90.py")
-    tiles = [config.choose(torch.bfloat16, "k", "k", "plain", n) for n in config.TILE_COST]
-    tile, narrow = tiles
-    sizes = " or ".join(f"{one.tile_m} x {one.tile_n}" for one in tiles)
-    assert f"A tile is {sizes}, K advances by blocks of {tile.tile_k}." in text
-    assert " or ".join(f"`wgmma.m64n{one.tile_n}k16`" for one in tiles) in text
+    shipped, widths = config.Config("bf16", "k", "k", "plain", "chain"), list(tiles.DENSE_COST)
+    columns = f"{', '.join(map(str, widths[:-1]))} or {widths[-1]} columns"
+    assert f"A tile is {shipped.tile_m} rows by {columns}" in text
+    assert f"K advances by blocks of {shipped.tile_k}." in text
     assert f"| {kernel['PRODUCER_REGISTERS']} | producer" in text
     assert f"| {kernel['CONSUMER_REGISTERS']} | consumers" in text
-    assert f"in groups of {tile.raster_group} cluster rows" in text
+    assert f"in groups of {shipped.raster_group} cluster rows" in text
     assert f"{kernel['EPILOGUE_ROW_BYTES']} bytes wide, 64 rows high" in text
-    words = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}
+    words = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six", 8: "eight"}
     epilogue = kernel["CONSUMERS"] * kernel["EPILOGUE_STAGES"] * 64 * kernel["EPILOGUE_ROW_BYTES"]
-    wide_ring, narrow_ring = (
-        words[(kernel["SHARED_BYTES"] - epilogue) // ((t.tile_m + t.tile_n) * t.tile_k * 2)]
-        for t in (tile, narrow)
+    most, least = (
+        words[(kernel["SHARED_BYTES"] - epilogue) // ((shipped.tile_m + n) * shipped.tile_k * 2)]
+        for n in (min(widths), max(widths))
     )
-    ring = (
-        f"{wide_ring.capitalize()} stages of shared memory, or {narrow_ring} with the narrow tile"
-    )
+    ring = f"{least.capitalize()} stages of shared memory (256 columns) to {most} (64)"
     assert ring in text
     assert f"{words[kernel['EPILOGUE_STAGES']]} buffers" in text
-    assert {(t.cluster_m, t.cluster_n) for t in tiles} == {(2, 1)}
+    assert (shipped.cluster_m, shipped.cluster_n) == (2, 1)
     assert f"Lane l of {config.COLUMN_SUM.lanes} adds" in text
 
 
-def test_the_choice_of_the_tile_is_told_as_it_is():
-    """The costs, the tiles and the waves of the table, from config.py and for an H200."""
-    text, clusters = read("docs/gemm.md"), 66
-    prose = " ".join(text.split())
-    wide, narrow = config.TILE_COST
-    costs = (
-        f"{config.TILE_COST[wide]:.2f} in the wide tile and {config.TILE_COST[narrow]:.2f} in the"
-    )
-    assert costs in prose and f"of which an H200 has {clusters}" in prose
-    rows = config.Config.tile_m * config.Config.cluster_m
-    assert f"A cluster covers {rows} rows" in prose
-    header = ["M = 512", f"{wide} wide: tiles, waves", f"{narrow} wide: tiles, waves"]
-    header += [f"predicted, {narrow} to {wide}", f"measured, {wide} wide", f"{narrow} wide"]
-    table = rows_of(text, *header)
-    assert len(table) == 2
-    for name, *cells, ratio, before, after in table:
-        n, times = int(name.rpartition("N = ")[2]), {}
-        for width, cell in zip((wide, narrow), cells, strict=True):
-            tiles = -(-512 // rows) * -(-n // width)
-            waves = -(-tiles // clusters)
-            assert cell == f"{tiles}, {waves}"
-            times[width] = waves * width * config.TILE_COST[width]
-        assert f"{times[narrow] / times[wide]:.2f}" == ratio
-        assert config.tile_columns(512, n, clusters) == narrow
-        product = "dx" if "dx" in name else "fwd"
-        for commit, cell in (("d59b64c", before), ("45e2796", after)):
-            (found,) = (
-                r
-                for r in map(
-                    json.loads, (ROOT / "perf/results/bench.jsonl").read_text().splitlines()
-                )
-                if (r["commit"], r["system"], r["product"], r["shape"])
-                == (commit, "ours", product, "qkv/m512")
-            )
-            assert cell.startswith(f"{found['median_us']:.1f} us, {found['ratio']['cublas']:.2f}x")
+def test_the_page_of_few_rows_has_the_kernels_numbers():
+    text = " ".join(read("docs/splitk.md").split())
+    widest = max(tokens for _, tokens in tiles.SKINNY_COST)
+    assert f"the tokens on the other, 8 to {widest} wide" in text
+    splits = sorted({tile.split for tile in tiles.skinny_tiles("tree")} - {1})
+    assert splits == [2, 8] and "two or eight CTAs of a cluster" in text
+    assert f"at most {checks.MAX_ROWS} rows" in text
 
 
 def test_the_choice_of_the_tile_rests_on_the_record():
@@ -322,7 +291,7 @@ def test_the_choice_of_the_tile_rests_on_the_record():
     records = [r for r in map(json.loads, lines) if r["probe"] == "width"]
     answer = [r for r in records if r["case"] == "answer"][-1]
     assert answer["verdict"] == "yes" and answer["differ"] == 0
-    for width in config.TILE_COST:
+    for width in (64, 128, 192, 256):
         start = f"Chain(n={width}, warpgroups=2, block_k={config.Config.tile_k},"
         cases = [r for r in records if r["case"].startswith(start)]
         assert cases and all(r["verdict"] == "yes" and r["differ"] == 0 for r in cases)

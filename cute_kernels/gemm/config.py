@@ -17,8 +17,8 @@ from ..schedulers.tiles.leaves import LEAVES
 from .triton.plan import TRITON, TRITON_FP32
 
 #: ``chain``: one fp32 accumulator, ascending K in groups of 16, one rounding.
-#: ``tree``: K is cut into at most eight leaves of ``leaves.length(K)``; a leaf is a chain; leaves are
-#: added in fp32, ascending; one rounding.
+#: ``tree``: K is cut into at most eight leaves of ``leaves.length(K)``; a leaf is a chain; leaves
+#: are added in fp32, ascending; one rounding.
 ORDER = "chain"
 ORDERS = (ORDER, "tree")
 #: The leaves of ``tree``, added as they arrive: for `skinny_linear(deterministic=False)` only.

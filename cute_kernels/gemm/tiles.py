@@ -32,12 +32,12 @@ class Skinny(NamedTuple):
 
 
 #: What an SM takes for a tile per element of K, in ns, where all SMs are at work; by its width.
-DENSE_COST: Mapping[int, float] = {256: 10.8, 192: 8.2, 128: 5.5, 64: 3.3}
+DENSE_COST: Mapping[int, float] = {256: 10.8, 192: 8.2, 128: 5.6, 64: 3.3}
 #: A tree keeps two accumulators, and a wider tile has no registers for them.
 _WIDEST_TREE = 192
 #: The same for (tile_n, tile_m) of a skinny tile: where half of the SMs are at work, and where all.
 SKINNY_COST: Mapping[tuple[int, int], tuple[float, float]] = {
-    (64, 8): (1.9, 2.0),
+    (64, 8): (2.0, 2.0),
     (64, 16): (2.0, 2.15),
     (64, 32): (2.05, 2.4),
     (64, 64): (2.3, 2.8),
@@ -54,8 +54,9 @@ SKINNY_COST: Mapping[tuple[int, int], tuple[float, float]] = {
 }
 #: Beside a tile's own time, in ns: a launch; the end of a leaf; the meeting of a cluster's CTAs.
 START, LEAF, MERGE = 5800.0, 100.0, 800.0
-#: Skinny tiles of a second wave start anew; a second tile of few tokens reads the weight again.
-ANEW, AGAIN = 1.05, 1.15
+#: Skinny tiles of a second wave start anew; a second tile of few tokens reads the weight again; a
+#: wide tile of which part is outside waits for zeros.
+ANEW, AGAIN, ZEROS = 1.05, 1.15, 0.5
 #: Bytes that an SM's share of the memory gives in a ns.
 STREAM = 32.5
 #: The most tokens of a tile whose K blocks are long, which may share an SM, and be split.
@@ -127,7 +128,7 @@ def _time(rows: int, columns: int, k: int, order: str, units: int) -> Callable:
         ctas = _ctas(tile, rows, columns)
         waves = -(-ctas // units)
         if isinstance(tile, Dense):
-            height, merge = Config.tile_m * Config.cluster_m, 0.0
+            height, merge, vain = Config.tile_m * Config.cluster_m, 0.0, 0.0
             work = waves * (k * DENSE_COST[tile.tile_n] + leaves * LEAF)
         else:
             height, merge = tile.tile_m, MERGE * (tile.split > 1)
@@ -136,8 +137,10 @@ def _time(rows: int, columns: int, k: int, order: str, units: int) -> Callable:
             work = waves * (k * cost + leaves * LEAF) / tile.split
             work *= ANEW if waves > tile.ctas_per_sm else 1
             work *= AGAIN if height < min(rows, NARROW) else 1
+            vain = max(0, height - rows) / height if height > NARROW else 0.0
         weight = 2 * columns * k / units / STREAM
-        return START + max(work, weight) + merge, -rows % height, max(0, units - ctas)
+        time = (START + max(work, weight) + merge) * (1 + ZEROS * vain)
+        return time, -rows % height, max(0, units - ctas)
 
     return time
 

@@ -79,7 +79,7 @@ def bench_decode(
 
 @verbs.app.command("tune")
 def tune_gemm(
-    kernel: Annotated[str, typer.Argument(help="gemm")] = "gemm",
+    kernel: Annotated[str, typer.Argument(help="gemm, tiles")] = "gemm",
     shape: Annotated[str, typer.Option()] = "qkv,mlp_down",
     product: Annotated[str, typer.Option(help="of fwd,dx,dw")] = "fwd",
     variant: Annotated[list[str] | None, typer.Option(help="tile_n=192,cluster_m=1")] = None,
@@ -87,12 +87,22 @@ def tune_gemm(
     output: Output = None,
     commit: Commit = None,
 ) -> None:
-    """Variants of a kernel's configuration: the same bits, then their times in turns."""
+    """Variants of a kernel's configuration: the same bits, then their times in turns.
+
+    ``tiles``: what an SM takes for each tile, of which the launcher's choice is made.
+    """
     need_gpu("tune")
     from . import tune
     from .cases import cases
 
-    chosen("KERNEL", kernel, ("gemm",))
+    chosen("KERNEL", kernel, ("gemm", "tiles"))
+    if kernel == "tiles":
+        from . import tile_costs
+
+        path = output or record.RESULTS / "tiles.jsonl"
+        for line in tile_costs.measure(path, rounds, commit):
+            typer.echo(line)
+        return
     shapes = chosen("--shape", shape, targets.SHAPES)
     products = chosen("--product", product, targets.PRODUCTS)
     variants, path = list(variant or tune.VARIANTS), output or record.RESULTS / "tune.jsonl"

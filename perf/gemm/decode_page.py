@@ -165,8 +165,8 @@ def render(records: list[dict]) -> list[str]:
     return [
         "## Few rows",
         "",
-        "bf16, cold L2, microseconds, in turns.  `fast` adds leaves as they arrive.  Bits are those",
-        "of 20 repeats and of each row alone.",
+        "bf16, cold L2, microseconds, in turns.  `fast` adds leaves as they arrive.  Bits are",
+        "those of 20 repeats and of each row alone.",
         *plot,
         "",
         *times(bench),

