@@ -84,7 +84,7 @@ def tile_costs() -> str:
     ]
     rows += [
         [
-            f"`kernel_skinny_sm90`, {n} rows of the weight by {m} tokens",
+            f"`kernel_skinny_sm90`, {n} rows of W by {m} tokens",
             f"{half:.2f}",
             f"{full:.2f}",
         ]

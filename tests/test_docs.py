@@ -278,7 +278,7 @@ def test_the_sm90_walk_through_has_the_kernels_numbers():
 
 def test_the_page_of_few_rows_has_the_kernels_numbers():
     text = " ".join(read("docs/splitk.md").split())
-    widest = max(tokens for _, tokens in tiles.SKINNY_COST)
+    widest = max(tokens for _, tokens, _ in tiles.SKINNY_COST)
     assert f"the tokens on the other, 8 to {widest} wide" in text
     splits = sorted({tile.split for tile in tiles.skinny_tiles("tree")} - {1})
     assert splits == [2, 8] and "two or eight CTAs of a cluster" in text

@@ -62,8 +62,9 @@ class SkinnyConfig:
     """One compiled SM90 kernel for few rows: tiles of ``tile_n`` weight rows by ``tile_m`` tokens.
 
     ``w_major``: of the weight, as in `Config`.  ``order``: of ``ORDERS``, or ``UNORDERED``.
-    ``split``: CTAs of a cluster that share a tile's leaves.  ``ctas_per_sm``: that many rings of
-    loads under way on an SM.
+    ``split``: CTAs of a cluster that share a tile's leaves.  ``pair``: CTAs of a cluster that share
+    rows of the weight, with tokens of their own.  ``ctas_per_sm``: that many rings of loads under
+    way on an SM.
     """
 
     dtype: str
@@ -72,6 +73,7 @@ class SkinnyConfig:
     order: str
     tile_m: int
     split: int = 1
+    pair: int = 1
     tile_n: int = 64
     tile_k: int = 64
     ctas_per_sm: int = 2

@@ -14,6 +14,8 @@ Split        a tile's leaves are computed by ``split`` CTAs of a cluster side by
 K tail       as in dsl/mainloop.py, at the end of every leaf.
 M, N tails   loads beyond give zeros; what lies beyond is not stored, except N's columns up to the
              next multiple of 4, which are padding of Y's own rows.
+Pair         two CTAs of a cluster have the same rows of W and tokens of their own: each loads half
+             of W's and multicasts it to both.
 Roles        ``tile_n`` / 64 warpgroups multiply, one more warp loads; one tile per CTA.
 Limits       SM90a only; bf16 and fp16; M, N, K < 2^31.
 Measured     docs/status.md.
@@ -58,7 +60,10 @@ class SkinnySm90:
         space = SM_BYTES // config.ctas_per_sm - CTA_BYTES - self.share_bytes()
         tile = (config.tile_n, config.tile_m, config.tile_k)
         majors = (config.w_major, "k")
-        self.mainloop = Mainloop(self.dtype, majors, tile, (1, 1), self.consumers, space)
+        self.cluster = config.split * config.pair
+        assert config.split == 1 or config.pair == 1
+        cluster = (1, config.pair)
+        self.mainloop = Mainloop(self.dtype, majors, tile, cluster, self.consumers, space)
         ring = self.mainloop.stages * self.mainloop.stage_bytes
         assert not self.ordered or self.kept * self.sums * 4 <= ring, "sums reuse the ring"
 
@@ -96,11 +101,12 @@ class SkinnySm90:
 
         self.storage = Storage
         tiles_n = cute.ceil_div(mY.shape[1], config.tile_n)
-        tiles_m = cute.ceil_div(mY.shape[0], config.tile_m)
+        # Whole pairs: what is beyond has no row to store.
+        tiles_m = cute.ceil_div(mY.shape[0], config.tile_m * config.pair) * config.pair
         self.kernel(w, x, mY, mBias, tiles_m).launch(
             grid=(config.split * tiles_m * tiles_n, 1, 1),
             block=(self.threads + 32, 1, 1),
-            cluster=(config.split, 1, 1),
+            cluster=(self.cluster, 1, 1),
             min_blocks_per_mp=config.ctas_per_sm,
             # In percent.  Without it the compiler would ask a device, and a host may have none.
             preferred_smem_carveout=100,
@@ -131,14 +137,15 @@ class SkinnySm90:
         share = storage.share.data_ptr()
         sums = cute.recast_ptr(storage.sW.data_ptr(), dtype=cutlass.Float32)
 
-        # CTAs of a cluster share a tile, not what they load.
-        ctas = cute.make_layout((1, 1, config.split))
+        # CTAs that share a tile share none of its loads; those of a pair share W's.
+        ctas = cute.make_layout((1, config.pair, config.split))
         ring = self.mainloop.ring(storage.barriers.data_ptr(), ctas)
         if cutlass.const_expr(not self.ordered):
             self.clear(share, tidx)
-        pipeline.announce_barriers((1, config.split))
-        part = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        pipeline.await_barriers((1, config.split))
+        pipeline.announce_barriers((1, self.cluster))
+        rank = ctas.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
+        part = rank[2]
+        pipeline.await_barriers((1, self.cluster))
 
         # Neighbouring clusters share the rows of W: one of them finds those in L2.
         tile = block // config.split
@@ -151,7 +158,7 @@ class SkinnySm90:
         from_n = cutlass.max(cutlass.min(n, by_quads), 0)
         k = cute.size(w.tensor, mode=[1])
         if warp == self.threads // 32:
-            self.load((w, x), (sW, sX), ring, ctas, (from_n, from_m), part, k)
+            self.load((w, x), (sW, sX), ring, (ctas, rank), (from_n, from_m), k)
         elif cutlass.const_expr(self.ordered):
             self.multiply((sW, sX), sums, ring, part, k)
         else:
@@ -168,13 +175,14 @@ class SkinnySm90:
             self.meet()
 
     @cute.jit
-    def load(self, sources, shared, ring, ctas, rows, part, k):
+    def load(self, sources, shared, ring, place, rows, k):
         """The producer warp: of each of this CTA's leaves, every K block of W and X, in order."""
         state = pipeline.producer_state(self.mainloop.stages)
-        first, end = self.leaf_range(part, k)
+        ctas, rank = place
+        first, end = self.leaf_range(rank[2], k)
         for leaf in cutlass.range(first, end, unroll=1):
             start, size = self.span(leaf, k)
-            loads = self.mainloop.loads(sources, *shared, ctas, (0, 0), (*rows, start))
+            loads = self.mainloop.loads(sources, *shared, ctas, rank, (*rows, start))
             blocks = (size + self.config.tile_k - 1) // self.config.tile_k
             state = self.mainloop.load(loads, ring, state, 0, 0, (0, blocks))
 
@@ -303,7 +311,8 @@ class SkinnySm90:
     @cute.jit
     def meet(self):
         """All threads of the CTAs that share a tile; what was written before is seen after."""
-        if cutlass.const_expr(self.config.split > 1):
+        if cutlass.const_expr(self.cluster > 1):
+            # Of a pair too: a CTA must not exit while the other one may still arrive on its barriers.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         else:

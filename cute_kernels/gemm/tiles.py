@@ -28,29 +28,30 @@ class Skinny(NamedTuple):
     tile_n: int
     tile_k: int
     ctas_per_sm: int
-    split: int
+    split: int = 1
+    pair: int = 1
 
 
 #: What an SM takes for a tile per element of K, in ns, where all SMs are at work; by its width.
 DENSE_COST: Mapping[int, float] = {256: 10.8, 192: 8.2, 128: 5.6, 64: 3.3}
 #: A tree keeps two accumulators, and a wider tile has no registers for them.
 _WIDEST_TREE = 192
-#: The same for (tile_n, tile_m) of a skinny tile: where half of the SMs are at work, and where all.
-SKINNY_COST: Mapping[tuple[int, int], tuple[float, float]] = {
-    (64, 8): (2.0, 2.0),
-    (64, 16): (2.0, 2.15),
-    (64, 32): (2.05, 2.4),
-    (64, 64): (2.3, 2.8),
-    (64, 80): (2.5, 3.3),
-    (64, 112): (2.9, 3.8),
-    (64, 128): (2.95, 4.0),
-    (64, 192): (3.7, 4.3),
-    (128, 112): (4.0, 5.6),
-    (128, 128): (4.5, 5.9),
-    (128, 160): (5.6, 6.8),
-    (192, 128): (8.0, 8.25),
-    (192, 176): (10.6, 10.9),
-    (192, 192): (11.6, 11.8),
+#: The same for (tile_n, tile_m, pair) of a skinny tile: where half of the SMs are at work, and all.
+SKINNY_COST: Mapping[tuple[int, int, int], tuple[float, float]] = {
+    (64, 8, 1): (2.0, 2.0),
+    (64, 16, 1): (2.0, 2.15),
+    (64, 32, 1): (2.05, 2.4),
+    (64, 64, 1): (2.3, 2.8),
+    (64, 64, 2): (2.2, 2.6),
+    (64, 80, 2): (2.3, 2.75),
+    (64, 128, 2): (2.75, 3.1),
+    (64, 192, 2): (3.7, 4.1),
+    (128, 112, 1): (4.0, 5.6),
+    (128, 128, 1): (4.5, 5.9),
+    (128, 160, 1): (5.6, 6.8),
+    (192, 128, 2): (7.8, 8.0),
+    (192, 176, 1): (10.6, 10.9),
+    (192, 192, 1): (11.6, 11.8),
 }
 #: Beside a tile's own time, in ns: a launch; the end of a leaf; the meeting of a cluster's CTAs.
 START, LEAF, MERGE = 5800.0, 100.0, 800.0
@@ -59,10 +60,10 @@ START, LEAF, MERGE = 5800.0, 100.0, 800.0
 ANEW, AGAIN, ZEROS = 1.05, 1.15, 0.5
 #: Bytes that an SM's share of the memory gives in a ns.
 STREAM = 32.5
-#: The most tokens of a tile whose K blocks are long, which may share an SM, and be split.
-NARROW = 64
+#: The most tokens of a tile that may share an SM, and be split; of one with blocks of 256 of K.
+NARROW, LONG = 64, 16
 #: The most tokens of a tile that adds leaves in registers, by its weight rows.
-_TREE_TOKENS = {64: 128, 128: 128, 192: 0}
+_TREE_TOKENS = {64: 192, 128: 160, 192: 0}
 _SPLITS = (2, LEAVES)
 
 
@@ -97,26 +98,32 @@ def skinny_tiles(order: str) -> Iterator[Skinny]:
     if order == UNORDERED:
         yield from (tile for tile in skinny_tiles("tree") if tile.split > 1)
         return
-    for tile_n, tile_m in SKINNY_COST:
+    for tile_n, tile_m, pair in SKINNY_COST:
         if order == "tree" and tile_m > _TREE_TOKENS[tile_n]:
             continue
-        if tile_m > NARROW:
-            yield Skinny(tile_m, tile_n, 64, 1, 1)
+        if pair > 1 or tile_m > NARROW:
+            yield Skinny(tile_m, tile_n, 128 if tile_m <= NARROW else 64, 1, pair=pair)
             continue
-        for ctas_per_sm in (1, 2):
-            yield Skinny(tile_m, tile_n, 128, ctas_per_sm, 1)
+        yield Skinny(tile_m, tile_n, 256 if tile_m <= LONG else 128, 1)
+        yield Skinny(tile_m, tile_n, 128, 2)
         if order == "tree":
             for split in _SPLITS:
                 yield Skinny(tile_m, tile_n, 128, 1, split)
 
 
 def _fitting(rows: int, columns: int, order: str, units: int) -> Iterator[Skinny]:
-    """Narrow tiles share an SM where they have to, and are split where SMs would idle."""
+    """Narrow tiles share an SM where they have to, and are split where SMs would idle.
+
+    Pairs are for more tokens than a tile has.
+    """
     for tile in skinny_tiles(order):
+        if tile.pair > 1 and rows <= tile.tile_m:
+            continue
         ctas = _ctas(tile, rows, columns)
         # Clusters of 8 do not come to fill the last quarter of the SMs.
         room = units if tile.split < LEAVES else units * 3 // 4
-        if tile.tile_m > NARROW or tile.ctas_per_sm == 1 + (ctas > room):
+        wide = tile.pair > 1 or tile.tile_m > NARROW
+        if wide or tile.ctas_per_sm == 1 + (ctas > room):
             yield tile
 
 
@@ -132,11 +139,11 @@ def _time(rows: int, columns: int, k: int, order: str, units: int) -> Callable:
             work = waves * (k * DENSE_COST[tile.tile_n] + leaves * LEAF)
         else:
             height, merge = tile.tile_m, MERGE * (tile.split > 1)
-            half, full = SKINNY_COST[tile.tile_n, tile.tile_m]
+            half, full = SKINNY_COST[tile.tile_n, tile.tile_m, tile.pair]
             cost = max(half, full * min(1.0, ctas / units))
             work = waves * (k * cost + leaves * LEAF) / tile.split
             work *= ANEW if waves > tile.ctas_per_sm else 1
-            work *= AGAIN if height < min(rows, NARROW) else 1
+            work *= AGAIN if tile.pair == 1 and height < min(rows, NARROW) else 1
             vain = max(0, height - rows) / height if height > NARROW else 0.0
         weight = 2 * columns * k / units / STREAM
         time = (START + max(work, weight) + merge) * (1 + ZEROS * vain)
@@ -148,6 +155,7 @@ def _time(rows: int, columns: int, k: int, order: str, units: int) -> Callable:
 def _ctas(tile: Dense | Skinny, rows: int, columns: int) -> int:
     """How many CTAs the tiles of a product take."""
     if isinstance(tile, Skinny):
-        return -(-rows // tile.tile_m) * -(-columns // tile.tile_n) * tile.split
+        down = -(-rows // (tile.tile_m * tile.pair)) * tile.pair
+        return down * -(-columns // tile.tile_n) * tile.split
     across = -(-columns // (tile.tile_n * Config.cluster_n)) * Config.cluster_n
     return -(-rows // (Config.tile_m * Config.cluster_m)) * Config.cluster_m * across

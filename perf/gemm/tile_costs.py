@@ -33,7 +33,8 @@ def every_tile() -> dict[str, tuple[object, int, int]]:
     }
     for tile in tiles.skinny_tiles("chain"):
         if tile.ctas_per_sm == 1:
-            found[f"skinny {tile.tile_n} x {tile.tile_m}"] = tile, tile.tile_n, tile.tile_m
+            name = f"skinny {tile.tile_n} x {tile.tile_m}{', pairs' * (tile.pair > 1)}"
+            found[name] = tile, tile.tile_n, tile.tile_m
     return found
 
 
@@ -76,7 +77,8 @@ def measure(output: Path, rounds: int, commit: str | None) -> Iterator[str]:
         call = product(tile)
         body = common | {"tile": name, "system": name, "status": "ok", "k": list(KS)}
         body["full"] = slope(call, TOKENS * width, ACROSS * height, rounds, l2_bytes)
-        body["half"] = slope(call, width, ALONE * height, rounds, l2_bytes)
+        pair = getattr(tile, "pair", 1)
+        body["half"] = slope(call, pair * width, ALONE // pair * height, rounds, l2_bytes)
         record.append(output, body)
         costs = [f"{kind} {body[kind]['ns_per_k']:.2f}" for kind in ("full", "half")]
-        yield f"{name:<18} ns per k: {', '.join(costs)}; start {body['full']['start_us']:.1f} us"
+        yield f"{name:<24} ns per k: {', '.join(costs)}; start {body['full']['start_us']:.1f} us"

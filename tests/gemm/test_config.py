@@ -63,7 +63,7 @@ def test_the_catalogue_is_complete_and_distinct():
         majors = one.a_major, one.b_major
         assert one == launch.dense_config(dtypes[one.dtype], *majors, one.epilogue, tile, one.order)
     for one in launch.skinny_configs():
-        tile = tiles.Skinny(one.tile_m, one.tile_n, one.tile_k, one.ctas_per_sm, one.split)
+        tile = tiles.Skinny(*(getattr(one, name) for name in tiles.Skinny._fields))
         assert one == launch.skinny_config(
             dtypes[one.dtype], one.w_major, one.bias, tile, one.order
         )
@@ -137,7 +137,7 @@ def test_no_tile_is_in_the_id(sm90, monkeypatch):
     """Which one a call takes follows M, and no bit follows it."""
     before = ids()
     monkeypatch.setattr(tiles, "DENSE_COST", {64: 1.0})
-    monkeypatch.setattr(tiles, "SKINNY_COST", {(64, 16): (1.0, 1.0)})
+    monkeypatch.setattr(tiles, "SKINNY_COST", {(64, 16, 1): (1.0, 1.0)})
     assert ids() == before
 
 

@@ -37,7 +37,7 @@ def run(x, w, bias, tile, order, **options):
 def shapes(tile: Skinny):
     """One row of few columns; all of a tile; more of both than one has, and a tail of K."""
     tall, wide = tile.tile_n, tile.tile_m
-    return [(1, tall - 24, 40), (wide, tall, 512), (wide + 5, tall + 9, 1000)]
+    return [(1, tall - 24, 40), (wide, tall, 512), (tile.pair * wide + 5, tall + 9, 1000)]
 
 
 def every_tile():
@@ -119,7 +119,8 @@ def test_battery(order):
     ("order", "tile"),
     [
         ("chain", Skinny(16, 64, 128, 2, 1)),
-        ("chain", Skinny(128, 192, 64, 1, 1)),
+        ("chain", Skinny(128, 192, 64, 1, pair=2)),
+        ("tree", Skinny(64, 64, 128, 1, pair=2)),
         ("tree", Skinny(16, 64, 128, 1, 1)),
         ("tree", Skinny(16, 64, 128, 1, 2)),
         ("tree", Skinny(64, 64, 128, 1, 8)),
@@ -187,11 +188,12 @@ TILES = {
     "split": Skinny(16, 64, 128, 1, 8),
     "halves": Skinny(16, 64, 128, 1, 2),
     "two warpgroups": Skinny(128, 128, 64, 1, 1),
+    "pair": Skinny(16, 64, 128, 1, pair=2),
 }
 
 
 def order_of(kind: str) -> str:
-    return "chain" if kind in ("chain", "two warpgroups") else "tree"
+    return "chain" if kind in ("chain", "two warpgroups", "pair") else "tree"
 
 
 def survives(kernel, kind: str) -> bool:

@@ -13,15 +13,16 @@ from cute_kernels.gemm.tiles import Dense, Skinny
 #: (rows, N, K) -> what an H200 takes, as measured (docs/notes/gemm_sm90.md): each is a reason for a
 #: part of the model.
 KNOWN = {
-    (1, 4096, 4096, "chain"): Skinny(8, 64, 128, 1, 1),  # 64 tiles: a whole SM for each
-    (1, 12288, 4096, "chain"): Skinny(8, 64, 128, 2, 1),  # 192: two on some SMs
-    (13, 4096, 14336, "tree"): Skinny(16, 64, 128, 1, 2),  # idle SMs take half of the leaves
-    (13, 256, 4096, "tree"): Skinny(16, 64, 128, 1, 8),
-    (128, 12288, 4096, "chain"): Skinny(128, 128, 64, 1, 1),  # the tokens' bytes begin to count
-    (160, 12288, 4096, "chain"): Skinny(160, 128, 64, 1, 1),  # all rows in one tile
-    (256, 4096, 4096, "chain"): Dense(64),
-    (384, 12288, 4096, "chain"): Skinny(192, 192, 64, 1, 1),  # 128 tiles: one wave
-    (2048, 2112, 7168, "chain"): Skinny(176, 192, 64, 1, 1),  # 132 tiles: one wave
+    (1, 4096, 4096, "chain"): Skinny(8, 64, 256, 1),  # 64 tiles: a whole SM for each
+    (1, 12288, 4096, "chain"): Skinny(8, 64, 128, 2),  # 192: two on some SMs
+    (13, 4096, 14336, "tree"): Skinny(16, 64, 128, 1, split=2),  # idle SMs take half of the leaves
+    (13, 256, 4096, "tree"): Skinny(16, 64, 128, 1, split=8),
+    (103, 4096, 14336, "chain"): Skinny(64, 64, 128, 1, pair=2),  # the weight is read once for both
+    (128, 12288, 4096, "chain"): Skinny(128, 128, 64, 1),  # the tokens' bytes begin to count
+    (160, 12288, 4096, "chain"): Skinny(160, 128, 64, 1),  # all rows in one tile
+    (256, 4096, 4096, "chain"): Skinny(128, 64, 64, 1, pair=2),
+    (384, 12288, 4096, "chain"): Skinny(192, 192, 64, 1),  # 128 tiles: one wave
+    (2048, 2112, 7168, "chain"): Skinny(176, 192, 64, 1),  # 132 tiles: one wave
     (512, 4096, 4096, "chain"): Dense(128),
     (4096, 4096, 4096, "chain"): Dense(256),
     (4096, 12288, 4096, "chain"): Dense(256),
@@ -47,7 +48,7 @@ def drawn(count: int):
 def test_what_is_chosen_is_in_the_catalogue():
     dense = {(c.order, Dense(c.tile_n)) for c in launch.configs()}
     skinny = {
-        (c.order, Skinny(c.tile_m, c.tile_n, c.tile_k, c.ctas_per_sm, c.split))
+        (c.order, Skinny(c.tile_m, c.tile_n, c.tile_k, c.ctas_per_sm, c.split, c.pair))
         for c in launch.skinny_configs()
     }
     chosen = set()
