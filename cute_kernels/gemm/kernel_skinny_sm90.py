@@ -312,7 +312,7 @@ class SkinnySm90:
     def meet(self):
         """All threads of the CTAs that share a tile; what was written before is seen after."""
         if cutlass.const_expr(self.cluster > 1):
-            # Of a pair too: a CTA must not exit while the other one may still arrive on its barriers.
+            # Of a pair too: one must not exit while the other may still arrive on its barriers.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         else:

@@ -187,7 +187,7 @@ def _setup_skinny(ctx, inputs, output):
 
 def _backward_skinny(ctx, dy):
     x, weight = ctx.saved_tensors
-    needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     dx = linear_dx(dy, weight, "tree") if needs_x else None
     dw = linear_dw(dy, x, "tree") if needs_weight else None
     db = None

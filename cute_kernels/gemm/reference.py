@@ -65,3 +65,14 @@ def error_bound(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     groups = math.ceil(a.shape[1] / K_GROUP)
     magnitude = a.double().abs() @ b.double().abs().mT
     return 5.25 * groups * 2.0**-23 * magnitude
+
+
+def tree_error_bound(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The same for ``tree``: 5.25 · ⌈n/8⌉ · 2⁻²³ · S, and 2⁻²⁴ · S for each leaf added.
+
+    Source: docs/numerics.md; n = ⌈K/16⌉, S = Σ|a_k b_k|.
+    """
+    k = a.shape[1]
+    magnitude = a.double().abs() @ b.double().abs().mT
+    groups = math.ceil(leaves.length(k) / K_GROUP)
+    return (5.25 * groups * 2.0**-23 + (leaves.count(k) - 1) * 2.0**-24) * magnitude

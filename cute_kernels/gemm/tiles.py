@@ -33,25 +33,26 @@ class Skinny(NamedTuple):
 
 
 #: What an SM takes for a tile per element of K, in ns, where all SMs are at work; by its width.
-DENSE_COST: Mapping[int, float] = {256: 10.8, 192: 8.2, 128: 5.6, 64: 3.3}
+#: Both tables: perf/results/tiles.jsonl, an H200, 2026-11-22.
+DENSE_COST: Mapping[int, float] = {256: 10.61, 192: 8.11, 128: 5.54, 64: 3.12}
 #: A tree keeps two accumulators, and a wider tile has no registers for them.
 _WIDEST_TREE = 192
 #: The same for (tile_n, tile_m, pair) of a skinny tile: where half of the SMs are at work, and all.
 SKINNY_COST: Mapping[tuple[int, int, int], tuple[float, float]] = {
-    (64, 8, 1): (2.0, 2.0),
-    (64, 16, 1): (2.0, 2.15),
-    (64, 32, 1): (2.05, 2.4),
-    (64, 64, 1): (2.3, 2.8),
-    (64, 64, 2): (2.2, 2.6),
-    (64, 80, 2): (2.3, 2.75),
-    (64, 128, 2): (2.75, 3.1),
-    (64, 192, 2): (3.7, 4.1),
-    (128, 112, 1): (4.0, 5.6),
-    (128, 128, 1): (4.5, 5.9),
-    (128, 160, 1): (5.6, 6.8),
-    (192, 128, 2): (7.8, 8.0),
-    (192, 176, 1): (10.6, 10.9),
-    (192, 192, 1): (11.6, 11.8),
+    (64, 8, 1): (1.85, 1.94),
+    (64, 16, 1): (1.96, 2.07),
+    (64, 32, 1): (2.0, 2.37),
+    (64, 64, 1): (2.3, 2.97),
+    (64, 64, 2): (1.89, 1.94),
+    (64, 80, 2): (2.16, 2.21),
+    (64, 128, 2): (2.68, 2.64),
+    (64, 192, 2): (3.43, 3.99),
+    (128, 112, 1): (4.56, 5.69),
+    (128, 128, 1): (4.58, 5.9),
+    (128, 160, 1): (5.63, 6.72),
+    (192, 128, 2): (6.78, 8.09),
+    (192, 176, 1): (9.5, 11.02),
+    (192, 192, 1): (10.12, 11.87),
 }
 #: Beside a tile's own time, in ns: a launch; the end of a leaf; the meeting of a cluster's CTAs.
 START, LEAF, MERGE = 5800.0, 100.0, 800.0
@@ -140,7 +141,8 @@ def _time(rows: int, columns: int, k: int, order: str, units: int) -> Callable:
         else:
             height, merge = tile.tile_m, MERGE * (tile.split > 1)
             half, full = SKINNY_COST[tile.tile_n, tile.tile_m, tile.pair]
-            cost = max(half, full * min(1.0, ctas / units))
+            crowd = min(1.0, max(0.0, 2 * ctas / units - 1))
+            cost = half + (full - half) * crowd
             work = waves * (k * cost + leaves * LEAF) / tile.split
             work *= ANEW if waves > tile.ctas_per_sm else 1
             work *= AGAIN if tile.pair == 1 and height < min(rows, NARROW) else 1

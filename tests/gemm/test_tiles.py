@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from cute_kernels.gemm import config, launch, tiles
 from cute_kernels.gemm.tiles import Dense, Skinny
+
+TILES = Path(__file__).parents[2] / "perf" / "results" / "tiles.jsonl"
 
 #: (rows, N, K) -> what an H200 takes, as measured (docs/notes/gemm_sm90.md): each is a reason for a
 #: part of the model.
@@ -95,3 +99,15 @@ def test_only_the_tile_of_the_kernel_follows_m(monkeypatch):
         *(("_skinny_kernel", torch.bfloat16, "k", False, o) for o in config.ORDERS),
     }
     assert len(asked) > 8
+
+
+def test_the_costs_are_the_measured_ones():
+    """Each is the latest record's of its tile, to two digits; no tile is without one."""
+    measured = {
+        record["tile"]: (round(record["half"]["ns_per_k"], 2), round(record["full"]["ns_per_k"], 2))
+        for record in map(json.loads, TILES.read_text().splitlines())
+    }
+    for width, cost in tiles.DENSE_COST.items():
+        assert cost == measured[f"dense {width}"][1]
+    for (tall, wide, pair), costs in tiles.SKINNY_COST.items():
+        assert costs == measured[f"skinny {tall} x {wide}{', pairs' * (pair > 1)}"]

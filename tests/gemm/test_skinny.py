@@ -1,0 +1,303 @@
+"""`ck.skinny_linear` and the order ``tree`` on the CPU: rows, biases, accuracy, refusals."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels import reduction
+from cute_kernels.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    DeviceError,
+    DtypeError,
+    NondeterministicError,
+    ShapeError,
+    UnsupportedTransformError,
+)
+from cute_kernels.gemm import cpu, op, reference
+from cute_kernels.schedulers.tiles import leaves
+from tests import contract
+from tests.contract import ContractViolation, RowOp
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SEED = 23
+#: Of vLLM's tests of its skinny kernels (anchors): K, N, and numbers of rows.
+KS, NS, ROWS = (2880, 2888, 3072, 3080), (128, 144, 256, 272, 640, 656), (13, 16, 32, 64, 103, 128)
+
+
+def randn(*shape: int, seed: int = SEED, dtype=BF16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """The same rows, 24 elements of something else apart."""
+    wide = torch.full((x.shape[0], x.shape[1] + 24), float("nan"), dtype=x.dtype)
+    wide[:, : x.shape[1]] = x
+    return wide[:, : x.shape[1]]
+
+
+def biases(rows: int, n: int, dtype) -> dict[str, torch.Tensor | None]:
+    return {"none": None, "N": randn(n, dtype=dtype), "rows x N": randn(rows, n, dtype=dtype)}
+
+
+def check_rows(n: int, k: int, sizes, dtype=BF16) -> int:
+    """Every number of rows has the bytes of 500 by `linear`; strides and biases change none."""
+    x, weight = randn(500, k, dtype=dtype), randn(n, k, seed=1, dtype=dtype)
+    vector, matrix = randn(n, seed=2, dtype=dtype), randn(500, n, seed=3, dtype=dtype)
+    plain = ck.linear(x, weight, order="tree")
+    added = ck.linear(x, weight, vector, order="tree")
+    for rows in sizes:
+        some = x[:rows]
+        assert contract.same_bytes(ck.skinny_linear(some, weight), plain[:rows])
+        assert contract.same_bytes(ck.skinny_linear(strided(some), weight, vector), added[:rows])
+        own = ck.skinny_linear(strided(some), weight, vector.expand(rows, n))
+        assert contract.same_bytes(own, added[:rows])
+        each = ck.skinny_linear(some, weight, matrix[:rows])
+        alone = [ck.skinny_linear(x[i : i + 1], weight, matrix[i : i + 1]) for i in (0, rows - 1)]
+        assert contract.same_bytes(each[[0, -1]], torch.cat(alone))
+    return len(sizes)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_all_rows(dtype):
+    assert check_rows(144, 392, range(1, 129), dtype) == 128
+
+
+@pytest.mark.parametrize(("n", "k"), [(128, 2880), (656, 3080), (1, 1), (3, 17), (40, 127)])
+def test_sizes_of_vllm_and_tails(n, k):
+    assert check_rows(n, k, ROWS) == len(ROWS)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("n", "k"), itertools.product(NS, KS))
+def test_all_sizes_of_vllm(n, k):
+    assert check_rows(n, k, (1, 2, *ROWS)) == len(ROWS) + 2
+
+
+@pytest.mark.parametrize("k", [8, 200, 1000])
+def test_rows_of_the_tree(k):
+    """The rows of the issue's list have the bytes that they have among 4096."""
+    x, weight = randn(4096, k), randn(40, k, seed=1)
+    whole = ck.linear(x, weight, order="tree")
+    for m in (1, 2, 7, 16, 17, 64, 128, 129, 500):
+        assert contract.same_bytes(ck.linear(x[:m], weight, order="tree"), whole[:m])
+
+
+def tree_op(dtype=BF16) -> RowOp:
+    weight, bias = randn(72, 600, seed=1, dtype=dtype), randn(72, seed=2, dtype=dtype)
+    return RowOp("linear, tree", lambda x: ck.linear(x, weight, bias, order="tree"), 600, dtype)
+
+
+def dx_op() -> RowOp:
+    weight = randn(600, 72, seed=1)
+    return RowOp("dx, tree", lambda dy: op.linear_dx(dy, weight, "tree"), 600, BF16)
+
+
+@pytest.mark.parametrize("make", [tree_op, dx_op])
+def test_battery(make):
+    assert contract.check_rows(make(), 150, SEED) > 60
+
+
+def test_leaves_that_follow_m_are_killed(monkeypatch):
+    """Mutant: half of the leaves where there are many rows."""
+
+    def spans(k, order, true=cpu._spans):
+        return true(k, order) if rows["m"] < 100 else [slice(0, k // 2), slice(k // 2, k)]
+
+    rows = {"m": 0}
+    blocked = cpu._blocked
+    monkeypatch.setattr(cpu, "_spans", spans)
+    monkeypatch.setattr(
+        cpu, "_blocked", lambda a, *rest: rows.update(m=len(a)) or blocked(a, *rest)
+    )
+    with pytest.raises(ContractViolation):
+        contract.check_population(tree_op(FP32), 500, SEED, range(1, 100))
+
+
+def test_the_order_of_the_leaves_and_their_start(monkeypatch):
+    """What the CPU adds is the leaves, ascending, the first one not to +0."""
+    x, weight = randn(5, 1000, dtype=FP32), randn(7, 1000, seed=1, dtype=FP32)
+    length = leaves.length(1000)
+    parts = [
+        ck.linear(x[:, i : i + length], weight[:, i : i + length]) for i in range(0, 1000, length)
+    ]
+    assert len(parts) == 8
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    got = ck.linear(x, weight, order="tree")
+    assert contract.same_bytes(got, total)
+    descending = parts[-1]
+    for part in reversed(parts[:-1]):
+        descending = descending + part
+    assert not contract.same_bytes(got, descending)
+    assert not contract.same_bytes(got, ck.linear(x, weight))
+
+
+def test_accuracy_and_the_misround_rate():
+    """Leaves: 5.25 ⌈n/8⌉ 2⁻²³ S and 7 roundings of 2⁻²⁴ S; and no less accurate than the chain."""
+    x, weight = randn(128, 4096), randn(256, 4096, seed=1)
+    exact = reference.gemm(x, weight)
+    bound = reference.tree_error_bound(x, weight)
+    assert (bound < reference.error_bound(x, weight)).all()
+    wrong = {}
+    for order in ("chain", "tree"):
+        got = ck.linear(x, weight, order=order)
+        limit = bound if order == "tree" else reference.error_bound(x, weight)
+        contract.check_accuracy(got, exact, limit, 0.01)
+        wrong[order] = (got.double() != exact.to(BF16).double()).double().mean().item()
+    assert wrong["tree"] < 0.01
+
+
+def test_partials_in_bf16_are_killed():
+    """The mutant of others' kernels: the misround rate shows what the bound may not."""
+    x, weight = randn(128, 4096), randn(256, 4096, seed=1)
+    length = leaves.length(4096)
+    parts = [
+        ck.linear(x[:, i : i + length], weight[:, i : i + length]).float()
+        for i in range(0, 4096, length)
+    ]
+    exact = reference.gemm(x, weight)
+    with pytest.raises(AssertionError):
+        bound = reference.tree_error_bound(x, weight)
+        contract.check_accuracy(sum(parts).to(BF16), exact, bound, 0.01)
+
+
+def test_gradients_are_those_of_linear():
+    for bias in biases(6, 10, FP32).values():
+        found = []
+        for call in (ck.skinny_linear, lambda *a: ck.linear(*a, order="tree")):
+            if bias is not None and bias.dim() == 2 and found:
+                break
+            t = [
+                None if t is None else t.clone().requires_grad_()
+                for t in (randn(6, 40, dtype=FP32), randn(10, 40, seed=1, dtype=FP32), bias)
+            ]
+            y = call(*t)
+            (y * randn(6, 10, seed=4, dtype=FP32)).sum().backward()
+            found.append([p.grad for p in t if p is not None])
+        if len(found) == 2:
+            assert all(contract.same_bytes(a, b) for a, b in zip(*found, strict=True))
+        else:
+            assert contract.same_bytes(found[0][2], randn(6, 10, seed=4, dtype=FP32))
+
+
+def test_leading_dimensions_empty_rows_and_opcheck():
+    x, weight, bias = randn(2, 3, 40), randn(10, 40, seed=1), randn(6, 10, seed=2)
+    y = ck.skinny_linear(x, weight, bias)
+    assert y.shape == (2, 3, 10)
+    assert contract.same_bytes(y.view(6, 10), ck.skinny_linear(x.view(6, 40), weight, bias))
+    assert contract.same_bytes(
+        ck.skinny_linear(x[0, 0], weight), ck.skinny_linear(x[:1, 0], weight)[0]
+    )
+    assert ck.skinny_linear(x[:0], weight).shape == (0, 3, 10)
+    assert contract.same_bytes(ck.skinny_linear(randn(6, 0), randn(10, 0), bias), bias)
+    for some in biases(6, 10, BF16).values():
+        inputs = (
+            x.view(6, 40).clone().requires_grad_(),
+            weight.clone().requires_grad_(),
+            some,
+            True,
+        )
+        torch.library.opcheck(op.skinny_linear, inputs)
+    compiled = torch.compile(ck.skinny_linear, fullgraph=True, backend="aot_eager")
+    assert contract.same_bytes(compiled(x, weight, bias), y)
+
+
+def test_the_default_is_the_process_s(monkeypatch):
+    seen = []
+    monkeypatch.setattr(op, "skinny_linear", lambda *args: seen.append(args[-1]))
+    x, weight = randn(2, 8), randn(4, 8)
+    call = lambda **given: ck.skinny_linear(x, weight, **given)  # noqa: E731
+    call()
+    with ck.set_reduction(skinny="fast"):
+        call()
+        call(deterministic=True)
+        with ck.set_reduction(skinny="deterministic"):
+            call()
+        call()
+    call()
+    ck.set_reduction(skinny="fast")
+    call()
+    ck.set_reduction(skinny=None)
+    monkeypatch.setenv("CUTE_KERNELS_SKINNY", "fast")
+    call()
+    assert reduction.now() == {"skinny": "fast"} == ck.info()["reduction"]
+    assert seen == [True, False, True, True, False, True, False, False]
+
+
+def test_torchs_flag_refuses_the_unordered_variant():
+    x, weight = randn(2, 8), randn(4, 8)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with ck.set_reduction(skinny="fast"), pytest.raises(NondeterministicError, match="arrival"):
+            ck.skinny_linear(x, weight)
+        with pytest.raises(NondeterministicError, match="deterministic=True"):
+            ck.skinny_linear(x, weight, deterministic=False)
+        ck.skinny_linear(x, weight)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    ck.skinny_linear(x, weight, deterministic=False)
+
+
+M, N, K = 6, 10, 8
+
+
+def t(*shape, dtype=BF16):
+    return torch.empty(shape, dtype=dtype)
+
+
+FLAG: dict[str, object] = {"deterministic": None}
+BAD = [
+    ("129 rows", (t(129, K), t(N, K)), {}, ShapeError, ["x", "128", "linear(order='tree')", "129"]),
+    ("3 x 64 rows", (t(3, 64, K), t(N, K)), {}, ShapeError, ["x", "at most 128 rows", "192"]),
+    ("a scalar", (t(), t(N, K)), {}, ShapeError, ["x", "at least 1 dimension"]),
+    ("K", (t(M, K + 1), t(N, K)), {}, ShapeError, ["x", "last dimension 8"]),
+    ("weight 1-D", (t(M, K), t(K)), {}, ShapeError, ["weight", "2 dimensions"]),
+    ("weight 3-D", (t(M, K), t(1, N, K)), {}, ShapeError, ["weight", "2 dimensions"]),
+    ("transposed", (t(M, K), t(K, N)), {}, ShapeError, ["x", "last dimension"]),
+    ("bias [N+1]", (t(M, K), t(N, K), t(N + 1)), {}, ShapeError, ["bias", "[10]", "[11]"]),
+    ("bias [M]", (t(M, K), t(N, K), t(M)), {}, ShapeError, ["bias", "[10]"]),
+    ("bias [1]", (t(M, K), t(N, K), t(1)), {}, ShapeError, ["bias", "[1]"]),
+    ("bias [1, N]", (t(M, K), t(N, K), t(1, N)), {}, ShapeError, ["bias", "[6, 10]", "[1, 10]"]),
+    ("bias [M, 1]", (t(M, K), t(N, K), t(M, 1)), {}, ShapeError, ["bias", "[6, 10]", "[6, 1]"]),
+    ("bias [N, M]", (t(M, K), t(N, K), t(N, M)), {}, ShapeError, ["bias", "[6, 10]", "[10, 6]"]),
+    ("bias 3-D", (t(2, 3, K), t(N, K), t(2, 3, N)), {}, ShapeError, ["bias", "1 dimension"]),
+    ("bias of 7 rows", (t(2, 3, K), t(N, K), t(7, N)), {}, ShapeError, ["bias", "[6, 10]"]),
+    ("bias fp32", (t(M, K), t(N, K), t(N, dtype=FP32)), {}, DtypeError, ["bias", "float32"]),
+    ("bias rows fp16", (t(M, K), t(N, K), t(M, N, dtype=FP16)), {}, DtypeError, ["bias", "16"]),
+    ("x fp64", (t(M, K, dtype=torch.float64), t(N, K)), {}, DtypeError, ["x", "float64"]),
+    ("x int", (t(M, K, dtype=torch.int32), t(N, K)), {}, DtypeError, ["x", "int32"]),
+    ("fp8", (t(M, K, dtype=torch.float8_e4m3fn), t(N, K)), {}, DtypeError, ["x", "float8"]),
+    ("mixed", (t(M, K), t(N, K, dtype=FP16)), {}, DtypeError, ["weight", "float16"]),
+    ("devices", (t(M, K), t(N, K).to("meta")), {}, DeviceError, ["weight", "meta"]),
+    ("x a list", ([[1.0] * K], t(N, K)), {}, ArgumentTypeError, ["x", "list"]),
+    ("weight None", (t(M, K), None), {}, ArgumentTypeError, ["weight", "NoneType"]),
+    ("bias True", (t(M, K), t(N, K), True), {}, ArgumentTypeError, ["bias", "bool"]),
+    ("sparse", (t(M, K).to_sparse(), t(N, K)), {}, ArgumentTypeError, ["x", "dense"]),
+    ("bias sparse", (t(M, K), t(N, K), t(N).to_sparse()), {}, ArgumentTypeError, ["bias", "dense"]),
+    ("a number", (t(M, K), t(N, K)), FLAG | {"deterministic": 1}, ArgumentTypeError, ["int"]),
+    ("a word", (t(M, K), t(N, K)), FLAG | {"deterministic": "fast"}, ArgumentTypeError, ["str"]),
+    ("129 on meta", (t(129, K).to("meta"), t(N, K).to("meta")), {}, ShapeError, ["x", "128"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("args", "given", "kind", "words"), [b[1:] for b in BAD], ids=[b[0] for b in BAD]
+)
+def test_bad_input(args, given, kind, words):
+    with pytest.raises(kind) as caught:
+        ck.skinny_linear(*args, **given)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_other_refusals():
+    assert len(BAD) >= 30
+    with pytest.raises(ArgumentValueError, match=r"skinny: expected one of .*'fast', got 'slow'"):
+        ck.set_reduction(skinny="slow")
+    with pytest.raises(UnsupportedTransformError, match="skinny_linear"):
+        torch.func.vmap(lambda x: ck.skinny_linear(x, t(N, K)))(t(2, 3, K))
