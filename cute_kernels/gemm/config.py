@@ -84,12 +84,14 @@ class CpuPlan:
     """Blocks of the CPU backend: rows of a block, and the multiple that N and K are padded to.
 
     ``wide`` rows are multiplied at once where that is shown to give the bits of single blocks.
+    dbias: ``sum_rows`` rows are added half onto half, then block after block.
     """
 
     rows: int = 64
     wide: int = 256
     pad: int = 16
     sum_rows: int = 64
+    sum_order: str = "halves"
 
 
 @dataclass(frozen=True)

@@ -56,12 +56,22 @@ def skinny(
 
 
 def column_sum(rows: torch.Tensor) -> torch.Tensor:
-    """Σ over rows of [M, N], in fp32, 64 rows at a time in ascending order."""
+    """Σ over rows of [M, N], in fp32: blocks of 64 rows ascending, each added half onto half.
+
+    Not by torch's ``sum``, whose order follows the layout, and for the last columns their number:
+    a tensor-parallel rank has fewer of them.
+    """
     with ieee():
         total = _zeros(rows.shape[1])
+        sums = _zeros(CPU.sum_rows, rows.shape[1])
         for block in rows.split(CPU.sum_rows):
-            # One layout: torch adds a column-major block in another order.
-            total += block.to(torch.float32).contiguous().sum(0)
+            sums[: len(block)] = block
+            sums[len(block) :] = 0
+            half = CPU.sum_rows
+            while half > 1:
+                half //= 2
+                sums[:half] += sums[half : 2 * half]
+            total += sums[0]
         return total.to(rows.dtype)
 
 
