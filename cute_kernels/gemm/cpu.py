@@ -5,6 +5,7 @@ has the shape [64, K] x [K, N] whatever M is.  N and K are padded to multiples o
 are multiplied at once where this machine's BLAS is shown to give them the bits of single ones.
 
 The order ``tree`` multiplies leaf by leaf, each a product of its own shape, and adds ascending.
+Leaves that are not added, of a slice of K, are the same products.
 
 dW into main_grad: tokens are consumed 16 at a time, in order, each group added to the accumulator
 in memory, so any cut at multiples of 16 leaves the same fp32 state.
@@ -55,6 +56,16 @@ def skinny(
         return _blocked(x, weight, bias, "tree", team)
 
 
+def leaf_sums(a: torch.Tensor, b: torch.Tensor, length: int) -> torch.Tensor:
+    """The chains over leaves of ``length`` of a [M, K] · b [N, K]ᵀ: fp32 [leaves, M, N]."""
+    spans = _spans(a.shape[1], length)
+    out = torch.empty(len(spans), a.shape[0], b.shape[0], dtype=torch.float32, device="cpu")
+    with ieee() as team:
+        for span, leaf in zip(spans, out, strict=True):
+            _fill(leaf, a, [_part(b, span, team)], None, team)
+    return out
+
+
 def column_sum(rows: torch.Tensor) -> torch.Tensor:
     """Σ over rows of [M, N], in fp32: blocks of 64 rows ascending, each added half onto half.
 
@@ -79,11 +90,18 @@ def _blocked(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, order: str, team: tuple[int, int]
 ) -> torch.Tensor:
     (m, k), n = a.shape, b.shape[0]
-    parts = [_part(b, span, team) for span in _spans(k, order)]
-    sizes = {tuple(part.weight.shape) for part in parts}
+    spans = _spans(k, leaves.length(k) if order == "tree" else k)
     out = torch.empty(m, n, dtype=a.dtype, device="cpu")
     if bias is not None:
         bias = bias.to(torch.float32).expand(m, n)
+    _fill(out, a, [_part(b, span, team) for span in spans], bias, team)
+    return out
+
+
+def _fill(out, a, parts: list[_Part], bias, team: tuple[int, int]) -> None:
+    """out [M, N] = the parts' products, added ascending, + bias [M, N]."""
+    m = out.shape[0]
+    sizes = {tuple(part.weight.shape) for part in parts}
     # One packing of the weight for more rows: four blocks at a time, while their bits are the same.
     whole = m // CPU.wide * CPU.wide
     if whole and not all(_wide_is_same(*size, team) for size in sizes):
@@ -91,7 +109,6 @@ def _blocked(
     for start, stop, size in ((0, whole, CPU.wide), (whole, m, CPU.rows)):
         if start < stop:
             _blocks(a, parts, bias, out, range(start, stop, size), size)
-    return out
 
 
 class _Part(NamedTuple):
@@ -101,9 +118,8 @@ class _Part(NamedTuple):
     weight: torch.Tensor
 
 
-def _spans(k: int, order: str) -> list[slice]:
-    """The leaves of K; a chain has one."""
-    length = leaves.length(k) if order == "tree" else k
+def _spans(k: int, length: int) -> list[slice]:
+    """K cut at every multiple of ``length``."""
     return [slice(first, min(first + length, k)) for first in range(0, k, length)]
 
 
