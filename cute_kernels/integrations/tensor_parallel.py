@@ -30,6 +30,7 @@ from ..errors import (
 from ..gemm import checks, config, op
 from ..operands import flat_rows
 from ..schedulers.tiles import leaves
+from ..untraced import untraced
 
 #: Degrees that can cut eight leaves at their edges.
 DEGREES = tuple(d for d in range(1, leaves.LEAVES + 1) if leaves.LEAVES % d == 0)
@@ -65,6 +66,7 @@ for _name in (ROW, COLUMN):
     contracts.register(contracts.Contract(_name, _kept, config.plan, _backend))
 
 
+@untraced
 def row_parallel_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -85,7 +87,7 @@ def row_parallel_linear(
         order: ``"tree"``; a chain cannot be cut.
         main_grad: fp32 [N, K / ranks] or None; as in ``ck.linear``.
         verify: Whether ranks first tell each other their sizes and dtypes, so that all of them
-            raise if one would (56 bytes; over a group without a CPU backend, such as NCCL alone,
+            raise if one would (64 bytes; over a group without a CPU backend, such as NCCL alone,
             it waits for the GPU).  Without it arguments that differ hang or give wrong results.
 
     Returns:
@@ -105,6 +107,7 @@ def row_parallel_linear(
     return _parallel(ROW, (x, weight, bias, main_grad), mesh, order, verify)
 
 
+@untraced
 def column_parallel_linear(
     x: torch.Tensor,
     weight: torch.Tensor,

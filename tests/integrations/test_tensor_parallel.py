@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -280,16 +281,22 @@ def test_multiples_of_128_can_be_cut_by_every_degree():
     assert tp.DEGREES == (1, 2, 4, 8)
 
 
-def test_a_compiled_graph_is_refused_by_name(threaded):
+def test_a_compiled_graph_is_refused_by_name_and_a_broken_one_has_the_bytes(threaded):
     case = Case((3,), *SIZES[0], FP32, True)
     x, weight, bias, _ = operands(case)
+    want = ck.linear(x.relu(), weight, bias, order="tree")
 
     def work(rank):
-        return lambda x: tp.row_parallel_linear(x, weight, bias, mesh=rank)
+        return lambda x: tp.row_parallel_linear(x.relu(), weight, bias, mesh=rank)
 
     (function,) = threaded_ranks.together(1, work)
     with pytest.raises(Exception, match=r"row_parallel_linear: a graph of torch\.compile"):
         torch.compile(function, fullgraph=True, backend="eager")(x)
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # dynamo's, if it made graphs of what is below
+        got = torch.compile(function, backend="eager")(x)
+    assert contract.same_bytes(got, want)
     torch._dynamo.reset()
 
 
