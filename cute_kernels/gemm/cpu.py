@@ -1,8 +1,9 @@
 """The CPU backend: the BLAS's sgemm inside blocks of one fixed shape, in one fixed order.
 
-Forward and dx: rows are cut into blocks of 64, the last one padded with zero rows, so every product
-has the shape [64, K] x [K, N] whatever M is.  N and K are padded to multiples of 16.  Four blocks
-are multiplied at once where this machine's BLAS is shown to give them the bits of single ones.
+Forward and dx: rows are cut into blocks of 64, the last one padded with zero rows, and columns into
+blocks of 256, so every product has the shape [64, K] x [K, 256] whatever M and N are.  K is padded
+to a multiple of 16.  Four blocks of rows, and all blocks of columns, are multiplied at once where
+this machine's BLAS is shown to give them the bits of single ones.
 
 The order ``tree`` multiplies leaf by leaf, each a product of its own shape, and adds ascending.
 Leaves that are not added, of a slice of K, are the same products.
@@ -57,11 +58,16 @@ def skinny(
 
 
 def leaf_sums(a: torch.Tensor, b: torch.Tensor, length: int) -> torch.Tensor:
-    """The chains over leaves of ``length`` of a [M, K] · b [N, K]ᵀ: fp32 [leaves, M, N]."""
+    """The chains over leaves of ``length`` of a [M, K] · b [N, K]ᵀ: fp32 [leaves, M, N].
+
+    They are for tensor-parallel ranks, which have some of the columns of other products, at other
+    positions: that positions do not show is proved here.
+    """
     spans = _spans(a.shape[1], length)
     out = torch.empty(len(spans), a.shape[0], b.shape[0], dtype=torch.float32, device="cpu")
     with ieee() as team:
         for span, leaf in zip(spans, out, strict=True):
+            _prove_column_position(_padded(span.stop - span.start), team)
             _fill(leaf, a, [_part(b, span, team)], None, team)
     return out
 
@@ -101,7 +107,7 @@ def _blocked(
 def _fill(out, a, parts: list[_Part], bias, team: tuple[int, int]) -> None:
     """out [M, N] = the parts' products, added ascending, + bias [M, N]."""
     m = out.shape[0]
-    sizes = {tuple(part.weight.shape) for part in parts}
+    sizes = {part.size for part in parts}
     # One packing of the weight for more rows: four blocks at a time, while their bits are the same.
     whole = m // CPU.wide * CPU.wide
     if whole and not all(_wide_is_same(*size, team) for size in sizes):
@@ -112,10 +118,11 @@ def _fill(out, a, parts: list[_Part], bias, team: tuple[int, int]) -> None:
 
 
 class _Part(NamedTuple):
-    """Columns ``span`` of a weight, as the BLAS takes them."""
+    """Columns ``span`` of a weight, as the BLAS takes them: products of ``size`` (N, K)."""
 
     span: slice
     weight: torch.Tensor
+    size: tuple[int, int]
 
 
 def _spans(k: int, length: int) -> list[slice]:
@@ -124,9 +131,22 @@ def _spans(k: int, length: int) -> list[slice]:
 
 
 def _part(b: torch.Tensor, span: slice, team: tuple[int, int]) -> _Part:
-    k_pad, n_pad = _padded(span.stop - span.start), _padded(b.shape[0])
-    _prove_row_position(n_pad, k_pad, team)
-    return _Part(span, _canonical(b[:, span], n_pad, k_pad))
+    k_pad, n_pad = _padded(span.stop - span.start), _padded(b.shape[0], CPU.columns)
+    together = n_pad == CPU.columns or _columns_are_same(n_pad, k_pad, team)
+    size = (n_pad if together else CPU.columns, k_pad)
+    _prove_row_position(*size, team)
+    return _Part(span, _canonical(b[:, span], n_pad, k_pad), size)
+
+
+def _multiply(block: torch.Tensor, part: _Part, out: torch.Tensor) -> None:
+    """out = block · part.weightᵀ, by products of the part's size."""
+    width = part.size[0]
+    if width == len(part.weight):
+        mm(block, part.weight.mT, out)
+        return
+    for first in range(0, len(part.weight), width):
+        columns = slice(first, first + width)
+        out[:, columns] = mm(block, part.weight[columns].mT)
 
 
 def _blocks(a, parts: list[_Part], bias, out, starts: range, size: int) -> None:
@@ -140,7 +160,7 @@ def _blocks(a, parts: list[_Part], bias, out, starts: range, size: int) -> None:
         for i, (part, block) in enumerate(zip(parts, blocks, strict=True)):
             block[:rows, : part.span.stop - part.span.start] = a[first : first + rows, part.span]
             block[rows:] = 0
-            mm(block, part.weight.mT, sums if i else total)
+            _multiply(block, part, sums if i else total)
             if i:
                 total += sums
         y = total[:rows, :n]
@@ -168,8 +188,8 @@ def _accumulate(a: torch.Tensor, b: torch.Tensor, accumulator: torch.Tensor) -> 
     return accumulator
 
 
-def _padded(size: int) -> int:
-    return -(-size // CPU.pad) * CPU.pad
+def _padded(size: int, to: int = CPU.pad) -> int:
+    return -(-size // to) * to
 
 
 def _dense(t: torch.Tensor) -> bool:
@@ -205,6 +225,27 @@ def _wide_is_same(n: int, k: int, team: tuple[int, int]) -> bool:
     once = mm(a, weight.mT).view(torch.int32)
     parts = [mm(block, weight.mT).view(torch.int32) for block in a.split(CPU.rows)]
     return bool((once == torch.cat(parts)).all())
+
+
+@functools.cache
+def _columns_are_same(n: int, k: int, team: tuple[int, int]) -> bool:
+    """Whether a product of n random columns has the bytes of its blocks of ``columns``, here."""
+    a, weight = _drawn(CPU.rows, n, k)
+    once = mm(a, weight.mT).view(torch.int32)
+    parts = [mm(a, block.mT).view(torch.int32) for block in weight.split(CPU.columns)]
+    return bool((once == torch.cat(parts, 1)).all())
+
+
+@functools.cache
+def _prove_column_position(k: int, team: tuple[int, int]) -> None:
+    """Equal weight rows in, equal columns out, byte for byte; BackendUnavailable otherwise."""
+    a, row = _drawn(CPU.rows, 1, k)
+    out = mm(a, row.expand(CPU.columns, k).contiguous().mT).view(torch.int32)
+    if bool((out != out[:, :1]).any()):
+        raise BackendUnavailable(
+            f"gemm: backend cpu cannot keep tp_invariant here: this machine's BLAS gives equal "
+            f"columns different bits by position at K={k}, {team[1]} threads"
+        )
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.errors import UnsupportedTransformError
+from cute_kernels.errors import BackendUnavailable, UnsupportedTransformError
 from cute_kernels.gemm import cpu, launch, op, reference
 from cute_kernels.schedulers.tiles import leaves
 from tests import contract
@@ -115,6 +115,83 @@ def test_column_sums_do_not_follow_the_width():
         for width in (1, 7, 16, 32, 100):
             part = cpu.column_sum(rows[:, first : first + width])
             assert contract.same_bytes(part, whole[first : first + width]), (first, width)
+
+
+# ---- columns of the CPU backend -----------------------------------------------------------------
+
+
+def chunks_differ(n: int, k: int, degree: int) -> bool:
+    """Whether a product has other bytes by ``degree`` calls with some of the columns each."""
+    a, b, _ = drawn(70, n, k, FP32)
+    whole = op.linear(a, b, None, None, "chain")
+    parts = [op.linear(a, some, None, None, "chain") for some in b.chunk(degree)]
+    return not contract.same_bytes(torch.cat(parts, 1), whole)
+
+
+@pytest.mark.parametrize("k", [16, 1024, 1376])
+def test_columns_do_not_know_how_many_there_are(k):
+    """Of MKL's own products those with 128 columns or fewer have another order from K = 896 on."""
+    for n, degree in ((256, 8), (384, 4), (512, 4), (768, 2), (2048, 8)):
+        assert not chunks_differ(n, k, degree), (n, degree)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("k", [896, 2048, 4096, 14336])
+def test_columns_of_long_sums(k):
+    for n in (256, 272, 384, 512, 1024, 2048, 4096):
+        for degree in (2, 4, 8):
+            assert not chunks_differ(n, k, degree), (n, degree)
+
+
+@pytest.fixture
+def blas(monkeypatch):
+    """Sets what stands for the BLAS; what was proved of the true one is forgotten."""
+    true = cpu.mm
+    proofs = (
+        cpu._columns_are_same,
+        cpu._prove_column_position,
+        cpu._prove_row_position,
+        cpu._wide_is_same,
+    )
+
+    def use(changed):
+        def mm(a, b, out=None, *, add=False):
+            result = changed(true, a, b)
+            return result if out is None else out.copy_(result)
+
+        for proof in proofs:
+            proof.cache_clear()
+        monkeypatch.setattr(cpu, "mm", mm)
+
+    yield use
+    for proof in proofs:
+        proof.cache_clear()
+
+
+def order_by_width(true, a, b):
+    """Another order for narrow products, and for wide ones."""
+    return true(a, b) if b.shape[1] == 256 else true(a.flip(1), b.flip(0))
+
+
+def last_column_apart(true, a, b):
+    result = true(a, b)
+    result[:, -1] = true(a.flip(1), b.flip(0))[:, -1]
+    return result
+
+
+def test_a_blas_whose_bits_follow_the_width_is_given_one_width(blas, monkeypatch):
+    blas(order_by_width)
+    assert not any(chunks_differ(n, 100, degree) for n, degree in ((512, 2), (600, 4), (64, 2)))
+    blas(order_by_width)
+    monkeypatch.setattr(cpu, "_columns_are_same", lambda *_: True)  # mutant: it is not asked
+    assert chunks_differ(512, 100, 2)
+
+
+def test_a_blas_whose_bits_follow_the_column_is_refused(blas):
+    blas(last_column_apart)
+    a, b, _ = drawn(3, 24, 128, FP32)
+    with pytest.raises(BackendUnavailable, match="tp_invariant"):
+        op.leaf_sums(a, b, 16)
 
 
 # ---- the SM90 launcher, in the simulator --------------------------------------------------------
