@@ -43,8 +43,12 @@ WORLD, SECONDS = 4, 240
 
 @pytest.fixture
 def threaded(monkeypatch):
+    """Ranks that are threads, each of which computes alone: teams of eight would fight."""
+    team = torch.get_num_threads()
+    torch.set_num_threads(1)
     with threaded_ranks.collectives(monkeypatch):
         yield
+    torch.set_num_threads(team)
 
 
 def wrong(function, case: Case, degree: int, **options) -> set[str]:
@@ -80,6 +84,25 @@ def test_neither_the_exchange_nor_blocks_of_rows_show(threaded, monkeypatch, fun
 @pytest.mark.parametrize("function", CUTS, ids=lambda f: f.__name__)
 def test_without_verification(threaded, function):
     assert not wrong(function, Case((3,), *SIZES[0], BF16, True), 2, verify=False)
+
+
+#: Chains as long as those in which MKL's order follows the number of columns.
+LONG = [Case((1000,), 256, 256, FP32, True), Case((5,), 256, 8192, FP32, False)]
+
+
+@pytest.mark.parametrize("function", CUTS, ids=lambda f: f.__name__)
+def test_long_chains_of_few_columns(threaded, function):
+    for case in LONG:
+        assert not wrong(function, case, 8), case
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("function", CUTS, ids=lambda f: f.__name__)
+def test_sizes_of_a_model(threaded, function, dtype):
+    for n, k in ((5632, 2048), (2048, 5632)):
+        for rows, degree in ((1, 8), (1376, 8), (64, 2)):
+            assert not wrong(function, Case((rows,), n, k, dtype, True), degree)
 
 
 def test_one_rank_takes_any_size(threaded):

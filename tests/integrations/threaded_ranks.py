@@ -69,6 +69,7 @@ def together(degree: int, work: Callable[[Rank], object]) -> list[object]:
     errors: list[Exception] = []
 
     def run(rank: int) -> None:
+        torch.set_num_threads(1)
         try:
             results[rank] = work(Rank(board, rank))
         except Exception as error:
