@@ -7,7 +7,7 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.errors import BackendUnavailable, UnsupportedTransformError
-from cute_kernels.gemm import cpu, launch, op, reference
+from cute_kernels.gemm import cpu, launch, op, reference, tiles
 from cute_kernels.schedulers.tiles import leaves
 from tests import contract
 from tests.gemm.simulated import operand, simulated
@@ -222,8 +222,8 @@ def test_sm90_ranks_give_the_tree():
     m, n, k = 70, 40, 256
     a, b = operand(m, k, BF16, "k", seed=1), operand(n, k, BF16, "k", seed=2)
     bias = torch.randn(n, generator=torch.Generator().manual_seed(3)).bfloat16()
-    with simulated(wgmma_math="hopper", width=64):
-        chosen = launch.tiles.dense()
+    with simulated(wgmma_math="hopper", tile=tiles.Dense(64)):
+        chosen = tiles.dense()
         want = launch._dense((a, "k"), (b, "k"), bias, chosen, "tree")
         for degree in (2, 4):
             step = k // degree
