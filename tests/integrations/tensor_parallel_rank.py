@@ -263,7 +263,7 @@ def main(rank: int, store: str) -> None:
         init_method=f"file://{store}",
         rank=rank,
         world_size=WORLD,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=120),
     )
     try:
         every = meshes(rank)
