@@ -45,7 +45,9 @@ def info() -> dict[str, object]:
         "reduction": reduction.now(),
         "cache_dir": str(settings.cache_dir()),
         "devices": {name: vars(arch.describe(name)) for name in devices},
-        "ops": {op: {name: _support(op, name) for name in devices} for op in ops()},
+        "ops": {
+            op: {name: _support(op, name) for name in devices} for op in ops() if op in _KERNEL_OF
+        },
         "caches": caching.sizes(),
         "ran": [dict(vars(run)) for run in dispatch.ran()],
     }

@@ -34,6 +34,10 @@ class DeviceError(CuteKernelsError, ValueError):
     """Tensors on different devices."""
 
 
+class RankError(CuteKernelsError, ValueError):
+    """Arguments that the ranks of a group must have alike, or one that another rank refused."""
+
+
 class AliasError(CuteKernelsError, ValueError):
     """A tensor that is written shares memory with one that is read."""
 

@@ -81,15 +81,19 @@ class SkinnyConfig:
 
 @dataclass(frozen=True)
 class CpuPlan:
-    """Blocks of the CPU backend: rows of a block, and the multiple that N and K are padded to.
+    """Blocks of the CPU backend: rows and columns of a block, and the multiple K is padded to.
 
-    ``wide`` rows are multiplied at once where that is shown to give the bits of single blocks.
+    ``wide`` rows, and all columns, are multiplied at once where that is shown to give the bits of
+    single blocks.
+    dbias: ``sum_rows`` rows are added half onto half, then block after block.
     """
 
     rows: int = 64
     wide: int = 256
+    columns: int = 256
     pad: int = 16
     sum_rows: int = 64
+    sum_order: str = "halves"
 
 
 @dataclass(frozen=True)

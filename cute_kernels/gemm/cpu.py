@@ -1,10 +1,12 @@
 """The CPU backend: the BLAS's sgemm inside blocks of one fixed shape, in one fixed order.
 
-Forward and dx: rows are cut into blocks of 64, the last one padded with zero rows, so every product
-has the shape [64, K] x [K, N] whatever M is.  N and K are padded to multiples of 16.  Four blocks
-are multiplied at once where this machine's BLAS is shown to give them the bits of single ones.
+Forward and dx: rows are cut into blocks of 64, the last one padded with zero rows, and columns into
+blocks of 256, so every product has the shape [64, K] x [K, 256] whatever M and N are.  K is padded
+to a multiple of 16.  Four blocks of rows, and all blocks of columns, are multiplied at once where
+this machine's BLAS is shown to give them the bits of single ones.
 
 The order ``tree`` multiplies leaf by leaf, each a product of its own shape, and adds ascending.
+Leaves that are not added, of a slice of K, are the same products.
 
 dW into main_grad: tokens are consumed 16 at a time, in order, each group added to the accumulator
 in memory, so any cut at multiples of 16 leaves the same fp32 state.
@@ -55,13 +57,38 @@ def skinny(
         return _blocked(x, weight, bias, "tree", team)
 
 
+def leaf_sums(a: torch.Tensor, b: torch.Tensor, length: int) -> torch.Tensor:
+    """The chains over leaves of ``length`` of a [M, K] · b [N, K]ᵀ: fp32 [leaves, M, N].
+
+    They are for tensor-parallel ranks, which have some of the columns of other products, at other
+    positions: that positions do not show is proved here.
+    """
+    spans = _spans(a.shape[1], length)
+    out = torch.empty(len(spans), a.shape[0], b.shape[0], dtype=torch.float32, device="cpu")
+    with ieee() as team:
+        for span, leaf in zip(spans, out, strict=True):
+            _prove_column_position(_padded(span.stop - span.start), team)
+            _fill(leaf, a, [_part(b, span, team)], None, team)
+    return out
+
+
 def column_sum(rows: torch.Tensor) -> torch.Tensor:
-    """Σ over rows of [M, N], in fp32, 64 rows at a time in ascending order."""
+    """Σ over rows of [M, N], in fp32: blocks of 64 rows ascending, each added half onto half.
+
+    Not by torch's ``sum``, whose order follows the layout, and for the last columns their number:
+    a tensor-parallel rank has fewer of them.
+    """
     with ieee():
         total = _zeros(rows.shape[1])
+        sums = _zeros(CPU.sum_rows, rows.shape[1])
         for block in rows.split(CPU.sum_rows):
-            # One layout: torch adds a column-major block in another order.
-            total += block.to(torch.float32).contiguous().sum(0)
+            sums[: len(block)] = block
+            sums[len(block) :] = 0
+            half = CPU.sum_rows
+            while half > 1:
+                half //= 2
+                sums[:half] += sums[half : 2 * half]
+            total += sums[0]
         return total.to(rows.dtype)
 
 
@@ -69,11 +96,18 @@ def _blocked(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, order: str, team: tuple[int, int]
 ) -> torch.Tensor:
     (m, k), n = a.shape, b.shape[0]
-    parts = [_part(b, span, team) for span in _spans(k, order)]
-    sizes = {tuple(part.weight.shape) for part in parts}
+    spans = _spans(k, leaves.length(k) if order == "tree" else k)
     out = torch.empty(m, n, dtype=a.dtype, device="cpu")
     if bias is not None:
         bias = bias.to(torch.float32).expand(m, n)
+    _fill(out, a, [_part(b, span, team) for span in spans], bias, team)
+    return out
+
+
+def _fill(out, a, parts: list[_Part], bias, team: tuple[int, int]) -> None:
+    """out [M, N] = the parts' products, added ascending, + bias [M, N]."""
+    m = out.shape[0]
+    sizes = {part.size for part in parts}
     # One packing of the weight for more rows: four blocks at a time, while their bits are the same.
     whole = m // CPU.wide * CPU.wide
     if whole and not all(_wide_is_same(*size, team) for size in sizes):
@@ -81,26 +115,38 @@ def _blocked(
     for start, stop, size in ((0, whole, CPU.wide), (whole, m, CPU.rows)):
         if start < stop:
             _blocks(a, parts, bias, out, range(start, stop, size), size)
-    return out
 
 
 class _Part(NamedTuple):
-    """Columns ``span`` of a weight, as the BLAS takes them."""
+    """Columns ``span`` of a weight, as the BLAS takes them: products of ``size`` (N, K)."""
 
     span: slice
     weight: torch.Tensor
+    size: tuple[int, int]
 
 
-def _spans(k: int, order: str) -> list[slice]:
-    """The leaves of K; a chain has one."""
-    length = leaves.length(k) if order == "tree" else k
+def _spans(k: int, length: int) -> list[slice]:
+    """K cut at every multiple of ``length``."""
     return [slice(first, min(first + length, k)) for first in range(0, k, length)]
 
 
 def _part(b: torch.Tensor, span: slice, team: tuple[int, int]) -> _Part:
-    k_pad, n_pad = _padded(span.stop - span.start), _padded(b.shape[0])
-    _prove_row_position(n_pad, k_pad, team)
-    return _Part(span, _canonical(b[:, span], n_pad, k_pad))
+    k_pad, n_pad = _padded(span.stop - span.start), _padded(b.shape[0], CPU.columns)
+    together = n_pad == CPU.columns or _columns_are_same(n_pad, k_pad, team)
+    size = (n_pad if together else CPU.columns, k_pad)
+    _prove_row_position(*size, team)
+    return _Part(span, _canonical(b[:, span], n_pad, k_pad), size)
+
+
+def _multiply(block: torch.Tensor, part: _Part, out: torch.Tensor) -> None:
+    """out = block · part.weightᵀ, by products of the part's size."""
+    width = part.size[0]
+    if width == len(part.weight):
+        mm(block, part.weight.mT, out)
+        return
+    for first in range(0, len(part.weight), width):
+        columns = slice(first, first + width)
+        out[:, columns] = mm(block, part.weight[columns].mT)
 
 
 def _blocks(a, parts: list[_Part], bias, out, starts: range, size: int) -> None:
@@ -114,7 +160,7 @@ def _blocks(a, parts: list[_Part], bias, out, starts: range, size: int) -> None:
         for i, (part, block) in enumerate(zip(parts, blocks, strict=True)):
             block[:rows, : part.span.stop - part.span.start] = a[first : first + rows, part.span]
             block[rows:] = 0
-            mm(block, part.weight.mT, sums if i else total)
+            _multiply(block, part, sums if i else total)
             if i:
                 total += sums
         y = total[:rows, :n]
@@ -142,8 +188,8 @@ def _accumulate(a: torch.Tensor, b: torch.Tensor, accumulator: torch.Tensor) -> 
     return accumulator
 
 
-def _padded(size: int) -> int:
-    return -(-size // CPU.pad) * CPU.pad
+def _padded(size: int, to: int = CPU.pad) -> int:
+    return -(-size // to) * to
 
 
 def _dense(t: torch.Tensor) -> bool:
@@ -179,6 +225,27 @@ def _wide_is_same(n: int, k: int, team: tuple[int, int]) -> bool:
     once = mm(a, weight.mT).view(torch.int32)
     parts = [mm(block, weight.mT).view(torch.int32) for block in a.split(CPU.rows)]
     return bool((once == torch.cat(parts)).all())
+
+
+@functools.cache
+def _columns_are_same(n: int, k: int, team: tuple[int, int]) -> bool:
+    """Whether a product of n random columns has the bytes of its blocks of ``columns``, here."""
+    a, weight = _drawn(CPU.rows, n, k)
+    once = mm(a, weight.mT).view(torch.int32)
+    parts = [mm(a, block.mT).view(torch.int32) for block in weight.split(CPU.columns)]
+    return bool((once == torch.cat(parts, 1)).all())
+
+
+@functools.cache
+def _prove_column_position(k: int, team: tuple[int, int]) -> None:
+    """Equal weight rows in, equal columns out, byte for byte; BackendUnavailable otherwise."""
+    a, row = _drawn(CPU.rows, 1, k)
+    out = mm(a, row.expand(CPU.columns, k).contiguous().mT).view(torch.int32)
+    if bool((out != out[:, :1]).any()):
+        raise BackendUnavailable(
+            f"gemm: backend cpu cannot keep tp_invariant here: this machine's BLAS gives equal "
+            f"columns different bits by position at K={k}, {team[1]} threads"
+        )
 
 
 @functools.cache

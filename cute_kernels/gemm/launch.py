@@ -12,12 +12,14 @@ from .. import log
 from ..compile import cache
 from ..compile.call import call
 from ..compile.kernel import Entry, Expect, Kernel
-from ..operands import matrix, most_ctas, padded_copy, padded_empty, storable
+from ..operands import ALIGN, matrix, most_ctas, padded_copy, padded_empty, storable
 from . import config, tiles
 from .config import DTYPE_NAMES, ORDER, UNORDERED, Config, SkinnyConfig
 from .tiles import Dense, Skinny
 
 _CTAS_PER_CLUSTER = Config.cluster_m * Config.cluster_n
+#: Elements of fp32 that a row of a tensor that TMA stores to is a multiple of.
+_FP32_STEP = ALIGN // torch.float32.itemsize
 
 
 def gemm(
@@ -59,6 +61,25 @@ def skinny(
         bias = log.contiguous("skinny", "bias", bias, "a last stride of 1")
     tile = tiles.skinny(x.shape[0], w.shape[0], x.shape[1], "tree", most_ctas(x.device))
     return _skinny(x, (w, w_major), bias, tile, "tree" if deterministic else UNORDERED)
+
+
+def leaf_sums(a: torch.Tensor, b: torch.Tensor, length: int) -> torch.Tensor:
+    """The chains over leaves of ``length`` of a [M, K] · b [N, K]ᵀ: fp32 [leaves, M, N], not added.
+
+    An accumulator that starts from zeros in memory is one that is filled with them: each leaf has
+    the bits that it has inside ``order="tree"``.
+    """
+    (a, a_major), (b, b_major) = matrix(a, "leaf_sums", "a"), matrix(b, "leaf_sums", "b")
+    (m, k), n = a.shape, b.shape[0]
+    # Rows of whole 16 bytes, that TMA can store to; columns beyond n are not added to.
+    out = a.new_zeros(-(-k // length), m, -(-n // _FP32_STEP) * _FP32_STEP, dtype=torch.float32)
+    for leaf, first in zip(out[:, :, :n], range(0, k, length), strict=True):
+        # A leaf begins at a multiple of 16 elements, so its slice is addressable as well.
+        span = slice(first, first + length)
+        tile = tiles.dense(m, n, min(length, k - first), ORDER, most_ctas(a.device))
+        kernel = _gemm_kernel(a.dtype, a_major, b_major, "accumulate", tile, ORDER)
+        call(a.device, kernel, a[:, span], b[:, span], leaf, None, max_clusters(a.device))
+    return _without_padding(out[:, :, :n])
 
 
 def _dense(a, b, bias, tile: Dense, order: str) -> torch.Tensor:

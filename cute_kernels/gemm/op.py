@@ -8,6 +8,9 @@
 
     skinny_linear  y = x Wᵀ + b        x [..., K] of few rows, b [N] or [rows, N]
 
+    leaf_sums   the leaves of a bᵀ     a [M, K'], b [N, K'], K' a slice of K -> fp32 [leaves, M, N]
+    add_leaves  their sum, ascending   parts [L, M, N], b [N]        -> [M, N]
+
 The set is closed under differentiation, so double backward works.  Every product is one launcher,
 ``gemm(a [M, K], b [N, K], bias, accumulator, order)``, on views: no transposing copy; but for
 ``skinny(x, weight, bias [M, N], deterministic)``, whose order is ``tree``.
@@ -18,9 +21,11 @@ chain is what a token stream can be cut in.
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
-from .. import contracts, dispatch
+from .. import contracts, cpu_math, dispatch
 from ..arch import CPU, CUTE_SM90, TRITON
 from ..dispatch import Implementation
 from ..errors import UnsupportedTransformError
@@ -36,6 +41,7 @@ for _kernel, _contract in (
     ("gemm", "linear"),
     ("column_sum", "linear"),
     ("skinny", "skinny_linear"),
+    ("leaf_sums", "linear"),
 ):
     dispatch.register(
         _kernel,
@@ -117,6 +123,33 @@ def _run_skinny(x, weight, bias, deterministic):
     return out.view(*x.shape[:-1], n)
 
 
+def _run_leaf_sums(a, b, length):
+    m, n, count = _leaf_shape(a, b, length)
+    if 0 in (m, n, count):
+        return a.new_empty(count, m, n, dtype=torch.float32)
+    return dispatch.launcher("leaf_sums", a.device, a.dtype)(a, b, length)
+
+
+def _leaf_shape(a, b, length):
+    return a.shape[0], b.shape[0], -(-a.shape[1] // length)
+
+
+def _fake_leaf_sums(a, b, length):
+    m, n, count = _leaf_shape(a, b, length)
+    return a.new_empty(count, m, n, dtype=torch.float32)
+
+
+def _run_add_leaves(parts, bias, dtype):
+    # Elementwise fp32 adds have one result on every device, unless a CPU thread flushes subnormals.
+    with cpu_math.ieee() if parts.device.type == "cpu" else contextlib.nullcontext():
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        if bias is not None:
+            total += bias.to(torch.float32)
+        return total.to(dtype)
+
+
 def _setup_linear(ctx, inputs, output):
     x, weight, _, main_grad, ctx.order = inputs
     needs_weight = ctx.needs_input_grad[1]
@@ -136,15 +169,16 @@ def _backward_linear(ctx, dy):
     if ctx.needs_input_grad[0]:
         dx = linear_dx(dy, weight, ctx.order)
     if ctx.needs_input_grad[1]:
-        dw = _weight_gradient(ctx, dy, x)
+        dw = weight_gradient(ctx, dy, x)
     if ctx.needs_input_grad[2]:
         db = linear_dbias(dy, ctx.order)
     return dx, dw, db, None, None
 
 
-def _weight_gradient(ctx, dy, x):
+def weight_gradient(ctx, dy, x):
     """dW, or None after it was added into main_grad, which stands for the parameter's ``grad``.
 
+    For a node whose second input is the weight, and that has ``main_grad`` and ``order``.
     So main_grad is written where ``grad`` would be: not by ``autograd.grad``, which returns dW,
     and not by ``backward(inputs=...)`` without the parameter.
     """
@@ -300,4 +334,14 @@ linear_dbias = define_op(
     setup=_setup_dbias,
     backward=_backward_dbias,
     vmap=_vmap_refused,
+)
+leaf_sums = define_op(
+    "leaf_sums(Tensor a, Tensor b, int length) -> Tensor",
+    _run_leaf_sums,
+    fake=_fake_leaf_sums,
+)
+add_leaves = define_op(
+    "add_leaves(Tensor parts, Tensor? bias, ScalarType dtype) -> Tensor",
+    _run_add_leaves,
+    fake=lambda parts, bias, dtype: parts.new_empty(parts.shape[1:], dtype=dtype),
 )

@@ -275,9 +275,9 @@ def test_both_operands_of_a_tail_are_zero(monkeypatch):
 @pytest.mark.parametrize("offset", [0, 1, 4, 16])
 def test_the_blas_sees_one_alignment(monkeypatch, offset):
     """A weight that needs no padding is used where it lies only if it is aligned like a copy."""
-    memory = torch.randn(64 * 48 + 16, generator=torch.Generator().manual_seed(4))
+    memory = torch.randn(256 * 32 + 32, generator=torch.Generator().manual_seed(4))
     memory = memory[(-memory.data_ptr() // 4) % 16 :]  # from an address of 64 bytes on
-    weight = memory[offset : offset + 64 * 32].view(64, 32)
+    weight = memory[offset : offset + 256 * 32].view(256, 32)
     x = torch.randn(70, 32, generator=torch.Generator().manual_seed(5))
     want = op.linear(x, weight.clone(), None, None, "chain")
     watched = Buffers(monkeypatch)

@@ -1,0 +1,447 @@
+"""Linears whose weight is cut over ranks, with the bits of one rank: 1, 2, 4 or 8 of them.
+
+    row_parallel_linear     y = x Wᵀ + b    a rank holds columns of W, and those of x
+    column_parallel_linear  y = x Wᵀ + b    a rank holds rows of W and b, and gets columns of y
+
+The order is ``tree`` (docs/gemm.md): a sum over K is cut into at most eight leaves, by K alone.
+Ranks cut it at the edges of leaves, so each computes whole ones.  They exchange leaves in fp32, and
+whoever adds them adds all of them, ascending, then the bias, and rounds once: no bit knows how many
+ranks there are.  A sum that ranks do not cut is that of ``ck.linear(order="tree")``.
+
+Collectives only move bytes (all_gather, all_to_all): none of them adds.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import checking, contracts, dispatch
+from ..errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    DeviceError,
+    RankError,
+    ShapeError,
+    UnsupportedTransformError,
+    expected,
+)
+from ..gemm import checks, config, op
+from ..operands import flat_rows
+from ..schedulers.tiles import leaves
+from ..untraced import untraced
+
+#: Degrees that can cut eight leaves at their edges.
+DEGREES = tuple(d for d in range(1, leaves.LEAVES + 1) if leaves.LEAVES % d == 0)
+#: Up to so many bytes of all ranks' leaves, every rank gets and adds all of them (one collective).
+#: Beyond, a rank adds those of some rows and gets the other rows rounded (two, with fewer bytes).
+GATHER_BYTES = 1 << 20
+#: Rows are multiplied and exchanged in blocks of at most so many bytes of leaves.
+BLOCK_BYTES = 1 << 28
+
+ROW, COLUMN = "row_parallel_linear", "column_parallel_linear"
+_ORDER = "tree"
+#: What ranks tell each other of a call: each must be the same on all of them.
+_FIELDS = (
+    "function",
+    "rows of x",
+    "N of weight",
+    "K of weight",
+    "dtype",
+    "bias",
+    "x.requires_grad",
+)
+
+# torch 2.13 has a new name for it, and warns of the old one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _backend(device: torch.device, dtype: torch.dtype) -> str:
+    return dispatch.backend("leaf_sums", device, dtype)
+
+
+for _name in (ROW, COLUMN):
+    _kept = {name: kept | {contracts.TP_INVARIANT} for name, kept in config.KEPT.items()}
+    contracts.register(contracts.Contract(_name, _kept, config.plan, _backend))
+
+
+@untraced
+def row_parallel_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    order: str = "tree",
+    main_grad: torch.Tensor | None = None,
+    verify: bool = True,
+) -> torch.Tensor:
+    """y = x weightᵀ + bias, K cut over the ranks of ``mesh``; every rank gets all of y.
+
+    Args:
+        x: [..., K / ranks]: this rank's columns, in the order of the mesh's ranks.
+        weight: [N, K / ranks]: the same columns.
+        bias: [N] or None; the same on every rank.  It is added once.
+        mesh: One dimension of a device mesh, or a process group, of 1, 2, 4 or 8 ranks.
+        order: ``"tree"``; a chain cannot be cut.
+        main_grad: fp32 [N, K / ranks] or None; as in ``ck.linear``.
+        verify: Whether ranks first tell each other their sizes and dtypes, so that all of them
+            raise if one would (64 bytes; over a group without a CPU backend, such as NCCL alone,
+            it waits for the GPU).  Without it arguments that differ hang or give wrong results.
+
+    Returns:
+        [..., N], the bytes of ``ck.linear(order="tree")`` of the whole tensors, on every rank.
+
+    Gradients need no exchange: dy is the same on every rank, which gets dx and dW of its columns
+    and all of dbias, with the bytes of one rank.
+
+    Raises:
+        ShapeError: K / ranks is not a multiple of K's leaf; the message says which degrees work.
+        RankError: ranks have arguments that differ, or one of them refused its own.
+        ArgumentTypeError, ArgumentValueError: ``mesh`` is no such mesh, or of another degree.
+        UnsupportedTransformError: torch.compile(fullgraph=True), a transform of torch.func, or a
+            double backward.
+        Others: as ``ck.linear``.
+    """
+    return _parallel(ROW, (x, weight, bias, main_grad), mesh, order, verify)
+
+
+@untraced
+def column_parallel_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    order: str = "tree",
+    main_grad: torch.Tensor | None = None,
+    verify: bool = True,
+) -> torch.Tensor:
+    """y = x weightᵀ + bias, N cut over the ranks of ``mesh``; each gets its columns of y.
+
+    Args:
+        x: [..., K]; the same on every rank.
+        weight: [N / ranks, K]: this rank's rows, in the order of the mesh's ranks.
+        bias: [N / ranks] or None: the same rows.
+        mesh, order, main_grad, verify: As in `row_parallel_linear`.
+
+    Returns:
+        [..., N / ranks]: those columns of ``ck.linear(order="tree")`` of the whole tensors.
+
+    The forward pass needs no exchange, nor do dW and dbias.  dx sums over N: its leaves are
+    exchanged, and every rank gets all of dx, with the bytes of one rank.
+
+    Raises:
+        ShapeError: N / ranks is not a multiple of N's leaf; the message says which degrees work.
+        Others: as `row_parallel_linear`.
+    """
+    return _parallel(COLUMN, (x, weight, bias, main_grad), mesh, order, verify)
+
+
+class _ParallelLinear(torch.nn.Module):
+    """A rank's part of a linear."""
+
+    function = staticmethod(row_parallel_linear)
+    cut, axis, cuts_bias = "in_features", 1, False
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        mesh: DeviceMesh | dist.ProcessGroup,
+        verify: bool = True,
+    ):
+        super().__init__()
+        self.weight = _parameter(weight)
+        self.register_parameter("bias", None if bias is None else _parameter(bias))
+        self.mesh, self.verify = mesh, verify
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: torch.nn.Linear,
+        mesh: DeviceMesh | dist.ProcessGroup,
+        *,
+        verify: bool = True,
+    ):
+        """This rank's part of a linear that every rank has whole; parameters are copied.
+
+        Raises:
+            ArgumentTypeError: ``linear`` is no torch.nn.Linear.
+            ShapeError: the mesh's degree does not cut it at the edges of leaves.
+        """
+        if not isinstance(linear, torch.nn.Linear):
+            raise ArgumentTypeError(expected("linear", "a torch.nn.Linear", type(linear).__name__))
+        group = _group(mesh)
+        degree, rank = group.size(), group.rank()
+        _cut_at_leaves(cls.cut, getattr(linear, cls.cut), degree)
+        weight, bias = linear.weight, linear.bias
+        weight = _copy(weight.chunk(degree, cls.axis)[rank], weight)
+        if bias is not None:
+            bias = _copy(bias.chunk(degree)[rank] if cls.cuts_bias else bias, bias)
+        return cls(weight, bias, mesh=mesh, verify=verify)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As the function of the same name."""
+        return self.function(x, self.weight, self.bias, mesh=self.mesh, verify=self.verify)
+
+    def extra_repr(self) -> str:
+        """Sizes of this rank's part, for ``repr``."""
+        n, k = self.weight.shape
+        return f"weight=[{n}, {k}], bias={self.bias is not None}"
+
+
+class RowParallelLinear(_ParallelLinear):
+    """`row_parallel_linear` with a rank's: weight [N, K / ranks], bias [N]."""
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """`column_parallel_linear` with a rank's: weight [N / ranks, K], bias [N / ranks]."""
+
+    function = staticmethod(column_parallel_linear)
+    cut, axis, cuts_bias = "out_features", 0, True
+
+
+def _parameter(t: torch.Tensor) -> torch.nn.Parameter:
+    return t if isinstance(t, torch.nn.Parameter) else torch.nn.Parameter(t)
+
+
+def _copy(part: torch.Tensor, of: torch.Tensor) -> torch.nn.Parameter:
+    held = part.detach().clone(memory_format=torch.contiguous_format)
+    return torch.nn.Parameter(held, requires_grad=of.requires_grad)
+
+
+# ---- the door: checks, and ranks that raise together --------------------------------------------
+
+
+def _parallel(name: str, tensors: tuple, mesh, order: str, verify: bool) -> torch.Tensor:
+    """One call of either function; ``tensors``: x, weight, bias, main_grad."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        raise UnsupportedTransformError(
+            f"{name}: a graph of torch.compile and transforms of torch.func are not supported; "
+            "compile around it: torch.compiler.disable(function)"
+        )
+    group = _group(mesh)
+    refusal = None
+    try:
+        _check(tensors, order, group)
+    except Exception as error:
+        refusal = error
+    if verify and group.size() > 1:
+        _agree(_told(name, tensors, refusal), refusal, group)
+    if refusal is not None:
+        raise refusal
+    x, weight, bias, main_grad = tensors
+    n, k = weight.shape
+    size, degree = (k, group.size()) if name == ROW else (n, group.size())
+    _cut_at_leaves("K" if name == ROW else "N", size * degree, degree)
+    if degree == 1 or 0 in (x.numel(), n):
+        return op.linear(x, weight, bias, main_grad, _ORDER)
+    if checking.autocast(x.device):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    function = _RowParallel if name == ROW else _ColumnParallel
+    return function.apply(x, weight, bias, main_grad, group)
+
+
+def _group(mesh) -> dist.ProcessGroup:
+    """The group of a mesh, of a degree that cuts leaves at their edges."""
+    if not dist.is_available() or not dist.is_initialized():
+        want = "one of ranks: call torch.distributed.init_process_group first"
+        raise ArgumentValueError(expected("mesh", want, type(mesh).__name__))
+    group = _group_of_mesh(mesh) if isinstance(mesh, DeviceMesh) else mesh
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        want = f"a group that this rank ({dist.get_rank()}) is in"
+        raise ArgumentValueError(expected("mesh", want, "one that it is not in"))
+    if not isinstance(group, dist.ProcessGroup):
+        want = "a DeviceMesh or a ProcessGroup"
+        raise ArgumentTypeError(expected("mesh", want, type(mesh).__name__))
+    if group.size() not in DEGREES:
+        want = ", ".join(map(str, DEGREES)) + " ranks, which cut eight leaves at their edges"
+        raise ArgumentValueError(expected("mesh", want, group.size()))
+    return group
+
+
+def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
+    if mesh.ndim != 1:
+        want = "1 dimension (of a larger mesh take one by name: mesh['tp'])"
+        raise ArgumentValueError(expected("mesh", want, f"{mesh.ndim}: {mesh.mesh_dim_names}"))
+    ranks = mesh.mesh.tolist()
+    if mesh.get_coordinate() is None:
+        want = f"a mesh that this rank ({dist.get_rank()}) is in"
+        raise ArgumentValueError(expected("mesh", want, f"ranks {ranks}"))
+    if ranks != sorted(ranks):
+        # Its group numbers them ascending, so that shards would be added in another order.
+        raise ArgumentValueError(expected("mesh", "ranks in ascending order", ranks))
+    return mesh.get_group()
+
+
+def _check(tensors: tuple, order: str, group: dist.ProcessGroup) -> None:
+    """What one rank can see of its own arguments."""
+    if order != _ORDER:
+        want = f"{_ORDER!r}, the only one that ranks can cut"
+        raise ArgumentValueError(expected("order", want, repr(order)))
+    x, weight, bias, main_grad = tensors
+    for argument, t in (("x", x), ("weight", weight), ("bias", bias), ("main_grad", main_grad)):
+        if hasattr(t, "to_local"):
+            want = "this rank's own tensor (dtensor.to_local())"
+            raise ArgumentTypeError(expected(argument, want, type(t).__name__))
+    checks.linear(x, weight, bias, _ORDER, main_grad)
+    _backend(x.device, _cast_dtype(x))
+    if checking.in_memory(x) is None:
+        raise ArgumentTypeError(expected("x", "a tensor with memory", type(x).__name__))
+    if group.size() > 1 and x.device.type not in (devices := _devices(group)):
+        want = f"a device that mesh can exchange from ({', '.join(devices)})"
+        raise DeviceError(expected("x", want, x.device))
+
+
+def _cast_dtype(x: torch.Tensor) -> torch.dtype:
+    cast = checking.autocast(x.device)
+    return torch.get_autocast_dtype(x.device.type) if cast else x.dtype
+
+
+def _devices(group: dist.ProcessGroup) -> list[str]:
+    """The types of device that a group has a backend for: of ``"cpu:gloo,cuda:nccl"``, both."""
+    return [part.split(":")[0] for part in dist.get_backend_config(group).split(",")]
+
+
+def _told(name: str, tensors: tuple, refusal: Exception | None) -> list[int]:
+    """What this rank says of its call: whether it refuses it, and `_FIELDS`."""
+    if refusal is not None:
+        return [1] + [0] * len(_FIELDS)
+    x, weight, bias, _ = tensors
+    # The exchange of dx is entered by those ranks only whose x needs it.
+    asks = name == COLUMN and x.requires_grad and torch.is_grad_enabled()
+    dtype = checks.DTYPES.index(_cast_dtype(x))
+    rows, sizes = x.shape[:-1].numel(), tuple(weight.shape)
+    return [0, (ROW, COLUMN).index(name), rows, *sizes, dtype, bias is not None, asks]
+
+
+def _agree(told: list[int], refusal: Exception | None, group: dist.ProcessGroup) -> None:
+    """Raises on every rank if one refuses its arguments, or if they differ."""
+    # Over CPU memory where the group can: the GPU is not waited for.
+    device = "cpu" if "cpu" in (devices := _devices(group)) else devices[0]
+    heard = torch.empty(group.size(), len(told), dtype=torch.int64, device=device)
+    _all_gather(heard.view(-1), torch.tensor(told, dtype=torch.int64, device=device), group=group)
+    refused, *fields = zip(*heard.tolist(), strict=True)
+    if refusal is not None:
+        raise refusal
+    if any(refused):
+        ranks = ", ".join(str(rank) for rank, no in enumerate(refused) if no)
+        want = "ones that every rank of mesh takes"
+        raise RankError(expected("arguments", want, f"an error on rank {ranks} of it"))
+    for name, values in zip(_FIELDS, fields, strict=True):
+        if len(set(values)) > 1:
+            names = {"function": (ROW, COLUMN), "dtype": checks.DTYPES}.get(name)
+            shown = ", ".join(str(names[v] if names else v) for v in values)
+            raise RankError(expected(name, "the same on every rank of mesh", shown))
+
+
+def _cut_at_leaves(name: str, size: int, degree: int) -> None:
+    """That so many ranks cut a sum over ``size`` elements where leaves of it begin."""
+    if size == 0:
+        return
+    length = leaves.length(size)
+    works = [d for d in DEGREES if d == 1 or (size % d == 0 and size // d % length == 0)]
+    if degree not in works:
+        want = (
+            f"a size that {degree} ranks cut at the edges of its leaves (a multiple of 128 always "
+            f"is; leaves of {size} are {length} long, and can be cut by {_listed(works)})"
+        )
+        raise ShapeError(expected(name, want, size))
+
+
+def _listed(degrees: list[int]) -> str:
+    return " or ".join(map(str, degrees)) + (" ranks" if degrees != [1] else " rank only")
+
+
+# ---- forward and backward -----------------------------------------------------------------------
+
+
+class _RowParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, main_grad, group):
+        _keep(ctx, x, weight, main_grad, group)
+        if main_grad is not None:
+            checks.apart(main_grad, x=x, weight=weight, bias=bias)
+        return _sum_over_ranks(x, weight, bias, group)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _gradients(ctx, ROW, dy)
+
+
+class _ColumnParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, main_grad, group):
+        _keep(ctx, x, weight, main_grad, group)
+        return op.linear(x, weight, bias, main_grad, _ORDER)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _gradients(ctx, COLUMN, dy)
+
+
+def _keep(ctx, x, weight, main_grad, group) -> None:
+    """What backward reads; the attributes are those of `op.weight_gradient`."""
+    needs_weight = ctx.needs_input_grad[1]
+    ctx.save_for_backward(x if needs_weight else None, weight)
+    ctx.main_grad = main_grad if needs_weight else None
+    ctx.order, ctx.group = _ORDER, group
+
+
+def _gradients(ctx, name: str, dy: torch.Tensor) -> tuple:
+    if torch.is_grad_enabled():
+        # A part of the second gradient would have to be added over ranks, in silence.
+        raise UnsupportedTransformError(
+            f"{name}: double backward (create_graph=True) is not supported"
+        )
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    dx = None
+    if needs_x and name == ROW:
+        dx = op.linear_dx(dy, weight, _ORDER)
+    elif needs_x:
+        dx = _sum_over_ranks(dy, weight.mT, None, ctx.group)
+    dw = op.weight_gradient(ctx, dy, x) if needs_weight else None
+    db = op.linear_dbias(dy, _ORDER) if needs_bias else None
+    return dx, dw, db, None, None
+
+
+def _sum_over_ranks(x, weight, bias, group: dist.ProcessGroup) -> torch.Tensor:
+    """x [..., S / ranks] · weight [N, S / ranks]ᵀ + bias, the sum over S cut over ranks."""
+    rows, n = flat_rows(x, "leaf_sums"), weight.shape[0]
+    size = weight.shape[1] * group.size()
+    length = leaves.length(size)
+    block = max(1, BLOCK_BYTES // (leaves.count(size) * n * torch.float32.itemsize))
+    # A row's leaves do not know of the other rows, so blocks of them show in no bit.
+    sums = [
+        _exchange(op.leaf_sums(some, weight, length), bias, x.dtype, group)
+        for some in rows.split(block)
+    ]
+    y = sums[0] if len(sums) == 1 else torch.cat(sums)
+    return y.view(*x.shape[:-1], n)
+
+
+def _exchange(parts: torch.Tensor, bias, dtype: torch.dtype, group) -> torch.Tensor:
+    """The sum of all ranks' leaves, each rank's fp32 [leaves, M, N], on every rank: [M, N]."""
+    degree, (count, m, n) = group.size(), parts.shape
+    if m < degree or degree * parts.nbytes <= GATHER_BYTES:
+        every = parts.new_empty(degree * count, m, n)
+        _all_gather(every, parts, group=group)
+        return op.add_leaves(every, bias, dtype)
+    rows = -(-m // degree)
+    # For each rank its rows of all leaves; those behind the last row are zeros that nobody keeps.
+    sent = parts.new_zeros(degree, count, rows, n)
+    for to, some in zip(sent, parts.split(rows, 1), strict=False):
+        to[:, : some.shape[1]] = some
+    got = torch.empty_like(sent)
+    dist.all_to_all_single(got, sent, group=group)
+    # Ranks ascend, and so do the leaves of each: all of them do.
+    own = op.add_leaves(got.view(degree * count, rows, n), bias, dtype)
+    y = own.new_empty(degree * rows, n)
+    _all_gather(y, own, group=group)
+    return y[:m]

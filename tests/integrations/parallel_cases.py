@@ -1,0 +1,107 @@
+"""Parallel linears against one rank's, byte for byte: for threads, processes and GPUs as ranks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+import cute_kernels as ck
+from cute_kernels.integrations import tensor_parallel as tp
+from tests import contract
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Case(NamedTuple):
+    """x [*rows, k], weight [n, k]."""
+
+    rows: tuple[int, ...]
+    n: int
+    k: int
+    dtype: torch.dtype
+    bias: bool
+    #: Products underflow, so that every leaf, and so every sum, is -0.
+    minus_zeros: bool = False
+
+
+class Whole(NamedTuple):
+    """What one rank has of a case: operands, and the results that all ranks must have parts of."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    dy: torch.Tensor
+    y: torch.Tensor
+    dx: torch.Tensor
+    dw: torch.Tensor
+    db: torch.Tensor | None
+
+
+#: (N, K) that 1, 2, 4 and 8 ranks cut at edges of leaves, in either dimension.
+SIZES = [(384, 256), (128, 1152)]
+#: Likewise for 1 and 2 ranks: six leaves; for 1, 2 and 4: four leaves.
+FEWER = {2: [(192, 96)], 4: [(64, 64)]}
+ROWS = [(), (0,), (1,), (3,), (70,), (2, 35)]
+
+
+def cases(degree: int):
+    """Every case of a degree: rows, sizes, dtypes, with and without bias."""
+    for n, k in SIZES + [size for most, s in FEWER.items() if degree <= most for size in s]:
+        for i, rows in enumerate(ROWS):
+            for dtype in (BF16, FP32):
+                yield Case(rows, n, k, dtype, bias=(i + (dtype is BF16)) % 2 == 0)
+    yield Case((70,), *SIZES[0], BF16, True)
+    yield Case((3,), *SIZES[0], FP16, False)
+    yield Case((5,), *SIZES[0], BF16, False, minus_zeros=True)
+
+
+def operands(case: Case, device: str = "cpu") -> tuple:
+    """x, weight, bias, dy of a case, drawn on the CPU."""
+    shapes = (*case.rows, case.k), (case.n, case.k), (case.n,), (*case.rows, case.n)
+    generator = torch.Generator().manual_seed(case.n * 7919 + case.k + sum(case.rows))
+    drawn = [torch.randn(s, generator=generator) for s in shapes]
+    # Terms of other magnitudes make more of the orders differ.
+    drawn[0] *= 2.0 ** torch.arange(case.k).remainder(7)
+    drawn[3] *= 2.0 ** torch.arange(case.n).remainder(7)
+    if case.minus_zeros:
+        drawn = [torch.full(s, sign * 1e-30) for s, sign in zip(shapes, (1, -1, 1, 1), strict=True)]
+    x, weight, bias, dy = (t.to(case.dtype).to(device) for t in drawn)
+    return x, weight, bias if case.bias else None, dy
+
+
+def whole(case: Case, device: str = "cpu") -> Whole:
+    """The results of ``ck.linear(order="tree")``."""
+    x, weight, bias, dy = operands(case, device)
+    leaves = [None if t is None else t.clone().requires_grad_() for t in (x, weight, bias)]
+    y = ck.linear(*leaves, order="tree")
+    y.backward(dy)
+    gradients = [None if t is None else t.grad for t in leaves]
+    return Whole(x, weight, bias, dy, y.detach(), *gradients)
+
+
+def part(t: torch.Tensor | None, axis: int | None, degree: int, rank: int):
+    """A rank's part along ``axis``; all of it for None."""
+    return t if t is None or axis is None else t.chunk(degree, axis)[rank].contiguous()
+
+
+#: function -> the axis that ranks cut of: x, weight, bias, dy, y, dx, dW, dbias.
+CUTS = {
+    tp.row_parallel_linear: (-1, 1, None, None, None, -1, 1, None),
+    tp.column_parallel_linear: (None, 0, 0, -1, -1, None, 0, 0),
+}
+
+
+def differing(function, of: Whole, mesh, degree: int, rank: int, **options) -> list[str]:
+    """The results of a rank that are not, byte for byte, its parts of the whole's."""
+    mine = [part(t, axis, degree, rank) for t, axis in zip(of, CUTS[function], strict=True)]
+    x, weight, bias, dy, *want = mine
+    given = [None if t is None else t.clone().requires_grad_() for t in (x, weight, bias)]
+    y = function(*given, mesh=mesh, **options)
+    y.backward(dy)
+    got = [y.detach(), *(None if t is None else t.grad for t in given)]
+    return [
+        name
+        for name, a, b in zip(("y", "dx", "dw", "db"), got, want, strict=True)
+        if (a is None) != (b is None) or (a is not None and not contract.same_bytes(a, b))
+    ]

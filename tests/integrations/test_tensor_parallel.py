@@ -1,0 +1,402 @@
+"""Parallel linears: the bytes of one rank, for 1, 2, 4 and 8; refusals on all ranks; mutants.
+
+Ranks are threads of this process, with collectives of the tests, or four processes over gloo
+(tensor_parallel_rank.py), whose groups have 1, 2 and 4 of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels import contracts
+from cute_kernels.errors import ShapeError, UnsupportedTransformError
+from cute_kernels.gemm import op, reference
+from cute_kernels.integrations import tensor_parallel as tp
+from cute_kernels.schedulers.tiles import leaves
+from tests import contract
+from tests.integrations import threaded_ranks
+from tests.integrations.parallel_cases import (
+    BF16,
+    CUTS,
+    FP32,
+    SIZES,
+    Case,
+    cases,
+    differing,
+    operands,
+    part,
+    whole,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+WORLD, SECONDS = 4, 240
+
+
+@pytest.fixture
+def threaded(monkeypatch):
+    """Ranks that are threads, each of which computes alone: teams of eight would fight."""
+    team = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with threaded_ranks.collectives(monkeypatch):
+        yield
+    torch.set_num_threads(team)
+
+
+def wrong(function, case: Case, degree: int, **options) -> set[str]:
+    """The results of a case that differ on some rank."""
+    of = whole(case)
+    found = threaded_ranks.together(
+        degree, lambda rank: differing(function, of, rank, degree, rank.rank(), **options)
+    )
+    return {name for names in found for name in names}
+
+
+# ---- bytes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", CUTS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("degree", [1, 2, 4, 8])
+def test_every_degree_has_the_bytes_of_one(threaded, degree, function):
+    for case in cases(degree):
+        assert not wrong(function, case, degree), case
+
+
+@pytest.mark.parametrize("function", CUTS, ids=lambda f: f.__name__)
+def test_neither_the_exchange_nor_blocks_of_rows_show(threaded, monkeypatch, function):
+    """Leaves to their rows' owner, rows that do not divide evenly, and several exchanges."""
+    monkeypatch.setattr(tp, "GATHER_BYTES", 0)
+    n, k = SIZES[0]
+    for degree, rows in ((2, 3), (4, 70), (8, 9), (8, 7)):
+        for block in (1 << 28, leaves.count(k) * n * 4 * 20):
+            monkeypatch.setattr(tp, "BLOCK_BYTES", block)
+            assert not wrong(function, Case((rows,), n, k, FP32, True), degree), (degree, rows)
+
+
+@pytest.mark.parametrize("function", CUTS, ids=lambda f: f.__name__)
+def test_without_verification(threaded, function):
+    assert not wrong(function, Case((3,), *SIZES[0], BF16, True), 2, verify=False)
+
+
+#: Chains as long as those in which MKL's order follows the number of columns.
+LONG = [Case((1000,), 256, 256, FP32, True), Case((5,), 256, 8192, FP32, False)]
+
+
+@pytest.mark.parametrize("function", CUTS, ids=lambda f: f.__name__)
+def test_long_chains_of_few_columns(threaded, function):
+    for case in LONG:
+        assert not wrong(function, case, 8), case
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("function", CUTS, ids=lambda f: f.__name__)
+def test_sizes_of_a_model(threaded, function, dtype):
+    for n, k in ((5632, 2048), (2048, 5632)):
+        for rows, degree in ((1, 8), (1376, 8), (64, 2)):
+            assert not wrong(function, Case((rows,), n, k, dtype, True), degree)
+
+
+def test_one_rank_takes_any_size(threaded):
+    for function in CUTS:
+        assert not wrong(function, Case((5,), 30, 100, FP32, True), 1)
+
+
+@pytest.mark.parametrize("function", CUTS, ids=lambda f: f.__name__)
+def test_main_grad_has_the_bytes_of_one(threaded, function):
+    """Two micro-batches into the state of each rank, and weight.grad stays None."""
+    case = Case((70,), *SIZES[0], BF16, False)
+    of, degree = whole(case), 4
+    want = torch.zeros(case.n, case.k)
+    weight = of.weight.clone().requires_grad_()
+    cut = CUTS[function]
+
+    def work(rank):
+        mine = [part(t, axis, degree, rank.rank()) for t, axis in zip(of, cut, strict=True)]
+        shard, state = mine[1].clone().requires_grad_(), torch.zeros(mine[1].shape)
+        for rows in (slice(0, 32), slice(32, 70)):
+            y = function(mine[0][rows], shard, mesh=rank, main_grad=state)
+            y.backward(mine[3][rows])
+        assert shard.grad is None
+        return state
+
+    ck.linear(of.x, weight, order="tree", main_grad=want).backward(of.dy)
+    got = torch.cat(threaded_ranks.together(degree, work), cut[1])
+    assert contract.same_bytes(got, want)
+
+
+def test_autocast_casts_as_linear_does(threaded):
+    case = Case((3,), *SIZES[0], FP32, True)
+    with torch.autocast("cpu", BF16):
+        want = ck.linear(*operands(case)[:3], order="tree")
+    x, weight, bias, _ = operands(case)
+
+    def work(rank):
+        state = [part(t, axis, 2, rank.rank()) for t, axis in ((x, -1), (weight, 1), (bias, None))]
+        with torch.autocast("cpu", BF16):
+            return tp.row_parallel_linear(*state, mesh=rank)
+
+    for got in threaded_ranks.together(2, work):
+        assert contract.same_bytes(got, want) and got.dtype is BF16
+
+
+def test_the_split_k_bound_holds(threaded):
+    """5.25 ⌈n/s⌉ 2⁻²³ S + (s - 1) 2⁻²⁴ S for n groups of 16 in s leaves, and few misrounded."""
+    case = Case((64,), 128, 4096, BF16, False)
+    generator = torch.Generator().manual_seed(3)
+    x, weight = (torch.randn(rows, case.k, generator=generator).to(BF16) for rows in (64, case.n))
+
+    def work(rank):
+        mine = [part(t, 1, 8, rank.rank()) for t in (x, weight)]
+        return tp.row_parallel_linear(*mine, mesh=rank)
+
+    magnitude = x.double().abs() @ weight.double().abs().mT
+    groups, split = case.k // 16, leaves.count(case.k)
+    bound = (5.25 * -(-groups // split) * 2.0**-23 + (split - 1) * 2.0**-24) * magnitude
+    assert (bound < reference.error_bound(x, weight)).all()
+    got = threaded_ranks.together(8, work)[0]
+    contract.check_accuracy(got, reference.gemm(x, weight), bound, 0.01)
+
+
+# ---- mutants ------------------------------------------------------------------------------------
+
+
+def rounded_partials(monkeypatch):
+    true = op.leaf_sums
+    monkeypatch.setattr(op, "leaf_sums", lambda *args: true(*args).bfloat16().float())
+
+
+def added_pairwise(monkeypatch):
+    """(l0 + l1) + (l2 + l3), and so on: as a tree of ranks would."""
+
+    def pairs(parts, bias, dtype):
+        while len(parts) > 1:
+            parts = parts[::2] + parts[1::2]
+        total = parts[0] if bias is None else parts[0] + bias.float()
+        return total.to(dtype)
+
+    monkeypatch.setattr(op, "add_leaves", pairs)
+
+
+def ranks_added_first(monkeypatch):
+    """Each rank adds its leaves, and then ranks are added: another order from the third leaf on."""
+    true = op.leaf_sums
+
+    def one(a, b, length):
+        return op.add_leaves(true(a, b, length), None, FP32).unsqueeze(0)
+
+    monkeypatch.setattr(op, "leaf_sums", one)
+
+
+def added_by_sum(monkeypatch):
+    def added(parts, bias, dtype):
+        total = parts.sum(0)
+        return (total if bias is None else total + bias.float()).to(dtype)
+
+    monkeypatch.setattr(op, "add_leaves", added)
+
+
+def started_from_zero(monkeypatch):
+    true = op.add_leaves
+
+    def added(parts, bias, dtype):
+        return true(torch.cat([torch.zeros_like(parts[:1]), parts]), bias, dtype)
+
+    monkeypatch.setattr(op, "add_leaves", added)
+
+
+def length_of_the_local_size(monkeypatch):
+    true = op.leaf_sums
+    monkeypatch.setattr(op, "leaf_sums", lambda a, b, _: true(a, b, leaves.length(a.shape[1])))
+
+
+def bias_on_every_rank(monkeypatch):
+    true = op.add_leaves
+
+    def added(parts, bias, dtype):
+        if bias is not None:
+            parts = parts.clone()
+            parts[:: len(parts) // 2] += bias.float()
+        return true(parts, None, dtype)
+
+    monkeypatch.setattr(op, "add_leaves", added)
+
+
+def ranks_descending(monkeypatch):
+    true = op.add_leaves
+    monkeypatch.setattr(op, "add_leaves", lambda parts, *rest: true(parts.flip(0), *rest))
+
+
+MUTANTS = [
+    rounded_partials,
+    added_pairwise,
+    ranks_added_first,
+    added_by_sum,
+    started_from_zero,
+    length_of_the_local_size,
+    bias_on_every_rank,
+    ranks_descending,
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.__name__)
+def test_a_mutant_is_killed(threaded, monkeypatch, mutant):
+    """By the cases of test_every_degree_has_the_bytes_of_one, of degree 2."""
+    found = [(case, whole(case)) for case in cases(2)]
+    mutant(monkeypatch)
+
+    def survives(case, of):
+        run = threaded_ranks.together
+        return not any(
+            run(2, lambda rank: differing(tp.row_parallel_linear, of, rank, 2, rank.rank()))
+        )
+
+    assert not all(survives(*one) for one in found)
+
+
+def test_the_sign_of_zero_is_what_kills_a_sum_from_zero(threaded, monkeypatch):
+    of = {case: whole(case) for case in cases(2)}
+    started_from_zero(monkeypatch)
+    killers = {
+        case
+        for case in of
+        if any(
+            threaded_ranks.together(
+                2,
+                lambda rank, case=case: differing(
+                    tp.row_parallel_linear, of[case], rank, 2, rank.rank()
+                ),
+            )
+        )
+    }
+    assert killers == {case for case in of if case.minus_zeros}
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "degree", "length", "works"),
+    [
+        (320, 2, 48, "1 rank only"),
+        (192, 4, 32, "1 or 2 ranks"),
+        (64, 8, 16, "1 or 2 or 4 ranks"),
+        (100, 2, 16, "1 rank only"),
+    ],
+)
+def test_a_cut_inside_a_leaf_is_refused(size, degree, length, works):
+    with pytest.raises(ShapeError, match=rf"^K: .*leaves of {size} are {length} .*by {works}"):
+        tp._cut_at_leaves("K", size, degree)
+
+
+def test_multiples_of_128_can_be_cut_by_every_degree():
+    for degree in tp.DEGREES:
+        for size in range(128, 4096, 128):
+            tp._cut_at_leaves("K", size, degree)
+    assert tp.DEGREES == (1, 2, 4, 8)
+
+
+def test_a_compiled_graph_is_refused_by_name_and_a_broken_one_has_the_bytes(threaded):
+    case = Case((3,), *SIZES[0], FP32, True)
+    x, weight, bias, _ = operands(case)
+    want = ck.linear(x.relu(), weight, bias, order="tree")
+
+    def work(rank):
+        return lambda x: tp.row_parallel_linear(x.relu(), weight, bias, mesh=rank)
+
+    (function,) = threaded_ranks.together(1, work)
+    with pytest.raises(Exception, match=r"row_parallel_linear: a graph of torch\.compile"):
+        torch.compile(function, fullgraph=True, backend="eager")(x)
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # dynamo's, if it made graphs of what is below
+        got = torch.compile(function, backend="eager")(x)
+    assert contract.same_bytes(got, want)
+    torch._dynamo.reset()
+
+
+def test_a_double_backward_is_refused(threaded):
+    case = Case((3,), *SIZES[0], FP32, False)
+    x, weight, _, _ = operands(case)
+
+    def work(rank):
+        mine = part(x, -1, 2, rank.rank()).requires_grad_()
+        y = tp.row_parallel_linear(mine, part(weight, 1, 2, rank.rank()), mesh=rank)
+        with pytest.raises(UnsupportedTransformError, match="create_graph=True"):
+            torch.autograd.grad(y.sum(), mine, create_graph=True)
+
+    threaded_ranks.together(2, work)
+
+
+# ---- names --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [tp.ROW, tp.COLUMN])
+def test_the_guarantees_are_those_of_linear_and_one_more(name):
+    for dtype in (BF16, FP32):
+        kept = ck.guarantees("linear", "cpu", dtype) | {contracts.TP_INVARIANT}
+        assert ck.guarantees(name, "cpu", dtype) == kept
+    assert ck.contract_id(name, "cpu").startswith(f"{name}/cpu/")
+    assert name not in ck.info()["ops"]
+
+
+# ---- four processes -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict]:
+    """What each of four processes reports: tensor_parallel_rank.py."""
+    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+        pytest.skip("needs torch.distributed with gloo")
+    store = tmp_path_factory.mktemp("ranks") / "store"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "tests.integrations.tensor_parallel_rank"]
+    started = [
+        subprocess.Popen(
+            [*command, str(rank), str(store)], cwd=ROOT, env=environment, stdout=subprocess.PIPE
+        )
+        for rank in range(WORLD)
+    ]
+    try:
+        said = [process.communicate(timeout=SECONDS)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0] * WORLD
+    return [json.loads(text.splitlines()[-1]) for text in said]
+
+
+def test_processes_have_the_bytes_of_one(ranks):
+    """Meshes of 1, 2 and 4, of one and of two dimensions, neighbours or not, and a group."""
+    for rank in ranks:
+        assert rank["bytes"]["differing"] == [] and rank["bytes"]["compared"] > 150
+        assert rank["bytes"]["meshes"] == [4, 2, 2, 2, 1]
+
+
+def test_modules_have_the_bytes_of_one(ranks):
+    """Cut from a whole linear; under no_grad; recomputed under activation checkpointing."""
+    for rank in ranks:
+        assert rank["modules"] == {"no_grad": [], "plain": [], "checkpoint": [], "reentrant": []}
+
+
+def test_an_empty_batch_and_a_good_call_after_a_refused_one(ranks):
+    assert all(rank["after"] == [] for rank in ranks)
+
+
+def test_every_rank_raises(ranks):
+    """The table of bad inputs, some of which are bad on one rank only."""
+    names = ranks[0]["refused"]
+    assert len(names) >= 20
+    for name in names:
+        for rank in ranks:
+            case = rank["refused"][name]
+            assert case["type"] in case["want"].split(" or "), (name, case)
+            assert all(fragment in case["said"] for fragment in case["fragments"]), (name, case)
