@@ -68,11 +68,12 @@ def demo(
     seconds: Annotated[float, typer.Option(help="Training time.")] = 50.0,
     steps: Annotated[int | None, typer.Option(help="Training steps, instead of a time.")] = None,
     seed: Annotated[int, typer.Option()] = 0,
+    order: Annotated[str, typer.Option(help="Of every linear layer: chain or tree.")] = "chain",
 ) -> None:
     """Train a small transformer on real text; compare rollout and training bits."""
     from .demo.run import main as run
 
-    raise typer.Exit(run(out, device, seconds, seed, steps))
+    raise typer.Exit(run(out, device, seconds, seed, steps, order=order))
 
 
 @app.command()

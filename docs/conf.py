@@ -84,11 +84,11 @@ def tile_costs() -> str:
     ]
     rows += [
         [
-            f"`kernel_skinny_sm90`, {n} rows of W by {m} tokens",
+            f"`kernel_skinny_sm90`, {n} rows of W by {m} tokens{', pairs' * (pair > 1)}",
             f"{half:.2f}",
             f"{full:.2f}",
         ]
-        for (n, m), (half, full) in tiles.SKINNY_COST.items()
+        for (n, m, pair), (half, full) in tiles.SKINNY_COST.items()
     ]
     return table(["tile", "half", "all"], rows)
 

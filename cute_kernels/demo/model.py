@@ -41,13 +41,14 @@ class Side:
 class Linear(nn.Module):
     """``ck.linear`` in place of nn.Linear; backward adds into main_grad where there is one."""
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: nn.Parameter, order: str) -> None:
         super().__init__()
         self.weight = weight
+        self.order = order
         self.main_grad: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return ck.linear(x, self.weight, main_grad=self.main_grad)
+        return ck.linear(x, self.weight, order=self.order, main_grad=self.main_grad)
 
 
 class RMSNorm(nn.Module):
@@ -85,19 +86,19 @@ class Rotary(nn.Module):
         return self.cos[at], self.sin[at]
 
 
-def build(size: Size, device: torch.device, seed: int) -> LlamaForCausalLM:
-    """The model of our column, bf16, with new weights drawn from ``seed``."""
+def build(size: Size, device: torch.device, seed: int, order: str = "chain") -> LlamaForCausalLM:
+    """The model of our column, bf16, with new weights drawn from ``seed``; ``order``: of linear."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(_config(size, integration.NAME)).to(torch.bfloat16).to(device)
-    return row_local(model)
+    return row_local(model, order)
 
 
-def row_local(model: LlamaForCausalLM) -> LlamaForCausalLM:
+def row_local(model: LlamaForCausalLM, order: str) -> LlamaForCausalLM:
     """Replaces, in place, every part whose bits could depend on the batch; weights are shared."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, nn.Linear):
-                setattr(module, name, Linear(child.weight))
+                setattr(module, name, Linear(child.weight, order))
             elif type(child).__name__ == "LlamaRMSNorm":
                 setattr(module, name, RMSNorm(child.weight, child.variance_epsilon))
             elif type(child).__name__ == "LlamaRotaryEmbedding":

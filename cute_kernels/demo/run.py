@@ -17,7 +17,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 import cute_kernels as ck
 
 from ..commands import BROKEN, require
-from ..errors import ArgumentValueError, BackendUnavailable, expected
+from ..errors import ArgumentValueError, BackendUnavailable, expected, one_of
+from ..gemm.config import ORDERS
 
 if TYPE_CHECKING:
     from .measure import Column, Setup
@@ -37,6 +38,7 @@ class _Run:
     seed: int
     steps: int | None
     setup: Setup
+    order: str
 
 
 def main(
@@ -46,6 +48,7 @@ def main(
     seed: int,
     steps: int | None = None,
     setup: Setup | None = None,
+    order: str = "chain",
 ) -> int:
     """Runs the demo and prints it.
 
@@ -57,12 +60,13 @@ def main(
         steps: Optimizer steps; if given, ``seconds`` is not read, and a run on the CPU repeats
             byte for byte.
         setup: Sizes and comparisons, if not the usual ones.
+        order: The order of every linear layer: ``"chain"`` or ``"tree"``.
 
     Returns:
         The exit code: 0 if our column has 0 differing bytes, 1 if it has any.
 
     Raises:
-        ArgumentValueError: ``seconds``, ``steps`` or ``seed`` is out of range.
+        ArgumentValueError: ``seconds``, ``steps`` or ``seed`` is out of range; an unknown order.
         MissingPackageError: the extra ``demo`` is not installed.
         BackendUnavailable: the device has no backend, or is not there.
         OSError: ``out`` cannot be written.
@@ -73,11 +77,13 @@ def main(
         raise ArgumentValueError(expected("steps", "at least 1, or None", steps))
     if not 0 <= seed <= _MAX_SEED:
         raise ArgumentValueError(expected("seed", f"0 to {_MAX_SEED}", seed))
+    if order not in ORDERS:
+        raise ArgumentValueError(one_of("order", ORDERS, order))
     require("demo", *_NEEDS)
     where = _device(device)
     from .measure import Setup
 
-    run = _Run(out, where, seconds, seed, steps, setup or Setup())
+    run = _Run(out, where, seconds, seed, steps, setup or Setup(), order)
     with _one_cpu_thread(where):
         return _demo(run, Console())
 
@@ -88,7 +94,7 @@ def _demo(run: _Run, console: Console) -> int:
     run.out.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     learn, unseen = text.split(text.corpus())
-    net = model.build(run.setup.size, run.device, run.seed)
+    net = model.build(run.setup.size, run.device, run.seed, run.order)
     _introduce(run, console, sum(weight.numel() for weight in net.parameters()), len(learn))
     with _bars(console) as bars:
         trained = _train(run, bars, net, learn)

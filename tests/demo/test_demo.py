@@ -19,9 +19,9 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def _trained(steps: int = 3) -> tuple[model.Side, model.Side, torch.Tensor]:
+def _trained(steps: int = 3, order: str = "chain") -> tuple[model.Side, model.Side, torch.Tensor]:
     learn, held = text.split(text.corpus())
-    net = model.build(SIZE, torch.device("cpu"), seed=1)
+    net = model.build(SIZE, torch.device("cpu"), seed=1, order=order)
     ours = model.ours(net)
     train.train(ours, learn, seconds=0, steps=steps, seed=1, progress=lambda done, words: None)
     return model.plain(net, SIZE), ours, held
@@ -32,14 +32,20 @@ def trained():
     return _trained()
 
 
+@pytest.fixture(scope="module")
+def trained_with_the_tree():
+    return _trained(order="tree")
+
+
 def _measure(side: model.Side, held: torch.Tensor):
     work = measure.tasks(SETUP, held, seed=2)
     choose = rollout.sample(2, len(work))
     return measure.measure(side, SETUP, work, choose, 2, lambda count: None)
 
 
-def test_ours_has_no_differing_byte(trained):
-    _, ours, held = trained
+@pytest.mark.parametrize("made", ["trained", "trained_with_the_tree"])
+def test_ours_has_no_differing_byte(made, request):
+    _, ours, held = request.getfixturevalue(made)
     column, tokens = _measure(ours, held)
     total = column.total()
     assert total.differing_bytes == total.differing == 0
