@@ -101,7 +101,7 @@ def test_invariance(monkeypatch, check, dtype):
 
 
 def test_layouts_do_not_show(monkeypatch):
-    pairs = (("k", "mn"), ("mn", "mn"), ("padded", "offset"))
+    pairs = (("k", "mn"), ("padded", "offset"))
     with simulated(launch, **HOPPER):
         tree_cases.layouts(tree_engine(monkeypatch), BF16, pairs)
 
@@ -184,4 +184,3 @@ def test_far_operands(monkeypatch, tmp_path):
             storage = torch.from_file(file, shared=True, size=size, dtype=BF16)
             far = storage.as_strided(a.shape, strides).copy_(a)
             assert cases.differing(tree.skinny(far, b), near) == 0
-            assert cases.differing(tree.gemm(far, b), near) == 0

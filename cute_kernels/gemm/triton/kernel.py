@@ -20,10 +20,10 @@ groups appended to a cut could turn -0 into +0.
 
 Summation order of leaves and root (``tree``).  A leaf is a chain from zero by dots of block_k that
 begin at its first k and are masked at its end, so it has its bits wherever it lies and whoever adds
-it; zeros fill its last dot, which turns a leaf that underflowed to -0 into +0 unless block_k divides
-it.  Leaves are added in fp32, ascending, the first one as it is.  The weight is the first operand: a
-tile's tokens are the width of the matrix instruction, and M may choose them.  What takes K is the
-same in every tile, as a test reads:
+it.  Zeros fill its last dot; where there are any, a leaf that underflowed to -0 is +0.  Leaves are
+added in fp32, ascending, the first one as it is.  The weight is the first operand: a tile's tokens
+are the width of the matrix instruction, and M may choose them.  What takes K is the same in every
+tile, as a test reads:
 
     sm_90             wgmma m64nTk16, T at most the tile's tokens: 16, 32, 64, 128.  An H200 has
                       equal bits at every width (docs/numerics.md).  With tokens as the first
@@ -279,7 +279,7 @@ def root_kernel(
     """out[m, n] = round(((sums[0] + sums[1]) + sums[2]) + ... + bias), sums [LEAVES, M, N]."""
     N = N // ALIGN_N * ALIGN_N
     row = tl.cast(tl.program_id(1), tl.int64)
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    columns = tl.cast(tl.program_id(0), tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     in_n = columns < N
     sum_ptrs = sums_ptr + row * N + columns
     size = tl.cast(M, tl.int64) * N
@@ -287,6 +287,6 @@ def root_kernel(
     for leaf in tl.static_range(1, LEAVES):
         total += tl.load(sum_ptrs + leaf * size, mask=in_n, other=0.0)
     if bias_ptr is not None:
-        bias_ptrs = bias_ptr + row * bias_m + columns.to(tl.int64) * bias_n
+        bias_ptrs = bias_ptr + row * bias_m + columns * bias_n
         total += tl.load(bias_ptrs, mask=in_n, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * N + columns, total.to(out_ptr.dtype.element_ty), mask=in_n)

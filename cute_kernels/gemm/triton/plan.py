@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 
@@ -75,6 +76,7 @@ SKINNY = {
 _SAME_INSTRUCTION = ("sm_80", "sm_86", "sm_89", "sm_90a")
 
 
+@functools.cache
 def skinny(arch: str, plan: TritonPlan) -> SkinnyPlan:
     """The plan of few rows on ``arch``, with tiles that are no taller than the one of ``plan``.
 
