@@ -36,7 +36,7 @@ def operands(m: int, n: int, k: int, dtype: torch.dtype, seed: int = 0) -> tuple
     Cancelled at the end, every leaf would be rounded alike, in any order.
     """
     a, b, _, _ = problem(m, n, k, dtype, "plain", seed=seed, cancel=False)
-    if k > 1:
+    if k >= 32:  # within one group of 16 the reference's float64 would round
         a, b = a / 16, b / 16
         a[:, 0] *= 2**12
         b[:, 0] *= 2**12
