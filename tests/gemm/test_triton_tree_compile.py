@@ -22,6 +22,7 @@ from .triton_inspect import matrix_instructions, text, tree_complaints
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
+AMPERE = {f"sm_{number}": GPUTarget("cuda", number, 32) for number in (80, 86, 89)}
 ARCHS = {"sm_90": "sm_90a", "gfx942": "gfx942", "gfx950": "gfx950", "sm_80": "sm_80"}
 ROWS, MAJORS = (16, 32, 64, 128), (("k", "k"), ("k", "mn"), ("mn", "k"), ("mn", "mn"))
 #: Of every target the smallest tile and the largest, where registers are short.
@@ -30,7 +31,7 @@ EVERY_COMMIT = ((16, 128), ("sm_90", "gfx942", "gfx950"), BF16, ("k", "k"))
 
 @pytest.fixture(autouse=True)
 def ampere(monkeypatch):
-    targets = triton_harness.TARGETS | {"sm_80": GPUTarget("cuda", 80, 32)}
+    targets = triton_harness.TARGETS | AMPERE
     monkeypatch.setattr(triton_harness, "TARGETS", targets)
 
 
@@ -49,7 +50,7 @@ def kernels(target, dtype, rows, majors=("k", "k"), size=(256, 2888)) -> dict[st
     a, b = tree_cases.operands(rows, n, k, dtype)
     a, b = cases.laid_out(a, majors[0]), cases.laid_out(b, majors[1])
     bias = tree_cases.bias_of("rows", rows, n, dtype)
-    chosen = plan.skinny(ARCHS[target], launch._plan(dtype))
+    chosen = plan.skinny(ARCHS.get(target, target), launch._plan(dtype))
 
     def skinny(deterministic, units):
         return compiled(
@@ -80,6 +81,15 @@ def test_code(heights, target, dtype, majors):
             for kernel in found:
                 wrong = set(tree_complaints(kernel, dtype, stage)) - tolerated
                 assert not wrong, (rows, stage, wrong)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("target", ["sm_86", "sm_89"])
+def test_the_rest_of_the_family(target):
+    """They have the instruction of sm_80."""
+    for rows in (16, 128):
+        for stage, found in kernels(target, BF16, rows).items():
+            assert set(tree_complaints(found[0], BF16, stage)) <= {"spills"}, (rows, stage)
 
 
 @pytest.mark.nightly

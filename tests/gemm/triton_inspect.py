@@ -15,7 +15,8 @@ from cute_kernels.gemm import config
 from ..ptxsim.harness import find_tool
 
 #: Bytes a workgroup, by architecture: LDS on AMD.  CUDA is held to the 99 KiB of sm_86 and sm_89.
-SHARED_LIMIT = {"gfx942": 64 * 1024, "gfx950": 160 * 1024, "90": 99 * 1024, "80": 99 * 1024}
+SHARED_LIMIT = {"gfx942": 64 * 1024, "gfx950": 160 * 1024}
+SHARED_LIMIT |= dict.fromkeys(("80", "86", "89", "90"), 99 * 1024)
 #: Bytes a thread on the stack that fp32 on the fma units may have: ptxas aims at 128 registers, and
 #: Triton 3.6.0's keeps 0 bytes of some layout there, 3.7.1's 8, 3.9.0's 24.
 FP32_STACK = 32
@@ -120,7 +121,7 @@ def takes_k(target: str, dtype: torch.dtype) -> str | None:
         return f"v_mfma_f32_16x16x{depth}_{name}"
     if dtype == torch.float32:
         return None
-    if target == "80":
+    if target in ("80", "86", "89"):
         return f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32"
     return f"wgmma.mma_async.sync.aligned.m64nTk16.f32.{name}.{name}"
 

@@ -28,7 +28,7 @@ tile, as a test reads:
     sm_90             wgmma m64nTk16, T at most the tile's tokens: 16, 32, 64, 128.  An H200 has
                       equal bits at every width (docs/numerics.md).  With tokens as the first
                       operand, tiles of 16 and 32 would be mma.sync
-    sm_80             mma.sync m16n8k16
+    sm_80, 86, 89     mma.sync m16n8k16
     gfx942, gfx950    mfma 16x16x16, mfma 16x16x32; in fp32 mfma 16x16x4
     other             not read, so one tile serves all rows (plan.py)
 

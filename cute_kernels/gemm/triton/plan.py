@@ -72,7 +72,7 @@ SKINNY = {
     "gfx950": SkinnyPlan(num_stages=3, wave=64, waves_per_eu=2),
     "cuda": SkinnyPlan(num_stages=4, wave=32),
 }
-#: CUDA whose small tiles have the instruction of large ones: a test reads sm_80's and sm_90's code.
+#: CUDA whose small tiles have the instruction of large ones: a test reads their code.
 _SAME_INSTRUCTION = ("sm_80", "sm_86", "sm_89", "sm_90a")
 
 
