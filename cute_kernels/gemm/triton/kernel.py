@@ -199,7 +199,7 @@ def leaves_kernel(
     """Items program_id, program_id + programs, ...: a tile, and ``share`` consecutive leaves of it.
 
     STAGE "tree": every leaf, their sum, bias, rounding; out [M, N].  "leaves": each leaf to out
-    [leaves, M, N].  "unordered": the sum of the item's leaves is added into out [M, N] atomically.
+    [leaves, M, N].  "unordered": each leaf is added into out [M, N] by atomics.
     """
     M = M // ALIGN_M * ALIGN_M
     N = N // ALIGN_N * ALIGN_N
