@@ -20,7 +20,7 @@ from .triton_inspect import complaints
 
 K_LOOP = "for step in tl.range(0, steps):\n"
 BY_M = "for up in tl.range(0, steps):\n            step = up if M > 32 else steps - 1 - up\n"
-SIZES = "    (m, k), n = a.shape, b.shape[0]\n"
+SIZES = "    (m, k), n = a.shape, b.shape[0]\n    plan = _plan(a.dtype)\n"
 SPLIT_BY_M = SIZES + (
     "    if m < 32 and k > 64 and accumulator is None:\n"
     "        left = _launch(a[:, :64], b[:, :64], bias, None, programs)\n"
@@ -30,8 +30,8 @@ START = "            acc = tl.load(out_ptrs, mask=in_m & in_n, other=0.0)\n"
 ZERO_START = START.replace("acc =", "before =") + (
     "            acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)\n"
 )
-BIAS = "        if bias_ptr is not None:\n"
-ADD_LATE = "        if ACCUMULATE:\n            acc += before\n" + BIAS
+BIAS = "\n        if bias_ptr is not None:\n"
+ADD_LATE = "\n        if ACCUMULATE:\n            acc += before" + BIAS
 STORE = "tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_m & in_n)"
 LOAD_A = "a = tl.load(a_ptrs + step * a_step, mask=in_m & in_k[None, :], other=0.0)"
 LOAD_B = "b = tl.load(b_ptrs + step * b_step, mask=in_k[:, None] & in_n, other=0.0)"
@@ -80,7 +80,10 @@ MUTANTS = {
         "acc = tl.load(out_ptrs, mask=in_m & in_n, other=0.0)",
         "acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)",
     ))], chain("accumulate")),
-    "stride_of_the_grid_fixed": ([("tl.num_programs(0)):", "132):")], of(cases.programs)),
+    "stride_of_the_grid_fixed": (
+        [("tiles_n, tl.num_programs(0)):", "tiles_n, 132):")],
+        of(cases.programs),
+    ),
     "raster_ignores_the_last_group": (
         [("height = tl.minimum(tiles_m - first_m, GROUP_M)", "height = GROUP_M")],
         of(cases.programs),
@@ -90,7 +93,7 @@ MUTANTS = {
         chain("plain"),
     ),
     "guard_dropped": (
-        [("with torch.cuda.device(a.device):", "if True:")],
+        [("with torch.cuda.device(a.device):\n        if order", "if True:\n        if order")],
         chain("plain"),
     ),
     "lanes_descending": ([(LANE, "for lane in tl.range(LANES - 1, -1, -1):")], sums(FP32)),
@@ -140,7 +143,7 @@ def test_the_data_can_show_an_order(dtype):
 
 @pytest.mark.sim
 @requires_core
-@pytest.mark.parametrize("old", ["row_offsets = rows.to(tl.int64)", "lanes.to(tl.int64)"])
+@pytest.mark.parametrize("old", ["row_offsets = rows.to(tl.int64)[:, None]", "lanes.to(tl.int64)"])
 def test_int32_offsets_are_killed(monkeypatch, tmp_path, old):
     mutant = copy_of(package, tmp_path, (old, old.replace(".to(tl.int64)", "")))
     with simulated(mutant), pytest.raises((AssertionError, WildAccess)):
@@ -172,9 +175,8 @@ def test_atomics_are_noticed(tmp_path, target):
 
 
 def test_tf32_is_noticed(tmp_path):
-    mutant = copy_of(
-        package, tmp_path, ("INPUT_PRECISION=plan.input_precision", 'INPUT_PRECISION="tf32"')
-    )
+    old = "ACCUMULATE=accumulate,\n        INPUT_PRECISION=plan.input_precision"
+    mutant = copy_of(package, tmp_path, (old, old.replace("plan.input_precision", '"tf32"')))
     a, b, _, _ = cases.problem(32, 32, 32, FP32, "plain")
     kernels = compiled(mutant, "sm_90", lambda: mutant._launch(a, b, None, None, 132))
     assert "tf32" in complaints(kernels[0], FP32, "plain")

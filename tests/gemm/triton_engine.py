@@ -7,6 +7,7 @@ import torch
 from cute_kernels.gemm.triton import launch
 
 from . import triton_cases as cases
+from .triton_tree_cases import MANY, Tree
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -37,3 +38,22 @@ def _far(t: torch.Tensor, file) -> torch.Tensor:
     size = stride * (t.shape[0] - 1) + t.shape[1]
     storage = torch.from_file(str(file), shared=True, size=size, dtype=t.dtype)
     return storage.as_strided(t.shape, (stride, 1)).copy_(t)
+
+
+def tree_engine(monkeypatch, module=launch) -> Tree:
+    """The order ``tree`` through the public launcher."""
+
+    def gemm(a, b, bias=None):
+        monkeypatch.setenv("CUTE_KERNELS_MAX_CTAS", "132")
+        return module.gemm(a, b, bias, None, "tree")
+
+    def skinny(x, w, bias=None, deterministic=True, programs=MANY):
+        # A unit is meant to hold two programs of such a launch.
+        monkeypatch.setenv("CUTE_KERNELS_MAX_CTAS", str(-(-programs // 2)))
+        return module.skinny(x, w, bias, deterministic)
+
+    def leaf_sums(a, b, length):
+        monkeypatch.setenv("CUTE_KERNELS_MAX_CTAS", "132")
+        return module.leaf_sums(a, b, length)
+
+    return Tree(gemm, skinny, leaf_sums)

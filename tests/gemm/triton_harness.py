@@ -29,7 +29,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
-KERNELS = ("gemm_kernel", "column_sum_kernel")
+KERNELS = ("gemm_kernel", "column_sum_kernel", "leaves_kernel", "root_kernel")
 
 _CACHE = tempfile.TemporaryDirectory(prefix="triton-tests-")
 
@@ -50,7 +50,8 @@ def compiled(launch: ModuleType, target: str, call: Callable[[], object]) -> lis
 def simulated(launch: ModuleType, **options: int) -> Iterator[list]:
     """While it lasts, launches run on CPU tensors in ptxsim; yields the list of kernels launched.
 
-    The device is "an H200" and the launcher must be inside its device guard.
+    The device is "an H200" and the launcher must be inside its device guard.  Memory that the
+    launcher leaves unwritten holds NaN.
     """
     kernels, guarded = [], []
 
@@ -65,8 +66,12 @@ def simulated(launch: ModuleType, **options: int) -> Iterator[list]:
         kernels.append(kernel)
         _simulate(kernel, grid, values, options)
 
+    def poisoned(*shape, **kwargs):
+        return torch.full(shape, torch.nan, **kwargs)
+
     h200 = arch.Device("cuda:0", "cuda", "sm_90a", 132)
     with (
+        mock.patch.object(torch, "empty", poisoned),
         mock.patch.object(arch, "describe", lambda device: h200),
         mock.patch.object(torch.cuda, "device", guard),
         _launches(launch, "sm_90", receive),

@@ -15,7 +15,8 @@ from cute_kernels.gemm import config
 from ..ptxsim.harness import find_tool
 
 #: Bytes a workgroup, by architecture: LDS on AMD.  CUDA is held to the 99 KiB of sm_86 and sm_89.
-SHARED_LIMIT = {"gfx942": 64 * 1024, "gfx950": 160 * 1024, "90": 99 * 1024}
+SHARED_LIMIT = {"gfx942": 64 * 1024, "gfx950": 160 * 1024}
+SHARED_LIMIT |= dict.fromkeys(("80", "86", "89", "90"), 99 * 1024)
 #: Bytes a thread on the stack that fp32 on the fma units may have: ptxas aims at 128 registers, and
 #: Triton 3.6.0's keeps 0 bytes of some layout there, 3.7.1's 8, 3.9.0's 24.
 FP32_STACK = 32
@@ -91,3 +92,40 @@ def _spilled(kernel) -> int:
     found = re.search(r"STACK:(\d+) .*LOCAL:(\d+)", usage)
     assert found, usage
     return sum(map(int, found.groups()))
+
+
+def tree_complaints(kernel, dtype: torch.dtype, stage: str) -> list[str]:
+    """What is wrong with the code of a leaves kernel, or of a root kernel (stage ``"root"``)."""
+    expected = takes_k(str(kernel.metadata.target.arch), dtype) if stage != "root" else None
+    fma = stage != "root" and expected is None
+    found = common_complaints(kernel, stack=FP32_STACK if fma else 0)
+    if stage == "unordered":
+        found = found + ["no atomics"] if "atomics" not in found else found[1:]
+    if matrix_of(kernel) != (set() if expected is None else {expected}):
+        found.append("matrix instruction")
+    if fma and "fma.rn.f32" not in text(kernel):
+        found.append("no fma")
+    layouts = re.findall(r"#mma\d* = #ttg\.amd_mfma<(.*?)>", kernel.asm["ttgir"])
+    if any("isTransposed = true" not in layout for layout in layouts):
+        found.append("operands swapped")
+    if re.search(r"tt\.addptr .*: .*\bi32|tt\.addptr .*xi32>", kernel.asm["ttir"]):
+        found.append("offsets of 32 bits")
+    return found
+
+
+def takes_k(target: str, dtype: torch.dtype) -> str | None:
+    """The matrix instruction of a leaf without its width; None where fp32 runs on the fma units."""
+    name = _NAMES[dtype]
+    if target.startswith("gfx"):
+        depth = 4 if dtype == torch.float32 else 32 if target == "gfx950" else 16
+        return f"v_mfma_f32_16x16x{depth}_{name}"
+    if dtype == torch.float32:
+        return None
+    if target in ("80", "86", "89"):
+        return f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32"
+    return f"wgmma.mma_async.sync.aligned.m64nTk16.f32.{name}.{name}"
+
+
+def matrix_of(kernel) -> set[str]:
+    """The matrix instructions of a kernel, of wgmma's without their widths."""
+    return {re.sub(r"(?<=m64n)\d+", "T", name) for name in matrix_instructions(kernel)}

@@ -83,7 +83,7 @@ MUTANTS = {
         "a = tl.load(a_ptrs + step * a_step, mask=in_m) * in_k[None, :]",
         cases.neighbours,
     ),
-    "stride_of_the_grid_fixed": ("tl.num_programs(0)):", "132):", cases.programs),
+    "stride_of_the_grid_fixed": ("tiles_n, tl.num_programs(0)):", "tiles_n, 132):", cases.programs),
 }
 
 

@@ -3,18 +3,36 @@
     gemm         out[m, n] = round(Σ_k a[m, k] b[n, k] + bias[n])
                  acc[m, n] = acc[m, n] + Σ_k a[m, k] b[n, k]         (fp32, in place)
     column_sum   out[n] = round(Σ_m rows[m, n])
+    leaves       sums[l, m, n] = Σ_k a[m, k] b[n, k] over leaf l of K, or the order tree as a whole
+    root         out[m, n] = round(((sums[0] + sums[1]) + sums[2]) + ... + bias[m, n])
 
-Summation order.  One fp32 accumulator per output, ascending K, no split of K, no atomics.  K
-advances by one `tl.dot` of block_k = 64 (fp32: 32).  The groups of a K tail are filled with zeros
-by the load mask, so a tail takes the same instructions.  Every output row sees the same chain
-whatever M is: the tile is one constant per dtype class, M is not specialised on, and nothing is
-autotuned.  The grid (SM count or its cap) decides who computes a tile, never how.
+Summation order of gemm (``chain``).  One fp32 accumulator per output, ascending K, no split of K,
+no atomics.  K advances by one `tl.dot` of block_k = 64 (fp32: 32).  The groups of a K tail are
+filled with zeros by the load mask, so a tail takes the same instructions.  Every output row sees
+the same chain whatever M is: the tile is one constant per dtype class, M is not specialised on, and
+nothing is autotuned.  The grid (SM count or its cap) decides who computes a tile, never how.
 
 With an accumulator, K advances by one `tl.dot` of 16, ceil(K/16) of them: state = f(state, group),
 the same compiled f for each group.  The fp32 state that is stored is the state of the chain, so a
 stream cut at multiples of 16 gives the bits of one shot.  A dot of 64 would not promise that: what
 a compiler does inside one dot (the MFMA of gfx950 takes 32 k at once) is its own, and wholly zero
 groups appended to a cut could turn -0 into +0.
+
+Summation order of leaves and root (``tree``).  A leaf is a chain from zero by dots of block_k that
+begin at its first k and are masked at its end, so it has its bits wherever it lies and whoever adds
+it.  Zeros fill its last dot; where there are any, a leaf that underflowed to -0 is +0.  Leaves are
+added in fp32, ascending, the first one as it is.  The weight is the first operand: a tile's tokens
+are the width of the matrix instruction, and M may choose them.  What takes K is the same in every
+tile, as a test reads:
+
+    sm_90             wgmma m64nTk16, T at most the tile's tokens: 16, 32, 64, 128.  An H200 has
+                      equal bits at every width (docs/numerics.md).  With tokens as the first
+                      operand, tiles of 16 and 32 would be mma.sync
+    sm_80, 86, 89     mma.sync m16n8k16
+    gfx942, gfx950    mfma 16x16x16, mfma 16x16x32; in fp32 mfma 16x16x4
+    other             not read, so one tile serves all rows (plan.py)
+
+STAGE "unordered" adds leaves as they arrive, by atomics: for a caller that asks for it by name.
 
 What one 16-bit dot of 16 becomes in the code that Triton 3.6 makes (a test reads it): sm_90 one
 wgmma m64n128k16 per warp group; gfx942 and gfx950 one mfma 16x16x16 per subtile.  In fp32: sm_90
@@ -27,7 +45,7 @@ an address is kept per element: the same bits, much slower, with spills on some 
 Run on an H200 (2026-11-20, commit d59b64c): the battery in fp32; bf16 forward at 424 to 443 TFLOP/s
 (docs/status.md).  Not run on another GPU.  Tests run the sm_90 code in tests/ptxsim and the source
 in Triton's interpreter, and read the gfx942 and gfx950 code; stages, warps and raster are guesses
-that no measurement has tuned.
+that no measurement has tuned.  leaves and root: not run on a GPU.
 """
 
 from __future__ import annotations
@@ -145,3 +163,130 @@ def column_sum_kernel(
         # A sum of one lane and zeros is that lane, in any order: lanes start at +0, so none is -0.
         total += tl.sum(tl.where((lanes == lane)[:, None], partial, 0.0), axis=0)
     tl.store(out_ptr + columns, total.to(out_ptr.dtype.element_ty), mask=columns < N)
+
+
+@triton.jit(do_not_specialize=["M", "N", "K", "leaves", "share"])
+def leaves_kernel(
+    a_ptr,
+    b_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    K,
+    length,
+    leaves,
+    share,
+    a_m,
+    a_k,
+    b_n,
+    b_k,
+    bias_m,
+    bias_n,
+    ALIGN_M: tl.constexpr,
+    ALIGN_N: tl.constexpr,
+    ALIGN_K: tl.constexpr,
+    ALIGN_A: tl.constexpr,
+    ALIGN_B: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    STAGE: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Items program_id, program_id + programs, ...: a tile, and ``share`` consecutive leaves of it.
+
+    STAGE "tree": every leaf, their sum, bias, rounding; out [M, N].  "leaves": each leaf to out
+    [leaves, M, N].  "unordered": each leaf is added into out [M, N] by atomics.
+    """
+    M = M // ALIGN_M * ALIGN_M
+    N = N // ALIGN_N * ALIGN_N
+    K = K // ALIGN_K * ALIGN_K
+    # Triton itself sees multiples of 16 only.
+    a_m = a_m // ALIGN_A * ALIGN_A
+    b_n = b_n // ALIGN_B * ALIGN_B
+    tiles_m = (M - 1) // BLOCK_M + 1
+    tiles_n = (N - 1) // BLOCK_N + 1
+    in_group = GROUP_M * tiles_n
+    shares = (leaves - 1) // share + 1
+    ks = tl.arange(0, BLOCK_K)
+    a_step = tl.cast(a_k, tl.int64) * BLOCK_K
+    b_step = tl.cast(b_k, tl.int64) * BLOCK_K
+
+    for item in tl.range(tl.program_id(0), tiles_m * tiles_n * shares, tl.num_programs(0)):
+        tile = item // shares
+        first_leaf = item % shares * share
+        top = tile // in_group * GROUP_M
+        height = tl.minimum(tiles_m - top, GROUP_M)
+        tile_m = top + tile % in_group % height
+        tile_n = tile % in_group // height
+        rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        # Weight rows are the rows of the product: a matrix instruction has one height, any width.
+        in_m = (rows < M)[None, :]
+        in_n = (columns < N)[:, None]
+        row_offsets = rows.to(tl.int64)[None, :]
+        column_offsets = columns.to(tl.int64)[:, None]
+        a_ptrs = a_ptr + row_offsets * a_m + ks.to(tl.int64)[:, None] * a_k
+        b_ptrs = b_ptr + column_offsets * b_n + ks.to(tl.int64)[None, :] * b_k
+        out_ptrs = out_ptr + row_offsets * N + column_offsets
+
+        total = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
+        for leaf in tl.range(first_leaf, tl.minimum(first_leaf + share, leaves)):
+            # A leaf's blocks start at its first k and end with it, so it has its bits anywhere.
+            first = leaf * length
+            size = tl.minimum(K - first, length)
+            a_leaf = a_ptrs + tl.cast(first, tl.int64) * a_k
+            b_leaf = b_ptrs + tl.cast(first, tl.int64) * b_k
+            acc = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
+            for step in tl.range(0, (size - 1) // BLOCK_K + 1):
+                in_k = ks < size - step * BLOCK_K
+                a = tl.load(a_leaf + step * a_step, mask=in_k[:, None] & in_m, other=0.0)
+                b = tl.load(b_leaf + step * b_step, mask=in_n & in_k[None, :], other=0.0)
+                if UPCAST:
+                    a = a.to(tl.float32)
+                    b = b.to(tl.float32)
+                acc = tl.dot(b, a, acc, input_precision=INPUT_PRECISION)
+            if STAGE == "leaves":
+                tl.store(out_ptrs + tl.cast(leaf, tl.int64) * M * N, acc, mask=in_n & in_m)
+            elif STAGE == "unordered":
+                tl.atomic_add(out_ptrs, acc, mask=in_n & in_m, sem="relaxed")
+            else:
+                # A sum from +0 would lose the sign of a leaf of -0.
+                total = tl.where(leaf == first_leaf, acc, total + acc)
+        if STAGE == "tree":
+            if bias_ptr is not None:
+                bias_ptrs = bias_ptr + row_offsets * bias_m + column_offsets * bias_n
+                total += tl.load(bias_ptrs, mask=in_n & in_m, other=0.0).to(tl.float32)
+            tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=in_n & in_m)
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def root_kernel(
+    sums_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    bias_m,
+    bias_n,
+    ALIGN_N: tl.constexpr,
+    LEAVES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """out[m, n] = round(((sums[0] + sums[1]) + sums[2]) + ... + bias), sums [LEAVES, M, N]."""
+    N = N // ALIGN_N * ALIGN_N
+    row = tl.cast(tl.program_id(1), tl.int64)
+    columns = tl.cast(tl.program_id(0), tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    in_n = columns < N
+    sum_ptrs = sums_ptr + row * N + columns
+    size = tl.cast(M, tl.int64) * N
+    total = tl.load(sum_ptrs, mask=in_n, other=0.0)
+    for leaf in tl.static_range(1, LEAVES):
+        total += tl.load(sum_ptrs + leaf * size, mask=in_n, other=0.0)
+    if bias_ptr is not None:
+        bias_ptrs = bias_ptr + row * bias_m + columns * bias_n
+        total += tl.load(bias_ptrs, mask=in_n, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * N + columns, total.to(out_ptr.dtype.element_ty), mask=in_n)

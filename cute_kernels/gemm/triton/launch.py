@@ -1,16 +1,21 @@
-"""Launches the Triton kernels: outputs, persistent grids, compiler options.
+"""Launches the Triton kernels: outputs, workspaces, persistent grids, compiler options.
 
 Every layout is loaded as it lies; what a tensor is known to be aligned to widens loads only.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
+from ... import arch
 from ...operands import most_ctas
+from ...schedulers.tiles import leaves
 from .. import config
 from . import kernel as kernels
-from .plan import TRITON, TRITON_FP32, TritonPlan
+from . import plan as plans
+from .plan import TRITON, TRITON_FP32, SkinnyPlan, TritonPlan
 
 #: With more, Triton 3.9 spills on gfx950.
 _HIP_STAGES = 4
@@ -29,7 +34,7 @@ def gemm(
         a, b: bf16, fp16 or fp32, of one dtype and device; any strides, sizes above zero.
         bias: The dtype of ``a``; added in fp32 before the one rounding.
         accumulator: fp32, any strides whose elements do not overlap; the chain starts from it.
-        order: Of `config.ORDERS`; this kernel has the one.
+        order: Of `config.ORDERS`; an accumulator's is a chain.
 
     Returns:
         [M, N], contiguous, the dtype of ``a``; or ``accumulator``.
@@ -38,7 +43,32 @@ def gemm(
     alignment) class compiles; do that before a CUDA graph is captured.
     """
     with torch.cuda.device(a.device):
+        if order != config.ORDER and accumulator is None:
+            return _launch_tree(a, b, bias, most_ctas(a.device))
         return _launch(a, b, bias, accumulator, most_ctas(a.device))
+
+
+def skinny(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, deterministic: bool
+) -> torch.Tensor:
+    """x [M, K] · weight [N, K]ᵀ (+ bias [M, N]) for at most 128 rows: the bytes of order ``tree``.
+
+    Leaves are split over programs where tiles are few, by way of a workspace of at most
+    `plan.WORKSPACE` bytes.  Without ``deterministic`` split leaves are added as they arrive.
+    """
+    with torch.cuda.device(x.device):
+        chosen = plans.skinny(arch.describe(x.device).arch, _plan(x.dtype))
+        return _launch_skinny(x, weight, bias, deterministic, chosen, most_ctas(x.device))
+
+
+def leaf_sums(a: torch.Tensor, b: torch.Tensor, length: int) -> torch.Tensor:
+    """a [M, K] · b [N, K]ᵀ leaf by leaf: fp32 [ceil(K / length), M, N], each a chain, unrounded.
+
+    K is a slice of a longer one, from the edge of a leaf; ``length``: `leaves.length` of the whole.
+    """
+    with torch.cuda.device(a.device):
+        chosen = plans.skinny(arch.describe(a.device).arch, _plan(a.dtype))
+        return _launch_leaf_sums(a, b, length, chosen, most_ctas(a.device))
 
 
 def column_sum(rows: torch.Tensor) -> torch.Tensor:
@@ -92,6 +122,179 @@ def _launch(
     return out if accumulate else out.to(a.dtype)
 
 
+def _launch_tree(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    programs: int,
+    *,
+    interpret: bool = False,
+) -> torch.Tensor:
+    """The order ``tree``, every leaf of a tile in one program."""
+    plan, k = _plan(a.dtype), a.shape[1]
+    work = _Work(
+        length=leaves.length(k),
+        leaves=leaves.count(k),
+        share=leaves.count(k),
+        tile=(plan.block_m, plan.block_n),
+        num_warps=plan.num_warps,
+        num_stages=_stages(plan, False),
+        programs=programs,
+    )
+    out = _empty(a, b, interpret)
+    if bias is not None:
+        bias = bias.expand(out.shape)
+    _launch_leaves(a, b, bias, out, "tree", work, interpret)
+    return out.to(a.dtype)
+
+
+def _launch_skinny(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    deterministic: bool,
+    chosen: SkinnyPlan,
+    units: int,
+    *,
+    interpret: bool = False,
+) -> torch.Tensor:
+    """Split where units would idle; a split sum has the bytes of one that is not."""
+    (m, k), n = x.shape, weight.shape[0]
+    work = _work(m, n, leaves.length(k), leaves.count(k), chosen, units)
+    out = _empty(x, weight, interpret)
+    parts = leaves.count(k) if deterministic else 1
+    if work.share == work.leaves or 4 * parts * m * n > plans.WORKSPACE:
+        work = work._replace(share=work.leaves)
+        _launch_leaves(x, weight, bias, out, "tree", work, interpret)
+        return out.to(x.dtype)
+    if deterministic:
+        sums = torch.empty(parts, m, n, dtype=torch.float32, device=x.device)
+        _launch_leaves(x, weight, None, sums, "leaves", work, interpret)
+    else:
+        # A sum from +0 would lose the sign of leaves of -0.
+        sums = torch.full((1, m, n), -0.0, dtype=torch.float32, device=x.device)
+        _launch_leaves(x, weight, None, sums, "unordered", work, interpret)
+    _launch_root(sums, bias, out, chosen)
+    return out.to(x.dtype)
+
+
+def _launch_leaf_sums(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    length: int,
+    chosen: SkinnyPlan,
+    units: int,
+    *,
+    interpret: bool = False,
+) -> torch.Tensor:
+    (m, k), n = a.shape, b.shape[0]
+    work = _work(m, n, length, _tiles(k, length), chosen, units)
+    sums = torch.empty(work.leaves, m, n, dtype=torch.float32, device=a.device)
+    _launch_leaves(a, b, None, sums, "leaves", work, interpret)
+    return sums
+
+
+class _Work(NamedTuple):
+    """One launch of leaves_kernel: so many leaves, ``share`` of them to an item of a program."""
+
+    length: int
+    leaves: int
+    share: int
+    tile: tuple[int, int]
+    num_warps: int
+    num_stages: int
+    programs: int
+    hip: tuple[tuple[str, int], ...] = ()
+
+
+def _work(m: int, n: int, length: int, count: int, chosen: SkinnyPlan, units: int) -> _Work:
+    """A tile by the rows, and as many items as fill the units: who adds, not in which order."""
+    tiles = chosen.tiles
+    tile_m, num_warps = next((tile for tile in tiles if tile[0] >= m), tiles[-1])
+    programs = units * chosen.programs
+    shares = max(1, programs // (_tiles(m, tile_m) * _tiles(n, chosen.columns)))
+    return _Work(
+        length=length,
+        leaves=count,
+        share=_tiles(count, shares),
+        tile=(tile_m, chosen.columns),
+        num_warps=num_warps,
+        num_stages=chosen.num_stages,
+        programs=programs,
+        hip=(
+            ("matrix_instr_nonkdim", chosen.matrix_instr_nonkdim),
+            ("waves_per_eu", chosen.waves_per_eu),
+        ),
+    )
+
+
+def _launch_leaves(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    stage: str,
+    work: _Work,
+    interpret: bool = False,
+) -> None:
+    (m, k), n = a.shape, b.shape[0]
+    plan, (tile_m, tile_n) = _plan(a.dtype), work.tile
+    items = _tiles(m, tile_m) * _tiles(n, tile_n) * _tiles(work.leaves, work.share)
+    options = _options(plan, work.num_warps)
+    if torch.version.hip is not None:
+        options.update(work.hip)
+    kernels.leaves_kernel[(min(items, work.programs),)](
+        a,
+        b,
+        bias,
+        out,
+        m,
+        n,
+        k,
+        work.length,
+        work.leaves,
+        work.share,
+        *a.stride(),
+        *b.stride(),
+        *((0, 0) if bias is None else bias.stride()),
+        ALIGN_M=_alignment(m, a.stride(0)),
+        ALIGN_N=_alignment(n, 1),
+        ALIGN_K=_k_alignment(k, a.stride(1), b.stride(1)),
+        ALIGN_A=_row_alignment(a),
+        ALIGN_B=_row_alignment(b),
+        BLOCK_M=tile_m,
+        BLOCK_N=tile_n,
+        BLOCK_K=plan.block_k,
+        GROUP_M=plan.group_m,
+        STAGE=stage,
+        INPUT_PRECISION=plan.input_precision,
+        UPCAST=interpret,
+        num_stages=work.num_stages,
+        **options,
+    )
+
+
+def _launch_root(
+    sums: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, chosen: SkinnyPlan
+) -> None:
+    """out [M, N] = the leaves of sums [leaves, M, N] in ascending order, and the bias."""
+    count, m, n = sums.shape
+    columns = chosen.root_columns
+    kernels.root_kernel[(_tiles(n, columns), m)](
+        sums,
+        bias,
+        out,
+        m,
+        n,
+        *((0, 0) if bias is None else bias.stride()),
+        ALIGN_N=_alignment(n, 1),
+        LEAVES=count,
+        COLUMNS=columns,
+        num_warps=chosen.root_warps,
+        enable_fp_fusion=TRITON.fp_fusion,
+    )
+
+
 def _launch_column_sum(rows: torch.Tensor, *, interpret: bool = False) -> torch.Tensor:
     m, n = rows.shape
     order, plan = config.COLUMN_SUM, _plan(rows.dtype)
@@ -111,6 +314,12 @@ def _launch_column_sum(rows: torch.Tensor, *, interpret: bool = False) -> torch.
     return out.to(rows.dtype)
 
 
+def _empty(a: torch.Tensor, b: torch.Tensor, interpret: bool) -> torch.Tensor:
+    """The output; in the interpreter it is rounded outside the kernel."""
+    dtype = torch.float32 if interpret else a.dtype
+    return torch.empty(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
+
+
 def _plan(dtype: torch.dtype) -> TritonPlan:
     return TRITON_FP32 if dtype == torch.float32 else TRITON
 
@@ -124,6 +333,16 @@ def _stages(plan: TritonPlan, accumulate: bool) -> int:
 def _alignment(size: int, *strides: int) -> int:
     """A known factor of ``size``, where a tensor is contiguous along it; it widens loads only."""
     return 16 if size % 16 == 0 and 1 in strides else 1
+
+
+def _k_alignment(k: int, *strides: int) -> int:
+    """The same of K, where 8 is known too: 16 bytes of a 16-bit dtype."""
+    return 8 if k % 16 == 8 and 1 in strides else _alignment(k, *strides)
+
+
+def _row_alignment(t: torch.Tensor) -> int:
+    """A known factor of the stride of contiguous rows."""
+    return 8 if t.stride(1) == 1 and t.stride(0) % 8 == 0 else 1
 
 
 def _options(plan: TritonPlan, num_warps: int) -> dict[str, int | bool]:
