@@ -206,8 +206,14 @@ def catalogue() -> Iterator[Entry]:
         mma = f"64x{chosen.tile_m}x{config.K_GROUP}"
         shared = 232448 // chosen.ctas_per_sm
         certificate = None if chosen.order == UNORDERED else "A"
-        expect = Expect(mma, max_registers=168, max_shared=shared)
+        expect = Expect(mma, max_registers=_registers(chosen), max_shared=shared)
         yield Entry(skinny_entry(chosen), certificate, expect)
     for dtype in ("bf16", "fp16"):
         expect = Expect(None, max_registers=64, max_shared=16384)
         yield Entry(column_sum_entry(dtype), "A", expect)
+
+
+def _registers(chosen: SkinnyConfig) -> int:
+    """What a thread may have: each quarter of an SM has 512 for a lane, for every warp it holds."""
+    warps = (chosen.tile_n // 16 + 1) * chosen.ctas_per_sm
+    return min(248, 512 // -(-warps // 4) // 8 * 8)

@@ -64,7 +64,7 @@ STREAM = 32.5
 #: The most tokens of a tile that may share an SM, and be split; of one with blocks of 256 of K.
 NARROW, LONG = 64, 16
 #: The most tokens of a tile that adds leaves in registers, by its weight rows.
-_TREE_TOKENS = {64: 192, 128: 160, 192: 0}
+_TREE_TOKENS = {64: 192, 128: 128, 192: 0}
 _SPLITS = (2, LEAVES)
 
 
