@@ -122,12 +122,13 @@ def test_every_number_of_few_rows_and_drawn_ones(name, order):
     x, weight = randn(16384, k), randn(n, k, seed=2)
     generator = torch.Generator().manual_seed(SEED)
     sizes = [*range(1, 129), *torch.randint(129, 16385, (200,), generator=generator).tolist()]
-    whole = ck.linear(x, weight, order=order)
+    # Compared on the device: hundreds of gigabytes would cross the bus otherwise.
+    whole = ck.linear(x, weight, order=order).view(torch.int16)
     for m in sizes:
-        assert contract.same_bytes(ck.linear(x[:m], weight, order=order), whole[:m]), m
+        assert (ck.linear(x[:m], weight, order=order).view(torch.int16) == whole[:m]).all(), m
     if order == "tree":
         for m in range(1, 129):
-            assert contract.same_bytes(ck.skinny_linear(x[:m], weight), whole[:m]), m
+            assert (ck.skinny_linear(x[:m], weight).view(torch.int16) == whole[:m]).all(), m
 
 
 def operands_of(majors: str, dtype, m: int = 1000, n: int = 1032, k: int = 776):
