@@ -131,7 +131,9 @@ def test_schedules(order, tile):
     """Several tiles and more K blocks than stages, in every mode of the simulator."""
     x, w = cancelling(tile.tile_m + 3, tile.tile_n + 70, 2048, BF16, 7)
     bias = (1e-6 * torch.randn(x.shape[0], w.shape[0])).bfloat16()
-    want = sim.run_modes(lambda: run(x, (w, "k"), bias, tile, order))["default"]
+    seven = sim.Mode("resident-7", {"resident_ctas": 7, "warp_order": "random", "seed": 7})
+    modes = (*sim.MODES, seven)
+    want = sim.run_modes(lambda: run(x, (w, "k"), bias, tile, order), modes)["default"]
     assert contract.same_bytes(want, ORACLE[order](x, w, bias).bfloat16())
 
 
@@ -144,6 +146,23 @@ def test_the_unordered_kernel_is_unordered():
     kinds = {contract.bits(y).numpy().tobytes() for y in found.values()}
     assert len(kinds) > 1
     sim.run_modes(lambda: run(x, (w, "k"), None, tile, "tree"), modes)
+
+
+def test_an_unordered_sum_that_is_not_cleared_is_killed(monkeypatch):
+    """Mutant: leaves are added to whatever shared memory held."""
+    from cute_kernels.gemm import kernel_skinny_sm90
+
+    tile = Skinny(16, 64, 128, 1, 8)
+    x, w = operand(16, 512, BF16, "k", 1), operand(64, 512, BF16, "k", 2)
+    chosen = launch.skinny_config(BF16, "k", False, tile, config.UNORDERED)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel_skinny_sm90.SkinnySm90, "clear", lambda self, share, tidx: None)
+        broken = kernel_skinny_sm90.build(chosen, compile=ptxsim.compile)
+    exact, bound = reference.gemm(x, w), reference.error_bound(x, w)
+    contract.check_accuracy(run(x, w, None, tile, config.UNORDERED), exact, bound, 0.05)
+    with pytest.raises((ptxsim.PtxsimError, AssertionError)):
+        got = run(x, w, None, tile, config.UNORDERED, kernel=lambda *_: broken)
+        contract.check_accuracy(got, exact, bound, 0.05)
 
 
 def test_the_output_is_written_everywhere_and_nowhere_else():

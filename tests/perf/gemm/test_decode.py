@@ -1,0 +1,121 @@
+"""Few rows: the cases, one case on the CPU, verdicts that can fail, and the page from records."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+import cute_kernels as ck
+from perf.core.tables import latest
+from perf.gemm import decode, decode_page
+from perf.gemm.decode import Case
+from tests.perf.core.clocks import HostClock
+
+CEILINGS = {"mm_tflops": 800.0, "copy_gbs": 4000.0}
+SMALL = Case("fwd", "o_proj", 5, 160, 96)
+
+
+def test_the_cases_are_the_issues():
+    few, middle, dense = (decode.cases([group]) for group in ("few", "middle", "dense"))
+    assert len(few) == len(decode.SHAPES) * len(decode.ROWS) == 70
+    assert {case.m for case in middle} == {160, 256, 384, 512, 2048}
+    assert {case.m for case in dense} == {4096} and len(dense) == 5
+    assert len({case.label for case in (*few, *middle, *dense)}) == 88
+    assert next(c for c in few if c.shape == "qkv").weight_bytes == 2 * 4096 * 12288
+
+
+def test_a_case_has_a_record_of_every_system():
+    bodies = decode.run_case(
+        SMALL, rounds=50, device="cpu", l2_bytes=4096, ceilings=CEILINGS, clock=HostClock()
+    )
+    assert set(bodies) == set(decode_page.SYSTEMS)
+    for name, body in bodies.items():
+        assert body["status"] == "ok" and body["median_us"] > 0, body
+        assert set(body["ratio"]) == set(bodies) - {name}
+        gbs = SMALL.weight_bytes / body["median_us"] / 1e3
+        assert body["of_copy"] == pytest.approx(gbs / 4000)
+        assert set(body["bitwise"]) == (
+            {"repeat", "rows"} if name in ("chain", "tree", "skinny") else set()
+        )
+        assert all(body["bitwise"].values())
+
+
+def test_more_rows_than_skinny_takes_are_linears_alone():
+    assert set(decode.calls(Case("fwd", "o_proj", 160, 8, 8))) == {"chain", "tree", "cublas"}
+
+
+def by_rows(t):
+    """Right, in an order that follows the number of rows."""
+    return ck.linear(t["x"], t["w"], order="chain" if len(t["x"]) == 1 else "tree")
+
+
+@pytest.mark.parametrize(
+    ("call", "status", "bits"),
+    [
+        (by_rows, "ok", {"repeat": True, "rows": False}),
+        (lambda t: 2 * (t["x"] @ t["w"].mT), "failed", None),
+    ],
+)
+def test_what_is_wrong_is_told(call, status, bits):
+    found = decode.verdict("chain", call, Case("fwd", "o_proj", 16, 4096, 512).inputs(0, "cpu"))
+    assert found["status"] == status
+    assert bits is None or found["bitwise"] == bits
+
+
+def test_what_raises_is_told():
+    def raises(t):
+        raise RuntimeError("no such tile")
+
+    assert "no such tile" in decode.verdict("tree", raises, SMALL.inputs(0, "cpu"))["why"]
+
+
+def records(ratio: float, share: float = 0.9) -> list[dict]:
+    """Of every case and system; cuBLAS takes ``ratio`` times as long as each other one."""
+    found = []
+    for case in decode.cases(["few", "middle", "dense"]):
+        for name in decode_page.SYSTEMS:
+            if case.m > max(decode.ROWS) and name in ("skinny", "fast"):
+                continue
+            others = {other: ratio if other == "cublas" else 1.0 for other in decode_page.SYSTEMS}
+            body = case.items() | {
+                "system": name,
+                "status": "ok",
+                "kind": "bench",
+                "kernel": "decode",
+            }
+            body |= {"median_us": 10.0, "tflops": 1.0, "of_copy": share, "ratio": others}
+            body |= {"gpu": "NVIDIA H200", "commit": "0" * 7, "date": "2026-11-22T00:00:00"}
+            found.append(body | {"bitwise": {"repeat": True, "rows": True}})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ratio", "share", "missed"), [(1.1, 0.9, 0), (1.1, 0.7, 1), (0.7, 0.9, 5)]
+)
+def test_the_targets_follow_the_records(ratio, share, missed):
+    words = decode_page.verdicts(records(ratio, share))
+    assert len(words) == 8 and words.count("missed") == missed and words.count("held") == 8 - missed
+
+
+def test_a_case_without_a_record_is_not_run():
+    some = [r for r in records(1.1) if r["shape"] != "qkv/m13"]
+    words = decode_page.verdicts(some)
+    assert words.count("not run") == 4
+    lines = decode_page.times(latest(some, "decode"))
+    assert any("| qkv | 13 | not run |" in line for line in lines)
+    assert decode_page.verdicts([]) == ["not run"] * 8
+    assert decode_page.plots([], None) == [] and decode_page.points(latest([], "decode")) == {}
+
+
+def test_the_page_has_every_case_and_the_bits():
+    text = "\n".join(decode_page.render(records(1.25)))
+    assert text.count("1.25x |") >= 88 and "| lm_head_152k | 128 | 10.0 |" in text
+    broken = records(1.25)
+    broken[0]["bitwise"]["rows"] = False
+    kept = {row[0]: row[1] for row in decode_page.bits_kept(broken)}
+    assert (
+        "87 of 88 cases; broken in fwd qkv/m1" in kept["[bits of `chain` at few rows](#few-rows)"]
+    )
+    assert "70 of 70" in kept["[bits of `skinny_linear` at few rows](#few-rows)"]
+    assert math.isclose(decode_page.points(latest(broken, "decode"))["qkv"]["chain"][0][1], 0.9)
