@@ -6,7 +6,6 @@ import math
 
 import pytest
 
-import cute_kernels as ck
 from perf.core.tables import latest
 from perf.gemm import decode, decode_page
 from perf.gemm.decode import Case
@@ -46,8 +45,9 @@ def test_more_rows_than_skinny_takes_are_linears_alone():
 
 
 def by_rows(t):
-    """Right, in an order that follows the number of rows."""
-    return ck.linear(t["x"], t["w"], order="chain" if len(t["x"]) == 1 else "tree")
+    """Inside the bound, but not the same for a row that is not alone."""
+    y = t["x"].float() @ t["w"].float().mT
+    return (y if len(y) == 1 else y * (1 + 2.0**-12)).bfloat16()
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def by_rows(t):
     ],
 )
 def test_what_is_wrong_is_told(call, status, bits):
-    found = decode.verdict("chain", call, Case("fwd", "o_proj", 16, 4096, 512).inputs(0, "cpu"))
+    found = decode.verdict("chain", call, Case("fwd", "o_proj", 5, 4096, 96).inputs(0, "cpu"))
     assert found["status"] == status
     assert bits is None or found["bitwise"] == bits
 
