@@ -95,7 +95,8 @@ def tile_costs() -> str:
 
 def few_rows() -> str:
     """The times of few rows, from the records."""
-    return "\n".join(decode_page.times(latest(record.read_all(), "decode")))
+    bench = latest(record.read_all(), "decode")
+    return "\n".join([*decode_page.both_orders(bench), "", *decode_page.both_variants(bench)])
 
 
 def _cells(name: str, value: object) -> Iterator[list[str]]:

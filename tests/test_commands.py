@@ -289,11 +289,16 @@ def test_certify_fits_80_columns(certifying):
     assert (
         len(titles) == len({(one.name, one.kind) for one in certifying}) == len(tables(certifying))
     )
-    # A row tells its configuration from every other of its kernel.
+    # A row, folded where it is long, tells its configuration from every other of its kernel.
     spans = [i for i, line in enumerate(lines) if ", class " in line] + [len(lines)]
     for begin, end in itertools.pairwise(spans):
-        group = [line for line in lines[begin:end] if line in rows]
-        assert len(set(group)) == len(group)
+        group: list[str] = []
+        for line in lines[begin:end]:
+            if "24+240+240" in line:
+                group.append(line)
+            elif group and line.startswith(" ") and line.strip():
+                group[-1] += line
+        assert len(set(group)) == len(group) > 0
 
 
 def test_a_broken_rule_is_exit_code_one_and_told(certifying, tmp_path):

@@ -28,6 +28,7 @@ OWN = (
     "launch.py",
     "masks.py",
     "tensors.py",
+    "tiles.py",
     "watchdog.py",
 )
 

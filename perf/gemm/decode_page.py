@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..core import figure
 from ..core.counts import Count
-from ..core.tables import NOT_RUN, Bench, folded, kept, latest, table, where
+from ..core.tables import NOT_RUN, Bench, folded, kept, latest, table, times, where
 from . import decode
 
 SYSTEMS = ("chain", "tree", "skinny", "fast", "cublas")
@@ -113,25 +113,39 @@ def _target_rows(bench: Bench) -> list[list[str]]:
     return rows
 
 
+def _us(bench: Bench, case: tuple[str, int], system: str) -> str:
+    item = bench.get(_key(case), system) or {}
+    return f"{item['median_us']:.1f}" if "median_us" in item else NOT_RUN
+
+
 def _time_row(bench: Bench, case: tuple[str, int]) -> list[str]:
-    cells = [case[0], str(case[1])]
     own = bench.get(_key(case), "chain")
-    for system in SYSTEMS:
-        item = bench.get(_key(case), system) or {}
-        cells.append(f"{item['median_us']:.1f}" if "median_us" in item else NOT_RUN)
+    cells = [*map(str, case), *(_us(bench, case, name) for name in ("chain", "tree", "cublas"))]
     share = (own or {}).get("of_copy")
     cells.append(NOT_RUN if share is None else f"{share:.0%}")
-    for system in ("chain", "tree"):
-        ratio = bench.ratio(_key(case), "cublas", system)
-        cells.append(NOT_RUN if ratio is None else f"{ratio:.2f}x")
-    return [*cells, where(own)]
+    ratios = (bench.ratio(_key(case), "cublas", system) for system in ("chain", "tree"))
+    return [*cells, *map(times, ratios), where(own)]
 
 
-def times(bench: Bench) -> list[str]:
-    """The table of every case."""
-    names = ["`chain`", "`tree`", "`skinny_linear`", "fast", "cuBLAS"]
-    head = ["weight", "rows", *names, "of copy", "cuBLAS / `chain`", "cuBLAS / `tree`", "ran on"]
-    rows = [_time_row(bench, case) for case in CASES]
+def both_orders(bench: Bench) -> list[str]:
+    """The table of every case: `linear` in both orders, and cuBLAS."""
+    head = ["weight", "rows", "`chain`", "`tree`", "cuBLAS", "of copy"]
+    head += ["cuBLAS / `chain`", "cuBLAS / `tree`", "ran on"]
+    return folded(head, [_time_row(bench, case) for case in CASES], ("ran on",))
+
+
+def both_variants(bench: Bench) -> list[str]:
+    """The table of `skinny_linear`: in order, and in arrival order."""
+    head = ["weight", "rows", "ordered", "in arrival order", "arrival / ordered", "ran on"]
+    rows = [
+        [
+            *map(str, case),
+            *(_us(bench, case, name) for name in ("skinny", "fast")),
+            times(bench.ratio(_key(case), "fast", "skinny")),
+            where(bench.get(_key(case), "skinny")),
+        ]
+        for case in FEW
+    ]
     return folded(head, rows, ("ran on",))
 
 
@@ -169,7 +183,11 @@ def render(records: list[dict]) -> list[str]:
         "those of 20 repeats and of each row alone.",
         *plot,
         "",
-        *times(bench),
+        *both_orders(bench),
+        "",
+        "### `skinny_linear`, ordered and not",
+        "",
+        *both_variants(bench),
         "",
         "### Targets of few rows",
         "",

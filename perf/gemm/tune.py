@@ -49,9 +49,10 @@ def parse(text: str):
 @functools.cache
 def kernel(text: str, a_major: str, b_major: str, epilogue: str, dtype=torch.bfloat16):
     """The compiled kernel of one variant, and the CTAs of its cluster."""
-    from cute_kernels.gemm import config, kernel_sm90
+    from cute_kernels.gemm import kernel_sm90, launch
 
-    chosen = config.choose(dtype, a_major, b_major, epilogue)
+    shipped = launch.Dense(launch.Config.tile_n)
+    chosen = launch.dense_config(dtype, a_major, b_major, epilogue, shipped)
     chosen = dataclasses.replace(chosen, **parse(text))
     return kernel_sm90.build(chosen), chosen.cluster_m * chosen.cluster_n
 

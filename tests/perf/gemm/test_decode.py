@@ -102,7 +102,7 @@ def test_a_case_without_a_record_is_not_run():
     some = [r for r in records(1.1) if r["shape"] != "qkv/m13"]
     words = decode_page.verdicts(some)
     assert words.count("not run") == 4
-    lines = decode_page.times(latest(some, "decode"))
+    lines = decode_page.both_orders(latest(some, "decode"))
     assert any("| qkv | 13 | not run |" in line for line in lines)
     assert decode_page.verdicts([]) == ["not run"] * 8
     assert decode_page.plots([], None) == [] and decode_page.points(latest([], "decode")) == {}
@@ -110,7 +110,7 @@ def test_a_case_without_a_record_is_not_run():
 
 def test_the_page_has_every_case_and_the_bits():
     text = "\n".join(decode_page.render(records(1.25)))
-    assert text.count("1.25x |") >= 88 and "| lm_head_152k | 128 | 10.0 |" in text
+    assert text.count("1.25x |") >= 88 and "| lm_head_152k | 128 | 10.0 | 10.0 |" in text
     broken = records(1.25)
     broken[0]["bitwise"]["rows"] = False
     kept = {row[0]: row[1] for row in decode_page.bits_kept(broken)}
