@@ -142,6 +142,8 @@ class SkinnySm90:
         ring = self.mainloop.ring(storage.barriers.data_ptr(), ctas)
         if cutlass.const_expr(not self.ordered):
             self.clear(share, tidx)
+            # The arrival that publishes the barriers is relaxed: it would not publish these zeros.
+            cute.arch.fence_acq_rel_cluster()
         pipeline.announce_barriers((1, self.cluster))
         rank = ctas.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
         part = rank[2]
