@@ -70,7 +70,8 @@ def test_every_configuration(chosen, tile):
                 + 8 * 2.0**-24 * x.float().abs() @ w[0].mT.float().abs()
             )
             exact = reference.gemm(x, w[0], None) + (0 if bias is None else bias.double())
-            contract.check_accuracy(got, exact, bound, 0.02)
+            # Of the 40 outputs of one row a single one may be misrounded, or two.
+            contract.check_accuracy(got, exact, bound, 0.02 if m > 1 else 0.05)
             continue
         want = ORACLE[chosen.order](x, w[0], bias).to(dtype)
         got = run(x, w, bias, tile, chosen.order)
