@@ -6,7 +6,6 @@ and digests of what was computed.  tests/gemm/test_data_parallel.py starts both 
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import json
 import sys
@@ -18,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import cute_kernels as ck
 from cute_kernels.errors import ArgumentValueError
+from tests.ranks import joined
 
 WORLD, N, K, TOKENS = 2, 24, 40, 48
 
@@ -152,17 +152,8 @@ CASES = (ddp_refused, ddp_recipe, ddp_elsewhere, fsdp_refused, fsdp_without)
 
 
 def main(rank: int, store: str) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=WORLD,
-        timeout=datetime.timedelta(seconds=60),
-    )
-    try:
+    with joined(rank, store, WORLD, seconds=60):
         print(json.dumps({case.__name__: case(rank) for case in CASES}))
-    finally:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -5,16 +5,11 @@ Both reduce ``weight.grad``, which main_grad replaces: without a word the ranks 
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.ranks import reports
+
 SECONDS = 150
 
 pytestmark = pytest.mark.skipif(
@@ -26,22 +21,8 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
     """What each of the two ranks reports: tests/gemm/data_parallel_rank.py."""
-    store = tmp_path_factory.mktemp("ranks") / "store"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "tests.gemm.data_parallel_rank"]
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), str(store)], cwd=ROOT, env=environment, stdout=subprocess.PIPE
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=SECONDS)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0]
-    return [json.loads(text.splitlines()[-1]) for text in said]
+    folder = tmp_path_factory.mktemp("ranks")
+    return reports("tests.gemm.data_parallel_rank", 2, folder, SECONDS)
 
 
 def test_ddp_is_refused_with_the_recipe(ranks):

@@ -6,7 +6,6 @@ results differed from one rank's, and what was refused.  test_tensor_parallel.py
 
 from __future__ import annotations
 
-import datetime
 import json
 import sys
 
@@ -29,6 +28,7 @@ from tests.integrations.parallel_cases import (
     differing,
     whole,
 )
+from tests.ranks import joined
 
 WORLD = 4
 ROW, COLUMN = tp.row_parallel_linear, tp.column_parallel_linear
@@ -258,20 +258,11 @@ def after(mesh) -> list[str]:
 
 
 def main(rank: int, store: str) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=WORLD,
-        timeout=datetime.timedelta(seconds=120),
-    )
-    try:
+    with joined(rank, store, WORLD, seconds=120):
         every = meshes(rank)
         report = {"bytes": bytes_compared(every), "modules": modules(every[0])}
         report |= {"refused": refused(rank, every[0]), "after": after(every[0])}
         print(json.dumps(report))
-    finally:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

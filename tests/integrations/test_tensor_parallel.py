@@ -6,12 +6,7 @@ Ranks are threads of this process, with collectives of the tests, or four proces
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,8 +31,8 @@ from tests.integrations.parallel_cases import (
     part,
     whole,
 )
+from tests.ranks import reports
 
-ROOT = Path(__file__).resolve().parents[2]
 WORLD, SECONDS = 4, 240
 
 
@@ -356,22 +351,8 @@ def ranks(tmp_path_factory) -> list[dict]:
     """What each of four processes reports: tensor_parallel_rank.py."""
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         pytest.skip("needs torch.distributed with gloo")
-    store = tmp_path_factory.mktemp("ranks") / "store"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "tests.integrations.tensor_parallel_rank"]
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), str(store)], cwd=ROOT, env=environment, stdout=subprocess.PIPE
-        )
-        for rank in range(WORLD)
-    ]
-    try:
-        said = [process.communicate(timeout=SECONDS)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0] * WORLD
-    return [json.loads(text.splitlines()[-1]) for text in said]
+    folder = tmp_path_factory.mktemp("ranks")
+    return reports("tests.integrations.tensor_parallel_rank", WORLD, folder, SECONDS)
 
 
 def test_processes_have_the_bytes_of_one(ranks):
