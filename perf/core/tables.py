@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 NOT_RUN = "not run"
@@ -79,6 +80,11 @@ def where(item: dict | None) -> str:
 def times(value: float | None) -> str:
     """A ratio."""
     return NOT_RUN if value is None else f"{value:.2f}x"
+
+
+def geomean(values: list[float]) -> float:
+    """The geometric mean."""
+    return math.exp(sum(math.log(v) for v in values) / len(values))
 
 
 def bits(item: dict | None) -> str:

@@ -81,17 +81,36 @@ def run_case(
     timed = [name for name, body in bodies.items() if body["status"] == "ok"]
     if ceilings is None or not timed:
         return bodies
-    set_bytes = sum(value.nbytes for value in first.values())
-    count = timing.set_count(set_bytes, l2_bytes, len(timed))
-    sets = [first] + [case.inputs(i, device) for i in range(1, count)]
-    calls = timing.rotating({name: found[name] for name in timed}, sets)
-    timing.warm_up(calls, count)
-    with torch.inference_mode():
-        times = timing.interleave(calls, rounds=rounds, clock=clock)
+    calls = {name: found[name] for name in timed}
+    options = {"rounds": rounds, "device": device, "l2_bytes": l2_bytes, "clock": clock}
+    times, cold_l2 = in_turns(case, first, calls, **options)
     for name, taken in times.items():
-        bodies[name] |= measured(taken, case.work, ceilings)
-        bodies[name]["cold_l2"] = {"sets": count, "set_bytes": set_bytes, "l2_bytes": l2_bytes}
+        bodies[name] |= measured(taken, case.work, ceilings) | {"cold_l2": cold_l2}
     return bodies
+
+
+def in_turns(
+    case: Case,
+    first: Inputs,
+    calls: dict[str, Call],
+    *,
+    rounds: int,
+    device: str,
+    l2_bytes: int,
+    clock=None,
+) -> tuple[dict[str, timing.Timing], dict[str, int]]:
+    """Times the calls on ``first`` and as many more input sets as keep the L2 cold, in turns.
+
+    And what a record says of those sets.
+    """
+    set_bytes = sum(value.nbytes for value in first.values())
+    count = timing.set_count(set_bytes, l2_bytes, len(calls))
+    sets = [first] + [case.inputs(i, device) for i in range(1, count)]
+    rotated = timing.rotating(calls, sets)
+    timing.warm_up(rotated, count)
+    with torch.inference_mode():
+        times = timing.interleave(rotated, rounds=rounds, clock=clock)
+    return times, {"sets": count, "set_bytes": set_bytes, "l2_bytes": l2_bytes}
 
 
 def own_process(rival: Rival, todo: list[Case], rounds: int, check_only: bool) -> dict[Case, dict]:

@@ -18,7 +18,7 @@ from ..core.rival import Call
 from ..core.work import measured
 from . import cases as products
 from . import check
-from .bench import ratios
+from .bench import in_turns, ratios
 from .cases import Inputs
 
 ROWS = (1, 2, 4, 8, 13, 16, 32, 64, 103, 128)
@@ -103,19 +103,14 @@ def run_case(
         for name, call in todo.items()
     }
     timed = {name: todo[name] for name, body in bodies.items() if body["status"] == "ok"}
-    set_bytes = sum(value.nbytes for value in first.values())
-    count = timing.set_count(set_bytes, l2_bytes, len(timed))
-    sets = [first] + [case.inputs(i, device) for i in range(1, count)]
-    rotated = timing.rotating(timed, sets)
-    timing.warm_up(rotated, count)
-    with torch.inference_mode():
-        times = timing.interleave(rotated, rounds=rounds, clock=clock)
+    options = {"rounds": rounds, "device": device, "l2_bytes": l2_bytes, "clock": clock}
+    times, cold_l2 = in_turns(case, first, timed, **options)
     medians = {name: taken.median for name, taken in times.items()}
     for name, taken in times.items():
         bodies[name] |= measured(taken, case.work, ceilings) | {"ratio": ratios(medians, name)}
         gbs = case.weight_bytes / taken.median / 1e3
         bodies[name] |= {"weight_gbs": gbs, "of_copy": gbs / ceilings["copy_gbs"]}
-        bodies[name]["cold_l2"] = {"sets": count, "set_bytes": set_bytes, "l2_bytes": l2_bytes}
+        bodies[name]["cold_l2"] = cold_l2
     return bodies
 
 

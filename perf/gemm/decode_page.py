@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..core import figure
 from ..core.counts import Count
-from ..core.tables import NOT_RUN, Bench, folded, kept, latest, table, times, where
+from ..core.tables import NOT_RUN, Bench, folded, geomean, kept, latest, table, times, where
 from . import decode
 
 SYSTEMS = ("chain", "tree", "skinny", "fast", "cublas")
@@ -62,7 +62,7 @@ def targets(bench: Bench) -> list[tuple[str, list[float | None], float, float]]:
     return [
         ("`chain`, rows <= 16, over cuBLAS", _ratios(bench, low, "chain", "cublas"), 1.0, 0.8),
         ("`chain`, rows > 16, over cuBLAS", _ratios(bench, high, "chain", "cublas"), 1 / 1.05, 0.8),
-        ("`chain`, weights >= 100 MB, of the copy's bandwidth", _shares(bench), 0.8, 0.0),
+        ("`chain`, weights >= 100 MB, of the copy's bandwidth", _shares(bench), 0.8, 0.8),
         (
             "`skinny_linear` over `chain`, o_proj, mlp_down",
             _ratios(bench, pair, "skinny", "chain"),
@@ -104,7 +104,7 @@ def _target_rows(bench: Bench) -> list[list[str]]:
         if len(have) < len(values):
             rows.append([least, NOT_RUN, NOT_RUN, _MEASURE])
             continue
-        found = math.exp(sum(map(math.log, have)) / len(have))
+        found = geomean(have)
         held = found >= mean and min(have) >= each
         step = "none" if held else "docs/notes/gemm_sm90.md"
         rows.append(
@@ -151,19 +151,17 @@ def both_variants(bench: Bench) -> list[str]:
 
 def bits_kept(records: list[dict]) -> list[list[str]]:
     """Bits of the ordered systems over all cases."""
-    bench = latest(records, "decode")
-    orders = {"chain": CASES, "tree": CASES, "skinny_linear": FEW}
+    found = latest(records, "decode").records
     rows = []
-    for order, cases in orders.items():
-        own = Bench(
-            {
-                ("ours", *key[1:]): item
-                for key, item in bench.records.items()
-                if key[0] == order.removesuffix("_linear")
-            }
-        )
-        text = f"[bits of `{order}` at few rows](#few-rows)"
-        rows.append([text, kept(own, [_key(case) for case in cases])])
+    for name, system, cases in (
+        ("chain", "chain", CASES),
+        ("tree", "tree", CASES),
+        ("skinny_linear", "skinny", FEW),
+    ):
+        # `kept` asks for what is "ours".
+        own = Bench({("ours", *key[1:]): r for key, r in found.items() if key[0] == system})
+        keys = [_key(case) for case in cases]
+        rows.append([f"[bits of `{name}` at few rows](#few-rows)", kept(own, keys)])
     return rows
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 from ..core.counts import timed
-from ..core.tables import NOT_RUN, Bench, bits, folded, kept, latest, table, times, where
+from ..core.tables import NOT_RUN, Bench, bits, folded, geomean, kept, latest, table, times, where
 from . import decode_page, targets
 
 KERNELS = ("gemm_sm90", "gemm_skinny_sm90", "gemm_column_sum_sm90")
@@ -51,11 +50,6 @@ def _ratio_rows(bench: Bench) -> list[list[str]]:
         [*case, *(times(bench.ratio(case, rival)) for rival in targets.RIVAL_TEXT)]
         for case in CASES
     ]
-
-
-def geomean(values: list[float]) -> float:
-    """The geometric mean."""
-    return math.exp(sum(math.log(v) for v in values) / len(values))
 
 
 def _target_row(bench: Bench, target: targets.Target) -> list[str]:
