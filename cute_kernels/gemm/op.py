@@ -124,19 +124,14 @@ def _run_skinny(x, weight, bias, deterministic):
 
 
 def _run_leaf_sums(a, b, length):
-    m, n, count = _leaf_shape(a, b, length)
-    if 0 in (m, n, count):
-        return a.new_empty(count, m, n, dtype=torch.float32)
+    if 0 in (*a.shape, b.shape[0]):
+        return _fake_leaf_sums(a, b, length)
     return dispatch.launcher("leaf_sums", a.device, a.dtype)(a, b, length)
 
 
-def _leaf_shape(a, b, length):
-    return a.shape[0], b.shape[0], -(-a.shape[1] // length)
-
-
 def _fake_leaf_sums(a, b, length):
-    m, n, count = _leaf_shape(a, b, length)
-    return a.new_empty(count, m, n, dtype=torch.float32)
+    (m, k), n = a.shape, b.shape[0]
+    return a.new_empty(-(-k // length), m, n, dtype=torch.float32)
 
 
 def _run_add_leaves(parts, bias, dtype):

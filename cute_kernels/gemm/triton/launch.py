@@ -90,9 +90,7 @@ def _launch(
     (m, k), n = a.shape, b.shape[0]
     plan = _plan(a.dtype)
     accumulate = accumulator is not None
-    out = accumulator
-    if out is None:
-        out = torch.empty(m, n, dtype=torch.float32 if interpret else a.dtype, device=a.device)
+    out = accumulator if accumulate else _empty(a, b, interpret)
     tiles = _tiles(m, plan.block_m) * _tiles(n, plan.block_n)
     kernels.gemm_kernel[(min(tiles, programs),)](
         a,
