@@ -134,14 +134,15 @@ class SkinnySm90:
         sW_layout, sX_layout = self.mainloop.layouts()
         sW = storage.sW.get_tensor(sW_layout.outer, swizzle=sW_layout.inner)
         sX = storage.sX.get_tensor(sX_layout.outer, swizzle=sX_layout.inner)
-        share = storage.share.data_ptr()
-        sums = cute.recast_ptr(storage.sW.data_ptr(), dtype=cutlass.Float32)
+        sums = storage.share.data_ptr()
+        if cutlass.const_expr(self.ordered):
+            sums = cute.recast_ptr(storage.sW.data_ptr(), dtype=cutlass.Float32)
 
         # CTAs that share a tile share none of its loads; those of a pair share W's.
         ctas = cute.make_layout((1, config.pair, config.split))
         ring = self.mainloop.ring(storage.barriers.data_ptr(), ctas)
         if cutlass.const_expr(not self.ordered):
-            self.clear(share, tidx)
+            self.clear(sums, tidx)
             # The arrival that publishes the barriers is relaxed: it would not publish these zeros.
             cute.arch.fence_acq_rel_cluster()
         pipeline.announce_barriers((1, self.cluster))
@@ -161,17 +162,12 @@ class SkinnySm90:
         k = cute.size(w.tensor, mode=[1])
         if warp == self.threads // 32:
             self.load((w, x), (sW, sX), ring, (ctas, rank), (from_n, from_m), k)
-        elif cutlass.const_expr(self.ordered):
-            self.multiply((sW, sX), sums, ring, part, k)
         else:
-            self.multiply((sW, sX), share, ring, part, k)
+            self.multiply((sW, sX), sums, ring, part, k)
         # Sums of every CTA are written; this is also the last that the producer warp does.
         self.meet()
         if warp < self.threads // 32:
-            if cutlass.const_expr(self.ordered):
-                self.finish(sums, mY, mBias, part, (m, n), (from_m, from_n), tidx)
-            else:
-                self.finish(share, mY, mBias, part, (m, n), (from_m, from_n), tidx)
+            self.finish(sums, mY, mBias, part, (m, n), (from_m, from_n), tidx)
         if cutlass.const_expr(config.split > 1 and self.ordered):
             # A CTA must not exit while others read its sums.
             self.meet()

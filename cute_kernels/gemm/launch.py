@@ -38,15 +38,14 @@ def gemm(
         return _accumulate((a, a_major), (b, b_major), accumulator, tile, order)
     if bias is not None:
         bias = log.contiguous("gemm", "bias", bias, "a stride of 1")
-    if a_major == "k":
-        tile = tiles.choose(*size, order, most_ctas(a.device))
-        if isinstance(tile, Skinny):
-            bias = None if bias is None else bias.expand(size[0], size[1])
-            return _skinny(a, (b, b_major), bias, tile, order)
-    elif order != ORDER:
+    if order != ORDER and a_major != "k":
         a, a_major = padded_copy(a, "gemm", "a"), "k"
-    tile = tiles.dense(*size, order, most_ctas(a.device))
-    return _dense((a, a_major), (b, b_major), bias, tile, order)
+    choose = tiles.choose if a_major == "k" else tiles.dense
+    tile = choose(*size, order, most_ctas(a.device))
+    if isinstance(tile, Dense):
+        return _dense((a, a_major), (b, b_major), bias, tile, order)
+    bias = None if bias is None else bias.expand(size[0], size[1])
+    return _skinny(a, (b, b_major), bias, tile, order)
 
 
 def skinny(
