@@ -32,6 +32,7 @@ MAX_ROWS = 128
 #: For `contracts.refuse_if_deterministic`.
 FAST = ("skinny_linear(deterministic=False)", "deterministic=True")
 
+
 class Problem(NamedTuple):
     """One product: [m, k] times [n, k] transposed, in one dtype on one device."""
 
