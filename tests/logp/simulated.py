@@ -18,6 +18,14 @@ def forward(chosen):
     return kernel_fwd_sm90.build(chosen, compile=ptxsim.compile)
 
 
+@functools.cache
+def gradient(chosen):
+    """The gradient kernel, likewise."""
+    from cute_kernels.logp import kernel_grad_sm90
+
+    return kernel_grad_sm90.build(chosen, compile=ptxsim.compile)
+
+
 @contextlib.contextmanager
 def simulated(clusters: int = 3, runs: int | None = None, **options) -> Iterator[None]:
     """Inside, `launch`'s functions take CPU tensors and run in the simulator.
@@ -26,6 +34,7 @@ def simulated(clusters: int = 3, runs: int | None = None, **options) -> Iterator
     """
     patches = {
         (launch, "_forward"): forward,
+        (launch, "_gradient"): gradient,
         (launch, "max_clusters"): lambda device: clusters,
     }
     if runs is not None:
