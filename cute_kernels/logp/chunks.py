@@ -99,7 +99,8 @@ class Pass(NamedTuple):
                     d_bias[block] = products.column_sum(gradient)
             total = part if total is None else _added(total, part)
         if needs.hidden:
-            total = torch.where(kept, total, 0.0).to(hidden.dtype)
+            # Zeros times a weight that is not finite are NaN.
+            total = total.masked_fill_(~kept, 0.0).to(hidden.dtype)
         return total, d_weight, d_bias
 
     def leaf_by_leaf(self) -> Iterator[torch.Tensor]:

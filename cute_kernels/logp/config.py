@@ -56,6 +56,10 @@ MASKED, OUTSIDE = -1, -2
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 
+#: log2((1 + s) / (1 - s)) = Σ_i c_i s^(2 i + 1), in fp64, for |s| < 0.172; a mantissa's range.
+LOG2_SERIES = tuple(2.0 / LN2 / (2 * i + 1) for i in range(11))
+SQRT_HALF = 0.5**0.5
+
 ORDERS = ("chain", "tree")
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -90,6 +94,14 @@ class Config:
     tile_m: int = 128
     tile_k: int = 64
     cluster_m: int = 2
+
+
+@dataclass(frozen=True)
+class FinishConfig:
+    """The compiled SM90 kernel that states of a vocabulary's runs end in: a warp for a token."""
+
+    entropy: bool
+    warps: int = 4
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ..compile.call import call
 from ..compile.kernel import Entry, Expect, Kernel
 from ..operands import matrix, most_ctas, padded_copy, padded_empty
 from . import config, tiles
-from .config import Config
+from .config import Config, FinishConfig
 from .tensors import Head, Rows, Upstream
 
 #: Columns of a tile; with two accumulators (of a tree), or a bias's loads, registers are fewer.
@@ -45,6 +45,18 @@ def gradients(hidden: torch.Tensor, head: Head, rows: Rows, upstream: Upstream) 
     workers = max_clusters(hidden.device)
     call(hidden.device, _gradient(chosen), h, w, bias, *tokens, out, *place, workers)
     return out
+
+
+def finish(
+    parts: torch.Tensor, rows: Rows
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(log p, lse2, entropy or None) of states [P, T, C], as `exact.finish`."""
+    results = [torch.empty_like(rows.scale) for _ in range(3)]
+    if parts.shape[2] == config.WEIGHTED:
+        results[2] = None
+    chosen = FinishConfig(results[2] is not None)
+    call(parts.device, _finish(chosen), parts, *rows, *results)
+    return tuple(results)
 
 
 def _operands(hidden: torch.Tensor, head: Head):
@@ -87,6 +99,11 @@ def _gradient(chosen: Config) -> Callable:
     return cache.get(gradient_entry(chosen), "sm_90a")
 
 
+@functools.cache
+def _finish(chosen: FinishConfig) -> Callable:
+    return cache.get(finish_entry(chosen), "sm_90a")
+
+
 def forward_entry(chosen: Config) -> Kernel:
     """One configuration of the forward as the cache and the catalogue know it."""
     return Kernel.of("logp_fwd_sm90", f"{__package__}.kernel_fwd_sm90", chosen)
@@ -95,6 +112,11 @@ def forward_entry(chosen: Config) -> Kernel:
 def gradient_entry(chosen: Config) -> Kernel:
     """One configuration of the gradient of logits, likewise."""
     return Kernel.of("logp_grad_sm90", f"{__package__}.kernel_grad_sm90", chosen)
+
+
+def finish_entry(chosen: FinishConfig) -> Kernel:
+    """What states end in, likewise."""
+    return Kernel.of("logp_finish_sm90", f"{__package__}.kernel_finish_sm90", chosen)
 
 
 def configs() -> Iterator[Config]:
@@ -113,3 +135,6 @@ def catalogue() -> Iterator[Entry]:
         expect = Expect(f"64x{chosen.tile_n}x16", max_registers=168, max_shared=232448)
         yield Entry(forward_entry(chosen), "A", expect)
         yield Entry(gradient_entry(chosen), "A", expect)
+    for entropy in (False, True):
+        expect = Expect(None, max_registers=96, max_shared=1024)
+        yield Entry(finish_entry(FinishConfig(entropy)), "A", expect)

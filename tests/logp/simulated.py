@@ -26,6 +26,14 @@ def gradient(chosen):
     return kernel_grad_sm90.build(chosen, compile=ptxsim.compile)
 
 
+@functools.cache
+def finish(chosen):
+    """What states end in, likewise."""
+    from cute_kernels.logp import kernel_finish_sm90
+
+    return kernel_finish_sm90.build(chosen, compile=ptxsim.compile)
+
+
 @contextlib.contextmanager
 def simulated(clusters: int = 3, runs: int | None = None, **options) -> Iterator[None]:
     """Inside, `launch`'s functions take CPU tensors and run in the simulator.
@@ -35,6 +43,7 @@ def simulated(clusters: int = 3, runs: int | None = None, **options) -> Iterator
     patches = {
         (launch, "_forward"): forward,
         (launch, "_gradient"): gradient,
+        (launch, "_finish"): finish,
         (launch, "max_clusters"): lambda device: clusters,
     }
     if runs is not None:
