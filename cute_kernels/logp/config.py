@@ -80,12 +80,10 @@ def columns_of_state(entropy: bool) -> int:
 class Config:
     """One compiled SM90 kernel on tiles of tokens by vocabulary.
 
-    ``w_major``: of the head, ``"k"`` when D is contiguous, else ``"mn"``.  ``softcap``: whether
-    logits are capped.  ``entropy``: whether it is asked for, or its gradient is.
+    ``softcap``: whether logits are capped.  ``entropy``: whether it, or its gradient, is asked for.
     """
 
     dtype: str
-    w_major: str
     order: str
     bias: bool
     softcap: bool
@@ -94,6 +92,24 @@ class Config:
     tile_m: int = 128
     tile_k: int = 64
     cluster_m: int = 2
+
+
+@dataclass(frozen=True)
+class FewConfig:
+    """One compiled SM90 kernel for few tokens: tiles of ``tile_n`` entries by ``tile_m`` tokens.
+
+    The others are those of `Config`.  ``ctas_per_sm``: that many rings of loads under way on an SM.
+    """
+
+    dtype: str
+    order: str
+    bias: bool
+    softcap: bool
+    entropy: bool
+    tile_m: int
+    tile_n: int = 64
+    tile_k: int = 128
+    ctas_per_sm: int = 2
 
 
 @dataclass(frozen=True)
