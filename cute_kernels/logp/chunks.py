@@ -6,9 +6,9 @@ dHidden is a chain over the vocabulary, ascending; in the order ``tree`` it is c
 eight leaves of 16 ⌈V / 128⌉, and leaves are added ascending.  dW is a chain over the tokens.  No
 block shows in a bit of the GPU backends.  On a CPU blocks are the order: 1024 from a leaf's start.
 
-Workspace, at most `WORKSPACE` bytes: dHidden in fp32 (twice in the order ``tree``), a copy of
-hidden for dW, and what is left, at most `BLOCK`, for a block's G.  Where too little is left,
-dHidden is made in blocks of tokens, and dW in a second pass over the vocabulary: the same bits.
+Workspace, at most `WORKSPACE` bytes: dHidden in fp32 (twice in the order ``tree``), and what is
+left, at most `BLOCK`, for a block's G.  Where too little is left, dHidden is made in blocks of
+tokens, and dW in a second pass over the vocabulary: the same bits.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class Pass(NamedTuple):
     def held(self, needs: Needs) -> int:
         """Bytes of workspace besides G."""
         sums = torch.float32.itemsize * (1 + (self.head.order == "tree")) * needs.hidden
-        return self.hidden.numel() * (sums + self.hidden.itemsize * needs.weight)
+        copy = self.hidden.itemsize * (needs.weight and not needs.hidden)
+        return self.hidden.numel() * (sums + copy)
 
     def of_tokens(self, some: slice) -> Pass:
         """For some of the tokens: dHidden is row by row."""
@@ -85,13 +86,16 @@ class Pass(NamedTuple):
     def run(self, needs: Needs, main_grad: torch.Tensor | None):
         """(dhidden, dweight, dbias), as `gradients`, in one walk."""
         hidden, head = self.hidden, self.head
-        # What a masked token holds, NaN as it may be, must not meet its zeros.
-        kept = (self.rows.target >= 0)[:, None]
-        seen = torch.where(kept, hidden, 0.0) if needs.weight else None
-        d_weight = torch.empty_like(head.weight, memory_format=torch.contiguous_format)
-        d_weight = d_weight if needs.weight and main_grad is None else None
-        d_bias = None if not needs.bias else torch.empty_like(head.bias)
-        total = None
+        masked = (self.rows.target < 0)[:, None]
+        d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        # What a masked token holds, NaN as it may be, must not meet its zeros in dW.  The memory is
+        # dHidden's, which is written last.
+        seen = d_hidden.copy_(hidden).masked_fill_(masked, 0.0) if needs.weight else None
+        d_weight = d_bias = total = None
+        if needs.weight and main_grad is None:
+            d_weight = torch.empty_like(head.weight, memory_format=torch.contiguous_format)
+        if needs.bias:
+            d_bias = torch.empty_like(head.bias)
         for leaf in _leaves(head):
             part = hidden.new_zeros(hidden.shape, dtype=torch.float32) if needs.hidden else None
             for block in self.blocks(leaf, needs):
@@ -104,11 +108,13 @@ class Pass(NamedTuple):
                     products.product(gradient.mT, seen.mT, out=d_weight[block])
                 if needs.bias:
                     d_bias[block] = products.column_sum(gradient)
+                # Before the next one is made.
+                del gradient
             total = part if total is None else _added(total, part)
-        if needs.hidden:
-            # Zeros times a weight that is not finite are NaN.
-            total = total.masked_fill_(~kept, 0.0).to(hidden.dtype)
-        return total, d_weight, d_bias
+        if not needs.hidden:
+            return None, d_weight, d_bias
+        # Zeros times a weight that is not finite are NaN.
+        return d_hidden.copy_(total.masked_fill_(masked, 0.0)), d_weight, d_bias
 
     def leaf_by_leaf(self) -> Iterator[torch.Tensor]:
         """The leaves of dHidden, one after the other: fp32 [T, D] each."""
