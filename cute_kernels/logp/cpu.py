@@ -70,7 +70,7 @@ def gradients_of_logits(
         power = _fma(z, rows.scale[:, None], -upstream.lse2[:, None])
         p = _exp2(power)
         of_logp = upstream.of_logp[:, None]
-        gradient = torch.where(column == rows.target[:, None], 1.0 - p, -p) * of_logp
+        gradient = ((column == rows.target[:, None]).float() - p) * of_logp
         if upstream.of_entropy is not None:
             log_p = power.clamp(min=MIN_POWER) * LN2
             weight = p * upstream.of_entropy[:, None]

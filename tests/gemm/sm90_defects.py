@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cute_kernels.dsl import epilogue
 from tests.kernels.ring_defects import ring_class
 
 
@@ -53,16 +54,16 @@ def store_before_buffer_is_free(monkeypatch, module):
 
 
 def no_epilogue_barrier(monkeypatch, module):
-    monkeypatch.setattr(module.GemmSm90, "sync", lambda self, consumer: None)
+    monkeypatch.setattr(epilogue.Epilogue, "sync", lambda self, consumer: None)
 
 
 def one_buffer_for_both_consumers(monkeypatch, module):
-    true_store = module.GemmSm90.store
+    true_store = epilogue.Epilogue.store
 
     def store(self, acc, d, sD, consumer, *rest):
         return true_store(self, acc, d, sD, 0 * consumer, *rest)
 
-    monkeypatch.setattr(module.GemmSm90, "store", store)
+    monkeypatch.setattr(epilogue.Epilogue, "store", store)
 
 
 def last_tile_skipped(monkeypatch, module):
