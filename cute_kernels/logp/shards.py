@@ -142,16 +142,17 @@ class _Sharded(torch.autograd.Function):
 
 def _hidden_of_all(hidden, head: Head, rows, upstream, cuts: list[tuple[int, int]], group):
     """dHidden [T, D] of the whole vocabulary, on every rank; ``cuts``: (start, rows) of each."""
-    length = leaves.length(head.vocab)
-    counts = [-(-size // length) for _, size in cuts]
+    entries = [min(size, max(0, head.vocab - start)) for start, size in cuts]
+    counts = [len(chunks.leaf_slices(of, head.vocab, head.order)) for of in entries]
     bytes_of_token = max(counts) * len(counts) * hidden.shape[1] * torch.float32.itemsize
     step = max(1, _BLOCK_BYTES // bytes_of_token)
     made = []
     for first in range(0, len(hidden), step):
         walk = chunks.Pass(hidden, head, rows, upstream).of_tokens(slice(first, first + step))
-        own = torch.stack(list(walk.leaf_by_leaf()))
-        sent = own.new_zeros(max(counts), *own.shape[1:])
-        sent[: len(own)] = own
+        # A rank of fewer leaves than others, or of padding alone, sends zeros that nobody adds.
+        sent = hidden.new_zeros(max(counts), *walk.hidden.shape, dtype=torch.float32)
+        for leaf, own in zip(sent, walk.leaf_by_leaf(), strict=False):
+            leaf.copy_(own)
         every = groups.all_gather(sent, group)
         # Ranks ascend, and so do the leaves of each: all of them do.
         ascending = torch.cat([every[rank, :count] for rank, count in enumerate(counts)])
