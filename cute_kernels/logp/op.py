@@ -90,10 +90,9 @@ def rows_of(
     place = torch.where(inside, target, config.OUTSIDE)
     place = torch.where(target == ignore_index, config.MASKED, place)
     if temperatures is None:
-        scale = torch.full_like(place, config.LOG2E / temperature, dtype=torch.float32)
-    else:
-        # By way of fp64, as of a number: one temperature has one scale.
-        scale = (config.LOG2E / temperatures.reshape(-1).double()).float()
+        temperatures = torch.full_like(place, temperature, dtype=torch.float32)
+    # A number is rounded to fp32 first, as in a tensor: one temperature has one scale.
+    scale = (config.LOG2E / temperatures.reshape(-1).double()).float()
     return Rows(place, scale)
 
 
