@@ -80,9 +80,9 @@ def linear_logp(
     start, vocab = _vocabulary(rows, options.vocab_start, options.vocab_size, sharded)
     problem = _tokens(target, hidden, "hidden", options, start, vocab)
     if options.main_grad is not None:
-        destination.check(options.main_grad, weight, hidden)
+        destination.check(options.main_grad, weight, hidden, "hidden")
     if not torch.compiler.is_compiling():
-        destination.check_values(hidden, weight, bias, options.main_grad)
+        destination.check_values(hidden, weight, bias, options.main_grad, "hidden")
     return problem
 
 
