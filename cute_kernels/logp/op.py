@@ -164,9 +164,10 @@ def _run_backward(
 ):  # fmt: skip
     wanted = Needs(*needs)
     if target.numel() == 0:
+        given = wanted._replace(weight=wanted.weight and main_grad is None)
         return tuple(
-            torch.zeros_like(t) if need else hidden.new_empty(0)
-            for t, need in zip((hidden, weight, bias), wanted, strict=True)
+            t.new_zeros(t.shape) if need else hidden.new_empty(0)
+            for t, need in zip((hidden, weight, bias), given, strict=True)
         )
     head = Head(weight, bias, start, vocab, softcap, order)
     rows = rows_of(target, temperatures, temperature, ignore_index, vocab)
@@ -232,13 +233,13 @@ def _run_log_probs_backward(
     ignore_index, softcap,
 ):  # fmt: skip
     if target.numel() == 0:
-        return torch.empty_like(logits)
+        return logits.new_empty(logits.shape)
     rows = rows_of(target, temperatures, temperature, ignore_index, vocab)
     upstream = upstream_of(d_logp, d_entropy, rows, lse2, entropy)
     flat = flat_rows(logits, "logit_gradients")
     launch = dispatch.launcher("logit_gradients", logits.device, logits.dtype)
     made = launch(flat, Logits(0, vocab, softcap), rows, upstream, logits.dtype)
-    return made.view(logits.shape)
+    return made.contiguous().view(logits.shape)
 
 
 def _setup_log_probs(ctx, inputs, output):

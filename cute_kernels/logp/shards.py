@@ -8,6 +8,8 @@ added ascending on every rank.
 
 from __future__ import annotations
 
+import struct
+
 import torch
 import torch.distributed as dist
 
@@ -40,7 +42,11 @@ _FIELDS = (
     "return_entropy",
     "bias",
     "hidden.requires_grad",
+    "temperature",
+    "softcap",
+    "ignore_index",
 )
+_FLOATS = ("temperature", "softcap")
 #: Tokens are exchanged in blocks of at most so many bytes of leaves.
 _BLOCK_BYTES = 1 << 28
 
@@ -74,7 +80,8 @@ def linear_logp(
         said = [
             problem.start, *weight.shape, problem.vocab, problem.tokens,
             checks.DTYPES.index(dtype), config.ORDERS.index(order), entropy,
-            bias is not None, asks,
+            bias is not None, asks, _bits(problem.temperature), _bits(problem.softcap),
+            ignore_index,
         ]  # fmt: skip
     except Exception as error:
         refusal = error
@@ -86,7 +93,10 @@ def linear_logp(
     )
     place = (problem.start, problem.vocab, problem.softcap, order)
     if problem.tokens == 0:
-        return op.nothing(target, entropy)[::2]
+        return op.linear_logp(
+            hidden, weight, bias, target, problem.temperatures, options.main_grad,
+            problem.temperature, *place[:2], ignore_index, problem.softcap, order, entropy,
+        )[::2]  # fmt: skip
     arguments = (rows, place, entropy, options.main_grad, cuts, group)
     logp, made = _Sharded.apply(hidden, weight, bias, arguments)
     return logp.view(target.shape), made.view(target.shape) if entropy else made
@@ -184,12 +194,24 @@ def _at_leaves(start: int, vocab: int, order: str, group: dist.ProcessGroup) -> 
         raise ShapeError(expected("vocab_start", want, start))
 
 
+def _bits(number: float) -> int:
+    return struct.unpack("<q", struct.pack("<d", number))[0]
+
+
+def _shown(name: str, said: int) -> object:
+    """What a rank has said, for the reader of a message."""
+    if name in _FLOATS:
+        return struct.unpack("<d", struct.pack("<q", said))[0]
+    names = {"dtype": checks.DTYPES, "order": config.ORDERS}.get(name)
+    return said if names is None else names[said]
+
+
 def _agree(said: list[int], refusal: Exception | None, group) -> list[tuple[int, int]]:
     """(start, rows) of each rank; raises on every rank unless they are a whole vocabulary."""
     heard = groups.agree(said, refusal, group, "group")
     for name, values in zip(_FIELDS, zip(*heard, strict=True), strict=True):
         if name not in ("vocab_start", "rows of weight"):
-            groups.alike(name, values, "group")
+            groups.alike(name, [_shown(name, value) for value in values], "group")
     vocab = heard[0][_FIELDS.index("vocab_size")]
     cuts, end = [(row[0], row[1]) for row in heard], 0
     for rank, (start, rows) in enumerate(cuts):
