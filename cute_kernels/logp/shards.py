@@ -13,7 +13,7 @@ import struct
 import torch
 import torch.distributed as dist
 
-from .. import checking, groups
+from .. import checking, dispatch, groups
 from .. import main_grad as destination
 from ..errors import (
     ArgumentValueError,
@@ -73,10 +73,14 @@ def linear_logp(
     try:
         problem = checks.linear_logp(hidden, weight, target, bias, options, True)
         _exchangeable(hidden, group)
+        # What else could be refused: by then the others would wait for this rank.
+        if options.main_grad is not None:
+            destination.apart(options.main_grad, hidden=hidden, weight=weight, bias=bias)
         if asks:
             _at_leaves(problem.start, problem.vocab, order, group)
         cast = checking.autocast(hidden.device)
         dtype = torch.get_autocast_dtype(hidden.device.type) if cast else hidden.dtype
+        dispatch.backend("logp_states", hidden.device, dtype)
         said = [
             problem.start, *weight.shape, problem.vocab, problem.tokens,
             checks.DTYPES.index(dtype), config.ORDERS.index(order), entropy,
@@ -106,8 +110,6 @@ class _Sharded(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, arguments):
         rows, place, entropy, main_grad, cuts, group = arguments
-        if main_grad is not None:
-            destination.apart(main_grad, hidden=hidden, weight=weight, bias=bias)
         flat = flat_rows(hidden, "logp_states")
         own = exact.merge(op.states(flat, Head(weight, bias, *place), rows, entropy))
         logp, lse2, made = op.finish(groups.all_gather(own, group), rows, hidden.dtype)

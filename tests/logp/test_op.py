@@ -59,8 +59,8 @@ def opcheck_cases() -> dict[str, tuple]:
         "no bias": (forward, (h, w, None, target, None, None, *numbers, True)),
         "N-D": (forward, nd),
         "temperatures": (forward, (h, w, b, target, each, None, *numbers, True)),
-        # Of a frozen weight: with autograd.grad, which opcheck uses, main_grad is left alone, and in
-        # a graph it is written (test_compiled_bits_are_eager_bits).
+        # Of a frozen weight: autograd.grad, which opcheck uses, leaves main_grad alone; a graph of
+        # it does not (test_compiled_bits_are_eager_bits).
         "main_grad": (
             forward, (h, plain[1], b, target, None, torch.zeros(V, D), *numbers, False)
         ),
