@@ -110,7 +110,7 @@ def _tokens(target, like, name: str, options: Options, start: int, vocab: int) -
 def _floats(name: str, t: torch.Tensor) -> None:
     checking.tensor(name, t)
     checking.dtype(name, t.dtype, DTYPES)
-    if t.numel() and max(t.shape) > _MAX_SIZE:
+    if t.dim() and t.numel() and max(t.shape) > _MAX_SIZE:
         raise ShapeError(expected(name, f"sizes of at most {_MAX_SIZE}", list(t.shape)))
 
 
