@@ -12,11 +12,14 @@ so is a gradient.
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from .. import contracts, dispatch
 from .. import main_grad as destination
 from ..arch import CPU, CUTE_SM90, TRITON
+from ..cpu_math import ieee
 from ..dispatch import Implementation
 from ..errors import UnsupportedTransformError
 from ..operands import flat_rows
@@ -117,13 +120,15 @@ def upstream_of(
     entropy: torch.Tensor | None,
 ) -> Upstream:
     """What a token's gradient of the logits is made of, flat; 1 / τ = scale ln 2."""
-    inverse = rows.scale.double() * config.LN2
-    of_logp = (d_logp.reshape(-1).double() * inverse).float()
-    lse2 = lse2.reshape(-1)
-    if d_entropy is None or d_entropy.numel() == 0:
-        return Upstream(lse2, of_logp, None, None)
-    of_entropy = (d_entropy.reshape(-1).double() * inverse).float()
-    return Upstream(lse2, of_logp, of_entropy, entropy.reshape(-1))
+    given = (d_logp, d_entropy if d_entropy is not None and d_entropy.numel() else None)
+    # A CPU may have been told to take subnormals for zero.
+    with ieee() if lse2.device.type == "cpu" else contextlib.nullcontext():
+        inverse = rows.scale.double() * config.LN2
+        of_logp, of_entropy = (
+            None if g is None else (g.reshape(-1).double() * inverse).float() for g in given
+        )
+    entropy = None if of_entropy is None else entropy.reshape(-1)
+    return Upstream(lse2.reshape(-1), of_logp, of_entropy, entropy)
 
 
 def _shaped(results: tuple, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
