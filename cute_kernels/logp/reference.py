@@ -93,8 +93,8 @@ def gradients(tensors, target, upstream, options: Options = Options()):
     z = seen @ weight64.mT
     z = z if bias is None else z + bias[:entries].double()
     made = gradient_of_logits(z, target, *upstream, options)
-    d_bias = torch.zeros(len(weight), dtype=torch.float64)
-    d_weight = torch.zeros(weight.shape, dtype=torch.float64)
+    d_bias = weight.new_zeros(len(weight), dtype=torch.float64)
+    d_weight = weight.new_zeros(weight.shape, dtype=torch.float64)
     d_weight[:entries], d_bias[:entries] = made.mT @ seen, made.sum(0)
     return made @ weight64, d_weight, d_bias
 
