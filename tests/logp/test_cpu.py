@@ -404,6 +404,33 @@ def test_blocks_of_tokens_do_not_show(monkeypatch, dtype, order):
     assert len(seen) > 10
 
 
+def test_settings_of_the_process_do_not_show():
+    """The default dtype and device, flushing of subnormals, fp32 products in bf16."""
+    case = cases.Case(3, 17, 48, 250, 260, FP32, "tree", True, 3.0, "tensor", True, 1e-39)
+    x = cases.inputs_of(case)
+    tiny = x._replace(upstream=tuple(t * 1e-39 for t in x.upstream))
+    logits = drawn(5, 50)
+    of_logits = ck.log_probs(logits, torch.arange(5), return_entropy=True)
+    for of in (x, tiny):
+        want = cases.run(case, of)
+        settings = [
+            (torch.set_default_dtype, torch.float64, FP32),
+            (torch.set_default_device, "meta", None),
+            (torch.set_flush_denormal, True, False),
+            (torch.set_float32_matmul_precision, "medium", "highest"),
+        ]
+        for change, to, back in settings:
+            change(to)
+            try:
+                got = cases.run(case, of)
+                again = ck.log_probs(logits, torch.arange(5, device="cpu"), return_entropy=True)
+            finally:
+                change(back)
+            for name, a, b in zip(want._fields, got, want, strict=True):
+                assert same_bytes(a, b), (change.__name__, name)
+            assert all(same_bytes(a, b) for a, b in zip(again, of_logits, strict=True))
+
+
 def test_blocks_of_the_vocabulary_are_part_of_the_plan():
     """1024 columns from a leaf's start: a number of the contract, as dhidden's bits show it."""
     assert ck.contract_id("linear_logp", "cpu").startswith("linear_logp/cpu/")
