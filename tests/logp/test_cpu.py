@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import cute_kernels as ck
 from cute_kernels import products
@@ -319,6 +320,97 @@ def test_log_probs_of_these_logits_is_linear_logp(dtype, order, softcap):
     gradient = logits.grad.to(dtype)
     hidden = torch.where((x.target != IGNORED)[:, None], x.hidden, 0.0)
     assert same_bytes(products.product(gradient.mT, hidden.mT), want.weight)
+
+
+@pytest.mark.parametrize("order", ["chain", "tree"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_log_probs_of_ck_linear_in_fp32_is_linear_logp(order, bias):
+    """fp32 logits of ck.linear are not rounded: log p has the same bytes either way."""
+    case = cases.Case(5, 70, 150, 1040, 1040, FP32, order, bias, 0.0, "tensor", True, 0.3)
+    x = cases.inputs_of(case)
+    logits = ck.linear(x.hidden, x.weight, x.bias, order=order)
+    results = ck.log_probs(logits, x.target, temperature=x.temperature, return_entropy=True)
+    want = cases.run(case, x)
+    assert same_bytes(results[0], want.logp) and same_bytes(results[1], want.entropy)
+
+
+def test_one_token_without_a_dimension():
+    """hidden [D] and a target of no dimension, as of one sampled token."""
+    hidden, weight, target = drawn(1, 16), drawn(50, 16), torch.tensor([7])
+    want = ck.linear_logp(hidden, weight, target)
+    leaf = hidden[0].requires_grad_()
+    got = ck.linear_logp(leaf, weight, target[0])
+    assert got.shape == () and same_bytes(got.detach(), want[0])
+    got.backward()
+    assert leaf.grad.shape == (16,)
+    logits = drawn(50).requires_grad_()
+    logp, entropy = ck.log_probs(logits, target[0], return_entropy=True)
+    assert logp.shape == entropy.shape == ()
+    (logp + entropy).backward()
+    assert logits.grad.shape == (50,)
+
+
+@pytest.mark.parametrize("order", ["chain", "tree"])
+def test_strides_of_main_grad(order):
+    case = cases.Case(5, 33, 48, 1040, 1056, BF16, order, False, 0.0, "one", True, 0.3)
+    x = cases.inputs_of(case)
+    start = drawn(1056, 48)
+    want = start.clone()
+    cases.run(case, x, main_grad=want)
+    holder = torch.full((1056, 99), math.nan)
+    for view in (start.mT.contiguous().mT, holder[:, 1::2][:, :48].copy_(start)):
+        cases.run(case, x, main_grad=view)
+        assert same_bytes(view, want)
+    assert holder[:, ::2].isnan().all()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_recomputed_under_activation_checkpointing(reentrant, main_grad):
+    case = cases.Case(5, 33, 48, 250, 250, BF16, "chain", True, 0.0, "one", True, 0.3)
+    x = cases.inputs_of(case)
+    results = []
+    for run in (lambda f, *t: f(*t), lambda f, *t: checkpoint(f, *t, use_reentrant=reentrant)):
+        leaves = [t.clone().requires_grad_() for t in (x.hidden, x.weight, x.bias)]
+        state = torch.ones(250, 48) if main_grad else None
+
+        def forward(hidden, weight, bias, state=state):
+            return ck.linear_logp(hidden * 2, weight, x.target, bias, main_grad=state)
+
+        logp = run(forward, *leaves)
+        logp.backward(x.upstream[0])
+        made = [leaves[0].grad, state if main_grad else leaves[1].grad, leaves[2].grad]
+        results.append([logp.detach(), *made])
+    assert all(same_bytes(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_without_gradients_nothing_is_written():
+    case = cases.Case(5, 17, 48, 250, 250, BF16, "chain", True, 0.0, "one", True, 0.3)
+    x, state = cases.inputs_of(case), torch.ones(250, 48)
+    want = cases.run(case, x).logp
+    weight = x.weight.clone().requires_grad_()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            got = ck.linear_logp(x.hidden, weight, x.target, x.bias, main_grad=state)
+        assert same_bytes(got, want) and not got.requires_grad
+    frozen = x.hidden.clone().requires_grad_()
+    ck.linear_logp(frozen, x.weight, x.target, x.bias, main_grad=state).sum().backward()
+    assert (state == 1).all() and frozen.grad.any()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("vocab", [131072, 151936, 2**19])
+def test_vocabularies_of_models(vocab):
+    """Against float64, and cut into eight; uniform logits have log p of -ln V."""
+    case = cases.Case(5, 3, 16, vocab, vocab, BF16, "tree", False, 0.0, "tensor", False, 1.0)
+    x = cases.inputs_of(case)
+    got = cases.run(case, x)
+    assert max(cases.shares(got, *cases.exact(case, x)).values()) <= 1
+    rows, *parts = parts_of(x, case, [vocab // 128 * 16 * i for i in range(1, 8)])
+    logp, _, entropy = exact.finish(torch.stack(parts[::-1]), rows)
+    assert same_bytes(logp, got.logp) and same_bytes(entropy, got.entropy)
+    flat = ck.linear_logp(torch.zeros(1, 16, dtype=BF16), x.weight, torch.tensor([vocab - 1]))
+    assert abs(flat.item() + math.log(vocab)) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
