@@ -53,9 +53,10 @@ def devices(group: dist.ProcessGroup) -> list[str]:
 
 def all_gather(t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[ranks, *t.shape]: of every rank, in the order of ranks; all have the shape of ``t``."""
-    every = t.new_empty(group.size(), *t.shape)
-    _all_gather(every, t.contiguous(), group=group)
-    return every
+    # Flat: gloo takes no output of one dimension more than the input.
+    every = t.new_empty(group.size() * t.numel())
+    _all_gather(every, t.contiguous().view(-1), group=group)
+    return every.view(group.size(), *t.shape)
 
 
 def agree(

@@ -25,8 +25,11 @@ _FSDP2 = (
 )
 
 
-def check(main_grad: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> None:
-    """That ``main_grad`` is fp32, of the weight's shape, beside x, and can be updated in place."""
+def check(main_grad: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, name: str = "x") -> None:
+    """That ``main_grad`` is fp32, of the weight's shape, beside x, and can be updated in place.
+
+    ``name``: of the argument x.
+    """
     n, k = weight.shape
     checking.tensor("main_grad", main_grad)
     if list(main_grad.shape) != [n, k]:
@@ -34,7 +37,7 @@ def check(main_grad: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> Non
         raise ShapeError(expected("main_grad", want, list(main_grad.shape)))
     if main_grad.dtype != torch.float32:
         raise DtypeError(expected("main_grad", "torch.float32", main_grad.dtype))
-    checking.same_device("main_grad", main_grad, "x", x)
+    checking.same_device("main_grad", main_grad, name, x)
     if main_grad.requires_grad:
         want = "requires_grad=False (backward adds into it)"
         raise ArgumentValueError(expected("main_grad", want, "requires_grad=True"))
@@ -48,6 +51,7 @@ def check_values(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     main_grad: torch.Tensor | None,
+    name: str = "x",
 ) -> None:
     """What can be seen of true tensors only, and costs nothing where there is no main_grad."""
     if main_grad is None:
@@ -60,7 +64,7 @@ def check_values(
         raise ArgumentValueError(expected("main_grad", want, "a negated view"))
     if checking.autocast(x.device) and (written := checking.in_memory(main_grad)) is not None:
         # The op sees what autocast makes of them.
-        read = {"x": x, "weight": weight, "bias": bias}
+        read = {name: x, "weight": weight, "bias": bias}
         apart(written, **{name: checking.in_memory(t) for name, t in read.items()})
     if weight.requires_grad and torch.is_grad_enabled():
         name = data_parallel.reducer(leaf_of(weight))

@@ -38,7 +38,8 @@ def linear_logp(
         bias: [V] or None; the dtype of ``hidden``.
         order: Of the sums over D, as in ``ck.linear``; and of dhidden's sum over the vocabulary:
             ``"chain"``, or ``"tree"``, which ranks can share.
-        temperature: A number above 0, or a tensor shaped like ``target``.
+        temperature: A number, or a tensor shaped like ``target``; 2^-100 to 2^100.  A number is
+            what it is in fp32, so that it has the bits of a tensor of it.
         softcap: 0 for none (Gemma's final_logit_softcapping).
         ignore_index: The target of tokens that count for nothing: log p and entropy are 0, and
             every gradient is exactly 0, whatever the row holds, NaN included.

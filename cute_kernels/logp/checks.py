@@ -22,6 +22,8 @@ from .config import MAX_VOCAB, ORDERS, UNIT
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INTEGERS = (torch.int64, torch.int32)
 _MAX_SIZE = 2**31 - 1
+#: Of a temperature and a softcap: log2(e) / τ, and logits over it, are then normal in fp32.
+_LEAST, _MOST, _RANGE = 2.0**-100, 2.0**100, "2^-100 to 2^100"
 
 
 class Problem(NamedTuple):
@@ -78,9 +80,9 @@ def linear_logp(
     start, vocab = _vocabulary(rows, options.vocab_start, options.vocab_size, sharded)
     problem = _tokens(target, hidden, "hidden", options, start, vocab)
     if options.main_grad is not None:
-        destination.check(options.main_grad, weight, hidden)
+        destination.check(options.main_grad, weight, hidden, "hidden")
     if not torch.compiler.is_compiling():
-        destination.check_values(hidden, weight, bias, options.main_grad)
+        destination.check_values(hidden, weight, bias, options.main_grad, "hidden")
     return problem
 
 
@@ -108,7 +110,7 @@ def _tokens(target, like, name: str, options: Options, start: int, vocab: int) -
 def _floats(name: str, t: torch.Tensor) -> None:
     checking.tensor(name, t)
     checking.dtype(name, t.dtype, DTYPES)
-    if t.numel() and max(t.shape) > _MAX_SIZE:
+    if t.dim() and t.numel() and max(t.shape) > _MAX_SIZE:
         raise ShapeError(expected(name, f"sizes of at most {_MAX_SIZE}", list(t.shape)))
 
 
@@ -151,25 +153,31 @@ def _target(target, like, name: str, ignore_index, vocab: int) -> None:
         want = f"shape {list(shape)}, that of {name} without its last dimension"
         raise ShapeError(expected("target", want, list(target.shape)))
     checking.same_device("target", target, name, like)
-    _integer("ignore_index", ignore_index, "an int")
-    if target.device.type == "cpu" and _has_values(target):
+    ignore_index = _integer("ignore_index", ignore_index, "an int")
+    if not -(2**63) <= ignore_index < 2**63:
+        raise ArgumentValueError(expected("ignore_index", "an int of 64 bits", ignore_index))
+    if (values := _values(target)) is not None:
         # On a GPU a look at the values would wait for it; there the result is NaN.
-        wrong = (target != ignore_index) & ((target < 0) | (target >= vocab))
+        wrong = (values != ignore_index) & ((values < 0) | (values >= vocab))
         if bool(wrong.any()):
             want = f"entries of 0 to {vocab - 1}, or ignore_index ({ignore_index})"
-            raise ArgumentValueError(expected("target", want, int(target[wrong].flatten()[0])))
+            raise ArgumentValueError(expected("target", want, int(values[wrong].flatten()[0])))
 
 
-def _has_values(t: torch.Tensor) -> bool:
-    return not torch.compiler.is_compiling() and checking.in_memory(t) is not None
+def _values(t: torch.Tensor) -> torch.Tensor | None:
+    """What can be looked at: all that torch.func.vmap maps; None on a GPU, and in a graph."""
+    if torch.compiler.is_compiling() or t.device.type != "cpu":
+        return None
+    return checking.in_memory(t)
 
 
 def _temperature(value: object, target: torch.Tensor) -> tuple[torch.Tensor | None, float]:
     if not isinstance(value, torch.Tensor):
         number = _number("temperature", value, "a number above 0, or a tensor shaped like target")
-        if not 0 < number < math.inf:
-            raise ArgumentValueError(expected("temperature", "above 0, and finite", value))
+        if not _LEAST <= number <= _MOST:
+            raise ArgumentValueError(expected("temperature", f"a number of {_RANGE}", value))
         return None, number
+    checking.tensor("temperature", value)
     checking.dtype("temperature", value.dtype, DTYPES)
     if value.shape != target.shape:
         want = f"a number, or shape {list(target.shape)}, that of target"
@@ -178,22 +186,28 @@ def _temperature(value: object, target: torch.Tensor) -> tuple[torch.Tensor | No
     if value.requires_grad:
         want = "requires_grad=False (it has no gradient)"
         raise ArgumentValueError(expected("temperature", want, "requires_grad=True"))
-    if value.device.type == "cpu" and _has_values(value) and bool((~(value > 0)).any()):
-        raise ArgumentValueError(expected("temperature", "values above 0", float(value.min())))
+    if (values := _values(value)) is not None:
+        wrong = ~((values >= _LEAST) & (values <= _MOST))
+        if bool(wrong.any()):
+            got = float(values[wrong].flatten()[0])
+            raise ArgumentValueError(expected("temperature", f"values of {_RANGE}", got))
     return value, 1.0
 
 
 def _softcap(value: object) -> float:
     number = _number("softcap", value, "a number, 0 for none")
-    if not 0 <= number < math.inf:
-        raise ArgumentValueError(expected("softcap", "0 (none) or more, and finite", value))
+    if number != 0 and not _LEAST <= number <= _MOST:
+        raise ArgumentValueError(expected("softcap", f"0 (none), or a number of {_RANGE}", value))
     return number
 
 
 def _number(name: str, value: object, want: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ArgumentTypeError(expected(name, want, type(value).__name__))
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _integer(name: str, value: object, want: str) -> int:

@@ -96,7 +96,11 @@ class Pass(NamedTuple):
             d_weight = torch.empty_like(head.weight, memory_format=torch.contiguous_format)
         if needs.bias:
             d_bias = torch.empty_like(head.bias)
-        for leaf in _leaves(head):
+        # Padding of the vocabulary is not read: 0 times what it holds may be NaN.
+        for made in (d_weight, d_bias):
+            if made is not None:
+                made[head.entries :] = 0
+        for leaf in leaf_slices(head.entries, head.vocab, head.order):
             part = hidden.new_zeros(hidden.shape, dtype=torch.float32) if needs.hidden else None
             for block in self.blocks(leaf, needs):
                 gradient = self.of_logits(block)
@@ -113,15 +117,18 @@ class Pass(NamedTuple):
             total = part if total is None else _added(total, part)
         if not needs.hidden:
             return None, d_weight, d_bias
+        if total is None:  # of padding alone
+            return d_hidden.zero_(), d_weight, d_bias
         # Zeros times a weight that is not finite are NaN.
         return d_hidden.copy_(total.masked_fill_(masked, 0.0)), d_weight, d_bias
 
     def leaf_by_leaf(self) -> Iterator[torch.Tensor]:
         """The leaves of dHidden, one after the other: fp32 [T, D] each."""
-        for leaf in _leaves(self.head):
+        head = self.head
+        for leaf in leaf_slices(head.entries, head.vocab, head.order):
             part = self.hidden.new_zeros(self.hidden.shape, dtype=torch.float32)
             for block in self.blocks(leaf, Needs(True, False, False)):
-                self.add_hidden(part, self.of_logits(block), self.head.weight[block])
+                self.add_hidden(part, self.of_logits(block), head.weight[block])
             yield part
 
     def of_logits(self, block: slice) -> torch.Tensor:
@@ -154,13 +161,13 @@ def _added(total: torch.Tensor, part: torch.Tensor | None) -> torch.Tensor | Non
     return total.add_(part)
 
 
-def _leaves(head: Head) -> Iterator[slice]:
-    """Rows of this head by leaves of the whole vocabulary; all of them at once in a chain."""
-    count = len(head.weight)
-    length = count if head.order == "chain" else leaves.length(head.vocab)
-    # A rank's rows begin at a leaf wherever its dHidden is asked for.
-    for first in range(0, count, length):
-        yield slice(first, min(first + length, count))
+def leaf_slices(entries: int, vocab: int, order: str) -> list[slice]:
+    """A head's entries of the vocabulary by leaves of all of it; one leaf in a chain.
+
+    A rank's entries begin at a leaf wherever its dHidden is asked for.
+    """
+    length = max(1, entries) if order == "chain" else leaves.length(vocab)
+    return [slice(first, min(first + length, entries)) for first in range(0, entries, length)]
 
 
 def add_hidden(total: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor) -> None:

@@ -65,7 +65,7 @@ def gradients_of_logits(
     """
     with ieee():
         z = _capped(logits.to(torch.float32), place.softcap)
-        column = torch.arange(place.start, place.start + z.shape[1])
+        column = torch.arange(place.start, place.start + z.shape[1], device="cpu")
         inside = column < place.vocab
         power = _fma(z, rows.scale[:, None], -upstream.lse2[:, None])
         p = _exp2(power)
@@ -108,7 +108,7 @@ def _chosen(z: torch.Tensor, place: Logits, rows: Rows) -> torch.Tensor:
 def _whole_units(z: torch.Tensor, place: Logits) -> torch.Tensor:
     """[T, U, 16], -inf behind the last column and in padding of the vocabulary."""
     count = -(-z.shape[1] // UNIT)
-    out = torch.full((len(z), count * UNIT), -torch.inf)
+    out = z.new_full((len(z), count * UNIT), -torch.inf)
     valid = min(z.shape[1], max(0, place.vocab - place.start))
     out[:, :valid] = z[:, :valid]
     return out.view(len(z), count, UNIT)

@@ -12,11 +12,14 @@ so is a gradient.
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from .. import contracts, dispatch
 from .. import main_grad as destination
 from ..arch import CPU, CUTE_SM90, TRITON
+from ..cpu_math import ieee
 from ..dispatch import Implementation
 from ..errors import UnsupportedTransformError
 from ..operands import flat_rows
@@ -90,10 +93,9 @@ def rows_of(
     place = torch.where(inside, target, config.OUTSIDE)
     place = torch.where(target == ignore_index, config.MASKED, place)
     if temperatures is None:
-        scale = torch.full_like(place, config.LOG2E / temperature, dtype=torch.float32)
-    else:
-        # By way of fp64, as of a number: one temperature has one scale.
-        scale = (config.LOG2E / temperatures.reshape(-1).double()).float()
+        temperatures = torch.full_like(place, temperature, dtype=torch.float32)
+    # A number is rounded to fp32 first, as in a tensor: one temperature has one scale.
+    scale = (config.LOG2E / temperatures.reshape(-1).double()).float()
     return Rows(place, scale)
 
 
@@ -118,13 +120,15 @@ def upstream_of(
     entropy: torch.Tensor | None,
 ) -> Upstream:
     """What a token's gradient of the logits is made of, flat; 1 / τ = scale ln 2."""
-    inverse = rows.scale.double() * config.LN2
-    of_logp = (d_logp.reshape(-1).double() * inverse).float()
-    lse2 = lse2.reshape(-1)
-    if d_entropy is None or d_entropy.numel() == 0:
-        return Upstream(lse2, of_logp, None, None)
-    of_entropy = (d_entropy.reshape(-1).double() * inverse).float()
-    return Upstream(lse2, of_logp, of_entropy, entropy.reshape(-1))
+    given = (d_logp, d_entropy if d_entropy is not None and d_entropy.numel() else None)
+    # A CPU may have been told to take subnormals for zero.
+    with ieee() if lse2.device.type == "cpu" else contextlib.nullcontext():
+        inverse = rows.scale.double() * config.LN2
+        of_logp, of_entropy = (
+            None if g is None else (g.reshape(-1).double() * inverse).float() for g in given
+        )
+    entropy = None if of_entropy is None else entropy.reshape(-1)
+    return Upstream(lse2.reshape(-1), of_logp, of_entropy, entropy)
 
 
 def _shaped(results: tuple, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -165,9 +169,10 @@ def _run_backward(
 ):  # fmt: skip
     wanted = Needs(*needs)
     if target.numel() == 0:
+        given = wanted._replace(weight=wanted.weight and main_grad is None)
         return tuple(
-            torch.zeros_like(t) if need else hidden.new_empty(0)
-            for t, need in zip((hidden, weight, bias), wanted, strict=True)
+            t.new_zeros(t.shape) if need else hidden.new_empty(0)
+            for t, need in zip((hidden, weight, bias), given, strict=True)
         )
     head = Head(weight, bias, start, vocab, softcap, order)
     rows = rows_of(target, temperatures, temperature, ignore_index, vocab)
@@ -233,13 +238,13 @@ def _run_log_probs_backward(
     ignore_index, softcap,
 ):  # fmt: skip
     if target.numel() == 0:
-        return torch.empty_like(logits)
+        return logits.new_empty(logits.shape)
     rows = rows_of(target, temperatures, temperature, ignore_index, vocab)
     upstream = upstream_of(d_logp, d_entropy, rows, lse2, entropy)
     flat = flat_rows(logits, "logit_gradients")
     launch = dispatch.launcher("logit_gradients", logits.device, logits.dtype)
     made = launch(flat, Logits(0, vocab, softcap), rows, upstream, logits.dtype)
-    return made.view(logits.shape)
+    return made.contiguous().view(logits.shape)
 
 
 def _setup_log_probs(ctx, inputs, output):

@@ -8,10 +8,12 @@ added ascending on every rank.
 
 from __future__ import annotations
 
+import struct
+
 import torch
 import torch.distributed as dist
 
-from .. import checking, groups
+from .. import checking, dispatch, groups
 from .. import main_grad as destination
 from ..errors import (
     ArgumentValueError,
@@ -40,7 +42,11 @@ _FIELDS = (
     "return_entropy",
     "bias",
     "hidden.requires_grad",
+    "temperature",
+    "softcap",
+    "ignore_index",
 )
+_FLOATS = ("temperature", "softcap")
 #: Tokens are exchanged in blocks of at most so many bytes of leaves.
 _BLOCK_BYTES = 1 << 28
 
@@ -67,14 +73,19 @@ def linear_logp(
     try:
         problem = checks.linear_logp(hidden, weight, target, bias, options, True)
         _exchangeable(hidden, group)
+        # What else could be refused: by then the others would wait for this rank.
+        if options.main_grad is not None:
+            destination.apart(options.main_grad, hidden=hidden, weight=weight, bias=bias)
         if asks:
             _at_leaves(problem.start, problem.vocab, order, group)
         cast = checking.autocast(hidden.device)
         dtype = torch.get_autocast_dtype(hidden.device.type) if cast else hidden.dtype
+        dispatch.backend("logp_states", hidden.device, dtype)
         said = [
             problem.start, *weight.shape, problem.vocab, problem.tokens,
             checks.DTYPES.index(dtype), config.ORDERS.index(order), entropy,
-            bias is not None, asks,
+            bias is not None, asks, _bits(problem.temperature), _bits(problem.softcap),
+            ignore_index,
         ]  # fmt: skip
     except Exception as error:
         refusal = error
@@ -86,7 +97,10 @@ def linear_logp(
     )
     place = (problem.start, problem.vocab, problem.softcap, order)
     if problem.tokens == 0:
-        return op.nothing(target, entropy)[::2]
+        return op.linear_logp(
+            hidden, weight, bias, target, problem.temperatures, options.main_grad,
+            problem.temperature, *place[:2], ignore_index, problem.softcap, order, entropy,
+        )[::2]  # fmt: skip
     arguments = (rows, place, entropy, options.main_grad, cuts, group)
     logp, made = _Sharded.apply(hidden, weight, bias, arguments)
     return logp.view(target.shape), made.view(target.shape) if entropy else made
@@ -96,8 +110,6 @@ class _Sharded(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, arguments):
         rows, place, entropy, main_grad, cuts, group = arguments
-        if main_grad is not None:
-            destination.apart(main_grad, hidden=hidden, weight=weight, bias=bias)
         flat = flat_rows(hidden, "logp_states")
         own = exact.merge(op.states(flat, Head(weight, bias, *place), rows, entropy))
         logp, lse2, made = op.finish(groups.all_gather(own, group), rows, hidden.dtype)
@@ -142,16 +154,17 @@ class _Sharded(torch.autograd.Function):
 
 def _hidden_of_all(hidden, head: Head, rows, upstream, cuts: list[tuple[int, int]], group):
     """dHidden [T, D] of the whole vocabulary, on every rank; ``cuts``: (start, rows) of each."""
-    length = leaves.length(head.vocab)
-    counts = [-(-size // length) for _, size in cuts]
+    entries = [min(size, max(0, head.vocab - start)) for start, size in cuts]
+    counts = [len(chunks.leaf_slices(of, head.vocab, head.order)) for of in entries]
     bytes_of_token = max(counts) * len(counts) * hidden.shape[1] * torch.float32.itemsize
     step = max(1, _BLOCK_BYTES // bytes_of_token)
     made = []
     for first in range(0, len(hidden), step):
         walk = chunks.Pass(hidden, head, rows, upstream).of_tokens(slice(first, first + step))
-        own = torch.stack(list(walk.leaf_by_leaf()))
-        sent = own.new_zeros(max(counts), *own.shape[1:])
-        sent[: len(own)] = own
+        # A rank of fewer leaves than others, or of padding alone, sends zeros that nobody adds.
+        sent = hidden.new_zeros(max(counts), *walk.hidden.shape, dtype=torch.float32)
+        for leaf, own in zip(sent, walk.leaf_by_leaf(), strict=False):
+            leaf.copy_(own)
         every = groups.all_gather(sent, group)
         # Ranks ascend, and so do the leaves of each: all of them do.
         ascending = torch.cat([every[rank, :count] for rank, count in enumerate(counts)])
@@ -183,12 +196,24 @@ def _at_leaves(start: int, vocab: int, order: str, group: dist.ProcessGroup) -> 
         raise ShapeError(expected("vocab_start", want, start))
 
 
+def _bits(number: float) -> int:
+    return struct.unpack("<q", struct.pack("<d", number))[0]
+
+
+def _shown(name: str, said: int) -> object:
+    """What a rank has said, for the reader of a message."""
+    if name in _FLOATS:
+        return struct.unpack("<d", struct.pack("<q", said))[0]
+    names = {"dtype": checks.DTYPES, "order": config.ORDERS}.get(name)
+    return said if names is None else names[said]
+
+
 def _agree(said: list[int], refusal: Exception | None, group) -> list[tuple[int, int]]:
     """(start, rows) of each rank; raises on every rank unless they are a whole vocabulary."""
     heard = groups.agree(said, refusal, group, "group")
     for name, values in zip(_FIELDS, zip(*heard, strict=True), strict=True):
         if name not in ("vocab_start", "rows of weight"):
-            groups.alike(name, values, "group")
+            groups.alike(name, [_shown(name, value) for value in values], "group")
     vocab = heard[0][_FIELDS.index("vocab_size")]
     cuts, end = [(row[0], row[1]) for row in heard], 0
     for rank, (start, rows) in enumerate(cuts):

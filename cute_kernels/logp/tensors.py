@@ -22,6 +22,11 @@ class Head(NamedTuple):
     softcap: float
     order: str
 
+    @property
+    def entries(self) -> int:
+        """Rows that are entries of the vocabulary; those behind them are padding."""
+        return min(len(self.weight), max(0, self.vocab - self.start))
+
     def block(self, rows: slice) -> Head:
         """Some rows of it."""
         bias = None if self.bias is None else self.bias[rows]

@@ -1,0 +1,586 @@
+"""The CPU backend under the contract battery: rows, splits, layouts, masks, padding, blocks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import cute_kernels as ck
+from cute_kernels import products
+from cute_kernels.logp import chunks, exact, op
+from cute_kernels.logp.config import CPU
+from cute_kernels.logp.tensors import Head
+from tests import contract
+from tests.contract import RowOp, SumOp, same_bytes
+from tests.logp import cases
+from tests.logp.cases import BF16, DTYPES, FP16, FP32, IGNORED
+
+VOCAB, WIDTH, SEED = 200, 40, 11
+
+
+def drawn(*shape: int, seed: int = 3) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- rows ---------------------------------------------------------------------------------------
+
+#: What a row op returns: log p and the entropy, or dhidden.
+KINDS = ("forward", "dhidden")
+
+
+def columns_of(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A row's target and temperature: of its own bits, so that both go where the row goes."""
+    raw = rows[:, :2].contiguous().to(FP32).view(torch.int32).to(torch.int64)
+    target = (raw[:, 0] // 65536 + raw[:, 1] // 65536) % VOCAB
+    return target, 0.5 + (raw[:, 1] % 65521).float() / 65521
+
+
+def row_op(
+    kind: str = "forward", dtype: torch.dtype = FP32, order: str = "chain", bias: bool = True
+) -> RowOp:
+    weight, offset = drawn(VOCAB, WIDTH).to(dtype), drawn(VOCAB, seed=4).to(dtype)
+
+    def run(rows):
+        leaf = rows.detach().requires_grad_(kind == "dhidden")
+        target, temperature = columns_of(rows, dtype)
+        results = ck.linear_logp(
+            leaf, weight, target, offset if bias else None, order=order, softcap=20.0,
+            temperature=temperature, return_entropy=True,
+        )  # fmt: skip
+        if kind == "forward":
+            return torch.stack(results, 1)
+        upstream = [temperature * 2, temperature - 1]
+        return torch.autograd.grad(results, leaf, upstream)[0]
+
+    return RowOp(f"{kind} {dtype} {order}", run, WIDTH, dtype)
+
+
+def fp32_row_op() -> RowOp:
+    return row_op()
+
+
+@pytest.mark.parametrize("order", ["chain", "tree"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_battery(kind, dtype, order):
+    assert contract.check_rows(row_op(kind, dtype, order), 150, SEED) > 60
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_every_number_of_rows(kind, dtype):
+    done = contract.check_population(row_op(kind, dtype, "tree", False), 150, SEED, range(1, 151))
+    assert done == 150
+
+
+def test_numbers_of_rows_beyond_the_blocks():
+    """Blocks of 64 rows, and 256 at once."""
+    sizes = [*range(1, 300, 7), 255, 256, 257, 319, 320, 321, 511, 512, 600]
+    assert contract.check_population(row_op(), 600, SEED, sizes) == len(sizes)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_number_of_rows_to_512(kind):
+    assert contract.check_population(row_op(kind, BF16), 512, SEED, range(1, 513)) == 512
+
+
+def test_fresh_process():
+    contract.check_fresh_process(row_op(), 70, SEED, f"{__name__}:fp32_row_op")
+
+
+LAYOUTS = [(2, 3), (3, 2), (1, 6), (6, 1), (1, 2, 3), (6,)]
+
+
+@pytest.mark.parametrize("order", ["chain", "tree"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layouts_of_tokens(dtype, order):
+    """(2, 3), (3, 2), (1, 6), permuted, not contiguous, with padding anywhere: one set of bytes."""
+    case = cases.Case(7, 6, 48, 1040, 1087, dtype, order, True, 3.0, "tensor", False, 0.3)
+    x = cases.inputs_of(case)
+    want = cases.run(case, x)
+
+    def check(results, pick, label):
+        for name, got, expected in zip(results._fields, results, want, strict=True):
+            if name in ("logp", "entropy", "hidden"):
+                rows = got.reshape(-1, *expected.shape[1:])[pick]
+                assert same_bytes(rows, expected), (label, name)
+
+    every = torch.arange(6)
+    for shape in LAYOUTS:
+        shaped = [t.view(*shape, *t.shape[1:]) for t in (x.hidden, x.target, x.temperature)]
+        upstream = tuple(t.view(shape) for t in x.upstream)
+        results = cases.run(
+            case, cases.Inputs(shaped[0], x.weight, x.bias, shaped[1], shaped[2], upstream)
+        )
+        assert results.logp.shape == results.entropy.shape == shape
+        assert results.hidden.shape == (*shape, 48)
+        check(results, every, shape)
+        assert same_bytes(results.weight, want.weight) and same_bytes(results.bias, want.bias)
+    # Transposed tokens, as of a batch-first model's [S, B, D].
+    turned = [t.view(2, 3, *t.shape[1:]).transpose(0, 1) for t in (x.hidden, x.target)]
+    turned += [x.temperature.view(2, 3).mT, tuple(t.view(2, 3).mT for t in x.upstream)]
+    results = cases.run(case, cases.Inputs(turned[0], x.weight, x.bias, *turned[1:]))
+    check(results, torch.tensor([0, 2, 4, 1, 3, 5]), "transposed")
+    for seed in range(4):
+        order_of = torch.randperm(6, generator=torch.Generator().manual_seed(seed))
+        moved = cases.Inputs(
+            x.hidden[order_of], x.weight, x.bias, x.target[order_of], x.temperature[order_of],
+            tuple(t[order_of] for t in x.upstream),
+        )  # fmt: skip
+        check(cases.run(case, moved), order_of.argsort(), f"permutation {seed}")
+
+
+@pytest.mark.parametrize("dirty", [0.0, math.nan, math.inf])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_padding_with_ignored_tokens_anywhere(dtype, dirty):
+    """log p 0, entropy 0, and gradients of exactly +0 in their rows; none of it in others, dW too.
+
+    Padding is put between tokens in whole groups of 16, so that dW is the same chain.
+    """
+    case = cases.Case(9, 32, 40, 129, 140, dtype, "chain", True, 0.0, "tensor", False, 0.3)
+    x = cases.inputs_of(case)
+    want = cases.run(case, x)
+    for before, between, after in ((16, 0, 0), (0, 0, 5), (32, 16, 1), (0, 48, 37)):
+        widths = [before, between, after]
+        pad = [torch.full((n, 40), dirty, dtype=dtype) for n in widths]
+
+        def around(t, fill, widths=widths):
+            a, b, c = (t.new_full((n, *t.shape[1:]), fill) for n in widths)
+            return torch.cat([a, t[:16], b, t[16:], c])
+
+        hidden = torch.cat([pad[0], x.hidden[:16], pad[1], x.hidden[16:], pad[2]])
+        target = around(x.target, IGNORED)
+        upstream = tuple(around(t, math.nan) for t in x.upstream)
+        given = cases.Inputs(hidden, x.weight, x.bias, target, around(x.temperature, 1), upstream)
+        got = cases.run(case, given)
+        real = target != IGNORED
+        for name in ("logp", "entropy", "hidden"):
+            t = getattr(got, name)
+            assert same_bytes(t[real], getattr(want, name)), name
+            assert not contract.bits(t[~real]).any(), name
+        assert same_bytes(got.weight, want.weight)
+        assert not got.bias.isnan().any()
+
+
+def test_an_ignored_index_that_is_an_entry():
+    """ignore_index may be any number, as in torch's cross_entropy."""
+    weight, hidden, target = drawn(50, 16), drawn(6, 16), torch.tensor([7, 3, 7, 0, 49, 7])
+    got = ck.linear_logp(hidden, weight, target, ignore_index=7)
+    want = ck.linear_logp(hidden, weight, target)
+    assert same_bytes(got[target != 7], want[target != 7]) and not got[target == 7].any()
+    wide = ck.linear_logp(hidden, weight, target.int(), ignore_index=2**40)
+    assert same_bytes(wide, want)
+
+
+# ---- tokens: dW into main_grad ------------------------------------------------------------------
+
+
+def dw_op(dtype: torch.dtype, order: str, tokens: int, entropy: bool = True) -> SumOp:
+    hidden, weight = drawn(tokens, WIDTH, seed=1).to(dtype), drawn(VOCAB, WIDTH).to(dtype)
+    target = torch.randint(0, VOCAB, (tokens,), generator=torch.Generator().manual_seed(2))
+    target[::5] = IGNORED
+    hidden[::5] = math.nan
+    upstream = drawn(tokens, seed=5), drawn(tokens, seed=6)
+    leaf = weight.requires_grad_()
+
+    def run(state, pieces):
+        state = state.clone()
+        for piece in pieces:
+            results = ck.linear_logp(
+                hidden[piece], leaf, target[piece], order=order, main_grad=state,
+                return_entropy=entropy,
+            )  # fmt: skip
+            results = results if entropy else (results,)
+            torch.autograd.backward(results, [g[piece] for g in upstream[: len(results)]])
+        assert leaf.grad is None
+        return state
+
+    return SumOp(f"dW {dtype} {order}", run, tokens, drawn(VOCAB, WIDTH, seed=7))
+
+
+@pytest.mark.parametrize("tokens", [200, 33])
+@pytest.mark.parametrize("order", ["chain", "tree"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_splits_of_the_tokens(dtype, order, tokens):
+    assert contract.check_splits(dw_op(dtype, order, tokens), SEED) >= 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_main_grad_is_the_gradient(dtype):
+    """Into zeros, and rounded to the dtype, it is weight.grad but for the chain's roundings."""
+    case = cases.Case(9, 17, 40, 129, 140, dtype, "tree", True, 0.0, "one", True, 0.3)
+    x = cases.inputs_of(case)
+    want, state = cases.run(case, x), torch.zeros(140, 40)
+    got = cases.run(case, x, main_grad=state)
+    assert got.weight is None and same_bytes(got.hidden, want.hidden)
+    assert same_bytes(got.bias, want.bias)
+    exact_, bounds = cases.exact(case, x)
+    assert ((state - exact_.weight).abs() <= bounds.weight * 1.01 + 2.0**-60).all()
+    before = state.clone()
+    before[129:] = -0.0
+    cases.run(case, x, main_grad=before)
+    assert same_bytes(before[129:], torch.full((11, 40), -0.0))  # nobody wrote there
+
+
+# ---- the vocabulary -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["chain", "tree"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [1, 15, 16, 100, 1000, 1024, 1030])
+def test_what_padding_of_the_vocabulary_holds_never_shows(vocab, dtype, order):
+    """Nor how much of it there is: NaN or zeros, none or 60 rows.  Its gradients are +0."""
+    plain = cases.Case(5, 5, 40, vocab, vocab, dtype, order, True, 3.0, "tensor", True, 0.3)
+    base = cases.inputs_of(plain._replace(rows=vocab + 60))
+    results = []
+    for rows, dirty in ((0, 0.0), (1, math.nan), (60, math.nan), (60, math.inf), (17, 1e4)):
+        weight, bias = base.weight[: vocab + rows].clone(), base.bias[: vocab + rows].clone()
+        weight[vocab:], bias[vocab:] = dirty, dirty
+        case = plain._replace(rows=vocab + rows)
+        results.append(cases.run(case, base._replace(weight=weight, bias=bias)))
+    want = results[0]
+    for got in results:
+        for name in ("logp", "entropy", "hidden"):
+            assert same_bytes(getattr(got, name), getattr(want, name)), name
+        for a, e in ((got.weight, want.weight), (got.bias, want.bias)):
+            assert same_bytes(a[:vocab], e) and not contract.bits(a[vocab:]).any()
+
+
+def parts_of(x: cases.Inputs, case: cases.Case, cuts: list[int]) -> list[torch.Tensor]:
+    rows = op.rows_of(x.target, x.temperature, 1.0, IGNORED, case.vocab)
+    edges = [0, *cuts, case.rows]
+    parts = []
+    for a, b in itertools.pairwise(edges):
+        bias = None if x.bias is None else x.bias[a:b].clone()
+        head = Head(x.weight[a:b].clone(), bias, a, case.vocab, case.softcap, case.order)
+        parts.append(exact.merge(op.states(x.hidden, head, rows, True)))
+    return [rows, *parts]
+
+
+@pytest.mark.parametrize("order", ["chain", "tree"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_cut_at_any_multiple_of_16_is_the_same(dtype, order):
+    """Every single cut, and 40 drawn sets of cuts; merged in any order."""
+    case = cases.Case(5, 17, 33, 1040, 1087, dtype, order, True, 0.0, "tensor", True, 0.3)
+    x = cases.inputs_of(case)
+    want = cases.run(case, x)
+    generator = torch.Generator().manual_seed(1)
+    found = [[at] for at in range(16, case.rows, 80)]
+    for _ in range(40):
+        count = int(torch.randint(1, 9, (1,), generator=generator))
+        at = torch.randperm(case.rows // 16, generator=generator)[:count].add(1) * 16
+        found.append(sorted(set(at.tolist())))
+    for cuts in found:
+        rows, *parts = parts_of(x, case, cuts)
+        order_of = torch.randperm(len(parts), generator=generator).tolist()
+        merged = torch.stack([parts[i] for i in order_of])
+        logp, _, entropy = exact.finish(merged, rows)
+        assert same_bytes(logp, want.logp) and same_bytes(entropy, want.entropy), cuts
+
+
+def test_a_cut_elsewhere_shows():
+    """The control: a unit that is cut is two units, of other roundings."""
+    case = cases.Case(5, 17, 33, 1040, 1040, FP32, "chain", False, 0.0, "tensor", False, 0.3)
+    x = cases.inputs_of(case)
+    rows, *parts = parts_of(x, case, [8, 24, 100])
+    (_, whole), merged = parts_of(x, case, []), exact.merge(torch.stack(parts))
+    assert not same_bytes(merged, whole)
+    got, want = (exact.finish(state[None], rows)[0] for state in (merged, whole))
+    assert (got - want).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("order", ["chain", "tree"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_log_probs_of_these_logits_is_linear_logp(dtype, order, softcap):
+    """Of the fp32 sums, and gradients of the logits as they are before their rounding."""
+    case = cases.Case(5, 17, 33, 1040, 1087, dtype, order, False, softcap, "tensor", True, 0.3)
+    x = cases.inputs_of(case)
+    want = cases.run(case, x)
+    logits = products.sums(x.hidden, x.weight, order).requires_grad_()
+    options = {"softcap": softcap, "temperature": x.temperature, "vocab_size": case.vocab}
+    logp, entropy = ck.log_probs(logits, x.target, return_entropy=True, **options)
+    assert same_bytes(logp.detach(), want.logp) and same_bytes(entropy.detach(), want.entropy)
+    torch.autograd.backward((logp, entropy), x.upstream)
+    dirty = logits.detach().clone()
+    dirty[:, case.vocab :] = math.nan
+    dirty[x.target == IGNORED] = math.nan
+    again = dirty.requires_grad_()
+    results = ck.log_probs(again, x.target, return_entropy=True, **options)
+    torch.autograd.backward(results, x.upstream)
+    assert same_bytes(results[0], logp) and same_bytes(results[1], entropy)
+    assert same_bytes(again.grad, logits.grad)
+    assert not contract.bits(logits.grad[:, case.vocab :]).any()
+    assert not contract.bits(logits.grad[x.target == IGNORED]).any()
+    gradient = logits.grad.to(dtype)
+    hidden = torch.where((x.target != IGNORED)[:, None], x.hidden, 0.0)
+    assert same_bytes(products.product(gradient.mT, hidden.mT), want.weight)
+
+
+@pytest.mark.parametrize("order", ["chain", "tree"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_log_probs_of_ck_linear_in_fp32_is_linear_logp(order, bias):
+    """fp32 logits of ck.linear are not rounded: log p has the same bytes either way."""
+    case = cases.Case(5, 70, 150, 1040, 1040, FP32, order, bias, 0.0, "tensor", True, 0.3)
+    x = cases.inputs_of(case)
+    logits = ck.linear(x.hidden, x.weight, x.bias, order=order)
+    results = ck.log_probs(logits, x.target, temperature=x.temperature, return_entropy=True)
+    want = cases.run(case, x)
+    assert same_bytes(results[0], want.logp) and same_bytes(results[1], want.entropy)
+
+
+def test_one_token_without_a_dimension():
+    """hidden [D] and a target of no dimension, as of one sampled token."""
+    hidden, weight, target = drawn(1, 16), drawn(50, 16), torch.tensor([7])
+    want = ck.linear_logp(hidden, weight, target)
+    leaf = hidden[0].requires_grad_()
+    got = ck.linear_logp(leaf, weight, target[0])
+    assert got.shape == () and same_bytes(got.detach(), want[0])
+    got.backward()
+    assert leaf.grad.shape == (16,)
+    logits = drawn(50).requires_grad_()
+    logp, entropy = ck.log_probs(logits, target[0], return_entropy=True)
+    assert logp.shape == entropy.shape == ()
+    (logp + entropy).backward()
+    assert logits.grad.shape == (50,)
+
+
+@pytest.mark.parametrize("order", ["chain", "tree"])
+def test_strides_of_main_grad(order):
+    case = cases.Case(5, 33, 48, 1040, 1056, BF16, order, False, 0.0, "one", True, 0.3)
+    x = cases.inputs_of(case)
+    start = drawn(1056, 48)
+    want = start.clone()
+    cases.run(case, x, main_grad=want)
+    holder = torch.full((1056, 99), math.nan)
+    for view in (start.mT.contiguous().mT, holder[:, 1::2][:, :48].copy_(start)):
+        cases.run(case, x, main_grad=view)
+        assert same_bytes(view, want)
+    assert holder[:, ::2].isnan().all()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_recomputed_under_activation_checkpointing(reentrant, main_grad):
+    case = cases.Case(5, 33, 48, 250, 250, BF16, "chain", True, 0.0, "one", True, 0.3)
+    x = cases.inputs_of(case)
+    results = []
+    for run in (lambda f, *t: f(*t), lambda f, *t: checkpoint(f, *t, use_reentrant=reentrant)):
+        leaves = [t.clone().requires_grad_() for t in (x.hidden, x.weight, x.bias)]
+        state = torch.ones(250, 48) if main_grad else None
+
+        def forward(hidden, weight, bias, state=state):
+            return ck.linear_logp(hidden * 2, weight, x.target, bias, main_grad=state)
+
+        logp = run(forward, *leaves)
+        logp.backward(x.upstream[0])
+        made = [leaves[0].grad, state if main_grad else leaves[1].grad, leaves[2].grad]
+        results.append([logp.detach(), *made])
+    assert all(same_bytes(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_without_gradients_nothing_is_written():
+    case = cases.Case(5, 17, 48, 250, 250, BF16, "chain", True, 0.0, "one", True, 0.3)
+    x, state = cases.inputs_of(case), torch.ones(250, 48)
+    want = cases.run(case, x).logp
+    weight = x.weight.clone().requires_grad_()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            got = ck.linear_logp(x.hidden, weight, x.target, x.bias, main_grad=state)
+        assert same_bytes(got, want) and not got.requires_grad
+    frozen = x.hidden.clone().requires_grad_()
+    ck.linear_logp(frozen, x.weight, x.target, x.bias, main_grad=state).sum().backward()
+    assert (state == 1).all() and frozen.grad.any()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("vocab", [131072, 151936, 2**19])
+def test_vocabularies_of_models(vocab):
+    """Against float64, and cut into eight; uniform logits have log p of -ln V."""
+    case = cases.Case(5, 3, 16, vocab, vocab, BF16, "tree", False, 0.0, "tensor", False, 1.0)
+    x = cases.inputs_of(case)
+    got = cases.run(case, x)
+    assert max(cases.shares(got, *cases.exact(case, x)).values()) <= 1
+    rows, *parts = parts_of(x, case, [vocab // 128 * 16 * i for i in range(1, 8)])
+    logp, _, entropy = exact.finish(torch.stack(parts[::-1]), rows)
+    assert same_bytes(logp, got.logp) and same_bytes(entropy, got.entropy)
+    flat = ck.linear_logp(torch.zeros(1, 16, dtype=BF16), x.weight, torch.tensor([vocab - 1]))
+    assert abs(flat.item() + math.log(vocab)) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_log_probs_of_half_logits_and_of_any_strides(dtype):
+    logits = drawn(6, 50).to(dtype)
+    target = torch.arange(6)
+    want = ck.log_probs(logits, target)
+    assert same_bytes(want, ck.log_probs(logits.float(), target))
+    holder = torch.full((6, 101), math.nan, dtype=dtype)
+    holder[:, 1::2] = logits
+    for other in (holder[:, 1::2], logits.mT.contiguous().mT):
+        assert same_bytes(ck.log_probs(other, target), want)
+    folded = ck.log_probs(logits.view(2, 3, 50), target.view(2, 3))
+    assert folded.shape == (2, 3) and same_bytes(folded.view(6), want)
+    expected = torch.log_softmax(logits.double(), 1).gather(1, target[:, None])[:, 0]
+    assert (want - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["hidden", "weight"])
+@pytest.mark.parametrize("order", ["chain", "tree"])
+def test_strides_of_operands(name, order):
+    case = cases.Case(5, 17, 48, 1040, 1040, BF16, order, True, 0.0, "one", True, 0.3)
+    x = cases.inputs_of(case)
+    want, t = cases.run(case, x), getattr(x, name)
+    spread = torch.full((2 * t.shape[0], 2 * t.shape[1] + 1), math.nan, dtype=t.dtype)
+    spread[::2, 1::2] = t
+    for view in (spread[::2, 1::2], t.mT.contiguous().mT):
+        leaves = {"hidden": x.hidden, "weight": x.weight} | {name: view}
+        leaves = {key: value.detach().requires_grad_() for key, value in leaves.items()}
+        results = ck.linear_logp(
+            leaves["hidden"], leaves["weight"], x.target, x.bias, order=order, return_entropy=True
+        )
+        made = torch.autograd.grad(results, list(leaves.values()), x.upstream)
+        for got, expected in zip((*results, *made), want, strict=False):
+            assert same_bytes(got.detach(), expected)
+
+
+# ---- temperature and blocks ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.7, 0.9, 1.0, 1, 3, 1e-3, 0.1, 1 / 3])
+def test_a_temperature_is_one_whether_a_number_or_a_tensor(temperature):
+    """fp32 of it; and a bf16 tensor's is that of its values."""
+    case = cases.Case(5, 17, 33, 1000, 1000, BF16, "chain", True, 0.0, "one", True, 0.3)
+    x = cases.inputs_of(case)
+    want = cases.run(case, x._replace(temperature=temperature))
+    got = cases.run(case, x._replace(temperature=torch.full((17,), float(temperature))))
+    rounded = torch.full((17,), temperature, dtype=BF16)
+    half = cases.run(case, x._replace(temperature=rounded))
+    number = cases.run(case, x._replace(temperature=rounded[0].item()))
+    for a, b in (*zip(got, want, strict=True), *zip(half, number, strict=True)):
+        assert same_bytes(a, b)
+
+
+def test_temperature_is_applied_to_the_sums():
+    """Not to rounded logits: of ten times the temperature and of the hidden state, the same p."""
+    hidden, weight, target = drawn(9, 64), drawn(100, 64), torch.arange(9)
+    want = ck.linear_logp(hidden, weight, target, temperature=0.5)
+    assert same_bytes(ck.linear_logp(hidden * 4, weight, target, temperature=2.0), want)
+
+
+@pytest.mark.parametrize("order", ["chain", "tree"])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_blocks_of_tokens_do_not_show(monkeypatch, dtype, order):
+    """dhidden in blocks of 16 tokens and dW in a pass of its own, as for a large batch."""
+    case = cases.Case(5, 100, 33, 1040, 1087, dtype, order, True, 0.0, "tensor", True, 0.3)
+    x = cases.inputs_of(case)
+    want = cases.run(case, x)
+    seen = []
+    true = chunks.Pass.of_tokens
+    monkeypatch.setattr(
+        chunks.Pass, "of_tokens", lambda self, some: seen.append(some) or true(self, some)
+    )
+    for workspace in (1 << 10, 1 << 14):
+        monkeypatch.setattr(chunks, "WORKSPACE", workspace)
+        for a, b in zip(cases.run(case, x), want, strict=True):
+            assert same_bytes(a, b)
+        state, whole = torch.zeros(1087, 33), torch.zeros(1087, 33)
+        cases.run(case, x, main_grad=state)
+        monkeypatch.setattr(chunks, "WORKSPACE", 1 << 27)
+        cases.run(case, x, main_grad=whole)
+        assert same_bytes(state, whole)
+    assert len(seen) > 10
+
+
+def test_settings_of_the_process_do_not_show():
+    """The default dtype and device, flushing of subnormals, fp32 products in bf16."""
+    case = cases.Case(3, 17, 48, 250, 260, FP32, "tree", True, 3.0, "tensor", True, 1e-39)
+    x = cases.inputs_of(case)
+    tiny = x._replace(upstream=tuple(t * 1e-39 for t in x.upstream))
+    logits = drawn(5, 50)
+    of_logits = ck.log_probs(logits, torch.arange(5), return_entropy=True)
+    for of in (x, tiny):
+        want = cases.run(case, of)
+        settings = [
+            (torch.set_default_dtype, torch.float64, FP32),
+            (torch.set_default_device, "meta", None),
+            (torch.set_flush_denormal, True, False),
+            (torch.set_float32_matmul_precision, "medium", "highest"),
+        ]
+        for change, to, back in settings:
+            change(to)
+            try:
+                got = cases.run(case, of)
+                again = ck.log_probs(logits, torch.arange(5, device="cpu"), return_entropy=True)
+            finally:
+                change(back)
+            for name, a, b in zip(want._fields, got, want, strict=True):
+                assert same_bytes(a, b), (change.__name__, name)
+            assert all(same_bytes(a, b) for a, b in zip(again, of_logits, strict=True))
+
+
+def test_blocks_of_the_vocabulary_are_part_of_the_plan():
+    """1024 columns from a leaf's start: a number of the contract, as dhidden's bits show it."""
+    assert ck.contract_id("linear_logp", "cpu").startswith("linear_logp/cpu/")
+    assert CPU.columns == 1024 and set(ck.guarantees("linear_logp")) == {
+        "run_to_run", "batch_invariant", "split_invariant", "tp_invariant",
+    }  # fmt: skip
+
+
+# ---- values at the edges ------------------------------------------------------------------------
+
+
+def test_a_certain_token_has_log_p_of_zero():
+    """Clamped: no rounding makes a probability above 1; and the sum over all tokens is 1."""
+    weight = torch.zeros(64, 8)
+    weight[3] = 200.0
+    for scale in (0.01, 0.1, 0.123, 1.0, 3.0):
+        hidden = torch.full((4, 8), scale)
+        logp, entropy = ck.linear_logp(hidden, weight, torch.full((4,), 3), return_entropy=True)
+        assert (logp <= 0).all() and (entropy >= 0).all()
+    hidden, head = drawn(1, 32).expand(500, 32), drawn(500, 32) * 0.3
+    p = ck.linear_logp(hidden, head, torch.arange(500)).double().exp()
+    assert abs(p.sum().item() - 1) < 1e-6
+    one = ck.linear_logp(drawn(3, 8), drawn(1, 8), torch.zeros(3, dtype=torch.long))
+    assert (one <= 0).all() and (one >= -(2.0**-22)).all()
+
+
+def test_logits_far_apart_and_out_of_range():
+    rows = [
+        ([0.0, -1e5, -math.inf, 3.0], True),
+        ([1e6, 1e6, 0.0, -1e6], True),
+        ([-1e6, -1e6, -1e6, -math.inf], True),
+        ([math.nan, 0.0, 0.0, 0.0], False),
+        ([math.inf, 0.0, 0.0, 0.0], False),
+        ([-math.inf] * 4, False),
+        ([3e38, 0.0, 0.0, 0.0], False),
+    ]
+    logits = torch.tensor([row for row, _ in rows])
+    for chosen in range(4):
+        target = torch.full((len(rows),), chosen)
+        got = ck.log_probs(logits, target)
+        want = torch.log_softmax(logits.double(), 1).gather(1, target[:, None])[:, 0]
+        for i, (_, finite) in enumerate(rows):
+            if not finite:
+                assert got[i].isnan()
+            elif want[i].isinf():
+                assert got[i] == want[i]
+            else:
+                assert (got[i] - want[i]).abs() <= 1e-6 * want[i].abs() + 1e-6
+
+
+def test_fp16_gradients_do_not_overflow_within():
+    """A gradient beyond fp16 is inf where it belongs, and elsewhere nothing is."""
+    case = cases.Case(5, 5, 33, 100, 100, FP16, "chain", False, 0.0, "one", False, 0.3)
+    x = cases.inputs_of(case)
+    upstream = tuple(t.clone() for t in x.upstream)
+    upstream[0][2] = 1e9
+    got = cases.run(case, x._replace(upstream=upstream))
+    want = cases.run(case, x)
+    rest = torch.tensor([0, 1, 3, 4])
+    assert same_bytes(got.hidden[rest], want.hidden[rest])
+    assert not got.hidden[2].isfinite().all()

@@ -1,0 +1,373 @@
+"""Mistakes that were made elsewhere, planted one by one: each is killed by a check that is named.
+
+The checks are those of the other files of this folder, on one case each; all pass without a mutant.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels import groups, products
+from cute_kernels.logp import chunks, config, cpu, exact, op, shards
+from cute_kernels.logp.tensors import Head
+from tests import contract
+from tests.contract import RowOp, SumOp, same_bytes
+from tests.integrations import threaded_ranks
+from tests.logp import cases
+from tests.logp.cases import BF16, FP32, IGNORED
+from tests.logp.shard_cases import at_leaves, case_of, differing, whole_of
+
+
+def drawn(*shape: int, seed: int = 3) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Killed(AssertionError):
+    """A check has found something."""
+
+
+def require(same: bool, what: str) -> None:
+    if not same:
+        raise Killed(what)
+
+
+# ---- checks -------------------------------------------------------------------------------------
+
+VOCAB, WIDTH = 200, 40
+
+
+def battery() -> None:
+    """Rows: log p and the entropy of any surroundings (test_cpu.test_battery)."""
+    weight = drawn(VOCAB, WIDTH)
+
+    def run(rows):
+        target = (rows[:, 0].contiguous().view(torch.int32).long() // 65536) % VOCAB
+        return torch.stack(ck.linear_logp(rows, weight, target, return_entropy=True), 1)
+
+    contract.check_rows(RowOp("linear_logp", run, WIDTH, FP32), 70, 11)
+
+
+def splits() -> None:
+    """Tokens: dW into main_grad, with masked rows of NaN (test_cpu.test_splits_of_the_tokens)."""
+    hidden, weight = drawn(100, WIDTH), drawn(VOCAB, WIDTH).requires_grad_()
+    target = torch.arange(100)
+
+    def run(state, pieces):
+        state = state.clone()
+        for piece in pieces:
+            ck.linear_logp(hidden[piece], weight, target[piece], main_grad=state).sum().backward()
+        return state
+
+    contract.check_splits(SumOp("dW", run, 100, drawn(VOCAB, WIDTH, seed=7)), 11)
+
+
+def vocabulary_cuts() -> None:
+    """Cuts of the vocabulary, merged in another order (test_cpu.test_a_cut_at_any_...)."""
+    case = cases.Case(5, 17, 33, 1040, 1040, FP32, "chain", False, 0.0, "tensor", False, 0.3)
+    x = cases.inputs_of(case)
+    want = cases.run(case, x)
+    rows = op.rows_of(x.target, x.temperature, 1.0, IGNORED, case.vocab)
+    for edges in ([0, 1040], [0, 16, 1040], [0, 512, 1024, 1040], [0, 208, 624, 1040]):
+        spans = list(itertools.pairwise(edges))
+        for some in (spans, spans[::-1], spans[1:] + spans[:1]):
+            parts = [
+                op.states(x.hidden, Head(x.weight[a:b], None, a, 1040, 0.0, "chain"), rows, True)
+                for a, b in some
+            ]
+            logp, _, entropy = exact.finish(torch.cat(parts), rows)
+            require(same_bytes(logp, want.logp) and same_bytes(entropy, want.entropy), str(edges))
+
+
+def values() -> None:
+    """Within the bounds of float64 (test_reference.test_drawn_cases_against_float64)."""
+    for dtype in (BF16, FP32):
+        case = cases.Case(3, 17, 48, 250, 250, dtype, "chain", True, 0.0, "number", True, 0.3)
+        x = cases.inputs_of(case)
+        found = cases.shares(cases.run(case, x), *cases.exact(case, x))
+        require(max(found.values()) <= 1, str(found))
+
+
+def masked() -> None:
+    """NaN in masked rows (test_cpu.test_padding_with_ignored_tokens_anywhere)."""
+    case = cases.Case(3, 17, 48, 250, 250, BF16, "chain", True, 0.0, "one", True, 0.3)
+    clean, dirty = cases.inputs_of(case), cases.inputs_of(case, math.nan)
+    dirty = dirty._replace(upstream=clean.upstream)
+    gone = clean.target == IGNORED
+    want, got = cases.run(case, clean), cases.run(case, dirty)
+    for name, a, b in zip(want._fields, got, want, strict=True):
+        require(same_bytes(a, b), name)
+        if name in ("logp", "entropy", "hidden"):
+            require(not contract.bits(a[gone]).any(), f"{name}: not +0")
+
+
+def from_logits() -> None:
+    """The logits' bytes (test_cpu.test_log_probs_of_these_logits_is_linear_logp)."""
+    case = cases.Case(5, 17, 33, 250, 250, BF16, "chain", False, 0.0, "number", False, 0.3)
+    x = cases.inputs_of(case)
+    logits = products.sums(x.hidden, x.weight, "chain")
+    require(
+        same_bytes(
+            ck.log_probs(logits, x.target, temperature=x.temperature), cases.run(case, x).logp
+        ),
+        "log_probs",
+    )
+
+
+def ranks() -> None:
+    """Two and four ranks (test_shards.test_every_degree_has_the_bytes_of_one)."""
+    for counts in ([0, 4], [0, 2, 4, 6]):
+        cut = at_leaves(case_of(1024, 1024, FP32), counts)
+        found = threaded_ranks.together(
+            len(counts), lambda rank, cut=cut: differing(cut, rank, rank.rank())
+        )
+        require(not any(found), str(found))
+
+
+@pytest.fixture(autouse=True)
+def threaded(monkeypatch):
+    """For `ranks`: threads that are ranks; what one rank has is computed before a mutant is."""
+    team = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setattr(groups, "_all_gather", threaded_ranks.all_gather)
+    monkeypatch.setattr(groups, "group_of", lambda value, name: value)
+    monkeypatch.setattr(groups, "devices", lambda group: ["cpu"])
+    yield
+    torch.set_num_threads(team)
+    whole_of.cache_clear()
+
+
+# ---- mutants ------------------------------------------------------------------------------------
+
+
+def fp32_finish(parts_order):
+    """(max, Σ 2^(y - max)) in fp32, merged one after the other."""
+
+    def finish(states, rows):
+        order = parts_order(len(states))
+        top = torch.full((states.shape[1],), float(config.EMPTY * config.BIN))
+        total = torch.zeros(states.shape[1])
+        for i in order:
+            state = states[i]
+            mine = (state[:, config.TOP] * config.BIN).float()
+            own = exact._mantissas(state[:, config.SUMS : config.CHOSEN].double())
+            own = (own * 2.0**-config.FRACTION).float()
+            above = torch.maximum(top, mine)
+            total = total * (top - above).exp2() + own * (mine - above).exp2()
+            top = above
+        lse2 = top + total.log2()
+        chosen = states[..., config.CHOSEN].sum(0).to(torch.int32).view(FP32)
+        logp = ((chosen * rows.scale - lse2) * config.LN2).clamp(max=0.0)
+        logp = torch.where(rows.target == config.MASKED, 0.0, logp)
+        return logp, lse2, true_finish(states, rows)[2]
+
+    return finish
+
+
+def merge_in_arrival_order(patch) -> None:
+    """States are added in fp32 as they come, in place of an exact sum."""
+    patch.setattr(exact, "finish", fp32_finish(lambda count: range(count)))
+
+
+def bf16_partials(patch) -> None:
+    """A unit's sum is handed on in bf16."""
+    patch.setattr(cpu, "_unit_sum", lambda v: true_unit_sum(v).bfloat16().float())
+
+
+def temperature_after_rounding(patch) -> None:
+    """Logits are rounded to the dtype of hidden, and divided then."""
+    patch.setattr(cpu, "_logits", lambda h, head: true_logits(h, head).to(h.dtype).float())
+
+
+def ignored_as_an_index(patch) -> None:
+    """-100 counts from the end, as in x[-100], and nothing is masked."""
+
+    def rows_of(target, temperatures, temperature, ignore_index, vocab):
+        return true_rows_of(target % vocab, temperatures, temperature, ignore_index, vocab)
+
+    patch.setattr(op, "rows_of", rows_of)
+
+
+def mask_by_multiplication(patch) -> None:
+    """Gradients of masked rows, and of padding, times 0."""
+
+    def gradients(logits, place, rows, upstream, dtype):
+        kept = rows.target >= 0
+        every = rows._replace(target=rows.target.clamp(min=0))
+        made = true_gradients(logits, place, every, upstream, dtype)
+        return made * kept[:, None]
+
+    patch.setattr(cpu, "gradients_of_logits", gradients)
+
+
+def unit_tree_by_number_of_tokens(patch) -> None:
+    """A unit is added another way when there are few tokens, as a decode kernel might."""
+
+    def unit_sum(v):
+        if len(v) > 16:
+            return true_unit_sum(v)
+        total = v[..., 0]
+        for i in range(1, 16):
+            total = total + v[..., i]
+        return total
+
+    patch.setattr(cpu, "_unit_sum", unit_sum)
+
+
+def exponent_of_the_block(patch) -> None:
+    """M is the block's maximum, for all of its units: a part's sums depend on its neighbours."""
+
+    def of_units(exponent, total, weighted):
+        top = exponent.amax(1, keepdim=True).expand_as(exponent)
+        moved = total * (exponent - top).float().exp2()
+        return true_of_units(top, moved, weighted)
+
+    patch.setattr(exact, "of_units", of_units)
+
+
+def leaf_length_by_rank_count(patch) -> None:
+    """A leaf is what a rank has: dhidden is added rank by rank."""
+
+    def leaf_slices(entries, vocab, order):
+        return [slice(0, entries)] if entries else []
+
+    patch.setattr(chunks, "leaf_slices", leaf_slices)
+
+
+def weight_gradient_of_unmasked_hidden(patch) -> None:
+    """dW = Gᵀ Hidden with the masked rows as they are: 0 times NaN."""
+
+    def run(self, needs, main_grad):
+        if not needs.weight:
+            return true_run(self, needs, main_grad)
+        made = true_run(self, needs._replace(weight=False), None)
+        gradient = self.of_logits(slice(0, self.head.entries))
+        return made[0], products.product(gradient.mT, self.hidden.mT), made[2]
+
+    patch.setattr(chunks.Pass, "run", run)
+
+
+def chunks_of_tokens_by_their_number(patch) -> None:
+    """dW is the sum of chunks whose size is a share of the tokens; then it meets main_grad."""
+
+    def run(self, needs, main_grad):
+        if main_grad is None:
+            return true_run(self, needs, main_grad)
+        made = true_run(self, needs._replace(weight=False), None)
+        gradient = self.of_logits(slice(0, self.head.entries))
+        for some in torch.arange(len(self.hidden)).tensor_split(3):
+            if len(some):
+                main_grad += products.product(gradient[some].mT, self.hidden[some].mT)
+        return made
+
+    patch.setattr(chunks.Pass, "run", run)
+
+
+def ranks_descending(patch) -> None:
+    """Leaves of the last rank first."""
+
+    def all_gather(t, group):
+        every = true_all_gather(t, group)
+        return every.flip(0) if t.is_floating_point() else every
+
+    patch.setattr(shards.groups, "all_gather", all_gather)
+
+
+def padding_is_counted(patch) -> None:
+    """Rows of weight behind vocab_size take part in the sum."""
+
+    def whole_units(z, place):
+        return true_whole_units(z, place._replace(vocab=place.start + z.shape[1]))
+
+    patch.setattr(cpu, "_whole_units", whole_units)
+
+
+def upstream_of_the_first(patch) -> None:
+    """One scalar for all tokens, as of a mean."""
+
+    def upstream_of(d_logp, *others):
+        return true_upstream_of(d_logp.flatten()[:1].expand_as(d_logp), *others)
+
+    patch.setattr(op, "upstream_of", upstream_of)
+
+
+def no_clamp(patch) -> None:
+    """log p may be above 0."""
+
+    def finish(states, rows):
+        logp, lse2, entropy = true_finish(states, rows)
+        return torch.where(logp == 0, 2.0**-24, logp), lse2, entropy
+
+    patch.setattr(exact, "finish", finish)
+
+
+true_finish, true_of_units = exact.finish, exact.of_units
+true_unit_sum, true_logits, true_whole_units = cpu._unit_sum, cpu._logits, cpu._whole_units
+true_gradients, true_run = cpu.gradients_of_logits, chunks.Pass.run
+true_rows_of, true_upstream_of = op.rows_of, op.upstream_of
+true_all_gather = groups.all_gather
+
+
+def at_most_zero() -> None:
+    """log p <= 0 (test_cpu.test_a_certain_token_has_log_p_of_zero)."""
+    weight = torch.zeros(64, 8)
+    weight[3] = 200.0
+    logp = ck.linear_logp(torch.ones(4, 8), weight, torch.full((4,), 3))
+    require(bool((logp <= 0).all()), "log p > 0")
+
+
+def padded() -> None:
+    """What padding holds (test_cpu.test_what_padding_of_the_vocabulary_holds_never_shows)."""
+    case = cases.Case(3, 17, 48, 250, 260, BF16, "chain", False, 0.0, "one", True, 0.3)
+    want, got = (cases.run(case, cases.inputs_of(case, dirty)) for dirty in (0.0, math.nan))
+    for name, a, b in zip(want._fields, got, want, strict=True):
+        require(a is None or same_bytes(a, b), name)
+
+
+#: mutant -> the checks that kill it, each of which must.
+KILLERS = {
+    merge_in_arrival_order: [vocabulary_cuts],
+    bf16_partials: [values],
+    temperature_after_rounding: [values, from_logits],
+    ignored_as_an_index: [masked, values],
+    mask_by_multiplication: [masked],
+    unit_tree_by_number_of_tokens: [battery],
+    exponent_of_the_block: [vocabulary_cuts],
+    leaf_length_by_rank_count: [ranks],
+    weight_gradient_of_unmasked_hidden: [masked],
+    chunks_of_tokens_by_their_number: [splits],
+    ranks_descending: [ranks],
+    padding_is_counted: [padded],
+    upstream_of_the_first: [values],
+    no_clamp: [at_most_zero],
+}
+CHECKS = [
+    battery, splits, vocabulary_cuts, values, masked, from_logits, ranks, at_most_zero, padded,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__)
+def test_a_check_passes_without_a_mutant(check):
+    check()
+
+
+@pytest.mark.parametrize(
+    ("mutant", "check"),
+    [(mutant, check) for mutant, killers in KILLERS.items() for check in killers],
+    ids=lambda f: f.__name__,
+)
+def test_a_mutant_is_killed(mutant, check, monkeypatch):
+    if check is ranks:  # what one rank has is right
+        for counts in ([0, 4], [0, 2, 4, 6]):
+            whole_of(at_leaves(case_of(1024, 1024, FP32), counts))
+    mutant(monkeypatch)
+    with pytest.raises((Killed, contract.ContractViolation)):
+        check()
+
+
+def test_every_check_kills_something():
+    assert {check for killers in KILLERS.values() for check in killers} == set(CHECKS)

@@ -1,0 +1,472 @@
+"""The torch ops of linear_logp: opcheck, torch.compile, autograd, AMP, transforms, tied weights."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.library import opcheck
+
+import cute_kernels as ck
+from cute_kernels.errors import UnsupportedTransformError
+from cute_kernels.logp import op
+from tests.contract import ROOT, same_bytes
+from tests.logp.cases import BF16, FP16, FP32, IGNORED
+
+T, V, D = 7, 50, 24
+OPS = ("linear_logp", "linear_logp_backward", "log_probs", "log_probs_backward")
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def tensors(dtype: torch.dtype = BF16, grad: bool = True) -> list[torch.Tensor]:
+    """hidden, weight, bias."""
+    made = drawn(T, D), drawn(V, D, seed=1) * 0.3, drawn(V, seed=2)
+    return [t.to(dtype).requires_grad_(grad) for t in made]
+
+
+def targets() -> torch.Tensor:
+    target = torch.arange(T) * 7 % V
+    target[2] = IGNORED
+    return target
+
+
+# ---- opcheck ------------------------------------------------------------------------------------
+
+
+def opcheck_cases() -> dict[str, tuple]:
+    h, w, b = tensors()
+    plain = [t.detach() for t in (h, w, b)]
+    target, each, g = targets(), torch.rand(T) + 0.5, drawn(T, dtype=FP32)
+    numbers = (0.7, 0, V - 3, IGNORED, 2.0, "tree")
+    ops = torch.ops.cute_kernels
+    lse2, none = torch.full((T,), 7.0), torch.empty(0)
+    logits = drawn(T, V, seed=3)
+    nd = (h.detach().view(1, T, D), w, b, target.view(1, T), None, None, *numbers, True)
+    saved = (*plain, target, None, lse2)
+    empty = (plain[0][:0], plain[1], plain[2], target[:0], None)
+    column = plain[1].mT.contiguous().mT
+    forward, backward = ops.linear_logp, ops.linear_logp_backward
+    of_logits = (0.7, V - 3, IGNORED, 2.0)
+    return {
+        "forward": (forward, (h, w, b, target, None, None, *numbers, False)),
+        "entropy": (forward, (h, w, b, target, None, None, *numbers, True)),
+        "no bias": (forward, (h, w, None, target, None, None, *numbers, True)),
+        "N-D": (forward, nd),
+        "temperatures": (forward, (h, w, b, target, each, None, *numbers, True)),
+        # Of a frozen weight: autograd.grad, which opcheck uses, leaves main_grad alone; a graph of
+        # it does not (test_compiled_bits_are_eager_bits).
+        "main_grad": (
+            forward, (h, plain[1], b, target, None, torch.zeros(V, D), *numbers, False)
+        ),
+        "fp32": (forward, (*(t.float() for t in plain), target, None, None, *numbers, True)),
+        "int32": (forward, (h, w, b, target.int(), None, None, *numbers, False)),
+        "empty": (forward, (*empty, None, *numbers, True)),
+        "backward": (backward, (g, None, *saved, none, None, *numbers, [True] * 3)),
+        "backward of both": (backward, (g, g, *saved, g.abs(), None, *numbers, [True] * 3)),
+        "backward of some": (
+            backward,
+            (g, None, *saved, none, None, *numbers, [False, True, False]),
+        ),
+        "backward of strides": (
+            backward,
+            (g, None, plain[0].mT.contiguous().mT, column, *plain[2:], target, None, lse2, none,
+             None, *numbers, [True] * 3),
+        ),
+        "backward into main_grad": (
+            backward,
+            (g, None, *saved, none, torch.ones(V, D), *numbers, [True] * 3),
+        ),
+        "backward, empty": (
+            backward,
+            (g[:0], None, *empty, lse2[:0], none, torch.ones(V, D), *numbers, [True] * 3),
+        ),
+        "backward, empty, strides": (
+            backward,
+            (g[:0], None, plain[0][:0], column, *empty[2:], lse2[:0], none, None, *numbers,
+             [True] * 3),
+        ),
+        "log_probs": (ops.log_probs, (logits.requires_grad_(), target, None, *of_logits, False)),
+        "log_probs, entropy": (ops.log_probs, (logits, target, each, *of_logits, True)),
+        "log_probs, empty": (ops.log_probs, (logits[:0], target[:0], None, *of_logits, True)),
+        "log_probs_backward": (
+            ops.log_probs_backward,
+            (g, g, logits.detach(), target, None, lse2, g.abs(), *of_logits),
+        ),
+        "log_probs_backward, column-major": (
+            ops.log_probs_backward,
+            (g, None, logits.detach().mT.contiguous().mT, target, each, lse2, none, *of_logits),
+        ),
+        "log_probs_backward, N-D": (
+            ops.log_probs_backward,
+            (g.view(T, 1), None, logits.detach().view(T, 1, V), target.view(T, 1), None,
+             lse2.view(T, 1), none, *of_logits),
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", list(opcheck_cases()))
+def test_opcheck(case):
+    target, args = opcheck_cases()[case]
+    assert set(opcheck(target.default, args).values()) == {"SUCCESS"}
+
+
+def test_every_op_is_checked_and_pt2_compliant():
+    assert {target for target, _ in opcheck_cases().values()} == {
+        getattr(torch.ops.cute_kernels, name) for name in OPS
+    }
+    for name in OPS:
+        overload = getattr(torch.ops.cute_kernels, name).default
+        assert torch.Tag.pt2_compliant_tag in overload.tags
+
+
+# ---- graphs -------------------------------------------------------------------------------------
+
+
+def step(h, w, b, target, each, state):
+    logp, entropy = ck.linear_logp(
+        h * 2, w, target, b, temperature=each, return_entropy=True, softcap=20.0, main_grad=state
+    )
+    return (logp * 3 + entropy.square()).sum()
+
+
+def logits_step(logits, target):
+    return ck.log_probs(logits * 2, target, temperature=0.7).square().sum()
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_compiled_bits_are_eager_bits(dtype, main_grad):
+    results, each = [], torch.rand(T, generator=torch.Generator().manual_seed(3)) + 0.5
+    torch.compiler.reset()
+    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        leaves = tensors(dtype)
+        state = torch.ones(V, D) if main_grad else None
+        loss = run(*leaves, targets(), each, state)
+        loss.backward()
+        assert (leaves[1].grad is None) == main_grad
+        made = [leaves[0].grad, state if main_grad else leaves[1].grad, leaves[2].grad]
+        results.append([loss.detach(), *made])
+    for eager, compiled in zip(*results, strict=True):
+        assert same_bytes(eager, compiled)
+
+
+def test_compiled_log_probs():
+    results = []
+    torch.compiler.reset()
+    for run in (logits_step, torch.compile(logits_step, fullgraph=True, backend="aot_eager")):
+        logits = drawn(T, V).requires_grad_()
+        loss = run(logits, targets())
+        loss.backward()
+        results.append([loss.detach(), logits.grad])
+    for eager, compiled in zip(*results, strict=True):
+        assert same_bytes(eager, compiled)
+
+
+def test_dynamic_numbers_of_tokens_compile_once():
+    torch.compiler.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    run = torch.compile(ck.linear_logp, fullgraph=True, dynamic=True, backend=counter)
+    _, w, b = tensors(grad=False)
+    for m in (5, 17, 64):
+        h, target = drawn(m, D), torch.arange(m) % V
+        assert same_bytes(run(h, w, target, b), ck.linear_logp(h, w, target, b))
+    assert counter.frame_count == 1
+
+
+def test_a_temperature_that_changes_compiles():
+    torch.compiler.reset()
+    run = torch.compile(ck.linear_logp, fullgraph=True, backend="aot_eager")
+    h, w, b = tensors(grad=False)
+    for temperature in (1.0, 0.7, 0.9, 2):
+        got = run(h, w, targets(), b, temperature=temperature)
+        assert same_bytes(got, ck.linear_logp(h, w, targets(), b, temperature=temperature))
+
+
+def test_fake_and_meta():
+    with FakeTensorMode():
+        h, w, target = torch.empty(2, T, D), torch.empty(V, D), torch.empty(2, T).long()
+        logp, entropy = ck.linear_logp(h, w, target, return_entropy=True)
+        assert logp.shape == entropy.shape == (2, T) and logp.dtype == FP32
+        assert ck.log_probs(torch.empty(2, T, V), target).shape == (2, T)
+    h, w = (t.to("meta").requires_grad_() for t in (drawn(2, T, D), drawn(V, D)))
+    target = torch.zeros(2, T, dtype=torch.long, device="meta")
+    logp = ck.linear_logp(h, w, target)
+    assert logp.shape == (2, T) and logp.device.type == "meta"
+    logp.sum().backward()
+    assert h.grad.shape == h.shape and w.grad.shape == w.shape
+
+
+# ---- AMP ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_autocast_casts_and_not_inside(dtype, main_grad):
+    leaves = tensors(FP32)
+    state = torch.ones(V, D) if main_grad else None
+    with torch.autocast("cpu", dtype):
+        logp, entropy = ck.linear_logp(
+            leaves[0], leaves[1], targets(), leaves[2], return_entropy=True, main_grad=state
+        )
+        (logp + entropy).sum().backward()
+    assert logp.dtype == FP32 and leaves[0].grad.dtype == FP32
+    cast = [t.detach().to(dtype).requires_grad_() for t in leaves]
+    other = torch.ones(V, D) if main_grad else None
+    plain = ck.linear_logp(
+        cast[0], cast[1], targets(), cast[2], return_entropy=True, main_grad=other
+    )
+    sum(plain).sum().backward()
+    assert same_bytes(logp, plain[0]) and same_bytes(entropy, plain[1])
+    for a, b in zip(leaves, cast, strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        assert a.grad is None or same_bytes(a.grad, b.grad.float())
+    assert not main_grad or same_bytes(state, other)
+
+
+def test_mixed_dtypes_meet_under_autocast_and_logits_are_not_cast():
+    h, w, _ = tensors(FP32, grad=False)
+    with torch.autocast("cpu", BF16):
+        mixed = ck.linear_logp(h.bfloat16(), w, targets())
+        logits = ck.log_probs(h, targets() % D)
+    assert same_bytes(mixed, ck.linear_logp(h.bfloat16(), w.bfloat16(), targets()))
+    assert same_bytes(logits, ck.log_probs(h, targets() % D))
+
+
+# ---- autograd -----------------------------------------------------------------------------------
+
+
+def test_gradients_of_the_entropy_alone_and_of_both():
+    """Upstream gradients are per token; those of what is not used are zeros."""
+    made = []
+    for weights in ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0)):
+        leaves = tensors(FP32)
+        results = ck.linear_logp(leaves[0], leaves[1], targets(), leaves[2], return_entropy=True)
+        sum(w * t.sum() for w, t in zip(weights, results, strict=True) if w).backward()
+        made.append([t.grad for t in leaves])
+    for one, two, both in zip(*made, strict=True):
+        assert one.any() and two.any()
+        assert (one + two - both).abs().max() <= 1e-5 * both.abs().max()
+    leaves = tensors(FP32)
+    ck.linear_logp(leaves[0], leaves[1], targets(), leaves[2]).sum().backward()
+    for leaf, want in zip(leaves, made[0], strict=True):
+        assert same_bytes(leaf.grad, want)
+
+
+def test_each_token_has_an_upstream_gradient_of_its_own():
+    h, w, _ = tensors(FP32)
+    g = drawn(T, dtype=FP32)
+    ck.linear_logp(h, w, targets()).backward(g)
+    for i in range(T):
+        row = h.detach()[i : i + 1].requires_grad_()
+        ck.linear_logp(row, w.detach(), targets()[i : i + 1]).backward(g[i : i + 1])
+        assert same_bytes(row.grad[0], h.grad[i])
+    again = h.detach().requires_grad_()
+    ck.linear_logp(again, w.detach(), targets()).backward(g[:1].expand(T))  # stride 0
+    assert again.grad.any()
+
+
+def test_only_the_gradients_asked_for():
+    for needed in range(8):
+        leaves = [
+            t.requires_grad_(bool(needed >> i & 1)) for i, t in enumerate(tensors(grad=False))
+        ]
+        logp = ck.linear_logp(leaves[0], leaves[1], targets(), leaves[2])
+        assert logp.requires_grad == bool(needed)
+        if needed:
+            logp.sum().backward()
+        assert [t.grad is not None for t in leaves] == [bool(needed >> i & 1) for i in range(3)]
+
+
+def test_autograd_grad_leaves_main_grad_alone():
+    """As in ck.linear: what returns gradients does not add them anywhere."""
+    h, w, b = tensors()
+    state = torch.ones(V, D)
+    logp = ck.linear_logp(h, w, targets(), b, main_grad=state)
+    made = torch.autograd.grad(logp.sum(), (h, w, b))
+    assert (state == 1).all() and made[1].any() and w.grad is None
+    w.main_grad, w.grad_added_to_main_grad = state, False
+    ck.linear_logp(h, w, targets(), b, main_grad=state).sum().backward()
+    assert w.grad_added_to_main_grad is True and w.grad is None and not (state == 1).all()
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("function", ["linear_logp", "entropy", "log_probs"])
+def test_a_double_backward_is_refused(function, main_grad):
+    h, w, _ = tensors(FP32)
+    state = torch.zeros(V, D) if main_grad else None
+    if function == "log_probs":
+        result = ck.log_probs(h, targets() % D)
+    else:
+        result = ck.linear_logp(h, w, targets(), return_entropy=True, main_grad=state)
+        result = result[function == "entropy"]
+    with pytest.raises(UnsupportedTransformError, match=r"double backward|no gradient of it"):
+        torch.autograd.grad(result.sum(), h, create_graph=True)
+
+
+TRANSFORMS = {
+    "vmap": lambda f, h, t: torch.func.vmap(lambda h: f(h, t[0]))(h),
+    "vmap of targets": lambda f, h, t: torch.func.vmap(f)(h, t),
+    "grad": lambda f, h, t: torch.func.grad(lambda h: f(h, t).sum())(h),
+    "jvp": lambda f, h, t: torch.func.jvp(lambda h: f(h, t), (h,), (h,)),
+    "jacrev": lambda f, h, t: torch.func.jacrev(lambda h: f(h, t))(h),
+    "jacfwd": lambda f, h, t: torch.func.jacfwd(lambda h: f(h, t))(h),
+}
+
+
+@pytest.mark.parametrize("function", ["linear_logp", "log_probs"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_are_refused_by_name(name, function):
+    weight = drawn(V, D, dtype=FP32)
+
+    def run(h, target):
+        if function == "linear_logp":
+            return ck.linear_logp(h, weight, target)
+        return ck.log_probs(h, target % D)
+
+    hidden = drawn(3, T, D, dtype=FP32)
+    with pytest.raises(UnsupportedTransformError, match=rf"{function}|linear_logp"):
+        TRANSFORMS[name](run, hidden, torch.arange(T).expand(3, T))
+
+
+def test_a_batch_of_gradients_is_refused():
+    h, w, _ = tensors(FP32)
+    logp = ck.linear_logp(h, w, targets())
+    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
+        torch.autograd.grad(logp, h, torch.ones(3, T), is_grads_batched=True)
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
+def test_no_tokens(shape):
+    h = torch.zeros(*shape, D).requires_grad_()
+    _, w, b = tensors(FP32)
+    target = torch.zeros(shape, dtype=torch.long)
+    logp, entropy = ck.linear_logp(h, w, target, b, return_entropy=True)
+    assert logp.shape == entropy.shape == shape
+    (logp.sum() + entropy.sum()).backward()
+    assert h.grad.shape == h.shape and not w.grad.any() and not b.grad.any()
+    state = torch.ones(V, D)
+    w.grad = None
+    ck.linear_logp(h, w, target, b, main_grad=state).sum().backward()
+    assert w.grad is None and (state == 1).all()
+    logits = torch.zeros(*shape, V).requires_grad_()
+    ck.log_probs(logits, target).sum().backward()
+    assert logits.grad.shape == logits.shape
+
+
+def test_all_tokens_masked():
+    h, w, b = tensors()
+    h.data[:] = float("nan")
+    logp, entropy = ck.linear_logp(h, w, torch.full((T,), IGNORED), b, return_entropy=True)
+    (logp.sum() + entropy.sum()).backward()
+    for t in (logp, entropy, h.grad, w.grad, b.grad):
+        assert not t.any()
+
+
+def test_deterministic_flag_is_honoured():
+    h, w, b = tensors(grad=False)
+    want = ck.linear_logp(h, w, targets(), b)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert same_bytes(ck.linear_logp(h, w, targets(), b), want)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# ---- tied embeddings ----------------------------------------------------------------------------
+
+
+def tied_step(weight, tokens, head_first: bool, micro: int = 1) -> None:
+    """One Parameter as embedding and head; which use comes first in the graph."""
+    for some in tokens.chunk(micro):
+        if head_first:
+            # The head of a constant hidden state, before the embedding is looked up at all.
+            ahead = ck.linear_logp(drawn(len(some) - 1, D), weight, some[1:]).sum()
+            embedded = torch.nn.functional.embedding(some[:-1], weight)
+            (ahead + (embedded.float().sin() * 3).sum()).backward()
+        else:
+            embedded = torch.nn.functional.embedding(some[:-1], weight)
+            below = (embedded.float().sin() * 3).sum()
+            (below + ck.linear_logp(drawn(len(some) - 1, D), weight, some[1:]).sum()).backward()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_tied_embeddings_have_the_same_bytes_in_every_run(dtype):
+    """The head's gradient flows through the embedding, and both meet in ``weight.grad``.
+
+    Of one backward they are two terms of one addition, which is commutative: either order of use
+    has the same bytes.
+    """
+    tokens = torch.randint(0, V, (33,), generator=torch.Generator().manual_seed(1))
+    made = []
+    for _ in range(3):
+        weight = torch.nn.Parameter(drawn(V, D, seed=1, dtype=dtype))
+        h = torch.nn.functional.embedding(tokens[:-1], weight).tanh()
+        ck.linear_logp(h, weight, tokens[1:]).sum().backward()
+        made.append(weight.grad)
+    assert all(same_bytes(made[0], other) for other in made[1:])
+    grads = {}
+    if dtype is BF16:
+        for head_first in (True, False):
+            weight = torch.nn.Parameter(drawn(V, D, seed=1))
+            tied_step(weight, tokens, head_first)
+            grads[head_first] = weight.grad
+        assert same_bytes(grads[True], grads[False])
+
+
+def test_tied_micro_batches_add_in_the_order_of_their_backwards():
+    """(e1 + h1) + (e2 + h2): each backward's two meet first, then .grad grows; in every run so."""
+    tokens = torch.randint(0, V, (64,), generator=torch.Generator().manual_seed(1))
+    made, parts = [], []
+    for head_first in (True, False, True):
+        weight = torch.nn.Parameter(drawn(V, D, seed=1))
+        tied_step(weight, tokens, head_first, micro=2)
+        made.append(weight.grad)
+    for some in tokens.chunk(2):
+        weight = torch.nn.Parameter(drawn(V, D, seed=1))
+        tied_step(weight, some, True)
+        parts.append(weight.grad)
+    assert all(same_bytes(made[0], other) for other in made[1:])
+    assert same_bytes(made[0], parts[0] + parts[1])
+
+
+def test_tied_with_main_grad_keeps_the_head_apart():
+    """The head's share is in main_grad, the embedding's in .grad: a trainer adds them."""
+    tokens = torch.randint(0, V, (33,), generator=torch.Generator().manual_seed(1))
+    weight, state = torch.nn.Parameter(drawn(V, D, seed=1)), torch.zeros(V, D)
+    hidden = torch.nn.functional.embedding(tokens[:-1], weight).tanh()
+    ck.linear_logp(hidden, weight, tokens[1:], main_grad=state).sum().backward()
+    other = weight.detach().clone().requires_grad_()
+    head = torch.zeros(V, D)
+    leaf = hidden.detach().requires_grad_()
+    ck.linear_logp(leaf, other, tokens[1:], main_grad=head).sum().backward()
+    assert same_bytes(state, head) and other.grad is None
+    torch.nn.functional.embedding(tokens[:-1], other).tanh().backward(leaf.grad)
+    assert same_bytes(weight.grad, other.grad)
+
+
+# ---- imports ------------------------------------------------------------------------------------
+
+
+def test_it_runs_without_cuda_triton_and_cutlass():
+    code = (
+        "import sys, torch, cute_kernels as ck\n"
+        "h = torch.ones(2, 4, requires_grad=True)\n"
+        "ck.linear_logp(h, torch.ones(3, 4), torch.tensor([0, 2])).sum().backward()\n"
+        "ck.log_probs(torch.ones(2, 3), torch.tensor([0, 2]))\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "print([m for m in ('triton', 'cutlass', 'torch._dynamo') if m in sys.modules])\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0 and run.stdout.strip() == "[]", run.stdout + run.stderr
+
+
+def test_the_ops_are_registered_with_their_contracts():
+    for name in ("linear_logp", "log_probs"):
+        assert ck.contract_id(name).startswith(f"{name}/cpu/") and ck.guarantees(name)
+    assert op.linear_logp is torch.ops.cute_kernels.linear_logp.default

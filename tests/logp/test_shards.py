@@ -1,0 +1,227 @@
+"""A vocabulary cut over ranks: the bytes of one rank, and errors on every rank.
+
+Ranks are threads of this process, with a collective of the tests, or four processes over gloo
+(shards_rank.py), whose groups have 1, 2 and 4 of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels import groups
+from cute_kernels.errors import UnsupportedTransformError
+from cute_kernels.logp import shards
+from tests.contract import ROOT, same_bytes
+from tests.integrations import threaded_ranks
+from tests.logp.cases import FP32
+from tests.logp.shard_cases import (
+    Cut,
+    at_leaves,
+    case_of,
+    cuts_of,
+    differing,
+    forward_cuts_of,
+    whole_of,
+)
+from tests.ranks import reports
+
+WORLD, SECONDS = 4, 240
+
+
+@pytest.fixture
+def threaded(monkeypatch):
+    """Ranks that are threads, each of which computes alone."""
+    team = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setattr(groups, "_all_gather", threaded_ranks.all_gather)
+    monkeypatch.setattr(groups, "group_of", lambda value, name: value)
+    monkeypatch.setattr(groups, "devices", lambda group: ["cpu"])
+    yield
+    torch.set_num_threads(team)
+
+
+def wrong(cut: Cut, **options) -> set[str]:
+    """The results of a cut that differ on some rank."""
+    whole_of(cut)
+    found = threaded_ranks.together(
+        len(cut.starts), lambda rank: differing(cut, rank, rank.rank(), **options)
+    )
+    return {name for names in found for name in names}
+
+
+# ---- bytes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4, 8])
+def test_every_degree_has_the_bytes_of_one(threaded, degree):
+    for cut in cuts_of(degree):
+        assert not wrong(cut), cut
+
+
+@pytest.mark.parametrize("degree", [2, 8])
+def test_main_grad_has_the_bytes_of_one(threaded, degree):
+    for cut in cuts_of(degree)[::2]:
+        assert not wrong(cut, main_grad=True), cut
+
+
+@pytest.mark.parametrize("degree", [2, 3, 5, 8])
+def test_forward_cuts_at_any_multiple_of_16(threaded, degree):
+    """Also three and five ranks; log p, entropy, dW and dbias."""
+    for cut in forward_cuts_of(degree):
+        assert not wrong(cut, hidden=False), cut
+
+
+def test_uneven_shards_of_any_number_of_ranks(threaded):
+    """Three, five and seven ranks, of whole leaves."""
+    for counts in ([0, 1, 5], [0, 3, 4, 6, 7], [0, 1, 2, 3, 4, 5, 7]):
+        assert not wrong(at_leaves(case_of(1000, 1024), counts)), counts
+
+
+def test_blocks_of_tokens_that_are_exchanged_do_not_show(threaded, monkeypatch):
+    cut = at_leaves(case_of(1000, 1024, FP32, tokens=70), [0, 2, 4, 6])
+    for size in (1, 8 * 40 * 4 * 16, 8 * 40 * 4 * 33):
+        monkeypatch.setattr(shards, "_BLOCK_BYTES", size)
+        assert not wrong(cut), size
+
+
+def test_a_chain_of_one_rank_in_a_group(threaded):
+    assert not wrong(Cut(case_of(1000, 1024, order="chain"), (0,)))
+
+
+def test_it_is_a_test_that_sees_an_order(threaded, monkeypatch):
+    """The control: leaves added the other way round are other bytes."""
+    cut = at_leaves(case_of(1024, 1024, FP32, tokens=70), [0, 4])
+    whole_of(cut)
+    true = groups.all_gather
+    monkeypatch.setattr(
+        shards.groups,
+        "all_gather",
+        lambda t, group: (
+            true(t, group).flip(0) if t.dim() == 3 and t.is_floating_point() else true(t, group)
+        ),
+    )
+    assert wrong(cut) == {"hidden"}
+
+
+# ---- transforms ---------------------------------------------------------------------------------
+
+
+def one_rank(rank) -> dict:
+    return {"group": rank, "vocab_start": 0, "vocab_size": 48, "order": "tree"}
+
+
+def test_a_compiled_graph_is_refused_and_a_broken_one_has_the_bytes(threaded):
+    hidden, weight, target = torch.randn(5, 8), torch.randn(48, 8), torch.arange(5)
+    want = ck.linear_logp(hidden.relu(), weight, target, order="tree")
+
+    def work(rank):
+        return lambda h: ck.linear_logp(h.relu(), weight, target, **one_rank(rank))
+
+    (function,) = threaded_ranks.together(1, work)
+    torch.compiler.reset()
+    with pytest.raises(Exception, match=r"linear_logp: with a group, a graph of torch\.compile"):
+        torch.compile(function, fullgraph=True, backend="eager")(hidden)
+    torch.compiler.reset()
+    assert same_bytes(torch.compile(function, backend="eager")(hidden), want)
+
+
+def test_a_double_backward_and_vmap_are_refused(threaded):
+    weight, target = torch.randn(48, 8), torch.arange(5)
+
+    def work(rank):
+        hidden = torch.randn(5, 8).requires_grad_()
+        logp = ck.linear_logp(hidden, weight, target, **one_rank(rank))
+        with pytest.raises(UnsupportedTransformError, match="create_graph=True"):
+            torch.autograd.grad(logp.sum(), hidden, create_graph=True)
+        with pytest.raises(UnsupportedTransformError, match=r"torch\.func"):
+            torch.func.vmap(lambda h: ck.linear_logp(h, weight, target, **one_rank(rank)))(
+                torch.randn(3, 5, 8)
+            )
+
+    threaded_ranks.together(1, work)
+
+
+def test_autocast_casts_as_one_rank_does(threaded):
+    cut = at_leaves(case_of(256, 256, FP32, bias=True), [0, 4])
+    x, _ = whole_of(cut)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = ck.linear_logp(x.hidden, x.weight, x.target, x.bias, order="tree")
+
+    def work(rank):
+        own = cut.span(rank.rank())
+        with torch.autocast("cpu", torch.bfloat16):
+            return ck.linear_logp(
+                x.hidden, x.weight[own], x.target, x.bias[own], order="tree", group=rank,
+                vocab_start=own.start, vocab_size=256,
+            )  # fmt: skip
+
+    assert all(same_bytes(got, want) for got in threaded_ranks.together(2, work))
+
+
+# ---- four processes -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict]:
+    """What each of four processes reports: shards_rank.py."""
+    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+        pytest.skip("needs torch.distributed with gloo")
+    return reports("tests.logp.shards_rank", WORLD, tmp_path_factory.mktemp("ranks"), SECONDS)
+
+
+def test_processes_have_the_bytes_of_one(ranks):
+    """Groups of 4, 2, 2 and 1, meshes among them."""
+    for rank in ranks:
+        assert rank["bytes"]["differing"] == [] and rank["bytes"]["compared"] > 60
+        assert rank["bytes"]["sizes"] == [4, 2, 2, 1]
+
+
+def test_every_rank_raises(ranks):
+    """The table of bad inputs, many of which are bad on one rank only; then good calls again."""
+    names = ranks[0]["refused"]
+    assert len(names) >= 30
+    for name in names:
+        for rank in ranks:
+            case = rank["refused"][name]
+            assert case["type"] in case["want"].split(" or "), (name, case)
+            assert all(fragment in case["said"] for fragment in case["fragments"]), (name, case)
+    assert all(rank["after"] == [[], []] for rank in ranks)
+
+
+def test_no_tokens(ranks):
+    for rank in ranks:
+        assert rank["empty"] == {"shapes": [[0], [0, 8]], "any": False}
+
+
+def test_a_rank_that_is_killed_ends_the_others(tmp_path):
+    """With an error, and soon: no gradient is made of two thirds of a vocabulary."""
+    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+        pytest.skip("needs torch.distributed with gloo")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "tests.logp.shards_rank"]
+    began = time.monotonic()
+    started = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store"), "killed"], cwd=ROOT, env=environment,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )
+        for rank in range(WORLD - 1)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=90)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert time.monotonic() - began < 90
+    assert started[1].returncode < 0 and not said[1]
+    for rank in (0, 2):
+        found = json.loads(said[rank].splitlines()[-1])
+        assert found["ended"] not in ("well", "") and not found["grad"], found
