@@ -17,7 +17,7 @@ class TritonPlan:
     into parts up to so many.  ``fp_fusion``: an fma is one that is written (kernel.py), or none.
     """
 
-    elements: int = 2048
+    elements: int = 1024
     rows: int = 8
     num_warps: int = 4
     programs: int = 4
