@@ -249,10 +249,13 @@ class Hidden(NamedTuple):
 
 
 def hidden(dtype: torch.dtype, order: str, *, bias: bool, tokens: int = 9) -> Hidden:
-    """A rank's 213 rows of a vocabulary, of which 13 are padding; D = 40."""
+    """A rank's 213 rows of a vocabulary, of which 13 are padding; D = 40.
+
+    Logits grow along the vocabulary, so that later blocks and parts raise the highest bin.
+    """
     random = torch.Generator().manual_seed(11)
     x = torch.randn(tokens, 40, generator=random) * 2
-    weight = torch.randn(213, 40, generator=random)
+    weight = torch.randn(213, 40, generator=random) * torch.linspace(0.1, 4, 213)[:, None]
     b = torch.randn(213, generator=random).to(dtype) if bias else None
     target = torch.randint(0, 264, (tokens,), generator=random)
     target[2], target[3] = config.MASKED, config.OUTSIDE

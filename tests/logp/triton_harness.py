@@ -97,7 +97,7 @@ def complaints(kernel) -> list[str]:
 def sizes_of_float_sums(ttir: str) -> list[int]:
     """The length of the axis of every sum of floats that the compiler is to order."""
     reduce = re.compile(
-        r'"tt\.reduce"\(%\w+\) <\{axis = (\d+) : i32\}> \(\{(.*?)\}\) : \(tensor<([\dx]+)x\w+>',
+        r'"tt\.reduce"\(%[\w#]+\) <\{axis = (\d+) : i32\}> \(\{(.*?)\}\) : \(tensor<([\dx]+)x\w+>',
         re.DOTALL,
     )
     found = [

@@ -133,7 +133,7 @@ def _into_memory(out_ptrs, s0, s1, s2, s3, by, in_t):
     tl.store(out_ptrs + 3, m3 + s3, mask=in_t)
 
 
-@triton.jit(do_not_specialize=["T", "N", "start", "valid", "parts", "share"])
+@triton.jit(do_not_specialize=["T", "N", "start", "valid", "parts", "share", "out_p"])
 def states_kernel(
     logits_ptr,
     bias_ptr,
