@@ -237,7 +237,9 @@ def masked_nan(engine: Engine) -> None:
     got = merged(engine.states_of_logits(*given, True))
     assert same_bytes(got[~masked], states[~masked])
     assert (got[masked][:, config.TOP] == config.LOST).all()
-    assert (states[:, config.CHOSEN] == 0)[masked].all() and (got[masked][:, config.CHOSEN] == 0).all()
+    assert (states[:, config.CHOSEN] == 0)[masked].all() and (
+        got[masked][:, config.CHOSEN] == 0
+    ).all()
 
 
 class Hidden(NamedTuple):

@@ -13,13 +13,15 @@ import os
 import pytest
 import torch
 
+from cute_kernels.logp import api
 from cute_kernels.logp.triton import launch
 from cute_kernels.logp.triton import plan as plans
 
+from ..contract import same_bytes
 from ..triton_in_numpy import same_on_every_machine  # noqa: F401
 from . import triton_cases as cases
 from .triton_cases import BF16, FP16, FP32, NAMES, Shape
-from .triton_harness import copy_of, exponentials_of_the_cpu  # noqa: F401
+from .triton_harness import copy_of, exponentials_of_the_cpu, through  # noqa: F401
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -116,6 +118,34 @@ def test_blocks_fit_the_workspace(tokens, order):
     held = blocks.height * blocks.width * 4 * (9 if order == "tree" else 1)
     assert blocks.width % 16 == 0 and held <= 16 * 2**20
     assert held > 8 * 2**20 or blocks.width == 200_000
+
+
+def through_the_ops(tokens: int, dtype: torch.dtype, order: str) -> list[torch.Tensor]:
+    """Results and gradients of both public functions."""
+    given = cases.hidden(dtype, order, bias=True, tokens=tokens)
+    x, weight, bias = given.hidden, given.head.weight, given.head.bias
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias, torch.randn(tokens, 300))]
+    target = torch.arange(tokens) * 7
+    target[1] = -100
+    options = {"temperature": torch.linspace(0.5, 2, tokens), "softcap": 20.0}
+    options["return_entropy"] = True
+    made = [*api.linear_logp(leaves[0], leaves[1], target, leaves[2], order=order, **options)]
+    made += api.log_probs(leaves[3], target, vocab_size=290, **options)
+    seeds = [torch.linspace(-1, 1, tokens) for _ in made]
+    return [t.detach() for t in made] + list(torch.autograd.grad(made, leaves, seeds))
+
+
+@pytest.mark.parametrize(("dtype", "order"), [(BF16, "chain"), (FP32, "tree")], ids=str)
+def test_through_the_ops(dtype, order):
+    """On the kernels the public functions give what they give on a CPU."""
+    torch.manual_seed(2)
+    want = through_the_ops(9, dtype, order)
+    torch.manual_seed(2)
+    entries = ("logp_states", "logit_states", "logp_gradients", "logit_gradients")
+    with through(dict(zip(entries, engine(), strict=True))):
+        got = through_the_ops(9, dtype, order)
+    assert len(got) == 8
+    assert all(same_bytes(one, two) for one, two in zip(got, want, strict=True))
 
 
 def states_of(shape: Shape):

@@ -198,9 +198,7 @@ def _launch_states(columns: _Columns, rows: Rows, out: torch.Tensor, entropy: bo
     )
 
 
-def _launch_gradients(
-    columns: _Columns, rows: Rows, upstream: Upstream, out: torch.Tensor
-) -> None:
+def _launch_gradients(columns: _Columns, rows: Rows, upstream: Upstream, out: torch.Tensor) -> None:
     """out [T, n], its last stride 1."""
     logits, bias, place = columns
     t, n = logits.shape
