@@ -32,6 +32,10 @@ TARGETS = gemm.TARGETS | {"sm_80": GPUTarget("cuda", 80, 32)}
 #: Every kernel, and the tensors that it may write.
 KERNELS = {"states_kernel": ("out_ptr",), "gradients_kernel": ("out_ptr",)}
 
+#: Bytes a thread on the stack that a kernel may have: what Triton 3.7.1 leaves on sm_90 for the
+#: states of single rows with a softcap and an entropy.
+STACK = 8
+
 copy_of = functools.partial(triton_copies.copy_of, package)
 
 
@@ -91,13 +95,8 @@ def through(launchers: dict[str, Callable]) -> Iterator[None]:
 
 
 def complaints(kernel) -> list[str]:
-    """What is wrong with the code of a kernel; empty if nothing is.
-
-    On AMD scalar registers may be kept in lanes of vector registers: that is no memory access.
-    """
-    found = inspect.common_complaints(kernel)
-    if re.search(r"\.vgpr_spill_count:\s*0\b", inspect.text(kernel)):
-        found = [complaint for complaint in found if complaint != "spills"]
+    """What is wrong with the code of a kernel; empty if nothing is."""
+    found = inspect.common_complaints(kernel, stack=STACK)
     if inspect.matrix_instructions(kernel):
         found.append("matrix instruction")
     if kernel.metadata.enable_fp_fusion:

@@ -151,7 +151,7 @@ class _Blocks:
 
 def _parts(tokens: int, width: int, units: int) -> int:
     """As many as fill the units; no bit depends on them."""
-    rows, columns = TRITON.tile(tokens)
+    rows, columns = TRITON.tile(tokens, True)
     wanted = _tiles(units * TRITON.programs, _tiles(tokens, rows))
     return max(1, min(wanted, _tiles(width, columns)))
 
@@ -168,7 +168,7 @@ def _launch_states(columns: _Columns, rows: Rows, out: torch.Tensor, entropy: bo
     """Adds columns [T, n] to states [P, T, C], which a row of parts is cut over."""
     logits, bias, place = columns
     t, n = logits.shape
-    tile_rows, tile_columns = TRITON.tile(t)
+    tile_rows, tile_columns = TRITON.tile(t, _wide(logits))
     tiles = _tiles(n, tile_columns)
     share = _tiles(tiles, len(out))
     parts = _tiles(tiles, share)
@@ -202,7 +202,7 @@ def _launch_gradients(columns: _Columns, rows: Rows, upstream: Upstream, out: to
     """out [T, n], its last stride 1."""
     logits, bias, place = columns
     t, n = logits.shape
-    tile_rows, tile_columns = TRITON.tile(t)
+    tile_rows, tile_columns = TRITON.tile(t, True)
     tiles = _tiles(n, tile_columns)
     kernels.gradients_kernel[(_tiles(t, tile_rows) * tiles,)](
         logits,
@@ -244,6 +244,12 @@ def _cap(place: Logits) -> tuple[float, float]:
 def _alignment(logits: torch.Tensor) -> int:
     """A known factor of the columns; it widens loads only."""
     return 16 if logits.shape[1] % 16 == 0 and logits.stride(1) == 1 else 1
+
+
+def _wide(logits: torch.Tensor) -> bool:
+    """Whether Triton knows that rows begin, and end, at multiples of 16 bytes."""
+    begins = logits.data_ptr() % 16 == 0 and logits.stride(0) % 16 == 0
+    return begins and _alignment(logits) == 16
 
 
 def _options() -> dict[str, int | bool]:

@@ -12,21 +12,22 @@ from dataclasses import dataclass
 class TritonPlan:
     """Guesses that no measurement has tuned.  Not run on a GPU.
 
-    ``elements``: of a program's tile, [rows, elements / rows] logits; rows are ``rows``, or 1 where
-    there are fewer.  ``programs``: what a compute unit is meant to hold; a row's units are split
-    into parts up to so many.  ``fp_fusion``: an fma is one that is written (kernel.py), or none.
+    ``wide``: (rows, columns) of a program's tile where threads load 16 bytes; ``narrow``: where
+    they load one logit and a unit's state is kept by 16 of them.  Few tokens take tiles of one row.
+    ``programs``: what a compute unit is meant to hold; a row's units are split into parts up to so
+    many.  ``fp_fusion``: an fma is one that is written (kernel.py), or none.
     """
 
-    elements: int = 1024
-    rows: int = 8
+    wide: tuple[int, int] = (8, 128)
+    narrow: tuple[int, int] = (2, 128)
     num_warps: int = 4
     programs: int = 4
     fp_fusion: bool = False
 
-    def tile(self, tokens: int) -> tuple[int, int]:
+    def tile(self, tokens: int, wide: bool) -> tuple[int, int]:
         """(rows, columns) of a program's tile."""
-        rows = self.rows if tokens >= self.rows else 1
-        return rows, self.elements // rows
+        rows, columns = self.wide if wide else self.narrow
+        return (rows, columns) if tokens >= self.wide[0] else (1, rows * columns)
 
 
 TRITON = TritonPlan()
