@@ -35,4 +35,4 @@ TRITON = TritonPlan()
 #: Bytes of logits in fp32, with the leaves of their sums, that a call may hold at a time.
 WORKSPACE = 16 * 2**20
 #: Rows of a block of logits.
-BLOCK_ROWS = 2048
+BLOCK_ROWS = 1024
