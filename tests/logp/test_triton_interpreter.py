@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 @pytest.mark.parametrize(
     ("marked", "least"),
-    [("not nightly", 58), pytest.param("nightly", 40, marks=pytest.mark.nightly)],
+    [("not nightly", 58), pytest.param("nightly", 39, marks=pytest.mark.nightly)],
 )
 def test_interpreted(marked, least):
     file = Path(__file__).with_name("triton_interpreted.py")
