@@ -1,0 +1,1 @@
+"""The portable linear_logp: Triton kernels, their launcher and their plan."""

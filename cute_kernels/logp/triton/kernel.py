@@ -1,0 +1,304 @@
+"""States and gradients of logits in Triton, for ROCm and for CUDA without SM90.
+
+    states       the exact sum Σ 2^y over columns of the vocabulary, added to a state: exact.py
+    gradients    dlogits = (1[v = target] - p) dlogp / τ - p (ln p + H) dentropy / τ
+
+with z = softcap tanh((logit + bias) / softcap) in fp32, y = z · scale, p = 2^(z · scale - lse2).
+
+Order of the states.  A unit is 16 columns from a multiple of 16 of the vocabulary.  M is max z
+times scale, rounded once, clamped, then rounded to the nearest even whole number; a value is
+2^(z · scale - M) by one fma and `tl.exp2`.  Its 16 values are added as a tree of pairs: `tl.sum`
+over an axis of two, which has one result whoever adds it, so that the order is that of the shapes:
+
+    [2, 8] -> 8    v and v + 8        [4, 2] -> 4    neighbours
+    [2, 2] -> 2    two apart          [2] -> 1       four apart
+
+From there on everything is a sum of whole numbers of 64 bits.  A lane of a program keeps a state of
+its own units, lanes meet at the end of the program, and the result is added to the state in memory:
+tiles, parts and blocks of the vocabulary do not show in a bit.  In fp32 s 2^(24 + r) is the same
+number as in the fp64 of exact.py: a product with a power of two, rounded to a whole number by
+adding and subtracting 2^23 where it has a fraction.  What exceeds 32 is no sum of a unit: an
+overflow of the clamp, NaN or infinity.
+
+Values that are compared come first: NaN fails a comparison, and goes on as NaN.  Nothing is fused
+but `tl.fma` (enable_fp_fusion is off), nothing is atomic, nothing is autotuned, sizes are not
+specialised on.  Rows of another token and padding of the vocabulary are dropped by select.
+
+Limits.  Columns that are not contiguous are loaded one by one.  Not run on a GPU: tests run the
+source in Triton's interpreter, the sm_90 code in tests/ptxsim, and read the code for gfx942,
+gfx950, sm_80 and sm_90.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .. import config
+
+_UNIT = tl.constexpr(config.UNIT)
+_BIN = tl.constexpr(config.BIN)
+_FRACTION = tl.constexpr(config.FRACTION)
+_MAX_EXPONENT = tl.constexpr(float(config.MAX_EXPONENT))
+_MIN_POWER = tl.constexpr(config.MIN_POWER)
+_EMPTY = tl.constexpr(config.EMPTY)
+_LOST = tl.constexpr(config.LOST)
+_TOP = tl.constexpr(config.TOP)
+_SUMS = tl.constexpr(config.SUMS)
+_CHOSEN = tl.constexpr(config.CHOSEN)
+_WEIGHTED = tl.constexpr(config.WEIGHTED)
+_LN2 = tl.constexpr(config.LN2)
+#: 1.5 · 2^23: adding it rounds what is below 2^22; and its bits.
+_ROUND = tl.constexpr(12582912.0)
+_ROUND_BITS = tl.constexpr(0x4B400000)
+#: From here on fp32 has no fractions.
+_WHOLE = tl.constexpr(8388608.0)
+#: More than 16 values of at most 2^0.6 come to.
+_MOST = tl.constexpr(32.0)
+_INFINITY = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def _tree(v, ROWS: tl.constexpr, UNITS: tl.constexpr):
+    """[ROWS, UNITS, 16] -> [ROWS, UNITS]; the order of the module's docstring."""
+    half = tl.sum(tl.reshape(v, [ROWS, UNITS, 2, 8]), axis=2)
+    pair = tl.sum(tl.reshape(half, [ROWS, UNITS, 4, 2]), axis=3)
+    four = tl.sum(tl.reshape(pair, [ROWS, UNITS, 2, 2]), axis=3)
+    return tl.sum(four, axis=2)
+
+
+@triton.jit
+def _logit(z, bias, factor, softcap, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
+    """softcap tanh((z + bias) / softcap), as 1 - 2 / (1 + e^(2 z / softcap))."""
+    z = z.to(tl.float32)
+    if BIAS:
+        z = z + bias.to(tl.float32)
+    if SOFTCAP:
+        power = z * factor
+        power = tl.where(power < -120.0, -120.0, power)
+        power = tl.exp2(tl.where(power > 120.0, 120.0, power))
+        z = (1.0 - tl.div_rn(tl.full(z.shape, 2.0, tl.float32), power + 1.0)) * softcap
+    return z
+
+
+@triton.jit
+def _whole(x):
+    """fp32 -> int64, to the nearest even."""
+    size = tl.abs(x)
+    size = tl.where(size < _WHOLE, (size + _WHOLE) - _WHOLE, size).to(tl.int64)
+    return tl.where(x < 0.0, -size, size)
+
+
+@triton.jit
+def _below(s0, s1, s2, s3, by):
+    """Sums of four bins as those of bins that begin ``by`` higher."""
+    zero = tl.zeros_like(s0)
+    t0 = tl.where(by == 0, s0, zero)
+    t1 = tl.where(by == 0, s1, tl.where(by == 1, s0, zero))
+    t2 = tl.where(by == 0, s2, tl.where(by == 1, s1, tl.where(by == 2, s0, zero)))
+    t3 = tl.where(by == 2, s1, tl.where(by == 3, s0, zero))
+    t3 = tl.where(by == 0, s3, tl.where(by == 1, s2, t3))
+    return t0, t1, t2, t3
+
+
+@triton.jit
+def _with(s0, s1, s2, s3, below, value):
+    """Sums of four bins, and a value of the bin so many below the first."""
+    zero = tl.zeros_like(value)
+    s0 += tl.where(below == 0, value, zero)
+    s1 += tl.where(below == 1, value, zero)
+    s2 += tl.where(below == 2, value, zero)
+    s3 += tl.where(below == 3, value, zero)
+    return s0, s1, s2, s3
+
+
+@triton.jit
+def _of_lanes(s0, s1, s2, s3, by):
+    """The sum over the lanes of a row, each moved ``by`` bins: exact, in any order."""
+    s0, s1, s2, s3 = _below(s0, s1, s2, s3, by)
+    return tl.sum(s0, axis=1), tl.sum(s1, axis=1), tl.sum(s2, axis=1), tl.sum(s3, axis=1)
+
+
+@triton.jit
+def _into_memory(out_ptrs, s0, s1, s2, s3, by, in_t):
+    """Adds four sums to those in memory, which begin ``by`` bins too low."""
+    m0 = tl.load(out_ptrs, mask=in_t, other=0)
+    m1 = tl.load(out_ptrs + 1, mask=in_t, other=0)
+    m2 = tl.load(out_ptrs + 2, mask=in_t, other=0)
+    m3 = tl.load(out_ptrs + 3, mask=in_t, other=0)
+    m0, m1, m2, m3 = _below(m0, m1, m2, m3, by)
+    tl.store(out_ptrs, m0 + s0, mask=in_t)
+    tl.store(out_ptrs + 1, m1 + s1, mask=in_t)
+    tl.store(out_ptrs + 2, m2 + s2, mask=in_t)
+    tl.store(out_ptrs + 3, m3 + s3, mask=in_t)
+
+
+@triton.jit(do_not_specialize=["T", "N", "start", "valid", "parts", "share", "out_p"])
+def states_kernel(
+    logits_ptr,
+    bias_ptr,
+    target_ptr,
+    scale_ptr,
+    out_ptr,
+    T,
+    N,
+    start,
+    valid,
+    parts,
+    share,
+    logits_t,
+    logits_n,
+    bias_n,
+    out_p,
+    factor,
+    softcap,
+    ALIGN_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    STATE: tl.constexpr,
+):
+    """Adds ``share`` tiles of ROWS rows of logits [T, N] to states [parts, T, STATE].
+
+    Program: part + parts · block of rows.  Column 0 is entry ``start`` of the vocabulary; columns
+    from ``valid`` on are padding.
+    """
+    # The host found this multiple; saying so lets loads be wide.
+    N = N // ALIGN_N * ALIGN_N
+    UNITS: tl.constexpr = COLUMNS // _UNIT
+    part = tl.program_id(0) % parts
+    rows = tl.program_id(0) // parts * ROWS + tl.arange(0, ROWS)
+    in_t = rows < T
+    row_ptrs = logits_ptr + rows.to(tl.int64) * logits_t
+    scale = tl.load(scale_ptr + rows, mask=in_t, other=1.0)
+    scales = scale[:, None, None]
+    in_tile = tl.arange(0, UNITS)[:, None] * _UNIT + tl.arange(0, _UNIT)[None, :]
+
+    top = tl.full((ROWS, UNITS), _EMPTY, tl.int32)
+    zero = tl.zeros((ROWS, UNITS), tl.int64)
+    s0, s1, s2, s3 = zero, zero, zero, zero
+    a0, a1, a2, a3 = zero, zero, zero, zero
+    first = part * share
+    last = tl.minimum(first + share, (N - 1) // COLUMNS + 1)
+    for tile in tl.range(first, last):
+        columns = (tile * COLUMNS + in_tile)[None, :, :]
+        ptrs = row_ptrs[:, None, None] + columns.to(tl.int64) * logits_n
+        z = tl.load(ptrs, mask=in_t[:, None, None] & (columns < N), other=0.0)
+        bias = 0.0
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + columns.to(tl.int64) * bias_n, mask=columns < N, other=0.0)
+        z = _logit(z, bias, factor, softcap, bias_ptr is not None, SOFTCAP)
+        z = tl.where(columns < valid, z, -_INFINITY)
+
+        # M = round(max y), a whole number in the low bits of a float.
+        y = tl.max(z, axis=2) * scale[:, None]
+        y = tl.where(y < -_MAX_EXPONENT, -_MAX_EXPONENT, y)
+        y = tl.where(y > _MAX_EXPONENT, _MAX_EXPONENT, y) + _ROUND
+        exponent = y.to(tl.int32, bitcast=True) - _ROUND_BITS
+        power = tl.fma(z, scales, -(y - _ROUND)[:, :, None])
+        values = tl.exp2(power)
+        total = _tree(values, ROWS, UNITS)
+
+        alive = (total > 0.0) & (total < _MOST)
+        bins = exponent >> 4
+        place = exponent & (_BIN - 1)
+        unit_top = tl.where(alive, bins, tl.where(total < _MOST, _EMPTY, _LOST))
+        new_top = tl.maximum(top, unit_top)
+        below = tl.where(alive, new_top - bins, -1)
+        unit = ((place + (127 + _FRACTION)) << 23).to(tl.float32, bitcast=True)
+        # What is not alive may be NaN, which is no integer.
+        sums = _whole(tl.where(alive, total, 0.0) * unit)
+        s0, s1, s2, s3 = _below(s0, s1, s2, s3, new_top - top)
+        s0, s1, s2, s3 = _with(s0, s1, s2, s3, below, sums)
+        if ENTROPY:
+            power = tl.where(power < _MIN_POWER, _MIN_POWER, power)
+            moved = tl.fma(total, place.to(tl.float32), _tree(values * power, ROWS, UNITS))
+            moved = _whole(tl.where(alive, moved, 0.0) * unit)
+            a0, a1, a2, a3 = _below(a0, a1, a2, a3, new_top - top)
+            a0, a1, a2, a3 = _with(a0, a1, a2, a3, below, moved)
+        top = new_top
+
+    out_ptrs = out_ptr + tl.cast(part, tl.int64) * out_p + rows.to(tl.int64) * STATE
+    row_top = tl.max(top, axis=1)
+    stored_top = tl.load(out_ptrs + _TOP, mask=in_t, other=_EMPTY).to(tl.int32)
+    new_top = tl.maximum(row_top, stored_top)
+    by = new_top[:, None] - top
+    s0, s1, s2, s3 = _of_lanes(s0, s1, s2, s3, by)
+    tl.store(out_ptrs + _TOP, new_top.to(tl.int64), mask=in_t)
+    _into_memory(out_ptrs + _SUMS, s0, s1, s2, s3, new_top - stored_top, in_t)
+    if ENTROPY:
+        a0, a1, a2, a3 = _of_lanes(a0, a1, a2, a3, by)
+        _into_memory(out_ptrs + _WEIGHTED, a0, a1, a2, a3, new_top - stored_top, in_t)
+
+    # The target's logit again, where it is in this part.
+    target = tl.load(target_ptr + rows, mask=in_t, other=-1) - start
+    here = (target >= first * COLUMNS) & (target < tl.minimum(last * COLUMNS, N))
+    z = tl.load(row_ptrs + target * logits_n, mask=here, other=0.0)
+    bias = 0.0
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + target * bias_n, mask=here, other=0.0)
+    z = _logit(z, bias, factor, softcap, bias_ptr is not None, SOFTCAP)
+    chosen = z.to(tl.int32, bitcast=True).to(tl.int64)
+    tl.store(out_ptrs + _CHOSEN, chosen, mask=here)
+
+
+@triton.jit(do_not_specialize=["T", "N", "start", "valid", "tiles"])
+def gradients_kernel(
+    logits_ptr,
+    bias_ptr,
+    target_ptr,
+    scale_ptr,
+    lse2_ptr,
+    of_logp_ptr,
+    of_entropy_ptr,
+    entropy_ptr,
+    out_ptr,
+    T,
+    N,
+    start,
+    valid,
+    tiles,
+    logits_t,
+    logits_n,
+    bias_n,
+    out_t,
+    factor,
+    softcap,
+    ALIGN_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """out [T, N] = the gradient of logits [T, N]; one tile of [ROWS, COLUMNS] a program."""
+    N = N // ALIGN_N * ALIGN_N
+    rows = tl.program_id(0) // tiles * ROWS + tl.arange(0, ROWS)
+    columns = (tl.program_id(0) % tiles * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    in_t = rows < T
+    inside = in_t[:, None] & (columns < N)
+    row = rows.to(tl.int64)[:, None]
+    column = columns.to(tl.int64)
+    z = tl.load(logits_ptr + row * logits_t + column * logits_n, mask=inside, other=0.0)
+    bias = 0.0
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + column * bias_n, mask=columns < N, other=0.0)
+    z = _logit(z, bias, factor, softcap, bias_ptr is not None, SOFTCAP)
+
+    target = tl.load(target_ptr + rows, mask=in_t, other=-1)[:, None]
+    scale = tl.load(scale_ptr + rows, mask=in_t, other=1.0)[:, None]
+    lse2 = tl.load(lse2_ptr + rows, mask=in_t, other=0.0)[:, None]
+    of_logp = tl.load(of_logp_ptr + rows, mask=in_t, other=0.0)[:, None]
+    power = tl.fma(z, scale, lse2 * -1.0)
+    p = tl.exp2(power)
+    gradient = tl.where(column + start == target, 1.0 - p, p * -1.0) * of_logp
+    if of_entropy_ptr is not None:
+        of_entropy = tl.load(of_entropy_ptr + rows, mask=in_t, other=0.0)[:, None]
+        entropy = tl.load(entropy_ptr + rows, mask=in_t, other=0.0)[:, None]
+        log_p = tl.where(power < _MIN_POWER, _MIN_POWER, power) * _LN2
+        gradient = gradient - (p * of_entropy) * (log_p + entropy)
+    if SOFTCAP:
+        share = tl.div_rn(z, tl.zeros_like(z) + softcap)
+        gradient = gradient * (1.0 - share * share)
+    gradient = tl.where((columns < valid) & (target >= 0), gradient, 0.0)
+    out_ptrs = out_ptr + row * out_t + column
+    tl.store(out_ptrs, gradient.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,261 @@
+"""Launches the Triton kernels: states and gradients of blocks of logits, outputs, grids.
+
+Logits of hidden states are made block by block, in fp32, by gemm's leaf sums.  Where a block ends
+shows in no bit: a logit is a chain of its own, and sums of units are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ... import products
+from ...operands import most_ctas
+from ...schedulers.tiles import leaves
+from .. import config
+from ..tensors import Head, Logits, Rows, Upstream
+from . import kernel as kernels
+from . import plan as plans
+from .plan import TRITON
+
+
+def states(hidden: torch.Tensor, head: Head, rows: Rows, entropy: bool) -> torch.Tensor:
+    """int64 [P, T, C]: the state of each of P parts of the head's rows.
+
+    Holds `plan.WORKSPACE` bytes of logits at a time.  Runs on the device of ``hidden`` and its
+    current stream; a first launch compiles.
+    """
+    with torch.cuda.device(hidden.device):
+        return _states(hidden, head, rows, entropy, most_ctas(hidden.device))
+
+
+def states_of_logits(
+    logits: torch.Tensor, place: Logits, rows: Rows, entropy: bool
+) -> torch.Tensor:
+    """int64 [P, T, C] of logits [T, n] of any dtype and strides; they begin at ``place.start``."""
+    with torch.cuda.device(logits.device):
+        return _states_of_logits(logits, place, rows, entropy, most_ctas(logits.device))
+
+
+def gradients(hidden: torch.Tensor, head: Head, rows: Rows, upstream: Upstream) -> torch.Tensor:
+    """[T, V] of the dtype of ``hidden``: the gradient of the head's logits."""
+    with torch.cuda.device(hidden.device):
+        return _gradients(hidden, head, rows, upstream)
+
+
+def gradients_of_logits(
+    logits: torch.Tensor, place: Logits, rows: Rows, upstream: Upstream, dtype: torch.dtype
+) -> torch.Tensor:
+    """dlogits [T, n], contiguous, in ``dtype``, of logits [T, n] of any dtype and strides.
+
+    Exactly 0 in rows without a target, and in columns that are padding of the vocabulary.
+    """
+    with torch.cuda.device(logits.device):
+        return _gradients_of_logits(logits, place, rows, upstream, dtype)
+
+
+class _Columns(NamedTuple):
+    """Columns of logits before bias and softcap, and where they lie."""
+
+    logits: torch.Tensor
+    bias: torch.Tensor | None
+    place: Logits
+
+
+def _states(
+    hidden: torch.Tensor, head: Head, rows: Rows, entropy: bool, units: int
+) -> torch.Tensor:
+    """Parts are of the blocks: part p of one block is added to part p of the next."""
+    blocks = _Blocks(hidden, head)
+    parts = _parts(min(len(hidden), plans.BLOCK_ROWS), blocks.width, units)
+    out = _empty_states(hidden, parts, entropy)
+    for some, columns in blocks:
+        _launch_states(
+            blocks.columns(some, columns), Rows(*(t[some] for t in rows)), out[:, some], entropy
+        )
+    return out
+
+
+def _states_of_logits(
+    logits: torch.Tensor, place: Logits, rows: Rows, entropy: bool, units: int
+) -> torch.Tensor:
+    out = _empty_states(logits, _parts(*logits.shape, units), entropy)
+    _launch_states(_Columns(logits, None, place), rows, out, entropy)
+    return out
+
+
+def _gradients(
+    hidden: torch.Tensor,
+    head: Head,
+    rows: Rows,
+    upstream: Upstream,
+    *,
+    interpret: bool = False,
+) -> torch.Tensor:
+    """``interpret`` rounds outside the kernel, for Triton's interpreter on a CPU."""
+    dtype = torch.float32 if interpret else hidden.dtype
+    out = torch.empty(len(hidden), len(head.weight), dtype=dtype, device=hidden.device)
+    blocks = _Blocks(hidden, head)
+    for some, columns in blocks:
+        of_some = Upstream(*(None if t is None else t[some] for t in upstream))
+        _launch_gradients(
+            blocks.columns(some, columns), Rows(*(t[some] for t in rows)), of_some,
+            out[some, columns],
+        )  # fmt: skip
+    return out.to(hidden.dtype)
+
+
+def _gradients_of_logits(
+    logits: torch.Tensor,
+    place: Logits,
+    rows: Rows,
+    upstream: Upstream,
+    dtype: torch.dtype,
+    *,
+    interpret: bool = False,
+) -> torch.Tensor:
+    kept = torch.float32 if interpret else dtype
+    out = torch.empty(logits.shape, dtype=kept, device=logits.device)
+    _launch_gradients(_Columns(logits, None, place), rows, upstream, out)
+    return out.to(dtype)
+
+
+class _Blocks:
+    """Blocks (rows, columns) of a head's logits that fit the workspace, a row's one after another.
+
+    In the order ``tree`` a block's leaves lie beside it.
+    """
+
+    def __init__(self, hidden: torch.Tensor, head: Head):
+        count = 1 if head.order == "chain" else leaves.count(hidden.shape[1])
+        self.hidden, self.head = hidden, head
+        self.height = min(len(hidden), plans.BLOCK_ROWS)
+        bytes_of_column = 4 * self.height * (count + (count > 1))
+        fitting = plans.WORKSPACE // bytes_of_column // config.UNIT * config.UNIT
+        self.width = min(len(head.weight), fitting)
+
+    def __iter__(self) -> Iterator[tuple[slice, slice]]:
+        for top in range(0, len(self.hidden), self.height):
+            rows = slice(top, min(top + self.height, len(self.hidden)))
+            for first in range(0, len(self.head.weight), self.width):
+                yield rows, slice(first, min(first + self.width, len(self.head.weight)))
+
+    def columns(self, rows: slice, columns: slice) -> _Columns:
+        """One block's logits, fp32; the caller holds one at a time."""
+        head = self.head.block(columns)
+        logits = products.sums(self.hidden[rows], head.weight, head.order)
+        return _Columns(logits, head.bias, Logits(head.start, head.vocab, head.softcap))
+
+
+def _parts(tokens: int, width: int, units: int) -> int:
+    """As many as fill the units; no bit depends on them."""
+    rows, columns = TRITON.tile(tokens, True)
+    wanted = _tiles(units * TRITON.programs, _tiles(tokens, rows))
+    return max(1, min(wanted, _tiles(width, columns)))
+
+
+def _empty_states(like: torch.Tensor, parts: int, entropy: bool) -> torch.Tensor:
+    """[parts, T, C] of no columns."""
+    shape = parts, len(like), config.columns_of_state(entropy)
+    out = torch.zeros(shape, dtype=torch.int64, device=like.device)
+    out[..., config.TOP] = config.EMPTY
+    return out
+
+
+def _launch_states(columns: _Columns, rows: Rows, out: torch.Tensor, entropy: bool) -> None:
+    """Adds columns [T, n] to states [P, T, C], which a row of parts is cut over."""
+    logits, bias, place = columns
+    t, n = logits.shape
+    tile_rows, tile_columns = TRITON.tile(t, _wide(logits))
+    tiles = _tiles(n, tile_columns)
+    share = _tiles(tiles, len(out))
+    parts = _tiles(tiles, share)
+    kernels.states_kernel[(_tiles(t, tile_rows) * parts,)](
+        logits,
+        bias,
+        rows.target,
+        rows.scale,
+        out,
+        t,
+        n,
+        place.start,
+        _valid(place, n),
+        parts,
+        share,
+        *logits.stride(),
+        0 if bias is None else bias.stride(0),
+        out.stride(0),
+        *_cap(place),
+        ALIGN_N=_alignment(logits),
+        ROWS=tile_rows,
+        COLUMNS=tile_columns,
+        SOFTCAP=place.softcap != 0,
+        ENTROPY=entropy,
+        STATE=out.shape[2],
+        **_options(),
+    )
+
+
+def _launch_gradients(columns: _Columns, rows: Rows, upstream: Upstream, out: torch.Tensor) -> None:
+    """out [T, n], its last stride 1."""
+    logits, bias, place = columns
+    t, n = logits.shape
+    tile_rows, tile_columns = TRITON.tile(t, True)
+    tiles = _tiles(n, tile_columns)
+    kernels.gradients_kernel[(_tiles(t, tile_rows) * tiles,)](
+        logits,
+        bias,
+        rows.target,
+        rows.scale,
+        upstream.lse2,
+        upstream.of_logp,
+        upstream.of_entropy,
+        upstream.entropy,
+        out,
+        t,
+        n,
+        place.start,
+        _valid(place, n),
+        tiles,
+        *logits.stride(),
+        0 if bias is None else bias.stride(0),
+        out.stride(0),
+        *_cap(place),
+        ALIGN_N=_alignment(logits),
+        ROWS=tile_rows,
+        COLUMNS=tile_columns,
+        SOFTCAP=place.softcap != 0,
+        **_options(),
+    )
+
+
+def _valid(place: Logits, n: int) -> int:
+    """Columns that are entries of the vocabulary."""
+    return min(n, max(0, place.vocab - place.start))
+
+
+def _cap(place: Logits) -> tuple[float, float]:
+    """What z is multiplied with to be 2 log2(e) z / softcap, and softcap."""
+    return (2.0 * config.LOG2E / place.softcap if place.softcap else 0.0), place.softcap
+
+
+def _alignment(logits: torch.Tensor) -> int:
+    """A known factor of the columns; it widens loads only."""
+    return 16 if logits.shape[1] % 16 == 0 and logits.stride(1) == 1 else 1
+
+
+def _wide(logits: torch.Tensor) -> bool:
+    """Whether Triton knows that rows begin, and end, at multiples of 16 bytes."""
+    begins = logits.data_ptr() % 16 == 0 and logits.stride(0) % 16 == 0
+    return begins and _alignment(logits) == 16
+
+
+def _options() -> dict[str, int | bool]:
+    """The compiler options that every launch names."""
+    return {"num_warps": TRITON.num_warps, "enable_fp_fusion": TRITON.fp_fusion}
+
+
+def _tiles(size: int, block: int) -> int:
+    return -(-size // block)
