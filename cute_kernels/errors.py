@@ -70,6 +70,10 @@ class MissingPackageError(CuteKernelsError, RuntimeError):
     """A package that an extra of this library brings is not installed."""
 
 
+class ManifestError(CuteKernelsError, RuntimeError):
+    """Published weights are damaged, not those that were asked for, or must not be replaced."""
+
+
 class SettingError(CuteKernelsError, ValueError):
     """An environment variable of this library has a value that it does not take."""
 
