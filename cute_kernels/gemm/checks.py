@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from .. import checking, contracts, data_parallel
+from .. import checking, contracts
+from .. import main_grad as destination
 from ..errors import (
-    AliasError,
     ArgumentTypeError,
     ArgumentValueError,
     DtypeError,
@@ -31,17 +31,6 @@ MAX_ROWS = 128
 
 #: For `contracts.refuse_if_deterministic`.
 FAST = ("skinny_linear(deterministic=False)", "deterministic=True")
-
-_RECIPE = "docs/gemm.md, 'main_grad with data parallel'"
-_DDP = (
-    "none inside DistributedDataParallel, which reduces weight.grad and would leave main_grad as "
-    "each rank has it (run forward and backward inside ddp.no_sync() and reduce main_grad "
-    f"yourself: {_RECIPE})"
-)
-_FSDP2 = (
-    "none under fully_shard, which reduces weight.grad and gathers a parameter that has no "
-    f"attributes of yours (leave main_grad out and remove weight.main_grad: {_RECIPE})"
-)
 
 
 class Problem(NamedTuple):
@@ -80,9 +69,9 @@ def linear(
     if bias is not None:
         _bias(bias, x, n)
     if main_grad is not None:
-        _main_grad(main_grad, n, k, x)
+        destination.check(main_grad, weight, x)
     if not torch.compiler.is_compiling():
-        _eager_only(x, weight, bias, main_grad)
+        destination.check_values(x, weight, bias, main_grad)
     return problem
 
 
@@ -149,88 +138,3 @@ def _bias(bias: torch.Tensor, x: torch.Tensor, n: int) -> None:
     if bias.shape[0] != n:
         raise ShapeError(expected("bias", f"shape [{n}], the N of weight", list(bias.shape)))
     _same_kind("x", x, "bias", bias)
-
-
-def _main_grad(main_grad: torch.Tensor, n: int, k: int, x: torch.Tensor) -> None:
-    checking.tensor("main_grad", main_grad)
-    if list(main_grad.shape) != [n, k]:
-        want = f"shape [{n}, {k}], that of weight"
-        raise ShapeError(expected("main_grad", want, list(main_grad.shape)))
-    if main_grad.dtype != torch.float32:
-        raise DtypeError(expected("main_grad", "torch.float32", main_grad.dtype))
-    checking.same_device("main_grad", main_grad, "x", x)
-    if main_grad.requires_grad:
-        want = "requires_grad=False (backward adds into it)"
-        raise ArgumentValueError(expected("main_grad", want, "requires_grad=True"))
-    if not main_grad.is_contiguous() and _overlaps_itself(main_grad):
-        want = "elements at distinct addresses (it is updated in place)"
-        raise AliasError(expected("main_grad", want, f"strides {main_grad.stride()}"))
-
-
-def _eager_only(x, weight, bias, main_grad) -> None:
-    """What can be seen of true tensors only, and costs nothing where there is no main_grad."""
-    if main_grad is None:
-        sharded = data_parallel.sharded(weight)
-        if sharded is not None and getattr(sharded, "main_grad", None) is not None:
-            raise ArgumentValueError(expected("main_grad", _FSDP2, "weight.main_grad"))
-        return
-    if main_grad.is_neg():
-        want = "memory that holds its values (it is updated in place)"
-        raise ArgumentValueError(expected("main_grad", want, "a negated view"))
-    if checking.autocast(x.device) and (written := checking.in_memory(main_grad)) is not None:
-        # The op sees what autocast makes of them.
-        read = {"x": x, "weight": weight, "bias": bias}
-        apart(written, **{name: checking.in_memory(t) for name, t in read.items()})
-    if weight.requires_grad and torch.is_grad_enabled():
-        name = data_parallel.reducer(leaf_of(weight))
-        if name is not None:
-            want = _DDP if name == data_parallel.DDP else _FSDP2
-            raise ArgumentValueError(expected("main_grad", want, "a tensor"))
-
-
-def apart(main_grad: torch.Tensor, **read: torch.Tensor | None) -> None:
-    """That no byte of main_grad is one of a tensor that backward reads, whoever allocated it."""
-    start, stop = _addresses(main_grad)
-    for name, tensor in read.items():
-        if tensor is None:
-            continue
-        first, end = _addresses(tensor)
-        if first < stop and start < end:
-            want = f"memory of its own (backward writes it while it reads {name})"
-            raise AliasError(expected("main_grad", want, f"an alias of {name}"))
-
-
-def leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The leaf that a tensor is made of by casts, views and the like; None if of several."""
-    node = None if tensor.is_leaf else accumulator_of(tensor.grad_fn)
-    return tensor if tensor.is_leaf else node and node.variable
-
-
-def accumulator_of(node: object) -> object | None:
-    """The AccumulateGrad node at the end of an autograd graph; None if it has several ends."""
-    while node is not None and node.name() != "torch::autograd::AccumulateGrad":
-        after = [other for other, _ in node.next_functions if other is not None]
-        node = after[0] if len(after) == 1 else None
-    return node
-
-
-def _overlaps_itself(t: torch.Tensor) -> bool:
-    """Whether two elements of a 2-D tensor can share an address."""
-    sized = sorted(
-        (stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1
-    )
-    reach = 1
-    for stride, size in sized:
-        if stride < reach:
-            return True
-        reach = stride * (size - 1) + reach
-    return False
-
-
-def _addresses(t: torch.Tensor) -> tuple[int, int]:
-    """Of its first byte and behind its last; storages say less, as each library makes its own."""
-    first = t.data_ptr()
-    if t.is_contiguous():
-        return first, first + t.numel() * t.element_size()
-    span = sum(stride * (size - 1) for stride, size in zip(t.stride(), t.shape, strict=True))
-    return first, first + (span + 1) * t.element_size() * bool(t.numel())

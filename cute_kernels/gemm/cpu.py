@@ -38,15 +38,17 @@ def gemm(
     bias: torch.Tensor | None,
     accumulator: torch.Tensor | None,
     order: str = ORDER,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """a [M, K] · b [N, K]ᵀ (+ bias [N]), or accumulator [M, N] fp32 += the same, in place.
 
-    ``order``: of ``ORDERS``; an accumulator is a chain's.
+    ``order``: of ``ORDERS``; an accumulator is a chain's.  ``out``: where the product goes, or
+    None: into a new tensor.
     """
     with ieee() as team:
         if accumulator is not None:
             return _accumulate(a, b, accumulator)
-        return _blocked(a, b, bias, order, team)
+        return _blocked(a, b, bias, order, team, out)
 
 
 def skinny(
@@ -93,11 +95,16 @@ def column_sum(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _blocked(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, order: str, team: tuple[int, int]
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    order: str,
+    team: tuple[int, int],
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     (m, k), n = a.shape, b.shape[0]
     spans = _spans(k, leaves.length(k) if order == "tree" else k)
-    out = torch.empty(m, n, dtype=a.dtype, device="cpu")
+    out = torch.empty(m, n, dtype=a.dtype, device="cpu") if out is None else out
     if bias is not None:
         bias = bias.to(torch.float32).expand(m, n)
     _fill(out, a, [_part(b, span, team) for span in spans], bias, team)

@@ -28,8 +28,12 @@ def gemm(
     bias: torch.Tensor | None,
     accumulator: torch.Tensor | None,
     order: str = ORDER,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a [M, K] · b [N, K]ᵀ (+ bias [N]), or ``accumulator`` [M, N] fp32 += the same, in place."""
+    """a [M, K] · b [N, K]ᵀ (+ bias [N]), or ``accumulator`` [M, N] fp32 += the same, in place.
+
+    ``out`` [M, N] of the dtype of ``a``: where the product goes; None: into a new tensor.
+    """
     a, a_major = matrix(a, "gemm", "a")
     b, b_major = matrix(b, "gemm", "b")
     size = a.shape[0], b.shape[0], a.shape[1]
@@ -43,9 +47,12 @@ def gemm(
     choose = tiles.choose if a_major == "k" else tiles.dense
     tile = choose(*size, order, most_ctas(a.device))
     if isinstance(tile, Dense):
-        return _dense((a, a_major), (b, b_major), bias, tile, order)
-    bias = None if bias is None else bias.expand(size[0], size[1])
-    return _skinny(a, (b, b_major), bias, tile, order)
+        direct = out if out is not None and storable(out) else None
+        y = _dense((a, a_major), (b, b_major), bias, tile, order, direct)
+    else:
+        bias = None if bias is None else bias.expand(size[0], size[1])
+        y = _skinny(a, (b, b_major), bias, tile, order)
+    return y if out is None or y is out else out.copy_(y)
 
 
 def skinny(
@@ -81,13 +88,15 @@ def leaf_sums(a: torch.Tensor, b: torch.Tensor, length: int) -> torch.Tensor:
     return _without_padding(out[:, :, :n])
 
 
-def _dense(a, b, bias, tile: Dense, order: str) -> torch.Tensor:
+def _dense(a, b, bias, tile: Dense, order: str, out: torch.Tensor | None) -> torch.Tensor:
     (a, a_major), (b, b_major) = a, b
-    out = padded_empty(a, a.shape[0], b.shape[0])
+    given = out
+    if given is None:
+        out = padded_empty(a, a.shape[0], b.shape[0])
     epilogue = "plain" if bias is None else "bias"
     kernel = _gemm_kernel(a.dtype, a_major, b_major, epilogue, tile, order)
     call(a.device, kernel, a, b, out, bias, max_clusters(a.device))
-    return _without_padding(out)
+    return _without_padding(out) if given is None else given
 
 
 def _accumulate(a, b, accumulator, tile: Dense, order: str) -> torch.Tensor:

@@ -26,6 +26,7 @@ import contextlib
 import torch
 
 from .. import contracts, cpu_math, dispatch
+from .. import main_grad as destination
 from ..arch import CPU, CUTE_SM90, TRITON
 from ..dispatch import Implementation
 from ..errors import UnsupportedTransformError
@@ -81,7 +82,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 def _run_linear(x, weight, bias, main_grad, order):
     if main_grad is not None:
         # Here, for a compiled graph too: a tensor that is traced has no address.
-        checks.apart(main_grad, x=x, weight=weight, bias=bias)
+        destination.apart(main_grad, x=x, weight=weight, bias=bias)
     if x.dim() == 2:
         return _product(x, weight, order, bias)
     return _product(_rows(x), weight, order, bias).view(*x.shape[:-1], weight.shape[0])
@@ -171,41 +172,18 @@ def _backward_linear(ctx, dy):
 
 
 def weight_gradient(ctx, dy, x):
-    """dW, or None after it was added into main_grad, which stands for the parameter's ``grad``.
+    """dW, or None where it went into main_grad, which stands for the parameter's ``grad``.
 
     For a node whose second input is the weight, and that has ``main_grad`` and ``order``.
-    So main_grad is written where ``grad`` would be: not by ``autograd.grad``, which returns dW,
-    and not by ``backward(inputs=...)`` without the parameter.
     """
     if ctx.main_grad is None:
         return linear_dw(dy, x, ctx.order)
-    # The weight may be a cast or a view of the parameter, saved and unpacked by hooks.
     edge = ctx.next_functions[1][0]
-    end = checks.accumulator_of(edge)
-    runs = _traced() or _engine_runs(end or edge)
-    if not runs:
-        return linear_dw(dy, x, ctx.order) if runs is None or _engine_runs(edge) else None
-    linear_dw_(dy, x, ctx.main_grad, ctx.order)
-    if end is not None and hasattr(getattr(end, "variable", None), "grad_added_to_main_grad"):
-        end.variable.grad_added_to_main_grad = True
-    return None
-
-
-def _traced() -> bool:
-    """Whether this backward is being made into a graph, by way of autograd.grad."""
-    # torch.compiler.is_compiling() does not say so on torch 2.11.
-    mode = torch._C._TorchDispatchModeKey.PROXY
-    return torch._C._get_dispatch_mode(mode) is not None
-
-
-def _engine_runs(node) -> bool | None:
-    """Whether this backward pass runs ``node``; None: it is a leaf, given to ``autograd.grad``."""
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError as error:
-        if "leaf node" not in str(error):
-            raise
-        return None
+    where = destination.of(edge)
+    if where == destination.MAIN_GRAD:
+        linear_dw_(dy, x, ctx.main_grad, ctx.order)
+        destination.mark(edge)
+    return linear_dw(dy, x, ctx.order) if where == destination.GRAD else None
 
 
 def _setup_skinny(ctx, inputs, output):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import checking, contracts, dispatch
+from .. import main_grad as destination
 from ..errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -366,7 +367,7 @@ class _RowParallel(torch.autograd.Function):
     def forward(ctx, x, weight, bias, main_grad, group):
         _keep(ctx, x, weight, main_grad, group)
         if main_grad is not None:
-            checks.apart(main_grad, x=x, weight=weight, bias=bias)
+            destination.apart(main_grad, x=x, weight=weight, bias=bias)
         return _sum_over_ranks(x, weight, bias, group)
 
     @staticmethod

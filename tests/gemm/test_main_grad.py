@@ -10,8 +10,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import cute_kernels as ck
+from cute_kernels import main_grad
 from cute_kernels.errors import AliasError, UnsupportedTransformError
-from cute_kernels.gemm import checks, op
+from cute_kernels.gemm import op
 from tests.contract import same_bytes
 
 M, N, K = 37, 24, 40
@@ -95,7 +96,7 @@ def test_a_weight_of_two_parameters_has_no_flag():
     ck.linear(drawn(M, K), one + two, main_grad=state).sum().backward()
     assert state.abs().sum() > 0 and one.grad is None
     assert not one.grad_added_to_main_grad and not two.grad_added_to_main_grad
-    assert checks.leaf_of(one + two) is None and checks.leaf_of(one * 2) is one
+    assert main_grad.leaf_of(one + two) is None and main_grad.leaf_of(one * 2) is one
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -27,6 +27,7 @@ def gemm(
     bias: torch.Tensor | None,
     accumulator: torch.Tensor | None,
     order: str = config.ORDER,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """a [M, K] · b [N, K]ᵀ + bias [N], or accumulator [M, N] += a · bᵀ in place.
 
@@ -35,17 +36,20 @@ def gemm(
         bias: The dtype of ``a``; added in fp32 before the one rounding.
         accumulator: fp32, any strides whose elements do not overlap; the chain starts from it.
         order: Of `config.ORDERS`; an accumulator's is a chain.
+        out: Where the product goes, [M, N] of the dtype of ``a``; None: into a new tensor.
 
     Returns:
-        [M, N], contiguous, the dtype of ``a``; or ``accumulator``.
+        [M, N], contiguous, the dtype of ``a``; or ``accumulator``, or ``out``.
 
     Runs on the device of ``a`` and its current stream.  The first launch of a (dtype, major,
     alignment) class compiles; do that before a CUDA graph is captured.
     """
     with torch.cuda.device(a.device):
         if order != config.ORDER and accumulator is None:
-            return _launch_tree(a, b, bias, most_ctas(a.device))
-        return _launch(a, b, bias, accumulator, most_ctas(a.device))
+            y = _launch_tree(a, b, bias, most_ctas(a.device))
+        else:
+            y = _launch(a, b, bias, accumulator, most_ctas(a.device))
+        return y if out is None else out.copy_(y)
 
 
 def skinny(

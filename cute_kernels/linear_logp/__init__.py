@@ -1,0 +1,1 @@
+"""Log-probabilities of chosen tokens from hidden states and the LM head, without the logits."""

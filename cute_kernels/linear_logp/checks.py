@@ -1,0 +1,206 @@
+"""Tensors -> a frozen Problem, or one exception that names the argument.  Works on meta tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from .. import checking
+from .. import main_grad as destination
+from ..errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    DtypeError,
+    ShapeError,
+    expected,
+    one_of,
+)
+from .config import MAX_VOCAB, ORDERS, UNIT
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_INTEGERS = (torch.int64, torch.int32)
+_MAX_SIZE = 2**31 - 1
+
+
+class Problem(NamedTuple):
+    """Rows of a head from ``start`` on, of a vocabulary of ``vocab``, and the tokens' options."""
+
+    tokens: int
+    start: int
+    vocab: int
+    temperature: float
+    temperatures: torch.Tensor | None
+    softcap: float
+
+
+def linear_logp(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    order: str,
+    temperature: float | torch.Tensor,
+    softcap: float,
+    ignore_index: int,
+    return_entropy: bool,
+    vocab_start: int,
+    vocab_size: int | None,
+    main_grad: torch.Tensor | None,
+    sharded: bool,
+) -> Problem:
+    """The problem of one rank's arguments; ``sharded``: whether there is a group."""
+    _floats("hidden", hidden)
+    _floats("weight", weight)
+    checking.rank("weight", weight, 2, "[V, D]")
+    rows, width = weight.shape
+    if hidden.dim() < 1 or hidden.shape[-1] != width:
+        want = f"shape [..., {width}], the D of weight {list(weight.shape)}"
+        raise ShapeError(expected("hidden", want, list(hidden.shape)))
+    if min(width, rows) < 1:
+        raise ShapeError(expected("weight", "at least 1 row and 1 column", list(weight.shape)))
+    _beside("weight", weight, hidden)
+    checking.supported("linear_logp", hidden.device)
+    if bias is not None:
+        _floats("bias", bias)
+        if list(bias.shape) != [rows]:
+            raise ShapeError(expected("bias", f"shape [{rows}], the V of weight", list(bias.shape)))
+        _beside("bias", bias, hidden)
+    if order not in ORDERS:
+        raise ArgumentValueError(one_of("order", ORDERS, order))
+    start, vocab = _vocabulary(rows, vocab_start, vocab_size, sharded)
+    _target(target, hidden.shape[:-1], hidden, ignore_index, vocab, "hidden")
+    each, number = _temperature(temperature, target)
+    _flag("return_entropy", return_entropy)
+    softcap = _softcap(softcap)
+    if main_grad is not None:
+        destination.check(main_grad, weight, hidden)
+    if not torch.compiler.is_compiling():
+        destination.check_values(hidden, weight, bias, main_grad)
+    return Problem(target.numel(), start, vocab, number, each, softcap)
+
+
+def log_probs(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    temperature: float | torch.Tensor,
+    softcap: float,
+    ignore_index: int,
+    return_entropy: bool,
+    vocab_size: int | None,
+) -> Problem:
+    """The problem of ``log_probs(logits[..., V], target[...])``."""
+    _floats("logits", logits)
+    if logits.dim() < 1 or logits.shape[-1] < 1:
+        want = "at least 1 dimension, the last of at least 1"
+        raise ShapeError(expected("logits", want, list(logits.shape)))
+    checking.supported("log_probs", logits.device)
+    _, vocab = _vocabulary(logits.shape[-1], 0, vocab_size, False)
+    _target(target, logits.shape[:-1], logits, ignore_index, vocab, "logits")
+    each, number = _temperature(temperature, target)
+    _flag("return_entropy", return_entropy)
+    return Problem(target.numel(), 0, vocab, number, each, _softcap(softcap))
+
+
+def _floats(name: str, t: torch.Tensor) -> None:
+    checking.tensor(name, t)
+    checking.dtype(name, t.dtype, DTYPES)
+    if t.numel() and max(t.shape) > _MAX_SIZE:
+        raise ShapeError(expected(name, f"sizes of at most {_MAX_SIZE}", list(t.shape)))
+
+
+def _beside(name: str, t: torch.Tensor, hidden: torch.Tensor) -> None:
+    checking.same_device(name, t, "hidden", hidden)
+    if t.dtype is not hidden.dtype and not checking.autocast(hidden.device):
+        raise DtypeError(expected(name, f"{hidden.dtype}, the dtype of hidden", t.dtype))
+
+
+def _vocabulary(rows: int, start: object, size: object, sharded: bool) -> tuple[int, int]:
+    start = _integer("vocab_start", start, "an int of 0 or more")
+    if size is None:
+        if sharded:
+            want = "the size of the whole vocabulary, as there is a group"
+            raise ArgumentValueError(expected("vocab_size", want, "None"))
+        size = start + rows
+    size = _integer("vocab_size", size, "an int, or None")
+    if start < 0:
+        raise ArgumentValueError(expected("vocab_start", "0 or more", start))
+    if start % UNIT:
+        want = f"a multiple of {UNIT}, as its neighbours are added together"
+        raise ArgumentValueError(expected("vocab_start", want, start))
+    if not sharded and start:
+        want = "0 without a group: the rows before it would be missing from every sum"
+        raise ArgumentValueError(expected("vocab_start", want, start))
+    if not 1 <= size <= MAX_VOCAB:
+        raise ArgumentValueError(expected("vocab_size", f"1 to {MAX_VOCAB}", size))
+    if not sharded and size > rows:
+        want = f"at most {rows}, the rows of weight (more of them need a group)"
+        raise ArgumentValueError(expected("vocab_size", want, size))
+    return start, size
+
+
+def _target(target, shape, like, ignore_index, vocab: int, name: str) -> None:
+    checking.tensor("target", target)
+    if target.dtype not in _INTEGERS:
+        raise DtypeError(expected("target", "int64 or int32", target.dtype))
+    if target.shape != shape:
+        want = f"shape {list(shape)}, that of {name} without its last dimension"
+        raise ShapeError(expected("target", want, list(target.shape)))
+    checking.same_device("target", target, name, like)
+    _integer("ignore_index", ignore_index, "an int")
+    if target.device.type == "cpu" and _has_values(target):
+        # On a GPU a look at the values would wait for it; there the result is NaN.
+        wrong = (target != ignore_index) & ((target < 0) | (target >= vocab))
+        if bool(wrong.any()):
+            want = f"entries of 0 to {vocab - 1}, or ignore_index ({ignore_index})"
+            raise ArgumentValueError(expected("target", want, int(target[wrong].flatten()[0])))
+
+
+def _has_values(t: torch.Tensor) -> bool:
+    return not torch.compiler.is_compiling() and checking.in_memory(t) is not None
+
+
+def _temperature(value: object, target: torch.Tensor) -> tuple[torch.Tensor | None, float]:
+    if not isinstance(value, torch.Tensor):
+        number = _number("temperature", value, "a number above 0, or a tensor shaped like target")
+        if not 0 < number < math.inf:
+            raise ArgumentValueError(expected("temperature", "above 0, and finite", value))
+        return None, number
+    checking.dtype("temperature", value.dtype, DTYPES)
+    if value.shape != target.shape:
+        want = f"a number, or shape {list(target.shape)}, that of target"
+        raise ShapeError(expected("temperature", want, list(value.shape)))
+    checking.same_device("temperature", value, "target", target)
+    if value.requires_grad:
+        want = "requires_grad=False (it has no gradient)"
+        raise ArgumentValueError(expected("temperature", want, "requires_grad=True"))
+    if value.device.type == "cpu" and _has_values(value) and bool((~(value > 0)).any()):
+        raise ArgumentValueError(expected("temperature", "values above 0", float(value.min())))
+    return value, 1.0
+
+
+def _softcap(value: object) -> float:
+    number = _number("softcap", value, "a number, 0 for none")
+    if not 0 <= number < math.inf:
+        raise ArgumentValueError(expected("softcap", "0 (none) or more, and finite", value))
+    return number
+
+
+def _number(name: str, value: object, want: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ArgumentTypeError(expected(name, want, type(value).__name__))
+    return float(value)
+
+
+def _integer(name: str, value: object, want: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise ArgumentTypeError(expected(name, want, type(value).__name__))
+    return value
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ArgumentTypeError(expected(name, "True or False", type(value).__name__))

@@ -1,0 +1,153 @@
+"""The backward, block by block of the vocabulary: each block's logits are made again.
+
+    G = dlogits of a block [T, V']       dHidden += G W'       dW' = Gᵀ Hidden       dbias' = Σ G
+
+dHidden is a chain over the vocabulary, ascending; in the order ``tree`` it is cut into at most
+eight leaves of 16 ⌈V / 128⌉, and leaves are added ascending.  dW is a chain over the tokens.  No
+block shows in a bit of the GPU backends.  On a CPU blocks are the order: 1024 from a leaf's start.
+
+Workspace: fp32 dHidden and one block's G, at most `WORKSPACE` bytes each.  Where dHidden alone is
+more, dHidden is made in blocks of tokens, and dW in a second pass over the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from .. import dispatch, products
+from ..cpu_math import ieee
+from ..schedulers.tiles import leaves
+from .config import CPU
+from .tensors import Head, Rows, Upstream
+
+#: Bytes of fp32 dHidden, and of a block's G.
+WORKSPACE = 1 << 27
+#: Columns of a block are a multiple of it: whole tiles.
+_STEP = 256
+
+
+class Needs(NamedTuple):
+    """Which gradients are asked for."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+def gradients(
+    hidden: torch.Tensor,
+    head: Head,
+    rows: Rows,
+    upstream: Upstream,
+    needs: Needs,
+    main_grad: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """(dhidden, dweight, dbias), None where not needed; dweight also where main_grad took it."""
+    d_hidden, passes = None, Pass(hidden, head, rows, upstream)
+    together = hidden.numel() * 4 * (1 + (head.order == "tree")) <= WORKSPACE
+    if needs.hidden and not together:
+        step = max(16, WORKSPACE // (8 * hidden.shape[1]) // 16 * 16)
+        blocks = [
+            passes.of_tokens(slice(first, first + step)).run(Needs(True, False, False), None)[0]
+            for first in range(0, len(hidden), step)
+        ]
+        d_hidden, needs = torch.cat(blocks), needs._replace(hidden=False)
+    if any(needs):
+        made, d_weight, d_bias = passes.run(needs, main_grad)
+        return (made if d_hidden is None else d_hidden), d_weight, d_bias
+    return d_hidden, None, None
+
+
+class Pass(NamedTuple):
+    """One walk through the vocabulary."""
+
+    hidden: torch.Tensor
+    head: Head
+    rows: Rows
+    upstream: Upstream
+
+    def of_tokens(self, some: slice) -> Pass:
+        """For some of the tokens: dHidden is row by row."""
+        rows = Rows(*(t[some] for t in self.rows))
+        upstream = Upstream(*(None if t is None else t[some] for t in self.upstream))
+        return self._replace(hidden=self.hidden[some], rows=rows, upstream=upstream)
+
+    def run(self, needs: Needs, main_grad: torch.Tensor | None):
+        """(dhidden, dweight, dbias), as `gradients`, in one walk."""
+        hidden, head = self.hidden, self.head
+        # What a masked token holds, NaN as it may be, must not meet its zeros.
+        kept = (self.rows.target >= 0)[:, None]
+        seen = torch.where(kept, hidden, 0.0) if needs.weight else None
+        d_weight = torch.empty_like(head.weight, memory_format=torch.contiguous_format)
+        d_weight = d_weight if needs.weight and main_grad is None else None
+        d_bias = None if not needs.bias else torch.empty_like(head.bias)
+        total = None
+        for leaf in _leaves(head):
+            part = hidden.new_zeros(hidden.shape, dtype=torch.float32) if needs.hidden else None
+            for block in self.blocks(leaf):
+                gradient = self.of_logits(block)
+                if needs.hidden:
+                    self.add_hidden(part, gradient, head.weight[block])
+                if needs.weight and main_grad is not None:
+                    products.product(gradient.mT, seen.mT, accumulator=main_grad[block])
+                elif needs.weight:
+                    products.product(gradient.mT, seen.mT, out=d_weight[block])
+                if needs.bias:
+                    d_bias[block] = products.column_sum(gradient)
+            total = part if total is None else _added(total, part)
+        if needs.hidden:
+            total = torch.where(kept, total, 0.0).to(hidden.dtype)
+        return total, d_weight, d_bias
+
+    def leaf_by_leaf(self) -> Iterator[torch.Tensor]:
+        """The leaves of dHidden, one after the other: fp32 [T, D] each."""
+        for leaf in _leaves(self.head):
+            part = self.hidden.new_zeros(self.hidden.shape, dtype=torch.float32)
+            for block in self.blocks(leaf):
+                self.add_hidden(part, self.of_logits(block), self.head.weight[block])
+            yield part
+
+    def of_logits(self, block: slice) -> torch.Tensor:
+        """G: [T, V'] in the dtype of hidden."""
+        launch = dispatch.launcher("logp_gradients", self.hidden.device, self.hidden.dtype)
+        return launch(self.hidden, self.head.block(block), self.rows, self.upstream)
+
+    def add_hidden(self, total: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor):
+        """total += G W', on this backend."""
+        launch = dispatch.launcher("logp_add_hidden", self.hidden.device, self.hidden.dtype)
+        launch(total, gradient, weight)
+
+    def blocks(self, leaf: slice) -> Iterator[slice]:
+        """A leaf's blocks, ascending."""
+        step = CPU.columns
+        if self.hidden.device.type != "cpu":
+            bytes_of_column = max(1, len(self.hidden) * self.hidden.itemsize)
+            step = max(_STEP, WORKSPACE // bytes_of_column // _STEP * _STEP)
+        for first in range(leaf.start, leaf.stop, step):
+            yield slice(first, min(first + step, leaf.stop))
+
+
+def _added(total: torch.Tensor, part: torch.Tensor | None) -> torch.Tensor | None:
+    if part is None:
+        return None
+    if total.device.type == "cpu":
+        with ieee():
+            return total.add_(part)
+    return total.add_(part)
+
+
+def _leaves(head: Head) -> Iterator[slice]:
+    """Rows of this head by leaves of the whole vocabulary; all of them at once in a chain."""
+    count = len(head.weight)
+    length = count if head.order == "chain" else leaves.length(head.vocab)
+    # A rank's rows begin at a leaf wherever its dHidden is asked for.
+    for first in range(0, count, length):
+        yield slice(first, min(first + length, count))
+
+
+def add_hidden(total: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor) -> None:
+    """total [T, D] fp32 += gradient [T, V'] · weight [V', D], the chain going on."""
+    products.product(gradient, weight.mT, accumulator=total)

@@ -1,0 +1,110 @@
+"""Every constant that the bits of linear_logp depend on, and the configurations of its kernels.
+
+A token's log-probability is ``log2 p = y_t - log2 Σ_v 2^(y_v)`` with ``y = logit · log2(e) / τ``.
+The sum is made so that nobody's order can show in it:
+
+    unit    16 neighbours of the vocabulary, from a multiple of 16 on.  M = round(max y); the sum
+            s = Σ 2^(y - M) in fp32, added as a tree: v, v + 8; then neighbours 1, 2 and 4 apart.
+    sum     Σ_units s 2^M in integers: exact, so that tiles, CTAs, kernels and ranks may add units
+            in any order and in any number of parts.
+
+What is below 2^-48 of the largest unit may be left out: all of a vocabulary is 2^-34 of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+
+from .. import arch
+from ..contracts import (
+    BATCH_INVARIANT,
+    RUN_TO_RUN,
+    SCHEDULE_INVARIANT,
+    SPLIT_INVARIANT,
+    TP_INVARIANT,
+)
+from ..schedulers.tiles.leaves import LEAVES
+
+#: Neighbours of the vocabulary whose exponentials are added in fp32.
+UNIT = 16
+#: Exponents M of one bin of the exact sum, and the bins that are kept: the highest and those below.
+BIN = 16
+BINS = 4
+#: A unit's sum s is the integer s 2^(FRACTION + M mod BIN) of its bin.
+FRACTION = 24
+#: |y| is clamped to it where exponents are formed; beyond, log-probabilities are NaN.
+MAX_EXPONENT = 2**21
+#: 2^y y is 0 for y below.
+MIN_POWER = -256.0
+#: Bins of 64 bits have room for so many units (docs/linear_logp.md).
+MAX_VOCAB = 2**19
+
+#: The highest bin of a row that no unit has reached, and of one that has seen NaN or an overflow.
+EMPTY, LOST = -(2**20), 2**20
+
+#: Columns of a state: the highest bin; the sums of it and those below; the chosen logit's bits;
+#: for the entropy, sums weighted with y.
+TOP, SUMS, CHOSEN, WEIGHTED = 0, 1, 1 + BINS, 2 + BINS
+
+#: Targets that no vocabulary has: masked by ignore_index, and out of range.
+MASKED, OUTSIDE = -1, -2
+
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+
+ORDERS = ("chain", "tree")
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+_ALL = {RUN_TO_RUN, BATCH_INVARIANT, SPLIT_INVARIANT, TP_INVARIANT}
+KEPT: Mapping[str, frozenset[str]] = {
+    arch.CUTE_SM90: frozenset(_ALL | {SCHEDULE_INVARIANT}),
+    arch.TRITON: frozenset(_ALL | {SCHEDULE_INVARIANT}),
+    arch.CPU: frozenset(_ALL),
+}
+
+
+def columns_of_state(entropy: bool) -> int:
+    """Of a token's state: int64."""
+    return WEIGHTED + BINS * entropy
+
+
+@dataclass(frozen=True)
+class CpuPlan:
+    """The CPU backend's 2^f on [-1/2, 1/2], by Horner's rule; and blocks of the backward.
+
+    dHidden: the vocabulary in blocks of ``columns``, ascending, each a product that is added.
+    """
+
+    exp2: tuple[float, ...] = (
+        1.0,
+        0.6931471824645996,
+        0.24022650718688965,
+        0.05550410971045494,
+        0.00961802527308464,
+        0.0013333478709682822,
+        0.00015469729260075837,
+        1.5303699910873547e-05,
+    )
+    columns: int = 1024
+
+
+CPU = CpuPlan()
+
+
+def plan(backend: str, device: arch.Device) -> dict[str, object]:
+    """What a contract id covers, besides the products' own plan."""
+    common: dict[str, object] = {
+        "unit": UNIT,
+        "unit_sum": "v + 8, then 1, 2, 4 apart",
+        "bins": (BIN, BINS, FRACTION),
+        "orders": ORDERS,
+        "leaves": {"at most": LEAVES, "of": f"16 ceil(V / {16 * LEAVES})", "in": "dHidden of tree"},
+        "gradient of logits": "rounded to the dtype of hidden",
+    }
+    if backend == arch.CPU:
+        return common | {"cpu": asdict(CPU), "threads": device.threads}
+    return common | {"exp2": "ex2.approx.ftz"}

@@ -1,0 +1,141 @@
+"""The CPU backend: units and gradients of logits, element by element, in IEEE arithmetic.
+
+2^y is a polynomial, so that no element's bits depend on where a vector register begins.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .. import products
+from ..cpu_math import ieee
+from . import exact
+from .config import CHOSEN, CPU, LN2, LOG2E, MAX_EXPONENT, MIN_POWER, UNIT
+from .tensors import Head, Logits, Rows, Upstream
+
+
+def states(hidden: torch.Tensor, head: Head, rows: Rows, entropy: bool) -> torch.Tensor:
+    """int64 [P, T, C]: the states of blocks of the head's rows."""
+    parts = []
+    for first in range(0, len(head.weight), CPU.columns):
+        block = head.block(slice(first, min(first + CPU.columns, len(head.weight))))
+        place = Logits(block.start, head.vocab, head.softcap)
+        parts.append(states_of_logits(_logits(hidden, block), place, rows, entropy))
+    return torch.cat(parts)
+
+
+def gradients(hidden: torch.Tensor, head: Head, rows: Rows, upstream: Upstream) -> torch.Tensor:
+    """[T, V] of the dtype of ``hidden``: the gradient of the head's logits."""
+    place = Logits(head.start, head.vocab, head.softcap)
+    return gradients_of_logits(_logits(hidden, head), place, rows, upstream, hidden.dtype)
+
+
+def add_hidden(total: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor) -> None:
+    """total [T, D] fp32 += gradient [T, V] · weight [V, D], the block's product added once."""
+    with ieee():
+        total += products.sums(gradient, weight.mT, "chain")
+
+
+def states_of_logits(
+    logits: torch.Tensor, place: Logits, rows: Rows, entropy: bool
+) -> torch.Tensor:
+    """int64 [1, T, C] of logits [T, n] of any dtype; they begin at ``place.start``."""
+    with ieee():
+        z = _capped(logits.to(torch.float32), place.softcap)
+        chosen = _chosen(z, place, rows)
+        z = _whole_units(z, place)
+        scale = rows.scale[:, None, None]
+        top = (z.amax(2, keepdim=True) * scale).clamp(-MAX_EXPONENT, MAX_EXPONENT)
+        # A NaN shows in the unit's sum.
+        exponent = torch.nan_to_num(top.round(), nan=0.0)
+        power = _fma(z, scale, -exponent)
+        values = _exp2(power)
+        weighted = _unit_sum(values * power.clamp(min=MIN_POWER)) if entropy else None
+        state = exact.of_units(exponent[..., 0].to(torch.int64), _unit_sum(values), weighted)
+        state[:, CHOSEN] = chosen
+        return state[None]
+
+
+def gradients_of_logits(
+    logits: torch.Tensor, place: Logits, rows: Rows, upstream: Upstream, dtype: torch.dtype
+) -> torch.Tensor:
+    """dlogits [T, n] = (1[v = target] - p) dlogp / τ - p (ln p + H) dentropy / τ, in ``dtype``.
+
+    Exactly 0 in rows without a target, and in columns that are padding of the vocabulary.
+    """
+    with ieee():
+        z = _capped(logits.to(torch.float32), place.softcap)
+        column = torch.arange(place.start, place.start + z.shape[1])
+        inside = column < place.vocab
+        power = _fma(z, rows.scale[:, None], -upstream.lse2[:, None])
+        p = _exp2(power)
+        of_logp = upstream.of_logp[:, None]
+        gradient = torch.where(column == rows.target[:, None], 1.0 - p, -p) * of_logp
+        if upstream.of_entropy is not None:
+            log_p = power.clamp(min=MIN_POWER) * LN2
+            weight = p * upstream.of_entropy[:, None]
+            gradient = gradient - weight * (log_p + upstream.entropy[:, None])
+        if place.softcap:
+            gradient = gradient * (1.0 - (z / place.softcap).square())
+        kept = inside & (rows.target[:, None] >= 0)
+        return torch.where(kept, gradient, 0.0).to(dtype)
+
+
+def _logits(hidden: torch.Tensor, head: Head) -> torch.Tensor:
+    z = products.sums(hidden, head.weight, head.order)
+    if head.bias is not None:
+        with ieee():
+            z = z + head.bias.to(torch.float32)
+    return z
+
+
+def _capped(z: torch.Tensor, softcap: float) -> torch.Tensor:
+    """softcap tanh(z / softcap), as 1 - 2 / (1 + e^(2 z / softcap))."""
+    if not softcap:
+        return z
+    power = _exp2((z * (2.0 * LOG2E / softcap)).clamp(-120.0, 120.0))
+    return (1.0 - 2.0 / (power + 1.0)) * softcap
+
+
+def _chosen(z: torch.Tensor, place: Logits, rows: Rows) -> torch.Tensor:
+    """The bits of the target's logit where it is among these columns, else 0."""
+    column = rows.target - place.start
+    here = (column >= 0) & (column < z.shape[1])
+    value = z.gather(1, torch.where(here, column, 0)[:, None])[:, 0]
+    return torch.where(here, value.view(torch.int32).to(torch.int64), 0)
+
+
+def _whole_units(z: torch.Tensor, place: Logits) -> torch.Tensor:
+    """[T, U, 16], -inf behind the last column and in padding of the vocabulary."""
+    count = -(-z.shape[1] // UNIT)
+    out = torch.full((len(z), count * UNIT), -torch.inf)
+    valid = min(z.shape[1], max(0, place.vocab - place.start))
+    out[:, :valid] = z[:, :valid]
+    return out.view(len(z), count, UNIT)
+
+
+def _unit_sum(v: torch.Tensor) -> torch.Tensor:
+    """[T, U, 16] -> [T, U]: v and v + 8; then neighbours, and so on."""
+    half = v[..., :8] + v[..., 8:]
+    pair = half[..., 0::2] + half[..., 1::2]
+    four = pair[..., 0::2] + pair[..., 1::2]
+    return four[..., 0] + four[..., 1]
+
+
+def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """a b + c in fp32 with one rounding of the sum; a product of fp32 is exact in fp64."""
+    return (a.double() * b.double() + c.double()).float()
+
+
+def _exp2(y: torch.Tensor) -> torch.Tensor:
+    """2^y; 0 below -126, inf above 127, NaN for NaN."""
+    finite = torch.nan_to_num(y, nan=0.0).clamp(-126.0, 127.0)
+    whole = finite.round()
+    f = finite - whole
+    series = torch.full_like(f, CPU.exp2[-1])
+    for c in CPU.exp2[-2::-1]:
+        series = series * f + c
+    value = series * ((whole.to(torch.int32) + 127) << 23).view(torch.float32)
+    value = torch.where(y < -126.0, 0.0, value)
+    value = torch.where(y > 127.0, torch.inf, value)
+    return torch.where(y.isnan(), torch.nan, value)

@@ -1,0 +1,301 @@
+"""The torch ops of linear_logp: schemas, fakes, autograd.
+
+    linear_logp           (log p, log2 Σ 2^y, entropy) of hidden [..., D] and a head [V, D]
+    linear_logp_backward  (dhidden, dweight, dbias); dweight is added to main_grad if there is one
+    log_probs             (log p, log2 Σ 2^y, entropy) of logits [..., V]
+    log_probs_backward    dlogits
+
+A target is a number of the whole vocabulary; ``ignore_index`` masks it.  The temperature is a
+number, or ``temperatures`` shaped like the target.  Entropy is empty unless it was asked for, and
+so is a gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .. import contracts, dispatch
+from .. import main_grad as destination
+from ..arch import CPU, CUTE_SM90, TRITON
+from ..dispatch import Implementation
+from ..errors import UnsupportedTransformError
+from ..operands import flat_rows
+from ..torch_ops import define_op
+from . import chunks, config
+from .chunks import Needs
+from .tensors import Head, Logits, Rows, Upstream
+
+_HALF = frozenset({torch.bfloat16, torch.float16})
+_ALL = _HALF | {torch.float32}
+_DTYPES = {CUTE_SM90: _HALF, TRITON: _ALL, CPU: _ALL}
+_FP32_ELSEWHERE = " (fp32 in IEEE arithmetic runs on triton)"
+
+#: Entry of `dispatch` -> (the op whose contract covers it, {backend: launcher}).
+_LAUNCHERS = {
+    "logp_states": (
+        "linear_logp",
+        {CUTE_SM90: "launch:states", TRITON: "triton.launch:states", CPU: "cpu:states"},
+    ),
+    "logp_gradients": (
+        "linear_logp",
+        {CUTE_SM90: "launch:gradients", TRITON: "triton.launch:gradients", CPU: "cpu:gradients"},
+    ),
+    "logp_add_hidden": (
+        "linear_logp",
+        {CUTE_SM90: "chunks:add_hidden", TRITON: "chunks:add_hidden", CPU: "cpu:add_hidden"},
+    ),
+    "logp_finish": (
+        "linear_logp",
+        {CUTE_SM90: "exact:finish", TRITON: "exact:finish", CPU: "exact:finish"},
+    ),
+    "logit_states": (
+        "log_probs",
+        {TRITON: "triton.launch:states_of_logits", CPU: "cpu:states_of_logits"},
+    ),
+    "logit_gradients": (
+        "log_probs",
+        {TRITON: "triton.launch:gradients_of_logits", CPU: "cpu:gradients_of_logits"},
+    ),
+}
+
+for _name, (_contract, _where) in _LAUNCHERS.items():
+    _implementations = {
+        backend: Implementation(
+            f"{__package__}.{path}",
+            _DTYPES[backend],
+            _FP32_ELSEWHERE if backend == CUTE_SM90 else "",
+        )
+        for backend, path in _where.items()
+    }
+    dispatch.register(_name, _implementations, contract=_contract)
+
+for _name, _entry in (("linear_logp", "logp_states"), ("log_probs", "logit_states")):
+
+    def _backend(device: torch.device, dtype: torch.dtype, entry: str = _entry) -> str:
+        return dispatch.backend(entry, device, dtype)
+
+    contracts.register(contracts.Contract(_name, config.KEPT, config.plan, _backend))
+
+
+def rows_of(
+    target: torch.Tensor,
+    temperatures: torch.Tensor | None,
+    temperature: float,
+    ignore_index: int,
+    vocab: int,
+) -> Rows:
+    """The tokens of a call, flat."""
+    target = target.reshape(-1).to(torch.int64)
+    inside = (target >= 0) & (target < vocab)
+    place = torch.where(inside, target, config.OUTSIDE)
+    place = torch.where(target == ignore_index, config.MASKED, place)
+    if temperatures is None:
+        scale = torch.full_like(place, config.LOG2E / temperature, dtype=torch.float32)
+    else:
+        # By way of fp64, as of a number: one temperature has one scale.
+        scale = (config.LOG2E / temperatures.reshape(-1).double()).float()
+    return Rows(place, scale)
+
+
+def states(hidden: torch.Tensor, head: Head, rows: Rows, entropy: bool) -> torch.Tensor:
+    """int64 [P, T, C] of the head's rows, in P parts."""
+    launch = dispatch.launcher("logp_states", hidden.device, hidden.dtype)
+    return launch(hidden, head, rows, entropy)
+
+
+def finish(
+    parts: torch.Tensor, rows: Rows, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(log p, lse2, entropy or None) of all parts of a vocabulary; ``dtype``: of hidden."""
+    return dispatch.launcher("logp_finish", parts.device, dtype)(parts, rows)
+
+
+def upstream_of(
+    d_logp: torch.Tensor,
+    d_entropy: torch.Tensor | None,
+    rows: Rows,
+    lse2: torch.Tensor,
+    entropy: torch.Tensor | None,
+) -> Upstream:
+    """What a token's gradient of the logits is made of, flat; 1 / τ = scale ln 2."""
+    inverse = rows.scale.double() * config.LN2
+    of_logp = (d_logp.reshape(-1).double() * inverse).float()
+    lse2 = lse2.reshape(-1)
+    if d_entropy is None or d_entropy.numel() == 0:
+        return Upstream(lse2, of_logp, None, None)
+    of_entropy = (d_entropy.reshape(-1).double() * inverse).float()
+    return Upstream(lse2, of_logp, of_entropy, entropy.reshape(-1))
+
+
+def _shaped(results: tuple, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    logp, lse2, entropy = results
+    entropy = logp.new_empty(0) if entropy is None else entropy.view(target.shape)
+    return logp.view(target.shape), lse2.view(target.shape), entropy
+
+
+def nothing(target: torch.Tensor, entropy: bool) -> tuple[torch.Tensor, ...]:
+    """Uninitialised results: of no tokens, or fake."""
+    results = [target.new_empty(target.shape, dtype=torch.float32) for _ in range(3)]
+    if not entropy:
+        results[2] = results[2].new_empty(0)
+    return tuple(results)
+
+
+def _run_linear_logp(
+    hidden, weight, bias, target, temperatures, main_grad, temperature, start, vocab, ignore_index,
+    softcap, order, entropy,
+):  # fmt: skip
+    if main_grad is not None:
+        destination.apart(main_grad, hidden=hidden, weight=weight, bias=bias)
+    if target.numel() == 0:
+        return nothing(target, entropy)
+    head = Head(weight, bias, start, vocab, softcap, order)
+    rows = rows_of(target, temperatures, temperature, ignore_index, vocab)
+    parts = states(flat_rows(hidden, "logp_states"), head, rows, entropy)
+    return _shaped(finish(parts, rows, hidden.dtype), target)
+
+
+def _fake_linear_logp(hidden, weight, bias, target, *others):
+    return nothing(target, others[-1])
+
+
+def _run_backward(
+    d_logp, d_entropy, hidden, weight, bias, target, temperatures, lse2, entropy, main_grad,
+    temperature, start, vocab, ignore_index, softcap, order, needs,
+):  # fmt: skip
+    wanted = Needs(*needs)
+    if target.numel() == 0:
+        return tuple(
+            torch.zeros_like(t) if need else hidden.new_empty(0)
+            for t, need in zip((hidden, weight, bias), wanted, strict=True)
+        )
+    head = Head(weight, bias, start, vocab, softcap, order)
+    rows = rows_of(target, temperatures, temperature, ignore_index, vocab)
+    upstream = upstream_of(d_logp, d_entropy, rows, lse2, entropy)
+    flat = flat_rows(hidden, "logp_gradients")
+    made = chunks.gradients(flat, head, rows, upstream, wanted, main_grad)
+    d_hidden, d_weight, d_bias = (hidden.new_empty(0) if t is None else t for t in made)
+    return d_hidden.view(hidden.shape) if wanted.hidden else d_hidden, d_weight, d_bias
+
+
+def _fake_backward(d_logp, d_entropy, hidden, weight, bias, *others):
+    main_grad, needs = others[4], Needs(*others[-1])
+    needs = needs._replace(weight=needs.weight and main_grad is None)
+    made = zip((hidden, weight, bias), needs, strict=True)
+    return tuple(t.new_empty(t.shape) if need else hidden.new_empty(0) for t, need in made)
+
+
+def _setup_linear_logp(ctx, inputs, output):
+    hidden, weight, bias, target, temperatures, main_grad, *ctx.numbers, ctx.entropy = inputs
+    _, lse2, entropy = output
+    ctx.save_for_backward(hidden, weight, bias, target, temperatures, lse2, entropy)
+    # Not a saved tensor: backward of an earlier micro-batch may write it before ours reads it.
+    ctx.main_grad = main_grad if ctx.needs_input_grad[1] else None
+    ctx.mark_non_differentiable(lse2, *(() if ctx.entropy else (entropy,)))
+
+
+def _backward_linear_logp(ctx, d_logp, _, d_entropy):
+    if ctx.main_grad is not None and torch.is_grad_enabled():
+        raise UnsupportedTransformError(
+            "cute_kernels.linear_logp: double backward (create_graph=True) is not available"
+        )
+    needs = list(ctx.needs_input_grad[:3])
+    main_grad = ctx.main_grad
+    if main_grad is not None:
+        edge = ctx.next_functions[1][0]
+        where = destination.of(edge)
+        needs[1] = where != destination.NOWHERE
+        main_grad = main_grad if where == destination.MAIN_GRAD else None
+    made = linear_logp_backward(
+        d_logp, d_entropy if ctx.entropy else None, *ctx.saved_tensors, main_grad, *ctx.numbers,
+        needs,
+    )  # fmt: skip
+    if main_grad is not None:
+        destination.mark(edge)
+        needs[1] = False
+    return *(g if need else None for g, need in zip(made, needs, strict=True)), *(None,) * 10
+
+
+def _run_log_probs(
+    logits, target, temperatures, temperature, vocab, ignore_index, softcap, entropy
+):
+    if target.numel() == 0:
+        return nothing(target, entropy)
+    rows = rows_of(target, temperatures, temperature, ignore_index, vocab)
+    flat = flat_rows(logits, "logit_states")
+    launch = dispatch.launcher("logit_states", logits.device, logits.dtype)
+    parts = launch(flat, Logits(0, vocab, softcap), rows, entropy)
+    return _shaped(finish(parts, rows, logits.dtype), target)
+
+
+def _run_log_probs_backward(
+    d_logp, d_entropy, logits, target, temperatures, lse2, entropy, temperature, vocab,
+    ignore_index, softcap,
+):  # fmt: skip
+    if target.numel() == 0:
+        return torch.empty_like(logits)
+    rows = rows_of(target, temperatures, temperature, ignore_index, vocab)
+    upstream = upstream_of(d_logp, d_entropy, rows, lse2, entropy)
+    flat = flat_rows(logits, "logit_gradients")
+    launch = dispatch.launcher("logit_gradients", logits.device, logits.dtype)
+    made = launch(flat, Logits(0, vocab, softcap), rows, upstream, logits.dtype)
+    return made.view(logits.shape)
+
+
+def _setup_log_probs(ctx, inputs, output):
+    logits, target, temperatures, *ctx.numbers, ctx.entropy = inputs
+    _, lse2, entropy = output
+    ctx.save_for_backward(logits, target, temperatures, lse2, entropy)
+    ctx.mark_non_differentiable(lse2, *(() if ctx.entropy else (entropy,)))
+
+
+def _backward_log_probs(ctx, d_logp, _, d_entropy):
+    d_entropy = d_entropy if ctx.entropy else None
+    made = log_probs_backward(d_logp, d_entropy, *ctx.saved_tensors, *ctx.numbers)
+    return made, *(None,) * 7
+
+
+def _vmap_refused(info, in_dims, *args):
+    raise UnsupportedTransformError(
+        "cute_kernels.linear_logp: torch.func.vmap is not supported; its leading dimensions do the "
+        "same: hidden [..., D], target [...]"
+    )
+
+
+linear_logp = define_op(
+    "linear_logp(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? temperatures, "
+    "Tensor? main_grad, float temperature, int start, int vocab, int ignore_index, float softcap, "
+    "str order, bool entropy) -> (Tensor, Tensor, Tensor)",
+    _run_linear_logp,
+    fake=_fake_linear_logp,
+    setup=_setup_linear_logp,
+    backward=_backward_linear_logp,
+    vmap=_vmap_refused,
+    autocast_args=(0, 1, 2),
+)
+linear_logp_backward = define_op(
+    "linear_logp_backward(Tensor d_logp, Tensor? d_entropy, Tensor hidden, Tensor weight, "
+    "Tensor? bias, Tensor target, Tensor? temperatures, Tensor lse2, Tensor entropy, "
+    "Tensor(a!)? main_grad, float temperature, int start, int vocab, int ignore_index, "
+    "float softcap, str order, bool[] needs) -> (Tensor, Tensor, Tensor)",
+    _run_backward,
+    fake=_fake_backward,
+    vmap=_vmap_refused,
+)
+log_probs = define_op(
+    "log_probs(Tensor logits, Tensor target, Tensor? temperatures, float temperature, int vocab, "
+    "int ignore_index, float softcap, bool entropy) -> (Tensor, Tensor, Tensor)",
+    _run_log_probs,
+    fake=lambda logits, target, *others: nothing(target, others[-1]),
+    setup=_setup_log_probs,
+    backward=_backward_log_probs,
+    vmap=_vmap_refused,
+)
+log_probs_backward = define_op(
+    "log_probs_backward(Tensor d_logp, Tensor? d_entropy, Tensor logits, Tensor target, "
+    "Tensor? temperatures, Tensor lse2, Tensor entropy, float temperature, int vocab, "
+    "int ignore_index, float softcap) -> Tensor",
+    _run_log_probs_backward,
+    fake=lambda d_logp, d_entropy, logits, *others: logits.new_empty(logits.shape),
+    vmap=_vmap_refused,
+)

@@ -1,0 +1,209 @@
+"""A vocabulary cut over the ranks of a group: the log-probabilities and gradients of one rank.
+
+Forward: a rank sums its rows of the head; states are exact sums, so those of all ranks, gathered,
+come to the bits of one.  Backward: dW and dbias are a rank's own.  dHidden is a sum over the
+vocabulary in the order ``tree``: each rank makes whole leaves of it, they are gathered in fp32 and
+added ascending on every rank.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from .. import checking, groups
+from .. import main_grad as destination
+from ..errors import (
+    ArgumentValueError,
+    DeviceError,
+    RankError,
+    ShapeError,
+    UnsupportedTransformError,
+    expected,
+)
+from ..operands import flat_rows
+from ..schedulers.tiles import leaves
+from ..untraced import untraced
+from . import checks, chunks, config, exact, op
+from .chunks import Needs
+from .tensors import Head
+
+#: What each rank says of its call; all but its place in the vocabulary must be alike.
+_FIELDS = (
+    "vocab_start",
+    "rows of weight",
+    "D of weight",
+    "vocab_size",
+    "tokens",
+    "dtype",
+    "order",
+    "return_entropy",
+    "bias",
+    "hidden.requires_grad",
+)
+#: Tokens are exchanged in blocks of at most so many bytes of leaves.
+_BLOCK_BYTES = 1 << 28
+
+
+@untraced
+def linear_logp(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: object,
+    ignore_index: int,
+    return_entropy: bool,
+    main_grad: torch.Tensor | None,
+    order: str,
+    options: dict[str, object],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log p, entropy) of a head cut over ``group``; ``options``: what else `checks` takes."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        raise UnsupportedTransformError(
+            "linear_logp: with a group, a graph of torch.compile and transforms of torch.func are "
+            "not supported; compile around it: torch.compiler.disable(function)"
+        )
+    group = groups.group_of(group, "group")
+    refusal, said = None, [0] * len(_FIELDS)
+    asks = isinstance(hidden, torch.Tensor) and hidden.requires_grad and torch.is_grad_enabled()
+    try:
+        problem = checks.linear_logp(
+            hidden, weight, target, bias, order=order, ignore_index=ignore_index,
+            return_entropy=return_entropy, main_grad=main_grad, sharded=True, **options,
+        )  # fmt: skip
+        _exchangeable(hidden, group)
+        if asks:
+            _at_leaves(problem.start, problem.vocab, order, group)
+        cast = checking.autocast(hidden.device)
+        dtype = torch.get_autocast_dtype(hidden.device.type) if cast else hidden.dtype
+        said = [
+            problem.start, *weight.shape, problem.vocab, problem.tokens,
+            checks.DTYPES.index(dtype), config.ORDERS.index(order), return_entropy,
+            bias is not None, asks,
+        ]  # fmt: skip
+    except Exception as error:
+        refusal = error
+    cuts = _agree(said, refusal, group)
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    rows = op.rows_of(
+        target, problem.temperatures, problem.temperature, ignore_index, problem.vocab
+    )
+    place = (problem.start, problem.vocab, problem.softcap, order)
+    if problem.tokens == 0:
+        return op.nothing(target, return_entropy)[::2]
+    arguments = (rows, place, return_entropy, main_grad, cuts, group)
+    logp, entropy = _Sharded.apply(hidden, weight, bias, arguments)
+    return logp.view(target.shape), entropy.view(target.shape) if return_entropy else entropy
+
+
+class _Sharded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, arguments):
+        rows, place, entropy, main_grad, cuts, group = arguments
+        if main_grad is not None:
+            destination.apart(main_grad, hidden=hidden, weight=weight, bias=bias)
+        flat = flat_rows(hidden, "logp_states")
+        own = exact.merge(op.states(flat, Head(weight, bias, *place), rows, entropy))
+        logp, lse2, made = op.finish(groups.all_gather(own, group), rows, hidden.dtype)
+        made = logp.new_empty(0) if made is None else made
+        ctx.save_for_backward(hidden, weight, bias, lse2, made)
+        ctx.rows, ctx.place, ctx.entropy = rows, place, entropy
+        ctx.cuts, ctx.group = cuts, group
+        ctx.main_grad = main_grad if ctx.needs_input_grad[1] else None
+        if not entropy:
+            ctx.mark_non_differentiable(made)
+        return logp, made
+
+    @staticmethod
+    def backward(ctx, d_logp, d_entropy):
+        if torch.is_grad_enabled():
+            raise UnsupportedTransformError(
+                "linear_logp: double backward (create_graph=True) is not supported"
+            )
+        hidden, weight, bias, lse2, entropy = ctx.saved_tensors
+        needs = Needs(*ctx.needs_input_grad[:3])
+        d_entropy = d_entropy if ctx.entropy else None
+        upstream = op.upstream_of(d_logp, d_entropy, ctx.rows, lse2, entropy)
+        head = Head(weight, bias, *ctx.place)
+        flat = flat_rows(hidden, "logp_gradients")
+        main_grad, edge = ctx.main_grad, None
+        if main_grad is not None:
+            edge = ctx.next_functions[1][0]
+            where = destination.of(edge)
+            needs = needs._replace(weight=where != destination.NOWHERE)
+            main_grad = main_grad if where == destination.MAIN_GRAD else None
+        of_own = needs._replace(hidden=False)
+        _, d_weight, d_bias = chunks.gradients(flat, head, ctx.rows, upstream, of_own, main_grad)
+        if main_grad is not None:
+            destination.mark(edge)
+        d_hidden = None
+        if needs.hidden:
+            d_hidden = _hidden_of_all(flat, head, ctx.rows, upstream, ctx.cuts, ctx.group).view(
+                hidden.shape
+            )
+        return d_hidden, d_weight, d_bias, None
+
+
+def _hidden_of_all(hidden, head: Head, rows, upstream, cuts: list[tuple[int, int]], group):
+    """dHidden [T, D] of the whole vocabulary, on every rank; ``cuts``: (start, rows) of each."""
+    length = leaves.length(head.vocab)
+    counts = [-(-size // length) for _, size in cuts]
+    bytes_of_token = max(counts) * len(counts) * hidden.shape[1] * torch.float32.itemsize
+    step = max(1, _BLOCK_BYTES // bytes_of_token)
+    made = []
+    for first in range(0, len(hidden), step):
+        walk = chunks.Pass(hidden, head, rows, upstream).of_tokens(slice(first, first + step))
+        own = torch.stack(list(walk.leaf_by_leaf()))
+        sent = own.new_zeros(max(counts), *own.shape[1:])
+        sent[: len(own)] = own
+        every = groups.all_gather(sent, group)
+        # Ranks ascend, and so do the leaves of each: all of them do.
+        ascending = torch.cat([every[rank, :count] for rank, count in enumerate(counts)])
+        total = torch.ops.cute_kernels.add_leaves(ascending, None, torch.float32)
+        kept = (walk.rows.target >= 0)[:, None]
+        made.append(torch.where(kept, total, 0.0).to(hidden.dtype))
+    return torch.cat(made)
+
+
+def _exchangeable(hidden: torch.Tensor, group: dist.ProcessGroup) -> None:
+    if group.size() > 1 and hidden.device.type not in (devices := groups.devices(group)):
+        want = f"a device that group can exchange from ({', '.join(devices)})"
+        raise DeviceError(expected("hidden", want, hidden.device))
+
+
+def _at_leaves(start: int, vocab: int, order: str, group: dist.ProcessGroup) -> None:
+    """That dHidden can be made of whole leaves of every rank."""
+    if group.size() == 1:
+        return
+    if order != "tree":
+        want = "'tree', as hidden requires a gradient, which is a sum that ranks can cut only so"
+        raise ArgumentValueError(expected("order", want, repr(order)))
+    length = leaves.length(vocab)
+    if start % length and start < vocab:
+        want = (
+            f"a multiple of {length} = 16 ceil({vocab} / 128), as hidden requires a gradient, "
+            "which is added by such leaves"
+        )
+        raise ShapeError(expected("vocab_start", want, start))
+
+
+def _agree(said: list[int], refusal: Exception | None, group) -> list[tuple[int, int]]:
+    """(start, rows) of each rank; raises on every rank unless they are a whole vocabulary."""
+    heard = groups.agree(said, refusal, group, "group")
+    for name, values in zip(_FIELDS, zip(*heard, strict=True), strict=True):
+        if name not in ("vocab_start", "rows of weight"):
+            groups.alike(name, values, "group")
+    vocab = heard[0][_FIELDS.index("vocab_size")]
+    cuts, end = [(row[0], row[1]) for row in heard], 0
+    for rank, (start, rows) in enumerate(cuts):
+        if start != end:
+            what = "a gap" if start > end else "an overlap"
+            want = f"shards that follow each other in the order of ranks (rank {rank} at {end})"
+            raise RankError(expected("vocab_start", want, f"{start}: {what}"))
+        end = start + rows
+    if end < vocab:
+        want = f"shards of all {vocab} entries: a target behind the last would be nobody's"
+        raise RankError(expected("vocab_size", want, f"{end} rows"))
+    return cuts
