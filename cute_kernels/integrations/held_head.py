@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import checking
-from ..linear_logp import api, op
+from ..logp import api, checks, op
 from . import gathering
 
 
@@ -61,24 +61,27 @@ class _HeldHead(torch.autograd.Function):
         if checking.autocast(hidden.device):
             ctx.dtype = torch.get_autocast_dtype(hidden.device.type)
         # Not saved tensors: hooks that move those elsewhere would copy a whole weight.
-        ctx.weight, ctx.bias, ctx.scoring = weight, bias, scoring
+        ctx.weight, ctx.bias = weight, bias
         with gathering.whole((weight, bias)), _as_they_are(hidden.device):
-            operands = (_cast(t, ctx.dtype) for t in (hidden, weight, bias))
-            logp, lse2, entropy = _forward(*operands, target, scoring)
+            operands = [_cast(t, ctx.dtype) for t in (hidden, weight, bias)]
+            ctx.arguments, results = _forward(*operands, target, scoring)
+        logp, lse2, entropy = results
         ctx.save_for_backward(hidden, target, lse2, entropy)
+        if not scoring.return_entropy:
+            ctx.mark_non_differentiable(entropy)
         return logp, entropy
 
     @staticmethod
-    def backward(ctx, dlogp, dentropy):
-        hidden, *saved = ctx.saved_tensors
-        held = (ctx.weight, ctx.bias)
-        with gathering.whole(held), _as_they_are(hidden.device):
-            operands = (_cast(t, ctx.dtype) for t in (hidden, *held))
-            gradients = _backward((dlogp, dentropy), *operands, saved, ctx.scoring)
-        given = (hidden, *held)
-        cast = [None if g is None else g.to(t.dtype) for g, t in zip(gradients, given, strict=True)]
-        wanted = zip(cast, ctx.needs_input_grad, strict=False)
-        return *(g if needed else None for g, needed in wanted), None, None
+    def backward(ctx, d_logp, d_entropy):
+        hidden, target, lse2, entropy = ctx.saved_tensors
+        given = (hidden, ctx.weight, ctx.bias)
+        needs = list(ctx.needs_input_grad[:3])
+        upstream = d_logp, d_entropy if entropy.numel() else None
+        with gathering.whole(given[1:]), _as_they_are(hidden.device):
+            operands = [_cast(t, ctx.dtype) for t in given]
+            made = _backward(upstream, operands, target, (lse2, entropy), ctx.arguments, needs)
+        wanted = zip(made, given, needs, strict=True)
+        return *(g.to(t.dtype) if need else None for g, t, need in wanted), None, None
 
 
 def _cast(t: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -94,18 +97,34 @@ def _as_they_are(device: torch.device):
 # ---- the op below ``ck.linear_logp``, forward and backward apart --------------------------------
 
 
-def _forward(hidden, weight, bias, target, scoring: Scoring) -> tuple[torch.Tensor, ...]:
-    """(logp, log2 of the sum, entropy)."""
-    t = scoring.temperature
-    s = 1 / t if not isinstance(t, torch.Tensor) else (1 / t)[..., None]
-    return op.linear_logp(hidden, weight, bias, target, s, scoring.softcap, scoring.ignore_index)
-
-
-def _backward(upstream, hidden, weight, bias, saved, scoring: Scoring) -> tuple:
-    """The gradients of hidden, weight and bias."""
-    target, lse2, entropy = saved
-    t = scoring.temperature
-    s = 1 / t if not isinstance(t, torch.Tensor) else (1 / t)[..., None]
-    return op.linear_logp_backward(
-        *upstream, hidden, weight, bias, target, s, scoring.softcap, scoring.ignore_index
+def _forward(hidden, weight, bias, target, scoring: Scoring) -> tuple[tuple, tuple]:
+    """(what the backward is told again, (log p, log2 of the sum, entropy))."""
+    problem = checks.linear_logp(
+        hidden,
+        weight,
+        target,
+        bias,
+        **vars(scoring),
+        vocab_start=0,
+        main_grad=None,
+        sharded=False,
     )
+    numbers = (
+        problem.temperature,
+        problem.start,
+        problem.vocab,
+        scoring.ignore_index,
+        problem.softcap,
+        scoring.order,
+    )
+    each = problem.temperatures
+    results = op.linear_logp(
+        hidden, weight, bias, target, each, None, *numbers, scoring.return_entropy
+    )
+    return (each, numbers), results
+
+
+def _backward(upstream, operands, target, made, arguments, needs) -> tuple[torch.Tensor, ...]:
+    """The gradients of hidden, weight and bias; empty where ``needs`` has False."""
+    each, numbers = arguments
+    return op.linear_logp_backward(*upstream, *operands, target, each, *made, None, *numbers, needs)
