@@ -32,7 +32,7 @@ class System:
 SYSTEMS = (
     System("gemm", {"linear": "gemm", "matmul": "gemm", "skinny_linear": "skinny"}, perf="gemm"),
     System(
-        "linear_logp",
+        "logp",
         {"linear_logp": "logp_states", "log_probs": "logit_states"},
         launcher=None,
     ),
@@ -46,6 +46,6 @@ if TYPE_CHECKING:  # the same, for tools that read instead of running
     from .gemm.api import linear as linear
     from .gemm.api import matmul as matmul
     from .gemm.api import skinny_linear as skinny_linear
-    from .linear_logp.api import linear_logp as linear_logp
-    from .linear_logp.api import log_probs as log_probs
+    from .logp.api import linear_logp as linear_logp
+    from .logp.api import log_probs as log_probs
     from .sparse_attn.api import block_sparse_attention as block_sparse_attention

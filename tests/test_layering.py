@@ -45,7 +45,7 @@ RANKS: dict[str, float] = {
     "system.checks": 7,
     "system.exact": 7,
     "system.chunks": 8,
-    "system.shards": 10,
+    "system.shards": 10.5,
     "system.watchdog": 7,
     "system.device": 7,
     "system.prepare": 8,

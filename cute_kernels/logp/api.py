@@ -71,22 +71,14 @@ def linear_logp(
         UnsupportedTransformError: a double backward, or a transform of ``torch.func``.
         BackendUnavailable: the device has no backend.
     """
-    options = {
-        "temperature": temperature,
-        "softcap": softcap,
-        "vocab_start": vocab_start,
-        "vocab_size": vocab_size,
-    }
-    if group is not None:
-        logp, entropy = shards.linear_logp(
-            hidden, weight, target, bias, group, ignore_index, return_entropy, main_grad, order,
-            options,
-        )  # fmt: skip
-        return (logp, entropy) if return_entropy else logp
-    problem = checks.linear_logp(
-        hidden, weight, target, bias, order=order, ignore_index=ignore_index,
-        return_entropy=return_entropy, main_grad=main_grad, sharded=False, **options,
+    options = checks.Options(
+        temperature, softcap, ignore_index, return_entropy, vocab_size, order, vocab_start,
+        main_grad,
     )  # fmt: skip
+    if group is not None:
+        logp, entropy = shards.linear_logp(hidden, weight, target, bias, options, group)
+        return (logp, entropy) if return_entropy else logp
+    problem = checks.linear_logp(hidden, weight, target, bias, options, False)
     logp, _, entropy = op.linear_logp(
         hidden, weight, bias, target, problem.temperatures, main_grad, problem.temperature,
         problem.start, problem.vocab, ignore_index, problem.softcap, order, return_entropy,
@@ -115,10 +107,8 @@ def log_probs(
     Guarantees:
         ``run_to_run``, ``batch_invariant``, and ``schedule_invariant`` on GPUs.
     """
-    problem = checks.log_probs(
-        logits, target, temperature=temperature, softcap=softcap, ignore_index=ignore_index,
-        return_entropy=return_entropy, vocab_size=vocab_size,
-    )  # fmt: skip
+    options = checks.Options(temperature, softcap, ignore_index, return_entropy, vocab_size)
+    problem = checks.log_probs(logits, target, options)
     logp, _, entropy = op.log_probs(
         logits, target, problem.temperatures, problem.temperature, problem.vocab, ignore_index,
         problem.softcap, return_entropy,

@@ -35,20 +35,25 @@ class Problem(NamedTuple):
     softcap: float
 
 
+class Options(NamedTuple):
+    """The arguments that have a default, as they came."""
+
+    temperature: object
+    softcap: object
+    ignore_index: object
+    return_entropy: object
+    vocab_size: object
+    order: object = "chain"
+    vocab_start: object = 0
+    main_grad: object = None
+
+
 def linear_logp(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
     bias: torch.Tensor | None,
-    *,
-    order: str,
-    temperature: float | torch.Tensor,
-    softcap: float,
-    ignore_index: int,
-    return_entropy: bool,
-    vocab_start: int,
-    vocab_size: int | None,
-    main_grad: torch.Tensor | None,
+    options: Options,
     sharded: bool,
 ) -> Problem:
     """The problem of one rank's arguments; ``sharded``: whether there is a group."""
@@ -68,41 +73,36 @@ def linear_logp(
         if list(bias.shape) != [rows]:
             raise ShapeError(expected("bias", f"shape [{rows}], the V of weight", list(bias.shape)))
         _beside("bias", bias, hidden)
-    if order not in ORDERS:
-        raise ArgumentValueError(one_of("order", ORDERS, order))
-    start, vocab = _vocabulary(rows, vocab_start, vocab_size, sharded)
-    _target(target, hidden.shape[:-1], hidden, ignore_index, vocab, "hidden")
-    each, number = _temperature(temperature, target)
-    _flag("return_entropy", return_entropy)
-    softcap = _softcap(softcap)
-    if main_grad is not None:
-        destination.check(main_grad, weight, hidden)
+    if options.order not in ORDERS:
+        raise ArgumentValueError(one_of("order", ORDERS, options.order))
+    start, vocab = _vocabulary(rows, options.vocab_start, options.vocab_size, sharded)
+    problem = _tokens(target, hidden, "hidden", options, start, vocab)
+    if options.main_grad is not None:
+        destination.check(options.main_grad, weight, hidden)
     if not torch.compiler.is_compiling():
-        destination.check_values(hidden, weight, bias, main_grad)
-    return Problem(target.numel(), start, vocab, number, each, softcap)
+        destination.check_values(hidden, weight, bias, options.main_grad)
+    return problem
 
 
-def log_probs(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    *,
-    temperature: float | torch.Tensor,
-    softcap: float,
-    ignore_index: int,
-    return_entropy: bool,
-    vocab_size: int | None,
-) -> Problem:
+def log_probs(logits: torch.Tensor, target: torch.Tensor, options: Options) -> Problem:
     """The problem of ``log_probs(logits[..., V], target[...])``."""
     _floats("logits", logits)
     if logits.dim() < 1 or logits.shape[-1] < 1:
         want = "at least 1 dimension, the last of at least 1"
         raise ShapeError(expected("logits", want, list(logits.shape)))
     checking.supported("log_probs", logits.device)
-    _, vocab = _vocabulary(logits.shape[-1], 0, vocab_size, False)
-    _target(target, logits.shape[:-1], logits, ignore_index, vocab, "logits")
-    each, number = _temperature(temperature, target)
-    _flag("return_entropy", return_entropy)
-    return Problem(target.numel(), 0, vocab, number, each, _softcap(softcap))
+    _, vocab = _vocabulary(logits.shape[-1], 0, options.vocab_size, False)
+    return _tokens(target, logits, "logits", options, 0, vocab)
+
+
+def _tokens(target, like, name: str, options: Options, start: int, vocab: int) -> Problem:
+    """What every token of ``like`` [..., any] has; ``name``: that argument."""
+    _target(target, like, name, options.ignore_index, vocab)
+    each, number = _temperature(options.temperature, target)
+    if not isinstance(options.return_entropy, bool):
+        got = type(options.return_entropy).__name__
+        raise ArgumentTypeError(expected("return_entropy", "True or False", got))
+    return Problem(target.numel(), start, vocab, number, each, _softcap(options.softcap))
 
 
 def _floats(name: str, t: torch.Tensor) -> None:
@@ -142,7 +142,8 @@ def _vocabulary(rows: int, start: object, size: object, sharded: bool) -> tuple[
     return start, size
 
 
-def _target(target, shape, like, ignore_index, vocab: int, name: str) -> None:
+def _target(target, like, name: str, ignore_index, vocab: int) -> None:
+    shape = like.shape[:-1]
     checking.tensor("target", target)
     if target.dtype not in _INTEGERS:
         raise DtypeError(expected("target", "int64 or int32", target.dtype))
@@ -199,8 +200,3 @@ def _integer(name: str, value: object, want: str) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise ArgumentTypeError(expected(name, want, type(value).__name__))
     return value
-
-
-def _flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ArgumentTypeError(expected(name, "True or False", type(value).__name__))

@@ -51,27 +51,21 @@ def linear_logp(
     weight: torch.Tensor,
     target: torch.Tensor,
     bias: torch.Tensor | None,
+    options: checks.Options,
     group: object,
-    ignore_index: int,
-    return_entropy: bool,
-    main_grad: torch.Tensor | None,
-    order: str,
-    options: dict[str, object],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log p, entropy) of a head cut over ``group``; ``options``: what else `checks` takes."""
+    """(log p, entropy) of a head that is cut over ``group``."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         raise UnsupportedTransformError(
             "linear_logp: with a group, a graph of torch.compile and transforms of torch.func are "
             "not supported; compile around it: torch.compiler.disable(function)"
         )
     group = groups.group_of(group, "group")
+    order, entropy, ignore_index = options.order, options.return_entropy, options.ignore_index
     refusal, said = None, [0] * len(_FIELDS)
     asks = isinstance(hidden, torch.Tensor) and hidden.requires_grad and torch.is_grad_enabled()
     try:
-        problem = checks.linear_logp(
-            hidden, weight, target, bias, order=order, ignore_index=ignore_index,
-            return_entropy=return_entropy, main_grad=main_grad, sharded=True, **options,
-        )  # fmt: skip
+        problem = checks.linear_logp(hidden, weight, target, bias, options, True)
         _exchangeable(hidden, group)
         if asks:
             _at_leaves(problem.start, problem.vocab, order, group)
@@ -79,7 +73,7 @@ def linear_logp(
         dtype = torch.get_autocast_dtype(hidden.device.type) if cast else hidden.dtype
         said = [
             problem.start, *weight.shape, problem.vocab, problem.tokens,
-            checks.DTYPES.index(dtype), config.ORDERS.index(order), return_entropy,
+            checks.DTYPES.index(dtype), config.ORDERS.index(order), entropy,
             bias is not None, asks,
         ]  # fmt: skip
     except Exception as error:
@@ -92,10 +86,10 @@ def linear_logp(
     )
     place = (problem.start, problem.vocab, problem.softcap, order)
     if problem.tokens == 0:
-        return op.nothing(target, return_entropy)[::2]
-    arguments = (rows, place, return_entropy, main_grad, cuts, group)
-    logp, entropy = _Sharded.apply(hidden, weight, bias, arguments)
-    return logp.view(target.shape), entropy.view(target.shape) if return_entropy else entropy
+        return op.nothing(target, entropy)[::2]
+    arguments = (rows, place, entropy, options.main_grad, cuts, group)
+    logp, made = _Sharded.apply(hidden, weight, bias, arguments)
+    return logp.view(target.shape), made.view(target.shape) if entropy else made
 
 
 class _Sharded(torch.autograd.Function):
