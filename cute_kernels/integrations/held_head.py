@@ -99,16 +99,8 @@ def _as_they_are(device: torch.device):
 
 def _forward(hidden, weight, bias, target, scoring: Scoring) -> tuple[tuple, tuple]:
     """(what the backward is told again, (log p, log2 of the sum, entropy))."""
-    problem = checks.linear_logp(
-        hidden,
-        weight,
-        target,
-        bias,
-        **vars(scoring),
-        vocab_start=0,
-        main_grad=None,
-        sharded=False,
-    )
+    options = checks.Options(**vars(scoring))
+    problem = checks.linear_logp(hidden, weight, target, bias, options, False)
     numbers = (
         problem.temperature,
         problem.start,

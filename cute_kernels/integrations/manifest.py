@@ -54,11 +54,8 @@ class Manifest:
 
     def text(self) -> str:
         """The file's content."""
-        resolved = asdict(self)
-        body = plain(self.metadata) | resolved | {"format": FORMAT}
-        # The caller's own fields are beside the resolved ones, not in a field of theirs.
-        del body["metadata"]
-        body.pop(_DIGEST, None)
+        resolved = {name: value for name, value in asdict(self).items() if name != "metadata"}
+        body = beside(self.metadata) | resolved | {"format": FORMAT}
         return json.dumps(body | {_DIGEST: _digest(body)}, indent=1, sort_keys=True) + "\n"
 
     @classmethod
@@ -81,15 +78,15 @@ class Manifest:
             raise ManifestError(f"{NAME} was changed after it was written: its digest differs")
         if body.get("format") != FORMAT:
             raise ManifestError(f"{NAME} has format {body.get('format')}, this reads {FORMAT}")
-        names = {f.name for f in fields(cls)} - {"metadata"}
+        names = _resolved()
         if lacking := sorted(names - body.keys()):
             raise ManifestError(f"{NAME} lacks the field {lacking[0]!r}")
         others = {k: v for k, v in body.items() if k not in names | {"format"}}
         return cls(**{name: body[name] for name in names}, metadata=others)
 
 
-def plain(metadata: Mapping[str, object] | None) -> dict[str, object]:
-    """The caller's metadata as JSON gives it back.
+def beside(metadata: Mapping[str, object] | None) -> dict[str, object]:
+    """The caller's metadata as JSON gives it back, without names that are not the caller's.
 
     Raises:
         ArgumentTypeError: it is no mapping of strings to what JSON can say.
@@ -101,9 +98,16 @@ def plain(metadata: Mapping[str, object] | None) -> dict[str, object]:
     if strange := [key for key in metadata if not isinstance(key, str)]:
         raise ArgumentTypeError(expected("metadata", "strings as keys", repr(strange[0])))
     try:
-        return json.loads(json.dumps(dict(metadata), allow_nan=False))
+        said = json.loads(json.dumps(dict(metadata), allow_nan=False))
     except (TypeError, ValueError) as error:
         raise ArgumentTypeError(expected("metadata", "what JSON can say", error)) from None
+    own = _resolved() | {"format", "metadata", _DIGEST}
+    return {name: value for name, value in said.items() if name not in own}
+
+
+def _resolved() -> set[str]:
+    """Fields that the publisher fills in."""
+    return {f.name for f in fields(Manifest)} - {"metadata"}
 
 
 def _digest(body: Mapping[str, object]) -> str:

@@ -81,11 +81,12 @@ def test_resolved_fields_win_over_the_callers(tmp_path):
     claims = {"zero_stage": 0, "world_size": 8, "rank": 5, "version": 99, "kind": "x", "step": 1}
     claims |= {"tensor_count": 1, "contract_ids": {}, "files": {}, "sha256": "0", "format": 9}
     claims |= {"tensors": {}, "tied": {}, "metadata": {"mine": 1}}
-    publish_weights(tmp_path, some(), claims, version=4, layout=Layout(3, 2, 0))
+    made = publish_weights(tmp_path, some(), claims, version=4, layout=Layout(3, 2, 0))
     manifest = read_weights(tmp_path).manifest
+    assert manifest == made
     assert (manifest.zero_stage, manifest.world_size, manifest.rank) == (3, 2, 0)
     assert (manifest.version, manifest.kind, manifest.tensor_count) == (4, "safetensors", 6)
-    assert manifest.metadata["step"] == 1
+    assert manifest.metadata == {"step": 1}
     body = json.loads((tmp_path / "v00000004" / manifests.NAME).read_text())
     assert (body["zero_stage"], body["version"], body["step"]) == (3, 4, 1)
 
