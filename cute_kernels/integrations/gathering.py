@@ -26,7 +26,14 @@ def partitioned(parameter: torch.Tensor | None) -> bool:
 
 def held(parameter: torch.Tensor | None) -> bool:
     """Whether anybody gathers and releases this parameter's memory."""
-    return parameter is not None and (partitioned(parameter) or sharded(parameter) is not None)
+    if parameter is None:
+        return False
+    return partitioned(parameter) or _shard(parameter) or sharded(parameter) is not None
+
+
+def _shard(parameter: torch.Tensor) -> bool:
+    """Whether it is a DTensor, as FSDP2 leaves one outside of its module's call."""
+    return hasattr(parameter, "full_tensor")
 
 
 @contextlib.contextmanager
@@ -63,10 +70,10 @@ def whole(parameters: Iterable[torch.Tensor | None]) -> Iterator[None]:
 
 
 def _refuse_shards(parameter: torch.Tensor) -> None:
-    if hasattr(parameter, "full_tensor"):
+    if _shard(parameter):
         want = (
             "a whole parameter (fully_shard gathers it where its module is called: score through "
-            "token_logps(model, ...), or between model.unshard() and model.reshard())"
+            "token_logps(model, ...))"
         )
         raise ArgumentTypeError(expected("weight", want, "a DTensor"))
     if parameter.numel() and parameter.untyped_storage().size() == 0:

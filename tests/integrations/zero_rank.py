@@ -43,6 +43,7 @@ class Watched(ours.LogpTrainer):
     def update(self, loss):
         from deepspeed.utils import safe_get_full_grad
 
+        self.between = left_over(self.model.module) if self.stage == 3 else []
         self.model.backward(loss)
         named = self.model.module.named_parameters()
         self.gradients = {name: safe_get_full_grad(p).clone() for name, p in named}
@@ -107,7 +108,7 @@ def trained(zero: object, tied: bool, rank: int, folder: Path) -> dict:
         names = differing(trainer.gradients, gradients)
         wrong += [f"step {step}: gradient of {name}" for name in names]
         if trainer.stage == 3:
-            kept += left_over(engine.module)
+            kept += trainer.between + left_over(engine.module)
         names = differing(whole(engine.module), dict(after.named_parameters()))
         wrong += [f"step {step}: {name}" for name in names]
     report = {"stage": trainer.stage, "metrics": metrics, "steps": len(metrics)}
