@@ -17,11 +17,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers
 
 from ..compile import fake
-from ..dsl import copy, mma, pipeline, smem, tma
+from ..dsl import copy, epilogue, mma, pipeline, smem, tma
 from ..dsl.mainloop import Mainloop
 from ..schedulers.tiles import leaves
 from ..schedulers.tiles import persistent_device as persistent
@@ -31,13 +29,8 @@ CONSUMERS = 2
 THREADS = (1 + CONSUMERS) * mma.WARPGROUP
 PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = 232
-#: Bytes of one row of an epilogue buffer: the widest swizzle.
-EPILOGUE_ROW_BYTES = 128
-EPILOGUE_STAGES = 2
 #: The 232448 bytes of shared memory that a CTA may have, less 2 KiB for barriers and alignment.
 SHARED_BYTES = 230400
-#: Named barrier 0 is the CTA's; consumer w uses 1 + w for its epilogue.
-EPILOGUE_BARRIER = 1
 
 
 class GemmSm90:
@@ -51,17 +44,15 @@ class GemmSm90:
         self.accumulate = config.epilogue == "accumulate"
         assert not (self.tree and self.accumulate), "a tree does not start from what is stored"
         self.d_dtype = cutlass.Float32 if self.accumulate else self.dtype
-        self.epi_n = EPILOGUE_ROW_BYTES * 8 // self.d_dtype.width
-        assert config.tile_n % self.epi_n == 0, "the epilogue stores whole parts"
-        epilogue_bytes = CONSUMERS * EPILOGUE_STAGES * 64 * EPILOGUE_ROW_BYTES
         self.mainloop = Mainloop(
             self.dtype,
             (config.a_major, config.b_major),
             (config.tile_m, config.tile_n, config.tile_k),
             self.cluster,
             CONSUMERS,
-            SHARED_BYTES - epilogue_bytes,
+            SHARED_BYTES - epilogue.shared_bytes(CONSUMERS),
         )
+        self.epilogue = epilogue.Epilogue(self.mainloop, self.d_dtype)
 
     @cute.jit
     def __call__(
@@ -73,9 +64,9 @@ class GemmSm90:
         max_clusters: cutlass.Int32,
         stream,
     ):
-        sA_layout, sB_layout, sD_layout = self.shared_layouts()
+        (sA_layout, sB_layout), sD_layout = self.mainloop.layouts(), self.epilogue.layout()
         a, b = self.mainloop.sources(mA, mB)
-        d = tma.store(mD, sD_layout, (64, self.epi_n))
+        d = self.epilogue.target(mD)
 
         @cute.struct
         class Storage:
@@ -119,7 +110,7 @@ class GemmSm90:
                 cpasync.prefetch_descriptor(source.atom)
 
         storage = SmemAllocator().allocate(self.storage)
-        sA_layout, sB_layout, sD_layout = self.shared_layouts()
+        (sA_layout, sB_layout), sD_layout = self.mainloop.layouts(), self.epilogue.layout()
         sA = storage.sA.get_tensor(sA_layout.outer, swizzle=sA_layout.inner)
         sB = storage.sB.get_tensor(sB_layout.outer, swizzle=sB_layout.inner)
         sD = storage.sD.get_tensor(sD_layout.outer, swizzle=sD_layout.inner)
@@ -208,10 +199,9 @@ class GemmSm90:
             if cutlass.const_expr(mBias is not None):
                 self.add_bias(result, mBias, column0, one)
             at = (m * CONSUMERS + consumer, n)
-            buffer = self.store(result, d, sD, consumer, lane, at, buffer)
+            buffer = self.epilogue.store(result, d, sD, consumer, lane, at, buffer)
             index += step
-        if lane == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        self.epilogue.finish(lane)
 
     @cute.jit
     def add_leaves(self, operands, acc, total, ring, states, k):
@@ -259,57 +249,6 @@ class GemmSm90:
                 bias = mBias[column].to(cutlass.Float32)
                 acc[4 * four + side] += bias
                 acc[4 * four + side + 2] += bias
-
-    @cute.jit
-    def store(self, acc, d, sD, consumer, lane, at, buffer):
-        """D = round(acc): 64 x epi_n at a time through this warpgroup's own buffers."""
-        gD_tile = cute.local_tile(d.tensor, (64, self.config.tile_n), at)
-        gD_parts = cute.zipped_divide(gD_tile, (64, self.epi_n))
-        tDsD, tDgD = cpasync.tma_partition(
-            d.atom, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), gD_parts
-        )
-        # An instruction of epi_n columns lays its values out as a slice of the wide one's.
-        part_mma = self.mainloop.tiled_mma(1, self.epi_n)
-        tiled_copy = cute.make_tiled_copy_C(self.shared_store_atom(), part_mma)
-        own = tiled_copy.get_slice(lane)
-        tRsD = own.partition_D(sD)
-        shape = part_mma.get_slice(lane).partition_shape_C((64, self.epi_n))
-        rPart = cute.make_rmem_tensor(shape, cutlass.Float32)
-        rD = cute.make_rmem_tensor(shape, self.d_dtype)
-        tRrD = own.retile(rD)
-        parts = self.config.tile_n // self.epi_n
-        values = cute.size(acc) // parts
-        for part in cutlass.range_constexpr(parts):
-            slot = consumer * EPILOGUE_STAGES + buffer
-            # The store that used this buffer last must have read it.
-            if lane == 0:
-                cute.arch.cp_async_bulk_wait_group(EPILOGUE_STAGES - 1, read=True)
-            self.sync(consumer)
-            for i in cutlass.range_constexpr(values):
-                rPart[i] = acc[part * values + i]
-            rD.store(rPart.load().to(self.d_dtype))
-            cute.copy(tiled_copy, tRrD, tRsD[None, None, None, slot])
-            cute.arch.fence_proxy("async.shared", space="cta")
-            self.sync(consumer)
-            if lane == 0:
-                cute.copy(d.atom, tDsD[None, slot], tDgD[None, part])
-                cute.arch.cp_async_bulk_commit_group()
-            buffer = (buffer + 1) % EPILOGUE_STAGES
-        return buffer
-
-    def shared_layouts(self):
-        """The staged layouts of A and B, and of the consumers' epilogue buffers."""
-        buffers = CONSUMERS * EPILOGUE_STAGES
-        of_d = smem.operand_layout(self.d_dtype, 64, self.epi_n, "k", buffers)
-        return *self.mainloop.layouts(), of_d
-
-    def shared_store_atom(self) -> cute.CopyAtom:
-        """stmatrix for 16-bit outputs, 8-byte stores for fp32."""
-        return hopper_helpers.get_smem_store_op(LayoutEnum.ROW_MAJOR, self.d_dtype, cutlass.Float32)
-
-    def sync(self, consumer):
-        """The 128 threads of one consumer warpgroup meet."""
-        cute.arch.barrier(barrier_id=EPILOGUE_BARRIER + consumer, number_of_threads=mma.WARPGROUP)
 
 
 def build(config: Config, compile=cute.compile):

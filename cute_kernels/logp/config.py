@@ -73,6 +73,26 @@ def columns_of_state(entropy: bool) -> int:
 
 
 @dataclass(frozen=True)
+class Config:
+    """One compiled SM90 kernel on tiles of tokens by vocabulary.
+
+    ``w_major``: of the head, ``"k"`` when D is contiguous, else ``"mn"``.  ``softcap``: whether
+    logits are capped.  ``entropy``: whether it is asked for, or its gradient is.
+    """
+
+    dtype: str
+    w_major: str
+    order: str
+    bias: bool
+    softcap: bool
+    entropy: bool
+    tile_m: int = 128
+    tile_n: int = 256
+    tile_k: int = 64
+    cluster_m: int = 2
+
+
+@dataclass(frozen=True)
 class CpuPlan:
     """The CPU backend's 2^f on [-1/2, 1/2], by Horner's rule; and blocks of the backward.
 

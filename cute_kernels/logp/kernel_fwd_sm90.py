@@ -1,0 +1,223 @@
+"""The states of tokens over runs of the vocabulary, on SM90: TMA, WGMMA, no logits in memory.
+
+    z[t, v] = Σ_d H[t, d] W[v, d] + bias[v]      y = z scale[t]      states: logp/exact.py
+
+Layouts      H [T, D] row-major, W [V, D] row- or column-major (16-byte strides); states int64
+             [P, T, C], C = 6, or 10 with an entropy.
+Order        A logit is the chain (or tree) of gemm's kernel_sm90: the same instructions in the
+             same order.  A unit of 16 entries is added in fp32 in the order of logp/config.py; units
+             are added in integers, so that no run, tile or CTA shows.
+Work         An item is 256 tokens (a cluster's two CTAs, which share the loads of W) by a run of
+             tiles of 256 entries; clusters take items run by run, so that those that are under way
+             at a time read the same W.  At an item's end four lanes meet, and a row is stored.
+K tail       TMA fills zeros inside the last group of 16; groups wholly beyond D are skipped.
+T, V tails   loads beyond give zeros; columns beyond the vocabulary become -inf, rows are not stored.
+Roles        as gemm's kernel_sm90: a warp loads, two warpgroups own 64 tokens each.
+Limits       SM90a only; bf16 and fp16; D < 2^31, V <= 2^19.
+Measured     docs/status.md.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from ..compile import fake
+from ..dsl import mma, pipeline, smem, tma
+from ..dsl.mainloop import Mainloop
+from .config import Config, columns_of_state
+from .device import exact, tile, units
+
+CONSUMERS = 2
+THREADS = (1 + CONSUMERS) * mma.WARPGROUP
+PRODUCER_REGISTERS = 40
+CONSUMER_REGISTERS = 232
+#: The 232448 bytes of shared memory that a CTA may have, less 2 KiB for barriers and alignment.
+SHARED_BYTES = 230400
+
+
+class LogpForwardSm90:
+    """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.dtype = fake.DTYPES[config.dtype]
+        self.cluster = (config.cluster_m, 1)
+        shape = (config.tile_m, config.tile_n, config.tile_k)
+        majors = ("k", config.w_major)
+        self.mainloop = Mainloop(self.dtype, majors, shape, self.cluster, CONSUMERS, SHARED_BYTES)
+        self.walk = tile.Walk(self.mainloop, config.order == "tree")
+
+    @cute.jit
+    def __call__(
+        self,
+        mH: cute.Tensor,
+        mW: cute.Tensor,
+        mBias: cute.Tensor | None,
+        mTarget: cute.Tensor,
+        mScale: cute.Tensor,
+        mStates: cute.Tensor,
+        start: cutlass.Int32,
+        vocab: cutlass.Int32,
+        softcap: cutlass.Float32,
+        max_clusters: cutlass.Int32,
+        stream,
+    ):
+        sH_layout, sW_layout = self.mainloop.layouts()
+        h, w = self.mainloop.sources(mH, mW)
+
+        @cute.struct
+        class Storage:
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.mainloop.stages]
+            sH: cute.struct.Align[
+                cute.struct.MemRange[self.dtype, cute.cosize(sH_layout)], smem.ALIGN
+            ]
+            sW: cute.struct.Align[
+                cute.struct.MemRange[self.dtype, cute.cosize(sW_layout)], smem.ALIGN
+            ]
+
+        self.storage = Storage
+        groups = cute.ceil_div(mH.shape[0], self.config.tile_m * self.config.cluster_m)
+        items = groups * mStates.shape[0]
+        place = start, vocab, softcap
+        self.kernel(h, w, mBias, mTarget, mScale, mStates, place, groups).launch(
+            grid=(*self.cluster, cutlass.min(items, max_clusters)),
+            block=(THREADS, 1, 1),
+            cluster=(*self.cluster, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        h: tma.Source,
+        w: tma.Source,
+        mBias: cute.Tensor | None,
+        mTarget: cute.Tensor,
+        mScale: cute.Tensor,
+        mStates: cute.Tensor,
+        place: tuple,
+        groups: cutlass.Int32,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for source in (h, w):
+                cpasync.prefetch_descriptor(source.atom)
+
+        storage = SmemAllocator().allocate(self.storage)
+        sH_layout, sW_layout = self.mainloop.layouts()
+        sH = storage.sH.get_tensor(sH_layout.outer, swizzle=sH_layout.inner)
+        sW = storage.sW.get_tensor(sW_layout.outer, swizzle=sW_layout.inner)
+
+        cluster = cute.make_layout((*self.cluster, 1))
+        ring = self.mainloop.ring(storage.barriers.data_ptr(), cluster)
+        pipeline.announce_barriers(self.cluster)
+        rank = cluster.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
+        pipeline.await_barriers(self.cluster)
+
+        warpgroup = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP)
+        if warpgroup == 0:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == 0:
+                self.load((h, w), (sH, sW), cluster, ring, rank, groups, mStates.shape[0])
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            sizes = cute.size(h.tensor, mode=[1]), cute.size(w.tensor, mode=[0])
+            tokens = mBias, mTarget, mScale, mStates
+            self.multiply((sH, sW), tokens, place, ring, rank, groups, sizes)
+
+    @cute.jit
+    def load(self, sources, shared, cluster, ring, rank, groups, runs):
+        """The producer warp: for each item, every K block of its tokens and of each tile of W."""
+        state = pipeline.producer_state(self.mainloop.stages)
+        index, step = self.first_and_step()
+        tiles = cute.ceil_div(cute.size(sources[1].tensor, mode=[0]), self.config.tile_n)
+        # A group of tokens may end inside the cluster: a tile wholly outside takes what is inside.
+        last = cute.ceil_div(cute.size(sources[0].tensor, mode=[0]), self.config.tile_m) - 1
+        while index < groups * runs:
+            m = cutlass.min(index % groups * self.config.cluster_m + rank[0], last)
+            first, end = self.run(index // groups, tiles, runs)
+            for n in cutlass.range(first, end, unroll=1):
+                state = self.walk.load(sources, shared, cluster, rank, ring, state, (m, n))
+            index += step
+        # A CTA must not exit while others of its cluster may still arrive on its barriers.
+        ring.producer_tail(state)
+
+    @cute.jit
+    def multiply(self, shared, tokens, place, ring, rank, groups, sizes):
+        """A consumer warpgroup: for each item, 64 tokens through its run of the vocabulary."""
+        mBias, mTarget, mScale, mStates = tokens
+        start, vocab, softcap = place
+        k, rows_of_w = sizes
+        runs, count = mStates.shape[0], mStates.shape[1]
+        tidx, _, _ = cute.arch.thread_idx()
+        consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
+        lane = tidx % mma.WARPGROUP
+        one = self.mainloop.tiled_mma(1).get_slice(lane)
+        at = one.partition_C(cute.make_identity_tensor((64, self.config.tile_n)))
+        operands = self.mainloop.operands(*shared, consumer)
+        acc, result = self.walk.accumulators(operands)
+        own = exact.state(units.ROWS, self.config.entropy)
+        scale = cute.make_rmem_tensor(units.ROWS, cutlass.Float32)
+        target = cute.make_rmem_tensor(units.ROWS, cutlass.Int32)
+
+        states = self.walk.start()
+        tiles = cute.ceil_div(rows_of_w, self.config.tile_n)
+        # Columns of this head that are of the vocabulary.
+        valid = cutlass.min(rows_of_w, vocab - start)
+        index, step = self.first_and_step()
+        while index < groups * runs:
+            row0 = (index % groups * self.config.cluster_m + rank[0]) * self.config.tile_m
+            row0 += consumer * 64
+            for half in cutlass.range_constexpr(units.ROWS):
+                row = cutlass.min(row0 + at[2 * half][0], count - 1)
+                scale[half] = mScale[row]
+                target[half] = mTarget[row].to(cutlass.Int32) - start
+            exact.clear(own)
+            first, end = self.run(index // groups, tiles, runs)
+            for n in cutlass.range(first, end, unroll=1):
+                column0 = n * self.config.tile_n
+                states = self.walk.multiply(operands, (acc, result), ring, states, k)
+                tile.finish_logits(result, mBias, at, column0, softcap, self.config.softcap)
+                tile.choose(result, at, target, column0, own.chosen)
+                tile.mask(result, at, column0, valid)
+                units.absorb(result, own, scale)
+            for half in cutlass.range_constexpr(units.ROWS):
+                exact.meet(own, half, 1)
+                exact.meet(own, half, 2)
+                row = row0 + at[2 * half][0]
+                if (lane % units.QUAD == 0) & (row < count):
+                    exact.store(own, half, tile.row_of(mStates, index // groups, row))
+            index += step
+
+    def first_and_step(self):
+        """The calling cluster's first item and the distance to its next one."""
+        _, _, cluster = cute.arch.block_idx()
+        _, _, clusters = cute.arch.grid_dim()
+        return cluster, clusters
+
+    def run(self, number, tiles, runs):
+        """The first tile of W of a run, and the one behind its last."""
+        return number * tiles // runs, (number + 1) * tiles // runs
+
+
+def build(config: Config, compile=cute.compile):
+    """Compiles one configuration against fake tensors; no GPU needed."""
+    t, v, d, runs = fake.size(), fake.size(), fake.size(), fake.size()
+    return compile(
+        LogpForwardSm90(config),
+        fake.matrix(config.dtype, t, d, "k"),
+        fake.matrix(config.dtype, v, d, config.w_major),
+        fake.vector(config.dtype, v) if config.bias else None,
+        fake.compact(cutlass.Int64, (t,), 8),
+        fake.vector("fp32", t),
+        fake.compact(cutlass.Int64, (runs, t, columns_of_state(config.entropy)), 8),
+        cutlass.Int32(0),
+        cutlass.Int32(1),
+        cutlass.Float32(1.0),
+        cutlass.Int32(1),
+        fake.stream(),
+        options=fake.SM90_OPTIONS,
+    )

@@ -1,0 +1,215 @@
+"""G = dlogits of a block of the vocabulary, on SM90: the logits are made again, and not stored.
+
+    z, y as in kernel_fwd_sm90      p[t, v] = 2^(y - lse2[t])
+    G[t, v] = (1[v = target[t]] - p) a[t] - p (ln p + H[t]) b[t]     times dz/d(uncapped z)
+
+with a = dlogp / τ, b = dentropy / τ.
+
+Layouts      H [T, D] row-major, W [V', D] row- or column-major, G [T, V'] row-major, all with
+             strides of 16 bytes; G has the dtype of H.
+Order        z: as kernel_fwd_sm90; everything else is element by element, rounded once at the end.
+Masks        a row without a target, and a column that is not of the vocabulary, are exactly 0.
+K tail       TMA fills zeros inside the last group of 16; groups wholly beyond D are skipped.
+T, V tails   loads beyond give zeros; TMA clips the store.
+Roles        as gemm's kernel_sm90: a warp loads, two warpgroups own 64 tokens each.
+Limits       SM90a only; bf16 and fp16; T, D < 2^31, V <= 2^19.
+Measured     docs/status.md.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from ..compile import fake
+from ..dsl import epilogue, mma, pipeline, smem, tma
+from ..dsl.mainloop import Mainloop
+from ..schedulers.tiles import persistent_device as persistent
+from .config import Config
+from .device import gradient, tile, units
+
+CONSUMERS = 2
+THREADS = (1 + CONSUMERS) * mma.WARPGROUP
+PRODUCER_REGISTERS = 40
+CONSUMER_REGISTERS = 232
+#: The 232448 bytes of shared memory that a CTA may have, less 2 KiB for barriers and alignment.
+SHARED_BYTES = 230400
+#: Rows of tiles that are taken together, for the sake of the L2 cache.
+RASTER_GROUP = 8
+
+
+class LogpGradientSm90:
+    """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.dtype = fake.DTYPES[config.dtype]
+        self.cluster = (config.cluster_m, 1)
+        self.mainloop = Mainloop(
+            self.dtype,
+            ("k", config.w_major),
+            (config.tile_m, config.tile_n, config.tile_k),
+            self.cluster,
+            CONSUMERS,
+            SHARED_BYTES - epilogue.shared_bytes(CONSUMERS),
+        )
+        self.walk = tile.Walk(self.mainloop, config.order == "tree")
+        self.epilogue = epilogue.Epilogue(self.mainloop, self.dtype)
+
+    @cute.jit
+    def __call__(
+        self,
+        mH: cute.Tensor,
+        mW: cute.Tensor,
+        mBias: cute.Tensor | None,
+        mTarget: cute.Tensor,
+        mScale: cute.Tensor,
+        mLse2: cute.Tensor,
+        mOfLogp: cute.Tensor,
+        mOfEntropy: cute.Tensor | None,
+        mEntropy: cute.Tensor | None,
+        mG: cute.Tensor,
+        start: cutlass.Int32,
+        vocab: cutlass.Int32,
+        softcap: cutlass.Float32,
+        max_clusters: cutlass.Int32,
+        stream,
+    ):
+        (sH_layout, sW_layout), sG_layout = self.mainloop.layouts(), self.epilogue.layout()
+        h, w = self.mainloop.sources(mH, mW)
+        g = self.epilogue.target(mG)
+
+        @cute.struct
+        class Storage:
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.mainloop.stages]
+            sH: cute.struct.Align[
+                cute.struct.MemRange[self.dtype, cute.cosize(sH_layout)], smem.ALIGN
+            ]
+            sW: cute.struct.Align[
+                cute.struct.MemRange[self.dtype, cute.cosize(sW_layout)], smem.ALIGN
+            ]
+            sG: cute.struct.Align[
+                cute.struct.MemRange[self.dtype, cute.cosize(sG_layout)], smem.ALIGN
+            ]
+
+        self.storage = Storage
+        counts = persistent.tile_counts(
+            mG.shape[0], mG.shape[1], self.mainloop.tile[:2], self.cluster
+        )
+        tokens = mTarget, mScale, mLse2, mOfLogp, mOfEntropy, mEntropy
+        place = start, vocab, softcap
+        self.kernel(h, w, g, mBias, tokens, place, counts).launch(
+            grid=persistent.grid(counts, self.cluster, max_clusters),
+            block=(THREADS, 1, 1),
+            cluster=(*self.cluster, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        h: tma.Source,
+        w: tma.Source,
+        g: tma.Source,
+        mBias: cute.Tensor | None,
+        tokens: tuple,
+        place: tuple,
+        counts: cute.Tile,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for source in (h, w, g):
+                cpasync.prefetch_descriptor(source.atom)
+
+        storage = SmemAllocator().allocate(self.storage)
+        (sH_layout, sW_layout), sG_layout = self.mainloop.layouts(), self.epilogue.layout()
+        sH = storage.sH.get_tensor(sH_layout.outer, swizzle=sH_layout.inner)
+        sW = storage.sW.get_tensor(sW_layout.outer, swizzle=sW_layout.inner)
+        sG = storage.sG.get_tensor(sG_layout.outer, swizzle=sG_layout.inner)
+
+        cluster = cute.make_layout((*self.cluster, 1))
+        ring = self.mainloop.ring(storage.barriers.data_ptr(), cluster)
+        pipeline.announce_barriers(self.cluster)
+        rank = cluster.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
+        pipeline.await_barriers(self.cluster)
+
+        warpgroup = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP)
+        if warpgroup == 0:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == 0:
+                self.load((h, w), (sH, sW), cluster, ring, rank, counts)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            k = cute.size(h.tensor, mode=[1])
+            self.multiply((sH, sW, sG), g, mBias, tokens, place, ring, rank, counts, k)
+
+    @cute.jit
+    def load(self, sources, shared, cluster, ring, rank, counts):
+        """The producer warp: for each tile, every K block of H and W, in order."""
+        state = pipeline.producer_state(self.mainloop.stages)
+        last = [
+            cute.ceil_div(cute.size(source.tensor, mode=[0]), extent) - 1
+            for source, extent in zip(sources, self.mainloop.tile[:2], strict=True)
+        ]
+        index, step = persistent.first_and_step()
+        while index < counts[0] * counts[1]:
+            m, n = persistent.coordinates(index, counts, RASTER_GROUP, rank, self.cluster)
+            # A tile wholly outside takes what is inside: TMA's zeros cost it more than data do.
+            at = cutlass.min(m, last[0]), cutlass.min(n, last[1])
+            state = self.walk.load(sources, shared, cluster, rank, ring, state, at)
+            index += step
+        # A CTA must not exit while others of its cluster may still arrive on its barriers.
+        ring.producer_tail(state)
+
+    @cute.jit
+    def multiply(self, shared, g, mBias, tokens, place, ring, rank, counts, k):
+        """A consumer warpgroup: for each tile, 64 tokens' logits, then their gradients."""
+        sH, sW, sG = shared
+        start, vocab, softcap = place
+        tidx, _, _ = cute.arch.thread_idx()
+        consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
+        lane = tidx % mma.WARPGROUP
+        one = self.mainloop.tiled_mma(1).get_slice(lane)
+        at = one.partition_C(cute.make_identity_tensor((64, self.config.tile_n)))
+        operands = self.mainloop.operands(sH, sW, consumer)
+        acc, result = self.walk.accumulators(operands)
+        rows = gradient.rows(units.ROWS, self.config.entropy)
+        states = self.walk.start()
+        buffer = cutlass.Int32(0)
+        index, step = persistent.first_and_step()
+        while index < counts[0] * counts[1]:
+            m, n = persistent.coordinates(index, counts, RASTER_GROUP, rank, self.cluster)
+            column0 = n * self.config.tile_n
+            gradient.load(rows, tokens, m * self.config.tile_m + consumer * 64, at, start)
+            states = self.walk.multiply(operands, (acc, result), ring, states, k)
+            tile.finish_logits(result, mBias, at, column0, softcap, self.config.softcap)
+            gradient.of_logits(result, rows, at, column0, softcap, self.config.softcap)
+            gradient.mask(result, rows, at, column0, vocab - start)
+            place_of = (m * CONSUMERS + consumer, n)
+            buffer = self.epilogue.store(result, g, sG, consumer, lane, place_of, buffer)
+            index += step
+        self.epilogue.finish(lane)
+
+
+def build(config: Config, compile=cute.compile):
+    """Compiles one configuration against fake tensors; no GPU needed."""
+    t, v, d = fake.size(), fake.size(), fake.size()
+    entropy = (fake.vector("fp32", t), fake.vector("fp32", t)) if config.entropy else (None, None)
+    return compile(
+        LogpGradientSm90(config),
+        fake.matrix(config.dtype, t, d, "k"),
+        fake.matrix(config.dtype, v, d, config.w_major),
+        fake.vector(config.dtype, v) if config.bias else None,
+        fake.compact(cutlass.Int64, (t,), 8),
+        *(fake.vector("fp32", t) for _ in range(3)),
+        *entropy,
+        fake.matrix(config.dtype, t, v, "k"),
+        cutlass.Int32(0),
+        cutlass.Int32(1),
+        cutlass.Float32(1.0),
+        cutlass.Int32(1),
+        fake.stream(),
+        options=fake.SM90_OPTIONS,
+    )

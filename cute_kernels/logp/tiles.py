@@ -1,0 +1,28 @@
+"""Who computes which part of a vocabulary: the one file of logp that reads the number of tokens.
+
+No bit depends on it: states are exact sums (exact.py).
+"""
+
+from __future__ import annotations
+
+#: Runs of a vocabulary that a launch may cut it in: a state of each goes to memory.
+MOST_RUNS = 32
+#: A run's start and end, in tiles.
+_OF_RUN = 0.1
+
+
+def runs(tokens: int, rows: int, tile: tuple[int, int], workers: int) -> int:
+    """Runs of the vocabulary such that ``workers`` finish at about the same time.
+
+    Args:
+        tokens, rows: Of a launch: T, and the rows of the head.
+        tile: Tokens and rows of the head that a worker takes at once.
+        workers: Clusters that run at a time.
+    """
+    groups, tiles = -(-tokens // tile[0]), -(-rows // tile[1])
+
+    def waves(count: int) -> float:
+        return -(-groups * count // workers) * (-(-tiles // count) + _OF_RUN)
+
+    # The fewest of those that are as fast.
+    return min(range(1, min(tiles, max(MOST_RUNS, workers // groups)) + 1), key=waves)

@@ -1,0 +1,50 @@
+"""The SM90 launcher of logp on this CPU: its kernels compiled for sm_90a and run by tests/ptxsim."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+from cute_kernels.logp import launch, tiles
+from tests import ptxsim
+
+
+@functools.cache
+def forward(chosen):
+    """The forward kernel, compiled once per process."""
+    from cute_kernels.logp import kernel_fwd_sm90
+
+    return kernel_fwd_sm90.build(chosen, compile=ptxsim.compile)
+
+
+@functools.cache
+def gradient(chosen):
+    """The gradient kernel, likewise."""
+    from cute_kernels.logp import kernel_grad_sm90
+
+    return kernel_grad_sm90.build(chosen, compile=ptxsim.compile)
+
+
+@contextlib.contextmanager
+def simulated(clusters: int = 3, runs: int | None = None, **options) -> Iterator[None]:
+    """Inside, `launch`'s functions take CPU tensors and run in the simulator.
+
+    ``runs``: of the vocabulary; None: the launcher's choice.  Others: of the simulator.
+    """
+    patches = {
+        (launch, "_forward"): forward,
+        (launch, "_gradient"): gradient,
+        (launch, "max_clusters"): lambda device: clusters,
+    }
+    if runs is not None:
+        patches[(tiles, "runs")] = lambda *sizes: runs
+    before = {(module, name): getattr(module, name) for module, name in patches}
+    for (module, name), value in patches.items():
+        setattr(module, name, value)
+    try:
+        with ptxsim.options(**options):
+            yield
+    finally:
+        for (module, name), value in before.items():
+            setattr(module, name, value)
