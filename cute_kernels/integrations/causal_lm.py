@@ -9,7 +9,6 @@ probability that looks like a right one.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
@@ -138,7 +137,7 @@ def transform(model: torch.nn.Module) -> Transform:
         config = config.get_text_config()
     family = str(getattr(config, "model_type", ""))
     scale, cap, named = 1.0, 0.0, []
-    for name, value in sorted(_settings(config).items()):
+    for name, value in sorted(vars(config).items() if config is not None else ()):
         if not _ABOUT_LOGITS.search(name) or _ELSEWHERE.search(name) or value in _NEUTRAL:
             continue
         powers = [power for start, power in _SCALES.get(name, []) if family.startswith(start)]
@@ -155,12 +154,6 @@ def transform(model: torch.nn.Module) -> Transform:
         want = "a scale or a soft cap of logits, not both"
         raise ArgumentValueError(expected(" and ".join(named), want, f"{scale} and {cap}"))
     return Transform(scale, cap)
-
-
-def _settings(config) -> Mapping[str, object]:
-    if dataclasses.is_dataclass(config):
-        return {**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)}}
-    return {} if config is None else vars(config)
 
 
 def hidden_states(output: object, width: int) -> torch.Tensor:
@@ -212,11 +205,13 @@ def other_forward(module: torch.nn.Module, forward: Callable) -> Iterator[None]:
 
     They gather and release its parameters around a forward and its backward.
     """
-    before = vars(module).get("forward")
-    module.forward = forward
+    before, compiled = vars(module).get("forward"), module._compiled_call_impl
+    # A module that compiled itself would make a graph of a forward that is there for one call.
+    module.forward, module._compiled_call_impl = forward, None
     try:
         yield
     finally:
+        module._compiled_call_impl = compiled
         if before is None:
             del module.forward
         else:
