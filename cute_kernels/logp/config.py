@@ -86,8 +86,8 @@ class Config:
     bias: bool
     softcap: bool
     entropy: bool
-    tile_m: int = 128
     tile_n: int = 256
+    tile_m: int = 128
     tile_k: int = 64
     cluster_m: int = 2
 

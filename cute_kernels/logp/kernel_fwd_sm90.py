@@ -5,13 +5,13 @@
 Layouts      H [T, D] row-major, W [V, D] row- or column-major (16-byte strides); states int64
              [P, T, C], C = 6, or 10 with an entropy.
 Order        A logit is the chain (or tree) of gemm's kernel_sm90: the same instructions in the
-             same order.  A unit of 16 entries is added in fp32 in the order of logp/config.py; units
-             are added in integers, so that no run, tile or CTA shows.
+             same order.  A unit of 16 entries is added in fp32 in the order of logp/config.py;
+             units are added in integers, so that no run, tile or CTA shows.
 Work         An item is 256 tokens (a cluster's two CTAs, which share the loads of W) by a run of
              tiles of 256 entries; clusters take items run by run, so that those that are under way
              at a time read the same W.  At an item's end four lanes meet, and a row is stored.
 K tail       TMA fills zeros inside the last group of 16; groups wholly beyond D are skipped.
-T, V tails   loads beyond give zeros; columns beyond the vocabulary become -inf, rows are not stored.
+T, V tails   loads beyond give zeros; columns beyond the vocabulary become -inf; no row is stored.
 Roles        as gemm's kernel_sm90: a warp loads, two warpgroups own 64 tokens each.
 Limits       SM90a only; bf16 and fp16; D < 2^31, V <= 2^19.
 Measured     docs/status.md.

@@ -17,8 +17,8 @@ from . import config, tiles
 from .config import Config
 from .tensors import Head, Rows, Upstream
 
-#: Columns of a tile: a tree has two accumulators, and registers for one of 256.
-TILE_N = {"chain": 256, "tree": 128}
+#: Columns of a tile; with two accumulators (of a tree), or a bias's loads, registers are fewer.
+TILE_N, NARROW_N = 256, 128
 
 
 def states(hidden: torch.Tensor, head: Head, rows: Rows, entropy: bool) -> torch.Tensor:
@@ -61,8 +61,15 @@ def _operands(hidden: torch.Tensor, head: Head):
 
 def _config(dtype: torch.dtype, w_major: str, head: Head, entropy: bool) -> Config:
     name, order = config.DTYPE_NAMES[dtype], head.order
-    options = head.bias is not None, head.softcap > 0, entropy
-    return Config(name, w_major, order, *options, tile_n=TILE_N[order])
+    return config_of(name, w_major, order, head.bias is not None, head.softcap > 0, entropy)
+
+
+def config_of(
+    dtype: str, w_major: str, order: str, bias: bool, softcap: bool, entropy: bool
+) -> Config:
+    """The configuration of either kernel, with the widest tile that spills no register."""
+    tile_n = TILE_N if order == "chain" and not bias else NARROW_N
+    return Config(dtype, w_major, order, bias, softcap, entropy, tile_n)
 
 
 def max_clusters(device: torch.device) -> int:
@@ -96,7 +103,7 @@ def configs() -> Iterator[Config]:
     for order, dtype, w_major, bias, softcap, entropy in itertools.product(
         config.ORDERS, ("bf16", "fp16"), ("k", "mn"), flags, flags, flags
     ):
-        yield Config(dtype, w_major, order, bias, softcap, entropy, tile_n=TILE_N[order])
+        yield config_of(dtype, w_major, order, bias, softcap, entropy)
 
 
 def catalogue() -> Iterator[Entry]:

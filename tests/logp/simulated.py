@@ -1,4 +1,4 @@
-"""The SM90 launcher of logp on this CPU: its kernels compiled for sm_90a and run by tests/ptxsim."""
+"""The SM90 launcher of logp on this CPU: its kernels for sm_90a, run by tests/ptxsim."""
 
 from __future__ import annotations
 
