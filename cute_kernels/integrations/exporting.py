@@ -35,10 +35,12 @@ def published_by_rank_0(
     """
     joined = dist.is_available() and dist.is_initialized()
     rank, world = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+    # First of all: FSDP2 reshards what a forward left whole when it is asked for names.
+    names = list(module.state_dict())
     held = dict(module.named_parameters(remove_duplicate=False))
     held |= dict(module.named_buffers(remove_duplicate=False))
     copies, kept = {}, {}
-    for name in module.state_dict():
+    for name in names:
         if name not in held:
             continue
         # A tied parameter is gathered once, and kept once, so that it is seen to be one.

@@ -15,6 +15,7 @@ import os
 from collections.abc import Mapping
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from ..errors import ArgumentTypeError, expected
 from . import exporting, logp_trainer
@@ -69,6 +70,10 @@ def publish_weights(
     """
     _check(model)
     options["metadata"] = metadata
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # A forward without a backward leaves the outermost one whole.
+            module.reshard()
     return exporting.published_by_rank_0(path, model, _copied, STAGE, **options)
 
 
@@ -79,8 +84,6 @@ def _copied(parameter: torch.Tensor, keep: bool) -> torch.Tensor | None:
 
 
 def _check(model: object) -> None:
-    from torch.distributed.fsdp import FSDPModule
-
     if not isinstance(model, FSDPModule):
         want = "a module that fully_shard was applied to"
         raise ArgumentTypeError(expected("model", want, type(model).__name__))

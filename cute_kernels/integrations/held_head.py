@@ -65,7 +65,8 @@ class _HeldHead(torch.autograd.Function):
         with gathering.whole((weight, bias)), _as_they_are(hidden.device):
             operands = [_cast(t, ctx.dtype) for t in (hidden, weight, bias)]
             ctx.arguments, results = _forward(*operands, target, scoring)
-        logp, lse2, entropy = results
+        # Hooks for the backward hang on what is returned: FSDP2 warns of one that is a view.
+        logp, lse2, entropy = (t.clone() if t._is_view() else t for t in results)
         ctx.save_for_backward(hidden, target, lse2, entropy)
         if not scoring.return_entropy:
             ctx.mark_non_differentiable(entropy)

@@ -7,6 +7,7 @@ both.  ``KILL`` in the environment: rank 1 kills itself in the middle of a step.
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import signal
@@ -133,6 +134,10 @@ def only_in_forward(model, half) -> str:
 
 
 def published(trainer, single, path: Path) -> dict:
+    # As FSDP2 does by itself with the outermost module: what a forward gathered stays.
+    trainer.model.set_reshard_after_forward(False)
+    with torch.no_grad():
+        token_logps(trainer.model, tiny.batch(8)["input_ids"])
     made = trainer.publish(path, {"step": STEPS})
     dist.barrier()
     tensors, manifest = publish.read_weights(path, contract_ids=trainer.contract_ids())
@@ -146,6 +151,8 @@ def main(rank: int, store: str) -> None:
     with joined(rank, store, tiny.RANKS, seconds=60):
         cases = CASES[2:3] if os.environ.get("KILL") else CASES
         reports = [trained(*case, rank, Path(store).parent) for case in cases]
+        # Modules and their hooks are cycles, and hold the group.
+        gc.collect()
     print(json.dumps(reports))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import json
 import os
 import signal
@@ -241,6 +242,8 @@ def main(rank: int, store: str) -> None:
         folder = Path(store).parent
         cases = [(3, False)] if os.environ.get("KILL") else CASES
         reports = [trained(*case, rank, folder) | {"tied": case[1]} for case in cases]
+        # Modules and their hooks are cycles, and hold the group.
+        gc.collect()
     print(json.dumps(reports))
 
 
