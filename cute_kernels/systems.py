@@ -34,7 +34,6 @@ SYSTEMS = (
     System(
         "logp",
         {"linear_logp": "logp_states", "log_probs": "logit_states"},
-        launcher=None,
     ),
     System("sparse_attn", {"block_sparse_attention": "block_sparse_attention"}, perf="attention"),
 )

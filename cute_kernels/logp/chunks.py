@@ -6,8 +6,9 @@ dHidden is a chain over the vocabulary, ascending; in the order ``tree`` it is c
 eight leaves of 16 ⌈V / 128⌉, and leaves are added ascending.  dW is a chain over the tokens.  No
 block shows in a bit of the GPU backends.  On a CPU blocks are the order: 1024 from a leaf's start.
 
-Workspace: fp32 dHidden and one block's G, at most `WORKSPACE` bytes each.  Where dHidden alone is
-more, dHidden is made in blocks of tokens, and dW in a second pass over the vocabulary.
+Workspace, at most `WORKSPACE` bytes: dHidden in fp32 (twice in the order ``tree``), a copy of
+hidden for dW, and what is left, at most `BLOCK`, for a block's G.  Where too little is left,
+dHidden is made in blocks of tokens, and dW in a second pass over the vocabulary: the same bits.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from ..schedulers.tiles import leaves
 from .config import CPU
 from .tensors import Head, Rows, Upstream
 
-#: Bytes of fp32 dHidden, and of a block's G.
-WORKSPACE = 1 << 27
+#: Bytes beyond the gradients; and of a block's G, at least and at most.
+WORKSPACE = 1 << 28
+BLOCK = 1 << 25, 1 << 27
 #: Columns of a block are a multiple of it: whole tiles.
 _STEP = 256
 
@@ -47,9 +49,9 @@ def gradients(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """(dhidden, dweight, dbias), None where not needed; dweight also where main_grad took it."""
     d_hidden, passes = None, Pass(hidden, head, rows, upstream)
-    together = hidden.numel() * 4 * (1 + (head.order == "tree")) <= WORKSPACE
-    if needs.hidden and not together:
-        step = max(16, WORKSPACE // (8 * hidden.shape[1]) // 16 * 16)
+    if needs.hidden and BLOCK[0] > WORKSPACE - passes.held(needs):
+        of_token = passes.held(Needs(True, False, False)) // len(hidden)
+        step = max(16, (WORKSPACE - BLOCK[1]) // of_token // 16 * 16)
         blocks = [
             passes.of_tokens(slice(first, first + step)).run(Needs(True, False, False), None)[0]
             for first in range(0, len(hidden), step)
@@ -69,6 +71,11 @@ class Pass(NamedTuple):
     rows: Rows
     upstream: Upstream
 
+    def held(self, needs: Needs) -> int:
+        """Bytes of workspace besides G."""
+        sums = torch.float32.itemsize * (1 + (self.head.order == "tree")) * needs.hidden
+        return self.hidden.numel() * (sums + self.hidden.itemsize * needs.weight)
+
     def of_tokens(self, some: slice) -> Pass:
         """For some of the tokens: dHidden is row by row."""
         rows = Rows(*(t[some] for t in self.rows))
@@ -87,7 +94,7 @@ class Pass(NamedTuple):
         total = None
         for leaf in _leaves(head):
             part = hidden.new_zeros(hidden.shape, dtype=torch.float32) if needs.hidden else None
-            for block in self.blocks(leaf):
+            for block in self.blocks(leaf, needs):
                 gradient = self.of_logits(block)
                 if needs.hidden:
                     self.add_hidden(part, gradient, head.weight[block])
@@ -99,14 +106,15 @@ class Pass(NamedTuple):
                     d_bias[block] = products.column_sum(gradient)
             total = part if total is None else _added(total, part)
         if needs.hidden:
-            total = torch.where(kept, total, 0.0).to(hidden.dtype)
+            # Zeros times a weight that is not finite are NaN.
+            total = total.masked_fill_(~kept, 0.0).to(hidden.dtype)
         return total, d_weight, d_bias
 
     def leaf_by_leaf(self) -> Iterator[torch.Tensor]:
         """The leaves of dHidden, one after the other: fp32 [T, D] each."""
         for leaf in _leaves(self.head):
             part = self.hidden.new_zeros(self.hidden.shape, dtype=torch.float32)
-            for block in self.blocks(leaf):
+            for block in self.blocks(leaf, Needs(True, False, False)):
                 self.add_hidden(part, self.of_logits(block), self.head.weight[block])
             yield part
 
@@ -120,12 +128,13 @@ class Pass(NamedTuple):
         launch = dispatch.launcher("logp_add_hidden", self.hidden.device, self.hidden.dtype)
         launch(total, gradient, weight)
 
-    def blocks(self, leaf: slice) -> Iterator[slice]:
+    def blocks(self, leaf: slice, needs: Needs) -> Iterator[slice]:
         """A leaf's blocks, ascending."""
         step = CPU.columns
         if self.hidden.device.type != "cpu":
-            bytes_of_column = max(1, len(self.hidden) * self.hidden.itemsize)
-            step = max(_STEP, WORKSPACE // bytes_of_column // _STEP * _STEP)
+            space = min(BLOCK[1], max(BLOCK[0], WORKSPACE - self.held(needs)))
+            bytes_of_column = len(self.hidden) * self.hidden.itemsize
+            step = max(_STEP, space // bytes_of_column // _STEP * _STEP)
         for first in range(leaf.start, leaf.stop, step):
             yield slice(first, min(first + step, leaf.stop))
 

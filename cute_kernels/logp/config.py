@@ -56,6 +56,10 @@ MASKED, OUTSIDE = -1, -2
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 
+#: log2((1 + s) / (1 - s)) = Σ_i c_i s^(2 i + 1), in fp64, for |s| < 0.172; a mantissa's range.
+LOG2_SERIES = tuple(2.0 / LN2 / (2 * i + 1) for i in range(11))
+SQRT_HALF = 0.5**0.5
+
 ORDERS = ("chain", "tree")
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -76,12 +80,10 @@ def columns_of_state(entropy: bool) -> int:
 class Config:
     """One compiled SM90 kernel on tiles of tokens by vocabulary.
 
-    ``w_major``: of the head, ``"k"`` when D is contiguous, else ``"mn"``.  ``softcap``: whether
-    logits are capped.  ``entropy``: whether it is asked for, or its gradient is.
+    ``softcap``: whether logits are capped.  ``entropy``: whether it, or its gradient, is asked for.
     """
 
     dtype: str
-    w_major: str
     order: str
     bias: bool
     softcap: bool
@@ -90,6 +92,32 @@ class Config:
     tile_m: int = 128
     tile_k: int = 64
     cluster_m: int = 2
+
+
+@dataclass(frozen=True)
+class FewConfig:
+    """One compiled SM90 kernel for few tokens: tiles of ``tile_n`` entries by ``tile_m`` tokens.
+
+    The others are those of `Config`.  ``ctas_per_sm``: that many rings of loads under way on an SM.
+    """
+
+    dtype: str
+    order: str
+    bias: bool
+    softcap: bool
+    entropy: bool
+    tile_m: int
+    tile_n: int = 64
+    tile_k: int = 128
+    ctas_per_sm: int = 2
+
+
+@dataclass(frozen=True)
+class FinishConfig:
+    """The compiled SM90 kernel that states of a vocabulary's runs end in: a warp for a token."""
+
+    entropy: bool
+    warps: int = 4
 
 
 @dataclass(frozen=True)

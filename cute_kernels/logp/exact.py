@@ -24,19 +24,17 @@ from .config import (
     EMPTY,
     FRACTION,
     LN2,
+    LOG2_SERIES,
     LOST,
     MASKED,
     OUTSIDE,
+    SQRT_HALF,
     SUMS,
     TOP,
     WEIGHTED,
     columns_of_state,
 )
 from .tensors import Rows
-
-#: 2 / ln 2 · s^(2 i + 1) / (2 i + 1): log2 of (1 + s) / (1 - s), for |s| < 0.172.
-_LOG2 = tuple(2.0 / LN2 / (2 * i + 1) for i in range(11))
-_SQRT_HALF = 0.5**0.5
 
 
 def of_units(
@@ -133,12 +131,12 @@ def _log2(x: torch.Tensor) -> torch.Tensor:
     bits = x.view(torch.int64)
     exponent = (bits >> 52) - 1022
     m = ((bits & ((1 << 52) - 1)) | (1022 << 52)).view(torch.float64)
-    small = m < _SQRT_HALF
+    small = m < SQRT_HALF
     m = torch.where(small, m + m, m)
     exponent = torch.where(small, exponent - 1, exponent)
     s = (m - 1.0) / (m + 1.0)
     square = s * s
-    series = torch.full_like(s, _LOG2[-1])
-    for c in _LOG2[-2::-1]:
+    series = torch.full_like(s, LOG2_SERIES[-1])
+    for c in LOG2_SERIES[-2::-1]:
         series = series * square + c
     return series * s + exponent

@@ -2,7 +2,7 @@
 
     z[t, v] = Σ_d H[t, d] W[v, d] + bias[v]      y = z scale[t]      states: logp/exact.py
 
-Layouts      H [T, D] row-major, W [V, D] row- or column-major (16-byte strides); states int64
+Layouts      H [T, D] row-major, W [V, D] row-major (16-byte strides); states int64
              [P, T, C], C = 6, or 10 with an entropy.
 Order        A logit is the chain (or tree) of gemm's kernel_sm90: the same instructions in the
              same order.  A unit of 16 entries is added in fp32 in the order of logp/config.py;
@@ -44,7 +44,7 @@ class LogpForwardSm90:
         self.dtype = fake.DTYPES[config.dtype]
         self.cluster = (config.cluster_m, 1)
         shape = (config.tile_m, config.tile_n, config.tile_k)
-        majors = ("k", config.w_major)
+        majors = ("k", "k")
         self.mainloop = Mainloop(self.dtype, majors, shape, self.cluster, CONSUMERS, SHARED_BYTES)
         self.walk = tile.Walk(self.mainloop, config.order == "tree")
 
@@ -209,7 +209,7 @@ def build(config: Config, compile=cute.compile):
     return compile(
         LogpForwardSm90(config),
         fake.matrix(config.dtype, t, d, "k"),
-        fake.matrix(config.dtype, v, d, config.w_major),
+        fake.matrix(config.dtype, v, d, "k"),
         fake.vector(config.dtype, v) if config.bias else None,
         fake.compact(cutlass.Int64, (t,), 8),
         fake.vector("fp32", t),

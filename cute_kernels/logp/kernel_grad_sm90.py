@@ -5,8 +5,7 @@
 
 with a = dlogp / τ, b = dentropy / τ.
 
-Layouts      H [T, D] row-major, W [V', D] row- or column-major, G [T, V'] row-major, all with
-             strides of 16 bytes; G has the dtype of H.
+Layouts      H [T, D], W [V', D] and G [T, V'] row-major, strides of 16 bytes; G of the dtype of H.
 Order        z: as kernel_fwd_sm90; everything else is element by element, rounded once at the end.
 Masks        a row without a target, and a column that is not of the vocabulary, are exactly 0.
 K tail       TMA fills zeros inside the last group of 16; groups wholly beyond D are skipped.
@@ -47,7 +46,7 @@ class LogpGradientSm90:
         self.cluster = (config.cluster_m, 1)
         self.mainloop = Mainloop(
             self.dtype,
-            ("k", config.w_major),
+            ("k", "k"),
             (config.tile_m, config.tile_n, config.tile_k),
             self.cluster,
             CONSUMERS,
@@ -200,7 +199,7 @@ def build(config: Config, compile=cute.compile):
     return compile(
         LogpGradientSm90(config),
         fake.matrix(config.dtype, t, d, "k"),
-        fake.matrix(config.dtype, v, d, config.w_major),
+        fake.matrix(config.dtype, v, d, "k"),
         fake.vector(config.dtype, v) if config.bias else None,
         fake.compact(cutlass.Int64, (t,), 8),
         *(fake.vector("fp32", t) for _ in range(3)),

@@ -14,7 +14,7 @@ from ..compile.call import call
 from ..compile.kernel import Entry, Expect, Kernel
 from ..operands import matrix, most_ctas, padded_copy, padded_empty
 from . import config, tiles
-from .config import Config
+from .config import Config, FewConfig, FinishConfig
 from .tensors import Head, Rows, Upstream
 
 #: Columns of a tile; with two accumulators (of a tree), or a bias's loads, registers are fewer.
@@ -23,22 +23,29 @@ TILE_N, NARROW_N = 256, 128
 
 def states(hidden: torch.Tensor, head: Head, rows: Rows, entropy: bool) -> torch.Tensor:
     """int64 [P, T, C] of the head's rows, in P runs."""
-    h, w, bias, w_major = _operands(hidden, head)
-    chosen = _config(hidden.dtype, w_major, head, entropy)
-    workers = max_clusters(hidden.device)
-    tile = (chosen.tile_m * chosen.cluster_m, chosen.tile_n)
-    count = tiles.runs(h.shape[0], w.shape[0], tile, workers)
-    columns = config.columns_of_state(entropy)
-    parts = rows.target.new_empty(count, h.shape[0], columns)
+    h, w, bias = _operands(hidden, head)
+    tokens, columns = h.shape[0], config.columns_of_state(entropy)
     place = head.start, head.vocab, head.softcap
+    tile = tiles.few(tokens, head.order, entropy)
+    if tile is not None:
+        few = FewConfig(*_options(hidden.dtype, head, entropy), *tile)
+        count = min(-(-len(w) // tile.tile_n), most_ctas(hidden.device) * tile.ctas_per_sm)
+        parts = rows.target.new_empty(count, tokens, columns)
+        call(hidden.device, _few(few), h, w, bias, *rows, parts, *place)
+        return parts
+    chosen = config_of(*_options(hidden.dtype, head, entropy))
+    workers = max_clusters(hidden.device)
+    of_cluster = (chosen.tile_m * chosen.cluster_m, chosen.tile_n)
+    count = tiles.runs(tokens, len(w), of_cluster, workers)
+    parts = rows.target.new_empty(count, tokens, columns)
     call(hidden.device, _forward(chosen), h, w, bias, *rows, parts, *place, workers)
     return parts
 
 
 def gradients(hidden: torch.Tensor, head: Head, rows: Rows, upstream: Upstream) -> torch.Tensor:
     """[T, V] of the dtype of ``hidden``: the gradient of the head's logits; rows are padded."""
-    h, w, bias, w_major = _operands(hidden, head)
-    chosen = _config(hidden.dtype, w_major, head, upstream.of_entropy is not None)
+    h, w, bias = _operands(hidden, head)
+    chosen = config_of(*_options(hidden.dtype, head, upstream.of_entropy is not None))
     out = padded_empty(h, h.shape[0], w.shape[0])
     place = head.start, head.vocab, head.softcap
     tokens = (*rows, *upstream)
@@ -47,29 +54,42 @@ def gradients(hidden: torch.Tensor, head: Head, rows: Rows, upstream: Upstream) 
     return out
 
 
+def finish(
+    parts: torch.Tensor, rows: Rows
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(log p, lse2, entropy or None) of states [P, T, C], as `exact.finish`."""
+    results = [torch.empty_like(rows.scale) for _ in range(3)]
+    if parts.shape[2] == config.WEIGHTED:
+        results[2] = None
+    chosen = FinishConfig(results[2] is not None)
+    call(parts.device, _finish(chosen), parts, *rows, *results)
+    return tuple(results)
+
+
 def _operands(hidden: torch.Tensor, head: Head):
-    """(hidden, weight, bias, the weight's major), as the kernels take them."""
-    h, major = matrix(hidden, "logp", "hidden")
-    if major != "k":
-        h = padded_copy(hidden, "logp", "hidden")
-    w, w_major = matrix(head.weight, "logp", "weight")
+    """(hidden, weight, bias), as the kernels take them: row-major."""
+    h, w = (_rows(t, name) for t, name in ((hidden, "hidden"), (head.weight, "weight")))
     bias = head.bias
     if bias is not None:
         bias = log.contiguous("logp", "bias", bias, "a stride of 1")
-    return h, w, bias, w_major
+    return h, w, bias
 
 
-def _config(dtype: torch.dtype, w_major: str, head: Head, entropy: bool) -> Config:
-    name, order = config.DTYPE_NAMES[dtype], head.order
-    return config_of(name, w_major, order, head.bias is not None, head.softcap > 0, entropy)
+def _rows(t: torch.Tensor, name: str) -> torch.Tensor:
+    t, major = matrix(t, "logp", name)
+    return t if major == "k" else padded_copy(t, "logp", name)
 
 
-def config_of(
-    dtype: str, w_major: str, order: str, bias: bool, softcap: bool, entropy: bool
-) -> Config:
+def _options(dtype: torch.dtype, head: Head, entropy: bool) -> tuple:
+    """The first fields of `Config` and of `FewConfig`."""
+    name = config.DTYPE_NAMES[dtype]
+    return name, head.order, head.bias is not None, head.softcap > 0, entropy
+
+
+def config_of(dtype: str, order: str, bias: bool, softcap: bool, entropy: bool) -> Config:
     """The configuration of either kernel, with the widest tile that spills no register."""
     tile_n = TILE_N if order == "chain" and not bias else NARROW_N
-    return Config(dtype, w_major, order, bias, softcap, entropy, tile_n)
+    return Config(dtype, order, bias, softcap, entropy, tile_n)
 
 
 def max_clusters(device: torch.device) -> int:
@@ -83,8 +103,18 @@ def _forward(chosen: Config) -> Callable:
 
 
 @functools.cache
+def _few(chosen: FewConfig) -> Callable:
+    return cache.get(few_entry(chosen), "sm_90a")
+
+
+@functools.cache
 def _gradient(chosen: Config) -> Callable:
     return cache.get(gradient_entry(chosen), "sm_90a")
+
+
+@functools.cache
+def _finish(chosen: FinishConfig) -> Callable:
+    return cache.get(finish_entry(chosen), "sm_90a")
 
 
 def forward_entry(chosen: Config) -> Kernel:
@@ -92,24 +122,51 @@ def forward_entry(chosen: Config) -> Kernel:
     return Kernel.of("logp_fwd_sm90", f"{__package__}.kernel_fwd_sm90", chosen)
 
 
+def few_entry(chosen: FewConfig) -> Kernel:
+    """One configuration of the forward for few tokens, likewise."""
+    return Kernel.of("logp_few_sm90", f"{__package__}.kernel_few_sm90", chosen)
+
+
 def gradient_entry(chosen: Config) -> Kernel:
     """One configuration of the gradient of logits, likewise."""
     return Kernel.of("logp_grad_sm90", f"{__package__}.kernel_grad_sm90", chosen)
 
 
-def configs() -> Iterator[Config]:
-    """Every configuration that can be chosen."""
+def finish_entry(chosen: FinishConfig) -> Kernel:
+    """What states end in, likewise."""
+    return Kernel.of("logp_finish_sm90", f"{__package__}.kernel_finish_sm90", chosen)
+
+
+def options() -> Iterator[tuple]:
+    """The first fields of `Config` and of `FewConfig`, in all combinations."""
     flags = (False, True)
-    for order, dtype, w_major, bias, softcap, entropy in itertools.product(
-        config.ORDERS, ("bf16", "fp16"), ("k", "mn"), flags, flags, flags
-    ):
-        yield config_of(dtype, w_major, order, bias, softcap, entropy)
+    return itertools.product(("bf16", "fp16"), config.ORDERS, flags, flags, flags)
+
+
+def few_configs() -> Iterator[FewConfig]:
+    """Every configuration of the forward for few tokens that can be chosen."""
+    for chosen in options():
+        order, entropy = chosen[1], chosen[4]
+        for tile in tiles.FEW_PLAIN:
+            if tiles.few(tile.tile_m, order, entropy) == tile:
+                yield FewConfig(*chosen, *tile)
 
 
 def catalogue() -> Iterator[Entry]:
     """Every kernel that this launcher can ask for."""
-    for chosen in configs():
+    for chosen in options():
+        wide = config_of(*chosen)
         # 168 registers is all that 384 threads can start with; the roles then trade theirs.
-        expect = Expect(f"64x{chosen.tile_n}x16", max_registers=168, max_shared=232448)
-        yield Entry(forward_entry(chosen), "A", expect)
-        yield Entry(gradient_entry(chosen), "A", expect)
+        expect = Expect(f"64x{wide.tile_n}x16", max_registers=168, max_shared=232448)
+        yield Entry(forward_entry(wide), "A", expect)
+        yield Entry(gradient_entry(wide), "A", expect)
+    for few in few_configs():
+        # Each quarter of an SM has 512 registers for a lane, for every warp that it holds.
+        warps = (few.tile_n // 16 + 1) * few.ctas_per_sm
+        registers = min(248, 512 // -(-warps // 4) // 8 * 8)
+        shared = 232448 // few.ctas_per_sm
+        expect = Expect(f"64x{few.tile_m}x16", max_registers=registers, max_shared=shared)
+        yield Entry(few_entry(few), "A", expect)
+    for entropy in (False, True):
+        expect = Expect(None, max_registers=96, max_shared=1024)
+        yield Entry(finish_entry(FinishConfig(entropy)), "A", expect)

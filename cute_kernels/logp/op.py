@@ -46,7 +46,7 @@ _LAUNCHERS = {
     ),
     "logp_finish": (
         "linear_logp",
-        {CUTE_SM90: "exact:finish", TRITON: "exact:finish", CPU: "exact:finish"},
+        {CUTE_SM90: "launch:finish", TRITON: "exact:finish", CPU: "exact:finish"},
     ),
     "logit_states": (
         "log_probs",

@@ -5,6 +5,23 @@ No bit depends on it: states are exact sums (exact.py).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+
+class Few(NamedTuple):
+    """A tile of few tokens; the fields are those of `config.FewConfig`."""
+
+    tile_m: int
+    tile_n: int = 64
+    tile_k: int = 128
+    ctas_per_sm: int = 2
+
+
+#: For up to tile_m tokens: the tiles of gemm's few-row kernel on heads of such sizes.
+FEW = (Few(8), Few(16), Few(32), Few(64))
+#: Where neither a second accumulator nor an entropy's sums want its registers.
+FEW_PLAIN = (*FEW, Few(128, 128, 64, 1))
+
 #: Runs of a vocabulary that a launch may cut it in: a state of each goes to memory.
 MOST_RUNS = 32
 #: A run's start and end, in tiles.
@@ -26,3 +43,9 @@ def runs(tokens: int, rows: int, tile: tuple[int, int], workers: int) -> int:
 
     # The fewest of those that are as fast.
     return min(range(1, min(tiles, max(MOST_RUNS, workers // groups)) + 1), key=waves)
+
+
+def few(tokens: int, order: str, entropy: bool) -> Few | None:
+    """The tile for so many tokens; None where `runs` of wide tiles are faster or the only way."""
+    choices = FEW_PLAIN if order == "chain" and not entropy else FEW
+    return next((tile for tile in choices if tokens <= tile.tile_m), None)

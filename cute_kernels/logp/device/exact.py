@@ -92,6 +92,22 @@ def meet(own: State, row: cutlass.Constexpr, distance: cutlass.Constexpr):
 
 
 @cute.jit
+def take(own: State, row: cutlass.Constexpr, other: cute.Tensor):
+    """A state from memory is added to a row's."""
+    top = other[TOP].to(cutlass.Int32)
+    highest = cutlass.max(own.top[row], top)
+    _lower(own, row, highest - own.top[row])
+    own.top[row] = highest
+    own.chosen[row] += other[CHOSEN].to(cutlass.Int32)
+    for j in cutlass.range_constexpr(BINS):
+        for step in cutlass.range_constexpr(j + 1):
+            here = highest - top == step
+            own.sums[j, row] += other[SUMS + j - step] if here else cutlass.Int64(0)
+            if cutlass.const_expr(own.weighted is not None):
+                own.weighted[j, row] += other[WEIGHTED + j - step] if here else cutlass.Int64(0)
+
+
+@cute.jit
 def store(own: State, row: cutlass.Constexpr, out: cute.Tensor):
     """A row's state to ``out`` [columns of a state]."""
     out[TOP] = own.top[row].to(cutlass.Int64)

@@ -4,14 +4,12 @@ from dataclasses import dataclass
 
 import cutlass
 from cutlass import cute
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T, dsl_user_op
 
 from ...dsl import mma, pipeline, softmax
 from ...dsl.mainloop import Mainloop
 from ...schedulers.tiles import leaves
 from ..config import LOG2E
-from .units import QUAD, ROWS
+from .units import QUAD, ROWS, bits
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ def choose(acc, at, target, column0, chosen):
                 for side in cutlass.range_constexpr(2):
                     value = 4 * i + 2 * half + side
                     if at[value][1] == column:
-                        chosen[half] = _bits(acc[value])
+                        chosen[half] = bits(acc[value])
 
 
 @cute.jit
@@ -123,8 +121,3 @@ def row_of(tensor, run, row):
     """The last mode of ``tensor`` [runs, rows, any], with offsets of 64 bits."""
     offset = cutlass.Int64(run) * tensor.stride[0] + cutlass.Int64(row) * tensor.stride[1]
     return cute.make_tensor(tensor.iterator + offset, cute.make_layout(tensor.shape[2]))
-
-
-@dsl_user_op
-def _bits(value: cutlass.Float32, *, loc=None, ip=None) -> cutlass.Int32:
-    return cutlass.Int32(llvm.bitcast(T.i32(), value.ir_value(loc=loc, ip=ip), loc=loc, ip=ip))

@@ -62,7 +62,7 @@ def exponent_of(top, scale):
     """(M, -M in fp32) of a unit's largest logit: y rounded to the nearest integer."""
     y = cute.arch.fmax(top * scale, cutlass.Float32(-MAX_EXPONENT))
     shifted = cute.arch.fmin(y, cutlass.Float32(MAX_EXPONENT)) + cutlass.Float32(_MAGIC)
-    return _bits(shifted) - _MAGIC_BITS, cutlass.Float32(_MAGIC) - shifted
+    return bits(shifted) - _MAGIC_BITS, cutlass.Float32(_MAGIC) - shifted
 
 
 @dsl_user_op
@@ -104,5 +104,12 @@ def _of_lane(values, odd, high):
 
 
 @dsl_user_op
-def _bits(value: cutlass.Float32, *, loc=None, ip=None) -> cutlass.Int32:
+def bits(value: cutlass.Float32, *, loc=None, ip=None) -> cutlass.Int32:
+    """The bits of an fp32."""
     return cutlass.Int32(llvm.bitcast(T.i32(), value.ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def of_bits(value: cutlass.Int32, *, loc=None, ip=None) -> cutlass.Float32:
+    """The fp32 of these bits."""
+    return cutlass.Float32(llvm.bitcast(T.f32(), value.ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
