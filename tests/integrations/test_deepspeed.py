@@ -25,14 +25,15 @@ CASES = [(stage, tied) for stage, heads in STAGES.items() for tied in heads]
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """What both ranks report, by stage and tie."""
-    found = reports(SCRIPT, tiny.RANKS, tmp_path_factory.mktemp("zero"), seconds=240)
-    return [{(r["stage"], r["tied"]): r for r in of_rank} for of_rank in found]
+    """What both ranks report."""
+    return reports(SCRIPT, tiny.RANKS, tmp_path_factory.mktemp("zero"), seconds=240)
 
 
 def each(ran, case) -> list[dict]:
-    assert all(set(of_rank) == set(CASES) for of_rank in ran)
-    return [of_rank[case] for of_rank in ran]
+    """What each rank trained, of a stage and a tie."""
+    trained = [{(r["stage"], r["tied"]): r for r in of_rank["trained"]} for of_rank in ran]
+    assert all(set(of_rank) == set(CASES) for of_rank in trained)
+    return [of_rank[case] for of_rank in trained]
 
 
 @needs_deepspeed
@@ -114,6 +115,18 @@ def test_wrong_ids_are_refused_on_every_rank(ran, case):
 
 
 @needs_deepspeed
+def test_mixed_precision_with_checkpointing_and_accumulation(ran):
+    for of_rank in ran:
+        cases = [report["case"] for report in of_rank["mixed"]]
+        assert cases == [[z, how] for z in (1, 3) for how in ("bf16", "torch_autocast")]
+        for report in of_rank["mixed"]:
+            assert report["same"] and report["kept"] == []
+            # Two batches make one step.
+            first, second, third = report["losses"]
+            assert first == second != third
+
+
+@needs_deepspeed
 def test_a_killed_rank_ends_the_others(tmp_path):
     assert_error_not_hang(after_a_kill(SCRIPT, tiny.RANKS, tmp_path, seconds=100), killed=1)
 
@@ -122,7 +135,8 @@ def test_a_killed_rank_ends_the_others(tmp_path):
 @pytest.mark.nightly
 def test_twenty_steps(tmp_path, monkeypatch):
     monkeypatch.setenv("STEPS", "20")
-    for of_rank in reports(SCRIPT, tiny.RANKS, tmp_path, seconds=600):
+    for found in reports(SCRIPT, tiny.RANKS, tmp_path, seconds=600):
+        of_rank = found["trained"]
         assert [(r["stage"], r["tied"]) for r in of_rank if r["steps"] == 20] == [
             (0, False), (1, False), (2, False), (3, False), (3, True), (2, True),
         ]  # fmt: skip

@@ -69,6 +69,7 @@ def test_metrics_and_publication(ran, number):
         assert found["layout"] == [3, tiny.RANKS, 0] and found["tied"] == tied
 
 
+@pytest.mark.nightly
 def test_a_killed_rank_ends_the_others(tmp_path):
     assert_error_not_hang(after_a_kill(SCRIPT, tiny.RANKS, tmp_path, seconds=100), killed=1)
 

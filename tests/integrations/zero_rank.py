@@ -53,7 +53,7 @@ class Watched(ours.LogpTrainer):
         self.model.step()
 
 
-def engine_of(model: torch.nn.Module, zero: object):
+def engine_of(model: torch.nn.Module, zero: object, **more: object):
     import deepspeed
     from deepspeed.comm import torch as transport
 
@@ -69,11 +69,33 @@ def engine_of(model: torch.nn.Module, zero: object):
         "zero_allow_untested_optimizer": True,
         # Its default of 1 would scale them.
         "gradient_clipping": 0.0,
+        **more,
     }
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=tiny.optimizer(model), config=config, dist_init_required=False
     )
     return engine
+
+
+def mixed(zero: int, how: str, rank: int) -> dict:
+    """bf16 weights, or autocast; with checkpointing, and two batches for one step."""
+    model = tiny.llama().train()
+    model.gradient_checkpointing_enable()
+    single, rotary = copy.deepcopy(model), copy.deepcopy(model.model.rotary_emb)
+    if how == "bf16":
+        # DeepSpeed casts parameters, and leaves this buffer.
+        single.bfloat16().model.rotary_emb = rotary
+    asked = {"enabled": True} if how == "bf16" else {"enabled": True, "dtype": "bfloat16"}
+    engine = engine_of(model, zero, gradient_accumulation_steps=2, **{how: asked})
+    trainer = ours.LogpTrainer(engine)
+    half = tiny.part(tiny.batch(0), rank)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=how != "bf16"):
+        want = token_logps(single, half["input_ids"], attention_mask=half["attention_mask"])
+        got = trainer.logps(half)
+    losses = [trainer.step(half)["loss"] for _ in range(3)]
+    kept = left_over(engine.module) if zero == 3 else []
+    engine.destroy()
+    return {"case": [zero, how], "same": same_bytes(got, want), "losses": losses, "kept": kept}
 
 
 def whole(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -242,9 +264,11 @@ def main(rank: int, store: str) -> None:
         folder = Path(store).parent
         cases = [(3, False)] if os.environ.get("KILL") else CASES
         reports = [trained(*case, rank, folder) | {"tied": case[1]} for case in cases]
+        hows = [] if os.environ.get("KILL") else ["bf16", "torch_autocast"]
+        amp = [mixed(zero, how, rank) for zero in (1, 3) for how in hows]
         # Modules and their hooks are cycles, and hold the group.
         gc.collect()
-    print(json.dumps(reports))
+    print(json.dumps({"trained": reports, "mixed": amp}))
 
 
 if __name__ == "__main__":
