@@ -34,6 +34,7 @@ SYSTEMS = (
     System(
         "logp",
         {"linear_logp": "logp_states", "log_probs": "logit_states"},
+        perf="logp",
     ),
     System("sparse_attn", {"block_sparse_attention": "block_sparse_attention"}, perf="attention"),
 )

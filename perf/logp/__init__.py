@@ -1,0 +1,1 @@
+"""`linear_logp` measured: cases, rivals, and its part of the status page."""

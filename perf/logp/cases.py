@@ -1,0 +1,73 @@
+"""The sizes of `linear_logp` that are measured, and their operands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..core.work import Work
+
+#: Name -> (tokens, D, V).
+SHAPES = {"128k": (4096, 4096, 131072), "152k": (8192, 4096, 151936)}
+PASSES = ("fwd", "bwd", "both")
+#: Tokens of a decode step: the forward alone.
+DECODE = (1, 8, 16, 64, 128)
+
+Inputs = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One pass at one size."""
+
+    which: str
+    shape: str
+    tokens: int
+
+    @property
+    def label(self) -> str:
+        own = self.tokens == SHAPES[self.shape][0]
+        return self.shape if own else f"{self.shape}/t{self.tokens}"
+
+    @property
+    def width(self) -> int:
+        return SHAPES[self.shape][1]
+
+    @property
+    def vocab(self) -> int:
+        return SHAPES[self.shape][2]
+
+    @property
+    def work(self) -> Work:
+        """Of the forward one product, of the backward three (its logits are made again)."""
+        products = {"fwd": 1, "bwd": 3, "both": 4}[self.which]
+        product = 2 * self.tokens * self.width * self.vocab
+        operands = 2 * self.width * (self.tokens + self.vocab)
+        return Work(products * product, operands * (1 if self.which == "fwd" else 3))
+
+    def items(self) -> dict:
+        """What a record says of it."""
+        sizes = {"tokens": self.tokens, "d": self.width, "vocab": self.vocab}
+        return {"product": self.which, "shape": self.label, "dtype": "bf16"} | sizes
+
+    def inputs(self, seed: int, device: str) -> Inputs:
+        """Random operands; log-probabilities around ln V."""
+        generator = torch.Generator(device).manual_seed(seed)
+        options = {"generator": generator, "device": device}
+        hidden = torch.randn(self.tokens, self.width, **options)
+        weight = torch.randn(self.vocab, self.width, **options) * self.width**-0.5
+        return {
+            "hidden": hidden.bfloat16().requires_grad_(),
+            "weight": weight.bfloat16().requires_grad_(),
+            "target": torch.randint(0, self.vocab, (self.tokens,), **options),
+            "d_logp": torch.randn(self.tokens, **options),
+        }
+
+
+def cases(shapes: list[str], passes: list[str]) -> list[Case]:
+    """Each pass at each shape, and steps of decoding."""
+    found = [Case(which, name, SHAPES[name][0]) for name in shapes for which in passes]
+    if "fwd" in passes:
+        found += [Case("fwd", name, tokens) for name in shapes for tokens in DECODE]
+    return found

@@ -1,0 +1,116 @@
+"""Who is measured: each rival starts the passes that it has.
+
+A call gives per-token log-probabilities ("fwd"), the gradients of hidden and weight from per-token
+upstream gradients ("bwd", on a graph that is made before), or both in one.  quack and Liger's
+Triton kernel make gradients in their forward, of a sum over the tokens: only "both".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+
+from ..core.rival import Call, Rival, Start, by_name, module
+from .cases import Inputs
+
+Scores = Callable[[Inputs], torch.Tensor]
+
+
+def _per_token(load: Callable[[], Scores]) -> dict[str, Start]:
+    """The passes of a function of per-token log-probabilities, through autograd."""
+
+    def fwd(case) -> Call:
+        scores = load()
+
+        def call(t: Inputs):
+            with torch.no_grad():
+                return (scores(t),)
+
+        return call
+
+    def bwd(case) -> Call:
+        scores, graphs = load(), {}
+
+        def call(t: Inputs):
+            key = id(t["hidden"])
+            if key not in graphs:
+                graphs[key] = scores(t)
+            inputs = t["hidden"], t["weight"]
+            return torch.autograd.grad(graphs[key], inputs, t["d_logp"], retain_graph=True)
+
+        return call
+
+    def both(case) -> Call:
+        scores = load()
+        return lambda t: torch.autograd.grad(scores(t), (t["hidden"], t["weight"]), t["d_logp"])
+
+    return {"fwd": fwd, "bwd": bwd, "both": both}
+
+
+def _of_a_sum(load: Callable[[], Scores]) -> dict[str, Start]:
+    """ "both" of a function of the sum of log-probabilities."""
+
+    def both(case) -> Call:
+        total = load()
+        return lambda t: torch.autograd.grad(total(t), (t["hidden"], t["weight"]))
+
+    return {"both": both}
+
+
+def _ours(order: str) -> Scores:
+    import cute_kernels as ck
+
+    linear_logp = ck.linear_logp
+    return lambda t: linear_logp(t["hidden"], t["weight"], t["target"], order=order)
+
+
+def _liger() -> Scores:
+    # Its check of the targets waits for the GPU.
+    os.environ["LIGER_SCALED_CE_SM90_VALIDATE_TARGETS"] = "0"
+    name = "liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90"
+    function = module(name).LigerFusedScaledCrossEntropySM90Function
+    return lambda t: -function.apply(t["hidden"], t["weight"], t["target"])
+
+
+def _liger_triton() -> Scores:
+    name = "liger_kernel.ops.fused_linear_cross_entropy"
+    function = module(name).LigerFusedLinearCrossEntropyFunction
+
+    def total(t: Inputs) -> torch.Tensor:
+        options = (None, None, -100, 0.0, 0.0, "sum")
+        return function.apply(t["hidden"], t["weight"], t["target"], *options)[0]
+
+    return total
+
+
+def _quack() -> Scores:
+    function = module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+    return lambda t: function(t["hidden"], t["weight"], t["target"], reduction="sum", tuned=False)
+
+
+def _cce() -> Scores:
+    function = module("cut_cross_entropy").linear_cross_entropy
+    return lambda t: -function(t["hidden"], t["weight"], t["target"], reduction="none")
+
+
+def _torch() -> Scores:
+    def scores(t: Inputs) -> torch.Tensor:
+        logits = torch.nn.functional.linear(t["hidden"], t["weight"])
+        return -torch.nn.functional.cross_entropy(logits.float(), t["target"], reduction="none")
+
+    return scores
+
+
+RIVALS = by_name(
+    Rival("ours", _per_token(lambda: _ours("chain")), promised=True, ordered=True),
+    Rival("ours_tree", _per_token(lambda: _ours("tree")), promised=True, ordered=True),
+    Rival("liger", _per_token(_liger)),
+    Rival("liger_triton", _of_a_sum(_liger_triton)),
+    Rival("quack", _of_a_sum(_quack)),
+    Rival("cce", _per_token(_cce)),
+    Rival("torch", _per_token(_torch)),
+)
+#: Slower than ours by so much that fewer samples of them say enough.
+SLOW = ("liger_triton", "cce", "torch")
