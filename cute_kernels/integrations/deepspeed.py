@@ -56,6 +56,7 @@ class LogpTrainer(logp_trainer.Trainer):
         """
         self.stage = zero_stage(engine)
         super().__init__(engine, reference, **options)
+        self.group = engine.data_parallel_group
 
     def update(self, loss: torch.Tensor) -> None:
         """The engine's backward and step; it accumulates as its config says."""

@@ -23,7 +23,10 @@ class Trainer:
 
     Attributes:
         model: What is called: the model, or an engine around it.
+        group: Ranks that train one model on parts of a batch; None: all there are.
     """
+
+    group: dist.ProcessGroup | None = None
 
     def __init__(
         self,
@@ -76,6 +79,8 @@ class Trainer:
     def step(self, batch: Mapping[str, torch.Tensor]) -> dict[str, object]:
         """One step on this rank's part of a batch; all ranks call it.
 
+        What one rank alone refuses of its part, the others wait for, until their group's timeout.
+
         Args:
             batch: ``input_ids`` int [B, S]; ``advantages`` [B], [B, 1] or [B, S]; and, each if it
                 is there: ``attention_mask`` [B, S]; ``mask`` [B, S], not 0 at tokens to learn from
@@ -114,7 +119,7 @@ class Trainer:
         self.update(found.loss * ranks)
         sums = torch.stack([t.detach() for t in found])
         if ranks > 1:
-            dist.all_reduce(sums)
+            dist.all_reduce(sums, group=self.group)
         loss, policy, kl = sums.tolist()
         return {"loss": loss, "policy_loss": policy, "kl": kl, "tokens": count, **self.path()}
 
@@ -125,11 +130,10 @@ class Trainer:
         if checking.autocast(device):
             dtype = torch.get_autocast_dtype(device.type)
         cut = gathering.partitioned(weight) or hasattr(weight, "full_tensor")
+        backend = contracts.contract_id("linear_logp", device, dtype).split("/")[1]
         return {
             "current_logp_path": "linear_logp/gathered" if cut else "linear_logp",
-            "current_logp_backend": contracts.contract_id("linear_logp", device, dtype).split("/")[
-                1
-            ],
+            "current_logp_backend": backend,
         }
 
     def contract_ids(self) -> dict[str, str]:
@@ -140,9 +144,10 @@ class Trainer:
     def _counted(self, mask: torch.Tensor) -> tuple[int, int]:
         """How many ranks there are, and how many tokens count on all of them."""
         count = mask.sum()
-        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        joined = dist.is_available() and dist.is_initialized()
+        ranks = dist.get_world_size(self.group) if joined else 1
         if ranks > 1:
-            dist.all_reduce(count)
+            dist.all_reduce(count, group=self.group)
         if not int(count):
             want = "a token that counts, on some rank"
             raise ArgumentValueError(expected("batch['mask']", want, "none"))

@@ -22,7 +22,6 @@ from cute_kernels.errors import (
 )
 from cute_kernels.integrations import causal_lm, gathering, held_head
 from cute_kernels.integrations import transformers as integration
-from cute_kernels.integrations.policy_loss import policy_loss
 from cute_kernels.integrations.token_logps import token_logps
 from tests.contract import same_bytes
 from tests.integrations import tiny
@@ -465,71 +464,3 @@ def test_a_parameter_in_flight_is_refused():
         gathering.whole((parameter,)),
     ):
         pytest.fail("it was taken for a whole one")
-
-
-# ---- the loss -----------------------------------------------------------------------------------
-
-
-def losses(**options):
-    generator = torch.Generator().manual_seed(0)
-    logps, old, ref = (-torch.rand(2, 4, generator=generator) * 3 for _ in range(3))
-    advantages = torch.tensor([[1.0], [-2.0]])
-    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 1]])
-    logps.requires_grad_()
-    given = {"count": 6, "old": old, "reference": ref, "clip": 0.2, "kl_weight": 0.5} | options
-    return logps, advantages, mask, given
-
-
-def test_the_policy_loss_is_its_formula():
-    logps, advantages, mask, given = losses()
-    found = policy_loss(logps, advantages, mask, **given)
-    policy = kl = 0.0
-    for b, t in mask.nonzero().tolist():
-        new, old, ref = (x[b, t].double() for x in (logps, given["old"], given["reference"]))
-        rho, a = (new - old).exp(), advantages[b, 0].double()
-        policy = policy - torch.minimum(rho * a, rho.clamp(0.8, 1.2) * a) / 6
-        kl = kl + ((ref - new).exp() - (ref - new) - 1) / 6
-    assert found.policy.item() == pytest.approx(policy.item(), rel=1e-5)
-    assert found.kl.item() == pytest.approx(kl.item(), rel=1e-5)
-    assert found.loss.item() == pytest.approx((policy + 0.5 * kl).item(), rel=1e-5)
-    wanted = torch.autograd.grad(policy + 0.5 * kl, logps, retain_graph=True)[0]
-    got = torch.autograd.grad(found.loss, logps)[0]
-    assert (got - wanted).abs().max() < 1e-6
-    assert (got[mask == 0] == 0).all()
-
-
-def test_without_old_it_is_the_plain_policy_gradient():
-    logps, advantages, mask, given = losses(old=None, reference=None)
-    policy_loss(logps, advantages, mask, **given).loss.backward()
-    assert same_bytes(logps.grad, torch.where(mask != 0, -advantages / 6, 0.0))
-
-
-def test_masked_nan_harms_nothing():
-    logps, advantages, mask, given = losses()
-    want = policy_loss(logps, advantages, mask, **given).loss
-    with torch.no_grad():
-        for t in (logps, given["old"], given["reference"]):
-            t[mask == 0] = float("nan")
-    got = policy_loss(logps, advantages, mask, **given).loss
-    assert same_bytes(got.detach(), want.detach())
-    got.backward()
-    assert logps.grad.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "said"),
-    [
-        ({"old": torch.zeros(2, 3)}, ShapeError, "old: expected the shape of logps"),
-        ({"reference": torch.zeros(8)}, ShapeError, "reference"),
-        ({"count": 0}, ArgumentValueError, "count: expected above 0, got 0"),
-        ({"clip": 0.0}, ArgumentValueError, "clip"),
-        ({"clip": 1.5}, ArgumentValueError, "clip"),
-        ({"kl_weight": -1.0}, ArgumentValueError, "kl_weight"),
-    ],
-)
-def test_bad_losses(change, error, said):
-    logps, advantages, mask, given = losses(**change)
-    with pytest.raises(error, match=said):
-        policy_loss(logps, advantages, mask, **given)
-    with pytest.raises(ShapeError, match="advantages"):
-        policy_loss(logps, advantages.T, mask, **losses()[3])
