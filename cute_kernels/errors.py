@@ -70,6 +70,14 @@ class MissingPackageError(CuteKernelsError, RuntimeError):
     """A package that an extra of this library brings is not installed."""
 
 
+class GatherError(CuteKernelsError, RuntimeError):
+    """A parameter that is kept in parts is not whole where it has to be read."""
+
+
+class ManifestError(CuteKernelsError, RuntimeError):
+    """Published weights are damaged, not those that were asked for, or must not be replaced."""
+
+
 class SettingError(CuteKernelsError, ValueError):
     """An environment variable of this library has a value that it does not take."""
 

@@ -9,6 +9,8 @@ queries see, once per forward pass and kind of mask, and one that attends with i
 attended at its own positions, so a row has its bits, and a sequence its gradients, under any batch,
 padding on either side, packing through ``position_ids``, chunked prefill, and dynamic, sliding and
 static caches.  Under ``torch.compile`` what was found is an operand of the graph.
+
+``token_logps(model, input_ids)`` gives log-probabilities of tokens without logits: token_logps.py.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 from ..errors import ArgumentTypeError, ArgumentValueError, expected
 from ..schedulers.masks.mask import BlockMask
 from ..sparse_attn import api
+from .token_logps import token_logps as token_logps
 
 NAME = "cute_kernels"
 

@@ -1,0 +1,105 @@
+"""DeepSpeed, ZeRO 0 to 3: log-probabilities, a training worker, publication.
+
+    engine, *_ = deepspeed.initialize(model=model, config=...)
+    logps = token_logps(engine, input_ids)             # token_logps.py
+    LogpTrainer(engine, reference, kl_weight=0.1).step(batch)
+    publish_weights(path, engine)
+
+Under stage 3 the head is called as a module, so that DeepSpeed gathers it around its forward and
+its backward and releases it after each; `head_logp` gathers by itself what DeepSpeed's hooks do not
+(gathering.py).  So it does in an evaluation.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import torch
+
+from ..commands import require
+from ..errors import ArgumentTypeError, expected
+from . import exporting, gathering, logp_trainer
+from .held_head import Scoring, head_logp
+from .manifest import Manifest
+
+__all__ = ["LogpTrainer", "Scoring", "head_logp", "publish_weights", "zero_stage"]
+
+
+def zero_stage(engine: torch.nn.Module) -> int:
+    """The stage of an engine, 0 to 3, as its merged config has it (``false`` is 0).
+
+    Raises:
+        ArgumentTypeError: it is no DeepSpeed engine.
+        MissingPackageError: deepspeed is not installed.
+    """
+    require("deepspeed", "deepspeed")
+    from deepspeed import DeepSpeedEngine
+
+    if not isinstance(engine, DeepSpeedEngine):
+        want = "what deepspeed.initialize returns first, a DeepSpeedEngine"
+        raise ArgumentTypeError(expected("engine", want, type(engine).__name__))
+    return int(engine.zero_optimization_stage())
+
+
+class LogpTrainer(logp_trainer.Trainer):
+    """Steps of a DeepSpeed engine on a policy gradient with KL; `step` is the parent's.
+
+    Its metrics have ``deepspeed_zero_stage`` too.
+    """
+
+    def __init__(self, engine, reference: torch.nn.Module | None = None, **options: object):
+        """As the parent; ``engine`` is a DeepSpeedEngine, ``reference`` a model or an engine.
+
+        Raises:
+            ArgumentTypeError: ``engine`` is none.  MissingPackageError: deepspeed is absent.
+        """
+        self.stage = zero_stage(engine)
+        super().__init__(engine, reference, **options)
+        self.group = engine.data_parallel_group
+
+    def update(self, loss: torch.Tensor) -> None:
+        """The engine's backward and step; it accumulates as its config says."""
+        self.model.backward(loss)
+        self.model.step()
+
+    def path(self) -> dict[str, object]:
+        """The parent's, and the stage."""
+        return {**super().path(), "deepspeed_zero_stage": self.stage}
+
+    def publish(self, path: str | os.PathLike, metadata: Mapping[str, object] | None = None):
+        """`publish_weights` of this engine, with the contract id of the op that scores."""
+        return publish_weights(path, self.model, metadata, contract_ids=self.contract_ids())
+
+
+def publish_weights(
+    path: str | os.PathLike,
+    engine: torch.nn.Module,
+    metadata: Mapping[str, object] | None = None,
+    **options: object,
+) -> Manifest:
+    """Publishes an engine's weights; every rank calls it, and rank 0 writes.
+
+    Under stage 3 parameters are gathered one at a time, and kept by rank 0 alone, in the CPU's
+    memory.
+
+    Args:
+        path, metadata: As in ``publish.publish_weights``.
+        engine: A DeepSpeedEngine.
+        options: ``version``, ``contract_ids`` and ``keep`` of ``publish.publish_weights``.
+
+    Returns:
+        The manifest, on every rank.
+
+    Raises:
+        On rank 0: as ``publish.publish_weights``.  ManifestError on the others, if rank 0 raises.
+        ArgumentTypeError: ``engine`` is none.  MissingPackageError: deepspeed is not installed.
+    """
+    stage = zero_stage(engine)
+    options["metadata"] = metadata
+    return exporting.published_by_rank_0(path, engine.module, _copied, stage, **options)
+
+
+def _copied(parameter: torch.Tensor, keep: bool) -> torch.Tensor | None:
+    with gathering.whole((parameter,)):
+        return parameter.detach().to("cpu", copy=True) if keep else None

@@ -1,0 +1,123 @@
+"""``linear_logp`` of a head whose parameters somebody else holds, in parts or at times.
+
+The backward reads the weight again, on autograd's thread, long after a forward that gathered it has
+let go of it.  So this step gathers around its forward and again around its backward what is not
+there already, and releases what it gathered (gathering.py).  It keeps the Parameter itself: its
+memory is another at each gather, and a copy would keep the whole of it alive in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+
+from .. import checking
+from ..logp import api, checks, op
+from . import gathering
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Arguments of ``ck.linear_logp`` besides tensors of the model."""
+
+    order: str = "chain"
+    temperature: float | torch.Tensor = 1.0
+    softcap: float = 0.0
+    ignore_index: int = -100
+    return_entropy: bool = False
+    vocab_size: int | None = None
+
+
+def head_logp(
+    head: torch.nn.Module, hidden: torch.Tensor, target: torch.Tensor, scoring: Scoring
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """``ck.linear_logp`` through a head's own parameters, whoever holds them.
+
+    Args:
+        head: A linear layer, whose weight is [V, D] once it is whole.
+        hidden: [..., D].  target: [...].
+
+    Returns:
+        fp32, shaped like ``target``; or (that, entropy).
+
+    Raises:
+        As ``ck.linear_logp`` and ``gathering.whole``.
+    """
+    weight, bias = head.weight, getattr(head, "bias", None)
+    if not gathering.held(weight) and not gathering.held(bias):
+        return api.linear_logp(hidden, weight, target, bias, **vars(scoring))
+    outputs = _HeldHead.apply(hidden, weight, bias, target, scoring)
+    return outputs if scoring.return_entropy else outputs[0]
+
+
+class _HeldHead(torch.autograd.Function):
+    """`linear_logp` that gathers around its forward, and again around its backward."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, target, scoring):
+        ctx.dtype = hidden.dtype
+        if checking.autocast(hidden.device):
+            ctx.dtype = torch.get_autocast_dtype(hidden.device.type)
+        # Not saved tensors: hooks that move those elsewhere would copy a whole weight.
+        ctx.weight, ctx.bias = weight, bias
+        with gathering.whole((weight, bias)), _as_they_are(hidden.device):
+            operands = [_cast(t, ctx.dtype) for t in (hidden, weight, bias)]
+            ctx.arguments, results = _forward(*operands, target, scoring)
+        # Hooks for the backward hang on what is returned: FSDP2 warns of one that is a view.
+        logp, lse2, entropy = (t.clone() if t._is_view() else t for t in results)
+        ctx.save_for_backward(hidden, target, lse2, entropy)
+        if not scoring.return_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx, d_logp, d_entropy):
+        hidden, target, lse2, entropy = ctx.saved_tensors
+        given = (hidden, ctx.weight, ctx.bias)
+        needs = list(ctx.needs_input_grad[:3])
+        upstream = d_logp, d_entropy if entropy.numel() else None
+        with gathering.whole(given[1:]), _as_they_are(hidden.device):
+            operands = [_cast(t, ctx.dtype) for t in given]
+            made = _backward(upstream, operands, target, (lse2, entropy), ctx.arguments, needs)
+        wanted = zip(made, given, needs, strict=True)
+        return *(g.to(t.dtype) if need else None for g, t, need in wanted), None, None
+
+
+def _cast(t: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if t is None else t.to(dtype)
+
+
+def _as_they_are(device: torch.device):
+    """No autocast: the operands are cast already, and gradients are not to be."""
+    known = device.type in ("cpu", "cuda")
+    return torch.autocast(device.type, enabled=False) if known else contextlib.nullcontext()
+
+
+# ---- the op below ``ck.linear_logp``, forward and backward apart --------------------------------
+
+
+def _forward(hidden, weight, bias, target, scoring: Scoring) -> tuple[tuple, tuple]:
+    """(what the backward is told again, (log p, log2 of the sum, entropy))."""
+    options = checks.Options(**vars(scoring))
+    problem = checks.linear_logp(hidden, weight, target, bias, options, False)
+    numbers = (
+        problem.temperature,
+        problem.start,
+        problem.vocab,
+        scoring.ignore_index,
+        problem.softcap,
+        scoring.order,
+    )
+    each = problem.temperatures
+    results = op.linear_logp(
+        hidden, weight, bias, target, each, None, *numbers, scoring.return_entropy
+    )
+    return (each, numbers), results
+
+
+def _backward(upstream, operands, target, made, arguments, needs) -> tuple[torch.Tensor, ...]:
+    """The gradients of hidden, weight and bias; empty where ``needs`` has False."""
+    each, numbers = arguments
+    return op.linear_logp_backward(*upstream, *operands, target, each, *made, None, *numbers, needs)

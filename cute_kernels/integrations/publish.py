@@ -1,0 +1,357 @@
+"""Weights on disk for a rollout engine: whole, verified, with versions that only rise.
+
+    path/v00000003/model.safetensors
+    path/v00000003/manifest.json        (manifest.py)
+
+A version is written into a folder beside the others, ``.writing-*``, flushed to the disk and
+renamed once: a reader finds all of it or nothing, whatever kills the writer.  The next writer
+removes what a killed one left.  A version is never changed afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ..commands import require
+from ..errors import ArgumentTypeError, ArgumentValueError, ManifestError, ShapeError, expected
+from . import manifest as manifests
+from .manifest import Manifest
+
+WEIGHTS = "model.safetensors"
+KIND = "safetensors"
+
+_VERSION = re.compile(r"v(\d{8,})")
+_UNFINISHED = ".writing-"
+_LOCK = ".lock"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a trainer holds what it publishes, and which rank writes."""
+
+    zero_stage: int = 0
+    world_size: int = 1
+    rank: int = 0
+
+
+class Published(NamedTuple):
+    """What a reader gets: name -> tensor, tied names too, and the manifest."""
+
+    tensors: dict[str, torch.Tensor]
+    manifest: Manifest
+
+
+def publish_weights(
+    path: str | os.PathLike,
+    tensors: Mapping[str, torch.Tensor] | torch.nn.Module,
+    metadata: Mapping[str, object] | None = None,
+    *,
+    version: int | None = None,
+    contract_ids: Mapping[str, str] | None = None,
+    layout: Layout = Layout(),
+    keep: int = 2,
+) -> Manifest:
+    """Writes the next version of ``path``, in this process alone.
+
+    A trainer that several ranks make up calls ``deepspeed.publish_weights`` or
+    ``fsdp.publish_weights``, which gather the tensors and end here.
+
+    Args:
+        path: A folder; it is made.  All its versions are by one publisher at a time (a file lock).
+        tensors: Name -> whole tensor on any device, or a module (its ``state_dict``).  Names of one
+            tensor (tied weights) are stored once.
+        metadata: More fields for the manifest, such as ``{"step": 20}``.  A field that the manifest
+            has by itself keeps its own value.
+        version: Above every version of ``path``; None: the next.
+        contract_ids: Op -> ``ck.contract_id`` of the ops that the weights were trained through.
+        layout: Where they come from.
+        keep: Versions that stay, this one included; older ones are removed.  0: all stay.
+
+    Returns:
+        The manifest, once the version is on the disk and visible.
+
+    Raises:
+        ManifestError: ``version`` is not above those there are.
+        ArgumentTypeError, ArgumentValueError, ShapeError: something that is no whole tensor;
+            metadata that JSON cannot say; ``version`` or ``keep`` is negative.
+        MissingPackageError: safetensors is not installed.
+    """
+    require("deepspeed", "safetensors")
+    for name, number in (("version", version), ("keep", keep)):
+        if number is not None and (not isinstance(number, int) or number < 0):
+            raise ArgumentValueError(expected(name, "an integer of at least 0", number))
+    whole, tied = _stored(tensors)
+    metadata = manifests.beside(metadata)
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder):
+        _sweep(folder)
+        latest = max(versions(folder), default=-1)
+        number = latest + 1 if version is None else version
+        if number <= latest:
+            raise ManifestError(
+                f"{folder}: version {number} does not rise above {latest}, which is published"
+            )
+        with _unfinished(folder) as beside:
+            _write_weights(beside / WEIGHTS, whole)
+            made = Manifest(
+                kind=KIND,
+                version=number,
+                zero_stage=layout.zero_stage,
+                world_size=layout.world_size,
+                rank=layout.rank,
+                tensor_count=len(whole) + len(tied),
+                contract_ids=dict(contract_ids or {}),
+                files={WEIGHTS: _facts(beside / WEIGHTS)},
+                tensors={name: _form(t) for name, t in whole.items()},
+                tied=tied,
+                metadata=metadata,
+            )
+            _write_text(beside / manifests.NAME, made.text())
+            _flush(beside)
+            os.rename(beside, folder / _name(number))
+        _flush(folder)
+        if keep:
+            for old in sorted(versions(folder))[:-keep]:
+                _remove(folder, old)
+    return made
+
+
+def versions(path: str | os.PathLike) -> list[int]:
+    """The versions that ``path`` holds, ascending; none if there is no such folder."""
+    try:
+        names = os.listdir(path)
+    except FileNotFoundError:
+        return []
+    return sorted(int(found[1]) for name in names if (found := _VERSION.fullmatch(name)))
+
+
+def read_weights(
+    path: str | os.PathLike,
+    *,
+    version: int | None = None,
+    contract_ids: Mapping[str, str] | None = None,
+    device: torch.device | str = "cpu",
+) -> Published:
+    """A published version, verified before any of it is used.
+
+    Args:
+        path: The folder that `publish_weights` was given.
+        version: The one that must be read; None: the latest.
+        contract_ids: Op -> ``ck.contract_id`` here: each must be that of the trainer.
+        device: Where tensors go.
+
+    Returns:
+        (tensors, manifest), the bytes that were published.
+
+    Raises:
+        ManifestError: nothing is published, or not that version; a file is missing, cut short or
+            has other bytes; the manifest was changed, is that of another version, or lists other
+            tensors; a contract id is another.  The message says which.
+        MissingPackageError: safetensors is not installed.
+    """
+    require("deepspeed", "safetensors")
+    folder = Path(path)
+    while True:
+        there = versions(folder)
+        if not there:
+            raise ManifestError(f"{folder}: no weights are published there")
+        number = there[-1] if version is None else version
+        if number not in there:
+            listed = ", ".join(map(str, there))
+            raise ManifestError(f"{folder}: version {number} is not there; there are: {listed}")
+        try:
+            return _read(folder / _name(number), number, dict(contract_ids or {}), device)
+        except (ManifestError, FileNotFoundError):
+            # The publisher may have removed an old version under our hands.
+            if number in versions(folder):
+                raise
+
+
+def _read(folder: Path, number: int, ids: dict[str, str], device) -> Published:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    made = _read_manifest(folder, number)
+    if made.kind != KIND or set(made.files) != {WEIGHTS}:
+        kept = f"{made.kind}: {', '.join(sorted(made.files))}"
+        raise ManifestError(f"{folder}: expected {KIND}: {WEIGHTS}, the manifest says {kept}")
+    _verify_file(folder / WEIGHTS, made.files[WEIGHTS])
+    for op, here in ids.items():
+        there = made.contract_ids.get(op)
+        if there != here:
+            raise ManifestError(
+                f"{folder}: {op} has the contract {here} here and {there} where it was trained"
+            )
+    try:
+        tensors = load_file(folder / WEIGHTS, device=str(device))
+    except SafetensorError as error:
+        raise ManifestError(f"{folder / WEIGHTS} is no safetensors file: {error}") from None
+    _verify_tensors(folder, tensors, made)
+    return Published(tensors | {name: tensors[of] for name, of in made.tied.items()}, made)
+
+
+def _read_manifest(folder: Path, number: int) -> Manifest:
+    path = folder / manifests.NAME
+    try:
+        content = path.read_bytes() if path.stat().st_size <= manifests.LIMIT else b""
+    except FileNotFoundError:
+        raise ManifestError(f"{folder}: {manifests.NAME} is missing") from None
+    try:
+        made = Manifest.parse(content.decode("utf-8", "replace"))
+    except ManifestError as error:
+        raise ManifestError(f"{folder}: {error}") from None
+    if made.version != number:
+        raise ManifestError(f"{path} is stale: it is that of version {made.version}")
+    return made
+
+
+def _verify_file(path: Path, said: Mapping[str, object]) -> None:
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        raise ManifestError(f"{path} is missing") from None
+    if size != said["size"]:
+        how = "cut short" if size < said["size"] else "too long"
+        raise ManifestError(f"{path} is {how}: {size} bytes of {said['size']}")
+    if _facts(path) != said:
+        raise ManifestError(f"{path} has other bytes than were published: its sha256 differs")
+
+
+def _verify_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], made: Manifest) -> None:
+    """That the file holds what the manifest lists: both may be whole, and not each other's."""
+    listed = made.tensors
+    if absent := sorted(listed.keys() - tensors.keys()):
+        raise ManifestError(f"{folder}: tensor {absent[0]} is listed and missing")
+    if more := sorted(tensors.keys() - listed.keys()):
+        raise ManifestError(f"{folder}: tensor {more[0]} is there and not listed")
+    for name, t in tensors.items():
+        if _form(t) != listed[name]:
+            raise ManifestError(f"{folder}: tensor {name} is {_form(t)}, listed as {listed[name]}")
+    if dangling := sorted(name for name, of in made.tied.items() if of not in tensors):
+        raise ManifestError(f"{folder}: tensor {dangling[0]} is tied to one that is missing")
+    if made.tensor_count != (count := len(tensors) + len(made.tied)):
+        raise ManifestError(f"{folder}: {made.tensor_count} tensors are listed, {count} are there")
+
+
+def _stored(tensors) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Name -> tensor to write, and name -> the name of the same tensor."""
+    if isinstance(tensors, torch.nn.Module):
+        tensors = tensors.state_dict()
+    if not isinstance(tensors, Mapping):
+        want = "a mapping of names to tensors, or a module"
+        raise ArgumentTypeError(expected("tensors", want, type(tensors).__name__))
+    whole, tied, seen = {}, {}, {}
+    for name, t in tensors.items():
+        if not isinstance(name, str) or not isinstance(t, torch.Tensor):
+            got = f"{name!r}: {type(t).__name__}"
+            raise ArgumentTypeError(expected("tensors", "names and tensors", got))
+        _refuse_parts(name, t)
+        t = t.detach()
+        place = (t.device, t.data_ptr(), t.dtype, t.shape, t.stride())
+        if t.numel() and place in seen:
+            tied[name] = seen[place]
+            continue
+        seen[place] = name
+        whole[name] = t
+    return whole, tied
+
+
+def _refuse_parts(name: str, t: torch.Tensor) -> None:
+    """A shard would be published as if it were the whole."""
+    if hasattr(t, "ds_numel") and t.numel() != t.ds_numel:
+        want = "a whole tensor (deepspeed.publish_weights gathers them)"
+        raise ShapeError(expected(f"tensors[{name!r}]", want, "a partition of ZeRO-3"))
+    if hasattr(t, "full_tensor"):
+        want = "a whole tensor (fsdp.publish_weights gathers them)"
+        raise ArgumentTypeError(expected(f"tensors[{name!r}]", want, type(t).__name__))
+    if t.device.type == "meta" or t.layout is not torch.strided:
+        want = "a dense tensor with memory"
+        raise ArgumentTypeError(expected(f"tensors[{name!r}]", want, f"{t.layout} on {t.device}"))
+
+
+def _write_weights(path: Path, whole: Mapping[str, torch.Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    # Copies: views of one flat buffer, as ZeRO keeps them, are not what safetensors takes.
+    copies = {name: t.to("cpu", copy=True).contiguous() for name, t in whole.items()}
+    save_file(copies, path, metadata={"format": "pt"})  # what transformers asks for
+    _flush(path)
+
+
+def _write_text(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush(path: Path) -> None:
+    """A file's or a folder's content, onto the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _facts(path: Path) -> dict[str, object]:
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+        return {"size": os.fstat(file.fileno()).st_size, "sha256": digest.hexdigest()}
+
+
+def _form(t: torch.Tensor) -> dict[str, object]:
+    return {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)}
+
+
+def _name(number: int) -> str:
+    return f"v{number:08d}"
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Holds the folder's lock; the system drops it when its holder dies."""
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def _unfinished(folder: Path) -> Iterator[Path]:
+    """An empty folder beside the versions, removed unless it was renamed."""
+    made = folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
+    made.mkdir()
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _remove(folder: Path, number: int) -> None:
+    """Under another name first: no reader finds half of a version."""
+    gone = folder / f"{_UNFINISHED}{_name(number)}"
+    os.rename(folder / _name(number), gone)
+    shutil.rmtree(gone)
+
+
+def _sweep(folder: Path) -> None:
+    for left in folder.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(left)

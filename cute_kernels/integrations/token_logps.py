@@ -1,0 +1,140 @@
+"""Log-probabilities of a causal language model's tokens, without its logits.
+
+The model is called as it always is, through whatever wraps it, but its forward is another for the
+time of the call: the base model, then ``ck.linear_logp`` in place of the head's product.  So each
+hook that a wrapper has put on the model or on the head runs as before, and gathers and releases
+what it gathers: DDP, DeepSpeed's ZeRO-3 (deepspeed.py), FSDP2 (fsdp.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+
+from ..errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    DtypeError,
+    ShapeError,
+    expected,
+)
+from . import causal_lm
+from .held_head import Scoring, head_logp
+
+_IDS = (torch.int32, torch.int64)
+
+
+def token_logps(
+    model: torch.nn.Module,
+    input_ids: torch.Tensor,
+    targets: torch.Tensor | None = None,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    temperature: float | torch.Tensor = 1.0,
+    return_entropy: bool = False,
+    order: str = "chain",
+    vocab_size: int | None = None,
+    **inputs: object,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """log p of each token, by any ``AutoModelForCausalLM`` of transformers or a wrapper of one.
+
+    Args:
+        model: The causal LM; or a DDP module, a DeepSpeed engine, a PEFT model around it; or one
+            that ``fully_shard`` was applied to.  One call at a time for one model.
+        input_ids: int [B, S].
+        targets: None: the ids themselves, each predicted from those before it.  Else int [B, S]:
+            targets[b, t] is scored by the hidden state of position t (nothing is shifted).
+        attention_mask: [B, S] or None, for the model.  Without ``targets``, a token is masked where
+            it or the position that predicts it is 0.
+        ignore_index: Targets to mask: log-prob 0, entropy 0, and no gradient.  They are never
+            looked up.
+        temperature: Logits are divided by it: a number, or a tensor shaped like the result.
+        return_entropy: Whether the entropy of each distribution is returned too.
+        order: Of the logits' sums, as in ``ck.linear``.
+        vocab_size: Only the first so many rows of the head count, if it is padded; None: all.
+        inputs: More arguments for the base model, such as ``position_ids``.
+
+    Returns:
+        fp32 [B, S - 1], of ``input_ids[:, 1:]``; with ``targets`` [B, S]; or (that, entropy).  They
+        are those of the model's logits: its soft cap and scale are applied, in fp32, before
+        ``temperature``.  Losses that the model adds to its own (of routers, say) are not.
+
+    Raises:
+        ArgumentTypeError: there is no causal LM, base model or plain linear head in it; hidden
+            states are not found, or could be several; other hidden states than [B, S, D].
+        ArgumentValueError: an id outside of the vocabulary (masked targets are not looked at); a
+            setting of the config that changes logits in a way that is not known.
+        ShapeError, DtypeError: ids, targets or a mask of another shape or dtype.
+        Others: as ``ck.linear_logp``.
+    """
+    outer, inner = causal_lm.unwrapped(model)
+    _check_ids("input_ids", input_ids, causal_lm.vocabulary(inner))
+    scored = _targets(input_ids, targets, attention_mask, ignore_index)
+    base, head = causal_lm.base_model(inner), causal_lm.head(inner)
+    change = causal_lm.transform(inner)
+    scoring = Scoring(
+        order=order,
+        # A scale of logits and a temperature are one factor: two would round twice.
+        temperature=temperature if change.scale == 1.0 else temperature / change.scale,
+        softcap=change.softcap,
+        ignore_index=ignore_index,
+        return_entropy=return_entropy,
+        vocab_size=vocab_size,
+    )
+    given = {"input_ids": input_ids, "attention_mask": attention_mask, **inputs}
+    if "use_cache" in inspect.signature(base.forward).parameters:
+        given.setdefault("use_cache", False)
+
+    def forward(**kwargs):
+        # Wrappers add arguments of the causal LM that nobody gave.
+        kwargs = {name: value for name, value in kwargs.items() if value is not None}
+        hidden = causal_lm.hidden_states(base(**kwargs), head.width)
+        if hidden.shape[:-1] != input_ids.shape:
+            want = f"one hidden state a token, {list(input_ids.shape)}"
+            raise ArgumentTypeError(expected("the base model's output", want, list(hidden.shape)))
+        hidden = hidden[:, : scored.shape[1]]
+        with causal_lm.other_forward(
+            head.module, lambda h: head_logp(head.module, h, scored, scoring)
+        ):
+            return head.module(hidden)
+
+    with causal_lm.other_forward(inner, forward):
+        return outer(**given)
+
+
+def _targets(ids, targets, mask, ignore_index: int) -> torch.Tensor:
+    """What is scored, [B, S - 1] or [B, S]."""
+    if mask is not None and not isinstance(mask, torch.Tensor):
+        raise ArgumentTypeError(expected("attention_mask", "a tensor", type(mask).__name__))
+    if targets is not None:
+        _check_ids("targets", targets, None)
+        if targets.shape != ids.shape:
+            want = f"the shape of input_ids, {list(ids.shape)}"
+            raise ShapeError(expected("targets", want, list(targets.shape)))
+        return targets
+    scored = ids[:, 1:]
+    if mask is None:
+        return scored
+    if mask.shape != ids.shape:
+        want = f"the shape of input_ids, {list(ids.shape)}; with any other one give targets"
+        raise ShapeError(expected("attention_mask", want, list(mask.shape)))
+    seen = mask != 0
+    return scored.masked_fill(~(seen[:, 1:] & seen[:, :-1]), ignore_index)
+
+
+def _check_ids(name: str, ids: object, count: int | None) -> None:
+    if not isinstance(ids, torch.Tensor):
+        raise ArgumentTypeError(expected(name, "a torch.Tensor", type(ids).__name__))
+    if ids.dtype not in _IDS:
+        raise DtypeError(expected(name, "torch.int64 or torch.int32", ids.dtype))
+    if ids.dim() != 2:
+        raise ShapeError(expected(name, "2 dimensions [B, S]", list(ids.shape)))
+    if count is None or not ids.numel():
+        return
+    # An index outside would be read from other memory, or end the process on a GPU.
+    least, most = (int(edge) for edge in ids.aminmax())
+    if least < 0 or most >= count:
+        got = least if least < 0 else most
+        raise ArgumentValueError(expected(name, f"ids of a vocabulary of {count}", got))

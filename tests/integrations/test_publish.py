@@ -1,0 +1,359 @@
+"""Published weights: the bytes come back, damage is refused by name, a kill leaves no half."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    ManifestError,
+    ShapeError,
+)
+from cute_kernels.integrations import manifest as manifests
+from cute_kernels.integrations import publish
+from cute_kernels.integrations.publish import Layout, publish_weights, read_weights, versions
+from tests.contract import ROOT, same_bytes
+
+pytest.importorskip("safetensors", reason="needs safetensors: pip install 'cute-kernels[demo]'")
+
+
+def some(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    buffer = torch.randn(100, generator=generator)
+    special = torch.tensor([-0.0, float("nan"), float("inf"), 5e-324])
+    return {
+        "embed": torch.randn(7, 3, generator=generator).bfloat16(),
+        "special": special.double(),
+        "of a buffer": buffer[10:40].view(5, 6),
+        "columns": buffer[40:70].view(5, 6).mT,
+        "count": torch.tensor(3),
+        "none": torch.empty(0, 4),
+    }
+
+
+# ---- what comes back ----------------------------------------------------------------------------
+
+
+def test_the_bytes_come_back(tmp_path):
+    given = some()
+    given["head"] = given["embed"]
+    ids = {"linear": ck.contract_id("linear", "cpu")}
+    metadata = {"step": 20, "run": {"name": "a"}}
+    layout = Layout(zero_stage=3, world_size=2, rank=0)
+    made = publish_weights(tmp_path / "out", given, metadata, contract_ids=ids, layout=layout)
+    tensors, manifest = read_weights(tmp_path / "out", contract_ids=ids)
+    assert tensors.keys() == given.keys()
+    assert all(same_bytes(tensors[name], t) for name, t in given.items())
+    assert tensors["head"] is tensors["embed"]
+    assert manifest == made
+    assert (manifest.kind, manifest.version, manifest.tensor_count) == ("safetensors", 0, 7)
+    assert (manifest.zero_stage, manifest.world_size, manifest.rank) == (3, 2, 0)
+    assert (manifest.contract_ids, manifest.metadata) == (ids, metadata)
+    assert manifest.tied == {"head": "embed"}
+
+
+def test_transformers_can_load_the_file(tmp_path):
+    from safetensors import safe_open
+
+    publish_weights(tmp_path, some())
+    with safe_open(tmp_path / "v00000000" / publish.WEIGHTS, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_a_module(tmp_path):
+    module = torch.nn.Linear(3, 2)
+    publish_weights(tmp_path, module)
+    tensors = read_weights(tmp_path).tensors
+    assert all(same_bytes(tensors[name], t) for name, t in module.state_dict().items())
+
+
+def test_resolved_fields_win_over_the_callers(tmp_path):
+    claims = {"zero_stage": 0, "world_size": 8, "rank": 5, "version": 99, "kind": "x", "step": 1}
+    claims |= {"tensor_count": 1, "contract_ids": {}, "files": {}, "sha256": "0", "format": 9}
+    claims |= {"tensors": {}, "tied": {}, "metadata": {"mine": 1}}
+    made = publish_weights(tmp_path, some(), claims, version=4, layout=Layout(3, 2, 0))
+    manifest = read_weights(tmp_path).manifest
+    assert manifest == made
+    assert (manifest.zero_stage, manifest.world_size, manifest.rank) == (3, 2, 0)
+    assert (manifest.version, manifest.kind, manifest.tensor_count) == (4, "safetensors", 6)
+    assert manifest.metadata == {"step": 1}
+    body = json.loads((tmp_path / "v00000004" / manifests.NAME).read_text())
+    assert (body["zero_stage"], body["version"], body["step"]) == (3, 4, 1)
+
+
+# ---- versions -----------------------------------------------------------------------------------
+
+
+def test_versions_only_rise(tmp_path):
+    publish_weights(tmp_path, some(), version=5)
+    for number in (5, 4, 0):
+        with pytest.raises(ManifestError, match=f"version {number} does not rise above 5"):
+            publish_weights(tmp_path, some(1), version=number)
+    assert versions(tmp_path) == [5]
+    assert same_bytes(read_weights(tmp_path).tensors["embed"], some()["embed"])
+    assert publish_weights(tmp_path, some(1)).version == 6
+    assert publish_weights(tmp_path, some(2), version=90).version == 90
+    assert same_bytes(read_weights(tmp_path).tensors["embed"], some(2)["embed"])
+
+
+def test_old_versions_are_removed_and_old_ones_can_be_read(tmp_path):
+    for number in range(4):
+        publish_weights(tmp_path, some(number), keep=2)
+    assert versions(tmp_path) == [2, 3]
+    assert same_bytes(read_weights(tmp_path, version=2).tensors["embed"], some(2)["embed"])
+    publish_weights(tmp_path, some(4), keep=0)
+    assert versions(tmp_path) == [2, 3, 4]
+    assert publish_weights(tmp_path, some(), keep=1).version == 5
+    assert versions(tmp_path) == [5]
+
+
+def test_two_writers_and_a_reader_at_once(tmp_path):
+    """Each version is whole, no number is given twice, and none is seen to fall."""
+    publish_weights(tmp_path, {"w": torch.zeros(1000)})
+    made, seen, errors = [], [], []
+    done = threading.Event()
+
+    def write(value: float) -> None:
+        for _ in range(10):
+            made.append(publish_weights(tmp_path, {"w": torch.full((1000,), value)}).version)
+
+    def read() -> None:
+        while not done.is_set():
+            try:
+                tensors, manifest = read_weights(tmp_path)
+                assert len(set(tensors["w"].tolist())) == 1
+                seen.append(manifest.version)
+            except Exception as error:
+                errors.append(error)
+
+    writers = [threading.Thread(target=write, args=(v,)) for v in (1.0, 2.0)]
+    reader = threading.Thread(target=read)
+    for thread in (*writers, reader):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    done.set()
+    reader.join()
+    assert not errors
+    assert sorted(made) == list(range(1, 21))
+    assert seen == sorted(seen) and seen
+
+
+# ---- damage -------------------------------------------------------------------------------------
+
+
+def flip(path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def rewritten(path, **changes) -> None:
+    """A manifest that is whole, and says something else."""
+    made = manifests.Manifest.parse(path.read_text())
+    fields = {**vars(made), **changes}
+    path.write_text(manifests.Manifest(**fields).text())
+
+
+def republished(weights, manifest, tensors) -> None:
+    """Another file, whole, which the manifest names with its size and digest."""
+    from safetensors.torch import save_file
+
+    save_file(tensors, weights, metadata={"format": "pt"})
+    rewritten(manifest, files={publish.WEIGHTS: publish._facts(weights)})
+
+
+def lacking(path, name: str) -> None:
+    body = json.loads(path.read_text())
+    del body[name], body["sha256"]
+    body["sha256"] = manifests._digest(body)
+    path.write_text(json.dumps(body))
+
+
+def cut(path, size: int) -> None:
+    os.truncate(path, size)
+
+
+A = {"a": torch.arange(4.0), "b": torch.ones(2)}
+#: What is done to (weights, manifest, the manifest of the version before), and what is said.
+DAMAGES = {
+    "weights cut": (lambda w, m, o: cut(w, 100), r"safetensors is cut short: 100 bytes of \d+"),
+    "weights empty": (lambda w, m, o: cut(w, 0), "cut short: 0 bytes"),
+    "weights longer": (lambda w, m, o: w.write_bytes(w.read_bytes() + b"x"), "is too long"),
+    "first byte": (lambda w, m, o: flip(w, 0), "has other bytes than were published"),
+    "last byte": (lambda w, m, o: flip(w, -1), "has other bytes than were published"),
+    "weights gone": (lambda w, m, o: w.unlink(), "safetensors is missing"),
+    "manifest gone": (lambda w, m, o: m.unlink(), "manifest.json is missing"),
+    "manifest cut": (lambda w, m, o: cut(m, 200), "manifest.json is cut short or no JSON"),
+    "manifest empty": (lambda w, m, o: cut(m, 0), "manifest.json is cut short or no JSON"),
+    "manifest a list": (lambda w, m, o: m.write_text("[1]"), "holds no JSON object"),
+    "manifest edited": (
+        lambda w, m, o: m.write_text(m.read_text().replace('"rank": 0', '"rank": 1')),
+        "manifest.json was changed after it was written",
+    ),
+    "manifest without digest": (
+        lambda w, m, o: m.write_text('{"version": 1}'),
+        "lacks the field 'sha256'",
+    ),
+    "field gone": (lambda w, m, o: lacking(m, "tied"), "lacks the field 'tied'"),
+    "stale manifest": (lambda w, m, o: shutil.copy(o, m), "is stale: it is that of version 0"),
+    "stale, renumbered": (
+        lambda w, m, o: (shutil.copy(o, m), rewritten(m, version=1)),
+        "has other bytes than were published",
+    ),
+    "another file": (
+        lambda w, m, o: rewritten(m, files={"../x": {"size": 1, "sha256": ""}}),
+        r"the manifest says safetensors: \.\./x",
+    ),
+    "another kind": (lambda w, m, o: rewritten(m, kind="pickle"), "says pickle"),
+    "tensor missing": (
+        lambda w, m, o: republished(w, m, {"a": A["a"]}),
+        "tensor b is listed and missing",
+    ),
+    "tensor too many": (
+        lambda w, m, o: republished(w, m, {**A, "c": torch.ones(1)}),
+        "tensor c is there and not listed",
+    ),
+    "another shape": (
+        lambda w, m, o: republished(w, m, {**A, "b": torch.ones(2, 1)}),
+        "tensor b is .*2, 1.*listed as",
+    ),
+    "another dtype": (
+        lambda w, m, o: republished(w, m, {**A, "b": torch.ones(2).half()}),
+        "tensor b is .*float16.*listed as .*float32",
+    ),
+    "tied to nothing": (
+        lambda w, m, o: rewritten(m, tied={"c": "d"}),
+        "tensor c is tied to one that is missing",
+    ),
+    "count": (lambda w, m, o: rewritten(m, tensor_count=3), "3 tensors are listed, 2 are there"),
+    "no safetensors": (
+        lambda w, m, o: (
+            w.write_bytes(b"\xff" * 64),
+            rewritten(m, files={publish.WEIGHTS: publish._facts(w)}),
+        ),
+        "is no safetensors file",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_refused_by_name(tmp_path, name):
+    publish_weights(tmp_path, {"a": torch.zeros(4), "b": torch.zeros(2)})
+    publish_weights(tmp_path, A)
+    weights, manifest = (tmp_path / "v00000001" / n for n in (publish.WEIGHTS, manifests.NAME))
+    read_weights(tmp_path)
+    harm, said = DAMAGES[name]
+    harm(weights, manifest, tmp_path / "v00000000" / manifests.NAME)
+    with pytest.raises(ManifestError, match=said):
+        read_weights(tmp_path)
+    # What was there before can still be read, and the next publication is above both.
+    assert read_weights(tmp_path, version=0).manifest.version == 0
+    assert publish_weights(tmp_path, A).version == 2
+    assert same_bytes(read_weights(tmp_path).tensors["a"], A["a"])
+
+
+def test_every_byte_of_both_files_is_covered(tmp_path):
+    publish_weights(tmp_path, {"a": torch.ones(2)})
+    for path in sorted((tmp_path / "v00000000").iterdir()):
+        content = path.read_bytes()
+        for at in range(len(content)):
+            changed = bytearray(content)
+            changed[at] ^= 1
+            path.write_bytes(changed)
+            with pytest.raises(ManifestError):
+                read_weights(tmp_path)
+        path.write_bytes(content)
+    read_weights(tmp_path)
+
+
+def test_wrong_versions_and_contracts(tmp_path):
+    with pytest.raises(ManifestError, match="no weights are published"):
+        read_weights(tmp_path / "nowhere")
+    publish_weights(tmp_path, A, version=3, contract_ids={"linear": "linear/cpu/x/1"})
+    with pytest.raises(ManifestError, match="version 2 is not there; there are: 3"):
+        read_weights(tmp_path, version=2)
+    with pytest.raises(ManifestError, match="linear has the contract y here and linear/cpu/x/1"):
+        read_weights(tmp_path, contract_ids={"linear": "y"})
+    with pytest.raises(ManifestError, match="linear_logp has the contract y here and None"):
+        read_weights(tmp_path, contract_ids={"linear_logp": "y"})
+    read_weights(tmp_path, contract_ids={"linear": "linear/cpu/x/1"})
+
+
+# ---- the door -----------------------------------------------------------------------------------
+
+
+class Partition(torch.nn.Parameter):
+    """As ZeRO-3 leaves one outside of a gather."""
+
+    ds_numel = 12
+
+
+@pytest.mark.parametrize(
+    ("tensors", "options", "error", "said"),
+    [
+        ([torch.ones(1)], {}, ArgumentTypeError, "tensors: expected a mapping"),
+        ({"a": 1.0}, {}, ArgumentTypeError, "'a': float"),
+        ({1: torch.ones(1)}, {}, ArgumentTypeError, "1: Tensor"),
+        ({"a": Partition(torch.empty(0))}, {}, ShapeError, "partition of ZeRO-3"),
+        ({"a": torch.ones(1, device="meta")}, {}, ArgumentTypeError, "with memory"),
+        ({"a": torch.ones(1).to_sparse()}, {}, ArgumentTypeError, "dense tensor"),
+        (A, {"metadata": [1]}, ArgumentTypeError, "metadata: expected a mapping"),
+        (A, {"metadata": {1: 2}}, ArgumentTypeError, "strings as keys"),
+        (A, {"metadata": {"a": torch.ones(1)}}, ArgumentTypeError, "what JSON can say"),
+        (A, {"metadata": {"a": float("nan")}}, ArgumentTypeError, "what JSON can say"),
+        (A, {"version": -1}, ArgumentValueError, "version: expected"),
+        (A, {"version": 1.5}, ArgumentValueError, "version: expected"),
+        (A, {"keep": -1}, ArgumentValueError, "keep: expected"),
+    ],
+)
+def test_bad_arguments_leave_nothing(tmp_path, tensors, options, error, said):
+    with pytest.raises(error, match=said):
+        publish_weights(tmp_path / "out", tensors, **options)
+    assert not (tmp_path / "out").exists()
+
+
+# ---- kills --------------------------------------------------------------------------------------
+
+
+def test_a_kill_at_any_step_leaves_the_old_version_or_the_new(tmp_path):
+    command = [sys.executable, "-m", "tests.integrations.killed_writer", str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, timeout=120, check=True)
+    steps = json.loads(run.stdout.splitlines()[-1])
+    *killed, last = steps
+    assert len(killed) > 10 and all(step["killed"] for step in killed) and not last["killed"]
+    assert all(step["whole"] for step in steps)
+    seen = [step["version"] for step in steps]
+    assert seen == sorted(seen) and set(seen) == {1, 2} and seen[0] == 1
+    # The next writer leaves its own version and the lock.
+    assert all(step["after"] == [".lock", "v00000003"] for step in steps)
+
+
+def test_a_kill_inside_the_write_of_a_large_file(tmp_path):
+    """The file of tensors is written by safetensors, outside of Python: killed at half its size."""
+    publish_weights(tmp_path, A)
+    code = (
+        "import sys, torch; from cute_kernels.integrations.publish import publish_weights; "
+        "t = {'w': torch.ones(1 << 24)}; publish_weights(sys.argv[1], t)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
+    part = None
+    while process.poll() is None and not part:
+        part = next((p for p in tmp_path.glob(f".writing-*/*{publish.WEIGHTS}*")), None)
+    process.kill()
+    process.wait()
+    assert part is not None
+    assert versions(tmp_path) == [0]
+    assert same_bytes(read_weights(tmp_path).tensors["a"], A["a"])
+    assert publish_weights(tmp_path, A).version == 1
+    assert not list(tmp_path.glob(".writing-*"))

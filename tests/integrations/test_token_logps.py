@@ -1,0 +1,466 @@
+"""Log-probs of causal LMs without logits: their bytes, what a config changes, what is refused."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import pytest
+import torch
+import transformers
+from torch.nn.parallel import DistributedDataParallel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+import cute_kernels as ck
+from cute_kernels.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    CuteKernelsError,
+    DtypeError,
+    GatherError,
+    ShapeError,
+)
+from cute_kernels.integrations import causal_lm, gathering, held_head
+from cute_kernels.integrations import transformers as integration
+from cute_kernels.integrations.token_logps import token_logps
+from tests.contract import same_bytes
+from tests.integrations import tiny
+from tests.ranks import joined
+
+IDS = torch.randint(0, tiny.VOCAB, (3, 10), generator=torch.Generator().manual_seed(5))
+SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": tiny.VOCAB}
+
+
+def of(config) -> torch.nn.Module:
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    # So that a soft cap of 30 and a bias change something.
+    with torch.no_grad():
+        head = model.get_output_embeddings()
+        head.weight.mul_(20)
+        if head.bias is not None:
+            head.bias.normal_()
+    return model
+
+
+#: Untied and tied heads, one with a bias, caps and scales: what transformers has them in.
+MODELS = {
+    "llama": lambda: transformers.LlamaConfig(**SMALL),
+    "llama, tied": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "gpt2, tied": lambda: transformers.GPT2Config(
+        n_embd=64, n_layer=1, n_head=2, vocab_size=tiny.VOCAB
+    ),
+    "phi, bias": lambda: transformers.PhiConfig(**SMALL),
+    "gemma2, soft cap": lambda: transformers.Gemma2Config(**SMALL, head_dim=32),
+    "gemma2, soft cap 5": lambda: transformers.Gemma2Config(
+        **SMALL, head_dim=32, final_logit_softcapping=5.0
+    ),
+    "gemma2, no cap": lambda: transformers.Gemma2Config(
+        **SMALL, head_dim=32, final_logit_softcapping=None
+    ),
+    "cohere, logit_scale": lambda: transformers.CohereConfig(**SMALL, logit_scale=0.25),
+    "granite, logits_scaling": lambda: transformers.GraniteConfig(**SMALL, logits_scaling=8.0),
+    "mistral": lambda: transformers.MistralConfig(**SMALL, head_dim=32),
+}
+
+
+def from_logits(model, ids=IDS, **inputs) -> torch.Tensor:
+    logits = model(ids, **inputs).logits[:, :-1].double()
+    return logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+
+
+# ---- what comes out -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_any_causal_lm_against_its_own_logits(name):
+    """To the rounding of fp32 logits; a cap or a scale left out is off by far more."""
+    model = of(MODELS[name]())
+    with torch.no_grad():
+        got, want = token_logps(model, IDS), from_logits(model)
+        assert got.dtype == torch.float32 and got.shape == (3, 9)
+        assert (got - want).abs().max() < 1e-4
+        if name == "gemma2, soft cap 5":
+            model.config.final_logit_softcapping = None
+            assert (token_logps(model, IDS) - want).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_bytes_of_the_op_on_the_hidden_states(tied):
+    model = tiny.llama(tied)
+    hidden = model.model(IDS, use_cache=False).last_hidden_state
+    want = ck.linear_logp(
+        hidden[:, :-1], model.lm_head.weight, IDS[:, 1:], temperature=0.7, return_entropy=True
+    )
+    got = token_logps(model, IDS, temperature=0.7, return_entropy=True)
+    assert all(same_bytes(a.detach(), b.detach()) for a, b in zip(got, want, strict=True))
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    found = [torch.autograd.grad(sum(t.sum() for t in out), parameters) for out in (got, want)]
+    for name, a, b in zip(names, *found, strict=True):
+        assert same_bytes(a, b), name
+
+
+def test_no_logits_are_made(monkeypatch):
+    model = tiny.llama()
+    monkeypatch.setattr(
+        torch.nn.functional, "linear", lambda *a, **k: pytest.fail("the head was multiplied")
+    )
+    token_logps(model, IDS).sum().backward()
+    assert model.lm_head.weight.grad is not None
+
+
+def test_it_is_the_integration_of_transformers():
+    assert integration.token_logps is token_logps
+
+
+def test_targets_are_not_shifted():
+    model = tiny.llama()
+    targets = IDS.roll(-1, 1)
+    targets[:, -1] = -100
+    assert same_bytes(token_logps(model, IDS, targets)[:, :-1], token_logps(model, IDS))
+    assert (token_logps(model, IDS, targets)[:, -1] == 0).all()
+
+
+def test_masked_tokens_are_zero_and_have_no_gradient():
+    model = tiny.llama()
+    seen = torch.ones_like(IDS)
+    seen[0, :4] = 0  # padding on the left: neither position 3 nor token 4 has a say
+    seen[2, 7:] = 0
+    got = token_logps(model, IDS, attention_mask=seen)
+    zero = torch.zeros(3, 9, dtype=torch.bool)
+    zero[0, :4] = True
+    zero[2, 6:] = True
+    assert ((got == 0) == zero).all()
+    got[zero].sum().backward()
+    assert all((p.grad == 0).all() for p in model.parameters() if p.grad is not None)
+
+
+def test_masked_targets_are_never_looked_up():
+    model = tiny.llama()
+    targets = torch.where(IDS % 2 == 0, IDS, -7)
+    got = token_logps(model, IDS, targets, ignore_index=-7)
+    assert ((got == 0) == (IDS % 2 != 0)).all()
+    with pytest.raises(ArgumentValueError, match="target"):
+        token_logps(model, IDS, targets)
+
+
+def test_gradient_checkpointing_has_the_same_bytes():
+    gradients = []
+    for checkpointing in (False, True):
+        model = tiny.llama().train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        logps = token_logps(model, IDS)
+        logps.sum().backward()
+        gradients.append([logps.detach(), *(p.grad for p in model.parameters())])
+    assert all(same_bytes(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_autocast():
+    """The head and the hidden states in bf16, gradients in fp32: the bytes of casts by hand."""
+    model = tiny.llama()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = token_logps(model, IDS)
+        hidden = model.model(IDS, use_cache=False).last_hidden_state[:, :-1]
+    weight = model.lm_head.weight
+    want = ck.linear_logp(hidden.bfloat16(), weight.bfloat16(), IDS[:, 1:])
+    assert got.dtype == torch.float32 and same_bytes(got.detach(), want.detach())
+    one, two = (torch.autograd.grad(t.sum(), weight)[0] for t in (got, want))
+    assert one.dtype == torch.float32 and same_bytes(one, two)
+
+
+def test_padded_vocabulary():
+    model = tiny.llama()
+    short = token_logps(model, IDS % 80, vocab_size=80)
+    with torch.no_grad():
+        model.lm_head.weight[80:] = float("nan")
+    assert same_bytes(token_logps(model, IDS % 80, vocab_size=80), short)
+
+
+def test_other_outputs_of_a_base_model():
+    model = tiny.llama()
+    want = token_logps(model, IDS)
+    assert same_bytes(token_logps(model, IDS, return_dict=False), want)
+    assert same_bytes(token_logps(model, IDS, output_hidden_states=True), want)
+
+
+# ---- wrappers -----------------------------------------------------------------------------------
+
+
+def test_ddp(tmp_path):
+    """Its forward is called: gradients are reduced when the backward ends."""
+    model = tiny.llama()
+    want = token_logps(model, IDS)
+    with joined(0, str(tmp_path / "store"), 1, seconds=30):
+        wrapped = DistributedDataParallel(model)
+        assert same_bytes(token_logps(wrapped, IDS), want)
+        reduced = []
+        wrapped.register_comm_hook(None, lambda state, bucket: reduced.append(1) or done(bucket))
+        token_logps(wrapped, IDS).sum().backward()
+        assert reduced
+
+
+def done(bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def test_compiled_and_wrapped_twice():
+    model = tiny.llama()
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, *args, **kwargs):
+            return self.module(*args, **{**kwargs, "labels": None})
+
+    want = token_logps(model, IDS)
+    assert same_bytes(token_logps(torch.compile(model), IDS), want)
+    model.compile(backend=lambda *a: pytest.fail("it was compiled"))
+    compiled = model._compiled_call_impl
+    assert same_bytes(token_logps(model, IDS), want)
+    assert model._compiled_call_impl is compiled
+    assert same_bytes(token_logps(Wrapper(Wrapper(model)), IDS), want)
+
+
+def test_the_model_is_as_before_also_after_an_error():
+    model = tiny.llama()
+    logits = model(IDS).logits
+    token_logps(model, IDS)
+    assert same_bytes(model(IDS).logits, logits)
+    with pytest.raises(ArgumentTypeError):
+        token_logps(model, IDS, temperature="hot")
+    assert same_bytes(model(IDS).logits, logits)
+    assert "forward" not in vars(model) and "forward" not in vars(model.lm_head)
+    model.forward = forward = model.forward  # as accelerate does
+    token_logps(model, IDS)
+    assert model.forward is forward
+
+
+def test_hooks_of_the_head_run():
+    model, seen = tiny.llama(), []
+    model.lm_head.register_forward_pre_hook(lambda m, args: seen.append("before"))
+    model.lm_head.register_forward_hook(lambda m, args, out: seen.append("after"))
+    token_logps(model, IDS)
+    assert seen == ["before", "after"]
+
+
+# ---- hidden states ------------------------------------------------------------------------------
+
+H, OTHER = torch.zeros(2, 3, 8), torch.ones(2, 3, 8)
+
+
+@dataclasses.dataclass
+class Output:
+    hidden: torch.Tensor
+    hidden_states: tuple = ()
+
+
+Named = collections.namedtuple("Named", ["logits", "hidden"])
+
+FOUND = {
+    "tensor": H,
+    "tuple": (H, None, ((H, H),)),
+    "list": [torch.zeros(2, 3, 9), H],
+    "tuple with flat ones": (torch.zeros(2, 8), H, torch.zeros(())),
+    "dict": {"last_hidden_state": H, "hidden": OTHER, "hidden_states": (OTHER,)},
+    "dict, hidden": {"hidden": H, "hidden_states": (OTHER,), "x": OTHER},
+    "dict, hidden_states": {"last_hidden_state": None, "hidden_states": (OTHER, H)},
+    "dict, a tensor of hidden_states": {"hidden_states": H},
+    "model output": BaseModelOutputWithPast(last_hidden_state=H, hidden_states=(OTHER, OTHER)),
+    "dataclass": Output(H, (OTHER,)),
+    "named tuple": Named(OTHER, H),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_hidden_states_are_found(name):
+    assert causal_lm.hidden_states(FOUND[name], 8) is H
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ((H, OTHER), r"exactly one tensor \[batch, sequence, 8\], got 2 of 2"),
+        ([H, H], "exactly one tensor .*got 2 of 2"),
+        ((), "exactly one tensor .*got 0 of 0"),
+        ((torch.zeros(2, 3, 9),), "got 0 of 1"),
+        ({}, "one of last_hidden_state, hidden, hidden_states, got dict"),
+        ({"logits": H}, "one of last_hidden_state"),
+        (None, "one of last_hidden_state.*got NoneType"),
+        ({"last_hidden_state": torch.zeros(2, 3, 9)}, r"last_hidden_state: .*got \[2, 3, 9\]"),
+        ({"hidden_states": torch.zeros(4, 2, 3, 8)}, r"hidden_states: .*got \[4, 2, 3, 8\]"),
+        ({"hidden_states": ()}, "hidden_states: .*got tuple"),
+        (torch.zeros(6, 8), r"got \[6, 8\]"),
+    ],
+)
+def test_hidden_states_that_are_not_there_once(output, said):
+    with pytest.raises(ArgumentTypeError, match=said):
+        causal_lm.hidden_states(output, 8)
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+def without_head():
+    model = tiny.llama()
+    model.lm_head = None
+    return model
+
+
+def with_adapter():
+    model = tiny.llama()
+    torch.nn.utils.parametrizations.weight_norm(model.lm_head)
+    return model
+
+
+def with_integers():
+    model = tiny.llama()
+    weight = torch.zeros(tiny.VOCAB, tiny.WIDTH, dtype=torch.uint8)
+    model.lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return model
+
+
+def between():
+    model = tiny.llama()
+    model.norm_of_logits = torch.nn.LayerNorm(tiny.VOCAB)
+    return model
+
+
+def bert():
+    config = transformers.BertConfig(**SMALL, is_decoder=True)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def configured(**settings):
+    model = tiny.llama()
+    for name, value in settings.items():
+        setattr(model.config, name, value)
+    return model
+
+
+BAD_MODELS = [
+    (lambda: 3, ArgumentTypeError, "model: expected a torch.nn.Module, got int"),
+    (lambda: torch.nn.Linear(2, 2), ArgumentTypeError, "a causal language model.*got Linear"),
+    (lambda: tiny.llama().model, ArgumentTypeError, "base_model|get_output_embeddings"),
+    (without_head, ArgumentTypeError, r"get_output_embeddings\(\): expected a linear layer"),
+    (with_adapter, ArgumentTypeError, r"get_output_embeddings\(\): expected a linear layer"),
+    (with_integers, ArgumentTypeError, r"get_output_embeddings\(\): expected a linear layer"),
+    (between, ArgumentTypeError, "norm_of_logits.weight between or beside"),
+    (bert, ArgumentTypeError, "cls.predictions.*between or beside"),
+    (lambda: configured(logit_scale=0.5), ArgumentValueError, "config.logit_scale: .*got 0.5"),
+    (lambda: configured(logits_scaling=2.0), ArgumentValueError, "config.logits_scaling"),
+    (lambda: configured(lm_head_multiplier=2.0), ArgumentValueError, "config.lm_head_multiplier"),
+    (
+        lambda: configured(final_logit_softcapping=30.0, logits_soft_cap=30.0),
+        ArgumentValueError,
+        "config.logits_soft_cap",
+    ),
+    (
+        lambda: configured(model_type="cohere", final_logit_softcapping=30.0, logit_scale=0.5),
+        ArgumentValueError,
+        "final_logit_softcapping and logit_scale: expected a scale or a soft cap",
+    ),
+]
+
+
+@pytest.mark.parametrize("number", range(len(BAD_MODELS)))
+def test_models_that_are_refused(number):
+    make, error, said = BAD_MODELS[number]
+    with pytest.raises(error, match=said):
+        token_logps(make(), IDS)
+
+
+def bad_id(value: int) -> torch.Tensor:
+    ids = IDS.clone()
+    ids[1, 2] = value
+    return ids
+
+
+BAD_INPUTS = [
+    ((bad_id(tiny.VOCAB),), {}, ArgumentValueError, "input_ids: .*vocabulary of 96, got 96"),
+    ((bad_id(-100),), {}, ArgumentValueError, "input_ids: .*vocabulary of 96, got -100"),
+    ((IDS.float(),), {}, DtypeError, "input_ids: .*int64"),
+    ((IDS[0],), {}, ShapeError, r"input_ids: expected 2 dimensions \[B, S\]"),
+    (([[1]],), {}, ArgumentTypeError, "input_ids: expected a torch.Tensor, got list"),
+    ((IDS, IDS[:, 1:]), {}, ShapeError, "targets: expected the shape of input_ids"),
+    ((IDS, IDS.float()), {}, DtypeError, "targets"),
+    ((IDS, bad_id(tiny.VOCAB)), {}, ArgumentValueError, "target"),
+    ((IDS,), {"attention_mask": IDS[:, 1:]}, ShapeError, "attention_mask: .*give targets"),
+    ((IDS,), {"attention_mask": [1]}, ArgumentTypeError, "attention_mask"),
+    ((IDS,), {"temperature": 0.0}, ArgumentValueError, "temperature"),
+    ((IDS,), {"temperature": torch.ones(3, 10)}, ShapeError, "temperature"),
+    ((IDS,), {"order": "ring"}, ArgumentValueError, "order"),
+    ((IDS,), {"vocab_size": 97}, ArgumentValueError, "vocab_size"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(BAD_INPUTS)))
+def test_inputs_that_are_refused(number):
+    args, options, error, said = BAD_INPUTS[number]
+    with pytest.raises(error, match=said) as caught:
+        token_logps(tiny.llama(), *args, **options)
+    assert isinstance(caught.value, CuteKernelsError)
+
+
+def test_ids_are_checked_before_anything_runs():
+    model = tiny.llama()
+    model.model.register_forward_pre_hook(lambda *a: pytest.fail("the model ran"))
+    with pytest.raises(ArgumentValueError, match="input_ids"):
+        token_logps(model, bad_id(tiny.VOCAB))
+
+
+def test_a_base_model_that_drops_tokens():
+    model = tiny.llama()
+    model.model.register_forward_hook(lambda m, args, out: (out.last_hidden_state[:, 1:],))
+    with pytest.raises(ArgumentTypeError, match="one hidden state a token"):
+        token_logps(model, IDS)
+
+
+# ---- a head that somebody else holds ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cast", [None, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("frozen", [(), ("weight",), ("hidden",), ("bias",)])
+def test_a_held_head_has_the_bytes_of_the_op(monkeypatch, bias, frozen, cast):
+    """The step with gathers of its own, where nothing has to be gathered."""
+    torch.manual_seed(3)
+    head = torch.nn.Linear(8, 40, bias=bias)
+    hidden = torch.randn(2, 5, 8).requires_grad_("hidden" not in frozen)
+    for name, parameter in head.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    target = torch.randint(0, 40, (2, 5))
+    target[1, 1] = -100
+    scoring = held_head.Scoring(
+        temperature=torch.rand(2, 5) + 0.5, softcap=4.0, return_entropy=True, vocab_size=37
+    )
+    target = target.clamp(max=36)
+    given = [t for t in (hidden, *head.parameters()) if t.requires_grad]
+    upstream = [torch.randn(2, 5), torch.randn(2, 5)]
+    results = []
+    for held in (False, True):
+        monkeypatch.setattr(gathering, "held", lambda p, held=held: held)
+        with torch.autocast("cpu", cast or torch.bfloat16, enabled=cast is not None):
+            out = held_head.head_logp(head, hidden, target, scoring)
+        found = torch.autograd.grad(out, given, upstream)
+        results.append([*(t.detach() for t in out), *found])
+    assert all(same_bytes(a, b) for a, b in zip(*results, strict=True))
+    assert len(results[0]) == 2 + len(given)
+
+
+def test_a_parameter_in_flight_is_refused():
+    class State:
+        name = "INFLIGHT"
+
+    parameter = torch.nn.Parameter(torch.empty(0))
+    parameter.ds_status = State
+    with (
+        pytest.raises(GatherError, match="fetched for another module"),
+        gathering.whole((parameter,)),
+    ):
+        pytest.fail("it was taken for a whole one")

@@ -1,0 +1,100 @@
+"""A tiny Llama, batches for a policy gradient, and the steps that one process takes alone.
+
+Its sums in front of the head are all ones whose bytes nothing around them changes: linears are
+``ck.linear``, and a norm is one autograd node.  (LlamaRMSNorm is several, whose gradients meet that
+of the residual in an order that hooks of ZeRO-3 change: three terms, other bits.)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import torch
+import transformers
+
+from cute_kernels.demo.model import Linear
+from cute_kernels.integrations.logp_trainer import learnt
+from cute_kernels.integrations.policy_loss import policy_loss
+from cute_kernels.integrations.token_logps import token_logps
+
+VOCAB, WIDTH, RANKS = 96, 64, 2
+RATE, KL = 1e-3, 0.1
+
+
+def llama(tied: bool = False, seed: int = 0, **settings: object) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    given = {"vocab_size": VOCAB, "tie_word_embeddings": tied, **sizes, **heads, **settings}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**given))
+    for module in list(model.model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, torch.nn.Linear):
+                setattr(module, name, Linear(child.weight, "chain"))
+            elif type(child).__name__ == "LlamaRMSNorm":
+                setattr(module, name, torch.nn.LayerNorm(WIDTH, bias=False))
+    return model
+
+
+def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01, foreach=False)
+
+
+def batch(step: int, length: int = 11, rows: int = 2 * RANKS) -> dict[str, torch.Tensor]:
+    """All ranks' rows: ids, padding on the left of one, a mask, advantages, old log-probs."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, VOCAB, (rows, length), generator=generator)
+    seen = torch.ones(rows, length, dtype=torch.long)
+    seen[1, :3] = 0
+    mask = torch.ones(rows, length, dtype=torch.long)
+    mask[:, :4] = 0
+    return {
+        "input_ids": ids,
+        "attention_mask": seen,
+        "mask": mask,
+        "advantages": torch.randn(rows, generator=generator),
+        "old_logps": -4.5 + torch.randn(rows, length - 1, generator=generator) / 4,
+    }
+
+
+def part(whole: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """One rank's rows."""
+    return {name: t.chunk(RANKS)[rank] for name, t in whole.items()}
+
+
+def alone(model: torch.nn.Module, steps: int) -> Iterator[tuple[list, dict, torch.nn.Module]]:
+    """Steps of one process: both ranks' halves, one after the other, added in rank order.
+
+    Yields (log-probs of each half, gradients by name, the model after the step).
+    """
+    reference = copy.deepcopy(model).eval()
+    steady = optimizer(model)
+    for step in range(steps):
+        whole = batch(step)
+        count = int(learnt(whole).sum())
+        logps, found = [], []
+        for rank in range(RANKS):
+            half = part(whole, rank)
+            scored = half["input_ids"], None
+            with torch.no_grad():
+                old = token_logps(reference, *scored, attention_mask=half["attention_mask"])
+            new = token_logps(model, *scored, attention_mask=half["attention_mask"])
+            loss = policy_loss(
+                new,
+                half["advantages"][:, None],
+                learnt(half),
+                count=count,
+                old=half["old_logps"],
+                reference=old,
+                kl_weight=KL,
+            ).loss
+            logps.append(new.detach())
+            found.append(torch.autograd.grad(loss * RANKS, list(model.parameters())))
+        gradients = {}
+        for (name, parameter), *halves in zip(model.named_parameters(), *found, strict=True):
+            parameter.grad = (halves[0] + halves[1]) / RANKS
+            gradients[name] = parameter.grad.clone()
+        steady.step()
+        steady.zero_grad()
+        yield logps, gradients, model
