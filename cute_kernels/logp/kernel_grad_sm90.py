@@ -141,8 +141,7 @@ class LogpGradientSm90:
                 self.load((h, w), (sH, sW), cluster, ring, rank, counts)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            k = cute.size(h.tensor, mode=[1])
-            self.multiply((sH, sW, sG), g, mBias, tokens, place, ring, rank, counts, k)
+            self.multiply((h, g), (sH, sW, sG), (mBias, tokens), place, ring, rank, counts)
 
     @cute.jit
     def load(self, sources, shared, cluster, ring, rank, counts):
@@ -163,10 +162,11 @@ class LogpGradientSm90:
         ring.producer_tail(state)
 
     @cute.jit
-    def multiply(self, shared, g, mBias, tokens, place, ring, rank, counts, k):
+    def multiply(self, sources, shared, given, place, ring, rank, counts):
         """A consumer warpgroup: for each tile, 64 tokens' logits, then their gradients."""
-        sH, sW, sG = shared
+        (h, g), (sH, sW, sG), (mBias, tokens) = sources, shared, given
         start, vocab, softcap = place
+        k = cute.size(h.tensor, mode=[1])
         tidx, _, _ = cute.arch.thread_idx()
         consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
         lane = tidx % mma.WARPGROUP

@@ -290,7 +290,7 @@ def gradients_kernel(
     of_logp = tl.load(of_logp_ptr + rows, mask=in_t, other=0.0)[:, None]
     power = tl.fma(z, scale, lse2 * -1.0)
     p = tl.exp2(power)
-    gradient = tl.where(column + start == target, 1.0 - p, p * -1.0) * of_logp
+    gradient = (tl.where(column + start == target, 1.0, 0.0) - p) * of_logp
     if of_entropy_ptr is not None:
         of_entropy = tl.load(of_entropy_ptr + rows, mask=in_t, other=0.0)[:, None]
         entropy = tl.load(entropy_ptr + rows, mask=in_t, other=0.0)[:, None]
