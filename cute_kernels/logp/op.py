@@ -93,9 +93,11 @@ def rows_of(
     place = torch.where(inside, target, config.OUTSIDE)
     place = torch.where(target == ignore_index, config.MASKED, place)
     if temperatures is None:
-        temperatures = torch.full_like(place, temperature, dtype=torch.float32)
-    # A number is rounded to fp32 first, as in a tensor: one temperature has one scale.
-    scale = (config.LOG2E / temperatures.reshape(-1).double()).float()
+        # Rounded to fp32 first, as in a tensor: one temperature has one scale.
+        rounded = torch.tensor(temperature, dtype=torch.float32, device="cpu").item()
+        scale = torch.full_like(place, config.LOG2E / rounded, dtype=torch.float32)
+    else:
+        scale = (config.LOG2E / temperatures.reshape(-1).double()).float()
     return Rows(place, scale)
 
 
