@@ -63,11 +63,17 @@ SQRT_HALF = 0.5**0.5
 ORDERS = ("chain", "tree")
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
-_ALL = {RUN_TO_RUN, BATCH_INVARIANT, SPLIT_INVARIANT, TP_INVARIANT}
-KEPT: Mapping[str, frozenset[str]] = {
-    arch.CUTE_SM90: frozenset(_ALL | {SCHEDULE_INVARIANT}),
-    arch.TRITON: frozenset(_ALL | {SCHEDULE_INVARIANT}),
-    arch.CPU: frozenset(_ALL),
+_OF_A_HEAD = frozenset({RUN_TO_RUN, BATCH_INVARIANT, SPLIT_INVARIANT, TP_INVARIANT})
+_OF_LOGITS = frozenset({RUN_TO_RUN, BATCH_INVARIANT})
+_ON_GPUS = frozenset({SCHEDULE_INVARIANT})
+#: Op -> backend -> what it keeps.
+KEPT: Mapping[str, Mapping[str, frozenset[str]]] = {
+    "linear_logp": {
+        arch.CUTE_SM90: _OF_A_HEAD | _ON_GPUS,
+        arch.TRITON: _OF_A_HEAD | _ON_GPUS,
+        arch.CPU: _OF_A_HEAD,
+    },
+    "log_probs": {arch.TRITON: _OF_LOGITS | _ON_GPUS, arch.CPU: _OF_LOGITS},
 }
 
 

@@ -77,7 +77,7 @@ for _name, _entry in (("linear_logp", "logp_states"), ("log_probs", "logit_state
     def _backend(device: torch.device, dtype: torch.dtype, entry: str = _entry) -> str:
         return dispatch.backend(entry, device, dtype)
 
-    contracts.register(contracts.Contract(_name, config.KEPT, config.plan, _backend))
+    contracts.register(contracts.Contract(_name, config.KEPT[_name], config.plan, _backend))
 
 
 def rows_of(
@@ -93,7 +93,7 @@ def rows_of(
     place = torch.where(inside, target, config.OUTSIDE)
     place = torch.where(target == ignore_index, config.MASKED, place)
     if temperatures is None:
-        # Rounded to fp32 first, as it is in a tensor: one temperature has one scale.
+        # Rounded to fp32 first, as in a tensor: one temperature has one scale.
         rounded = torch.tensor(temperature, dtype=torch.float32, device="cpu").item()
         scale = torch.full_like(place, config.LOG2E / rounded, dtype=torch.float32)
     else:
