@@ -1,0 +1,112 @@
+"""Defects put into the SM90 kernels of logp on purpose: values or the simulator notice each one."""
+
+from __future__ import annotations
+
+import pytest
+
+from cute_kernels.logp import kernel_few_sm90, kernel_fwd_sm90, kernel_grad_sm90, launch
+from tests import contract, ptxsim
+from tests.kernels.ring_defects import (
+    LIMITS,
+    SETTINGS,
+    half_the_bytes,
+    no_release,
+    no_wait_for_empty_stages,
+    released_before_read,
+    wrong_phase,
+)
+from tests.logp import simulated as doubles
+from tests.logp.simulated import simulated
+from tests.logp.sm90_cases import case, gradients_oracle, same_exp2, states_of, states_oracle
+from tests.logp.sm90_cases import upstream as upstream_of
+from tests.logp.sm90_defects import (
+    bins_not_lowered,
+    exponent_rounded_up,
+    lanes_do_not_meet,
+    lse_left_out,
+    neighbours_two_apart_first,
+    nothing_chosen,
+    one_warp_is_forgotten,
+    padding_not_masked,
+)
+from tests.logp.test_sm90_values import same_states
+from tests.ptxsim.available import requires_sim
+
+pytestmark = [requires_sim, pytest.mark.sim]
+
+WIDE = launch.config_of("bf16", "chain", False, False, False)
+FEW = next(c for c in launch.few_configs() if c.tile_m == 16)
+#: Kernel -> (its module, a configuration, the name of the launcher's getter, its double).
+KERNELS = {
+    "fwd": (kernel_fwd_sm90, WIDE, "_forward", doubles.forward),
+    "few": (kernel_few_sm90, FEW, "_few", doubles.few),
+    "grad": (kernel_grad_sm90, WIDE, "_gradient", doubles.gradient),
+}
+#: Several tiles and D blocks; more of them than a ring has stages.
+SHAPES = {"fwd": (130, 520, 328), "few": (13, 520, 712), "grad": (130, 520, 328)}
+
+
+def survives(which: str, kernel, monkeypatch) -> bool:
+    """Whether every run under every setting is right; `kernel` is a compiled function."""
+    _, chosen, getter, _ = KERNELS[which]
+    given = case(chosen, *SHAPES[which])
+    with same_exp2(monkeypatch):
+        want = states_oracle(given, False)
+        of = upstream_of(given, want[None], False)
+        gradients = gradients_oracle(given, of)
+    known = ~gradients.isnan()
+    for options in SETTINGS:
+        options = {"wgmma_math": "exact", "clusters": 1, **LIMITS, **options}
+        try:
+            with monkeypatch.context() as patch, simulated(wide=which != "few", **options):
+                patch.setattr(launch, getter, lambda chosen: kernel)
+                if which == "grad":
+                    got = launch.gradients(given.hidden, given.head, given.rows, of)
+                else:
+                    got = states_of(given, False)
+        except ptxsim.PtxsimError:
+            return False
+        if ptxsim.report()["fence_warnings"]["count"]:
+            return False
+        if which == "grad":
+            if not contract.same_bytes(got[known], gradients[known]):
+                return False
+        elif not same_states(got, want):
+            return False
+    return True
+
+
+MUTANTS = [
+    (no_wait_for_empty_stages, "fwd"),
+    (no_release, "few"),
+    (wrong_phase, "fwd"),
+    (half_the_bytes, "few"),
+    (released_before_read, "fwd"),
+    (neighbours_two_apart_first, "fwd"),
+    (bins_not_lowered, "fwd"),
+    (bins_not_lowered, "few"),
+    (padding_not_masked, "fwd"),
+    (padding_not_masked, "few"),
+    (padding_not_masked, "grad"),
+    (nothing_chosen, "fwd"),
+    (nothing_chosen, "few"),
+    (lanes_do_not_meet, "fwd"),
+    (exponent_rounded_up, "few"),
+    (one_warp_is_forgotten, "few"),
+    (lse_left_out, "grad"),
+]
+
+
+@pytest.mark.parametrize("which", KERNELS)
+def test_the_intact_kernel_survives(which, monkeypatch):
+    _, chosen, _, double = KERNELS[which]
+    assert survives(which, double(chosen), monkeypatch)
+
+
+@pytest.mark.parametrize(("mutant", "which"), MUTANTS, ids=lambda x: getattr(x, "__name__", x))
+def test_mutants_are_killed(mutant, which, monkeypatch):
+    module, chosen, *_ = KERNELS[which]
+    with monkeypatch.context() as patch:
+        mutant(patch, module)
+        kernel = module.build(chosen, compile=ptxsim.compile)
+    assert not survives(which, kernel, monkeypatch)
