@@ -112,6 +112,16 @@ def odd_logits(engine: Engine) -> None:
     states_bytes(engine, with_odd_logits(Shape(16, 150, softcap=20.0)))
 
 
+def beyond_the_clamp(engine: Engine) -> None:
+    """A row is lost where a unit's sum is none that 16 values of at most 2^0.6 have."""
+    z = torch.full((9, 40), 2.0**21)
+    for row, above in enumerate((0, 1, 6, 20, 50, 100, 126, 1000, 2**21)):
+        z[row, 17] += above
+    rows = Rows(torch.zeros(9, dtype=torch.int64), torch.ones(9))
+    top = merged(engine.states_of_logits(z, Logits(0, 40, 0.0), rows, True))[:, config.TOP]
+    assert (top[:2] == 2**17).all() and (top[2:] == config.LOST).all()
+
+
 def whole_powers(n: int = 1040, tokens: int = 12, seed: int = 3) -> Case:
     """Logits whose every 2^(y - M) is a power of two in any arithmetic, down to 2^-26 in a unit.
 

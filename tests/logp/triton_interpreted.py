@@ -65,7 +65,9 @@ def test_gradients(dtype, shape):
     cases.gradients_bytes(engine(), cases.case(shape, dtype), dtype)
 
 
-@pytest.mark.parametrize("check", [cases.odd_logits, cases.order, cases.masked_nan])
+@pytest.mark.parametrize(
+    "check", [cases.odd_logits, cases.beyond_the_clamp, cases.order, cases.masked_nan]
+)
 def test_values(check):
     check(engine())
 
@@ -246,6 +248,11 @@ MUTANTS = {
     ),
     "nan_is_an_empty_unit": ("tl.where(total < _MOST, _EMPTY, _LOST)", "_EMPTY",
         on_engine(cases.odd_logits)),
+    "huge_sums_kept": (
+        "_MOST = tl.constexpr(32.0)",
+        '_MOST = tl.constexpr(float("inf"))',
+        on_engine(cases.beyond_the_clamp),
+    ),
     "clamp_dropped": ("y = tl.where(y > _MAX_EXPONENT, _MAX_EXPONENT, y) + _ROUND",
         "y = y + _ROUND", on_engine(cases.odd_logits)),
     "bias_dropped": ("z = z + bias.to(tl.float32)", "pass", heads),
