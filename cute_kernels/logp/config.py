@@ -38,6 +38,8 @@ BINS = 4
 FRACTION = 24
 #: |y| is clamped to it where exponents are formed; beyond, log-probabilities are NaN.
 MAX_EXPONENT = 2**21
+#: More than 16 · 2^½, which no unit of finite logits in range comes to.
+TOO_MUCH = 32.0
 #: 2^y y is 0 for y below.
 MIN_POWER = -256.0
 #: Bins of 64 bits have room for so many units (docs/linear_logp.md).
@@ -161,4 +163,4 @@ def plan(backend: str, device: arch.Device) -> dict[str, object]:
     }
     if backend == arch.CPU:
         return common | {"cpu": asdict(CPU), "threads": device.threads}
-    return common | {"exp2": "ex2.approx.ftz"}
+    return common | {"exp2": "v_exp_f32" if device.arch.startswith("gfx") else "ex2.approx.ftz"}

@@ -30,6 +30,7 @@ from .config import (
     OUTSIDE,
     SQRT_HALF,
     SUMS,
+    TOO_MUCH,
     TOP,
     WEIGHTED,
     columns_of_state,
@@ -50,7 +51,7 @@ def of_units(
     bins = exponent >> 4
     place = exponent & (BIN - 1)
     alive = total > 0
-    lost = ~(total < torch.inf)
+    lost = ~(total < TOO_MUCH)
     top = torch.where(alive, bins, EMPTY)
     top = torch.where(lost, LOST, top).amax(1)
     states = total.new_zeros(len(total), columns_of_state(weighted is not None), dtype=torch.int64)

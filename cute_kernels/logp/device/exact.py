@@ -11,7 +11,7 @@ from cutlass import cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from ..config import BIN, BINS, CHOSEN, EMPTY, FRACTION, LOST, SUMS, TOP, WEIGHTED
+from ..config import BIN, BINS, CHOSEN, EMPTY, FRACTION, LOST, SUMS, TOO_MUCH, TOP, WEIGHTED
 
 #: The exponent field of an fp32 of 1, and its place.
 _ONE, _EXPONENT = 127, 23
@@ -60,7 +60,7 @@ def add(own: State, row: cutlass.Constexpr, exponent, total, weighted):
     if alive & (unit_bin > own.top[row]):
         _lower(own, row, unit_bin - own.top[row])
         own.top[row] = unit_bin
-    if not (total < cutlass.Float32.inf):
+    if not (total < TOO_MUCH):
         own.top[row] = cutlass.Int32(LOST)
     below = own.top[row] - unit_bin
     unit = _power_of_two(place + FRACTION)
