@@ -1,0 +1,207 @@
+"""linear_logp on a GPU: the battery, schedules, streams, graphs, accuracy.  `make gpu-test`."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels import products
+from cute_kernels.logp import chunks, exact, launch, op, tiles
+from cute_kernels.logp.tensors import Head
+from tests import contract
+from tests.contract import RowOp, SumOp
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+V, D, SEED = 5003, 520, 17
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+ORDERS = ("chain", "tree")
+
+
+def randn(*shape: int, seed: int = SEED, dtype=BF16) -> torch.Tensor:
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+
+@functools.cache
+def head(dtype=BF16, vocab: int = V, width: int = D) -> torch.Tensor:
+    return randn(vocab, width, seed=1, dtype=dtype) * width**-0.5
+
+
+def target_of(rows: torch.Tensor, vocab: int = V) -> torch.Tensor:
+    """A row's target follows from its own bits."""
+    return rows[:, 0].float().contiguous().view(torch.int32).long().abs() % vocab
+
+
+def scores(order: str, dtype=BF16) -> RowOp:
+    """[T, 2]: log p and the entropy."""
+
+    def run(rows):
+        options = {"order": order, "temperature": 0.8, "return_entropy": True}
+        return torch.stack(ck.linear_logp(rows, head(dtype), target_of(rows), **options), 1)
+
+    return RowOp(f"linear_logp {order} {dtype}", run, D, dtype, "cuda")
+
+
+def d_hidden(order: str) -> RowOp:
+    def run(rows):
+        rows = rows.detach().requires_grad_()
+        logp = ck.linear_logp(rows, head(), target_of(rows.detach()), order=order)
+        return torch.autograd.grad(logp, rows, torch.ones_like(logp))[0]
+
+    return RowOp(f"dhidden {order}", run, D, BF16, "cuda")
+
+
+def d_weight(tokens: int) -> SumOp:
+    hidden = randn(tokens, D, seed=3)
+    target, upstream = target_of(hidden), randn(tokens, seed=4, dtype=FP32)
+    weight = head().detach().clone().requires_grad_()
+
+    def run(start, pieces):
+        state = start.clone()
+        for piece in pieces:
+            logp = ck.linear_logp(hidden[piece], weight, target[piece], main_grad=state)
+            logp.backward(upstream[piece])
+        return state
+
+    return SumOp("dweight", run, tokens, randn(V, D, seed=6, dtype=FP32))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_battery(order, dtype):
+    assert contract.check_rows(scores(order, dtype), 700, SEED) > 60
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_battery_of_dhidden(order):
+    assert contract.check_rows(d_hidden(order), 300, SEED) > 60
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_number_of_tokens(order):
+    """1..300, through both kernels."""
+    assert contract.check_population(scores(order), 300, SEED, range(1, 301)) == 300
+
+
+def test_splits():
+    assert contract.check_splits(d_weight(600), SEED) >= 4
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_no_schedule_shows(order, monkeypatch):
+    """Runs of the vocabulary, and the number of clusters."""
+    rows = scores(order).rows(700, SEED)
+    tokens = op.rows_of(target_of(rows), None, 1.0, -100, V)
+    whole = Head(head(), None, 0, V, 0.0, order)
+    want = exact.merge(launch.states(rows, whole, tokens, True))
+    for runs in (1, 2, 7, 20):
+        for clusters in (1, 3, 66):
+            with monkeypatch.context() as patch:
+                patch.setattr(tiles, "runs", lambda *sizes, runs=runs: runs)
+                patch.setattr(launch, "max_clusters", lambda device, n=clusters: n)
+                got = exact.merge(launch.states(rows, whole, tokens, True))
+            assert contract.same_bytes(got, want), (runs, clusters)
+
+
+def test_any_cut_of_the_vocabulary():
+    rows = scores("chain").rows(200, SEED)
+    tokens = op.rows_of(target_of(rows), None, 1.0, -100, V)
+    whole = Head(head(), None, 0, V, 0.0, "chain")
+    want = exact.merge(launch.states(rows, whole, tokens, True))
+    for cut in (16, 256, 1008, 4992):
+        parts = [whole.block(slice(0, cut)), whole.block(slice(cut, V))]
+        states = torch.cat([launch.states(rows, part, tokens, True) for part in parts])
+        assert contract.same_bytes(exact.merge(states), want), cut
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_bytes_of_log_probs(order):
+    """Another backend's kernel, of logits as they are before their rounding."""
+    rows = scores(order).rows(300, SEED)
+    target = target_of(rows)
+    logits = products.sums(rows, head(), order)
+    for options in ({}, {"temperature": 0.7, "return_entropy": True}, {"vocab_size": 4000}):
+        given = target % options.get("vocab_size", V)
+        got = ck.log_probs(logits, given, **options)
+        want = ck.linear_logp(rows, head(), given, order=order, **options)
+        pairs = zip(got, want, strict=True) if "return_entropy" in options else [(got, want)]
+        for ours, theirs in pairs:
+            assert contract.same_bytes(ours, theirs), options
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_blocks_do_not_show(order, monkeypatch):
+    """Of the vocabulary and of tokens: the bytes of one walk."""
+    hidden, weight = randn(700, D).requires_grad_(), head().detach().clone().requires_grad_()
+    target = target_of(hidden.detach())
+
+    def gradients():
+        logp = ck.linear_logp(hidden, weight, target, order=order)
+        return torch.autograd.grad(logp, (hidden, weight), torch.ones_like(logp))
+
+    want = gradients()
+    for workspace, block in ((1 << 21, (1 << 18, 1 << 19)), (1 << 18, (1 << 17, 1 << 17))):
+        with monkeypatch.context() as patch:
+            patch.setattr(chunks, "WORKSPACE", workspace)
+            patch.setattr(chunks, "BLOCK", block)
+            for ours, theirs in zip(gradients(), want, strict=True):
+                assert contract.same_bytes(ours, theirs), workspace
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("order", ORDERS)
+def test_against_float64(order, dtype):
+    """No less accurate than logits rounded to the dtype with an fp32 log-softmax."""
+    hidden, target = randn(500, D, dtype=dtype), torch.arange(500, device="cuda")
+    weight = head(dtype) * 3
+    target[3] = -100
+    logp, entropy = ck.linear_logp(hidden, weight, target, order=order, return_entropy=True)
+    exactly = torch.log_softmax(hidden.double() @ weight.double().mT, 1)
+    place = target.clamp(min=0)[:, None]
+    want = torch.where(target < 0, 0.0, exactly.gather(1, place)[:, 0])
+    rounded = torch.log_softmax((hidden @ weight.mT).float(), 1).gather(1, place)[:, 0]
+    theirs = torch.where(target < 0, 0.0, rounded)
+    assert (logp - want).abs().max() <= max((theirs - want).abs().max(), 2e-5)
+    of_all = torch.where(target < 0, 0.0, -(exactly.exp() * exactly).sum(1))
+    assert (entropy - of_all).abs().max() < 2e-5
+
+
+def test_graph_and_streams():
+    rows = scores("chain").rows(300, SEED)
+    target, weight = target_of(rows), head()
+    want = ck.linear_logp(rows, weight, target)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = ck.linear_logp(rows, weight, target)
+    for _ in range(3):
+        got.fill_(torch.nan)
+        graph.replay()
+        assert contract.same_bytes(got, want)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    found = []
+    for stream in streams * 8:
+        with torch.cuda.stream(stream):
+            found.append(ck.linear_logp(rows, weight, target))
+    torch.cuda.synchronize()
+    assert all(contract.same_bytes(one, want) for one in found)
+
+
+def test_masked_and_wrong_targets():
+    rows = scores("chain").rows(70, SEED)
+    rows[5] = torch.nan
+    hidden, weight = rows.requires_grad_(), head().detach().clone().requires_grad_()
+    target = torch.arange(70, device="cuda")
+    target[5], target[6] = -100, V
+    logp, entropy = ck.linear_logp(hidden, weight, target, return_entropy=True)
+    assert logp[5] == 0 and entropy[5] == 0 and logp[6].isnan()
+    kept = torch.arange(70, device="cuda") != 6
+    grads = torch.autograd.grad(logp[kept].sum() + entropy[kept].sum(), (hidden, weight))
+    assert not grads[0][5].any() and not grads[1].isnan().any()
