@@ -26,7 +26,8 @@ def states(hidden: torch.Tensor, head: Head, rows: Rows, entropy: bool) -> torch
     h, w, bias = _operands(hidden, head)
     tokens, columns = h.shape[0], config.columns_of_state(entropy)
     place = head.start, head.vocab, head.softcap
-    tile = tiles.few(tokens, head.order, entropy)
+    plain = head.order == "chain" and not entropy and not head.softcap
+    tile = tiles.few(tokens, plain)
     if tile is not None:
         few = FewConfig(*_options(hidden.dtype, head, entropy), *tile)
         count = min(-(-len(w) // tile.tile_n), most_ctas(hidden.device) * tile.ctas_per_sm)
@@ -146,9 +147,10 @@ def options() -> Iterator[tuple]:
 def few_configs() -> Iterator[FewConfig]:
     """Every configuration of the forward for few tokens that can be chosen."""
     for chosen in options():
-        order, entropy = chosen[1], chosen[4]
+        _, order, _, softcap, entropy = chosen
+        plain = order == "chain" and not entropy and not softcap
         for tile in tiles.FEW_PLAIN:
-            if tiles.few(tile.tile_m, order, entropy) == tile:
+            if tiles.few(tile.tile_m, plain) == tile:
                 yield FewConfig(*chosen, *tile)
 
 

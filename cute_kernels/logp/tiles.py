@@ -19,7 +19,7 @@ class Few(NamedTuple):
 
 #: For up to tile_m tokens: the tiles of gemm's few-row kernel on heads of such sizes.
 FEW = (Few(8), Few(16), Few(32), Few(64))
-#: Where neither a second accumulator nor an entropy's sums want its registers.
+#: Where neither a second accumulator, an entropy's sums nor a softcap want its registers.
 FEW_PLAIN = (*FEW, Few(128, 128, 64, 1))
 
 #: Runs of a vocabulary that a launch may cut it in: a state of each goes to memory.
@@ -45,7 +45,10 @@ def runs(tokens: int, rows: int, tile: tuple[int, int], workers: int) -> int:
     return min(range(1, min(tiles, max(MOST_RUNS, workers // groups)) + 1), key=waves)
 
 
-def few(tokens: int, order: str, entropy: bool) -> Few | None:
-    """The tile for so many tokens; None where `runs` of wide tiles are faster or the only way."""
-    choices = FEW_PLAIN if order == "chain" and not entropy else FEW
+def few(tokens: int, plain: bool) -> Few | None:
+    """The tile for so many tokens; None where `runs` of wide tiles are faster or the only way.
+
+    ``plain``: one accumulator, no entropy and no softcap, which leave registers for wider ones.
+    """
+    choices = FEW_PLAIN if plain else FEW
     return next((tile for tile in choices if tokens <= tile.tile_m), None)
