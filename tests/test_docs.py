@@ -256,6 +256,7 @@ def constants(path: str) -> dict[str, int]:
 def test_the_sm90_walk_through_has_the_kernels_numbers():
     text = " ".join(read("docs/gemm.md").split())
     kernel = constants("cute_kernels/gemm/kernel_sm90.py")
+    store = constants("cute_kernels/dsl/epilogue.py")
     shipped, widths = config.Config("bf16", "k", "k", "plain", "chain"), list(tiles.DENSE_COST)
     columns = f"{', '.join(map(str, widths[:-1]))} or {widths[-1]} columns"
     assert f"A tile is {shipped.tile_m} rows by {columns}" in text
@@ -263,16 +264,16 @@ def test_the_sm90_walk_through_has_the_kernels_numbers():
     assert f"| {kernel['PRODUCER_REGISTERS']} | producer" in text
     assert f"| {kernel['CONSUMER_REGISTERS']} | consumers" in text
     assert f"in groups of {shipped.raster_group} cluster rows" in text
-    assert f"{kernel['EPILOGUE_ROW_BYTES']} bytes wide, 64 rows high" in text
+    assert f"{store['ROW_BYTES']} bytes wide, 64 rows high" in text
     words = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six", 8: "eight"}
-    epilogue = kernel["CONSUMERS"] * kernel["EPILOGUE_STAGES"] * 64 * kernel["EPILOGUE_ROW_BYTES"]
+    epilogue = kernel["CONSUMERS"] * store["STAGES"] * 64 * store["ROW_BYTES"]
     most, least = (
         words[(kernel["SHARED_BYTES"] - epilogue) // ((shipped.tile_m + n) * shipped.tile_k * 2)]
         for n in (min(widths), max(widths))
     )
     ring = f"{least.capitalize()} stages of shared memory (256 columns) to {most} (64)"
     assert ring in text
-    assert f"{words[kernel['EPILOGUE_STAGES']]} buffers" in text
+    assert f"{words[store['STAGES']]} buffers" in text
     assert (shipped.cluster_m, shipped.cluster_n) == (2, 1)
     assert f"Lane l of {config.COLUMN_SUM.lanes} adds" in text
 

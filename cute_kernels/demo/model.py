@@ -16,6 +16,9 @@ from . import rows, text
 
 integration.register()
 
+#: A token that is not scored.
+IGNORED = -100
+
 
 @dataclass(frozen=True)
 class Size:
@@ -31,11 +34,28 @@ class Size:
 
 @dataclass(frozen=True)
 class Side:
-    """One column of the table: a model and the log-softmax that goes with it."""
+    """One column of the table: a model, and how its hidden states are scored.
+
+    score: (model, hidden [..., D], tokens [...]) -> log-probs [...]; 0 where a token is `IGNORED`.
+    log_softmax: logits [..., V] -> log-probs of all tokens, to draw one from.
+    """
 
     name: str
     model: LlamaForCausalLM
+    score: Callable[[LlamaForCausalLM, torch.Tensor, torch.Tensor], torch.Tensor]
     log_softmax: Callable[[torch.Tensor], torch.Tensor]
+
+    def hidden(self, **inputs: object) -> torch.Tensor:
+        """The hidden states [B, T, D] that the head would take."""
+        return self.model.model(**inputs).last_hidden_state
+
+    def logps(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The log-probs of tokens after hidden states [..., D]."""
+        return self.score(self.model, hidden, tokens)
+
+    def next_logps(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The log-probs [..., V] of what may come next, to draw from."""
+        return self.log_softmax(self.model.lm_head(hidden))
 
 
 class Linear(nn.Module):
@@ -110,14 +130,36 @@ def row_local(model: LlamaForCausalLM, order: str) -> LlamaForCausalLM:
 
 def ours(net: LlamaForCausalLM) -> Side:
     """Our column, on the model that `build` made."""
-    return Side("ours", net, rows.log_softmax)
+    return Side("ours", net, _linear_logp, rows.log_softmax)
 
 
 def plain(net: LlamaForCausalLM, size: Size) -> Side:
     """torch's column: transformers' model untouched, with a copy of the weights of ``net``."""
     copy = LlamaForCausalLM(_config(size, "sdpa")).to(torch.bfloat16)
     copy.load_state_dict(net.state_dict())
-    return Side("torch", copy.to(net.device), lambda x: torch.log_softmax(x.float(), dim=-1))
+    return Side("torch", copy.to(net.device), _log_softmax_of_logits, _log_softmax)
+
+
+def _linear_logp(
+    model: LlamaForCausalLM, hidden: torch.Tensor, tokens: torch.Tensor
+) -> torch.Tensor:
+    """``ck.linear_logp``: no logits are made."""
+    head = model.lm_head
+    options = {"order": head.order, "main_grad": head.main_grad, "ignore_index": IGNORED}
+    return ck.linear_logp(hidden, head.weight, tokens, **options)
+
+
+def _log_softmax_of_logits(
+    model: LlamaForCausalLM, hidden: torch.Tensor, tokens: torch.Tensor
+) -> torch.Tensor:
+    """As trainers without a fused head do."""
+    logps = _log_softmax(model.lm_head(hidden))
+    picked = logps.gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
+    return torch.where(tokens == IGNORED, 0.0, picked)
+
+
+def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(logits.float(), dim=-1)
 
 
 def linear_weights(model: LlamaForCausalLM) -> dict[str, nn.Parameter]:

@@ -106,10 +106,12 @@ def _run_batch(
     pads, last = _prefill(state, plan, members, cache)
     progress(sum(state.prompts[i] - 1 for i in members))
     while members:
-        for row, i in enumerate(members):
-            token = choose(i, state.tokens[i], last[row])
+        of_next = state.side.next_logps(last)
+        chosen = [choose(i, state.tokens[i], of_next[row]) for row, i in enumerate(members)]
+        logps = state.side.logps(last, torch.tensor(chosen, device=last.device))
+        for i, token, logp in zip(members, chosen, logps, strict=True):
             state.tokens[i].append(token)
-            state.logps[i].append(last[row, token][None])
+            state.logps[i].append(logp[None])
         progress(len(members))
         stay = [r for r, i in enumerate(members) if len(state.tokens[i]) < state.lengths[i]]
         if len(stay) < len(members):
@@ -124,7 +126,7 @@ def _run_batch(
 def _prefill(
     state: _State, plan: Plan, members: list[int], cache: DynamicCache
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Left padding per member [B], and the log-probs of the first new token [B, V]."""
+    """Left padding per member [B], and the hidden states before the first new token [B, D]."""
     width = max(state.prompts[i] for i in members)
     pads = torch.tensor([width - state.prompts[i] for i in members])
     padded = [[text.PAD] * (width - state.prompts[i]) + state.tokens[i] for i in members]
@@ -133,13 +135,15 @@ def _prefill(
     chunk = plan.chunk or width
     for at in range(0, width, chunk):
         columns = slice(at, at + chunk)
-        logps = _forward(state.side, cache, ids[:, columns], positions[:, columns], pads)
+        hidden = _forward(state.side, cache, ids[:, columns], positions[:, columns], pads)
         for row, i in enumerate(members):
             first, end = max(at, int(pads[row])), min(at + chunk, width - 1)
             if first < end:
-                next_ids = ids[row, first + 1 : end + 1, None].to(logps.device)
-                state.logps[i].append(logps[row, first - at : end - at].gather(-1, next_ids)[:, 0])
-    return pads, logps[:, -1]
+                next_ids = ids[row, first + 1 : end + 1].to(hidden.device)
+                state.logps[i].append(
+                    state.side.logps(hidden[row, first - at : end - at], next_ids)
+                )
+    return pads, hidden[:, -1]
 
 
 def _forward(
@@ -149,15 +153,14 @@ def _forward(
     positions: torch.Tensor,
     pads: torch.Tensor,
 ) -> torch.Tensor:
-    """Log-probs [B, T, V] after ids [B, T], which follow what the cache holds."""
+    """Hidden states [B, T, D] after ids [B, T], which follow what the cache holds."""
     device = side.model.device
     seen = cache.get_seq_length() + ids.shape[1]
     mask = torch.arange(seen) >= pads[:, None]
-    logits = side.model(
+    return side.hidden(
         input_ids=ids.to(device),
         attention_mask=mask.long().to(device),
         position_ids=positions.to(device),
         past_key_values=cache,
         use_cache=True,
-    ).logits
-    return side.log_softmax(logits)
+    )

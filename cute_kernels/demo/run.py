@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .measure import Column, Setup
 
 _NEEDS = ("transformers", "matplotlib")
-_OPS = ("linear", "block_sparse_attention")
+_OPS = ("linear", "block_sparse_attention", "linear_logp")
 _MAX_SEED = 2**31 - 1  # far below what torch takes: each sequence adds its number
 
 
@@ -101,7 +101,7 @@ def _demo(run: _Run, console: Console) -> int:
         torch_column, ours, tokens = _measure(run, bars, net, unseen)
     console.print(
         f"trained {trained.steps} steps ({trained.tokens:,} bytes) in {trained.seconds:.0f} s "
-        "through ck.linear and ck.block_sparse_attention: "
+        "through ck.linear, ck.block_sparse_attention and ck.linear_logp: "
         f"{trained.first_loss:.2f} -> {trained.last_loss:.2f} nats per byte"
     )
     prompt = run.setup.prompts[0]

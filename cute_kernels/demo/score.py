@@ -82,12 +82,12 @@ def _logps(side: models.Side, sequences: Sequence[torch.Tensor]) -> list[torch.T
         ids[row, : len(tokens)] = tokens
     columns = torch.arange(width)
     mask = columns < torch.tensor([[len(tokens)] for tokens in sequences])
-    logits = side.model(
+    hidden = side.hidden(
         input_ids=ids.to(device),
         attention_mask=mask.long().to(device),
         position_ids=columns[None].to(device),
-    ).logits
-    logps = side.log_softmax(logits)
-    next_ids = ids.roll(-1, dims=1)[..., None].to(device)
-    picked = logps.gather(-1, next_ids)[..., 0]
+    )
+    next_ids = torch.where(mask.roll(-1, dims=1), ids.roll(-1, dims=1), models.IGNORED)
+    next_ids[:, -1] = models.IGNORED
+    picked = side.logps(hidden, next_ids.to(device))
     return [picked[row, : len(tokens) - 1] for row, tokens in enumerate(sequences)]

@@ -103,9 +103,8 @@ def train(
 def _backward(side: models.Side, batch: torch.Tensor) -> float:
     """Mean loss in nats per byte of one batch, its gradients added to those there are."""
     positions = torch.arange(batch.shape[1], device=batch.device)[None]
-    logits = side.model(input_ids=batch, position_ids=positions).logits
-    logps = side.log_softmax(logits[:, :-1])
-    loss = -logps.gather(-1, batch[:, 1:, None]).mean()
+    hidden = side.hidden(input_ids=batch, position_ids=positions)
+    loss = -side.logps(hidden[:, :-1], batch[:, 1:]).mean()
     loss.backward()
     return loss.item()
 

@@ -14,15 +14,16 @@ import pytest
 from cute_kernels.integrations.publish import read_weights
 from tests.ranks import ROOT
 
-PAGE = Path("docs/recipes_logp_draft.md")
+PAGE = Path("docs/linear_logp.md")
 #: ``py``: not one that every page's blocks are run as (tests/test_docs.py), in one process.
-FENCE = re.compile(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```py(?:thon)?\n(.*?)^```$", re.M | re.S)
-RECIPES = dict(FENCE.findall((ROOT / PAGE).read_text()))
+FENCE = re.compile(r"^### ([^\n]+)\n(?:(?!^### ).)*?^```py(?:thon)?\n(.*?)^```$", re.M | re.S)
+TEXT = (ROOT / PAGE).read_text().partition("## Recipes")[2]
+RECIPES = dict(FENCE.findall(TEXT))
 
 
 def test_every_recipe_is_run():
     assert list(RECIPES) == ["transformers", "DeepSpeed, ZeRO-3", "FSDP2"]
-    assert (ROOT / PAGE).read_text().count("```py") == len(RECIPES)
+    assert TEXT.count("```py") == len(RECIPES)
 
 
 def run(name: str, folder: Path, *launcher: str) -> None:
