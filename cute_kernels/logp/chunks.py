@@ -24,8 +24,9 @@ from ..schedulers.tiles import leaves
 from .config import CPU
 from .tensors import Head, Rows, Upstream
 
-#: Bytes beyond the gradients; and of a block's G, at least and at most.
-WORKSPACE = 1 << 28
+#: Bytes beyond the gradients, with what tokens have besides (2 MiB); and of a block's G, at least
+#: and at most.
+WORKSPACE = (1 << 28) - (1 << 21)
 BLOCK = 1 << 25, 1 << 27
 #: Columns of a block are a multiple of it: whole tiles.
 _STEP = 256

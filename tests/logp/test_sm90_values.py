@@ -47,7 +47,9 @@ def few():
 
 def _plain_or_all(chosen) -> bool:
     flags = (chosen.bias, chosen.softcap, chosen.entropy)
-    return flags in ((False, False, False), (True, True, True), (False, False, True))
+    if chosen.order == "tree":
+        return all(flags)
+    return not any(flags) or all(flags)
 
 
 def same_states(got: torch.Tensor, want: torch.Tensor) -> bool:
