@@ -24,9 +24,8 @@ Values that are compared come first: NaN fails a comparison, and goes on as NaN.
 but `tl.fma` (enable_fp_fusion is off), nothing is atomic, nothing is autotuned, sizes are not
 specialised on.  Rows of another token and padding of the vocabulary are dropped by select.
 
-Limits.  Columns that are not contiguous are loaded one by one.  Not run on a GPU: tests run the
-source in Triton's interpreter, the sm_90 code in tests/ptxsim, and read the code for gfx942,
-gfx950, sm_80 and sm_90.
+Limits.  Columns that are not contiguous are loaded one by one.  Ran on an H100 and an H200
+(tests/logp/test_gpu.py, 2026-11-22); not timed; on AMD GPUs: not run.
 """
 
 from __future__ import annotations
