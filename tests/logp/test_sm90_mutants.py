@@ -17,7 +17,14 @@ from tests.kernels.ring_defects import (
 )
 from tests.logp import simulated as doubles
 from tests.logp.simulated import simulated
-from tests.logp.sm90_cases import case, gradients_oracle, same_exp2, states_of, states_oracle
+from tests.logp.sm90_cases import (
+    case,
+    gradients_oracle,
+    same_exp2,
+    same_states,
+    states_of,
+    states_oracle,
+)
 from tests.logp.sm90_cases import upstream as upstream_of
 from tests.logp.sm90_defects import (
     bins_not_lowered,
@@ -29,7 +36,6 @@ from tests.logp.sm90_defects import (
     one_warp_is_forgotten,
     padding_not_masked,
 )
-from tests.logp.test_sm90_values import same_states
 from tests.ptxsim.available import requires_sim
 
 pytestmark = [requires_sim, pytest.mark.sim]
