@@ -1,6 +1,6 @@
 """The SM90 kernels of logp in the simulator: every configuration and tail class, byte for byte.
 
-With ``wgmma_math="exact"`` logits are those of gemm's oracle, and 2^y is rounded once, so states
+With ``wgmma_math="exact"`` logits are those of gemm's oracle, and 2^y is the C library's, so states
 must be the oracle's integers.
 """
 

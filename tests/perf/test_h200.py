@@ -90,6 +90,7 @@ def test_the_stages_write_few_files_into_one_folder(tmp_path):
         "tune",
         "bench",
         "profile",
+        "bench_logp",
         "smoke_attention",
         "pytest_attention",
         "bench_attention",
