@@ -17,13 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import checking, contracts, dispatch
+from .. import checking, contracts, dispatch, groups
 from .. import main_grad as destination
 from ..errors import (
     ArgumentTypeError,
     ArgumentValueError,
     DeviceError,
-    RankError,
     ShapeError,
     UnsupportedTransformError,
     expected,
@@ -53,9 +52,6 @@ _FIELDS = (
     "bias",
     "x.requires_grad",
 )
-
-# torch 2.13 has a new name for it, and warns of the old one.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def _backend(device: torch.device, dtype: torch.dtype) -> str:
@@ -250,34 +246,11 @@ def _parallel(name: str, tensors: tuple, mesh, order: str, verify: bool) -> torc
 
 def _group(mesh) -> dist.ProcessGroup:
     """The group of a mesh, of a degree that cuts leaves at their edges."""
-    if not dist.is_available() or not dist.is_initialized():
-        want = "one of ranks: call torch.distributed.init_process_group first"
-        raise ArgumentValueError(expected("mesh", want, type(mesh).__name__))
-    group = _group_of_mesh(mesh) if isinstance(mesh, DeviceMesh) else mesh
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        want = f"a group that this rank ({dist.get_rank()}) is in"
-        raise ArgumentValueError(expected("mesh", want, "one that it is not in"))
-    if not isinstance(group, dist.ProcessGroup):
-        want = "a DeviceMesh or a ProcessGroup"
-        raise ArgumentTypeError(expected("mesh", want, type(mesh).__name__))
+    group = groups.group_of(mesh, "mesh")
     if group.size() not in DEGREES:
         want = ", ".join(map(str, DEGREES)) + " ranks, which cut eight leaves at their edges"
         raise ArgumentValueError(expected("mesh", want, group.size()))
     return group
-
-
-def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
-    if mesh.ndim != 1:
-        want = "1 dimension (of a larger mesh take one by name: mesh['tp'])"
-        raise ArgumentValueError(expected("mesh", want, f"{mesh.ndim}: {mesh.mesh_dim_names}"))
-    ranks = mesh.mesh.tolist()
-    if mesh.get_coordinate() is None:
-        want = f"a mesh that this rank ({dist.get_rank()}) is in"
-        raise ArgumentValueError(expected("mesh", want, f"ranks {ranks}"))
-    if ranks != sorted(ranks):
-        # Its group numbers them ascending, so that shards would be added in another order.
-        raise ArgumentValueError(expected("mesh", "ranks in ascending order", ranks))
-    return mesh.get_group()
 
 
 def _check(tensors: tuple, order: str, group: dist.ProcessGroup) -> None:
@@ -294,7 +267,7 @@ def _check(tensors: tuple, order: str, group: dist.ProcessGroup) -> None:
     _backend(x.device, _cast_dtype(x))
     if checking.in_memory(x) is None:
         raise ArgumentTypeError(expected("x", "a tensor with memory", type(x).__name__))
-    if group.size() > 1 and x.device.type not in (devices := _devices(group)):
+    if group.size() > 1 and x.device.type not in (devices := groups.devices(group)):
         want = f"a device that mesh can exchange from ({', '.join(devices)})"
         raise DeviceError(expected("x", want, x.device))
 
@@ -304,41 +277,24 @@ def _cast_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type) if cast else x.dtype
 
 
-def _devices(group: dist.ProcessGroup) -> list[str]:
-    """The types of device that a group has a backend for: of ``"cpu:gloo,cuda:nccl"``, both."""
-    return [part.split(":")[0] for part in dist.get_backend_config(group).split(",")]
-
-
 def _told(name: str, tensors: tuple, refusal: Exception | None) -> list[int]:
-    """What this rank says of its call: whether it refuses it, and `_FIELDS`."""
+    """What this rank says of its call: `_FIELDS`."""
     if refusal is not None:
-        return [1] + [0] * len(_FIELDS)
+        return [0] * len(_FIELDS)
     x, weight, bias, _ = tensors
     # The exchange of dx is entered by those ranks only whose x needs it.
     asks = name == COLUMN and x.requires_grad and torch.is_grad_enabled()
     dtype = checks.DTYPES.index(_cast_dtype(x))
     rows, sizes = x.shape[:-1].numel(), tuple(weight.shape)
-    return [0, (ROW, COLUMN).index(name), rows, *sizes, dtype, bias is not None, asks]
+    return [(ROW, COLUMN).index(name), rows, *sizes, dtype, bias is not None, asks]
 
 
 def _agree(told: list[int], refusal: Exception | None, group: dist.ProcessGroup) -> None:
     """Raises on every rank if one refuses its arguments, or if they differ."""
-    # Over CPU memory where the group can: the GPU is not waited for.
-    device = "cpu" if "cpu" in (devices := _devices(group)) else devices[0]
-    heard = torch.empty(group.size(), len(told), dtype=torch.int64, device=device)
-    _all_gather(heard.view(-1), torch.tensor(told, dtype=torch.int64, device=device), group=group)
-    refused, *fields = zip(*heard.tolist(), strict=True)
-    if refusal is not None:
-        raise refusal
-    if any(refused):
-        ranks = ", ".join(str(rank) for rank, no in enumerate(refused) if no)
-        want = "ones that every rank of mesh takes"
-        raise RankError(expected("arguments", want, f"an error on rank {ranks} of it"))
-    for name, values in zip(_FIELDS, fields, strict=True):
-        if len(set(values)) > 1:
-            names = {"function": (ROW, COLUMN), "dtype": checks.DTYPES}.get(name)
-            shown = ", ".join(str(names[v] if names else v) for v in values)
-            raise RankError(expected(name, "the same on every rank of mesh", shown))
+    heard = groups.agree(told, refusal, group, "mesh")
+    for name, values in zip(_FIELDS, zip(*heard, strict=True), strict=True):
+        names = {"function": (ROW, COLUMN), "dtype": checks.DTYPES}.get(name)
+        groups.alike(name, [names[v] if names else v for v in values], "mesh")
 
 
 def _cut_at_leaves(name: str, size: int, degree: int) -> None:
@@ -431,9 +387,8 @@ def _exchange(parts: torch.Tensor, bias, dtype: torch.dtype, group) -> torch.Ten
     """The sum of all ranks' leaves, each rank's fp32 [leaves, M, N], on every rank: [M, N]."""
     degree, (count, m, n) = group.size(), parts.shape
     if m < degree or degree * parts.nbytes <= GATHER_BYTES:
-        every = parts.new_empty(degree * count, m, n)
-        _all_gather(every, parts, group=group)
-        return op.add_leaves(every, bias, dtype)
+        every = groups.all_gather(parts, group)
+        return op.add_leaves(every.flatten(0, 1), bias, dtype)
     rows = -(-m // degree)
     # For each rank its rows of all leaves; those behind the last row are zeros that nobody keeps.
     sent = parts.new_zeros(degree, count, rows, n)
@@ -443,6 +398,4 @@ def _exchange(parts: torch.Tensor, bias, dtype: torch.dtype, group) -> torch.Ten
     dist.all_to_all_single(got, sent, group=group)
     # Ranks ascend, and so do the leaves of each: all of them do.
     own = op.add_leaves(got.view(degree * count, rows, n), bias, dtype)
-    y = own.new_empty(degree * rows, n)
-    _all_gather(y, own, group=group)
-    return y[:m]
+    return groups.all_gather(own, group).flatten(0, 1)[:m]
