@@ -21,6 +21,18 @@ import torch
 
 from .c_library import functions, team
 
+#: 2^f on [-1/2, 1/2], by Horner's rule.
+EXP2 = (
+    1.0,
+    0.6931471824645996,
+    0.24022650718688965,
+    0.05550410971045494,
+    0.00961802527308464,
+    0.0013333478709682822,
+    0.00015469729260075837,
+    1.5303699910873547e-05,
+)
+
 _ENVIRONMENT_BYTES = 64  # fenv_t is 32 bytes on x86-64, 8 on AArch64
 _TO_NEAREST = 0
 _SUBNORMAL = 5e-324
@@ -53,6 +65,28 @@ def ieee() -> Iterator[tuple[int, int]]:
             c.fesetenv(before)
         if dynamic:
             c.omp_set_dynamic(dynamic)
+
+
+def ieee_on(t: torch.Tensor) -> contextlib.AbstractContextManager:
+    """`ieee` for work on the CPU; a GPU's is IEEE's anyway."""
+    return ieee() if t.device.type == "cpu" else contextlib.nullcontext()
+
+
+def exp2(y: torch.Tensor) -> torch.Tensor:
+    """2^y; 0 below -126, inf above 127, NaN for NaN.
+
+    A polynomial, element by element: no bits depend on where a vector register begins.
+    """
+    finite = torch.nan_to_num(y, nan=0.0).clamp(-126.0, 127.0)
+    whole = finite.round()
+    f = finite - whole
+    series = torch.full_like(f, EXP2[-1])
+    for c in EXP2[-2::-1]:
+        series = series * f + c
+    value = series * ((whole.to(torch.int32) + 127) << 23).view(torch.float32)
+    value = torch.where(y < -126.0, 0.0, value)
+    value = torch.where(y > 127.0, torch.inf, value)
+    return torch.where(y.isnan(), torch.nan, value)
 
 
 def mm(

@@ -6,6 +6,9 @@ the convention; systems whose ops have a weight share it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
 from . import checking, data_parallel
@@ -25,25 +28,31 @@ _FSDP2 = (
 )
 
 
-def check(main_grad: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, name: str = "x") -> None:
+def check(
+    main_grad: torch.Tensor,
+    weight: torch.Tensor,
+    x: torch.Tensor,
+    name: str = "x",
+    names: tuple[str, str] = ("main_grad", "weight"),
+) -> None:
     """That ``main_grad`` is fp32, of the weight's shape, beside x, and can be updated in place.
 
-    ``name``: of the argument x.
+    ``name``: of the argument x; ``names``: of main_grad and of the weight.
     """
-    n, k = weight.shape
-    checking.tensor("main_grad", main_grad)
-    if list(main_grad.shape) != [n, k]:
-        want = f"shape [{n}, {k}], that of weight"
-        raise ShapeError(expected("main_grad", want, list(main_grad.shape)))
+    own, of_weight = names
+    checking.tensor(own, main_grad)
+    if main_grad.shape != weight.shape:
+        want = f"shape {list(weight.shape)}, that of {of_weight}"
+        raise ShapeError(expected(own, want, list(main_grad.shape)))
     if main_grad.dtype != torch.float32:
-        raise DtypeError(expected("main_grad", "torch.float32", main_grad.dtype))
-    checking.same_device("main_grad", main_grad, name, x)
+        raise DtypeError(expected(own, "torch.float32", main_grad.dtype))
+    checking.same_device(own, main_grad, name, x)
     if main_grad.requires_grad:
         want = "requires_grad=False (backward adds into it)"
-        raise ArgumentValueError(expected("main_grad", want, "requires_grad=True"))
+        raise ArgumentValueError(expected(own, want, "requires_grad=True"))
     if not main_grad.is_contiguous() and _overlaps_itself(main_grad):
         want = "elements at distinct addresses (it is updated in place)"
-        raise AliasError(expected("main_grad", want, f"strides {main_grad.stride()}"))
+        raise AliasError(expected(own, want, f"strides {main_grad.stride()}"))
 
 
 def check_values(
@@ -97,6 +106,51 @@ def of(edge: object) -> str:
     if runs:
         return MAIN_GRAD
     return GRAD if runs is None or _engine_runs(edge) else NOWHERE
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where one weight's gradient goes in a backward that runs.
+
+    wanted: whether to make it.  into: the main_grad to add it to; None: to a tensor of its own.
+    """
+
+    wanted: bool
+    into: torch.Tensor | None
+    edge: object = None
+
+    @property
+    def returned(self) -> bool:
+        """Whether the gradient is one that the backward returns."""
+        return self.wanted and self.into is None
+
+    def written(self) -> None:
+        """To be called once the gradient has been added."""
+        if self.into is not None:
+            mark(self.edge)
+
+
+def targets(
+    ctx, inputs: Sequence[object], main_grads: dict[int, torch.Tensor | None]
+) -> dict[int, Target]:
+    """The `Target` of each position of a node's inputs that ``main_grads`` names.
+
+    ``inputs``: those of the forward, or what says which of them were tensors: None where none was.
+    """
+    edges, made = iter(ctx.next_functions), {}
+    for position, value in enumerate(inputs):
+        # A node has an edge for each input that is a tensor.
+        edge = next(edges)[0] if value is not None else None
+        if position not in main_grads:
+            continue
+        main_grad = main_grads[position]
+        if not ctx.needs_input_grad[position] or main_grad is None:
+            made[position] = Target(ctx.needs_input_grad[position], None)
+            continue
+        where = of(edge)
+        into = main_grad if where == MAIN_GRAD else None
+        made[position] = Target(where != NOWHERE, into, edge)
+    return made
 
 
 def mark(edge: object) -> None:

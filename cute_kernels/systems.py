@@ -21,12 +21,15 @@ class System:
         launcher: The module with the SM90 ``catalogue()``; None as long as there is no kernel.
         perf: The folder under ``perf/`` with its cases and rivals, and its name on that command
             line.
+        namespace: Whether the package itself is public, as ``ck.<package>``, with its functions in
+            it; ``ops`` then has its name alone.
     """
 
     package: str
     ops: Mapping[str, str]
     launcher: str | None = "launch"
     perf: str | None = None
+    namespace: bool = False
 
 
 SYSTEMS = (
@@ -36,13 +39,19 @@ SYSTEMS = (
         {"linear_logp": "logp_states", "log_probs": "logit_states"},
         perf="logp",
     ),
+    System("mhc", {"mhc": "mhc_project"}, launcher=None, namespace=True),
     System("sparse_attn", {"block_sparse_attention": "block_sparse_attention"}, perf="attention"),
 )
 
-#: Public name -> its module.
-PUBLIC = {op: f"{system.package}.api" for system in SYSTEMS for op in system.ops}
+#: Public name -> its module; None: it is one.
+PUBLIC = {
+    op: None if system.namespace else f"{system.package}.api"
+    for system in SYSTEMS
+    for op in system.ops
+}
 
 if TYPE_CHECKING:  # the same, for tools that read instead of running
+    from . import mhc as mhc
     from .gemm.api import linear as linear
     from .gemm.api import matmul as matmul
     from .gemm.api import skinny_linear as skinny_linear

@@ -21,8 +21,6 @@ chain is what a token stream can be cut in.
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 
 from .. import contracts, cpu_math, dispatch
@@ -137,7 +135,7 @@ def _fake_leaf_sums(a, b, length):
 
 def _run_add_leaves(parts, bias, dtype):
     # Elementwise fp32 adds have one result on every device, unless a CPU thread flushes subnormals.
-    with cpu_math.ieee() if parts.device.type == "cpu" else contextlib.nullcontext():
+    with cpu_math.ieee_on(parts):
         total = parts[0].clone()
         for part in parts[1:]:
             total += part
@@ -176,14 +174,11 @@ def weight_gradient(ctx, dy, x):
 
     For a node whose second input is the weight, and that has ``main_grad`` and ``order``.
     """
-    if ctx.main_grad is None:
-        return linear_dw(dy, x, ctx.order)
-    edge = ctx.next_functions[1][0]
-    where = destination.of(edge)
-    if where == destination.MAIN_GRAD:
-        linear_dw_(dy, x, ctx.main_grad, ctx.order)
-        destination.mark(edge)
-    return linear_dw(dy, x, ctx.order) if where == destination.GRAD else None
+    target = destination.targets(ctx, (True, True), {1: ctx.main_grad})[1]
+    if target.into is not None:
+        linear_dw_(dy, x, target.into, ctx.order)
+        target.written()
+    return linear_dw(dy, x, ctx.order) if target.returned else None
 
 
 def _setup_skinny(ctx, inputs, output):

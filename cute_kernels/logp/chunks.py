@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from .. import dispatch, products
-from ..cpu_math import ieee
+from ..cpu_math import ieee_on
 from ..schedulers.tiles import leaves
 from .config import CPU
 from .tensors import Head, Rows, Upstream
@@ -156,10 +156,8 @@ class Pass(NamedTuple):
 def _added(total: torch.Tensor, part: torch.Tensor | None) -> torch.Tensor | None:
     if part is None:
         return None
-    if total.device.type == "cpu":
-        with ieee():
-            return total.add_(part)
-    return total.add_(part)
+    with ieee_on(total):
+        return total.add_(part)
 
 
 def leaf_slices(entries: int, vocab: int, order: str) -> list[slice]:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from .. import arch
+from .. import arch, cpu_math
 from ..contracts import (
     BATCH_INVARIANT,
     RUN_TO_RUN,
@@ -130,21 +130,12 @@ class FinishConfig:
 
 @dataclass(frozen=True)
 class CpuPlan:
-    """The CPU backend's 2^f on [-1/2, 1/2], by Horner's rule; and blocks of the backward.
+    """The CPU backend's 2^f, and blocks of its backward.
 
     dHidden: the vocabulary in blocks of ``columns``, ascending, each a product that is added.
     """
 
-    exp2: tuple[float, ...] = (
-        1.0,
-        0.6931471824645996,
-        0.24022650718688965,
-        0.05550410971045494,
-        0.00961802527308464,
-        0.0013333478709682822,
-        0.00015469729260075837,
-        1.5303699910873547e-05,
-    )
+    exp2: tuple[float, ...] = cpu_math.EXP2
     columns: int = 1024
 
 

@@ -1,6 +1,6 @@
 """The CPU backend: units and gradients of logits, element by element, in IEEE arithmetic.
 
-2^y is a polynomial, so that no element's bits depend on where a vector register begins.
+2^y is `cpu_math.exp2`, a polynomial.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from .. import products
-from ..cpu_math import ieee
+from ..cpu_math import exp2, ieee
 from . import exact
 from .config import CHOSEN, CPU, LN2, LOG2E, MAX_EXPONENT, MIN_POWER, UNIT
 from .tensors import Head, Logits, Rows, Upstream
@@ -49,7 +49,7 @@ def states_of_logits(
         # A NaN shows in the unit's sum.
         exponent = torch.nan_to_num(top.round(), nan=0.0)
         power = _fma(z, scale, -exponent)
-        values = _exp2(power)
+        values = exp2(power)
         weighted = _unit_sum(values * power.clamp(min=MIN_POWER)) if entropy else None
         state = exact.of_units(exponent[..., 0].to(torch.int64), _unit_sum(values), weighted)
         state[:, CHOSEN] = chosen
@@ -68,7 +68,7 @@ def gradients_of_logits(
         column = torch.arange(place.start, place.start + z.shape[1], device="cpu")
         inside = column < place.vocab
         power = _fma(z, rows.scale[:, None], -upstream.lse2[:, None])
-        p = _exp2(power)
+        p = exp2(power)
         of_logp = upstream.of_logp[:, None]
         gradient = ((column == rows.target[:, None]).float() - p) * of_logp
         if upstream.of_entropy is not None:
@@ -93,7 +93,7 @@ def _capped(z: torch.Tensor, softcap: float) -> torch.Tensor:
     """softcap tanh(z / softcap), as 1 - 2 / (1 + e^(2 z / softcap))."""
     if not softcap:
         return z
-    power = _exp2((z * (2.0 * LOG2E / softcap)).clamp(-120.0, 120.0))
+    power = exp2((z * (2.0 * LOG2E / softcap)).clamp(-120.0, 120.0))
     return (1.0 - 2.0 / (power + 1.0)) * softcap
 
 
@@ -125,17 +125,3 @@ def _unit_sum(v: torch.Tensor) -> torch.Tensor:
 def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """a b + c in fp32 with one rounding of the sum; a product of fp32 is exact in fp64."""
     return (a.double() * b.double() + c.double()).float()
-
-
-def _exp2(y: torch.Tensor) -> torch.Tensor:
-    """2^y; 0 below -126, inf above 127, NaN for NaN."""
-    finite = torch.nan_to_num(y, nan=0.0).clamp(-126.0, 127.0)
-    whole = finite.round()
-    f = finite - whole
-    series = torch.full_like(f, CPU.exp2[-1])
-    for c in CPU.exp2[-2::-1]:
-        series = series * f + c
-    value = series * ((whole.to(torch.int32) + 127) << 23).view(torch.float32)
-    value = torch.where(y < -126.0, 0.0, value)
-    value = torch.where(y > 127.0, torch.inf, value)
-    return torch.where(y.isnan(), torch.nan, value)

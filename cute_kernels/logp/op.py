@@ -12,14 +12,12 @@ so is a gradient.
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 
 from .. import contracts, dispatch
 from .. import main_grad as destination
 from ..arch import CPU, CUTE_SM90, TRITON
-from ..cpu_math import ieee
+from ..cpu_math import ieee_on
 from ..dispatch import Implementation
 from ..errors import UnsupportedTransformError
 from ..operands import flat_rows
@@ -124,7 +122,7 @@ def upstream_of(
     """What a token's gradient of the logits is made of, flat; 1 / τ = scale ln 2."""
     given = (d_logp, d_entropy if d_entropy is not None and d_entropy.numel() else None)
     # A CPU may have been told to take subnormals for zero.
-    with ieee() if lse2.device.type == "cpu" else contextlib.nullcontext():
+    with ieee_on(lse2):
         inverse = rows.scale.double() * config.LN2
         of_logp, of_entropy = (
             None if g is None else (g.reshape(-1).double() * inverse).float() for g in given
@@ -207,19 +205,14 @@ def _backward_linear_logp(ctx, d_logp, _, d_entropy):
             "cute_kernels.linear_logp: double backward (create_graph=True) is not available"
         )
     needs = list(ctx.needs_input_grad[:3])
-    main_grad = ctx.main_grad
-    if main_grad is not None:
-        edge = ctx.next_functions[1][0]
-        where = destination.of(edge)
-        needs[1] = where != destination.NOWHERE
-        main_grad = main_grad if where == destination.MAIN_GRAD else None
+    target = destination.targets(ctx, (True, True), {1: ctx.main_grad})[1]
+    needs[1] = target.wanted
     made = linear_logp_backward(
-        d_logp, d_entropy if ctx.entropy else None, *ctx.saved_tensors, main_grad, *ctx.numbers,
+        d_logp, d_entropy if ctx.entropy else None, *ctx.saved_tensors, target.into, *ctx.numbers,
         needs,
     )  # fmt: skip
-    if main_grad is not None:
-        destination.mark(edge)
-        needs[1] = False
+    target.written()
+    needs[1] = target.returned
     return *(g if need else None for g, need in zip(made, needs, strict=True)), *(None,) * 10
 
 

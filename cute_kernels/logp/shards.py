@@ -134,16 +134,11 @@ class _Sharded(torch.autograd.Function):
         upstream = op.upstream_of(d_logp, d_entropy, ctx.rows, lse2, entropy)
         head = Head(weight, bias, *ctx.place)
         flat = flat_rows(hidden, "logp_gradients")
-        main_grad, edge = ctx.main_grad, None
-        if main_grad is not None:
-            edge = ctx.next_functions[1][0]
-            where = destination.of(edge)
-            needs = needs._replace(weight=where != destination.NOWHERE)
-            main_grad = main_grad if where == destination.MAIN_GRAD else None
-        of_own = needs._replace(hidden=False)
-        _, d_weight, d_bias = chunks.gradients(flat, head, ctx.rows, upstream, of_own, main_grad)
-        if main_grad is not None:
-            destination.mark(edge)
+        target = destination.targets(ctx, (True, True), {1: ctx.main_grad})[1]
+        of_own = needs._replace(hidden=False, weight=target.wanted)
+        made = chunks.gradients(flat, head, ctx.rows, upstream, of_own, target.into)
+        target.written()
+        _, d_weight, d_bias = made
         d_hidden = None
         if needs.hidden:
             d_hidden = _hidden_of_all(flat, head, ctx.rows, upstream, ctx.cuts, ctx.group).view(

@@ -1,0 +1,285 @@
+"""Arguments of mhc to rows, or one exception that names the argument.  Works on meta tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from .. import checking
+from .. import main_grad as destination
+from ..errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    DtypeError,
+    ShapeError,
+    expected,
+    one_of,
+)
+from .config import DTYPE_NAMES, FORMS, LAYOUTS, PRECISIONS, STREAMS, mappings
+
+DTYPES = tuple(DTYPE_NAMES)
+#: Iterations whose sums fit the memory of a backward.
+MAX_ITERATIONS = 64
+_MAX_SIZE = 2**31 - 1
+_ROWS_OF = {mappings(n): n for n in STREAMS}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a site computes, besides its weights.
+
+    layout: ``"cn"``, streams [..., C, n] (TransformerEngine's), or ``"nc"``, [..., n, C].
+    precision: of phi's bf16 terms, ``"bf16x2"`` (relative error 2^-17) or ``"bf16x3"`` (2^-25).
+    eps: under the root of the norm.  pre_eps: added to H_pre.  post_scale: of H_post.
+    iterations: of Sinkhorn-Knopp.  form: ``"log"``, or ``"epsilon"`` with ``form_eps`` in every
+    divisor (DeepSeek's).
+    """
+
+    layout: str = "cn"
+    precision: str = "bf16x2"
+    eps: float = torch.finfo(torch.float32).eps
+    pre_eps: float = 0.0
+    post_scale: float = 2.0
+    iterations: int = 20
+    form: str = "log"
+    form_eps: float = 1e-6
+
+    def numbers(self, n: int) -> tuple:
+        """As the ops of a site take them."""
+        return (
+            n, self.layout, self.precision, self.eps, self.pre_eps, self.post_scale,
+            self.iterations, self.form, self.form_eps,
+        )  # fmt: skip
+
+
+class Rows(NamedTuple):
+    """Streams as rows [M, K], and the leading dimensions that they had."""
+
+    x: torch.Tensor
+    leading: torch.Size
+
+
+def options(given: object) -> Options:
+    """Checked `Options`."""
+    if not isinstance(given, Options):
+        raise ArgumentTypeError(expected("options", "a mhc.Options", type(given).__name__))
+    layout(given.layout)
+    precision(given.precision)
+    for name in ("eps", "pre_eps"):
+        number(name, getattr(given, name), 0.0)
+    number("post_scale", given.post_scale, None)
+    sinkhorn(given.iterations, given.form, given.form_eps)
+    return given
+
+
+def layout(value: object) -> None:
+    """That it is one of `LAYOUTS`."""
+    if value not in LAYOUTS:
+        raise ArgumentValueError(one_of("layout", LAYOUTS, value))
+
+
+def precision(value: object) -> None:
+    """That it is one of `PRECISIONS`."""
+    if value not in PRECISIONS:
+        raise ArgumentValueError(one_of("precision", PRECISIONS, value))
+
+
+def sinkhorn(iterations: object, form: object, eps: object) -> None:
+    """Of Sinkhorn-Knopp."""
+    if isinstance(iterations, bool) or not isinstance(iterations, int):
+        raise ArgumentTypeError(expected("iterations", "an int", type(iterations).__name__))
+    if not 1 <= iterations <= MAX_ITERATIONS:
+        raise ArgumentValueError(expected("iterations", f"1 to {MAX_ITERATIONS}", iterations))
+    if form not in FORMS:
+        raise ArgumentValueError(one_of("form", FORMS, form))
+    number("form_eps", eps, 0.0)
+
+
+def number(name: str, value: object, least: float | None) -> None:
+    """That it is a finite number, of ``least`` or more."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ArgumentTypeError(expected(name, "a number", type(value).__name__))
+    finite = abs(value) < float("inf")
+    if not finite or (least is not None and value < least):
+        want = "a finite number" if least is None else f"a finite number of {least:g} or more"
+        raise ArgumentValueError(expected(name, want, value))
+
+
+def streams(n: object) -> int:
+    """That there are kernels for n streams."""
+    if isinstance(n, bool) or not isinstance(n, int):
+        raise ArgumentTypeError(expected("n", "an int", type(n).__name__))
+    if n not in STREAMS:
+        raise ArgumentValueError(one_of("n", STREAMS, n))
+    return n
+
+
+def mixed_dtype(name: str, t: object) -> None:
+    """A tensor of bf16 or fp32."""
+    checking.tensor(name, t)
+    checking.dtype(name, t.dtype, DTYPES)
+
+
+def fp32(name: str, t: object, like: torch.Tensor) -> None:
+    """A tensor of fp32, beside ``like``, the argument x."""
+    checking.tensor(name, t)
+    checking.dtype(name, t.dtype, (torch.float32,))
+    checking.same_device(name, t, "x", like)
+
+
+def x_of(x: object, n: int, layout: str, flat: int | None = None) -> Rows:
+    """Streams [..., C, n] or [..., n, C] as rows; or [..., K], if that is ``flat``."""
+    mixed_dtype("x", x)
+    checking.supported("mhc", x.device)
+    if flat is not None and x.dim() >= 1 and x.shape[-1] == flat:
+        return _rows("x", x, x.shape[:-1], flat)
+    shape = "[..., C, n]" if layout == "cn" else "[..., n, C]"
+    place = -1 if layout == "cn" else -2
+    if x.dim() < 2 or x.shape[place] != n:
+        want = f"shape {shape} with n = {n} (layout {layout!r})"
+        raise ShapeError(expected("x", want, list(x.shape)))
+    if min(x.shape[-2:]) < 1:
+        raise ShapeError(expected("x", f"shape {shape} with C of 1 or more", list(x.shape)))
+    k = x.shape[-1] * x.shape[-2]
+    if flat is not None and k != flat:
+        want = f"shape {shape} with n C = {flat}, the columns of phi, or [..., {flat}]"
+        raise ShapeError(expected("x", want, list(x.shape)))
+    return _rows("x", x, x.shape[:-2], k)
+
+
+def _rows(name: str, t: torch.Tensor, leading: torch.Size, columns: int) -> Rows:
+    if max(columns, *leading, 1) > _MAX_SIZE:
+        raise ShapeError(expected(name, f"sizes of at most {_MAX_SIZE}", list(t.shape)))
+    rows = t.reshape(leading.numel(), columns)
+    return Rows(rows if rows.is_contiguous() else rows.contiguous(), leading)
+
+
+def tokens(name: str, t: object, trailing: tuple[int, ...], rows: Rows) -> torch.Tensor:
+    """fp32 [..., *trailing] of every token: [M, size of trailing]; any strides but the last's."""
+    fp32(name, t, rows.x)
+    m, size = len(rows.x), 1
+    for extent in trailing:
+        size *= extent
+    shown = ", ".join(map(str, trailing))
+    fits = t.dim() > len(trailing) and tuple(t.shape[t.dim() - len(trailing) :]) == trailing
+    if not fits or t.shape[: t.dim() - len(trailing)].numel() != m:
+        want = f"shape [..., {shown}] of {m} tokens"
+        raise ShapeError(expected(name, want, list(t.shape)))
+    return t.reshape(m, size)
+
+
+def channels(name: str, t: object, rows: Rows, n: int) -> torch.Tensor:
+    """[..., C] of every token, in x's dtype: [M, C]."""
+    x = rows.x
+    c = x.shape[1] // n
+    checking.tensor(name, t)
+    if t.dtype is not x.dtype:
+        raise DtypeError(expected(name, f"{x.dtype}, the dtype of x", t.dtype))
+    checking.same_device(name, t, "x", x)
+    if t.dim() < 1 or t.shape[-1] != c or t.shape[:-1].numel() != len(x):
+        want = f"shape [..., {c}] of {len(x)} tokens"
+        raise ShapeError(expected(name, want, list(t.shape)))
+    return _rows(name, t, t.shape[:-1], c).x
+
+
+def bias(t: object, rows: Rows, n: int) -> None:
+    """[C] in x's dtype, or None."""
+    if t is None:
+        return
+    checking.tensor("bias", t)
+    x = rows.x
+    if t.dtype is not x.dtype:
+        raise DtypeError(expected("bias", f"{x.dtype}, the dtype of x", t.dtype))
+    checking.same_device("bias", t, "x", x)
+    if list(t.shape) != [x.shape[1] // n]:
+        raise ShapeError(expected("bias", f"shape [{x.shape[1] // n}]", list(t.shape)))
+
+
+def phi_of(phi: object, rows: int | None = None) -> int:
+    """n of phi [N, K], or of ``rows`` of it."""
+    mixed_dtype("phi", phi)
+    checking.rank("phi", phi, 2, "[N, K]")
+    if rows is None and phi.shape[0] not in _ROWS_OF:
+        want = " or ".join(f"{size} rows (n = {n})" for size, n in _ROWS_OF.items())
+        raise ShapeError(expected("phi", want, list(phi.shape)))
+    n = _ROWS_OF[phi.shape[0]] if rows is None else rows
+    if phi.shape[1] < n or phi.shape[1] % n:
+        want = f"columns n C, a multiple of {n}"
+        raise ShapeError(expected("phi", want, list(phi.shape)))
+    return n
+
+
+def beside(name: str, t: object, x: torch.Tensor, shape: list[int]) -> None:
+    """A weight of bf16 or fp32, of a shape, on x's device."""
+    mixed_dtype(name, t)
+    checking.same_device(name, t, "x", x)
+    if list(t.shape) != shape:
+        raise ShapeError(expected(name, f"shape {shape}", list(t.shape)))
+
+
+def gates(alpha: object, beta: object, x: torch.Tensor, n: int) -> None:
+    """alpha [3] and beta [N] or [1, N]."""
+    beside("alpha", alpha, x, [3])
+    mixed_dtype("beta", beta)
+    checking.same_device("beta", beta, "x", x)
+    size = mappings(n)
+    if list(beta.shape) not in ([size], [1, size]):
+        want = f"shape [{size}] or [1, {size}]"
+        raise ShapeError(expected("beta", want, list(beta.shape)))
+
+
+def main_grads(
+    given: object, weights: Mapping[str, torch.Tensor | None], x: torch.Tensor
+) -> list[torch.Tensor | None]:
+    """A main_grad, or None, for each of the weights that a function has."""
+    if given is None:
+        given = {}
+    if not isinstance(given, Mapping):
+        want = f"None, or a mapping from {', '.join(weights)} to fp32 tensors"
+        raise ArgumentTypeError(expected("main_grads", want, type(given).__name__))
+    for name in given:
+        if name not in weights:
+            raise ArgumentValueError(one_of("main_grads", tuple(weights), name))
+    found = []
+    for name, weight in weights.items():
+        main = given.get(name)
+        if main is not None:
+            own = f"main_grads[{name!r}]"
+            if weight is None:
+                raise ArgumentValueError(expected(own, f"none without {name}", "a tensor"))
+            destination.check(main, weight, x, names=(own, name))
+        if weight is not None and not torch.compiler.is_compiling():
+            destination.check_values(x, weight, None, main)
+        found.append(main)
+    return found
+
+
+def of_tokens(name: str, t: torch.Tensor, columns: int) -> torch.Tensor:
+    """[..., ``columns`` or more] as rows."""
+    if t.dim() < 2 or t.shape[-1] < columns:
+        want = f"shape [M, {columns} or more]"
+        raise ShapeError(expected(name, want, list(t.shape)))
+    return t.reshape(t.shape[:-1].numel(), t.shape[-1])
+
+
+def flat_ms(ms: torch.Tensor, m: int) -> torch.Tensor:
+    """[M], of the tokens of H."""
+    if ms.numel() != m:
+        raise ShapeError(expected("ms", f"shape [{m}], the tokens of H", list(ms.shape)))
+    return ms.reshape(m)
+
+
+def matrices(name: str, t: object, n: int) -> torch.Tensor:
+    """fp32 [..., n, n] or [M, n²] as rows."""
+    checking.tensor(name, t)
+    checking.dtype(name, t.dtype, (torch.float32,))
+    checking.supported("mhc", t.device)
+    if t.dim() >= 2 and tuple(t.shape[-2:]) == (n, n):
+        return t.reshape(t.shape[:-2].numel(), n * n)
+    if t.dim() == 2 and t.shape[1] == n * n:
+        return t
+    want = f"shape [..., {n}, {n}] or [M, {n * n}]"
+    raise ShapeError(expected(name, want, list(t.shape)))

@@ -1,0 +1,79 @@
+"""Every constant that the bits of mhc depend on, and the configurations of its kernels.
+
+A row of x has K = n C elements, in the order of a layout:
+
+    cn    k = c n + i      (..., C, n), TransformerEngine's
+    nc    k = i C + c      (..., n, C), DeepSeek's
+
+What is summed over the channels of a token is cut into fixed chunks of channels, each added from
+zero, then the chunks are added in ascending order.  What is summed over tokens is cut into fixed
+chunks of tokens in the same way.  Neither follows the number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+
+from .. import arch, cpu_math
+from ..contracts import BATCH_INVARIANT, RUN_TO_RUN, SCHEDULE_INVARIANT, SPLIT_INVARIANT
+
+#: Numbers of residual streams that there are kernels for.
+STREAMS = (2, 4)
+LAYOUTS = ("cn", "nc")
+#: How phi is made of bf16 terms; products of a term with a term beyond the precision are dropped.
+PRECISIONS = ("bf16x2", "bf16x3")
+#: Sinkhorn-Knopp without, or with, an epsilon in every divisor.
+FORMS = ("log", "epsilon")
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+#: Tokens of a chunk of the sums over tokens: dphi, dnorm_weight, dalpha, dbeta, dbias.
+TOKENS = 1024
+
+#: Columns of H, zeros behind the last one in use: 24 of 32 for n = 4, 8 of 8 for n = 2.
+WIDTH = {2: 8, 4: 32}
+
+_KEPT = frozenset({RUN_TO_RUN, BATCH_INVARIANT, SPLIT_INVARIANT})
+#: Backend -> what it keeps.
+KEPT: Mapping[str, frozenset[str]] = {
+    arch.CUTE_SM90: _KEPT | {SCHEDULE_INVARIANT},
+    arch.TRITON: _KEPT | {SCHEDULE_INVARIANT},
+    arch.CPU: _KEPT,
+}
+
+
+def mappings(n: int) -> int:
+    """N: columns of H in use, and rows of phi: n of pre, n of post, n² of res."""
+    return 2 * n + n * n
+
+
+def chunk_channels(n: int, precision: str) -> int:
+    """Channels of a chunk of the projection: 2048 elements of a row, or 1024 of three terms."""
+    return (2048 if precision == "bf16x2" else 1024) // n
+
+
+@dataclass(frozen=True)
+class CpuPlan:
+    """The CPU backend's sums over channels: from zero in chunks of so many, each half onto half."""
+
+    channels: int = 512
+    exp2: tuple[float, ...] = cpu_math.EXP2
+
+
+CPU = CpuPlan()
+
+
+def plan(backend: str, device: arch.Device) -> dict[str, object]:
+    """What a contract id covers."""
+    common: dict[str, object] = {
+        "tokens of a chunk": TOKENS,
+        "channels of a chunk": {
+            f"{n} {p}": chunk_channels(n, p) for n in STREAMS for p in PRECISIONS
+        },
+        "sinkhorn": "one normalisation of rows and columns from logits, then of the matrix",
+    }
+    if backend == arch.CPU:
+        return common | {"cpu": asdict(CPU), "threads": device.threads}
+    return common

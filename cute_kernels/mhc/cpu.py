@@ -1,0 +1,433 @@
+"""The CPU backend: sums over channels in fixed chunks, each half onto half; IEEE arithmetic.
+
+Products are gemm's: a row's bits do not depend on the rows beside it.  e^x is made of
+`cpu_math.exp2`, so that no bit depends on where a vector register begins.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .. import products
+from ..cpu_math import exp2, ieee
+from .config import CPU, TOKENS, WIDTH, chunk_channels, mappings
+from .tensors import (
+    Coefficients,
+    Expand,
+    Gates,
+    Mapping,
+    Parts,
+    Projected,
+    Reduced,
+    Sinkhorn,
+    Streams,
+    Upstream,
+)
+
+_LOG2E = math.log2(math.e)
+
+
+# ---- forward -------------------------------------------------------------------------------------
+
+
+def project(
+    x: torch.Tensor,
+    mapping: Mapping,
+    streams: Streams,
+    expand: Expand | None = None,
+    pre: torch.Tensor | None = None,
+) -> Projected:
+    """The sums of x [M, K], or of the streams y that ``expand`` makes of it.
+
+    ``pre``: fp32 [M, n]; y is collapsed with it.
+    """
+    y, out = (None, None) if expand is None else combine(x, streams, pre, expand)
+    read = x if y is None else y
+    m = len(x)
+    channels = x.shape[1] // streams.n
+    step = chunk_channels(streams.n, mapping.precision)
+    chunks = range(0, channels, step)
+    with ieee():
+        sums = torch.empty(len(chunks), m, len(mapping.phi), dtype=torch.float32, device="cpu")
+        squares = torch.empty(len(chunks), m, dtype=torch.float32, device="cpu")
+        psi = _psi(mapping)
+        for i, first in enumerate(chunks):
+            span = slice(first, min(first + step, channels))
+            part = _channels(read, streams, span).to(torch.float32)
+            sums[i] = products.product(part, _channels(psi, streams, span))
+            squares[i] = _sum(part * part)
+    return Projected(sums, squares, y, out)
+
+
+def add_chunks(projected: Projected, size: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(H [M, W], Σ x² / K [M]) of sums over chunks of ``size`` = K elements."""
+    with ieee():
+        h, squares = projected.sums[0].clone(), projected.squares[0].clone()
+        for i in range(1, len(projected.sums)):
+            h += projected.sums[i]
+            squares += projected.squares[i]
+        return torch.nn.functional.pad(h, (0, WIDTH[n] - h.shape[1])), squares / size
+
+
+def gate(
+    h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(pre [M, n], post [M, n], res [M, n²]) of H [M, N or more]."""
+    with ieee():
+        z_pre, z_post, res = _split(_logits(h, ms, gates, n), n)
+        pre, post = _sigmoid(z_pre), _sigmoid(z_post)
+        return pre + gates.pre_eps, post * gates.post_scale, res.contiguous()
+
+
+def sinkhorn(z: torch.Tensor, n: int, form: Sinkhorn) -> torch.Tensor:
+    """P [M, n²] of logits [M, n²], row-major."""
+    with ieee():
+        *_, last = _normalisations(z.reshape(-1, n, n), form)
+        return last[0].reshape(-1, n * n)
+
+
+def coefficients(
+    projected: Projected, size: int, gates: Gates, n: int, form: Sinkhorn
+) -> Coefficients:
+    """`add_chunks`, `gate` and `sinkhorn` of res, with their bits."""
+    h, ms = add_chunks(projected, size, n)
+    pre, post, z = gate(h, ms, gates, n)
+    return Coefficients(h, ms, pre, post, sinkhorn(z, n, form))
+
+
+def combine(
+    x: torch.Tensor, streams: Streams, pre: torch.Tensor | None, expand: Expand | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(y [M, K] if there is an ``expand``, out [M, C] = Σ_i y_i pre_i if there is a ``pre``).
+
+    Without an ``expand``, x is collapsed.
+    """
+    with ieee():
+        rows = _streams(x, streams).to(torch.float32)
+        y = None
+        if expand is not None:
+            n = streams.n
+            f = expand.f.to(torch.float32)
+            if expand.bias is not None:
+                f = f + expand.bias.to(torch.float32)
+            made = []
+            for j in range(n):
+                total = f * expand.post[:, j, None]
+                for i in range(n):
+                    total = total + rows[:, i] * expand.res[:, i * n + j, None]
+                made.append(total)
+            y = _joined(torch.stack(made, 1), streams).to(x.dtype)
+            rows = _streams(y, streams).to(torch.float32)
+        out = None if pre is None else _mixed(rows, pre).to(x.dtype)
+        return y, out
+
+
+# ---- backward ------------------------------------------------------------------------------------
+
+
+def gate_backward(
+    h: torch.Tensor,
+    ms: torch.Tensor,
+    gates: Gates,
+    n: int,
+    d_pre: torch.Tensor,
+    d_post: torch.Tensor,
+    d_res: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, Parts]:
+    """(dH [M, W], dms [M], parts of dalpha and dbeta [T, 3 + N])."""
+    with ieee():
+        r = torch.sqrt(ms + gates.eps)[:, None]
+        z_pre, z_post, _ = _split(_logits(h, ms, gates, n), n)
+        p, half = _sigmoid(z_pre), _sigmoid(z_post)
+        g = torch.cat(
+            [
+                d_pre * (p * (1.0 - p)),
+                d_post * (gates.post_scale * (half * (1.0 - half))),
+                d_res,
+            ],
+            1,
+        )
+        used = h[:, : mappings(n)]
+        alpha = _alpha_of(gates, n)
+        d_h = torch.nn.functional.pad(alpha * g / r, (0, WIDTH[n] - used.shape[1]))
+        # dms = -½ r⁻³ Σ_j g_j α_j H_j
+        d_ms = _sum(g * alpha * used) * (-0.5 / (r * r * r))[:, 0]
+        of_alpha = g * used / r
+        parts = []
+        for chunk in range(0, len(h), TOKENS):
+            rows = slice(chunk, chunk + TOKENS)
+            per_row = torch.stack([_sum(block) for block in _split(of_alpha[rows], n)], 1)
+            parts.append(_sum(torch.cat([per_row, g[rows]], 1).mT))
+        return d_h, d_ms, Parts(torch.stack(parts))
+
+
+def sinkhorn_backward(z: torch.Tensor, d_p: torch.Tensor, n: int, form: Sinkhorn) -> torch.Tensor:
+    """dz [M, n²]; L = dlog of each matrix on the way, last to first: L - y Σ L."""
+    with ieee():
+        steps = list(_normalisations(z.reshape(-1, n, n), form))
+        gradient = d_p.reshape(-1, n, n) * steps[-1][0]
+        for y, dim, before in reversed(steps):
+            gradient = gradient - y * _line_sum(gradient, dim)
+            if before is not None:
+                gradient = gradient * before
+        return gradient.reshape(-1, n * n)
+
+
+def coefficients_backward(
+    h: torch.Tensor,
+    ms: torch.Tensor,
+    gates: Gates,
+    n: int,
+    form: Sinkhorn,
+    d_pre: torch.Tensor,
+    d_post: torch.Tensor,
+    d_res: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, Parts]:
+    """`gate_backward` of `sinkhorn_backward`, with their bits."""
+    with ieee():
+        z = _split(_logits(h, ms, gates, n), n)[2]
+    return gate_backward(h, ms, gates, n, d_pre, d_post, sinkhorn_backward(z, d_res, n, form))
+
+
+def reduce_channels(
+    x: torch.Tensor | None,
+    streams: Streams,
+    upstream: Upstream,
+    expand: Expand | None = None,
+    want_dx: bool = False,
+) -> Reduced:
+    """What one pass over the streams x [M, K] and the gradients that come in gives back.
+
+    df, d_post, d_bias: with an ``expand`` (and ``upstream.dy``).
+    d_res: with x and ``upstream.dy``.  d_pre: with x and ``upstream.d_out``.
+    dx: what ``upstream`` says, if it is wanted.
+    """
+    with ieee():
+        n, found = streams.n, Reduced()
+        dy, d_out = _upstream(upstream, streams)
+        rows = None if x is None else _streams(x, streams).to(torch.float32)
+        if expand is not None:
+            f = expand.f.to(torch.float32)
+            d_f = _mixed(dy, expand.post)
+            if expand.bias is not None:
+                f = f + expand.bias.to(torch.float32)
+                parts = [_sum(part.mT) for part in d_f.split(TOKENS)]
+                found = found._replace(d_bias=Parts(torch.stack(parts)))
+            d_post = torch.stack([_channel_sum(dy[:, j] * f) for j in range(n)], 1)
+            found = found._replace(df=d_f.to(expand.f.dtype), d_post=d_post)
+        if rows is not None and dy is not None:
+            pairs = [(i, j) for i in range(n) for j in range(n)]
+            d_res = torch.stack([_channel_sum(rows[:, i] * dy[:, j]) for i, j in pairs], 1)
+            found = found._replace(d_res=d_res)
+        if rows is not None and d_out is not None:
+            d_pre = torch.stack([_channel_sum(rows[:, i] * d_out) for i in range(n)], 1)
+            found = found._replace(d_pre=d_pre)
+        if want_dx:
+            dtype = (upstream.d_out if upstream.dy is None else upstream.dy).dtype
+            made = _passed(dy, d_out, upstream, n)
+            found = found._replace(dx=_joined(made, streams).to(dtype))
+        return found
+
+
+def project_backward(
+    x: torch.Tensor,
+    d_h: torch.Tensor,
+    d_ms: torch.Tensor,
+    mapping: Mapping,
+    streams: Streams,
+    upstream: Upstream,
+    want: tuple[bool, bool],
+) -> tuple[torch.Tensor | None, Parts | None]:
+    """(dx [M, K], parts of dpsi [T, N, K]), of ``want``.
+
+    dx = dH psi + (2 / K) dms x + what ``upstream`` says.
+    """
+    (m, k), n = x.shape, streams.n
+    g = d_h[:, : mappings(n)]
+    with ieee():
+        rows = x.to(torch.float32)
+        dx = parts = None
+        if want[0]:
+            made = products.product(g, _psi(mapping).mT)
+            made = made + rows * (d_ms * (2.0 / k))[:, None]
+            dy, d_out = _upstream(upstream, streams)
+            if dy is not None or d_out is not None:
+                made = made + _joined(_passed(dy, d_out, upstream, n), streams)
+            dx = made.to(x.dtype)
+        if want[1]:
+            chunks = [slice(first, first + TOKENS) for first in range(0, m, TOKENS)]
+            values = [products.product(g[c].mT, rows[c].mT) for c in chunks]
+            parts = Parts(torch.stack(values))
+        return dx, parts
+
+
+def weights(
+    parts: Parts,
+    mapping: Mapping,
+    into_phi: torch.Tensor,
+    into_weight: torch.Tensor | None,
+) -> None:
+    """into_phi [N, K] += dpsi ⊙ w and into_weight [K] += Σ_j dpsi_j phi_j, chunk by chunk."""
+    with ieee():
+        for d_psi in parts.values:
+            if mapping.norm_weight is None:
+                into_phi += d_psi
+                continue
+            into_phi += d_psi * mapping.norm_weight
+            if into_weight is not None:
+                total = d_psi[0] * mapping.phi[0]
+                for j in range(1, len(d_psi)):
+                    total = total + d_psi[j] * mapping.phi[j]
+                into_weight += total
+
+
+def add_parts(parts: Parts, into: torch.Tensor) -> None:
+    """into [L] += the chunks' sums, ascending."""
+    with ieee():
+        for chunk in parts.values.view(-1, parts.group, into.numel()):
+            total = chunk[0].clone()
+            for part in chunk[1:]:
+                total += part
+            into += total.view(into.shape)
+
+
+# ---- pieces --------------------------------------------------------------------------------------
+
+
+def _streams(x: torch.Tensor, streams: Streams) -> torch.Tensor:
+    """[M, K] as [M, n, C]."""
+    if streams.layout == "nc":
+        return x.view(len(x), streams.n, -1)
+    return x.view(len(x), -1, streams.n).mT
+
+
+def _joined(rows: torch.Tensor, streams: Streams) -> torch.Tensor:
+    """[M, n, C] as [M, K], contiguous."""
+    rows = rows if streams.layout == "nc" else rows.mT
+    return rows.reshape(len(rows), -1)
+
+
+def _channels(x: torch.Tensor, streams: Streams, span: slice) -> torch.Tensor:
+    """The elements of some channels, in the order of the layout: [M, n c]."""
+    if streams.layout == "nc":
+        return x.view(len(x), streams.n, -1)[:, :, span].reshape(len(x), -1)
+    return x.view(len(x), -1, streams.n)[:, span].reshape(len(x), -1)
+
+
+def _psi(mapping: Mapping) -> torch.Tensor:
+    return mapping.phi if mapping.norm_weight is None else mapping.phi * mapping.norm_weight
+
+
+def _alpha_of(gates: Gates, n: int) -> torch.Tensor:
+    """alpha for each of N columns."""
+    return gates.alpha.repeat_interleave(torch.tensor([n, n, n * n], device="cpu"))
+
+
+def _logits(h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int) -> torch.Tensor:
+    """z = α H / r + β, r = √(ms + ε)."""
+    r = torch.sqrt(ms + gates.eps)[:, None]
+    return _alpha_of(gates, n) * h[:, : mappings(n)] / r + gates.beta
+
+
+def _split(columns: torch.Tensor, n: int) -> tuple[torch.Tensor, ...]:
+    """[..., N] by pre, post and res."""
+    return columns.split([n, n, n * n], -1)
+
+
+def _sigmoid(z: torch.Tensor) -> torch.Tensor:
+    return 1.0 / (1.0 + _exp(-z))
+
+
+def _exp(x: torch.Tensor) -> torch.Tensor:
+    return exp2(x * _LOG2E)
+
+
+def _normalisations(z: torch.Tensor, form: Sinkhorn):
+    """(y, dim, factor) of each normalisation of [M, n, n]: y sums to 1 over dim.
+
+    factor: what a gradient of log y's predecessor is multiplied with on its way back, or None.
+    The first two start from logits, so that no row or column of finite ones is lost:
+    S = softmax over j; then E_ij = S_ij / max_i S_ij over its sum over i.
+    """
+    d = z - z.amax(2, keepdim=True)
+    e = _exp(d)
+    row = _line_sum(e, 2)
+    s = e / row
+    if form.form == "log":
+        yield s, 2, None
+        e = _exp(d - d.amax(1, keepdim=True)) / row
+        y = e / _line_sum(e, 1)
+        yield y, 1, None
+    else:
+        q = s + form.eps
+        yield s, 2, None
+        y = q / (_line_sum(q, 1) + form.eps)
+        # dS of dlog Q: Q = S + e.
+        yield y, 1, s / q
+    eps = form.eps if form.form == "epsilon" else 0.0
+    for _ in range(form.iterations - 1):
+        for dim in (2, 1):
+            y = y / (_line_sum(y, dim) + eps)
+            yield y, dim, None
+
+
+def _line_sum(y: torch.Tensor, dim: int) -> torch.Tensor:
+    """Σ over the rows' (2) or columns' (1) elements: neighbours first."""
+    parts = list(y.split(1, dim))
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def _mixed(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Σ_i rows_i w_i of [M, n, C] and [M, n]: one chain."""
+    total = rows[:, 0] * weights[:, 0, None]
+    for i in range(1, rows.shape[1]):
+        total = total + rows[:, i] * weights[:, i, None]
+    return total
+
+
+def _upstream(upstream: Upstream, streams: Streams) -> tuple[torch.Tensor | None, ...]:
+    """(dy [M, n, C], d_out [M, C]) in fp32."""
+    dy, d_out = upstream.dy, upstream.d_out
+    return (
+        None if dy is None else _streams(dy, streams).to(torch.float32),
+        None if d_out is None else d_out.to(torch.float32),
+    )
+
+
+def _passed(dy, d_out, upstream: Upstream, n: int) -> torch.Tensor:
+    """Σ_j dy_j res[i, j] + d_out pre_i, [M, n, C]; dy itself without ``res``."""
+    made = []
+    for i in range(n):
+        total = None
+        if dy is not None and upstream.res is None:
+            total = dy[:, i]
+        elif dy is not None:
+            total = _mixed(dy, upstream.res[:, i * n : i * n + n])
+        if d_out is not None:
+            own = d_out * upstream.pre[:, i, None]
+            total = own if total is None else total + own
+        made.append(total)
+    return torch.stack(made, 1)
+
+
+def _channel_sum(t: torch.Tensor) -> torch.Tensor:
+    """Σ over the channels of [M, C]: chunks from zero, added ascending."""
+    total = None
+    for part in t.split(CPU.channels, 1):
+        own = _sum(part)
+        total = own if total is None else total + own
+    return total
+
+
+def _sum(t: torch.Tensor) -> torch.Tensor:
+    """Σ over the last dimension, each half onto half; elementwise adds have one result."""
+    size = 1 << max(0, t.shape[-1] - 1).bit_length()
+    t = torch.nn.functional.pad(t, (0, size - t.shape[-1]))
+    while size > 1:
+        size //= 2
+        t = t[..., :size] + t[..., size:]
+    return t[..., 0]

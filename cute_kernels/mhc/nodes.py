@@ -1,0 +1,171 @@
+"""What the autograd nodes of mhc share: weights as kernels take them, and where gradients go.
+
+A backward op returns a gradient for each tensor; an empty one for those that were not asked for, or
+whose gradient went into a main_grad.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .. import main_grad as destination
+from ..errors import UnsupportedTransformError
+from ..torch_ops import define_op
+from .passes import launcher
+from .tensors import Gates, Mapping, Parts
+
+
+def _fp32(t: torch.Tensor) -> torch.Tensor:
+    return t.to(torch.float32).contiguous()
+
+
+def mapping(phi: torch.Tensor, norm_weight: torch.Tensor | None, precision: str) -> Mapping:
+    """phi and norm_weight as kernels take them."""
+    return Mapping(_fp32(phi), None if norm_weight is None else _fp32(norm_weight), precision)
+
+
+def gates(alpha, beta, eps: float, pre_eps: float, post_scale: float) -> Gates:
+    """alpha and beta as kernels take them."""
+    return Gates(_fp32(alpha), _fp32(beta).view(-1), eps, pre_eps, post_scale)
+
+
+def nothing(like: torch.Tensor) -> torch.Tensor:
+    """In place of a gradient that an op does not return."""
+    return like.new_empty(0)
+
+
+def wanted(made, needs, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of gradients those that were asked for; the others are empty."""
+    pairs = zip(made, needs, strict=True)
+    return tuple(t if need else nothing(like) for t, need in pairs)
+
+
+def zeros(tensors, needs) -> list[torch.Tensor]:
+    """Gradients of no tokens; ``tensors`` may have a None that is not asked for."""
+    pairs = zip(tensors, needs, strict=True)
+    return [t.new_zeros(t.shape) if need else nothing(tensors[0]) for t, need in pairs]
+
+
+def finish_weights(
+    parts: Parts | None, mapping: Mapping, weights: tuple, into: tuple, needs: tuple[bool, bool]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dphi, dnorm_weight), added to ``into`` where there is one; ``weights``: as they were given.
+
+    ``needs``: of the two.
+    """
+    phi, norm_weight = weights
+    if not any(needs):
+        return nothing(phi), nothing(phi)
+    sums = [_accumulator(t, main) for t, main in zip(weights, into, strict=True)]
+    of_phi, of_weight = sums[0], sums[1] if needs[1] else None
+    if parts is not None:
+        launcher("mhc_weights", phi)(parts, mapping, of_phi, of_weight)
+    return tuple(
+        _returned(total, t, main, need)
+        for total, t, main, need in zip(sums, (phi, norm_weight), into, needs, strict=True)
+    )
+
+
+def finish_parts(
+    parts: Parts | None, of: torch.Tensor, into: torch.Tensor | None, need: bool
+) -> torch.Tensor:
+    """The gradient of one vector, ``of``, of parts [P, L]."""
+    if not need:
+        return nothing(of)
+    total = _accumulator(of, into)
+    if parts is not None:
+        launcher("mhc_add_parts", parts.values)(parts, total)
+    return _returned(total, of, into, need)
+
+
+def finish_gates(parts: Parts | None, gates: tuple, into: tuple, needs: tuple[bool, bool]):
+    """(dalpha, dbeta) of parts of both."""
+    made, first = [], 0
+    for of, main, need in zip(gates, into, needs, strict=True):
+        own = None
+        if parts is not None:
+            columns = parts.values[:, first : first + of.numel()].contiguous()
+            own = parts._replace(values=columns)
+        made.append(finish_parts(own, of, main, need))
+        first += of.numel()
+    return tuple(made)
+
+
+def _accumulator(of: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor | None:
+    """What sums over tokens are added to: contiguous, fp32."""
+    if of is None:
+        return None
+    if into is None:
+        return of.new_zeros(of.shape, dtype=torch.float32)
+    return into if into.is_contiguous() else into.clone(memory_format=torch.contiguous_format)
+
+
+def _returned(total, of, into, need: bool) -> torch.Tensor:
+    if into is not None:
+        if need and total is not into:
+            into.copy_(total)
+        return nothing(into)
+    return total.to(of.dtype) if need else nothing(total if of is None else of)
+
+
+def fake_gradients(tensors, needs, into) -> tuple[torch.Tensor, ...]:
+    """Of a backward op: a gradient for each tensor that needs one, and has no main_grad."""
+    like = tensors[0]
+    return tuple(
+        t.new_empty(t.shape) if need and main is None else like.new_empty(0)
+        for t, need, main in zip(tensors, needs, into, strict=True)
+    )
+
+
+def refuse_double(name: str) -> None:
+    """Raises where a backward is to be differentiated."""
+    if torch.is_grad_enabled():
+        raise UnsupportedTransformError(
+            f"cute_kernels.mhc.{name}: double backward (create_graph=True) is not available"
+        )
+
+
+def _vmap_refused(info, in_dims, *args):
+    raise UnsupportedTransformError(
+        "cute_kernels.mhc: torch.func.vmap is not supported; leading dimensions do the same"
+    )
+
+
+def define(schema: str, run, **others):
+    """`define_op`, without vmap."""
+    return define_op(schema, run, vmap=_vmap_refused, **others)
+
+
+def kept(ctx, inputs, mains: range) -> None:
+    """What `_gradients` asks: which inputs were tensors, and the main_grads of weights."""
+    ctx.tensors = [True if isinstance(t, torch.Tensor) else None for t in inputs]
+    # Not saved tensors: backward of an earlier micro-batch may write them before ours reads them.
+    ctx.main_grads = [inputs[i] for i in mains]
+    ctx.set_materialize_grads(False)
+
+
+def targets(ctx, positions: tuple[int, ...]) -> list[destination.Target]:
+    """Where the gradients of weights at some positions of a node's inputs go."""
+    mains = dict(zip(positions, ctx.main_grads, strict=True))
+    found = destination.targets(ctx, ctx.tensors, mains)
+    return [found[position] for position in positions]
+
+
+def given(made, needs, targets: dict[int, destination.Target]) -> list[torch.Tensor | None]:
+    """The gradients that a node returns for its first inputs, of those that its op has made."""
+    for target in targets.values():
+        target.written()
+    wanted = [targets[i].returned if i in targets else need for i, need in enumerate(needs)]
+    return [t if want else None for t, want in zip(made, wanted, strict=True)]
+
+
+def rows(t: torch.Tensor) -> torch.Tensor:
+    """fp32 rows whose last stride is 1, as kernels read coefficients."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def apart(mains: dict[str, torch.Tensor | None], *read: torch.Tensor | None) -> None:
+    """That no main_grad shares memory with a tensor that is read."""
+    for main in mains.values():
+        if main is not None:
+            destination.apart(main, **{f"input {i}": t for i, t in enumerate(read)})

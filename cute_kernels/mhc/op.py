@@ -1,0 +1,393 @@
+"""The torch ops of mhc, one for each function: schemas, fakes, autograd.
+
+    mhc_projection      (H [M, W], ms [M])                    of x [..., K], phi [N, K]
+    mhc_scale           (pre [M, n], post [M, n], res [M, n²])  of H, ms
+    mhc_sinkhorn        P [M, n²]                             of logits
+    mhc_aggregate       out [M, C]                            of x, pre
+    mhc_expand_combine  y [M, K]                              of f, post, x, res
+    mhc_mix             all of them but the last, of one site
+    mhc_post_pre        expand_combine of one site, and mhc_mix of the next
+
+All take rows: x [M, K], f [M, C]; api flattens.  Each has an op ``..._backward``.  A gradient that
+was not asked for, or that went into a main_grad, is an empty tensor there.
+
+``link``: an output of mhc_mix, zeros of x's shape that take no memory.  An expand_combine that is
+given it leaves the gradients of x and res to mhc_mix: what flows back through the link is dy, so
+that one pass makes dx of all that x goes into (docs/mhc.md, 'One site').
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .. import contracts, dispatch
+from ..arch import CPU, TRITON
+from ..dispatch import Implementation
+from . import config, nodes, passes
+from .passes import launcher
+from .tensors import Expand, Sinkhorn, Streams, Upstream
+
+_DTYPES = frozenset({torch.bfloat16, torch.float32})
+#: Entry of `dispatch` -> the launcher's name.
+_LAUNCHERS = {
+    "mhc_project": "project",
+    "mhc_add_chunks": "add_chunks",
+    "mhc_gate": "gate",
+    "mhc_sinkhorn": "sinkhorn",
+    "mhc_coefficients": "coefficients",
+    "mhc_combine": "combine",
+    "mhc_reduce": "reduce_channels",
+    "mhc_gate_backward": "gate_backward",
+    "mhc_sinkhorn_backward": "sinkhorn_backward",
+    "mhc_coefficients_backward": "coefficients_backward",
+    "mhc_project_backward": "project_backward",
+    "mhc_weights": "weights",
+    "mhc_add_parts": "add_parts",
+}
+for _entry, _function in _LAUNCHERS.items():
+    _where = {TRITON: f"triton.launch:{_function}", CPU: f"cpu:{_function}"}
+    dispatch.register(
+        _entry,
+        {
+            backend: Implementation(f"{__package__}.{path}", _DTYPES)
+            for backend, path in _where.items()
+        },
+        contract="mhc",
+    )
+
+
+def _backend(device: torch.device, dtype: torch.dtype) -> str:
+    return dispatch.backend("mhc_project", device, dtype)
+
+
+contracts.register(contracts.Contract("mhc", config.KEPT, config.plan, _backend))
+
+
+# ---- projection ----------------------------------------------------------------------------------
+
+
+def _run_projection(x, phi, norm_weight, main_phi, main_weight, n, layout, precision):
+    nodes.apart({"phi": main_phi, "norm_weight": main_weight}, x, phi, norm_weight)
+    if len(x) == 0:
+        return _fake_projection(x, phi, norm_weight, main_phi, main_weight, n, layout, precision)
+    mapping = nodes.mapping(phi, norm_weight, precision)
+    found = launcher("mhc_project", x)(x, mapping, Streams(n, layout))
+    return launcher("mhc_add_chunks", x)(found, x.shape[1], n)
+
+
+def _fake_projection(x, phi, norm_weight, main_phi, main_weight, n, layout, precision):
+    h = x.new_empty(len(x), config.WIDTH[n], dtype=torch.float32)
+    return h, x.new_empty(len(x), dtype=torch.float32)
+
+
+def _run_projection_backward(
+    d_h, d_ms, x, phi, norm_weight, main_phi, main_weight, n, layout, precision, needs
+):
+    mapping = nodes.mapping(phi, norm_weight, precision)
+    into, of_weights = (main_phi, main_weight), tuple(needs[1:3])
+    dx = parts = None
+    if len(x) and any(needs):
+        d_h = x.new_zeros(1, 1).float().expand(len(x), config.WIDTH[n]) if d_h is None else d_h
+        d_ms = x.new_zeros(1).float().expand(len(x)) if d_ms is None else d_ms
+        run = launcher("mhc_project_backward", x)
+        want = (needs[0], any(of_weights))
+        d_h, d_ms = nodes.rows(d_h), d_ms.contiguous()
+        dx, parts = run(x, d_h, d_ms, mapping, Streams(n, layout), Upstream(), want)
+    dx = nodes.nothing(x) if not needs[0] else x.new_empty(x.shape) if dx is None else dx
+    return dx, *nodes.finish_weights(parts, mapping, (phi, norm_weight), into, of_weights)
+
+
+def _setup_projection(ctx, inputs, output):
+    x, phi, norm_weight, _, _, *ctx.numbers = inputs
+    ctx.save_for_backward(x, phi, norm_weight)
+    nodes.kept(ctx, inputs, range(3, 5))
+
+
+def _backward_projection(ctx, d_h, d_ms):
+    nodes.refuse_double("projection")
+    phi, weight = nodes.targets(ctx, (1, 2))
+    needs = [ctx.needs_input_grad[0], phi.wanted, weight.wanted]
+    made = projection_backward(
+        d_h, d_ms, *ctx.saved_tensors, phi.into, weight.into, *ctx.numbers, needs
+    )
+    return *nodes.given(made, needs, {1: phi, 2: weight}), *(None,) * 5
+
+
+projection = nodes.define(
+    "mhc_projection(Tensor x, Tensor phi, Tensor? norm_weight, Tensor? main_phi, "
+    "Tensor? main_weight, int n, str layout, str precision) -> (Tensor, Tensor)",
+    _run_projection,
+    fake=_fake_projection,
+    setup=_setup_projection,
+    backward=_backward_projection,
+)
+projection_backward = nodes.define(
+    "mhc_projection_backward(Tensor? d_h, Tensor? d_ms, Tensor x, Tensor phi, "
+    "Tensor? norm_weight, Tensor(a!)? main_phi, Tensor(b!)? main_weight, int n, str layout, "
+    "str precision, bool[] needs) -> (Tensor, Tensor, Tensor)",
+    _run_projection_backward,
+    fake=lambda d_h, d_ms, x, phi, w, into_phi, into_w, n, layout, precision, needs: (
+        nodes.fake_gradients((x, phi, w), needs, (None, into_phi, into_w))
+    ),
+)
+
+
+# ---- scale and sinkhorn --------------------------------------------------------------------------
+
+
+def _run_scale(h, alpha, beta, ms, main_alpha, main_beta, n, eps, pre_eps, post_scale):
+    nodes.apart({"alpha": main_alpha, "beta": main_beta}, h, alpha, beta, ms)
+    if len(h) == 0:
+        return _fake_scale(h, alpha, beta, ms, main_alpha, main_beta, n)
+    gates = nodes.gates(alpha, beta, eps, pre_eps, post_scale)
+    return launcher("mhc_gate", h)(nodes.rows(h), ms.contiguous(), gates, n)
+
+
+def _fake_scale(h, alpha, beta, ms, main_alpha, main_beta, n, *others):
+    return tuple(h.new_empty(len(h), size) for size in (n, n, n * n))
+
+
+def _run_scale_backward(
+    d_pre, d_post, d_res, h, alpha, beta, ms, main_alpha, main_beta, n, eps, pre_eps, post_scale,
+    needs,
+):  # fmt: skip
+    into, of_gates = (main_alpha, main_beta), (needs[1], needs[2])
+    d_h = d_ms = parts = None
+    if len(h) and any(needs):
+        gates = nodes.gates(alpha, beta, eps, pre_eps, post_scale)
+        sizes = (n, n, n * n)
+        given = [
+            h.new_zeros(1, size).expand(len(h), size) if g is None else nodes.rows(g)
+            for g, size in zip((d_pre, d_post, d_res), sizes, strict=True)
+        ]
+        run = launcher("mhc_gate_backward", h)
+        d_h, d_ms, parts = run(nodes.rows(h), ms.contiguous(), gates, n, *given)
+        if d_h.shape != h.shape:
+            # Of an H with other columns of zeros behind N.
+            d_h = torch.nn.functional.pad(d_h, (0, h.shape[1] - d_h.shape[1]))
+    d_alpha, d_beta = nodes.finish_gates(parts, (alpha, beta), into, of_gates)
+    d_h = nodes.nothing(h) if not needs[0] else h.new_empty(h.shape) if d_h is None else d_h
+    d_ms = nodes.nothing(h) if not needs[3] else ms.new_empty(ms.shape) if d_ms is None else d_ms
+    return d_h, d_alpha, d_beta, d_ms
+
+
+def _setup_scale(ctx, inputs, output):
+    h, alpha, beta, ms, _, _, *ctx.numbers = inputs
+    ctx.save_for_backward(h, alpha, beta, ms)
+    nodes.kept(ctx, inputs, range(4, 6))
+
+
+def _backward_scale(ctx, d_pre, d_post, d_res):
+    nodes.refuse_double("scale")
+    alpha, beta = nodes.targets(ctx, (1, 2))
+    needs = [ctx.needs_input_grad[0], alpha.wanted, beta.wanted, ctx.needs_input_grad[3]]
+    made = scale_backward(
+        d_pre, d_post, d_res, *ctx.saved_tensors, alpha.into, beta.into, *ctx.numbers, needs
+    )
+    return *nodes.given(made, needs, {1: alpha, 2: beta}), *(None,) * 6
+
+
+scale = nodes.define(
+    "mhc_scale(Tensor h, Tensor alpha, Tensor beta, Tensor ms, Tensor? main_alpha, "
+    "Tensor? main_beta, int n, float eps, float pre_eps, float post_scale) "
+    "-> (Tensor, Tensor, Tensor)",
+    _run_scale,
+    fake=_fake_scale,
+    setup=_setup_scale,
+    backward=_backward_scale,
+)
+scale_backward = nodes.define(
+    "mhc_scale_backward(Tensor? d_pre, Tensor? d_post, Tensor? d_res, Tensor h, Tensor alpha, "
+    "Tensor beta, Tensor ms, Tensor(a!)? main_alpha, Tensor(b!)? main_beta, int n, float eps, "
+    "float pre_eps, float post_scale, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
+    _run_scale_backward,
+    fake=lambda d_pre, d_post, d_res, h, a, b, ms, into_a, into_b, n, eps, pre, post, needs: (
+        nodes.fake_gradients((h, a, b, ms), needs, (None, into_a, into_b, None))
+    ),
+)
+
+
+def _run_sinkhorn(z, n, iterations, form, eps):
+    if len(z) == 0:
+        return z.new_empty(z.shape)
+    return launcher("mhc_sinkhorn", z)(nodes.rows(z), n, Sinkhorn(iterations, form, eps))
+
+
+def _run_sinkhorn_backward(d_p, z, n, iterations, form, eps):
+    if len(z) == 0:
+        return z.new_empty(z.shape)
+    run = launcher("mhc_sinkhorn_backward", z)
+    return run(nodes.rows(z), nodes.rows(d_p), n, Sinkhorn(iterations, form, eps))
+
+
+def _setup_sinkhorn(ctx, inputs, output):
+    z, *ctx.numbers = inputs
+    ctx.save_for_backward(z)
+
+
+def _backward_sinkhorn(ctx, d_p):
+    nodes.refuse_double("sinkhorn")
+    return sinkhorn_backward(d_p, *ctx.saved_tensors, *ctx.numbers), *(None,) * 4
+
+
+sinkhorn = nodes.define(
+    "mhc_sinkhorn(Tensor z, int n, int iterations, str form, float eps) -> Tensor",
+    _run_sinkhorn,
+    fake=lambda z, *others: z.new_empty(z.shape),
+    setup=_setup_sinkhorn,
+    backward=_backward_sinkhorn,
+)
+sinkhorn_backward = nodes.define(
+    "mhc_sinkhorn_backward(Tensor d_p, Tensor z, int n, int iterations, str form, float eps) "
+    "-> Tensor",
+    _run_sinkhorn_backward,
+    fake=lambda d_p, z, *others: z.new_empty(z.shape),
+)
+
+
+# ---- aggregate and expand_combine ----------------------------------------------------------------
+
+
+def _run_aggregate(x, pre, n, layout):
+    if 0 in x.shape:
+        return x.new_empty(len(x), x.shape[1] // n)
+    return passes.collapse(x, Streams(n, layout), nodes.rows(pre))
+
+
+def _run_aggregate_backward(d_out, x, pre, n, layout, needs):
+    if 0 in x.shape or not any(needs):
+        return nodes.fake_gradients((x, pre), needs, (None, None))
+    upstream = Upstream(d_out=d_out.contiguous(), pre=nodes.rows(pre))
+    found = passes.reduce(x, Streams(n, layout), upstream, want_dx=needs[0])
+    return nodes.wanted((found.dx, found.d_pre), needs, x)
+
+
+def _setup_aggregate(ctx, inputs, output):
+    x, pre, *ctx.numbers = inputs
+    ctx.save_for_backward(x, pre)
+
+
+def _backward_aggregate(ctx, d_out):
+    nodes.refuse_double("aggregate")
+    needs = list(ctx.needs_input_grad[:2])
+    made = aggregate_backward(d_out, *ctx.saved_tensors, *ctx.numbers, needs)
+    return *nodes.given(made, needs, {}), None, None
+
+
+aggregate = nodes.define(
+    "mhc_aggregate(Tensor x, Tensor pre, int n, str layout) -> Tensor",
+    _run_aggregate,
+    fake=lambda x, pre, n, layout: x.new_empty(len(x), x.shape[1] // n),
+    setup=_setup_aggregate,
+    backward=_backward_aggregate,
+)
+aggregate_backward = nodes.define(
+    "mhc_aggregate_backward(Tensor d_out, Tensor x, Tensor pre, int n, str layout, bool[] needs) "
+    "-> (Tensor, Tensor)",
+    _run_aggregate_backward,
+    fake=lambda d_out, x, pre, n, layout, needs: nodes.fake_gradients(
+        (x, pre), needs, (None, None)
+    ),
+)
+
+
+def _run_expand(f, bias, post, x, res, link, main_bias, n, layout):
+    nodes.apart({"bias": main_bias}, f, bias, post, x, res)
+    if 0 in x.shape:
+        return x.new_empty(x.shape)
+    return passes.expand(x, Streams(n, layout), Expand(f, bias, nodes.rows(post), nodes.rows(res)))
+
+
+def _run_expand_backward(dy, f, bias, post, x, res, main_bias, n, layout, linked, needs):
+    """(df, dbias, dpost, dx, dres); without the last two if the site makes them."""
+    streams = Streams(n, layout)
+    tensors = (f, bias, post, x, res)
+    if 0 in dy.shape or not any(needs):
+        made = nodes.zeros(tensors, needs)
+        made[1] = nodes.finish_parts(None, f if bias is None else bias, main_bias, needs[1])
+        return tuple(made)
+    # A linked one leaves x's part to its site.
+    read = None if linked else x
+    upstream = Upstream(dy.contiguous(), res=None if linked else nodes.rows(res))
+    want_dx = needs[3] and not linked
+    found = passes.reduce(read, streams, upstream, Expand(f, bias, nodes.rows(post)), want_dx)
+    d_bias = nodes.finish_parts(found.d_bias, f if bias is None else bias, main_bias, needs[1])
+    made = (found.df, d_bias, found.d_post, found.dx, found.d_res)
+    return nodes.wanted(made, [*needs[:3], *(need and not linked for need in needs[3:])], f)
+
+
+def _fake_expand_backward(dy, f, bias, post, x, res, main_bias, n, layout, linked, needs):
+    needs = [*needs[:3], *(need and not linked for need in needs[3:])]
+    return nodes.fake_gradients((f, bias, post, x, res), needs, (None, main_bias, None, None, None))
+
+
+def _setup_expand(ctx, inputs, output):
+    f, bias, post, x, res, link, _, *ctx.numbers = inputs
+    ctx.linked = link is not None
+    ctx.save_for_backward(f, bias, post, x, res)
+    nodes.kept(ctx, inputs, range(6, 7))
+
+
+def _backward_expand(ctx, dy):
+    nodes.refuse_double("expand_combine")
+    (bias,) = nodes.targets(ctx, (1,))
+    needs = list(ctx.needs_input_grad[:5])
+    needs[1] = bias.wanted
+    made = expand_backward(dy, *ctx.saved_tensors, bias.into, *ctx.numbers, ctx.linked, needs)
+    d_link = dy if ctx.linked and ctx.needs_input_grad[5] else None
+    return *nodes.given(made, needs, {1: bias}), d_link, *(None,) * 3
+
+
+expand_combine = nodes.define(
+    "mhc_expand_combine(Tensor f, Tensor? bias, Tensor post, Tensor x, Tensor res, Tensor? link, "
+    "Tensor? main_bias, int n, str layout) -> Tensor",
+    _run_expand,
+    fake=lambda f, bias, post, x, *others: x.new_empty(x.shape),
+    setup=_setup_expand,
+    backward=_backward_expand,
+)
+expand_backward = nodes.define(
+    "mhc_expand_backward(Tensor dy, Tensor f, Tensor? bias, Tensor post, Tensor x, Tensor res, "
+    "Tensor(a!)? main_bias, int n, str layout, bool linked, bool[] needs) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _run_expand_backward,
+    fake=_fake_expand_backward,
+)
+
+
+# ---- expand_from_embedding -----------------------------------------------------------------------
+
+
+def _run_repeat(e, n, layout):
+    e = e[:, :, None].expand(-1, -1, n) if layout == "cn" else e[:, None].expand(-1, n, -1)
+    return e.reshape(len(e), -1)
+
+
+def _run_repeat_backward(dx, n, layout):
+    if 0 in dx.shape:
+        return dx.new_empty(len(dx), dx.shape[1] // n)
+    ones = dx.new_ones(1, n, dtype=torch.float32).expand(len(dx), n)
+    return passes.collapse(dx.contiguous(), Streams(n, layout), ones)
+
+
+def _setup_repeat(ctx, inputs, output):
+    ctx.numbers = inputs[1:]
+
+
+def _backward_repeat(ctx, dx):
+    nodes.refuse_double("expand_from_embedding")
+    return repeat_backward(dx, *ctx.numbers), None, None
+
+
+repeat = nodes.define(
+    "mhc_repeat(Tensor e, int n, str layout) -> Tensor",
+    _run_repeat,
+    fake=lambda e, n, layout: e.new_empty(len(e), e.shape[1] * n),
+    setup=_setup_repeat,
+    backward=_backward_repeat,
+)
+repeat_backward = nodes.define(
+    "mhc_repeat_backward(Tensor dx, int n, str layout) -> Tensor",
+    _run_repeat_backward,
+    fake=lambda dx, n, layout: dx.new_empty(len(dx), dx.shape[1] // n),
+)

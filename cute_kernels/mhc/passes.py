@@ -1,0 +1,129 @@
+"""What the ops of mhc are made of: launchers, one after another, on rows [M, K].
+
+A pass reads the streams once.  Forward of a site: project, coefficients, collapse.  Backward of
+one: reduce (d_pre, d_res), coefficients, project_backward.  Sums over tokens come as parts, which
+`finish` adds to what they belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from .. import dispatch
+from .tensors import (
+    Coefficients,
+    Expand,
+    Gates,
+    Mapping,
+    Parts,
+    Projected,
+    Reduced,
+    Sinkhorn,
+    Streams,
+    Upstream,
+)
+
+
+class Site(NamedTuple):
+    """What a site of hyper-connections is made with."""
+
+    streams: Streams
+    mapping: Mapping
+    gates: Gates
+    form: Sinkhorn
+
+
+class Gradients(NamedTuple):
+    """Of a site: dx [M, K], parts of dpsi, parts of dalpha and dbeta; None if not wanted."""
+
+    dx: torch.Tensor | None
+    d_psi: Parts | None
+    d_gates: Parts
+
+
+def launcher(name: str, like: torch.Tensor) -> Callable:
+    """One of mhc's launchers, for tensors beside ``like``, in its dtype."""
+    return dispatch.launcher(name, like.device, like.dtype)
+
+
+def project(
+    x: torch.Tensor, site: Site, expand: Expand | None = None, pre: torch.Tensor | None = None
+) -> tuple[Projected, Coefficients]:
+    """The sums of x, or of what ``expand`` makes of it, and the coefficients that follow."""
+    found = launcher("mhc_project", x)(x, site.mapping, site.streams, expand, pre)
+    make = launcher("mhc_coefficients", x)
+    return found, make(found, x.shape[1], site.gates, site.streams.n, site.form)
+
+
+def collapse(x: torch.Tensor, streams: Streams, pre: torch.Tensor) -> torch.Tensor:
+    """Σ_i x_i pre_i: [M, C]."""
+    return launcher("mhc_combine", x)(x, streams, pre, None)[1]
+
+
+def expand(x: torch.Tensor, streams: Streams, by: Expand) -> torch.Tensor:
+    """y [M, K]."""
+    return launcher("mhc_combine", x)(x, streams, None, by)[0]
+
+
+def reduce(
+    x: torch.Tensor | None,
+    streams: Streams,
+    upstream: Upstream,
+    expand: Expand | None = None,
+    want_dx: bool = False,
+) -> Reduced:
+    """One pass over the streams and the gradients that come in (`cpu.reduce_channels`)."""
+    like = x if x is not None else upstream.dy
+    return launcher("mhc_reduce", like)(x, streams, upstream, expand, want_dx)
+
+
+def site_backward(
+    x: torch.Tensor,
+    site: Site,
+    made: Coefficients,
+    upstream: Upstream,
+    given: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    want: tuple[bool, bool] = (True, True),
+) -> tuple[Gradients, torch.Tensor | None]:
+    """The gradients of a site of streams x, and d_pre of a collapse with a pre of another site.
+
+    Args:
+        made: The site's coefficients.
+        upstream: What comes for x besides.  With ``res``, the site's own, dy is that of the streams
+            behind the site.  ``pre`` is what x was collapsed with: the site's own, or another.
+        given: (d_pre, d_post, d_res) that come for the coefficients themselves, or None each.
+        want: (dx, dpsi).
+    """
+    mixed, own = upstream.res is not None, upstream.pre is None or upstream.pre is made.pre
+    read = upstream if mixed else upstream._replace(dy=None)
+    nothing = read.dy is None and read.d_out is None
+    found = Reduced() if nothing else reduce(x, site.streams, read)
+    d_pre, d_post, d_res = given
+    d_pre = _sum_of(d_pre, found.d_pre if own else None, made.pre)
+    d_post = _sum_of(d_post, None, made.post)
+    d_res = _sum_of(d_res, found.d_res, made.res)
+    d_h, d_ms, d_gates = launcher("mhc_coefficients_backward", x)(
+        made.h, made.ms, site.gates, site.streams.n, site.form, d_pre, d_post, d_res
+    )
+    dx = d_psi = None
+    if any(want):
+        run = launcher("mhc_project_backward", x)
+        dx, d_psi = run(x, d_h, d_ms, site.mapping, site.streams, upstream, want)
+    return Gradients(dx, d_psi, d_gates), None if own else found.d_pre
+
+
+def zeros_like_rows(t: torch.Tensor) -> torch.Tensor:
+    """Zeros of the shape of ``t`` [M, c], of which there is one row."""
+    return t.new_zeros(1, t.shape[1]).expand(len(t), -1)
+
+
+def _sum_of(
+    first: torch.Tensor | None, second: torch.Tensor | None, like: torch.Tensor
+) -> torch.Tensor:
+    if first is not None and second is not None:
+        return first + second
+    one = first if first is not None else second
+    return zeros_like_rows(like) if one is None else one

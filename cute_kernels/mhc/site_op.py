@@ -1,0 +1,260 @@
+"""The torch ops of a whole site: mhc_mix and mhc_post_pre (see op.py).
+
+    mhc_mix       (out, pre, post, res, H, ms, link)   of x
+    mhc_post_pre  (y, out, pre, post, res, H, ms)      of f and x: y is expand_combine's, the others
+                                                       are the next site's
+
+With ``shifted``, a pre of the site before, mhc_post_pre collapses y with that one, so that
+projection and collapse share one read.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import config, nodes, passes
+from .passes import Site
+from .tensors import Coefficients, Expand, Sinkhorn, Streams, Upstream
+
+_NUMBERS = (
+    "int n, str layout, str precision, float eps, float pre_eps, float post_scale, "
+    "int iterations, str form, float form_eps"
+)
+_WEIGHTS = "Tensor phi, Tensor? norm_weight, Tensor alpha, Tensor beta"
+_MAINS = "Tensor? main_phi, Tensor? main_weight, Tensor? main_alpha, Tensor? main_beta"
+_WRITTEN = (
+    "Tensor(a!)? main_phi, Tensor(b!)? main_weight, Tensor(c!)? main_alpha, Tensor(d!)? main_beta"
+)
+
+
+def _site(weights: tuple, numbers: tuple) -> Site:
+    """Of (phi, norm_weight, alpha, beta) and `_NUMBERS`."""
+    phi, norm_weight, alpha, beta = weights
+    n, layout, precision, eps, pre_eps, post_scale, *form = numbers
+    return Site(
+        Streams(n, layout),
+        nodes.mapping(phi, norm_weight, precision),
+        nodes.gates(alpha, beta, eps, pre_eps, post_scale),
+        Sinkhorn(*form),
+    )
+
+
+def _fake_coefficients(x: torch.Tensor, n: int) -> Coefficients:
+    m = len(x)
+    shapes = ((m, config.WIDTH[n]), (m,), (m, n), (m, n), (m, n * n))
+    return Coefficients(*(x.new_empty(shape, dtype=torch.float32) for shape in shapes))
+
+
+def _in_order(made: Coefficients) -> tuple[torch.Tensor, ...]:
+    """As the ops return them."""
+    return made.pre, made.post, made.res, made.h, made.ms
+
+
+def _weight_gradients(found, site: Site, weights: tuple, into: tuple, needs) -> tuple:
+    """(dphi, dnorm_weight, dalpha, dbeta); ``found``: the site's, or None of no tokens."""
+    d_psi, d_gates = (None, None) if found is None else (found.d_psi, found.d_gates)
+    of_weights = nodes.finish_weights(
+        d_psi, site.mapping, weights[:2], into[:2], (needs[0], needs[1])
+    )
+    of_gates = nodes.finish_gates(d_gates, weights[2:], into[2:], (needs[2], needs[3]))
+    return *of_weights, *of_gates
+
+
+def _upstream(dy, d_out, res, pre) -> Upstream:
+    dy, d_out = (g if g is None else g.contiguous() for g in (dy, d_out))
+    return Upstream(dy, d_out, res, None if d_out is None else pre)
+
+
+def _all_rows(given) -> tuple[torch.Tensor | None, ...]:
+    return tuple(g if g is None else nodes.rows(g) for g in given)
+
+
+# ---- mhc_mix -------------------------------------------------------------------------------------
+
+
+def _run_mix(x, phi, norm_weight, alpha, beta, *others):
+    mains, numbers, linked = others[:4], others[4:-1], others[-1]
+    weights = (phi, norm_weight, alpha, beta)
+    nodes.apart(dict(enumerate(mains)), x, *weights)
+    if 0 in x.shape:
+        return _fake_mix(x, *weights, *others)
+    site = _site(weights, numbers)
+    _, made = passes.project(x, site)
+    out = passes.collapse(x, site.streams, made.pre)
+    return out, *_in_order(made), _link(x, linked)
+
+
+def _link(x: torch.Tensor, linked: bool) -> torch.Tensor:
+    return x.new_zeros(1, 1).expand(x.shape) if linked else x.new_empty(0)
+
+
+def _fake_mix(x, phi, norm_weight, alpha, beta, *others):
+    n = others[4]
+    out = x.new_empty(len(x), x.shape[1] // n)
+    return out, *_in_order(_fake_coefficients(x, n)), _link(x, others[-1])
+
+
+def _run_mix_backward(*args):
+    given, tensors, (pre, post, res, h, ms), rest = args[:5], args[5:10], args[10:15], args[15:]
+    d_out, *of_coefficients, dy = given
+    x, *weights = tensors
+    into, numbers, needs = rest[:4], rest[4:-1], rest[-1]
+    site, found = _site(weights, numbers), None
+    if 0 not in x.shape and any(needs):
+        made = Coefficients(h, ms, pre, post, res)
+        upstream = _upstream(dy, d_out, None if dy is None else res, pre)
+        want = (needs[0], needs[1] or needs[2])
+        found, _ = passes.site_backward(x, site, made, upstream, _all_rows(of_coefficients), want)
+    dx = nodes.nothing(x)
+    if needs[0]:
+        dx = x.new_empty(x.shape) if found is None else found.dx
+    return dx, *_weight_gradients(found, site, weights, into, needs[1:])
+
+
+def _fake_mix_backward(*args):
+    x, weights = args[5], args[6:10]
+    return nodes.fake_gradients((x, *weights), args[-1], (None, *args[15:19]))
+
+
+def _setup_mix(ctx, inputs, output):
+    *tensors, ctx.linked = inputs
+    ctx.numbers = tensors[9:]
+    _, *made, link = output
+    ctx.save_for_backward(*tensors[:5], *made)
+    ctx.mark_non_differentiable(made[3], made[4], *(() if ctx.linked else (link,)))
+    nodes.kept(ctx, inputs, range(5, 9))
+
+
+def _backward_mix(ctx, d_out, d_pre, d_post, d_res, d_h, d_ms, d_link):
+    nodes.refuse_double("mix_and_aggregate")
+    targets = dict(zip(range(1, 5), nodes.targets(ctx, (1, 2, 3, 4)), strict=True))
+    needs = [ctx.needs_input_grad[0], *(target.wanted for target in targets.values())]
+    into = [target.into for target in targets.values()]
+    made = mix_backward(
+        d_out, d_pre, d_post, d_res, d_link, *ctx.saved_tensors, *into, *ctx.numbers, needs
+    )
+    return *nodes.given(made, needs, targets), *(None,) * 14
+
+
+mix = nodes.define(
+    f"mhc_mix(Tensor x, {_WEIGHTS}, {_MAINS}, {_NUMBERS}, bool linked) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _run_mix,
+    fake=_fake_mix,
+    setup=_setup_mix,
+    backward=_backward_mix,
+)
+mix_backward = nodes.define(
+    "mhc_mix_backward(Tensor? d_out, Tensor? d_pre, Tensor? d_post, Tensor? d_res, Tensor? dy, "
+    f"Tensor x, {_WEIGHTS}, Tensor pre, Tensor post, Tensor res, Tensor h, Tensor ms, {_WRITTEN}, "
+    f"{_NUMBERS}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _run_mix_backward,
+    fake=_fake_mix_backward,
+)
+
+
+# ---- mhc_post_pre --------------------------------------------------------------------------------
+
+
+def _run_post_pre(*args):
+    (f, bias, post, x, res, shifted), weights, rest = args[:6], args[6:10], args[10:]
+    mains, numbers = rest[:5], rest[5:]
+    nodes.apart(dict(enumerate(mains)), f, bias, x, *weights)
+    if 0 in x.shape:
+        return _fake_post_pre(*args)
+    site = _site(weights, numbers)
+    by = Expand(f, bias, nodes.rows(post), nodes.rows(res))
+    given = None if shifted is None else nodes.rows(shifted)
+    found, made = passes.project(x, site, by, given)
+    out = found.out
+    if shifted is None:
+        out = passes.collapse(found.y, site.streams, made.pre)
+    return found.y, out, *_in_order(made)
+
+
+def _fake_post_pre(*args):
+    f, x, n = args[0], args[3], args[15]
+    return x.new_empty(x.shape), f.new_empty(f.shape), *_in_order(_fake_coefficients(x, n))
+
+
+def _run_post_pre_backward(*args):
+    (dy, d_out, *given), tensors, weights = args[:5], args[5:11], args[11:15]
+    (y, pre, post, res, h, ms), rest = args[15:21], args[21:]
+    into, numbers, needs = rest[:5], rest[5:-1], rest[-1]
+    *of_end, shifted = tensors
+    site, found, d_shifted = _site(weights, numbers), None, None
+    if 0 not in y.shape and any(needs):
+        used = pre if shifted is None else nodes.rows(shifted)
+        upstream = _upstream(dy, d_out, None, used)
+        want = (any(needs[:5]), needs[7] or needs[6])
+        made = Coefficients(h, ms, pre, post, res)
+        found, d_shifted = passes.site_backward(y, site, made, upstream, _all_rows(given), want)
+    of_site = _weight_gradients(found, site, weights, into[1:], needs[6:])
+    own = _end_gradients(found, site.streams, of_end, into[0], needs[:5])
+    if not needs[5]:
+        d_shifted = nodes.nothing(y)
+    elif d_shifted is None:
+        d_shifted = shifted.new_zeros(shifted.shape)
+    return *own, d_shifted, *of_site
+
+
+def _end_gradients(found, streams: Streams, tensors: list, main_bias, needs) -> tuple:
+    """(df, dbias, dpost, dx, dres) of the site that ends; ``found.dx``: its y's gradient."""
+    f, bias, post, x, res = tensors
+    of = f if bias is None else bias
+    if found is None or found.dx is None:
+        own = nodes.zeros(tensors, needs)
+        own[1] = nodes.finish_parts(None, of, main_bias, needs[1])
+        return tuple(own)
+    upstream = Upstream(found.dx, res=nodes.rows(res))
+    back = passes.reduce(x, streams, upstream, Expand(f, bias, nodes.rows(post)), needs[3])
+    d_bias = nodes.finish_parts(back.d_bias, of, main_bias, needs[1])
+    return nodes.wanted((back.df, d_bias, back.d_post, back.dx, back.d_res), needs, f)
+
+
+def _fake_post_pre_backward(*args):
+    tensors, into, needs = args[5:15], args[21:26], args[-1]
+    mains = (None, into[0], None, None, None, None, *into[1:])
+    return nodes.fake_gradients(tensors, needs, mains)
+
+
+def _setup_post_pre(ctx, inputs, output):
+    ctx.numbers = inputs[15:]
+    y, _, *made = output
+    ctx.save_for_backward(*inputs[:10], y, *made)
+    ctx.mark_non_differentiable(made[3], made[4])
+    nodes.kept(ctx, inputs, range(10, 15))
+
+
+def _backward_post_pre(ctx, dy, d_out, d_pre, d_post, d_res, d_h, d_ms):
+    nodes.refuse_double("post_pre")
+    positions = (1, 6, 7, 8, 9)
+    targets = dict(zip(positions, nodes.targets(ctx, positions), strict=True))
+    needs = list(ctx.needs_input_grad[:10])
+    for position, target in targets.items():
+        needs[position] = target.wanted
+    into = [target.into for target in targets.values()]
+    made = post_pre_backward(
+        dy, d_out, d_pre, d_post, d_res, *ctx.saved_tensors, *into, *ctx.numbers, needs
+    )
+    return *nodes.given(made, needs, targets), *(None,) * 14
+
+
+_SITE = "Tensor f, Tensor? bias, Tensor post, Tensor x, Tensor res, Tensor? shifted, " + _WEIGHTS
+
+post_pre = nodes.define(
+    f"mhc_post_pre({_SITE}, Tensor? main_bias, {_MAINS}, {_NUMBERS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _run_post_pre,
+    fake=_fake_post_pre,
+    setup=_setup_post_pre,
+    backward=_backward_post_pre,
+)
+post_pre_backward = nodes.define(
+    "mhc_post_pre_backward(Tensor? dy, Tensor? d_out, Tensor? d_pre, Tensor? d_post, "
+    f"Tensor? d_res, {_SITE}, Tensor y, Tensor pre, Tensor next_post, Tensor next_res, Tensor h, "
+    f"Tensor ms, Tensor(e!)? main_bias, {_WRITTEN}, {_NUMBERS}, bool[] needs) "
+    f"-> ({', '.join(['Tensor'] * 10)})",
+    _run_post_pre_backward,
+    fake=_fake_post_pre_backward,
+)
