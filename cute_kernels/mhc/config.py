@@ -77,3 +77,101 @@ def plan(backend: str, device: arch.Device) -> dict[str, object]:
     if backend == arch.CPU:
         return common | {"cpu": asdict(CPU), "threads": device.threads}
     return common
+
+
+@dataclass(frozen=True)
+class ProjectConfig:
+    """One compiled SM90 kernel of the projection.
+
+    wide: see mhc/device/unit.py.  expand: whether the streams are made of x on the way, ``bias``:
+    with one, ``collapse``: and collapsed.
+    """
+
+    dtype: str
+    n: int
+    layout: str
+    wide: bool
+    precision: str
+    expand: bool = False
+    bias: bool = False
+    collapse: bool = False
+    warps: int = 16
+
+
+@dataclass(frozen=True)
+class CombineConfig:
+    """One compiled SM90 kernel of expand_combine (``bias``: with one), or of aggregate."""
+
+    dtype: str
+    n: int
+    layout: str
+    wide: bool
+    expand: bool
+    bias: bool = False
+    threads: int = 256
+    ahead: int = 4
+
+
+@dataclass(frozen=True)
+class ReduceConfig:
+    """One compiled SM90 kernel of the sums over channels of a backward.
+
+    x, dy, d_out, f, bias: which of them are read.  dx: whether it is made.
+    tokens: of one CTA, whose dbias it adds.
+    """
+
+    dtype: str
+    n: int
+    layout: str
+    wide: bool
+    x: bool
+    dy: bool
+    d_out: bool
+    f: bool
+    bias: bool
+    dx: bool
+    threads: int = 256
+    tokens: int = 8
+
+
+@dataclass(frozen=True)
+class ProjectBackwardConfig:
+    """One compiled SM90 kernel of dx and dpsi of a projection.
+
+    dy: ``""`` (none), ``"add"`` (to dx), or ``"res"`` (mixed by res).  d_out: whether there is one.
+    """
+
+    dtype: str
+    n: int
+    layout: str
+    wide: bool
+    precision: str
+    dy: str
+    d_out: bool
+    warps: int = 4
+
+
+@dataclass(frozen=True)
+class CoefficientsConfig:
+    """One compiled SM90 kernel of tokens' coefficients, or of their gradients.
+
+    source: ``"chunks"``, sums over chunks; ``"h"``, H and ms; ``"z"``, logits of Sinkhorn.
+    gate, sinkhorn: what is made of it.  iterations: whose sums a backward keeps in shared memory.
+    """
+
+    n: int
+    source: str
+    gate: bool
+    sinkhorn: bool
+    form: str = "log"
+    backward: bool = False
+    iterations: int = 0
+
+
+@dataclass(frozen=True)
+class SumConfig:
+    """One compiled SM90 kernel of sums over tokens: of dpsi (``norm``: with a norm_weight), or of
+    parts of vectors."""
+
+    weights: bool
+    norm: bool = False

@@ -1,0 +1,131 @@
+"""Sums over chunks of tokens, added to what they belong to, on SM90.
+
+    weights   into_phi[j, k] += dpsi[j, k] w[k];  into_weight[k] += Σ_j dpsi[j, k] phi[j, k]
+    vectors   into[l] += the parts of a chunk
+
+Layout       dpsi fp32 [T, N, K]; phi, into_phi [N, K]; w, into_weight [K]; parts fp32 [P, L], a
+             chunk being ``group`` neighbours.
+Order        chunks ascending, j ascending, one fma each; the parts of a chunk ascending, from zero.
+Work         a thread for (j, k), or for k with a norm_weight; for parts a warp for a chunk.
+Measured     docs/status.md.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.memory import SmemAllocator
+
+from ..compile import fake
+from ..dsl import copy
+from .config import SumConfig
+
+WARP, WARPS, AHEAD = 32, 8, 8
+
+
+class MhcSumsSm90:
+    """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
+
+    def __init__(self, config: SumConfig):
+        self.config = config
+        self.threads = WARP * WARPS
+
+    @cute.jit
+    def __call__(
+        self,
+        mParts: cute.Tensor,
+        mInto: cute.Tensor,
+        mPhi: cute.Tensor | None,
+        mWeight: cute.Tensor | None,
+        mIntoWeight: cute.Tensor | None,
+        group: cutlass.Int32,
+        stream,
+    ):
+        if cutlass.const_expr(self.config.weights):
+            size = mParts.shape[2]
+            rows = 1 if cutlass.const_expr(self.config.norm) else mParts.shape[1]
+            self.of_weights(mParts, mInto, mPhi, mWeight, mIntoWeight).launch(
+                grid=(cute.ceil_div(size, self.threads), rows, 1),
+                block=(self.threads, 1, 1),
+                stream=stream,
+            )
+        else:
+            self.of_vectors(mParts, mInto, group).launch(
+                grid=(cute.ceil_div(mInto.shape[0], WARP), 1, 1),
+                block=(self.threads, 1, 1),
+                stream=stream,
+            )
+
+    @cute.kernel
+    def of_weights(self, mParts, mInto, mPhi, mWeight, mIntoWeight):
+        tidx, _, _ = cute.arch.thread_idx()
+        block, row, _ = cute.arch.block_idx()
+        chunks, columns, size = mParts.shape
+        k = block * self.threads + tidx
+        if k < size:
+            if cutlass.const_expr(not self.config.norm):
+                at = cutlass.Int64(row) * size + k
+                step = cutlass.Int64(columns) * size
+                total = copy.aligned(mInto, at, 1)[0]
+                for s in cutlass.range(chunks, unroll=AHEAD):
+                    total = total + copy.aligned(mParts, at + s * step, 1)[0]
+                copy.aligned(mInto, at, 1)[0] = total
+            else:
+                weight = mWeight[k]
+                of_weight = mIntoWeight[k]
+                for s in cutlass.range(chunks, unroll=1):
+                    own = cutlass.Float32(0.0)
+                    for j in cutlass.range(columns, unroll=AHEAD):
+                        at = cutlass.Int64(j) * size + k
+                        step = cutlass.Int64(columns) * size
+                        d_psi = copy.aligned(mParts, at + s * step, 1)[0]
+                        into = copy.aligned(mInto, at, 1)
+                        into[0] = cute.math.fma(d_psi, weight, into[0])
+                        own = cute.math.fma(d_psi, copy.aligned(mPhi, at, 1)[0], own)
+                    of_weight = of_weight + own
+                mIntoWeight[k] = of_weight
+
+    @cute.kernel
+    def of_vectors(self, mParts, mInto, group):
+        tidx, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        warp, lane = tidx // WARP, tidx % WARP
+        parts, size = mParts.shape
+        column = block * WARP + lane
+        # A lane behind the last column reads the last one instead; nobody stores its sum.
+        source = cutlass.min(column, size - 1)
+        layout = cute.make_ordered_layout((WARPS, WARP), order=(1, 0))
+        sSums = SmemAllocator().allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
+        total = mInto[source]
+        chunks = (parts + group - 1) // group
+        for first in cutlass.range(0, chunks, WARPS, unroll=1):
+            own = cutlass.Float32(0.0)
+            begin = (first + warp) * group
+            for part in cutlass.range(begin, cutlass.min(begin + group, parts), unroll=AHEAD):
+                own = own + copy.aligned(mParts, cutlass.Int64(part) * size + source, 1)[0]
+            sSums[warp, lane] = own
+            cute.arch.sync_threads()
+            for w in cutlass.range(cutlass.min(WARPS, chunks - first), unroll=1):
+                total = total + sSums[w, lane]
+            cute.arch.sync_threads()
+        if (warp == 0) & (column < size):
+            mInto[column] = total
+
+
+def build(config: SumConfig, compile=cute.compile):
+    """Compiles one configuration against fake tensors; no GPU needed."""
+    chunks, n, k = (fake.size() for _ in range(3))
+    parts, into = fake.compact(cutlass.Float32, (chunks, k), 4), fake.vector("fp32", k)
+    others = (None, None, None)
+    if config.weights:
+        parts = fake.compact(cutlass.Float32, (chunks, n, k), 4)
+        into = fake.compact(cutlass.Float32, (n, k), 4)
+    if config.norm:
+        others = (into, fake.vector("fp32", k), fake.vector("fp32", k))
+    return compile(
+        MhcSumsSm90(config),
+        parts,
+        into,
+        *others,
+        cutlass.Int32(1),
+        fake.stream(),
+        options=fake.SM90_OPTIONS,
+    )

@@ -1,0 +1,34 @@
+"""The SM90 launcher of mhc on this CPU: its kernels for sm_90a, run by tests/ptxsim."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Iterator
+from unittest import mock
+
+from cute_kernels.mhc import launch
+from tests import ptxsim
+
+
+@functools.cache
+def compiled(chosen):
+    """A kernel, compiled once per process."""
+    name = launch.entry(chosen).name.removeprefix("mhc_")
+    module = importlib.import_module(f"cute_kernels.mhc.kernel_{name}")
+    return module.build(chosen, compile=ptxsim.compile)
+
+
+@contextlib.contextmanager
+def simulated(ctas: int = 3, kernel=compiled, **options) -> Iterator[None]:
+    """Inside, `launch`'s functions take CPU tensors and run in the simulator.
+
+    ``ctas``: of a grid.  ``kernel``: from a configuration to a function.  Others: of the simulator.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(launch, "_kernel", kernel))
+        stack.enter_context(mock.patch.object(launch, "most_ctas", lambda device: ctas))
+        stack.enter_context(mock.patch.object(launch, "_MOST", ctas))
+        stack.enter_context(ptxsim.options(**options))
+        yield
