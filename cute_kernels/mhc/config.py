@@ -79,6 +79,10 @@ def plan(backend: str, device: arch.Device) -> dict[str, object]:
     return common
 
 
+# ``blocks`` of a configuration: CTAs of an SM that its registers leave room for.  Without it ptxas
+# may leave room for more and spill.
+
+
 @dataclass(frozen=True)
 class ProjectConfig:
     """One compiled SM90 kernel of the projection.
@@ -95,7 +99,8 @@ class ProjectConfig:
     expand: bool = False
     bias: bool = False
     collapse: bool = False
-    warps: int = 16
+    warps: int = 12
+    blocks: int = 1
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,7 @@ class CombineConfig:
     bias: bool = False
     threads: int = 256
     ahead: int = 4
+    blocks: int = 2
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,7 @@ class ReduceConfig:
     dx: bool
     threads: int = 256
     tokens: int = 8
+    blocks: int = 1
 
 
 @dataclass(frozen=True)
@@ -149,6 +156,7 @@ class ProjectBackwardConfig:
     dy: str
     d_out: bool
     warps: int = 4
+    blocks: int = 2
 
 
 @dataclass(frozen=True)

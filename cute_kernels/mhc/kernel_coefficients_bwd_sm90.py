@@ -56,7 +56,12 @@ class MhcCoefficientsBackwardSm90(MhcCoefficientsSm90):
         read = (mH, mMs, mAlpha, mBeta, mZ)
         self.kernel(
             read, (mDpre, mDpost, mDres), (mDh, mDms, mParts, mDz), numbers, m, iterations
-        ).launch(grid=((m + TOKENS - 1) // TOKENS, 1, 1), block=(TOKENS, 1, 1), stream=stream)
+        ).launch(
+            grid=((m + TOKENS - 1) // TOKENS, 1, 1),
+            block=(TOKENS, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
 
     @cute.kernel
     def kernel(self, read: tuple, given: tuple, made: tuple, numbers: tuple, m, iterations):

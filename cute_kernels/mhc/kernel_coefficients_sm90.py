@@ -59,6 +59,7 @@ class MhcCoefficientsSm90:
         self.kernel(mSums, mSquares, tensors, numbers, m, size, iterations).launch(
             grid=((m + self.tokens - 1) // self.tokens, 1, 1),
             block=(self.threads, 1, 1),
+            min_blocks_per_mp=1,
             stream=stream,
         )
 

@@ -45,7 +45,12 @@ class MhcCombineSm90:
         stream,
     ):
         self.kernel(mX, (mPre, mOut), (mF, mBias, mPost, mRes, mY)).launch(
-            grid=(ctas, 1, 1), block=(self.config.threads, 1, 1), stream=stream
+            grid=(ctas, 1, 1),
+            block=(self.config.threads, 1, 1),
+            min_blocks_per_mp=self.config.blocks,
+            # In percent.  Without it the compiler would ask a device, and a host may have none.
+            preferred_smem_carveout=10,
+            stream=stream,
         )
 
     @cute.kernel
@@ -59,14 +64,12 @@ class MhcCombineSm90:
         for row in cutlass.range(block, m, ctas, unroll=1):
             coefficients = self.coefficients(collapse, expand, row)
             tensors = (mX, collapse, expand, coefficients, row)
-            whole = total // batch if self.config.wide else 0
-            for i in cutlass.range(whole, unroll=1):
-                places = [
-                    i * batch + (a * self.config.threads + tidx) * step for a in range(self.ahead)
-                ]
+            limit = total - total % batch if self.config.wide else 0
+            for c in cutlass.range(tidx * step, limit, batch, unroll=1):
+                places = [c + a * self.config.threads * step for a in range(self.ahead)]
                 self.units(tensors, places, total, False)
             for c in cutlass.range(
-                whole * batch + tidx * step, total, self.config.threads * step, unroll=1
+                limit + tidx * step, total, self.config.threads * step, unroll=1
             ):
                 self.units(tensors, [c], total, not self.config.wide)
 

@@ -18,6 +18,7 @@ Measured     docs/status.md.
 
 import cutlass
 import cutlass.cute as cute
+from cutlass.memory import SmemAllocator
 
 from ..compile import fake
 from ..dsl import copy
@@ -45,6 +46,9 @@ class MhcProjectBackwardSm90:
         self.tiles = self.columns // 8
         self.width = WIDTH[n]
         self.threads = WARP * config.warps
+        # Fragments of psi, which two octets have too many of for registers.
+        self.shared = self.octets > 1
+        self.fragments = self.octets * 4 * self.terms * self.tiles
         #: Of terms: (of dH or x, of psi or dH), the largest sum first.
         self.pairs = [(d - b, b) for d in range(self.terms - 1, -1, -1) for b in range(d + 1)]
 
@@ -65,7 +69,12 @@ class MhcProjectBackwardSm90:
         stream,
     ):
         self.kernel(mX, mDh, mDms, mPsi, (mDy, mRes, mDout, mPre), mDx, mParts).launch(
-            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream
+            grid=(ctas, 1, 1),
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=self.config.blocks,
+            # In percent.  Without it the compiler would ask a device, and a host may have none.
+            preferred_smem_carveout=10,
+            stream=stream,
         )
 
     @cute.kernel
@@ -74,6 +83,11 @@ class MhcProjectBackwardSm90:
         block, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(tidx // WARP)
+        sPsi = None
+        if cutlass.const_expr(self.shared):
+            layout = cute.make_layout((WARP, self.fragments, self.config.warps))
+            every = SmemAllocator().allocate_tensor(cutlass.Int32, layout, byte_alignment=16)
+            sPsi = every[None, None, warp]
         total = mX.shape[1] // self.config.n
         slab = 4 * self.unit.channels
         groups = (total + slab * self.config.warps - 1) // (slab * self.config.warps)
@@ -84,7 +98,7 @@ class MhcProjectBackwardSm90:
             if first < total:
                 whole = (first + slab <= total) & self.config.wide
                 tensors = (mX, mDh, mDms, upstream, mDx)
-                psi = self.psi(mPsi, first, total)
+                psi = self.psi(mPsi, sPsi, first, total)
                 acc = cute.make_rmem_tensor(
                     cute.make_layout(self.octets * 2 * self.tiles * matrix.SUMS), cutlass.Float32
                 )
@@ -105,11 +119,12 @@ class MhcProjectBackwardSm90:
             self.rows(tensors, psi, acc, row, first, total, True)
 
     @cute.jit
-    def psi(self, mPsi: cute.Tensor, first, total) -> list:
+    def psi(self, mPsi: cute.Tensor, sPsi: cute.Tensor | None, first, total):
         """Fragments of psi as B of dH psi: per octet, pair of elements and term three registers.
 
         Column g of pair J is element 2 J + g mod 2 of lane g / 2's octet, so that a lane's sums of
         the four pairs are its own octet.  Rows are 2 t, 2 t + 1, eight on, sixteen on.
+        In registers, or in shared memory, each lane's own.
         """
         lane = cute.arch.lane_idx()
         g, t = lane // 4, lane % 4
@@ -128,8 +143,26 @@ class MhcProjectBackwardSm90:
                                 row = tile * 8 + 2 * t + side
                                 base = cutlass.Int64(row) * mPsi.shape[1]
                                 values[2 * tile + side] = copy.aligned(mPsi, base + at, 1)[0]
-                found.append(matrix.terms(values, self.terms))
-        return found
+                terms = matrix.terms(values, self.terms)
+                found.append(terms)
+                if cutlass.const_expr(self.shared):
+                    for b in cutlass.range_constexpr(self.terms):
+                        for tile in cutlass.range_constexpr(self.tiles):
+                            at = self.place(o, pair, b) + tile
+                            sPsi[lane, at] = terms[b][tile]
+        return sPsi if self.shared else found
+
+    def place(self, octet: int, pair: int, term: int) -> int:
+        """Of the first of some fragments in shared memory."""
+        return ((octet * 4 + pair) * self.terms + term) * self.tiles
+
+    @cute.jit
+    def fragment(self, psi, octet: cutlass.Constexpr, pair: cutlass.Constexpr, term):
+        """The registers of one term."""
+        if cutlass.const_expr(not self.shared):
+            return psi[octet * 4 + pair][term]
+        first, lane = self.place(octet, pair, term), cute.arch.lane_idx()
+        return [psi[lane, first + tile] for tile in range(self.tiles)]
 
     @cute.jit
     def rows(self, tensors: tuple, psi, acc, row, first, total, checked: cutlass.Constexpr):
@@ -186,7 +219,7 @@ class MhcProjectBackwardSm90:
         return matrix.terms(values, self.terms)
 
     @cute.jit
-    def product(self, starts: list, dh: list, psi: list, octet: cutlass.Constexpr):
+    def product(self, starts: list, dh: list, psi, octet: cutlass.Constexpr):
         """dH psi of an octet of 16 tokens, in the places of each token's unit."""
         made = cute.make_rmem_tensor(cute.make_layout(4 * matrix.SUMS), cutlass.Float32)
         made.fill(0.0)
@@ -194,7 +227,7 @@ class MhcProjectBackwardSm90:
         last = self.tiles - 1
         for pair in cutlass.range_constexpr(4):
             for a, b in self.pairs:
-                of_psi = psi[octet * 4 + pair][b]
+                of_psi = self.fragment(psi, octet, pair, b)
                 if cutlass.const_expr(self.tiles == 3):
                     matrix.multiply(
                         made, pair, (low[a][0], high[a][0], low[a][1], high[a][1]),

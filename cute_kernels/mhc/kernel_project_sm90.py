@@ -8,11 +8,12 @@ Layout       x, y [M, K] rows of streams (mhc/config.py); psi fp32 [N, K]; sums 
              squares [S, M] fp32; f, out [M, C].
 Order        a chunk is walked in steps of 32 channels, a step in the units of mhc/device/unit.py;
              each octet is two k16 groups of ``mma.sync`` whose sums go on.  psi is the sum of T
-             bf16 terms, an fp32 x likewise; products of terms a and b with a + b = d have sums of their
-             own, and are added from d = T - 1 down to 0.  Squares: four lanes have a chain each,
-             neighbours are added first.  None of it follows M, the grid or the warp.
+             bf16 terms, an fp32 x likewise; products of terms a and b with a + b = d have sums of
+             their own, and are added from d = T - 1 down to 0.  Squares: four lanes have a chain
+             each, neighbours are added first.  None of it follows M, the grid or the warp.
 Work         a CTA keeps the terms of one chunk of psi in shared memory and streams tokens past
-             them; (chunk, tile of 16 tokens) pairs are dealt out in contiguous ranges, a tile to a warp.
+             them; (chunk, tile of 16 tokens) pairs are dealt out in contiguous ranges, a tile to a
+             warp.
 M, C tails   rows behind the last are read as the last, and not stored; channels behind the last
              are zeros.
 Measured     docs/status.md.
@@ -48,6 +49,8 @@ class MhcProjectSm90:
         self.unit = Unit(self.dtype, n, config.layout, channels, config.wide)
         self.units = STEP // 4 // channels  # of a lane, of a token, in a step
         self.octets = self.unit.size // OCTET  # of a unit
+        # Units that are loaded before the first is used.
+        self.ahead = 1 if config.collapse else min(self.units, 2) if config.expand else self.units
         self.threads = WARP * config.warps
 
     @cute.jit
@@ -68,7 +71,12 @@ class MhcProjectSm90:
         stream,
     ):
         self.kernel(mX, mPsi, mSums, mSquares, (mF, mBias, mPost, mRes, mY), (mPre, mOut)).launch(
-            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream
+            grid=(ctas, 1, 1),
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=self.config.blocks,
+            # In percent.  Without it the compiler would ask a device, and a host may have none.
+            preferred_smem_carveout=100,
+            stream=stream,
         )
 
     @cute.kernel
@@ -117,9 +125,9 @@ class MhcProjectSm90:
             lane, tile, step = item % WARP, item // WARP % self.tiles, item // (WARP * self.tiles)
             c, position = self.place(step, lane % 4)
             c = chunk * self.chunk + c
-            at = c * self.config.n
+            at = cutlass.Int64(c * self.config.n)
             if cutlass.const_expr(self.config.layout == "nc"):
-                at = (position // OCTET) * channels + c
+                at = cutlass.Int64(position // OCTET) * channels + c
             base = cutlass.Int64(tile * 8 + lane // 4) * mPsi.shape[1] + at
             values = cute.make_rmem_tensor(cute.make_layout(OCTET), cutlass.Float32)
             values.fill(0.0)
@@ -189,30 +197,35 @@ class MhcProjectSm90:
         m, k = mX.shape
         total = k // self.config.n
         lane = cute.arch.lane_idx()
-        places = []
-        for u in cutlass.range_constexpr(self.units):
-            c = begin + step * STEP + u * 4 * self.unit.channels + self.unit.channels * (lane % 4)
-            places.append(c)
         bases = [cutlass.Int64(row) * k for row in reads]
-        raws = [[self.unit.load(mX, base, c, total, checked) for base in bases] for c in places]
-        if cutlass.const_expr(expand[0] is not None):
-            mF, mBias, _, _, mY = expand
-            for u in cutlass.range_constexpr(self.units):
-                for half in cutlass.range_constexpr(2):
-                    raws[u][half] = self.expand(
-                        expand, collapse, coefficients[half], raws[u][half],
-                        (rows[half], reads[half], m), (places[u], total), checked,
-                    )  # fmt: skip
+        first = begin + step * STEP + self.unit.channels * (lane % 4)
+        for group in cutlass.range_constexpr(self.units // self.ahead):
+            units = list(range(group * self.ahead, (group + 1) * self.ahead))
+            places = [first + u * 4 * self.unit.channels for u in units]
+            raws = [[self.unit.load(mX, base, c, total, checked) for base in bases] for c in places]
+            if cutlass.const_expr(expand[0] is not None):
+                for u in cutlass.range_constexpr(self.ahead):
+                    for half in cutlass.range_constexpr(2):
+                        raws[u][half] = self.expand(
+                            expand, collapse, coefficients[half], raws[u][half],
+                            (rows[half], reads[half], m), (places[u], total), checked,
+                        )  # fmt: skip
+            for u in cutlass.range_constexpr(self.ahead):
+                octet = step * self.config.n + units[u] * self.octets
+                self.unit_sums(sPsi, state, raws[u], octet)
+
+    @cute.jit
+    def unit_sums(self, sPsi, state: tuple, raws: list, octet):
+        """The sums of one unit of 16 tokens; its octets from ``octet`` on."""
         acc, squares = state
-        for u in cutlass.range_constexpr(self.units):
-            terms = []
-            for half in cutlass.range_constexpr(2):
-                values = unit.widened(raws[u][half])
-                for p in cutlass.range_constexpr(self.unit.size):
-                    squares[half] = cute.math.fma(values[p], values[p], squares[half])
-                terms.append(matrix.terms(raws[u][half], self.terms))
-            for o in cutlass.range_constexpr(self.octets):
-                self.multiply(sPsi, acc, terms, step * self.config.n + u * self.octets + o, o)
+        terms = []
+        for half in cutlass.range_constexpr(2):
+            values = unit.widened(raws[half])
+            for p in cutlass.range_constexpr(self.unit.size):
+                squares[half] = cute.math.fma(values[p], values[p], squares[half])
+            terms.append(matrix.terms(raws[half], self.terms))
+        for o in cutlass.range_constexpr(self.octets):
+            self.multiply(sPsi, acc, terms, octet + o, o)
 
     @cute.jit
     def expand(

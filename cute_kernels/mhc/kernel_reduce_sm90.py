@@ -38,6 +38,8 @@ class MhcReduceSm90:
         self.unit = Unit(self.dtype, n, config.layout, channels, config.wide)
         self.tokens = config.tokens if config.bias else 1
         self.warps = config.threads // WARP
+        # A unit of the layout "nc" is n times as long.
+        self.ahead = 2 if config.layout == "cn" else 1
         # Where the sums of each gradient begin.
         self.of_post = 0
         self.of_res = n if config.f else 0
@@ -74,6 +76,9 @@ class MhcReduceSm90:
             grid=(ctas, 1, 1),
             block=(self.config.threads, 1, 1),
             smem=shared + self.warps * max(self.sums, 1) * 4 + 16,
+            min_blocks_per_mp=self.config.blocks,
+            # In percent.  Without it the compiler would ask a device, and a host may have none.
+            preferred_smem_carveout=50,
             stream=stream,
         )
 
@@ -119,11 +124,11 @@ class MhcReduceSm90:
         tensors = (read, own, made, acc, sBias, row)
         step = self.unit.channels
         stride = self.config.threads * step
-        whole = total // (2 * stride) if self.config.wide else 0
-        for i in cutlass.range(whole, unroll=1):
-            first = 2 * i * stride + tidx * step
-            self.units(tensors, [first, first + stride], total, False)
-        for c in cutlass.range(2 * whole * stride + tidx * step, total, stride, unroll=1):
+        batch = self.ahead * stride
+        limit = total - total % batch if self.config.wide else 0
+        for c in cutlass.range(tidx * step, limit, batch, unroll=1):
+            self.units(tensors, [c + a * stride for a in range(self.ahead)], total, False)
+        for c in cutlass.range(limit + tidx * step, total, stride, unroll=1):
             self.units(tensors, [c], total, not self.config.wide)
         if cutlass.const_expr(self.sums > 0):
             self.reduce(acc, sSums, sums, row)

@@ -45,12 +45,14 @@ class MhcSumsSm90:
             self.of_weights(mParts, mInto, mPhi, mWeight, mIntoWeight).launch(
                 grid=(cute.ceil_div(size, self.threads), rows, 1),
                 block=(self.threads, 1, 1),
+                min_blocks_per_mp=1,
                 stream=stream,
             )
         else:
             self.of_vectors(mParts, mInto, group).launch(
                 grid=(cute.ceil_div(mInto.shape[0], WARP), 1, 1),
                 block=(self.threads, 1, 1),
+                min_blocks_per_mp=1,
                 stream=stream,
             )
 
@@ -98,9 +100,10 @@ class MhcSumsSm90:
         chunks = (parts + group - 1) // group
         for first in cutlass.range(0, chunks, WARPS, unroll=1):
             own = cutlass.Float32(0.0)
-            begin = (first + warp) * group
-            for part in cutlass.range(begin, cutlass.min(begin + group, parts), unroll=AHEAD):
-                own = own + copy.aligned(mParts, cutlass.Int64(part) * size + source, 1)[0]
+            begin = cutlass.Int64(first + warp) * group
+            count = cutlass.min(parts - begin, cutlass.Int64(group)).to(cutlass.Int32)
+            for part in cutlass.range(count, unroll=AHEAD):
+                own = own + copy.aligned(mParts, (begin + part) * size + source, 1)[0]
             sSums[warp, lane] = own
             cute.arch.sync_threads()
             for w in cutlass.range(cutlass.min(WARPS, chunks - first), unroll=1):

@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 
 from .. import contracts, dispatch
-from ..arch import CPU, TRITON
+from ..arch import CPU, CUTE_SM90, TRITON
 from ..dispatch import Implementation
 from . import config, nodes, passes
 from .passes import launcher
@@ -45,7 +45,11 @@ _LAUNCHERS = {
     "mhc_add_parts": "add_parts",
 }
 for _entry, _function in _LAUNCHERS.items():
-    _where = {TRITON: f"triton.launch:{_function}", CPU: f"cpu:{_function}"}
+    _where = {
+        CUTE_SM90: f"launch:{_function}",
+        TRITON: f"triton.launch:{_function}",
+        CPU: f"cpu:{_function}",
+    }
     dispatch.register(
         _entry,
         {

@@ -58,7 +58,8 @@ class Unit:
         """Of position p of the unit at channel c, in a row of ``total`` channels."""
         if cutlass.const_expr(self.layout == "cn"):
             return cutlass.Int64(c * self.n + p)
-        return cutlass.Int64((p // self.channels) * total + c + p % self.channels)
+        stream, e = p // self.channels, p % self.channels
+        return cutlass.Int64(total) * stream + (c + e)
 
     @cute.jit
     def load(self, tensor: cute.Tensor, base, c, total, checked: cutlass.Constexpr = False):
