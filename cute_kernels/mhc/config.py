@@ -99,7 +99,7 @@ class ProjectConfig:
     expand: bool = False
     bias: bool = False
     collapse: bool = False
-    warps: int = 12
+    warps: int = 8
     blocks: int = 1
 
 

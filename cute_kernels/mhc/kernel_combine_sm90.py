@@ -66,7 +66,8 @@ class MhcCombineSm90:
             tensors = (mX, collapse, expand, coefficients, row)
             limit = total - total % batch if self.config.wide else 0
             for c in cutlass.range(tidx * step, limit, batch, unroll=1):
-                places = [c + a * self.config.threads * step for a in range(self.ahead)]
+                own = cutlass.Int64(c)
+                places = [own + a * self.config.threads * step for a in range(self.ahead)]
                 self.units(tensors, places, total, False)
             for c in cutlass.range(
                 limit + tidx * step, total, self.config.threads * step, unroll=1

@@ -24,6 +24,7 @@ from ..compile import fake
 from ..dsl import copy
 from .config import TOKENS, WIDTH, ProjectBackwardConfig, mappings
 from .device import matrix, unit
+from .device.ring import Slots
 from .device.unit import Unit
 
 WARP, ROWS = 32, 16
@@ -38,17 +39,30 @@ class MhcProjectBackwardSm90:
         self.config = config
         self.dtype = fake.DTYPES[config.dtype]
         self.terms = 2 if config.precision == "bf16x2" else 3
-        # Pieces of 8 bytes or more of a stream, so that four lanes read whole sectors.
+        # A warp has 64 elements of a token: in "cn" two units of an octet, 4 apart; in "nc" one of
+        # two octets, whose pieces are 8 bytes or more, so that four lanes read whole sectors.
+        self.units = 2 if config.layout == "cn" else 1
         channels = OCTET // n if config.layout == "cn" else 16 // n
         self.unit = Unit(self.dtype, n, config.layout, channels, config.wide)
         self.octets = self.unit.size // OCTET
+        self.slab = 4 * channels * self.units
         self.columns = mappings(n)
         self.tiles = self.columns // 8
         self.width = WIDTH[n]
         self.threads = WARP * config.warps
-        # Fragments of psi, which two octets have too many of for registers.
-        self.shared = self.octets > 1
-        self.fragments = self.octets * 4 * self.terms * self.tiles
+        # Fragments of psi, in shared memory: of a pair of elements so many times four registers.
+        self.vectors = -(-self.terms * self.tiles // 4)
+        # What is under way: of two tokens x, dy, dout and dH, in the pieces of their accesses.
+        size = self.dtype.width // 8
+        streams = (self.unit.width * size,) * (self.unit.size // self.unit.width)
+        channel = (self.unit.row_width * size,) * (channels // self.unit.row_width)
+        self.of_x = streams * self.units
+        self.of_dy = self.of_x if config.dy else ()
+        self.of_dout = channel * self.units if config.d_out else ()
+        self.slots = Slots(
+            (*self.of_x, *self.of_dy, *self.of_dout, *(8,) * self.tiles) * 2 if config.wide else ()
+        )
+        self.stages = 3 if config.dy else 4
         #: Of terms: (of dH or x, of psi or dH), the largest sum first.
         self.pairs = [(d - b, b) for d in range(self.terms - 1, -1, -1) for b in range(d + 1)]
 
@@ -73,7 +87,7 @@ class MhcProjectBackwardSm90:
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.config.blocks,
             # In percent.  Without it the compiler would ask a device, and a host may have none.
-            preferred_smem_carveout=10,
+            preferred_smem_carveout=100,
             stream=stream,
         )
 
@@ -83,59 +97,196 @@ class MhcProjectBackwardSm90:
         block, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(tidx // WARP)
-        sPsi = None
-        if cutlass.const_expr(self.shared):
-            layout = cute.make_layout((WARP, self.fragments, self.config.warps))
-            every = SmemAllocator().allocate_tensor(cutlass.Int32, layout, byte_alignment=16)
-            sPsi = every[None, None, warp]
+        size = 8 * self.vectors * WARP * 4
+        layout = cute.make_layout((size, self.config.warps))
+        allocator = SmemAllocator()
+        every = allocator.allocate_tensor(cutlass.Int32, layout, byte_alignment=16)
+        sPsi = every[None, warp]
+        layout = cute.make_layout((self.stages, max(self.slots.size, 16), self.config.warps))
+        layout = cute.make_ordered_layout(layout.shape, order=(1, 0, 2))
+        rings = allocator.allocate_tensor(cutlass.Uint8, layout, byte_alignment=16)
+        ring = rings[None, None, warp]
         total = mX.shape[1] // self.config.n
-        slab = 4 * self.unit.channels
-        groups = (total + slab * self.config.warps - 1) // (slab * self.config.warps)
+        groups = (total + self.slab * self.config.warps - 1) // (self.slab * self.config.warps)
         work = mParts.shape[0] * groups
         for index in cutlass.range(block, work, ctas, unroll=1):
             chunk = index // groups
-            first = (index % groups * self.config.warps + warp) * slab
+            first = (index % groups * self.config.warps + warp) * self.slab
             if first < total:
-                whole = (first + slab <= total) & self.config.wide
+                whole = (first + self.slab <= total) & self.config.wide
                 tensors = (mX, mDh, mDms, upstream, mDx)
-                psi = self.psi(mPsi, sPsi, first, total)
+                # The last slab's fragments have been read by the whole warp.
+                cute.arch.sync_warp()
+                self.psi(mPsi, sPsi, first, total)
+                cute.arch.sync_warp()
                 acc = cute.make_rmem_tensor(
-                    cute.make_layout(self.octets * 2 * self.tiles * matrix.SUMS), cutlass.Float32
+                    cute.make_layout(2 * 2 * self.tiles * matrix.SUMS), cutlass.Float32
                 )
                 acc.fill(0.0)
-                self.chunk(tensors, psi, acc, chunk, first, total, whole)
+                self.chunk(tensors, (sPsi, ring), acc, chunk, first, total, whole)
                 self.finish(acc, mParts, chunk, first, total)
 
     @cute.jit
-    def chunk(self, tensors: tuple, psi, acc, chunk, first, total, whole):
-        """All tokens of a chunk, 16 at a time."""
+    def chunk(self, tensors: tuple, shared: tuple, acc, chunk, first, total, whole):
+        """All tokens of a chunk, 16 at a time, of which the next ones are under way."""
+        sPsi, ring = shared
         m = tensors[0].shape[0]
         begin = chunk * TOKENS
         end = cutlass.min(m, begin + TOKENS)
-        full = (end - begin) // ROWS if whole else 0
-        for i in cutlass.range(full, unroll=1):
-            self.rows(tensors, psi, acc, begin + i * ROWS, first, total, False)
-        for row in cutlass.range(begin + full * ROWS, end, ROWS, unroll=1):
-            self.rows(tensors, psi, acc, row, first, total, True)
+        tiles = (end - begin) // ROWS if whole else 0
+        if cutlass.const_expr(self.config.wide):
+            if tiles > 0:
+                last = begin + (tiles - 1) * ROWS
+                for d in cutlass.range_constexpr(self.stages - 1):
+                    row = cutlass.min(begin + d * ROWS, last)
+                    self.fetch(tensors, ring, d, row, first, total)
+                stage = cutlass.Int32(0)
+                for i in cutlass.range(tiles, unroll=1):
+                    row = begin + i * ROWS
+                    cute.arch.cp_async_wait_group(self.stages - 2)
+                    # The stage that was read last is the next to be filled.
+                    free = stage + self.stages - 1
+                    free = free - self.stages if free >= self.stages else free
+                    following = cutlass.min(row + (self.stages - 1) * ROWS, last)
+                    self.fetch(tensors, ring, free, following, first, total)
+                    source = ring[stage, None].iterator
+                    self.rows(tensors, sPsi, acc, source, row, first, total, False)
+                    stage = stage + 1
+                    stage = cutlass.Int32(0) if stage == self.stages else stage
+                cute.arch.cp_async_wait_group(0)
+        for row in cutlass.range(begin + tiles * ROWS, end, ROWS, unroll=1):
+            self.rows(tensors, sPsi, acc, None, row, first, total, True)
 
     @cute.jit
-    def psi(self, mPsi: cute.Tensor, sPsi: cute.Tensor | None, first, total):
+    def fetch(self, tensors: tuple, ring, stage, row, first, total):
+        """The pieces of 16 whole tokens into a stage."""
+        mX, mDh, _, (mDy, _, mDout, _), _ = tensors
+        lane = cute.arch.lane_idx()
+        target = ring[stage, None].iterator
+        piece = 0
+        for half in cutlass.range_constexpr(2):
+            own = row + lane // 4 + 8 * half
+            base = cutlass.Int64(own) * total
+            for tensor in (mX, mDy):
+                if cutlass.const_expr(tensor is not None):
+                    for u in cutlass.range_constexpr(self.units):
+                        c = self.channel(first, u, lane)
+                        for a in cutlass.range_constexpr(self.unit.size // self.unit.width):
+                            at = self.unit.offset(a * self.unit.width, c, total)
+                            wide = base * self.config.n + at
+                            source = copy.aligned(tensor, wide, self.unit.width)
+                            self.slots.fetch(target, piece, source)
+                            piece += 1
+            if cutlass.const_expr(mDout is not None):
+                for u in cutlass.range_constexpr(self.units):
+                    c = self.channel(first, u, lane)
+                    width = self.unit.row_width
+                    for a in cutlass.range_constexpr(self.unit.channels // width):
+                        source = copy.aligned(mDout, base + (c + a * width), width)
+                        self.slots.fetch(target, piece, source)
+                        piece += 1
+            of_token = cutlass.Int64(own) * self.width + 2 * (lane % 4)
+            for tile in cutlass.range_constexpr(self.tiles):
+                self.slots.fetch(target, piece, copy.aligned(mDh, of_token + 8 * tile, 2))
+                piece += 1
+        cute.arch.cp_async_commit_group()
+
+    def piece(self, half: int, of: str, u: int = 0, access: int = 0) -> int:
+        """The number of a piece; ``of``: what."""
+        of_token = {"x": self.of_x, "dy": self.of_dy, "dout": self.of_dout, "dh": (8,) * self.tiles}
+        first = half * sum(map(len, of_token.values()))
+        for name, sizes in of_token.items():
+            if name == of:
+                per_unit = len(sizes) // self.units if of != "dh" else 0
+                return first + u * per_unit + access
+            first += len(sizes)
+        raise KeyError(of)
+
+    @cute.jit
+    def taken(self, stage: cute.Pointer, half: cutlass.Constexpr, of: cutlass.Constexpr, u):
+        """A unit of one token from a stage; ``of``: "x" or "dy"."""
+        raw = cute.make_rmem_tensor(cute.make_layout(self.unit.size), self.dtype)
+        width = self.unit.width
+        for a in cutlass.range_constexpr(self.unit.size // width):
+            part = unit.piece(raw, a * width, width)
+            self.slots.read(stage, self.piece(half, of, u, a), part)
+        return raw
+
+    @cute.jit
+    def taken_channels(self, stage: cute.Pointer, half: cutlass.Constexpr, u: cutlass.Constexpr):
+        """dout of a unit, likewise."""
+        channels, width = self.unit.channels, self.unit.row_width
+        raw = cute.make_rmem_tensor(cute.make_layout(channels), self.dtype)
+        for a in cutlass.range_constexpr(channels // width):
+            part = unit.piece(raw, a * width, width)
+            self.slots.read(stage, self.piece(half, "dout", u, a), part)
+        return raw
+
+    @cute.jit
+    def gradient(self, tensors: tuple, stage, half, row, checked: cutlass.Constexpr) -> list:
+        """Terms of one token's dH: columns 2 t, 2 t + 1, eight on, sixteen on."""
+        lane, m = cute.arch.lane_idx(), tensors[0].shape[0]
+        values = cute.make_rmem_tensor(cute.make_layout(2 * self.tiles), cutlass.Float32)
+        own = row + lane // 4 + 8 * half
+        base = cutlass.Int64(cutlass.min(own, m - 1)) * self.width + 2 * (lane % 4)
+        for tile in cutlass.range_constexpr(self.tiles):
+            part = unit.piece(values, 2 * tile, 2)
+            if cutlass.const_expr(checked):
+                part.store(copy.aligned(tensors[1], base + 8 * tile, 2).load())
+                for side in cutlass.range_constexpr(2):
+                    part[side] = part[side] if own < m else cutlass.Float32(0.0)
+            else:
+                self.slots.read(stage, self.piece(half, "dh", 0, tile), part)
+        return matrix.terms(values, self.terms)
+
+    @cute.jit
+    def given(self, tensors: tuple, stage, half, u, row, at: tuple, checked: cutlass.Constexpr):
+        """(x, dy, dout) of one unit of one token, of what there is; raw."""
+        mX, _, _, (mDy, _, mDout, _), _ = tensors
+        c, total = at
+        dy = d_out = None
+        if cutlass.const_expr(not checked):
+            x = self.taken(stage, half, "x", u)
+            if cutlass.const_expr(mDy is not None):
+                dy = self.taken(stage, half, "dy", u)
+            if cutlass.const_expr(mDout is not None):
+                d_out = self.taken_channels(stage, half, u)
+        else:
+            m = mX.shape[0]
+            own = row + cute.arch.lane_idx() // 4 + 8 * half
+            base = cutlass.Int64(cutlass.min(own, m - 1)) * total
+            wide = base * self.config.n
+            x = self.unit.load(mX, wide, c, total, True)
+            for p in cutlass.range_constexpr(self.unit.size):
+                x[p] = x[p] if own < m else self.dtype(0.0)
+            if cutlass.const_expr(mDy is not None):
+                dy = self.unit.load(mDy, wide, c, total, True)
+            if cutlass.const_expr(mDout is not None):
+                d_out = self.unit.load_raw(mDout, base, c, total, True)
+        return x, dy, d_out
+
+    @cute.jit
+    def channel(self, first, u: cutlass.Constexpr, lane):
+        """The first channel of a lane's unit."""
+        own = cutlass.Int64(first + self.unit.channels * (lane % 4))
+        return own + u * 4 * self.unit.channels
+
+    @cute.jit
+    def psi(self, mPsi: cute.Tensor, sPsi: cute.Tensor, first, total):
         """Fragments of psi as B of dH psi: per octet, pair of elements and term three registers.
 
         Column g of pair J is element 2 J + g mod 2 of lane g / 2's octet, so that a lane's sums of
         the four pairs are its own octet.  Rows are 2 t, 2 t + 1, eight on, sixteen on.
-        In registers, or in shared memory, each lane's own.
         """
         lane = cute.arch.lane_idx()
         g, t = lane // 4, lane % 4
-        c = first + self.unit.channels * (g // 2)
-        found = []
-        for o in cutlass.range_constexpr(self.octets):
+        for octet in cutlass.range_constexpr(2):
+            c = self.channel(first, octet // self.octets, g // 2)
             for pair in cutlass.range_constexpr(4):
                 values = cute.make_rmem_tensor(cute.make_layout(2 * self.tiles), cutlass.Float32)
                 values.fill(0.0)
                 for odd in cutlass.range_constexpr(2):
-                    p = o * OCTET + 2 * pair + odd
+                    p = octet % self.octets * OCTET + 2 * pair + odd
                     if (g % 2 == odd) & (c + self.unit.channel(p) < total):
                         at = self.unit.offset(p, c, total)
                         for tile in cutlass.range_constexpr(self.tiles):
@@ -144,105 +295,28 @@ class MhcProjectBackwardSm90:
                                 base = cutlass.Int64(row) * mPsi.shape[1]
                                 values[2 * tile + side] = copy.aligned(mPsi, base + at, 1)[0]
                 terms = matrix.terms(values, self.terms)
-                found.append(terms)
-                if cutlass.const_expr(self.shared):
-                    for b in cutlass.range_constexpr(self.terms):
-                        for tile in cutlass.range_constexpr(self.tiles):
-                            at = self.place(o, pair, b) + tile
-                            sPsi[lane, at] = terms[b][tile]
-        return sPsi if self.shared else found
-
-    def place(self, octet: int, pair: int, term: int) -> int:
-        """Of the first of some fragments in shared memory."""
-        return ((octet * 4 + pair) * self.terms + term) * self.tiles
+                for v in cutlass.range_constexpr(self.vectors):
+                    target = self.fragment(sPsi, octet * 4 + pair, v)
+                    for i in cutlass.range_constexpr(4):
+                        at = 4 * v + i
+                        if cutlass.const_expr(at < self.terms * self.tiles):
+                            target[i] = terms[at // self.tiles][at % self.tiles]
 
     @cute.jit
-    def fragment(self, psi, octet: cutlass.Constexpr, pair: cutlass.Constexpr, term):
-        """The registers of one term."""
-        if cutlass.const_expr(not self.shared):
-            return psi[octet * 4 + pair][term]
-        first, lane = self.place(octet, pair, term), cute.arch.lane_idx()
-        return [psi[lane, first + tile] for tile in range(self.tiles)]
+    def fragment(self, sPsi: cute.Tensor, pair, vector) -> cute.Tensor:
+        """Four of a lane's registers."""
+        at = ((pair * self.vectors + vector) * WARP + cute.arch.lane_idx()) * 4
+        pointer = cute.make_ptr(
+            cutlass.Int32, (sPsi.iterator + at).toint(), cute.AddressSpace.smem, assumed_align=16
+        )
+        return cute.make_tensor(pointer, cute.make_layout(4))
 
     @cute.jit
-    def rows(self, tensors: tuple, psi, acc, row, first, total, checked: cutlass.Constexpr):
-        """16 tokens of one slab."""
-        mX, mDh, mDms, (mDy, _, mDout, _), mDx = tensors
+    def rows(self, tensors: tuple, sPsi, acc, stage, row, first, total, checked: cutlass.Constexpr):
+        """16 tokens of one slab; from a stage, or ``checked``."""
         lane = cute.arch.lane_idx()
-        m, k = mX.shape
-        c = first + self.unit.channels * (lane % 4)
-        own = [row + lane // 4 + 8 * half for half in range(2)]
-        reads = own
-        if cutlass.const_expr(checked):
-            reads = [cutlass.min(r, m - 1) for r in own]
-        bases = [cutlass.Int64(r) * total for r in reads]
-        xs, dys, douts = [], [], []
-        for half in cutlass.range_constexpr(2):
-            wide = bases[half] * self.config.n
-            raw = self.unit.load(mX, wide, c, total, checked)
-            if cutlass.const_expr(checked):
-                for p in cutlass.range_constexpr(self.unit.size):
-                    raw[p] = raw[p] if own[half] < m else self.dtype(0.0)
-            xs.append(raw)
-            dys.append(None if mDy is None else self.unit.load(mDy, wide, c, total, checked))
-            douts.append(
-                None
-                if mDout is None
-                else self.unit.load_channels(mDout, bases[half], c, total, checked)
-            )
-        dh = [self.gradient(mDh, own[half], reads[half], m, checked) for half in range(2)]
-        self.add(acc, xs, dh)
-        starts = [
-            cute.make_rmem_tensor(cute.make_layout(self.unit.size), cutlass.Float32)
-            for _ in range(2)
-        ]
-        for o in cutlass.range_constexpr(self.octets):
-            self.product(starts, dh, psi, o)
-        for half in cutlass.range_constexpr(2):
-            self.give(
-                tensors, starts[half], xs[half], dys[half], douts[half],
-                (own[half], reads[half], m), (bases[half], c, total), checked,
-            )  # fmt: skip
-
-    @cute.jit
-    def gradient(self, mDh: cute.Tensor, own, read, m, checked: cutlass.Constexpr) -> list:
-        """Terms of one token's dH: columns 2 t, 2 t + 1, eight on, sixteen on."""
-        lane = cute.arch.lane_idx()
-        values = cute.make_rmem_tensor(cute.make_layout(2 * self.tiles), cutlass.Float32)
-        base = cutlass.Int64(read) * self.width + 2 * (lane % 4)
-        for tile in cutlass.range_constexpr(self.tiles):
-            part = unit.piece(values, 2 * tile, 2)
-            part.store(copy.aligned(mDh, base + 8 * tile, 2).load())
-            if cutlass.const_expr(checked):
-                for side in cutlass.range_constexpr(2):
-                    part[side] = part[side] if own < m else cutlass.Float32(0.0)
-        return matrix.terms(values, self.terms)
-
-    @cute.jit
-    def product(self, starts: list, dh: list, psi, octet: cutlass.Constexpr):
-        """dH psi of an octet of 16 tokens, in the places of each token's unit."""
-        made = cute.make_rmem_tensor(cute.make_layout(4 * matrix.SUMS), cutlass.Float32)
-        made.fill(0.0)
-        low, high = dh
-        last = self.tiles - 1
-        for pair in cutlass.range_constexpr(4):
-            for a, b in self.pairs:
-                of_psi = self.fragment(psi, octet, pair, b)
-                if cutlass.const_expr(self.tiles == 3):
-                    matrix.multiply(
-                        made, pair, (low[a][0], high[a][0], low[a][1], high[a][1]),
-                        (of_psi[0], of_psi[1]),
-                    )  # fmt: skip
-                matrix.multiply_half(made, pair, (low[a][last], high[a][last]), of_psi[last])
-            for half in cutlass.range_constexpr(2):
-                for side in cutlass.range_constexpr(2):
-                    value = made[pair * matrix.SUMS + 2 * half + side]
-                    starts[half][octet * OCTET + 2 * pair + side] = value
-
-    @cute.jit
-    def add(self, acc, xs: list, dh: list):
-        """dpsi += xᵀ dH of 16 tokens; terms a of x and b of dH."""
-        x = [matrix.terms(raw, self.terms) for raw in xs]
+        m = tensors[0].shape[0]
+        dh = [self.gradient(tensors, stage, half, row, checked) for half in range(2)]
         columns = [
             [
                 (matrix.transposed(dh[0][b][tile]), matrix.transposed(dh[1][b][tile]))
@@ -250,6 +324,65 @@ class MhcProjectBackwardSm90:
             ]
             for b in range(self.terms)
         ]
+        for u in cutlass.range_constexpr(self.units):
+            c = self.channel(first, u, lane)
+            read = [
+                self.given(tensors, stage, half, u, row, (c, total), checked) for half in range(2)
+            ]
+            self.add(acc, [x for x, _, _ in read], columns, u)
+            starts = [
+                cute.make_rmem_tensor(cute.make_layout(self.unit.size), cutlass.Float32)
+                for _ in range(2)
+            ]
+            for o in cutlass.range_constexpr(self.octets):
+                self.product(starts, dh, sPsi, u * self.octets + o, o)
+            for half in cutlass.range_constexpr(2):
+                own = row + lane // 4 + 8 * half
+                # Read for each unit: registers are few, and the second time they are near.
+                coefficients = self.coefficients(tensors, own, cutlass.min(own, m - 1))
+                self.give(tensors, starts[half], read[half], coefficients, (c, total, m), checked)
+
+    @cute.jit
+    def coefficients(self, tensors: tuple, own, read) -> tuple:
+        """(token, token that is read, factor of x, res, pre) of what there is."""
+        mX, _, mDms, (_, mRes, _, mPre), _ = tensors
+        n = self.config.n
+        factor = copy.aligned(mDms, cutlass.Int64(read), 1)[0] * (
+            cutlass.Float32(2.0) / cutlass.Float32(mX.shape[1])
+        )
+        res = None if mRes is None else unit.compact(mRes, read, n * n)
+        pre = None if mPre is None else unit.compact(mPre, read, n)
+        return own, read, factor, res, pre
+
+    @cute.jit
+    def product(self, starts: list, dh: list, sPsi, octet: cutlass.Constexpr, o: cutlass.Constexpr):
+        """dH psi of one of two octets of 16 tokens, octet o of each token's unit."""
+        low, high = dh
+        last = self.tiles - 1
+        for pair in cutlass.range_constexpr(4):
+            made = cute.make_rmem_tensor(cute.make_layout(matrix.SUMS), cutlass.Float32)
+            made.fill(0.0)
+            psi = cute.make_rmem_tensor(cute.make_layout(4 * self.vectors), cutlass.Int32)
+            for v in cutlass.range_constexpr(self.vectors):
+                part = unit.piece(psi, 4 * v, 4)
+                part.store(self.fragment(sPsi, octet * 4 + pair, v).load())
+            for a, b in self.pairs:
+                at = b * self.tiles
+                if cutlass.const_expr(self.tiles == 3):
+                    matrix.multiply(
+                        made, 0, (low[a][0], high[a][0], low[a][1], high[a][1]),
+                        (psi[at], psi[at + 1]),
+                    )  # fmt: skip
+                matrix.multiply_half(made, 0, (low[a][last], high[a][last]), psi[at + last])
+            for half in cutlass.range_constexpr(2):
+                for side in cutlass.range_constexpr(2):
+                    value = made[2 * half + side]
+                    starts[half][o * OCTET + 2 * pair + side] = value
+
+    @cute.jit
+    def add(self, acc, xs: list, columns: list, u: cutlass.Constexpr):
+        """dpsi += xᵀ dH of a unit of 16 tokens; terms a of x and b of dH."""
+        x = [matrix.terms(raw, self.terms) for raw in xs]
         for o in cutlass.range_constexpr(self.octets):
             for a, b in self.pairs:
                 if cutlass.const_expr(a < len(x[0])):
@@ -261,51 +394,45 @@ class MhcProjectBackwardSm90:
                             matrix.transposed(x[1][a][at]),
                             matrix.transposed(x[1][a][at + 1]),
                         )
+                        first = ((u * self.octets + o) * 2 + group) * self.tiles
                         for tile in cutlass.range_constexpr(self.tiles):
-                            where = (o * 2 + group) * self.tiles + tile
-                            matrix.multiply(acc, where, rows, columns[b][tile])
+                            matrix.multiply(acc, first + tile, rows, columns[b][tile])
 
     @cute.jit
     def give(
-        self, tensors: tuple, start, raw, dy, d_out, row: tuple, at: tuple,
+        self, tensors: tuple, start, read: tuple, coefficients: tuple, at: tuple,
         checked: cutlass.Constexpr,
     ):  # fmt: skip
-        """dx of one token."""
-        mX, _, mDms, (_, mRes, _, mPre), mDx = tensors
-        own, read, m = row
-        base, c, total = at
-        n = self.config.n
-        factor = copy.aligned(mDms, cutlass.Int64(read), 1)[0] * (
-            cutlass.Float32(2.0) / cutlass.Float32(mX.shape[1])
-        )
-        x = unit.widened(raw)
+        """dx of one unit of one token."""
+        mDx = tensors[4]
+        own, source, factor, res, pre = coefficients
+        c, total, m = at
+        raw, dy, d_out = (None if t is None else unit.widened(t) for t in read)
         for p in cutlass.range_constexpr(self.unit.size):
-            start[p] = cute.math.fma(x[p], factor, start[p])
-        res = None if mRes is None else unit.compact(mRes, read, n * n)
-        pre = None if mPre is None else unit.compact(mPre, read, n)
-        dy = None if dy is None else unit.widened(dy)
+            start[p] = cute.math.fma(raw[p], factor, start[p])
         dx = unit.narrowed(unit.passed(self.unit, start, dy, d_out, res, pre), self.dtype)
+        base = cutlass.Int64(source) * total * self.config.n
         if cutlass.const_expr(checked):
             if own < m:
-                self.unit.store(dx, mDx, base * n, c, total, True)
+                self.unit.store(dx, mDx, base, c, total, True)
         else:
-            self.unit.store(dx, mDx, base * n, c, total, False)
+            self.unit.store(dx, mDx, base, c, total, False)
 
     @cute.jit
     def finish(self, acc, mParts, chunk, first, total):
         """The slab's dpsi: rows of a product are elements g mod 2 of lane g / 2's pairs."""
         lane = cute.arch.lane_idx()
         g, t = lane // 4, lane % 4
-        c = first + self.unit.channels * (g // 2)
         _, columns, k = mParts.shape
-        for o in cutlass.range_constexpr(self.octets):
+        for octet in cutlass.range_constexpr(2):
+            c = self.channel(first, octet // self.octets, g // 2)
             for pair in cutlass.range_constexpr(4):
                 for odd in cutlass.range_constexpr(2):
-                    p = o * OCTET + 2 * pair + odd
+                    p = octet % self.octets * OCTET + 2 * pair + odd
                     if (g % 2 == odd) & (c + self.unit.channel(p) < total):
                         at = self.unit.offset(p, c, total)
                         for tile in cutlass.range_constexpr(self.tiles):
-                            where = ((o * 2 + pair // 2) * self.tiles + tile) * matrix.SUMS
+                            where = ((octet * 2 + pair // 2) * self.tiles + tile) * matrix.SUMS
                             for side in cutlass.range_constexpr(2):
                                 row = tile * 8 + 2 * t + side
                                 base = (cutlass.Int64(chunk) * columns + row) * k

@@ -8,12 +8,11 @@ Layout       x, y [M, K] rows of streams (mhc/config.py); psi fp32 [N, K]; sums 
              squares [S, M] fp32; f, out [M, C].
 Order        a chunk is walked in steps of 32 channels, a step in the units of mhc/device/unit.py;
              each octet is two k16 groups of ``mma.sync`` whose sums go on.  psi is the sum of T
-             bf16 terms, an fp32 x likewise; products of terms a and b with a + b = d have sums of
-             their own, and are added from d = T - 1 down to 0.  Squares: four lanes have a chain
-             each, neighbours are added first.  None of it follows M, the grid or the warp.
+             bf16 terms, and so is an fp32 x; each term of psi has sums of its own, which are added
+             from the smallest on.  Squares: four lanes have a chain each, neighbours are added
+             first.  None of it follows M, the grid or the warp.
 Work         a CTA keeps the terms of one chunk of psi in shared memory and streams tokens past
-             them; (chunk, tile of 16 tokens) pairs are dealt out in contiguous ranges, a tile to a
-             warp.
+             them, a tile of 16 or 32 to a warp; as many CTAs as fit share a chunk.
 M, C tails   rows behind the last are read as the last, and not stored; channels behind the last
              are zeros.
 Measured     docs/status.md.
@@ -29,9 +28,11 @@ from .config import ProjectConfig, chunk_channels, mappings
 from .device import matrix, unit
 from .device.unit import Unit
 
-WARP, TOKENS = 32, 16
+WARP = 32
 #: Channels of one step, and elements of an octet.
 STEP, OCTET = 32, 8
+#: Octets of psi that a thread loads before it splits the first.
+FILL = 4
 
 
 class MhcProjectSm90:
@@ -44,13 +45,18 @@ class MhcProjectSm90:
         self.terms = 2 if config.precision == "bf16x2" else 3
         self.chunk = chunk_channels(n, config.precision)
         self.steps = self.chunk // STEP * n  # of one octet a lane
-        self.tiles = mappings(n) // 8
+        self.columns = mappings(n)
+        # Tiles of 16 rows: the rows of psi's first term, then those of the next.
+        self.tiles = -(-self.terms * self.columns // matrix.ROWS)
         channels = OCTET // n if config.layout == "cn" else OCTET
         self.unit = Unit(self.dtype, n, config.layout, channels, config.wide)
-        self.units = STEP // 4 // channels  # of a lane, of a token, in a step
-        self.octets = self.unit.size // OCTET  # of a unit
-        # Units that are loaded before the first is used.
-        self.ahead = 1 if config.collapse else min(self.units, 2) if config.expand else self.units
+        # What a lane loads at once: an octet; or a unit, if y needs all streams of its channels.
+        self.octets = self.unit.size // OCTET if config.expand else 1
+        self.items = n // self.octets  # of 32 channels
+        # Rows g + 8 h of a warp's tile: of 32 tokens where registers are left, psi is read once.
+        self.rows = 4 if self.dtype is cutlass.BFloat16 and not config.expand else 2
+        # Items under way.
+        self.ahead = min(self.items, 2)
         self.threads = WARP * config.warps
 
     @cute.jit
@@ -85,65 +91,91 @@ class MhcProjectSm90:
         block, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(tidx // WARP)
-        registers = self.steps * self.tiles * self.terms * WARP * 4
+        registers = self.steps * self.tiles * WARP * OCTET
         sPsi = SmemAllocator().allocate_tensor(
             cutlass.Int32, cute.make_layout(registers), byte_alignment=16
         )
-        tiles = (mX.shape[0] + TOKENS - 1) // TOKENS
-        total = cutlass.Int64(mSums.shape[0]) * tiles
-        first, last = (total * (block + i) // ctas for i in range(2))
-        for chunk in cutlass.range(
-            (first // tiles).to(cutlass.Int32),
-            ((last + tiles - 1) // tiles).to(cutlass.Int32),
-            unroll=1,
-        ):
+        tiles = (mX.shape[0] + 8 * self.rows - 1) // (8 * self.rows)
+        chunks, warps = mSums.shape[0], self.config.warps
+        # So many CTAs share a chunk, each a part of its tiles.
+        sharers = cutlass.max(ctas // chunks, 1)
+        for chunk in cutlass.range(block // sharers, chunks, ctas // sharers, unroll=1):
             cute.arch.sync_threads()
             self.fill(sPsi, mPsi, chunk, tidx)
             cute.arch.sync_threads()
-            begin = cutlass.Int64(chunk) * tiles
-            low = cutlass.max(first, begin) - begin
-            high = cutlass.min(last, begin + tiles) - begin
             for tile in cutlass.range(
-                low.to(cutlass.Int32) + warp, high.to(cutlass.Int32), self.config.warps, unroll=1
+                block % sharers * warps + warp, tiles, sharers * warps, unroll=1
             ):
                 self.tile(mX, sPsi, mSums, mSquares, expand, collapse, chunk, tile)
 
     @cute.jit
-    def place(self, step: cutlass.Int32, t):
-        """(first channel in the chunk, position in the unit) of a lane's octet in a step."""
-        within = step % self.config.n
-        of_unit, octet = within // self.octets, within % self.octets
-        channels = self.unit.channels
-        c = step // self.config.n * STEP + of_unit * 4 * channels + channels * t
-        return c, octet * OCTET
+    def place(self, step, t):
+        """(first channel in the chunk, stream in "nc") of a lane's octet in a step."""
+        n, channels = self.config.n, self.unit.channels
+        if cutlass.const_expr(self.config.layout == "cn"):
+            return step * (4 * channels) + channels * t, 0
+        return step // n * STEP + channels * t, step % n
+
+    @cute.jit
+    def octet(self, tensor, base, at: tuple, total, checked: cutlass.Constexpr):
+        """Eight elements of a row; ``at``: (channel, stream); 0 behind the last channel."""
+        c, stream = at
+        raw = cute.make_rmem_tensor(cute.make_layout(OCTET), tensor.element_type)
+        width = 128 // tensor.element_type.width if self.config.wide else 1
+        offset = cutlass.Int64(c) * self.config.n
+        if cutlass.const_expr(self.config.layout == "nc"):
+            offset = cutlass.Int64(total) * stream + c
+        for a in cutlass.range_constexpr(OCTET // width):
+            part = unit.piece(raw, a * width, width)
+            source = copy.aligned(tensor, base + offset + a * width, width)
+            if cutlass.const_expr(checked):
+                part.fill(0.0)
+                if c + self.unit.channel(a * width) < total:
+                    part.store(source.load())
+            else:
+                part.store(source.load())
+        return raw
 
     @cute.jit
     def fill(self, sPsi: cute.Tensor, mPsi: cute.Tensor, chunk, tidx):
-        """psi = Σ of terms: each lane's octet of row 8 J + g, of every step, where it reads it."""
+        """psi = Σ of terms: octets of every row and step, where lanes read them."""
         channels = mPsi.shape[1] // self.config.n
+        begin = chunk * self.chunk
+        items = self.steps * self.columns * 4
+        # Rows that there are not: of no term.
         for item in cutlass.range(tidx, self.steps * self.tiles * WARP, self.threads, unroll=1):
-            lane, tile, step = item % WARP, item // WARP % self.tiles, item // (WARP * self.tiles)
-            c, position = self.place(step, lane % 4)
-            c = chunk * self.chunk + c
-            at = cutlass.Int64(c * self.config.n)
-            if cutlass.const_expr(self.config.layout == "nc"):
-                at = cutlass.Int64(position // OCTET) * channels + c
-            base = cutlass.Int64(tile * 8 + lane // 4) * mPsi.shape[1] + at
-            values = cute.make_rmem_tensor(cute.make_layout(OCTET), cutlass.Float32)
-            values.fill(0.0)
-            width = 4 if self.config.wide else 1
-            for a in cutlass.range_constexpr(OCTET // width):
-                if c + self.unit.channel(a * width) < channels:
-                    part = unit.piece(values, a * width, width)
-                    part.store(copy.aligned(mPsi, base + a * width, width).load())
-            for b, term in enumerate(matrix.terms(values, self.terms)):
-                target = self.fragment(sPsi, step, tile, b, lane)
-                target.store(term.load())
+            if cutlass.const_expr(self.terms * self.columns % matrix.ROWS != 0):
+                self.fragment(sPsi, 0, 0, item, 0).fill(0)
+                self.fragment(sPsi, 0, 0, item, 1).fill(0)
+        if cutlass.const_expr(self.terms * self.columns % matrix.ROWS != 0):
+            cute.arch.sync_threads()
+        # All of a whole chunk, several at a time; what is behind the last channel is zeros.
+        if (begin + self.chunk <= channels) & self.config.wide:
+            for item in cutlass.range(tidx, items, self.threads, unroll=FILL):
+                self.fill_item(sPsi, mPsi, begin, item, channels, False)
+        else:
+            for item in cutlass.range(tidx, items, self.threads, unroll=1):
+                self.fill_item(sPsi, mPsi, begin, item, channels, True)
 
     @cute.jit
-    def fragment(self, sPsi: cute.Tensor, step, tile, term, lane) -> cute.Tensor:
-        """The four registers of a lane."""
-        at = (((step * self.tiles + tile) * self.terms + term) * WARP + lane) * 4
+    def fill_item(self, sPsi, mPsi, begin, item, channels, checked: cutlass.Constexpr):
+        """One octet of a row of psi: neighbouring threads have neighbouring octets."""
+        t, row, step = item % 4, item // 4 % self.columns, item // (4 * self.columns)
+        c, stream = self.place(step, t)
+        base = cutlass.Int64(row) * mPsi.shape[1]
+        values = self.octet(mPsi, base, (begin + c, stream), channels, checked)
+        for b, term in enumerate(matrix.terms(values, self.terms)):
+            at = b * self.columns + row
+            tile, within = at // matrix.ROWS, at % matrix.ROWS
+            lane, half = within % 8 * 4 + t, within // 8
+            for pair in cutlass.range_constexpr(4):
+                target = self.fragment(sPsi, step, tile, lane, pair // 2)
+                target[half + 2 * (pair % 2)] = term[pair]
+
+    @cute.jit
+    def fragment(self, sPsi: cute.Tensor, step, tile, lane, group) -> cute.Tensor:
+        """The four registers of a lane in one k16 group."""
+        at = (((step * self.tiles + tile) * 2 + group) * WARP + lane) * 4
         pointer = cute.make_ptr(
             cutlass.Int32, (sPsi.iterator + at).toint(), cute.AddressSpace.smem, assumed_align=16
         )
@@ -151,30 +183,108 @@ class MhcProjectSm90:
 
     @cute.jit
     def tile(self, mX, sPsi, mSums, mSquares, expand: tuple, collapse: tuple, chunk, tile):
-        """One chunk of 16 tokens, by a warp: lanes of g have tokens g and g + 8."""
+        """One chunk of a warp's tokens: lanes of row g read tokens g, g + 8, ..."""
         config = self.config
         lane = cute.arch.lane_idx()
         m, k = mX.shape
-        channels = k // config.n
-        rows = [tile * TOKENS + lane // 4 + 8 * half for half in range(2)]
-        reads = [cutlass.min(row, m - 1) for row in rows]
-        coefficients = [self.coefficients(expand, collapse, row) for row in reads]
-        acc = cute.make_rmem_tensor(
-            cute.make_layout(self.terms * self.tiles * matrix.SUMS), cutlass.Float32
-        )
-        squares = cute.make_rmem_tensor(cute.make_layout(2), cutlass.Float32)
-        acc.fill(0.0)
+        total = k // config.n
+        own = [tile * (8 * self.rows) + lane // 4 + 8 * h for h in range(self.rows)]
+        reads = [cutlass.min(row, m - 1) for row in own]
+        rows = list(zip(own, reads))
+        # Units of "nc" leave no registers for them: they are read again for each.
+        coefficients = [None] * self.rows
+        if cutlass.const_expr(config.layout == "cn"):
+            coefficients = [self.coefficients(expand, collapse, row) for row in reads]
+        acc = [
+            cute.make_rmem_tensor(cute.make_layout(self.tiles * matrix.SUMS), cutlass.Float32)
+            for _ in range(self.rows)
+        ]
+        squares = cute.make_rmem_tensor(cute.make_layout(self.rows), cutlass.Float32)
+        for of_row in acc:
+            of_row.fill(0.0)
         squares.fill(0.0)
-        state = (acc, squares)
         begin = chunk * self.chunk
-        extent = cutlass.min(channels - begin, self.chunk)
-        whole = extent // STEP
-        tensors = (mX, sPsi, expand, collapse, coefficients)
-        for step in cutlass.range(whole, unroll=1):
-            self.step(tensors, state, rows, reads, begin, step, False)
-        if whole * STEP < extent:
-            self.step(tensors, state, rows, reads, begin, whole, True)
-        self.finish(mSums, mSquares, state, rows, chunk)
+        extent = cutlass.min(total - begin, self.chunk)
+        whole = extent // STEP if config.wide else 0
+        tensors = (mX, expand, collapse, coefficients, rows, begin, total)
+        state = (sPsi, acc, squares)
+        if whole > 0:
+            self.walk(tensors, state, whole * self.items)
+        count = (extent + STEP - 1) // STEP * self.items
+        for item in cutlass.range(whole * self.items, count, unroll=1):
+            self.use(tensors, state, self.load(tensors, item, True), item, True)
+        self.finish(mSums, mSquares, acc, squares, own, chunk)
+
+    @cute.jit
+    def walk(self, tensors: tuple, state: tuple, count):
+        """``count`` items, of which the next ones are under way while one is used."""
+        last = count - 1
+        items = [self.load(tensors, cutlass.min(d, last), False) for d in range(self.ahead)]
+        for first in cutlass.range(0, count, self.ahead, unroll=1):
+            for d in cutlass.range_constexpr(self.ahead):
+                item = first + d
+                following = cutlass.min(item + self.ahead, last)
+                if cutlass.const_expr(self.ahead == 1):
+                    after = self.load(tensors, following, False)
+                    self.use(tensors, state, items[d], item, False)
+                    self.replace(items[d], after)
+                else:
+                    self.use(tensors, state, items[d], item, False)
+                    self.replace(items[d], self.load(tensors, following, False))
+
+    @cute.jit
+    def replace(self, item: list, by: list):
+        """An item's registers by those of another one."""
+        for old, new in zip(item, by):
+            for left, right in zip(old, new):
+                if cutlass.const_expr(left is not None):
+                    left.store(right.load())
+
+    @cute.jit
+    def load(self, tensors: tuple, item, checked: cutlass.Constexpr) -> list:
+        """(x raw, f) of one item of every row."""
+        mX, expand, _, _, rows, begin, total = tensors
+        lane = cute.arch.lane_idx()
+        found = []
+        for _, read in rows:
+            base = cutlass.Int64(read) * total
+            wide = base * self.config.n
+            if cutlass.const_expr(expand[0] is None):
+                c, stream = self.place(item, lane % 4)
+                x = self.octet(mX, wide, (begin + c, stream), total, checked)
+                found.append((x, None))
+            else:
+                c = begin + self.channel_of(item)
+                x = self.unit.load(mX, wide, c, total, checked)
+                found.append((x, self.unit.load_raw(expand[0], base, c, total, checked)))
+        return found
+
+    @cute.jit
+    def channel_of(self, item):
+        """The first channel of a lane's unit, in the chunk."""
+        channels = self.unit.channels
+        return item * (4 * channels) + channels * (cute.arch.lane_idx() % 4)
+
+    @cute.jit
+    def use(self, tensors: tuple, state: tuple, item: list, number, checked: cutlass.Constexpr):
+        """The sums of one item."""
+        _, expand, collapse, coefficients, rows, begin, total = tensors
+        sPsi, acc, squares = state
+        terms = []
+        for h in cutlass.range_constexpr(self.rows):
+            raw, f = item[h]
+            if cutlass.const_expr(expand[0] is not None):
+                at = (begin + self.channel_of(number), total)
+                raw = self.expand(
+                    expand, collapse, coefficients[h], raw, f, rows[h], at, tensors[0].shape[0],
+                    checked,
+                )  # fmt: skip
+            values = unit.widened(raw)
+            for p in cutlass.range_constexpr(cute.size(raw)):
+                squares[h] = cute.math.fma(values[p], values[p], squares[h])
+            terms.append(matrix.terms(raw, self.terms))
+        for o in cutlass.range_constexpr(self.octets):
+            self.multiply(sPsi, acc, terms, number * self.octets + o, o)
 
     @cute.jit
     def coefficients(self, expand: tuple, collapse: tuple, row) -> tuple:
@@ -189,116 +299,77 @@ class MhcProjectSm90:
         return post, res, pre
 
     @cute.jit
-    def step(
-        self, tensors: tuple, state: tuple, rows, reads, begin, step, checked: cutlass.Constexpr
-    ):
-        """32 channels of 16 tokens: loads first, then what is made of them."""
-        mX, sPsi, expand, collapse, coefficients = tensors
-        m, k = mX.shape
-        total = k // self.config.n
-        lane = cute.arch.lane_idx()
-        bases = [cutlass.Int64(row) * k for row in reads]
-        first = begin + step * STEP + self.unit.channels * (lane % 4)
-        for group in cutlass.range_constexpr(self.units // self.ahead):
-            units = list(range(group * self.ahead, (group + 1) * self.ahead))
-            places = [first + u * 4 * self.unit.channels for u in units]
-            raws = [[self.unit.load(mX, base, c, total, checked) for base in bases] for c in places]
-            if cutlass.const_expr(expand[0] is not None):
-                for u in cutlass.range_constexpr(self.ahead):
-                    for half in cutlass.range_constexpr(2):
-                        raws[u][half] = self.expand(
-                            expand, collapse, coefficients[half], raws[u][half],
-                            (rows[half], reads[half], m), (places[u], total), checked,
-                        )  # fmt: skip
-            for u in cutlass.range_constexpr(self.ahead):
-                octet = step * self.config.n + units[u] * self.octets
-                self.unit_sums(sPsi, state, raws[u], octet)
-
-    @cute.jit
-    def unit_sums(self, sPsi, state: tuple, raws: list, octet):
-        """The sums of one unit of 16 tokens; its octets from ``octet`` on."""
-        acc, squares = state
-        terms = []
-        for half in cutlass.range_constexpr(2):
-            values = unit.widened(raws[half])
-            for p in cutlass.range_constexpr(self.unit.size):
-                squares[half] = cute.math.fma(values[p], values[p], squares[half])
-            terms.append(matrix.terms(raws[half], self.terms))
-        for o in cutlass.range_constexpr(self.octets):
-            self.multiply(sPsi, acc, terms, octet + o, o)
-
-    @cute.jit
     def expand(
-        self, expand: tuple, collapse: tuple, coefficients: tuple, raw, row: tuple, at: tuple,
-        checked: cutlass.Constexpr,
+        self, expand: tuple, collapse: tuple, coefficients: tuple, raw, f, row: tuple, at: tuple,
+        m, checked: cutlass.Constexpr,
     ):  # fmt: skip
         """A unit of y from one of x; both y and its collapse are stored."""
-        mF, mBias, _, _, mY = expand
-        mPre, mOut = collapse
+        _, mBias, _, _, mY = expand
+        _, mOut = collapse
+        own, read = row
+        if cutlass.const_expr(coefficients is None):
+            coefficients = self.coefficients(expand, collapse, read)
         post, res, pre = coefficients
-        own, read, m = row
         c, total = at
         base = cutlass.Int64(read) * total
-        f = self.unit.load_channels(mF, base, c, total, checked)
         bias = None
         if cutlass.const_expr(mBias is not None):
             bias = self.unit.load_channels(mBias, cutlass.Int64(0), c, total, checked)
-        y = unit.narrowed(
-            unit.expanded(self.unit, unit.widened(raw), f, bias, post, res), self.dtype
-        )
+        made = unit.expanded(self.unit, unit.widened(raw), unit.widened(f), bias, post, res)
+        y = unit.narrowed(made, self.dtype)
         if own < m:
             self.unit.store(y, mY, base * self.config.n, c, total, checked)
             if cutlass.const_expr(mOut is not None):
                 out = unit.collapsed(self.unit, unit.widened(y), pre)
                 self.unit.store_channels(out, mOut, base, c, total, checked)
         if cutlass.const_expr(checked):
-            # f of a channel behind the last is 0, but the bias of none is not: nothing is added.
+            # What is behind the last channel counts for nothing.
             for p in cutlass.range_constexpr(self.unit.size):
                 inside = c + self.unit.channel(p) < total
                 y[p] = y[p] if inside else self.dtype(0.0)
         return y
 
     @cute.jit
-    def multiply(self, sPsi, acc: cute.Tensor, terms: list, step, octet: cutlass.Constexpr):
-        """acc of distance a + b += x_a psi_bᵀ, both k16 groups of an octet."""
+    def multiply(self, sPsi, acc: list, terms: list, step, octet: cutlass.Constexpr):
+        """acc += psi xᵀ of both k16 groups of an octet; the smallest term of x first."""
         lane = cute.arch.lane_idx()
         for tile in cutlass.range_constexpr(self.tiles):
-            for b in cutlass.range_constexpr(self.terms):
+            for group in cutlass.range_constexpr(2):
                 psi = cute.make_rmem_tensor(cute.make_layout(4), cutlass.Int32)
-                psi.store(self.fragment(sPsi, step, tile, b, lane).load())
-                for a in cutlass.range_constexpr(min(len(terms[0]), self.terms - b)):
-                    low, high = terms[0][a], terms[1][a]
-                    for group in cutlass.range_constexpr(2):
-                        at = octet * 4 + 2 * group
+                psi.store(self.fragment(sPsi, step, tile, lane, group).load())
+                at = octet * 4 + 2 * group
+                for h in cutlass.range_constexpr(self.rows):
+                    for term in reversed(terms[h]):
                         matrix.multiply(
-                            acc,
-                            (a + b) * self.tiles + tile,
-                            (low[at], high[at], low[at + 1], high[at + 1]),
-                            (psi[2 * group], psi[2 * group + 1]),
+                            acc[h], tile, [psi[i] for i in range(4)], (term[at], term[at + 1])
                         )
 
     @cute.jit
-    def finish(self, mSums, mSquares, state: tuple, rows, chunk):
-        """The chunk's sums of 16 tokens, the smallest first."""
-        acc, squares = state
+    def finish(self, mSums, mSquares, acc: list, squares, own: list, chunk):
+        """The chunk's sums of the warp's tokens: psi's terms, the smallest first.
+
+        A lane has rows g + 8 i of psi, terms one after the other, of tokens 2 t and 2 t + 1.
+        """
         lane = cute.arch.lane_idx()
+        g, t = lane // 4, lane % 4
         _, m, columns = mSums.shape
-        of_distance = self.tiles * matrix.SUMS
-        for i in cutlass.range_constexpr(of_distance):
-            total = acc[(self.terms - 1) * of_distance + i]
-            for d in cutlass.range_constexpr(self.terms - 2, -1, -1):
-                total = total + acc[d * of_distance + i]
-            acc[i] = total
-        for half in cutlass.range_constexpr(2):
-            total = reduce.over_threads(squares[half], 4)
-            if rows[half] < m:
-                base = cutlass.Int64(chunk) * m + rows[half]
-                for tile in cutlass.range_constexpr(self.tiles):
-                    at = base * columns + tile * 8 + 2 * (lane % 4)
-                    pair = copy.aligned(mSums, at, 2)
-                    pair.store(unit.piece(acc, tile * matrix.SUMS + 2 * half, 2).load())
-                if lane % 4 == 0:
-                    copy.aligned(mSquares, base, 1)[0] = total
+        blocks = self.columns // 8
+        for h in cutlass.range_constexpr(self.rows):
+            first = own[h] - g
+            for side in cutlass.range_constexpr(2):
+                token = first + 2 * t + side
+                if token < m:
+                    base = (cutlass.Int64(chunk) * m + token) * columns + g
+                    for block in cutlass.range_constexpr(blocks):
+                        value = None
+                        for b in cutlass.range_constexpr(self.terms - 1, -1, -1):
+                            i = b * blocks + block
+                            of_term = acc[h][i // 2 * matrix.SUMS + 2 * (i % 2) + side]
+                            value = of_term if value is None else value + of_term
+                        copy.aligned(mSums, base + 8 * block, 1)[0] = value
+            total = reduce.over_threads(squares[h], 4)
+            if (own[h] < m) & (t == 0):
+                copy.aligned(mSquares, cutlass.Int64(chunk) * m + own[h], 1)[0] = total
 
 
 def build(config: ProjectConfig, compile=cute.compile):

@@ -127,7 +127,8 @@ class MhcReduceSm90:
         batch = self.ahead * stride
         limit = total - total % batch if self.config.wide else 0
         for c in cutlass.range(tidx * step, limit, batch, unroll=1):
-            self.units(tensors, [c + a * stride for a in range(self.ahead)], total, False)
+            at = cutlass.Int64(c)
+            self.units(tensors, [at + a * stride for a in range(self.ahead)], total, False)
         for c in cutlass.range(limit + tidx * step, total, stride, unroll=1):
             self.units(tensors, [c], total, not self.config.wide)
         if cutlass.const_expr(self.sums > 0):
@@ -191,12 +192,30 @@ class MhcReduceSm90:
             df = unit.collapsed(self.unit, dy, post)
             self.unit.store_channels(df, mDf, base, c, total, checked)
             if cutlass.const_expr(sBias is not None):
-                for e in cutlass.range_constexpr(self.unit.channels):
-                    if c + e < total:
-                        sBias[c + e] = sBias[c + e] + df[e]
+                self.add_bias(sBias, df, c, total, checked)
         if cutlass.const_expr(self.config.dx):
             dx = unit.passed(self.unit, None, dy, d_out, res, pre)
             self.unit.store(unit.narrowed(dx, self.dtype), mDx, wide, c, total, checked)
+
+    @cute.jit
+    def add_bias(self, sBias, df, c, total, checked: cutlass.Constexpr):
+        """dbias += df of one unit, which no other thread has."""
+        if cutlass.const_expr(checked):
+            for e in cutlass.range_constexpr(self.unit.channels):
+                if c + e < total:
+                    sBias[c + e] = sBias[c + e] + df[e]
+        else:
+            # One access for neighbours: threads of a warp read different banks.
+            width = min(self.unit.channels, 4)
+            for a in cutlass.range_constexpr(self.unit.channels // width):
+                pointer = cute.make_ptr(
+                    cutlass.Float32,
+                    (sBias.iterator + (c + a * width)).toint(),
+                    cute.AddressSpace.smem,
+                    assumed_align=width * 4,
+                )
+                own = cute.make_tensor(pointer, cute.make_layout(width))
+                own.store(own.load() + unit.piece(df, a * width, width).load())
 
     @cute.jit
     def reduce(self, acc, sSums, sums: tuple, row):

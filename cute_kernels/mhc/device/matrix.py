@@ -4,16 +4,18 @@ Lane l of a warp is row g = l / 4 and place t = l mod 4.  An octet is eight elem
 holds of one row, four registers of two.  The octets of a row's four lanes are two k16 steps: the
 order of k inside a step is free, as long as both operands have the same.
 
-    A   rows g and g + 8 of tokens: registers (2 u, 2 u + 1) of both rows' octets are step u
-    B   column g: the octet of row g of the other operand is its fragments of both steps
+    A   rows g and g + 8, in turns: registers 2 u of both rows' octets, then 2 u + 1, are step u
+    B   column g: registers 2 u and 2 u + 1 of the octet of row g are step u
     D   rows g, g + 8; columns 2 t, 2 t + 1
+
+So rows that are loaded as they are go to B, where their registers are neighbours.
 """
 
 import cutlass
 from cutlass import cute
 
-#: Sums of a lane in one 16 x 8 tile.
-SUMS = 4
+#: Rows of A, and sums of a lane in one 16 x 8 tile.
+ROWS, SUMS = 16, 4
 
 
 @cute.jit

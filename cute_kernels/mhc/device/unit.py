@@ -17,7 +17,8 @@ ACCESS = 16
 
 @dataclass(frozen=True)
 class Unit:
-    """How units lie in rows.
+    """How units lie in rows.  Channels are counted in 64 bits, so that places that are a constant
+    apart share an address.
 
     dtype: of the elements.  channels: E.  wide: whether every row of units, and of channels, begins
     at a multiple of 16 bytes and C is a multiple of E; else elements are read one by one.
@@ -57,9 +58,9 @@ class Unit:
     def offset(self, p: cutlass.Constexpr, c, total):
         """Of position p of the unit at channel c, in a row of ``total`` channels."""
         if cutlass.const_expr(self.layout == "cn"):
-            return cutlass.Int64(c * self.n + p)
+            return cutlass.Int64(c) * self.n + p
         stream, e = p // self.channels, p % self.channels
-        return cutlass.Int64(total) * stream + (c + e)
+        return cutlass.Int64(total) * stream + cutlass.Int64(c) + e
 
     @cute.jit
     def load(self, tensor: cute.Tensor, base, c, total, checked: cutlass.Constexpr = False):
@@ -95,22 +96,27 @@ class Unit:
                 target.store(piece(raw, p, self.width).load())
 
     @cute.jit
-    def load_channels(
-        self, tensor: cute.Tensor, base, c, total, checked: cutlass.Constexpr = False
-    ):
-        """E channels from c on of a row of [M, C]; fp32."""
+    def load_raw(self, tensor: cute.Tensor, base, c, total, checked: cutlass.Constexpr = False):
+        """E channels from c on of a row of [M, C]; raw."""
         raw = cute.make_rmem_tensor(cute.make_layout(self.channels), tensor.element_type)
         for a in cutlass.range_constexpr(self.channels // self.row_width):
             e = a * self.row_width
-            at = base + (c + e)
             part = piece(raw, e, self.row_width)
+            source = copy.aligned(tensor, base + cutlass.Int64(c) + e, self.row_width)
             if cutlass.const_expr(checked):
                 part.fill(0.0)
                 if c + e < total:
-                    part.store(copy.aligned(tensor, at, self.row_width).load())
+                    part.store(source.load())
             else:
-                part.store(copy.aligned(tensor, at, self.row_width).load())
-        return widened(raw)
+                part.store(source.load())
+        return raw
+
+    @cute.jit
+    def load_channels(
+        self, tensor: cute.Tensor, base, c, total, checked: cutlass.Constexpr = False
+    ):
+        """The same; fp32."""
+        return widened(self.load_raw(tensor, base, c, total, checked))
 
     @cute.jit
     def store_channels(
@@ -120,7 +126,7 @@ class Unit:
         raw = narrowed(values, tensor.element_type)
         for a in cutlass.range_constexpr(self.channels // self.row_width):
             e = a * self.row_width
-            target = copy.aligned(tensor, base + (c + e), self.row_width)
+            target = copy.aligned(tensor, base + cutlass.Int64(c) + e, self.row_width)
             if cutlass.const_expr(checked):
                 if c + e < total:
                     target.store(piece(raw, e, self.row_width).load())
