@@ -140,7 +140,7 @@ class HyperConnection(_Gated):
         if self.bias is not None:
             self.bias.zero_()
 
-    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, /, *args: object, **kwargs: object) -> torch.Tensor:
         """y, shaped like x: [..., C, n] or [..., n, C] as ``options.layout`` says.
 
         Other arguments go to the sublayer, behind its input.
