@@ -305,7 +305,7 @@ def converted(
     """
     (of_phi, phi), (of_alpha, alpha), (of_beta, beta), (of_weight, weight) = named.items()
     for name, t in named.items():
-        if t is not None:
+        if name != of_weight or t is not None:
             mixed_dtype(name, t)
             checking.same_device(name, t, of_phi, phi)
     checking.rank(of_phi, phi, 2, "[N, K]")

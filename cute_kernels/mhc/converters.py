@@ -80,7 +80,7 @@ def from_tilekernels(
         (a state dict, options), for a `HyperConnection` or, of a head, for a `HyperHead`.
     """
     named = {"fn": fn, "scale": scale, "base": base, "norm_weight": norm_weight}
-    options = Options(
+    given = Options(
         layout=layout,
         eps=norm_eps,
         pre_eps=pre_eps,
@@ -89,7 +89,8 @@ def from_tilekernels(
         form="epsilon",
         form_eps=sinkhorn_eps,
     )
-    return _state(checks.converted(named, head=True), "nc", layout), checks.options(options)
+    options = checks.options(given)
+    return _state(checks.converted(named, head=True), "nc", layout), options
 
 
 def _state(

@@ -99,7 +99,7 @@ def test_streams_start_as_the_model_without_them():
             if name.endswith("alpha"):
                 weight.zero_()
         exact = side.hidden(input_ids=batch).float()
-    # Roundings to bf16, 2^-9 each: of a stream and of a collapse at each of 4 sites, in either model.
+    # Roundings to bf16, 2^-9 each: of a stream and a collapse at each of 4 sites, in either model.
     scale = want.norm()
     assert (exact - want).norm() < 16 * 2.0**-9 * scale
     assert not same_bytes(got, exact)
