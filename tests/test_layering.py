@@ -63,6 +63,8 @@ RANKS: dict[str, float] = {
     "system.site_op": 10.5,
     "system.sequence_op": 10.5,
     "system.api": 11,
+    "system.module": 11.2,
+    "system.converters": 11.2,
     "system.namespace": 11.5,
     "systems": 12,
     "about": 13,

@@ -21,6 +21,11 @@ _PUBLIC = {
     "expand_from_embedding": "api",
     "multilayer_recompute": "api",
     "Options": "checks",
+    "HyperConnection": "module",
+    "HyperHead": "module",
+    "from_transformer_engine": "converters",
+    "from_tilekernels": "converters",
+    "permute_columns": "converters",
 }
 
 __all__ = sorted(_PUBLIC)
@@ -38,6 +43,11 @@ if TYPE_CHECKING:
     from .api import scale as scale
     from .api import sinkhorn as sinkhorn
     from .checks import Options as Options
+    from .converters import from_tilekernels as from_tilekernels
+    from .converters import from_transformer_engine as from_transformer_engine
+    from .converters import permute_columns as permute_columns
+    from .module import HyperConnection as HyperConnection
+    from .module import HyperHead as HyperHead
 
 
 def __getattr__(name: str):

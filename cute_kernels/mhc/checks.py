@@ -75,10 +75,10 @@ def options(given: object) -> Options:
     return given
 
 
-def layout(value: object) -> None:
+def layout(value: object, name: str = "layout") -> None:
     """That it is one of `LAYOUTS`."""
     if value not in LAYOUTS:
-        raise ArgumentValueError(one_of("layout", LAYOUTS, value))
+        raise ArgumentValueError(one_of(name, LAYOUTS, value))
 
 
 def precision(value: object) -> None:
@@ -283,3 +283,53 @@ def matrices(name: str, t: object, n: int) -> torch.Tensor:
         return t
     want = f"shape [..., {n}, {n}] or [M, {n * n}]"
     raise ShapeError(expected(name, want, list(t.shape)))
+
+
+def module(n: object, channels: object, given: object, dtype: torch.dtype) -> None:
+    """What a module is made with."""
+    streams(n)
+    if isinstance(channels, bool) or not isinstance(channels, int):
+        raise ArgumentTypeError(expected("channels", "an int", type(channels).__name__))
+    if not 1 <= channels <= _MAX_SIZE // n:
+        raise ArgumentValueError(expected("channels", f"1 to {_MAX_SIZE // n}", channels))
+    options(given)
+    checking.dtype("dtype", dtype, DTYPES)
+
+
+def converted(
+    named: Mapping[str, torch.Tensor | None], head: bool = False
+) -> tuple[int, dict[str, torch.Tensor]]:
+    """(n, flat weights) of another library's phi, alpha, beta, norm_weight, in this order.
+
+    ``named``: by that library's names, which errors have.  ``head``: rows of H_pre alone may come.
+    """
+    (of_phi, phi), (of_alpha, alpha), (of_beta, beta), (of_weight, weight) = named.items()
+    for name, t in named.items():
+        if name != of_weight or t is not None:
+            mixed_dtype(name, t)
+            checking.same_device(name, t, of_phi, phi)
+    checking.rank(of_phi, phi, 2, "[N, K]")
+    sites = {rows: (n, rows, 3) for rows, n in _ROWS_OF.items()}
+    sites |= {n: (n, n, 1) for n in STREAMS if head}
+    if phi.shape[0] not in sites:
+        want = f"{' or '.join(map(str, sorted(sites)))} rows"
+        raise ShapeError(expected(of_phi, want, list(phi.shape)))
+    n, rows, gates = sites[phi.shape[0]]
+    k = phi.shape[1]
+    if k < n or k % n:
+        raise ShapeError(expected(of_phi, f"columns n C, a multiple of {n}", list(phi.shape)))
+    for name, t, size in ((of_alpha, alpha, gates), (of_beta, beta, rows), (of_weight, weight, k)):
+        if t is not None and t.numel() != size:
+            raise ShapeError(expected(name, f"{size} elements", list(t.shape)))
+    flat = {"alpha": alpha.reshape(gates), "beta": beta.reshape(rows)}
+    flat |= {} if weight is None else {"norm_weight": weight.reshape(k)}
+    return n, {"phi": phi, **flat}
+
+
+def columns(weight: object, n: object) -> None:
+    """That a weight's last dimension is n C."""
+    streams(n)
+    checking.tensor("weight", weight)
+    if weight.dim() < 1 or weight.shape[-1] % n or not weight.shape[-1]:
+        want = f"shape [..., n C], a multiple of {n}"
+        raise ShapeError(expected("weight", want, list(weight.shape)))

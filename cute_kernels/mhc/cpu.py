@@ -322,7 +322,8 @@ def _psi(mapping: Mapping) -> torch.Tensor:
 
 def _alpha_of(gates: Gates, n: int) -> torch.Tensor:
     """alpha for each of N columns."""
-    return gates.alpha.repeat_interleave(torch.tensor([n, n, n * n], device="cpu"))
+    counts = torch.tensor([n, n, n * n], dtype=torch.int64, device="cpu")
+    return gates.alpha.repeat_interleave(counts)
 
 
 def _logits(h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int) -> torch.Tensor:

@@ -1,0 +1,104 @@
+"""Weights of other libraries for `HyperConnection` and `HyperHead`, and the options they ran under.
+
+All of them order the rows of phi and beta alike: n of pre, n of post, n² of res, row-major.  They
+differ in the order of phi's columns, in epsilons and in the form of Sinkhorn-Knopp.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import checks
+from .checks import Options
+
+
+def permute_columns(weight: torch.Tensor, n: int, *, source: str, target: str) -> torch.Tensor:
+    """phi [..., K] or norm_weight [K] of one layout in the order of another.
+
+    Args:
+        weight: Its last dimension is K = n C, in the order of ``source``.
+        n: 2 or 4.
+        source, target: ``"cn"``, k = c n + i, or ``"nc"``, k = i C + c.
+    """
+    checks.layout(source, "source")
+    checks.layout(target, "target")
+    checks.columns(weight, n)
+    if source == target:
+        return weight
+    last = (-1, n) if source == "cn" else (n, weight.shape[-1] // n)
+    return weight.unflatten(-1, last).mT.flatten(-2)
+
+
+def from_transformer_engine(
+    phi: torch.Tensor,
+    alpha: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    layout: str = "cn",
+) -> tuple[dict[str, torch.Tensor], Options]:
+    """Weights of TransformerEngine's ``mhc_generate_mix_and_aggregate``.
+
+    Args:
+        phi: [N, K], columns in the order of (C, n).  alpha: [3].  beta: [1, N].
+        norm_weight: [K] in phi's order, or None.
+        layout: Of the streams that the module will take; phi's columns are put in its order.
+
+    Returns:
+        (a state dict, options): the options have TransformerEngine's epsilon (that of fp32), factor
+        of H_post (2), iterations (20) and form (log).  Weights keep their dtypes.
+    """
+    named = {"phi": phi, "alpha": alpha, "beta": beta, "norm_weight": norm_weight}
+    options = checks.options(Options(layout=layout))
+    return _state(checks.converted(named), "cn", layout), options
+
+
+def from_tilekernels(
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    post_mult_value: float = 1.0,
+    pre_eps: float = 1e-6,
+    sinkhorn_eps: float = 1e-6,
+    sinkhorn_repeat: int = 10,
+    layout: str = "nc",
+) -> tuple[dict[str, torch.Tensor], Options]:
+    """Weights of TileKernels' ``mhc_pre``, or of its ``mhc_head``.
+
+    Args:
+        fn: [N, K], columns in the order of (n, C); or [n, K], of a head.
+        scale: [3]; [1] or a scalar of a head.  base: [N]; [n] of a head.
+        norm_weight: [K] in fn's order, or None.
+        norm_eps, post_mult_value, pre_eps, sinkhorn_eps, sinkhorn_repeat: What ``mhc_pre`` was
+            called with; the defaults are its own.
+        layout: Of the streams that the module will take; fn's columns are put in its order.
+
+    Returns:
+        (a state dict, options), for a `HyperConnection` or, of a head, for a `HyperHead`.
+    """
+    named = {"fn": fn, "scale": scale, "base": base, "norm_weight": norm_weight}
+    given = Options(
+        layout=layout,
+        eps=norm_eps,
+        pre_eps=pre_eps,
+        post_scale=post_mult_value,
+        iterations=sinkhorn_repeat,
+        form="epsilon",
+        form_eps=sinkhorn_eps,
+    )
+    options = checks.options(given)
+    return _state(checks.converted(named, head=True), "nc", layout), options
+
+
+def _state(
+    found: tuple[int, dict[str, torch.Tensor]], source: str, target: str
+) -> dict[str, torch.Tensor]:
+    """Copies, with the columns of ``target``."""
+    n, weights = found
+    for name in weights.keys() & {"phi", "norm_weight"}:
+        weights[name] = permute_columns(weights[name], n, source=source, target=target)
+    contiguous = torch.contiguous_format
+    return {name: t.detach().clone(memory_format=contiguous) for name, t in weights.items()}

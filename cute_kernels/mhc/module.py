@@ -1,0 +1,187 @@
+"""`HyperConnection`: hyper-connections around a sublayer; `HyperHead`: their end.  Their weights.
+
+How a site starts: every gate is a constant, but for alpha times a number near N(0, 1).
+
+    H_pre    1/n, so that out is the mean of the streams (1/2 + pre_eps, if pre_eps is 1/n or more)
+    H_post   post_scale / 2: 1, as of a plain residual connection, with the paper's post_scale of 2
+    H_res    0.99 on the diagonal, the rest of each row and column even
+
+Streams that are equal, as `expand_from_embedding` makes them, go on as x + F(x) but for alpha.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from . import api, checks
+from .checks import Options
+from .config import mappings
+
+#: alpha starts small, so that gates begin where beta puts them.
+_ALPHA = 0.01
+#: H_res on the diagonal.  Of what n streams differ by, (0.99 n - 1) / (n - 1) goes through a site:
+#: 0.45 of it through 60 sites of 4 streams.
+_KEPT = 0.99
+
+
+def _weight(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str | None
+) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+
+class _Gated(nn.Module):
+    """phi [rows, K], alpha, beta [rows] and maybe norm_weight [K]."""
+
+    def __init__(
+        self,
+        rows: int,
+        gates: int,
+        channels: int,
+        n: int,
+        norm_weight: bool,
+        options: Options,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
+        checks.module(n, channels, options, dtype)
+        super().__init__()
+        self.channels, self.n, self.options = channels, n, options
+        k = n * channels
+        self.phi = _weight((rows, k), dtype, device)
+        self.alpha = _weight((gates,), dtype, device)
+        self.beta = _weight((rows,), dtype, device)
+        own = _weight((k,), dtype, device) if norm_weight else None
+        self.register_parameter("norm_weight", own)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """The start that the module's documentation says.
+
+        phi: N(0, 1/K), so that H / r of a row is near N(0, 1).
+        """
+        self.phi.normal_(0.0, self.phi.shape[1] ** -0.5)
+        self.alpha.fill_(_ALPHA)
+        self.beta.zero_()
+        mean = 1.0 / self.n - self.options.pre_eps
+        if mean > 0.0:
+            self.beta[: self.n] = math.log(mean / (1.0 - mean))
+        if self.norm_weight is not None:
+            self.norm_weight.fill_(1.0)
+
+    def _main_grads(self) -> dict[str, torch.Tensor]:
+        """Of the weights that have one (Megatron, TransformerEngine)."""
+        named = self.named_parameters(recurse=False)
+        found = {name: getattr(weight, "main_grad", None) for name, weight in named}
+        return {name: main for name, main in found.items() if main is not None}
+
+    def extra_repr(self) -> str:
+        """Sizes, what there is besides the weights, and options."""
+        there = [name for name in ("bias", "norm_weight") if getattr(self, name, None) is not None]
+        also = "".join(f", {name}=True" for name in there)
+        return f"channels={self.channels}, n={self.n}{also}, {self.options}"
+
+
+class HyperConnection(_Gated):
+    """Manifold-constrained hyper-connections around one sublayer: y of x, both n streams.
+
+    Takes the place of ``x + sublayer(x)``.  Computes `connect`: out of the streams goes through the
+    sublayer, and what it gives back is spread over the streams, which are mixed.
+
+    Args:
+        sublayer: A module or a function, from [..., C] to one tensor [..., C] of the same dtype.
+            A tuple is refused: give a function that takes what is wanted out of it.
+        channels: C.
+        n: Streams, 2 or 4.
+        bias: Whether there is a bias [C], added to what the sublayer gives.
+        norm_weight: Whether phi's columns have a weight [K] of the norm.
+        options: Layout, precision, epsilons and Sinkhorn-Knopp.
+        dtype: Of the weights, fp32 or bf16.  x may have another; the bias is rounded to x's.
+        device: Of the weights.
+
+    Weights: phi [N, K], alpha [3], beta [N], and bias [C], norm_weight [K] if asked for.  A weight
+    with an attribute ``main_grad`` has its gradient added there, as in ``ck.linear``.
+
+    Starts near a plain residual connection: with equal streams, y is x + sublayer(x) in each, but
+    for alpha = 0.01 (``post_scale`` / 2 is the factor of the sublayer, 1 by default).
+    """
+
+    def __init__(
+        self,
+        sublayer: Callable[..., torch.Tensor],
+        channels: int,
+        n: int = 4,
+        *,
+        bias: bool = False,
+        norm_weight: bool = False,
+        options: Options = Options(),
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        checks.streams(n)
+        super().__init__(mappings(n), 3, channels, n, norm_weight, options, dtype, device)
+        self.sublayer = sublayer
+        own = _weight((channels,), dtype, device) if bias else None
+        self.register_parameter("bias", own)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws phi from N(0, 1/K); sets the other weights to their start.  Not the sublayer's."""
+        super().reset_parameters()
+        n = self.n
+        # Softmax of (t, 0, ..., 0) has 0.99 at t; rows and columns of it already sum to 1.
+        diagonal = math.log(_KEPT * (n - 1) / (1.0 - _KEPT))
+        self.beta[2 * n :: n + 1] = diagonal
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def forward(self, x: torch.Tensor, /, *args: object, **kwargs: object) -> torch.Tensor:
+        """y, shaped like x: [..., C, n] or [..., n, C] as ``options.layout`` says.
+
+        Other arguments go to the sublayer, behind its input.
+        """
+        return api.connect(
+            x,
+            lambda out: self.sublayer(out, *args, **kwargs),
+            self.phi,
+            self.alpha,
+            self.beta,
+            bias=None if self.bias is None else self.bias.to(x.dtype),
+            norm_weight=self.norm_weight,
+            options=self.options,
+            main_grads=self._main_grads(),
+        )
+
+
+class HyperHead(_Gated):
+    """The collapse of n streams behind the last site: [..., C].  Computes `head`.
+
+    Args:
+        channels, n, norm_weight, options, dtype, device: As in `HyperConnection`.
+
+    Weights: phi [n, K], alpha [1], beta [n], and norm_weight [K] if asked for.  Starts as the mean
+    of the streams, but for alpha = 0.01.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        n: int = 4,
+        *,
+        norm_weight: bool = False,
+        options: Options = Options(),
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(n, 1, channels, n, norm_weight, options, dtype, device)
+        self.reset_parameters()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., C] of x [..., C, n] or [..., n, C]."""
+        weights = (self.phi, self.alpha, self.beta)
+        return api.head(x, *weights, norm_weight=self.norm_weight, options=self.options)

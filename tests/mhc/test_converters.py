@@ -1,0 +1,268 @@
+"""Other libraries' weights: the same streams come out, by their formulas in float64."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from cute_kernels import mhc
+from cute_kernels.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    CuteKernelsError,
+    DtypeError,
+    ShapeError,
+)
+from tests.contract import same_bytes
+
+C = 24
+N = {2: 8, 4: 24}
+
+
+def drawn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def weights(n: int, rows: int | None = None, gates: int = 3) -> dict[str, torch.Tensor]:
+    """phi, alpha, beta, norm_weight; logits of H_res differ by about 1."""
+    rows = N[n] if rows is None else rows
+    phi = drawn(rows, n * C, seed=1) * (n * C) ** -0.5
+    alpha = 0.5 + drawn(gates, seed=2).abs()
+    return {
+        "phi": phi,
+        "alpha": alpha,
+        "beta": drawn(rows, seed=3),
+        "norm_weight": 1 + 0.2 * drawn(n * C, seed=4),
+    }
+
+
+HALF = 2.0**-24  # of an ulp of fp32, relative
+
+
+def logits(x, phi, alpha, beta, norm_weight, eps) -> tuple[torch.Tensor, torch.Tensor]:
+    """(z, what fp32 may miss it by): a sum of K products, and what is done with r, alpha, beta."""
+    x, phi, alpha, beta, w = (t.double() for t in (x, phi, alpha, beta, norm_weight))
+    rows, psi, n = x.flatten(1), phi * w, min(x.shape[1:])
+    r = (rows.square().mean(-1, keepdim=True) + eps).sqrt()
+    sizes = [n, n, n * n] if len(alpha) == 3 else [n]
+    each = alpha.repeat_interleave(torch.tensor(sizes))
+    size = each * (rows.abs() @ psi.abs().T) / r + beta.view(-1).abs()
+    return each * (rows @ psi.T) / r + beta.view(-1), 2 * rows.shape[1] * HALF * size
+
+
+def transformer_engine(x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """y of f = tanh, in the log form: x [M, C, n]."""
+    n = x.shape[2]
+    pre, post = z[:, :n].sigmoid(), 2 * z[:, n : 2 * n].sigmoid()
+    log_p = z[:, 2 * n :].view(-1, n, n)
+    for _ in range(20):
+        log_p = log_p - log_p.logsumexp(2, keepdim=True)
+        log_p = log_p - log_p.logsumexp(1, keepdim=True)
+    f = torch.einsum("mcn,mn->mc", x, pre).tanh()
+    return f[:, :, None] * post[:, None] + torch.einsum("mci,mij->mcj", x, log_p.exp())
+
+
+def tilekernels(x: torch.Tensor, z: torch.Tensor, numbers) -> torch.Tensor:
+    """y of f = tanh, with an epsilon in each sum: x [M, n, C]."""
+    _, post_mult_value, pre_eps, sinkhorn_eps, repeat = numbers
+    n = x.shape[1]
+    pre, post = z[:, :n].sigmoid() + pre_eps, z[:, n : 2 * n].sigmoid() * post_mult_value
+    comb = z[:, 2 * n :].view(-1, n, n).softmax(-1) + sinkhorn_eps
+    comb = comb / (comb.sum(-2, keepdim=True) + sinkhorn_eps)
+    for _ in range(repeat - 1):
+        comb = comb / (comb.sum(-1, keepdim=True) + sinkhorn_eps)
+        comb = comb / (comb.sum(-2, keepdim=True) + sinkhorn_eps)
+    f = torch.einsum("mnc,mn->mc", x, pre).tanh()
+    return f[:, None] * post[:, :, None] + torch.einsum("mic,mij->mjc", x, comb)
+
+
+def within(got, x, z, missed, formula, steps: int) -> bool:
+    """Whether ``got`` is as near to ``formula(x, z)`` as fp32 must come.
+
+    To first order: Σ_j |dy / dz_j| times what z_j missed.  Behind z, ``steps`` rounded operations,
+    on terms that are as large as x's streams together and 2.
+    """
+    x = x.double()
+    limit = steps * HALF * (2 + x.abs().sum(1 if x.shape[1] < C else 2, keepdim=True))
+    for j in range(z.shape[1]):
+        tangent = torch.zeros_like(z)
+        tangent[:, j] = missed[:, j]
+        limit = limit + torch.func.jvp(lambda z: formula(x, z), (z,), (tangent,))[1].abs()
+    return bool(((got.double() - formula(x, z)).abs() <= limit).all())
+
+
+def module(state: dict, options: mhc.Options, n: int) -> mhc.HyperConnection:
+    made = mhc.HyperConnection(torch.tanh, C, n, norm_weight=True, options=options)
+    made.load_state_dict(state)
+    return made
+
+
+@pytest.mark.parametrize("layout", ["cn", "nc"])
+@pytest.mark.parametrize("n", [2, 4])
+@torch.no_grad()
+def test_transformer_engines_weights_give_its_streams(n, layout):
+    given = weights(n)
+    x = drawn(40, C, n, seed=5)
+    state, options = mhc.from_transformer_engine(
+        given["phi"],
+        given["alpha"],
+        given["beta"][None],  # [1, N] there
+        norm_weight=given["norm_weight"],
+        layout=layout,
+    )
+    assert options == mhc.Options(layout, "bf16x2", 2.0**-23, 0.0, 2.0, 20, "log")
+    y = module(state, options, n)(x if layout == "cn" else x.mT.contiguous())
+    got = y if layout == "cn" else y.mT
+    z, missed = logits(x, *given.values(), 2.0**-23)
+    # 40 normalisations, each a sum of n and a division; gates and sums.
+    assert within(got, x, z, missed, transformer_engine, 40 * (n + 1) + 20)
+    assert not within(got.flip(-1), x, z, missed, transformer_engine, 40 * (n + 1) + 20)
+
+
+@pytest.mark.parametrize("layout", ["cn", "nc"])
+@pytest.mark.parametrize("n", [2, 4])
+@torch.no_grad()
+def test_tilekernels_weights_give_its_streams(n, layout):
+    """With numbers that are nobody's default, so that each must arrive where it belongs."""
+    given = weights(n)
+    fn, scale, base, norm_weight = given.values()
+    x = drawn(40, n, C, seed=6)
+    numbers = (0.3, 1.7, 0.05, 0.02, 3)
+    names = ("norm_eps", "post_mult_value", "pre_eps", "sinkhorn_eps", "sinkhorn_repeat")
+    state, options = mhc.from_tilekernels(
+        fn,
+        scale,
+        base,
+        norm_weight=norm_weight,
+        layout=layout,
+        **dict(zip(names, numbers, strict=True)),
+    )
+    y = module(state, options, n)(x if layout == "nc" else x.mT.contiguous())
+    got = y if layout == "nc" else y.mT
+
+    def as_with(numbers) -> bool:
+        z, missed = logits(x, *given.values(), numbers[0])
+        formula = functools.partial(tilekernels, numbers=numbers)
+        return within(got, x, z, missed, formula, 6 * (n + 2) + 20)
+
+    assert as_with(numbers)
+    for place in range(5):
+        # Each number is seen: one that is off by a tenth, or an iteration more, is not near.
+        off = list(numbers)
+        off[place] += 1 if place == 4 else 0.1 * off[place]
+        assert not as_with(off), names[place]
+
+
+def test_tilekernels_defaults_are_those_of_mhc_pre():
+    state, options = mhc.from_tilekernels(*list(weights(4).values())[:3])
+    assert options == mhc.Options("nc", "bf16x2", 1e-6, 1e-6, 1.0, 10, "epsilon", 1e-6)
+    assert sorted(state) == ["alpha", "beta", "phi"]
+
+
+@pytest.mark.parametrize("layout", ["cn", "nc"])
+@pytest.mark.parametrize("n", [2, 4])
+@torch.no_grad()
+def test_a_head_of_tilekernels_gives_its_collapse(n, layout):
+    fn, scale, base, norm_weight = weights(n, rows=n, gates=1).values()
+    x = drawn(40, n, C, seed=7)
+    state, options = mhc.from_tilekernels(
+        fn, scale.view(()), base, norm_weight=norm_weight, pre_eps=0.05, layout=layout
+    )
+    head = mhc.HyperHead(C, n, norm_weight=True, options=options)
+    head.load_state_dict(state)
+    got = head(x if layout == "nc" else x.mT.contiguous())
+    z, missed = logits(x, fn, scale, base, norm_weight, 1e-6)
+
+    def collapse(x, z):
+        return torch.einsum("mnc,mn->mc", x, z.sigmoid() + 0.05)[:, None]
+
+    assert within(got[:, None], x, z, missed, collapse, n + 20)
+    assert not within(got[:, None], x, z + 0.01, missed, collapse, n + 20)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_columns_follow_the_elements_of_a_row(n):
+    """k = c n + i beside k = i C + c: each column goes with the element that it multiplies."""
+    names = torch.arange(N[n] * n * C).view(N[n], n * C)
+    moved = mhc.permute_columns(names, n, source="cn", target="nc")
+    for c in range(C):
+        for i in range(n):
+            assert same_bytes(moved[:, i * C + c], names[:, c * n + i])
+    back = mhc.permute_columns(moved, n, source="nc", target="cn")
+    assert same_bytes(back, names) and not same_bytes(moved, names)
+    assert same_bytes(mhc.permute_columns(names, n, source="nc", target="nc"), names)
+    assert same_bytes(mhc.permute_columns(names[1], n, source="cn", target="nc"), moved[1])
+    # The same H both ways, in float64: the order of K terms alone differs.
+    x, phi = drawn(30, C, n, seed=8).double(), drawn(N[n], n * C, seed=9).double()
+    one = x.flatten(1) @ phi.T
+    other = x.mT.flatten(1) @ mhc.permute_columns(phi, n, source="cn", target="nc").T
+    size = x.flatten(1).abs() @ phi.abs().T
+    assert ((one - other).abs() <= 2 * n * C * 2.0**-53 * size).all()
+
+
+def test_a_state_is_of_its_own_memory_and_keeps_dtypes():
+    given = weights(4)
+    given["phi"] = given["phi"].bfloat16().requires_grad_()
+    for layout in ("cn", "nc"):
+        state, _ = mhc.from_transformer_engine(**given, layout=layout)
+        addresses = {t.untyped_storage().data_ptr() for t in given.values()}
+        assert not addresses & {t.untyped_storage().data_ptr() for t in state.values()}
+        assert {name: t.dtype for name, t in state.items()} == {
+            n: t.dtype for n, t in given.items()
+        }
+        assert all(t.is_contiguous() and not t.requires_grad for t in state.values())
+
+
+def te(**changed):
+    return lambda: mhc.from_transformer_engine(**(weights(4) | changed))
+
+
+def tk(**changed):
+    named = dict(zip(("fn", "scale", "base"), weights(4).values(), strict=False))
+    return lambda: mhc.from_tilekernels(**(named | changed))
+
+
+REFUSED = [
+    (te(phi=drawn(23, 96, seed=1)), ShapeError, "phi: expected 8 or 24 rows"),
+    (te(phi=drawn(4, 96, seed=1)), ShapeError, "phi: expected 8 or 24 rows"),
+    (te(phi=drawn(24, 95, seed=1)), ShapeError, "phi: expected columns n C"),
+    (te(phi=drawn(24, seed=1)), ShapeError, "phi: "),
+    (te(phi=None), ArgumentTypeError, "phi: "),
+    (te(alpha=drawn(1, seed=1)), ShapeError, "alpha: expected 3"),
+    (te(beta=drawn(1, 32, seed=1)), ShapeError, "beta: expected 24"),
+    (te(norm_weight=drawn(24, seed=1)), ShapeError, "norm_weight: expected 96"),
+    (te(phi=drawn(24, 96, seed=1).half()), DtypeError, "phi: "),
+    (te(layout="bcn"), ArgumentValueError, "layout: "),
+    (tk(fn=drawn(3, 96, seed=1)), ShapeError, "fn: expected 2 or 4 or 8 or 24 rows"),
+    (tk(scale=[1.0, 1.0, 1.0]), ArgumentTypeError, "scale: "),
+    (tk(scale=drawn(1, seed=1)), ShapeError, "scale: expected 3"),
+    (tk(base=drawn(4, seed=1)), ShapeError, "base: expected 24"),
+    (tk(sinkhorn_repeat=0), ArgumentValueError, "iterations: "),
+    (tk(norm_eps=-1.0), ArgumentValueError, "eps: "),
+    (tk(layout="cn "), ArgumentValueError, "layout: "),
+    (
+        lambda: mhc.permute_columns(drawn(24, 96, seed=1), 4, source="cn", target="hw"),
+        ArgumentValueError,
+        "target: ",
+    ),
+    (
+        lambda: mhc.permute_columns(drawn(24, 97, seed=1), 4, source="cn", target="nc"),
+        ShapeError,
+        "weight: ",
+    ),
+    (
+        lambda: mhc.permute_columns(drawn(24, 96, seed=1), 3, source="cn", target="nc"),
+        ArgumentValueError,
+        "n: ",
+    ),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_what_is_refused_is_named(number):
+    make, error, named = REFUSED[number]
+    assert issubclass(error, CuteKernelsError)
+    with pytest.raises(error, match=f"^{named}"):
+        make()

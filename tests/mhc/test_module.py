@@ -1,0 +1,336 @@
+"""HyperConnection and HyperHead: how they start, what they compute, where they go."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import cute_kernels as ck
+from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, DtypeError, ShapeError
+from cute_kernels.mhc import HyperConnection, HyperHead, Options
+from tests import ranks
+from tests.contract import same_bytes
+
+C = 24
+HALF_ULP = 2.0**-24  # of fp32, relative
+
+
+def drawn(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def streams(n: int, layout: str, *leading: int, channels: int = C, seed: int = 1) -> torch.Tensor:
+    trailing = (channels, n) if layout == "cn" else (n, channels)
+    return drawn(*leading, *trailing, seed=seed)
+
+
+def site(n: int = 4, seed: int = 2, **others) -> HyperConnection:
+    """One with a linear sublayer, and weights far from their start."""
+    torch.manual_seed(seed)
+    made = HyperConnection(nn.Linear(C, C), C, n, **others)
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight += 0.3 * torch.randn(weight.shape)
+    return made
+
+
+def results(run, x: torch.Tensor, module: nn.Module) -> dict[str, torch.Tensor]:
+    """y, and the gradients of x and of every weight, by a random cotangent."""
+    module.zero_grad()
+    x = x.detach().requires_grad_()
+    y = run(x)
+    y.backward(drawn(*y.shape, seed=9).to(y.dtype))
+    grads = {name: weight.grad for name, weight in module.named_parameters()}
+    return {"y": y.detach(), "x": x.grad, **grads}
+
+
+def differing(one: dict, other: dict) -> list[str]:
+    assert one.keys() == other.keys()
+    return [
+        name
+        for name, t in one.items()
+        if (t is None) != (other[name] is None)
+        or (t is not None and not same_bytes(t, other[name]))
+    ]
+
+
+def coefficients(module: HyperConnection, x: torch.Tensor):
+    """(pre, post, res, H / r), of the module's weights."""
+    given, n = module.options, module.n
+    h, ms = ck.mhc.projection(x, module.phi, norm_weight=module.norm_weight, layout=given.layout)
+    numbers = {"eps": given.eps, "pre_eps": given.pre_eps, "post_scale": given.post_scale}
+    pre, post, z = ck.mhc.scale(h, module.alpha, module.beta, ms, n, **numbers)
+    res = ck.mhc.sinkhorn(z, n, iterations=given.iterations, form=given.form, eps=given.form_eps)
+    return pre, post, res, h[:, : len(module.beta)] / (ms + given.eps).sqrt()[:, None]
+
+
+# ---- the start -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["cn", "nc"])
+@pytest.mark.parametrize("n", [2, 4])
+@torch.no_grad()
+def test_gates_start_where_the_documentation_says(n, layout):
+    options = Options(layout=layout, pre_eps=0.03)
+    module = HyperConnection(nn.Identity(), C, n, options=options, norm_weight=True)
+    x = streams(n, layout, 50)
+    *_, normed = coefficients(module, x)
+    assert 0.5 < normed.std() < 2  # phi's standard deviation is that of N(0, 1/K)
+    moved = 0.01 * normed.abs().max().item()
+    for alpha, most in ((0.0, 0.0), (0.01, moved)):
+        module.alpha.fill_(alpha)
+        pre, post, res, _ = coefficients(module, x)
+        # σ' is at most 1/4.  2^-19: e^x, beta and a sum of n, each within a few ulp.
+        assert (pre - 1 / n).abs().max() <= most / 4 + 2.0**-19
+        assert (post - 1).abs().max() <= most / 2 + 2.0**-19
+        if not most:
+            want = torch.full((n, n), 0.01 / (n - 1), dtype=torch.float64).fill_diagonal_(0.99)
+            # 2 T normalisations, each a sum of n and a division.
+            ulps = (2 * options.iterations * n + 8) * HALF_ULP
+            assert ((res - want).abs() <= ulps * want).all()
+        assert most == 0 or not same_bytes(res[0], res[1])
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@torch.no_grad()
+def test_starts_as_a_plain_residual_connection(n):
+    module = HyperConnection(torch.tanh, C, n, bias=True)
+    head = HyperHead(C, n)
+    module.alpha.zero_()
+    head.alpha.zero_()
+    e = drawn(70, C)
+    x = ck.mhc.expand_from_embedding(e, n)
+    want = e.double() + e.double().tanh()
+    # Gates to 2^-19 as above; tanh moves by no more than its argument.
+    limit = 2.0**-18 * (e.abs() + 1)
+    assert ((module(x) - want[..., None]).abs() <= limit[..., None]).all()
+    assert ((head(x) - e).abs() <= limit).all()
+
+
+@torch.no_grad()
+def test_a_pre_eps_beyond_the_mean_starts_at_a_half():
+    module = HyperConnection(nn.Identity(), C, 4, options=Options(pre_eps=0.5))
+    assert not module.beta[:8].any() and module.beta[8:].any()
+
+
+def test_reset_parameters_draws_phi_again_and_leaves_the_sublayer():
+    module = site(bias=True, norm_weight=True)
+    before = {name: weight.detach().clone() for name, weight in module.named_parameters()}
+    module.reset_parameters()
+    after = dict(module.named_parameters())
+    assert {name for name in before if same_bytes(before[name], after[name])} == {
+        "sublayer.weight",
+        "sublayer.bias",
+    }
+    with torch.device("meta"):
+        empty = HyperConnection(nn.Identity(), C, norm_weight=True)
+    assert empty.phi.is_meta and empty(torch.empty(3, C, 4, device="meta")).is_meta
+    empty.to_empty(device="cpu").reset_parameters()
+    assert same_bytes(empty.beta, after["beta"]) and empty.phi.std() < 0.2
+    assert not same_bytes(empty.phi, after["phi"])
+
+
+# ---- what it computes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", ["cn", "nc"])
+@pytest.mark.parametrize("n", [2, 4])
+def test_it_is_connect(n, layout, dtype):
+    options = Options(layout=layout, pre_eps=0.01, iterations=5, form="epsilon")
+    module = site(n, bias=True, norm_weight=True, options=options)
+    module.sublayer.to(dtype)
+    x = streams(n, layout, 2, 17).to(dtype)
+
+    def by_hand(x):
+        weights = (module.phi, module.alpha, module.beta)
+        bias = module.bias.to(dtype)
+        also = {"bias": bias, "norm_weight": module.norm_weight, "options": options}
+        return ck.mhc.connect(x, module.sublayer, *weights, **also)
+
+    got = results(module, x, module)
+    assert not differing(got, results(by_hand, x, module))
+    assert all(t is not None and t.any() for t in got.values())
+    assert got["y"].dtype is dtype and got["y"].shape == x.shape
+    assert got["phi"].dtype is torch.float32
+
+
+def test_a_site_without_bias_and_norm_weight():
+    module = site()
+    assert sorted(module.state_dict()) == [
+        "alpha", "beta", "phi", "sublayer.bias", "sublayer.weight",
+    ]  # fmt: skip
+    assert all(t.any() for t in results(module, streams(4, "cn", 9), module).values())
+
+
+def test_other_arguments_go_to_the_sublayer():
+    seen = []
+
+    def sublayer(out, factor, *, x):
+        seen.append((out.shape, factor, x))
+        return out * factor
+
+    module = HyperConnection(sublayer, C)
+    x = streams(4, "cn", 2, 5)
+    y = module(x, 0.0, x="named as the streams are")
+    assert seen == [((2, 5, C), 0.0, "named as the streams are")]
+    assert not same_bytes(module(x, 1.0, x=None), y)
+
+
+@pytest.mark.parametrize("norm_weight", [False, True])
+@pytest.mark.parametrize("n", [2, 4])
+def test_the_head_is_head(n, norm_weight):
+    torch.manual_seed(3)
+    head = HyperHead(C, n, norm_weight=norm_weight, options=Options(layout="nc", pre_eps=0.1))
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight += 0.3 * torch.randn(weight.shape)
+    x = streams(n, "nc", 3, 11)
+
+    def by_hand(x):
+        weights = (head.phi, head.alpha, head.beta)
+        return ck.mhc.head(x, *weights, norm_weight=head.norm_weight, options=head.options)
+
+    got = results(head, x, head)
+    assert not differing(got, results(by_hand, x, head))
+    assert all(t.any() for t in got.values()) and got["y"].shape == (3, 11, C)
+
+
+# ---- main_grad -----------------------------------------------------------------------------------
+
+
+def with_main_grads(pieces: list[int], tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    module = site(bias=True, norm_weight=True)
+    own = dict(module.named_parameters(recurse=False))
+    for weight in own.values():
+        weight.main_grad = torch.zeros_like(weight)
+        weight.grad_added_to_main_grad = False
+    cotangents = drawn(*tokens.shape, seed=8)
+    for piece, cotangent in zip(tokens.split(pieces), cotangents.split(pieces), strict=True):
+        module(piece).backward(cotangent)
+    assert all(weight.grad is None and weight.grad_added_to_main_grad for weight in own.values())
+    assert module.sublayer.weight.grad is not None
+    return {name: weight.main_grad for name, weight in own.items()}
+
+
+def test_gradients_go_into_main_grads_and_do_not_follow_the_split():
+    tokens = streams(4, "cn", 2500)
+    whole = with_main_grads([2500], tokens)
+    assert all(t.any() for t in whole.values())
+    assert not differing(whole, with_main_grads([1024, 1024, 452], tokens))
+    # Not a multiple of 1024: promised nothing, and other bytes show that this test can see them.
+    assert differing(whole, with_main_grads([1000, 1500], tokens))
+
+
+# ---- where it goes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_compiled_without_a_break_it_has_the_same_bytes(main_grad):
+    module = site(bias=True, norm_weight=True)
+    x = streams(4, "cn", 2, 13)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    found = []
+    for run in (module, compiled):
+        if main_grad:
+            module.phi.main_grad = torch.zeros_like(module.phi)
+        made = results(run, x, module)
+        found.append(made | ({"main": module.phi.main_grad} if main_grad else {}))
+        assert (made["phi"] is None) == main_grad
+    assert not differing(*found)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_under_activation_checkpointing(reentrant):
+    module = nn.Sequential(site(seed=2), site(seed=3, bias=True))
+    x = streams(4, "cn", 2, 13)
+
+    def recomputed(x):
+        for one in module:
+            x = checkpoint(one, x, use_reentrant=reentrant)
+        return x
+
+    assert not differing(results(module, x, module), results(recomputed, x, module))
+
+
+def test_weights_travel():
+    one = site(bias=True, norm_weight=True, seed=2)
+    other = site(bias=True, norm_weight=True, seed=3)
+    x = streams(4, "cn", 7)
+    assert not same_bytes(one(x), other(x))
+    file = io.BytesIO()
+    torch.save(one.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file))
+    assert same_bytes(one(x), other(x)) and same_bytes(one(x), copy.deepcopy(one)(x))
+    kept = [name for name, value in vars(one).items() if isinstance(value, torch.Tensor)]
+    assert kept == []  # fully_shard, to() and state_dict see parameters only
+
+
+def test_sharded_by_fsdp2_it_has_the_bytes_of_one_process(tmp_path):
+    first, second = ranks.reports("tests.mhc.fsdp_rank", 2, tmp_path, 120)
+    assert first == second
+    assert first == {"outputs": "same", "gradients": [], "refused": "main_grad: expected none"}
+
+
+def test_it_prints_what_it_is():
+    text = repr(site(2, bias=True, options=Options(layout="nc")))
+    assert "channels=24, n=2, bias=True, Options(layout='nc'" in text
+    assert "norm_weight" not in text and "norm_weight=True" in repr(HyperHead(8, norm_weight=True))
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+REFUSED = [
+    (lambda: HyperConnection(nn.Identity(), C, 3), ArgumentValueError, "n: "),
+    (lambda: HyperConnection(nn.Identity(), C, "4"), ArgumentTypeError, "n: "),
+    (lambda: HyperConnection(nn.Identity(), 0), ArgumentValueError, "channels: "),
+    (lambda: HyperConnection(nn.Identity(), 2.0), ArgumentTypeError, "channels: "),
+    (lambda: HyperConnection(nn.Identity(), C, options={}), ArgumentTypeError, "options: "),
+    (
+        lambda: HyperConnection(nn.Identity(), C, options=Options(layout="nchw")),
+        ArgumentValueError,
+        "layout: ",
+    ),
+    (lambda: HyperConnection(nn.Identity(), C, dtype=torch.float16), DtypeError, "dtype: "),
+    (lambda: HyperHead(C, 8), ArgumentValueError, "n: "),
+    (lambda: HyperHead(-C), ArgumentValueError, "channels: "),
+    (lambda: site()(streams(2, "cn", 3)), ShapeError, "x: "),
+    (lambda: site()(streams(4, "nc", 3)), ShapeError, "x: "),
+    (lambda: site()(streams(4, "cn", 3, channels=8)), ShapeError, "x: "),
+    (lambda: site()(streams(4, "cn", 3).half()), DtypeError, "x: "),
+    (
+        lambda: HyperConnection(lambda out: (out, None), C)(streams(4, "cn", 3)),
+        ArgumentTypeError,
+        r"sublayer\(out\): .*tuple",
+    ),
+    (
+        lambda: HyperConnection(torch.Tensor.bfloat16, C)(streams(4, "cn", 3)),
+        DtypeError,
+        r"sublayer\(out\): ",
+    ),
+    (
+        lambda: HyperConnection(lambda out: out[..., :-1], C)(streams(4, "cn", 3)),
+        ShapeError,
+        r"sublayer\(out\): ",
+    ),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_what_is_refused_is_named(number):
+    make, error, named = REFUSED[number]
+    with pytest.raises(error, match=named):
+        make()
+
+
+def test_a_main_grad_of_another_dtype_is_refused():
+    module = site()
+    module.alpha.main_grad = torch.zeros(3, dtype=torch.bfloat16)
+    with pytest.raises(DtypeError, match=r"main_grads\['alpha'\]"):
+        module(streams(4, "cn", 3))

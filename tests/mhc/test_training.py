@@ -1,0 +1,105 @@
+"""A model with hyper-connections trains: the loss falls, and a second run has the same bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cute_kernels.demo import measure, model, rollout, streams, text, train
+from cute_kernels.mhc import cpu
+from tests.contract import same_bytes
+from tests.demo.tiny import SETUP, SIZE
+
+STREAMS = 4
+SMALL = model.Size(hidden=64, inner=64, layers=2, heads=1, key_heads=1, capacity=64)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def build(size: model.Size) -> model.Side:
+    net = model.build(size, torch.device("cpu"), seed=1)
+    return model.ours(streams.hyper_connected(net, STREAMS, seed=2))
+
+
+def trained(steps: int, size: model.Size = SMALL) -> tuple[model.Side, train.Trained]:
+    learn, _ = text.split(text.corpus())
+    side = build(size)
+    done = train.train(
+        side, learn, seconds=0, steps=steps, seed=1, progress=lambda done, words: None
+    )
+    return side, done
+
+
+def differing(one: model.Side, other: model.Side) -> list[str]:
+    theirs = other.model.state_dict()
+    return [n for n, w in one.model.state_dict().items() if not same_bytes(w, theirs[n])]
+
+
+def test_a_hundred_steps_repeat_byte_for_byte_and_learn():
+    (one, done), (other, again) = trained(100), trained(100)
+    assert not differing(one, other)
+    assert done.steps == 100 and done.first_loss == again.first_loss
+    # Knows more than how often each byte comes.
+    learn, _ = text.split(text.corpus())
+    often = learn.bincount().double() / len(learn)
+    assert done.last_loss < torch.special.entr(often).sum() < done.first_loss
+    start = build(SMALL).model.state_dict()
+    moved = {name for name, w in one.model.state_dict().items() if not same_bytes(w, start[name])}
+    sites = [
+        f"model.layers.{i}.{site}.{weight}"
+        for i in range(SMALL.layers)
+        for site in ("attention", "mlp")
+        for weight in ("phi", "alpha", "beta")
+    ]
+    assert {*sites, "model.norm.0.phi", "model.norm.0.alpha", "model.norm.0.beta"} <= moved
+
+
+@pytest.mark.parametrize("name", ["_channel_sum", "_sum"])
+def test_a_sum_in_random_order_is_caught(name, monkeypatch):
+    """Of channels, or of any last dimension: each call in another order."""
+    right = getattr(cpu, name)
+    # Training seeds torch's own generator, which would give both runs the same orders.
+    orders = torch.Generator().manual_seed(3)
+
+    def wrong(t: torch.Tensor) -> torch.Tensor:
+        return right(t[..., torch.randperm(t.shape[-1], generator=orders)])
+
+    few = 6
+    assert not differing(trained(few)[0], trained(few)[0])
+    monkeypatch.setattr(cpu, name, wrong)
+    assert differing(trained(few)[0], trained(few)[0])
+
+
+def test_rollout_and_training_have_the_same_bytes():
+    """The demo's claim, with streams: log-probs of any batch, and gradients of linear weights."""
+    side, _ = trained(3, SIZE)
+    _, held = text.split(text.corpus())
+    work = measure.tasks(SETUP, held, seed=2)
+    choose = rollout.sample(2, len(work))
+    column, _ = measure.measure(side, SETUP, work, choose, 2, lambda count: None)
+    total = column.total()
+    assert total.differing_bytes == 0 and total.numbers > 100_000
+
+
+def test_streams_start_as_the_model_without_them():
+    """Equal streams with gates at their start compute the residual model, but for alpha."""
+    batch = torch.randint(1, text.VOCAB, (2, 64), generator=torch.Generator().manual_seed(4))
+    plain = model.ours(model.build(SMALL, torch.device("cpu"), seed=1))
+    side = build(SMALL)
+    with torch.no_grad():
+        want = plain.hidden(input_ids=batch).float()
+        got = side.hidden(input_ids=batch).float()
+        for name, weight in side.model.named_parameters():
+            if name.endswith("alpha"):
+                weight.zero_()
+        exact = side.hidden(input_ids=batch).float()
+    # Roundings to bf16, 2^-9 each: of a stream and a collapse at each of 4 sites, in either model.
+    scale = want.norm()
+    assert (exact - want).norm() < 16 * 2.0**-9 * scale
+    assert not same_bytes(got, exact)
