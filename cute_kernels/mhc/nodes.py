@@ -60,10 +60,10 @@ def finish_weights(
     of_phi, of_weight = sums[0], sums[1] if needs[1] else None
     if parts is not None:
         launcher("mhc_weights", phi)(parts, mapping, of_phi, of_weight)
-    return tuple(
-        _returned(total, t, main, need)
-        for total, t, main, need in zip(sums, (phi, norm_weight), into, needs, strict=True)
-    )
+    of_weights = nothing(phi)
+    if norm_weight is not None:
+        of_weights = _returned(sums[1], norm_weight, into[1], needs[1])
+    return _returned(sums[0], phi, into[0], needs[0]), of_weights
 
 
 def finish_parts(
@@ -105,7 +105,7 @@ def _returned(total, of, into, need: bool) -> torch.Tensor:
         if need and total is not into:
             into.copy_(total)
         return nothing(into)
-    return total.to(of.dtype) if need else nothing(total if of is None else of)
+    return total.to(of.dtype) if need else nothing(of)
 
 
 def fake_gradients(tensors, needs, into) -> tuple[torch.Tensor, ...]:

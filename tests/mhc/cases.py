@@ -24,7 +24,7 @@ TE_SHAPES = (
     (2, 2048, 5120), (2, 4096, 8192),
 )  # fmt: skip
 #: Elements of x [s b, 4 C] that a test on two processor cores has time for.
-CPU_ELEMENTS = 2**19
+CPU_ELEMENTS = 2**18
 CHANNELS = (1280, 2560, 4096, 5120, 5129, 7168)
 TOKENS = (1, 13, 48, 137, 512, 4096)
 
