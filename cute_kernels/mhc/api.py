@@ -141,7 +141,7 @@ def aggregate(x: torch.Tensor, H_pre: torch.Tensor, n: int, *, layout: str = "cn
     checks.streams(n)
     rows = checks.x_of(x, n, layout)
     pre = checks.tokens("H_pre", H_pre, (n,), rows)
-    return op.aggregate(rows.x, pre, n, layout).view(*rows.leading, -1)
+    return _collapsed(op.aggregate(rows.x, pre, n, layout), rows)
 
 
 def expand_combine(
@@ -192,7 +192,7 @@ def mix_and_aggregate(
     found = site_op.mix(rows.x, phi, norm_weight, alpha, beta, *mains, *options.numbers(n), False)
     out, _, post, res, *_ = found
     return (
-        out.view(*rows.leading, -1),
+        _collapsed(out, rows),
         post.view(*rows.leading, n),
         res.view(*rows.leading, n, n),
     )
@@ -229,7 +229,7 @@ def connect(
     )
     made = site_op.mix(rows.x, phi, norm_weight, alpha, beta, *mains, *options.numbers(n), True)
     out, _, post, res, _, _, link = made
-    f = checks.channels("sublayer(out)", sublayer(out.view(*rows.leading, -1)), rows, n)
+    f = checks.channels("sublayer(out)", sublayer(_collapsed(out, rows)), rows, n)
     streams = (rows.x.detach(), res.detach(), link)
     y = op.expand_combine(f, bias, post, *streams, main_bias, n, options.layout)
     return y.view(x.shape)
@@ -279,7 +279,7 @@ def post_pre(
     y, out, pre, post, res, *_ = made
     found = (
         y.view(x.shape),
-        out.view(*rows.leading, -1),
+        _collapsed(out, rows),
         post.view(*rows.leading, n),
         res.view(*rows.leading, n, n),
     )
@@ -318,7 +318,7 @@ def head(
     gates = (pad(alpha, (0, 2)), pad(beta, (0, mappings(n) - n)))
     numbers = (options.eps, options.pre_eps, options.post_scale)
     pre, _, _ = op.scale(h, *gates, ms, None, None, n, *numbers)
-    return op.aggregate(rows.x, pre, n, options.layout).view(*rows.leading, -1)
+    return _collapsed(op.aggregate(rows.x, pre, n, options.layout), rows)
 
 
 def expand_from_embedding(embedding: torch.Tensor, n: int, *, layout: str = "cn") -> torch.Tensor:
@@ -359,6 +359,11 @@ def multilayer_recompute(
             x = expand_combine(f, bias, post, x, res, n, layout=layout)
             found.append(x)
     return found
+
+
+def _collapsed(out: torch.Tensor, rows: checks.Rows) -> torch.Tensor:
+    """[M, C] as [..., C]; C is named, as no tokens leave it open."""
+    return out.view(*rows.leading, out.shape[1])
 
 
 def _mapping_weights(phi, norm_weight, x) -> dict[str, torch.Tensor | None]:

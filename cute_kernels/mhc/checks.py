@@ -163,10 +163,9 @@ def tokens(name: str, t: object, trailing: tuple[int, ...], rows: Rows) -> torch
     m, size = len(rows.x), 1
     for extent in trailing:
         size *= extent
-    shown = ", ".join(map(str, trailing))
     fits = t.dim() > len(trailing) and tuple(t.shape[t.dim() - len(trailing) :]) == trailing
     if not fits or t.shape[: t.dim() - len(trailing)].numel() != m:
-        want = f"shape [..., {shown}] of {m} tokens"
+        want = f"shape [..., {', '.join(map(str, trailing))}] of {m} tokens"
         raise ShapeError(expected(name, want, list(t.shape)))
     return t.reshape(m, size)
 

@@ -227,6 +227,8 @@ def _setup_sinkhorn(ctx, inputs, output):
 
 def _backward_sinkhorn(ctx, d_p):
     nodes.refuse_double("sinkhorn")
+    if d_p is None:
+        return (None,) * 5
     return sinkhorn_backward(d_p, *ctx.saved_tensors, *ctx.numbers), *(None,) * 4
 
 
@@ -269,6 +271,8 @@ def _setup_aggregate(ctx, inputs, output):
 
 def _backward_aggregate(ctx, d_out):
     nodes.refuse_double("aggregate")
+    if d_out is None:
+        return (None,) * 4
     needs = list(ctx.needs_input_grad[:2])
     made = aggregate_backward(d_out, *ctx.saved_tensors, *ctx.numbers, needs)
     return *nodes.given(made, needs, {}), None, None
@@ -330,6 +334,8 @@ def _setup_expand(ctx, inputs, output):
 
 def _backward_expand(ctx, dy):
     nodes.refuse_double("expand_combine")
+    if dy is None:
+        return (None,) * 9
     (bias,) = nodes.targets(ctx, (1,))
     needs = list(ctx.needs_input_grad[:5])
     needs[1] = bias.wanted
@@ -359,8 +365,9 @@ expand_backward = nodes.define(
 
 
 def _run_repeat(e, n, layout):
-    e = e[:, :, None].expand(-1, -1, n) if layout == "cn" else e[:, None].expand(-1, n, -1)
-    return e.reshape(len(e), -1)
+    m, c = e.shape
+    e = e[:, :, None].expand(m, c, n) if layout == "cn" else e[:, None].expand(m, n, c)
+    return e.reshape(m, n * c)
 
 
 def _run_repeat_backward(dx, n, layout):
@@ -376,6 +383,8 @@ def _setup_repeat(ctx, inputs, output):
 
 def _backward_repeat(ctx, dx):
     nodes.refuse_double("expand_from_embedding")
+    if dx is None:
+        return (None,) * 3
     return repeat_backward(dx, *ctx.numbers), None, None
 
 
