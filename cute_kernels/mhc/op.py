@@ -9,7 +9,8 @@
     mhc_post_pre        expand_combine of one site, and mhc_mix of the next
 
 All take rows: x [M, K], f [M, C]; api flattens.  Each has an op ``..._backward``.  A gradient that
-was not asked for, or that went into a main_grad, is an empty tensor there.
+was not asked for, or that went into a main_grad, is an empty tensor there.  Fakes read shape[0]:
+len() would make a number of a size that a graph leaves open.
 
 ``link``: an output of mhc_mix, zeros of x's shape that take no memory.  An expand_combine that is
 given it leaves the gradients of x and res to mhc_mix: what flows back through the link is dy, so
@@ -76,8 +77,8 @@ def _run_projection(x, phi, norm_weight, main_phi, main_weight, n, layout, preci
 
 
 def _fake_projection(x, phi, norm_weight, main_phi, main_weight, n, layout, precision):
-    h = x.new_empty(len(x), config.WIDTH[n], dtype=torch.float32)
-    return h, x.new_empty(len(x), dtype=torch.float32)
+    h = x.new_empty(x.shape[0], config.WIDTH[n], dtype=torch.float32)
+    return h, x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 def _run_projection_backward(
@@ -144,7 +145,7 @@ def _run_scale(h, alpha, beta, ms, main_alpha, main_beta, n, eps, pre_eps, post_
 
 
 def _fake_scale(h, alpha, beta, ms, main_alpha, main_beta, n, *others):
-    return tuple(h.new_empty(len(h), size) for size in (n, n, n * n))
+    return tuple(h.new_empty(h.shape[0], size) for size in (n, n, n * n))
 
 
 def _run_scale_backward(
@@ -281,7 +282,7 @@ def _backward_aggregate(ctx, d_out):
 aggregate = nodes.define(
     "mhc_aggregate(Tensor x, Tensor pre, int n, str layout) -> Tensor",
     _run_aggregate,
-    fake=lambda x, pre, n, layout: x.new_empty(len(x), x.shape[1] // n),
+    fake=lambda x, pre, n, layout: x.new_empty(x.shape[0], x.shape[1] // n),
     setup=_setup_aggregate,
     backward=_backward_aggregate,
 )
@@ -391,12 +392,12 @@ def _backward_repeat(ctx, dx):
 repeat = nodes.define(
     "mhc_repeat(Tensor e, int n, str layout) -> Tensor",
     _run_repeat,
-    fake=lambda e, n, layout: e.new_empty(len(e), e.shape[1] * n),
+    fake=lambda e, n, layout: e.new_empty(e.shape[0], e.shape[1] * n),
     setup=_setup_repeat,
     backward=_backward_repeat,
 )
 repeat_backward = nodes.define(
     "mhc_repeat_backward(Tensor dx, int n, str layout) -> Tensor",
     _run_repeat_backward,
-    fake=lambda dx, n, layout: dx.new_empty(len(dx), dx.shape[1] // n),
+    fake=lambda dx, n, layout: dx.new_empty(dx.shape[0], dx.shape[1] // n),
 )

@@ -172,7 +172,7 @@ WEIGHTS = {
 }
 
 
-def _call(name: str, case: Case, i: Inputs, piece: slice, mains: dict) -> list[torch.Tensor]:
+def call(name: str, case: Case, i: Inputs, piece: slice, mains: dict) -> list[torch.Tensor]:
     """Results of some tokens whose backward adds into ``mains``."""
     x, f, post, res = i.x[piece], i.f[piece], i.post[piece], i.res[piece]
     weights, others = _site(case, i)
@@ -216,7 +216,7 @@ def sum_op(name: str, case: Case, cut: int = 1024) -> SumOp:
     def run(start: torch.Tensor, pieces: list[slice]) -> torch.Tensor:
         state = start.clone()
         for piece in pieces:
-            made = _call(name, case, i, piece, mains_of(name, i, state))
+            made = call(name, case, i, piece, mains_of(name, i, state))
             given = [cases.normal(case.m, *t.shape[1:], seed=50 + j) for j, t in enumerate(made)]
             given = [g[piece].to(t.dtype) for g, t in zip(given, made, strict=True)]
             torch.autograd.backward(made, given)

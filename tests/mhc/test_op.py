@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 
@@ -318,17 +319,15 @@ def test_compiled_main_grads(name):
         assert not (eager == 1).all() and same_bytes(eager, compiled)
 
 
-def test_dynamic_numbers_of_tokens_compile_once():
+@pytest.mark.parametrize("name", ["projection", "expand_combine", "mix_and_aggregate", "post_pre"])
+def test_dynamic_numbers_of_tokens_compile_once(name):
     torch.compiler.reset()
     counter = torch._dynamo.testing.CompileCounter()
-    case = case_of()
-    call = CALLS["mix_and_aggregate"][0]
-    run = torch.compile(
-        lambda x, a: call(a._replace(x=x), case), fullgraph=True, dynamic=True, backend=counter
-    )
+    case, call = case_of(), CALLS[name][0]
+    run = torch.compile(lambda a: call(a, case), fullgraph=True, dynamic=True, backend=counter)
     for m in (5, 17, 64):
         a = cases.inputs_of(case_of(m=m))
-        for got, want in zip(run(a.x, a), call(a, case), strict=True):
+        for got, want in zip(run(a), call(a, case), strict=True):
             assert same_bytes(got, want)
     assert counter.frame_count == 1
 
