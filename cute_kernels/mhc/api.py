@@ -302,9 +302,7 @@ def head(
         Others: As in `mix_and_aggregate`.
     """
     checks.options(options)
-    checks.mixed_dtype("phi", phi)
-    n = checks.streams(phi.shape[0] if phi.dim() == 2 else 0)
-    checks.phi_of(phi, n)
+    n = checks.phi_of_head(phi)
     rows = checks.x_of(x, n, options.layout, phi.shape[1])
     _mapping_weights(phi, norm_weight, rows.x)
     checks.beside("alpha", alpha, rows.x, [1])
@@ -328,7 +326,7 @@ def expand_from_embedding(embedding: torch.Tensor, n: int, *, layout: str = "cn"
     """
     checks.layout(layout)
     checks.streams(n)
-    checks.mixed_dtype("embedding", embedding)
+    checks.embedding(embedding)
     leading = embedding.shape[:-1]
     made = op.repeat(embedding.reshape(leading.numel(), embedding.shape[-1]), n, layout)
     c = embedding.shape[-1]

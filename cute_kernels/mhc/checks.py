@@ -211,6 +211,25 @@ def phi_of(phi: object, rows: int | None = None) -> int:
     return n
 
 
+def phi_of_head(phi: object) -> int:
+    """n of phi [n, K]."""
+    mixed_dtype("phi", phi)
+    checking.rank("phi", phi, 2, "[n, K]")
+    if phi.shape[0] not in STREAMS:
+        want = " or ".join(map(str, STREAMS)) + " rows (n)"
+        raise ShapeError(expected("phi", want, list(phi.shape)))
+    return phi_of(phi, phi.shape[0])
+
+
+def embedding(t: object) -> None:
+    """[..., C] of bf16 or fp32."""
+    mixed_dtype("embedding", t)
+    checking.supported("mhc", t.device)
+    if t.dim() < 1 or t.shape[-1] < 1:
+        want = "shape [..., C] with C of 1 or more"
+        raise ShapeError(expected("embedding", want, list(t.shape)))
+
+
 def beside(name: str, t: object, x: torch.Tensor, shape: list[int]) -> None:
     """A weight of bf16 or fp32, of a shape, on x's device."""
     mixed_dtype(name, t)

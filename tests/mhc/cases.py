@@ -83,7 +83,7 @@ def generator(seed: int) -> torch.Generator:
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = FP32) -> torch.Tensor:
     """One tensor of N(0, 1)."""
-    return torch.randn(*shape, generator=generator(seed)).to(dtype)
+    return torch.randn(shape, generator=generator(seed)).to(dtype)
 
 
 def draw(seed: int) -> Case:
