@@ -50,6 +50,17 @@ def test_wide_rows(name):
     contract.check_population(op, 20, SEED, (1, 2, 3, 7, 16, 17))
 
 
+@pytest.mark.parametrize("name", ["projection", "sinkhorn", "post_pre"])
+def test_a_team_of_threads(name):
+    """The other tests of this folder have one thread (conftest.py); a row's bits hold for any."""
+    torch.set_num_threads(2)
+    try:
+        op = packed.row_op(name, packed.case_of(FP32, c=300))
+        contract.check_population(op, 60, SEED, (1, 2, 17, 59))
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_a_fresh_process():
     made = packed.site_in_a_fresh_process()
     contract.check_fresh_process(made, 20, SEED, "tests.mhc.packed:site_in_a_fresh_process")

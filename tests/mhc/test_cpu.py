@@ -117,6 +117,31 @@ def test_widths_of_models(c, n):
         assert max(cases.shares(got, want).values()) <= 1
 
 
+@pytest.mark.parametrize("m", [*cases.TOKENS[:-1], pytest.param(4096, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("layout", ["cn", "nc"])
+def test_numbers_of_tokens(m, layout):
+    """Around and beyond a chunk of the sums over tokens."""
+    case = Case(8, m, 24, 4, layout, (BF16, FP32), True, True, 3.0, Options(layout=layout))
+    x = cases.inputs_of(case)
+    for function in (runs.expand, runs.mix, runs.gate):
+        got, want = function(case, x)
+        assert max(cases.shares(got, want).values()) <= 1
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtypes", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["cn", "nc"])
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("c", cases.CHANNELS)
+def test_sites_of_models(c, n, layout, dtypes):
+    """Every function at every width, with and without the optional weights."""
+    for given in (False, True):
+        options = Options(layout=layout)
+        case = Case(9, 13, c, n, layout, dtypes, given, given, 3.0, options)
+        over = {name: share for name, share in worst_of(case).items() if share > 1}
+        assert not over, over
+
+
 # ---- against TransformerEngine's formulas --------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from cute_kernels.mhc import (
     mix_and_aggregate,
     post_pre,
     projection,
+    reference,
     scale,
     sinkhorn,
 )
@@ -30,8 +31,11 @@ VARIANTS = [
 WEIGHTS = ("phi", "norm_weight", "alpha", "beta")
 
 
-def four_ops(case: Case, a: cases.Inputs, x: torch.Tensor | None = None):
-    """(out, post, res, pre) by `projection`, `scale`, `sinkhorn` and `aggregate`."""
+def four_ops(case: Case, a: cases.Inputs, x: torch.Tensor | None = None, collapsed=None):
+    """(out, post, res, pre) by `projection`, `scale`, `sinkhorn` and `aggregate`.
+
+    ``collapsed``: what aggregate takes in place of x, to have the two gradients apart.
+    """
     o, n = case.options, case.n
     x = a.x if x is None else x
     h, ms = projection(
@@ -41,7 +45,8 @@ def four_ops(case: Case, a: cases.Inputs, x: torch.Tensor | None = None):
         h, a.alpha, a.beta, ms, n, eps=o.eps, pre_eps=o.pre_eps, post_scale=o.post_scale
     )
     res = sinkhorn(z, n, iterations=o.iterations, form=o.form, eps=o.form_eps)
-    return aggregate(x, pre, n, layout=case.layout), post, res, pre
+    collapsed = x if collapsed is None else collapsed
+    return aggregate(collapsed, pre, n, layout=case.layout), post, res, pre
 
 
 def mixed(case: Case, a: cases.Inputs, x: torch.Tensor | None = None):
@@ -58,26 +63,37 @@ def require_same(got, want) -> None:
 
 @pytest.mark.parametrize("case", VARIANTS, ids=lambda c: f"{c.seed}")
 def test_mix_and_aggregate_is_the_four_ops(case):
-    """Results; and gradients of weights, which do not pass through a rounding of x's."""
+    """Results, and gradients of weights, byte for byte; dx but for how often it is rounded."""
     x = cases.inputs_of(case)
     up = cases.upstream_of(case, x)
-    made = []
+    made, apart = [], []
     for run in (mixed, four_ops):
         a = runs.leaves_of(x)
-        results = run(case, a)[:3]
+        if run is four_ops:
+            apart = [a.x, a.x.detach().clone().requires_grad_()]
+            results = four_ops(case, a, collapsed=apart[1])[:3]
+        else:
+            results = mixed(case, a)
         torch.autograd.backward(results, [up.out, up.post, up.res])
         made.append((results, runs.gradients(a, *WEIGHTS), a.x.grad))
     require_same(made[0][0], made[1][0])
     for name, gradient in made[0][1].items():
         assert same_bytes(gradient, made[1][1][name]), name
-    _near(case, *(dx for _, _, dx in made), terms=2)
+    rounded_once(made[0][2], apart)
 
 
-def _near(case: Case, fused: torch.Tensor, composed: torch.Tensor, terms: int) -> None:
-    """Of composed ops each rounds its dx to the dtype, and autograd rounds their sum."""
-    size = composed.double().abs() + composed.double().abs().amax((1, 2), keepdim=True)
-    bound = 2 * terms * torch.finfo(fused.dtype).eps * size
-    assert ((fused.double() - composed.double()).abs() <= bound).all()
+def rounded_once(fused: torch.Tensor, apart: list[torch.Tensor]) -> None:
+    """dx of one rounding, against terms that were rounded each: half an ulp of every one.
+
+    And four roundings of fp32, of the sums before.
+    """
+    terms = [t.grad.double() for t in apart]
+    assert all(t.any() for t in terms)
+    size = sum(t.abs() for t in terms)
+    half = torch.finfo(fused.dtype).eps / 2
+    bound = half * (size + fused.double().abs()) * (1 + half) + 4 * 2.0**-24 * size
+    error = (fused.double() - sum(terms)).abs()
+    assert (error <= bound + 1e-37).all(), (error / bound).max()
 
 
 def ended(case: Case, a: cases.Inputs) -> torch.Tensor:
@@ -114,20 +130,27 @@ def test_post_pre_is_expand_combine_and_mix_and_aggregate(case, shift):
     for name, gradient in made[0][1].items():
         if name.removeprefix("d_") in exactly:
             assert same_bytes(gradient, made[1][1][name]), name
-    # Autograd adds dy to the site's dx after its rounding: the rest begins with another bit of it.
-    eps = torch.finfo(x.x.dtype).eps
-    for name, gradient in made[0][1].items():
-        other = made[1][1][name].double()
-        difference = (gradient.double() - other).norm()
-        assert difference <= 4 * eps * other.norm(), name
+    # Autograd adds dy to the site's dx after that has been rounded once already.
+    site, y = cases.site_of(case, x), cases.rows(made[0][0][0])
+    given = reference.Given(up.out, cases.rows(up.pre), cases.rows(up.post), cases.rows(up.res))
+    shifted = x.pre.double() if shift else None
+    given = given if shift else given._replace(pre=None)
+    own = reference.mix_and_aggregate_backward(y, site, given, shifted).x
+    # A shifted one is three ops here, and has a rounding more.
+    own = own.stored(x.x.dtype).stored(x.x.dtype).stored(x.x.dtype)
+    d_y = (own + cases.rows(up.y)).stored(x.x.dtype)
+    end = reference.expand_combine_backward(cases.rows(x.x), cases.expand_of(x), d_y, case.streams)
+    for name in ("f", "bias", "post", "x", "res"):
+        gradient = made[1][1].get(f"d_{name}")
+        assert gradient is None or cases.share(gradient, getattr(end, name)) <= 1, name
 
 
 @pytest.mark.parametrize("case", VARIANTS, ids=lambda c: f"{c.seed}")
 def test_connect_has_the_composed_forward(case):
-    """And the composed backward, but for dx, which is rounded once in place of three times."""
+    """And the composed backward, but for dx, which is rounded once in place of each time."""
     x = cases.inputs_of(case)
     up = cases.upstream_of(case, x)
-    made = []
+    made, apart = [], []
     for fused in (True, False):
         a = runs.leaves_of(x)
         sublayer = lambda out: (out * 1.25).tanh()  # noqa: E731
@@ -135,14 +158,15 @@ def test_connect_has_the_composed_forward(case):
             options = {"norm_weight": a.norm_weight, "options": case.options}
             y = connect(a.x, sublayer, a.phi, a.alpha, a.beta, bias=a.bias, **options)
         else:
-            out, post, res = mixed(case, a)
-            y = ended(case, a._replace(f=sublayer(out), post=post, res=res))
+            apart = [a.x] + [a.x.detach().clone().requires_grad_() for _ in range(2)]
+            out, post, res, _ = four_ops(case, a, collapsed=apart[1])
+            y = ended(case, a._replace(f=sublayer(out), post=post, x=apart[2], res=res))
         y.backward(up.y)
         made.append((y, runs.gradients(a, "bias", *WEIGHTS), a.x.grad))
     assert same_bytes(made[0][0], made[1][0])
     for name, gradient in made[0][1].items():
         assert same_bytes(gradient, made[1][1][name]), name
-    _near(case, *(dx for _, _, dx in made), terms=3)
+    rounded_once(made[0][2], apart)
 
 
 @pytest.mark.parametrize("layout", ["cn", "nc"])

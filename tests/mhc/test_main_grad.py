@@ -216,6 +216,7 @@ def test_strided_main_grads(name):
         assert same_bytes(b[..., 0].contiguous(), getattr(want, weight).main_grad), weight
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
 def test_double_backward_is_refused_and_writes_nothing():
     for name in NAMES:
         case = case_of()
