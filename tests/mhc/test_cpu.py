@@ -148,7 +148,7 @@ def test_sites_of_models(c, n, layout, dtypes):
 @pytest.mark.parametrize("dtypes", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("precision", ["bf16x2", "bf16x3"])
 def test_h_is_within_1e_5(dtypes, precision):
-    """RMS of the error over RMS of H; a TF32 product's is fifty times as large."""
+    """RMS of the error over RMS of H; a TF32 product's is hundreds of times ours."""
     options = Options(precision=precision)
     case = Case(5, 137, 1280, dtypes=dtypes, norm_weight=True, options=options)
     x = cases.inputs_of(case)

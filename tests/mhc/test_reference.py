@@ -8,6 +8,7 @@ import torch
 from cute_kernels.mhc import Options, reference
 from cute_kernels.mhc.near import Near, exact
 from cute_kernels.mhc.tensors import Expand, Gates, Mapping, Sinkhorn
+from tests.import_graph import import_graph
 from tests.mhc import cases
 from tests.mhc.cases import FP64, Case
 
@@ -212,6 +213,12 @@ def test_post_pre(layout, n, form, shift):
     given = reference.Given(up.out, up.pre, up.post, up.res, up.y)
     of_end, of_site = reference.post_pre_backward(tensors[3], by, site, given, FP64, tensors[-1])
     compare(loss, tensors, [*of_end, *of_site[1:]])
+
+
+def test_nothing_dispatches_to_it():
+    oracles = {"mhc.reference", "mhc.near"}
+    users = {name for name, used in import_graph().items() if used & oracles}
+    assert users == {"mhc.reference"}
 
 
 def test_numbers_that_are_near():
