@@ -43,6 +43,7 @@ RANKS: dict[str, float] = {
     "system.tiles": 7,
     "system.masks": 6,
     "system.tensors": 5,
+    "system.near": 7,
     "system.checks": 7,
     "system.exact": 7,
     "system.chunks": 8,

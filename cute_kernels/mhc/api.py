@@ -141,7 +141,7 @@ def aggregate(x: torch.Tensor, H_pre: torch.Tensor, n: int, *, layout: str = "cn
     checks.streams(n)
     rows = checks.x_of(x, n, layout)
     pre = checks.tokens("H_pre", H_pre, (n,), rows)
-    return op.aggregate(rows.x, pre, n, layout).view(*rows.leading, -1)
+    return _collapsed(op.aggregate(rows.x, pre, n, layout), rows)
 
 
 def expand_combine(
@@ -192,7 +192,7 @@ def mix_and_aggregate(
     found = site_op.mix(rows.x, phi, norm_weight, alpha, beta, *mains, *options.numbers(n), False)
     out, _, post, res, *_ = found
     return (
-        out.view(*rows.leading, -1),
+        _collapsed(out, rows),
         post.view(*rows.leading, n),
         res.view(*rows.leading, n, n),
     )
@@ -229,7 +229,7 @@ def connect(
     )
     made = site_op.mix(rows.x, phi, norm_weight, alpha, beta, *mains, *options.numbers(n), True)
     out, _, post, res, _, _, link = made
-    f = checks.channels("sublayer(out)", sublayer(out.view(*rows.leading, -1)), rows, n)
+    f = checks.channels("sublayer(out)", sublayer(_collapsed(out, rows)), rows, n)
     streams = (rows.x.detach(), res.detach(), link)
     y = op.expand_combine(f, bias, post, *streams, main_bias, n, options.layout)
     return y.view(x.shape)
@@ -279,7 +279,7 @@ def post_pre(
     y, out, pre, post, res, *_ = made
     found = (
         y.view(x.shape),
-        out.view(*rows.leading, -1),
+        _collapsed(out, rows),
         post.view(*rows.leading, n),
         res.view(*rows.leading, n, n),
     )
@@ -302,9 +302,7 @@ def head(
         Others: As in `mix_and_aggregate`.
     """
     checks.options(options)
-    checks.mixed_dtype("phi", phi)
-    n = checks.streams(phi.shape[0] if phi.dim() == 2 else 0)
-    checks.phi_of(phi, n)
+    n = checks.phi_of_head(phi)
     rows = checks.x_of(x, n, options.layout, phi.shape[1])
     _mapping_weights(phi, norm_weight, rows.x)
     checks.beside("alpha", alpha, rows.x, [1])
@@ -318,7 +316,7 @@ def head(
     gates = (pad(alpha, (0, 2)), pad(beta, (0, mappings(n) - n)))
     numbers = (options.eps, options.pre_eps, options.post_scale)
     pre, _, _ = op.scale(h, *gates, ms, None, None, n, *numbers)
-    return op.aggregate(rows.x, pre, n, options.layout).view(*rows.leading, -1)
+    return _collapsed(op.aggregate(rows.x, pre, n, options.layout), rows)
 
 
 def expand_from_embedding(embedding: torch.Tensor, n: int, *, layout: str = "cn") -> torch.Tensor:
@@ -328,7 +326,7 @@ def expand_from_embedding(embedding: torch.Tensor, n: int, *, layout: str = "cn"
     """
     checks.layout(layout)
     checks.streams(n)
-    checks.mixed_dtype("embedding", embedding)
+    checks.embedding(embedding)
     leading = embedding.shape[:-1]
     made = op.repeat(embedding.reshape(leading.numel(), embedding.shape[-1]), n, layout)
     c = embedding.shape[-1]
@@ -359,6 +357,11 @@ def multilayer_recompute(
             x = expand_combine(f, bias, post, x, res, n, layout=layout)
             found.append(x)
     return found
+
+
+def _collapsed(out: torch.Tensor, rows: checks.Rows) -> torch.Tensor:
+    """[M, C] as [..., C]; C is named, as no tokens leave it open."""
+    return out.view(*rows.leading, out.shape[1])
 
 
 def _mapping_weights(phi, norm_weight, x) -> dict[str, torch.Tensor | None]:

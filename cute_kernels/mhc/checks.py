@@ -163,10 +163,9 @@ def tokens(name: str, t: object, trailing: tuple[int, ...], rows: Rows) -> torch
     m, size = len(rows.x), 1
     for extent in trailing:
         size *= extent
-    shown = ", ".join(map(str, trailing))
     fits = t.dim() > len(trailing) and tuple(t.shape[t.dim() - len(trailing) :]) == trailing
     if not fits or t.shape[: t.dim() - len(trailing)].numel() != m:
-        want = f"shape [..., {shown}] of {m} tokens"
+        want = f"shape [..., {', '.join(map(str, trailing))}] of {m} tokens"
         raise ShapeError(expected(name, want, list(t.shape)))
     return t.reshape(m, size)
 
@@ -210,6 +209,25 @@ def phi_of(phi: object, rows: int | None = None) -> int:
         want = f"columns n C, a multiple of {n}"
         raise ShapeError(expected("phi", want, list(phi.shape)))
     return n
+
+
+def phi_of_head(phi: object) -> int:
+    """n of phi [n, K]."""
+    mixed_dtype("phi", phi)
+    checking.rank("phi", phi, 2, "[n, K]")
+    if phi.shape[0] not in STREAMS:
+        want = " or ".join(map(str, STREAMS)) + " rows (n)"
+        raise ShapeError(expected("phi", want, list(phi.shape)))
+    return phi_of(phi, phi.shape[0])
+
+
+def embedding(t: object) -> None:
+    """[..., C] of bf16 or fp32."""
+    mixed_dtype("embedding", t)
+    checking.supported("mhc", t.device)
+    if t.dim() < 1 or t.shape[-1] < 1:
+        want = "shape [..., C] with C of 1 or more"
+        raise ShapeError(expected("embedding", want, list(t.shape)))
 
 
 def beside(name: str, t: object, x: torch.Tensor, shape: list[int]) -> None:

@@ -115,7 +115,7 @@ class CombineConfig:
     bias: bool = False
     threads: int = 256
     ahead: int = 4
-    blocks: int = 2
+    blocks: int = 4
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class ReduceConfig:
     f: bool
     bias: bool
     dx: bool
-    threads: int = 256
+    threads: int = 128
     tokens: int = 8
     blocks: int = 1
 

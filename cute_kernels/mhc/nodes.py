@@ -30,8 +30,8 @@ def gates(alpha, beta, eps: float, pre_eps: float, post_scale: float) -> Gates:
 
 
 def nothing(like: torch.Tensor) -> torch.Tensor:
-    """In place of a gradient that an op does not return."""
-    return like.new_empty(0)
+    """In place of a gradient that an op does not return: of one dtype, which its fake has too."""
+    return like.new_empty(0, dtype=torch.float32)
 
 
 def wanted(made, needs, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -110,9 +110,8 @@ def _returned(total, of, into, need: bool) -> torch.Tensor:
 
 def fake_gradients(tensors, needs, into) -> tuple[torch.Tensor, ...]:
     """Of a backward op: a gradient for each tensor that needs one, and has no main_grad."""
-    like = tensors[0]
     return tuple(
-        t.new_empty(t.shape) if need and main is None else like.new_empty(0)
+        t.new_empty(t.shape) if need and main is None else nothing(tensors[0])
         for t, need, main in zip(tensors, needs, into, strict=True)
     )
 

@@ -9,7 +9,8 @@
     mhc_post_pre        expand_combine of one site, and mhc_mix of the next
 
 All take rows: x [M, K], f [M, C]; api flattens.  Each has an op ``..._backward``.  A gradient that
-was not asked for, or that went into a main_grad, is an empty tensor there.
+was not asked for, or that went into a main_grad, is an empty tensor there.  Fakes read shape[0]:
+len() would make a number of a size that a graph leaves open.
 
 ``link``: an output of mhc_mix, zeros of x's shape that take no memory.  An expand_combine that is
 given it leaves the gradients of x and res to mhc_mix: what flows back through the link is dy, so
@@ -80,8 +81,8 @@ def _run_projection(x, phi, norm_weight, main_phi, main_weight, n, layout, preci
 
 
 def _fake_projection(x, phi, norm_weight, main_phi, main_weight, n, layout, precision):
-    h = x.new_empty(len(x), config.WIDTH[n], dtype=torch.float32)
-    return h, x.new_empty(len(x), dtype=torch.float32)
+    h = x.new_empty(x.shape[0], config.WIDTH[n], dtype=torch.float32)
+    return h, x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 def _run_projection_backward(
@@ -148,7 +149,7 @@ def _run_scale(h, alpha, beta, ms, main_alpha, main_beta, n, eps, pre_eps, post_
 
 
 def _fake_scale(h, alpha, beta, ms, main_alpha, main_beta, n, *others):
-    return tuple(h.new_empty(len(h), size) for size in (n, n, n * n))
+    return tuple(h.new_empty(h.shape[0], size) for size in (n, n, n * n))
 
 
 def _run_scale_backward(
@@ -231,6 +232,8 @@ def _setup_sinkhorn(ctx, inputs, output):
 
 def _backward_sinkhorn(ctx, d_p):
     nodes.refuse_double("sinkhorn")
+    if d_p is None:
+        return (None,) * 5
     return sinkhorn_backward(d_p, *ctx.saved_tensors, *ctx.numbers), *(None,) * 4
 
 
@@ -273,6 +276,8 @@ def _setup_aggregate(ctx, inputs, output):
 
 def _backward_aggregate(ctx, d_out):
     nodes.refuse_double("aggregate")
+    if d_out is None:
+        return (None,) * 4
     needs = list(ctx.needs_input_grad[:2])
     made = aggregate_backward(d_out, *ctx.saved_tensors, *ctx.numbers, needs)
     return *nodes.given(made, needs, {}), None, None
@@ -281,7 +286,7 @@ def _backward_aggregate(ctx, d_out):
 aggregate = nodes.define(
     "mhc_aggregate(Tensor x, Tensor pre, int n, str layout) -> Tensor",
     _run_aggregate,
-    fake=lambda x, pre, n, layout: x.new_empty(len(x), x.shape[1] // n),
+    fake=lambda x, pre, n, layout: x.new_empty(x.shape[0], x.shape[1] // n),
     setup=_setup_aggregate,
     backward=_backward_aggregate,
 )
@@ -334,6 +339,8 @@ def _setup_expand(ctx, inputs, output):
 
 def _backward_expand(ctx, dy):
     nodes.refuse_double("expand_combine")
+    if dy is None:
+        return (None,) * 9
     (bias,) = nodes.targets(ctx, (1,))
     needs = list(ctx.needs_input_grad[:5])
     needs[1] = bias.wanted
@@ -363,8 +370,9 @@ expand_backward = nodes.define(
 
 
 def _run_repeat(e, n, layout):
-    e = e[:, :, None].expand(-1, -1, n) if layout == "cn" else e[:, None].expand(-1, n, -1)
-    return e.reshape(len(e), -1)
+    m, c = e.shape
+    e = e[:, :, None].expand(m, c, n) if layout == "cn" else e[:, None].expand(m, n, c)
+    return e.reshape(m, n * c)
 
 
 def _run_repeat_backward(dx, n, layout):
@@ -380,18 +388,20 @@ def _setup_repeat(ctx, inputs, output):
 
 def _backward_repeat(ctx, dx):
     nodes.refuse_double("expand_from_embedding")
+    if dx is None:
+        return (None,) * 3
     return repeat_backward(dx, *ctx.numbers), None, None
 
 
 repeat = nodes.define(
     "mhc_repeat(Tensor e, int n, str layout) -> Tensor",
     _run_repeat,
-    fake=lambda e, n, layout: e.new_empty(len(e), e.shape[1] * n),
+    fake=lambda e, n, layout: e.new_empty(e.shape[0], e.shape[1] * n),
     setup=_setup_repeat,
     backward=_backward_repeat,
 )
 repeat_backward = nodes.define(
     "mhc_repeat_backward(Tensor dx, int n, str layout) -> Tensor",
     _run_repeat_backward,
-    fake=lambda dx, n, layout: dx.new_empty(len(dx), dx.shape[1] // n),
+    fake=lambda dx, n, layout: dx.new_empty(dx.shape[0], dx.shape[1] // n),
 )

@@ -40,7 +40,7 @@ def _site(weights: tuple, numbers: tuple) -> Site:
 
 
 def _fake_coefficients(x: torch.Tensor, n: int) -> Coefficients:
-    m = len(x)
+    m = x.shape[0]
     shapes = ((m, config.WIDTH[n]), (m,), (m, n), (m, n), (m, n * n))
     return Coefficients(*(x.new_empty(shape, dtype=torch.float32) for shape in shapes))
 
@@ -90,7 +90,7 @@ def _link(x: torch.Tensor, linked: bool) -> torch.Tensor:
 
 def _fake_mix(x, phi, norm_weight, alpha, beta, *others):
     n = others[4]
-    out = x.new_empty(len(x), x.shape[1] // n)
+    out = x.new_empty(x.shape[0], x.shape[1] // n)
     return out, *_in_order(_fake_coefficients(x, n)), _link(x, others[-1])
 
 

@@ -1,0 +1,211 @@
+"""Drawn problems of mhc: one seeded generator each, so that no test draws what another left."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import torch
+
+from cute_kernels.mhc import Options, reference
+from cute_kernels.mhc.config import mappings
+from cute_kernels.mhc.near import Near
+from cute_kernels.mhc.tensors import Expand, Gates, Mapping, Sinkhorn, Streams
+
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+#: Of (x, phi).
+DTYPES = ((FP32, FP32), (BF16, BF16), (BF16, FP32))
+
+#: (batch, sequence, C) of the sizes that TransformerEngine tests: from (8, 32, 32) to
+#: (2, 4096, 8192), an odd C, one token a sequence, C = 16384.  Sizes between are chosen here.
+TE_SHAPES = (
+    (8, 32, 32), (2, 64, 96), (4, 128, 128), (1, 200, 256), (8, 1, 1024), (3, 17, 1280),
+    (2, 48, 5129), (1, 1, 16384), (2, 1024, 2560), (4, 512, 4096), (1, 4096, 7168),
+    (2, 2048, 5120), (2, 4096, 8192),
+)  # fmt: skip
+#: Elements of x [s b, 4 C] that a test on two processor cores has time for.
+CPU_ELEMENTS = 2**18
+CHANNELS = (1280, 2560, 4096, 5120, 5129, 7168)
+TOKENS = (1, 13, 48, 137, 512, 4096)
+
+
+class Case(NamedTuple):
+    """m tokens of n streams of c channels; ``spread``: the deviation of Sinkhorn's logits."""
+
+    seed: int
+    m: int
+    c: int
+    n: int = 4
+    layout: str = "cn"
+    dtypes: tuple[torch.dtype, torch.dtype] = (FP32, FP32)
+    norm_weight: bool = False
+    bias: bool = False
+    spread: float = 1.0
+    options: Options = Options()
+
+    @property
+    def streams(self) -> Streams:
+        """As the parts of mhc take it."""
+        return Streams(self.n, self.layout)
+
+
+class Inputs(NamedTuple):
+    """Tensors of a case, as the functions of api.py take them."""
+
+    x: torch.Tensor
+    phi: torch.Tensor
+    norm_weight: torch.Tensor | None
+    alpha: torch.Tensor
+    beta: torch.Tensor
+    f: torch.Tensor
+    bias: torch.Tensor | None
+    pre: torch.Tensor
+    post: torch.Tensor
+    res: torch.Tensor
+
+
+class Upstream(NamedTuple):
+    """Random cotangents of a case's results."""
+
+    y: torch.Tensor
+    out: torch.Tensor
+    pre: torch.Tensor
+    post: torch.Tensor
+    res: torch.Tensor
+    h: torch.Tensor
+    ms: torch.Tensor
+
+
+def generator(seed: int) -> torch.Generator:
+    """Of its own: torch's global one is never drawn from, nor seeded."""
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+    """One tensor of N(0, 1)."""
+    return torch.randn(shape, generator=generator(seed)).to(dtype)
+
+
+def draw(seed: int) -> Case:
+    """A case of sizes around chunks, with every option."""
+    drawn = random.Random(seed)
+    n, layout = drawn.choice([2, 4]), drawn.choice(["cn", "nc"])
+    form = drawn.choice(["log", "epsilon"])
+    precision = drawn.choice(["bf16x2", "bf16x3"])
+    options = Options(
+        layout=layout,
+        precision=precision,
+        eps=drawn.choice([Options().eps, 1e-6, 1e-20]),
+        pre_eps=drawn.choice([0.0, 1e-6]),
+        post_scale=drawn.choice([2.0, 1.0]),
+        iterations=drawn.choice([1, 2, 10, 20]),
+        form=form,
+    )
+    return Case(
+        seed,
+        drawn.choice([1, 2, 3, 13, 48]),
+        drawn.choice([1, 7, 32, 97, 256, 511, 512, 513, 1025]),
+        n,
+        layout,
+        drawn.choice(DTYPES),
+        drawn.random() < 0.5,
+        drawn.random() < 0.5,
+        drawn.choice([1.0, 3.0]),
+        options,
+    )
+
+
+def inputs_of(case: Case) -> Inputs:
+    """Its tensors: x of N(0, 1), rows of other magnitudes too; logits of N(0, spread²)."""
+    g = generator(case.seed)
+    m, c, n = case.m, case.c, case.n
+    of_x, of_phi = case.dtypes
+    size, k = mappings(n), n * c
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g)
+
+    x = drawn(m, *((c, n) if case.layout == "cn" else (n, c)))
+    x = (x * drawn(m, 1, 1).exp2()).to(of_x)
+    # H / r is then of N(0, 1).
+    phi = (drawn(size, k) / k**0.5).to(of_phi)
+    norm_weight = (1 + 0.3 * drawn(k)).to(of_phi)
+    alpha = torch.tensor([1.3, -0.7, case.spread]) * (1 + 0.1 * drawn(3))
+    beta = 0.5 * drawn(1, size)
+    f, bias = drawn(m, c).to(of_x), drawn(c).to(of_x)
+    pre, post = drawn(m, n).sigmoid(), 2 * drawn(m, n).sigmoid()
+    res = drawn(m, n, n).softmax(1)
+    return Inputs(
+        x,
+        phi,
+        norm_weight if case.norm_weight else None,
+        alpha.to(of_phi),
+        beta.to(of_phi),
+        f,
+        bias if case.bias else None,
+        pre,
+        post,
+        res,
+    )
+
+
+def upstream_of(case: Case, x: Inputs) -> Upstream:
+    """Random ones: of P.sum() Sinkhorn's gradient is zero."""
+    g = generator(case.seed + 1_000_003)
+    dtype = x.x.dtype
+    like = [(x.x.shape, dtype), (x.f.shape, dtype)]
+    like += [(t.shape, FP32) for t in (x.pre, x.post, x.res)]
+    like += [((case.m, mappings(case.n)), FP32), ((case.m,), FP32)]
+    return Upstream(*(torch.randn(*shape, generator=g).to(d) for shape, d in like))
+
+
+# ---- for the oracle ------------------------------------------------------------------------------
+
+
+def rows(t: torch.Tensor) -> torch.Tensor:
+    """[M, ...] as float64 rows."""
+    return t.detach().reshape(len(t), -1).double()
+
+
+def mapping_of(case: Case, x: Inputs) -> Mapping:
+    """In float64."""
+    weight = None if x.norm_weight is None else x.norm_weight.double()
+    return Mapping(x.phi.detach().double(), weight, case.options.precision)
+
+
+def gates_of(case: Case, x: Inputs) -> Gates:
+    """In float64."""
+    o = case.options
+    alpha, beta = x.alpha.detach().double(), x.beta.detach().double().view(-1)
+    return Gates(alpha, beta, o.eps, o.pre_eps, o.post_scale)
+
+
+def form_of(options: Options) -> Sinkhorn:
+    """Of Sinkhorn-Knopp."""
+    return Sinkhorn(options.iterations, options.form, options.form_eps)
+
+
+def site_of(case: Case, x: Inputs) -> reference.Site:
+    """In float64."""
+    gates, form = gates_of(case, x), form_of(case.options)
+    return reference.Site(case.streams, mapping_of(case, x), gates, form)
+
+
+def expand_of(x: Inputs) -> Expand:
+    """In float64."""
+    bias = None if x.bias is None else x.bias.double()
+    return Expand(x.f.double(), bias, x.post.double(), rows(x.res))
+
+
+def share(got: torch.Tensor, want: Near) -> float:
+    """The largest |error| / bound, with the rounding to the dtype of ``got`` in the bound."""
+    value, bound = want.stored(got.dtype)
+    assert bound.isfinite().all(), "a bound that says nothing"
+    error = (got.detach().double().reshape(value.shape) - value).abs()
+    return (error / bound).nan_to_num(nan=1e9).max().item() if error.numel() else 0.0
+
+
+def shares(got: dict[str, torch.Tensor], want: dict[str, Near | None]) -> dict[str, float]:
+    """`share` of each by name."""
+    assert got.keys() <= want.keys()
+    return {name: share(t, want[name]) for name, t in got.items() if t is not None}

@@ -1,0 +1,208 @@
+"""Each function of api.py, forward and backward, beside the oracle's results by the same names."""
+
+from __future__ import annotations
+
+import torch
+
+from cute_kernels.mhc import (
+    aggregate,
+    connect,
+    expand_combine,
+    mix_and_aggregate,
+    post_pre,
+    projection,
+    reference,
+    scale,
+    sinkhorn,
+)
+from cute_kernels.mhc.config import mappings
+from cute_kernels.mhc.near import Near, exact
+from tests.mhc import cases
+from tests.mhc.cases import Case, Inputs
+
+Results = tuple[dict[str, torch.Tensor], dict[str, Near | None]]
+
+
+def leaves_of(x: Inputs, leading: tuple[int, ...] | None = None) -> Inputs:
+    """Copies that need gradients; tokens in ``leading`` dimensions."""
+    m, made = len(x.x), []
+    for name, t in zip(x._fields, x, strict=True):
+        if t is not None:
+            of_tokens = name in ("x", "f", "pre", "post", "res")
+            t = t.view(*leading, *t.shape[1:]) if leading and of_tokens else t
+            t = t.detach().clone().requires_grad_()
+        made.append(t)
+    assert leading is None or m == torch.Size(leading).numel()
+    return Inputs(*made)
+
+
+def gradients(leaves: Inputs, *names: str) -> dict[str, torch.Tensor]:
+    """Of those that there are, by name."""
+    found = {f"d_{name}": getattr(leaves, name) for name in names}
+    return {name: t.grad for name, t in found.items() if t is not None}
+
+
+def _backward(made: list[torch.Tensor], upstream: list[torch.Tensor]) -> None:
+    shaped = [g.reshape(t.shape) for t, g in zip(made, upstream, strict=True)]
+    torch.autograd.backward(made, shaped)
+
+
+def _named(made, prefix: str = "d_") -> dict[str, Near | None]:
+    return {prefix + name: t for name, t in zip(made._fields, made, strict=True)}
+
+
+def project(case: Case, x: Inputs) -> Results:
+    """`projection`."""
+    a, up, o = leaves_of(x), cases.upstream_of(case, x), case.options
+    h, ms = projection(
+        a.x, a.phi, norm_weight=a.norm_weight, layout=case.layout, precision=o.precision
+    )
+    used = h[:, : mappings(case.n)]
+    _backward([used, ms], [up.h, up.ms])
+    mapping, rows = cases.mapping_of(case, x), cases.rows(x.x)
+    want = reference.projection(rows, mapping, case.streams)
+    back = reference.projection_backward(rows, up.h, up.ms, mapping)
+    got = {"h": used, "ms": ms} | gradients(a, "x", "phi", "norm_weight")
+    return got, {"h": want[0], "ms": want[1]} | _named(back)
+
+
+def gate(case: Case, x: Inputs) -> Results:
+    """`scale`, of the H and ms of the case in fp32."""
+    a, up, o, n = leaves_of(x), cases.upstream_of(case, x), case.options, case.n
+    h, ms = projection(x.x, x.phi, norm_weight=x.norm_weight, layout=case.layout)
+    h, ms = h.requires_grad_(), ms.requires_grad_()
+    numbers = {"eps": o.eps, "pre_eps": o.pre_eps, "post_scale": o.post_scale}
+    made = scale(h, a.alpha, a.beta, ms, n, **numbers)
+    _backward(list(made), [up.pre, up.post, up.res])
+    exact_h, exact_ms = h.detach()[:, : mappings(n)].double(), ms.detach().double()
+    gates = cases.gates_of(case, x)
+    want = reference.scale(exact_h, exact_ms, gates, n)
+    upstream = tuple(cases.rows(t) for t in (up.pre, up.post, up.res))
+    back = reference.scale_backward(exact_h, exact_ms, gates, n, upstream)
+    names = ("pre", "post", "res")
+    got = dict(zip(names, made, strict=True)) | gradients(a, "alpha", "beta")
+    got |= {"d_h": h.grad[:, : mappings(n)], "d_ms": ms.grad}
+    return got, dict(zip(names, want, strict=True)) | _named(back)
+
+
+def normalise(case: Case, x: Inputs) -> Results:
+    """`sinkhorn`, of logits of the case's spread."""
+    n, o = case.n, case.options
+    z = (case.spread * cases.normal(case.m, n, n, seed=case.seed + 7)).requires_grad_()
+    d_p = cases.upstream_of(case, x).res
+    p = sinkhorn(z, n, iterations=o.iterations, form=o.form, eps=o.form_eps)
+    p.backward(d_p)
+    form, rows = cases.form_of(o), cases.rows(z)
+    back = reference.sinkhorn_backward(rows, cases.rows(d_p), n, form)
+    return {"p": p, "d_z": z.grad}, {"p": reference.sinkhorn(rows, n, form), "d_z": back}
+
+
+def collapse(case: Case, x: Inputs) -> Results:
+    """`aggregate`."""
+    a, up = leaves_of(x), cases.upstream_of(case, x)
+    out = aggregate(a.x, a.pre, case.n, layout=case.layout)
+    _backward([out], [up.out])
+    tensors = (cases.rows(x.x), x.pre.double())
+    dx, d_pre = reference.aggregate_backward(*tensors, up.out.double(), case.streams)
+    want = {"out": reference.aggregate(*tensors, case.streams), "d_x": dx, "d_pre": d_pre}
+    return {"out": out} | gradients(a, "x", "pre"), want
+
+
+def expand(case: Case, x: Inputs, leading: tuple[int, ...] | None = None) -> Results:
+    """`expand_combine`."""
+    a, up = leaves_of(x, leading), cases.upstream_of(case, x)
+    y = expand_combine(a.f, a.bias, a.post, a.x, a.res, case.n, layout=case.layout)
+    _backward([y], [up.y])
+    rows, by = cases.rows(x.x), cases.expand_of(x)
+    back = reference.expand_combine_backward(rows, by, cases.rows(up.y), case.streams)
+    want = {"y": reference.expand_combine(rows, by, case.streams)} | _named(back)
+    return {"y": y} | gradients(a, "f", "bias", "post", "x", "res"), want
+
+
+_WEIGHTS = ("phi", "norm_weight", "alpha", "beta")
+
+
+def mix(case: Case, x: Inputs, leading: tuple[int, ...] | None = None) -> Results:
+    """`mix_and_aggregate`."""
+    a, up = leaves_of(x, leading), cases.upstream_of(case, x)
+    weights = {"norm_weight": a.norm_weight, "options": case.options}
+    made = mix_and_aggregate(a.x, a.phi, a.alpha, a.beta, **weights)
+    _backward(list(made), [up.out, up.post, up.res])
+    rows, site = cases.rows(x.x), cases.site_of(case, x)
+    want = reference.mix_and_aggregate(rows, site)
+    given = reference.Given(*(cases.rows(t) for t in (up.out, up.pre, up.post, up.res)))
+    back = reference.mix_and_aggregate_backward(rows, site, given._replace(pre=None))
+    got = dict(zip(("out", "post", "res"), made, strict=True)) | gradients(a, "x", *_WEIGHTS)
+    return got, _named(want, "") | _named(back)
+
+
+def both(case: Case, x: Inputs, shift: bool = False) -> Results:
+    """`post_pre`: the y that it made is where the next site of the oracle begins."""
+    a, up = leaves_of(x), cases.upstream_of(case, x)
+    made = post_pre(
+        a.f, a.bias, a.post, a.x, a.res, a.phi, a.alpha, a.beta,
+        H_pre=a.pre if shift else None, norm_weight=a.norm_weight, options=case.options,
+    )  # fmt: skip
+    upstream = [up.y, up.out, up.post, up.res] + [up.pre] * shift
+    _backward(list(made), upstream)
+    rows, by, site = cases.rows(x.x), cases.expand_of(x), cases.site_of(case, x)
+    y = cases.rows(made[0])
+    shifted = x.pre.double() if shift else None
+    of_site = reference.mix_and_aggregate(y, site, shifted)
+    given = reference.Given(
+        *(cases.rows(t) for t in (up.out, up.pre, up.post, up.res)), x=cases.rows(up.y)
+    )
+    given = given if shift else given._replace(pre=None)
+    back = reference.mix_and_aggregate_backward(y, site, given, shifted)
+    d_y = back.x.stored(x.x.dtype)
+    end = reference.expand_combine_backward(rows, by, d_y, case.streams)
+    names = ("y", "out", "post", "res", "pre")
+    got = dict(zip(names, made, strict=False))
+    got |= gradients(a, "f", "bias", "post", "x", "res", *_WEIGHTS)
+    want = _named(of_site, "") | {"y": reference.expand_combine(rows, by, case.streams)}
+    want |= _named(back) | _named(end) | {"d_pre": back.shifted}
+    return got | (gradients(a, "pre") if shift else {}), want
+
+
+def shifted(case: Case, x: Inputs) -> Results:
+    """`post_pre` that collapses with the pre of the site before."""
+    return both(case, x, shift=True)
+
+
+def whole(case: Case, x: Inputs) -> Results:
+    """`connect`, of a sublayer f = out ⊙ 1.5 in the dtype of x: exact but for its rounding."""
+    a, up = leaves_of(x), cases.upstream_of(case, x)
+    kept = []
+
+    def sublayer(out):
+        kept.append(out)
+        return out * 1.5
+
+    others = {"bias": a.bias, "norm_weight": a.norm_weight, "options": case.options}
+    y = connect(a.x, sublayer, a.phi, a.alpha, a.beta, **others)
+    _backward([y], [up.y])
+    rows, site = cases.rows(x.x), cases.site_of(case, x)
+    made = reference.mix_and_aggregate(rows, site)
+    dtype = x.x.dtype
+    # What the sublayer got is in the test's hands.
+    f = exact(cases.rows(kept[0]) * 1.5).stored(dtype)
+    by = reference.Expand(f, x.bias, made.post, made.res)
+    back = reference.expand_combine_backward(rows, by, cases.rows(up.y), case.streams)
+    d_out = (back.f.stored(dtype) * 1.5).stored(dtype)
+    given = reference.Given(d_out, None, back.post, back.res, back.x)
+    of_site = reference.mix_and_aggregate_backward(rows, site, given)
+    want = {"y": reference.expand_combine(rows, by, case.streams), "d_bias": back.bias}
+    return {"y": y} | gradients(a, "x", "bias", *_WEIGHTS), want | _named(of_site)
+
+
+FUNCTIONS = {
+    "project": project,
+    "gate": gate,
+    "sinkhorn": normalise,
+    "collapse": collapse,
+    "expand": expand,
+    "mix": mix,
+    "both": both,
+    "shifted": shifted,
+    "whole": whole,
+}
