@@ -99,7 +99,7 @@ class ProjectConfig:
     expand: bool = False
     bias: bool = False
     collapse: bool = False
-    warps: int = 8
+    warps: int = 12
     blocks: int = 1
 
 
@@ -115,7 +115,6 @@ class CombineConfig:
     bias: bool = False
     threads: int = 256
     ahead: int = 4
-    blocks: int = 4
 
 
 @dataclass(frozen=True)
@@ -155,8 +154,8 @@ class ProjectBackwardConfig:
     precision: str
     dy: str
     d_out: bool
-    warps: int = 4
-    blocks: int = 2
+    warps: int = 2
+    blocks: int = 5
 
 
 @dataclass(frozen=True)

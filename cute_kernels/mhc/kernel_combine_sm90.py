@@ -29,6 +29,7 @@ class MhcCombineSm90:
         self.unit = Unit(self.dtype, config.n, config.layout, channels, config.wide)
         # A unit of the layout "nc" is n times as long.
         self.ahead = config.ahead if config.layout == "cn" else 1
+        self.blocks = 4 if config.layout == "cn" or not config.expand else 2
 
     @cute.jit
     def __call__(
@@ -47,7 +48,7 @@ class MhcCombineSm90:
         self.kernel(mX, (mPre, mOut), (mF, mBias, mPost, mRes, mY)).launch(
             grid=(ctas, 1, 1),
             block=(self.config.threads, 1, 1),
-            min_blocks_per_mp=self.config.blocks,
+            min_blocks_per_mp=self.blocks,
             # In percent.  Without it the compiler would ask a device, and a host may have none.
             preferred_smem_carveout=10,
             stream=stream,

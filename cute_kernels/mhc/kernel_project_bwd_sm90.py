@@ -11,8 +11,8 @@ Order        dx: dH, psi (and an fp32 x) are sums of T bf16 terms; products of t
              in a chain of ``mma.sync``.  None of it follows M, the grid or the warp.
 Work         a warp has a slab, a unit of channels in each of four lanes, and one chunk of tokens,
              and needs nobody else's data; a CTA has neighbouring slabs.
-M, C tails   tokens behind the last are zeros in dpsi and are not stored, as channels behind the
-             last are.
+M, C tails   tokens behind the last are zeros in dpsi and are not stored, nor are channels behind
+             the last.
 Measured     docs/status.md.
 """
 
@@ -62,7 +62,7 @@ class MhcProjectBackwardSm90:
         self.slots = Slots(
             (*self.of_x, *self.of_dy, *self.of_dout, *(8,) * self.tiles) * 2 if config.wide else ()
         )
-        self.stages = 3 if config.dy else 4
+        self.stages = 3
         #: Of terms: (of dH or x, of psi or dH), the largest sum first.
         self.pairs = [(d - b, b) for d in range(self.terms - 1, -1, -1) for b in range(d + 1)]
 
@@ -113,7 +113,6 @@ class MhcProjectBackwardSm90:
             chunk = index // groups
             first = (index % groups * self.config.warps + warp) * self.slab
             if first < total:
-                whole = (first + self.slab <= total) & self.config.wide
                 tensors = (mX, mDh, mDms, upstream, mDx)
                 # The last slab's fragments have been read by the whole warp.
                 cute.arch.sync_warp()
@@ -123,54 +122,50 @@ class MhcProjectBackwardSm90:
                     cute.make_layout(2 * 2 * self.tiles * matrix.SUMS), cutlass.Float32
                 )
                 acc.fill(0.0)
-                self.chunk(tensors, (sPsi, ring), acc, chunk, first, total, whole)
+                self.chunk(tensors, (sPsi, ring), acc, chunk, first, total)
                 self.finish(acc, mParts, chunk, first, total)
 
     @cute.jit
-    def chunk(self, tensors: tuple, shared: tuple, acc, chunk, first, total, whole):
-        """All tokens of a chunk, 16 at a time, of which the next ones are under way."""
+    def chunk(self, tensors: tuple, shared: tuple, acc, chunk, first, total):
+        """All tokens of a chunk, 16 at a time; of wide rows the next ones are under way."""
         sPsi, ring = shared
         m = tensors[0].shape[0]
         begin = chunk * TOKENS
         end = cutlass.min(m, begin + TOKENS)
-        tiles = (end - begin) // ROWS if whole else 0
         if cutlass.const_expr(self.config.wide):
-            if tiles > 0:
-                last = begin + (tiles - 1) * ROWS
-                for d in cutlass.range_constexpr(self.stages - 1):
-                    row = cutlass.min(begin + d * ROWS, last)
-                    self.fetch(tensors, ring, d, row, first, total)
-                stage = cutlass.Int32(0)
-                for i in cutlass.range(tiles, unroll=1):
-                    row = begin + i * ROWS
-                    cute.arch.cp_async_wait_group(self.stages - 2)
-                    # The stage that was read last is the next to be filled.
-                    free = stage + self.stages - 1
-                    free = free - self.stages if free >= self.stages else free
-                    following = cutlass.min(row + (self.stages - 1) * ROWS, last)
-                    self.fetch(tensors, ring, free, following, first, total)
-                    source = ring[stage, None].iterator
-                    self.rows(tensors, sPsi, acc, source, row, first, total, False)
-                    stage = stage + 1
-                    stage = cutlass.Int32(0) if stage == self.stages else stage
-                cute.arch.cp_async_wait_group(0)
-        for row in cutlass.range(begin + tiles * ROWS, end, ROWS, unroll=1):
-            self.rows(tensors, sPsi, acc, None, row, first, total, True)
+            for d in cutlass.range_constexpr(self.stages - 1):
+                self.fetch(tensors, ring, d, begin + d * ROWS, first, total)
+            stage = cutlass.Int32(0)
+            for row in cutlass.range(begin, end, ROWS, unroll=1):
+                cute.arch.cp_async_wait_group(self.stages - 2)
+                # The stage that was read last is the next to be filled.
+                free = stage + self.stages - 1
+                free = free - self.stages if free >= self.stages else free
+                following = row + (self.stages - 1) * ROWS
+                self.fetch(tensors, ring, free, following, first, total)
+                source = ring[stage, None].iterator
+                self.rows(tensors, sPsi, acc, source, row, first, total)
+                stage = stage + 1
+                stage = cutlass.Int32(0) if stage == self.stages else stage
+            cute.arch.cp_async_wait_group(0)
+        else:
+            for row in cutlass.range(begin, end, ROWS, unroll=1):
+                self.rows(tensors, sPsi, acc, None, row, first, total)
 
     @cute.jit
     def fetch(self, tensors: tuple, ring, stage, row, first, total):
-        """The pieces of 16 whole tokens into a stage."""
+        """The pieces of 16 tokens into a stage; what is behind the last is read as what there is."""
         mX, mDh, _, (mDy, _, mDout, _), _ = tensors
-        lane = cute.arch.lane_idx()
+        lane, m = cute.arch.lane_idx(), mX.shape[0]
         target = ring[stage, None].iterator
         piece = 0
         for half in cutlass.range_constexpr(2):
-            own = row + lane // 4 + 8 * half
+            own = cutlass.min(row + lane // 4 + 8 * half, m - 1)
             base = cutlass.Int64(own) * total
             for tensor in (mX, mDy):
                 if cutlass.const_expr(tensor is not None):
                     for u in cutlass.range_constexpr(self.units):
-                        c = self.channel(first, u, lane)
+                        c = self.inside(self.channel(first, u, lane), total)
                         for a in cutlass.range_constexpr(self.unit.size // self.unit.width):
                             at = self.unit.offset(a * self.unit.width, c, total)
                             wide = base * self.config.n + at
@@ -179,7 +174,7 @@ class MhcProjectBackwardSm90:
                             piece += 1
             if cutlass.const_expr(mDout is not None):
                 for u in cutlass.range_constexpr(self.units):
-                    c = self.channel(first, u, lane)
+                    c = self.inside(self.channel(first, u, lane), total)
                     width = self.unit.row_width
                     for a in cutlass.range_constexpr(self.unit.channels // width):
                         source = copy.aligned(mDout, base + (c + a * width), width)
@@ -190,6 +185,11 @@ class MhcProjectBackwardSm90:
                 self.slots.fetch(target, piece, copy.aligned(mDh, of_token + 8 * tile, 2))
                 piece += 1
         cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def inside(self, c, total):
+        """A channel, or the first one in place of those behind the last."""
+        return c if c < total else cutlass.Int64(0)
 
     def piece(self, half: int, of: str, u: int = 0, access: int = 0) -> int:
         """The number of a piece; ``of``: what."""
@@ -223,46 +223,46 @@ class MhcProjectBackwardSm90:
         return raw
 
     @cute.jit
-    def gradient(self, tensors: tuple, stage, half, row, checked: cutlass.Constexpr) -> list:
+    def gradient(self, tensors: tuple, stage, half: cutlass.Constexpr, own) -> list:
         """Terms of one token's dH: columns 2 t, 2 t + 1, eight on, sixteen on."""
         lane, m = cute.arch.lane_idx(), tensors[0].shape[0]
         values = cute.make_rmem_tensor(cute.make_layout(2 * self.tiles), cutlass.Float32)
-        own = row + lane // 4 + 8 * half
         base = cutlass.Int64(cutlass.min(own, m - 1)) * self.width + 2 * (lane % 4)
         for tile in cutlass.range_constexpr(self.tiles):
             part = unit.piece(values, 2 * tile, 2)
-            if cutlass.const_expr(checked):
-                part.store(copy.aligned(tensors[1], base + 8 * tile, 2).load())
-                for side in cutlass.range_constexpr(2):
-                    part[side] = part[side] if own < m else cutlass.Float32(0.0)
-            else:
+            if cutlass.const_expr(self.config.wide):
                 self.slots.read(stage, self.piece(half, "dh", 0, tile), part)
+            else:
+                part.store(copy.aligned(tensors[1], base + 8 * tile, 2).load())
+            for side in cutlass.range_constexpr(2):
+                part[side] = part[side] if own < m else cutlass.Float32(0.0)
         return matrix.terms(values, self.terms)
 
     @cute.jit
-    def given(self, tensors: tuple, stage, half, u, row, at: tuple, checked: cutlass.Constexpr):
+    def given(self, tensors: tuple, stage, half, u, own, at: tuple):
         """(x, dy, dout) of one unit of one token, of what there is; raw."""
         mX, _, _, (mDy, _, mDout, _), _ = tensors
         c, total = at
+        m = mX.shape[0]
         dy = d_out = None
-        if cutlass.const_expr(not checked):
+        if cutlass.const_expr(self.config.wide):
             x = self.taken(stage, half, "x", u)
             if cutlass.const_expr(mDy is not None):
                 dy = self.taken(stage, half, "dy", u)
             if cutlass.const_expr(mDout is not None):
                 d_out = self.taken_channels(stage, half, u)
         else:
-            m = mX.shape[0]
-            own = row + cute.arch.lane_idx() // 4 + 8 * half
             base = cutlass.Int64(cutlass.min(own, m - 1)) * total
             wide = base * self.config.n
             x = self.unit.load(mX, wide, c, total, True)
-            for p in cutlass.range_constexpr(self.unit.size):
-                x[p] = x[p] if own < m else self.dtype(0.0)
             if cutlass.const_expr(mDy is not None):
                 dy = self.unit.load(mDy, wide, c, total, True)
             if cutlass.const_expr(mDout is not None):
                 d_out = self.unit.load_raw(mDout, base, c, total, True)
+        # A token that there is not counts for nothing in dpsi.
+        bits = cute.recast_tensor(x, cutlass.Int32)
+        for i in cutlass.range_constexpr(cute.size(bits)):
+            bits[i] = bits[i] if own < m else cutlass.Int32(0)
         return x, dy, d_out
 
     @cute.jit
@@ -280,27 +280,40 @@ class MhcProjectBackwardSm90:
         """
         lane = cute.arch.lane_idx()
         g, t = lane // 4, lane % 4
-        for octet in cutlass.range_constexpr(2):
-            c = self.channel(first, octet // self.octets, g // 2)
-            for pair in cutlass.range_constexpr(4):
-                values = cute.make_rmem_tensor(cute.make_layout(2 * self.tiles), cutlass.Float32)
-                values.fill(0.0)
-                for odd in cutlass.range_constexpr(2):
-                    p = octet % self.octets * OCTET + 2 * pair + odd
-                    if (g % 2 == odd) & (c + self.unit.channel(p) < total):
-                        at = self.unit.offset(p, c, total)
-                        for tile in cutlass.range_constexpr(self.tiles):
-                            for side in cutlass.range_constexpr(2):
-                                row = tile * 8 + 2 * t + side
-                                base = cutlass.Int64(row) * mPsi.shape[1]
-                                values[2 * tile + side] = copy.aligned(mPsi, base + at, 1)[0]
-                terms = matrix.terms(values, self.terms)
-                for v in cutlass.range_constexpr(self.vectors):
-                    target = self.fragment(sPsi, octet * 4 + pair, v)
-                    for i in cutlass.range_constexpr(4):
-                        at = 4 * v + i
-                        if cutlass.const_expr(at < self.terms * self.tiles):
-                            target[i] = terms[at // self.tiles][at % self.tiles]
+        k = mPsi.shape[1]
+        size = 2 * self.tiles
+        values = cute.make_rmem_tensor(cute.make_layout(8 * size), cutlass.Float32)
+        # All loads first: of a channel behind the last one of the first channel, and not used.
+        for pair in cutlass.range_constexpr(8):
+            at, inside = self.element(first, pair, g, total)
+            for i in cutlass.range_constexpr(size):
+                base = cutlass.Int64(i // 2 * 8 + 2 * t + i % 2) * k
+                values[pair * size + i] = copy.aligned(mPsi, base + at, 1)[0]
+        for pair in cutlass.range_constexpr(8):
+            _, inside = self.element(first, pair, g, total)
+            own = unit.piece(values, pair * size, size)
+            for i in cutlass.range_constexpr(size):
+                own[i] = own[i] if inside else cutlass.Float32(0.0)
+            terms = matrix.terms(own, self.terms)
+            for v in cutlass.range_constexpr(self.vectors):
+                target = self.fragment(sPsi, pair, v)
+                for i in cutlass.range_constexpr(4):
+                    at = 4 * v + i
+                    if cutlass.const_expr(at < self.terms * self.tiles):
+                        target[i] = terms[at // self.tiles][at % self.tiles]
+
+    @cute.jit
+    def element(self, first, pair: cutlass.Constexpr, g, total):
+        """(offset in a row, whether it is one) of element 2 pair + g mod 2 of lane g / 2."""
+        c = self.channel(first, pair // 4 // self.octets, g // 2)
+        p = pair % (4 * self.octets) * 2 + g % 2
+        if cutlass.const_expr(self.config.layout == "cn"):
+            inside = c + p // self.config.n < total
+            at = c * self.config.n + p
+        else:
+            inside = c + p % self.unit.channels < total
+            at = cutlass.Int64(total) * (p // self.unit.channels) + c + p % self.unit.channels
+        return (at if inside else cutlass.Int64(0)), inside
 
     @cute.jit
     def fragment(self, sPsi: cute.Tensor, pair, vector) -> cute.Tensor:
@@ -312,11 +325,12 @@ class MhcProjectBackwardSm90:
         return cute.make_tensor(pointer, cute.make_layout(4))
 
     @cute.jit
-    def rows(self, tensors: tuple, sPsi, acc, stage, row, first, total, checked: cutlass.Constexpr):
-        """16 tokens of one slab; from a stage, or ``checked``."""
+    def rows(self, tensors: tuple, sPsi, acc, stage, row, first, total):
+        """16 tokens of one slab."""
         lane = cute.arch.lane_idx()
         m = tensors[0].shape[0]
-        dh = [self.gradient(tensors, stage, half, row, checked) for half in range(2)]
+        owns = [row + lane // 4 + 8 * half for half in range(2)]
+        dh = [self.gradient(tensors, stage, half, owns[half]) for half in range(2)]
         columns = [
             [
                 (matrix.transposed(dh[0][b][tile]), matrix.transposed(dh[1][b][tile]))
@@ -327,7 +341,7 @@ class MhcProjectBackwardSm90:
         for u in cutlass.range_constexpr(self.units):
             c = self.channel(first, u, lane)
             read = [
-                self.given(tensors, stage, half, u, row, (c, total), checked) for half in range(2)
+                self.given(tensors, stage, half, u, owns[half], (c, total)) for half in range(2)
             ]
             self.add(acc, [x for x, _, _ in read], columns, u)
             starts = [
@@ -337,10 +351,10 @@ class MhcProjectBackwardSm90:
             for o in cutlass.range_constexpr(self.octets):
                 self.product(starts, dh, sPsi, u * self.octets + o, o)
             for half in cutlass.range_constexpr(2):
-                own = row + lane // 4 + 8 * half
+                own = owns[half]
                 # Read for each unit: registers are few, and the second time they are near.
                 coefficients = self.coefficients(tensors, own, cutlass.min(own, m - 1))
-                self.give(tensors, starts[half], read[half], coefficients, (c, total, m), checked)
+                self.give(tensors, starts[half], read[half], coefficients, (c, total, m))
 
     @cute.jit
     def coefficients(self, tensors: tuple, own, read) -> tuple:
@@ -399,10 +413,7 @@ class MhcProjectBackwardSm90:
                             matrix.multiply(acc, first + tile, rows, columns[b][tile])
 
     @cute.jit
-    def give(
-        self, tensors: tuple, start, read: tuple, coefficients: tuple, at: tuple,
-        checked: cutlass.Constexpr,
-    ):  # fmt: skip
+    def give(self, tensors: tuple, start, read: tuple, coefficients: tuple, at: tuple):
         """dx of one unit of one token."""
         mDx = tensors[4]
         own, source, factor, res, pre = coefficients
@@ -412,11 +423,8 @@ class MhcProjectBackwardSm90:
             start[p] = cute.math.fma(raw[p], factor, start[p])
         dx = unit.narrowed(unit.passed(self.unit, start, dy, d_out, res, pre), self.dtype)
         base = cutlass.Int64(source) * total * self.config.n
-        if cutlass.const_expr(checked):
-            if own < m:
-                self.unit.store(dx, mDx, base, c, total, True)
-        else:
-            self.unit.store(dx, mDx, base, c, total, False)
+        if (own < m) & (c < total):
+            self.unit.store(dx, mDx, base, c, total, not self.config.wide)
 
     @cute.jit
     def finish(self, acc, mParts, chunk, first, total):
@@ -424,20 +432,15 @@ class MhcProjectBackwardSm90:
         lane = cute.arch.lane_idx()
         g, t = lane // 4, lane % 4
         _, columns, k = mParts.shape
-        for octet in cutlass.range_constexpr(2):
-            c = self.channel(first, octet // self.octets, g // 2)
-            for pair in cutlass.range_constexpr(4):
-                for odd in cutlass.range_constexpr(2):
-                    p = octet % self.octets * OCTET + 2 * pair + odd
-                    if (g % 2 == odd) & (c + self.unit.channel(p) < total):
-                        at = self.unit.offset(p, c, total)
-                        for tile in cutlass.range_constexpr(self.tiles):
-                            where = ((octet * 2 + pair // 2) * self.tiles + tile) * matrix.SUMS
-                            for side in cutlass.range_constexpr(2):
-                                row = tile * 8 + 2 * t + side
-                                base = (cutlass.Int64(chunk) * columns + row) * k
-                                value = acc[where + 2 * (pair % 2) + side]
-                                copy.aligned(mParts, base + at, 1)[0] = value
+        for pair in cutlass.range_constexpr(8):
+            at, inside = self.element(first, pair, g, total)
+            if inside:
+                for tile in cutlass.range_constexpr(self.tiles):
+                    where = (pair // 2 * self.tiles + tile) * matrix.SUMS + 2 * (pair % 2)
+                    for side in cutlass.range_constexpr(2):
+                        row = tile * 8 + 2 * t + side
+                        base = (cutlass.Int64(chunk) * columns + row) * k
+                        copy.aligned(mParts, base + at, 1)[0] = acc[where + side]
 
 
 def build(config: ProjectBackwardConfig, compile=cute.compile):

@@ -31,8 +31,8 @@ from .device.unit import Unit
 WARP = 32
 #: Channels of one step, and elements of an octet.
 STEP, OCTET = 32, 8
-#: Octets of psi that a thread loads before it splits the first.
-FILL = 4
+#: Lanes' parts of psi that a thread loads before it splits the first.
+FILL = 2
 
 
 class MhcProjectSm90:
@@ -53,10 +53,8 @@ class MhcProjectSm90:
         # What a lane loads at once: an octet; or a unit, if y needs all streams of its channels.
         self.octets = self.unit.size // OCTET if config.expand else 1
         self.items = n // self.octets  # of 32 channels
-        # Rows g + 8 h of a warp's tile: of 32 tokens where registers are left, psi is read once.
-        self.rows = 4 if self.dtype is cutlass.BFloat16 and not config.expand else 2
-        # Items under way.
-        self.ahead = min(self.items, 2)
+        # A warp has two rows of eight tokens: rows g and g + 8.
+        self.rows = 2
         self.threads = WARP * config.warps
 
     @cute.jit
@@ -109,12 +107,12 @@ class MhcProjectSm90:
                 self.tile(mX, sPsi, mSums, mSquares, expand, collapse, chunk, tile)
 
     @cute.jit
-    def place(self, step, t):
-        """(first channel in the chunk, stream in "nc") of a lane's octet in a step."""
-        n, channels = self.config.n, self.unit.channels
+    def place(self, step, i, t):
+        """(first channel in the chunk, stream in "nc") of a lane's octet i of a step."""
+        channels = self.unit.channels
         if cutlass.const_expr(self.config.layout == "cn"):
-            return step * (4 * channels) + channels * t, 0
-        return step // n * STEP + channels * t, step % n
+            return step * STEP + i * (4 * channels) + channels * t, 0
+        return step * STEP + channels * t, i
 
     @cute.jit
     def octet(self, tensor, base, at: tuple, total, checked: cutlass.Constexpr):
@@ -127,28 +125,23 @@ class MhcProjectSm90:
             offset = cutlass.Int64(total) * stream + c
         for a in cutlass.range_constexpr(OCTET // width):
             part = unit.piece(raw, a * width, width)
-            source = copy.aligned(tensor, base + offset + a * width, width)
+            at = base + offset + a * width
             if cutlass.const_expr(checked):
-                part.fill(0.0)
-                if c + self.unit.channel(a * width) < total:
-                    part.store(source.load())
+                # The row's first elements are read in place of what lies behind its last one.
+                inside = c + self.unit.channel(a * width) < total
+                part.store(copy.aligned(tensor, at if inside else base, width).load())
+                for e in cutlass.range_constexpr(width):
+                    part[e] = part[e] if inside else tensor.element_type(0.0)
             else:
-                part.store(source.load())
+                part.store(copy.aligned(tensor, at, width).load())
         return raw
 
     @cute.jit
     def fill(self, sPsi: cute.Tensor, mPsi: cute.Tensor, chunk, tidx):
-        """psi = Σ of terms: octets of every row and step, where lanes read them."""
+        """psi = Σ of terms: a thread has all that one lane reads in a step."""
         channels = mPsi.shape[1] // self.config.n
         begin = chunk * self.chunk
-        items = self.steps * self.columns * 4
-        # Rows that there are not: of no term.
-        for item in cutlass.range(tidx, self.steps * self.tiles * WARP, self.threads, unroll=1):
-            if cutlass.const_expr(self.terms * self.columns % matrix.ROWS != 0):
-                self.fragment(sPsi, 0, 0, item, 0).fill(0)
-                self.fragment(sPsi, 0, 0, item, 1).fill(0)
-        if cutlass.const_expr(self.terms * self.columns % matrix.ROWS != 0):
-            cute.arch.sync_threads()
+        items = self.steps * WARP
         # All of a whole chunk, several at a time; what is behind the last channel is zeros.
         if (begin + self.chunk <= channels) & self.config.wide:
             for item in cutlass.range(tidx, items, self.threads, unroll=FILL):
@@ -159,18 +152,27 @@ class MhcProjectSm90:
 
     @cute.jit
     def fill_item(self, sPsi, mPsi, begin, item, channels, checked: cutlass.Constexpr):
-        """One octet of a row of psi: neighbouring threads have neighbouring octets."""
-        t, row, step = item % 4, item // 4 % self.columns, item // (4 * self.columns)
-        c, stream = self.place(step, t)
-        base = cutlass.Int64(row) * mPsi.shape[1]
-        values = self.octet(mPsi, base, (begin + c, stream), channels, checked)
-        for b, term in enumerate(matrix.terms(values, self.terms)):
-            at = b * self.columns + row
-            tile, within = at // matrix.ROWS, at % matrix.ROWS
-            lane, half = within % 8 * 4 + t, within // 8
-            for pair in cutlass.range_constexpr(4):
-                target = self.fragment(sPsi, step, tile, lane, pair // 2)
-                target[half + 2 * (pair % 2)] = term[pair]
+        """The octets of rows g, g + 8, ... of psi, as terms: rows g and g + 8 of every tile."""
+        lane, step = item % WARP, item // WARP
+        n, blocks = self.config.n, self.columns // 8
+        c, stream = self.place(step // n, step % n, lane % 4)
+        rows = []
+        for block in cutlass.range_constexpr(blocks):
+            base = cutlass.Int64(block * 8 + lane // 4) * mPsi.shape[1]
+            octet = self.octet(mPsi, base, (begin + c, stream), channels, checked)
+            rows.append(matrix.terms(octet, self.terms))
+        for tile in cutlass.range_constexpr(self.tiles):
+            for group in cutlass.range_constexpr(2):
+                made = cute.make_rmem_tensor(cute.make_layout(4), cutlass.Int32)
+                made.fill(0)
+                for half in cutlass.range_constexpr(2):
+                    # Blocks of eight rows: of the first term, then of the next.
+                    at = 2 * tile + half
+                    if cutlass.const_expr(at < self.terms * blocks):
+                        for pair in cutlass.range_constexpr(2):
+                            of_term = rows[at % blocks][at // blocks]
+                            made[half + 2 * pair] = of_term[2 * group + pair]
+                self.fragment(sPsi, step, tile, lane, group).store(made.load())
 
     @cute.jit
     def fragment(self, sPsi: cute.Tensor, step, tile, lane, group) -> cute.Tensor:
@@ -209,28 +211,23 @@ class MhcProjectSm90:
         tensors = (mX, expand, collapse, coefficients, rows, begin, total)
         state = (sPsi, acc, squares)
         if whole > 0:
-            self.walk(tensors, state, whole * self.items)
-        count = (extent + STEP - 1) // STEP * self.items
-        for item in cutlass.range(whole * self.items, count, unroll=1):
-            self.use(tensors, state, self.load(tensors, item, True), item, True)
+            self.walk(tensors, state, whole)
+        for step in cutlass.range(whole, (extent + STEP - 1) // STEP, unroll=1):
+            for i in cutlass.range_constexpr(self.items):
+                self.use(tensors, state, self.load(tensors, step, i, True), step, i, True)
         self.finish(mSums, mSquares, acc, squares, own, chunk)
 
     @cute.jit
-    def walk(self, tensors: tuple, state: tuple, count):
-        """``count`` items, of which the next ones are under way while one is used."""
-        last = count - 1
-        items = [self.load(tensors, cutlass.min(d, last), False) for d in range(self.ahead)]
-        for first in cutlass.range(0, count, self.ahead, unroll=1):
-            for d in cutlass.range_constexpr(self.ahead):
-                item = first + d
-                following = cutlass.min(item + self.ahead, last)
-                if cutlass.const_expr(self.ahead == 1):
-                    after = self.load(tensors, following, False)
-                    self.use(tensors, state, items[d], item, False)
-                    self.replace(items[d], after)
-                else:
-                    self.use(tensors, state, items[d], item, False)
-                    self.replace(items[d], self.load(tensors, following, False))
+    def walk(self, tensors: tuple, state: tuple, steps):
+        """Whole steps, of which the next one is under way while one is used."""
+        last = steps - 1
+        items = [self.load(tensors, 0, i, False) for i in range(self.items)]
+        for step in cutlass.range(steps, unroll=1):
+            following = cutlass.min(step + 1, last)
+            after = [self.load(tensors, following, i, False) for i in range(self.items)]
+            for i in cutlass.range_constexpr(self.items):
+                self.use(tensors, state, items[i], step, i, False)
+                self.replace(items[i], after[i])
 
     @cute.jit
     def replace(self, item: list, by: list):
@@ -241,8 +238,8 @@ class MhcProjectSm90:
                     left.store(right.load())
 
     @cute.jit
-    def load(self, tensors: tuple, item, checked: cutlass.Constexpr) -> list:
-        """(x raw, f) of one item of every row."""
+    def load(self, tensors: tuple, step, i: cutlass.Constexpr, checked: cutlass.Constexpr) -> list:
+        """(x raw, f) of item i of a step, of every row."""
         mX, expand, _, _, rows, begin, total = tensors
         lane = cute.arch.lane_idx()
         found = []
@@ -250,31 +247,34 @@ class MhcProjectSm90:
             base = cutlass.Int64(read) * total
             wide = base * self.config.n
             if cutlass.const_expr(expand[0] is None):
-                c, stream = self.place(item, lane % 4)
+                c, stream = self.place(step, i, lane % 4)
                 x = self.octet(mX, wide, (begin + c, stream), total, checked)
                 found.append((x, None))
             else:
-                c = begin + self.channel_of(item)
+                c = begin + self.channel_of(step, i)
                 x = self.unit.load(mX, wide, c, total, checked)
                 found.append((x, self.unit.load_raw(expand[0], base, c, total, checked)))
         return found
 
     @cute.jit
-    def channel_of(self, item):
+    def channel_of(self, step, i: cutlass.Constexpr):
         """The first channel of a lane's unit, in the chunk."""
         channels = self.unit.channels
-        return item * (4 * channels) + channels * (cute.arch.lane_idx() % 4)
+        return step * STEP + i * (4 * channels) + channels * (cute.arch.lane_idx() % 4)
 
     @cute.jit
-    def use(self, tensors: tuple, state: tuple, item: list, number, checked: cutlass.Constexpr):
-        """The sums of one item."""
+    def use(
+        self, tensors: tuple, state: tuple, item: list, step, i: cutlass.Constexpr,
+        checked: cutlass.Constexpr,
+    ):  # fmt: skip
+        """The sums of item i of a step."""
         _, expand, collapse, coefficients, rows, begin, total = tensors
         sPsi, acc, squares = state
         terms = []
         for h in cutlass.range_constexpr(self.rows):
             raw, f = item[h]
             if cutlass.const_expr(expand[0] is not None):
-                at = (begin + self.channel_of(number), total)
+                at = (begin + self.channel_of(step, i), total)
                 raw = self.expand(
                     expand, collapse, coefficients[h], raw, f, rows[h], at, tensors[0].shape[0],
                     checked,
@@ -284,7 +284,8 @@ class MhcProjectSm90:
                 squares[h] = cute.math.fma(values[p], values[p], squares[h])
             terms.append(matrix.terms(raw, self.terms))
         for o in cutlass.range_constexpr(self.octets):
-            self.multiply(sPsi, acc, terms, number * self.octets + o, o)
+            octet = step * self.config.n + i * self.octets + o
+            self.multiply(sPsi, acc, terms, octet, o)
 
     @cute.jit
     def coefficients(self, expand: tuple, collapse: tuple, row) -> tuple:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -72,7 +73,7 @@ def project(
             collapse = (pre, torch.empty_like(expand.f))
     wide = _wide(streams, k // n, x, psi, *made[:2], made[4], collapse[1])
     bias = expand is not None and expand.bias is not None
-    chosen = ProjectConfig(
+    chosen = project_config(
         *_common(x, streams, wide), mapping.precision, expand is not None, bias, pre is not None
     )
     # A CTA has one chunk, and no more share it than have a tile each.
@@ -256,7 +257,7 @@ def project_backward(
     of_dh = d_h[:, : WIDTH[n]]
     compact = [None if t is None else t.contiguous() for t in (of_dh, d_ms, dy, res, d_out, pre)]
     of_dh, d_ms, dy, res, d_out, pre = compact
-    chosen = ProjectBackwardConfig(
+    chosen = project_backward_config(
         *_common(x, streams, wide), mapping.precision, mode, d_out is not None
     )
     res = res if mode == "res" else None
@@ -318,6 +319,20 @@ def _wide(streams: Streams, channels: int, *tensors: torch.Tensor | None) -> boo
     return channels % unit == 0 and all(t.data_ptr() % _ALIGN == 0 for t in there)
 
 
+def project_config(*fields: object) -> ProjectConfig:
+    """Of the fields of a `ProjectConfig` up to ``collapse``, with warps that spill no register."""
+    chosen = ProjectConfig(*fields)
+    few = chosen.expand or chosen.dtype == "fp32"
+    return dataclasses.replace(chosen, warps=8) if few else chosen
+
+
+def project_backward_config(*fields: object) -> ProjectBackwardConfig:
+    """Of the fields of a `ProjectBackwardConfig` up to ``d_out``, with room for its registers."""
+    chosen = ProjectBackwardConfig(*fields)
+    plain = chosen.dtype == "bf16" and chosen.precision == "bf16x2" and chosen.dy != "res"
+    return chosen if plain else dataclasses.replace(chosen, blocks=4)
+
+
 def _rows_of(device: torch.device, work: int) -> int:
     """CTAs for so much work: one for each, unless CUTE_KERNELS_MAX_CTAS caps the grid."""
     return min(work, most_ctas(device) if settings.max_ctas() else _MOST)
@@ -362,11 +377,11 @@ def _of_rows(common: tuple) -> Iterator[tuple[object, Expect]]:
     for precision in config.PRECISIONS:
         for made in ((False,) * 3, *((True, b, c) for b in (False, True) for c in (False, True))):
             yield (
-                ProjectConfig(*common, precision, *made),
+                project_config(*common, precision, *made),
                 Expect("16816", max_registers=255, max_shared=232448, max_step=1024),
             )
         for dy, d_out in itertools.product(("", "add", "res"), (False, True)):
-            chosen = ProjectBackwardConfig(*common, precision, dy, d_out)
+            chosen = project_backward_config(*common, precision, dy, d_out)
             yield chosen, Expect(of_dx, max_registers=255, max_shared=232448, max_step=1024)
     for made in ((False, False), (True, False), (True, True)):
         yield CombineConfig(*common, *made), Expect(None, max_registers=128, max_shared=1024)
