@@ -41,7 +41,7 @@ TOKENS = tl.constexpr(config.TOKENS)
 @triton.jit
 def _column(ptr, rows, stride, index, in_m):
     """[ROWS, 1] of one column of coefficients [M, ...]."""
-    return tl.load(ptr + rows[:, None] * stride + index, mask=in_m, other=0.0)
+    return tl.load(ptr + (rows[:, None] * stride + index), mask=in_m, other=0.0)
 
 
 @triton.jit

@@ -227,11 +227,11 @@ def gate_backward_kernel(
     part = parts_ptr + tl.cast(tl.program_id(0), tl.int64) * (3 + COLUMNS)
     of_beta = halves(g, 1, ROWS, WIDTH)
     of_alpha = halves(tl.div_rn(g * h, r), 1, ROWS, WIDTH)
-    tl.store(part + 3 + c, of_beta, mask=c < COLUMNS)
+    tl.store(part + (c + 3), of_beta, mask=c < COLUMNS)
     one = tl.arange(0, 1).to(tl.int64)
     tl.store(part + one, over_columns(tl.where(is_pre, of_alpha, 0.0), 1, WIDTH))
-    tl.store(part + 1 + one, over_columns(tl.where(is_post, of_alpha, 0.0), 1, WIDTH))
-    tl.store(part + 2 + one, over_columns(tl.where(is_res, of_alpha, 0.0), 1, WIDTH))
+    tl.store(part + (one + 1), over_columns(tl.where(is_post, of_alpha, 0.0), 1, WIDTH))
+    tl.store(part + (one + 2), over_columns(tl.where(is_res, of_alpha, 0.0), 1, WIDTH))
 
 
 # ---- sinkhorn ------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ class TritonPlan:
     The ``hip`` fields pin the matrix instruction.
     """
 
-    project: tuple[int, int] = (64, 64)
-    back: tuple[int, int] = (32, 32)
+    project: tuple[int, int] = (64, 32)
+    back: tuple[int, int] = (32, 16)
     reduce: tuple[int, int] = (8, 64)
     gate_tokens: int = 32
     input_precision: str = "ieee"

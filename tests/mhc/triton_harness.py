@@ -1,0 +1,162 @@
+"""Runs the Triton mhc without a GPU: compiled for a target, or in Triton's interpreter.
+
+Everything goes through the launchers and Triton's own specialisation; only the launch is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import interpreter
+
+import cute_kernels.mhc.triton as package
+from cute_kernels.mhc.triton import launch as triton_launch
+
+from ..gemm import triton_harness as gemm
+from ..gemm import triton_inspect as inspect
+
+TARGETS = gemm.TARGETS | {"sm_80": GPUTarget("cuda", 80, 32)}
+#: The launcher's name of a module of kernels -> that module's kernels.
+KERNELS = {
+    "kernels": ("project_kernel", "project_backward_kernel", "combine_kernel", "reduce_kernel"),
+    "token_kernels": (
+        "add_chunks_kernel",
+        "weights_kernel",
+        "add_parts_kernel",
+        "gate_kernel",
+        "gate_backward_kernel",
+        "sinkhorn_kernel",
+        "sinkhorn_backward_kernel",
+    ),
+}
+PRODUCTS = ("project_kernel", "project_backward_kernel")
+_FILES = ("kernel", "kernel_tokens", "launch")
+_NUMBERS = itertools.count()
+
+
+def copy_of(folder: Path, *edits: tuple[str, str]) -> ModuleType:
+    """A copy of the launcher that launches copies of the kernels, importable beside them.
+
+    Each (old, new) is replaced; old must occur exactly once, in one of the files.
+    """
+    home, number = Path(package.__file__).parent, next(_NUMBERS)
+    texts = {name: (home / f"{name}.py").read_text() for name in _FILES}
+    for old, new in edits:
+        counts = {name: text.count(old) for name, text in texts.items()}
+        assert sum(counts.values()) == 1, f"{counts}: {old!r}"
+        (name,) = (name for name, count in counts.items() if count)
+        texts[name] = texts[name].replace(old, new)
+    modules = []
+    for name, text in texts.items():
+        path = folder / f"{name}_copy_{number}.py"
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location(f"{package.__name__}.{path.stem}", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        modules.append(module)
+    kernels, token_kernels, launch = modules
+    launch.kernels, launch.token_kernels = kernels, token_kernels
+    return launch
+
+
+@contextlib.contextmanager
+def on_the_cpu() -> Iterator[None]:
+    """While it lasts, the launchers' device guard takes a CPU for a device."""
+    with mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()):
+        yield
+
+
+def compiled(target: str, call: Callable[[], object], launch: ModuleType = triton_launch) -> list:
+    """The kernels that ``call`` would launch, compiled for ``target``; nothing runs."""
+    chosen, kernels = TARGETS[target], []
+    hip = "7.0" if chosen.backend == "hip" else None
+
+    def receive(kernel, grid, values):
+        kernels.append(kernel)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(on_the_cpu())
+        stack.enter_context(mock.patch.dict(os.environ, TRITON_CACHE_DIR=gemm._CACHE.name))
+        driver = gemm._Driver(chosen)
+        stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
+        stack.enter_context(mock.patch.object(torch.version, "hip", hip))
+        for attribute, names in KERNELS.items():
+            module = getattr(launch, attribute)
+            for name in names:
+                redirect = gemm._Redirect(getattr(module, name), receive)
+                stack.enter_context(mock.patch.object(module, name, redirect))
+        call()
+    return kernels
+
+
+def complaints(kernel) -> list[str]:
+    """What is wrong with the code of a kernel; empty if nothing is."""
+    hip = kernel.metadata.target.backend == "hip"
+    on_fma_units = kernel.name in PRODUCTS and not hip
+    found = inspect.common_complaints(kernel, inspect.FP32_STACK if on_fma_units else 0)
+    code, ttir = inspect.text(kernel), kernel.asm["ttir"]
+    if hip and re.search(r"\.vgpr_spill_count:\s*0\b", code):
+        # Scalar registers are kept in lanes of vector registers: no memory is touched.
+        found = [complaint for complaint in found if complaint != "spills"]
+    if on_fma_units and "fma.rn.f32" not in code:
+        found.append("no fma")
+    matrix = {"v_mfma_f32_16x16x4_f32"} if hip and kernel.name in PRODUCTS else set()
+    if set(inspect.matrix_instructions(kernel)) != matrix:
+        found.append("matrix instruction")
+    if kernel.metadata.enable_fp_fusion:
+        found.append("sums that the compiler may fuse")
+    if re.search(r"div\.(full|approx)|sqrt\.approx", code):
+        found.append("division or root that is not IEEE's")
+    if any(size != 2 for size in sizes_of_float_sums(ttir)):
+        found.append("a sum in the order of the compiler")
+    if re.search(r"tt\.addptr .*: .*\bi32|tt\.addptr .*xi32>", ttir):
+        found.append("offsets of 32 bits")
+    return found
+
+
+def sizes_of_float_sums(ttir: str) -> list[int]:
+    """The length of the axis of every sum of floats that the compiler is to order."""
+    reduce = re.compile(
+        r'"tt\.reduce"\(%[\w#]+\) <\{axis = (\d+) : i32\}> \(\{(.*?)\}\) : \(tensor<([\dx]+)x\w+>',
+        re.DOTALL,
+    )
+    found = [
+        int(shape.split("x")[int(axis)])
+        for axis, body, shape in reduce.findall(ttir)
+        if "arith.addf" in body
+    ]
+    assert ttir.count('"tt.reduce"') == len(reduce.findall(ttir)), "a form that is not read"
+    return found
+
+
+@pytest.fixture(autouse=True)
+def casts_that_round(monkeypatch):
+    """The interpreter's fp32 to bf16 truncates; a GPU's and torch's round to the nearest even."""
+
+    def cast(self, given, to):
+        source, target = given.dtype.scalar, to.scalar
+        data = np.ascontiguousarray(given.data)
+        if source == tl.bfloat16 and target == tl.float32:
+            made = torch.from_numpy(data.view(np.int16)).view(torch.bfloat16).float().numpy()
+        elif source == tl.float32 and target == tl.bfloat16:
+            rounded = torch.from_numpy(data).to(torch.bfloat16)
+            made = rounded.view(torch.int16).numpy().view(np.uint16)
+        else:
+            made = data.astype(interpreter._get_np_dtype(to))
+        return interpreter.TensorHandle(made, target)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast)
