@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import interpreter
 
 import cute_kernels.mhc.triton as package
+from cute_kernels import cpu_math
 from cute_kernels.mhc.triton import launch as triton_launch
 
 from ..gemm import triton_harness as gemm
@@ -144,12 +145,22 @@ def sizes_of_float_sums(ttir: str) -> list[int]:
 
 
 @pytest.fixture(autouse=True)
-def casts_that_round(monkeypatch):
-    """The interpreter's fp32 to bf16 truncates; a GPU's and torch's round to the nearest even."""
+def device_guard():
+    """Launchers take a CPU for a device."""
+    with on_the_cpu():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def cpu_arithmetic(monkeypatch):
+    """The CPU backend's 2^y, and casts that round to the nearest even, as a GPU's do.
+
+    The interpreter's 2^y is numpy's, and its cast to bf16 truncates.
+    """
 
     def cast(self, given, to):
         source, target = given.dtype.scalar, to.scalar
-        data = np.ascontiguousarray(given.data)
+        data = np.array(given.data)
         if source == tl.bfloat16 and target == tl.float32:
             made = torch.from_numpy(data.view(np.int16)).view(torch.bfloat16).float().numpy()
         elif source == tl.float32 and target == tl.bfloat16:
@@ -159,4 +170,9 @@ def casts_that_round(monkeypatch):
             made = data.astype(interpreter._get_np_dtype(to))
         return interpreter.TensorHandle(made, target)
 
+    def exp2(self, y):
+        made = cpu_math.exp2(torch.from_numpy(np.array(y.data))).numpy()
+        return interpreter.TensorHandle(made, y.dtype.scalar)
+
     monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_exp2", exp2)
