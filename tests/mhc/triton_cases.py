@@ -56,7 +56,7 @@ class Shape(NamedTuple):
 
 #: Tails of every tile; two and three chunks of channels; one channel; one token; both of each.
 SHAPES = (
-    Shape(37, 530, 4, "cn", BF16),
+    Shape(33, 530, 4, "cn", BF16),
     Shape(9, 600, 4, "nc", FP32, "bf16x3", norm_weight=False),
     Shape(66, 70, 2, "cn", FP32, bias=False),
     Shape(3, 1, 2, "nc", BF16),

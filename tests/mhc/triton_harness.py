@@ -104,6 +104,13 @@ def compiled(target: str, call: Callable[[], object], launch: ModuleType = trito
     return kernels
 
 
+def made_small(launch: ModuleType, monkeypatch) -> None:
+    """A launcher with chunks of 32 channels and of 64 tokens, in Triton's interpreter."""
+    monkeypatch.setattr(launch, "chunk_channels", lambda n, precision: 32)
+    monkeypatch.setattr(launch, "TOKENS", 64)
+    monkeypatch.setattr(launch.kernels, "TOKENS", tl.constexpr(64))
+
+
 def complaints(kernel) -> list[str]:
     """What is wrong with the code of a kernel; empty if nothing is."""
     hip = kernel.metadata.target.backend == "hip"
