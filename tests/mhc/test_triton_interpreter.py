@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 @pytest.mark.parametrize(
     ("file", "marked", "least"),
     [
-        ("triton_interpreted.py", "not nightly", 55),
+        ("triton_interpreted.py", "not nightly", 45),
         ("triton_mutants.py", "not nightly", 62),
         pytest.param("triton_interpreted.py", "nightly", 50, marks=pytest.mark.nightly),
     ],

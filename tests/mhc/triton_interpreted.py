@@ -8,6 +8,7 @@ the CPU backend's are: then most results are its bytes.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 
 import pytest
@@ -29,18 +30,19 @@ assert os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 
-#: Of a commit; the others by night.
-EVERY_COMMIT = 5
+#: The first shapes have whole chunks of channels: by day for what reads chunks.
+WIDE, EVERY_COMMIT = 2, 5
+OF_CHUNKS = ("projection", "project_expanded", "coefficients")
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param(shape, id=str(i), marks=() if i < EVERY_COMMIT else pytest.mark.nightly)
-        for i, shape in enumerate(SHAPES)
-    ],
-)
-@pytest.mark.parametrize("check", cases.CHECKS)
+def values():
+    for (i, shape), check in itertools.product(enumerate(SHAPES), cases.CHECKS):
+        by_day = i < EVERY_COMMIT and (i >= WIDE or check in OF_CHUNKS)
+        marks = () if by_day else pytest.mark.nightly
+        yield pytest.param(check, shape, id=f"{check}-{i}", marks=marks)
+
+
+@pytest.mark.parametrize(("check", "shape"), list(values()))
 def test_values(check, shape):
     cases.CHECKS[check](launch, cases.given(shape))
 
