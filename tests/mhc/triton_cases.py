@@ -230,6 +230,21 @@ def combine(launch: ModuleType, g: Given) -> None:
         equal(got, cpu.combine(g.x, g.streams, pre, expand))
 
 
+def combine_within(launch: ModuleType, g: Given) -> None:
+    """The same within bounds, where an fma rounds once."""
+    n, rounding = g.shape.n, ROUNDING[g.shape.dtype]
+    y, out = launch.combine(g.x, g.streams, g.pre, g.expand)
+    f = g.f.double()[:, None] + (0 if g.bias is None else g.bias.double())
+    terms = by_stream(g.x, g.streams)[:, :, None] * g.res.double().view(-1, n, n, 1)
+    terms = torch.cat([(f * g.post.double()[:, :, None])[:, None], terms], 1)
+    want = joined(terms.sum(1), g.streams)
+    magnitude = joined(terms.abs().sum(1), g.streams)
+    within(y, want, (n + 3) * U * magnitude * (1 + 2.0**-7) + rounding * want.abs())
+    terms = by_stream(y, g.streams) * g.pre.double()[:, :, None]
+    want, magnitude = terms.sum(1), terms.abs().sum(1)
+    within(out, want, n * U * magnitude * (1 + 2.0**-7) + rounding * want.abs())
+
+
 # ---- backward ------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Runs the Triton mhc without a GPU: compiled for a target, or in Triton's interpreter.
+"""Runs the Triton mhc without a GPU: compiled for a target, in ptxsim, or in the interpreter.
 
 Everything goes through the launchers and Triton's own specialisation; only the launch is replaced.
 """
@@ -29,6 +29,7 @@ from cute_kernels.mhc.triton import launch as triton_launch
 
 from ..gemm import triton_harness as gemm
 from ..gemm import triton_inspect as inspect
+from ..sparse_attn import triton_harness as attention
 
 TARGETS = gemm.TARGETS | {"sm_80": GPUTarget("cuda", 80, 32)}
 #: The launcher's name of a module of kernels -> that module's kernels.
@@ -43,6 +44,20 @@ KERNELS = {
         "sinkhorn_kernel",
         "sinkhorn_backward_kernel",
     ),
+}
+#: The tensors that kernels may write, by kernel.
+WRITTEN = {
+    "project_kernel": ("sums_ptr", "squares_ptr"),
+    "project_backward_kernel": ("dx_ptr", "d_psi_ptr"),
+    "combine_kernel": ("y_ptr", "out_ptr"),
+    "reduce_kernel": ("df_ptr", "dx_ptr", "d_pre_ptr", "d_post_ptr", "d_res_ptr", "d_bias_ptr"),
+    "add_chunks_kernel": ("h_ptr", "ms_ptr"),
+    "weights_kernel": ("into_phi_ptr", "into_weight_ptr"),
+    "add_parts_kernel": ("out_ptr",),
+    "gate_kernel": ("pre_ptr", "post_ptr", "res_ptr"),
+    "gate_backward_kernel": ("d_h_ptr", "d_ms_ptr", "parts_ptr"),
+    "sinkhorn_kernel": ("out_ptr",),
+    "sinkhorn_backward_kernel": ("out_ptr",),
 }
 PRODUCTS = ("project_kernel", "project_backward_kernel")
 _FILES = ("kernel", "kernel_tokens", "launch")
@@ -83,25 +98,54 @@ def on_the_cpu() -> Iterator[None]:
 
 def compiled(target: str, call: Callable[[], object], launch: ModuleType = triton_launch) -> list:
     """The kernels that ``call`` would launch, compiled for ``target``; nothing runs."""
-    chosen, kernels = TARGETS[target], []
-    hip = "7.0" if chosen.backend == "hip" else None
+    kernels = []
 
     def receive(kernel, grid, values):
         kernels.append(kernel)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(on_the_cpu())
-        stack.enter_context(mock.patch.dict(os.environ, TRITON_CACHE_DIR=gemm._CACHE.name))
-        driver = gemm._Driver(chosen)
-        stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
-        stack.enter_context(mock.patch.object(torch.version, "hip", hip))
-        for attribute, names in KERNELS.items():
-            module = getattr(launch, attribute)
-            for name in names:
-                redirect = gemm._Redirect(getattr(module, name), receive)
-                stack.enter_context(mock.patch.object(module, name, redirect))
+        _redirected(stack, launch, TARGETS[target], receive)
         call()
     return kernels
+
+
+@contextlib.contextmanager
+def simulated(launch: ModuleType = triton_launch) -> Iterator[list]:
+    """While it lasts, launches of the sm_90 code run on CPU tensors in ptxsim; yields the kernels.
+
+    Sums and coefficients that a launcher leaves unwritten are NaN.
+    """
+    kernels = []
+
+    def receive(kernel, grid, values):
+        kernels.append(kernel)
+        attention._simulate(kernel, grid, values, {})
+
+    def poisoned(shape, **kwargs):
+        return torch.full(shape, torch.nan, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(attention, "KERNELS", WRITTEN))
+        stack.enter_context(mock.patch.object(torch, "empty", poisoned))
+        _redirected(stack, launch, TARGETS["sm_90"], receive)
+        yield kernels
+
+
+def _redirected(
+    stack: contextlib.ExitStack, launch: ModuleType, target: GPUTarget, receive: Callable
+) -> None:
+    """Hands what is launched, compiled for ``target``, to ``receive``."""
+    hip = "7.0" if target.backend == "hip" else None
+    stack.enter_context(on_the_cpu())
+    stack.enter_context(mock.patch.dict(os.environ, TRITON_CACHE_DIR=gemm._CACHE.name))
+    driver = gemm._Driver(target)
+    stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
+    stack.enter_context(mock.patch.object(torch.version, "hip", hip))
+    for attribute, names in KERNELS.items():
+        module = getattr(launch, attribute)
+        for name in names:
+            redirect = gemm._Redirect(getattr(module, name), receive)
+            stack.enter_context(mock.patch.object(module, name, redirect))
 
 
 def made_small(launch: ModuleType, monkeypatch) -> None:
