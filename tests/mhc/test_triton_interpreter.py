@@ -16,9 +16,9 @@ pytest.importorskip("triton")
 @pytest.mark.parametrize(
     ("file", "marked", "least"),
     [
-        ("triton_interpreted.py", "not nightly", 45),
+        ("triton_interpreted.py", "not nightly", 42),
         ("triton_mutants.py", "not nightly", 62),
-        pytest.param("triton_interpreted.py", "nightly", 50, marks=pytest.mark.nightly),
+        pytest.param("triton_interpreted.py", "nightly", 60, marks=pytest.mark.nightly),
     ],
 )
 def test_interpreted(file, marked, least):

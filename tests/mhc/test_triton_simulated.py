@@ -30,14 +30,22 @@ SHAPES = (
 CHECKS = ("projection", "project_expanded", "projection_backward", "weights")
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def by_night(*values):
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
+#: By day the first two.
+DAY_AND_NIGHT = [*SHAPES[:2], *(by_night(shape) for shape in SHAPES[2:])]
+
+
+@pytest.mark.parametrize("shape", DAY_AND_NIGHT, ids=str)
 @pytest.mark.parametrize("check", CHECKS)
 def test_values(check, shape):
     with simulated():
         cases.CHECKS[check](launch, cases.given(shape))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", DAY_AND_NIGHT, ids=str)
 def test_streams(shape):
     g = cases.given(shape)
     with simulated():
@@ -48,13 +56,19 @@ def test_streams(shape):
             cases.bias_sums(launch, g, found.d_bias)
 
 
+def test_few_rows_show_in_none():
+    with simulated():
+        rows.few_rows(launch, Shape(0, 40, 2, "cn", BF16))
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "shape",
     [
         Shape(0, 40, 2, "cn", BF16),
         Shape(0, 300, 4, "nc", FP32, "bf16x3", norm_weight=False),
-        pytest.param(Shape(0, 530, 4, "cn", BF16), marks=pytest.mark.nightly),
-        pytest.param(Shape(0, 520, 2, "nc", BF16, "bf16x3"), marks=pytest.mark.nightly),
+        Shape(0, 530, 4, "cn", BF16),
+        Shape(0, 520, 2, "nc", BF16, "bf16x3"),
     ],
     ids=str,
 )
@@ -63,8 +77,9 @@ def test_no_row_shows(shape):
         rows.no_row_shows(launch, shape, rows=33)
 
 
-@pytest.mark.parametrize("layout", ["cn", "nc"])
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize(
+    ("n", "layout"), [(2, "cn"), by_night(4, "nc"), by_night(2, "nc"), by_night(4, "cn")]
+)
 def test_no_cut_shows(n, layout):
     g = cases.given(Shape(2 * 1024 + 77, 5, n, layout, BF16))
     with simulated() as kernels:
@@ -72,7 +87,9 @@ def test_no_cut_shows(n, layout):
     assert {kernel.name for kernel in kernels} < set(sum(KERNELS.values(), ()))
 
 
-@pytest.mark.parametrize("shape", [Shape(37, 70, 4, "cn", FP32), Shape(9, 33, 2, "nc", BF16)])
+@pytest.mark.parametrize(
+    "shape", [Shape(9, 33, 2, "nc", BF16), by_night(Shape(37, 70, 4, "cn", FP32))]
+)
 def test_no_size_shows(tmp_path, shape):
     """Warps among them: what a thread holds decides no order."""
     other = copy_of(tmp_path)
@@ -116,8 +133,9 @@ def shifted(t: torch.Tensor | None) -> torch.Tensor | None:
     return room[1:].view(t.shape).copy_(t)
 
 
-@pytest.mark.parametrize("layout", ["cn", "nc"])
-@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [("cn", BF16), ("nc", FP32), by_night("cn", FP32), by_night("nc", BF16)]
+)
 def test_no_address_shows(layout, dtype):
     """Other loads are compiled for what is not aligned; the bytes are the same."""
     g = cases.given(Shape(19, 128, 4, layout, dtype))
