@@ -93,7 +93,7 @@ def test_no_cut_shows(n, layout):
 def test_no_size_shows(tmp_path, shape):
     """Warps among them: what a thread holds decides no order."""
     other = copy_of(tmp_path)
-    other.SIZES = Sizes((8, 32), 8, 2, 16, 2)
+    other.SIZES = Sizes((8, 32), 8, 2, 16, 2, 4)
     found = []
     for module in (launch, other):
         with simulated(module):

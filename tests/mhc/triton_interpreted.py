@@ -107,7 +107,7 @@ def test_values_of_many_chunks(small_chunks, monkeypatch, check):
     cases.CHECKS[check](launch, cases.given(Shape(150, 9, 2, "nc", FP32)))
 
 
-OTHER_SIZES = Sizes((8, 32), 8, 2, 16, 2)
+OTHER_SIZES = Sizes((8, 32), 8, 2, 16, 2, 4)
 
 
 @pytest.mark.nightly

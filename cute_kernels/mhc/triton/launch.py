@@ -294,7 +294,7 @@ def reduce_channels(
             ROWS=rows,
             BLOCK=block,
             **_streams(streams),
-            **_options(),
+            **_options(_backward_warps(like)),
         )
     return found
 
@@ -341,7 +341,7 @@ def project_backward(
             BLOCK_M=block_m,
             BLOCK_C=block_c,
             **_streams(streams),
-            **_product(n),
+            **(_product(n) | _options(_backward_warps(x))),
         )
     return dx, None if d_psi is None else Parts(d_psi)
 
@@ -444,9 +444,14 @@ def _product(n: int) -> dict[str, object]:
     return chosen
 
 
-def _options() -> dict[str, int | bool]:
+def _options(num_warps: int | None = None) -> dict[str, int | bool]:
     """The compiler options that every launch names."""
-    return {"num_warps": SIZES.num_warps, "enable_fp_fusion": TRITON.fp_fusion}
+    return {"num_warps": num_warps or SIZES.num_warps, "enable_fp_fusion": TRITON.fp_fusion}
+
+
+def _backward_warps(x: torch.Tensor) -> int:
+    """Of a pass of a backward over streams."""
+    return SIZES.fp32_warps if x.dtype == torch.float32 else SIZES.num_warps
 
 
 def _power(size: int) -> int:

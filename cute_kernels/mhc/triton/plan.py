@@ -39,6 +39,7 @@ class Sizes:
     ``combine``: (tokens, channels) of a program.  ``sinkhorn_tokens``: of a program.
     ``segment``: iterations between two that the backward of sinkhorn starts from again.
     ``sum_columns``: of a program that adds parts.
+    ``fp32_warps``: of the passes of a backward over fp32 streams, which need the registers.
     """
 
     combine: tuple[int, int] = (4, 128)
@@ -46,6 +47,7 @@ class Sizes:
     segment: int = 8
     sum_columns: int = 128
     num_warps: int = 4
+    fp32_warps: int = 8
 
 
 TRITON = TritonPlan()
