@@ -19,6 +19,7 @@ import torch
 
 from .. import arch, cpu_math
 from ..contracts import BATCH_INVARIANT, RUN_TO_RUN, SCHEDULE_INVARIANT, SPLIT_INVARIANT
+from .triton.plan import TRITON
 
 #: Numbers of residual streams that there are kernels for.
 STREAMS = (2, 4)
@@ -76,6 +77,8 @@ def plan(backend: str, device: arch.Device) -> dict[str, object]:
     }
     if backend == arch.CPU:
         return common | {"cpu": asdict(CPU), "threads": device.threads}
+    if backend == arch.TRITON:
+        return common | asdict(TRITON)
     return common
 
 

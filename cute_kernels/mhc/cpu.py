@@ -138,7 +138,7 @@ def gate_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, Parts]:
     """(dH [M, W], dms [M], parts of dalpha and dbeta [T, 3 + N])."""
     with ieee():
-        r = torch.sqrt(ms + gates.eps)[:, None]
+        r = _root(ms, gates)
         z_pre, z_post, _ = _split(_logits(h, ms, gates, n), n)
         p, half = _sigmoid(z_pre), _sigmoid(z_post)
         g = torch.cat(
@@ -328,8 +328,13 @@ def _alpha_of(gates: Gates, n: int) -> torch.Tensor:
 
 def _logits(h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int) -> torch.Tensor:
     """z = α H / r + β, r = √(ms + ε)."""
-    r = torch.sqrt(ms + gates.eps)[:, None]
+    r = _root(ms, gates)
     return _alpha_of(gates, n) * h[:, : mappings(n)] / r + gates.beta
+
+
+def _root(ms: torch.Tensor, gates: Gates) -> torch.Tensor:
+    """√(ms + ε) [M, 1], rounded once: torch's fp32 root is a library's, an ulp off now and then."""
+    return torch.sqrt((ms + gates.eps).double()).to(torch.float32)[:, None]
 
 
 def _split(columns: torch.Tensor, n: int) -> tuple[torch.Tensor, ...]:

@@ -1,0 +1,1 @@
+"""The portable mhc: Triton kernels, their launcher and their plan."""

@@ -1,0 +1,463 @@
+"""Launches the Triton kernels of mhc: outputs, parts, grids, compiler options.
+
+The functions are those of `cpu`, with their arguments.  Each runs on the device of its tensors and
+that device's current stream; the first launch of a (dtype, n, layout, alignment) class compiles, so
+do that before a CUDA graph is captured.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..config import TOKENS, WIDTH, chunk_channels, mappings
+from ..tensors import (
+    Coefficients,
+    Expand,
+    Gates,
+    Mapping,
+    Parts,
+    Projected,
+    Reduced,
+    Sinkhorn,
+    Streams,
+    Upstream,
+)
+from . import kernel as kernels
+from . import kernel_tokens as token_kernels
+from .plan import DOT_WIDTH, SIZES, TRITON
+
+# ---- forward -------------------------------------------------------------------------------------
+
+
+def project(
+    x: torch.Tensor,
+    mapping: Mapping,
+    streams: Streams,
+    expand: Expand | None = None,
+    pre: torch.Tensor | None = None,
+) -> Projected:
+    """The sums of x [M, K], or of the streams y that ``expand`` makes of it.
+
+    ``pre``: fp32 [M, n]; y is collapsed with it.
+    """
+    y, out = (None, None) if expand is None else combine(x, streams, pre, expand)
+    m, channels = len(x), x.shape[1] // streams.n
+    size = chunk_channels(streams.n, mapping.precision)
+    chunks, (block_m, block_k) = _tiles(channels, size), TRITON.project
+    sums = _fp32(x, chunks, m, len(mapping.phi))
+    squares = _fp32(x, chunks, m)
+    with torch.cuda.device(x.device):
+        kernels.project_kernel[(_tiles(m, block_m) * chunks,)](
+            x if y is None else y,
+            mapping.phi,
+            mapping.norm_weight,
+            sums,
+            squares,
+            m,
+            channels,
+            chunks,
+            CHUNK=size,
+            BLOCK_M=block_m,
+            BLOCK_K=block_k,
+            **_streams(streams),
+            **_product(streams.n),
+        )
+    return Projected(sums, squares, y, out)
+
+
+def add_chunks(projected: Projected, size: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(H [M, W], Σ x² / K [M]) of sums over chunks of ``size`` = K elements."""
+    sums, squares = projected.sums, projected.squares
+    chunks, m, columns = sums.shape
+    h, ms = _fp32(sums, m, WIDTH[n]), _fp32(sums, m)
+    with torch.cuda.device(sums.device):
+        token_kernels.add_chunks_kernel[(_tiles(m, TRITON.gate_tokens),)](
+            sums,
+            squares,
+            h,
+            ms,
+            m,
+            chunks,
+            float(size),
+            COLUMNS=columns,
+            WIDTH=WIDTH[n],
+            ROWS=TRITON.gate_tokens,
+            **_options(),
+        )
+    return h, ms
+
+
+def gate(
+    h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(pre [M, n], post [M, n], res [M, n²]) of H [M, N or more]."""
+    m = len(h)
+    pre, post, res = _fp32(h, m, n), _fp32(h, m, n), _fp32(h, m, n * n)
+    with torch.cuda.device(h.device):
+        token_kernels.gate_kernel[(_tiles(m, TRITON.gate_tokens),)](
+            h,
+            ms,
+            gates.alpha,
+            gates.beta,
+            pre,
+            post,
+            res,
+            m,
+            h.stride(0),
+            gates.eps,
+            gates.pre_eps,
+            gates.post_scale,
+            **_gates(n),
+        )
+    return pre, post, res
+
+
+def sinkhorn(z: torch.Tensor, n: int, form: Sinkhorn) -> torch.Tensor:
+    """P [M, n²] of logits [M, n²], row-major."""
+    p = _fp32(z, len(z), n * n)
+    with torch.cuda.device(z.device):
+        token_kernels.sinkhorn_kernel[(_tiles(len(z), SIZES.sinkhorn_tokens),)](
+            z,
+            p,
+            len(z),
+            z.stride(0),
+            form.iterations,
+            **_sinkhorn(n, form),
+        )
+    return p
+
+
+def coefficients(
+    projected: Projected, size: int, gates: Gates, n: int, form: Sinkhorn
+) -> Coefficients:
+    """`add_chunks`, `gate` and `sinkhorn` of res, one after another."""
+    h, ms = add_chunks(projected, size, n)
+    pre, post, z = gate(h, ms, gates, n)
+    return Coefficients(h, ms, pre, post, sinkhorn(z, n, form))
+
+
+def combine(
+    x: torch.Tensor, streams: Streams, pre: torch.Tensor | None, expand: Expand | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(y [M, K] if there is an ``expand``, out [M, C] = Σ_i y_i pre_i if there is a ``pre``).
+
+    Without an ``expand``, x is collapsed.
+    """
+    m, channels = len(x), x.shape[1] // streams.n
+    y = None if expand is None else torch.empty_like(x)
+    out = None if pre is None else x.new_empty(m, channels)
+    f, bias, post, res = expand or (None,) * 4
+    rows, block = SIZES.combine
+    with torch.cuda.device(x.device):
+        kernels.combine_kernel[(_tiles(m, rows) * _tiles(channels, block),)](
+            x,
+            f,
+            bias,
+            post,
+            res,
+            pre,
+            y,
+            out,
+            m,
+            channels,
+            _stride(post),
+            _stride(res),
+            _stride(pre),
+            ROWS=rows,
+            BLOCK=block,
+            **_streams(streams),
+            **_options(),
+        )
+    return y, out
+
+
+# ---- backward ------------------------------------------------------------------------------------
+
+
+def gate_backward(
+    h: torch.Tensor,
+    ms: torch.Tensor,
+    gates: Gates,
+    n: int,
+    d_pre: torch.Tensor,
+    d_post: torch.Tensor,
+    d_res: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, Parts]:
+    """(dH [M, W], dms [M], parts of dalpha and dbeta [T, 3 + N])."""
+    m = len(h)
+    d_h, d_ms = _fp32(h, m, WIDTH[n]), _fp32(h, m)
+    parts = _parts(h, m, TRITON.gate_tokens, 3 + mappings(n))
+    with torch.cuda.device(h.device):
+        token_kernels.gate_backward_kernel[(_tiles(m, TRITON.gate_tokens),)](
+            h,
+            ms,
+            gates.alpha,
+            gates.beta,
+            d_pre,
+            d_post,
+            d_res,
+            d_h,
+            d_ms,
+            parts.values,
+            m,
+            h.stride(0),
+            d_pre.stride(0),
+            d_post.stride(0),
+            d_res.stride(0),
+            gates.eps,
+            gates.post_scale,
+            **_gates(n),
+        )
+    return d_h, d_ms, parts
+
+
+def sinkhorn_backward(z: torch.Tensor, d_p: torch.Tensor, n: int, form: Sinkhorn) -> torch.Tensor:
+    """dz [M, n²] of dP."""
+    d_z = _fp32(z, len(z), n * n)
+    with torch.cuda.device(z.device):
+        token_kernels.sinkhorn_backward_kernel[(_tiles(len(z), SIZES.sinkhorn_tokens),)](
+            z,
+            d_p,
+            d_z,
+            len(z),
+            z.stride(0),
+            d_p.stride(0),
+            form.iterations,
+            SEGMENT=SIZES.segment,
+            **_sinkhorn(n, form),
+        )
+    return d_z
+
+
+def coefficients_backward(
+    h: torch.Tensor,
+    ms: torch.Tensor,
+    gates: Gates,
+    n: int,
+    form: Sinkhorn,
+    d_pre: torch.Tensor,
+    d_post: torch.Tensor,
+    d_res: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, Parts]:
+    """`gate_backward` of `sinkhorn_backward`, of logits that `gate` makes again."""
+    *_, z = gate(h, ms, gates, n)
+    return gate_backward(h, ms, gates, n, d_pre, d_post, sinkhorn_backward(z, d_res, n, form))
+
+
+def reduce_channels(
+    x: torch.Tensor | None,
+    streams: Streams,
+    upstream: Upstream,
+    expand: Expand | None = None,
+    want_dx: bool = False,
+) -> Reduced:
+    """What one pass over the streams x [M, K] and the gradients that come in gives back.
+
+    df, d_post, d_bias: with an ``expand`` (and ``upstream.dy``).
+    d_res: with x and ``upstream.dy``.  d_pre: with x and ``upstream.d_out``.
+    dx: what ``upstream`` says, if it is wanted.
+    """
+    n, (dy, d_out) = streams.n, upstream[:2]
+    like = d_out if dy is None else dy
+    m, channels = len(like), like.shape[1] // (n if dy is not None else 1)
+    f, bias, post, _ = expand or (None,) * 4
+    rows, block = TRITON.reduce
+    found = Reduced(
+        df=None if f is None else torch.empty_like(f),
+        dx=like.new_empty(m, n * channels) if want_dx else None,
+        d_pre=None if x is None or d_out is None else _fp32(like, m, n),
+        d_post=None if f is None else _fp32(like, m, n),
+        d_res=None if x is None or dy is None else _fp32(like, m, n * n),
+        d_bias=None if bias is None else _parts(like, m, rows, channels),
+    )
+    with torch.cuda.device(like.device):
+        kernels.reduce_kernel[(_tiles(m, rows),)](
+            x,
+            dy,
+            d_out,
+            f,
+            bias,
+            post,
+            upstream.res,
+            None if d_out is None else upstream.pre,
+            found.df,
+            found.dx,
+            found.d_pre,
+            found.d_post,
+            found.d_res,
+            None if found.d_bias is None else found.d_bias.values,
+            m,
+            channels,
+            _stride(post),
+            _stride(upstream.res),
+            _stride(upstream.pre),
+            ROWS=rows,
+            BLOCK=block,
+            **_streams(streams),
+            **_options(_backward_warps(like)),
+        )
+    return found
+
+
+def project_backward(
+    x: torch.Tensor,
+    d_h: torch.Tensor,
+    d_ms: torch.Tensor,
+    mapping: Mapping,
+    streams: Streams,
+    upstream: Upstream,
+    want: tuple[bool, bool],
+) -> tuple[torch.Tensor | None, Parts | None]:
+    """(dx [M, K], parts of dpsi [T, N, K]), of ``want``, in one pass over x.
+
+    dx = dH psi + (2 / K) dms x + what ``upstream`` says.
+    """
+    (m, k), n = x.shape, streams.n
+    chunks, (block_m, block_c) = _tiles(m, TOKENS), TRITON.back
+    dx = torch.empty_like(x) if want[0] else None
+    d_psi = _fp32(x, chunks, len(mapping.phi), k) if want[1] else None
+    if not want[0]:
+        upstream = Upstream()
+    dy, d_out, res, pre = upstream
+    with torch.cuda.device(x.device):
+        kernels.project_backward_kernel[(chunks * _tiles(k // n, block_c),)](
+            x,
+            d_h,
+            d_ms,
+            mapping.phi,
+            mapping.norm_weight,
+            dy,
+            d_out,
+            None if dy is None else res,
+            None if d_out is None else pre,
+            dx,
+            d_psi,
+            m,
+            k // n,
+            d_h.stride(0),
+            _stride(res),
+            _stride(pre),
+            2.0 / k,
+            BLOCK_M=block_m,
+            BLOCK_C=block_c,
+            **_streams(streams),
+            **(_product(n) | _options(_backward_warps(x))),
+        )
+    return dx, None if d_psi is None else Parts(d_psi)
+
+
+def weights(
+    parts: Parts,
+    mapping: Mapping,
+    into_phi: torch.Tensor,
+    into_weight: torch.Tensor | None,
+) -> None:
+    """into_phi [N, K] += dpsi ⊙ w and into_weight [K] += Σ_j dpsi_j phi_j, chunk by chunk."""
+    d_psi = parts.values
+    chunks, columns, k = d_psi.shape
+    with torch.cuda.device(d_psi.device):
+        token_kernels.weights_kernel[(_tiles(k, SIZES.sum_columns),)](
+            d_psi,
+            mapping.phi,
+            mapping.norm_weight,
+            into_phi,
+            None if mapping.norm_weight is None else into_weight,
+            chunks,
+            k,
+            COLUMNS=columns,
+            WIDTH=_power(columns),
+            BLOCK=SIZES.sum_columns,
+            **_options(),
+        )
+
+
+def add_parts(parts: Parts, into: torch.Tensor) -> None:
+    """into [L] += the chunks' sums, ascending."""
+    values = parts.values.view(-1, into.numel())
+    if parts.group > 1:
+        sums = _fp32(values, len(values) // parts.group, into.numel())
+        _add(values, parts.group, sums, False)
+        values = sums
+    _add(values, len(values), into, True)
+
+
+# ---- pieces --------------------------------------------------------------------------------------
+
+
+def _add(values: torch.Tensor, count: int, out: torch.Tensor, accumulate: bool) -> None:
+    """out [T, L] (+)= the sums of count parts each of values [T count, L]."""
+    columns = values.shape[1]
+    blocks = _tiles(columns, SIZES.sum_columns)
+    with torch.cuda.device(values.device):
+        token_kernels.add_parts_kernel[(len(values) // count * blocks,)](
+            values,
+            out,
+            count,
+            columns,
+            ACCUMULATE=accumulate,
+            BLOCK=SIZES.sum_columns,
+            **_options(),
+        )
+
+
+def _parts(like: torch.Tensor, m: int, tokens: int, columns: int) -> Parts:
+    """Of chunks, in parts of ``tokens``; those behind the last token are zeros."""
+    group = TOKENS // tokens
+    values = _fp32(like, _tiles(m, TOKENS) * group, columns)
+    values[_tiles(m, tokens) :] = 0.0
+    return Parts(values, group)
+
+
+def _fp32(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
+def _stride(rows: torch.Tensor | None) -> int:
+    """Between rows of coefficients."""
+    return 0 if rows is None else rows.stride(0)
+
+
+def _streams(streams: Streams) -> dict[str, int | bool]:
+    return {"N": streams.n, "CN": streams.layout == "cn"}
+
+
+def _gates(n: int) -> dict[str, int | bool]:
+    """Of a kernel of gates."""
+    sizes = {"N": n, "COLUMNS": mappings(n), "WIDTH": WIDTH[n], "ROWS": TRITON.gate_tokens}
+    return sizes | _options()
+
+
+def _sinkhorn(n: int, form: Sinkhorn) -> dict[str, float]:
+    """Of a kernel of sinkhorn; the form "log" adds 0 to its divisors."""
+    epsilon = form.form == "epsilon"
+    chosen = {"eps": form.eps if epsilon else 0.0, "EPSILON": epsilon}
+    return chosen | {"N": n, "ROWS": SIZES.sinkhorn_tokens} | _options()
+
+
+def _product(n: int) -> dict[str, object]:
+    """Of a kernel with products: the width of H in them, and what pins the instruction."""
+    chosen = {"COLUMNS": mappings(n), "WIDTH": DOT_WIDTH[n]}
+    chosen |= {"INPUT_PRECISION": TRITON.input_precision} | _options()
+    if torch.version.hip is not None:
+        chosen["matrix_instr_nonkdim"] = TRITON.hip_matrix_instr_nonkdim
+        chosen["kpack"] = TRITON.hip_kpack
+    return chosen
+
+
+def _options(num_warps: int | None = None) -> dict[str, int | bool]:
+    """The compiler options that every launch names."""
+    return {"num_warps": num_warps or SIZES.num_warps, "enable_fp_fusion": TRITON.fp_fusion}
+
+
+def _backward_warps(x: torch.Tensor) -> int:
+    """Of a pass of a backward over streams."""
+    return SIZES.fp32_warps if x.dtype == torch.float32 else SIZES.num_warps
+
+
+def _power(size: int) -> int:
+    """The power of two at or above ``size``."""
+    return 1 << (size - 1).bit_length()
+
+
+def _tiles(size: int, block: int) -> int:
+    return -(-size // block)

@@ -1,0 +1,134 @@
+"""The Triton mhc, as it is launched, compiled for NVIDIA and AMD without a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+from cute_kernels.mhc.tensors import Expand, Projected, Sinkhorn, Upstream
+from cute_kernels.mhc.triton import launch
+
+from . import triton_cases as cases
+from .triton_cases import BF16, FP32, NAMES, Shape
+from .triton_harness import (
+    KERNELS,
+    TARGETS,
+    compiled,
+    complaints,
+    copy_of,
+    sizes_of_float_sums,
+)
+
+#: Every value of each field: target, n, layout, dtype, channels.
+EVERY_COMMIT = (
+    ("sm_80", 4, "nc", BF16, 512),
+    ("sm_90", 4, "cn", BF16, 512),
+    ("sm_90", 2, "nc", FP32, 513),
+    ("gfx942", 4, "cn", FP32, 512),
+    ("gfx950", 2, "cn", BF16, 513),
+)
+ALL = tuple(itertools.product(TARGETS, (4, 2), ("cn", "nc"), NAMES, (512, 513)))
+
+
+def everything(module, shape: Shape):
+    """Launches every kernel, with everything that it can be given."""
+    g, n = cases.given(shape), shape.n
+    form = Sinkhorn(20, "epsilon" if shape.dtype == BF16 else "log", 1e-6)
+    both = Upstream(g.dy, g.d_out, g.res, g.pre)
+    weights = [torch.randn_like(t) for t in (g.mapping.phi, g.mapping.norm_weight)]
+
+    def call():
+        found = module.project(g.x, g.mapping, g.streams, g.expand, g.pre)
+        module.coefficients(Projected(*found[:2]), g.x.shape[1], g.gates, n, form)
+        coming = (g.pre, g.post, g.res)
+        *_, d_gates = module.coefficients_backward(g.h, g.ms, g.gates, n, form, *coming)
+        by = Expand(g.f, g.bias, g.post)
+        module.reduce_channels(g.x, g.streams, Upstream(g.dy, res=g.res), by, True)
+        module.reduce_channels(g.x, g.streams, both)
+        args = (g.x, g.h, g.ms, g.mapping, g.streams, both)
+        _, d_psi = module.project_backward(*args, (True, True))
+        module.weights(d_psi, g.mapping, *weights)
+        module.add_parts(d_gates, torch.randn(d_gates.values.shape[1]))
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("target", "n", "layout", "dtype", "c"),
+    [
+        pytest.param(*case, marks=() if case in EVERY_COMMIT else pytest.mark.nightly)
+        for case in ALL
+    ],
+    ids=str,
+)
+def test_everything(target, n, layout, dtype, c):
+    """No atomics, no spills, nothing fused, no order of sums that is not written, wide offsets."""
+    kernels = compiled(target, everything(launch, Shape(64, c, n, layout, dtype)))
+    assert {kernel.name for kernel in kernels} == set(itertools.chain(*KERNELS.values()))
+    for kernel in kernels:
+        assert complaints(kernel) == [], kernel.name
+    sums = [len(sizes_of_float_sums(kernel.asm["ttir"])) for kernel in kernels]
+    # Lanes of a reduction are a tree: log2 of the block, and of the tokens for dbias.
+    assert max(sums) >= 6
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_sizes_are_not_compiled_in(target):
+    """Of one alignment: other numbers of tokens launch the same code."""
+    kernels = []
+    for m in (2, 16, 1040, 3001):
+        shape = Shape(m, 1024, 2, "nc", BF16)
+        kernels.append([k.hash for k in compiled(target, everything(launch, shape))])
+    assert len({tuple(hashes) for hashes in kernels}) == 1
+
+
+@pytest.mark.parametrize("layout", ["cn", pytest.param("nc", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("target", ["gfx942", pytest.param("gfx950", marks=pytest.mark.nightly)])
+def test_alignment_shows_in_no_product(target, layout):
+    """A product takes its elements in one order, whatever is known of the addresses."""
+    found = []
+    for c in (512, 513):
+        kernels = compiled(target, everything(launch, Shape(64, c, 4, layout, BF16)))
+        products = [k.asm["ttgir"] for k in kernels if k.name.startswith("project")]
+        found.append([set(re.findall(r"amd_mfma<.*?>|kWidth = \d+", text)) for text in products])
+    assert found[0] == found[1] and all(len(one) > 1 for one in found[0])
+
+
+MUTANTS = {
+    "a sum of a whole tile": (
+        "sums = halves(stack(lanes, COUNT), ROWS, BLOCK, COUNT)",
+        "sums = tl.sum(tl.reshape(stack(lanes, COUNT), [ROWS, BLOCK, COUNT]), axis=1)",
+        "a sum in the order of the compiler",
+    ),
+    "fused": ("SIZES.num_warps, \"enable_fp_fusion\": TRITON.fp_fusion",
+        "SIZES.num_warps, \"enable_fp_fusion\": True", "sums that the compiler may fuse"),
+    "atomic": (
+        "tl.store(part + (c + 3), of_beta, mask=c < COLUMNS)",
+        "tl.atomic_add(part + (c + 3), of_beta, mask=c < COLUMNS)",
+        "atomics",
+    ),
+    "approximate division": ("return s, y, factor", "return s, y / (1.0 + y), factor",
+        "division or root that is not IEEE's"),
+    "approximate root": ("tl.sqrt_rn(", "tl.sqrt(", "division or root that is not IEEE's"),
+    "narrow offsets": (
+        "ptrs = ptr + rows[:, None] * C + c\n    tl.store",
+        "ptrs = ptr + (rows[:, None] * C + c).to(tl.int32)\n    tl.store",
+        "offsets of 32 bits",
+    ),
+    "tf32": ("\"INPUT_PRECISION\": TRITON.input_precision", "\"INPUT_PRECISION\": \"tf32\"",
+        "tf32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_found(tmp_path, name):
+    old, new, complaint = MUTANTS[name]
+    mutant = copy_of(tmp_path, (old, new))
+    kernels = compiled("sm_90", everything(mutant, Shape(64, 64, 2, "nc", FP32)), mutant)
+    assert any(complaint in complaints(kernel) for kernel in kernels)

@@ -1,0 +1,190 @@
+"""The Triton mhc in Triton's interpreter: values, rows, and cuts of the stream of tokens.
+
+Collected by test_triton_interpreter.py only, in a process that has TRITON_INTERPRET=1 before triton
+is imported.  2^y is the CPU backend's, casts to bf16 round, and an fma is a product and a sum, as
+the CPU backend's are: then most results are its bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+
+import pytest
+import torch
+
+from cute_kernels import dispatch
+from cute_kernels.mhc import api, op
+from cute_kernels.mhc.triton import launch
+from cute_kernels.mhc.triton.plan import TRITON, Sizes
+
+from ..triton_in_numpy import same_on_every_machine  # noqa: F401
+from . import triton_cases as cases
+from . import triton_rows as rows
+from .triton_cases import BF16, FP32, SHAPES, Shape
+from .triton_harness import copy_of, cpu_arithmetic, device_guard, made_small  # noqa: F401
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+
+#: The first shapes have whole chunks of channels: by day for what reads chunks.
+WIDE, EVERY_COMMIT = 2, 5
+OF_CHUNKS = ("projection", "project_expanded", "coefficients")
+
+
+def values():
+    for (i, shape), check in itertools.product(enumerate(SHAPES), cases.CHECKS):
+        by_day = i < EVERY_COMMIT and (i >= WIDE or check in OF_CHUNKS)
+        marks = () if by_day else pytest.mark.nightly
+        yield pytest.param(check, shape, id=f"{check}-{i}", marks=marks)
+
+
+@pytest.mark.parametrize(("check", "shape"), list(values()))
+def test_values(check, shape):
+    cases.CHECKS[check](launch, cases.given(shape))
+
+
+def test_parts_are_added():
+    cases.parts_are_added(launch)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_far_logits(n):
+    cases.far_logits(launch, n)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Chunks of 32 channels and of 64 tokens."""
+    made_small(launch, monkeypatch)
+
+
+ROWS = (
+    Shape(0, 40, 2, "cn", BF16),
+    Shape(0, 40, 4, "nc", FP32, norm_weight=False),
+    Shape(0, 70, 4, "cn", FP32, bias=False),
+    Shape(0, 70, 2, "nc", BF16),
+)
+
+
+@pytest.mark.parametrize("shape", ROWS[1:2], ids=str)
+def test_few_rows_show_in_none(small_chunks, shape):
+    rows.few_rows(launch, shape)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("shape", ROWS, ids=str)
+def test_no_row_shows(small_chunks, shape):
+    rows.no_row_shows(launch, shape)
+
+
+@pytest.mark.parametrize(
+    ("n", "layout"),
+    [
+        (2, "cn"),
+        (4, "nc"),
+        pytest.param(4, "cn", marks=pytest.mark.nightly),
+        pytest.param(2, "nc", marks=pytest.mark.nightly),
+    ],
+)
+def test_no_cut_shows(small_chunks, n, layout):
+    shape = Shape(2 * 64 + 21, 9, n, layout, BF16 if n == 2 else FP32)
+    rows.no_cut_shows(launch, cases.given(shape), 64)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", ["cn", "nc"])
+def test_no_cut_of_1024_shows(layout):
+    rows.no_cut_shows(launch, cases.given(Shape(2 * 1024 + 77, 5, 2, layout, BF16)), 1024)
+
+
+@pytest.mark.parametrize("check", ["gates_backward", "reduce", "projection_backward"])
+def test_values_of_many_chunks(small_chunks, monkeypatch, check):
+    monkeypatch.setattr(cases, "TOKENS", 64)
+    cases.CHECKS[check](launch, cases.given(Shape(150, 9, 2, "nc", FP32)))
+
+
+OTHER_SIZES = Sizes((8, 32), 8, 2, 16, 2, 4)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("shape", [Shape(37, 70, 4, "cn", FP32), Shape(9, 33, 2, "nc", BF16)])
+def test_no_size_shows(tmp_path, shape):
+    other = copy_of(tmp_path)
+    other.SIZES = OTHER_SIZES
+    back = dataclasses.replace(TRITON, back=(TRITON.back[0], 32), project=(16, TRITON.project[1]))
+    third = copy_of(tmp_path)
+    third.TRITON = back
+    rows.no_size_shows([launch, other, third], shape)
+
+
+@pytest.fixture
+def through_the_ops(monkeypatch):
+    """The ops run on these launchers."""
+
+    def launcher(entry, device, dtype):
+        return getattr(launch, op._LAUNCHERS[entry])
+
+    monkeypatch.setattr(dispatch, "launcher", launcher)
+
+
+@pytest.mark.parametrize("shape", [Shape(9, 40, 4, "cn", BF16), Shape(5, 33, 2, "nc", FP32)])
+def test_fused_is_composed(through_the_ops, shape):
+    """A site, and two, in one call and in their parts: the same bytes."""
+    g, n = cases.given(shape), shape.n
+    options = api.Options(layout=shape.layout, iterations=4)
+    weights = (g.mapping.phi, g.gates.alpha, g.gates.beta)
+    normed = {"norm_weight": g.mapping.norm_weight}
+    x = g.x.view(-1, *((shape.c, n) if shape.layout == "cn" else (n, shape.c)))
+    h, ms = api.projection(x, weights[0], layout=shape.layout, **normed)
+    pre, post, z = api.scale(h, *weights[1:], ms, n)
+    res = api.sinkhorn(z, n, iterations=4)
+    out = api.aggregate(x, pre, n, layout=shape.layout)
+    fused = api.mix_and_aggregate(x, *weights, options=options, **normed)
+    cases.equal(fused, (out, post, res))
+    y = api.expand_combine(g.f, g.bias, post, x, res, n, layout=shape.layout)
+    behind = api.mix_and_aggregate(y, *weights, options=options, **normed)
+    both = api.post_pre(g.f, g.bias, post, x, res, *weights, options=options, **normed)
+    cases.equal(both, (y, *behind))
+    shifted = api.post_pre(
+        g.f, g.bias, post, x, res, *weights, H_pre=pre, options=options, **normed
+    )
+    collapsed = api.aggregate(y, pre, n, layout=shape.layout)
+    cases.equal(shifted[:2], (y, collapsed))
+
+
+def gradients(g, tokens: slice, main_grads: dict) -> list[torch.Tensor]:
+    """Of a site with a sublayer, of some tokens: y and dx; weights go into ``main_grads``."""
+    n, options = g.shape.n, api.Options(layout=g.shape.layout, iterations=3)
+    own = {"phi": g.mapping.phi, "alpha": g.gates.alpha, "beta": g.gates.beta}
+    own |= {"norm_weight": g.mapping.norm_weight, "bias": g.bias}
+    leaves = {name: t.clone().requires_grad_() for name, t in own.items()}
+    place = (g.shape.c, n) if g.shape.layout == "cn" else (n, g.shape.c)
+    x = g.x[tokens].view(-1, *place).clone().requires_grad_()
+    y = api.connect(
+        x,
+        lambda out: out * out.abs(),
+        *(leaves[name] for name in ("phi", "alpha", "beta")),
+        norm_weight=leaves["norm_weight"],
+        bias=leaves["bias"],
+        options=options,
+        main_grads=main_grads,
+    )
+    y.backward(g.dy[tokens].view(y.shape))
+    return [y.detach(), x.grad]
+
+
+def test_micro_batches_of_a_site(through_the_ops, small_chunks):
+    """Two of them have the gradients of one call, bit for bit."""
+    g = cases.given(Shape(64 + 30, 9, 2, "cn", BF16))
+    sizes = {"phi": g.mapping.phi, "alpha": g.gates.alpha, "beta": g.gates.beta}
+    sizes |= {"norm_weight": g.mapping.norm_weight, "bias": g.bias}
+    whole, cut = ({name: torch.full(t.shape, 0.1) for name, t in sizes.items()} for _ in range(2))
+    want = gradients(g, slice(None), whole)
+    pieces = [gradients(g, tokens, cut) for tokens in (slice(64), slice(64, None))]
+    cases.equal([torch.cat(pair) for pair in zip(*pieces, strict=True)], want)
+    cases.equal(cut.values(), whole.values())
+    assert all((t != 0.1).all() for t in whole.values())
