@@ -39,7 +39,7 @@ SYSTEMS = (
         {"linear_logp": "logp_states", "log_probs": "logit_states"},
         perf="logp",
     ),
-    System("mhc", {"mhc": "mhc_project"}, namespace=True),
+    System("mhc", {"mhc": "mhc_project"}, perf="mhc", namespace=True),
     System("sparse_attn", {"block_sparse_attention": "block_sparse_attention"}, perf="attention"),
 )
 

@@ -154,7 +154,7 @@ class MhcProjectBackwardSm90:
 
     @cute.jit
     def fetch(self, tensors: tuple, ring, stage, row, first, total):
-        """The pieces of 16 tokens into a stage; what is behind the last is read as what there is."""
+        """The pieces of 16 tokens into a stage; what is behind the last is read as the last."""
         mX, mDh, _, (mDy, _, mDout, _), _ = tensors
         lane, m = cute.arch.lane_idx(), mX.shape[0]
         target = ring[stage, None].iterator

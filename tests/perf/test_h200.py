@@ -91,6 +91,7 @@ def test_the_stages_write_few_files_into_one_folder(tmp_path):
         "bench",
         "profile",
         "bench_logp",
+        "bench_mhc",
         "smoke_attention",
         "pytest_attention",
         "bench_attention",

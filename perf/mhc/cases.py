@@ -1,0 +1,119 @@
+"""The ops of mHC that are measured, their sizes and operands: n = 4, bf16 streams, fp32 weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..core.work import Work
+
+N_STREAMS, N_COLUMNS = 4, 24
+TOKENS = (4096, 8192, 32768)
+CHANNELS = (2560, 4096, 5120, 7168)
+OPS = ("projection", "projection_norm", "scale_sinkhorn", "aggregate", "expand", "site")
+DIRECTIONS = ("fwd", "bwd")
+
+Inputs = dict[str, torch.Tensor]
+
+#: (op, direction) -> elements of C that a token must move, in bf16; see docs/notes/mhc_sm90.md.
+_N = N_STREAMS
+ELEMENTS = {
+    ("projection", "fwd"): _N,
+    ("projection", "bwd"): 2 * _N,
+    ("projection_norm", "fwd"): _N,
+    ("projection_norm", "bwd"): 2 * _N,
+    ("scale_sinkhorn", "fwd"): 0,
+    ("scale_sinkhorn", "bwd"): 0,
+    ("aggregate", "fwd"): _N + 1,
+    ("aggregate", "bwd"): 2 * _N + 1,
+    ("expand", "fwd"): 2 * _N + 1,
+    ("expand", "bwd"): 3 * _N + 2,
+    ("site", "fwd"): 4 * _N + 2,
+    ("site", "bwd"): 6 * _N + 4,
+}
+#: Bytes of a token's coefficients that it must move besides.
+_SMALL = {"projection": 132, "projection_norm": 132, "scale_sinkhorn": 388}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One direction of one op at one size."""
+
+    op: str
+    direction: str
+    tokens: int
+    channels: int
+
+    @property
+    def product(self) -> str:
+        return f"{self.op} {self.direction}"
+
+    @property
+    def label(self) -> str:
+        return f"{self.tokens}x{self.channels}"
+
+    @property
+    def work(self) -> Work:
+        """Its bytes; products are never what bounds it."""
+        rows = ELEMENTS[self.op, self.direction] * self.channels * 2
+        return Work(0, self.tokens * (rows + _SMALL.get(self.op, 0)))
+
+    def items(self) -> dict:
+        """What a record says of it."""
+        sizes = {"tokens": self.tokens, "channels": self.channels, "n": N_STREAMS}
+        return {"product": self.product, "shape": self.label, "dtype": "bf16"} | sizes
+
+    def inputs(self, seed: int, device: str) -> Inputs:
+        """Random operands that the op reads, and the gradients that come in."""
+        generator = torch.Generator(device).manual_seed(seed)
+        m, c, n = self.tokens, self.channels, N_STREAMS
+
+        def drawn(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator, device=device)
+
+        made: Inputs = {}
+        if self.op != "scale_sinkhorn":
+            made["x"] = drawn(m, 1, c, n).bfloat16()
+        if self.op in ("projection", "projection_norm", "site"):
+            made["phi"] = drawn(N_COLUMNS, n * c) * (n * c) ** -0.5
+        if self.op == "projection_norm":
+            made["norm_weight"] = drawn(n * c) * 0.1 + 1.0
+        if self.op == "scale_sinkhorn":
+            made["h"] = torch.nn.functional.pad(drawn(m, N_COLUMNS), (0, 8))
+            made["ms"] = drawn(m).square() + 0.5
+        if self.op in ("scale_sinkhorn", "site"):
+            made["alpha"], made["beta"] = drawn(3), drawn(1, N_COLUMNS)
+        if self.op == "aggregate":
+            made["pre"] = drawn(m, 1, n).sigmoid()
+        if self.op == "expand":
+            made["post"] = 2 * drawn(m, 1, n).sigmoid()
+            made["res"] = drawn(m, 1, n, n).softmax(-1)
+        if self.op in ("expand", "site"):
+            made["f"] = drawn(m, 1, c).bfloat16()
+        for t in made.values():
+            t.requires_grad_()
+        if self.direction == "bwd":
+            made |= {f"d{i}": g for i, g in enumerate(self._upstream(drawn))}
+        return made
+
+    def _upstream(self, drawn) -> list[torch.Tensor]:
+        m, c, n = self.tokens, self.channels, N_STREAMS
+        if self.op in ("projection", "projection_norm"):
+            return [torch.nn.functional.pad(drawn(m, N_COLUMNS), (0, 8)), drawn(m)]
+        if self.op == "scale_sinkhorn":
+            return [drawn(m, n), drawn(m, n), drawn(m, 1, n, n)]
+        if self.op == "aggregate":
+            return [drawn(m, 1, c).bfloat16()]
+        return [drawn(m, 1, c, n).bfloat16()]
+
+
+def cases(ops: list[str], tokens: list[int], channels: list[int]) -> list[Case]:
+    """Both directions of each op at each size."""
+    return [
+        Case(op, direction, m, c)
+        for m in tokens
+        for c in channels
+        for op in ops
+        for direction in DIRECTIONS
+    ]

@@ -1,0 +1,133 @@
+"""The part of mHC on the status page: a pure function of the records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..core.counts import timed
+from ..core.tables import NOT_RUN, Bench, bits, folded, kept, latest, table, times, where
+from . import cases
+
+KERNELS = (
+    "mhc_project_sm90",
+    "mhc_project_bwd_sm90",
+    "mhc_combine_sm90",
+    "mhc_reduce_sm90",
+    "mhc_coefficients_sm90",
+    "mhc_coefficients_bwd_sm90",
+    "mhc_sums_sm90",
+)
+_ALL = cases.cases(list(cases.OPS), list(cases.TOKENS), list(cases.CHANNELS))
+CASES = [(case.product, case.label) for case in _ALL]
+COUNTS = (timed("mHC: ops and sites timed", "mhc", set(CASES)),)
+_MEASURE = "`python -m perf bench mhc` on an H200"
+_STEP = "docs/notes/mhc_sm90.md"
+
+
+@dataclass(frozen=True)
+class Target:
+    """TransformerEngine's time over ours, or the copy's bandwidth, at every size."""
+
+    product: str
+    at_least: float
+    of_copy: bool = False
+
+    @property
+    def text(self) -> str:
+        if self.of_copy:
+            return f"{self.product}: at least {self.at_least:.0%} of the copy's bandwidth"
+        return f"{self.product}: at least {self.at_least:.2f}x TransformerEngine with atomics"
+
+
+TARGETS = (
+    Target("projection fwd", 1.2),
+    Target("projection bwd", 2.5),
+    Target("projection_norm bwd", 1.4),
+    Target("scale_sinkhorn fwd", 2.0),
+    Target("scale_sinkhorn bwd", 2.0),
+    Target("aggregate fwd", 1.0),
+    Target("aggregate bwd", 1.0),
+    Target("expand fwd", 1.0),
+    Target("expand bwd", 1.05),
+    Target("site fwd", 1.7),
+    Target("site bwd", 2.5),
+    Target("aggregate fwd", 0.94, True),
+    Target("expand fwd", 0.93, True),
+    Target("expand bwd", 0.90, True),
+    Target("projection fwd", 0.88, True),
+    Target("projection bwd", 0.80, True),
+)
+
+
+def bits_kept(records: list[dict]) -> list[list[str]]:
+    """Bits over all cases."""
+    return [["[bits of mHC](#mhc)", kept(latest(records, "mhc"), CASES)]]
+
+
+def _target_rows(bench: Bench) -> list[list[str]]:
+    rows = []
+    for target in TARGETS:
+        values = []
+        for key in (key for key in CASES if key[0] == target.product):
+            own = bench.get(key) or {}
+            values.append(own.get("floor_fraction") if target.of_copy else bench.ratio(key, "te"))
+        have = [value for value in values if value is not None]
+        if not have:
+            rows.append([target.text, NOT_RUN, NOT_RUN, _MEASURE])
+            continue
+        ok = min(have) >= target.at_least
+        form = "{:.0%}" if target.of_copy else "{:.2f}x"
+        shown = f"{form.format(min(have))} to {form.format(max(have))}, {len(have)} sizes"
+        rows.append([target.text, shown, "held" if ok else "missed", "none" if ok else _STEP])
+    return rows
+
+
+def target_verdicts(records: list[dict]) -> tuple[str, list[str]]:
+    """Of each target."""
+    return "[targets of mHC](#mhc)", [row[2] for row in _target_rows(latest(records, "mhc"))]
+
+
+def _rows(bench: Bench) -> list[list[str]]:
+    rows = []
+    for key in CASES:
+        own = bench.get(key)
+        if own is None or "median_us" not in own:
+            continue
+        ratios = [
+            "-" if (r := bench.ratio(key, name)) is None else times(r)
+            for name in ("te", "te_ordered")
+        ]
+        share = f"{own['floor_fraction']:.0%}"
+        rows.append([*key, f"{own['median_us']:.1f}", share, *ratios, bits(own), where(own)])
+    return rows
+
+
+def images(records: list[dict]) -> list[str]:
+    """None so far."""
+    return []
+
+
+def render(records: list[dict]) -> list[str]:
+    """The lines of this system."""
+    bench = latest(records, "mhc")
+    head = ["op", "tokens x C", "us", "of the copy", "TE", "TE ordered", "bits", "ran on"]
+    rows = _rows(bench)
+    return [
+        "## mHC",
+        "",
+        "n = 4, bf16 streams (..., C, n), fp32 weights; cold L2, in turns.  Of the copy: the bytes",
+        "that the op must move, at the bandwidth of a copy in that run.  TE: TransformerEngine's",
+        "Triton kernels with atomics, and without them in the projection; their time over ours.",
+        "",
+        *(folded(head, rows, ("bits", "ran on")) if rows else [NOT_RUN]),
+        "",
+        "### Targets of mHC",
+        "",
+        *table(["target", "measured", "verdict", "next step"], _target_rows(bench)),
+    ]
+
+
+def plots(records: list[dict], folder: Path) -> list[Path]:
+    """None so far."""
+    return []

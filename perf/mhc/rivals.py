@@ -1,0 +1,139 @@
+"""Who is measured: functions of the operands through autograd, forward alone or backward alone.
+
+A site is mix_and_aggregate, a sublayer that costs nothing (it returns f and is differentiable in
+its input), and expand_combine; ours is `connect`.  TransformerEngine's ops are its Triton kernels
+in the mode that adds with atomics (``te``) and in the one that does not in the projection
+(``te_ordered``); they are looked for in the folder that MHC_RIVALS names.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+import torch
+
+from ..core.rival import Absent, Call, Rival, Start, by_name, module
+from .cases import N_STREAMS, OPS, Case, Inputs
+
+Op = Callable[[Inputs], tuple[torch.Tensor, ...]]
+_N = N_STREAMS
+
+
+class _Sublayer(torch.autograd.Function):
+    """f, whatever its input; the gradient of f goes to both."""
+
+    @staticmethod
+    def forward(ctx, out, f):
+        return f.view_as(f)
+
+    @staticmethod
+    def backward(ctx, d_f):
+        return d_f, d_f
+
+
+def _starts(ops: Callable[[], dict[str, Op]]) -> dict[str, Start]:
+    """The passes of a library: `product` of a case -> what starts it."""
+
+    def fwd(op: str) -> Start:
+        def start(case: Case) -> Call:
+            run = ops()[op]
+
+            def call(t: Inputs):
+                with torch.no_grad():
+                    return run(t)
+
+            return call
+
+        return start
+
+    def bwd(op: str) -> Start:
+        def start(case: Case) -> Call:
+            run, graphs = ops()[op], {}
+
+            def call(t: Inputs):
+                key = id(t[next(iter(t))])
+                inputs = [value for value in t.values() if value.requires_grad]
+                if key not in graphs:
+                    graphs[key] = run(t)
+                given = [value for name, value in t.items() if name in ("d0", "d1", "d2")]
+                return torch.autograd.grad(graphs[key], inputs, given, retain_graph=True)
+
+            return call
+
+        return start
+
+    found = {}
+    for op in OPS:
+        found |= {f"{op} fwd": fwd(op), f"{op} bwd": bwd(op)}
+    return found
+
+
+def _ours() -> dict[str, Op]:
+    import cute_kernels as ck
+
+    mhc = ck.mhc
+
+    def projection(t: Inputs):
+        return mhc.projection(t["x"], t["phi"], norm_weight=t.get("norm_weight"))
+
+    def scale_sinkhorn(t: Inputs):
+        pre, post, res = mhc.scale(t["h"], t["alpha"], t["beta"], t["ms"], _N)
+        return pre, post, mhc.sinkhorn(res.view(-1, 1, _N, _N), _N)
+
+    def site(t: Inputs):
+        sublayer = lambda out: _Sublayer.apply(out, t["f"])  # noqa: E731
+        return (mhc.connect(t["x"], sublayer, t["phi"], t["alpha"], t["beta"]),)
+
+    return {
+        "projection": projection,
+        "projection_norm": projection,
+        "scale_sinkhorn": scale_sinkhorn,
+        "aggregate": lambda t: (mhc.aggregate(t["x"], t["pre"], _N),),
+        "expand": lambda t: (mhc.expand_combine(t["f"], None, t["post"], t["x"], t["res"], _N),),
+        "site": site,
+    }
+
+
+def _te(split_k: bool) -> dict[str, Op]:
+    folder = os.environ.get("MHC_RIVALS")
+    if not folder:
+        raise Absent("MHC_RIVALS names no folder with TransformerEngine's Triton kernels")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    te = module("transformer_engine.pytorch.triton.mhc")
+
+    def projection(t: Inputs):
+        rows = t["x"].view(-1, t["phi"].shape[1])
+        norm = t.get("norm_weight")
+        return te.mhc_fused_projection(rows, t["phi"], norm_weight=norm, use_split_k=split_k)
+
+    def scale_sinkhorn(t: Inputs):
+        pre, post, res = te.mhc_fused_scale(t["h"], t["alpha"], t["beta"], t["ms"], _N)
+        return pre, post, te.mhc_fused_sinkhorn(res.view(-1, 1, _N, _N), _N)
+
+    def site(t: Inputs):
+        out, post, res = te.mhc_generate_mix_and_aggregate(
+            t["x"], t["phi"], t["alpha"], t["beta"], use_split_k=split_k
+        )
+        f = _Sublayer.apply(out, t["f"])
+        return (te.mhc_fused_expand_combine(f, None, post, t["x"], res, _N),)
+
+    return {
+        "projection": projection,
+        "projection_norm": projection,
+        "scale_sinkhorn": scale_sinkhorn,
+        "aggregate": lambda t: (te.mhc_fused_aggregate(t["x"], t["pre"], _N),),
+        "expand": lambda t: (
+            te.mhc_fused_expand_combine(t["f"], None, t["post"], t["x"], t["res"], _N),
+        ),
+        "site": site,
+    }
+
+
+RIVALS = by_name(
+    Rival("ours", _starts(_ours), promised=True, ordered=True),
+    Rival("te", _starts(lambda: _te(True))),
+    Rival("te_ordered", _starts(lambda: _te(False))),
+)
