@@ -80,6 +80,8 @@ class Expect:
         max_shared: static and dynamic shared memory in bytes; None: any.
         pdl: the kernel is launched with programmatic dependent launch, so R3 applies.
         max_step: the largest constant that a coordinate is multiplied by in 32 bits, see R4.
+        spills: instructions that may read or write local memory, see R5: of a kernel off the path
+            that is fast.
     """
 
     mma: str | tuple[str, ...] | None
@@ -87,6 +89,7 @@ class Expect:
     max_shared: int | None = None
     pdl: bool = False
     max_step: int = 512
+    spills: int = 0
 
 
 class Entry(NamedTuple):

@@ -29,7 +29,8 @@ class MhcCombineSm90:
         self.unit = Unit(self.dtype, config.n, config.layout, channels, config.wide)
         # A unit of the layout "nc" is n times as long.
         self.ahead = config.ahead if config.layout == "cn" else 1
-        self.blocks = 4 if config.layout == "cn" or not config.expand else 2
+        few = config.layout == "nc" or config.dtype == "fp32"
+        self.blocks = 2 if few and config.expand else 4
 
     @cute.jit
     def __call__(

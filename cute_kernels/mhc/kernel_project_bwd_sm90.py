@@ -192,15 +192,12 @@ class MhcProjectBackwardSm90:
         return c if c < total else cutlass.Int64(0)
 
     def piece(self, half: int, of: str, u: int = 0, access: int = 0) -> int:
-        """The number of a piece; ``of``: what."""
-        of_token = {"x": self.of_x, "dy": self.of_dy, "dout": self.of_dout, "dh": (8,) * self.tiles}
-        first = half * sum(map(len, of_token.values()))
-        for name, sizes in of_token.items():
-            if name == of:
-                per_unit = len(sizes) // self.units if of != "dh" else 0
-                return first + u * per_unit + access
-            first += len(sizes)
-        raise KeyError(of)
+        """The number of a piece; ``of``: "x", "dy", "dout" or "dh"."""
+        sizes = [len(t) for t in (self.of_x, self.of_dy, self.of_dout)]
+        of_unit = ("x", "dy", "dout", "dh").index(of)
+        first = half * (sum(sizes) + self.tiles) + sum(sizes[:of_unit])
+        per_unit = sizes[of_unit] // self.units if of != "dh" else 0
+        return first + u * per_unit + access
 
     @cute.jit
     def taken(self, stage: cute.Pointer, half: cutlass.Constexpr, of: cutlass.Constexpr, u):

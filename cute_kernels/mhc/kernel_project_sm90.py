@@ -193,9 +193,9 @@ class MhcProjectSm90:
         own = [tile * (8 * self.rows) + lane // 4 + 8 * h for h in range(self.rows)]
         reads = [cutlass.min(row, m - 1) for row in own]
         rows = list(zip(own, reads))
-        # Units of "nc" leave no registers for them: they are read again for each.
+        # Where they leave no registers they are read again for each unit.
         coefficients = [None] * self.rows
-        if cutlass.const_expr(config.layout == "cn"):
+        if cutlass.const_expr(config.layout == "cn" and not config.collapse):
             coefficients = [self.coefficients(expand, collapse, row) for row in reads]
         acc = [
             cute.make_rmem_tensor(cute.make_layout(self.tiles * matrix.SUMS), cutlass.Float32)

@@ -6,7 +6,7 @@
 Layout       dpsi fp32 [T, N, K]; phi, into_phi [N, K]; w, into_weight [K]; parts fp32 [P, L], a
              chunk being ``group`` neighbours.
 Order        chunks ascending, j ascending, one fma each; the parts of a chunk ascending, from zero.
-Work         a thread for (j, k), or for k with a norm_weight; for parts a warp for a chunk.
+Work         a thread for (j, k), and one for k of a norm_weight; for parts a warp for a chunk.
 Measured     docs/status.md.
 """
 
@@ -40,8 +40,9 @@ class MhcSumsSm90:
         stream,
     ):
         if cutlass.const_expr(self.config.weights):
-            size = mParts.shape[2]
-            rows = 1 if cutlass.const_expr(self.config.norm) else mParts.shape[1]
+            size, rows = mParts.shape[2], mParts.shape[1]
+            if cutlass.const_expr(self.config.norm):
+                rows = rows + 1
             self.of_weights(mParts, mInto, mPhi, mWeight, mIntoWeight).launch(
                 grid=(cute.ceil_div(size, self.threads), rows, 1),
                 block=(self.threads, 1, 1),
@@ -62,28 +63,35 @@ class MhcSumsSm90:
         block, row, _ = cute.arch.block_idx()
         chunks, columns, size = mParts.shape
         k = block * self.threads + tidx
+        step = cutlass.Int64(columns) * size
         if k < size:
-            if cutlass.const_expr(not self.config.norm):
+            if cutlass.const_expr(self.config.norm):
+                if row == columns:
+                    self.norm_weight(mParts, mPhi, mIntoWeight, k, step)
+            if row < columns:
                 at = cutlass.Int64(row) * size + k
-                step = cutlass.Int64(columns) * size
                 total = copy.aligned(mInto, at, 1)[0]
+                weight = cutlass.Float32(1.0)
+                if cutlass.const_expr(self.config.norm):
+                    weight = mWeight[k]
                 for s in cutlass.range(chunks, unroll=AHEAD):
-                    total = total + copy.aligned(mParts, at + s * step, 1)[0]
+                    d_psi = copy.aligned(mParts, at + s * step, 1)[0]
+                    total = cute.math.fma(d_psi, weight, total)
                 copy.aligned(mInto, at, 1)[0] = total
-            else:
-                weight = mWeight[k]
-                of_weight = mIntoWeight[k]
-                for s in cutlass.range(chunks, unroll=1):
-                    own = cutlass.Float32(0.0)
-                    for j in cutlass.range(columns, unroll=AHEAD):
-                        at = cutlass.Int64(j) * size + k
-                        step = cutlass.Int64(columns) * size
-                        d_psi = copy.aligned(mParts, at + s * step, 1)[0]
-                        into = copy.aligned(mInto, at, 1)
-                        into[0] = cute.math.fma(d_psi, weight, into[0])
-                        own = cute.math.fma(d_psi, copy.aligned(mPhi, at, 1)[0], own)
-                    of_weight = of_weight + own
-                mIntoWeight[k] = of_weight
+
+    @cute.jit
+    def norm_weight(self, mParts, mPhi, mIntoWeight, k, step):
+        """into_weight[k] += Σ_j dpsi[j, k] phi[j, k], of each chunk."""
+        chunks, columns, size = mParts.shape
+        of_weight = mIntoWeight[k]
+        for s in cutlass.range(chunks, unroll=1):
+            own = cutlass.Float32(0.0)
+            for j in cutlass.range(columns, unroll=AHEAD):
+                at = cutlass.Int64(j) * size + k
+                d_psi = copy.aligned(mParts, at + s * step, 1)[0]
+                own = cute.math.fma(d_psi, copy.aligned(mPhi, at, 1)[0], own)
+            of_weight = of_weight + own
+        mIntoWeight[k] = of_weight
 
     @cute.kernel
     def of_vectors(self, mParts, mInto, group):

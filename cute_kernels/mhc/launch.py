@@ -322,7 +322,7 @@ def _wide(streams: Streams, channels: int, *tensors: torch.Tensor | None) -> boo
 def project_config(*fields: object) -> ProjectConfig:
     """Of the fields of a `ProjectConfig` up to ``collapse``, with warps that spill no register."""
     chosen = ProjectConfig(*fields)
-    few = chosen.expand or chosen.dtype == "fp32"
+    few = chosen.expand or chosen.dtype == "fp32" or chosen.layout == "nc"
     return dataclasses.replace(chosen, warps=8) if few else chosen
 
 
@@ -374,15 +374,18 @@ def _of_rows(common: tuple) -> Iterator[tuple[object, Expect]]:
     """The kernels of one layout of rows."""
     # k16 and k8; 24 columns are one of both, 8 columns the latter.
     of_dx = ("16816", "1688")
+    dtype, wide = common[0], common[3]
     for precision in config.PRECISIONS:
+        # Rows that are not wide, and more terms, take more registers than there are.
+        fast = wide and dtype == "bf16" and precision == "bf16x2"
+        limits = {"max_registers": 255, "max_shared": 232448, "max_step": 1024}
+        limits["spills"] = 0 if fast else 256
         for made in ((False,) * 3, *((True, b, c) for b in (False, True) for c in (False, True))):
-            yield (
-                project_config(*common, precision, *made),
-                Expect("16816", max_registers=255, max_shared=232448, max_step=1024),
-            )
+            chosen = project_config(*common, precision, *made)
+            yield chosen, Expect("16816", **limits)
         for dy, d_out in itertools.product(("", "add", "res"), (False, True)):
             chosen = project_backward_config(*common, precision, dy, d_out)
-            yield chosen, Expect(of_dx, max_registers=255, max_shared=232448, max_step=1024)
+            yield chosen, Expect(of_dx, **limits)
     for made in ((False, False), (True, False), (True, True)):
         yield CombineConfig(*common, *made), Expect(None, max_registers=128, max_shared=1024)
     # x, dy, d_out, f, bias, dx
