@@ -1,4 +1,4 @@
-"""No row, cut, schedule or address shows in the bytes of mhc's SM90 kernels; orders of sums hold."""
+"""No row, cut, schedule or address shows in the bytes of mhc's SM90 kernels; sums have orders."""
 
 from __future__ import annotations
 
