@@ -254,9 +254,8 @@ def project_backward(
     parts = x.new_empty(chunks, mappings(n), k, dtype=torch.float32)
     mode = "" if dy is None else "add" if res is None else "res"
     wide = _wide(streams, k // n, x, dy, d_out, dx)
-    of_dh = d_h[:, : WIDTH[n]]
-    compact = [None if t is None else t.contiguous() for t in (of_dh, d_ms, dy, res, d_out, pre)]
-    of_dh, d_ms, dy, res, d_out, pre = compact
+    of_dh, res, pre = (_aligned(t) for t in (d_h[:, : WIDTH[n]], res, pre))
+    d_ms, dy, d_out = (None if t is None else t.contiguous() for t in (d_ms, dy, d_out))
     chosen = project_backward_config(
         *_common(x, streams, wide), mapping.precision, mode, d_out is not None
     )
@@ -317,6 +316,14 @@ def _wide(streams: Streams, channels: int, *tensors: torch.Tensor | None) -> boo
     unit = 8 // streams.n if streams.layout == "cn" else 8
     there = (t for t in tensors if t is not None)
     return channels % unit == 0 and all(t.data_ptr() % _ALIGN == 0 for t in there)
+
+
+def _aligned(t: torch.Tensor | None) -> torch.Tensor | None:
+    """Contiguous at a multiple of 16 bytes, which one row of a wider tensor need not be."""
+    if t is None:
+        return None
+    t = t.contiguous()
+    return t if t.data_ptr() % _ALIGN == 0 else t.clone()
 
 
 def project_config(*fields: object) -> ProjectConfig:

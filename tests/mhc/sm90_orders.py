@@ -1,0 +1,171 @@
+"""Where the order of a sum is written down: its bytes, and that no schedule shows in them.
+
+bf16 products are exact in fp32, so that torch's additions are the kernels' fmas.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import torch
+
+from cute_kernels.mhc import launch
+from cute_kernels.mhc.config import ReduceConfig, chunk_channels
+from cute_kernels.mhc.tensors import Expand, Parts, Projected, Upstream
+from tests.contract import same_bytes
+from tests.mhc.simulated import compiled, simulated
+from tests.mhc.sm90_cases import poisoned, upstream_of
+from tests.mhc.triton_cases import BF16, FORMS, Given, by_stream, equal, parts_are_added
+from tests.sim import QUICK_MODES, Mode, run_modes
+
+WARP = 32
+
+
+# ---- orders --------------------------------------------------------------------------------------
+
+
+def neighbours_first(t: torch.Tensor) -> torch.Tensor:
+    """Σ over the last dimension, a power of two: pairs of neighbours, then pairs of those."""
+    while t.shape[-1] > 1:
+        t = t[..., ::2] + t[..., 1::2]
+    return t[..., 0]
+
+
+def ascending(t: torch.Tensor) -> torch.Tensor:
+    """Σ over the last dimension, from zero, one after the other."""
+    total = torch.zeros_like(t[..., 0])
+    for part in t.unbind(-1):
+        total = total + part
+    return total
+
+
+def sums_of_reduce(g: Given) -> None:
+    """dres: a thread's units ascending, lanes of a warp neighbours first, warps ascending."""
+    n, layout = g.shape.n, g.shape.layout
+    assert g.shape.dtype is BF16
+    config = ReduceConfig("bf16", n, layout, True, *(True,) * 6)
+    unit = 8 // n if layout == "cn" else 8
+    x, dy = (by_stream(t, g.streams).float() for t in (g.x, g.dy))
+    terms = x[:, :, None] * dy[:, None]
+    step = unit * config.threads
+    terms = torch.nn.functional.pad(terms, (0, -g.shape.c % step))
+    # [M, n, n, rounds, threads, unit] -> a chain for each thread
+    chains = terms.unflatten(-1, (-1, config.threads, unit)).transpose(-3, -2).flatten(-2)
+    warps = neighbours_first(ascending(chains).unflatten(-1, (-1, WARP)))
+    want = ascending(warps).flatten(1)
+    got = launch.reduce_channels(g.x, g.streams, Upstream(g.dy))
+    assert same_bytes(got.d_res, want)
+
+
+def sums_of_bias(g: Given) -> None:
+    """dbias: the tokens of a CTA ascending; then the parts of a chunk, from zero."""
+    tokens = ReduceConfig.tokens
+    own = Expand(g.f, g.bias, g.post)
+    found = launch.reduce_channels(None, g.streams, Upstream(g.dy), own)
+    # df before its rounding: one fma for each stream, of which a product is exact in fp64.
+    dy, total = by_stream(g.dy, g.streams), None
+    for j in range(g.shape.n):
+        product = dy[:, j] * g.post[:, j, None].double()
+        total = product.float() if total is None else (total.double() + product).float()
+    assert same_bytes(found.df, total.to(g.shape.dtype))
+    parts = torch.nn.functional.pad(total, (0, 0, 0, -g.shape.m % tokens))
+    want = ascending(parts.unflatten(0, (-1, tokens)).movedim(1, -1))
+    assert same_bytes(found.d_bias.values, want)
+
+
+def squares(g: Given) -> None:
+    """Of a row's octets each of four lanes has every fourth; neighbours are added first."""
+    assert g.shape.layout == "cn" and g.shape.dtype is BF16
+    found = launch.project(g.x, g.mapping, g.streams).squares
+    size = chunk_channels(g.shape.n, g.shape.precision) * g.shape.n
+    for got, x in zip(found, g.x.float().split(size, 1), strict=True):
+        octets = torch.nn.functional.pad(x * x, (0, -x.shape[1] % 32)).unflatten(1, (-1, 4, 8))
+        want = neighbours_first(ascending(octets.transpose(1, 2).flatten(2)))
+        assert same_bytes(got, want)
+
+
+def chunks_of_channels(g: Given, chunks: int = 7) -> None:
+    """H: chunks ascending."""
+    random = torch.Generator().manual_seed(4)
+    columns = len(g.mapping.phi)
+    sums = torch.randn(chunks, g.shape.m, columns, generator=random)
+    of_x = torch.rand(chunks, g.shape.m, generator=random)
+    h, ms = launch.add_chunks(Projected(sums, of_x), 64, g.shape.n)
+    assert same_bytes(h[:, :columns], ascending(sums.movedim(0, -1)))
+    # A power of two divides exactly.
+    assert same_bytes(ms, ascending(of_x.T) / 64)
+
+
+def chunks_of_tokens(g: Given) -> None:
+    """dphi: what is there, then chunks ascending; vectors likewise, of parts from zero."""
+    random = torch.Generator().manual_seed(5)
+    parts = torch.randn(5, *g.mapping.phi.shape, generator=random)
+    start = torch.randn(g.mapping.phi.shape, generator=random)
+    got, want = start.clone(), start
+    launch.weights(Parts(parts), g.mapping._replace(norm_weight=None), got, None)
+    for part in parts:
+        want = want + part
+    assert same_bytes(got, want)
+    parts_are_added(launch)
+
+
+ORDERS = {
+    order.__name__: order
+    for order in (sums_of_reduce, sums_of_bias, squares, chunks_of_channels, chunks_of_tokens)
+}
+
+
+# ---- schedules -----------------------------------------------------------------------------------
+
+
+def projected(g: Given) -> tuple:
+    """The kernel whose CTAs keep a chunk of psi in shared memory; with and without an expand."""
+    plain = launch.project(g.x, g.mapping, g.streams)
+    return (*plain[:2], *launch.project(g.x, g.mapping, g.streams, g.expand, g.pre))
+
+
+def projected_back(g: Given) -> tuple:
+    """The kernel whose lanes have rings."""
+    of = (g.x, g.h, g.ms, g.mapping, g.streams, upstream_of(g, "res and out"))
+    dx, parts = launch.project_backward(*of, (True, True))
+    return dx, parts.values
+
+
+def reduced(g: Given) -> tuple:
+    """The kernel that keeps dbias, and sums of warps."""
+    by = Expand(g.f, g.bias, g.post)
+    found = launch.reduce_channels(g.x, g.streams, Upstream(g.dy, res=g.res), by, True)
+    return (*(t for t in found[:5] if t is not None), found.d_bias.values)
+
+
+def of_coefficients(g: Given) -> tuple:
+    """The kernels of a token's coefficients: sums of chunks, and of tokens, meet in CTAs."""
+    n, made = g.shape.n, launch.project(g.x, g.mapping, g.streams)
+    there = launch.coefficients(made, g.x.shape[1], g.gates, n, FORMS[1])
+    gates = (g.h, g.ms, g.gates, n, FORMS[1], g.pre, g.post, g.res)
+    *back, parts = launch.coefficients_backward(*gates)
+    return (*there, *back, parts.values)
+
+
+KERNELS = {f.__name__: f for f in (projected, projected_back, reduced, of_coefficients)}
+
+
+def no_schedule_shows(
+    name: str,
+    g: Given,
+    ctas: Iterable[int] = (1, 2, 7, 132),
+    modes: Iterable[Mode] = QUICK_MODES,
+    kernel=compiled,
+) -> None:
+    """Grids of any size, under every timing of the simulator, give the same bytes."""
+    found, modes = [], list(modes)
+    for count in ctas:
+
+        def run(count: int = count):
+            with simulated(count, kernel), poisoned():
+                return KERNELS[name](g)
+
+        found.append(run_modes(run, modes)["default"])
+    for one, two in itertools.pairwise(found):
+        equal(one, two)

@@ -1,0 +1,139 @@
+"""No row, cut, schedule or address shows in the bytes of mhc's SM90 kernels; sums have orders."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cute_kernels.mhc import launch
+from tests.contract import same_bytes
+from tests.mhc import sm90_orders as orders
+from tests.mhc import triton_rows as rows
+from tests.mhc.simulated import simulated
+from tests.mhc.sm90_cases import poisoned, upstream_of
+from tests.mhc.triton_cases import BF16, FORMS, FP32, Expand, Given, Parts, Shape, given
+from tests.ptxsim.available import requires_sim
+from tests.sim import MODES
+
+pytestmark = [requires_sim, pytest.mark.sim]
+
+
+def by_night(*values):
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
+#: Two chunks of channels, a tail of tokens, and of units no multiple of a warp's.
+WIDE = Shape(37, 530, 4, "cn", BF16)
+KINDS = [
+    Shape(0, 40, 2, "cn", BF16),
+    Shape(0, 300, 4, "nc", FP32, "bf16x3", norm_weight=False),
+    Shape(0, 530, 4, "cn", BF16),
+    Shape(0, 517, 2, "nc", BF16, "bf16x3", bias=False),
+]
+
+
+@pytest.mark.parametrize("shape", [WIDE, by_night(WIDE._replace(n=2, c=1300))], ids=str)
+@pytest.mark.parametrize("order", orders.ORDERS)
+def test_orders(order, shape):
+    g = given(shape)
+    with simulated(), poisoned():
+        orders.ORDERS[order](g)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("order", ["sums_of_reduce", "sums_of_bias", "chunks_of_tokens"])
+def test_orders_of_the_other_layout(order, n):
+    g = given(Shape(11, 1304, n, "nc", BF16))
+    with simulated(), poisoned():
+        orders.ORDERS[order](g)
+
+
+def test_few_rows_show_in_none():
+    with simulated():
+        rows.few_rows(launch, KINDS[0])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("shape", KINDS, ids=str)
+def test_no_row_shows(shape):
+    with simulated():
+        rows.no_row_shows(launch, shape, rows=33)
+
+
+@pytest.mark.parametrize(
+    ("n", "layout"), [(2, "cn"), by_night(4, "nc"), by_night(2, "nc"), by_night(4, "cn")]
+)
+def test_no_cut_shows(n, layout):
+    """Of the stream of tokens, at multiples of 1024."""
+    g = given(Shape(2 * 1024 + 77, 5, n, layout, BF16))
+    with simulated():
+        rows.no_cut_shows(launch, g, 1024)
+
+
+@pytest.mark.parametrize("name", orders.KERNELS)
+def test_no_schedule_shows(name):
+    orders.no_schedule_shows(name, given(WIDE))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "shape",
+    [
+        WIDE._replace(layout="nc", c=536),
+        Shape(35, 71, 2, "nc", FP32, "bf16x3"),
+        Shape(35, 1032, 2, "cn", FP32),
+        Shape(1025, 24, 4, "cn", BF16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", orders.KERNELS)
+def test_no_schedule_of_any_kind_shows(name, shape):
+    orders.no_schedule_shows(name, given(shape), modes=MODES)
+
+
+def results(g: Given) -> list[torch.Tensor]:
+    """What every launcher of rows gives back."""
+    n, streams = g.shape.n, g.streams
+    found = [*launch.project(g.x, g.mapping, streams, g.expand, g.pre)]
+    found += launch.project(g.x, g.mapping, streams)[:2]
+    found += [launch.combine(g.x, streams, g.pre, None)[1]]
+    found += [launch.combine(g.x, streams, None, g.expand)[0]]
+    both = upstream_of(g, "res and out")
+    by = Expand(g.f, g.bias, g.post)
+    found += launch.reduce_channels(g.x, streams, both._replace(d_out=None, pre=None), by, True)
+    found += launch.reduce_channels(g.x, streams, both)
+    of = (g.x, g.h, g.ms, g.mapping, streams, both)
+    found += launch.project_backward(*of, (True, True))
+    made = launch.coefficients_backward(g.h, g.ms, g.gates, n, FORMS[1], g.pre, g.post, g.res)
+    found += [*launch.gate(g.h, g.ms, g.gates, n), *made]
+    return [t.values if isinstance(t, Parts) else t for t in found if t is not None]
+
+
+def shifted(t: torch.Tensor | None) -> torch.Tensor | None:
+    """The same numbers one element behind an aligned address."""
+    if t is None:
+        return None
+    room = t.new_empty(t.numel() + 1)
+    return room[1:].view(t.shape).copy_(t)
+
+
+@pytest.mark.parametrize(
+    ("n", "layout", "dtype"),
+    [(2, "cn", BF16), by_night(4, "nc", FP32), by_night(4, "cn", FP32), by_night(4, "nc", BF16)],
+)
+def test_no_address_shows(n, layout, dtype):
+    """What is not aligned is read by other kernels, one element at a time: the same bytes."""
+    g = given(Shape(19, 584, n, layout, dtype))
+    moved = g._replace(
+        **{name: shifted(getattr(g, name)) for name in ("x", "dy", "f", "d_out", "bias", "ms")},
+        **{name: getattr(g, name).contiguous() for name in ("h", "pre", "post", "res")},
+        mapping=g.mapping._replace(
+            phi=shifted(g.mapping.phi), norm_weight=shifted(g.mapping.norm_weight)
+        ),
+    )
+    assert moved.x.data_ptr() % 16 and not g.x.data_ptr() % 16
+    with simulated(), poisoned():
+        got, want = results(moved), results(g)
+    assert len(got) > 20
+    assert all(same_bytes(a, b) for a, b in zip(got, want, strict=True))

@@ -1,0 +1,176 @@
+"""Bugs put into the SM90 kernels of mhc on purpose; the check beside each notices."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import ptxsim
+from tests.mhc import sm90_cases as cases
+from tests.mhc import sm90_orders as orders
+from tests.mhc.simulated import compiled, simulated
+from tests.mhc.sm90_defects import kernels
+from tests.mhc.triton_cases import BF16, FP32, Shape, given
+from tests.ptxsim.available import requires_sim
+from tests.sim import QUICK_MODES
+
+pytestmark = [requires_sim, pytest.mark.sim]
+
+WIDE = Shape(37, 530, 4, "cn", BF16)
+NARROW = Shape(19, 71, 2, "nc", FP32, "bf16x3", norm_weight=False)
+#: Several rounds of every ring, in two chunks of tokens.
+LONG = Shape(1043, 16, 2, "cn", BF16)
+
+
+def value(name: str, shape: Shape = WIDE):
+    """A check of sm90_cases."""
+
+    def check(kernel):
+        with simulated(kernel=kernel), cases.poisoned():
+            cases.CHECKS[name](given(shape))
+
+    return check
+
+
+def order(name: str):
+    """A check of sm90_orders."""
+
+    def check(kernel):
+        with simulated(kernel=kernel), cases.poisoned():
+            orders.ORDERS[name](given(WIDE))
+
+    return check
+
+
+def timing(name: str, ctas: int = 1):
+    """Every timing of the simulator, with one size of the grid."""
+
+    def check(kernel):
+        orders.no_schedule_shows(name, given(WIDE), (ctas,), QUICK_MODES, kernel)
+
+    return check
+
+
+PROJECT, BACK = "kernel_project_sm90", "kernel_project_bwd_sm90"
+REDUCE, COEFFICIENTS = "kernel_reduce_sm90", "kernel_coefficients_sm90"
+COEFFICIENTS_BACK, SUMS = "kernel_coefficients_bwd_sm90", "kernel_sums_sm90"
+UNIT, MIX, MATRIX = "device.unit", "device.mix", "device.matrix"
+SYNC = "cute.arch.sync_threads()"
+
+#: Name -> (source, its text, the bug in its place, who notices).
+MUTANTS = {
+    "one_stage_too_early": (BACK, "cp_async_wait_group(self.stages - 2)",
+        "cp_async_wait_group(self.stages - 1)", timing("projected_back")),
+    "free_stage_is_one_in_use": (BACK, "free = stage + self.stages - 1",
+        "free = stage + self.stages", timing("projected_back")),
+    "psi_used_before_it_is_there": (PROJECT,
+        f"self.fill(sPsi, mPsi, chunk, tidx)\n            {SYNC}",
+        "self.fill(sPsi, mPsi, chunk, tidx)", timing("projected")),
+    "psi_filled_while_it_is_used": (PROJECT,
+        f"{SYNC}\n            self.fill(sPsi, mPsi, chunk, tidx)",
+        "self.fill(sPsi, mPsi, chunk, tidx)", timing("projected")),
+    "sums_of_warps_not_awaited": (REDUCE, f"{SYNC}\n        if tidx < self.sums:",
+        "if tidx < self.sums:", timing("reduced")),
+    "sums_of_warps_overwritten": (REDUCE,
+        f"# The next token's sums are not written before these are read.\n        {SYNC}",
+        "pass", timing("reduced")),
+    "h_not_awaited": (COEFFICIENTS,
+        f"sH, block * TOKENS, size)\n            {SYNC}", "sH, block * TOKENS, size)",
+        timing("of_coefficients")),
+    "parts_of_warps_not_awaited": (COEFFICIENTS_BACK, f"{SYNC}\n        if tidx < parts:",
+        "if tidx < parts:", timing("of_coefficients")),
+    "second_term_dropped": (MATRIX, "rest.store(rest.load() - term.load().to(cutlass.Float32))",
+        "rest.fill(0.0)", value("projection")),
+    "second_chunk_begins_early": (PROJECT,
+        "begin = chunk * self.chunk\n        extent", "begin = chunk * (self.chunk - 2)\n"
+        "        extent", value("projection")),
+    "last_token_dropped": (PROJECT, "if token < m:", "if token < m - 1:", value("projection")),
+    "squares_of_two_lanes": (PROJECT, "reduce.over_threads(squares[h], 4)",
+        "reduce.over_threads(squares[h], 2)", value("projection")),
+    "collapsed_before_the_rounding": (PROJECT, "unit.collapsed(self.unit, unit.widened(y), pre)",
+        "unit.collapsed(self.unit, made, pre)", value("expanded")),
+    "res_transposed": (UNIT, "x[unit.position(i, e)], res[i * unit.n + j], total",
+        "x[unit.position(i, e)], res[j * unit.n + i], total", value("combine")),
+    "layout_swapped": (UNIT, 'return e * self.n + i if self.layout == "cn"',
+        'return e * self.n + i if self.layout == "nc"', value("combine")),
+    "tail_not_masked": (UNIT,
+        "                if c + self.channel(p) < total:\n"
+        "                    part.store(copy.aligned(tensor, at, self.width).load())",
+        "                part.store(copy.aligned(tensor, at, self.width).load())",
+        value("reduce", NARROW)),
+    "bias_forgotten_in_dpost": (REDUCE, "given = given + bias[e]", "given = f[e]",
+        value("reduce")),
+    "res_transposed_in_dx": (UNIT, "dy[unit.position(j, e)], res[i * unit.n + j]",
+        "dy[unit.position(j, e)], res[j * unit.n + i]", value("reduce")),
+    "dms_halved": (BACK, "cutlass.Float32(2.0) /", "cutlass.Float32(1.0) /",
+        value("projection_backward")),
+    "chunk_of_tokens_begins_early": (BACK, "begin = chunk * TOKENS",
+        "begin = chunk * (TOKENS - 16)", value("projection_backward", LONG)),
+    "terms_of_psi_dropped_in_dx": (BACK, "for b in range(d + 1)]", "for b in range(1)]",
+        value("projection_backward")),
+    "columns_before_rows": (COEFFICIENTS,
+        "mix.normalise(y, divisors, n, mix.ROWS, eps)\n"
+        "            mix.normalise(y, divisors, n, mix.COLUMNS, eps)",
+        "mix.normalise(y, divisors, n, mix.COLUMNS, eps)\n"
+        "            mix.normalise(y, divisors, n, mix.ROWS, eps)", value("coefficients")),
+    "one_iteration_more": (COEFFICIENTS, "cutlass.range(iterations - 1, unroll=1)",
+        "cutlass.range(iterations, unroll=1)", value("coefficients")),
+    "eps_outside_the_root": (COEFFICIENTS, "cute.math.sqrt(ms + eps)",
+        "(cute.math.sqrt(ms) + eps)", value("coefficients")),
+    "gradient_of_the_epsilon_forgotten": (COEFFICIENTS_BACK,
+        "gradient[i] = gradient[i] * (s[i] / (s[i] + eps))", "gradient[i] = gradient[i]",
+        value("gates_backward")),
+    "post_scale_forgotten_in_its_slope": (COEFFICIENTS_BACK, "slope = slope * post_scale",
+        "slope = slope + 0.0", value("gates_backward")),
+    "one_divisor_for_both_sides": (COEFFICIENTS_BACK, "mix.undo(y, [sDivisors[t, side, at, tidx]",
+        "mix.undo(y, [sDivisors[t, 0, at, tidx]", value("gates_backward")),
+    "warps_descending": (REDUCE, "total = reduce.over_lanes(sSums, tidx)",
+        "total = cutlass.Float32(0.0)\n"
+        "            for w in cutlass.range_constexpr(self.warps - 1, -1, -1):\n"
+        "                total += sSums[w, tidx]", order("sums_of_reduce")),
+    "chunks_of_channels_descending": (COEFFICIENTS, "copy.aligned(mSums, at + s * step, 4)",
+        "copy.aligned(mSums, at + (chunks - s) * step, 4)", order("chunks_of_channels")),
+    "parts_descending": (SUMS, "(begin + part) * size", "(begin + count - 1 - part) * size",
+        order("chunks_of_tokens")),
+    "chunks_of_tokens_descending": (SUMS, "copy.aligned(mParts, at + s * step, 1)[0]\n"
+        "                copy.", "copy.aligned(mParts, at + (chunks - 1 - s) * step, 1)[0]\n"
+        "                copy.", order("chunks_of_tokens")),
+    "squares_descending": (PROJECT,
+        "squares[h] = cute.math.fma(values[p], values[p], squares[h])",
+        "squares[h] = cute.math.fma(values[7 - p], values[7 - p], squares[h])",
+        order("squares")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_killed(tmp_path, name):
+    *edit, check = MUTANTS[name]
+    kernel = kernels(tmp_path, *edit)
+    with pytest.raises((AssertionError, ptxsim.PtxsimError)):
+        check(kernel)
+
+
+def test_an_unedited_copy_lives(tmp_path):
+    """A copy is what is run, and has what its original has."""
+    for name in (PROJECT, UNIT):
+        same = "from ..dsl import copy" if name == PROJECT else "ACCESS = 16"
+        kernel = kernels(tmp_path, name, same, same)
+        value("projection")(kernel)
+        with pytest.raises(AssertionError, match="0 times"):
+            kernels(tmp_path, name, "no such text", "")
+        if name == PROJECT:
+            assert kernel.cache_info().currsize > 1
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "check",
+    [
+        *(value(name) for name in cases.CHECKS),
+        value("reduce", NARROW),
+        value("projection_backward", LONG),
+        *(order(name) for name in orders.ORDERS),
+        *(timing(name) for name in orders.KERNELS),
+    ],
+)
+def test_the_intact_kernels_live(check):
+    check(compiled)
