@@ -21,16 +21,16 @@ from ..compile import fake
 from ..dsl import copy, reduce
 from .config import WIDTH, CoefficientsConfig, mappings
 from .device import mix, unit
-from .kernel_coefficients_sm90 import MhcCoefficientsSm90, store
 
 WARP, TOKENS = 32, 64
 
 
-class MhcCoefficientsBackwardSm90(MhcCoefficientsSm90):
+class MhcCoefficientsBackwardSm90:
     """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
 
     def __init__(self, config: CoefficientsConfig):
-        super().__init__(config)
+        self.config = config
+        self.columns, self.width = mappings(config.n), WIDTH[config.n]
         self.parts = 3 + self.columns
 
     @cute.jit
@@ -85,7 +85,7 @@ class MhcCoefficientsBackwardSm90(MhcCoefficientsSm90):
         if cutlass.const_expr(self.config.gate):
             h = unit.coefficients(mH, row, self.columns)
             ms = copy.aligned(mMs, cutlass.Int64(row), 1)[0]
-            logits = self.logits(h, ms, (mAlpha, mBeta), numbers[0])
+            logits = mix.logits(h, ms, (mAlpha, mBeta), numbers[0], n)
             z = unit.piece(logits, 2 * n, n * n)
         else:
             z = unit.coefficients(mZ, row, n * n)
@@ -93,10 +93,11 @@ class MhcCoefficientsBackwardSm90(MhcCoefficientsSm90):
             self.undo(z, gradient, sDivisors, numbers[3], iterations)
         if cutlass.const_expr(self.config.gate):
             own = (unit.coefficients(given[0], row, n), unit.coefficients(given[1], row, n))
-            sums = self.ungate(logits, h, ms, own, gradient, mAlpha, numbers, mDh, mDms, token, m)
+            read = (logits, h, ms, mAlpha)
+            sums = self.ungate(read, (*own, gradient), numbers, (mDh, mDms), (token, m))
             self.reduce(sums, mParts, inside, allocator)
         elif inside:
-            store(mDz, token, gradient)
+            unit.store(mDz, token, gradient)
 
     @cute.jit
     def undo(self, z, gradient, sDivisors, epsilon, iterations):
@@ -126,8 +127,11 @@ class MhcCoefficientsBackwardSm90(MhcCoefficientsSm90):
         mix.back(gradient, s, n, mix.ROWS)
 
     @cute.jit
-    def ungate(self, logits, h, ms, own: tuple, d_res, mAlpha, numbers: tuple, mDh, mDms, token, m):
+    def ungate(self, read: tuple, given: tuple, numbers: tuple, made: tuple, place: tuple):
         """dH and dms are stored; what the token adds to dα and dβ comes back."""
+        logits, h, ms, mAlpha = read
+        mDh, mDms = made
+        token, m = place
         n = self.config.n
         eps, _, post_scale, _ = numbers
         over = cutlass.Float32(1.0) / cute.math.sqrt(ms + eps)
@@ -142,20 +146,20 @@ class MhcCoefficientsBackwardSm90(MhcCoefficientsSm90):
             for i in cutlass.range_constexpr(count):
                 j = first + i
                 if cutlass.const_expr(block == 2):
-                    g = d_res[i]
+                    g = given[2][i]
                 else:
                     p = mix.sigmoid(logits[j])
                     slope = p * (cutlass.Float32(1.0) - p)
                     if cutlass.const_expr(block == 1):
                         slope = slope * post_scale
-                    g = own[block][i] * slope
+                    g = given[block][i] * slope
                 sums[3 + j] = g
                 d_h[j] = (alpha * over) * g
                 of_alpha = cute.math.fma(g, h[j], of_alpha)
             sums[block] = of_alpha * over
             d_ms = cute.math.fma(alpha, of_alpha, d_ms)
         if token < m:
-            store(mDh, token, d_h)
+            unit.store(mDh, token, d_h)
             factor = cutlass.Float32(-0.5) * ((over * over) * over)
             copy.aligned(mDms, cutlass.Int64(token), 1)[0] = factor * d_ms
         return sums

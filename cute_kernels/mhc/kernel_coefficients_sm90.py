@@ -93,7 +93,7 @@ class MhcCoefficientsSm90:
                     z.store(unit.coefficients(mZ, token, n * n).load())
                 if cutlass.const_expr(self.config.sinkhorn):
                     self.sinkhorn(z, numbers[3], iterations)
-                store(mRes, token, z)
+                unit.store(mRes, token, z)
 
     @cute.jit
     def add(self, mSums, mSquares, mH, mMs, sH, first, size):
@@ -137,27 +137,14 @@ class MhcCoefficientsSm90:
         n = self.config.n
         pre, post = (cute.make_rmem_tensor(cute.make_layout(n), cutlass.Float32) for _ in range(2))
         eps, pre_eps, post_scale, _ = numbers
-        logits = self.logits(h, ms, weights, eps)
+        logits = mix.logits(h, ms, weights, eps, n)
         for i in cutlass.range_constexpr(n):
             pre[i] = mix.sigmoid(logits[i]) + pre_eps
             post[i] = mix.sigmoid(logits[n + i]) * post_scale
         for i in cutlass.range_constexpr(n * n):
             z[i] = logits[2 * n + i]
-        store(made[0], token, pre)
-        store(made[1], token, post)
-
-    @cute.jit
-    def logits(self, h, ms, weights: tuple, eps):
-        """z = (α / r) H + β"""
-        mAlpha, mBeta = weights
-        n = self.config.n
-        r = cute.math.sqrt(ms + eps)
-        logits = cute.make_rmem_tensor(cute.make_layout(self.columns), cutlass.Float32)
-        for block in cutlass.range_constexpr(3):
-            over = mAlpha[block] / r
-            for j in cutlass.range_constexpr(*((0, n), (n, 2 * n), (2 * n, self.columns))[block]):
-                logits[j] = cute.math.fma(over, h[j], mBeta[j])
-        return logits
+        unit.store(made[0], token, pre)
+        unit.store(made[1], token, post)
 
     @cute.jit
     def sinkhorn(self, z, epsilon, iterations):
@@ -171,16 +158,6 @@ class MhcCoefficientsSm90:
             mix.normalise(y, divisors, n, mix.ROWS, eps)
             mix.normalise(y, divisors, n, mix.COLUMNS, eps)
         z.store(y.load())
-
-
-@cute.jit
-def store(tensor: cute.Tensor, token, values: cute.Tensor):
-    """A token's values to a compact [M, count]."""
-    count = cute.size(values)
-    width = min(count, 4)
-    for a in cutlass.range_constexpr(count // width):
-        target = copy.aligned(tensor, cutlass.Int64(token) * count + a * width, width)
-        target.store(unit.piece(values, a * width, width).load())
 
 
 def build(config: CoefficientsConfig, compile=cute.compile):

@@ -274,11 +274,9 @@ class MhcProjectSm90:
         for h in cutlass.range_constexpr(self.rows):
             raw, f = item[h]
             if cutlass.const_expr(expand[0] is not None):
-                at = (begin + self.channel_of(step, i), total)
-                raw = self.expand(
-                    expand, collapse, coefficients[h], raw, f, rows[h], at, tensors[0].shape[0],
-                    checked,
-                )  # fmt: skip
+                at = (begin + self.channel_of(step, i), total, tensors[0].shape[0])
+                made = (expand, collapse, coefficients[h])
+                raw = self.expand(made, item[h], rows[h], at, checked)
             values = unit.widened(raw)
             for p in cutlass.range_constexpr(cute.size(raw)):
                 squares[h] = cute.math.fma(values[p], values[p], squares[h])
@@ -300,24 +298,23 @@ class MhcProjectSm90:
         return post, res, pre
 
     @cute.jit
-    def expand(
-        self, expand: tuple, collapse: tuple, coefficients: tuple, raw, f, row: tuple, at: tuple,
-        m, checked: cutlass.Constexpr,
-    ):  # fmt: skip
+    def expand(self, made: tuple, item: tuple, row: tuple, at: tuple, checked: cutlass.Constexpr):
         """A unit of y from one of x; both y and its collapse are stored."""
+        expand, collapse, coefficients = made
         _, mBias, _, _, mY = expand
         _, mOut = collapse
+        raw, f = item
         own, read = row
+        c, total, m = at
         if cutlass.const_expr(coefficients is None):
             coefficients = self.coefficients(expand, collapse, read)
         post, res, pre = coefficients
-        c, total = at
         base = cutlass.Int64(read) * total
         bias = None
         if cutlass.const_expr(mBias is not None):
             bias = self.unit.load_channels(mBias, cutlass.Int64(0), c, total, checked)
-        made = unit.expanded(self.unit, unit.widened(raw), unit.widened(f), bias, post, res)
-        y = unit.narrowed(made, self.dtype)
+        y = unit.expanded(self.unit, unit.widened(raw), unit.widened(f), bias, post, res)
+        y = unit.narrowed(y, self.dtype)
         if own < m:
             self.unit.store(y, mY, base * self.config.n, c, total, checked)
             if cutlass.const_expr(mOut is not None):

@@ -110,3 +110,16 @@ def undo(y: cute.Tensor, divisors: list, n: cutlass.Constexpr, axis: cutlass.Con
         for i in cutlass.range_constexpr(n):
             where = at * n + i if axis == ROWS else i * n + at
             y[where] = y[where] * divisors[at]
+
+
+@cute.jit
+def logits(h: cute.Tensor, ms, weights: tuple, eps, n: cutlass.Constexpr) -> cute.Tensor:
+    """z = (α / r) H + β, r = √(ms + eps); ``weights``: alpha and beta."""
+    alpha, beta = weights
+    r = cute.math.sqrt(ms + eps)
+    z = cute.make_rmem_tensor(cute.make_layout(cute.size(h)), cutlass.Float32)
+    for block in cutlass.range_constexpr(3):
+        over = alpha[block] / r
+        for j in cutlass.range_constexpr(*((0, n), (n, 2 * n), (2 * n, cute.size(h)))[block]):
+            z[j] = cute.math.fma(over, h[j], beta[j])
+    return z

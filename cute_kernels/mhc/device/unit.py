@@ -182,6 +182,16 @@ def compact(tensor: cute.Tensor, row, count: cutlass.Constexpr) -> cute.Tensor:
 
 
 @cute.jit
+def store(tensor: cute.Tensor, row, values: cute.Tensor):
+    """A token's values to a compact [M, count]."""
+    count = cute.size(values)
+    width = min(count, 4)
+    for a in cutlass.range_constexpr(count // width):
+        target = copy.aligned(tensor, cutlass.Int64(row) * count + a * width, width)
+        target.store(piece(values, a * width, width).load())
+
+
+@cute.jit
 def expanded(
     unit: cutlass.Constexpr,
     x: cute.Tensor,
