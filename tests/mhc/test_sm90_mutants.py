@@ -114,7 +114,7 @@ MUTANTS = {
         "            mix.normalise(y, divisors, n, mix.ROWS, eps)", value("coefficients")),
     "one_iteration_more": (COEFFICIENTS, "cutlass.range(iterations - 1, unroll=1)",
         "cutlass.range(iterations, unroll=1)", value("coefficients")),
-    "eps_outside_the_root": (COEFFICIENTS, "cute.math.sqrt(ms + eps)",
+    "eps_outside_the_root": (MIX, "cute.math.sqrt(ms + eps)",
         "(cute.math.sqrt(ms) + eps)", value("coefficients")),
     "gradient_of_the_epsilon_forgotten": (COEFFICIENTS_BACK,
         "gradient[i] = gradient[i] * (s[i] / (s[i] + eps))", "gradient[i] = gradient[i]",
@@ -132,8 +132,8 @@ MUTANTS = {
     "parts_descending": (SUMS, "(begin + part) * size", "(begin + count - 1 - part) * size",
         order("chunks_of_tokens")),
     "chunks_of_tokens_descending": (SUMS, "copy.aligned(mParts, at + s * step, 1)[0]\n"
-        "                copy.", "copy.aligned(mParts, at + (chunks - 1 - s) * step, 1)[0]\n"
-        "                copy.", order("chunks_of_tokens")),
+        "                    total", "copy.aligned(mParts, at + (chunks - 1 - s) * step, 1)[0]\n"
+        "                    total", order("chunks_of_tokens")),
     "squares_descending": (PROJECT,
         "squares[h] = cute.math.fma(values[p], values[p], squares[h])",
         "squares[h] = cute.math.fma(values[7 - p], values[7 - p], squares[h])",
@@ -141,7 +141,14 @@ MUTANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+#: Those of every commit; the others take half a minute.
+BY_DAY = ("eps_outside_the_root", "one_iteration_more", "parts_descending", "warps_descending")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.nightly) for name in MUTANTS],
+)
 def test_killed(tmp_path, name):
     *edit, check = MUTANTS[name]
     kernel = kernels(tmp_path, *edit)
@@ -149,6 +156,7 @@ def test_killed(tmp_path, name):
         check(kernel)
 
 
+@pytest.mark.nightly
 def test_an_unedited_copy_lives(tmp_path):
     """A copy is what is run, and has what its original has."""
     for name in (PROJECT, UNIT):

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
     ("file", "marked", "least"),
     [
         ("triton_interpreted.py", "not nightly", 42),
-        ("triton_mutants.py", "not nightly", 62),
+        pytest.param("triton_mutants.py", "not nightly", 62, marks=pytest.mark.nightly),
         pytest.param("triton_interpreted.py", "nightly", 60, marks=pytest.mark.nightly),
     ],
 )
