@@ -126,6 +126,18 @@ def test_stack_and_spills_are_found():
     assert broken_resources("STS [R1], R4", elf(8, 0, 0), Expect(None, 8)) == []
 
 
+def test_a_kernel_off_the_fast_path_may_spill_so_much():
+    made = sass.Artefacts("", elf(8, 16, 0), listing("STL [R1], R4", "LDL R4, [R1]"), 0)
+
+    def found(spills: int) -> list[str]:
+        expect = Expect(None, 8, spills=spills)
+        return [f.text for f in sass.resources(sass.parse(made.sass), made, expect)]
+
+    assert found(2) == []
+    assert sum("a spill" in text for text in found(1)) == 2
+    assert any("bytes of stack" in text for text in found(0))
+
+
 @pytest.mark.parametrize(
     "mma, count",
     [
