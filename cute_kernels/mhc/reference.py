@@ -283,7 +283,7 @@ def _relative(z: torch.Tensor, of_z: torch.Tensor, form: Sinkhorn) -> list[torch
     local = [own.float() for own in _local(z, of_z, steps)]
     m, n, _ = z.shape
     # [M, n, n, sources, n²]: by what an element of log y moves with each of a source.
-    moved = torch.zeros(m, n, n, len(local), n * n, device=z.device)
+    moved = torch.zeros(m, n, n, len(local), n * n, dtype=torch.float32, device=z.device)
     for i, own in enumerate(local):
         moved[:, :, :, i] = torch.diag_embed(own.reshape(m, -1)).view(m, n, n, n * n)
     found = []
