@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
+#: One mutant in so many runs at every commit.
+SAMPLE = 4
 STORED = Path(__file__).parents[1] / "perf" / "results" / "certificates.json"
 
 
@@ -87,6 +90,25 @@ def cases(entries: Iterable, sample, store: Path | None = None) -> Iterator:
         label = "-".join(str(value) for _, value in kernel.constexpr)
         marks = () if often else pytest.mark.nightly
         yield pytest.param(*entry, id=f"{kernel.name}-{label}", marks=marks)
+
+
+def left_to_the_night(items: Iterable, known: Callable[[str], bool] | None = None) -> list:
+    """The tests marked ``mutants_of(kernels)`` but one in `SAMPLE` of each function.
+
+    If all those kernels are `proved`: what kills a mutant has not changed since it was run.
+    """
+    known = functools.cache(known or proved)
+    often: Counter = Counter()
+    left = []
+    for item in items:
+        mark = item.get_closest_marker("mutants_of")
+        if mark is None or item.get_closest_marker("nightly") or not all(map(known, mark.args)):
+            continue
+        function = item.nodeid.split("[")[0]
+        if often[function] % SAMPLE:
+            left.append(item)
+        often[function] += 1
+    return left
 
 
 def first_of(entries: Iterable, key) -> set:

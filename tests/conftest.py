@@ -1,10 +1,18 @@
-"""What every test gets: settings and backends found afresh, and a kernel cache of its own."""
+"""What every test gets: settings and backends found afresh; and which mutants are nightly."""
 
 from __future__ import annotations
 
 import pytest
 
 from cute_kernels import dispatch, settings
+from tests import certified
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Leaves most mutants of kernels that are as they were certified to the nightly run."""
+    for item in certified.left_to_the_night(items):
+        item.add_marker(pytest.mark.nightly)
 
 
 @pytest.fixture(autouse=True)

@@ -93,3 +93,33 @@ def test_a_stale_store_means_everything_of_that_kernel(plant, change):
     else:
         wrong.update(change)
     assert plant(records) == {wrong["name"]}
+
+
+class Item:
+    """What `left_to_the_night` asks of a test."""
+
+    def __init__(self, nodeid: str, **marks):
+        self.nodeid, self.marks = nodeid, marks
+
+    def get_closest_marker(self, name):
+        return self.marks.get(name)
+
+
+def mutants(count: int, *kernels: str, **marks) -> list[Item]:
+    """Parameters of one test of mutants of these kernels."""
+    mark = pytest.mark.mutants_of(*kernels).mark
+    return [Item(f"test_killed_{kernels}[{i}]", mutants_of=mark, **marks) for i in range(count)]
+
+
+def test_one_mutant_in_four_of_a_proved_kernel_runs_often():
+    first, other = mutants(9, "a"), mutants(5, "a", "b")
+    plain, nightly = Item("test_values[0]"), mutants(4, "a", nightly=pytest.mark.nightly.mark)
+    items = [*nightly, *first, plain, *other]
+    left = certified.left_to_the_night(items, known=lambda name: True)
+    assert [i for i in items if i not in left] == [*nightly, *first[::4], plain, *other[::4]]
+
+
+def test_every_mutant_of_a_changed_kernel_runs_often():
+    items = [*mutants(6, "a"), *mutants(6, "b", "a")]
+    left = certified.left_to_the_night(items, known=lambda name: name != "b")
+    assert left == [item for at, item in enumerate(items[:6]) if at % 4]

@@ -249,6 +249,7 @@ def test_the_intact_kernel_survives(kind):
     assert survives(compiled(kind), kind)
 
 
+@pytest.mark.mutants_of("gemm_skinny_sm90")
 @pytest.mark.parametrize(("defect", "kind"), DEFECTS, ids=lambda v: getattr(v, "__name__", v))
 def test_mutants_are_killed(monkeypatch, defect, kind):
     from cute_kernels.gemm import kernel_skinny_sm90

@@ -105,6 +105,7 @@ def test_the_intact_kernel_survives(epilogue):
     assert survives(compiled(epilogue), epilogue)
 
 
+@pytest.mark.mutants_of("gemm_sm90")
 @pytest.mark.parametrize(("mutant", "epilogue"), MUTANTS, ids=lambda v: getattr(v, "__name__", v))
 def test_mutants_are_killed(monkeypatch, mutant, epilogue):
     from cute_kernels.gemm import kernel_sm90

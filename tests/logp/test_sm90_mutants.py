@@ -109,6 +109,7 @@ def test_the_intact_kernel_survives(which, monkeypatch):
     assert survives(which, double(chosen), monkeypatch)
 
 
+@pytest.mark.mutants_of("logp_fwd_sm90", "logp_few_sm90", "logp_grad_sm90", "logp_finish_sm90")
 @pytest.mark.parametrize(("mutant", "which"), MUTANTS, ids=lambda x: getattr(x, "__name__", x))
 def test_mutants_are_killed(mutant, which, monkeypatch):
     module, chosen, *_ = KERNELS[which]

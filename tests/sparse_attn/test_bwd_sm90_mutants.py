@@ -424,6 +424,7 @@ def test_the_intact_kernel_survives(head_dim, form):
     assert survives(simulated.backward_kernel, head_dim, form)
 
 
+@pytest.mark.mutants_of("sparse_attn_bwd_sm90")
 @pytest.mark.parametrize(
     ("mutant", "head_dim", "form"),
     [*MUTANTS, *MUTANTS_OF_BITS],

@@ -94,6 +94,7 @@ CASES = [
 ]
 
 
+@pytest.mark.mutants_of("sparse_attn_fwd_sm90")
 @pytest.mark.parametrize(
     ("mutant", "part", "arguments"),
     CASES,

@@ -274,6 +274,7 @@ def test_a_rewritten_skip_survives(monkeypatch, name):
     assert survives(skip_kept_by_name, name, monkeypatch)
 
 
+@pytest.mark.mutants_of("sparse_attn_fwd_sm90")
 @pytest.mark.parametrize(("mutant", "name"), MUTANTS, ids=lambda v: getattr(v, "__name__", v))
 def test_mutants_are_killed(monkeypatch, mutant, name):
     assert not survives(mutant, name, monkeypatch)

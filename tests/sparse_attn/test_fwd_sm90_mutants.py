@@ -187,6 +187,7 @@ def test_rewritten_parts_survive(monkeypatch, rewritten, form):
     assert survives(made, form)
 
 
+@pytest.mark.mutants_of("sparse_attn_fwd_sm90")
 @pytest.mark.parametrize(("mutant", "form"), MUTANTS, ids=lambda v: getattr(v, "__name__", v))
 def test_mutants_are_killed(monkeypatch, mutant, form):
     from cute_kernels.sparse_attn import kernel_fwd_sm90
