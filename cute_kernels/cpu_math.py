@@ -89,6 +89,16 @@ def exp2(y: torch.Tensor) -> torch.Tensor:
     return torch.where(y.isnan(), torch.nan, value)
 
 
+def halves(t: torch.Tensor, dim: int) -> torch.Tensor:
+    """Σ over a dimension whose size is a power of two, each half onto half.
+
+    Elementwise adds have one result; torch's ``sum`` has another order for other shapes.
+    """
+    while (size := t.shape[dim]) > 1:
+        t = t.narrow(dim, 0, size // 2) + t.narrow(dim, size // 2, size // 2)
+    return t.squeeze(dim)
+
+
 def mm(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None, *, add: bool = False
 ) -> torch.Tensor:

@@ -40,6 +40,7 @@ SYSTEMS = (
         perf="logp",
     ),
     System("mhc", {"mhc": "mhc_project"}, perf="mhc", namespace=True),
+    System("norm", {"rms_norm": "norm_forward", "layer_norm": "norm_forward"}, launcher=None),
     System("sparse_attn", {"block_sparse_attention": "block_sparse_attention"}, perf="attention"),
 )
 
@@ -57,4 +58,6 @@ if TYPE_CHECKING:  # the same, for tools that read instead of running
     from .gemm.api import skinny_linear as skinny_linear
     from .logp.api import linear_logp as linear_logp
     from .logp.api import log_probs as log_probs
+    from .norm.api import layer_norm as layer_norm
+    from .norm.api import rms_norm as rms_norm
     from .sparse_attn.api import block_sparse_attention as block_sparse_attention

@@ -11,7 +11,7 @@ import math
 import torch
 
 from .. import products
-from ..cpu_math import exp2, ieee
+from ..cpu_math import exp2, halves, ieee
 from .config import CPU, TOKENS, WIDTH, chunk_channels, mappings
 from .tensors import (
     Coefficients,
@@ -430,10 +430,6 @@ def _channel_sum(t: torch.Tensor) -> torch.Tensor:
 
 
 def _sum(t: torch.Tensor) -> torch.Tensor:
-    """Σ over the last dimension, each half onto half; elementwise adds have one result."""
+    """Σ over the last dimension, each half onto half; zeros up to a power of two."""
     size = 1 << max(0, t.shape[-1] - 1).bit_length()
-    t = torch.nn.functional.pad(t, (0, size - t.shape[-1]))
-    while size > 1:
-        size //= 2
-        t = t[..., :size] + t[..., size:]
-    return t[..., 0]
+    return halves(torch.nn.functional.pad(t, (0, size - t.shape[-1])), -1)

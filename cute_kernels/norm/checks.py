@@ -1,0 +1,97 @@
+"""Tensors -> a Problem, or one exception that names the argument.  Works on meta tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from .. import checking
+from .. import main_grad as destination
+from ..errors import ArgumentTypeError, ArgumentValueError, ShapeError, expected
+from .config import MAX_WIDTH
+from .tensors import RMS, Rule
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Below the least normal fp32 a device may take an eps for zero.
+_LEAST, _MOST = 2.0**-126, 2.0**40
+
+
+class Operands(NamedTuple):
+    """The tensors of a call, as they came."""
+
+    x: torch.Tensor
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    residual: torch.Tensor | None
+    main_grad: torch.Tensor | None
+    bias_main_grad: torch.Tensor | None = None
+
+
+def norm(op: str, kind: str, given: Operands, eps: object, offset: object = 0.0) -> Rule:
+    """The rule of one call of ``op``."""
+    x = given.x
+    _floats("x", x)
+    if x.dim() < 1 or not 1 <= x.shape[-1] <= MAX_WIDTH:
+        want = f"at least 1 dimension, the last from 1 to {MAX_WIDTH}"
+        raise ShapeError(expected("x", want, list(x.shape)))
+    checking.supported(op, x.device)
+    _vector("weight", given.weight, x)
+    _vector("bias", given.bias, x)
+    _residual(given.residual, x)
+    _main_grad("main_grad", given.main_grad, "weight", given)
+    _main_grad("bias_main_grad", given.bias_main_grad, "bias", given)
+    rule = Rule(kind, _number("eps", eps), _number("offset", offset))
+    if not (rule.eps == 0 and kind == RMS) and not _LEAST <= rule.eps <= _MOST:
+        want = "from 2^-126 to 2^40" + (", or 0" if kind == RMS else "")
+        raise ArgumentValueError(expected("eps", want, eps))
+    return rule
+
+
+def _floats(name: str, t: object) -> None:
+    checking.tensor(name, t)
+    checking.dtype(name, t.dtype, DTYPES)
+
+
+def _vector(name: str, t: object, x: torch.Tensor) -> None:
+    """That a weight or bias is [D], beside x; its dtype may be another one."""
+    if t is None:
+        return
+    _floats(name, t)
+    width = x.shape[-1]
+    if list(t.shape) != [width]:
+        raise ShapeError(expected(name, f"shape [{width}], the D of x", list(t.shape)))
+    checking.same_device(name, t, "x", x)
+
+
+def _residual(t: object, x: torch.Tensor) -> None:
+    if t is None:
+        return
+    checking.tensor("residual", t)
+    checking.dtype("residual", t.dtype, (x.dtype,))
+    if t.shape != x.shape:
+        want = f"shape {list(x.shape)}, that of x"
+        raise ShapeError(expected("residual", want, list(t.shape)))
+    checking.same_device("residual", t, "x", x)
+
+
+def _main_grad(name: str, main_grad: object, of: str, given: Operands) -> None:
+    """That an fp32 tensor can be added to; ``of``: the argument whose gradient it has."""
+    weight = given.weight if of == "weight" else given.bias
+    if weight is None:
+        if main_grad is not None:
+            raise ArgumentTypeError(expected(name, f"None, as there is no {of}", "a tensor"))
+        return
+    if main_grad is not None:
+        destination.check(main_grad, weight, given.x, names=(name, of))
+    if not torch.compiler.is_compiling():
+        destination.check_values(given.x, weight, None, main_grad)
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ArgumentTypeError(expected(name, "a number", type(value).__name__))
+    if not math.isfinite(value):
+        raise ArgumentValueError(expected(name, "a finite number", value))
+    return float(value)

@@ -1,0 +1,96 @@
+"""The CPU backend: sums over a row, and over the rows of a part, each half onto half.
+
+IEEE arithmetic, one operation at a time: an elementwise one has one result wherever its vectors
+begin, and no sum is torch's.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..cpu_math import halves, ieee
+from .config import part_rows, room
+from .tensors import LAYER, Normed, Parts, Rule, Scale, Upstream
+
+
+def forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: Rule) -> Normed:
+    """The norm of the rows of x [M, D], or of h = x + residual, rounded to their dtype."""
+    with ieee():
+        h = None if residual is None else (x.float() + residual.float()).to(x.dtype)
+        own = (x if h is None else h).to(torch.float32)
+        mean = None
+        if rule.kind == LAYER:
+            mean = _row_sum(own) / own.shape[1]
+            own = own - mean[:, None]
+        variance = _row_sum(own * own) / own.shape[1]
+        # In fp64: sqrt of fp32 is an ulp off in some vector libraries.
+        rstd = 1.0 / (variance + rule.eps).double().sqrt().float()
+        y = own * rstd[:, None]
+        if scale.weight is not None:
+            y = y * (scale.weight.float() + rule.offset)
+        if scale.bias is not None:
+            y = y + scale.bias.float()
+        return Normed(y.to(x.dtype), h, mean, rstd)
+
+
+def backward(
+    upstream: Upstream,
+    h: torch.Tensor,
+    stats: tuple[torch.Tensor | None, torch.Tensor],
+    scale: Scale,
+    rule: Rule,
+    parts: bool,
+) -> tuple[torch.Tensor, Parts | None]:
+    """(dx [M, D] = dh + the gradient through the norm, parts of dweight and dbias).
+
+    ``stats``: mean and rstd of `forward`.
+    """
+    mean, rstd = stats
+    with ieee():
+        own = h.to(torch.float32)
+        if mean is not None:
+            own = own - mean[:, None]
+        # x̂ = (h - mean) rstd;  g = dy weight
+        x_hat = own * rstd[:, None]
+        dy = upstream.dy.to(torch.float32)
+        g = dy
+        if scale.weight is not None:
+            g = dy * (scale.weight.float() + rule.offset)
+        # dx = rstd (g - mean(g) - x̂ mean(g x̂)), an RMS norm without the mean
+        inner = g - x_hat * (_row_sum(g * x_hat) / own.shape[1])[:, None]
+        if mean is not None:
+            inner = inner - (_row_sum(g) / own.shape[1])[:, None]
+        dx = inner * rstd[:, None]
+        if upstream.dh is not None:
+            dx = dx + upstream.dh.to(torch.float32)
+        made = None
+        if parts:
+            of_bias = _parts(dy) if scale.bias is not None else None
+            made = Parts(_parts(dy * x_hat), of_bias)
+        return dx.to(h.dtype), made
+
+
+def add_parts(
+    parts: torch.Tensor, into: torch.Tensor | None, like: torch.Tensor
+) -> torch.Tensor | None:
+    """into [D] += parts [P, D], ascending; without ``into`` from zero, a tensor like ``like``."""
+    with ieee():
+        total = into
+        if into is None:
+            total = torch.zeros(like.shape, dtype=torch.float32, device="cpu")
+        for part in parts:
+            total += part
+        return total.to(like.dtype) if into is None else None
+
+
+def _row_sum(t: torch.Tensor) -> torch.Tensor:
+    """Σ over the last dimension of [M, D]."""
+    return halves(torch.nn.functional.pad(t, (0, room(t.shape[1]) - t.shape[1])), 1)
+
+
+def _parts(t: torch.Tensor) -> torch.Tensor:
+    """The sums [P, D] over each `part_rows` of t [M, D]."""
+    m, width = t.shape
+    rows = part_rows(width)
+    t = torch.nn.functional.pad(t, (0, 0, 0, -m % rows))
+    return halves(t.view(-1, rows, width), 1)

@@ -1,0 +1,1 @@
+"""CuTe helpers of norm alone."""

@@ -1,0 +1,174 @@
+"""The torch ops of norm: schemas, fakes, autograd.
+
+    norm            (y, h, mean, rstd) of x [..., D]; h is empty without a residual
+    norm_backward   (dx, dweight, dbias); a gradient is added to its main_grad if there is one
+
+What is not there is empty: the mean of an RMS norm, a gradient that goes elsewhere.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .. import contracts, dispatch
+from .. import main_grad as destination
+from ..arch import CPU, CUTE_SM90, TRITON
+from ..dispatch import Implementation
+from ..errors import UnsupportedTransformError
+from ..operands import flat_rows
+from ..torch_ops import define_op
+from . import config
+from .checks import DTYPES, Operands
+from .tensors import LAYER, RMS, Rule, Scale, Upstream
+
+_OPS = {"rms_norm": RMS, "layer_norm": LAYER}
+for _function in ("forward", "backward", "add_parts"):
+    dispatch.register(
+        f"norm_{_function}",
+        {
+            CUTE_SM90: Implementation(f"{__package__}.launch:{_function}", frozenset(DTYPES)),
+            TRITON: Implementation(f"{__package__}.triton.launch:{_function}", frozenset(DTYPES)),
+            CPU: Implementation(f"{__package__}.cpu:{_function}", frozenset(DTYPES)),
+        },
+        contract="rms_norm",
+    )
+
+
+def _backend(device: torch.device, dtype: torch.dtype) -> str:
+    return dispatch.backend("norm_forward", device, dtype)
+
+
+for _name in _OPS:
+    contracts.register(contracts.Contract(_name, config.KEPT, config.plan, _backend))
+
+
+def apply(given: Operands, rule: Rule) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """y, or (y, h) of a call with a residual."""
+    x, weight, bias, residual, *main_grads = given
+    y, h, _, _ = norm(x, residual, weight, bias, *main_grads, *rule)
+    return y if residual is None else (y, h)
+
+
+def _of_rows(function: str, like: torch.Tensor):
+    return dispatch.launcher(f"norm_{function}", like.device, like.dtype)
+
+
+def _run(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offset):
+    for target in (main_grad, bias_main_grad):
+        if target is not None:
+            # Here, for a compiled graph too: a tensor that is traced has no address.
+            destination.apart(target, x=x, residual=residual, weight=weight, bias=bias)
+    if x.numel() == 0:
+        return _fake(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offset)
+    rows = flat_rows(x, "norm")
+    added = None if residual is None else flat_rows(residual, "norm")
+    rule, scale = Rule(kind, eps, offset), Scale(weight, bias)
+    made = _of_rows("forward", x)(rows, added, scale, rule)
+    h = x.new_empty(0) if made.h is None else made.h.view(x.shape)
+    mean = made.rstd.new_empty(0) if made.mean is None else made.mean
+    return made.y.view(x.shape), h, mean, made.rstd
+
+
+def _fake(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offset):
+    rows = x.shape[:-1].numel()
+    mean = x.new_empty(rows if kind == LAYER else 0, dtype=torch.float32)
+    h = x.new_empty(0 if residual is None else x.shape)
+    return x.new_empty(x.shape), h, mean, x.new_empty(rows, dtype=torch.float32)
+
+
+def _run_backward(
+    dy, dh, h, mean, rstd, weight, bias, main_grad, bias_main_grad, kind, eps, offset, needs
+):
+    d_x, d_weight, d_bias = _fake_backward(
+        dy, dh, h, mean, rstd, weight, bias, main_grad, bias_main_grad, kind, eps, offset, needs
+    )
+    if h.numel() == 0:
+        return d_x, d_weight.zero_(), d_bias.zero_()
+    rows = flat_rows(h, "norm")
+    given = Upstream(*(None if g is None else flat_rows(g, "norm") for g in (dy, dh)))
+    stats = (mean if kind == LAYER else None, rstd)
+    wanted = any(needs[1:])
+    launch = _of_rows("backward", h)
+    d_rows, parts = launch(given, rows, stats, Scale(weight, bias), Rule(kind, eps, offset), wanted)
+    if needs[1]:
+        d_weight = _sum(parts.weight, main_grad, weight)
+    if needs[2]:
+        d_bias = _sum(parts.bias, bias_main_grad, bias)
+    return d_rows.view(h.shape) if needs[0] else d_x, d_weight, d_bias
+
+
+def _sum(parts: torch.Tensor, into: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """The sum of all parts: added to ``into``, or a tensor like ``like``, rounded once."""
+    made = _of_rows("add_parts", like)(parts, into, like)
+    return like.new_empty(0) if made is None else made
+
+
+def _fake_backward(
+    dy, dh, h, mean, rstd, weight, bias, main_grad, bias_main_grad, kind, eps, offset, needs
+):
+    own = (needs[0], needs[1] and main_grad is None, needs[2] and bias_main_grad is None)
+    made = zip((h, weight, bias), own, strict=True)
+    return tuple(t.new_empty(t.shape) if need else h.new_empty(0) for t, need in made)
+
+
+def _setup(ctx, inputs, output):
+    x, residual, weight, bias, main_grad, bias_main_grad, *ctx.numbers = inputs
+    _, h, mean, rstd = output
+    ctx.residual = residual is not None
+    ctx.save_for_backward(h if ctx.residual else x, mean, rstd, weight, bias)
+    ctx.there = (x, residual, weight, bias)
+    ctx.there = tuple(None if t is None else True for t in ctx.there)
+    # Not saved tensors: backward of an earlier micro-batch may write them before ours reads them.
+    ctx.main_grads = {2: main_grad, 3: bias_main_grad}
+    ctx.mark_non_differentiable(mean, rstd, *(() if ctx.residual else (h,)))
+
+
+def _backward(ctx, dy, dh, *_):
+    if torch.is_grad_enabled():
+        raise UnsupportedTransformError(
+            "cute_kernels.norm: double backward (create_graph=True) is not available"
+        )
+    h, mean, rstd, weight, bias = ctx.saved_tensors
+    targets = destination.targets(ctx, ctx.there, ctx.main_grads)
+    of_weight, of_bias = targets.get(2), targets.get(3)
+    rows = any(ctx.needs_input_grad[:2])
+    wanted = [t is not None and t.wanted for t in (of_weight, of_bias)]
+    into = [None if t is None else t.into for t in (of_weight, of_bias)]
+    d_x, *made = norm_backward(
+        dy, dh if ctx.residual else None, h, mean, rstd, weight, bias, *into, *ctx.numbers,
+        [rows, *wanted],
+    )  # fmt: skip
+    given = [None, None]
+    for at, (target, own) in enumerate(zip((of_weight, of_bias), made, strict=True)):
+        if target is not None and target.wanted:
+            target.written()
+            given[at] = own if target.returned else None
+    needs = ctx.needs_input_grad
+    of_rows = [d_x if need else None for need in needs[:2]]
+    return *of_rows, *given, None, None, None, None, None
+
+
+def _vmap_refused(info, in_dims, *args):
+    raise UnsupportedTransformError(
+        "cute_kernels.norm: torch.func.vmap is not supported; leading dimensions of x do the same"
+    )
+
+
+norm = define_op(
+    "norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? main_grad, "
+    "Tensor? bias_main_grad, str kind, float eps, float offset) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+    _run,
+    fake=_fake,
+    setup=_setup,
+    backward=_backward,
+    vmap=_vmap_refused,
+)
+norm_backward = define_op(
+    "norm_backward(Tensor dy, Tensor? dh, Tensor h, Tensor mean, Tensor rstd, Tensor? weight, "
+    "Tensor? bias, Tensor(a!)? main_grad, Tensor(b!)? bias_main_grad, str kind, float eps, "
+    "float offset, bool[] needs) -> (Tensor, Tensor, Tensor)",
+    _run_backward,
+    fake=_fake_backward,
+    vmap=_vmap_refused,
+)

@@ -1,0 +1,48 @@
+"""What passes between the op and its backends."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+RMS, LAYER = "rms", "layer"
+
+
+class Rule(NamedTuple):
+    """A norm: of ``kind`` RMS or LAYER; ``offset`` is added to the weight."""
+
+    kind: str
+    eps: float
+    offset: float = 0.0
+
+
+class Scale(NamedTuple):
+    """What normalised rows are scaled by and moved to, [D] each; None: 1 and 0."""
+
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+class Normed(NamedTuple):
+    """Of rows x [M, D]: y; h = x + residual, or None where there was none; fp32 [M] of each row:
+    its mean (None of an RMS norm) and 1 / √(variance + eps)."""
+
+    y: torch.Tensor
+    h: torch.Tensor | None
+    mean: torch.Tensor | None
+    rstd: torch.Tensor
+
+
+class Upstream(NamedTuple):
+    """Gradients that come in, [M, D]: of y, and of h if it was given away."""
+
+    dy: torch.Tensor
+    dh: torch.Tensor | None
+
+
+class Parts(NamedTuple):
+    """fp32 [P, D or more] of dweight and dbias: sums over the rows of a part, in order."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None

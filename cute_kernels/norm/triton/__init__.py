@@ -1,0 +1,1 @@
+"""The portable norm: Triton kernels, their launcher and their plan."""
