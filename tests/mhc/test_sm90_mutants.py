@@ -86,8 +86,18 @@ MUTANTS = {
     "last_token_dropped": (PROJECT, "if token < m:", "if token < m - 1:", value("projection")),
     "squares_of_two_lanes": (PROJECT, "reduce.over_threads(squares[h], 4)",
         "reduce.over_threads(squares[h], 2)", value("projection")),
-    "collapsed_before_the_rounding": (PROJECT, "unit.collapsed(self.unit, unit.widened(y), pre)",
-        "unit.collapsed(self.unit, made, pre)", value("expanded")),
+    "collapsed_before_the_rounding": (PROJECT, """        y = unit.narrowed(y, self.dtype)
+        if own < m:
+            self.unit.store(y, mY, base * self.config.n, c, total, checked)
+            if cutlass.const_expr(mOut is not None):
+                out = unit.collapsed(self.unit, unit.widened(y), pre)
+""", """        unrounded = y
+        y = unit.narrowed(y, self.dtype)
+        if own < m:
+            self.unit.store(y, mY, base * self.config.n, c, total, checked)
+            if cutlass.const_expr(mOut is not None):
+                out = unit.collapsed(self.unit, unrounded, pre)
+""", value("expanded")),
     "res_transposed": (UNIT, "x[unit.position(i, e)], res[i * unit.n + j], total",
         "x[unit.position(i, e)], res[j * unit.n + i], total", value("combine")),
     "layout_swapped": (UNIT, 'return e * self.n + i if self.layout == "cn"',
