@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests import ptxsim
+from tests.kernels.edited import kernels
+from tests.mhc import simulated as system
 from tests.mhc import sm90_cases as cases
 from tests.mhc import sm90_orders as orders
 from tests.mhc.simulated import compiled, simulated
-from tests.mhc.sm90_defects import kernels
 from tests.mhc.triton_cases import BF16, FP32, Shape, given
 from tests.ptxsim.available import requires_sim
 from tests.sim import QUICK_MODES
@@ -161,7 +162,7 @@ BY_DAY = ("eps_outside_the_root", "one_iteration_more", "parts_descending", "war
 )
 def test_killed(tmp_path, name):
     *edit, check = MUTANTS[name]
-    kernel = kernels(tmp_path, *edit)
+    kernel = kernels(system, tmp_path, *edit)
     with pytest.raises((AssertionError, ptxsim.PtxsimError)):
         check(kernel)
 
@@ -171,10 +172,10 @@ def test_an_unedited_copy_lives(tmp_path):
     """A copy is what is run, and has what its original has."""
     for name in (PROJECT, UNIT):
         same = "from ..dsl import copy" if name == PROJECT else "ACCESS = 16"
-        kernel = kernels(tmp_path, name, same, same)
+        kernel = kernels(system, tmp_path, name, same, same)
         value("projection")(kernel)
         with pytest.raises(AssertionError, match="0 times"):
-            kernels(tmp_path, name, "no such text", "")
+            kernels(system, tmp_path, name, "no such text", "")
         if name == PROJECT:
             assert kernel.cache_info().currsize > 1
 
