@@ -40,6 +40,27 @@ SYSTEMS = (
         perf="logp",
     ),
     System("mhc", {"mhc": "mhc_project"}, perf="mhc", namespace=True),
+    System(
+        "rowwise",
+        {
+            name: name
+            for name in (
+                "embedding",
+                "softmax",
+                "log_softmax",
+                "silu",
+                "gelu",
+                "sigmoid",
+                "tanh",
+                "silu_mul",
+                "gelu_mul",
+                "rotary_table",
+                "apply_rotary",
+                "clip_grad_norm_",
+            )
+        },
+        launcher=None,
+    ),
     System("sparse_attn", {"block_sparse_attention": "block_sparse_attention"}, perf="attention"),
 )
 
@@ -57,4 +78,16 @@ if TYPE_CHECKING:  # the same, for tools that read instead of running
     from .gemm.api import skinny_linear as skinny_linear
     from .logp.api import linear_logp as linear_logp
     from .logp.api import log_probs as log_probs
+    from .rowwise.api import apply_rotary as apply_rotary
+    from .rowwise.api import clip_grad_norm_ as clip_grad_norm_
+    from .rowwise.api import embedding as embedding
+    from .rowwise.api import gelu as gelu
+    from .rowwise.api import gelu_mul as gelu_mul
+    from .rowwise.api import log_softmax as log_softmax
+    from .rowwise.api import rotary_table as rotary_table
+    from .rowwise.api import sigmoid as sigmoid
+    from .rowwise.api import silu as silu
+    from .rowwise.api import silu_mul as silu_mul
+    from .rowwise.api import softmax as softmax
+    from .rowwise.api import tanh as tanh
     from .sparse_attn.api import block_sparse_attention as block_sparse_attention
