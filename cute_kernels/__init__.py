@@ -28,6 +28,9 @@ _PUBLIC = {
     "contract_id": "about",
     "info": "about",
     "set_reduction": "reduction",
+    "batch_invariant": "model.batch_invariant",
+    "enable_batch_invariant": "model.batch_invariant",
+    "disable_batch_invariant": "model.batch_invariant",
     "errors": None,
     "schedulers": None,
 }
@@ -40,6 +43,9 @@ if TYPE_CHECKING:
     from .about import contract_id as contract_id
     from .about import guarantees as guarantees
     from .about import info as info
+    from .model.batch_invariant import batch_invariant as batch_invariant
+    from .model.batch_invariant import disable_batch_invariant as disable_batch_invariant
+    from .model.batch_invariant import enable_batch_invariant as enable_batch_invariant
     from .reduction import set_reduction as set_reduction
     from .schedulers.masks.mask import BlockMask as BlockMask
     from .systems import *  # noqa: F403

@@ -1,0 +1,1 @@
+"""Whole models: audit, patch, batch_invariant (docs/model.md)."""
