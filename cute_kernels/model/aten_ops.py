@@ -48,7 +48,7 @@ def _scaled(a, b, base, beta, alpha):
 
 
 def _setup_product(ctx, inputs, output):
-    a, b, base, ctx.beta, ctx.alpha = inputs
+    a, b, _, ctx.beta, ctx.alpha = inputs
     ctx.save_for_backward(a, b)
 
 

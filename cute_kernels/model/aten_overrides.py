@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from .. import checking
-from ..torch_ops import BELOW_MODE, MODE_KEYS
+from ..torch_ops import BELOW_MODE, MODE, MODE_KEYS
 from ..untraced import untraced
 from . import aten_checks, mode
 from .aten_covered import COVERED, Covered
@@ -69,6 +69,7 @@ def variants(op: torch._ops.OpOverload) -> list[torch._ops.OpOverload]:
 def _install_covered() -> None:
     fall_through = torch.library.Library("_", "IMPL", _KEY)
     fall_through.fallback(torch.library.fallthrough_kernel)
+    _pass_higher_order()
     library = torch.library.Library("aten", "IMPL")
     done = set()
     for row in COVERED:
@@ -83,6 +84,13 @@ def _install_covered() -> None:
             _register(library, op, _refusing(op, _OTHER))
             done.add(op)
     _installed["covered"] = [fall_through, library]
+
+
+def _pass_higher_order() -> None:
+    """Ops that take functions look at every key; those of this process and those to come pass it."""
+    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(MODE)
+    for op in list(torch._ops._higher_order_ops.values()):
+        op.fallthrough(MODE)
 
 
 def _install_refused() -> None:

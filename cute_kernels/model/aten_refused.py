@@ -1,4 +1,4 @@
-"""The ops of aten that ``batch_invariant(strict=True)`` refuses: why, what instead, and who says so.
+"""The ops of aten that ``batch_invariant(strict=True)`` refuses: why, what instead, who says so.
 
 docs/batch_invariant.md shows this table.  A row holds for every overload of its ops, in-place and
 ``out=`` variants among them, for tensors of floating point.
