@@ -41,8 +41,11 @@ def install(*, strict: bool) -> None:
 def overloads(name: str) -> list[torch._ops.OpOverload]:
     """The overloads of an op of this build of torch, in-place and out variants included.
 
-    Those that torch composes of the others are left out, unless there are no others.
+    Those that torch composes of the others are left out, unless there are no others.  Of a name
+    with an overload, that one and what computes the same.
     """
+    if "." in name:
+        return [overload(name), *variants(overload(name))]
     found = []
     for packet in (name, f"{name}_"):
         op = getattr(torch.ops.aten, packet, None)
@@ -55,12 +58,12 @@ def overloads(name: str) -> list[torch._ops.OpOverload]:
 
 def variants(op: torch._ops.OpOverload) -> list[torch._ops.OpOverload]:
     """The in-place and one-result ``out=`` overloads that compute what ``op`` does."""
-    own = [a.name for a in op._schema.arguments]
+    own = [(a.name, str(a.type)) for a in op._schema.arguments]
     found = []
     for other in overloads(op._schema.name.removeprefix("aten::")):
         arguments = other._schema.arguments
         outs = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-        rest = [a.name for a in arguments if not a.is_out]
+        rest = [(a.name, str(a.type)) for a in arguments if not a.is_out]
         if other is not op and len(outs) == 1 and rest == own:
             found.append(other)
     return found
@@ -88,7 +91,9 @@ def _install_covered() -> None:
 
 def _pass_higher_order() -> None:
     """Ops that take functions look at every key; those of this process and those to come pass it."""
-    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(MODE)
+    passed = torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS
+    if MODE not in passed:
+        passed.append(MODE)
     for op in list(torch._ops._higher_order_ops.values()):
         op.fallthrough(MODE)
 

@@ -14,7 +14,7 @@ class Refused(NamedTuple):
     """Ops with one reason.
 
     Attributes:
-        ops: Names in aten without overloads.
+        ops: Names in aten, of all overloads or of one.
         devices: The device types on which it is known.
         why: What their bits follow.
         instead: What to do about it.
@@ -240,7 +240,7 @@ REFUSED = (
     # ---- elements ----
     Refused(("softplus",), _CPU, _ELEMENTS, "compute it in float64", _SEEN),
     Refused(
-        ("pow",),
+        ("pow.Tensor_Scalar",),
         _CPU,
         f"with an exponent that is no whole number, {_ELEMENTS}",
         "compute it in float64",

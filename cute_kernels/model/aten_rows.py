@@ -118,7 +118,7 @@ def _total(x, dims, keepdim, dtype, mean) -> torch.Tensor:
 # ---- norms ---------------------------------------------------------------------------------------
 
 
-def why_layer_norm(x, shape, weight=None, bias=None, eps=1e-5, cudnn=True) -> str | None:
+def why_layer_norm(x, shape, weight, bias, eps) -> str | None:
     """Of a layer norm over the last dimensions."""
     return _why_norm(shape, x, weight, bias)
 
@@ -136,12 +136,6 @@ def why_layer_backward(dy, x, shape, mean, rstd, weight, bias, needs) -> str | N
 def why_rms_backward(dy, x, shape, rstd, weight, needs) -> str | None:
     """Of an RMS norm's gradients."""
     return _why_norm(shape, x, dy, weight)
-
-
-def layer_norm(x, shape, weight=None, bias=None, eps=1e-5, cudnn=True) -> torch.Tensor:
-    """Over the last dimensions."""
-    rows = (_flat(t, shape) for t in (x, weight, bias))
-    return norm_api.layer_norm(*rows, eps).view(x.shape)
 
 
 def rms_norm(x, shape, weight=None, eps=None) -> torch.Tensor:
