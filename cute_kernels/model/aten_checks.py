@@ -81,7 +81,7 @@ def summed(x: torch.Tensor, dims: Sequence[int] | None, result: torch.dtype | No
 
 
 def rows(x: torch.Tensor, shape: Sequence[int], most: int) -> str | None:
-    """The reason of a norm over the last dimensions of ``x``; wrong shapes are torch's to refuse."""
+    """The reason of a norm over the last dimensions of ``x``; torch refuses wrong shapes."""
     shape = tuple(shape)
     if not shape or tuple(x.shape[-len(shape) :]) != shape:
         return EXACT

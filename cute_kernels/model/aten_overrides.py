@@ -90,7 +90,7 @@ def _install_covered() -> None:
 
 
 def _pass_higher_order() -> None:
-    """Ops that take functions look at every key; those of this process and those to come pass it."""
+    """Ops that take functions look at every key: those there are, and those to come, pass it."""
     passed = torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS
     if MODE not in passed:
         passed.append(MODE)
