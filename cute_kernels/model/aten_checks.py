@@ -56,8 +56,10 @@ def tensors(*given: torch.Tensor | None) -> str | None:
         # if they are made of dense ones, come here again.
         if t.is_nested or t.layout is not torch.strided or _dispatches(type(t)):
             return EXACT
-    device = given[0].device.type
-    return None if device in checking.DEVICE_TYPES else f"no backend for {device}"
+    first = given[0]
+    if first.is_cpu or first.is_cuda or first.is_meta:
+        return None
+    return f"no backend for {first.device.type}"
 
 
 def dtype(given: torch.dtype) -> str:
@@ -76,16 +78,23 @@ def summed(x: torch.Tensor, dims: Sequence[int] | None, result: torch.dtype | No
         why = tensors(x)
     else:
         why = EXACT if _dispatches(type(x)) else None
-    places = _places(x.dim(), dims or ())
-    return EXACT if why is None and len(set(places)) != len(dims or ()) else why
+    if why is not None or not dims:
+        return why
+    places = _places(x.dim(), dims)
+    return None if len(set(places)) == len(dims) else EXACT
 
 
 def rows(x: torch.Tensor, shape: Sequence[int], most: int) -> str | None:
     """The reason of a norm over the last dimensions of ``x``; torch refuses wrong shapes."""
-    shape = tuple(shape)
-    if not shape or tuple(x.shape[-len(shape) :]) != shape:
-        return EXACT
-    width = x.shape[-len(shape) :].numel()
+    if len(shape) == 1 and x.dim():
+        width = x.shape[-1]
+        if width != shape[0]:
+            return EXACT
+    else:
+        last = x.shape[-len(shape) :] if len(shape) else ()
+        if not last or list(last) != list(shape):
+            return EXACT
+        width = last.numel()
     return None if 1 <= width <= most else f"rows of {width} elements, {most} is the most"
 
 

@@ -61,6 +61,7 @@ COVERED = (
     Covered("sum.dim_IntList", rows.sum_dims, rows.why_dims, _SUM),
     Covered("mean", rows.mean_all, rows.why_all, _SUM),
     Covered("mean.dim", rows.mean_dims, rows.why_dims, _SUM),
+    Covered("layer_norm", rows.layer_norm, rows.why_layer_norm, _NORM),
     Covered("native_layer_norm", rows.native_layer_norm, rows.why_layer_norm, _NORM),
     Covered("native_layer_norm_backward", rows.layer_norm_backward, rows.why_layer_backward, _NORM),
     Covered("rms_norm", rows.rms_norm, rows.why_rms_norm, _RMS),

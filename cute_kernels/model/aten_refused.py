@@ -185,7 +185,7 @@ REFUSED = (
         f"{_CONVOLUTION}; {_SEEN}",
     ),
     Refused(("cdist",), _BOTH, "25 rows decide between two formulas", _PRODUCTS, _CDIST),
-    Refused(("mkldnn_rnn_layer",), _CPU, _BLAS, "step through an LSTMCell", _SEEN),
+    Refused(("mkldnn_rnn_layer",), _CPU, _BLAS, "step through an LSTMCell", _NUMERICS),
     Refused(("_cudnn_rnn",), _GPU, _BLAS, "step through an LSTMCell or GRUCell", _NUMERICS),
     Refused(
         (

@@ -8,13 +8,17 @@ from __future__ import annotations
 import torch
 
 from ..norm import api as norm_api
+from ..norm import checks as norm_checks
 from ..norm import op as norm_op
+from ..norm.checks import Operands
 from ..norm.config import MAX_WIDTH
 from ..norm.tensors import LAYER, RMS
 from ..rowwise import api as rowwise
 from ..rowwise import op as rowwise_op
 from . import aten_checks
 from .aten_ops import row_sum
+
+_EPS = {dtype: torch.finfo(dtype).eps for dtype in aten_checks.DTYPES}
 
 # ---- softmax -------------------------------------------------------------------------------------
 
@@ -101,8 +105,11 @@ def mean_dims(x, dim, keepdim=False, *, dtype=None) -> torch.Tensor:
 
 def _total(x, dims, keepdim, dtype, mean) -> torch.Tensor:
     dtype = dtype or x.dtype
-    x = x if x.dtype in aten_checks.DTYPES else x.to(dtype)
     rank = x.dim()
+    if rank and dims and x.dtype in aten_checks.DTYPES and list(dims) in ([-1], [rank - 1]):
+        made = row_sum(x, float(x.shape[-1]) if mean else 1.0, dtype)
+        return made.unsqueeze(-1) if keepdim else made
+    x = x if x.dtype in aten_checks.DTYPES else x.to(dtype)
     summed = sorted(d % rank for d in dims) if dims and rank else list(range(rank))
     kept = [d for d in range(rank) if d not in summed]
     # What is summed for one result lies in a row, in the order of its dimensions.
@@ -118,7 +125,7 @@ def _total(x, dims, keepdim, dtype, mean) -> torch.Tensor:
 # ---- norms ---------------------------------------------------------------------------------------
 
 
-def why_layer_norm(x, shape, weight, bias, eps) -> str | None:
+def why_layer_norm(x, shape, weight=None, bias=None, eps=1e-5, cudnn=True) -> str | None:
     """Of a layer norm over the last dimensions."""
     return _why_norm(shape, x, weight, bias)
 
@@ -138,24 +145,32 @@ def why_rms_backward(dy, x, shape, rstd, weight, needs) -> str | None:
     return _why_norm(shape, x, dy, weight)
 
 
+def layer_norm(x, shape, weight=None, bias=None, eps=1e-5, cudnn=True) -> torch.Tensor:
+    """Over the last dimensions."""
+    if len(shape) == 1:
+        return norm_api.layer_norm(x, weight, bias, eps)
+    rows = (_flat(t, shape) for t in (x, weight, bias))
+    return norm_api.layer_norm(*rows, eps).view(x.shape)
+
+
 def rms_norm(x, shape, weight=None, eps=None) -> torch.Tensor:
     """Over the last dimensions; eps is the dtype's if there is none."""
+    if len(shape) == 1:
+        return norm_api.rms_norm(x, weight, _eps(x, eps))
     rows = (_flat(t, shape) for t in (x, weight))
     return norm_api.rms_norm(*rows, _eps(x, eps)).view(x.shape)
 
 
 def native_layer_norm(x, shape, weight, bias, eps) -> tuple[torch.Tensor, ...]:
     """(y, mean, rstd), the last two in fp32."""
-    rows = [_flat(t, shape) for t in (x, weight, bias)]
-    made = norm_op.norm(rows[0], None, *rows[1:], None, None, LAYER, eps, 0.0)
-    return made[0].view(x.shape), *_stats(x, shape, made[2], made[3])
+    y, mean, rstd = _norm("layer_norm", LAYER, (x, weight, bias), shape, eps)
+    return y, *_stats(x, shape, mean, rstd)
 
 
 def fused_rms_norm(x, shape, weight, eps) -> tuple[torch.Tensor, ...]:
     """(y, rstd), the last one in fp32."""
-    rows = [_flat(t, shape) for t in (x, weight)]
-    made = norm_op.norm(rows[0], None, rows[1], None, None, None, RMS, _eps(x, eps), 0.0)
-    return made[0].view(x.shape), *_stats(x, shape, made[3])
+    y, _, rstd = _norm("rms_norm", RMS, (x, weight, None), shape, _eps(x, eps))
+    return y, *_stats(x, shape, rstd)
 
 
 def layer_norm_backward(dy, x, shape, mean, rstd, weight, bias, needs) -> tuple:
@@ -174,8 +189,16 @@ def _why_norm(shape, x, *others) -> str | None:
     return aten_checks.rows(x, shape, MAX_WIDTH) if why is None else why
 
 
+def _norm(op, kind, given, shape, eps) -> tuple[torch.Tensor, ...]:
+    """(y, mean, rstd); the mean of an RMS norm is empty."""
+    x, weight, bias = (_flat(t, shape) for t in given)
+    rule = norm_checks.norm(op, kind, Operands(x, weight, bias, None, None), eps)
+    y, _, mean, rstd = norm_op.norm(x, None, weight, bias, None, None, *rule)
+    return y.view(given[0].shape), mean, rstd
+
+
 def _eps(x: torch.Tensor, eps: float | None) -> float:
-    return torch.finfo(x.dtype).eps if eps is None else eps
+    return _EPS[x.dtype] if eps is None else eps
 
 
 def _flat(t: torch.Tensor | None, shape) -> torch.Tensor | None:
