@@ -217,7 +217,7 @@ def test_a_gradient_is_refused_where_its_op_is():
         ("sum.dim_IntList", lambda w: w.sum(-1)),
         ("sum.dim_IntList", lambda w: w.float().sum(-1, dtype=torch.float64)),
         ("_softmax", lambda w: F.softmax(w, -1)),
-        ("native_layer_norm", lambda w: F.layer_norm(w, (8,))),
+        ("layer_norm", lambda w: F.layer_norm(w, (8,))),
         ("silu", F.silu),
         ("mm.out", lambda w: torch.mm(w, w.mT, out=torch.empty(4, 4, dtype=w.dtype))),
         ("mm", lambda w: torch.mm(w.to(torch.complex64), w.mT.to(torch.complex64))),
@@ -227,7 +227,7 @@ def test_a_gradient_is_refused_where_its_op_is():
             "embedding",
             lambda w: F.embedding(torch.tensor([1]), w.float(), scale_grad_by_freq=True),
         ),
-        ("native_layer_norm", lambda w: F.layer_norm(torch.zeros(1, 70000), (70000,))),
+        ("layer_norm", lambda w: F.layer_norm(torch.zeros(1, 70000), (70000,))),
     ],
 )
 def test_calls_of_covered_ops_that_are_not_covered(label, make):
