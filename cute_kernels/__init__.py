@@ -28,6 +28,8 @@ _PUBLIC = {
     "contract_id": "about",
     "info": "about",
     "set_reduction": "reduction",
+    "patch": "model.patch",
+    "unpatch": "model.patch",
     "errors": None,
     "schedulers": None,
 }
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from .about import contract_id as contract_id
     from .about import guarantees as guarantees
     from .about import info as info
+    from .model.patch import patch as patch
+    from .model.patch import unpatch as unpatch
     from .reduction import set_reduction as set_reduction
     from .schedulers.masks.mask import BlockMask as BlockMask
     from .systems import *  # noqa: F403

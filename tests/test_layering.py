@@ -75,6 +75,7 @@ RANKS: dict[str, float] = {
     "schedule_command": 13,
     "certify_command": 14,
     "integrations": 14,
+    "model": 14.5,
     "demo": 15,
     "__main__": 16,
     "__init__": 17,
@@ -90,6 +91,7 @@ SAME_LAYER = {
     "system.device",
     "demo",
     "integrations",
+    "model",
 }
 
 
