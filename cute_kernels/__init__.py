@@ -30,6 +30,7 @@ _PUBLIC = {
     "set_reduction": "reduction",
     "patch": "model.patch",
     "unpatch": "model.patch",
+    "compile_options": "model.compiling",
     "errors": None,
     "schedulers": None,
 }
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from .about import contract_id as contract_id
     from .about import guarantees as guarantees
     from .about import info as info
+    from .model.compiling import compile_options as compile_options
     from .model.patch import patch as patch
     from .model.patch import unpatch as unpatch
     from .reduction import set_reduction as set_reduction

@@ -28,9 +28,10 @@ def patch(
     """Replaces, in place, the parts of a model whose bits follow the rest of the batch.
 
     A module keeps its parameters, names, hooks and identity, and gets another class: a subclass of
-    its own, of the same name, whose forward calls an op of ours.  So the state dict, ``isinstance``,
-    copies, pickles, ``save_pretrained``, adapters, gradient checkpointing and ``fully_shard``
-    (before or after) stay as they were.  docs/model.md says what is replaced in which family.
+    its own, of the same name, whose forward calls an op of ours.  So the state dict,
+    ``isinstance``, copies, pickles, ``save_pretrained``, adapters, checkpointing and
+    ``fully_shard`` (before or after) stay as they were.  docs/model.md: what is replaced in which
+    family.
 
     Args:
         model: Any module; what is inside a wrapper (PEFT, DDP, ``torch.compile``) is found.

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from ..errors import ArgumentTypeError, ShapeError, expected
+from ..gemm import api as gemm
 from ..integrations import gathering
 from ..integrations.held_head import Scoring, head_logp
 from ..logp import api as logp
@@ -110,11 +111,14 @@ def _loss(
         want = "a head that ck.patch replaced (patch again once the model has its adapters)"
         raise ArgumentTypeError(expected("get_output_embeddings()", want, type(head).__name__))
     scoring = Scoring(softcap=model._cute_kernels.softcap, ignore_index=ignored)
-    scores = head(hidden, target=target, scoring=scoring)
+    scores = head(hidden, target=target, scoring=scoring).reshape(1, -1)
     count = given.get("num_items_in_batch")
     if isinstance(count, torch.Tensor):
         count = count.to(scores.device)
-    return -scores.sum() / ((target != ignored).sum() if count is None else count)
+    # One chain over the tokens: torch's sum follows their number, and torch.compile's is another.
+    with torch.autocast(scores.device.type, enabled=False):
+        total = gemm.linear(scores, torch.ones_like(scores), None).squeeze()
+    return -total / ((target != ignored).sum() if count is None else count)
 
 
 def _output(loss: torch.Tensor | None, logits: torch.Tensor | None, outputs):

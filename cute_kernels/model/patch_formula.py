@@ -58,7 +58,7 @@ def norm_rule(module: torch.nn.Module) -> NormRule | str:
     try:
         probe = _Probe(module, width)
         found = [rule for rule in _rules(module, names) if probe.agrees(rule)]
-    except Exception as error:  # noqa: BLE001 - any code may run here, and fail as it likes
+    except Exception as error:  # any code may run here, and fail as it likes
         return f"its forward does not run on a random input ({type(error).__name__}: {error})"
     return found[0] if found else "its forward agrees with no formula of ck.rms_norm or layer_norm"
 
@@ -168,13 +168,12 @@ def activation(module: torch.nn.Module, candidates: dict[str, Callable]) -> str 
     try:
         with torch.no_grad():
             y = type(module).forward(module, x)
-    except Exception:  # noqa: BLE001 - any code may run here, and fail as it likes
+    except Exception:  # any code may run here, and fail as it likes
         return None
-    for name, function in candidates.items():
-        if isinstance(y, torch.Tensor) and y.shape == x.shape:
-            if bool(((y.double() - function(x.double())).abs() <= 1e-5).all()):
-                return name
-    return None
+    if not isinstance(y, torch.Tensor) or y.shape != x.shape:
+        return None
+    near = ((y.double() - function(x.double())).abs().max() for function in candidates.values())
+    return next((n for n, gap in zip(candidates, near, strict=True) if float(gap) <= 1e-5), None)
 
 
 #: Name of our forward -> the function in torch, in float64.
@@ -206,7 +205,7 @@ def rotary_rule(module: torch.nn.Module) -> RotaryRule | str:
             return f"rope_type {kind!r}: its frequencies follow the longest sequence of the batch"
     try:
         dtypes = {_rotary_dtype(module, layer_type) for layer_type in kinds}
-    except Exception as error:  # noqa: BLE001 - any code may run here, and fail as it likes
+    except Exception as error:  # any code may run here, and fail as it likes
         return f"its forward does not run on random positions ({type(error).__name__}: {error})"
     if dtypes <= {torch.bfloat16} or dtypes <= {torch.float32}:
         return RotaryRule(follows=torch.bfloat16 in dtypes)

@@ -1,4 +1,4 @@
-"""What is to become of each module: one of our forwards, or a reason to leave it.  Changes nothing."""
+"""What is to become of each module: a forward of ours, or a reason to leave it."""
 
 from __future__ import annotations
 
