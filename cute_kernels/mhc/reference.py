@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..near import DIVISION, EXP, SLACK, TINY, Near, U, exact, joined, product
 from .config import TOKENS, chunk_channels, mappings
-from .near import DIVISION, EXP, SLACK, TINY, Near, U, exact, joined, product
 from .tensors import Expand, Gates, Mapping, Sinkhorn, Streams
 
 #: One normalisation: three additions of positive numbers and a division.

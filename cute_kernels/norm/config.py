@@ -23,6 +23,8 @@ MAX_WIDTH = 65536
 _NARROWEST = 64
 #: Neighbours of a row that one thread has.
 UNIT = 8
+#: Threads of a CTA of an SM90 kernel, unless one row has more.
+FORWARD_THREADS, BACKWARD_THREADS = 256, 512
 
 _KEPT = frozenset({RUN_TO_RUN, BATCH_INVARIANT, SPLIT_INVARIANT})
 #: Backend -> what it keeps.

@@ -90,17 +90,14 @@ def _run_backward(
     wanted = any(needs[1:])
     launch = _of_rows("backward", h)
     d_rows, parts = launch(given, rows, stats, Scale(weight, bias), Rule(kind, eps, offset), wanted)
+    add = _of_rows("add_parts", h)
     if needs[1]:
-        d_weight = _sum(parts.weight, main_grad, weight)
+        made = add(parts.weight, main_grad, weight)
+        d_weight = d_weight if made is None else made
     if needs[2]:
-        d_bias = _sum(parts.bias, bias_main_grad, bias)
+        made = add(parts.bias, bias_main_grad, bias)
+        d_bias = d_bias if made is None else made
     return d_rows.view(h.shape) if needs[0] else d_x, d_weight, d_bias
-
-
-def _sum(parts: torch.Tensor, into: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """The sum of all parts: added to ``into``, or a tensor like ``like``, rounded once."""
-    made = _of_rows("add_parts", like)(parts, into, like)
-    return like.new_empty(0) if made is None else made
 
 
 def _fake_backward(

@@ -9,8 +9,8 @@ import torch
 
 from cute_kernels.mhc import Options, reference
 from cute_kernels.mhc.config import mappings
-from cute_kernels.mhc.near import Near
 from cute_kernels.mhc.tensors import Expand, Gates, Mapping, Sinkhorn, Streams
+from cute_kernels.near import Near
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 #: Of (x, phi).

@@ -16,7 +16,7 @@ from cute_kernels.mhc import (
     sinkhorn,
 )
 from cute_kernels.mhc.config import mappings
-from cute_kernels.mhc.near import Near, exact
+from cute_kernels.near import Near, exact
 from tests.mhc import cases
 from tests.mhc.cases import Case, Inputs
 

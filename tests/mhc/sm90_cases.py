@@ -13,8 +13,8 @@ import torch
 
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.config import TOKENS, WIDTH, mappings
-from cute_kernels.mhc.near import Near
 from cute_kernels.mhc.tensors import Expand, Gates, Mapping, Parts, Sinkhorn, Upstream
+from cute_kernels.near import Near
 from tests.contract import bits, same_bytes
 from tests.mhc.cases import share
 from tests.mhc.triton_cases import FORMS as OTHER_FORMS

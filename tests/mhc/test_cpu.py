@@ -21,8 +21,8 @@ from cute_kernels.mhc import (
     sinkhorn,
 )
 from cute_kernels.mhc.config import mappings
-from cute_kernels.mhc.near import Near
 from cute_kernels.mhc.tensors import Sinkhorn
+from cute_kernels.near import Near
 from tests.contract import bits, same_bytes
 from tests.mhc import cases, formulas, runs
 from tests.mhc.cases import BF16, FP32, Case

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests import ptxsim
+from tests.kernels.edited import kernels
+from tests.mhc import simulated as system
 from tests.mhc import sm90_cases as cases
 from tests.mhc import sm90_orders as orders
 from tests.mhc.simulated import compiled, simulated
-from tests.mhc.sm90_defects import kernels
 from tests.mhc.triton_cases import BF16, FP32, Shape, given
 from tests.ptxsim.available import requires_sim
 from tests.sim import QUICK_MODES
@@ -86,8 +87,18 @@ MUTANTS = {
     "last_token_dropped": (PROJECT, "if token < m:", "if token < m - 1:", value("projection")),
     "squares_of_two_lanes": (PROJECT, "reduce.over_threads(squares[h], 4)",
         "reduce.over_threads(squares[h], 2)", value("projection")),
-    "collapsed_before_the_rounding": (PROJECT, "unit.collapsed(self.unit, unit.widened(y), pre)",
-        "unit.collapsed(self.unit, made, pre)", value("expanded")),
+    "collapsed_before_the_rounding": (PROJECT, """        y = unit.narrowed(y, self.dtype)
+        if own < m:
+            self.unit.store(y, mY, base * self.config.n, c, total, checked)
+            if cutlass.const_expr(mOut is not None):
+                out = unit.collapsed(self.unit, unit.widened(y), pre)
+""", """        unrounded = y
+        y = unit.narrowed(y, self.dtype)
+        if own < m:
+            self.unit.store(y, mY, base * self.config.n, c, total, checked)
+            if cutlass.const_expr(mOut is not None):
+                out = unit.collapsed(self.unit, unrounded, pre)
+""", value("expanded")),
     "res_transposed": (UNIT, "x[unit.position(i, e)], res[i * unit.n + j], total",
         "x[unit.position(i, e)], res[j * unit.n + i], total", value("combine")),
     "layout_swapped": (UNIT, 'return e * self.n + i if self.layout == "cn"',
@@ -151,7 +162,7 @@ BY_DAY = ("eps_outside_the_root", "one_iteration_more", "parts_descending", "war
 )
 def test_killed(tmp_path, name):
     *edit, check = MUTANTS[name]
-    kernel = kernels(tmp_path, *edit)
+    kernel = kernels(system, tmp_path, *edit)
     with pytest.raises((AssertionError, ptxsim.PtxsimError)):
         check(kernel)
 
@@ -161,10 +172,10 @@ def test_an_unedited_copy_lives(tmp_path):
     """A copy is what is run, and has what its original has."""
     for name in (PROJECT, UNIT):
         same = "from ..dsl import copy" if name == PROJECT else "ACCESS = 16"
-        kernel = kernels(tmp_path, name, same, same)
+        kernel = kernels(system, tmp_path, name, same, same)
         value("projection")(kernel)
         with pytest.raises(AssertionError, match="0 times"):
-            kernels(tmp_path, name, "no such text", "")
+            kernels(system, tmp_path, name, "no such text", "")
         if name == PROJECT:
             assert kernel.cache_info().currsize > 1
 

@@ -93,10 +93,10 @@ class Near:
         # Where e^-z is inf or 0.
         return Near(value, moved * wrong + 7 * U * value + TINY)
 
-    def sum(self, dim: int) -> Near:
-        """Σ over a dimension."""
+    def sum(self, dim: int, chain: int = 0) -> Near:
+        """Σ over a dimension; ``chain``: the most additions that a term goes through, if known."""
         size = self.value.shape[dim]
-        depth = min(max(size - 1, 0), math.ceil(size / 32) + 5)
+        depth = min(max(size - 1, 0), chain or math.ceil(size / 32) + 5)
         magnitude = (self.value.abs() + self.error).sum(dim)
         return Near(self.value.sum(dim), self.error.sum(dim) + depth * U * magnitude)
 

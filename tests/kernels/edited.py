@@ -1,4 +1,4 @@
-"""Copies of the sources of mhc's SM90 kernels with a bug in each, and what is compiled of them."""
+"""Sources of a system's SM90 kernels with a bug in each, and what is compiled of them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,22 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
-import cute_kernels.mhc
-from cute_kernels.mhc import launch
+import cute_kernels
 from tests import ptxsim
-from tests.mhc.simulated import compiled
 
-SOURCES = Path(cute_kernels.mhc.__file__).parent
+PACKAGE = Path(cute_kernels.__file__).parent
 
 
 def changed(folder: Path, name: str, old: str, new: str) -> ModuleType:
-    """The module ``name`` of cute_kernels.mhc with one piece of its text replaced.
+    """The module ``name`` of cute_kernels with one piece of its text replaced.
 
     Traced code is read again from its file: the copy has one, in ``folder``.
     """
-    text = SOURCES.joinpath(*name.split(".")).with_suffix(".py").read_text()
+    text = PACKAGE.joinpath(*name.split(".")).with_suffix(".py").read_text()
     assert text.count(old) == 1, f"{text.count(old)} times in {name}: {old}"
     copy = folder / f"{name}.py"
     copy.write_text(text.replace(old, new))
-    own = f"cute_kernels.mhc.{name}_changed"
+    own = f"cute_kernels.{name}_changed"
     spec = importlib.util.spec_from_file_location(own, copy)
     module = importlib.util.module_from_spec(spec)
     # The DSL looks traced functions' modules up; the next copy takes its place.
@@ -37,20 +35,22 @@ def changed(folder: Path, name: str, old: str, new: str) -> ModuleType:
     return module
 
 
-def kernels(folder: Path, name: str, old: str, new: str) -> Callable:
-    """For `simulated`: from a configuration to a function, of a changed source where it has one.
+def kernels(system: ModuleType, folder: Path, name: str, old: str, new: str) -> Callable:
+    """From a configuration to a function, of a changed source where it has one.
 
-    ``name``: a kernel's module, or one of device/ ("device.unit").
+    ``system``: the test's module with ``launch`` and ``compiled``.  ``name``: a kernel's module of
+    the system, or one of its device/ ("device.unit").
     """
-    module = changed(folder, name, old, new)
-    original = importlib.import_module(f"cute_kernels.mhc.{name}")
+    package = system.launch.__package__.removeprefix("cute_kernels.")
+    module = changed(folder, f"{package}.{name}", old, new)
+    original = importlib.import_module(f"cute_kernels.{package}.{name}")
 
     @functools.cache
     def kernel(chosen):
-        own = "kernel_" + launch.entry(chosen).name.removeprefix("mhc_")
+        own = "kernel_" + system.launch.entry(chosen).name.removeprefix(f"{package}_")
         if own == name:
             return module.build(chosen, compile=ptxsim.compile)
-        user = importlib.import_module(f"cute_kernels.mhc.{own}")
+        user = importlib.import_module(f"cute_kernels.{package}.{own}")
         # What the kernel has of a device module: itself, or classes of it.
         taken = {
             key: module if value is original else getattr(module, key)
@@ -58,7 +58,7 @@ def kernels(folder: Path, name: str, old: str, new: str) -> Callable:
             if value is original or getattr(value, "__module__", "") == original.__name__
         }
         if not name.startswith("device.") or not taken:
-            return compiled(chosen)
+            return system.compiled(chosen)
         with mock.patch.multiple(user, **taken):
             return user.build(chosen, compile=ptxsim.compile)
 

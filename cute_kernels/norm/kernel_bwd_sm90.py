@@ -1,0 +1,226 @@
+"""The gradients of rms_norm and layer_norm, on SM90: dx, and parts of dweight and dbias.
+
+    x̂ = (h - mean) rstd;  g = dy (weight + offset)
+    dx = dh + rstd (g - mean(g) - x̂ mean(g x̂)),  mean(g) of a layer norm only
+    dweight = Σ_m dy x̂;  dbias = Σ_m dy, of the rows of a part
+
+Layout       dy, dh, h, dx [M, 8 ⌈D / 8⌉], zeros behind D, rows at multiples of 16 bytes; weight
+             likewise; mean, rstd fp32 [M]; parts fp32 [P, 8 ⌈D / 8⌉].
+Order        over a row as in the forward kernel.  Over the rows of a part: its rows are dealt to
+             the groups of a CTA in runs of neighbours; a group adds its own ascending, one fma
+             each; groups ascending.
+Work         a CTA for a part, of which more than CTAs are walked through; the next row is under way
+             while one is summed.
+Measured     docs/status.md.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.memory import SmemAllocator
+
+from ..compile import fake
+from ..dsl import copy
+from .config import BACKWARD_THREADS, UNIT, BackwardConfig, part_rows
+from .device import rows
+from .device.rows import Group
+from .tensors import LAYER
+
+#: Between the columns of a group in shared memory, so that neighbours lie in other banks.
+_PAD = 4
+
+
+class NormBackwardSm90:
+    """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
+
+    def __init__(self, config: BackwardConfig):
+        self.config = config
+        self.dtype = fake.DTYPES[config.dtype]
+        self.group = Group(config.threads, config.units)
+        self.threads = max(BACKWARD_THREADS, config.threads)
+        self.groups = self.threads // config.threads
+        self.layer = config.kind == LAYER
+        # Of a part, and of a group of it.
+        self.rows = part_rows(config.threads * self.group.size)
+        self.run = self.rows // self.groups
+
+    @cute.jit
+    def __call__(
+        self,
+        mDy: cute.Tensor,
+        mDh: cute.Tensor | None,
+        mH: cute.Tensor,
+        mMean: cute.Tensor | None,
+        mRstd: cute.Tensor,
+        mWeight: cute.Tensor,
+        mDx: cute.Tensor,
+        mWeightParts: cute.Tensor,
+        mBiasParts: cute.Tensor | None,
+        offset: cutlass.Float32,
+        width: cutlass.Int32,
+        ctas: cutlass.Int32,
+        stream,
+    ):
+        parts = (mWeightParts, mBiasParts)
+        self.kernel((mDy, mH, mDh), (mMean, mRstd), mWeight, mDx, parts, (offset, width)).launch(
+            grid=(ctas, 1, 1),
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=1,
+            # In percent.  Without it the compiler would ask a device, and a host may have none.
+            preferred_smem_carveout=50,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, read: tuple, stats: tuple, mWeight, mDx, parts: tuple, numbers: tuple):
+        tidx, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        m, count = mDx.shape[0], parts[0].shape[0]
+        group, lane = tidx // self.group.threads, tidx % self.group.threads
+        allocator = SmemAllocator()
+        layout = cute.make_ordered_layout((2, 2, self.groups, self.group.warps), order=(3, 2, 1, 0))
+        sPartials = allocator.allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
+        sSums = None
+        if cutlass.const_expr(self.groups > 1):
+            shape = (self.groups, self.group.size, self.group.threads + _PAD)
+            layout = cute.make_ordered_layout(shape, order=(2, 1, 0))
+            sSums = allocator.allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
+        weight = self.group.load_vector(mWeight, lane)
+        slot = cutlass.Int32(0)
+        for part in cutlass.range(block, count, ctas, unroll=1):
+            first = part * self.rows + group * self.run
+            sums = [self.zeros(), self.zeros()] if self.layer else [self.zeros()]
+            ahead = self.load(read[:2], first, lane, m)
+            for r in cutlass.range(self.run, unroll=1):
+                row = first + r
+                dy, x_hat = rows.widened(ahead[0]), rows.widened(ahead[1])
+                # Not ahead: registers for two of it are not there.
+                dh = self.load(read[2:], row, lane, m)
+                following = self.load(read[:2], row + 1, lane, m)
+                for i in cutlass.range_constexpr(len(ahead)):
+                    ahead[i].store(following[i].load())
+                mean, rstd = self.statistics(stats, row, m)
+                self.add(dy, x_hat, sums, (mean, rstd), (lane, numbers[1]))
+                at = (sPartials[slot, None, None, None], group, lane)
+                self.finish(dy, x_hat, dh, weight, rstd, at, numbers)
+                slot = slot ^ 1
+                self.group.store(dy, mDx, row, lane, row < m)
+            for total, tensor in zip(sums, parts):
+                self.give(total, tensor, sSums, part, group, lane)
+
+    @cute.jit
+    def zeros(self) -> cute.Tensor:
+        """fp32 of a thread's elements."""
+        values = cute.make_rmem_tensor(cute.make_layout(self.group.size), cutlass.Float32)
+        values.fill(0.0)
+        return values
+
+    @cute.jit
+    def load(self, read: tuple, row, lane, m) -> list:
+        """What is read of a row, if there is one; raw."""
+        return [self.group.load(t, row, lane, row < m) for t in read if t is not None]
+
+    @cute.jit
+    def statistics(self, stats: tuple, row, m) -> tuple:
+        """mean and rstd of a row; 0 of one that is not there, whose share is 0 then."""
+        mean, rstd = cutlass.Float32(0.0), cutlass.Float32(0.0)
+        if row < m:
+            rstd = stats[1][row]
+            if cutlass.const_expr(self.layer):
+                mean = stats[0][row]
+        return mean, rstd
+
+    @cute.jit
+    def add(self, dy, x_hat, sums: list, stats: tuple, at: tuple):
+        """h becomes x̂; the row's share of dweight and dbias is added."""
+        mean, rstd = stats
+        if cutlass.const_expr(self.layer):
+            for i in cutlass.range_constexpr(self.group.size):
+                x_hat[i] = x_hat[i] - mean
+            self.group.without_tail(x_hat, *at)
+        for i in cutlass.range_constexpr(self.group.size):
+            x_hat[i] = x_hat[i] * rstd
+            sums[0][i] = cute.math.fma(dy[i], x_hat[i], sums[0][i])
+            if cutlass.const_expr(self.layer):
+                sums[1][i] = sums[1][i] + dy[i]
+
+    @cute.jit
+    def finish(self, dy, x_hat, dh: list, weight, rstd, at: tuple, numbers: tuple):
+        """dy becomes g, and then dx; in fp32."""
+        sSlots, group, lane = at
+        size = cutlass.Float32(numbers[1])
+        of_g = cutlass.Float32(0.0)
+        of_products = cutlass.Float32(0.0)
+        for i in cutlass.range_constexpr(self.group.size):
+            dy[i] = dy[i] * (weight[i].to(cutlass.Float32) + numbers[0])
+            of_products = cute.math.fma(dy[i], x_hat[i], of_products)
+            if cutlass.const_expr(self.layer):
+                of_g = of_g + dy[i]
+        of_products = self.group.sum(of_products, sSlots, 0, group, lane) / size
+        if cutlass.const_expr(self.layer):
+            of_g = self.group.sum(of_g, sSlots, 1, group, lane) / size
+        for i in cutlass.range_constexpr(self.group.size):
+            inner = cute.math.fma(-x_hat[i], of_products, dy[i])
+            if cutlass.const_expr(self.layer):
+                inner = inner - of_g
+            if cutlass.const_expr(len(dh) > 0):
+                dy[i] = cute.math.fma(inner, rstd, dh[0][i].to(cutlass.Float32))
+            else:
+                dy[i] = inner * rstd
+
+    @cute.jit
+    def give(self, total: cute.Tensor, mParts: cute.Tensor, sSums, part, group, lane):
+        """The groups' sums, added ascending, to a row of the parts."""
+        base = cutlass.Int64(part) * mParts.stride[0]
+        if cutlass.const_expr(self.groups == 1):
+            for v in cutlass.range_constexpr(self.group.units):
+                c = self.group.column(v, lane)
+                if c < mParts.shape[1]:
+                    for a in cutlass.range_constexpr(2):
+                        target = copy.aligned(mParts, base + c + 4 * a, 4)
+                        target.store(rows.piece(total, v * UNIT + 4 * a, 4).load())
+        else:
+            tidx, _, _ = cute.arch.thread_idx()
+            cute.arch.sync_threads()
+            for i in cutlass.range_constexpr(self.group.size):
+                sSums[group, i, lane] = total[i]
+            cute.arch.sync_threads()
+            columns = mParts.shape[1]
+            for c in cutlass.range(tidx, columns, self.threads, unroll=1):
+                unit = c // UNIT
+                i = unit // self.group.threads * UNIT + c % UNIT
+                t = unit % self.group.threads
+                value = sSums[0, i, t]
+                for g in cutlass.range_constexpr(1, self.groups):
+                    value = value + sSums[g, i, t]
+                copy.aligned(mParts, base + c, 1)[0] = value
+
+
+def build(config: BackwardConfig, compile=cute.compile):
+    """Compiles one configuration against fake tensors; no GPU needed."""
+    m, parts, columns = fake.size(), fake.size(), fake.size(UNIT)
+    layer = config.kind == LAYER
+
+    def matrix():
+        return fake.matrix(config.dtype, m, columns, "k")
+
+    def sums():
+        return fake.compact(cutlass.Float32, (parts, columns), 16)
+
+    return compile(
+        NormBackwardSm90(config),
+        matrix(),
+        matrix() if config.upstream else None,
+        matrix(),
+        fake.vector("fp32", m) if layer else None,
+        fake.vector("fp32", m),
+        fake.compact(fake.DTYPES[config.weight], (columns,), 16),
+        matrix(),
+        sums(),
+        sums() if layer else None,
+        cutlass.Float32(0.0),
+        cutlass.Int32(1),
+        cutlass.Int32(1),
+        fake.stream(),
+        options=fake.SM90_OPTIONS,
+    )

@@ -1,0 +1,172 @@
+"""rms_norm and layer_norm of rows, on SM90.
+
+    h = x + residual, rounded;  mean = Σ h / D (0 of an RMS norm)
+    rstd = 1 / √(Σ (h - mean)² / D + eps)
+    y = (h - mean) rstd (weight + offset) + bias
+
+Layout       x, residual, h, y [M, 8 ⌈D / 8⌉], zeros behind D, rows at multiples of 16 bytes; weight
+             and bias likewise; mean, rstd fp32 [M].
+Order        of a sum over a row: a thread's elements ascending, one fma each; lanes of a warp,
+             nearest first; warps ascending.  Which thread has what follows from D.
+Work         CTAs that stay, each with one row or more at a time; the next row is under way while
+             one is summed.
+Measured     docs/status.md.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.memory import SmemAllocator
+
+from ..compile import fake
+from .config import FORWARD_THREADS, UNIT, ForwardConfig
+from .device import rows
+from .device.rows import Group
+from .tensors import LAYER
+
+
+class NormForwardSm90:
+    """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
+
+    def __init__(self, config: ForwardConfig):
+        self.config = config
+        self.dtype = fake.DTYPES[config.dtype]
+        self.group = Group(config.threads, config.units)
+        self.threads = max(FORWARD_THREADS, config.threads)
+        self.rows = self.threads // config.threads
+        # Two rows under way take 64 registers; 80 or 128 where there is more of them.
+        more = (config.kind == LAYER) + config.residual + (config.dtype == "fp32")
+        few = self.threads <= FORWARD_THREADS and config.units <= 2
+        self.blocks = (4, 3, 2, 2)[more] if few else 1
+
+    @cute.jit
+    def __call__(
+        self,
+        mX: cute.Tensor,
+        mResidual: cute.Tensor | None,
+        mWeight: cute.Tensor,
+        mBias: cute.Tensor | None,
+        mH: cute.Tensor | None,
+        mY: cute.Tensor,
+        mMean: cute.Tensor | None,
+        mRstd: cute.Tensor,
+        eps: cutlass.Float32,
+        offset: cutlass.Float32,
+        width: cutlass.Int32,
+        ctas: cutlass.Int32,
+        stream,
+    ):
+        numbers = (eps, offset, width)
+        self.kernel((mX, mResidual), (mWeight, mBias), (mH, mY), (mMean, mRstd), numbers).launch(
+            grid=(ctas, 1, 1),
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=self.blocks,
+            # In percent.  Without it the compiler would ask a device, and a host may have none.
+            preferred_smem_carveout=10,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, read: tuple, scale: tuple, made: tuple, stats: tuple, numbers: tuple):
+        tidx, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        m = made[1].shape[0]
+        group, lane = tidx // self.group.threads, tidx % self.group.threads
+        layout = cute.make_ordered_layout((2, self.rows, self.group.warps), order=(2, 1, 0))
+        sPartials = SmemAllocator().allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
+        vectors = [self.group.load_vector(t, lane) for t in scale if t is not None]
+        step = ctas * self.rows
+        ahead = self.load(read, block * self.rows + group, lane, m)
+        slot = cutlass.Int32(0)
+        # The CTA's threads meet in every sum: groups without a row go round as well.
+        for base in cutlass.range(block * self.rows, m, step, unroll=1):
+            row = base + group
+            there = row < m
+            own = self.added(ahead)
+            following = self.load(read, row + step, lane, m)
+            for i in cutlass.range_constexpr(len(ahead)):
+                ahead[i].store(following[i].load())
+            if cutlass.const_expr(made[0] is not None):
+                self.group.store(own, made[0], row, lane, there)
+            mean, rstd = self.normed(own, vectors, (sPartials, slot, group, lane), numbers)
+            slot = slot ^ 1
+            self.group.store(own, made[1], row, lane, there)
+            if (lane == 0) & there:
+                stats[1][row] = rstd
+                if cutlass.const_expr(stats[0] is not None):
+                    stats[0][row] = mean
+
+    @cute.jit
+    def load(self, read: tuple, row, lane, m) -> list:
+        """What a row is made of; raw."""
+        return [self.group.load(t, row, lane, row < m) for t in read if t is not None]
+
+    @cute.jit
+    def added(self, raws: list) -> cute.Tensor:
+        """h in fp32, after its rounding."""
+        own = rows.widened(raws[0])
+        if cutlass.const_expr(len(raws) == 2):
+            own.store(own.load() + rows.widened(raws[1]).load())
+            own = rows.widened(rows.narrowed(own, self.dtype))
+        return own
+
+    @cute.jit
+    def normed(self, own, vectors: list, at: tuple, numbers: tuple) -> tuple:
+        """h becomes y, in fp32; the row's mean and rstd."""
+        sPartials, slot, group, lane = at
+        eps, offset, width = numbers
+        size = cutlass.Float32(width)
+        mean = cutlass.Float32(0.0)
+        if cutlass.const_expr(self.config.kind == LAYER):
+            total = cutlass.Float32(0.0)
+            for i in cutlass.range_constexpr(self.group.size):
+                total = total + own[i]
+            # Two sums a row: each has its slot.
+            mean = self.group.sum(total, sPartials, 0, group, lane) / size
+            for i in cutlass.range_constexpr(self.group.size):
+                own[i] = own[i] - mean
+            self.group.without_tail(own, lane, width)
+            slot = 1
+        squares = cutlass.Float32(0.0)
+        for i in cutlass.range_constexpr(self.group.size):
+            squares = cute.math.fma(own[i], own[i], squares)
+        variance = self.group.sum(squares, sPartials, slot, group, lane) / size
+        rstd = cutlass.Float32(1.0) / cute.math.sqrt(variance + eps)
+        for i in cutlass.range_constexpr(self.group.size):
+            x_hat = own[i] * rstd
+            weight = vectors[0][i].to(cutlass.Float32) + offset
+            if cutlass.const_expr(len(vectors) == 2):
+                own[i] = cute.math.fma(x_hat, weight, vectors[1][i].to(cutlass.Float32))
+            else:
+                own[i] = x_hat * weight
+        return mean, rstd
+
+
+def build(config: ForwardConfig, compile=cute.compile):
+    """Compiles one configuration against fake tensors; no GPU needed."""
+    m, columns = fake.size(), fake.size(UNIT)
+    layer = config.kind == LAYER
+
+    def matrix():
+        return fake.matrix(config.dtype, m, columns, "k")
+
+    def vector():
+        return fake.compact(fake.DTYPES[config.weight], (columns,), 16)
+
+    return compile(
+        NormForwardSm90(config),
+        matrix(),
+        matrix() if config.residual else None,
+        vector(),
+        vector() if layer else None,
+        matrix() if config.residual else None,
+        matrix(),
+        fake.vector("fp32", m) if layer else None,
+        fake.vector("fp32", m),
+        cutlass.Float32(0.0),
+        cutlass.Float32(0.0),
+        cutlass.Int32(1),
+        cutlass.Int32(1),
+        fake.stream(),
+        options=fake.SM90_OPTIONS,
+    )

@@ -1,0 +1,178 @@
+"""Launches the SM90 kernels of norm: operands, outputs, grids, and the catalogue."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.nn.functional import pad
+
+from ..compile import cache
+from ..compile.call import call
+from ..compile.kernel import Entry, Expect, Kernel
+from ..log import contiguous, copied
+from ..operands import most_ctas
+from . import config
+from .config import (
+    FORWARD_THREADS,
+    UNIT,
+    BackwardConfig,
+    ForwardConfig,
+    SumConfig,
+    part_rows,
+    row_plan,
+)
+from .tensors import LAYER, RMS, Normed, Parts, Rule, Scale, Upstream
+
+#: CTAs of the forward kernel that an SM may hold, and those of the backward one.
+_FORWARD_CTAS, _BACKWARD_CTAS = 4, 2
+_ALIGN = 16
+_DENSE = torch.contiguous_format
+
+
+def forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: Rule) -> Normed:
+    """As `cpu.forward`."""
+    m, width = x.shape
+    x, residual = _rows(x, "x"), None if residual is None else _rows(residual, "residual")
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    h = None if residual is None else torch.empty_like(y)
+    rstd = x.new_empty(m, dtype=torch.float32)
+    mean = torch.empty_like(rstd) if rule.kind == LAYER else None
+    weight, bias = _scale(scale, x, rule)
+    chosen = forward_config(rule.kind, x.dtype, weight.dtype, residual is not None, width)
+    at_once = max(1, FORWARD_THREADS // chosen.threads)
+    ctas = min(-(-m // at_once), most_ctas(x.device) * _FORWARD_CTAS)
+    args = (x, residual, weight, bias, h, y, mean, rstd)
+    call(x.device, _kernel(chosen), *args, rule.eps, rule.offset, width, ctas)
+    return Normed(_whole(y, width), None if h is None else _whole(h, width), mean, rstd)
+
+
+def backward(
+    upstream: Upstream,
+    h: torch.Tensor,
+    stats: tuple[torch.Tensor | None, torch.Tensor],
+    scale: Scale,
+    rule: Rule,
+    parts: bool,
+) -> tuple[torch.Tensor, Parts | None]:
+    """As `cpu.backward`; the parts are made whether wanted or not."""
+    m, width = h.shape
+    h, dy = _rows(h, "h"), _rows(upstream.dy, "dy")
+    dh = None if upstream.dh is None else _rows(upstream.dh, "dh")
+    dx = torch.empty_like(h, memory_format=torch.contiguous_format)
+    count = -(-m // part_rows(width))
+    shape = (2 if rule.kind == LAYER else 1, count, h.shape[1])
+    sums = h.new_empty(shape, dtype=torch.float32)
+    of_bias = sums[1] if rule.kind == LAYER else None
+    weight, _ = _scale(scale, h, rule)
+    chosen = backward_config(rule.kind, h.dtype, weight.dtype, dh is not None, width)
+    ctas = min(count, most_ctas(h.device) * _BACKWARD_CTAS)
+    args = (dy, dh, h, *stats, weight, dx, sums[0], of_bias)
+    call(h.device, _kernel(chosen), *args, rule.offset, width, ctas)
+    return _whole(dx, width), Parts(sums[0], of_bias)
+
+
+def add_parts(
+    parts: torch.Tensor, into: torch.Tensor | None, like: torch.Tensor
+) -> torch.Tensor | None:
+    """As `cpu.add_parts`."""
+    made = torch.empty_like(like) if into is None else None
+    name = config.DTYPE_NAMES[like.dtype] if into is None else "add"
+    target = made if into is None else into
+    flat = target.contiguous()
+    call(parts.device, _kernel(SumConfig(name)), parts, flat)
+    if flat is not target:
+        target.copy_(flat)
+    return made
+
+
+def _rows(t: torch.Tensor, name: str) -> torch.Tensor:
+    """[M, 8 ⌈D / 8⌉] whose rows begin at multiples of 16 bytes, zeros behind D."""
+    row, column = t.stride()
+    whole = t.shape[1] % UNIT == 0
+    if whole and column == 1 and (row * t.itemsize | t.data_ptr()) % _ALIGN == 0:
+        return t
+    copied("norm", name, t, "whole units of 8, rows at multiples of 16 bytes")
+    return _padded(t)
+
+
+def _vector(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A [D] likewise, in ``dtype``."""
+    if t.dtype == dtype and t.stride(0) == 1 and not (t.data_ptr() % _ALIGN or len(t) % UNIT):
+        return t
+    return _padded(t.to(dtype))
+
+
+def _padded(t: torch.Tensor) -> torch.Tensor:
+    """A copy with zeros up to whole units."""
+    return pad(t, (0, -t.shape[-1] % UNIT)) if t.shape[-1] % UNIT else t.clone(memory_format=_DENSE)
+
+
+def _whole(t: torch.Tensor, width: int) -> torch.Tensor:
+    return contiguous("norm", "out", t[:, :width], "contiguous; its rows were padded to units of 8")
+
+
+def _scale(scale: Scale, x: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight and bias as the kernels take them: both there, of one dtype, that of x or fp32."""
+    weight, bias = scale
+    if weight is None:
+        weight = x.new_ones(x.shape[1])
+    if rule.kind == LAYER and bias is None:
+        bias = torch.zeros_like(weight)
+    given = [t for t in (weight, bias) if t is not None]
+    dtype = x.dtype if all(t.dtype == x.dtype for t in given) else torch.float32
+    return _vector(weight, dtype), None if bias is None else _vector(bias, dtype)
+
+
+def forward_config(
+    kind: str, dtype: torch.dtype, weight: torch.dtype, residual: bool, width: int
+) -> ForwardConfig:
+    """The configuration of kernel_fwd_sm90 for rows of ``width``."""
+    names, plan = config.DTYPE_NAMES, row_plan(width)
+    return ForwardConfig(kind, names[dtype], names[weight], residual, plan.threads, plan.units)
+
+
+def backward_config(
+    kind: str, dtype: torch.dtype, weight: torch.dtype, upstream: bool, width: int
+) -> BackwardConfig:
+    """The configuration of kernel_bwd_sm90 for rows of ``width``."""
+    names, plan = config.DTYPE_NAMES, row_plan(width)
+    return BackwardConfig(kind, names[dtype], names[weight], upstream, plan.threads, plan.units)
+
+
+#: A configuration's class -> what its kernel is called.
+_KERNELS = {ForwardConfig: "fwd_sm90", BackwardConfig: "bwd_sm90", SumConfig: "sums_sm90"}
+
+
+@functools.cache
+def _kernel(chosen: object) -> Callable:
+    return cache.get(entry(chosen), "sm_90a")
+
+
+def entry(chosen: object) -> Kernel:
+    """One configuration of a kernel as the cache and the catalogue know it."""
+    name = _KERNELS[type(chosen)]
+    return Kernel.of(f"norm_{name}", f"{__package__}.kernel_{name}", chosen)
+
+
+def catalogue() -> Iterator[Entry]:
+    """Every kernel that this launcher can ask for."""
+    half = (torch.bfloat16, torch.float16)
+    dtypes = [(d, w) for d in half for w in (d, torch.float32)] + [(torch.float32,) * 2]
+    widths = [1 << i for i in range(6, 17)]
+    for kind, (dtype, weight), more, width in itertools.product(
+        config.KINDS, dtypes, (False, True), widths
+    ):
+        chosen = forward_config(kind, dtype, weight, more, width)
+        limits = {"max_registers": 128, "spills": 0 if width <= 8192 else 4096}
+        yield Entry(entry(chosen), "A", Expect(None, max_shared=4096, **limits))
+        chosen = backward_config(kind, dtype, weight, more, width)
+        # fp32 may spill; so may threads of wider rows, and layers' with one more gradient.
+        fast = dtype.itemsize == 2 and width <= (8192 if kind == RMS else 4096)
+        spills = 0 if fast else 4096
+        limits = {"max_registers": 128, "max_shared": 49152, "spills": spills}
+        yield Entry(entry(chosen), "A", Expect(None, **limits))
+    for into in ("add", *config.DTYPE_NAMES.values()):
+        yield Entry(entry(SumConfig(into)), "A", Expect(None, max_registers=64, max_shared=40960))

@@ -1,0 +1,124 @@
+"""Drawn rows of norm, their oracle, and what a backend's functions must give back."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from cute_kernels.near import Near
+from cute_kernels.norm import reference
+from cute_kernels.norm.tensors import LAYER, RMS, Rule, Scale, Upstream
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Case(NamedTuple):
+    """m rows of ``width``, and which of the optional tensors there are."""
+
+    m: int
+    width: int
+    rule: Rule = Rule(RMS, 1e-6)
+    dtype: torch.dtype = BF16
+    weight: torch.dtype | None = BF16
+    bias: bool = False
+    residual: bool = False
+    seed: int = 0
+
+
+class Inputs(NamedTuple):
+    """Tensors of a case; dh is the gradient of h, where there is a residual."""
+
+    x: torch.Tensor
+    residual: torch.Tensor | None
+    scale: Scale
+    upstream: Upstream
+
+
+class Results(NamedTuple):
+    """All that is made of them."""
+
+    y: torch.Tensor
+    h: torch.Tensor
+    dx: torch.Tensor
+    d_weight: torch.Tensor
+    d_bias: torch.Tensor | None
+
+
+def inputs_of(case: Case) -> Inputs:
+    """Rows of N(offset, 1) times a magnitude of their own, as activations have."""
+    g = torch.Generator().manual_seed(case.seed + 7919 * case.m + case.width)
+
+    def rows() -> torch.Tensor:
+        values = torch.randn(case.m, case.width, generator=g) + 0.3
+        return (values * torch.randn(case.m, 1, generator=g).exp2()).to(case.dtype)
+
+    def vector() -> torch.Tensor:
+        return (1 + 0.3 * torch.randn(case.width, generator=g)).to(case.weight)
+
+    weight = None if case.weight is None else vector()
+    bias = vector() if case.bias else None
+    residual = rows() if case.residual else None
+    dh = rows() if case.residual else None
+    return Inputs(rows(), residual, Scale(weight, bias), Upstream(rows(), dh))
+
+
+def run(backend, case: Case, given: Inputs) -> Results:
+    """Forward and backward by the functions of ``backend``; gradients of vectors in fp32."""
+    made = backend.forward(given.x, given.residual, given.scale, case.rule)
+    h = given.x if made.h is None else made.h
+    stats = (made.mean, made.rstd)
+    dx, parts = backend.backward(given.upstream, h, stats, given.scale, case.rule, True)
+    like = given.x.new_empty(case.width, dtype=FP32)
+    sums = [backend.add_parts(p, None, like) for p in parts if p is not None]
+    return Results(made.y, h, dx, sums[0], sums[1] if case.bias else None)
+
+
+def check(results: Results, case: Case, given: Inputs) -> float:
+    """Asserts that every element is within its bound; returns the largest share of one."""
+    residual = given.residual
+    h = given.x if residual is None else (given.x.double() + residual.double()).to(case.dtype)
+    assert torch.equal(results.h, h)
+    y, _ = reference.forward(h, given.scale, case.rule)
+    dx, d_weight, d_bias = reference.backward(given.upstream, h, given.scale, case.rule)
+    pairs = [
+        (results.y, y.stored(case.dtype)),
+        (results.dx, dx.stored(case.dtype)),
+        (results.d_weight, d_weight),
+    ]
+    if results.d_bias is not None:
+        pairs.append((results.d_bias, d_bias))
+    shares = [share(got, want) for got, want in pairs]
+    assert max(shares) <= 1, shares
+    return max(shares)
+
+
+def share(got: torch.Tensor, want: Near) -> float:
+    """The largest error of an element, in parts of its bound."""
+    assert got.shape == want.value.shape and got.isfinite().all()
+    # What is exact may be exact: 0 of 0.
+    error = (got.double() - want.value).abs()
+    return float((error / (want.error + 2.0**-149)).max())
+
+
+def kinds() -> list[Case]:
+    """Every kind, dtype and optional tensor, of one odd and one even width."""
+    layer = Rule(LAYER, 1e-5)
+    return [
+        Case(5, 96),
+        Case(5, 96, weight=FP32, residual=True),
+        Case(70, 72, Rule(RMS, 1e-5, 1.0), FP16, FP16),
+        Case(3, 100, Rule(RMS, 0.0), FP32, FP32, residual=True),
+        Case(9, 65, weight=None),
+        Case(5, 96, layer, bias=True),
+        Case(66, 129, layer, FP32, FP32, bias=True, residual=True),
+        Case(4, 264, layer, FP16, FP32, bias=True),
+        Case(7, 100, layer, weight=None),
+        Case(7, 64, layer, residual=True),
+    ]
+
+
+def widths() -> list[Case]:
+    """Every number of threads and units of a row, of one more than a power of two and of less."""
+    found = [Case(3, (1 << i) + 8, seed=i) for i in range(5, 14)]
+    return [*found, Case(2, 7168, Rule(LAYER, 1e-5), bias=True), Case(130, 128, residual=True)]

@@ -1,0 +1,33 @@
+"""The SM90 launcher of norm on this CPU: its kernels for sm_90a, run by tests/ptxsim."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Iterator
+from unittest import mock
+
+from cute_kernels.norm import launch
+from tests import ptxsim
+
+
+@functools.cache
+def compiled(chosen):
+    """A kernel, compiled once per process."""
+    name = launch.entry(chosen).name.removeprefix("norm_")
+    module = importlib.import_module(f"cute_kernels.norm.kernel_{name}")
+    return module.build(chosen, compile=ptxsim.compile)
+
+
+@contextlib.contextmanager
+def simulated(sms: int = 3, kernel=compiled, **options) -> Iterator[None]:
+    """Inside, `launch`'s functions take CPU tensors and run in the simulator.
+
+    ``sms``: of the card.  ``kernel``: from a configuration to a function.  Others: the simulator's.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(launch, "_kernel", kernel))
+        stack.enter_context(mock.patch.object(launch, "most_ctas", lambda device: sms))
+        stack.enter_context(ptxsim.options(**options))
+        yield

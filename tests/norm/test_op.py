@@ -1,0 +1,148 @@
+"""norm as torch ops: opcheck, compile, autocast, shapes, special values, where gradients go."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels.errors import UnsupportedTransformError
+from cute_kernels.norm import op
+from tests.contract import same_bytes
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = FP32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def arguments(kind: str, residual: bool, main_grad: bool = False) -> tuple:
+    x = normal(3, 5, 40, dtype=BF16).requires_grad_()
+    weight, bias = (normal(40, seed=s).requires_grad_() for s in (1, 2))
+    added = normal(3, 5, 40, seed=3, dtype=BF16).requires_grad_() if residual else None
+    into = normal(40, seed=4) if main_grad else None
+    return x, added, weight, bias if kind == "layer" else None, into, None, kind, 1e-5, 0.5
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_opcheck(kind, residual):
+    torch.library.opcheck(op.norm, arguments(kind, residual))
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_opcheck_of_the_backward(kind):
+    with torch.no_grad():
+        x, _, weight, bias, *_ = arguments(kind, False)
+        _, _, mean, rstd = op.norm(x, None, weight, bias, None, None, kind, 1e-5, 0.0)
+        given = (x * 0.5, None, x, mean, rstd, weight, bias, normal(40, seed=6), None)
+        torch.library.opcheck(op.norm_backward, (*given, kind, 1e-5, 0.0, [True, True, False]))
+
+
+def test_compiled_it_has_the_bytes_of_eager():
+    weight = normal(40, seed=1).requires_grad_()
+
+    def block(x, residual):
+        y, h = ck.rms_norm(x, weight, residual=residual)
+        return ck.layer_norm(y, weight) + h
+
+    compiled = torch.compile(block, fullgraph=True, dynamic=True)
+    for rows in (3, 17):
+        x, r = (normal(rows, 40, seed=s, dtype=BF16).requires_grad_() for s in (5, 6))
+        dy = normal(rows, 40, seed=7, dtype=BF16)
+        made = []
+        for run in (block, compiled):
+            y = run(x, r)
+            made.append([y, *torch.autograd.grad(y, (x, r, weight), dy)])
+        assert all(same_bytes(a, b) for a, b in zip(*made, strict=True))
+
+
+def test_shapes():
+    """Any leading dimensions, heads among them, and none; no rows at all."""
+    weight = normal(64, seed=1)
+    x = normal(2, 3, 4, 64, dtype=BF16)
+    flat = ck.rms_norm(x.view(24, 64), weight)
+    assert same_bytes(ck.rms_norm(x, weight).view(24, 64), flat)
+    heads = x.transpose(1, 2)
+    assert same_bytes(ck.rms_norm(heads, weight), ck.rms_norm(x, weight).transpose(1, 2))
+    assert same_bytes(ck.rms_norm(x[0, 0, 0], weight), flat[0])
+    empty = torch.empty(0, 64, dtype=BF16, requires_grad=True)
+    parameter = weight.clone().requires_grad_()
+    y = ck.rms_norm(empty, parameter)
+    y.backward(torch.empty_like(y))
+    assert y.shape == (0, 64) and empty.grad.shape == (0, 64)
+    assert same_bytes(parameter.grad, torch.zeros(64))
+
+
+def test_one_element():
+    x = torch.tensor([[3.0], [-0.5], [0.0]], dtype=FP32)
+    want = torch.tensor([[1.0], [-1.0], [0.0]])
+    torch.testing.assert_close(ck.rms_norm(x, None, 1e-12), want)
+    assert same_bytes(ck.layer_norm(x), torch.zeros(3, 1))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_in_its_row(value):
+    x = normal(4, 40, dtype=BF16)
+    x[2, 7] = value
+    y = ck.rms_norm(x, None)
+    assert y[2].isnan().any() and not y[[0, 1, 3]].isnan().any()
+
+
+def test_large_rows_do_not_overflow_where_fp32_does_not():
+    x = normal(2, 40) * 2.0**60
+    y = ck.rms_norm(x, None, 0.0)
+    want = x.double() / x.double().pow(2).mean(1, keepdim=True).sqrt()
+    torch.testing.assert_close(y.double(), want, rtol=1e-6, atol=0)
+
+
+def test_a_frozen_weight_gets_nothing():
+    x = normal(4, 40, dtype=BF16).requires_grad_()
+    weight = normal(40, seed=1)
+    y = ck.rms_norm(x, weight)
+    y.backward(y.detach())
+    assert weight.grad is None and x.grad is not None
+    parameter = weight.clone().requires_grad_()
+    ck.rms_norm(x.detach(), parameter).backward(y.detach())
+    assert parameter.grad.dtype == FP32
+
+
+def test_main_grad_is_written_where_grad_would_be():
+    x, dy = normal(4, 40, dtype=BF16), normal(4, 40, seed=2, dtype=BF16)
+    weight = torch.nn.Parameter(normal(40, seed=1))
+    weight.grad_added_to_main_grad = False
+    into = normal(40, seed=3)
+    start = into.clone()
+    y = ck.rms_norm(x, weight, main_grad=into)
+    (returned,) = torch.autograd.grad(y, weight, dy, retain_graph=True)
+    assert same_bytes(into, start) and not weight.grad_added_to_main_grad
+    y.backward(dy)
+    assert weight.grad is None and weight.grad_added_to_main_grad
+    assert same_bytes(into, start + returned)
+
+
+def test_double_backward_is_refused_by_name():
+    x = normal(4, 40).requires_grad_()
+    y = ck.rms_norm(x, None)
+    with pytest.raises(UnsupportedTransformError, match="double backward"):
+        torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
+
+
+def test_vmap_is_refused_by_name():
+    with pytest.raises(UnsupportedTransformError, match="vmap"):
+        torch.func.vmap(lambda x: ck.rms_norm(x, None))(normal(2, 3, 40))
+
+
+def test_autocast_leaves_dtypes_alone():
+    x, weight = normal(4, 40), normal(40, seed=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = ck.rms_norm(x, weight)
+    assert same_bytes(y, ck.rms_norm(x, weight))
+
+
+def test_contract():
+    kept = {"run_to_run", "batch_invariant", "split_invariant"}
+    for name in ("rms_norm", "layer_norm"):
+        assert ck.guarantees(name) == kept
+        assert ck.contract_id(name).startswith(f"{name}/cpu/")

@@ -1,0 +1,293 @@
+"""The SM90 kernels of norm in the simulator: values, the battery, schedules, addresses, mutants."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cute_kernels.norm import launch
+from cute_kernels.norm.config import part_rows
+from tests import contract, ptxsim
+from tests.kernels.edited import kernels
+from tests.norm import cases
+from tests.norm import simulated as system
+from tests.norm.cases import BF16, FP32, Case, Rule
+from tests.norm.simulated import simulated
+from tests.ptxsim.available import requires_sim
+from tests.sim import MODES, QUICK_MODES, run_modes
+
+pytestmark = [requires_sim, pytest.mark.sim]
+
+LAYER = Rule(cases.LAYER, 1e-5)
+#: Rows of one warp, of several, and of a whole CTA; parts with rows missing.
+NARROW = Case(37, 72, LAYER, bias=True, residual=True)
+MIDDLE = Case(67, 520, residual=True)
+WIDE = Case(3, 4104, LAYER, bias=True, residual=True)
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """Memory that torch hands out is full of NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def results(case: Case, given: cases.Inputs, sms: int = 3, **options) -> cases.Results:
+    with simulated(sms, **options):
+        return cases.run(launch, case, given)
+
+
+def same(a: cases.Results, b: cases.Results) -> bool:
+    return all(contract.same_bytes(x, y) for x, y in zip(a, b, strict=True) if x is not None)
+
+
+@pytest.mark.parametrize("case", [*cases.kinds(), *cases.widths()], ids=str)
+def test_values(case):
+    given = cases.inputs_of(case)
+    assert cases.check(results(case, given), case, given) > 0.01
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("width", [1 << i for i in range(5, 17)])
+@pytest.mark.parametrize("case", cases.kinds(), ids=str)
+def test_values_of_every_width(case, width):
+    case = case._replace(m=3, width=width)
+    given = cases.inputs_of(case)
+    cases.check(results(case, given), case, given)
+
+
+def in_every_mode(case: Case, given: cases.Inputs, modes, sms: int = 2, kernel=None) -> list:
+    """The results, which every timing of the simulator gave, without a race."""
+
+    def run():
+        with simulated(sms, **({} if kernel is None else {"kernel": kernel})):
+            return [t for t in cases.run(launch, case, given) if t is not None]
+
+    return run_modes(run, modes)["default"]
+
+
+@pytest.mark.parametrize("case", [NARROW, MIDDLE, WIDE], ids=str)
+def test_no_schedule_shows(case):
+    given = cases.inputs_of(case)
+    want = results(case, given)
+    for sms in (1, 2, 132):
+        assert same(results(case, given, sms), want), sms
+    made = in_every_mode(case, given, QUICK_MODES)
+    assert all(map(contract.same_bytes, made, [t for t in want if t is not None]))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("sms", [1, 7])
+@pytest.mark.parametrize("case", [NARROW, MIDDLE, WIDE], ids=str)
+def test_no_schedule_of_all_shows(case, sms):
+    in_every_mode(case, cases.inputs_of(case), MODES, sms)
+
+
+@pytest.mark.parametrize("case", [MIDDLE, WIDE, Case(40, 100, dtype=FP32, weight=FP32)], ids=str)
+def test_no_row_shows(case):
+    """A row alone, among others, with NaN beside it, in rows that lie apart."""
+    given = cases.inputs_of(case)
+    want = results(case, given)
+    for keep in (0, case.m // 2, case.m - 1):
+        row = slice(keep, keep + 1)
+        alone = results(case._replace(m=1), _rows(given, row))
+        around = _rows(given, slice(None))
+        for t in (around.x, around.residual, *around.upstream):
+            if t is not None:
+                t[:keep], t[keep + 1 :] = float("nan"), float("nan")
+        among = results(case, around)
+        for name in ("y", "h", "dx"):
+            assert contract.same_bytes(getattr(alone, name), getattr(want, name)[row])
+            assert contract.same_bytes(getattr(among, name)[row], getattr(want, name)[row])
+
+
+def _rows(given: cases.Inputs, rows: slice) -> cases.Inputs:
+    def of(t):
+        return None if t is None else t[rows].clone()
+
+    upstream = cases.Upstream(*map(of, given.upstream))
+    return cases.Inputs(of(given.x), of(given.residual), given.scale, upstream)
+
+
+@pytest.mark.parametrize("offset", [1, 8])
+def test_no_address_shows(offset):
+    """Rows that begin anywhere, with anything behind them; vectors likewise."""
+    given, case = cases.inputs_of(MIDDLE), MIDDLE
+
+    def moved(t):
+        if t is None:
+            return None
+        holder = torch.full((*t.shape[:-1], t.shape[-1] + 9), float("nan"), dtype=t.dtype)
+        view = holder[..., offset : offset + t.shape[-1]]
+        return view.copy_(t)
+
+    other = cases.Inputs(
+        moved(given.x),
+        moved(given.residual),
+        cases.Scale(*map(moved, given.scale)),
+        cases.Upstream(*map(moved, given.upstream)),
+    )
+    assert same(results(case, other), results(case, given))
+
+
+def test_parts_are_added_one_by_one():
+    """dweight into an fp32 state: the bytes of one shot, wherever a stream is cut between parts."""
+    g = torch.Generator().manual_seed(3)
+    parts = torch.randn(150, 40, generator=g)
+    state = torch.randn(40, generator=g)
+    want = state.clone()
+    for part in parts:
+        want += part
+    for cut in (150, 1, 16, 128):
+        got = state.clone()
+        with simulated():
+            for piece in parts.split(cut):
+                assert launch.add_parts(piece, got, got) is None
+        assert contract.same_bytes(got, want)
+    with simulated():
+        made = launch.add_parts(parts, None, torch.empty(40, dtype=BF16))
+    zero = torch.zeros(40)
+    for part in parts:
+        zero += part
+    assert contract.same_bytes(made, zero.bfloat16())
+
+
+def test_a_part_is_the_same_wherever_it_begins():
+    """Rows of the second part alone have the sums that they have behind the first."""
+    rows = part_rows(520)
+    case = Case(2 * rows, 520)
+    given = cases.inputs_of(case)
+    with simulated():
+        made = launch.forward(given.x, None, given.scale, case.rule)
+        _, both = launch.backward(given.upstream, given.x, made[2:], given.scale, case.rule, True)
+        late = _rows(given, slice(rows, None))
+        stats = (None, made.rstd[rows:])
+        _, one = launch.backward(late.upstream, late.x, stats, given.scale, case.rule, True)
+    assert contract.same_bytes(both.weight[1:], one.weight)
+
+
+# ---- mutants -------------------------------------------------------------------------------------
+
+FORWARD, BACKWARD, SUMS = "kernel_fwd_sm90", "kernel_bwd_sm90", "kernel_sums_sm90"
+ROWS = "device.rows"
+
+
+def wrong_values(case: Case):
+    """The oracle's bounds are exceeded."""
+
+    def check(kernel):
+        given = cases.inputs_of(case)
+        with simulated(kernel=kernel):
+            cases.check(cases.run(launch, case, given), case, given)
+
+    return check
+
+
+def other_bytes(case: Case):
+    """Other bytes than those of the kernels as they are, or a race, in some timing."""
+
+    def check(kernel):
+        given = cases.inputs_of(case)
+        want = [t for t in results(case, given) if t is not None]
+        made = in_every_mode(case, given, QUICK_MODES, 1, kernel)
+        assert all(map(contract.same_bytes, made, want))
+
+    return check
+
+
+def sums(count: int):
+    """Other bytes than a loop's, or a race, in some timing."""
+
+    def check(kernel):
+        g = torch.Generator().manual_seed(count)
+        parts, state = torch.randn(count, 40, generator=g), torch.randn(40, generator=g)
+        want = state.clone()
+        for part in parts:
+            want += part
+
+        def run():
+            got = state.clone()
+            with simulated(1, kernel=kernel):
+                launch.add_parts(parts, got, got)
+            return got
+
+        assert contract.same_bytes(run_modes(run, QUICK_MODES)["default"], want)
+
+    return check
+
+
+#: Name -> (source, its text, the bug in its place, who notices).
+MUTANTS = {
+    "eps_outside_the_root": (FORWARD, "cute.math.sqrt(variance + eps)",
+        "(cute.math.sqrt(variance) + eps)", wrong_values(Case(5, 96, Rule(cases.RMS, 0.25)))),
+    "mean_of_padded_row": (FORWARD, "size = cutlass.Float32(width)",
+        "size = cutlass.Float32(self.group.threads * self.group.size)", wrong_values(NARROW)),
+    "tail_counts_in_the_variance": (FORWARD,
+        "            self.group.without_tail(own, lane, width)\n", "",
+        wrong_values(Case(5, 65, LAYER, bias=True))),
+    "residual_not_rounded": (FORWARD,
+        "            own = rows.widened(rows.narrowed(own, self.dtype))\n", "",
+        other_bytes(MIDDLE)),
+    "offset_forgotten": (FORWARD, "vectors[0][i].to(cutlass.Float32) + offset",
+        "vectors[0][i].to(cutlass.Float32)",
+        wrong_values(Case(5, 96, Rule(cases.RMS, 1e-6, 1.0)))),
+    "weight_applied_twice_in_dx": (BACKWARD, "dy[i] = inner * rstd",
+        "dy[i] = inner * rstd * weight[i].to(cutlass.Float32)", wrong_values(Case(5, 96))),
+    "mean_of_g_forgotten": (BACKWARD, "inner = inner - of_g", "inner = inner + 0.0",
+        wrong_values(NARROW)),
+    "dh_forgotten": (BACKWARD, "cute.math.fma(inner, rstd, dh[0][i].to(cutlass.Float32))",
+        "inner * rstd", wrong_values(MIDDLE)),
+    "rows_of_a_part_by_the_grid": (BACKWARD, "part * self.rows + group * self.run",
+        "part * self.rows + (self.groups - 1 - group) * self.run", other_bytes(MIDDLE)),
+    "groups_descending": (BACKWARD, "value = value + sSums[g, i, t]",
+        "value = value + sSums[self.groups - g, i, t]", other_bytes(MIDDLE)),
+    "missing_row_has_statistics": (BACKWARD, "        if row < m:\n            rstd",
+        "        if row < m + 7:\n            rstd", wrong_values(Case(67, 520))),
+    "last_row_dropped": (BACKWARD, "self.group.load(t, row, lane, row < m)",
+        "self.group.load(t, row, lane, row < m - 1)", wrong_values(Case(5, 96))),
+    "groups_do_not_meet": (BACKWARD,
+        "                sSums[group, i, lane] = total[i]\n            cute.arch.sync_threads()\n",
+        "                sSums[group, i, lane] = total[i]\n", other_bytes(MIDDLE)),
+    "warps_do_not_meet": (ROWS,
+        "            cute.arch.sync_threads()\n            value = sPartials",
+        "            value = sPartials", other_bytes(WIDE)),
+    "one_slot_for_every_sum": (BACKWARD, "slot = slot ^ 1", "slot = slot ^ 0", other_bytes(
+        Case(67, 1032))),
+    "warps_descending": (ROWS, "value = value + sPartials[slot, group, w]",
+        "value = value + sPartials[slot, group, self.warps - w]", other_bytes(
+            Case(3, 4104, dtype=FP32, weight=FP32))),
+    "parts_descending": (SUMS, "total + sParts[slot, i, lane]",
+        "total + sParts[slot, count - 1 - i, lane]", sums(300)),
+    "sums_do_not_meet": (SUMS, "            cute.arch.sync_threads()\n            # Warps",
+        "            # Warps", sums(300)),
+    "one_slot_for_all_parts": (SUMS, "slot = slot ^ 1", "slot = slot ^ 0", sums(1500)),
+}  # fmt: skip
+BY_DAY = (
+    "eps_outside_the_root",
+    "weight_applied_twice_in_dx",
+    "warps_do_not_meet",
+    "parts_descending",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.nightly) for name in MUTANTS],
+)
+def test_mutants_are_killed(tmp_path, name):
+    *edit, check = MUTANTS[name]
+    kernel = kernels(system, tmp_path, *edit)
+    with pytest.raises((AssertionError, ptxsim.PtxsimError)):
+        check(kernel)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [FORWARD, BACKWARD, SUMS, ROWS])
+def test_an_unedited_copy_lives(tmp_path, name):
+    same_text = "import cutlass\n" if name != ROWS else "WARP = 32\n"
+    kernel = kernels(system, tmp_path, name, same_text, same_text)
+    for case in (NARROW, MIDDLE, WIDE):
+        wrong_values(case)(kernel)
+        other_bytes(case)(kernel)
