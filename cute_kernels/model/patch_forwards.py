@@ -121,6 +121,15 @@ def _tanh(self, input: torch.Tensor) -> torch.Tensor:
     return rowwise.tanh(input)
 
 
+def _sigmoid(self, input: torch.Tensor) -> torch.Tensor:
+    return rowwise.sigmoid(input)
+
+
+def _quick_gelu(self, input: torch.Tensor) -> torch.Tensor:
+    # y = x σ(1.702 x), in the steps of transformers
+    return input * rowwise.sigmoid(1.702 * input)
+
+
 # ---- look-ups -----------------------------------------------------------------------------------
 
 
@@ -165,6 +174,8 @@ FORWARDS: dict[str, Callable[[type], Callable]] = {
     "gelu": _same(_gelu),
     "gelu_tanh": _same(_gelu_tanh),
     "tanh": _same(_tanh),
+    "sigmoid": _same(_sigmoid),
+    "quick_gelu": _same(_quick_gelu),
     "embedding": _same(_embedding),
     "rotary": _same(_rotary),
     "causal_lm": patch_causal.forward_of,
@@ -183,6 +194,8 @@ OPS = {
     "gelu": "ck.gelu",
     "gelu_tanh": "ck.gelu(approximate='tanh')",
     "tanh": "ck.tanh",
+    "sigmoid": "ck.sigmoid",
+    "quick_gelu": "ck.sigmoid",
     "embedding": "ck.embedding",
     "embedding_step": "ck.embedding",
     "rotary": "ck.rotary_table",

@@ -71,7 +71,7 @@ MODULES: tuple[tuple[tuple[type, ...], Known], ...] = (
     ((nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d), _SUMS),
     ((nn.CosineSimilarity, nn.PairwiseDistance), _SUMS),
     (
-        (nn.Sigmoid, nn.Mish, nn.Softplus, nn.LogSigmoid, nn.ELU, nn.SELU, nn.CELU, nn.GLU),
+        (nn.Mish, nn.Softplus, nn.LogSigmoid, nn.ELU, nn.SELU, nn.CELU, nn.GLU),
         _ELEMENTS,
     ),
 )

@@ -204,7 +204,7 @@ def _looks_up_by_super(cls: type) -> bool:
 
 
 def _is_activation(cls: type) -> bool:
-    if cls in (nn.SiLU, nn.GELU, nn.Tanh):
+    if cls in (nn.SiLU, nn.GELU, nn.Tanh, nn.Sigmoid):
         return True
     library = sys.modules.get("transformers.activations")
     return library is not None and cls in {

@@ -15,9 +15,10 @@ EXACT = {
     "alias", "_to_copy", "empty", "empty_like", "new_empty", "new_zeros", "zeros", "zeros_like",
     "ones", "ones_like", "full", "full_like", "fill_", "zero_", "arange", "scalar_tensor",
     "lift_fresh", "_local_scalar_dense", "constant_pad_nd", "index", "gather", "slice_backward",
-    "select_backward", "split_backward", "as_strided", "new_full", "index_select", "index_copy_",
+    "select_backward", "split_backward", "as_strided", "new_full", "new_ones", "index_select",
+    "index_copy_",
     "unbind", "flip", "roll", "any", "all", "is_same_size", "_reshape_alias", "slice_scatter",
-    "resize_", "set_", "is_nonzero", "cumsum", "max", "min", "amax", "amin", "argmax", "aminmax",
+    "resize_", "set_", "is_nonzero", "max", "min", "amax", "amin", "argmax", "aminmax",
 }  # fmt: skip
 #: Of whole numbers, which add exactly in every order.
 EXACT_OF_INTEGERS = {"sum", "cumsum"}
@@ -37,8 +38,6 @@ class Watch(TorchDispatchMode):
         if space == "cute_kernels":
             self.ours.add(name)
         elif name not in EXACT and not self._of_integers(name, result):
-            self.found.add(name)
-        elif name == "cumsum" and not self._of_integers(name, result):
             self.found.add(name)
         return result
 

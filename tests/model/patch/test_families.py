@@ -63,9 +63,10 @@ def test_rows_keep_their_bytes(patched, name):
 def test_only_exact_ops_of_torch_run(patched, name):
     """Whatever the bytes say on this machine: nothing that sums, multiplies matrices, or is e^x."""
     net, _ = patched(name)
+    tokens = families.ids()
     with Watch() as watch:
-        families.logits(net, families.ids())
-        families.cached(net, families.ids(1), [30], "dynamic")
+        families.logits(net, tokens)
+        families.cached(net, tokens, [30], "dynamic")
     assert watch.found == set() and len(watch.ours) >= 5
 
 
@@ -81,8 +82,9 @@ def test_only_exact_ops_of_torch_run_in_training(name):
 
 @each
 def test_the_unpatched_model_runs_others(name):
+    net, tokens = families.model(name), families.ids()
     with Watch() as watch:
-        families.logits(families.model(name), families.ids())
+        families.logits(net, tokens)
     assert {"mm", "cos", "sin"} <= watch.found or {"addmm", "cos", "sin"} <= watch.found
 
 
@@ -104,7 +106,7 @@ def test_unpatched_rows_differ_somewhere():
 def test_norms_compute_their_own_formula(name):
     """At inputs about as large as the root of eps, where another eps would show."""
     net = families.model(name).float()
-    plain = {n: m for n, m in families.model(name).double().named_modules()}
+    plain = dict(families.model(name).double().named_modules())
     ck.patch(net)
     generator = torch.Generator().manual_seed(2)
     count = 0
@@ -132,8 +134,9 @@ def test_a_norm_that_is_left_is_noticed(monkeypatch):
     monkeypatch.setattr(patch_plan, "_replacement", forgetful)
     net = families.model("llama")
     assert ck.patch(net).complete
+    tokens = families.ids()
     with Watch() as watch:
-        families.logits(net, families.ids())
+        families.logits(net, tokens)
     assert "mean" in watch.found
 
 
@@ -152,8 +155,9 @@ def test_a_rotary_table_that_is_left_is_noticed(monkeypatch):
     monkeypatch.setattr(patch_formula, "is_rotary", lambda module: False)
     net = families.model("llama")
     ck.patch(net)
+    tokens = families.ids()
     with Watch() as watch:
-        families.logits(net, families.ids())
+        families.logits(net, tokens)
     assert {"cos", "sin"} <= watch.found
 
 
