@@ -39,15 +39,22 @@ def named(cls: type, module: torch.nn.Module, but: frozenset[str]) -> dict[str, 
         for name in _names(function.__code__):
             if name == "@":
                 found["@"] = NAMES["matmul"]
-            elif name in NAMES and not _is_own(module, name):
-                found[name] = NAMES[name]
+            elif (op := _op(module, name)) in NAMES:
+                found[op] = NAMES[op]
             ahead += _next(name, cls, function, but)
     return found
 
 
-def _is_own(module: torch.nn.Module, name: str) -> bool:
-    """Whether a name is that of a child or of an attribute, which are looked at by themselves."""
-    return any(name in own for own in (module._modules, module._buffers, vars(module)))
+def _op(module: torch.nn.Module, name: str) -> str | None:
+    """The function that a name stands for: itself, or what the module keeps under it; else None.
+
+    Children and tensors of the module are no ops: they are looked at by themselves.
+    """
+    if name in module._modules or name in module._buffers:
+        return None
+    kept = vars(module).get(name, name)
+    kept = getattr(kept, "func", kept)  # of a functools.partial
+    return kept if isinstance(kept, str) else getattr(kept, "__name__", None)
 
 
 def _names(code: CodeType) -> Iterator[str]:
