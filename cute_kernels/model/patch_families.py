@@ -26,6 +26,10 @@ _FOLDERS = {"gemma3_text": "gemma3"}
 
 _MOE = "a mixture of experts: routing, expert products and their sums by index_add are torch's"
 _HYBRID = "state space or linear attention layers: their scans and convolutions are torch's"
+#: Classes of PEFT 0.21 that were gone through: an adapter multiplies by its own linears, which are
+#: replaced like others, and multiplies matrices itself only where it is merged.
+_ADAPTERS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.model", "LoraModel")}
+
 #: model_type -> why it is not covered.
 NOT_COVERED = {
     **dict.fromkeys(
@@ -60,7 +64,9 @@ def of(model: torch.nn.Module) -> str | None:
 
 
 def known(cls: type) -> bool:
-    """Whether a class lies in a file that was gone through."""
+    """Whether a class was gone through, or lies in a file that was."""
+    if (cls.__module__, cls.__name__) in _ADAPTERS or cls.__module__ == "peft.peft_model":
+        return True
     folders = {_FOLDERS.get(name, name) for name in FAMILIES}
     return cls.__module__ in {f"transformers.models.{f}.modeling_{f}" for f in folders}
 

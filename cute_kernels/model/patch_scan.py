@@ -52,9 +52,10 @@ def _op(module: torch.nn.Module, name: str) -> str | None:
     """
     if name in module._modules or name in module._buffers:
         return None
-    kept = vars(module).get(name, name)
-    kept = getattr(kept, "func", kept)  # of a functools.partial
-    return kept if isinstance(kept, str) else getattr(kept, "__name__", None)
+    if name not in vars(module):
+        return name
+    kept = vars(module)[name]
+    return getattr(getattr(kept, "func", kept), "__name__", None)  # func: of functools.partial
 
 
 def _names(code: CodeType) -> Iterator[str]:
