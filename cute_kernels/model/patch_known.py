@@ -26,7 +26,7 @@ _PRODUCT = Known("a product: cuBLAS and the CPU's BLAS choose kernel and split b
 _SOFTMAX = Known("softmax: on CUDA the path depends on 16-byte alignment; on a CPU on vector tails")
 _ATOMICS = Known("atomic additions on CUDA, in the order of arrival", ("cuda",))
 _CONVOLUTION = Known("a convolution: cuDNN and oneDNN choose algorithms by the shape of the batch")
-_ATTENTION = Known("torch's attention: splits of the keys follow the shape of the batch")
+ATTENTION = Known("torch's attention: splits of the keys follow the shape of the batch")
 _ELEMENTS = Known(
     "an elementwise function: on a CPU vectors and their scalar tail round differently", ("cpu",)
 )
@@ -44,8 +44,8 @@ NAMES: dict[str, Known] = {
     **dict.fromkeys(("einsum", "linear", "tensordot", "bilinear", "dot", "outer"), _PRODUCT),
     **dict.fromkeys(("softmax", "log_softmax", "gumbel_softmax"), _SOFTMAX),
     **dict.fromkeys(("cross_entropy", "nll_loss", "kl_div", "mse_loss", "loss_function"), _LOSS),
-    **dict.fromkeys(("scaled_dot_product_attention", "flex_attention"), _ATTENTION),
-    **dict.fromkeys(("multi_head_attention_forward",), _ATTENTION),
+    **dict.fromkeys(("scaled_dot_product_attention", "flex_attention"), ATTENTION),
+    **dict.fromkeys(("multi_head_attention_forward",), ATTENTION),
     **dict.fromkeys(("index_add", "index_add_", "scatter_add", "scatter_add_"), _ATOMICS),
     **dict.fromkeys(("scatter_reduce", "scatter_reduce_", "bincount", "index_reduce"), _ATOMICS),
     **dict.fromkeys(("index_put_", "put_", "embedding", "embedding_bag"), _ATOMICS),
@@ -59,8 +59,8 @@ NAMES: dict[str, Known] = {
 
 #: Modules of torch that are left -> what is known.  The first that fits counts.
 MODULES: tuple[tuple[tuple[type, ...], Known], ...] = (
-    ((nn.MultiheadAttention,), _ATTENTION),
-    ((nn.TransformerEncoderLayer, nn.TransformerEncoder), _ATTENTION),
+    ((nn.MultiheadAttention,), ATTENTION),
+    ((nn.TransformerEncoderLayer, nn.TransformerEncoder), ATTENTION),
     ((nn.modules.conv._ConvNd,), _CONVOLUTION),
     ((nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm), _BATCH),
     ((nn.RNNBase, nn.RNNCellBase), _RECURRENT),

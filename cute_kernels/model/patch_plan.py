@@ -247,7 +247,14 @@ def _attentions(model: nn.Module, options: Options, made: Plan) -> None:
             made.attentions.append(Attention(name, modules))
         else:
             before = getattr(modules[0].config, "_attn_implementation", None)
-            made.left.append(Left(name, f"attention ({before})", why))
+            known = f"{why}; {patch_known.ATTENTION.text}"
+            made.left.append(Left(name, f"attention ({before})", known))
+        dropout = getattr(modules[0].config, "attention_dropout", 0.0)
+        if why is None and dropout:
+            known = (
+                f"attention_dropout = {dropout}: ck.block_sparse_attention refuses it in training"
+            )
+            made.left.append(Left(name, "attention", known, modules[0].training))
         family = patch_families.model_type(modules[0])
         if family in patch_families.NOT_COVERED:
             why = f"{family}: {patch_families.NOT_COVERED[family]}"
@@ -259,6 +266,8 @@ def _why_not_attention(modules: tuple[nn.Module, ...]) -> str | None:
     outer = modules[0]
     if not any(getattr(type(m), "_supports_attention_backend", False) for m in modules):
         return "its models do not take an attention of another library"
+    if any(hasattr(m, "sinks") for m in outer.modules()):
+        return "attention sinks, which ck.block_sparse_attention does not have"
     sizes = _head_sizes(outer)
     if not sizes <= set(HEAD_DIMS):
         return f"head sizes {sorted(sizes)}; ck.block_sparse_attention takes {list(HEAD_DIMS)}"
@@ -268,10 +277,11 @@ def _why_not_attention(modules: tuple[nn.Module, ...]) -> str | None:
 
 
 def _head_sizes(model: nn.Module) -> set[int]:
-    """The head sizes of a model's attention modules, as they or the config say."""
-    said = {getattr(m, a, None) for m in model.modules() for a in ("head_dim", "head_size")}
-    found = {size for size in said if isinstance(size, int)}
+    """The head sizes of the attention modules of a model's config, as they or it say."""
     config = model.config
+    mine = [m for m in model.modules() if getattr(m, "config", None) is config]
+    said = {getattr(m, a, None) for m in mine for a in ("head_dim", "head_size")}
+    found = {size for size in said if isinstance(size, int)}
     heads = getattr(config, "num_attention_heads", None)
     if not found and isinstance(heads, int) and isinstance(config.hidden_size, int):
         found = {getattr(config, "head_dim", None) or config.hidden_size // heads}

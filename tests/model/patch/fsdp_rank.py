@@ -1,4 +1,4 @@
-"""One of two ranks of a patched, ``fully_shard``ed model, over gloo on a CPU.
+"""One of two ranks of a patched model under FSDP2 and under DDP, over gloo on a CPU.
 
 ``python -m tests.model.patch.fsdp_rank RANK STORE`` prints one JSON object; test_fsdp.py starts
 both.
@@ -13,6 +13,7 @@ import sys
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import cute_kernels as ck
 from cute_kernels.model import patch_classes
@@ -49,6 +50,23 @@ def alone() -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
     return logits, mean, torch.stack(losses)
 
 
+def under_ddp(rank: int) -> dict:
+    """A patched model in DistributedDataParallel, against one process byte for byte."""
+    logits, gradients, losses = alone()
+    net = families.model("qwen3")
+    ck.patch(net, strict=True)
+    ddp = DistributedDataParallel(net)
+    half = TOKENS.chunk(RANKS)[rank]
+    loss = ddp.train()(half, labels=half, use_cache=False).loss
+    loss.backward()
+    got = {n: p.grad for n, p in net.named_parameters()}
+    return {
+        "logits": same_bytes(families.logits(ddp.eval(), half), logits.chunk(RANKS)[rank]),
+        "loss": same_bytes(loss.detach(), losses[rank]),
+        "differing": [n for n in gradients if not same_bytes(got[n], gradients[n])],
+    }
+
+
 def ran(order: str, rank: int) -> dict:
     """Patched before fully_shard or after it, against one process byte for byte."""
     logits, gradients, losses = alone()
@@ -83,6 +101,7 @@ def main(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     with joined(rank, store, RANKS, seconds=60):
         reports = [ran(order, rank) for order in ("patch first", "fully_shard first")]
+        reports.append(under_ddp(rank))
         # Modules and their hooks are cycles, and hold the group.
         gc.collect()
     print(json.dumps(reports))

@@ -1,4 +1,4 @@
-"""FSDP2: two real processes against one, byte for byte (fsdp_rank.py)."""
+"""FSDP2 and DDP: two real processes against one, byte for byte (fsdp_rank.py)."""
 
 from __future__ import annotations
 
@@ -31,3 +31,9 @@ def test_classes(ran, at):
         report = of_rank[at]
         assert report["kinds"] == ["linear", "head"] and report["classes"] == [True, True]
         assert report["name"] == "FSDPLinear" and report["after"] == [None, True]
+
+
+def test_ddp(ran):
+    for of_rank in ran:
+        report = of_rank[2]
+        assert report["logits"] and report["loss"] and report["differing"] == []

@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 from transformers.pytorch_utils import Conv1D
 
 import cute_kernels as ck
+from cute_kernels.errors import ArgumentValueError
 from cute_kernels.model import patch_classes, patch_families, patch_forwards
 from cute_kernels.norm.config import part_rows
 from tests.contract import same_bytes
@@ -251,6 +252,36 @@ def test_float32_keeps_its_attention():
     report = ck.patch(families.model("llama").float())
     (left,) = report.left
     assert "torch.float32: ck.block_sparse_attention takes" in left.known and left.moves
+
+
+def test_dropout_of_the_attention_is_said():
+    net = families.model("llama", attention_dropout=0.1)
+    assert [left.moves for left in ck.patch(net).left] == [False]
+    (left,) = ck.patch(net.train()).moving
+    assert "attention_dropout = 0.1" in left.known
+    with pytest.raises(ArgumentValueError, match="dropout"):
+        net(families.ids(1, 5))
+
+
+def test_two_configs_in_one_model():
+    """Each config by itself: here a text model of 64 and one whose heads are of 32."""
+    net = nn.ModuleDict({"a": families.model("llama"), "b": families.model("qwen3", head_dim=32)})
+    (left,) = ck.patch(net).left
+    assert left.name == "b" and left.part == "attention (sdpa)"
+    assert [m.config._attn_implementation for m in net.values()] == ["cute_kernels", "sdpa"]
+
+
+def test_a_compiled_model_and_wrappers():
+    """What is patched lies inside of them; compiled code of before is not run."""
+    net = families.model("llama")
+    compiled = torch.compile(net, backend="eager")
+    tokens = families.ids(2, 9)
+    before = families.logits(compiled, tokens)
+    assert ck.patch(nn.Sequential(compiled)).complete
+    assert same_bytes(families.logits(compiled, tokens), families.logits(net, tokens))
+    assert not same_bytes(families.logits(compiled, tokens), before)
+    ck.unpatch(compiled)
+    assert type(net.lm_head) is nn.Linear
 
 
 def test_a_base_model_alone():
