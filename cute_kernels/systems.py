@@ -40,7 +40,7 @@ SYSTEMS = (
         perf="logp",
     ),
     System("mhc", {"mhc": "mhc_project"}, perf="mhc", namespace=True),
-    System("norm", {"rms_norm": "norm_forward", "layer_norm": "norm_forward"}),
+    System("norm", {"rms_norm": "norm_forward", "layer_norm": "norm_forward"}, perf="norm"),
     System("sparse_attn", {"block_sparse_attention": "block_sparse_attention"}, perf="attention"),
 )
 
