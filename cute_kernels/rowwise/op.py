@@ -255,6 +255,8 @@ def _run_rotary_table(positions, inv_freq, scaling, dtype):
     if not positions.numel() or not inv_freq.numel():
         return _fake_rotary_table(positions, inv_freq, scaling, dtype)
     launch = dispatch.launcher("rotary_table", inv_freq.device, dtype)
+    # A kernel's numbers are fp32.
+    scaling = torch.tensor(scaling, dtype=torch.float32, device="cpu").item()
     made = launch(positions.reshape(-1), inv_freq, scaling, dtype)
     return tuple(t.view(*positions.shape, -1) for t in made)
 
