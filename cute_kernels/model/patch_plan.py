@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from .. import data_parallel
+from ..errors import ArgumentValueError
 from ..integrations import causal_lm
 from ..sparse_attn.config import HEAD_DIMS
 from . import patch_families, patch_formula, patch_known, patch_scan
@@ -192,15 +194,17 @@ def _why_not_embedding(module: nn.Embedding, cls: type) -> str | None:
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(module, option):
             return f"{option} is set, which ck.embedding does not have"
-    if cls.forward is not nn.Embedding.forward and not _looks_up_by_super(cls):
+    if cls.forward is not nn.Embedding.forward and not _looks_up_by_super(cls, module):
         return "a subclass of nn.Embedding with a forward of its own"
     return _why_not_weight(module)
 
 
-def _looks_up_by_super(cls: type) -> bool:
-    """Whether a forward leaves the look-up to super().forward, and has no other."""
-    names = set(cls.forward.__code__.co_names)
-    return {"super", "forward"} <= names and not names & {"embedding", "index_select", "F"}
+def _looks_up_by_super(cls: type, module: nn.Module) -> bool:
+    """Whether a forward leaves the look-up to super().forward, and calls nothing that we know."""
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    if code is None or not {"super", "forward"} <= set(code.co_names):
+        return False
+    return not patch_scan.named(cls, module, frozenset())
 
 
 def _is_activation(cls: type) -> bool:
@@ -316,7 +320,10 @@ def _causal_notes(
         return f"{torchs}: not a family that we know", None
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    softcap = causal_lm.transform(module).softcap
+    try:
+        softcap = causal_lm.transform(module).softcap
+    except ArgumentValueError as error:
+        return f"{torchs}: {error}", None
     if options.logits != LOGP:
         return f"{torchs}: logits='{options.logits}'", Notes(softcap=softcap)
     if module.loss_function is not ForCausalLMLoss:

@@ -60,6 +60,11 @@ class Scaled(nn.Embedding):
         return super().forward(input) * 3
 
 
+class Summed(nn.Embedding):
+    def forward(self, input):
+        return super().forward(input).mean(-1)
+
+
 class OwnLookUp(nn.Embedding):
     def forward(self, input):
         return nn.functional.embedding(input, self.weight) + 1
@@ -106,6 +111,7 @@ LEFT = {
     "frequency": (lambda: nn.Embedding(9, 8, scale_grad_by_freq=True), "scale_grad_by_freq"),
     "sparse": (lambda: nn.Embedding(9, 8, sparse=True), "sparse is set"),
     "look-up": (lambda: OwnLookUp(9, 8), "a forward of its own"),
+    "look-up and more": (lambda: Summed(9, 8), "a forward of its own"),
     "convolution": (lambda: nn.Conv1d(8, 8, 3), "cuDNN and oneDNN"),
     "attention": (lambda: nn.MultiheadAttention(8, 2), "splits of the keys"),
     "batch norm": (lambda: nn.BatchNorm1d(8), "statistics over the batch"),
@@ -282,6 +288,25 @@ def test_a_compiled_model_and_wrappers():
     assert not same_bytes(families.logits(compiled, tokens), before)
     ck.unpatch(compiled)
     assert type(net.lm_head) is nn.Linear
+
+
+def test_a_setting_about_logits_that_nobody_knows():
+    net = families.model("llama", logit_bias_of_mine=2.0)
+    report = ck.patch(net)
+    assert [left.part for left in report.moving] == ["LlamaForCausalLM: loss"]
+    assert "config.logit_bias_of_mine" in report.left[0].known
+
+
+def test_autocast():
+    """Of a model in bf16: the bytes that it has without."""
+    net, tokens = families.model("gemma3"), families.ids(2, 9)
+    ck.patch(net)
+    want = families.logits(net, tokens)
+    net.train()
+    loss = net(tokens, labels=tokens, use_cache=False).loss
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert same_bytes(families.logits(net.eval(), tokens), want)
+        assert same_bytes(net.train()(tokens, labels=tokens, use_cache=False).loss, loss)
 
 
 def test_a_base_model_alone():
