@@ -65,6 +65,25 @@ def test_inference(name):
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+@pytest.mark.nightly
+def test_main_grads():
+    """Into main_grad, over two batches of one graph: the bytes of eager."""
+    net = families.model("gemma3", num_hidden_layers=1).train()
+    ck.patch(net, main_grad=True)
+    found = []
+    for run in (net, torch.compile(net, fullgraph=True, dynamic=True, backend="aot_eager")):
+        for parameter in net.parameters():
+            parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32)
+        for batch, length in ((2, 24), (3, 40)):
+            tokens = families.ids(batch, length)
+            run(tokens, labels=tokens, use_cache=False).loss.backward()
+        assert all(p.grad is None for p in net.parameters())
+        found.append({name: p.main_grad for name, p in net.named_parameters()})
+    eager, graph = found
+    assert [n for n in eager if not same_bytes(eager[n], graph[n])] == []
+    assert all(t.any() for t in eager.values())
+
+
 def test_without_the_options_bytes_differ():
     """The mutant: inductor keeps fp32 inside of what it fuses, here a rotary embedding."""
     net = families.model("llama", num_hidden_layers=1)
