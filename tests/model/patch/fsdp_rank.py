@@ -6,6 +6,7 @@ both.
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import sys
@@ -34,6 +35,7 @@ def sharded(net: torch.nn.Module) -> torch.nn.Module:
     return fully_shard(net, mesh=mesh)
 
 
+@functools.cache
 def alone() -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
     """The logits; and the mean of both halves' gradients as reduced by FSDP2, by one process."""
     net = families.model("qwen3")
