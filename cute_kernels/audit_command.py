@@ -67,7 +67,6 @@ def audit(
     asked = None if transforms is None else [name.strip() for name in transforms.split(",")]
     if asked is not None:
         checks.names(asked)
-        gradients = bool(set(asked) & set(checks.GRADIENTS)) or (gradients and not asked)
     if prompt and tokens:
         raise ArgumentValueError(expected("--tokens", "--prompt or --tokens", "both"))
     sizes = _whole_numbers("--lengths", lengths, least=1)

@@ -55,7 +55,7 @@ def audit(
     if transforms is not None:
         checks.names(transforms)
     facts = probe.probe(model, torch.cat(given.sequences), given.accepts)
-    given = checks.with_scope(given, facts.scope)
+    given = checks.after_probe(given, facts)
     names, skipped = checks.chosen(transforms, gradients, compile, given)
     outcomes, reference = runs.outputs(given, facts, names)
     found = runs.findings(given, facts, outcomes, reference)

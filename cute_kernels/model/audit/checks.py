@@ -20,7 +20,7 @@ from ...errors import (
     expected,
     one_of,
 )
-from .probe import SEQUENCE
+from .probe import SEQUENCE, Facts
 
 #: Of outputs; of gradients; of what torch.compile makes of the model.
 OUTPUTS = (
@@ -50,7 +50,7 @@ _WRAPPERS = (
 class Problem:
     """One audit: a model, its sequences of ids, and what its forward takes.
 
-    scope: what the model's rows depend on, of `probe`; None before it ran.
+    scope, caches: of `probe`; None and False before it ran.
     """
 
     model: nn.Module
@@ -59,6 +59,7 @@ class Problem:
     device: torch.device
     accepts: frozenset[str]
     scope: str | None = None
+    caches: bool = False
 
     @property
     def all(self) -> tuple[int, ...]:
@@ -173,6 +174,8 @@ def _refused(name: str, given: Problem) -> str | None:
     if name in ("chunks", "decode"):
         if not cached:
             return "forward takes no past_key_values and use_cache"
+        if not given.caches:
+            return "it returns no past_key_values for use_cache=True"
         if given.scope == SEQUENCE:
             return "a token's row depends on tokens behind it"
         if max(map(len, given.sequences)) < 2:
@@ -317,6 +320,16 @@ def _accepts(model: nn.Module) -> frozenset[str]:
     return frozenset(found)
 
 
-def with_scope(given: Problem, scope: str) -> Problem:
+def after_probe(given: Problem, facts: Facts) -> Problem:
     """The problem once the probe has run."""
-    return dataclasses.replace(given, scope=scope)
+    if not facts.outputs:
+        want = "an output with a row for each token, [B, T, ...]"
+        raise ArgumentValueError(expected("model", want, f"none from {type(given.model).__name__}"))
+    return dataclasses.replace(given, scope=facts.scope, caches=facts.caches)
+
+
+def with_a_way_back(outputs: Sequence[torch.Tensor]) -> None:
+    """That an output with rows leads back to parameters."""
+    if not outputs:
+        want = "an output with rows that a gradient comes through, or gradients=False"
+        raise ArgumentValueError(expected("model", want, "none that requires a gradient"))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from . import plans, rows
+from . import checks, plans, rows
 from .checks import Problem
 from .plans import Call
 from .probe import Facts
@@ -64,11 +64,11 @@ def backward_order(model: nn.Module, ended: Sequence[str]) -> dict[str, int]:
 
 def _output(result: object, facts: Facts) -> tuple[str, torch.Tensor]:
     """The model's first floating output with a row for each token and a way back."""
-    return next(
-        (path, t)
-        for path, t in rows.tensors(result)
-        if t.requires_grad and (("", 0), "out", path) in facts.layouts
-    )
+    found = [
+        (path, t) for path, t in rows.tensors(result) if t.requires_grad and path in facts.outputs
+    ]
+    checks.with_a_way_back(found)
+    return found[0]
 
 
 def _incoming(

@@ -37,6 +37,9 @@ _NO_MATH = frozenset(
     + ("as_strided", "unbind", "lift_fresh", "unsafe_split", "split_with_sizes", "empty_strided")
 )
 
+#: The call of the model itself.
+_MODEL: Key = ("", 0)
+
 #: (key, "in" or "out", path of the tensor)
 Slot = tuple[Key, str, str]
 
@@ -46,18 +49,25 @@ class Facts:
     """What the probe found.
 
     layouts: of each tensor with rows.  scopes: what each call's rows depend on.  ops: those that a
-    call ran itself, outside its children, in order.  kinds: class names.
+    call ran itself, outside its children, in order.  kinds: class names.  caches: whether the model
+    gives a cache when it is asked to.
     """
 
     layouts: Mapping[Slot, rows.Layout]
     scopes: Mapping[Key, str]
     ops: Mapping[Key, tuple[str, ...]]
     kinds: Mapping[str, str]
+    caches: bool
 
     @property
     def scope(self) -> str:
         """Of the whole model."""
-        return self.scopes.get(("", 0), SEQUENCE)
+        return self.scopes.get(_MODEL, SEQUENCE)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Paths of the model's outputs with a row for each token."""
+        return tuple(path for key, side, path in self.layouts if (key, side) == (_MODEL, "out"))
 
 
 def probe(model: nn.Module, pool: torch.Tensor, accepts: frozenset[str]) -> Facts:
@@ -83,7 +93,19 @@ def probe(model: nn.Module, pool: torch.Tensor, accepts: frozenset[str]) -> Fact
     with torch.no_grad():
         scopes = _scopes(kept, parents, layouts)
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
-    return Facts(layouts, scopes, {key: tuple(found) for key, found in ops.items()}, kinds)
+    of_calls = {key: tuple(found) for key, found in ops.items()}
+    return Facts(layouts, scopes, of_calls, kinds, _caches(model, pool, accepts))
+
+
+def _caches(model: nn.Module, pool: torch.Tensor, accepts: frozenset[str]) -> bool:
+    """Whether a forward pass that is asked for its cache returns one."""
+    if not {"past_key_values", "use_cache"} <= accepts:
+        return False
+    given = {"position_ids": torch.zeros(1, 1, dtype=torch.int64, device=pool.device)}
+    options = {name: value for name, value in given.items() if name in accepts}
+    with torch.no_grad():
+        result = model(pool[None, :1], use_cache=True, **options)
+    return getattr(result, "past_key_values", None) is not None
 
 
 @dataclass(frozen=True)

@@ -187,8 +187,8 @@ def _finding(key: Key, outcome: Outcome, count: details.Count, facts: Facts) -> 
 def _of_parameter(
     name: str, case: tuple[str, str], count: details.Count, t: torch.Tensor, facts: Facts
 ) -> Finding:
-    owner = name.removesuffix(".main_grad").rpartition(".")[0]
-    owner = owner if owner in facts.kinds else name.rpartition(".")[0]
+    owner = name.removesuffix(".main_grad")  # a module's own, or a parameter's
+    owner = owner if owner in facts.kinds else owner.rpartition(".")[0]
     return Finding(
         module=owner,
         kind=facts.kinds[owner],

@@ -94,8 +94,10 @@ class Recorder:
         table.digests[cells] = rows.digest(data, t.dtype)
         table.seen[cells] = True
         if side == "out" and key in self._keep:
-            for i in self._keep[key][call.cells.cpu()].nonzero().flatten().tolist():
-                table.kept[int(call.cells[i])] = data[i].cpu()
+            here = call.cells.cpu()
+            picked = self._keep[key][here].nonzero().flatten()
+            copies = data[picked.to(t.device)].cpu()
+            table.kept.update(zip(here[picked].tolist(), copies, strict=True))
         return True
 
     def trace(self) -> Trace:
