@@ -102,8 +102,9 @@ def digest(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     Sums of whole numbers modulo 2^64: the same on every device and in every order.
     """
     count, width = data.shape
-    data = torch.nn.functional.pad(data, (0, -width % 8)).contiguous()
-    lanes = data.view(torch.int64) if width else data.to(torch.int64)
+    data = torch.nn.functional.pad(data, (0, -width % 8))
+    # By way of one dimension: a single row may have any stride.
+    lanes = data.flatten().view(torch.int64).view(count, -(-width // 8))
     place = torch.arange(1, lanes.shape[1] + 1, device=data.device)
     salt, key = _mixed(place * _KEY), _mixed(place * _FIRST + width) | 1
     made = torch.empty(count, 2, dtype=torch.int64, device=data.device)
