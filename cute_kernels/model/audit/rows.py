@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -105,8 +106,7 @@ def digest(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     data = torch.nn.functional.pad(data, (0, -width % 8))
     # By way of one dimension: a single row may have any stride.
     lanes = data.flatten().view(torch.int64).view(count, -(-width // 8))
-    place = torch.arange(1, lanes.shape[1] + 1, device=data.device)
-    salt, key = _mixed(place * _KEY), _mixed(place * _FIRST + width) | 1
+    salt, key = _keys(width, data.device)
     made = torch.empty(count, 2, dtype=torch.int64, device=data.device)
     step = max(1, _LANES // max(1, lanes.shape[1]))
     for at in range(0, count, step):
@@ -115,6 +115,13 @@ def digest(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         made[at : at + step, 0] = mixed.sum(1)
         made[at : at + step, 1] = (mixed * key).sum(1)
     return made + _number_of(dtype)
+
+
+@functools.lru_cache(maxsize=64)  # a model has few widths
+def _keys(width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each lane of a row: what tells its place, and an odd factor."""
+    place = torch.arange(1, -(-width // 8) + 1, device=device)
+    return _mixed(place * _KEY), _mixed(place * _FIRST + width) | 1
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
