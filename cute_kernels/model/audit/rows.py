@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+
+from ...caching import ByteCache
 
 #: What a digest is wide, in bits.  It is no cryptographic hash.
 DIGEST_BITS = 128
@@ -16,6 +17,9 @@ DIGEST_BITS = 128
 NOT_OF_TOKENS = frozenset(
     ("attention_mask", "cache_position", "past_key_values", "past_key_value", "cache_params")
 )
+
+#: (bytes of a row, device) -> what is mixed into each of its lanes.
+_keys = ByteCache("keys of an audit's digests", 64 << 20)
 
 #: int64 lanes that are digested at once.
 _LANES = 1 << 22
@@ -106,7 +110,7 @@ def digest(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     data = torch.nn.functional.pad(data, (0, -width % 8))
     # By way of one dimension: a single row may have any stride.
     lanes = data.flatten().view(torch.int64).view(count, -(-width // 8))
-    salt, key = _keys(width, data.device)
+    salt, key = _keys.get((width, data.device), lambda: _make_keys(width, data.device))
     made = torch.empty(count, 2, dtype=torch.int64, device=data.device)
     step = max(1, _LANES // max(1, lanes.shape[1]))
     for at in range(0, count, step):
@@ -117,8 +121,7 @@ def digest(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return made + _number_of(dtype)
 
 
-@functools.lru_cache(maxsize=64)  # a model has few widths
-def _keys(width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _make_keys(width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each lane of a row: what tells its place, and an odd factor."""
     place = torch.arange(1, -(-width // 8) + 1, device=device)
     return _mixed(place * _KEY), _mixed(place * _FIRST + width) | 1
