@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -113,7 +113,8 @@ def problem(model: nn.Module, inputs: object, pad_token: int | None) -> Problem:
         _ids(f"inputs[{i}]", one, limit)
     pad = _pad(model, pad_token, limit)
     accepts = _accepts(model)
-    return Problem(model, tuple(one.to(device) for one in sequences), pad, device, accepts)
+    ids = tuple(one.to(device, torch.int64) for one in sequences)
+    return Problem(model, ids, pad, device, accepts)
 
 
 def chosen(
@@ -149,7 +150,7 @@ def _asked(asked: object, gradients: bool, compile: bool, given: Problem) -> tup
 
 def names(asked: object) -> None:
     """That ``transforms`` are names that there are."""
-    if isinstance(asked, str) or not isinstance(asked, Iterable):
+    if isinstance(asked, str) or not isinstance(asked, Collection):
         want = "a list of names, or None for all that apply"
         raise ArgumentTypeError(expected("transforms", want, repr(asked)))
     for name in asked:

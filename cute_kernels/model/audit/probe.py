@@ -27,6 +27,10 @@ ROW, PAST, SEQUENCE = _WIDER = ("row", "past", "sequence")
 #: Columns whose rows are replaced: the last; some with a column left alone beside each.
 _END, _SOME = (4,), (0, 2)
 
+#: Of the largest number of an output: what rounding may change, in units of the dtype's eps, and a
+#: change that is never laid to rounding.
+_ROUNDING, _LEAST = 128, 0.05
+
 #: Numbers whose meaning lies in how they follow each other: they stay.
 _FIXED = "position_ids"
 
@@ -186,7 +190,7 @@ def _scope(key: Key, call: _Kept, layouts: Mapping[Slot, rows.Layout]) -> str:
             # Equal inputs give other bytes: only a NaN that arrives tells of a row's way.  It would
             # pass a causal mask too, as 0 times NaN.
             return PAST if _moved(key, call, layouts, (_SOME, _no_number), _not_a_number) else ROW
-        if _moved(key, call, layouts, (_END, _changed), _bytes):
+        if _moved(key, call, layouts, (_END, _changed), _values):
             return SEQUENCE
         return PAST if _moved(key, call, layouts, (_SOME, _changed), _bytes) else ROW
     except Exception:  # a module that stops at such rows tells nothing of where they go
@@ -205,12 +209,23 @@ def _no_number(t: torch.Tensor, rows_of_t: torch.Tensor) -> torch.Tensor:
     return rows_of_t
 
 
-def _bytes(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return data
+def _bytes(was: torch.Tensor, now: torch.Tensor, dtype: torch.dtype) -> bool:
+    return bool((was != now).any())
 
 
-def _not_a_number(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return data.view(dtype).isnan()
+def _not_a_number(was: torch.Tensor, now: torch.Tensor, dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and _bytes(
+        was.view(dtype).isnan(), now.view(dtype).isnan(), dtype
+    )
+
+
+def _values(was: torch.Tensor, now: torch.Tensor, dtype: torch.dtype) -> bool:
+    """By more than rounding: a sum whose order follows its neighbours looks at none of them."""
+    if not dtype.is_floating_point or _not_a_number(was, now, dtype):
+        return dtype.is_floating_point
+    was, now = (t.view(dtype).double().nan_to_num() for t in (was, now))
+    limit = min(_ROUNDING * torch.finfo(dtype).eps, _LEAST)
+    return bool((was - now).abs().max() > limit * was.abs().max())
 
 
 def _moved(
@@ -218,9 +233,9 @@ def _moved(
     call: _Kept,
     layouts: Mapping[Slot, rows.Layout],
     change: tuple[tuple[int, ...], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]],
-    view: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
+    unlike: Callable[[torch.Tensor, torch.Tensor, torch.dtype], bool],
 ) -> bool:
-    """Whether rows before or between replaced ones came out otherwise, as ``view`` sees them.
+    """Whether rows before or between replaced ones came out otherwise, as ``unlike`` sees them.
 
     ``change``: the columns that are replaced, and by what.
     """
@@ -246,6 +261,6 @@ def _moved(
         if layout is None:
             continue
         pair = [rows.rows(t, layout, GRIDS[0], cells[~hit]) for t in (was, after[path])]
-        if bool((view(pair[0], was.dtype) != view(pair[1], was.dtype)).any()):
+        if unlike(*pair, was.dtype):
             return True
     return False

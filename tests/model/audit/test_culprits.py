@@ -381,11 +381,16 @@ def test_inputs_are_read_before_a_module_writes_to_them(monkeypatch):
 
 
 def test_what_rows_depend_on_is_found_by_trying():
-    facts = probe.probe(planted.clean(), torch.arange(30), frozenset({"position_ids"}))
+    of_tokens = torch.arange(30), frozenset({"position_ids"})
+    facts = probe.probe(planted.clean(), *of_tokens)
     scopes = {key[0]: scope for key, scope in facts.scopes.items()}
     past = {"", *(f"blocks.{i}{part}" for i in (0, 1) for part in ("", ".mix"))}
     assert {name for name, scope in scopes.items() if scope == probe.PAST} == past
     assert {scope for name, scope in scopes.items() if name not in past} == {probe.ROW}
-    both = probe.probe(Both().eval(), torch.arange(30), frozenset())
-    assert both.scope == probe.SEQUENCE
+    for dtype in (torch.float32, torch.bfloat16):
+        both = probe.probe(Both().to(dtype).eval(), torch.arange(30), frozenset())
+        assert both.scope == probe.SEQUENCE
+    # Rows that a sum's order follows are not rows that it looks at.
+    rounding = probe.probe(planted.spoilt("blocks.1.up", planted.AnyOrder), *of_tokens)
+    assert rounding.scope == probe.PAST and rounding.scopes["blocks.1.up", 0] == probe.ROW
     assert tuple(FORWARD) == runs.OUTPUTS

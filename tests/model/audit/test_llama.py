@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import cute_kernels as ck
+from tests.contract import same_bytes
 
 transformers = pytest.importorskip("transformers")
 
@@ -108,3 +109,60 @@ def test_padding_of_transformers_reaches_the_model_as_its_generate_gives_it():
         count = mask.cumsum(1)[:, -ids.shape[1] :] - 1
         real = mask[:, -ids.shape[1] :] == 1
         assert (at[real] == count[real]).all() and bool((mask.diff(dim=1) >= 0).all())
+
+
+def small(kind: str) -> nn.Module:
+    """fp32, one layer; windows, heads with norms, experts."""
+    sizes = {"vocab_size": 97, "hidden_size": 192, "intermediate_size": 352, "head_dim": 64}
+    sizes |= {"num_attention_heads": 3, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    sizes |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = {
+        "mistral": lambda: transformers.MistralConfig(**sizes, sliding_window=8),
+        "qwen3": lambda: transformers.Qwen3Config(**sizes),
+        "mixtral": lambda: transformers.MixtralConfig(**sizes, num_local_experts=4),
+    }[kind]()
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config).float().eval()
+
+
+def differs(parts: list[torch.Tensor], whole: torch.Tensor) -> bool:
+    return not same_bytes(torch.cat(parts), whole)
+
+
+@torch.no_grad()
+def by_hand(model: nn.Module, ids: list[torch.Tensor]) -> set[str]:
+    """The transforms of two under which logits differ, with none of the audit's code."""
+    want, found = [model(one[None]).logits[0] for one in ids], set()
+    width = max(map(len, ids))
+    padded = torch.stack([nn.functional.pad(one, (0, width - len(one))) for one in ids])
+    mask = (torch.arange(width) < torch.tensor([[len(one)] for one in ids])).long()
+    logits = model(padded, attention_mask=mask).logits
+    if any(differs([row[: len(one)]], one) for row, one in zip(logits, want, strict=True)):
+        found.add("batch")
+    for one, whole in zip(ids, want, strict=True):
+        half, past, parts = len(one) // 2, None, []
+        for first, end in [(0, half), *((at, at + 1) for at in range(half, len(one)))]:
+            made = model(one[None, first:end], past_key_values=past, use_cache=True)
+            past = made.past_key_values
+            parts.append(made.logits[0])
+        if differs(parts, whole):
+            found.add("decode")
+    return found
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen3", "mixtral"])
+def test_the_model_differs_where_a_look_by_hand_says_so(kind):
+    model, ids = small(kind), sequences(19, 8)
+    report = ck.audit(model, ids, transforms=["batch", "decode"])
+    at_the_end = {one.transform for one in (*report.findings, *report.victims) if not one.module}
+    assert at_the_end >= by_hand(model, ids)
+    assert bool(at_the_end) == bool(by_hand(model, ids))
+    assert bool(report.unfollowed) == (kind == "mixtral")
+
+
+def test_ids_may_be_a_batch_a_list_or_numbers():
+    model, ids = row_local(), sequences(5, 5)
+    options = {"transforms": ["batch"]}
+    batch = torch.stack(ids).int()
+    made = [ck.audit(model, given, **options) for given in (ids, batch, batch.tolist())]
+    assert all(report == made[0] and report.ok for report in made)
