@@ -28,6 +28,7 @@ _PUBLIC = {
     "contract_id": "about",
     "info": "about",
     "set_reduction": "reduction",
+    "audit": "model.audit.api",
     "errors": None,
     "schedulers": None,
 }
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from .about import contract_id as contract_id
     from .about import guarantees as guarantees
     from .about import info as info
+    from .model.audit.api import audit as audit
     from .reduction import set_reduction as set_reduction
     from .schedulers.masks.mask import BlockMask as BlockMask
     from .systems import *  # noqa: F403

@@ -26,6 +26,7 @@ from tests.compile import toy
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {
     "info": [],
+    "audit": ["tests.model.audit.planted:clean", "--json", "out"],
     "demo": ["--steps", "1", "-o", "out"],
     "aot": ["-o", "out"],
     "certify": ["-o", "out"],

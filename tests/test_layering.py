@@ -75,6 +75,8 @@ RANKS: dict[str, float] = {
     "schedule_command": 13,
     "certify_command": 14,
     "integrations": 14,
+    "model": 14.5,
+    "audit_command": 14.7,
     "demo": 15,
     "__main__": 16,
     "__init__": 17,
@@ -90,6 +92,7 @@ SAME_LAYER = {
     "system.device",
     "demo",
     "integrations",
+    "model",
 }
 
 
@@ -248,6 +251,9 @@ PLANTED = [
     ("gemm.triton.launch", "from ...sparse_attn.triton import plan"),
     ("sparse_attn.api", "from cute_kernels.gemm import config"),
     ("dsl.mma", "from ..sparse_attn.device import slope"),
+    ("gemm.api", "from ..model.audit import api"),
+    ("integrations.transformers", "from ..model.audit import probe"),
+    ("model.audit.rows", "from ...demo import model"),
     ("schedulers.tiles.raster", "from cute_kernels import caching"),
 ]
 
