@@ -213,6 +213,7 @@ def test_a_device_without_a_backend(monkeypatch):
     for name, call in (
         ("silu", lambda: ck.silu(t(3))),
         ("softmax", lambda: ck.softmax(t(3))),
+        ("embedding", emb(ids(1), weight())),
         ("apply_rotary", turn()),
         ("rotary_table", table(ids(1), t(4))),
         ("clip_grad_norm_", clip([parameter()])),

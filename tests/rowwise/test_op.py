@@ -294,3 +294,35 @@ def test_every_launcher_is_there():
             for m in ("cpu", "triton.launch")
         ]
         assert list(found[0].parameters) == list(found[1].parameters), function
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, "meta"], ids=str)
+def test_defaults_of_torch_do_not_show(default):
+    """torch.set_default_dtype, a default device, and torch.use_deterministic_algorithms."""
+    x, ids, dy = drawn(5, 40, dtype=BF16), indices(9, 30), drawn(30, 7)
+    weight, gradient = torch.nn.Parameter(drawn(9, 7)), drawn(6, 50)
+
+    def run():
+        weight.grad = None
+        ck.embedding(ids, weight).backward(dy)
+        clipped = torch.nn.Parameter(gradient.clone())
+        clipped.grad = gradient.clone()
+        total = ck.clip_grad_norm_(clipped, 0.5)
+        results = [function(x) for function in (ck.softmax, ck.log_softmax, ck.gelu, ck.tanh)]
+        return [*results, weight.grad, total, clipped.grad, *ck.rotary_table(ids, INVERSE, 1.3)]
+
+    want = run()
+    if default == "meta":
+        torch.use_deterministic_algorithms(True)
+        try:
+            with torch.device("meta"):
+                got = run()
+        finally:
+            torch.use_deterministic_algorithms(False)
+    else:
+        torch.set_default_dtype(default)
+        try:
+            got = run()
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all(map(same_bytes, got, want))
