@@ -50,6 +50,10 @@ class NondeterministicError(CuteKernelsError, RuntimeError):
     """An unordered variant was asked for under ``torch.use_deterministic_algorithms(True)``."""
 
 
+class NonfiniteError(CuteKernelsError, RuntimeError):
+    """A norm that was to be finite is not (``error_if_nonfinite``)."""
+
+
 class UnsupportedTransformError(CuteKernelsError, RuntimeError):
     """A ``torch.func`` transform that the op does not support."""
 

@@ -41,6 +41,27 @@ SYSTEMS = (
     ),
     System("mhc", {"mhc": "mhc_project"}, perf="mhc", namespace=True),
     System("norm", {"rms_norm": "norm_forward", "layer_norm": "norm_forward"}, perf="norm"),
+    System(
+        "rowwise",
+        {
+            name: name
+            for name in (
+                "embedding",
+                "softmax",
+                "log_softmax",
+                "silu",
+                "gelu",
+                "sigmoid",
+                "tanh",
+                "silu_mul",
+                "gelu_mul",
+                "rotary_table",
+                "apply_rotary",
+                "clip_grad_norm_",
+            )
+        },
+        launcher=None,
+    ),
     System("sparse_attn", {"block_sparse_attention": "block_sparse_attention"}, perf="attention"),
 )
 
@@ -60,4 +81,16 @@ if TYPE_CHECKING:  # the same, for tools that read instead of running
     from .logp.api import log_probs as log_probs
     from .norm.api import layer_norm as layer_norm
     from .norm.api import rms_norm as rms_norm
+    from .rowwise.api import apply_rotary as apply_rotary
+    from .rowwise.api import clip_grad_norm_ as clip_grad_norm_
+    from .rowwise.api import embedding as embedding
+    from .rowwise.api import gelu as gelu
+    from .rowwise.api import gelu_mul as gelu_mul
+    from .rowwise.api import log_softmax as log_softmax
+    from .rowwise.api import rotary_table as rotary_table
+    from .rowwise.api import sigmoid as sigmoid
+    from .rowwise.api import silu as silu
+    from .rowwise.api import silu_mul as silu_mul
+    from .rowwise.api import softmax as softmax
+    from .rowwise.api import tanh as tanh
     from .sparse_attn.api import block_sparse_attention as block_sparse_attention

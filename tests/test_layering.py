@@ -45,6 +45,7 @@ RANKS: dict[str, float] = {
     "system.masks": 6,
     "system.tensors": 5,
     "system.checks": 7,
+    "system.functions": 7,
     "system.exact": 7,
     "system.chunks": 8,
     "system.shards": 10.5,

@@ -1,0 +1,311 @@
+"""Tensors -> what an op needs of them, or one exception that names the argument.
+
+Works on meta tensors, but for ids and gradients, whose values or memory are looked at where they
+can be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from .. import checking
+from .. import main_grad as destination
+from ..errors import (
+    AliasError,
+    ArgumentTypeError,
+    ArgumentValueError,
+    DeviceError,
+    DtypeError,
+    NonfiniteError,
+    ShapeError,
+    expected,
+    one_of,
+)
+from .config import APPROXIMATE
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_INTEGERS = (torch.int64, torch.int32)
+_MAX_SIZE = 2**31 - 1
+
+
+class Lookup(NamedTuple):
+    """An embedding: the entry that has no gradient, -1 for none."""
+
+    padding: int
+
+
+class Turn(NamedTuple):
+    """Tables of a rotary, beside the leading dimensions of q and k."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class Clip(NamedTuple):
+    """The gradients to clip, in the order of their parameters."""
+
+    gradients: tuple[torch.Tensor, ...]
+    max_norm: float
+    largest: bool  # whether the norm is the largest element
+
+
+def embedding(
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    padding_idx: int | None,
+    main_grad: torch.Tensor | None,
+) -> Lookup:
+    """``embedding(ids[...], weight[V, D])``."""
+    _integers("ids", ids)
+    _floats("weight", weight)
+    checking.rank("weight", weight, 2, "[V, D]")
+    checking.same_device("weight", weight, "ids", ids)
+    checking.supported("embedding", weight.device)
+    vocab = weight.shape[0]
+    padding = -1
+    if padding_idx is not None:
+        padding = _integer("padding_idx", padding_idx)
+        if not -vocab <= padding < vocab:
+            want = f"an entry of weight, {-vocab} to {vocab - 1}, or None"
+            raise ArgumentValueError(expected("padding_idx", want, padding))
+        padding %= vocab
+    if (values := _values(ids)) is not None:
+        # On a GPU a look at the values would wait for it; there torch's lookup asserts.
+        wrong = (values < 0) | (values >= vocab)
+        if bool(wrong.any()):
+            got = int(values[wrong].flatten()[0])
+            raise ArgumentValueError(expected("ids", f"entries of 0 to {vocab - 1}", got))
+    if main_grad is not None:
+        destination.check(main_grad, weight, ids, "ids")
+    if not torch.compiler.is_compiling():
+        destination.check_values(ids, weight, None, main_grad, "ids")
+    return Lookup(padding)
+
+
+def row(op: str, x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """``softmax(x[..., N])``: the dtype of its result."""
+    _floats("x", x)
+    checking.supported(op, x.device)
+    if x.dim() < 1:
+        raise ShapeError(expected("x", "at least 1 dimension [..., N]", "a scalar tensor"))
+    if dtype is None:
+        return x.dtype
+    if not isinstance(dtype, torch.dtype):
+        want = "a torch.dtype, or None"
+        raise ArgumentTypeError(expected("dtype", want, type(dtype).__name__))
+    checking.dtype("dtype", dtype, DTYPES)
+    return dtype
+
+
+def element(op: str, x: torch.Tensor) -> None:
+    """A function of each element of ``x``."""
+    _floats("x", x)
+    checking.supported(op, x.device)
+
+
+def gelu_kind(approximate: str) -> str:
+    """The kind of gelu."""
+    if not isinstance(approximate, str) or approximate not in APPROXIMATE:
+        raise ArgumentValueError(one_of("approximate", tuple(APPROXIMATE), approximate))
+    return APPROXIMATE[approximate]
+
+
+def gated(op: str, gate: torch.Tensor, up: torch.Tensor) -> None:
+    """``silu_mul(gate, up)`` of one shape, dtype and device."""
+    _floats("gate", gate)
+    _floats("up", up)
+    if gate.shape != up.shape:
+        raise ShapeError(expected("up", f"shape {list(gate.shape)}, that of gate", list(up.shape)))
+    checking.same_device("up", up, "gate", gate)
+    if gate.dtype != up.dtype:
+        raise DtypeError(expected("up", f"{gate.dtype}, the dtype of gate", up.dtype))
+    checking.supported(op, gate.device)
+
+
+def rotary_table(
+    positions: torch.Tensor, inv_freq: torch.Tensor, scaling: float, dtype: torch.dtype
+) -> float:
+    """``rotary_table(positions[...], inv_freq[F])``: the scaling."""
+    _integers("positions", positions)
+    checking.tensor("inv_freq", inv_freq)
+    checking.dtype("inv_freq", inv_freq.dtype, (torch.float32,))
+    checking.rank("inv_freq", inv_freq, 1, "[D / 2]")
+    checking.same_device("inv_freq", inv_freq, "positions", positions)
+    checking.supported("rotary_table", positions.device)
+    _constant("inv_freq", inv_freq)
+    if not isinstance(dtype, torch.dtype):
+        raise ArgumentTypeError(expected("dtype", "a torch.dtype", type(dtype).__name__))
+    checking.dtype("dtype", dtype, DTYPES)
+    return _number("scaling", scaling)
+
+
+def apply_rotary(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int
+) -> Turn:
+    """``apply_rotary(q[..., D], k[..., D], cos[..., R], sin[..., R])``."""
+    for name, t in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
+        _floats(name, t)
+        checking.same_device(name, t, "q", q)
+    for name, t in (("q", q), ("k", k)):
+        if t.dim() not in (3, 4):
+            want = "3 or 4 dimensions, [H, S, D] or [B, H, S, D]"
+            raise ShapeError(expected(name, want, f"{t.dim()} (shape {list(t.shape)})"))
+    if k.dtype != q.dtype:
+        raise DtypeError(expected("k", f"{q.dtype}, the dtype of q", k.dtype))
+    checking.supported("apply_rotary", q.device)
+    if cos.dim() < 1 or sin.shape != cos.shape:
+        want = f"shape {list(cos.shape)}, that of cos, [..., R]"
+        raise ShapeError(expected("sin", want, list(sin.shape)))
+    if sin.dtype != cos.dtype:
+        raise DtypeError(expected("sin", f"{cos.dtype}, the dtype of cos", sin.dtype))
+    for name, t in (("cos", cos), ("sin", sin)):
+        _constant(name, t)
+    at, most = _integer("unsqueeze_dim", unsqueeze_dim), cos.dim() - 1
+    if not 0 <= at <= most:
+        want = f"0 to {most}, a dimension before the last of cos"
+        raise ArgumentValueError(expected("unsqueeze_dim", want, at))
+    tables = Turn(cos.unsqueeze(at), sin.unsqueeze(at))
+    for name, t in (("q", q), ("k", k)):
+        _beside(name, t, tables.cos)
+    return tables
+
+
+def clip(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    main_grad: bool,
+) -> Clip:
+    """``clip_grad_norm_(parameters, max_norm)``: gradients that are whole, on one device."""
+    for name, flag in (("error_if_nonfinite", error_if_nonfinite), ("main_grad", main_grad)):
+        if not isinstance(flag, bool):
+            raise ArgumentTypeError(expected(name, "True or False", type(flag).__name__))
+    most = _number("max_norm", max_norm)
+    if not most >= 0:
+        raise ArgumentValueError(expected("max_norm", "a number of 0 or more", max_norm))
+    if _number("norm_type", norm_type) not in (2.0, math.inf):
+        want = "2.0 or inf (other powers have no rounding that a device must keep)"
+        raise ArgumentValueError(expected("norm_type", want, norm_type))
+    found: dict[int, torch.Tensor] = {}
+    first = None
+    for i, parameter in enumerate(_parameters(parameters)):
+        gradient = _gradient(f"parameters[{i}]", parameter, main_grad)
+        if gradient is None:
+            continue
+        if id(gradient) in found:
+            want = "each gradient once (it is scaled in place)"
+            raise AliasError(expected(f"parameters[{i}]", want, "one that came before"))
+        found[id(gradient)] = gradient
+        first = gradient if first is None else first
+        if gradient.device != first.device:
+            want = f"a gradient on {first.device}, where the first one is"
+            raise DeviceError(expected(f"parameters[{i}]", want, gradient.device))
+    if first is not None:
+        checking.supported("clip_grad_norm_", first.device)
+    return Clip(tuple(found.values()), most, norm_type == math.inf)
+
+
+def finite(total: torch.Tensor) -> None:
+    """That a norm is finite, for who asked to know; waits for a GPU."""
+    if not bool(total.isfinite()):
+        want = "gradients whose norm is finite (error_if_nonfinite=True)"
+        raise NonfiniteError(expected("parameters", want, float(total)))
+
+
+# ---- pieces --------------------------------------------------------------------------------------
+
+
+def _floats(name: str, t: torch.Tensor) -> None:
+    checking.tensor(name, t)
+    checking.dtype(name, t.dtype, DTYPES)
+    if t.dim() and max(t.shape) > _MAX_SIZE:
+        raise ShapeError(expected(name, f"sizes of at most {_MAX_SIZE}", list(t.shape)))
+
+
+def _integers(name: str, t: torch.Tensor) -> None:
+    checking.tensor(name, t)
+    if t.dtype not in _INTEGERS:
+        raise DtypeError(expected(name, "int64 or int32", t.dtype))
+
+
+def _constant(name: str, t: torch.Tensor) -> None:
+    if t.requires_grad:
+        want = "requires_grad=False (it has no gradient)"
+        raise ArgumentValueError(expected(name, want, "requires_grad=True"))
+
+
+def _beside(name: str, t: torch.Tensor, table: torch.Tensor) -> None:
+    width, columns = table.shape[-1], t.shape[-1]
+    if width < 2 or width % 2 or width > columns:
+        want = f"an even last dimension of 2 to {columns}, the D of {name}"
+        raise ShapeError(expected("cos", want, width))
+    rows, lead = t.shape[:-1], table.shape[:-1]
+    fits = len(lead) <= len(rows) and all(
+        size in (1, own) for size, own in zip(reversed(lead), reversed(rows), strict=False)
+    )
+    if not fits:
+        want = f"leading dimensions that go with {list(lead)}, those of cos after unsqueeze_dim"
+        raise ShapeError(expected(name, want, list(rows)))
+
+
+def _parameters(given: object) -> list[torch.Tensor]:
+    if isinstance(given, torch.Tensor):
+        return [given]
+    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        want = "a tensor or an iterable of tensors"
+        raise ArgumentTypeError(expected("parameters", want, type(given).__name__))
+    return list(given)
+
+
+def _gradient(name: str, parameter: torch.Tensor, main_grad: bool) -> torch.Tensor | None:
+    checking.tensor(name, parameter)
+    _whole(name, parameter)
+    gradient = parameter.grad
+    if main_grad and getattr(parameter, "main_grad", None) is not None:
+        if gradient is not None:
+            want = "a gradient in main_grad or in grad, not in both"
+            raise ArgumentValueError(expected(name, want, "both"))
+        name, gradient = f"{name}.main_grad", parameter.main_grad
+        checking.tensor(name, gradient)
+    if gradient is None:
+        return None
+    _whole(name, gradient)
+    checking.tensor(name, gradient)
+    checking.dtype(name, gradient.dtype, DTYPES)
+    return gradient
+
+
+def _whole(name: str, t: torch.Tensor) -> None:
+    """That a tensor is not one of the kinds that hold a part of a parameter."""
+    kinds = {one.__name__ for one in type(t).__mro__}
+    for kind in ("DTensor", "ShardedTensor", "FlatParameter"):
+        if kind in kinds:
+            want = "a tensor that is whole (a norm over shards needs the group's order of adding)"
+            raise ArgumentTypeError(expected(name, want, kind))
+    if hasattr(t, "ds_id"):
+        want = "a tensor that is whole (a norm over shards needs the group's order of adding)"
+        raise ArgumentTypeError(expected(name, want, "a parameter that DeepSpeed has partitioned"))
+
+
+def _values(t: torch.Tensor) -> torch.Tensor | None:
+    """What can be looked at; None on a GPU, and in a graph."""
+    if torch.compiler.is_compiling() or t.device.type != "cpu":
+        return None
+    return checking.in_memory(t)
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ArgumentTypeError(expected(name, "a number", type(value).__name__))
+    return float(value)
+
+
+def _integer(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise ArgumentTypeError(expected(name, "an int", type(value).__name__))
+    return value

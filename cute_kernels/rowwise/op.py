@@ -1,0 +1,430 @@
+"""The torch ops of rowwise: schemas, fakes, autograd.
+
+    activation  f(x)             gated  f(gate) up          f: one of config.KINDS
+    softmax, log_softmax         over the last dimension
+    rotary_table, rotary         rotary is its own backward, with ``back`` the other way
+    embedding                    weight[ids]; embedding_gradient adds dy in the order of tokens
+    square_sum, add_sums, scale  of clip_grad_norm_
+
+Each op that is differentiable has one more, ``..._backward``; what it is made of is not
+differentiable again, but for rotary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from .. import contracts, dispatch
+from .. import main_grad as destination
+from ..arch import CPU, TRITON
+from ..cpu_math import ieee_on
+from ..dispatch import Implementation
+from ..errors import UnsupportedTransformError
+from ..operands import flat_rows
+from ..torch_ops import define_op
+from . import config
+
+_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
+
+#: The kind of an activation -> the public op whose contract covers it.
+_OP_OF = {kind: kind for kind in config.KINDS} | {"gelu_tanh": "gelu"}
+
+#: Entry of `dispatch` -> (the op whose contract covers it, the launchers' name).
+_LAUNCHERS = {
+    "embedding": ("embedding", "embedding"),
+    "embedding_gradient": ("embedding", "embedding_gradient"),
+    "softmax": ("softmax", "softmax"),
+    "softmax_backward": ("softmax", "softmax_backward"),
+    "log_softmax": ("log_softmax", "log_softmax"),
+    "log_softmax_backward": ("log_softmax", "log_softmax_backward"),
+    "rotary_table": ("rotary_table", "rotary_table"),
+    "apply_rotary": ("apply_rotary", "rotary"),
+    "clip_grad_norm_": ("clip_grad_norm_", "square_sum"),
+    "clip_grad_norm_sums": ("clip_grad_norm_", "add_sums"),
+    "clip_grad_norm_scale": ("clip_grad_norm_", "scale_"),
+}
+for _name in ("silu", "gelu", "sigmoid", "tanh"):
+    _LAUNCHERS[_name] = (_name, "activation")
+    _LAUNCHERS[f"{_name}_backward"] = (_name, "activation_backward")
+for _name in ("silu", "gelu"):
+    _LAUNCHERS[f"{_name}_mul"] = (f"{_name}_mul", "gated")
+    _LAUNCHERS[f"{_name}_mul_backward"] = (f"{_name}_mul", "gated_backward")
+
+
+for _entry, (_contract, _function) in _LAUNCHERS.items():
+    _where = {TRITON: f"triton.launch:{_function}", CPU: f"cpu:{_function}"}
+    dispatch.register(
+        _entry,
+        {
+            backend: Implementation(f"{__package__}.{path}", _DTYPES)
+            for backend, path in _where.items()
+        },
+        contract=_contract,
+    )
+
+for _name in config.KEPT:
+
+    def _backend(device: torch.device, dtype: torch.dtype, entry: str = _name) -> str:
+        return dispatch.backend(entry, device, dtype)
+
+    contracts.register(contracts.Contract(_name, config.KEPT[_name], config.plan, _backend))
+
+
+def _launcher(entry: str, t: torch.Tensor) -> Callable:
+    return dispatch.launcher(entry, t.device, t.dtype)
+
+
+def _rows_only(call: Callable) -> Callable:
+    """vmap of tensors that are alike: the mapped dimension becomes one more in front."""
+
+    def vmap(info, in_dims, *args):
+        mapped = [
+            a if not isinstance(a, torch.Tensor)
+            else a.expand(info.batch_size, *a.shape) if dim is None
+            else a.movedim(dim, 0)
+            for a, dim in zip(args, in_dims, strict=True)
+        ]  # fmt: skip
+        found = call(*mapped)
+        return found, (0,) * len(found) if isinstance(found, tuple) else 0
+
+    return vmap
+
+
+def _vmap_refused(info, in_dims, *args):
+    raise UnsupportedTransformError(
+        "cute_kernels: torch.func.vmap over this op is not supported; its leading dimensions do "
+        "the same"
+    )
+
+
+# ---- functions of elements -----------------------------------------------------------------------
+
+
+def _like(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Uninitialised, contiguous: of nothing, or fake."""
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+def _run_activation(x, kind):
+    return _launcher(_OP_OF[kind], x)(x, kind) if x.numel() else _like(x)
+
+
+def _run_activation_backward(dy, x, kind):
+    if not x.numel():
+        return _like(x)
+    return _launcher(f"{_OP_OF[kind]}_backward", x)(dy, x, kind)
+
+
+def _setup_activation(ctx, inputs, output):
+    x, ctx.kind = inputs
+    ctx.save_for_backward(x)
+
+
+def _backward_activation(ctx, dy):
+    (x,) = ctx.saved_tensors
+    return activation_backward(dy, x, ctx.kind), None
+
+
+def _run_gated(gate, up, kind):
+    return _launcher(f"{_OP_OF[kind]}_mul", gate)(gate, up, kind) if gate.numel() else _like(gate)
+
+
+def _run_gated_backward(dy, gate, up, kind):
+    if not gate.numel():
+        return _like(gate), _like(up)
+    return _launcher(f"{_OP_OF[kind]}_mul_backward", gate)(dy, gate, up, kind)
+
+
+def _setup_gated(ctx, inputs, output):
+    gate, up, ctx.kind = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _backward_gated(ctx, dy):
+    made = gated_backward(dy, *ctx.saved_tensors, ctx.kind)
+    return *(g if need else None for g, need in zip(made, ctx.needs_input_grad, strict=False)), None
+
+
+activation = define_op(
+    "activation(Tensor x, str kind) -> Tensor",
+    _run_activation,
+    fake=lambda x, kind: _like(x),
+    setup=_setup_activation,
+    backward=_backward_activation,
+    vmap=_rows_only(lambda *args: activation(*args)),
+)
+activation_backward = define_op(
+    "activation_backward(Tensor dy, Tensor x, str kind) -> Tensor",
+    _run_activation_backward,
+    fake=lambda dy, x, kind: _like(x),
+    vmap=_rows_only(lambda *args: activation_backward(*args)),
+)
+gated = define_op(
+    "gated(Tensor gate, Tensor up, str kind) -> Tensor",
+    _run_gated,
+    fake=lambda gate, up, kind: _like(gate),
+    setup=_setup_gated,
+    backward=_backward_gated,
+    vmap=_rows_only(lambda *args: gated(*args)),
+)
+gated_backward = define_op(
+    "gated_backward(Tensor dy, Tensor gate, Tensor up, str kind) -> (Tensor, Tensor)",
+    _run_gated_backward,
+    fake=lambda dy, gate, up, kind: (_like(gate), _like(up)),
+    vmap=_rows_only(lambda *args: gated_backward(*args)),
+)
+
+
+# ---- softmax -------------------------------------------------------------------------------------
+
+
+def _over_rows(entry: str, first: torch.Tensor, others: tuple, dtype: torch.dtype) -> torch.Tensor:
+    """A launcher of rows [M, N]; ``others``: a tensor more, and what else it takes."""
+    like = next((t for t in others if isinstance(t, torch.Tensor)), first)
+    if not like.numel():
+        return _like(like, dtype)
+    rows = [flat_rows(a, entry) if isinstance(a, torch.Tensor) else a for a in (first, *others)]
+    return _launcher(entry, like)(*rows).view(like.shape)
+
+
+def _run_softmax(x, dtype):
+    return _over_rows("softmax", x, (dtype,), dtype)
+
+
+def _run_softmax_backward(dy, y, dtype):
+    return _over_rows("softmax_backward", dy, (y, dtype), dtype)
+
+
+def _run_log_softmax(x, dtype):
+    return _over_rows("log_softmax", x, (dtype,), dtype)
+
+
+def _run_log_softmax_backward(dy, x):
+    return _over_rows("log_softmax_backward", dy, (x,), x.dtype)
+
+
+def _setup_softmax(ctx, inputs, output):
+    ctx.dtype = inputs[0].dtype
+    ctx.save_for_backward(output)
+
+
+def _setup_log_softmax(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0])
+
+
+softmax = define_op(
+    "softmax(Tensor x, ScalarType dtype) -> Tensor",
+    _run_softmax,
+    fake=_like,
+    setup=_setup_softmax,
+    backward=lambda ctx, dy: (softmax_backward(dy, *ctx.saved_tensors, ctx.dtype), None),
+    vmap=_rows_only(lambda *args: softmax(*args)),
+)
+softmax_backward = define_op(
+    "softmax_backward(Tensor dy, Tensor y, ScalarType dtype) -> Tensor",
+    _run_softmax_backward,
+    fake=lambda dy, y, dtype: _like(y, dtype),
+    vmap=_rows_only(lambda *args: softmax_backward(*args)),
+)
+log_softmax = define_op(
+    "log_softmax(Tensor x, ScalarType dtype) -> Tensor",
+    _run_log_softmax,
+    fake=_like,
+    setup=_setup_log_softmax,
+    backward=lambda ctx, dy: (log_softmax_backward(dy, *ctx.saved_tensors), None),
+    vmap=_rows_only(lambda *args: log_softmax(*args)),
+)
+log_softmax_backward = define_op(
+    "log_softmax_backward(Tensor dy, Tensor x) -> Tensor",
+    _run_log_softmax_backward,
+    fake=lambda dy, x: _like(x),
+    vmap=_rows_only(lambda *args: log_softmax_backward(*args)),
+)
+
+
+# ---- rotary --------------------------------------------------------------------------------------
+
+
+def _fake_rotary_table(positions, inv_freq, scaling, dtype):
+    shape = (*positions.shape, 2 * inv_freq.shape[0])
+    return tuple(inv_freq.new_empty(shape, dtype=dtype) for _ in range(2))
+
+
+def _run_rotary_table(positions, inv_freq, scaling, dtype):
+    if not positions.numel() or not inv_freq.numel():
+        return _fake_rotary_table(positions, inv_freq, scaling, dtype)
+    launch = dispatch.launcher("rotary_table", inv_freq.device, dtype)
+    # A kernel's numbers are fp32.
+    scaling = torch.tensor(scaling, dtype=torch.float32, device="cpu").item()
+    made = launch(positions.reshape(-1), inv_freq, scaling, dtype)
+    return tuple(t.view(*positions.shape, -1) for t in made)
+
+
+def _run_rotary(x, cos, sin, back):
+    if not x.numel():
+        return _like(x)
+    lead = x.shape[:-1]
+    tables = [t.expand(*lead, t.shape[-1]) for t in (cos, sin)]
+    four = [t[(None,) * (4 - t.dim())] for t in (x, *tables)]
+    return _launcher("apply_rotary", x)(*four, back).view(x.shape)
+
+
+def _setup_rotary(ctx, inputs, output):
+    _, cos, sin, ctx.back = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _backward_rotary(ctx, dy):
+    return rotary(dy, *ctx.saved_tensors, not ctx.back), None, None, None
+
+
+rotary_table = define_op(
+    "rotary_table(Tensor positions, Tensor inv_freq, float scaling, ScalarType dtype) "
+    "-> (Tensor, Tensor)",
+    _run_rotary_table,
+    fake=_fake_rotary_table,
+    vmap=_vmap_refused,
+)
+rotary = define_op(
+    "rotary(Tensor x, Tensor cos, Tensor sin, bool back) -> Tensor",
+    _run_rotary,
+    fake=lambda x, cos, sin, back: _like(x),
+    setup=_setup_rotary,
+    backward=_backward_rotary,
+    vmap=_vmap_refused,
+)
+
+
+# ---- embedding -----------------------------------------------------------------------------------
+
+
+def _run_embedding(ids, weight, main_grad, padding):
+    if main_grad is not None:
+        destination.apart(main_grad, ids=ids, weight=weight)
+    if not ids.numel() or not weight.shape[1]:
+        return _fake_embedding(ids, weight, main_grad, padding)
+    return _launcher("embedding", weight)(ids, weight)
+
+
+def _fake_embedding(ids, weight, main_grad, padding):
+    return weight.new_empty(*ids.shape, weight.shape[1])
+
+
+def _add_gradient(dy, ids, padding, into):
+    if dy.numel():
+        launch = _launcher("embedding_gradient", dy)
+        launch(flat_rows(dy, "embedding_gradient"), ids.reshape(-1).to(torch.int64), padding, into)
+
+
+def _run_embedding_gradient(dy, ids, padding, vocab):
+    into = dy.new_zeros(vocab, dy.shape[-1])
+    _add_gradient(dy, ids, padding, into)
+    return into
+
+
+def _run_embedding_gradient_(dy, ids, padding, main_grad):
+    _add_gradient(dy, ids, padding, main_grad)
+
+
+def _setup_embedding(ctx, inputs, output):
+    ids, weight, main_grad, ctx.padding = inputs
+    ctx.vocab = weight.shape[0]
+    ctx.save_for_backward(ids)
+    # Not a saved tensor: backward of an earlier micro-batch may write it before ours reads it.
+    ctx.main_grad = main_grad if ctx.needs_input_grad[1] else None
+
+
+def _backward_embedding(ctx, dy):
+    if ctx.main_grad is not None and torch.is_grad_enabled():
+        raise UnsupportedTransformError(
+            "cute_kernels.embedding: double backward (create_graph=True) is not available with "
+            "main_grad"
+        )
+    (ids,) = ctx.saved_tensors
+    target = destination.targets(ctx, (True, True), {1: ctx.main_grad})[1]
+    if target.into is not None:
+        embedding_gradient_(dy, ids, ctx.padding, target.into)
+        target.written()
+    made = embedding_gradient(dy, ids, ctx.padding, ctx.vocab) if target.returned else None
+    return None, made, None, None
+
+
+embedding = define_op(
+    "embedding(Tensor ids, Tensor weight, Tensor? main_grad, int padding) -> Tensor",
+    _run_embedding,
+    fake=_fake_embedding,
+    setup=_setup_embedding,
+    backward=_backward_embedding,
+    vmap=_vmap_refused,
+)
+embedding_gradient = define_op(
+    "embedding_gradient(Tensor dy, Tensor ids, int padding, SymInt vocab) -> Tensor",
+    _run_embedding_gradient,
+    fake=lambda dy, ids, padding, vocab: dy.new_empty(vocab, dy.shape[-1]),
+    vmap=_vmap_refused,
+)
+embedding_gradient_ = define_op(
+    "embedding_gradient_(Tensor dy, Tensor ids, int padding, Tensor(a!) main_grad) -> ()",
+    _run_embedding_gradient_,
+    fake=lambda dy, ids, padding, main_grad: None,
+    vmap=_vmap_refused,
+)
+
+
+# ---- clip_grad_norm_ -----------------------------------------------------------------------------
+
+
+def _run_square_sum(x):
+    if not x.numel():
+        return x.new_zeros((), dtype=torch.float64)
+    return _launcher("clip_grad_norm_", x)(x.reshape(-1))
+
+
+def _run_add_sums(sums):
+    # Whatever the gradients are, their sums are fp64: of one contract with the fp32 ones.
+    return dispatch.launcher("clip_grad_norm_sums", sums.device, torch.float32)(sums)
+
+
+def _run_scale_(x, factor):
+    if x.numel():
+        _launcher("clip_grad_norm_scale", x)(x, factor)
+
+
+square_sum = define_op(
+    "square_sum(Tensor x) -> Tensor",
+    _run_square_sum,
+    fake=lambda x: x.new_empty((), dtype=torch.float64),
+    vmap=_vmap_refused,
+)
+add_sums = define_op(
+    "add_sums(Tensor sums) -> Tensor",
+    _run_add_sums,
+    fake=lambda sums: sums.new_empty(()),
+    vmap=_vmap_refused,
+)
+scale_ = define_op(
+    "scale_(Tensor(a!) x, Tensor factor) -> ()",
+    _run_scale_,
+    fake=lambda x, factor: None,
+    vmap=_vmap_refused,
+)
+
+
+def total_norm(gradients: tuple[torch.Tensor, ...], largest: bool) -> torch.Tensor:
+    """fp64: the root of the sum of squares, or the largest element, of tensors in their order."""
+    with ieee_on(gradients[0]):
+        if largest:
+            # The largest of numbers is one of them: it has no order.
+            sizes = [t.abs().amax().to(torch.float64) for t in gradients if t.numel()]
+            return torch.stack([gradients[0].new_zeros((), dtype=torch.float64), *sizes]).amax()
+        return add_sums(torch.stack([square_sum(t) for t in gradients])).sqrt()
+
+
+def clip(gradients: tuple[torch.Tensor, ...], total: torch.Tensor, max_norm: float) -> None:
+    """gradients *= min(1, max_norm / (total + 1e-6)), the factor rounded to fp32."""
+    with ieee_on(total):
+        factor = (max_norm / (total + config.EPSILON)).clamp(max=1.0).to(torch.float32)
+    for gradient in gradients:
+        scale_(gradient, factor)
