@@ -29,6 +29,9 @@ _PUBLIC = {
     "info": "about",
     "set_reduction": "reduction",
     "audit": "model.audit.api",
+    "patch": "model.patch",
+    "unpatch": "model.patch",
+    "compile_options": "model.compiling",
     "errors": None,
     "schedulers": None,
 }
@@ -42,6 +45,9 @@ if TYPE_CHECKING:
     from .about import guarantees as guarantees
     from .about import info as info
     from .model.audit.api import audit as audit
+    from .model.compiling import compile_options as compile_options
+    from .model.patch import patch as patch
+    from .model.patch import unpatch as unpatch
     from .reduction import set_reduction as set_reduction
     from .schedulers.masks.mask import BlockMask as BlockMask
     from .systems import *  # noqa: F403

@@ -1,1 +1,1 @@
-"""Whole models: tools that take an ``nn.Module`` and look at or change all of it."""
+"""Whole models: patch one so that its rows keep their bits, and find what breaks them."""
