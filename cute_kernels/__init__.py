@@ -28,6 +28,7 @@ _PUBLIC = {
     "contract_id": "about",
     "info": "about",
     "set_reduction": "reduction",
+    "audit": "model.audit.api",
     "patch": "model.patch",
     "unpatch": "model.patch",
     "compile_options": "model.compiling",
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from .about import contract_id as contract_id
     from .about import guarantees as guarantees
     from .about import info as info
+    from .model.audit.api import audit as audit
     from .model.compiling import compile_options as compile_options
     from .model.patch import patch as patch
     from .model.patch import unpatch as unpatch

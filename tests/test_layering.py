@@ -77,6 +77,7 @@ RANKS: dict[str, float] = {
     "certify_command": 14,
     "integrations": 14,
     "model": 14.5,
+    "audit_command": 14.7,
     "demo": 15,
     "__main__": 16,
     "__init__": 17,
@@ -251,6 +252,9 @@ PLANTED = [
     ("gemm.triton.launch", "from ...sparse_attn.triton import plan"),
     ("sparse_attn.api", "from cute_kernels.gemm import config"),
     ("dsl.mma", "from ..sparse_attn.device import slope"),
+    ("gemm.api", "from ..model.audit import api"),
+    ("integrations.transformers", "from ..model.audit import probe"),
+    ("model.audit.rows", "from ...demo import model"),
     ("schedulers.tiles.raster", "from cute_kernels import caching"),
 ]
 

@@ -33,7 +33,8 @@ _OP_OF = {kind: kind for kind in config.KINDS} | {"gelu_tanh": "gelu"}
 
 #: Entry of `dispatch` -> (the op whose contract covers it, the launchers' name).
 _LAUNCHERS = {
-    "embedding": ("embedding", "embedding_gradient"),
+    "embedding": ("embedding", "embedding"),
+    "embedding_gradient": ("embedding", "embedding_gradient"),
     "softmax": ("softmax", "softmax"),
     "softmax_backward": ("softmax", "softmax_backward"),
     "log_softmax": ("log_softmax", "log_softmax"),
@@ -302,7 +303,9 @@ rotary = define_op(
 def _run_embedding(ids, weight, main_grad, padding):
     if main_grad is not None:
         destination.apart(main_grad, ids=ids, weight=weight)
-    return torch.embedding(weight, ids)
+    if not ids.numel() or not weight.shape[1]:
+        return _fake_embedding(ids, weight, main_grad, padding)
+    return _launcher("embedding", weight)(ids, weight)
 
 
 def _fake_embedding(ids, weight, main_grad, padding):
@@ -311,8 +314,8 @@ def _fake_embedding(ids, weight, main_grad, padding):
 
 def _add_gradient(dy, ids, padding, into):
     if dy.numel():
-        launch = dispatch.launcher("embedding", dy.device, dy.dtype)
-        launch(flat_rows(dy, "embedding"), ids.reshape(-1).to(torch.int64), padding, into)
+        launch = _launcher("embedding_gradient", dy)
+        launch(flat_rows(dy, "embedding_gradient"), ids.reshape(-1).to(torch.int64), padding, into)
 
 
 def _run_embedding_gradient(dy, ids, padding, vocab):

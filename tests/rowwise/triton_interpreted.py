@@ -1,40 +1,112 @@
-"""x"""
-import os, torch, pytest
-from cute_kernels.rowwise import cpu, config
+"""The Triton rowwise in Triton's interpreter: values, rows, orders, cuts, and their mutants.
+
+Collected by test_triton_interpreter.py only, in a process that has TRITON_INTERPRET=1 before triton
+is imported.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from cute_kernels.rowwise import config
 from cute_kernels.rowwise.triton import launch
-from ..contract import same_bytes
+
 from ..triton_in_numpy import same_on_every_machine  # noqa: F401
-from .triton_harness import cpu_arithmetic, device_guard
+from . import triton_cases as cases
+from .cases import BF16, FP16, FP32
+from .triton_harness import copy_of, cpu_arithmetic, device_guard  # noqa: F401
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
 @pytest.mark.parametrize("kind", config.KINDS)
-def test_a(kind):
-    x = torch.randn(3, 700)*5
-    dy=torch.randn_like(x)
-    for n in ("activation",):
-        a,b=getattr(cpu,n)(x,kind),getattr(launch,n)(x,kind)
-        print(kind, ((a-b).abs()/a.abs().clamp_min(2**-126.)).max()*2**24)
-        a,b=cpu.activation_backward(dy,x,kind),launch.activation_backward(dy,x,kind)
-        print(kind, ((a-b).abs()).max()*2**24)
-        u=torch.randn_like(x)
-        for a,b in zip(cpu.gated_backward(dy,x,u,kind),launch.gated_backward(dy,x,u,kind)): print(((a-b).abs()).max()*2**24)
-def test_s():
-    for n in (1,2,7,700,1500):
-        x=torch.randn(3,n)*3; dy=torch.randn_like(x)
-        for f in ("softmax","log_softmax"):
-            a,b=getattr(cpu,f)(x,torch.float32),getattr(launch,f)(x,torch.float32)
-            print(n,f,((a-b).abs()/a.abs().clamp_min(2**-126.)).max()*2**24)
-            g=x if f[0]=="l" else a
-            args=(dy,g) if f[0]=="l" else (dy,g,torch.float32)
-            print(n,(getattr(cpu,f+"_backward")(*args)-getattr(launch,f+"_backward")(*args)).abs().max()*2**24)
-def test_r():
-    pos=torch.randint(0,100000,(50,)); inv=1/10000**(torch.arange(0,64,2)/64)
-    for a,b in zip(cpu.rotary_table(pos,inv,1.25,torch.float32),launch.rotary_table(pos,inv,1.25,torch.float32)): assert same_bytes(a,b)
-    c,s=cpu.rotary_table(pos,inv,1.25,torch.float32); s[:,32:]*=2
-    x=torch.randn(2,3,50,80); c,s=(t.expand(2,3,50,64) for t in (c,s))
-    for back in (0,1): print((cpu.rotary(x,c,s,bool(back))-launch.rotary(x,c,s,bool(back))).abs().max())
-def test_e():
-    ids=torch.randint(0,20,(200,)); dy=torch.randn(200,300); 
-    a=torch.randn(25,300); b=a.clone(); cpu.embedding_gradient(dy,ids,3,a); launch.embedding_gradient(dy,ids,3,b); assert same_bytes(a,b)
-    x=torch.randn(70000)
-    assert same_bytes(cpu.square_sum(x),launch.square_sum(x))
-    assert same_bytes(cpu.add_sums(x.double()[:77]),launch.add_sums(x.double()[:77]))
-    a=x.clone(); b=x.clone(); f=torch.tensor(0.3); cpu.scale_(a,f); launch.scale_(b,f); assert same_bytes(a,b)
+def test_activations(kind, dtype):
+    cases.activations(launch, kind, dtype)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("width", [1, 2, 7, 700, 1024, 1030, 2500])
+def test_softmax(width, dtype):
+    cases.softmax(launch, width, dtype)
+
+
+@pytest.mark.parametrize("check", list(cases.CHECKS))
+def test_checks(check):
+    cases.CHECKS[check](launch)
+
+
+def test_embedding_of_bf16():
+    cases.embedding(launch, BF16)
+
+
+#: name -> (the check that kills it, (old, new) each)
+MUTANTS = {
+    "a sum of neighbours": (
+        cases.lanes,
+        (
+            "tl.sum(tl.reshape(v, [2, LANES >> (level + 1)]), axis=0)",
+            "tl.sum(tl.reshape(v, [LANES >> (level + 1), 2]), axis=1)",
+        ),
+    ),
+    "lanes by the device": (
+        cases.lanes,
+        ("*like.stride(), LANES=lanes(n)", "*like.stride(), LANES=64"),
+    ),
+    "tokens descending": (
+        cases.embedding,
+        ("order_ptr + first + k,", "order_ptr + place + end - 1 - first - k,"),
+    ),
+    "tokens in fours": (
+        cases.embedding,
+        (
+            "        for first in range(place, end, _UNROLL):\n",
+            "        for first in range(place, end, _UNROLL):\n"
+            "            four = tl.zeros([COLUMNS], tl.float32)\n",
+        ),
+        (
+            "total = tl.where(there, total + dy, total)",
+            "four = tl.where(there, four + dy, four)\n            total += four",
+        ),
+    ),
+    "tokens from the end": (
+        cases.embedding,
+        (
+            "entry, order = ids.sort(stable=True)",
+            "entry, order = ids.flip(0).sort(stable=True)\n    order = len(ids) - 1 - order",
+        ),
+    ),
+    "padding is added": (cases.embedding, ("(v != before) & (v != padding)", "v != before")),
+    "a sum from zero": (
+        cases.cuts,
+        (
+            "total = tl.load(into, mask=mask, other=0.0).to(tl.float32)",
+            "total = tl.zeros([COLUMNS], tl.float32)",
+        ),
+    ),
+    "squares in fp32": (
+        cases.squares,
+        ("            x = x * x", "            x = (x * x).to(tl.float32)"),
+    ),
+    "no maximum": (cases.masked_rows, ("    top = tl.max(top, axis=0)", "    top = 0.0")),
+    "the sine's own sign": (
+        cases.rotary,
+        (
+            "sin = tl.where(first[None, :], sin, -sin)",
+            "sin = tl.where(first[None, :], -sin, sin)",
+        ),
+    ),
+    "one part of pi": (cases.tables, ("(angle - n * _PI_0) - n * _PI_1", "(angle - n * _PI_0)")),
+}
+
+
+@pytest.mark.parametrize("name", list(MUTANTS))
+def test_killed(tmp_path, name):
+    check, *edits = MUTANTS[name]
+    mutant = copy_of(tmp_path, *edits)
+    with pytest.raises(AssertionError):
+        check(mutant)

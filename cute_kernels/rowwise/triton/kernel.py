@@ -12,7 +12,8 @@ sums of gradients: a chain.
 Nothing is fused but `tl.fma` (enable_fp_fusion is off), nothing is atomic, nothing is autotuned,
 sizes are not specialised on.  Divisions and roots are IEEE's.  2^y is the device's own.
 
-Limits.  gelu_tanh of fp32 far below 0 is off by about 2^-22 |2 u| of itself.  Not run on a GPU.
+Limits.  gelu_tanh of fp32 far below 0 is off by about 2^-22 |2 u| of itself, and softmax of fp32
+by 2^-24 |x - max|.  CUDA's 2^y flushes: what is below 2^-126 may be 0.  Not run on a GPU.
 """
 
 from __future__ import annotations
