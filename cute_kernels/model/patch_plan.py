@@ -20,7 +20,7 @@ from .patch_forwards import Notes
 from .patch_known import Known
 from .patch_report import Left
 
-#: What ck.linear multiplies.
+#: Of the parameters that our ops read.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Parts of transformers' models that are not called while our attention is set.
 _EAGER = frozenset({"eager_attention_forward"})
@@ -149,8 +149,9 @@ def _norm(module: nn.Module, cls: type, options: Options, action, left) -> Actio
     if isinstance(rule, str):
         torchs = isinstance(module, nn.LayerNorm | nn.RMSNorm) or "norm" in cls.__name__.lower()
         return left(rule) if torchs else None
-    if not options.norm:
-        return left("norm=False")
+    refused = [why for p in module.parameters(recurse=False) if (why := _why_not_weight(p))]
+    if refused or not options.norm:
+        return left(refused[0] if refused else "norm=False")
     notes = {name: value for name, value in rule._asdict().items() if name != "kind"}
     return action(rule.kind, **notes)
 
@@ -166,19 +167,18 @@ def _is_conv1d(cls: type) -> bool:
 def _why_not_linear(module: nn.Module, cls: type) -> str | None:
     if isinstance(module, nn.Linear) and cls.forward is not nn.Linear.forward:
         return "a subclass of nn.Linear with a forward of its own (quantised?)"
-    return _why_not_weight(module)
+    return _why_not_weight(module.weight)
 
 
-def _why_not_weight(module: nn.Module) -> str | None:
-    """Why an op of ours cannot read a module's weight; None: it can."""
-    weight = module.weight
+def _why_not_weight(weight: torch.Tensor) -> str | None:
+    """Why an op of ours cannot read a parameter; None: it can."""
     if isinstance(weight, nn.parameter.UninitializedParameter):
         return "its weight is not initialised yet"
     plain = type(weight) in (nn.Parameter, torch.Tensor) or _sharded_by_fsdp(weight)
     if not plain and not hasattr(weight, "ds_status"):
         return f"its weight is a {type(weight).__name__}, not a plain tensor (quantised, sharded?)"
     if weight.dtype not in _DTYPES:
-        return f"its weight is {weight.dtype}; ck.linear takes bfloat16, float16 and float32"
+        return f"its weight is {weight.dtype}; our ops take bfloat16, float16 and float32"
     return None
 
 
@@ -196,7 +196,7 @@ def _why_not_embedding(module: nn.Embedding, cls: type) -> str | None:
             return f"{option} is set, which ck.embedding does not have"
     if cls.forward is not nn.Embedding.forward and not _looks_up_by_super(cls, module):
         return "a subclass of nn.Embedding with a forward of its own"
-    return _why_not_weight(module)
+    return _why_not_weight(module.weight)
 
 
 def _looks_up_by_super(cls: type, module: nn.Module) -> bool:
@@ -297,7 +297,7 @@ def _causal_lms(model: nn.Module, options: Options, made: Plan) -> set[int]:
     heads = set()
     for name, module in _pretrained(model):
         cls = user_class(module)
-        if "loss_function" in vars(module) or not cls.__name__.endswith("ForCausalLM"):
+        if not cls.__name__.endswith("ForCausalLM"):
             continue
         why, notes = _causal_notes(module, cls, options)
         if why is not None:
@@ -318,6 +318,8 @@ def _causal_notes(
     torchs = "torch's cross entropy of the logits, and its gradient"
     if not patch_families.is_causal_lm(cls):
         return f"{torchs}: not a family that we know", None
+    if "forward" in vars(module):
+        return f"{torchs}: its forward is an attribute of its own", None
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     try:

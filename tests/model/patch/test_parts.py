@@ -101,7 +101,16 @@ def hooked() -> nn.Linear:
     return net
 
 
+def boxed_norm() -> nn.LayerNorm:
+    """As tensor parallelism leaves a norm's weight: of a class of its own."""
+    net = nn.LayerNorm(8)
+    net._parameters["weight"] = net.weight.as_subclass(Boxed)
+    return net
+
+
 LEFT = {
+    "norm's weight": (boxed_norm, "a Boxed, not a plain tensor"),
+    "norm in float64": (lambda: nn.LayerNorm(8).double(), "torch.float64"),
     "int8": (quantised, "torch.int8"),
     "float64": (lambda: nn.Linear(8, 8).double(), "torch.float64"),
     "tensor subclass": (boxed, "a Boxed, not a plain tensor"),
@@ -295,6 +304,15 @@ def test_a_setting_about_logits_that_nobody_knows():
     report = ck.patch(net)
     assert [left.part for left in report.moving] == ["LlamaForCausalLM: loss"]
     assert "config.logit_bias_of_mine" in report.left[0].known
+
+
+def test_a_causal_lm_whose_forward_is_an_attribute():
+    net = families.model("llama")
+    inner = net.forward
+    net.forward = lambda *given, **named: inner(*given, **named)
+    (left,) = ck.patch(net).moving
+    assert "an attribute of its own" in left.known
+    assert net.train()(families.ids(1, 5), labels=families.ids(1, 5)).logits is not None
 
 
 def test_autocast():
