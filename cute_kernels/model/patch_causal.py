@@ -107,8 +107,8 @@ def _loss(
         want = f"one for each hidden state, {list(hidden.shape[:-1])}"
         raise ShapeError(expected("labels", want, list(target.shape)))
     head, target = model.get_output_embeddings(), target.to(hidden.device)
-    if not hasattr(head, "_cute_kernels"):
-        want = "a head that ck.patch replaced (patch again once the model has its adapters)"
+    if not (hasattr(head, "_cute_kernels") and head._cute_kernels.logp):
+        want = "the head that ck.patch replaced (patch the whole model again, adapters included)"
         raise ArgumentTypeError(expected("get_output_embeddings()", want, type(head).__name__))
     scoring = Scoring(softcap=model._cute_kernels.softcap, ignore_index=ignored)
     scores = head(hidden, target=target, scoring=scoring).reshape(1, -1)

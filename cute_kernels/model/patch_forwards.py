@@ -27,7 +27,8 @@ class Notes(NamedTuple):
     main_grad: whether gradients go to the ``main_grad`` of parameters that have one.
     weight, bias: the names of a norm's parameters; None: it has none.
     eps, offset: of a norm.  follows: whether a rotary table has the dtype of its input, or fp32.
-    softcap: of a causal LM's logits, 0: none.  logp: whether its loss is ck.linear_logp's.
+    softcap: of a causal LM's logits, 0: none.  logp: whether its loss is
+    ck.linear_logp's; of a head, whether it can score targets.
     """
 
     main_grad: bool = False

@@ -121,7 +121,7 @@ def _replacement(name, module: nn.Module, cls: type, here: _Here) -> Action | Le
         if why is not None:
             return left(why)
         if id(module) in here.heads:
-            return action("head")
+            return action("head", logp=True)
         if not options.linear and id(module) not in here.outputs:
             return left("linear=False")
         return action("linear" if isinstance(module, nn.Linear) else "conv1d")

@@ -153,8 +153,21 @@ def test_an_adapter_around_the_head():
     net = families.model("llama")
     ck.patch(net)
     net.set_output_embeddings(Adapter(net.lm_head))
-    with pytest.raises(ArgumentTypeError, match="patch again once the model has its adapters"):
+    with pytest.raises(ArgumentTypeError, match="patch the whole model again"):
         net(TOKENS, labels=TOKENS)
     report = ck.patch(net)
     assert "the head is a Adapter" in report.left[0].known
     assert net(TOKENS, labels=TOKENS).logits is not None
+
+
+def test_a_head_that_was_patched_by_itself():
+    """It does not know of the loss any more; the whole model does, patched again."""
+    net = families.model("llama")
+    ck.patch(net)
+    want = net(TOKENS, labels=TOKENS).loss
+    for change in (ck.patch, ck.unpatch):
+        change(net.lm_head)
+        with pytest.raises(ArgumentTypeError, match="patch the whole model again"):
+            net(TOKENS, labels=TOKENS)
+    ck.patch(net)
+    assert same_bytes(net(TOKENS, labels=TOKENS).loss, want)
