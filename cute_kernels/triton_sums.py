@@ -1,7 +1,7 @@
 """Sums in a written order, for the Triton kernels of every system.
 
-A half onto a half is `tl.sum` over an axis of two, which has one result whoever adds it: no bit
-depends on how the compiler hands a tile to threads.
+Two at a time: `tl.sum` over an axis of two has one result whoever adds it, so no bit depends on how
+the compiler hands a tile to threads.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: Halvings of an axis that `halves` knows: up to 65536.
+#: Halvings of an axis that are known: up to 65536.
 _LEVELS = tl.constexpr(16)
 
 
@@ -26,6 +26,18 @@ def halves(v, OUTER: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr):
 def over_columns(v, ROWS: tl.constexpr, SIZE: tl.constexpr):
     """[ROWS, SIZE] -> [ROWS]."""
     return tl.reshape(halves(v, ROWS, SIZE, 1), [ROWS])
+
+
+@triton.jit
+def pairs(v, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """[ROWS, SIZE] -> [ROWS]: neighbours, then neighbours of those sums, and so on.
+
+    Neighbours lie in one thread, then in one warp: little is left to exchange between warps.
+    """
+    for level in tl.static_range(_LEVELS):
+        if (SIZE >> level) > 1:
+            v = tl.sum(tl.reshape(v, [ROWS, SIZE >> (level + 1), 2]), axis=2)
+    return tl.reshape(v, [ROWS])
 
 
 @triton.jit

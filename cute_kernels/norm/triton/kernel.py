@@ -14,11 +14,11 @@
 Layouts.  x, residual, dy, dh, h [M, D], neighbours of a row side by side, any stride between rows;
 y, h and dx that are made are dense; weight, bias [D]; mean, rstd fp32 [M]; parts fp32 [P, D].
 
-Order of sums.  Over a row: lane l of BLOCK adds elements l, l + BLOCK, ... ascending, then lanes are
-added, each half onto half; BLOCK is a function of D, and so is which kernel answers.  Zeros fill a
-row.  Over the rows of a part: lane r of ROWS adds rows r, r + ROWS, ... ascending, one fma each of
-dweight; then lanes, each half onto half; ROWS is a function of D.  Parts are added one by one,
-ascending.  No row meets another but in sums over rows; nothing follows M.
+Order of sums.  Over a row: lane l of BLOCK adds elements l, l + BLOCK, ... ascending, then lanes
+are added in pairs, neighbours first; BLOCK is a function of D, and so is which kernel answers.
+Zeros fill a row.  Over the rows of a part: lane r of ROWS adds rows r, r + ROWS, ... ascending, one
+fma each of dweight; then lanes, each half onto half; ROWS is a function of D.  Parts are added one
+by one, ascending.  No row meets another but in sums over rows; nothing follows M.
 
 Nothing is fused but `tl.fma`; divisions and roots are IEEE's.  Nothing is atomic, nothing is
 autotuned, M is not specialised on.  Offsets are 64 bits.
@@ -34,7 +34,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...triton_sums import halves, over_columns, rows_of
+from ...triton_sums import halves, pairs, rows_of
 
 
 @triton.jit
@@ -111,10 +111,15 @@ def forward_kernel(
     size,
     eps,
     offset,
+    ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """ROWS whole rows of at most BLOCK elements; a layer norm's if there is a mean."""
+    # The host found these multiples; saying so lets loads be wide.
+    D = D // ALIGN * ALIGN
+    x_m = x_m // ALIGN * ALIGN
+    residual_m = residual_m // ALIGN * ALIGN
     rows = rows_of(tl.program_id(0), ROWS)
     in_m = (rows < M)[:, None]
     c = _columns(0, BLOCK)
@@ -122,10 +127,10 @@ def forward_kernel(
     if h_ptr is not None:
         _store(h_ptr, own, rows, in_m, c, D)
     if mean_ptr is not None:
-        mean = tl.div_rn(over_columns(own, ROWS, BLOCK), size)
+        mean = tl.div_rn(pairs(own, ROWS, BLOCK), size)
         tl.store(mean_ptr + rows, mean, mask=rows < M)
         own = _centred(own, mean, c, D)
-    rstd = _rstd(over_columns(own * own, ROWS, BLOCK), size, eps)
+    rstd = _rstd(pairs(own * own, ROWS, BLOCK), size, eps)
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)
     y = _scaled(own * rstd[:, None], weight_ptr, bias_ptr, offset, c, D)
     _store(y_ptr, y, rows, in_m, c, D)
@@ -148,10 +153,14 @@ def forward_wide_kernel(
     size,
     eps,
     offset,
+    ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """As forward_kernel, block after block; h is made again in each pass, not read back."""
+    D = D // ALIGN * ALIGN
+    x_m = x_m // ALIGN * ALIGN
+    residual_m = residual_m // ALIGN * ALIGN
     rows = rows_of(tl.program_id(0), ROWS)
     in_m = (rows < M)[:, None]
     blocks = (D - 1) // BLOCK + 1
@@ -161,7 +170,7 @@ def forward_wide_kernel(
         for block in tl.range(0, blocks):
             c = _columns(block * BLOCK, BLOCK)
             lanes += _added(x_ptr, residual_ptr, rows, x_m, residual_m, in_m, c, D)
-        mean = tl.div_rn(over_columns(lanes, ROWS, BLOCK), size)
+        mean = tl.div_rn(pairs(lanes, ROWS, BLOCK), size)
         tl.store(mean_ptr + rows, mean, mask=rows < M)
     lanes = tl.zeros([ROWS, BLOCK], tl.float32)
     for block in tl.range(0, blocks):
@@ -170,7 +179,7 @@ def forward_wide_kernel(
         if mean_ptr is not None:
             own = _centred(own, mean, c, D)
         lanes = tl.fma(own, own, lanes)
-    rstd = _rstd(over_columns(lanes, ROWS, BLOCK), size, eps)
+    rstd = _rstd(pairs(lanes, ROWS, BLOCK), size, eps)
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)
     for block in tl.range(0, blocks):
         c = _columns(block * BLOCK, BLOCK)
@@ -245,11 +254,16 @@ def backward_kernel(
     h_m,
     size,
     offset,
+    ALIGN: tl.constexpr,
     PART: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A part of PART rows of at most BLOCK elements, ROWS at a time; the next are under way."""
+    D = D // ALIGN * ALIGN
+    dy_m = dy_m // ALIGN * ALIGN
+    dh_m = dh_m // ALIGN * ALIGN
+    h_m = h_m // ALIGN * ALIGN
     start = tl.cast(tl.program_id(0), tl.int64) * PART
     end = tl.minimum(start + PART, M)
     c = _columns(0, BLOCK)
@@ -273,10 +287,10 @@ def backward_kernel(
         if bias_parts_ptr is not None:
             of_bias += dy
         g = _g(dy, weight_ptr, offset, c, D)
-        of_products = tl.div_rn(over_columns(g * x_hat, ROWS, BLOCK), size)
+        of_products = tl.div_rn(pairs(g * x_hat, ROWS, BLOCK), size)
         of_g = of_products
         if mean_ptr is not None:
-            of_g = tl.div_rn(over_columns(g, ROWS, BLOCK), size)
+            of_g = tl.div_rn(pairs(g, ROWS, BLOCK), size)
         dx = _dx(g, x_hat, of_products, of_g, rstd, dh_ptr, mean_ptr, rows, dh_m, in_m, c, D)
         _store(dx_ptr, dx, rows, in_m, c, D)
     part = tl.program_id(0) + tl.zeros([1], tl.int64)
@@ -303,9 +317,14 @@ def dx_kernel(
     h_m,
     size,
     offset,
+    ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """dx of one row, block after block."""
+    D = D // ALIGN * ALIGN
+    dy_m = dy_m // ALIGN * ALIGN
+    dh_m = dh_m // ALIGN * ALIGN
+    h_m = h_m // ALIGN * ALIGN
     rows = rows_of(tl.program_id(0), 1)
     in_m = (rows < M)[:, None]
     blocks = (D - 1) // BLOCK + 1
@@ -320,8 +339,8 @@ def dx_kernel(
         products = tl.fma(g, x_hat, products)
         if mean_ptr is not None:
             lanes += g
-    of_products = tl.div_rn(over_columns(products, 1, BLOCK), size)
-    of_g = tl.div_rn(over_columns(lanes, 1, BLOCK), size)
+    of_products = tl.div_rn(pairs(products, 1, BLOCK), size)
+    of_g = tl.div_rn(pairs(lanes, 1, BLOCK), size)
     for block in tl.range(0, blocks):
         c = _columns(block * BLOCK, BLOCK)
         x_hat = _x_hat(_load(h_ptr, rows, h_m, in_m, c, D), mean, rstd, mean_ptr)
@@ -343,10 +362,14 @@ def parts_kernel(
     D,
     dy_m,
     h_m,
+    ALIGN: tl.constexpr,
     PART: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """BLOCK columns of a part: its rows ascending, as a part of one lane."""
+    D = D // ALIGN * ALIGN
+    dy_m = dy_m // ALIGN * ALIGN
+    h_m = h_m // ALIGN * ALIGN
     blocks = (D - 1) // BLOCK + 1
     part = tl.cast(tl.program_id(0) // blocks, tl.int64)
     c = _columns(tl.program_id(0) % blocks * BLOCK, BLOCK)

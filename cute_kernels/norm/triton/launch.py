@@ -46,9 +46,10 @@ def forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: 
             float(width),
             rule.eps,
             rule.offset,
+            ALIGN=_alignment(width, x, residual),
             ROWS=rows,
             BLOCK=lanes,
-            **_options(rows * lanes),
+            **_options(rows * lanes, SIZES.forward_elements),
         )
     return Normed(y, h, mean, rstd)
 
@@ -94,7 +95,7 @@ def add_parts(
             ACCUMULATE=into is not None,
             AHEAD=SIZES.sum_ahead,
             BLOCK=SIZES.sum_columns,
-            **_options(SIZES.sum_columns),
+            **_options(SIZES.sum_columns, SIZES.sum_columns),
         )
     if flat is not target:
         target.copy_(flat)
@@ -143,10 +144,11 @@ def _fused(
         h.stride(0),
         float(width),
         offset,
+        ALIGN=_alignment(width, *upstream, h),
         PART=part_rows(width),
         ROWS=part_lanes(width),
         BLOCK=lanes,
-        **_options(part_lanes(width) * lanes),
+        **_options(part_lanes(width) * lanes, SIZES.backward_elements),
     )
 
 
@@ -174,8 +176,9 @@ def _apart(
         h.stride(0),
         float(width),
         offset,
+        ALIGN=_alignment(width, *upstream, h),
         BLOCK=lanes,
-        **_options(lanes),
+        **_options(lanes, SIZES.backward_elements),
     )
     if made is not None:
         blocks = _tiles(width, SIZES.part_columns)
@@ -188,9 +191,10 @@ def _apart(
             width,
             upstream.dy.stride(0),
             h.stride(0),
+            ALIGN=_alignment(width, upstream.dy, h),
             PART=part_rows(width),
             BLOCK=SIZES.part_columns,
-            **_options(SIZES.part_columns),
+            **_options(SIZES.part_columns, SIZES.part_elements),
         )
 
 
@@ -219,9 +223,14 @@ def _stride(rows: torch.Tensor | None) -> int:
     return 0 if rows is None else rows.stride(0)
 
 
-def _options(tile: int) -> dict[str, int | bool]:
-    """The compiler options that every launch names, for a tile of so many elements."""
-    warps = min(SIZES.most_warps, max(1, tile // (32 * SIZES.per_thread)))
+def _alignment(width: int, *rows: torch.Tensor | None) -> int:
+    """A known factor of D and of strides between rows; it widens loads only."""
+    return 8 if all(size % 8 == 0 for size in (width, *map(_stride, rows))) else 1
+
+
+def _options(tile: int, elements: int) -> dict[str, int | bool]:
+    """The compiler options that every launch names; ``elements`` of the tile are a thread's."""
+    warps = min(SIZES.most_warps, max(1, tile // (32 * elements)))
     return {"num_warps": warps, "enable_fp_fusion": TRITON.fp_fusion}
 
 

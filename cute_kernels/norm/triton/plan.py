@@ -12,12 +12,14 @@ class TritonPlan:
     ``forward_lanes``, ``backward_lanes``: the most that a row has in the forward and the backward;
     a narrower row has as many as it has `config.room`.
     ``tile``: elements of a step of the backward, whose rows are the lanes of a part's sums.
+    ``row``: lanes of a row are added in pairs, neighbours first; those of a part half onto half.
     ``fp_fusion``: an fma is one that is written.
     """
 
     forward_lanes: int = 16384
     backward_lanes: int = 8192
-    tile: int = 4096
+    tile: int = 2048
+    row: str = "pairs"
     fp_fusion: bool = False
 
 
@@ -26,15 +28,17 @@ class Sizes:
     """What no bit depends on; guesses.
 
     ``forward_tile``: elements of a program, if one row has not more.
-    ``per_thread``: elements of a tile that a thread of 32 a warp has, up to ``most_warps``.
+    ``..._elements``: of a tile, that one thread of warps of 32 has, up to ``most_warps``.
     ``part_columns``: of a program that adds the rows of a part of wide ones.
     ``sum_columns``, ``sum_ahead``: of a program that adds parts; parts that are loaded together.
     """
 
     forward_tile: int = 2048
-    per_thread: int = 16
+    forward_elements: int = 16
+    backward_elements: int = 8
     most_warps: int = 16
     part_columns: int = 512
+    part_elements: int = 4
     sum_columns: int = 64
     sum_ahead: int = 32
 
