@@ -14,8 +14,15 @@ from cute_kernels.norm.triton import launch
 from . import cases
 from .cases import BF16, FP16, FP32, RMS, Case, Rule
 from .triton_checks import LAYERS
-from .triton_harness import KERNELS, TARGETS, compiled, complaints, copy_of, inspect
-from .triton_harness import sizes_of_float_sums as float_sums
+from .triton_harness import (
+    KERNELS,
+    TARGETS,
+    compiled,
+    complaints,
+    copy_of,
+    inspect,
+    sizes_of_float_sums,
+)
 
 #: Rows of one warp, of many, of as many lanes as there are, of blocks; ragged ones.
 WIDTHS = (65, 128, 4096, 8192, 16384, 40000)
@@ -76,7 +83,7 @@ def test_everything(target, width, dtype, weight, kind):
     for kernel in kernels:
         assert complaints(kernel) == [], kernel.name
     # Lanes of a row are a tree: log2 of them.
-    sums = max(len(float_sums(kernel.asm["ttir"])) for kernel in kernels)
+    sums = max(len(sizes_of_float_sums(kernel.asm["ttir"])) for kernel in kernels)
     assert sums >= launch.backward_lanes(width).bit_length() - 1
 
 
@@ -94,13 +101,11 @@ def test_rows_are_not_compiled_in(target, width):
 
 def test_aligned_rows_are_loaded_16_bytes_at_a_time():
     """Rows of 8 k elements too, which Triton itself would take for ragged ones."""
-    for width in (2880, 2888):
-        kernels = compiled("sm_90", everything(launch, of(width)))
-        for kernel in kernels:
-            if kernel.name in ("forward_kernel", "backward_kernel"):
-                code = inspect.text(kernel)
-                assert re.search(r"ld\.global\S*\.v4\.b32", code), (width, kernel.name)
-                assert re.search(r"st\.global\S*\.v4\.b32", code), (width, kernel.name)
+    for kernel in compiled("sm_90", everything(launch, of(2888))):
+        if kernel.name in ("forward_kernel", "backward_kernel"):
+            code = inspect.text(kernel)
+            assert re.search(r"ld\.global\S*\.v4\.b32", code), kernel.name
+            assert re.search(r"st\.global\S*\.v4\.b32", code), kernel.name
 
 
 PAIRS = "of_products = tl.div_rn(pairs(g * x_hat, ROWS, BLOCK), size)"
@@ -122,7 +127,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize(
-    "name", [n if n == "fused" else pytest.param(n, marks=pytest.mark.nightly) for n in MUTANTS]
+    "name", [n if n == "atomic" else pytest.param(n, marks=pytest.mark.nightly) for n in MUTANTS]
 )
 def test_found(tmp_path, name):
     old, new, complaint = MUTANTS[name]
