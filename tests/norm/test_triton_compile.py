@@ -74,10 +74,10 @@ def test_everything(target, width, dtype, weight, kind):
     """No atomics, no spills, nothing fused, no order of sums that is not written, wide offsets."""
     kernels = compiled(target, everything(launch, of(width, dtype, weight, kind)))
     names = {kernel.name for kernel in kernels}
-    if width <= launch.TRITON.backward_lanes:
+    if width <= launch.TRITON.backward_whole:
         assert names == FUSED
     else:
-        wide = width > launch.TRITON.forward_lanes
+        wide = width > launch.TRITON.forward_whole
         assert names == APART | {"forward_wide_kernel" if wide else "forward_kernel"}
     assert names <= set(KERNELS)
     for kernel in kernels:

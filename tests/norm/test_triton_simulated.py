@@ -13,7 +13,7 @@ from cute_kernels.norm.triton import launch
 from cute_kernels.norm.triton.plan import Sizes
 
 from ..ptxsim.available import requires_core
-from . import cases
+from . import cases, triton_orders
 from . import triton_checks as checks
 from .cases import BF16, FP32, Case
 from .triton_checks import LAYERS
@@ -39,7 +39,7 @@ REST = [*(case for case in (*checks.SMALL, *checks.PARTS) if case not in BY_DAY)
 def test_values(case):
     with simulated() as kernels:
         checks.values(launch, case, rounds_once)
-    fused = case.width <= launch.TRITON.backward_lanes
+    fused = case.width <= launch.TRITON.backward_whole
     assert ("backward_kernel" in {kernel.name for kernel in kernels}) == fused
 
 
@@ -135,21 +135,15 @@ def test_no_address_shows(case):
     assert len({k.hash for k in kernels if k.name == "backward_kernel"}) >= 2
 
 
-FUSES = '"enable_fp_fusion": TRITON.fp_fusion'
-
-
 def test_fused_sums_are_killed(tmp_path):
     """What a compiler fuses on its own has other bytes than the written order."""
-    mutant = copy_of(tmp_path, (FUSES, '"enable_fp_fusion": True'))
     case = Case(9, 520, LAYERS, FP32, FP32, bias=True, residual=True)
     given = cases.inputs_of(case)
-    with simulated(mutant), pytest.raises(AssertionError):
-        checks.same(cases.run(mutant, case, given), orders_of(case))
-
-
-def orders_of(case: Case) -> cases.Results:
-    """The bytes of the written order, which the kernels as they are have."""
-    given = cases.inputs_of(case)
+    want = triton_orders.run(case, given, rounds_once)
     with simulated():
-        checks.values(launch, case, rounds_once)
-        return cases.run(launch, case, given)
+        checks.same(cases.run(launch, case, given), want)
+    mutant = copy_of(tmp_path, ('"enable_fp_fusion": TRITON.fp_fusion', '"enable_fp_fusion": True'))
+    with simulated(mutant):
+        got = cases.run(mutant, case, given)
+    with pytest.raises(AssertionError):
+        checks.same(got, want)

@@ -56,7 +56,8 @@ def values(launch: ModuleType, case: Case, fma: triton_orders.Fma) -> None:
 def blocks_of(monkeypatch: pytest.MonkeyPatch, lanes: int, *launches: ModuleType) -> None:
     """Rows have at most so many lanes: what is wider is summed block after block."""
     for launch in {triton_launch, *launches}:
-        small = replace(launch.TRITON, forward_lanes=lanes, backward_lanes=lanes, tile=lanes)
+        whole = {"forward_whole": lanes, "backward_whole": lanes}
+        small = replace(launch.TRITON, lanes=lanes, tile=lanes, **whole)
         monkeypatch.setattr(launch, "TRITON", small)
 
 

@@ -36,6 +36,9 @@ KERNELS = {
     "parts_kernel": ("weight_parts_ptr", "bias_parts_ptr"),
     "add_parts_kernel": ("out_ptr",),
 }
+#: Bytes a thread on the stack that a kernel may have: what Triton 3.7.1 leaves of layer norms of
+#: 8192 fp32 on sm_90 is 24, of 65 fp16 on sm_80 16.
+STACK = 24
 
 
 def copy_of(folder: Path, *edits: tuple[str, str]) -> ModuleType:
@@ -92,7 +95,7 @@ def _redirected(
 def complaints(kernel) -> list[str]:
     """What is wrong with the code of a kernel; empty if nothing is."""
     code, ttir = inspect.text(kernel), kernel.asm["ttir"]
-    found = inspect.common_complaints(kernel)
+    found = inspect.common_complaints(kernel, STACK)
     if kernel.metadata.target.backend == "hip" and re.search(r"\.vgpr_spill_count:\s*0\b", code):
         # Scalar registers are kept in lanes of vector registers: no memory is touched.
         found = [complaint for complaint in found if complaint != "spills"]

@@ -19,7 +19,7 @@ Fma = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def rounds_once(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """a b + c: of fp32 the product is exact in fp64; that sum's rounding hides no fp32 tie here."""
+    """a b + c by way of fp64, where the product is exact and the sum all but always is enough."""
     return (a.double() * b.double() + c.double()).float()
 
 

@@ -3,7 +3,7 @@
     forward_kernel        h = x + residual, rounded;  mean = Σ h / D (0 of an RMS norm)
                           rstd = 1 / √(Σ (h - mean)² / D + eps)
                           y = (h - mean) rstd (weight + offset) + bias
-    forward_wide_kernel   the same of rows that registers do not hold
+    forward_wide_kernel   the same of rows that registers do not hold, in blocks
     backward_kernel       x̂ = (h - mean) rstd;  g = dy (weight + offset)
                           dx = dh + rstd (g - mean(g) - x̂ mean(g x̂)),  mean(g) of a layer norm only
                           dweight = Σ_m dy x̂;  dbias = Σ_m dy, of the rows of a part
@@ -22,6 +22,9 @@ by one, ascending.  No row meets another but in sums over rows; nothing follows 
 
 Nothing is fused but `tl.fma`; divisions and roots are IEEE's.  Nothing is atomic, nothing is
 autotuned, M is not specialised on.  Offsets are 64 bits.
+
+Limits.  Where D or a stride between rows is no multiple of 8, loads are scalar: the same bits,
+slower, with some registers on the stack of the widest rows that are held whole.
 
 Tests run this source in Triton's interpreter and its sm_90 code in tests/ptxsim, where no row, no
 cut between parts, no address, no size and no number of warps shows in a bit; they compile it for

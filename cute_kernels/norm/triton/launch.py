@@ -103,13 +103,13 @@ def add_parts(
 
 
 def forward_lanes(width: int) -> int:
-    """Of a row in the forward: all of it, or a block."""
-    return min(room(width), TRITON.forward_lanes)
+    """Of a row in the forward: as many as it has room, or a block's."""
+    return room(width) if room(width) <= TRITON.forward_whole else TRITON.lanes
 
 
 def backward_lanes(width: int) -> int:
     """Of a row in the backward."""
-    return min(room(width), TRITON.backward_lanes)
+    return room(width) if room(width) <= TRITON.backward_whole else TRITON.lanes
 
 
 def part_lanes(width: int) -> int:

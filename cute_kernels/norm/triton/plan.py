@@ -9,15 +9,16 @@ from dataclasses import dataclass
 class TritonPlan:
     """What bits depend on; no measurement has tuned it.  Not run on a GPU.
 
-    ``forward_lanes``, ``backward_lanes``: the most that a row has in the forward and the backward;
-    a narrower row has as many as it has `config.room`.
+    ``forward_whole``, ``backward_whole``: the widest room of a row that registers hold, in the
+    forward and the backward; it has as many lanes as `config.room`.  ``lanes``: of a wider row.
     ``tile``: elements of a step of the backward, whose rows are the lanes of a part's sums.
     ``row``: lanes of a row are added in pairs, neighbours first; those of a part half onto half.
     ``fp_fusion``: an fma is one that is written.
     """
 
-    forward_lanes: int = 16384
-    backward_lanes: int = 8192
+    forward_whole: int = 16384
+    backward_whole: int = 8192
+    lanes: int = 4096
     tile: int = 2048
     row: str = "pairs"
     fp_fusion: bool = False
