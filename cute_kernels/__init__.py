@@ -31,6 +31,10 @@ _PUBLIC = {
     "batch_invariant": "model.batch_invariant",
     "enable_batch_invariant": "model.batch_invariant",
     "disable_batch_invariant": "model.batch_invariant",
+    "audit": "model.audit.api",
+    "patch": "model.patch",
+    "unpatch": "model.patch",
+    "compile_options": "model.compiling",
     "errors": None,
     "schedulers": None,
 }
@@ -43,9 +47,13 @@ if TYPE_CHECKING:
     from .about import contract_id as contract_id
     from .about import guarantees as guarantees
     from .about import info as info
+    from .model.audit.api import audit as audit
     from .model.batch_invariant import batch_invariant as batch_invariant
     from .model.batch_invariant import disable_batch_invariant as disable_batch_invariant
     from .model.batch_invariant import enable_batch_invariant as enable_batch_invariant
+    from .model.compiling import compile_options as compile_options
+    from .model.patch import patch as patch
+    from .model.patch import unpatch as unpatch
     from .reduction import set_reduction as set_reduction
     from .schedulers.masks.mask import BlockMask as BlockMask
     from .systems import *  # noqa: F403

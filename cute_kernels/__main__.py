@@ -1,4 +1,4 @@
-"""The command line: demo, info, aot, certify, schedule.
+"""The command line: audit, demo, info, aot, certify, schedule.
 
 python -m cute_kernels info
 """
@@ -15,6 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from . import __version__, about
+from .audit_command import audit
 from .certify_command import certify
 from .commands import one_line, require
 from .errors import ArgumentValueError, one_of
@@ -96,6 +97,7 @@ def aot(
     console.print(f"{len(records)} kernels in {out}; load them with CUTE_KERNELS_AOT_DIR={out}")
 
 
+app.command()(one_line(audit))
 app.command()(one_line(certify))
 app.command()(one_line(schedule))
 

@@ -82,6 +82,10 @@ class GatherError(CuteKernelsError, RuntimeError):
     """A parameter that is kept in parts is not whole where it has to be read."""
 
 
+class PatchError(CuteKernelsError, RuntimeError):
+    """A model has parts whose bits follow the batch, and that no op of ours replaces."""
+
+
 class ManifestError(CuteKernelsError, RuntimeError):
     """Published weights are damaged, not those that were asked for, or must not be replaced."""
 

@@ -40,7 +40,7 @@ SYSTEMS = (
         perf="logp",
     ),
     System("mhc", {"mhc": "mhc_project"}, perf="mhc", namespace=True),
-    System("norm", {"rms_norm": "norm_forward", "layer_norm": "norm_forward"}),
+    System("norm", {"rms_norm": "norm_forward", "layer_norm": "norm_forward"}, perf="norm"),
     System(
         "rowwise",
         {

@@ -1,7 +1,9 @@
 """define_op(): a function becomes a torch op with a schema, a fake, autograd, autocast and vmap.
 
 On ``torch.library.Library`` rather than ``@custom_op``: 6 us a call instead of 14 (measured on a
-2-core CPU host, design section 4).  There is no eager bypass: two paths can differ in bits.
+2-core CPU host, design section 4).  A call that nothing watches or changes on its way (`_plain`)
+goes straight to what the dispatcher would come to in the end: the same function computes it, so
+there is one set of bits.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def define_op(
     vmap: Callable | None = None,
     autocast_args: Sequence[int] = (),
 ) -> Callable:
-    """Registers one op in the namespace ``torch.ops.cute_kernels`` and returns it.
+    """Registers one op in the namespace ``torch.ops.cute_kernels``; returns what calls it.
 
     Args:
         schema: ``"linear(Tensor x, Tensor weight) -> Tensor"``.
@@ -61,29 +63,85 @@ def define_op(
     if vmap is not None:
         torch.library.register_vmap(qualified, vmap, lib=_LIBRARY)
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
-    autograd = _no_gradient(op) if backward is None else _autograd(op, setup, backward)
+    if backward is None:
+        autograd, apply = _no_gradient(op), None
+    else:
+        apply = _node(op, run, setup, backward)
+        autograd = _autograd(op, apply)
     _LIBRARY.impl(name, untraced(autograd), "Autograd", with_keyset=True)
     for key, device_type in _AUTOCAST.items():
         autocast = _below_autocast(op, device_type, frozenset(autocast_args))
         _LIBRARY.impl(name, untraced(autocast), key)
     _LIBRARY.impl(name, untraced(_below_mode(op)), "DeferredInit", with_keyset=True)
-    return op
+    types = [str(argument.type) for argument in op._schema.arguments]
+    # Whoever writes an argument leaves a mark on it, which the dispatcher sees to.
+    if op._schema.is_mutable or "Tensor" not in types:
+        return op
+    return _entrance(op, run, apply, types.index("Tensor"))
 
 
-def _autograd(op: Callable, setup: Callable, backward: Callable) -> Callable:
-    """The op's autograd kernel.
+#: Arguments of these types are what they seem; every other tensor has a say in how it is computed.
+_PLAIN_TYPES = frozenset(
+    (torch.Tensor, torch.nn.Parameter, type(None), str, float, int, bool, list, torch.dtype)
+)
+_C = torch._C
+
+
+def _plain(args: Sequence[object], tensor: torch.Tensor) -> bool:
+    """Whether no mode, transform, trace or subclass wants to see a call, and no fake is asked for.
+
+    ``tensor``: one of the arguments.
+    """
+    return not (
+        _C._len_torch_dispatch_stack()
+        or _C._len_torch_function_stack()
+        or _C._is_any_autocast_enabled()
+        or _C._are_functorch_transforms_active()
+        or _in_mode()
+        or forward_ad._current_level >= 0
+        or _C._get_tracing_state() is not None
+        or tensor.is_meta
+    ) and _PLAIN_TYPES.issuperset(map(type, args))
+
+
+def _in_mode() -> bool:
+    """Whether an op of torch that is called here comes to `model.batch_invariant`."""
+    included = _C._dispatch_tls_is_dispatch_key_included(MODE)
+    return included and not _C._dispatch_tls_is_dispatch_key_excluded(MODE)
+
+
+def _entrance(op: Callable, run: Callable, apply: Callable | None, at: int) -> Callable:
+    """What callers call: the op, or the end of its way where nothing lies between.
+
+    ``at``: the position of a tensor.
+    """
+
+    def enter(*args):
+        if torch.compiler.is_compiling() or not _plain(args, args[at]):
+            return op(*args)
+        if not (_C.is_grad_enabled() and _C._any_requires_grad(*args)):
+            return run(*args)
+        return op(*args) if apply is None else apply(*args, None)
+
+    return enter
+
+
+def _node(op: Callable, run: Callable, setup: Callable, backward: Callable) -> Callable:
+    """The op's node in autograd graphs: takes the op's arguments and a keyset.
 
     What ``torch.library.register_autograd`` builds, without its look at the schema's defaults in
-    every call (the ops here have none): 20 us of processor time for a forward under grad instead
-    of 29, with an empty launcher (2-core CPU host, 2026-11-20).
+    every call (the ops here have none).  Without a keyset it runs below the dispatcher.
     """
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *args):
             *args, keyset = args
-            with torch._C._AutoDispatchBelowAutograd():
-                output = op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+            if keyset is None:
+                output = run(*args)
+            else:
+                with torch._C._AutoDispatchBelowAutograd():
+                    output = op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
             setup(ctx, args, output)
             return output
 
@@ -96,7 +154,11 @@ def _autograd(op: Callable, setup: Callable, backward: Callable) -> Callable:
                 return (*backward(ctx, *grads), None)
 
     # Function.apply itself spends 2 us on functorch's wrappers; its transforms never get here.
-    apply = super(torch.autograd.Function, Differentiable).apply
+    return super(torch.autograd.Function, Differentiable).apply
+
+
+def _autograd(op: Callable, apply: Callable) -> Callable:
+    """The op's autograd kernel."""
 
     def run(keyset, *args):
         if forward_ad._current_level >= 0:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-#: One mutant in so many runs at every commit.
+#: One parameter of a test in so many runs at every commit.
 SAMPLE = 4
 STORED = Path(__file__).parents[1] / "perf" / "results" / "certificates.json"
 
@@ -92,17 +92,25 @@ def cases(entries: Iterable, sample, store: Path | None = None) -> Iterator:
         yield pytest.param(*entry, id=f"{kernel.name}-{label}", marks=marks)
 
 
-def left_to_the_night(items: Iterable, known: Callable[[str], bool] | None = None) -> list:
-    """The tests marked ``mutants_of(kernels)`` but one in `SAMPLE` of each function.
+def proved_system(system: str) -> bool:
+    """Whether all kernels of a system are `proved`, by the simulator that was tested."""
+    from tests.ptxsim import proved as simulator
 
-    If all those kernels are `proved`: what kills a mutant has not changed since it was run.
+    names = {item["name"] for item in records() if item["name"].startswith(f"{system}_")}
+    return bool(names) and all(map(proved, names)) and simulator.holds()
+
+
+def left_to_the_night(items: Iterable, known: Callable[[str], bool] | None = None) -> list:
+    """The tests marked ``simulates(system)`` but one parameter in `SAMPLE` of each function.
+
+    If the system is proved: neither its kernels nor what runs them has changed since all ran.
     """
-    known = functools.cache(known or proved)
+    known = functools.cache(known or proved_system)
     often: Counter = Counter()
     left = []
     for item in items:
-        mark = item.get_closest_marker("mutants_of")
-        if mark is None or item.get_closest_marker("nightly") or not all(map(known, mark.args)):
+        mark = item.get_closest_marker("simulates")
+        if mark is None or item.get_closest_marker("nightly") or not known(*mark.args):
             continue
         function = item.nodeid.split("[")[0]
         if often[function] % SAMPLE:

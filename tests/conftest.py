@@ -1,4 +1,4 @@
-"""What every test gets: settings and backends found afresh; and which mutants are nightly."""
+"""What every test gets: settings and backends found afresh; and which are nightly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests import certified
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Leaves most mutants of kernels that are as they were certified to the nightly run."""
+    """Leaves most simulations of kernels that are as they were certified to the nightly run."""
     for item in certified.left_to_the_night(items):
         item.add_marker(pytest.mark.nightly)
 

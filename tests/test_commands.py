@@ -26,6 +26,7 @@ from tests.compile import toy
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {
     "info": [],
+    "audit": ["tests.model.audit.planted:clean", "--json", "out"],
     "demo": ["--steps", "1", "-o", "out"],
     "aot": ["-o", "out"],
     "certify": ["-o", "out"],
@@ -66,7 +67,7 @@ BAD = {
     "aot --arch sm_100a": "aot: --arch: expected one of 'sm_90a', got 'sm_100a'",
     "aot --only nosuchkernel": "aot: --only: expected one of 'gemm_sm90', ",
     "aot --only gemm_sm9O": "aot: --only: expected one of 'gemm_sm90', ",
-    "certify --only atn_fwd_sm90": "certify: --only: expected one of 'sparse_attn_fwd_sm90', ",
+    "certify --only sparse_atn_fwd": "certify: --only: expected one of 'sparse_attn_fwd_sm90', ",
     "certify --jobs -1": "certify: --jobs: expected a number of processes, or 0, got -1",
     "demo --steps 0": "demo: steps: expected at least 1, or None, got 0",
     "demo --steps -5": "demo: steps: expected at least 1, or None, got -5",

@@ -29,6 +29,7 @@ RANKS: dict[str, float] = {
     "checking": 4,
     "cpu_math": 4,
     "near": 4,
+    "triton_sums": 4,
     "data_parallel": 4,
     "main_grad": 5,
     "products": 5,
@@ -77,6 +78,7 @@ RANKS: dict[str, float] = {
     "certify_command": 14,
     "integrations": 14,
     "model": 14.5,
+    "audit_command": 14.7,
     "demo": 15,
     "__main__": 16,
     "__init__": 17,
@@ -206,7 +208,12 @@ def test_the_import_graph_has_no_circles():
         ),
         (
             "triton",
-            {"system.triton_kernel", "system.triton_kernel_tokens", "system.triton_sums"},
+            {
+                "triton_sums",
+                "system.triton_kernel",
+                "system.triton_kernel_tokens",
+                "system.triton_sums",
+            },
         ),
     ],
 )
@@ -251,6 +258,9 @@ PLANTED = [
     ("gemm.triton.launch", "from ...sparse_attn.triton import plan"),
     ("sparse_attn.api", "from cute_kernels.gemm import config"),
     ("dsl.mma", "from ..sparse_attn.device import slope"),
+    ("gemm.api", "from ..model.audit import api"),
+    ("integrations.transformers", "from ..model.audit import probe"),
+    ("model.audit.rows", "from ...demo import model"),
     ("schedulers.tiles.raster", "from cute_kernels import caching"),
 ]
 

@@ -1,1 +1,1 @@
-"""Whole models: audit, patch, batch_invariant (docs/model.md)."""
+"""Whole models: patch one so that its rows keep their bits, and find what breaks them."""

@@ -8,6 +8,8 @@ What is not there is empty: the mean of an RMS norm, a gradient that goes elsewh
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from .. import contracts, dispatch
@@ -70,7 +72,7 @@ def _run(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offset
 
 
 def _fake(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offset):
-    rows = x.shape[:-1].numel()
+    rows = math.prod(x.shape[:-1])  # not Size.numel(), which fixes what torch.compile varies
     mean = x.new_empty(rows if kind == LAYER else 0, dtype=torch.float32)
     h = x.new_empty(0 if residual is None else x.shape)
     return x.new_empty(x.shape), h, mean, x.new_empty(rows, dtype=torch.float32)

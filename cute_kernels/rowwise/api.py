@@ -86,8 +86,8 @@ def log_softmax(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.T
 def silu(x: torch.Tensor) -> torch.Tensor:
     """x / (1 + e^-x), element by element, rounded once.
 
-    A function of the element alone: on a CPU of IEEE operations, as what ``torch`` calls there
-    rounds otherwise behind the last whole vector register.  So are `gelu`, `sigmoid` and `tanh`.
+    A function of the element alone, on a CPU made of IEEE operations: torch's own rounds otherwise
+    behind the last whole vector register.  So are `gelu`, `sigmoid` and `tanh`.
 
     Args:
         x: Any shape and strides; bf16, fp16 or fp32.
@@ -209,14 +209,13 @@ def apply_rotary(
     (-x2, x1).  Columns from R on are copied (partial rotary).
 
     Args:
-        q: [B, H, S, D], or the last two or three of these dimensions; bf16, fp16 or fp32; any
-            strides.
+        q: [B, H, S, D] or [H, S, D]; bf16, fp16 or fp32; any strides.
         k: As q, of any number of heads; the dtype and device of ``q``.
-        cos: [B, S, R] or [1, S, R], R even and at most D; bf16, fp16 or fp32.  Its halves may
-            differ.
+        cos: [B, S, R], [1, S, R], or without B; R even and at most D; bf16, fp16 or fp32.  Its
+            halves may differ.
         sin: The shape and dtype of ``cos``.
         unsqueeze_dim: Where cos and sin get a dimension of 1, to go with q and k: 1 for
-            [B, H, S, D], 2 for [B, S, H, D].
+            [B, H, S, D], 2 for [B, S, H, D], 0 for [H, S, D].
 
     Returns:
         (q, k), contiguous, of the shapes and dtype that came; differentiable in q and k.

@@ -30,7 +30,6 @@ from .config import APPROXIMATE
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INTEGERS = (torch.int64, torch.int32)
 _MAX_SIZE = 2**31 - 1
-_MAX_RANK = 4
 
 
 class Lookup(NamedTuple):
@@ -152,8 +151,8 @@ def apply_rotary(
         _floats(name, t)
         checking.same_device(name, t, "q", q)
     for name, t in (("q", q), ("k", k)):
-        if not 2 <= t.dim() <= _MAX_RANK:
-            want = f"2 to {_MAX_RANK} dimensions, [B, H, S, D] or the last of them"
+        if t.dim() not in (3, 4):
+            want = "3 or 4 dimensions, [H, S, D] or [B, H, S, D]"
             raise ShapeError(expected(name, want, f"{t.dim()} (shape {list(t.shape)})"))
     if k.dtype != q.dtype:
         raise DtypeError(expected("k", f"{q.dtype}, the dtype of q", k.dtype))

@@ -2,7 +2,7 @@
 
 A sum over a row, and a sum of squares, is made of lanes.  Lane l of L adds the elements l, l + L,
 l + 2 L, ..., ascending; then the upper half of the lanes is added to the lower half, again and
-again.  L = min(LANES, the power of two at or above the width): a function of the width alone.
+again.  L is the power of two at or above the width, from 2 to LANES: a function of the width alone.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ APPROXIMATE = {"none": "gelu", "tanh": "gelu_tanh"}
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
+#: log2(e) as two numbers of fp32.
+LOG2E_FP32 = (1.4426950216293335, 1.925963033500011e-08)
 
 
 def _exp2_series(count: int) -> tuple[float, ...]:
@@ -143,8 +145,8 @@ KEPT: Mapping[str, Mapping[str, frozenset[str]]] = {
 
 
 def lanes(width: int) -> int:
-    """Of a sum over ``width`` elements."""
-    return min(LANES, 1 << max(0, width - 1).bit_length())
+    """Of a sum over ``width`` elements: two at least, so that there is something to add."""
+    return min(LANES, 1 << max(1, width - 1).bit_length())
 
 
 def plan(backend: str, device: arch.Device) -> dict[str, object]:
@@ -168,4 +170,5 @@ def plan(backend: str, device: arch.Device) -> dict[str, object]:
         "inside": "fp32",
         "exp2": exp2,
         "erfc": ERFC_FP32,
+        "log2(e)": LOG2E_FP32,
     }

@@ -110,6 +110,11 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) ->
     return out
 
 
+def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """weight[ids]: torch's lookup, which copies."""
+    return torch.embedding(weight, ids)
+
+
 def embedding_gradient(
     dy: torch.Tensor, ids: torch.Tensor, padding: int, into: torch.Tensor
 ) -> None:

@@ -33,7 +33,8 @@ _OP_OF = {kind: kind for kind in config.KINDS} | {"gelu_tanh": "gelu"}
 
 #: Entry of `dispatch` -> (the op whose contract covers it, the launchers' name).
 _LAUNCHERS = {
-    "embedding": ("embedding", "embedding_gradient"),
+    "embedding": ("embedding", "embedding"),
+    "embedding_gradient": ("embedding", "embedding_gradient"),
     "softmax": ("softmax", "softmax"),
     "softmax_backward": ("softmax", "softmax_backward"),
     "log_softmax": ("log_softmax", "log_softmax"),
@@ -255,6 +256,8 @@ def _run_rotary_table(positions, inv_freq, scaling, dtype):
     if not positions.numel() or not inv_freq.numel():
         return _fake_rotary_table(positions, inv_freq, scaling, dtype)
     launch = dispatch.launcher("rotary_table", inv_freq.device, dtype)
+    # A kernel's numbers are fp32.
+    scaling = torch.tensor(scaling, dtype=torch.float32, device="cpu").item()
     made = launch(positions.reshape(-1), inv_freq, scaling, dtype)
     return tuple(t.view(*positions.shape, -1) for t in made)
 
@@ -300,7 +303,9 @@ rotary = define_op(
 def _run_embedding(ids, weight, main_grad, padding):
     if main_grad is not None:
         destination.apart(main_grad, ids=ids, weight=weight)
-    return torch.embedding(weight, ids)
+    if not ids.numel() or not weight.shape[1]:
+        return _fake_embedding(ids, weight, main_grad, padding)
+    return _launcher("embedding", weight)(ids, weight)
 
 
 def _fake_embedding(ids, weight, main_grad, padding):
@@ -309,8 +314,8 @@ def _fake_embedding(ids, weight, main_grad, padding):
 
 def _add_gradient(dy, ids, padding, into):
     if dy.numel():
-        launch = dispatch.launcher("embedding", dy.device, dy.dtype)
-        launch(flat_rows(dy, "embedding"), ids.reshape(-1).to(torch.int64), padding, into)
+        launch = _launcher("embedding_gradient", dy)
+        launch(flat_rows(dy, "embedding_gradient"), ids.reshape(-1).to(torch.int64), padding, into)
 
 
 def _run_embedding_gradient(dy, ids, padding, vocab):

@@ -6,15 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
+from ..core.passes import DIRECTIONS, Inputs
 from ..core.work import Work
 
 N_STREAMS, N_COLUMNS = 4, 24
 TOKENS = (4096, 8192, 32768)
 CHANNELS = (2560, 4096, 5120, 7168)
 OPS = ("projection", "projection_norm", "scale_sinkhorn", "aggregate", "expand", "site")
-DIRECTIONS = ("fwd", "bwd")
-
-Inputs = dict[str, torch.Tensor]
 
 #: (op, direction) -> elements of C that a token must move, in bf16; see docs/notes/mhc_sm90.md.
 _N = N_STREAMS

@@ -27,6 +27,7 @@ def bench_mhc(
 ) -> None:
     """Hyper-connections, op by op and a whole site: timed in turns with TransformerEngine."""
     need_gpu("bench")
+    from ..core.passes import line
     from . import bench
     from .rivals import RIVALS
 
@@ -36,7 +37,7 @@ def bench_mhc(
     todo = cases.cases(chosen("--op", op, cases.OPS), m, c)
     failed, path = 0, output or record.RESULTS / "mhc.jsonl"
     for body in bench.mhc(todo, names, output=path, rounds=rounds, commit=commit):
-        typer.echo(bench.line(body))
+        typer.echo(line(body))
         ours = RIVALS[body["system"]].promised
         failed += ours and (body["status"] != "ok" or not all(body["bitwise"].values()))
     if failed:

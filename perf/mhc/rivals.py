@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 
 import torch
 
-from ..core.rival import Absent, Call, Rival, Start, by_name, module
-from .cases import N_STREAMS, OPS, Case, Inputs
+from ..core.passes import Inputs, Op, starts
+from ..core.rival import Absent, Rival, by_name, module
+from .cases import N_STREAMS, OPS
 
-Op = Callable[[Inputs], tuple[torch.Tensor, ...]]
 _N = N_STREAMS
 
 
@@ -31,43 +30,6 @@ class _Sublayer(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_f):
         return d_f, d_f
-
-
-def _starts(ops: Callable[[], dict[str, Op]]) -> dict[str, Start]:
-    """The passes of a library: `product` of a case -> what starts it."""
-
-    def fwd(op: str) -> Start:
-        def start(case: Case) -> Call:
-            run = ops()[op]
-
-            def call(t: Inputs):
-                with torch.no_grad():
-                    return run(t)
-
-            return call
-
-        return start
-
-    def bwd(op: str) -> Start:
-        def start(case: Case) -> Call:
-            run, graphs = ops()[op], {}
-
-            def call(t: Inputs):
-                key = id(t[next(iter(t))])
-                inputs = [value for value in t.values() if value.requires_grad]
-                if key not in graphs:
-                    graphs[key] = run(t)
-                given = [value for name, value in t.items() if name in ("d0", "d1", "d2")]
-                return torch.autograd.grad(graphs[key], inputs, given, retain_graph=True)
-
-            return call
-
-        return start
-
-    found = {}
-    for op in OPS:
-        found |= {f"{op} fwd": fwd(op), f"{op} bwd": bwd(op)}
-    return found
 
 
 def _ours() -> dict[str, Op]:
@@ -133,7 +95,7 @@ def _te(split_k: bool) -> dict[str, Op]:
 
 
 RIVALS = by_name(
-    Rival("ours", _starts(_ours), promised=True, ordered=True),
-    Rival("te", _starts(lambda: _te(True))),
-    Rival("te_ordered", _starts(lambda: _te(False))),
+    Rival("ours", starts(OPS, _ours), promised=True, ordered=True),
+    Rival("te", starts(OPS, lambda: _te(True))),
+    Rival("te_ordered", starts(OPS, lambda: _te(False))),
 )

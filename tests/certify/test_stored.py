@@ -105,21 +105,25 @@ class Item:
         return self.marks.get(name)
 
 
-def mutants(count: int, *kernels: str, **marks) -> list[Item]:
-    """Parameters of one test of mutants of these kernels."""
-    mark = pytest.mark.mutants_of(*kernels).mark
-    return [Item(f"test_killed_{kernels}[{i}]", mutants_of=mark, **marks) for i in range(count)]
+def simulations(count: int, system: str, **marks) -> list[Item]:
+    """Parameters of one test that simulates a system's kernels."""
+    mark = pytest.mark.simulates(system).mark
+    return [Item(f"test_values_{system}[{i}]", simulates=mark, **marks) for i in range(count)]
 
 
-def test_one_mutant_in_four_of_a_proved_kernel_runs_often():
-    first, other = mutants(9, "a"), mutants(5, "a", "b")
-    plain, nightly = Item("test_values[0]"), mutants(4, "a", nightly=pytest.mark.nightly.mark)
+def test_one_simulation_in_four_of_a_proved_system_runs_often():
+    first, other = simulations(9, "a"), simulations(5, "b")
+    plain, nightly = Item("test_shapes[0]"), simulations(4, "a", nightly=pytest.mark.nightly.mark)
     items = [*nightly, *first, plain, *other]
     left = certified.left_to_the_night(items, known=lambda name: True)
     assert [i for i in items if i not in left] == [*nightly, *first[::4], plain, *other[::4]]
 
 
-def test_every_mutant_of_a_changed_kernel_runs_often():
-    items = [*mutants(6, "a"), *mutants(6, "b", "a")]
-    left = certified.left_to_the_night(items, known=lambda name: name != "b")
-    assert left == [item for at, item in enumerate(items[:6]) if at % 4]
+def test_every_simulation_of_a_changed_system_runs_often():
+    first, other = simulations(6, "a"), simulations(6, "b")
+    left = certified.left_to_the_night([*first, *other], known=lambda name: name == "a")
+    assert left == [item for at, item in enumerate(first) if at % 4]
+
+
+def test_a_system_without_certificates_is_not_proved():
+    assert not certified.proved_system("no_such_system")

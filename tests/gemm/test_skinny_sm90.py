@@ -18,7 +18,7 @@ from tests.gemm.skinny_defects import DEFECTS
 from tests.kernels.ring_defects import LIMITS, SETTINGS
 from tests.ptxsim.available import requires_sim
 
-pytestmark = [requires_sim, pytest.mark.sim]
+pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("gemm")]
 
 BF16 = torch.bfloat16
 DTYPES = {name: dtype for dtype, name in config.DTYPE_NAMES.items()}
@@ -249,7 +249,6 @@ def test_the_intact_kernel_survives(kind):
     assert survives(compiled(kind), kind)
 
 
-@pytest.mark.mutants_of("gemm_skinny_sm90")
 @pytest.mark.parametrize(("defect", "kind"), DEFECTS, ids=lambda v: getattr(v, "__name__", v))
 def test_mutants_are_killed(monkeypatch, defect, kind):
     from cute_kernels.gemm import kernel_skinny_sm90

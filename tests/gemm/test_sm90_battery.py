@@ -12,7 +12,7 @@ from tests.gemm.simulated import WIDE, gemm_kernel, operand, simulated
 from tests.gemm.sm90_defects import k_steps_swapped
 from tests.ptxsim.available import requires_sim
 
-pytestmark = [requires_sim, pytest.mark.sim]
+pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("gemm")]
 
 N, K, ROWS, SEED = 72, 88, 150, 3
 BF16 = torch.bfloat16

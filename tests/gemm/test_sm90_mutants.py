@@ -37,7 +37,7 @@ from tests.kernels.ring_defects import (
 )
 from tests.ptxsim.available import requires_sim
 
-pytestmark = [requires_sim, pytest.mark.sim]
+pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("gemm")]
 
 #: Sums that round: exact ones hide a change of order.
 ALSO = {"wgmma_math": "fma"}
@@ -105,7 +105,6 @@ def test_the_intact_kernel_survives(epilogue):
     assert survives(compiled(epilogue), epilogue)
 
 
-@pytest.mark.mutants_of("gemm_sm90")
 @pytest.mark.parametrize(("mutant", "epilogue"), MUTANTS, ids=lambda v: getattr(v, "__name__", v))
 def test_mutants_are_killed(monkeypatch, mutant, epilogue):
     from cute_kernels.gemm import kernel_sm90

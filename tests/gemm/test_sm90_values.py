@@ -15,7 +15,7 @@ from tests import contract, ptxsim
 from tests.gemm.simulated import WIDE, operand, simulated
 from tests.ptxsim.available import requires_sim
 
-pytestmark = [requires_sim, pytest.mark.sim]
+pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("gemm")]
 
 #: (M, N, K): one tile; every kind of tail; several tiles and k blocks; K below one group.
 SHAPES = [(128, 256, 64), (200, 300, 200), (1, 7, 3), (130, 264, 80), (257, 520, 144), (64, 8, 16)]

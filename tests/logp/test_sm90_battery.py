@@ -15,7 +15,7 @@ from tests.gemm.simulated import operand
 from tests.logp.simulated import simulated
 from tests.ptxsim.available import requires_sim
 
-pytestmark = [requires_sim, pytest.mark.sim]
+pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("logp")]
 
 V, D, ROWS, SEED = 88, 72, 150, 3
 BF16 = torch.bfloat16

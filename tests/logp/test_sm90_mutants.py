@@ -38,7 +38,7 @@ from tests.logp.sm90_defects import (
 )
 from tests.ptxsim.available import requires_sim
 
-pytestmark = [requires_sim, pytest.mark.sim]
+pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("logp")]
 
 WIDE = launch.config_of("bf16", "chain", False, False, False)
 FEW = next(c for c in launch.few_configs() if c.tile_m == 16)
@@ -109,7 +109,6 @@ def test_the_intact_kernel_survives(which, monkeypatch):
     assert survives(which, double(chosen), monkeypatch)
 
 
-@pytest.mark.mutants_of("logp_fwd_sm90", "logp_few_sm90", "logp_grad_sm90", "logp_finish_sm90")
 @pytest.mark.parametrize(("mutant", "which"), MUTANTS, ids=lambda x: getattr(x, "__name__", x))
 def test_mutants_are_killed(mutant, which, monkeypatch):
     module, chosen, *_ = KERNELS[which]

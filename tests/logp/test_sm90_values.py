@@ -24,7 +24,7 @@ from tests.logp.sm90_cases import (
 )
 from tests.ptxsim.available import requires_sim
 
-pytestmark = [requires_sim, pytest.mark.sim]
+pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("logp")]
 
 #: (T, V, D): tails of each; several tiles and blocks of D; less than one unit.
 SHAPES = [(130, 600, 136), (300, 264, 64), (1, 7, 8)]

@@ -15,7 +15,7 @@ from tests.mhc.triton_cases import BF16, FORMS, FP32, Expand, Given, Parts, Shap
 from tests.ptxsim.available import requires_sim
 from tests.sim import MODES
 
-pytestmark = [requires_sim, pytest.mark.sim]
+pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("mhc")]
 
 
 def by_night(*values):

@@ -14,7 +14,7 @@ from tests.mhc.triton_cases import BF16, FP32, Shape, given
 from tests.ptxsim.available import requires_sim
 from tests.sim import QUICK_MODES
 
-pytestmark = [requires_sim, pytest.mark.sim]
+pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("mhc")]
 
 WIDE = Shape(37, 530, 4, "cn", BF16)
 NARROW = Shape(19, 71, 2, "nc", FP32, "bf16x3", norm_weight=False)

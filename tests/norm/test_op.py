@@ -28,7 +28,7 @@ def arguments(kind: str, residual: bool, main_grad: bool = False) -> tuple:
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_opcheck(kind, residual):
-    torch.library.opcheck(op.norm, arguments(kind, residual))
+    torch.library.opcheck(torch.ops.cute_kernels.norm.default, arguments(kind, residual))
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
@@ -37,7 +37,10 @@ def test_opcheck_of_the_backward(kind):
         x, _, weight, bias, *_ = arguments(kind, False)
         _, _, mean, rstd = op.norm(x, None, weight, bias, None, None, kind, 1e-5, 0.0)
         given = (x * 0.5, None, x, mean, rstd, weight, bias, normal(40, seed=6), None)
-        torch.library.opcheck(op.norm_backward, (*given, kind, 1e-5, 0.0, [True, True, False]))
+        torch.library.opcheck(
+            torch.ops.cute_kernels.norm_backward.default,
+            (*given, kind, 1e-5, 0.0, [True, True, False]),
+        )
 
 
 def test_compiled_it_has_the_bytes_of_eager():

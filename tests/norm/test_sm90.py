@@ -16,7 +16,7 @@ from tests.norm.simulated import simulated
 from tests.ptxsim.available import requires_sim
 from tests.sim import MODES, QUICK_MODES, run_modes
 
-pytestmark = [requires_sim, pytest.mark.sim]
+pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("norm")]
 
 LAYER = Rule(cases.LAYER, 1e-5)
 #: Rows of one warp, of several, and of a whole CTA; parts with rows missing.

@@ -17,8 +17,9 @@ FOLDERS = {system.perf for system in SYSTEMS if system.perf}
 MAY = {name: {"core"} for name in FOLDERS} | {
     "core": set(),
     "digest": {"core"},
+    "model": {"core"},
     "probes": {"core", "gemm"},  # what is asked of the card decides how gemm adds
-    ".": {"core", "digest", "probes"},
+    ".": {"core", "digest", "model", "probes"},
 }
 
 

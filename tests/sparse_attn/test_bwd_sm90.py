@@ -17,7 +17,7 @@ from tests.sparse_attn import simulated
 
 simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
 module = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
-pytestmark = [available.requires_sim, pytest.mark.sim]
+pytestmark = [available.requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
 
 HEAD_DIMS = (64, 96, 128)
 #: (batch, query heads, KV heads): MHA, GQA 2:1 in two batches, MQA.

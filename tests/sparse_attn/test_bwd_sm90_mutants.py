@@ -22,7 +22,7 @@ from tests.ptxsim import available
 from tests.sparse_attn import simulated, waits
 
 simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
-pytestmark = [available.requires_sim, pytest.mark.sim]
+pytestmark = [available.requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
 module = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
 cute, turnstile = module.cute, module.turnstile
 
@@ -424,7 +424,6 @@ def test_the_intact_kernel_survives(head_dim, form):
     assert survives(simulated.backward_kernel, head_dim, form)
 
 
-@pytest.mark.mutants_of("sparse_attn_bwd_sm90")
 @pytest.mark.parametrize(
     ("mutant", "head_dim", "form"),
     [*MUTANTS, *MUTANTS_OF_BITS],

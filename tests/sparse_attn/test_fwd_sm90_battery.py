@@ -23,7 +23,7 @@ from tests.sparse_attn.fwd_battery import (
     zero_has_one_sign,
 )
 
-pytestmark = [requires_sim, pytest.mark.sim]
+pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from tests.sparse_attn import fwd_battery as battery
 from tests.sparse_attn import fwd_defects as mutants
 from tests.sparse_attn import simulated
 
-pytestmark = [requires_sim, pytest.mark.sim]
+pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
 
 
 def place_in_the_grid_enters(monkeypatch, module):
@@ -94,7 +94,6 @@ CASES = [
 ]
 
 
-@pytest.mark.mutants_of("sparse_attn_fwd_sm90")
 @pytest.mark.parametrize(
     ("mutant", "part", "arguments"),
     CASES,

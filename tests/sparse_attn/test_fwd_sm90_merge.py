@@ -22,7 +22,7 @@ from tests.sparse_attn import simulated
 from tests.sparse_attn.fwd_masks import MASKS
 from tests.sparse_attn.simulated_fwd import BLOCK, Case, case, chain, run
 
-pytestmark = [requires_sim, pytest.mark.sim]
+pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
 
 #: Blocks of keys.  Tiles have rows of lists 0 and 1, and of 1 and 2.
 BLOCKS = 11
@@ -274,7 +274,6 @@ def test_a_rewritten_skip_survives(monkeypatch, name):
     assert survives(skip_kept_by_name, name, monkeypatch)
 
 
-@pytest.mark.mutants_of("sparse_attn_fwd_sm90")
 @pytest.mark.parametrize(("mutant", "name"), MUTANTS, ids=lambda v: getattr(v, "__name__", v))
 def test_mutants_are_killed(monkeypatch, mutant, name):
     assert not survives(mutant, name, monkeypatch)

@@ -59,7 +59,7 @@ from tests.sparse_attn.fwd_masks import dense
 from tests.sparse_attn.simulated_fwd import Case, case, chain, run
 from tests.sparse_attn.waits import no_wait_for, no_wait_for_products
 
-pytestmark = [requires_sim, pytest.mark.sim]
+pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
 
 WIDTH = 64
 
@@ -187,7 +187,6 @@ def test_rewritten_parts_survive(monkeypatch, rewritten, form):
     assert survives(made, form)
 
 
-@pytest.mark.mutants_of("sparse_attn_fwd_sm90")
 @pytest.mark.parametrize(("mutant", "form"), MUTANTS, ids=lambda v: getattr(v, "__name__", v))
 def test_mutants_are_killed(monkeypatch, mutant, form):
     from cute_kernels.sparse_attn import kernel_fwd_sm90

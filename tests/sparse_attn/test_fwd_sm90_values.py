@@ -22,7 +22,7 @@ from tests.sparse_attn import simulated
 from tests.sparse_attn.fwd_masks import MASKS, dense
 from tests.sparse_attn.simulated_fwd import Case, bounds, case, chain, exact, run
 
-pytestmark = [requires_sim, pytest.mark.sim]
+pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
 
 
 FORMS = {"full": "none", "causal": "band", "window": "band"}

@@ -58,19 +58,20 @@ def operands(mask: BlockMask) -> tuple:
 def test_opcheck(form):
     x, rest = tensors(), operands(MASKS[form]())
     assert masks.lower(MASKS[form]()).form == form
-    found = opcheck(op.block_sparse_attention, (*x.leaves(), *rest))
+    found = opcheck(torch.ops.cute_kernels.block_sparse_attention.default, (*x.leaves(), *rest))
     assert set(found.values()) == {"SUCCESS"}
     plain = [t.detach() for t in x.leaves()]
     out, lse = op.block_sparse_attention(*plain, *rest)
     for dlse in (None, x.dlse):
         args = (x.dout, dlse, *plain, out, lse, *rest)
-        found = opcheck(op.block_sparse_attention_backward, args)
+        found = opcheck(torch.ops.cute_kernels.block_sparse_attention_backward.default, args)
         assert set(found.values()) == {"SUCCESS"}
 
 
 def test_every_op_is_pt2_compliant():
-    for overload in (op.block_sparse_attention, op.block_sparse_attention_backward):
-        assert torch.Tag.pt2_compliant_tag in overload.tags
+    ops = torch.ops.cute_kernels
+    for packet in (ops.block_sparse_attention, ops.block_sparse_attention_backward):
+        assert torch.Tag.pt2_compliant_tag in packet.default.tags
 
 
 def step(q, k, v, dout, mask, schedule="auto"):

@@ -10,7 +10,7 @@ from torch.library import opcheck
 from cute_kernels.errors import ArgumentValueError, ShapeError
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.spans import Spans
-from cute_kernels.sparse_attn import api, sequence_op, sequences
+from cute_kernels.sparse_attn import api, sequences
 from tests.contract import same_bytes
 from tests.sparse_attn.sequence_cases import (
     CACHED,
@@ -162,9 +162,15 @@ def test_opcheck():
     spans = api.sequence_spans(None, padding, 0, 0, sizes)
     leaves = [t.requires_grad_() for t in (q, k, v)]
     found = [
-        opcheck(sequence_op.seen_columns, (torch.ones(1, 1, 9, 9, dtype=torch.bool).tril(),)),
-        opcheck(sequence_op.sequence_spans, (None, padding, torch.tensor(0), 0, *sizes, True)),
-        opcheck(sequence_op.sequence_attention, (*leaves, spans, 0.125, 0.0)),
+        opcheck(
+            torch.ops.cute_kernels.seen_columns.default,
+            (torch.ones(1, 1, 9, 9, dtype=torch.bool).tril(),),
+        ),
+        opcheck(
+            torch.ops.cute_kernels.sequence_spans.default,
+            (None, padding, torch.tensor(0), 0, *sizes, True),
+        ),
+        opcheck(torch.ops.cute_kernels.sequence_attention.default, (*leaves, spans, 0.125, 0.0)),
     ]
     assert all(set(f.values()) == {"SUCCESS"} for f in found)
 

@@ -33,8 +33,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...triton_sums import halves, over_columns, rows_of
 from .. import config
-from .sums import halves, over_columns, rows_of, stack, zeros
+from .sums import stack, zeros
 
 TOKENS = tl.constexpr(config.TOKENS)
 

@@ -1,0 +1,336 @@
+"""Arguments of ``ck.audit`` -> a frozen Problem, or one exception that names the argument."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ...errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    DeviceError,
+    DtypeError,
+    ShapeError,
+    expected,
+    one_of,
+)
+from .probe import SEQUENCE, Facts
+
+#: Of outputs; of gradients; of what torch.compile makes of the model.
+OUTPUTS = (
+    "repeat",
+    "batch",
+    "compositions",
+    "left_padding",
+    "right_padding",
+    "chunks",
+    "decode",
+)
+GRADIENTS = ("gradient_repeat", "micro_batches")
+COMPILE = "compile"
+TRANSFORMS = (*OUTPUTS, *GRADIENTS, COMPILE)
+
+#: Classes, anywhere among those of a module, whose modules do not hold whole tensors.
+_WRAPPERS = (
+    "DistributedDataParallel",
+    "DataParallel",
+    "FullyShardedDataParallel",
+    "FSDPModule",
+    "DeepSpeedEngine",
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One audit: a model, its sequences of ids, and what its forward takes.
+
+    scope, caches: of `probe`; None and False before it ran.
+    """
+
+    model: nn.Module
+    sequences: tuple[torch.Tensor, ...]
+    pad: int
+    device: torch.device
+    accepts: frozenset[str]
+    scope: str | None = None
+    caches: bool = False
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """Every sequence."""
+        return tuple(range(len(self.sequences)))
+
+    @functools.cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Tokens in the sequences before each, and in all: cell = start + position."""
+        ends = [0]
+        for sequence in self.sequences:
+            ends.append(ends[-1] + len(sequence))
+        return tuple(ends)
+
+    @property
+    def count(self) -> int:
+        """Tokens in all."""
+        return self.starts[-1]
+
+    @property
+    def even(self) -> bool:
+        """Whether all sequences are of one length."""
+        return len(set(map(len, self.sequences))) == 1
+
+    @property
+    def pads_right(self) -> bool:
+        """Whether columns behind a sequence may be there."""
+        return self.scope != SEQUENCE or "attention_mask" in self.accepts
+
+    @property
+    def joinable(self) -> bool:
+        """Whether the sequences can be in one batch."""
+        return self.even or self.pads_right
+
+    @property
+    def joinable_left(self) -> bool:
+        """Whether they can end in one column."""
+        return self.even or "attention_mask" in self.accepts
+
+
+def problem(model: nn.Module, inputs: object, pad_token: int | None) -> Problem:
+    """The problem without its scope."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(expected("model", "a torch.nn.Module", type(model).__name__))
+    _whole(model)
+    _still(model)
+    device = _device(model)
+    sequences = _sequences(inputs)
+    limit = vocabulary(model)
+    for i, one in enumerate(sequences):
+        _ids(f"inputs[{i}]", one, limit)
+    pad = _pad(model, pad_token, limit)
+    accepts = _accepts(model)
+    ids = tuple(one.to(device, torch.int64) for one in sequences)
+    return Problem(model, ids, pad, device, accepts)
+
+
+def chosen(
+    asked: object, gradients: object, compile: object, given: Problem
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """(the transforms to run, why each other one is not)."""
+    for name, value in (("gradients", gradients), ("compile", compile)):
+        if not isinstance(value, bool):
+            raise ArgumentTypeError(expected(name, "True or False", type(value).__name__))
+    if asked is not None:
+        return _asked(asked, gradients, compile, given), {}
+    why = {name: reason for name in TRANSFORMS if (reason := _refused(name, given)) is not None}
+    for name in GRADIENTS:
+        if not gradients:
+            why[name] = "gradients=False"
+    if not compile:
+        why[COMPILE] = "compile=False"
+    return tuple(name for name in TRANSFORMS if name not in why), why
+
+
+def _asked(asked: object, gradients: bool, compile: bool, given: Problem) -> tuple[str, ...]:
+    names(asked)
+    if not gradients and (clash := sorted(set(asked) & set(GRADIENTS))):
+        raise ArgumentValueError(expected("gradients", f"True for transforms {clash}", "False"))
+    for name in asked:
+        reason = _refused(name, given)
+        if reason is not None:
+            want = f"transforms that this model and these inputs allow ({reason})"
+            raise ArgumentValueError(expected("transforms", want, repr(name)))
+    more = {COMPILE} if compile else set()
+    return tuple(name for name in TRANSFORMS if name in {*asked, *more})
+
+
+def names(asked: object) -> None:
+    """That ``transforms`` are names that there are."""
+    if isinstance(asked, str) or not isinstance(asked, Collection):
+        want = "a list of names, or None for all that apply"
+        raise ArgumentTypeError(expected("transforms", want, repr(asked)))
+    for name in asked:
+        if name not in TRANSFORMS:
+            raise ArgumentValueError(one_of("transforms", TRANSFORMS, name))
+    if not list(asked):
+        raise ArgumentValueError(expected("transforms", "at least one name", "none"))
+
+
+def _refused(name: str, given: Problem) -> str | None:
+    """Why a transform cannot be, or None."""
+    masked = "attention_mask" in given.accepts
+    cached = {"past_key_values", "use_cache"} <= given.accepts
+    if name == "batch" and len(given.all) == 1:
+        return "there is one sequence"
+    if name == "batch" and not given.joinable:
+        return _WHOLE
+    if name == "left_padding" and not masked:
+        return "forward takes no attention_mask"
+    if name == "right_padding" and not given.pads_right:
+        return _WHOLE
+    if name in ("chunks", "decode"):
+        if not cached:
+            return "forward takes no past_key_values and use_cache"
+        if not given.caches:
+            return "it returns no past_key_values for use_cache=True"
+        if given.scope == SEQUENCE:
+            return "a token's row depends on tokens behind it"
+        if max(map(len, given.sequences)) < 2:
+            return "no sequence has 2 tokens"
+    if name in GRADIENTS:
+        if not any(p.requires_grad for p in given.model.parameters()):
+            return "no parameter requires a gradient"
+        if name == "micro_batches" and len(given.all) == 1:
+            return "there is one sequence"
+        if not given.joinable:
+            return _WHOLE
+    return None
+
+
+_WHOLE = "a token's row depends on tokens behind it, and forward takes no attention_mask"
+
+
+def _whole(model: nn.Module) -> None:
+    """That the modules hold whole tensors and run as they are."""
+    for name, module in model.named_modules():
+        kinds = {base.__name__ for base in type(module).__mro__}
+        where = f" at {name!r}" if name else ""
+        for wrapper in _WRAPPERS:
+            if wrapper in kinds:
+                want = "a model that is not distributed (audit it before it is wrapped)"
+                raise ArgumentTypeError(expected("model", want, wrapper + where))
+        if "OptimizedModule" in kinds:
+            want = "the model itself (compile=True compares it with what torch.compile makes)"
+            raise ArgumentTypeError(expected("model", want, "OptimizedModule" + where))
+        if "ScriptModule" in kinds:
+            want = "a model whose modules can be followed"
+            raise ArgumentTypeError(expected("model", want, "ScriptModule" + where))
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "placements"):
+            want = "parameters that are whole tensors"
+            raise ArgumentTypeError(expected("model", want, f"a DTensor, {name!r}"))
+
+
+def _still(model: nn.Module) -> None:
+    """That nothing in it is random or changes from call to call by intent."""
+    for name, module in model.named_modules():
+        if not module.training:
+            continue
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            want = "no active dropout (model.eval(), or p = 0)"
+            got = f"{type(module).__name__} {name!r} with p = {module.p}"
+            raise ArgumentValueError(expected("model", want, got))
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            want = "no batch norm in training mode, which is a sum over the batch (model.eval())"
+            raise ArgumentValueError(expected("model", want, f"{type(module).__name__} {name!r}"))
+    if model.training:
+        settings = vars(getattr(model, "config", None) or object.__new__(_Nothing))
+        for name, value in settings.items():
+            if name.endswith(("dropout", "pdrop")) and isinstance(value, float) and value > 0:
+                want = "no active dropout (model.eval(), or 0 in its config)"
+                raise ArgumentValueError(expected("model", want, f"config.{name} = {value}"))
+
+
+class _Nothing:
+    """Has no settings."""
+
+
+def _device(model: nn.Module) -> torch.device:
+    devices = {t.device for t in (*model.parameters(), *model.buffers())}
+    if len(devices) > 1:
+        listed = ", ".join(sorted(map(str, devices)))
+        raise DeviceError(expected("model", "all of it on one device", listed))
+    device = devices.pop() if devices else torch.device("cpu")
+    if device.type == "meta":
+        raise DeviceError(expected("model", "a device with memory", "meta"))
+    return device
+
+
+def _sequences(inputs: object) -> list[torch.Tensor]:
+    """1-D tensors, from [B, T] or a list."""
+    if isinstance(inputs, torch.Tensor):
+        if inputs.dim() != 2:
+            want = "2 dimensions [B, T], or a list of 1-D sequences"
+            raise ShapeError(expected("inputs", want, f"shape {list(inputs.shape)}"))
+        if 0 in inputs.shape:
+            raise ShapeError(expected("inputs", "at least one token", list(inputs.shape)))
+        return list(inputs)
+    if isinstance(inputs, str) or not isinstance(inputs, Sequence):
+        want = "ids: a tensor [B, T] or a list of 1-D sequences"
+        raise ArgumentTypeError(expected("inputs", want, type(inputs).__name__))
+    if not inputs:
+        raise ShapeError(expected("inputs", "at least one sequence", "an empty list"))
+    return [_sequence(f"inputs[{i}]", one) for i, one in enumerate(inputs)]
+
+
+def _sequence(name: str, one: object) -> torch.Tensor:
+    if isinstance(one, torch.Tensor):
+        return one
+    whole = isinstance(one, Sequence) and not isinstance(one, str)
+    if not whole or not all(type(value) is int for value in one):
+        want = "a 1-D tensor or a list of whole numbers"
+        raise ArgumentTypeError(expected(name, want, type(one).__name__))
+    return torch.tensor(one, dtype=torch.int64, device="cpu")
+
+
+def _ids(name: str, one: torch.Tensor, limit: int | None) -> None:
+    if one.dim() != 1:
+        raise ShapeError(expected(name, "1 dimension [T]", f"shape {list(one.shape)}"))
+    if one.dtype not in (torch.int64, torch.int32):
+        raise DtypeError(expected(name, "token ids, torch.int64 or torch.int32", one.dtype))
+    if not len(one):
+        raise ShapeError(expected(name, "at least one token", "none"))
+    if one.device.type == "meta":
+        raise DeviceError(expected(name, "ids with values", "a meta tensor"))
+    low, high = int(one.min()), int(one.max())
+    if low < 0 or (limit is not None and high >= limit):
+        want = f"ids from 0 to {limit - 1}" if limit else "ids of at least 0"
+        raise ArgumentValueError(expected(name, want, low if low < 0 else high))
+
+
+def vocabulary(model: nn.Module) -> int | None:
+    """How many ids the model knows, if it says."""
+    try:
+        embedding = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        embedding = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+    return getattr(embedding, "num_embeddings", None)
+
+
+def _pad(model: nn.Module, given: object, limit: int | None) -> int:
+    if given is None:
+        own = getattr(getattr(model, "config", None), "pad_token_id", None)
+        return own if isinstance(own, int) and own >= 0 and (not limit or own < limit) else 0
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise ArgumentTypeError(expected("pad_token", "an id or None", type(given).__name__))
+    if given < 0 or (limit is not None and given >= limit):
+        want = f"an id from 0 to {limit - 1}" if limit else "an id of at least 0"
+        raise ArgumentValueError(expected("pad_token", want, given))
+    return given
+
+
+def _accepts(model: nn.Module) -> frozenset[str]:
+    """Names of forward's parameters, the wrapped model's where a wrapper takes anything."""
+    found = set(inspect.signature(model.forward).parameters)
+    if hasattr(model, "get_base_model"):  # PEFT's
+        found |= set(inspect.signature(model.get_base_model().forward).parameters)
+    return frozenset(found)
+
+
+def after_probe(given: Problem, facts: Facts) -> Problem:
+    """The problem once the probe has run."""
+    if not facts.outputs:
+        want = "an output with a row for each token, [B, T, ...]"
+        raise ArgumentValueError(expected("model", want, f"none from {type(given.model).__name__}"))
+    return dataclasses.replace(given, scope=facts.scope, caches=facts.caches)
+
+
+def with_a_way_back(outputs: Sequence[torch.Tensor]) -> None:
+    """That an output with rows leads back to parameters."""
+    if not outputs:
+        want = "an output with rows that a gradient comes through, or gradients=False"
+        raise ArgumentValueError(expected("model", want, "none that requires a gradient"))

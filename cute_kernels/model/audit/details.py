@@ -1,0 +1,85 @@
+"""Where a culprit's bytes differ: counted, and the first of them with both bit patterns."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .trace import Table
+
+
+@dataclass(frozen=True)
+class Count:
+    """Bytes that differ, and the first element that does.
+
+    tensor: the path of its output, "" for a module with one.  first: (sequence, position, column in
+    the row), or an index of a parameter; None if nothing differs.  want, got: its bits, with the
+    reference and under the transform, in hexadecimal.
+    """
+
+    differing: int
+    tensor: str = ""
+    first: tuple[int, ...] | None = None
+    want: str = ""
+    got: str = ""
+
+
+def of_rows(
+    want: Mapping[str, Table],
+    got: Mapping[str, Table],
+    culprit: torch.Tensor,
+    starts: Sequence[int],
+) -> Count:
+    """Over the kept rows of a culprit's outputs."""
+    total, first = 0, None
+    for path in want.keys() & got.keys():
+        types = want[path].dtype, got[path].dtype
+        for cell in sorted(want[path].kept.keys() & got[path].kept.keys()):
+            if not bool(culprit[cell]):
+                continue
+            pair = (want[path].kept[cell], got[path].kept[cell])
+            differing, column = unlike(pair, types)
+            total += differing
+            if differing and (first is None or (cell, path) < first[:2]):
+                first = (cell, path, column, _patterns(pair, types, column))
+    if first is None:
+        return Count(total)
+    cell, path, column, patterns = first
+    sequence = bisect_right(starts, cell) - 1
+    return Count(total, path, (sequence, cell - starts[sequence], column), *patterns)
+
+
+def of_gradient(want: torch.Tensor, got: torch.Tensor) -> Count:
+    """Of a parameter's gradient."""
+    types = (want.dtype, got.dtype)
+    pair = tuple(t.contiguous().flatten().view(torch.uint8) for t in (want, got))
+    differing, element = unlike(pair, types)
+    if not differing:
+        return Count(0)
+    place = torch.tensor(element, dtype=torch.int64, device="cpu")
+    index = tuple(int(i) for i in torch.unravel_index(place, want.shape))
+    return Count(differing, "", index, *_patterns(pair, types, element))
+
+
+def unlike(
+    pair: tuple[torch.Tensor, torch.Tensor], types: tuple[torch.dtype, torch.dtype]
+) -> tuple[int, int]:
+    """(bytes that differ, the first element with one) of two runs of bytes."""
+    want, got = pair
+    if types[0] != types[1] or want.shape != got.shape:
+        return max(len(want), len(got)), 0
+    differs = (want != got).nonzero().flatten()
+    return len(differs), int(differs[0]) // types[0].itemsize if len(differs) else 0
+
+
+def _patterns(pair, types, element: int) -> tuple[str, str]:
+    """An element's bits in both: ``0x3f80``."""
+    made = []
+    for data, dtype in zip(pair, types, strict=True):
+        size = dtype.itemsize
+        raw = bytes(data[element * size : (element + 1) * size].tolist())
+        made.append(f"0x{int.from_bytes(raw, 'little'):0{2 * size}x}")
+    return made[0], made[1]

@@ -1,0 +1,243 @@
+"""The surroundings: which tokens are in which forward pass, and beside what.
+
+A case is a list of streams; a stream is a list of forward passes that share a cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .checks import Problem
+
+#: The reference: each sequence alone, in one forward pass.
+ALONE = "alone"
+
+#: Of a tensor of two gradients, cuts at multiples of this many tokens keep `split_invariant`.
+CUT = 16
+
+
+@dataclass(frozen=True)
+class Call:
+    """One forward pass: ids [B, T], and the tokens in it whose rows are compared.
+
+    where: flat places b T + t.  cells: which token each is, counted over all sequences.
+    """
+
+    ids: torch.Tensor
+    where: torch.Tensor
+    cells: torch.Tensor
+    positions: torch.Tensor
+    mask: torch.Tensor | None
+    cached: bool
+    accepts: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, T)"""
+        return tuple(self.ids.shape)
+
+    def options(self, past: object) -> dict[str, object]:
+        """What the model takes besides ids."""
+        given = {
+            "position_ids": self.positions,
+            "attention_mask": self.mask,
+            "use_cache": self.cached,
+            "past_key_values": past,
+        }
+        return {
+            name: value
+            for name, value in given.items()
+            if name in self.accepts and value is not None
+        }
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of all tokens under a transform."""
+
+    transform: str
+    label: str
+    streams: tuple[tuple[Call, ...], ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Sequences side by side, padded to one width, with the columns of each padding before them."""
+
+    problem: Problem
+    ids: torch.Tensor
+    cells: torch.Tensor
+    pads: torch.Tensor
+
+    @property
+    def width(self) -> int:
+        return self.ids.shape[1]
+
+    def call(self, first: int = 0, end: int | None = None, cached: bool = False) -> Call:
+        """The forward pass of columns first to end, behind all before them."""
+        end = self.width if end is None else end
+        columns = torch.arange(self.width, device=self.ids.device)
+        real = self.cells >= 0
+        positions = (columns - self.pads[:, None]).clamp(min=0)
+        padded = not bool(self._sequence().all())
+        mask = self._sequence()[:, :end].long() if padded else None
+        where = real[:, first:end].flatten().nonzero().flatten()
+        return Call(
+            self.ids[:, first:end].contiguous(),
+            where,
+            self.cells[:, first:end].flatten()[where],
+            positions[:, first:end].contiguous(),
+            mask,
+            cached,
+            self.problem.accepts,
+        )
+
+    def cut(self, ends: Sequence[int]) -> tuple[Call, ...]:
+        """Forward passes through one cache, each to the next of these columns."""
+        return tuple(self.call(*pair, cached=True) for pair in itertools.pairwise((0, *ends)))
+
+    def _sequence(self) -> torch.Tensor:
+        """[B, T]: not padding; neighbours that are not compared are sequences as well."""
+        return self.cells != PADDING
+
+
+PADDING, STRANGER = -2, -1
+
+
+def grid(problem: Problem, members: Sequence[int], left: bool = False, more: int = 0) -> Grid:
+    """Some sequences in one batch, padded on one side to the longest and ``more`` columns."""
+    width = max(len(problem.sequences[i]) for i in members) + more
+    ids = torch.full((len(members), width), problem.pad, dtype=torch.int64, device=problem.device)
+    cells = torch.full_like(ids, PADDING)
+    pads = torch.zeros(len(members), dtype=torch.int64, device=problem.device)
+    for row, i in enumerate(members):
+        sequence = problem.sequences[i]
+        pads[row] = at = (width - len(sequence)) if left else 0
+        ids[row, at : at + len(sequence)] = sequence
+        first = problem.starts[i]
+        cells[row, at : at + len(sequence)] = torch.arange(
+            first, first + len(sequence), device=problem.device
+        )
+    return Grid(problem, ids, cells, pads)
+
+
+def among(problem: Problem, i: int, count: int) -> Grid:
+    """Sequence i behind count - 1 strangers of its length, made of all tokens there are."""
+    own = grid(problem, [i])
+    pool = torch.cat(problem.sequences)
+    strangers = [pool.roll(7 * k + 1).repeat(-(-own.width // len(pool))) for k in range(count - 1)]
+    ids = torch.stack([*(s[: own.width] for s in strangers), own.ids[0]])
+    cells = torch.full_like(ids, STRANGER)
+    cells[-1] = own.cells[0]
+    return Grid(problem, ids, cells, torch.zeros(count, dtype=torch.int64, device=ids.device))
+
+
+def alone(problem: Problem, transform: str = ALONE) -> Case:
+    """Each sequence by itself."""
+    calls = [grid(problem, [i]).call() for i in range(len(problem.sequences))]
+    return Case(transform, "each sequence alone", tuple((call,) for call in calls))
+
+
+def _one(transform: str, label: str, grids: Sequence[Grid]) -> Case:
+    return Case(transform, label, tuple((each.call(),) for each in grids))
+
+
+def _batch(problem: Problem) -> list[Case]:
+    return [_one("batch", "all in one batch", [grid(problem, problem.all)])]
+
+
+def _compositions(problem: Problem) -> list[Case]:
+    cases = [
+        _one("compositions", f"behind {n - 1} others", [among(problem, i, n) for i in problem.all])
+        for n in (2, 5)
+    ]
+    if len(problem.all) > 1 and problem.joinable:
+        backwards = problem.all[::-1]
+        cases.append(_one("compositions", "one batch, reversed", [grid(problem, backwards)]))
+    if len(problem.all) > 2 and problem.joinable:
+        pairs = [problem.all[i : i + 2] for i in range(0, len(problem.all), 2)]
+        cases.append(_one("compositions", "two at a time", [grid(problem, p) for p in pairs]))
+    return cases
+
+
+def _padding(transform: str, left: bool) -> Callable[[Problem], list[Case]]:
+    def cases(problem: Problem) -> list[Case]:
+        made = [[grid(problem, [i], left, 1) for i in problem.all]]
+        made.append([grid(problem, problem.all, left, 5)])
+        labels = ("each alone and 1 column", "one batch and 5 columns")
+        return [_one(transform, label, g) for label, g in zip(labels, made, strict=True)]
+
+    return cases
+
+
+def _through_cache(
+    transform: str, label: str, grids: Sequence[Grid], ends: Callable[[Grid], list[int]]
+) -> Case:
+    return Case(transform, label, tuple(each.cut(ends(each)) for each in grids))
+
+
+def _chunks(problem: Problem) -> list[Case]:
+    def third(g: Grid) -> list[int]:
+        step = max(1, -(-g.width // 3))
+        return [*range(step, g.width, step), g.width]
+
+    def behind_padding(g: Grid) -> list[int]:
+        first = int(g.pads.max()) + 1
+        return sorted({first, (first + g.width) // 2, g.width})
+
+    single = [grid(problem, [i]) for i in problem.all]
+    cases = [_through_cache("chunks", "each alone, in thirds", single, third)]
+    if problem.joinable_left:
+        batch = [grid(problem, problem.all, left=True)]
+        cases.append(_through_cache("chunks", "one batch, three cuts", batch, behind_padding))
+    return cases
+
+
+def _decode(problem: Problem) -> list[Case]:
+    def after_half(g: Grid) -> list[int]:
+        return list(range(max(1, g.width // 2), g.width + 1))
+
+    def from_the_first(g: Grid) -> list[int]:
+        return list(range(int(g.pads.max()) + 1, g.width + 1))
+
+    single = [grid(problem, [i]) for i in problem.all]
+    cases = [_through_cache("decode", "each alone, behind its first half", single, after_half)]
+    if problem.joinable_left:
+        batch = [grid(problem, problem.all, left=True)]
+        cases.append(_through_cache("decode", "one batch, token by token", batch, from_the_first))
+    return cases
+
+
+#: Transform -> its cases.  Gradients and compiled models have runs of another kind.
+CASES: dict[str, Callable[[Problem], list[Case]]] = {
+    "repeat": lambda problem: [alone(problem, "repeat")],
+    "batch": _batch,
+    "compositions": _compositions,
+    "left_padding": _padding("left_padding", True),
+    "right_padding": _padding("right_padding", False),
+    "chunks": _chunks,
+    "decode": _decode,
+}
+
+
+def cases(problem: Problem, transform: str) -> list[Case]:
+    """The runs of one transform of outputs."""
+    return CASES[transform](problem)
+
+
+def micro_batches(problem: Problem, groups: Sequence[Sequence[int]]) -> list[Call]:
+    """All sequences, a group a forward pass, each padded to the one width of them all.
+
+    The width is a multiple of 16 tokens where the model can be padded, so that every cut is.
+    """
+    longest = max(map(len, problem.sequences))
+    width = longest + (-longest % CUT if problem.pads_right else 0)
+    made = []
+    for group in groups:
+        more = width - max(len(problem.sequences[i]) for i in group)
+        made.append(grid(problem, group, more=more).call())
+    return made

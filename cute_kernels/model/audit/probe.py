@@ -1,0 +1,266 @@
+"""What a few tokens tell of a model: where rows lie, which rows a module mixes, which ops it runs.
+
+Two grids of tokens go through the model.  Their sizes say which dimension of which tensor counts
+tokens.  In the first one, each module runs again with some rows replaced: whose other rows stay as
+they were looks at one row at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import rows
+from .calls import Key, Stack, bound, watched
+
+#: (sequences, tokens of each): no count is another one of the same grid or of the other.
+GRIDS = ((3, 5), (2, 7))
+
+#: What an output row of a module may depend on: the same row of its inputs; rows of the same
+#: sequence up to it; any row of the sequence.
+ROW, PAST, SEQUENCE = _WIDER = ("row", "past", "sequence")
+
+#: Columns whose rows are replaced: the last; some with a column left alone beside each.
+_END, _SOME = (4,), (0, 2)
+
+#: Of the largest number of an output: what rounding may change, in units of the dtype's eps, and a
+#: change that is never laid to rounding.
+_ROUNDING, _LEAST = 128, 0.05
+
+#: Numbers whose meaning lies in how they follow each other: they stay.
+_FIXED = "position_ids"
+
+#: Ops that only name memory, or make it: no bits come from them.
+_NO_MATH = frozenset(
+    ("view", "_unsafe_view", "reshape", "expand", "t", "transpose", "permute", "slice", "select")
+    + ("unsqueeze", "squeeze", "alias", "detach", "clone", "copy_", "empty", "empty_like", "split")
+    + ("as_strided", "unbind", "lift_fresh", "unsafe_split", "split_with_sizes", "empty_strided")
+)
+
+#: The call of the model itself.
+_MODEL: Key = ("", 0)
+
+#: (key, "in" or "out", path of the tensor)
+Slot = tuple[Key, str, str]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the probe found.
+
+    layouts: of each tensor with rows.  scopes: what each call's rows depend on.  ops: those that a
+    call ran itself, outside its children, in order.  kinds: class names.  caches: whether the model
+    gives a cache when it is asked to.
+    """
+
+    layouts: Mapping[Slot, rows.Layout]
+    scopes: Mapping[Key, str]
+    ops: Mapping[Key, tuple[str, ...]]
+    kinds: Mapping[str, str]
+    caches: bool
+
+    @property
+    def scope(self) -> str:
+        """Of the whole model."""
+        return self.scopes.get(_MODEL, SEQUENCE)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Paths of the model's outputs with a row for each token."""
+        return tuple(path for key, side, path in self.layouts if (key, side) == (_MODEL, "out"))
+
+
+def probe(model: nn.Module, pool: torch.Tensor, accepts: frozenset[str]) -> Facts:
+    """The `Facts` of a model; ``pool``: ids [n] to draw from, ``accepts``: what forward takes."""
+    shapes, kept, parents, ops = [], {}, {}, {}
+    for number, (batch, tokens) in enumerate(GRIDS):
+        repeats = -(-batch * tokens // len(pool))
+        ids = pool.repeat(repeats)[: batch * tokens].view(batch, tokens)
+        positions = torch.arange(tokens, device=pool.device).expand(batch, tokens).contiguous()
+        given = {"position_ids": positions, "use_cache": False}
+        options = {name: value for name, value in given.items() if name in accepts}
+        watcher = _Shapes(keep=number == 0)
+        with watched(model, watcher) as stack, _Ops(stack, ops):
+            model(ids, **options)
+        shapes.append(watcher.shapes)
+        kept |= watcher.kept
+        parents |= {} if number else watcher.parents
+    layouts = {}
+    for slot in shapes[0].keys() & shapes[1].keys():
+        layout = rows.infer(shapes[0][slot], shapes[1][slot], GRIDS)
+        if layout is not None:
+            layouts[slot] = layout
+    with torch.no_grad():
+        scopes = _scopes(kept, parents, layouts)
+    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    of_calls = {key: tuple(found) for key, found in ops.items()}
+    return Facts(layouts, scopes, of_calls, kinds, _caches(model, pool, accepts))
+
+
+def _caches(model: nn.Module, pool: torch.Tensor, accepts: frozenset[str]) -> bool:
+    """Whether a forward pass that is asked for its cache returns one."""
+    if not {"past_key_values", "use_cache"} <= accepts:
+        return False
+    given = {"position_ids": torch.zeros(1, 1, dtype=torch.int64, device=pool.device)}
+    options = {name: value for name, value in given.items() if name in accepts}
+    with torch.no_grad():
+        result = model(pool[None, :1], use_cache=True, **options)
+    return getattr(result, "past_key_values", None) is not None
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A call of the first grid, to be made again.
+
+    given: (args, kwargs); paths: of their tensors, by id.  after: its outputs, by path.
+    """
+
+    module: nn.Module
+    given: tuple
+    paths: Mapping[int, str]
+    after: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class _Shapes:
+    """Keeps the shapes of every tensor and, if asked, a copy of it: the grid is small."""
+
+    def __init__(self, keep: bool) -> None:
+        self.shapes: dict[Slot, tuple[int, ...]] = {}
+        self.kept: dict[Key, _Kept] = {}
+        self.parents: dict[Key, Key | None] = {}
+        self._keep = keep
+
+    def before(self, key: Key, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        given = bound(module, args, kwargs)
+        self._note(key, "in", given)
+        if self._keep:  # before the module can write to them
+            copies = {id(t): t.clone() for _, t in rows.tensors(given)}
+            paths = {id(copies[id(t)]): path for path, t in rows.tensors(given)}
+            own = rows.replaced((args, kwargs), lambda t: copies.get(id(t), t))
+            self.kept[key] = _Kept(module, own, paths)
+
+    def after(self, key: Key, parent: Key | None, result: object) -> None:
+        self._note(key, "out", result)
+        self.parents[key] = parent
+        if self._keep:
+            self.kept[key].after.update((path, t.clone()) for path, t in rows.tensors(result))
+
+    def _note(self, key: Key, side: str, value: object) -> None:
+        for path, t in rows.tensors(value):
+            self.shapes[key, side, path] = tuple(t.shape)
+
+
+class _Ops(TorchDispatchMode):
+    """Writes the op's name to the innermost call that runs."""
+
+    def __init__(self, stack: Stack, found: dict[Key, dict[str, None]]) -> None:
+        super().__init__()
+        self._stack, self._found = stack, found
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if self._stack.open and name not in _NO_MATH:
+            self._found.setdefault(self._stack.open[-1], {})[name] = None
+        return func(*args, **(kwargs or {}))
+
+
+def _scopes(
+    kept: Mapping[Key, _Kept],
+    parents: Mapping[Key, Key | None],
+    layouts: Mapping[Slot, rows.Layout],
+) -> dict[Key, str]:
+    """What each call's rows depend on: never less than those of a call inside it."""
+    found: dict[Key, str] = {}
+    for key, parent in parents.items():  # what is inside comes first
+        own = _scope(key, kept[key], layouts)
+        found[key] = max(own, found.get(key, ROW), key=_WIDER.index)
+        if parent is not None:
+            found[parent] = max(found[key], found.get(parent, ROW), key=_WIDER.index)
+    return found
+
+
+def _scope(key: Key, call: _Kept, layouts: Mapping[Slot, rows.Layout]) -> str:
+    """What the rows of one call depend on; where it cannot be found out, the sequence."""
+    try:
+        if _moved(key, call, layouts, ((), _changed), _bytes):
+            # Equal inputs give other bytes: only a NaN that arrives tells of a row's way.  It would
+            # pass a causal mask too, as 0 times NaN.
+            return PAST if _moved(key, call, layouts, (_SOME, _no_number), _not_a_number) else ROW
+        if _moved(key, call, layouts, (_END, _changed), _values):
+            return SEQUENCE
+        return PAST if _moved(key, call, layouts, (_SOME, _changed), _bytes) else ROW
+    except Exception:  # a module that stops at such rows tells nothing of where they go
+        return SEQUENCE
+
+
+def _changed(t: torch.Tensor, rows_of_t: torch.Tensor) -> torch.Tensor:
+    if t.is_floating_point() or t.is_complex():
+        return 1 - 4 * rows_of_t  # finite: a key of weight 0 adds 0
+    return torch.where(rows_of_t == t.max(), t.min(), t.max())  # another number that occurs
+
+
+def _no_number(t: torch.Tensor, rows_of_t: torch.Tensor) -> torch.Tensor:
+    if t.is_floating_point() or t.is_complex():
+        return torch.full_like(rows_of_t, float("nan"))
+    return rows_of_t
+
+
+def _bytes(was: torch.Tensor, now: torch.Tensor, dtype: torch.dtype) -> bool:
+    return bool((was != now).any())
+
+
+def _not_a_number(was: torch.Tensor, now: torch.Tensor, dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and _bytes(
+        was.view(dtype).isnan(), now.view(dtype).isnan(), dtype
+    )
+
+
+def _values(was: torch.Tensor, now: torch.Tensor, dtype: torch.dtype) -> bool:
+    """By more than rounding: a sum whose order follows its neighbours looks at none of them."""
+    if not dtype.is_floating_point or _not_a_number(was, now, dtype):
+        return dtype.is_floating_point
+    was, now = (t.view(dtype).double().nan_to_num() for t in (was, now))
+    limit = min(_ROUNDING * torch.finfo(dtype).eps, _LEAST)
+    return bool((was - now).abs().max() > limit * was.abs().max())
+
+
+def _moved(
+    key: Key,
+    call: _Kept,
+    layouts: Mapping[Slot, rows.Layout],
+    change: tuple[tuple[int, ...], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]],
+    unlike: Callable[[torch.Tensor, torch.Tensor, torch.dtype], bool],
+) -> bool:
+    """Whether rows before or between replaced ones came out otherwise, as ``unlike`` sees them.
+
+    ``change``: the columns that are replaced, and by what.
+    """
+    columns, value = change
+    batch, tokens = GRIDS[0]
+    device = next((t.device for t in call.after.values()), torch.device("cpu"))
+    cells = torch.arange(batch * tokens, device=device)
+    hit = torch.isin(cells % tokens, torch.tensor(columns, dtype=torch.int64, device=device))
+
+    def other_rows(t: torch.Tensor) -> torch.Tensor:
+        path = call.paths.get(id(t), _FIXED)
+        layout, made = layouts.get((key, "in", path)), t.clone()
+        if layout is not None and path != _FIXED:
+            of_t = rows.grid(made, layout, GRIDS[0])
+            mask = hit.view(GRIDS[0])[: of_t.shape[0]]
+            of_t[mask] = value(t, of_t[mask])
+        return made
+
+    args, kwargs = rows.replaced(call.given, other_rows)
+    after = dict(rows.tensors(call.module.forward(*args, **kwargs)))
+    for path, was in call.after.items():
+        layout = layouts.get((key, "out", path))
+        if layout is None:
+            continue
+        pair = [rows.rows(t, layout, GRIDS[0], cells[~hit]) for t in (was, after[path])]
+        if unlike(*pair, was.dtype):
+            return True
+    return False

@@ -1,0 +1,166 @@
+"""What an audit found: culprits in the order in which they ran, as text, cells and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .rows import DIGEST_BITS
+
+#: Columns of the table, and those that are numbers.
+HEADER = ("module", "class", "transform", "bytes", "of", "first", "want", "got")
+NUMBERS = ("bytes", "of")
+
+#: Of the JSON: raised when a key is renamed or taken away.
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One culprit under one transform, or one parameter whose gradient differs.
+
+    Attributes:
+        module: Its name in the model; "" is the model itself.
+        kind: Its class.
+        call: Which of its calls in one forward pass, from 0.
+        ops: What it ran outside its children, in order of first use.
+        transform, case: The surroundings; the first case of the transform that showed it.
+        tensor: The output's path, "" where there is one; of a gradient the parameter's name.
+        rows, of_rows: Tokens at which it is the culprit, of those compared, over all cases.
+        bytes, of_bytes: Bytes that differ there, of all compared.
+        first: (sequence, position, column), or the index of a parameter; None if the difference
+            did not come again when the run was repeated to look at it.
+        want, got: The bits there: of the reference, and under the transform.
+    """
+
+    module: str
+    kind: str
+    call: int
+    ops: tuple[str, ...]
+    transform: str
+    case: str
+    tensor: str
+    rows: int
+    of_rows: int
+    bytes: int
+    of_bytes: int
+    first: tuple[int, ...] | None
+    want: str
+    got: str
+
+    @property
+    def name(self) -> str:
+        """The module, or the parameter, and the call if it is not the first."""
+        if not self.of_rows:
+            return self.tensor
+        own = self.module or "(the model)"
+        return own + (f" (call {self.call + 1})" if self.call else "")
+
+
+@dataclass(frozen=True)
+class Victim:
+    """A module whose rows differ because rows that it took did."""
+
+    module: str
+    kind: str
+    call: int
+    transform: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of ``ck.audit``.
+
+    Attributes:
+        findings: Culprits in the order in which modules ran, then gradients in backward order.
+        victims: Modules that only passed a difference on.
+        ran: Transform -> its cases.
+        skipped: Transform -> why it was not run.
+        unfollowed: Modules that ran and had no output with a row for each token, or none that could
+            be compared; what they do is laid to the module around them.
+        rows: Output rows compared, over all modules and cases; differing: how many of them differ.
+        gradients: Gradients compared.
+        facts: The versions, the device and the dtypes of the run.
+    """
+
+    findings: tuple[Finding, ...]
+    victims: tuple[Victim, ...]
+    ran: Mapping[str, tuple[str, ...]]
+    skipped: Mapping[str, str]
+    unfollowed: tuple[str, ...]
+    rows: int
+    differing: int
+    gradients: int
+    facts: Mapping[str, str]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs."""
+        return not self.findings and not self.differing
+
+    @property
+    def first(self) -> Finding | None:
+        """The culprit that ran first, or the first gradient where all outputs are equal."""
+        return self.findings[0] if self.findings else None
+
+    def headline(self) -> str:
+        """One line: the first culprit, or that there is none."""
+        one = self.first
+        if one is None and self.ok:
+            return f"0 differing rows of {self.rows:,}, 0 differing of {self.gradients:,} gradients"
+        if one is None:
+            return f"{self.differing:,} rows of {self.rows:,} differ, and no module began it"
+        ops = f"; ops: {', '.join(one.ops)}" if one.ops else ""
+        return f"first: {one.name} ({one.kind}{ops}) under {one.transform}, {one.case}"
+
+    def lines(self) -> list[str]:
+        """What stands below the table."""
+        made = []
+        if self.victims:
+            modules = len({victim.module for victim in self.victims})
+            made.append(f"{modules} other modules passed a difference on")
+        made += [f"not run: {name}: {why}" for name, why in self.skipped.items()]
+        if self.unfollowed:
+            made.append(f"without rows to compare: {', '.join(self.unfollowed)}")
+        return made
+
+    def as_json(self, victims: bool = False) -> dict[str, object]:
+        """Plain values; docs/audit.md has the keys.  ``victims``: list them, not just count."""
+        made = {
+            "version": VERSION,
+            "ok": self.ok,
+            "digest_bits": DIGEST_BITS,
+            "first": None if self.first is None else _plain(self.first),
+            "findings": [_plain(one) for one in self.findings],
+            "victim_count": len(self.victims),
+            "ran": {name: list(cases) for name, cases in self.ran.items()},
+            "skipped": dict(self.skipped),
+            "unfollowed": list(self.unfollowed),
+            "rows": self.rows,
+            "differing": self.differing,
+            "gradients": self.gradients,
+            "facts": dict(self.facts),
+        }
+        return made | ({"victims": [vars(one) for one in self.victims]} if victims else {})
+
+    def __str__(self) -> str:
+        table = [HEADER, *(cells(one) for one in self.findings)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        shown = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in table[: len(table) if self.findings else 0]
+        ]
+        return "\n".join([self.headline(), *shown, *self.lines()])
+
+
+def cells(one: Finding) -> tuple[str, ...]:
+    """A row of the table."""
+    place = "not seen again" if one.first is None else ", ".join(map(str, one.first))
+    counts = f"{one.bytes:,}", f"{one.of_bytes:,}"
+    return (one.name, one.kind, one.transform, *counts, place, one.want, one.got)
+
+
+def _plain(one: Finding) -> dict[str, object]:
+    first = None if one.first is None else list(one.first)
+    return vars(one) | {"ops": list(one.ops), "first": first}

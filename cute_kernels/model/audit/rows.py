@@ -1,0 +1,169 @@
+"""Rows of tokens: where they lie in a tensor, and 128 bits that stand for the bytes of each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ...caching import ByteCache
+
+#: What a digest is wide, in bits.  It is no cryptographic hash.
+DIGEST_BITS = 128
+
+#: Arguments that speak of columns and of the past, not of tokens; and results of that kind.
+NOT_OF_TOKENS = frozenset(
+    ("attention_mask", "cache_position", "past_key_values", "past_key_value", "cache_params")
+)
+
+#: (bytes of a row, device) -> what is mixed into each of its lanes.
+_keys = ByteCache("keys of an audit's digests", 64 << 20)
+
+#: int64 lanes that are digested at once.
+_LANES = 1 << 22
+
+# Odd numbers without a pattern, as int64.
+_FIRST, _SECOND, _KEY = -7046029254386353131, -4658895280553007687, -7723592293110705685
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which dimensions of a tensor count sequences and tokens; the others make up a row.
+
+    ``token`` counts the tokens of a sequence; ``batch`` the sequences, None where all share a row.
+    With ``flat`` there is one dimension for both, ``token``.  ``rest``: sizes of the others.
+    """
+
+    token: int
+    batch: int | None
+    flat: bool
+    rest: tuple[int, ...]
+
+
+def infer(first: tuple[int, ...], second: tuple[int, ...], grids: tuple) -> Layout | None:
+    """The layout of a tensor that had these shapes under two grids (B, T); None if it has no rows.
+
+    A size that both grids gave alike is a row's own.  So no size of a model is taken for a count.
+    """
+    (b, t), (b2, t2) = grids
+    if len(first) != len(second):
+        return None
+    found: dict[str, list[int]] = {"batch": [], "token": [], "flat": []}
+    meaning = {(b, b2): "batch", (t, t2): "token", (b * t, b2 * t2): "flat"}
+    for dim, sizes in enumerate(zip(first, second, strict=True)):
+        if sizes[0] == sizes[1]:
+            continue
+        if sizes not in meaning:
+            return None
+        found[meaning[sizes]].append(dim)
+    batch, token, flat = found["batch"], found["token"], found["flat"]
+    counts = len(batch), len(token), len(flat)
+    if counts not in ((0, 1, 0), (1, 1, 0), (0, 0, 1)):
+        return None
+    used = {*batch, *token, *flat}
+    rest = tuple(size for dim, size in enumerate(first) if dim not in used)
+    return Layout((token or flat)[0], batch[0] if batch else None, bool(flat), rest)
+
+
+def grid(t: torch.Tensor, layout: Layout, shape: tuple[int, int]) -> torch.Tensor | None:
+    """A view [B or 1, T, ...] of a tensor; None if its sizes are not those of the layout."""
+    batch, tokens = shape
+    used = {layout.token, layout.batch} - {None}
+    if t.dim() != len(used) + len(layout.rest):
+        return None
+    want = batch * tokens if layout.flat else tokens
+    others = [dim for dim in range(t.dim()) if dim not in used]
+    if t.shape[layout.token] != want or tuple(t.shape[dim] for dim in others) != layout.rest:
+        return None
+    if layout.batch is not None and t.shape[layout.batch] != batch:
+        return None
+    if layout.flat:
+        return t.permute(layout.token, *others).unflatten(0, (batch, tokens))
+    if layout.batch is None:
+        return t.permute(layout.token, *others)[None]
+    return t.permute(layout.batch, layout.token, *others)
+
+
+def rows(
+    t: torch.Tensor, layout: Layout, shape: tuple[int, int], where: torch.Tensor
+) -> torch.Tensor | None:
+    """[len(where), bytes of a row] uint8: the rows at flat places b T + t; None as `grid`."""
+    view = grid(t.detach(), layout, shape)
+    if view is None:
+        return None
+    tokens = shape[1]
+    if layout.batch is None and not layout.flat:
+        picked = view[0][where % tokens]
+    else:
+        picked = view[where // tokens, where % tokens]
+    return picked.reshape(len(where), -1).contiguous().view(torch.uint8)
+
+
+def digest(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """int64 [n, 2] for rows of bytes [n, w]: equal for equal bytes of one dtype.
+
+    Sums of whole numbers modulo 2^64: the same on every device and in every order.
+    """
+    count, width = data.shape
+    data = torch.nn.functional.pad(data, (0, -width % 8))
+    # By way of one dimension: a single row may have any stride.
+    lanes = data.flatten().view(torch.int64).view(count, -(-width // 8))
+    salt, key = _keys.get((width, data.device), lambda: _make_keys(width, data.device))
+    made = torch.empty(count, 2, dtype=torch.int64, device=data.device)
+    step = max(1, _LANES // max(1, lanes.shape[1]))
+    for at in range(0, count, step):
+        # m_j is one-to-one in lane j; h = sum of m_j, g = sum of m_j key_j
+        mixed = _mixed(lanes[at : at + step] + salt)
+        made[at : at + step, 0] = mixed.sum(1)
+        made[at : at + step, 1] = (mixed * key).sum(1)
+    return made + _number_of(dtype)
+
+
+def _make_keys(width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each lane of a row: what tells its place, and an odd factor."""
+    place = torch.arange(1, -(-width // 8) + 1, device=device)
+    return _mixed(place * _KEY), _mixed(place * _FIRST + width) | 1
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """A one-to-one map of int64 in which every bit of x moves about half of the bits."""
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _FIRST
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _SECOND
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def _number_of(dtype: torch.dtype) -> int:
+    return int.from_bytes(str(dtype).removeprefix("torch.").encode()[-7:], "little")
+
+
+def tensors(value: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every (path, tensor) in nested tuples, lists, mappings and dataclasses that is of tokens."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided and not value.is_nested:
+            yield path, value
+    elif isinstance(value, Mapping):
+        yield from _inside(value.items(), path)
+    elif isinstance(value, tuple | list):
+        yield from _inside(enumerate(value), path)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        named = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+        yield from _inside(named, path)
+
+
+def _inside(items, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in items:
+        if name not in NOT_OF_TOKENS:
+            yield from tensors(value, f"{path}.{name}" if path else str(name))
+
+
+def replaced(value: object, change) -> object:
+    """``value`` with ``change(tensor)`` for each tensor of the tuples, lists and dicts in it."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if type(value) is dict:
+        return {name: replaced(inner, change) for name, inner in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(replaced(inner, change) for inner in value)
+    return value

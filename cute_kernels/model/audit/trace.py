@@ -1,0 +1,137 @@
+"""Digests of every module's rows, by token: what one set of surroundings left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from . import rows
+from .calls import Key, bound, watched
+from .plans import Call, Case
+from .probe import Facts
+
+
+@dataclass
+class Table:
+    """Digests [N, 2] of one tensor's rows, and for which tokens there is one [N].
+
+    ``width``: bytes of a row.  ``kept``: of the tokens asked for, their bytes; ``dtype`` of all.
+    """
+
+    digests: torch.Tensor
+    seen: torch.Tensor
+    width: int = 0
+    dtype: torch.dtype | None = None
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Entry:
+    """One call of a module: its inputs' and outputs' tables, by path.
+
+    ``unknown``: tokens at which an input should have had a row and had another shape.
+    """
+
+    parent: Key | None = None
+    ins: dict[str, Table] = field(default_factory=dict)
+    outs: dict[str, Table] = field(default_factory=dict)
+    unknown: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Entries in the order in which the calls ended: what is inside a module comes before it."""
+
+    entries: dict[Key, Entry]
+
+
+class Recorder:
+    """Watches a case.  ``keep``: key -> the tokens [N] whose output bytes are kept."""
+
+    def __init__(self, facts: Facts, count: int, keep: Mapping[Key, torch.Tensor]) -> None:
+        self.entries: dict[Key, Entry] = {}
+        self._facts, self._count, self._keep = facts, count, keep
+        self._ended: dict[Key, None] = {}
+        self._call: Call | None = None
+
+    def begin(self, call: Call) -> None:
+        """The next forward pass of the model is this one."""
+        self._call = call
+
+    def before(self, key: Key, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        entry = self.entries.setdefault(key, Entry())
+        for path, t in rows.tensors(bound(module, args, kwargs)):
+            if not self._note(entry.ins, (key, "in", path), t):
+                if entry.unknown is None:
+                    entry.unknown = torch.zeros(self._count, dtype=torch.bool, device=t.device)
+                entry.unknown[self._call.cells] = True
+
+    def after(self, key: Key, parent: Key | None, result: object) -> None:
+        entry = self.entries.setdefault(key, Entry())
+        entry.parent = parent
+        self._ended[key] = None
+        for path, t in rows.tensors(result):
+            self._note(entry.outs, (key, "out", path), t)
+
+    def _note(self, tables: dict[str, Table], slot: tuple, t: torch.Tensor) -> bool:
+        """Whether the tensor has rows here, if it should."""
+        key, side, path = slot
+        layout = self._facts.layouts.get(slot)
+        if layout is None:
+            return True
+        call = self._call
+        data = rows.rows(t, layout, call.shape, call.where.to(t.device))
+        if data is None:
+            return False
+        if path not in tables:
+            empty = torch.zeros(self._count, 2, dtype=torch.int64, device=t.device)
+            seen = torch.zeros(self._count, dtype=torch.bool, device=t.device)
+            tables[path] = Table(empty, seen, data.shape[1], t.dtype)
+        table, cells = tables[path], call.cells.to(t.device)
+        table.digests[cells] = rows.digest(data, t.dtype)
+        table.seen[cells] = True
+        if side == "out" and key in self._keep:
+            here = call.cells.cpu()
+            picked = self._keep[key][here].nonzero().flatten()
+            copies = data[picked.to(t.device)].cpu()
+            table.kept.update(zip(here[picked].tolist(), copies, strict=True))
+        return True
+
+    def trace(self) -> Trace:
+        """What was recorded, on the CPU."""
+        for entry in self.entries.values():
+            for table in (*entry.ins.values(), *entry.outs.values()):
+                table.digests, table.seen = table.digests.cpu(), table.seen.cpu()
+            if entry.unknown is not None:
+                entry.unknown = entry.unknown.cpu()
+        return Trace({key: self.entries[key] for key in self._ended})
+
+
+def record(
+    model: nn.Module, case: Case, facts: Facts, count: int, keep: Mapping[Key, torch.Tensor]
+) -> Trace:
+    """Runs a case and follows every module; ``count``: tokens in all."""
+    recorder = Recorder(facts, count, keep)
+    with watched(model, recorder):
+        for stream in case.streams:
+            past = None
+            for call in stream:
+                recorder.begin(call)
+                result = model(call.ids, **call.options(past))
+                past = getattr(result, "past_key_values", None)
+    return recorder.trace()
+
+
+def record_whole(
+    run: Callable, case: Case, facts: Facts, count: int, keep: Mapping[Key, torch.Tensor]
+) -> Trace:
+    """The same for what has no modules to follow, a compiled model: its outputs alone."""
+    recorder = Recorder(facts, count, keep)
+    with torch.no_grad():
+        for (call,) in case.streams:
+            recorder.begin(call)
+            recorder.after(("", 0), None, run(call.ids, **call.options(None)))
+    return recorder.trace()

@@ -1,0 +1,122 @@
+"""``ck.patch`` and ``ck.unpatch``: a whole model by our ops, in place."""
+
+from __future__ import annotations
+
+import torch
+
+from ..integrations import transformers as integration
+from . import patch_checks, patch_classes, patch_families, patch_plan
+from .patch_checks import Options
+from .patch_forwards import OPS, main_grad_parameters
+from .patch_report import Replaced, Report
+
+#: The attribute of a transformers model that says how it attended before.
+_BEFORE = "_cute_kernels_attention"
+
+
+def patch(
+    model: torch.nn.Module,
+    *,
+    linear: bool = True,
+    norm: bool = True,
+    attention: bool = True,
+    embedding: bool = True,
+    logits: str = "linear_logp",
+    main_grad: bool = False,
+    strict: bool = False,
+) -> Report:
+    """Replaces, in place, the parts of a model whose bits follow the rest of the batch.
+
+    A module keeps its parameters, names, hooks and identity, and gets another class: a subclass of
+    its own, of the same name, whose forward calls an op of ours.  So the state dict,
+    ``isinstance``, copies, pickles, ``save_pretrained``, adapters, checkpointing and
+    ``fully_shard`` (before or after) stay as they were.  docs/model.md: what is replaced in which
+    family.
+
+    Args:
+        model: Any module; what is inside a wrapper (PEFT, DDP, ``torch.compile``) is found.
+        linear: nn.Linear, exactly: subclasses with a forward of their own are left.  transformers'
+            Conv1D too.
+        norm: Norms, known or not: those whose forward agrees with the formula of ``ck.rms_norm`` or
+            ``ck.layer_norm`` on random inputs.  And SiLU, GELU and tanh.
+        attention: transformers' attention, and the tables of rotary embeddings.
+        embedding: nn.Embedding, also below a subclass that scales what it looks up.
+        logits: What becomes of a causal LM's head.  ``"linear"``: ``ck.linear``.
+            ``"linear_logp"``: also, ``forward(labels=...)`` makes its loss by ``ck.linear_logp``;
+            logits are None in training then.
+        main_grad: Whether the gradient of a parameter that has a ``main_grad`` (fp32, its shape) is
+            added there, as in ``ck.linear``.  It is looked for at each call.
+        strict: Whether parts that are left, and whose bits follow the batch, are an error.
+
+    Returns:
+        A `Report`: what was replaced, what was left, and what is known of it.
+
+    Guarantees:
+        Of a model whose report is ``complete``: each row of its logits has the same bits alone and
+        in any batch, padded, in chunks, and decoded with a cache.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: an argument is wrong; the message names it.
+        BackendUnavailable: the parameters are on a device without a backend.
+        PatchError: ``strict``, and parts are left; the message names them.  The model is unchanged.
+
+    A second patch of a model, or of a part of it, counts for every module inside, and forgets what
+    the first had been told.  Logits are not those of the unpatched model, byte for byte: a norm of
+    ours rounds once where transformers' rounds twice.
+    """
+    options = Options(linear, norm, attention, embedding, logits, main_grad)
+    patch_checks.model(model)
+    patch_checks.options(options, strict)
+    patch_checks.devices(model)
+    made = patch_plan.plan(model, options)
+    report = _report(model, made, main_grad)
+    if strict:
+        patch_checks.complete(report.moving)
+    unpatch(model)
+    for action in made.actions:
+        patch_classes.exchange(action.module, action.kind, action.notes)
+    for one in made.attentions:
+        _attend(one.modules)
+    return report
+
+
+def unpatch(model: torch.nn.Module) -> None:
+    """Gives every module inside a model its own class back, and the model its attention.
+
+    What was not patched is left alone.  Modules that wrap a patched model, or lie in it, may be
+    given as well; parts of one transformers model share its attention.
+
+    Raises:
+        ArgumentTypeError: ``model`` is no module.
+    """
+    patch_checks.model(model)
+    for module in model.modules():
+        patch_classes.restore(module)
+        if _BEFORE in vars(module):
+            module.config._attn_implementation_internal = vars(module).pop(_BEFORE)
+
+
+def _attend(modules: tuple[torch.nn.Module, ...]) -> None:
+    """Has the models of one config attend by our op."""
+    integration.register()
+    config = modules[0].config
+    for module in modules:
+        vars(module)[_BEFORE] = config._attn_implementation
+    # Not by the property, which sets it in the configs of parts that may be unable to.
+    config._attn_implementation_internal = integration.NAME
+
+
+def _report(model: torch.nn.Module, made: patch_plan.Plan, main_grad: bool) -> Report:
+    replaced = [
+        Replaced(a.name, patch_classes.user_class(a.module).__name__, OPS[a.kind])
+        for a in made.actions
+    ]
+    replaced += [
+        Replaced(a.name, "attention", "attn_implementation='cute_kernels'") for a in made.attentions
+    ]
+    missed: list[str] = []
+    if main_grad:
+        written = {id(p) for a in made.actions for p in main_grad_parameters(a.module, a.kind)}
+        named = model.named_parameters()
+        missed = [name for name, p in named if p.requires_grad and id(p) not in written]
+    return Report(patch_families.of(model), tuple(replaced), tuple(made.left), tuple(missed))

@@ -1,0 +1,59 @@
+"""Arguments of ``ck.patch`` and ``ck.unpatch`` -> `Options`, or one exception that names one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .. import checking
+from ..errors import ArgumentTypeError, ArgumentValueError, PatchError, expected, one_of
+from .patch_report import Left
+
+LOGP, LOGITS = "linear_logp", "linear"
+
+
+class Options(NamedTuple):
+    """What is to be replaced; see `patch.patch`."""
+
+    linear: bool
+    norm: bool
+    attention: bool
+    embedding: bool
+    logits: str
+    main_grad: bool
+
+
+def model(value: object) -> None:
+    """That it is a module whose forward is Python's, on devices that we have backends for."""
+    if not isinstance(value, torch.nn.Module):
+        raise ArgumentTypeError(expected("model", "a torch.nn.Module", type(value).__name__))
+    if isinstance(value, torch.jit.ScriptModule):
+        want = "a torch.nn.Module whose forward is Python's"
+        raise ArgumentTypeError(expected("model", want, f"TorchScript ({type(value).__name__})"))
+
+
+def options(given: Options, strict: object) -> None:
+    """That each option is of its type, and one of its values."""
+    for name, value in {**given._asdict(), "strict": strict}.items():
+        if name != "logits" and not isinstance(value, bool):
+            raise ArgumentTypeError(expected(name, "True or False", repr(value)))
+    if not isinstance(given.logits, str):
+        raise ArgumentTypeError(expected("logits", "a string", repr(given.logits)))
+    if given.logits not in (LOGP, LOGITS):
+        raise ArgumentValueError(one_of("logits", (LOGP, LOGITS), given.logits))
+
+
+def devices(value: torch.nn.Module) -> None:
+    """That a backend may run our ops where the parameters are."""
+    for device in {p.device for p in value.parameters()}:
+        checking.supported("linear", device)
+
+
+def complete(moving: tuple[Left, ...]) -> None:
+    """What ``strict`` asks: that no part is left whose bits follow the batch."""
+    if moving:
+        shown = [f"  {one.name or 'the model'} ({one.part}): {one.known}" for one in moving[:20]]
+        more = [f"  and {len(moving) - 20} more"] if len(moving) > 20 else []
+        want = f"no part left whose bits follow the batch, got {len(moving)}"
+        raise PatchError("\n".join([f"strict: expected {want}:", *shown, *more]))

@@ -1,0 +1,92 @@
+"""What a patch did: what was replaced, what was left, and what is known of what was left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """One part that one of our ops computes now.
+
+    Attributes:
+        name: Of the module, as ``named_modules`` has it; empty for the model itself.
+        part: Its class, or what in it was replaced.
+        by: What computes it.
+    """
+
+    name: str
+    part: str
+    by: str
+
+
+@dataclass(frozen=True)
+class Left:
+    """One part that torch, or another library, still computes.
+
+    Attributes:
+        name, part: As in `Replaced`.
+        known: Why it was left, and what is known of its bits.
+        moves: Whether its bits are known, or have to be expected, to follow the rest of the batch,
+            where the model is now.  ``strict`` refuses a model with such parts.
+    """
+
+    name: str
+    part: str
+    known: str
+    moves: bool = True
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `patch` returns; printed, it is a table.
+
+    Attributes:
+        family: transformers' name of the architecture if it is one that we know; else None.
+        replaced, left: The parts, in the order of ``named_modules``.
+        main_grad_left: Parameters that require a gradient and whose gradient goes to ``grad`` even
+            with ``main_grad=True``: biases of linears, and those of parts that were left.
+    """
+
+    family: str | None
+    replaced: tuple[Replaced, ...]
+    left: tuple[Left, ...]
+    main_grad_left: tuple[str, ...] = ()
+
+    @property
+    def moving(self) -> tuple[Left, ...]:
+        """The parts left whose bits follow the batch."""
+        return tuple(one for one in self.left if one.moves)
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing was left whose bits are known to follow the batch."""
+        return not self.moving
+
+    def __str__(self) -> str:
+        lines = [f"family: {self.family or 'none that is known'}", "replaced:"]
+        lines += _grouped((f"{r.part} -> {r.by}", r.name) for r in self.replaced)
+        for title, moves in (("left, and moves bits:", True), ("left:", False)):
+            rows = [one for one in self.left if one.moves is moves]
+            lines += [title] * bool(rows)
+            lines += _grouped((f"{one.part}: {one.known}", one.name) for one in rows)
+        if self.main_grad_left:
+            lines += ["main_grad is not written:", f"  {_some(list(self.main_grad_left))}"]
+        return "\n".join(lines)
+
+
+def _grouped(rows: Iterable[tuple[str, str]]) -> list[str]:
+    """A line for each text, with how many parts it is about and their names."""
+    ordered = sorted(rows, key=lambda row: row[0])
+    found = []
+    for text, group in groupby(ordered, key=lambda row: row[0]):
+        names = [name or "the model" for _, name in group]
+        found.append(f"  {len(names):4d} x {text}  ({_some(names)})")
+    return found
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,238 @@
+"""Launches the Triton kernels of norm: outputs, parts, grids, compiler options.
+
+The functions are those of `cpu`, with their arguments.  Each runs on the device of its tensors and
+that device's current stream; the first launch of a (dtype, room, alignment) class compiles, so do
+that before a CUDA graph is captured.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...log import contiguous, copied
+from ..config import part_rows, room
+from ..tensors import LAYER, Normed, Parts, Rule, Scale, Upstream
+from . import kernel as kernels
+from .plan import SIZES, TRITON
+
+
+def forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: Rule) -> Normed:
+    """As `cpu.forward`."""
+    m, width = x.shape
+    x, residual = _rows(x, "x"), _rows(residual, "residual")
+    y = torch.empty((m, width), dtype=x.dtype, device=x.device)
+    h = None if residual is None else torch.empty_like(y)
+    rstd = _fp32(x, m)
+    mean = _fp32(x, m) if rule.kind == LAYER else None
+    weight, bias = _vector(scale.weight, "weight"), _vector(scale.bias, "bias")
+    lanes = forward_lanes(width)
+    whole = lanes == room(width)
+    kernel = kernels.forward_kernel if whole else kernels.forward_wide_kernel
+    rows = max(1, SIZES.forward_tile // lanes)
+    with torch.cuda.device(x.device):
+        kernel[(_tiles(m, rows),)](
+            x,
+            residual,
+            weight,
+            bias,
+            h,
+            y,
+            mean,
+            rstd,
+            m,
+            width,
+            x.stride(0),
+            _stride(residual),
+            float(width),
+            rule.eps,
+            rule.offset,
+            ALIGN=_alignment(width, x, residual),
+            ROWS=rows,
+            BLOCK=lanes,
+            **_options(rows * lanes, SIZES.forward_elements),
+        )
+    return Normed(y, h, mean, rstd)
+
+
+def backward(
+    upstream: Upstream,
+    h: torch.Tensor,
+    stats: tuple[torch.Tensor | None, torch.Tensor],
+    scale: Scale,
+    rule: Rule,
+    parts: bool,
+) -> tuple[torch.Tensor, Parts | None]:
+    """As `cpu.backward`."""
+    m, width = h.shape
+    h, dy, dh = _rows(h, "h"), _rows(upstream.dy, "dy"), _rows(upstream.dh, "dh")
+    dx = torch.empty((m, width), dtype=h.dtype, device=h.device)
+    made = None
+    if parts:
+        count = _tiles(m, part_rows(width))
+        of_bias = None if scale.bias is None else _fp32(h, count, width)
+        made = Parts(_fp32(h, count, width), of_bias)
+    weight = _vector(scale.weight, "weight")
+    run = _fused if backward_lanes(width) == room(width) else _apart
+    with torch.cuda.device(h.device):
+        run(Upstream(dy, dh), h, stats, weight, rule.offset, dx, made)
+    return dx, made
+
+
+def add_parts(
+    parts: torch.Tensor, into: torch.Tensor | None, like: torch.Tensor
+) -> torch.Tensor | None:
+    """As `cpu.add_parts`."""
+    count, width = len(parts), like.shape[0]
+    target = torch.empty_like(like) if into is None else into
+    flat = target.contiguous()
+    with torch.cuda.device(parts.device):
+        kernels.add_parts_kernel[(_tiles(width, SIZES.sum_columns),)](
+            parts,
+            flat,
+            count,
+            width,
+            parts.stride(0),
+            ACCUMULATE=into is not None,
+            AHEAD=SIZES.sum_ahead,
+            BLOCK=SIZES.sum_columns,
+            **_options(SIZES.sum_columns, SIZES.sum_columns),
+        )
+    if flat is not target:
+        target.copy_(flat)
+    return target if into is None else None
+
+
+def forward_lanes(width: int) -> int:
+    """Of a row in the forward: as many as it has room, or a block's."""
+    return room(width) if room(width) <= TRITON.forward_whole else TRITON.lanes
+
+
+def backward_lanes(width: int) -> int:
+    """Of a row in the backward."""
+    return room(width) if room(width) <= TRITON.backward_whole else TRITON.lanes
+
+
+def part_lanes(width: int) -> int:
+    """Rows of a part that are added beside one another."""
+    return max(1, TRITON.tile // backward_lanes(width))
+
+
+def _fused(
+    upstream: Upstream,
+    h: torch.Tensor,
+    stats: tuple[torch.Tensor | None, torch.Tensor],
+    weight: torch.Tensor | None,
+    offset: float,
+    dx: torch.Tensor,
+    made: Parts | None,
+) -> None:
+    """dx and the parts in one pass over the rows."""
+    (m, width), lanes = h.shape, backward_lanes(h.shape[1])
+    of_weight, of_bias = made or (None, None)
+    kernels.backward_kernel[(_tiles(m, part_rows(width)),)](
+        *upstream,
+        h,
+        *stats,
+        weight,
+        dx,
+        of_weight,
+        of_bias,
+        m,
+        width,
+        upstream.dy.stride(0),
+        _stride(upstream.dh),
+        h.stride(0),
+        float(width),
+        offset,
+        ALIGN=_alignment(width, *upstream, h),
+        PART=part_rows(width),
+        ROWS=part_lanes(width),
+        BLOCK=lanes,
+        **_options(part_lanes(width) * lanes, SIZES.backward_elements),
+    )
+
+
+def _apart(
+    upstream: Upstream,
+    h: torch.Tensor,
+    stats: tuple[torch.Tensor | None, torch.Tensor],
+    weight: torch.Tensor | None,
+    offset: float,
+    dx: torch.Tensor,
+    made: Parts | None,
+) -> None:
+    """The same of rows that registers do not hold: dx row by row, the parts column by column."""
+    (m, width), lanes = h.shape, backward_lanes(h.shape[1])
+    kernels.dx_kernel[(m,)](
+        *upstream,
+        h,
+        *stats,
+        weight,
+        dx,
+        m,
+        width,
+        upstream.dy.stride(0),
+        _stride(upstream.dh),
+        h.stride(0),
+        float(width),
+        offset,
+        ALIGN=_alignment(width, *upstream, h),
+        BLOCK=lanes,
+        **_options(lanes, SIZES.backward_elements),
+    )
+    if made is not None:
+        blocks = _tiles(width, SIZES.part_columns)
+        kernels.parts_kernel[(_tiles(m, part_rows(width)) * blocks,)](
+            upstream.dy,
+            h,
+            *stats,
+            *made,
+            m,
+            width,
+            upstream.dy.stride(0),
+            h.stride(0),
+            ALIGN=_alignment(width, upstream.dy, h),
+            PART=part_rows(width),
+            BLOCK=SIZES.part_columns,
+            **_options(SIZES.part_columns, SIZES.part_elements),
+        )
+
+
+# ---- pieces --------------------------------------------------------------------------------------
+
+
+def _rows(t: torch.Tensor | None, name: str) -> torch.Tensor | None:
+    """[M, D] whose neighbours lie side by side."""
+    if t is None or t.stride(1) == 1:
+        return t
+    copied("norm", name, t, "a last stride of 1")
+    return t.contiguous()
+
+
+def _vector(t: torch.Tensor | None, name: str) -> torch.Tensor | None:
+    """A [D] likewise."""
+    return None if t is None else contiguous("norm", name, t, "a stride of 1")
+
+
+def _fp32(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
+def _stride(rows: torch.Tensor | None) -> int:
+    """Between rows."""
+    return 0 if rows is None else rows.stride(0)
+
+
+def _alignment(width: int, *rows: torch.Tensor | None) -> int:
+    """A known factor of D and of strides between rows; it widens loads only."""
+    return 8 if all(size % 8 == 0 for size in (width, *map(_stride, rows))) else 1
+
+
+def _options(tile: int, elements: int) -> dict[str, int | bool]:
+    """The compiler options that every launch names; ``elements`` of the tile are a thread's."""
+    warps = min(SIZES.most_warps, max(1, tile // (32 * elements)))
+    return {"num_warps": warps, "enable_fp_fusion": TRITON.fp_fusion}
+
+
+def _tiles(size: int, block: int) -> int:
+    return -(-size // block)

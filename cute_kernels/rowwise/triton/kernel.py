@@ -1,0 +1,500 @@
+"""Elementwise functions, row sums, rotary, embedding's gradient and sums of squares in Triton.
+
+For ROCm and for every CUDA device: there is no SM90 kernel of these.  Formulas are those of
+functions.py, in fp32 where it has fp64; the angle of a rotary table and sums of squares are in fp64
+here too.
+
+Orders.  A row's sum: lane l adds the columns l + i L, ascending, then half the lanes are added to
+half, by `tl.sum` over an axis of two, which has one result whoever adds it.  An entry's gradient:
+one chain, tokens ascending.  Squares: lanes, over chunks of a fixed size, then over their sums;
+sums of gradients: a chain.
+
+Nothing is fused but `tl.fma` (enable_fp_fusion is off), nothing is atomic, nothing is autotuned,
+sizes are not specialised on.  Divisions and roots are IEEE's.  2^y is the device's own.
+
+Limits.  gelu_tanh of fp32 far below 0 is off by about 2^-22 |2 u| of itself, and softmax of fp32
+by 2^-24 |x - max|.  CUDA's 2^y flushes: what is below 2^-126 may be 0.  Not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .. import config
+
+_LOG2E = tl.constexpr(config.LOG2E_FP32[0])
+_LOG2E_LOW = tl.constexpr(config.LOG2E_FP32[1])
+_LN2 = tl.constexpr(config.LN2)
+_NORMAL_SCALE = tl.constexpr(1.0 / config.SQRT_TWO)
+_DENSITY = tl.constexpr(config.DENSITY)
+_GELU_CUBE = tl.constexpr(config.GELU_CUBE)
+_GELU_CUBE_3 = tl.constexpr(3.0 * config.GELU_CUBE)
+_GELU_SCALE_2 = tl.constexpr(2.0 * config.GELU_SCALE)
+_TANH = tl.constexpr(config.TANH[:6])
+_TANH_SMALL = tl.constexpr(config.TANH_SMALL)
+_ERFC = tl.constexpr(config.ERFC_FP32)
+_ERFC_MIDDLE = tl.constexpr(config.ERFC_MIDDLE)
+_LOG_SERIES = tl.constexpr(config.LOG_SERIES)
+_SQRT_HALF = tl.constexpr(config.SQRT_HALF)
+_SIN = tl.constexpr(config.SIN)
+_COS = tl.constexpr(config.COS)
+_PI_0 = tl.constexpr(config.HALF_PI[0])
+_PI_1 = tl.constexpr(config.HALF_PI[1])
+_PI_2 = tl.constexpr(config.HALF_PI[2])
+_QUARTERS = tl.constexpr(1.0 / (config.HALF_PI[0] + config.HALF_PI[1]))
+#: 1.5 · 2^52: adding it rounds what is below 2^51.
+_ROUND = tl.constexpr(6755399441055744.0)
+#: e^110 is inf, and e^-110 is 0, in fp32.
+_FAR = tl.constexpr(110.0)
+#: e^(-x² / 2) is 0 in fp32 beyond it.
+_TAIL = tl.constexpr(20.0)
+_INFINITY = tl.constexpr(float("inf"))
+#: Halvings of lanes that `_halves` knows: up to 1024.
+_LEVELS = tl.constexpr(10)
+_UNROLL = tl.constexpr(4)
+
+
+@triton.jit
+def _horner(CONSTANTS: tl.constexpr, COUNT: tl.constexpr, x):
+    series = tl.full(x.shape, CONSTANTS[COUNT - 1], x.dtype)
+    for i in tl.static_range(COUNT - 1):
+        series = series * x + CONSTANTS[COUNT - 2 - i]
+    return series
+
+
+@triton.jit
+def _inverse(x):
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+
+
+@triton.jit
+def _exp(x):
+    """e^x in fp32; 0 below -110, inf above 110, NaN for NaN."""
+    near = tl.where(x < -_FAR, -_FAR, x)
+    near = tl.where(near > _FAR, _FAR, near)
+    # log2(e) in two parts: the first product's rounding error is kept.
+    high = near * _LOG2E
+    low = tl.fma(near, tl.full(x.shape, _LOG2E, tl.float32), -high) + near * _LOG2E_LOW
+    return tl.exp2(high) * (low * _LN2 + 1.0)
+
+
+@triton.jit
+def _log(x):
+    """ln x of a normal x > 0 in fp64; NaN for NaN."""
+    bits = x.to(tl.int64, bitcast=True)
+    exponent = (bits >> 52) - 1022
+    m = ((bits & 0xFFFFFFFFFFFFF) | 0x3FE0000000000000).to(tl.float64, bitcast=True)
+    small = m < _SQRT_HALF
+    m = tl.where(small, m + m, m)
+    exponent = tl.where(small, exponent - 1, exponent)
+    s = (m - 1.0) / (m + 1.0)
+    value = _horner(_LOG_SERIES, 11, s * s) * s + exponent.to(tl.float64) * _LN2
+    return tl.where(x == x, value, x)
+
+
+# ---- functions of one number ---------------------------------------------------------------------
+
+
+@triton.jit
+def _sigmoid(x):
+    return _inverse(_exp(-x) + 1.0)
+
+
+@triton.jit
+def _sigmoid_slope(x):
+    e = _exp(-tl.abs(x))
+    below = e + 1.0
+    return tl.div_rn(e, below * below)
+
+
+@triton.jit
+def _tanh(x):
+    size = tl.abs(x)
+    e = _exp(size * -2.0)
+    far = tl.div_rn(1.0 - e, e + 1.0)
+    far = tl.where(x < 0.0, -far, far)
+    near = tl.where(size < _TANH_SMALL, x, 0.0)
+    return tl.where(size < _TANH_SMALL, _horner(_TANH, 6, near * near) * x, far)
+
+
+@triton.jit
+def _bell(x):
+    """e^(-x² / 2): the rounding error of x² is kept."""
+    near = tl.where(x > _TAIL, _TAIL, tl.where(x < -_TAIL, -_TAIL, x))
+    high = near * near
+    low = tl.fma(near, near, -high)
+    return _exp(high * -0.5) * (low * -0.5 + 1.0)
+
+
+@triton.jit
+def _normal(x):
+    size = tl.abs(x)
+    z = tl.where(size > _TAIL, _TAIL, size) * _NORMAL_SCALE
+    tail = _horner(_ERFC, 13, tl.div_rn(z - _ERFC_MIDDLE, z + _ERFC_MIDDLE))
+    tail = tl.div_rn(tail, z * 2.0 + 1.0) * _bell(x) * 0.5
+    return tl.where(x < 0.0, tail, 1.0 - tail)
+
+
+@triton.jit
+def _twice_u(x):
+    return (x + x * x * x * _GELU_CUBE) * _GELU_SCALE_2
+
+
+@triton.jit
+def _value(x, KIND: tl.constexpr):
+    if KIND == "silu":
+        return tl.div_rn(x, _exp(-x) + 1.0)
+    elif KIND == "gelu":
+        return x * _normal(x)
+    elif KIND == "gelu_tanh":
+        return tl.div_rn(x, _exp(-_twice_u(x)) + 1.0)
+    elif KIND == "sigmoid":
+        return _sigmoid(x)
+    else:
+        tl.static_assert(KIND == "tanh")
+        return _tanh(x)
+
+
+@triton.jit
+def _slope(x, KIND: tl.constexpr):
+    if KIND == "silu":
+        return _sigmoid(x) + x * _sigmoid_slope(x)
+    elif KIND == "gelu":
+        return _normal(x) + x * (_bell(x) * _DENSITY)
+    elif KIND == "gelu_tanh":
+        twice = _twice_u(x)
+        inner = (x * x * _GELU_CUBE_3 + 1.0) * _GELU_SCALE_2
+        return _sigmoid(twice) + x * _sigmoid_slope(twice) * inner
+    elif KIND == "sigmoid":
+        return _sigmoid_slope(x)
+    else:
+        tl.static_assert(KIND == "tanh")
+        return _sigmoid_slope(x * 2.0) * 4.0
+
+
+# ---- elements ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _elements(N, ELEMENTS: tl.constexpr):
+    """The elements of a program, in 64 bits, and which of them there are."""
+    at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    return at, at < N
+
+
+@triton.jit
+def _loaded(ptr, at, mask):
+    return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _stored(ptr, at, value, mask):
+    tl.store(ptr + at, value.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["N"])
+def activation_kernel(x_ptr, out_ptr, N, KIND: tl.constexpr, ELEMENTS: tl.constexpr):
+    """out = f(x)."""
+    at, mask = _elements(N, ELEMENTS)
+    _stored(out_ptr, at, _value(_loaded(x_ptr, at, mask), KIND), mask)
+
+
+@triton.jit(do_not_specialize=["N"])
+def activation_backward_kernel(
+    dy_ptr, x_ptr, out_ptr, N, KIND: tl.constexpr, ELEMENTS: tl.constexpr
+):
+    """out = f'(x) dy."""
+    at, mask = _elements(N, ELEMENTS)
+    slope = _slope(_loaded(x_ptr, at, mask), KIND)
+    _stored(out_ptr, at, slope * _loaded(dy_ptr, at, mask), mask)
+
+
+@triton.jit(do_not_specialize=["N"])
+def gated_kernel(gate_ptr, up_ptr, out_ptr, N, KIND: tl.constexpr, ELEMENTS: tl.constexpr):
+    """out = f(gate) up."""
+    at, mask = _elements(N, ELEMENTS)
+    value = _value(_loaded(gate_ptr, at, mask), KIND)
+    _stored(out_ptr, at, value * _loaded(up_ptr, at, mask), mask)
+
+
+@triton.jit(do_not_specialize=["N"])
+def gated_backward_kernel(
+    dy_ptr,
+    gate_ptr,
+    up_ptr,
+    d_gate_ptr,
+    d_up_ptr,
+    N,
+    KIND: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+):
+    """d_gate = f'(gate) (dy up), d_up = f(gate) dy."""
+    at, mask = _elements(N, ELEMENTS)
+    dy, gate = _loaded(dy_ptr, at, mask), _loaded(gate_ptr, at, mask)
+    up = _loaded(up_ptr, at, mask)
+    _stored(d_gate_ptr, at, _slope(gate, KIND) * (dy * up), mask)
+    _stored(d_up_ptr, at, _value(gate, KIND) * dy, mask)
+
+
+@triton.jit(do_not_specialize=["N"])
+def scale_kernel(x_ptr, factor_ptr, out_ptr, N, ELEMENTS: tl.constexpr):
+    """out = x factor."""
+    at, mask = _elements(N, ELEMENTS)
+    _stored(out_ptr, at, _loaded(x_ptr, at, mask) * tl.load(factor_ptr), mask)
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _halves(v, LANES: tl.constexpr):
+    """The sum of a vector: each half of the lanes onto half."""
+    for level in tl.static_range(_LEVELS):
+        if (LANES >> level) > 1:
+            v = tl.sum(tl.reshape(v, [2, LANES >> (level + 1)]), axis=0)
+    return tl.max(v, axis=0)  # of one element
+
+
+@triton.jit
+def _columns(ptr, row, N, first, stride_m, stride_n, other, LANES: tl.constexpr):
+    """Columns of a row from ``first`` on, in fp32, and which of them there are."""
+    at = (first + tl.arange(0, LANES)).to(tl.int64)
+    mask = at < N
+    return tl.load(ptr + row * stride_m + at * stride_n, mask=mask, other=other).to(
+        tl.float32
+    ), mask
+
+
+@triton.jit
+def _row_power(ptr, row, N, stride_m, stride_n, LANES: tl.constexpr):
+    """(max x, Σ e^(x - max)) of a row."""
+    top = tl.full([LANES], -_INFINITY, tl.float32)
+    for first in range(0, N, LANES):
+        x, _ = _columns(ptr, row, N, first, stride_m, stride_n, -_INFINITY, LANES)
+        top = tl.maximum(top, x)
+    top = tl.max(top, axis=0)
+    total = tl.zeros([LANES], tl.float32)
+    for first in range(0, N, LANES):
+        x, mask = _columns(ptr, row, N, first, stride_m, stride_n, -_INFINITY, LANES)
+        total += tl.where(mask, _exp(x - top), 0.0)
+    return top, _halves(total, LANES)
+
+
+@triton.jit(do_not_specialize=["N"])
+def softmax_kernel(x_ptr, out_ptr, N, stride_m, stride_n, LOG: tl.constexpr, LANES: tl.constexpr):
+    """out [M, N] = e^(x - max) / Σ, or x - max - ln Σ; a program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    top, total = _row_power(x_ptr, row, N, stride_m, stride_n, LANES)
+    log_total = _log(total.to(tl.float64)).to(tl.float32)
+    for first in range(0, N, LANES):
+        x, mask = _columns(x_ptr, row, N, first, stride_m, stride_n, 0.0, LANES)
+        if LOG:
+            y = (x - top) - log_total
+        else:
+            y = tl.div_rn(_exp(x - top), tl.zeros([LANES], tl.float32) + total)
+        _stored(out_ptr, row * N + first + tl.arange(0, LANES), y, mask)
+
+
+@triton.jit(do_not_specialize=["N"])
+def softmax_backward_kernel(dy_ptr, y_ptr, out_ptr, N, dy_m, dy_n, y_m, y_n, LANES: tl.constexpr):
+    """out [M, N] = y (dy - Σ y dy)."""
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([LANES], tl.float32)
+    for first in range(0, N, LANES):
+        dy, _ = _columns(dy_ptr, row, N, first, dy_m, dy_n, 0.0, LANES)
+        y, _ = _columns(y_ptr, row, N, first, y_m, y_n, 0.0, LANES)
+        total += y * dy
+    total = _halves(total, LANES)
+    for first in range(0, N, LANES):
+        dy, mask = _columns(dy_ptr, row, N, first, dy_m, dy_n, 0.0, LANES)
+        y, _ = _columns(y_ptr, row, N, first, y_m, y_n, 0.0, LANES)
+        _stored(out_ptr, row * N + first + tl.arange(0, LANES), y * (dy - total), mask)
+
+
+@triton.jit(do_not_specialize=["N"])
+def log_softmax_backward_kernel(
+    dy_ptr, x_ptr, out_ptr, N, dy_m, dy_n, x_m, x_n, LANES: tl.constexpr
+):
+    """out [M, N] = dy - softmax(x) Σ dy."""
+    row = tl.program_id(0).to(tl.int64)
+    top, below = _row_power(x_ptr, row, N, x_m, x_n, LANES)
+    total = tl.zeros([LANES], tl.float32)
+    for first in range(0, N, LANES):
+        dy, _ = _columns(dy_ptr, row, N, first, dy_m, dy_n, 0.0, LANES)
+        total += dy
+    total = _halves(total, LANES)
+    for first in range(0, N, LANES):
+        dy, mask = _columns(dy_ptr, row, N, first, dy_m, dy_n, 0.0, LANES)
+        x, _ = _columns(x_ptr, row, N, first, x_m, x_n, 0.0, LANES)
+        p = tl.div_rn(_exp(x - top), tl.zeros([LANES], tl.float32) + below)
+        _stored(out_ptr, row * N + first + tl.arange(0, LANES), dy - p * total, mask)
+
+
+# ---- rotary --------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["N"])
+def rotary_table_kernel(
+    positions_ptr,
+    inv_freq_ptr,
+    cos_ptr,
+    sin_ptr,
+    N,
+    F,
+    scaling,
+    ELEMENTS: tl.constexpr,
+):
+    """cos and sin [P, 2 F] of N = P F angles: position · inv_freq, rounded to fp32."""
+    at, mask = _elements(N, ELEMENTS)
+    row, column = at // F, at % F
+    position = tl.load(positions_ptr + row, mask=mask, other=0).to(tl.float64)
+    frequency = tl.load(inv_freq_ptr + column, mask=mask, other=0.0).to(tl.float64)
+    angle = (position * frequency).to(tl.float32).to(tl.float64)
+    # r = angle - n π / 2, from π / 2 in three parts.
+    n = (angle * _QUARTERS + _ROUND) - _ROUND
+    r = ((angle - n * _PI_0) - n * _PI_1) - n * _PI_2
+    square = r * r
+    sine, cosine = _horner(_SIN, 8, square) * r, _horner(_COS, 9, square)
+    quarter = n.to(tl.int64) & 3
+    odd = (quarter & 1) == 1
+    cos, sin = tl.where(odd, sine, cosine), tl.where(odd, cosine, sine)
+    cos = tl.where((quarter == 1) | (quarter == 2), -cos, cos) * scaling
+    sin = tl.where(quarter >= 2, -sin, sin) * scaling
+    out = row * (2 * F) + column
+    _stored(cos_ptr, out, cos.to(tl.float32), mask)
+    _stored(cos_ptr, out + F, cos.to(tl.float32), mask)
+    _stored(sin_ptr, out, sin.to(tl.float32), mask)
+    _stored(sin_ptr, out + F, sin.to(tl.float32), mask)
+
+
+@triton.jit
+def _row_at(row, B, C, stride_a, stride_b, stride_c):
+    """Where row (a, b, c) of [A, B, C] begins."""
+    c, ab = row % C, row // C
+    return ab // B * stride_a + ab % B * stride_b + c * stride_c
+
+
+@triton.jit(do_not_specialize=["M", "B", "C", "D", "R"])
+def rotary_kernel(
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    M,
+    B,
+    C,
+    D,
+    R,
+    x_a,
+    x_b,
+    x_c,
+    x_d,
+    cos_a,
+    cos_b,
+    cos_c,
+    cos_d,
+    sin_a,
+    sin_b,
+    sin_c,
+    sin_d,
+    BACK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """out [M, D] = x cos + rotate_half(x) sin in the first R columns, x in the others."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)
+    first = column < R // 2
+    other = tl.where(first, column + R // 2, column - R // 2)
+    inside = (rows < M)[:, None] & (column < D)[None, :]
+    turned = (rows < M)[:, None] & (column < R)[None, :]
+    x_row = _row_at(rows, B, C, x_a, x_b, x_c)[:, None]
+    cos_row = _row_at(rows, B, C, cos_a, cos_b, cos_c)[:, None]
+    sin_row = _row_at(rows, B, C, sin_a, sin_b, sin_c)[:, None]
+    # Transposed, the sine is that of the other half, and so is its sign.
+    of_sine = other if BACK else column
+    x = _loaded(x_ptr, x_row + column[None, :] * x_d, inside)
+    partner = _loaded(x_ptr, x_row + other[None, :] * x_d, turned)
+    cos = _loaded(cos_ptr, cos_row + column[None, :] * cos_d, turned)
+    sin = _loaded(sin_ptr, sin_row + of_sine[None, :] * sin_d, turned)
+    if BACK:
+        sin = tl.where(first[None, :], sin, -sin)
+    else:
+        sin = tl.where(first[None, :], -sin, sin)
+    y = tl.where((column < R)[None, :], x * cos + partner * sin, x)
+    _stored(out_ptr, rows[:, None] * D + column[None, :], y, inside)
+
+
+# ---- embedding -----------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["D", "padding", "blocks"])
+def embedding_gradient_kernel(
+    dy_ptr,
+    order_ptr,
+    entry_ptr,
+    end_ptr,
+    into_ptr,
+    D,
+    padding,
+    blocks,
+    dy_t,
+    dy_d,
+    into_v,
+    into_d,
+    COLUMNS: tl.constexpr,
+):
+    """into[v] += Σ dy_t, t ascending: a program for each sorted token and block of columns.
+
+    The program of an entry's first token adds all of them; the others have nothing to do.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    place, block = program // blocks, program % blocks
+    v = tl.load(entry_ptr + place)
+    before = tl.load(entry_ptr + place - 1, mask=place > 0, other=-1)
+    if (v != before) & (v != padding):
+        column = block * COLUMNS + tl.arange(0, COLUMNS)
+        mask = column < D
+        into = into_ptr + v * into_v + column * into_d
+        total = tl.load(into, mask=mask, other=0.0).to(tl.float32)
+        end = tl.load(end_ptr + place)
+        for first in range(place, end, _UNROLL):
+            for k in tl.static_range(_UNROLL):
+                there = first + k < end
+                token = tl.load(order_ptr + first + k, mask=there, other=0)
+                dy = _loaded(dy_ptr, token * dy_t + column * dy_d, mask & there)
+                total = tl.where(there, total + dy, total)
+        tl.store(into, total.to(into_ptr.dtype.element_ty), mask=mask)
+
+
+# ---- sums of squares -----------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["N"])
+def lane_sums_kernel(
+    x_ptr, out_ptr, N, SQUARE: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr
+):
+    """out [program] = Σ x, or Σ x², in fp64 over a chunk; of all, where CHUNK is 0."""
+    chunk = tl.program_id(0).to(tl.int64)
+    start = chunk * CHUNK
+    end = N
+    if CHUNK:
+        end = tl.minimum(start + CHUNK, N)
+    total = tl.zeros([LANES], tl.float64)
+    for first in range(start, end, LANES):
+        at = first + tl.arange(0, LANES)
+        x = tl.load(x_ptr + at, mask=at < end, other=0.0).to(tl.float64)
+        if SQUARE:
+            x = x * x
+        total += x
+    tl.store(out_ptr + chunk, _halves(total, LANES))
+
+
+@triton.jit(do_not_specialize=["N"])
+def chain_kernel(x_ptr, out_ptr, N):
+    """out = Σ x in fp64, ascending."""
+    total = tl.load(x_ptr)
+    for i in range(1, N):
+        total += tl.load(x_ptr + i)
+    tl.store(out_ptr, total)

@@ -1,0 +1,234 @@
+"""Launches the Triton kernels of rowwise: outputs, operands in their layout, grids.
+
+Each function has the name and the result of one in cpu.py, runs on the device of its first tensor
+and its current stream, and compiles at its first launch.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..config import LANES, SQUARES, lanes
+from . import kernel as kernels
+from .plan import TRITON
+
+
+def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """f(x), contiguous, the dtype of x."""
+    out = _like(x)
+    _elementwise(kernels.activation_kernel, (x,), (out,), KIND=kind)
+    return out
+
+
+def activation_backward(dy: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
+    """f'(x) dy in the dtype of x."""
+    out = _like(x)
+    _elementwise(kernels.activation_backward_kernel, (dy, x), (out,), KIND=kind)
+    return out
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+    """f(gate) up."""
+    out = _like(gate)
+    _elementwise(kernels.gated_kernel, (gate, up), (out,), KIND=kind)
+    return out
+
+
+def gated_backward(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(f'(gate) dy up, f(gate) dy)."""
+    made = _like(gate), _like(up)
+    _elementwise(kernels.gated_backward_kernel, (dy, gate, up), made, KIND=kind)
+    return made
+
+
+def scale_(x: torch.Tensor, factor: torch.Tensor) -> None:
+    """x *= factor, an fp32 number of no dimension."""
+    source = x.contiguous()
+    with torch.cuda.device(x.device):
+        kernels.scale_kernel[(_tiles(x.numel(), TRITON.elements),)](
+            source, factor, source, x.numel(), ELEMENTS=TRITON.elements, **_options()
+        )
+    if source.data_ptr() != x.data_ptr():
+        x.copy_(source)
+
+
+def softmax(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """e^(x - max) / Σ e^(x - max) of rows [M, N]."""
+    return _softmax(x, dtype, False)
+
+
+def log_softmax(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """(x - max) - ln Σ e^(x - max)."""
+    return _softmax(x, dtype, True)
+
+
+def softmax_backward(dy: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """y (dy - Σ y dy)."""
+    return _of_two_rows(kernels.softmax_backward_kernel, dy, y, dtype)
+
+
+def log_softmax_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """dy - softmax(x) Σ dy."""
+    return _of_two_rows(kernels.log_softmax_backward_kernel, dy, x, x.dtype)
+
+
+def rotary_table(
+    positions: torch.Tensor, inv_freq: torch.Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, sin) [P, 2 F] of positions [P] and frequencies [F]."""
+    count, f = len(positions), len(inv_freq)
+    cos, sin = (_like(inv_freq, (count, 2 * f), dtype) for _ in range(2))
+    with torch.cuda.device(inv_freq.device):
+        kernels.rotary_table_kernel[(_tiles(count * f, TRITON.elements),)](
+            positions.contiguous(),
+            inv_freq.contiguous(),
+            cos,
+            sin,
+            count * f,
+            f,
+            scaling,
+            ELEMENTS=TRITON.elements,
+            **_options(),
+        )
+    return cos, sin
+
+
+def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) -> torch.Tensor:
+    """x [A, B, C, D], its first R columns turned by cos and sin [A, B, C, R]."""
+    out = _like(x)
+    *lead, d = x.shape
+    rows, columns = lead[0] * lead[1] * lead[2], min(TRITON.wide, _power(d))
+    height = TRITON.elements // columns
+    with torch.cuda.device(x.device):
+        kernels.rotary_kernel[(_tiles(rows, height), _tiles(d, columns))](
+            x,
+            cos,
+            sin,
+            out,
+            rows,
+            lead[1],
+            lead[2],
+            d,
+            cos.shape[-1],
+            *x.stride(),
+            *cos.stride(),
+            *sin.stride(),
+            BACK=back,
+            ROWS=height,
+            COLUMNS=columns,
+            **_options(),
+        )
+    return out
+
+
+def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """weight[ids]: torch's lookup, which copies."""
+    return torch.embedding(weight, ids)
+
+
+def embedding_gradient(
+    dy: torch.Tensor, ids: torch.Tensor, padding: int, into: torch.Tensor
+) -> None:
+    """into [V, D] += Σ_{t: ids_t = v} dy_t in fp32, tokens ascending; ``padding``: not added."""
+    entry, order = ids.sort(stable=True)
+    end = torch.searchsorted(entry, entry, right=True)
+    d = dy.shape[1]
+    columns = min(TRITON.wide, _power(d))
+    blocks = _tiles(d, columns)
+    with torch.cuda.device(dy.device):
+        kernels.embedding_gradient_kernel[(len(ids) * blocks,)](
+            dy,
+            order,
+            entry,
+            end,
+            into,
+            d,
+            padding,
+            blocks,
+            *dy.stride(),
+            *into.stride(),
+            COLUMNS=columns,
+            **(_options() | {"num_warps": TRITON.chain_warps}),
+        )
+
+
+def square_sum(x: torch.Tensor) -> torch.Tensor:
+    """Σ x² in fp64 of x [N]."""
+    chunks = _tiles(x.numel(), SQUARES)
+    parts = _like(x, (chunks,), torch.float64)
+    out = _like(x, (), torch.float64)
+    with torch.cuda.device(x.device):
+        _lane_sums(x.contiguous(), parts, SQUARES)
+        _lane_sums(parts, out, 0)
+    return out
+
+
+def add_sums(sums: torch.Tensor) -> torch.Tensor:
+    """The sum of fp64 numbers [N], ascending."""
+    out = _like(sums, ())
+    with torch.cuda.device(sums.device):
+        kernels.chain_kernel[(1,)](sums, out, len(sums), **_options())
+    return out
+
+
+# ---- pieces --------------------------------------------------------------------------------------
+
+
+def _elementwise(kernel, given: tuple, made: tuple, **constants: str) -> None:
+    count = made[0].numel()
+    with torch.cuda.device(made[0].device):
+        kernel[(_tiles(count, TRITON.elements),)](
+            *(t.contiguous() for t in given),
+            *made,
+            count,
+            **constants,
+            ELEMENTS=TRITON.elements,
+            **_options(),
+        )
+
+
+def _softmax(x: torch.Tensor, dtype: torch.dtype, log: bool) -> torch.Tensor:
+    m, n = x.shape
+    out = _like(x, (m, n), dtype)
+    with torch.cuda.device(x.device):
+        kernels.softmax_kernel[(m,)](x, out, n, *x.stride(), LOG=log, LANES=lanes(n), **_options())
+    return out
+
+
+def _of_two_rows(kernel, dy: torch.Tensor, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    m, n = like.shape
+    out = _like(like, (m, n), dtype)
+    with torch.cuda.device(like.device):
+        kernel[(m,)](dy, like, out, n, *dy.stride(), *like.stride(), LANES=lanes(n), **_options())
+    return out
+
+
+def _lane_sums(x: torch.Tensor, out: torch.Tensor, chunk: int) -> None:
+    """out = the sums of chunks: of squares, or of all x where ``chunk`` is 0."""
+    kernels.lane_sums_kernel[(max(1, out.numel()),)](
+        x, out, x.numel(), SQUARE=chunk > 0, CHUNK=chunk, LANES=LANES, **_options()
+    )
+
+
+def _like(
+    x: torch.Tensor, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Uninitialised and contiguous."""
+    shape = tuple(x.shape) if shape is None else shape
+    return torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
+
+
+def _options() -> dict[str, int | bool]:
+    """The compiler options that every launch names."""
+    return {"num_warps": TRITON.num_warps, "enable_fp_fusion": TRITON.fp_fusion}
+
+
+def _power(size: int) -> int:
+    """The power of two at or above ``size``."""
+    return 1 << (size - 1).bit_length()
+
+
+def _tiles(size: int, block: int) -> int:
+    return -(-size // block)

@@ -1,0 +1,1 @@
+"""A whole model measured: its audit, a training step, decoding; patched beside torch."""

@@ -1,0 +1,116 @@
+"""`python -m perf bench model`: audit the patched model, then time steps of everybody in turns."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from ..core import record, timing, watch
+from . import llama
+from .llama import Size
+
+#: (sequences, tokens of each) of a training step, and (sequences, tokens behind them) of decoding.
+TRAINING = ((4, 2048),)
+DECODING = ((1, 512), (8, 512), (64, 512))
+#: Lengths of the sequences that are audited.
+AUDITED = (64, 19, 40)
+
+
+def audited(size: Size, device: str) -> dict:
+    """What an audit of the patched model says, and one of the model as it is."""
+    import cute_kernels as ck
+
+    generator = torch.Generator(device).manual_seed(3)
+    inputs = [
+        torch.randint(0, size.vocab, (length,), generator=generator, device=device)
+        for length in AUDITED
+    ]
+    body = {"product": "audit", "shape": size.label, "dtype": "bf16", "status": "ok"}
+    for patched in (True, False):
+        model = llama.built(size, device, patched).eval()
+        report = ck.audit(model, inputs, gradients=patched)
+        name = "ours" if patched else "torch"
+        body[name] = {
+            "ok": report.ok,
+            "rows": report.rows,
+            "differing": report.differing,
+            "culprits": sorted({f"{f.kind} {f.transform}" for f in report.findings}),
+            "skipped": dict(report.skipped),
+        }
+    return body | {"system": "ours", "bitwise": {"audit": body["ours"]["ok"]}}
+
+
+def timed(product: str, starts: dict[str, object], label: str, rounds: int) -> Iterator[dict]:
+    """The systems' steps in turns: a record for each."""
+    calls, failed = {}, {}
+    for name, start in starts.items():
+        try:
+            calls[name] = start()
+            for _ in range(3):
+                calls[name]()
+        except Exception as error:
+            calls.pop(name, None)
+            failed[name] = watch.words(error)
+    turned = {name: lambda number, call=call: call() for name, call in calls.items()}
+    times = timing.interleave(turned, rounds=rounds, chunk=2)
+    medians = {name: taken.median for name, taken in times.items()}
+    common = {"product": product, "shape": label, "dtype": "bf16"}
+    for name, taken in times.items():
+        others = {other: t / medians[name] for other, t in medians.items() if other != name}
+        spread = {"median_us": taken.median, "p10_us": taken.p10, "p90_us": taken.p90}
+        # A step whose host is slower than its device is part of the truth: backlog says so.
+        more = {"samples": len(taken.samples), "backlog": taken.backlog, "ratio": others}
+        yield common | {"system": name, "status": "ok"} | spread | more
+    for name, why in failed.items():
+        yield common | {"system": name, "status": "failed", "why": why}
+
+
+def model(
+    size: Size,
+    systems: list[str],
+    *,
+    output: Path,
+    rounds: int,
+    parts: list[str],
+    commit: str | None = None,
+    device: str = "cuda",
+) -> Iterator[dict]:
+    """Yields each record as it is written."""
+    common = record.environment(commit) | {"kind": "bench", "kernel": "model"}
+
+    def kept(body: dict) -> dict:
+        body |= common | {"clocks": record.clocks()}
+        record.append(output, body)
+        gc.collect()
+        torch.cuda.empty_cache()
+        return body
+
+    if "audit" in parts:
+        yield kept(audited(size, device))
+    for part, sizes, start in (
+        ("training", TRAINING, llama.training),
+        ("decoding", DECODING, llama.decoding),
+    ):
+        for batch, length in sizes if part in parts else ():
+            starts = {
+                name: lambda name=name: start(size, device, name, batch, length)  # noqa: B023
+                for name in systems
+            }
+            for body in timed(part, starts, f"{batch}x{length}", rounds):
+                yield kept(body)
+
+
+def line(body: dict) -> str:
+    """One record for the terminal."""
+    head = f"{body['product']:<9} {body['shape']:<16} {body['system']:<15}"
+    if body["status"] != "ok":
+        return f"{head} {body['status']}: {body['why'][:100]}"
+    if body["product"] == "audit":
+        words = [f"{name}: {body[name]['differing']} rows differ" for name in ("ours", "torch")]
+        return f"{head} {'; '.join(words)}"
+    ratios = " ".join(f"{name} {ratio:.2f}" for name, ratio in body["ratio"].items())
+    late = "" if body["backlog"] else "  (the device waited for the host)"
+    return f"{head} {body['median_us']:10.0f} us  [{ratios}]{late}"

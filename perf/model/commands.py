@@ -1,0 +1,41 @@
+"""The command line of a whole model: python -m perf bench model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..core import commands as verbs
+from ..core import record
+from ..core.commands import Commit, Output, chosen, need_gpu
+from . import llama
+
+PARTS = ("audit", "training", "decoding")
+
+
+@verbs.bench.command("model")
+def bench_model(
+    systems: Annotated[str, typer.Option(help=f"of {','.join(llama.SYSTEMS)}")] = ",".join(
+        llama.SYSTEMS
+    ),
+    parts: Annotated[str, typer.Option(help=f"of {','.join(PARTS)}")] = ",".join(PARTS),
+    layers: Annotated[int, typer.Option(min=1, help="of the model")] = 16,
+    rounds: Annotated[int, typer.Option(min=4, help="samples of each system")] = 20,
+    output: Output = None,
+    commit: Commit = None,
+) -> None:
+    """A Llama of hidden 2048, patched beside torch: audit, training step, decode step."""
+    need_gpu("bench")
+    from . import bench
+
+    path = output or record.RESULTS / "model.jsonl"
+    options = {"output": path, "rounds": rounds, "commit": commit}
+    names, wanted = chosen("--systems", systems, llama.SYSTEMS), chosen("--parts", parts, PARTS)
+    failed = 0
+    for body in bench.model(llama.Size(layers=layers), names, parts=wanted, **options):
+        typer.echo(bench.line(body))
+        own = body["system"].startswith("ours")
+        failed += own and (body["status"] != "ok" or not all(body.get("bitwise", {}).values()))
+    if failed:
+        raise typer.Exit(1)

@@ -1,0 +1,92 @@
+"""A Llama of random weights, as transformers has it and patched, and the steps that are timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+#: Who runs: transformers with torch's ops, the same compiled, patched, patched and compiled.
+SYSTEMS = ("torch", "torch_compiled", "ours", "ours_compiled")
+
+
+@dataclass(frozen=True)
+class Size:
+    """What decides the parameter count; heads of 64."""
+
+    hidden: int = 2048
+    inner: int = 8192
+    layers: int = 16
+    heads: int = 32
+    key_heads: int = 8
+    vocab: int = 32000
+    longest: int = 4096
+
+    @property
+    def label(self) -> str:
+        return f"Llama {self.hidden}x{self.layers}"
+
+
+def built(size: Size, device: str, patched: bool) -> torch.nn.Module:
+    """In bf16; both have the same weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=size.vocab,
+        hidden_size=size.hidden,
+        intermediate_size=size.inner,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.key_heads,
+        head_dim=size.hidden // size.heads,
+        max_position_embeddings=size.longest,
+        initializer_range=size.hidden**-0.5,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(torch.bfloat16).to(device)
+    if patched:
+        import cute_kernels as ck
+
+        ck.patch(model, strict=True)
+    return model
+
+
+def training(size: Size, device: str, system: str, batch: int, length: int) -> Callable:
+    """One forward and backward of a batch of random tokens; no optimizer."""
+    model = built(size, device, system.startswith("ours")).train()
+    run = torch.compile(model) if system.endswith("compiled") else model
+    generator = torch.Generator(device).manual_seed(1)
+    shape = (batch, length)
+    ids = torch.randint(0, size.vocab, shape, generator=generator, device=device)
+
+    def step() -> torch.Tensor:
+        loss = run(input_ids=ids, labels=ids).loss
+        loss.backward()
+        model.zero_grad(set_to_none=False)
+        return loss.detach()
+
+    return step
+
+
+def decoding(size: Size, device: str, system: str, batch: int, past: int) -> Callable:
+    """One token more for each sequence, behind ``past`` tokens in a dynamic cache."""
+    from transformers import DynamicCache
+
+    model = built(size, device, system.startswith("ours")).eval()
+    run = torch.compile(model) if system.endswith("compiled") else model
+    generator = torch.Generator(device).manual_seed(2)
+    prompt = torch.randint(0, size.vocab, (batch, past), generator=generator, device=device)
+    token = prompt[:, :1].contiguous()
+    cache = DynamicCache(config=model.config)
+
+    @torch.no_grad()
+    def step() -> torch.Tensor:
+        made = run(input_ids=token, past_key_values=cache, use_cache=True)
+        cache.crop(past)
+        return made.logits
+
+    with torch.no_grad():
+        model(input_ids=prompt, past_key_values=cache, use_cache=True)
+    return step

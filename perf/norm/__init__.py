@@ -1,0 +1,1 @@
+"""Norms measured: cases, rivals, and their part of the status page."""

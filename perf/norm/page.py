@@ -1,0 +1,121 @@
+"""The part of norm on the status page: a pure function of the records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..core.counts import timed
+from ..core.tables import NOT_RUN, Bench, bits, folded, kept, latest, table, times, where
+from . import cases
+
+KERNELS = ("norm_fwd_sm90", "norm_bwd_sm90", "norm_sums_sm90")
+_ALL = cases.cases(list(cases.OPS), list(cases.SIZES))
+CASES = [(case.product, case.label) for case in _ALL]
+COUNTS = (timed("norms timed", "norm", set(CASES)),)
+_MEASURE = "`python -m perf bench norm` on an H200"
+_STEP = "docs/notes/norm_sm90.md"
+_RIVALS = ("torch", "compiled", "liger", "quack")
+#: The sizes that targets are of.
+_SIZES = ("8192x4096", "32768x2048")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Of rms_norm: the copy's bandwidth, or a rival's time over ours."""
+
+    product: str
+    at_least: float
+    rival: str | None = None
+
+    @property
+    def text(self) -> str:
+        if self.rival is None:
+            return f"{self.product}: at least {self.at_least:.0%} of the copy's bandwidth"
+        return f"{self.product}: at least {self.at_least:.2f}x {self.rival}"
+
+    def values(self, bench: Bench) -> list[float]:
+        """Of the sizes that were measured."""
+        found = []
+        for size in _SIZES:
+            case = (self.product, size)
+            own = bench.get(case) or {}
+            rival = self.rival and bench.ratio(case, self.rival)
+            found.append(own.get("floor_fraction") if self.rival is None else rival)
+        return [value for value in found if value is not None]
+
+
+TARGETS = (
+    Target("rms_norm fwd", 0.90),
+    Target("rms_norm bwd", 0.85),
+    *(
+        Target(f"rms_norm {way}", 1.0, rival)
+        for rival in ("liger", "quack")
+        for way in ("fwd", "bwd")
+    ),
+)
+
+
+def bits_kept(records: list[dict]) -> list[list[str]]:
+    """Bits over all cases."""
+    return [["[bits of norms](#norms)", kept(latest(records, "norm"), CASES)]]
+
+
+def _target_rows(bench: Bench) -> list[list[str]]:
+    rows = []
+    for target in TARGETS:
+        have = target.values(bench)
+        if not have:
+            rows.append([target.text, NOT_RUN, NOT_RUN, _MEASURE])
+            continue
+        ok = min(have) >= target.at_least
+        form = "{:.0%}" if target.rival is None else "{:.2f}x"
+        shown = f"{form.format(min(have))} to {form.format(max(have))}, {len(have)} sizes"
+        rows.append([target.text, shown, "held" if ok else "missed", "none" if ok else _STEP])
+    return rows
+
+
+def target_verdicts(records: list[dict]) -> tuple[str, list[str]]:
+    """Of each target."""
+    return "[targets of norms](#norms)", [row[2] for row in _target_rows(latest(records, "norm"))]
+
+
+def _rows(bench: Bench) -> list[list[str]]:
+    rows = []
+    for key in CASES:
+        own = bench.get(key)
+        if own is None or "median_us" not in own:
+            continue
+        ratios = ["-" if (r := bench.ratio(key, name)) is None else times(r) for name in _RIVALS]
+        share = f"{own['floor_fraction']:.0%}"
+        rows.append([*key, f"{own['median_us']:.1f}", share, *ratios, bits(own), where(own)])
+    return rows
+
+
+def images(records: list[dict]) -> list[str]:
+    """None so far."""
+    return []
+
+
+def render(records: list[dict]) -> list[str]:
+    """The lines of this system."""
+    bench = latest(records, "norm")
+    head = ["op", "rows x D", "us", "of the copy", *_RIVALS, "bits", "ran on"]
+    rows = _rows(bench)
+    return [
+        "## Norms",
+        "",
+        "bf16 rows and weights; cold L2, in turns.  Of the copy: the bytes that the op must move,",
+        "at the bandwidth of a copy in that run.  Rivals: their time over ours.",
+        "",
+        *(folded(head, rows, ("bits", "ran on")) if rows else [NOT_RUN]),
+        "",
+        "### Targets of norms",
+        "",
+        *table(["target", "measured", "verdict", "next step"], _target_rows(bench)),
+    ]
+
+
+def plots(records: list[dict], folder: Path) -> list[Path]:
+    """None so far."""
+    return []

@@ -1,0 +1,134 @@
+"""``python -m cute_kernels audit``: exit codes, the table, the JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from typer.testing import CliRunner
+
+import cute_kernels as ck
+from cute_kernels import __main__ as cli
+from tests.model.audit import planted
+
+CLEAN, SPOILT = (f"tests.model.audit.planted:{name}" for name in ("clean", "spoilt_norm"))
+KEYS = {
+    "version", "ok", "digest_bits", "first", "findings", "victim_count", "ran", "skipped",
+    "unfollowed", "rows", "differing", "gradients", "facts",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in [name for name in os.environ if name.startswith("CUTE_KERNEL")]:
+        monkeypatch.delenv(name)
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(cli.app, ["audit", *arguments])
+
+
+def test_nothing_differs_in_a_clean_model(tmp_path):
+    done = run(CLEAN, "--lengths", "9,4", "--transforms", "batch,decode", "--json", "found.json")
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith("0 differing rows of ")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert set(found) == KEYS and found["ok"] and found["first"] is None
+    assert list(found["ran"]) == ["batch", "decode"] and found["digest_bits"] == 128
+
+
+def test_a_culprit_is_named_and_the_exit_code_is_1():
+    done = run(SPOILT, "--lengths", "9,4", "--transforms", "batch", "--victims", "--device", "cpu")
+    assert done.exit_code == 1
+    head, *rest = done.output.splitlines()
+    assert head.startswith("first: blocks.1.norm (LanesByRows; ops: mul, ")
+    assert head.endswith("under batch, all in one batch")
+    (line,) = [text for text in rest if text.strip().startswith("blocks.1.norm")]
+    assert "LanesByRows" in line and "batch" in line and line.count("0x") == 2
+    assert any(text.startswith("passed on: blocks.1.up (Linear)") for text in rest)
+
+
+def test_the_json_is_that_of_the_report():
+    done = run(
+        SPOILT, "--tokens", "1,2,3,4,5", "--tokens", "7,8,9,10,11,12", "--json", "-",
+        "--transforms", "batch,decode", "--victims",
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert done.exit_code == 1 and set(found) == KEYS | {"victims"}
+    ids = [[1, 2, 3, 4, 5], [7, 8, 9, 10, 11, 12]]
+    report = ck.audit(planted.spoilt_norm(), ids, transforms=["batch", "decode"])
+    assert found == json.loads(json.dumps(report.as_json(victims=True)))
+    assert found["first"]["module"] == "blocks.1.norm" and len(found["first"]["first"]) == 3
+
+
+def test_gradients_are_asked_for_by_default_and_can_be_left_out():
+    every = json.loads(run(CLEAN, "--lengths", "5,3", "--json", "-").stdout)
+    assert {"gradient_repeat", "micro_batches", "left_padding"} <= set(every["ran"])
+    less = json.loads(run(CLEAN, "--lengths", "5,3", "--no-gradients", "--json", "-").stdout)
+    assert less["skipped"]["micro_batches"] == "gradients=False" and less["gradients"] == 0
+
+
+def test_a_folder_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 40}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "tiny")
+    done = run(
+        "tiny", "--dtype", "bf16", "--lengths", "6,5", "--transforms", "repeat", "--json", "-"
+    )
+    found = json.loads(done.stdout)
+    assert done.exit_code == (0 if found["ok"] else 1)
+    assert found["facts"]["model"] == "LlamaForCausalLM" and found["facts"]["dtypes"] == "bfloat16"
+
+
+def test_patch_comes_first(monkeypatch):
+    """What --patch asks for is ck.patch, before anything runs."""
+    patched = []
+    monkeypatch.setattr(ck, "patch", patched.append, raising=False)
+    done = run(CLEAN, "--patch", "--lengths", "3,2", "--transforms", "batch")
+    assert done.exit_code == 0 and isinstance(patched[0], planted.Model)
+
+
+BAD = {
+    "nosuchmodule.at_all:make": "nosuchmodule",
+    "tests.model.audit.planted:nothing": "MODEL: expected a function 'nothing' in tests.model",
+    "tests.model.audit.planted:no_model": "MODEL: expected tests.model.audit.planted:no_model to",
+    f"{CLEAN} --dtype bf15": "--dtype: expected one of 'auto', 'bf16'",
+    f"{CLEAN} --device gpu": "--device: expected cpu, or cuda where there is a GPU, got gpu",
+    f"{CLEAN} --device meta": "--device: expected cpu",
+    f"{CLEAN} --lengths 3,x": "--lengths: expected whole numbers of at least 1",
+    f"{CLEAN} --lengths 0": "--lengths: expected whole numbers of at least 1",
+    f"{CLEAN} --tokens 1;2": "--tokens: expected whole numbers of at least 0",
+    f"{CLEAN} --tokens 1,61": "inputs[0]: expected ids from 0 to 60, got 61",
+    f"{CLEAN} --tokens 1 --prompt a": "--tokens: expected --prompt or --tokens, got both",
+    f"{CLEAN} --prompt hello": "--prompt: expected --tokens or --lengths for a model of a function",
+    f"{CLEAN} --transforms batch,all": "transforms: expected one of 'repeat', 'batch', ",
+    f"{CLEAN} --json no/such/folder.json": "--json: expected a file in a folder that exists",
+    "no_such_folder_of_a_model/x/y": "",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_bad_options_are_one_line_and_write_nothing(line, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    done = run(*line.split())
+    assert done.exit_code == 2, done.output
+    assert not done.stdout and done.stderr.startswith("audit: ") and done.stderr.count("\n") == 1
+    assert BAD[line] in done.stderr, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_patch_without_ck_patch_is_one_line():
+    if hasattr(ck, "patch"):
+        pytest.skip("this build has ck.patch")
+    done = run(CLEAN, "--patch")
+    assert done.exit_code == 2 and "--patch: expected a build that has ck.patch" in done.stderr
+
+
+def test_random_ids_are_those_of_the_seed():
+    line = (SPOILT, "--lengths", "9,4", "--transforms", "batch", "--json", "-", "--seed")
+    first, again, other = (run(*line, seed).stdout for seed in "112")
+    assert first == again != other

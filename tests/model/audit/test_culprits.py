@@ -1,0 +1,397 @@
+"""A planted culprit is the one that is named; a clean model has none; a broken audit is noticed."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels.model.audit import compare, gradients, plans, probe, rows, runs, trace
+from tests.contract import bits
+from tests.model.audit import planted
+
+SEQUENCES = planted.sequences()
+FORWARD = [
+    "repeat", "batch", "compositions", "left_padding", "right_padding", "chunks", "decode",
+]  # fmt: skip
+
+
+def audit(model, *transforms, **options):
+    return ck.audit(model, SEQUENCES, transforms=transforms or None, **options)
+
+
+def named(report) -> list[tuple[str, str, str]]:
+    return [(one.module, one.kind, one.transform) for one in report.findings]
+
+
+def test_a_clean_model_differs_nowhere():
+    report = audit(planted.clean())
+    assert report.ok and report.first is None and not report.findings and not report.victims
+    assert tuple(report.ran) == (*FORWARD, "gradient_repeat", "micro_batches")
+    assert report.skipped == {"compile": "compile=False"} and not report.unfollowed
+    # 12 passes of 19 tokens through 18 followed calls with rows: one of each module and the root
+    assert report.differing == 0 and report.rows > 12 * 19 * 15 and report.gradients == 3 * 5
+    assert str(report).startswith("0 differing rows of ")
+
+
+#: What is spoilt, by what, and the transforms that show it.
+PLANTED = [
+    ("blocks.1.norm", planted.LanesByRows, {*FORWARD[1:]}),
+    ("blocks.0.norm", planted.LastColumn, {"batch", "decode"}),
+    ("blocks.0.norm", planted.MinusZero, {"batch", "decode"}),
+    ("blocks.1.up", planted.SplitByRows, {*FORWARD[1:]}),
+    ("blocks.1.down", planted.AnyOrder, {*FORWARD}),
+    ("blocks.1.down", planted.DecodePath, {"chunks", "decode"}),
+    ("blocks.0.mix", planted.PaddingLeak, {"left_padding", "chunks", "decode"}),
+    ("blocks.1.mix", planted.NeighbourLeak, {"batch", "compositions"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("place", "make", "shown"), PLANTED, ids=lambda v: getattr(v, "__name__", "")
+)
+def test_the_planted_culprit_is_named(place, make, shown):
+    few = make in (planted.LastColumn, planted.MinusZero, planted.NeighbourLeak)
+    report = audit(planted.spoilt(place, make), *(("repeat", *shown) if few else FORWARD))
+    assert not report.ok
+    assert {(module, kind) for module, kind, _ in named(report)} == {(place, make.__name__)}
+    assert {transform for *_, transform in named(report)} == shown
+    assert all(
+        0 < one.bytes <= one.of_bytes and 0 < one.rows <= one.of_rows for one in report.findings
+    )
+    victims = {victim.module for victim in report.victims}
+    assert place not in victims or make is planted.AnyOrder
+    assert {"blocks.0.norm"} & victims == set()
+
+
+def test_the_first_difference_is_the_one_that_a_look_by_hand_finds():
+    model = planted.spoilt("blocks.0.norm", planted.LanesByRows)
+    one = audit(model, "batch").first
+    norm, rows_seen = model.blocks[0].norm, []
+    handle = norm.register_forward_hook(lambda m, given, made: rows_seen.append(made))
+    with torch.no_grad():
+        for ids in SEQUENCES:
+            model(ids[None], position_ids=torch.arange(len(ids))[None])
+        width = max(map(len, SEQUENCES))
+        padded = torch.stack([torch.nn.functional.pad(s, (0, width - len(s))) for s in SEQUENCES])
+        positions = torch.arange(width).expand(3, width)
+        model(padded, position_ids=positions)
+    handle.remove()
+    *alone, batch = rows_seen
+    where = [
+        (s, int(t), int(c))
+        for s, own in enumerate(alone)
+        for t, c in (bits(own[0]) != bits(batch[s, : own.shape[1]])).nonzero()
+    ]
+    s, t, c = min(where)
+    assert one.first == (s, t, c)
+    assert one.want == f"0x{int(bits(alone[s][0, t, c])) & 0xFFFFFFFF:08x}"
+    assert one.got == f"0x{int(bits(batch[s, t, c])) & 0xFFFFFFFF:08x}"
+    assert one.rows == len({place[:2] for place in where})
+    unlike = [
+        (
+            own[0].contiguous().view(torch.uint8)
+            != batch[s, : own.shape[1]].contiguous().view(torch.uint8)
+        ).sum()
+        for s, own in enumerate(alone)
+    ]
+    assert one.bytes == sum(map(int, unlike)) and one.of_bytes == 19 * 4 * planted.WIDTH
+    assert one.ops[:2] == ("mul", "add") and one.case == "all in one batch"
+
+
+def test_what_a_container_does_between_its_children_is_its_own():
+    report = audit(planted.clean(planted.Functional), "batch", "decode")
+    assert {one.name for one in report.findings} == {"blocks.1"}
+    assert {"blocks.1.down", "head", ""} <= {victim.module for victim in report.victims}
+
+
+def test_calls_of_one_module_are_told_apart():
+    report = audit(planted.clean(planted.SharedNorm), "batch")
+    assert [one.name for one in report.findings] == ["blocks.1.norm (call 2)"]
+
+
+def test_two_culprits_are_both_named_in_the_order_in_which_they_run():
+    model = planted.spoilt("blocks.1.norm", planted.LanesByRows)
+    norm = planted.LanesByRows()
+    norm.load_state_dict(model.blocks[0].norm.state_dict())
+    model.blocks[0].norm = norm
+    report = audit(model.eval(), "batch")
+    assert report.first.module == "blocks.0.norm"
+    assert [one.module for one in report.findings][:1] == ["blocks.0.norm"]
+
+
+def test_arrival_order_shows_first_from_run_to_run():
+    report = audit(planted.spoilt("blocks.1.down", planted.AnyOrder), "repeat", "batch")
+    assert report.first.transform == "repeat" and "randperm" in report.first.ops
+
+
+@pytest.mark.parametrize(
+    ("make", "shown"),
+    [
+        (planted.SplitGradient, {"micro_batches"}),
+        (planted.RandomGradient, {"gradient_repeat", "micro_batches"}),
+    ],
+)
+def test_a_gradient_that_follows_the_cut_is_named(make, shown):
+    report = audit(planted.spoilt("blocks.0.up", make))
+    assert {one.name for one in report.findings} == {"blocks.0.up.main_grad"}
+    assert {one.transform for one in report.findings} == shown
+    assert {one.kind for one in report.findings} == {make.__name__}
+    assert len(report.first.first) == 2 and report.first.want != report.first.got
+
+
+def test_gradients_come_in_backward_order_and_are_put_back():
+    model = planted.spoilt("blocks.0.up", planted.RandomGradient)
+    down = planted.RandomGradient()
+    down.load_state_dict(model.blocks[1].down.state_dict())
+    model.blocks[1].down = down
+    held = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        p.grad = held[name]
+    down.main_grad.fill_(7.0)
+    report = audit(model.eval(), "gradient_repeat")
+    assert [one.name for one in report.findings] == [
+        "blocks.1.down.main_grad",
+        "blocks.0.up.main_grad",
+    ]
+    assert all(p.grad is held[name] for name, p in model.named_parameters())
+    assert (down.main_grad == 7.0).all()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_no_hook_is_left_after_an_error():
+    class Fails(planted.Norm):
+        def forward(self, x):
+            if x.shape[0] == 5:
+                raise RuntimeError("the model's own error")
+            return super().forward(x)
+
+    model = planted.spoilt("blocks.1.norm", Fails)
+    with pytest.raises(RuntimeError, match="the model's own error"):
+        audit(model, "compositions")
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_compiled_outputs_are_compared_with_eager_ones(monkeypatch):
+    """dynamo's graphs, run as they are: what the compiler behind it does is not this test's."""
+    graphs = functools.partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", graphs)
+    torch._dynamo.reset()
+    report = audit(planted.spoilt("blocks.1.down", planted.Compiled), "repeat", compile=True)
+    assert named(report) == [("", "Model", "compile")] and report.first.name == "(the model)"
+    torch._dynamo.reset()
+    sound = ck.audit(_plain(), drawn(5, 5), transforms=["compile"])
+    assert sound.ok and sound.rows == 10
+
+
+def drawn(*lengths: int) -> list[torch.Tensor]:
+    """Of a vocabulary of 50."""
+    return [ids % 50 for ids in planted.sequences(*lengths)]
+
+
+def _plain() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return (
+        torch.nn.Sequential(torch.nn.Embedding(50, 16), planted.Doubled())
+        .eval()
+        .requires_grad_(False)
+    )
+
+
+def test_a_module_without_the_arguments_of_a_causal_lm():
+    report = ck.audit(_plain(), drawn(5, 3))
+    assert report.ok and set(report.ran) == {"repeat", "batch", "compositions", "right_padding"}
+    assert report.skipped["left_padding"] == "forward takes no attention_mask"
+    assert "past_key_values" in report.skipped["decode"]
+    assert "requires a gradient" in report.skipped["micro_batches"]
+
+
+def test_one_sequence_alone_is_enough():
+    report = ck.audit(planted.clean(), planted.sequences(6), gradients=False)
+    assert report.ok and "batch" in report.skipped
+    spoilt = planted.spoilt("blocks.1.norm", planted.LanesByRows)
+    assert not ck.audit(spoilt, planted.sequences(6), transforms=["compositions"]).ok
+
+
+class Both(torch.nn.Module):
+    """Each row sees all of its sequence: no causal mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(50, 16)
+        self.pool = planted.Doubled()
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        total = x[:, 0]
+        for column in x.unbind(1)[1:]:
+            total = total + column
+        return x + self.pool(total)[:, None]
+
+
+def test_a_model_that_looks_back_and_forth_is_not_padded():
+    torch.manual_seed(0)
+    report = ck.audit(Both().eval(), drawn(5, 3))
+    assert report.ok and set(report.ran) == {"repeat", "compositions"}
+    assert "behind it" in report.skipped["right_padding"] and "behind it" in report.skipped["batch"]
+    assert report.unfollowed == ("pool",)
+
+
+# ---- mutants of the audit itself ----------------------------------------------------------------
+
+
+def require_the_right_names():
+    """What every mutant below must break."""
+    few = ("batch", "left_padding", "decode")
+    assert audit(planted.clean(), *few).ok
+    assert not audit(planted.spoilt("blocks.0.norm", planted.MinusZero), "batch").ok
+    assert not audit(planted.spoilt("blocks.0.mix", planted.PaddingLeak), "left_padding").ok
+    assert not audit(planted.spoilt("blocks.0.up", planted.SplitGradient), "micro_batches").ok
+    for place, make in (
+        ("blocks.0.norm", planted.LastColumn),
+        ("blocks.1.norm", planted.LanesByRows),
+        ("blocks.1.mix", planted.NeighbourLeak),
+    ):
+        report = audit(planted.spoilt(place, make), *few)
+        assert {one.module for one in report.findings} == {place}
+        assert all(one.first is not None for one in report.findings)
+    functional = audit(planted.clean(planted.Functional), "batch")
+    assert {one.module for one in functional.findings} == {"blocks.1"}
+
+
+def of_runs_alone(broken):
+    """A mutant of `rows.rows` in the runs; the probe stays whole."""
+
+    def mutant(real):
+        def rows_of(t, layout, shape, where):
+            if shape == probe.GRIDS[0]:
+                return real(t, layout, shape, where)
+            return broken(real, t, layout, shape, where)
+
+        return rows_of
+
+    mutant.__name__ = broken.__name__
+    return mutant
+
+
+@of_runs_alone
+def no_last_column(real, t, layout, shape, where):
+    data = real(t, layout, shape, where)
+    return None if data is None else data[:, : -t.element_size()].contiguous()
+
+
+@of_runs_alone
+def next_row(real, t, layout, shape, where):
+    return real(t, layout, shape, (where + 1) % (shape[0] * shape[1]))
+
+
+@of_runs_alone
+def transposed(real, t, layout, shape, where):
+    return real(t, layout, shape, where % shape[0] * shape[1] + where // shape[0])
+
+
+def no_signs(real):
+    """Equates -0 and +0."""
+    return lambda data, dtype: real((data.view(dtype) + 0.0).view(torch.uint8), dtype)
+
+
+def constant(real):
+    return lambda data, dtype: torch.zeros_like(real(data, dtype))
+
+
+def own_row_only(real):
+    return lambda mask, scope, starts: mask
+
+
+def nothing_inside(real):
+    return lambda want, got, inside, *rest: real(want, got, torch.zeros_like(inside), *rest)
+
+
+def inputs_ignored(real):
+    def judge(want, got, *rest):
+        return real(trace.Entry(outs=want.outs), trace.Entry(outs=got.outs), *rest)
+
+    return judge
+
+
+def padded_on_the_right(real):
+    return lambda problem, members, left=False, more=0: real(problem, members, False, more)
+
+
+def alone_again(real):
+    return lambda problem, transform: [plans.alone(problem, transform)]
+
+
+def all_at_once(real):
+    return lambda problem: dict.fromkeys(real(problem), gradients.one_shot(problem))
+
+
+MUTANTS = [
+    (rows, "rows", no_last_column),
+    (rows, "rows", next_row),
+    (rows, "rows", transposed),
+    (rows, "digest", no_signs),
+    (rows, "digest", constant),
+    (compare, "spread", own_row_only),
+    (compare, "_judge", nothing_inside),
+    (compare, "_judge", inputs_ignored),
+    (plans, "grid", padded_on_the_right),
+    (plans, "cases", alone_again),
+    (gradients, "splits", all_at_once),
+]
+
+
+def test_the_audit_as_it_is():
+    require_the_right_names()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "mutant"), MUTANTS, ids=lambda v: getattr(v, "__name__", v)
+)
+def test_a_mutant_of_the_audit_is_killed(monkeypatch, module, name, mutant):
+    monkeypatch.setattr(module, name, mutant(getattr(module, name)))
+    with pytest.raises(AssertionError):
+        require_the_right_names()
+
+
+def test_inputs_are_read_before_a_module_writes_to_them(monkeypatch):
+    """``Doubled`` writes to its input: read afterwards, its spoilt output would be its input."""
+
+    class Spoils(planted.Doubled):
+        def forward(self, x):
+            return x.mul_(2.0 if x.shape[0] == 1 else 2.0 + 2.0**-20)
+
+    model = planted.spoilt("blocks.0.doubled", Spoils)
+    assert audit(model, "batch").first.module == "blocks.0.doubled"
+    real = trace.Recorder.before, trace.Recorder.after
+
+    def late_before(self, key, module, args, kwargs):
+        self.entries.setdefault(key, trace.Entry())
+        self.late = getattr(self, "late", {}) | {key: (module, args, kwargs)}
+
+    def late_after(self, key, parent, result):
+        real[1](self, key, parent, result)
+        real[0](self, key, *self.late[key])
+
+    monkeypatch.setattr(trace.Recorder, "before", late_before)
+    monkeypatch.setattr(trace.Recorder, "after", late_after)
+    first = audit(model, "batch").first
+    assert first is None or first.module != "blocks.0.doubled"
+
+
+def test_what_rows_depend_on_is_found_by_trying():
+    of_tokens = torch.arange(30), frozenset({"position_ids"})
+    facts = probe.probe(planted.clean(), *of_tokens)
+    scopes = {key[0]: scope for key, scope in facts.scopes.items()}
+    past = {"", *(f"blocks.{i}{part}" for i in (0, 1) for part in ("", ".mix"))}
+    assert {name for name, scope in scopes.items() if scope == probe.PAST} == past
+    assert {scope for name, scope in scopes.items() if name not in past} == {probe.ROW}
+    for dtype in (torch.float32, torch.bfloat16):
+        both = probe.probe(Both().to(dtype).eval(), torch.arange(30), frozenset())
+        assert both.scope == probe.SEQUENCE
+    # Rows that a sum's order follows are not rows that it looks at.
+    rounding = probe.probe(planted.spoilt("blocks.1.up", planted.AnyOrder), *of_tokens)
+    assert rounding.scope == probe.PAST and rounding.scopes["blocks.1.up", 0] == probe.ROW
+    assert tuple(FORWARD) == runs.OUTPUTS

@@ -1,0 +1,168 @@
+"""Llamas of transformers: as it is, it has culprits; row by row, with our ops, it has none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import cute_kernels as ck
+from tests.contract import same_bytes
+
+transformers = pytest.importorskip("transformers")
+
+from cute_kernels.demo import model as demo  # noqa: E402
+
+SIZE = demo.Size(hidden=128, inner=128, layers=2, heads=2, key_heads=1, capacity=64)
+EVERY = {"repeat", "batch", "compositions", "left_padding", "right_padding", "chunks", "decode"}
+
+
+def sequences(*lengths: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    return [torch.randint(0, 97, (n,), generator=generator) for n in lengths]
+
+
+def row_local() -> nn.Module:
+    """Two layers, bf16, heads of 64; gradients of linears into main_grads, no others."""
+    model = demo.build(SIZE, torch.device("cpu"), seed=0).eval().requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, demo.Linear):
+            module.weight.requires_grad_()
+            module.main_grad = torch.zeros(module.weight.shape, dtype=torch.float32)
+    return model
+
+
+def plain() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=64,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).bfloat16().eval()
+
+
+class NormByRows(demo.RMSNorm):
+    """Its mean is of two halves in a batch, each rounded to bf16: what fp32 would hide here."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if x.shape[0] == 1:
+            return y
+        square = x.float() ** 2
+        halves = [square[..., half::2].mean(-1).bfloat16().float() for half in (0, 1)]
+        mean = (halves[0] + halves[1]) / 2
+        scaled = x.float() * torch.rsqrt(mean + self.eps)[..., None]
+        return self.weight * scaled.to(x.dtype)
+
+
+def test_row_by_row_nothing_differs():
+    report = ck.audit(row_local(), sequences(19, 7, 12))
+    assert report.ok, str(report)
+    assert {*report.ran} == EVERY | {"gradient_repeat", "micro_batches"}
+    assert report.gradients == 3 * (2 * 7 + 1) and not report.unfollowed
+    assert report.rows > 12 * 38 * 30
+
+
+def test_as_it_is_it_differs_and_leaves_name_a_module():
+    report = ck.audit(plain(), sequences(19, 7), gradients=False)
+    assert not report.ok and "decode" in {one.transform for one in report.findings}
+    first = report.first
+    assert first.module.startswith("model.layers.0.") and first.kind.startswith(("Llama", "Linear"))
+    assert first.first is not None and first.want != first.got and first.ops
+    assert report.victims and not report.unfollowed
+    # Every module that ran was followed: 13 in each of 2 layers, and 6 around them; 26 tokens.
+    assert report.rows == (2 * 13 + 6) * 26 * sum(map(len, report.ran.values()))
+
+
+@pytest.mark.parametrize("place", ["model.layers.0.post_attention_layernorm", "model.norm"])
+def test_a_norm_planted_among_our_ops_is_named(place):
+    model = row_local()
+    was = model.get_submodule(place)
+    parent, _, name = place.rpartition(".")
+    setattr(model.get_submodule(parent), name, NormByRows(was.weight, was.eps).eval())
+    report = ck.audit(model, sequences(19, 7), transforms=["batch", "decode"])
+    assert {(one.module, one.kind) for one in report.findings} == {(place, "NormByRows")}
+    assert {one.transform for one in report.findings} == {"batch", "decode"}
+
+
+def test_padding_of_transformers_reaches_the_model_as_its_generate_gives_it():
+    """Positions count real tokens, the mask is 1 on them, through a cache too."""
+    model, seen = row_local(), []
+
+    def look(module, args, kwargs):
+        mask = kwargs.get("attention_mask")
+        seen.append((args[0], None if mask is None else mask.clone(), kwargs["position_ids"]))
+
+    handle = model.register_forward_pre_hook(look, with_kwargs=True)
+    ck.audit(model, sequences(6, 3), transforms=["left_padding", "decode"])
+    handle.remove()
+    masked = [(ids, mask, at) for ids, mask, at in seen if mask is not None]
+    assert masked and any(ids.shape[1] == 1 for ids, *_ in masked)
+    for ids, mask, at in masked:
+        count = mask.cumsum(1)[:, -ids.shape[1] :] - 1
+        real = mask[:, -ids.shape[1] :] == 1
+        assert (at[real] == count[real]).all() and bool((mask.diff(dim=1) >= 0).all())
+
+
+def small(kind: str) -> nn.Module:
+    """fp32, one layer; windows, heads with norms, experts."""
+    sizes = {"vocab_size": 97, "hidden_size": 192, "intermediate_size": 352, "head_dim": 64}
+    sizes |= {"num_attention_heads": 3, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    sizes |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = {
+        "mistral": lambda: transformers.MistralConfig(**sizes, sliding_window=8),
+        "qwen3": lambda: transformers.Qwen3Config(**sizes),
+        "mixtral": lambda: transformers.MixtralConfig(**sizes, num_local_experts=4),
+    }[kind]()
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config).float().eval()
+
+
+def differs(parts: list[torch.Tensor], whole: torch.Tensor) -> bool:
+    return not same_bytes(torch.cat(parts), whole)
+
+
+@torch.no_grad()
+def by_hand(model: nn.Module, ids: list[torch.Tensor]) -> set[str]:
+    """The transforms of two under which logits differ, with none of the audit's code."""
+    want, found = [model(one[None]).logits[0] for one in ids], set()
+    width = max(map(len, ids))
+    padded = torch.stack([nn.functional.pad(one, (0, width - len(one))) for one in ids])
+    mask = (torch.arange(width) < torch.tensor([[len(one)] for one in ids])).long()
+    logits = model(padded, attention_mask=mask).logits
+    if any(differs([row[: len(one)]], one) for row, one in zip(logits, want, strict=True)):
+        found.add("batch")
+    for one, whole in zip(ids, want, strict=True):
+        half, past, parts = len(one) // 2, None, []
+        for first, end in [(0, half), *((at, at + 1) for at in range(half, len(one)))]:
+            made = model(one[None, first:end], past_key_values=past, use_cache=True)
+            past = made.past_key_values
+            parts.append(made.logits[0])
+        if differs(parts, whole):
+            found.add("decode")
+    return found
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen3", "mixtral"])
+def test_the_model_differs_where_a_look_by_hand_says_so(kind):
+    model, ids = small(kind), sequences(19, 8)
+    report = ck.audit(model, ids, transforms=["batch", "decode"])
+    at_the_end = {one.transform for one in (*report.findings, *report.victims) if not one.module}
+    assert at_the_end >= by_hand(model, ids)
+    assert bool(at_the_end) == bool(by_hand(model, ids))
+    assert bool(report.unfollowed) == (kind == "mixtral")
+
+
+def test_ids_may_be_a_batch_a_list_or_numbers():
+    model, ids = row_local(), sequences(5, 5)
+    options = {"transforms": ["batch"]}
+    batch = torch.stack(ids).int()
+    made = [ck.audit(model, given, **options) for given in (ids, batch, batch.tolist())]
+    assert all(report == made[0] and report.ok for report in made)

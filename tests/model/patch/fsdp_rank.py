@@ -1,0 +1,113 @@
+"""One of two ranks of a patched model under FSDP2 and under DDP, over gloo on a CPU.
+
+``python -m tests.model.patch.fsdp_rank RANK STORE`` prints one JSON object; test_fsdp.py starts
+both.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import sys
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import cute_kernels as ck
+from cute_kernels.model import patch_classes
+from tests.contract import same_bytes
+from tests.model.patch import families
+from tests.ranks import joined
+
+RANKS = 2
+TOKENS = families.ids(4, 24)
+
+
+def sharded(net: torch.nn.Module) -> torch.nn.Module:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for layer in net.model.layers:
+        fully_shard(layer.mlp.up_proj, mesh=mesh)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net.lm_head, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+@functools.cache
+def alone() -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+    """The logits; and the mean of both halves' gradients as reduced by FSDP2, by one process."""
+    net = families.model("qwen3")
+    ck.patch(net)
+    logits, halves, losses = families.logits(net, TOKENS), [], []
+    net.train()
+    for half in TOKENS.chunk(RANKS):
+        net.zero_grad()
+        loss = net(half, labels=half, use_cache=False).loss
+        loss.backward()
+        losses.append(loss.detach())
+        halves.append({n: p.grad.clone() for n, p in net.named_parameters()})
+    mean = {n: (halves[0][n] + halves[1][n]) / RANKS for n in halves[0]}
+    return logits, mean, torch.stack(losses)
+
+
+def under_ddp(rank: int) -> dict:
+    """A patched model in DistributedDataParallel, against one process byte for byte."""
+    logits, gradients, losses = alone()
+    net = families.model("qwen3")
+    ck.patch(net, strict=True)
+    ddp = DistributedDataParallel(net)
+    half = TOKENS.chunk(RANKS)[rank]
+    loss = ddp.train()(half, labels=half, use_cache=False).loss
+    loss.backward()
+    got = {n: p.grad for n, p in net.named_parameters()}
+    return {
+        "logits": same_bytes(families.logits(ddp.eval(), half), logits.chunk(RANKS)[rank]),
+        "loss": same_bytes(loss.detach(), losses[rank]),
+        "differing": [n for n in gradients if not same_bytes(got[n], gradients[n])],
+    }
+
+
+def ran(order: str, rank: int) -> dict:
+    """Patched before fully_shard or after it, against one process byte for byte."""
+    logits, gradients, losses = alone()
+    net = families.model("qwen3")
+    if order == "patch first":
+        ck.patch(net, strict=True)
+    net = sharded(net)
+    if order == "fully_shard first":
+        ck.patch(net, strict=True)
+    half = TOKENS.chunk(RANKS)[rank]
+    same = same_bytes(families.logits(net, half), logits.chunk(RANKS)[rank])
+    loss = net.train()(half, labels=half, use_cache=False).loss
+    loss.backward()
+    got = {n: p.grad.full_tensor() for n, p in net.named_parameters()}
+    linear = net.model.layers[0].mlp.up_proj
+    report = {
+        "order": order,
+        "logits": same,
+        "loss": same_bytes(loss.detach(), losses[rank]),
+        "differing": [n for n in gradients if not same_bytes(got[n], gradients[n])],
+        "kinds": [patch_classes.kind_of(linear), patch_classes.kind_of(net.lm_head)],
+        "classes": [isinstance(linear, FSDPModule), isinstance(linear, torch.nn.Linear)],
+        "name": type(linear).__name__,
+    }
+    ck.unpatch(net)
+    report["after"] = [patch_classes.kind_of(linear), isinstance(linear, FSDPModule)]
+    families.logits(net, half)
+    return report
+
+
+def main(rank: int, store: str) -> None:
+    torch.set_num_threads(1)
+    with joined(rank, store, RANKS, seconds=60):
+        reports = [ran(order, rank) for order in ("patch first", "fully_shard first")]
+        reports.append(under_ddp(rank))
+        # Modules and their hooks are cycles, and hold the group.
+        gc.collect()
+    print(json.dumps(reports))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,39 @@
+"""FSDP2 and DDP: two real processes against one, byte for byte (fsdp_rank.py)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ranks import reports
+
+ORDERS = ["patch first", "fully_shard first"]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("patched_fsdp")
+    return reports("tests.model.patch.fsdp_rank", 2, folder, seconds=120)
+
+
+@pytest.mark.parametrize("at", range(2), ids=ORDERS)
+def test_bytes_of_one_process(ran, at):
+    """Logits, loss, and the gradients of both ranks' halves."""
+    for of_rank in ran:
+        report = of_rank[at]
+        assert report["order"] == ORDERS[at]
+        assert report["logits"] and report["loss"] and report["differing"] == []
+
+
+@pytest.mark.parametrize("at", range(2), ids=ORDERS)
+def test_classes(ran, at):
+    """FSDP2's class stays outermost, and unpatch takes ours out below it."""
+    for of_rank in ran:
+        report = of_rank[at]
+        assert report["kinds"] == ["linear", "head"] and report["classes"] == [True, True]
+        assert report["name"] == "FSDPLinear" and report["after"] == [None, True]
+
+
+def test_ddp(ran):
+    for of_rank in ran:
+        report = of_rank[2]
+        assert report["logits"] and report["loss"] and report["differing"] == []

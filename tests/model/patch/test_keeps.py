@@ -1,0 +1,224 @@
+"""What a patch leaves as it was: state, identity, hooks, copies, files, checkpointing."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import pickle
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import cute_kernels as ck
+from cute_kernels.model import patch_classes
+from tests.contract import bits, same_bytes
+from tests.model.patch import families
+
+each = pytest.mark.parametrize("name", families.FAMILIES)
+TOKENS = families.ids(2, 17)
+
+
+def differing(a: dict, b: dict) -> list[str]:
+    assert list(a) == list(b)
+    return [name for name in a if not same_bytes(a[name], b[name])]
+
+
+def gradients(net: nn.Module) -> dict[str, torch.Tensor]:
+    net.zero_grad()
+    net(TOKENS, labels=TOKENS, use_cache=False).loss.backward()
+    return {name: p.grad.clone() for name, p in net.named_parameters()}
+
+
+@each
+def test_state_and_back(name):
+    """Keys, order, bytes and parameters' identity, patched; classes and logits, unpatched."""
+    net = families.model(name)
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    parameters = {n: id(p) for n, p in net.named_parameters()}
+    classes = [type(m) for m in net.modules()]
+    want, implementation = families.logits(net, TOKENS), net.config._attn_implementation
+    attributes = [set(vars(m)) for m in net.modules()]
+    ck.patch(net)
+    assert differing(before, net.state_dict()) == []
+    assert parameters == {n: id(p) for n, p in net.named_parameters()}
+    assert all(isinstance(m, c) for m, c in zip(net.modules(), classes, strict=True))
+    assert [type(m).__qualname__ for m in net.modules()] == [c.__qualname__ for c in classes]
+    assert any(type(m) is not c for m, c in zip(net.modules(), classes, strict=True))
+    ck.unpatch(net)
+    assert [type(m) for m in net.modules()] == classes
+    hooks = {"_output_capturing_hooks_installed"}
+    assert [set(vars(m)) - hooks for m in net.modules()] == [a - hooks for a in attributes]
+    assert net.config._attn_implementation == implementation
+    assert same_bytes(families.logits(net, TOKENS), want)
+
+
+def test_twice_is_once():
+    net = families.model("gemma2")
+    before = net.config._attn_implementation
+    ck.patch(net)
+    want, classes = families.logits(net, TOKENS), [type(m) for m in net.modules()]
+    again = ck.patch(net)
+    assert again.complete and [type(m) for m in net.modules()] == classes
+    assert same_bytes(families.logits(net, TOKENS), want)
+    ck.unpatch(net)
+    assert net.config._attn_implementation == before != "cute_kernels"
+    ck.unpatch(net)  # which is nothing
+    assert type(net.lm_head) is nn.Linear
+
+
+def test_the_last_patch_counts():
+    net = families.model("llama")
+    ck.patch(net.model.layers[0])
+    assert patch_classes.kind_of(net.model.layers[0].mlp.up_proj) == "linear"
+    ck.patch(net, linear=False)
+    assert type(net.model.layers[0].mlp.up_proj) is nn.Linear
+    ck.patch(net)
+    ck.unpatch(net.model.layers[1])
+    assert type(net.model.layers[1].mlp.up_proj) is nn.Linear
+    assert patch_classes.kind_of(net.model.layers[0].mlp.up_proj) == "linear"
+
+
+def test_hooks_fire():
+    """Those from before the patch and from after it, before and behind the forward."""
+    net, seen = families.model("llama"), []
+    norm = net.model.norm
+    norm.register_forward_pre_hook(lambda m, args: seen.append("before"))
+    ck.patch(net)
+    norm.register_forward_hook(lambda m, args, out: seen.append(out))
+    net.lm_head.register_full_backward_hook(lambda m, gi, go: seen.append("head"))
+    net.train()(TOKENS, labels=TOKENS, use_cache=False).loss.backward()
+    assert [s if isinstance(s, str) else "behind" for s in seen] == ["before", "behind", "head"]
+    ck.unpatch(net)
+    families.logits(net, TOKENS)
+    assert len(seen) == 5
+
+
+def test_a_hook_changes_what_comes_out():
+    net = families.model("llama")
+    ck.patch(net)
+    want = families.logits(net, TOKENS)
+    handle = net.lm_head.register_forward_hook(lambda m, args, out: out * 2)
+    assert same_bytes(families.logits(net, TOKENS), want * 2)
+    handle.remove()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt_neox"])
+def test_copies(name):
+    net = families.model(name)
+    ck.patch(net)
+    want = families.logits(net, TOKENS)
+    other = copy.deepcopy(net)
+    assert same_bytes(families.logits(other, TOKENS), want)
+    ck.unpatch(other)
+    assert patch_classes.kind_of(net.lm_head) == "head" and type(other.lm_head) is nn.Linear
+    assert net.config._attn_implementation == "cute_kernels"
+    assert other.config._attn_implementation == "sdpa"
+    assert same_bytes(families.logits(net, TOKENS), want)
+
+
+def test_pickles():
+    net = families.model("gemma2")
+    ck.patch(net)
+    want = families.logits(net, TOKENS)
+    assert same_bytes(families.logits(pickle.loads(pickle.dumps(net)), TOKENS), want)
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert [type(m) for m in loaded.modules()] == [type(m) for m in net.modules()]
+    assert same_bytes(families.logits(loaded, TOKENS), want)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_save_and_load(name, tmp_path):
+    """The files are those of the unpatched model; loaded and patched, its bits are the patched."""
+    plain = families.model(name)
+    plain.save_pretrained(tmp_path / "plain")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()
+    ck.patch(plain)
+    plain.save_pretrained(tmp_path / "patched")
+    for file in ("model.safetensors", "config.json"):
+        contents = [(tmp_path / which / file).read_bytes() for which in ("plain", "patched")]
+        assert contents[0] == contents[1]
+    said = json.loads((tmp_path / "patched" / "config.json").read_text())
+    assert said["architectures"] == [type(families.model(name)).__name__]
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "patched").eval()
+    assert patch_classes.kind_of(again.lm_head) is None
+    ck.patch(again)
+    assert same_bytes(families.logits(again, TOKENS), families.logits(plain, TOKENS))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant):
+    net = families.model("qwen3").train()
+    ck.patch(net)
+    want = gradients(net)
+    net.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert differing(want, gradients(net)) == []
+
+
+def test_frozen_parameters_get_no_gradient():
+    net = families.model("llama").train()
+    frozen = [n for n, p in net.named_parameters() if "self_attn" in n or "norm" in n]
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    ck.patch(net)
+    net(TOKENS, labels=TOKENS, use_cache=False).loss.backward()
+    assert [n for n, p in net.named_parameters() if p.grad is None] == frozen
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_generate(name, kind):
+    """Greedy tokens and their logits: in a batch with padding on the left, and alone."""
+    net = families.model(name)
+    ck.patch(net)
+    given = {"max_new_tokens": 8, "do_sample": False, "output_logits": True}
+    given |= {"return_dict_in_generate": True, "cache_implementation": kind}
+    given |= {"disable_compile": True}
+    short = TOKENS[:1, 5:]
+    mask = torch.ones_like(TOKENS)
+    mask[0, :5] = 0
+    batch = net.generate(TOKENS * mask, attention_mask=mask, **given)
+    alone = net.generate(short, attention_mask=torch.ones_like(short), **given)
+    assert same_bytes(batch.sequences[:1, 17:], alone.sequences[:, 12:])
+    for one, other in zip(batch.logits, alone.logits, strict=True):
+        assert same_bytes(one[:1], other)
+
+
+def test_both_caches_generate_the_same():
+    net = families.model("mistral")
+    ck.patch(net)
+    found = []
+    for kind in ("dynamic", "static"):
+        given = {"cache_implementation": kind, "max_new_tokens": 8, "disable_compile": True}
+        found.append(net.generate(TOKENS, do_sample=False, **given))
+    assert same_bytes(*found)
+
+
+def test_a_tied_head():
+    """One parameter, a look-up and a product: its gradient is the sum of theirs."""
+    net = families.model("llama", tie_word_embeddings=True).train()
+    assert net.lm_head.weight is net.model.embed_tokens.weight
+    ck.patch(net)
+    assert net.lm_head.weight is net.model.embed_tokens.weight
+    found = gradients(net)
+    exact = families.exact(families.model("llama", tie_word_embeddings=True)).train()
+    want = gradients(exact)
+    for name, gradient in found.items():
+        gap = (gradient.double() - want[name]).norm() / want[name].norm()
+        assert gap < 0.05, name
+
+
+def test_a_module_that_comes_twice():
+    shared = nn.Linear(64, 64, bias=False)
+    net = nn.Sequential(shared, nn.SiLU(), shared)
+    report = ck.patch(net)
+    assert [r.name for r in report.replaced] == ["0", "1"] and net[0] is net[2]
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    want = ck.linear(ck.silu(ck.linear(x, shared.weight)), shared.weight)
+    assert same_bytes(net(x), want)
+    assert bits(net(x)).any()

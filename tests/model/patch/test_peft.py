@@ -1,0 +1,94 @@
+"""PEFT's LoRA on a patched model, before the patch and after it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels.model import patch_classes
+from tests.contract import same_bytes
+from tests.model.patch import families
+
+peft = pytest.importorskip("peft")
+
+TOKENS = families.ids(2, 17)
+ORDERS = pytest.mark.parametrize("first", ["patch", "adapter"])
+
+
+def adapted(first: str, targets: object = "all-linear", **options):
+    """A model with LoRA, patched before or after; its B is random, as after some training."""
+    net = families.model("llama")
+    if first == "patch":
+        ck.patch(net, **options)
+    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM")
+    torch.manual_seed(1)
+    wrapped = peft.get_peft_model(net, config, autocast_adapter_dtype=False)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    report = ck.patch(wrapped, **options)
+    return wrapped.eval(), report
+
+
+@ORDERS
+def test_rows_and_parts(first):
+    net, report = adapted(first)
+    assert report.family == "Llama"
+    if first == "adapter":
+        assert report.complete
+    adapters = [m for n, m in net.named_modules() if "lora_A" in n and hasattr(m, "weight")]
+    assert len(adapters) == 14
+    assert {patch_classes.kind_of(m) for m in adapters} == {"linear"}
+    tokens = families.ids(1, seed=3)
+    want = families.logits(net, tokens)
+    for surroundings in ("in a batch", "left", "right", "decoded"):
+        assert same_bytes(families.SURROUNDINGS[surroundings](net, tokens), want), surroundings
+
+
+def test_the_order_does_not_matter():
+    one, other = (adapted(first)[0] for first in ("patch", "adapter"))
+    assert same_bytes(families.logits(one, TOKENS), families.logits(other, TOKENS))
+
+
+@ORDERS
+def test_training_and_the_state(first):
+    net, _ = adapted(first)
+    names = {n for n, p in net.named_parameters() if p.requires_grad}
+    assert names and all("lora_" in n for n in names)
+    net.train()(TOKENS, labels=TOKENS, use_cache=False).loss.backward()
+    assert {n for n, p in net.named_parameters() if p.grad is not None} == names
+    state = peft.get_peft_model_state_dict(net)
+    ck.unpatch(net)
+    after = peft.get_peft_model_state_dict(net)
+    assert list(state) == list(after)
+    assert all(same_bytes(state[n], after[n]) for n in state)
+    plain = net.train()(TOKENS, labels=TOKENS, use_cache=False)
+    assert plain.logits is not None and type(net.get_base_model().lm_head) is torch.nn.Linear
+
+
+def test_disabling_an_adapter():
+    net, _ = adapted("patch")
+    bare = families.model("llama")
+    ck.patch(bare)
+    with net.disable_adapter():
+        assert same_bytes(families.logits(net, TOKENS), families.logits(bare, TOKENS))
+    assert not same_bytes(families.logits(net, TOKENS), families.logits(bare, TOKENS))
+
+
+def test_merging_an_adapter():
+    net, _ = adapted("patch")
+    merged = net.merge_and_unload()
+    assert patch_classes.kind_of(merged.model.layers[0].mlp.up_proj) == "linear"
+    tokens = families.ids(1, seed=3)
+    want = families.logits(merged, tokens)
+    assert same_bytes(families.SURROUNDINGS["in a batch"](merged, tokens), want)
+
+
+def test_an_adapter_of_the_head():
+    """Its loss is torch's, and the report says so."""
+    net, report = adapted("adapter", targets=["lm_head", "q_proj"])
+    (left,) = report.left
+    assert "loss" in left.part and "the head is a Linear" in left.known
+    assert net.train()(TOKENS, labels=TOKENS, use_cache=False).logits is not None

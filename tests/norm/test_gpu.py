@@ -1,0 +1,136 @@
+"""norm on a GPU: values, the battery, splits, grids, streams, graphs.  `make gpu-test`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from tests import contract
+from tests.norm import cases, contracts
+from tests.norm.cases import BF16, FP16, FP32, LAYER, Case, Inputs, Rule
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DEVICE, SEED = "cuda", 31
+LAYERS = Rule(LAYER, 1e-5)
+CASES = [
+    *cases.kinds(),
+    *cases.widths(),
+    Case(1043, 4096, residual=True),
+    Case(517, 7168, LAYERS, bias=True),
+    Case(4096, 128),
+    Case(3, 16384, dtype=FP16, weight=FP32, residual=True),
+    Case(2, 65536, LAYERS, FP32, FP32, bias=True),
+]
+
+
+def moved(value):
+    """A tensor, None, or a tuple of them, on the device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(DEVICE)
+    return None if value is None else type(value)(*map(moved, value))
+
+
+def run(case: Case, given: Inputs) -> cases.Results:
+    """Through the public functions; gradients of vectors into main_grads of zeros."""
+    x = given.x.detach().requires_grad_()
+    residual = given.residual
+    weight, bias = (t if t is None else t.detach().requires_grad_() for t in given.scale)
+    into = [None if t is None else torch.zeros_like(t, dtype=FP32) for t in (weight, bias)]
+    rule = case.rule
+    if rule.kind == LAYER:
+        options = {"main_grad": into[0], "bias_main_grad": into[1]}
+        made = ck.layer_norm(x, weight, bias, rule.eps, residual=residual, **options)
+    else:
+        options = {"offset": rule.offset, "main_grad": into[0]}
+        made = ck.rms_norm(x, weight, rule.eps, residual=residual, **options)
+    made = (made,) if residual is None else made
+    grads = [g for g in given.upstream if g is not None]
+    torch.autograd.backward(made, grads)
+    h = x.detach() if residual is None else made[1].detach()
+    d_weight = torch.zeros(case.width, device=DEVICE) if into[0] is None else into[0]
+    return cases.Results(made[0].detach(), h, x.grad, d_weight, into[1])
+
+
+def same(a: cases.Results, b: cases.Results) -> bool:
+    return all(contract.same_bytes(x, y) for x, y in zip(a, b, strict=True) if x is not None)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values(case):
+    case = case._replace(weight=case.weight or BF16)
+    given = moved(cases.inputs_of(case))
+    assert cases.check(run(case, given), case, given) > 0.01
+
+
+@pytest.mark.parametrize("width", [64, 128, 1000, 4096, 7168])
+@pytest.mark.parametrize("at", range(6))
+def test_battery(at, width):
+    op = contracts.row_ops(width, device=DEVICE)[at]
+    assert contract.check_rows(op, 140, SEED) > 60
+    assert contract.check_population(op, 4096, SEED, (1, 2, 5, 13, 137)) == 5
+
+
+@pytest.mark.parametrize("width", [64, 128, 1000, 4096])
+@pytest.mark.parametrize("at", range(2))
+def test_splits(at, width):
+    tokens = 9 * contracts.part_rows(width) + 77
+    assert contract.check_splits(contracts.sum_ops(tokens, width, device=DEVICE)[at], SEED) >= 6
+
+
+@pytest.mark.parametrize("case", CASES[-5:], ids=str)
+def test_no_size_of_a_grid_shows(case, monkeypatch):
+    given = moved(cases.inputs_of(case))
+    want = run(case, given)
+    for ctas in (1, 2, 7, 66, 132):
+        monkeypatch.setenv("CUTE_KERNELS_MAX_CTAS", str(ctas))
+        assert same(run(case, given), want)
+
+
+@pytest.mark.parametrize("case", CASES[-5:], ids=str)
+def test_repeats_into_junk(case):
+    given = moved(cases.inputs_of(case))
+    want = run(case, given)
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        assert all(same(run(case, given), want) for _ in range(20))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_streams_and_a_graph():
+    case = Case(1043, 4096, residual=True)
+    given = moved(cases.inputs_of(case))
+    want = run(case, given)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    found = []
+    for stream in streams * 8:
+        with torch.cuda.stream(stream):
+            found.append(run(case, given))
+    torch.cuda.synchronize()
+    assert all(same(one, want) for one in found)
+
+    def forward():
+        with torch.no_grad():
+            return ck.rms_norm(given.x, given.scale.weight, residual=given.residual)[0]
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = forward()
+    for _ in range(3):
+        got.fill_(torch.nan)
+        graph.replay()
+        assert contract.same_bytes(got, want.y)
+
+
+def test_rows_beyond_2_31_elements():
+    """The last rows of a tensor of more than 2^31 elements have the bytes that they have alone."""
+    x = torch.randn(2**31 // 4096 + 8, 4096, device=DEVICE, dtype=BF16)
+    weight = torch.randn(4096, device=DEVICE, dtype=BF16)
+    with torch.no_grad():
+        assert contract.same_bytes(ck.rms_norm(x, weight)[-8:], ck.rms_norm(x[-8:], weight))

@@ -1,0 +1,149 @@
+"""The sm_90 code of the Triton norm, run in ptxsim: values, rows, parts, sizes and addresses.
+
+An fma rounds once here, so the bytes are those of the orders that `triton_orders` writes down.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from cute_kernels.norm.triton import launch
+from cute_kernels.norm.triton.plan import Sizes
+
+from ..ptxsim.available import requires_core
+from . import cases, triton_orders
+from . import triton_checks as checks
+from .cases import BF16, FP32, Case
+from .triton_checks import LAYERS
+from .triton_harness import copy_of, poisoned, simulated  # noqa: F401
+from .triton_orders import rounds_once
+
+pytestmark = [pytest.mark.sim, requires_core]
+
+#: Rows of several warps, of a whole program, and of blocks.
+LARGE = (Case(3, 4104, LAYERS, bias=True), Case(2, 9000, residual=True))
+NIGHT = (Case(2, 16500, LAYERS, bias=True, residual=True), *checks.all_values())
+
+
+def by_night(*values):
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
+BY_DAY = (checks.SMALL[1], checks.PARTS[0], *LARGE)
+REST = [*(case for case in (*checks.SMALL, *checks.PARTS) if case not in BY_DAY), *NIGHT]
+
+
+@pytest.mark.parametrize("case", [*BY_DAY, *map(by_night, REST)], ids=str)
+def test_values(case):
+    with simulated() as kernels:
+        checks.values(launch, case, rounds_once)
+    fused = case.width <= launch.TRITON.backward_whole
+    assert ("backward_kernel" in {kernel.name for kernel in kernels}) == fused
+
+
+@pytest.mark.parametrize("case", [checks.WIDE[0], *map(by_night, checks.WIDE[1:])], ids=str)
+def test_values_of_blocks(monkeypatch, case):
+    checks.blocks_of(monkeypatch, 64)
+    with simulated() as kernels:
+        checks.values(launch, case, rounds_once)
+    names = {kernel.name for kernel in kernels}
+    assert names == {"forward_wide_kernel", "dx_kernel", "parts_kernel", "add_parts_kernel"}
+
+
+def test_parts_are_added():
+    with simulated():
+        checks.parts_are_added(launch)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(11, 96, LAYERS, FP32, FP32, bias=True, residual=True), by_night(Case(9, 4104))],
+    ids=str,
+)
+def test_few_rows_show_in_none(case):
+    with simulated():
+        checks.few_rows(launch, case)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("at", range(6))
+def test_no_row_shows(at):
+    with simulated():
+        checks.battery(launch, at, BF16 if at % 2 else FP32, 9)
+
+
+@pytest.mark.parametrize("case", [checks.PARTS[1], by_night(checks.PARTS[0])], ids=str)
+def test_a_part_is_the_same_anywhere(case):
+    with simulated():
+        checks.a_part_is_the_same_anywhere(launch, case)
+
+
+@pytest.mark.parametrize(("at", "width"), [(1, 1030), by_night(0, 104), by_night(1, 104)])
+def test_no_cut_shows(at, width):
+    with simulated():
+        checks.no_cut_shows(launch, at, width, 2)
+
+
+#: Other tiles and warps: 1 and 16 of them.
+OTHERS = (Sizes(512, 64, 64, 2, 128, 1, 64, 5), Sizes(8192, 2, 2, 16, 256, 1, 128, 3))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(9, 520, LAYERS, FP32, FP32, bias=True, residual=True), by_night(checks.PARTS[0])],
+    ids=str,
+)
+def test_no_size_shows(tmp_path, case):
+    """Warps among them: what a thread holds decides no order."""
+    warps, found = set(), []
+    for sizes in (launch.SIZES, *OTHERS):
+        other = copy_of(tmp_path)
+        other.SIZES = sizes
+        with simulated(other) as kernels:
+            found.append(cases.run(other, case, cases.inputs_of(case)))
+        warps |= {kernel.metadata.num_warps for kernel in kernels}
+    assert len(warps) > 3
+    for one in found[1:]:
+        checks.same(one, found[0])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", checks.WIDE, ids=str)
+def test_no_size_of_blocks_shows(tmp_path, monkeypatch, case):
+    copies = [copy_of(tmp_path) for _ in OTHERS]
+    checks.blocks_of(monkeypatch, 64, *copies)
+    given = cases.inputs_of(case)
+    with simulated():
+        want = cases.run(launch, case, given)
+    for other, sizes in zip(copies, OTHERS, strict=True):
+        other.SIZES = sizes
+        with simulated(other):
+            checks.same(cases.run(other, case, given), want)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(9, 96, residual=True), by_night(Case(5, 520, LAYERS, FP32, BF16, bias=True))],
+    ids=str,
+)
+def test_no_address_shows(case):
+    """Other loads are compiled for what is not aligned; the bytes are the same."""
+    with simulated() as kernels:
+        checks.no_address_shows(launch, case)
+    assert len({k.hash for k in kernels if k.name == "backward_kernel"}) >= 2
+
+
+def test_fused_sums_are_killed(tmp_path):
+    """What a compiler fuses on its own has other bytes than the written order."""
+    case = Case(9, 520, LAYERS, FP32, FP32, bias=True, residual=True)
+    given = cases.inputs_of(case)
+    want = triton_orders.run(case, given, rounds_once)
+    with simulated():
+        checks.same(cases.run(launch, case, given), want)
+    mutant = copy_of(tmp_path, ('"enable_fp_fusion": TRITON.fp_fusion', '"enable_fp_fusion": True'))
+    with simulated(mutant):
+        got = cases.run(mutant, case, given)
+    with pytest.raises(AssertionError):
+        checks.same(got, want)

@@ -1,0 +1,192 @@
+"""What the Triton norm must give back, whatever runs it.  A check takes a launcher module."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType
+from unittest import mock
+
+import pytest
+import torch
+
+from cute_kernels.norm import op
+from cute_kernels.norm.config import part_rows
+from cute_kernels.norm.tensors import LAYER
+from cute_kernels.norm.triton import launch as triton_launch
+
+from .. import contract
+from . import cases, contracts, triton_orders
+from .cases import BF16, FP16, FP32, Case, Inputs, Results, Rule
+
+LAYERS = Rule(LAYER, 1e-5)
+#: Every optional tensor and dtype, more than one part of narrow rows, and rows of a part of one.
+SMALL = (
+    Case(7, 96, weight=FP32, residual=True),
+    Case(5, 129, LAYERS, FP32, FP32, bias=True, residual=True),
+    Case(9, 65, weight=None),
+    Case(4, 264, LAYERS, FP16, FP32, bias=True),
+    Case(3, 100, Rule(cases.RMS, 1e-6, 1.0), FP32, FP32),
+)
+PARTS = (Case(515, 64, residual=True), Case(70, 1030, LAYERS, bias=True))
+#: Rows of blocks, where `blocks_of` 64 elements: three and four of them, and whole ones.
+WIDE = (
+    Case(5, 200, LAYERS, bias=True, residual=True),
+    Case(66, 256, Rule(cases.RMS, 1e-6, 1.0), residual=True),
+    Case(3, 177, LAYERS, FP32, FP32, bias=True),
+)
+
+
+def same(a: Results, b: Results) -> None:
+    """Every byte of all that there is."""
+    for x, y in zip(a, b, strict=True):
+        assert (x is None) == (y is None)
+        assert x is None or contract.same_bytes(x, y)
+
+
+def values(launch: ModuleType, case: Case, fma: triton_orders.Fma) -> None:
+    """Within the bounds of float64, and the bytes of the written order."""
+    given = cases.inputs_of(case)
+    got = cases.run(launch, case, given)
+    assert cases.check(got, case, given) > 0.01
+    same(got, triton_orders.run(case, given, fma))
+
+
+def blocks_of(monkeypatch: pytest.MonkeyPatch, lanes: int, *launches: ModuleType) -> None:
+    """Rows have at most so many lanes: what is wider is summed block after block."""
+    for launch in {triton_launch, *launches}:
+        whole = {"forward_whole": lanes, "backward_whole": lanes}
+        small = replace(launch.TRITON, lanes=lanes, tile=lanes, **whole)
+        monkeypatch.setattr(launch, "TRITON", small)
+
+
+def short_parts(monkeypatch: pytest.MonkeyPatch, *launches: ModuleType) -> None:
+    """Parts of two steps of a program, and of four at least: an interpreter is slow."""
+
+    def two_steps(width: int) -> int:
+        return max(4, 2 * triton_launch.part_lanes(width))
+
+    own = (triton_launch, triton_orders, contracts, sys.modules[__name__])
+    for module in {*own, *launches}:
+        monkeypatch.setattr(module, "part_rows", two_steps)
+
+
+def parts_are_added(launch: ModuleType) -> None:
+    """One by one, ascending: a loop's bytes, -0 among them, into what has a stride too."""
+    random = torch.Generator().manual_seed(6)
+    for count, width in ((1, 7), (31, 70), (70, 130), (32, 1)):
+        parts = torch.randn(count, width, generator=random)
+        parts *= torch.randn(count, 1, generator=random).exp2()
+        parts[:, 0] = -0.0
+        start = torch.randn(width, generator=random)
+        start[0] = -0.0
+        want, zero = start.clone(), torch.zeros(width)
+        for part in parts:
+            want += part
+            zero += part
+        got = start.clone()
+        assert launch.add_parts(parts, got, got) is None
+        assert contract.same_bytes(got, want)
+        apart = torch.empty(width, 2)[:, 0].copy_(start)
+        assert launch.add_parts(parts, apart, apart) is None
+        assert contract.same_bytes(apart, want)
+        # Parts may have room behind their columns.
+        room = torch.nn.functional.pad(parts, (0, 5), value=torch.nan)[:, :width]
+        for dtype in (FP32, BF16, FP16):
+            made = launch.add_parts(room, None, torch.empty(width, dtype=dtype))
+            assert contract.same_bytes(made, zero.to(dtype))
+
+
+def rows(given: Inputs, keep: slice) -> Inputs:
+    """Some rows of a case, copied."""
+
+    def of(t):
+        return None if t is None else t[keep].clone()
+
+    upstream = cases.Upstream(*map(of, given.upstream))
+    return Inputs(of(given.x), of(given.residual), given.scale, upstream)
+
+
+def few_rows(launch: ModuleType, case: Case) -> None:
+    """A row alone, among the first ones, and among NaN, has the bytes that it has among all."""
+    given = cases.inputs_of(case)
+    want = cases.run(launch, case, given)
+    for keep in (slice(0, 1), slice(0, 8), slice(case.m // 2, None)):
+        some = rows(given, keep)
+        got = cases.run(launch, case._replace(m=len(some.x)), some)
+        for name in ("y", "h", "dx"):
+            assert contract.same_bytes(getattr(got, name), getattr(want, name)[keep]), name
+    at = case.m // 2
+    around = rows(given, slice(None))
+    for t in (around.x, around.residual, *around.upstream):
+        if t is not None:
+            t[:at], t[at + 1 :] = torch.nan, torch.nan
+    got = cases.run(launch, case, around)
+    for name in ("y", "h", "dx"):
+        assert contract.same_bytes(getattr(got, name)[at], getattr(want, name)[at]), name
+
+
+def a_part_is_the_same_anywhere(launch: ModuleType, case: Case) -> None:
+    """Rows behind a part have the sums that they have alone; dx needs no parts."""
+    given, at = cases.inputs_of(case), part_rows(case.width)
+    assert case.m > at
+    made = launch.forward(given.x, given.residual, given.scale, case.rule)
+    h = given.x if made.h is None else made.h
+    stats = (made.mean, made.rstd)
+    dx, whole = launch.backward(given.upstream, h, stats, given.scale, case.rule, True)
+    late = rows(given, slice(at, None)).upstream
+    behind = [None if t is None else t[at:] for t in stats]
+    _, one = launch.backward(late, h[at:], behind, given.scale, case.rule, True)
+    early = [None if t is None else t[:at] for t in stats]
+    first = rows(given, slice(0, at)).upstream
+    _, begun = launch.backward(first, h[:at], early, given.scale, case.rule, True)
+    for a, b, c in zip(whole, begun, one, strict=True):
+        assert (a is None) == (b is None) == (c is None)
+        assert a is None or contract.same_bytes(a, torch.cat([b, c]))
+    alone, nothing = launch.backward(given.upstream, h, stats, given.scale, case.rule, False)
+    assert nothing is None and contract.same_bytes(alone, dx)
+
+
+def no_address_shows(launch: ModuleType, case: Case) -> None:
+    """Rows that begin anywhere, with anything behind them; columns apart; vectors likewise."""
+    given = cases.inputs_of(case)
+    want = cases.run(launch, case, given)
+
+    def moved(t, offset, step):
+        if t is None:
+            return None
+        holder = t.new_full((*t.shape[:-1], t.shape[-1] * step + offset + 8), torch.nan)
+        return holder[..., offset : offset + t.shape[-1] * step : step].copy_(t)
+
+    for how in ((1, 1), (8, 1), (0, 2)):
+        other = Inputs(
+            moved(given.x, *how),
+            moved(given.residual, *how),
+            cases.Scale(*(moved(t, *how) for t in given.scale)),
+            cases.Upstream(*(moved(t, *how) for t in given.upstream)),
+        )
+        same(cases.run(launch, case, other), want)
+
+
+def through_the_op(launch: ModuleType):
+    """While it lasts, ``ck.rms_norm`` and ``ck.layer_norm`` run on this launcher."""
+    return mock.patch.object(op, "_of_rows", lambda function, like: getattr(launch, function))
+
+
+def battery(launch: ModuleType, at: int, dtype: torch.dtype, m: int = 40) -> None:
+    """Every transform of rows on one of `contracts.row_ops`."""
+    with through_the_op(launch):
+        assert contract.check_rows(contracts.row_ops(dtype=dtype)[at], m, seed=at) > 50
+
+
+def no_cut_shows(launch: ModuleType, at: int, width: int, parts: int) -> None:
+    """Micro-batches that are cut between parts, into main_grads."""
+    tokens = parts * part_rows(width) + part_rows(width) // 2 + 1
+    with through_the_op(launch):
+        assert contract.check_splits(contracts.sum_ops(tokens, width)[at], seed=at) >= 4
+
+
+def all_values() -> Iterator[Case]:
+    """By night."""
+    yield from (*cases.kinds(), *cases.widths())

@@ -1,0 +1,328 @@
+"""The torch ops of rowwise: opcheck, torch.compile, autograd, AMP, transforms, contracts."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.library import opcheck
+
+import cute_kernels as ck
+from cute_kernels import arch, contracts, dispatch
+from cute_kernels.errors import UnsupportedTransformError
+from cute_kernels.rowwise import config, op
+from tests.contract import same_bytes
+
+from .cases import BF16, DTYPES, FP16, FP32, SOFTMAXES, drawn, indices, threads
+
+OPS = (
+    "activation", "activation_backward", "gated", "gated_backward", "softmax", "softmax_backward",
+    "log_softmax", "log_softmax_backward", "rotary_table", "rotary", "embedding",
+    "embedding_gradient", "embedding_gradient_", "square_sum", "add_sums", "scale_",
+)  # fmt: skip
+INVERSE = 1.0 / 100.0 ** (torch.arange(0, 8, 2) / 8)
+
+
+def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return drawn(*shape, seed=seed, dtype=dtype).requires_grad_()
+
+
+def opcheck_cases() -> dict[str, tuple]:
+    ops = torch.ops.cute_kernels
+    x, up, column = leaf(3, 7), leaf(3, 7, seed=1), drawn(7, 3, dtype=BF16).mT
+    ids, weight, dy = indices(9, 2, 5), leaf(9, 4, seed=2), drawn(2, 5, 4, seed=3, dtype=BF16)
+    q, cos, sin = leaf(2, 3, 5, 8), drawn(2, 1, 5, 6), drawn(2, 1, 5, 6, seed=1)
+    empty = drawn(0, 7)
+    return {
+        "activation": (ops.activation, (x, "silu")),
+        "activation, strides": (ops.activation, (column, "gelu")),
+        "activation, empty": (ops.activation, (empty, "tanh")),
+        "activation, scalar": (ops.activation, (leaf(1)[0].detach().requires_grad_(), "gelu_tanh")),
+        "activation_backward": (ops.activation_backward, (up.detach(), x.detach(), "sigmoid")),
+        "gated": (ops.gated, (x, up, "silu")),
+        "gated, one gradient": (ops.gated, (x, up.detach(), "gelu")),
+        "gated_backward": (ops.gated_backward, (column, x.detach(), up.detach(), "gelu_tanh")),
+        "softmax": (ops.softmax, (x, BF16)),
+        "softmax, fp32": (ops.softmax, (leaf(2, 3, 7), FP32)),
+        "softmax, strides": (ops.softmax, (column, FP16)),
+        "softmax, empty": (ops.softmax, (drawn(3, 0).requires_grad_(), BF16)),
+        "softmax_backward": (ops.softmax_backward, (column, x.detach(), FP32)),
+        "log_softmax": (ops.log_softmax, (x, FP32)),
+        "log_softmax, 1-D": (ops.log_softmax, (leaf(7), BF16)),
+        "log_softmax_backward": (ops.log_softmax_backward, (up.detach(), column)),
+        "rotary_table": (ops.rotary_table, (ids, INVERSE, 1.5, BF16)),
+        "rotary_table, empty": (ops.rotary_table, (ids[:0], INVERSE, 1.5, FP32)),
+        "rotary": (ops.rotary, (q, cos, sin, False)),
+        "rotary, back, 3-D": (ops.rotary, (leaf(3, 5, 8), cos[0], sin[0], True)),
+        "rotary, strides": (ops.rotary, (drawn(2, 5, 3, 8).transpose(1, 2), cos, sin, False)),
+        "embedding": (ops.embedding, (ids, weight, None, -1)),
+        "embedding, int32": (ops.embedding, (ids.int(), weight, None, 3)),
+        "embedding, empty": (ops.embedding, (ids[:0], weight, None, -1)),
+        # Of a frozen weight: autograd.grad, which opcheck uses, leaves main_grad alone.
+        "embedding, main_grad": (ops.embedding, (ids, weight.detach(), torch.zeros(9, 4), -1)),
+        "embedding_gradient": (ops.embedding_gradient, (dy, ids, 3, 9)),
+        "embedding_gradient_": (ops.embedding_gradient_, (dy, ids, -1, torch.ones(9, 4))),
+        "square_sum": (ops.square_sum, (column,)),
+        "square_sum, empty": (ops.square_sum, (empty,)),
+        "add_sums": (ops.add_sums, (torch.rand(5, dtype=torch.float64),)),
+        "scale_": (ops.scale_, (drawn(3, 7, dtype=BF16), torch.tensor(0.3))),
+    }
+
+
+@pytest.mark.parametrize("case", list(opcheck_cases()))
+def test_opcheck(case):
+    target, args = opcheck_cases()[case]
+    assert set(opcheck(target.default, args).values()) == {"SUCCESS"}
+
+
+def test_every_op_is_checked_and_pt2_compliant():
+    assert {target for target, _ in opcheck_cases().values()} == {
+        getattr(torch.ops.cute_kernels, name) for name in OPS
+    }
+    for name in OPS:
+        overload = getattr(torch.ops.cute_kernels, name).default
+        assert torch.Tag.pt2_compliant_tag in overload.tags
+
+
+# ---- graphs --------------------------------------------------------------------------------------
+
+
+def block(ids, weight, gate, positions, state):
+    """A little of everything that a model has, in one graph."""
+    x = ck.embedding(ids, weight, padding_idx=2, main_grad=state)
+    h = ck.silu_mul(x @ gate, x @ gate.mT) + ck.gelu(x, approximate="tanh")
+    cos, sin = ck.rotary_table(positions, INVERSE, 1.2)
+    q = h.unflatten(-1, (2, 8)).transpose(1, 2)
+    q, k = ck.apply_rotary(q, q * 2, cos, sin)
+    p = ck.softmax(ck.tanh(q @ k.mT), dtype=torch.float32)
+    return ck.log_softmax(p.to(h.dtype) @ q).sum() + ck.sigmoid(h).square().sum()
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_compiled_bits_are_eager_bits(main_grad):
+    results = []
+    torch.compiler.reset()
+    for run in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
+        weight, gate = leaf(9, 16), leaf(16, 16, seed=1)
+        state = torch.ones(9, 16) if main_grad else None
+        loss = run(indices(9, 2, 5), weight, gate, torch.arange(10).view(2, 5), state)
+        loss.backward()
+        assert (weight.grad is None) == main_grad
+        results.append([loss.detach(), gate.grad, state if main_grad else weight.grad])
+    assert all(map(same_bytes, *results))
+
+
+def test_dynamic_rows_compile_once():
+    torch.compiler.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+
+    def run(x, ids, weight):
+        return ck.softmax(x), ck.silu_mul(x, x), ck.embedding(ids, weight)
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=counter)
+    weight = drawn(9, 4)
+    for m in (5, 17, 64):
+        args = drawn(m, 12, seed=m), indices(9, m), weight
+        assert all(map(same_bytes, compiled(*args), run(*args)))
+    assert counter.frame_count == 1
+
+
+def test_fake_and_meta():
+    with FakeTensorMode():
+        x, ids = torch.empty(2, 3, 8, dtype=BF16), torch.empty(2, 3, dtype=torch.long)
+        assert ck.softmax(x, dtype=FP32).dtype == FP32 and ck.gelu(x).shape == x.shape
+        assert ck.embedding(ids, torch.empty(7, 5)).shape == (2, 3, 5)
+        assert ck.rotary_table(ids, torch.empty(4))[0].shape == (2, 3, 8)
+    x = torch.empty(2, 3, 4, 8, device="meta").requires_grad_()
+    y, _ = ck.apply_rotary(x, x, *(torch.empty(2, 4, 8, device="meta") for _ in "cs"))
+    ck.log_softmax(ck.silu_mul(y, x)).sum().backward()
+    assert x.grad.shape == x.shape and x.grad.is_meta
+
+
+# ---- autograd, AMP, transforms -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_autocast_changes_no_dtype(dtype):
+    x, weight, ids = drawn(3, 8), leaf(9, 8, dtype=FP32), indices(9, 4)
+    calls = (
+        *(lambda f=f: f(x) for f in (ck.softmax, ck.log_softmax, ck.silu, ck.gelu, ck.tanh)),
+        lambda: ck.silu_mul(x, x),
+        lambda: ck.embedding(ids, weight).detach(),
+        lambda: ck.apply_rotary(x[None], x[None], x, x, unsqueeze_dim=0)[0],
+    )
+    for call in calls:
+        plain = call()
+        with torch.autocast("cpu", dtype):
+            assert same_bytes(call(), plain) and plain.dtype == FP32
+
+
+def test_an_expanded_cotangent():
+    """What .sum() sends back: strides of 0."""
+    for function in (*SOFTMAXES.values(), ck.silu, lambda t: ck.silu_mul(t, t)):
+        made = []
+        for dense in (False, True):
+            x = leaf(5, 9, dtype=FP32)
+            y = function(x)
+            (dx,) = torch.autograd.grad(y, x, torch.ones(5, 9) if dense else y.sum() * 0 + one(y))
+            made.append(dx)
+        assert same_bytes(*made)
+
+
+def one(y: torch.Tensor) -> torch.Tensor:
+    return torch.ones((), dtype=y.dtype).expand(y.shape)
+
+
+def test_no_double_backward_but_of_rotary():
+    x = leaf(3, 4, dtype=FP32)
+    for y in (ck.silu(x), ck.softmax(x), ck.log_softmax(x), ck.silu_mul(x, x)):
+        dy = torch.ones_like(y).requires_grad_()
+        with pytest.raises(UnsupportedTransformError, match="no gradient"):
+            torch.autograd.grad(y, x, dy, create_graph=True)
+    weight = leaf(5, 3)
+    y = ck.embedding(indices(5, 4), weight, main_grad=torch.zeros(5, 3))
+    with pytest.raises(UnsupportedTransformError, match="create_graph"):
+        torch.autograd.grad(y.sum(), weight, create_graph=True)
+
+
+def test_main_grad_is_written_where_grad_would_be():
+    ids, dy = indices(5, 20), drawn(20, 3, seed=1)
+    weight = torch.nn.Parameter(drawn(5, 3))
+    weight.grad_added_to_main_grad = False
+    state = torch.ones(5, 3)
+    y = ck.embedding(ids, weight, main_grad=state)
+    (dw,) = torch.autograd.grad(y, weight, dy, retain_graph=True)
+    assert same_bytes(state, torch.ones(5, 3)) and not weight.grad_added_to_main_grad
+    y.backward(dy)
+    assert weight.grad is None and weight.grad_added_to_main_grad
+    plain = torch.nn.Parameter(drawn(5, 3))
+    ck.embedding(ids, plain).backward(dy)
+    assert same_bytes(plain.grad, dw) and not same_bytes(state, torch.ones(5, 3))
+    frozen = ck.embedding(ids, weight.detach(), main_grad=state)
+    assert not frozen.requires_grad
+
+
+def test_a_tied_weight():
+    """An embedding and a head of one parameter add into one main_grad."""
+    weight, state = leaf(5, 8, dtype=FP32), torch.zeros(5, 8)
+    ids = indices(5, 6)
+    y = ck.linear(ck.embedding(ids, weight, main_grad=state), weight, main_grad=state)
+    y.backward(drawn(6, 5, seed=2))
+    other = weight.detach().double().requires_grad_()
+    torch.nn.functional.linear(other[ids], other).backward(drawn(6, 5, seed=2).double())
+    assert weight.grad is None and (state - other.grad).abs().max() < 1e-5
+
+
+def test_vmap_of_rows_is_more_rows():
+    x, y = drawn(4, 3, 5), drawn(4, 3, 5, seed=1)
+    assert same_bytes(torch.vmap(ck.softmax)(x), ck.softmax(x))
+    assert same_bytes(torch.vmap(ck.silu_mul, in_dims=(1, None))(x, y[:, 0]),
+                      torch.stack([ck.silu_mul(x[:, i], y[:, 0]) for i in range(3)]))  # fmt: skip
+    leaf_ = x.clone().requires_grad_()
+    out = ck.gelu(leaf_)
+    cotangents = torch.stack([y, x])
+    (batched,) = torch.autograd.grad(
+        out, leaf_, cotangents, retain_graph=True, is_grads_batched=True
+    )
+    for i in range(2):
+        assert same_bytes(
+            batched[i], torch.autograd.grad(out, leaf_, cotangents[i], retain_graph=True)[0]
+        )
+    table = drawn(5, 3)
+    with pytest.raises(UnsupportedTransformError, match="vmap"):
+        torch.vmap(lambda some: ck.embedding(some, table))(indices(5, 2, 3))
+
+
+# ---- contracts -----------------------------------------------------------------------------------
+
+
+def test_what_is_promised():
+    for name, kept in config.KEPT.items():
+        assert ck.guarantees(name, "cpu") == kept[arch.CPU]
+        assert ck.contract_id(name, "cpu").startswith(f"{name}/cpu/")
+    assert "split_invariant" in ck.guarantees("embedding")
+    assert ck.guarantees("clip_grad_norm_") == {"run_to_run"}
+
+
+def test_an_id_has_no_thread_count_and_all_constants(monkeypatch):
+    ids = []
+    for count in (1, 2):
+        with threads(count):
+            ids.append(ck.contract_id("softmax"))
+    assert ids[0] == ids[1]
+    monkeypatch.setattr(config, "LANES", 512)
+    assert ck.contract_id("softmax") != ids[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "name"), [("cuda", "sm_90a"), ("cuda", "sm_80"), ("hip", "gfx942")]
+)
+def test_triton_runs_on_every_gpu(monkeypatch, kind, name, dtype):
+    """On SM90 too: no other kernel of these was meant for it."""
+    monkeypatch.setattr(arch, "describe", lambda _: arch.Device("cuda:0", kind, name, 132))
+    monkeypatch.setattr(arch, "_installed", lambda package: True)
+    for entry in op._LAUNCHERS:
+        assert dispatch.backend(entry, "cuda:0", dtype) == arch.TRITON
+    for public in config.KEPT:
+        assert contracts.guarantees(public, "cuda:0", dtype) >= {"run_to_run", "schedule_invariant"}
+
+
+def test_what_ran_is_told():
+    dispatch.forget()
+    x = leaf(3, 4, dtype=FP32)
+    ck.gelu(x, approximate="tanh").sum().backward()
+    ck.softmax(x)
+    told = [(run.op, run.kernel) for run in dispatch.ran()]
+    assert told == [("gelu", "gelu"), ("gelu", "gelu_backward"), ("softmax", "softmax")]
+
+
+HOMES = ("cpu", "triton.launch")
+
+
+def test_every_launcher_is_there():
+    """Of both backends, with one signature; Triton's where triton is."""
+    pytest.importorskip("triton")
+    for _, function in op._LAUNCHERS.values():
+        found = [
+            inspect.signature(
+                getattr(importlib.import_module(f"cute_kernels.rowwise.{m}"), function)
+            )
+            for m in ("cpu", "triton.launch")
+        ]
+        assert list(found[0].parameters) == list(found[1].parameters), function
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, "meta"], ids=str)
+def test_defaults_of_torch_do_not_show(default):
+    """torch.set_default_dtype, a default device, and torch.use_deterministic_algorithms."""
+    x, ids, dy = drawn(5, 40, dtype=BF16), indices(9, 30), drawn(30, 7)
+    weight, gradient = torch.nn.Parameter(drawn(9, 7)), drawn(6, 50)
+
+    def run():
+        weight.grad = None
+        ck.embedding(ids, weight).backward(dy)
+        clipped = torch.nn.Parameter(gradient.clone())
+        clipped.grad = gradient.clone()
+        total = ck.clip_grad_norm_(clipped, 0.5)
+        results = [function(x) for function in (ck.softmax, ck.log_softmax, ck.gelu, ck.tanh)]
+        return [*results, weight.grad, total, clipped.grad, *ck.rotary_table(ids, INVERSE, 1.3)]
+
+    want = run()
+    if default == "meta":
+        torch.use_deterministic_algorithms(True)
+        try:
+            with torch.device("meta"):
+                got = run()
+        finally:
+            torch.use_deterministic_algorithms(False)
+    else:
+        torch.set_default_dtype(default)
+        try:
+            got = run()
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all(map(same_bytes, got, want))

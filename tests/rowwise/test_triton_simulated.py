@@ -1,0 +1,50 @@
+"""The sm_90 code of the Triton rowwise in tests/ptxsim: values, rows, orders and cuts."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from cute_kernels.rowwise import config
+from cute_kernels.rowwise.triton import launch
+
+from ..ptxsim.available import requires_core
+from . import triton_cases as cases
+from .cases import BF16, FP32
+from .triton_harness import copy_of, simulated
+
+pytestmark = [pytest.mark.sim, requires_core]
+
+RANDOM = {"warp_order": 1, "cta_order": 1, "seed": 5}
+
+
+@pytest.mark.parametrize("check", list(cases.CHECKS))
+def test_checks(check):
+    with simulated(**RANDOM):
+        cases.CHECKS[check](launch)
+
+
+@pytest.mark.parametrize("dtype", [FP32, pytest.param(BF16, marks=pytest.mark.nightly)], ids=str)
+@pytest.mark.parametrize("kind", config.KINDS)
+def test_activations(kind, dtype):
+    with simulated(**RANDOM):
+        cases.activations(launch, kind, dtype)
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(7, FP32), (1030, BF16)], ids=str)
+def test_softmax(width, dtype):
+    with simulated(**RANDOM):
+        cases.softmax(launch, width, dtype)
+
+
+def test_another_order_is_killed(tmp_path):
+    mutant = copy_of(
+        tmp_path,
+        (
+            "tl.sum(tl.reshape(v, [2, LANES >> (level + 1)]), axis=0)",
+            "tl.sum(tl.reshape(v, [LANES >> (level + 1), 2]), axis=1)",
+        ),
+    )
+    with simulated(mutant), pytest.raises(AssertionError):
+        cases.lanes(mutant)

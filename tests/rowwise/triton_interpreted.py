@@ -1,0 +1,112 @@
+"""The Triton rowwise in Triton's interpreter: values, rows, orders, cuts, and their mutants.
+
+Collected by test_triton_interpreter.py only, in a process that has TRITON_INTERPRET=1 before triton
+is imported.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from cute_kernels.rowwise import config
+from cute_kernels.rowwise.triton import launch
+
+from ..triton_in_numpy import same_on_every_machine  # noqa: F401
+from . import triton_cases as cases
+from .cases import BF16, FP16, FP32
+from .triton_harness import copy_of, cpu_arithmetic, device_guard  # noqa: F401
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("kind", config.KINDS)
+def test_activations(kind, dtype):
+    cases.activations(launch, kind, dtype)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("width", [1, 2, 7, 700, 1024, 1030, 2500])
+def test_softmax(width, dtype):
+    cases.softmax(launch, width, dtype)
+
+
+@pytest.mark.parametrize("check", list(cases.CHECKS))
+def test_checks(check):
+    cases.CHECKS[check](launch)
+
+
+def test_embedding_of_bf16():
+    cases.embedding(launch, BF16)
+
+
+#: name -> (the check that kills it, (old, new) each)
+MUTANTS = {
+    "a sum of neighbours": (
+        cases.lanes,
+        (
+            "tl.sum(tl.reshape(v, [2, LANES >> (level + 1)]), axis=0)",
+            "tl.sum(tl.reshape(v, [LANES >> (level + 1), 2]), axis=1)",
+        ),
+    ),
+    "lanes by the device": (
+        cases.lanes,
+        ("*like.stride(), LANES=lanes(n)", "*like.stride(), LANES=64"),
+    ),
+    "tokens descending": (
+        cases.embedding,
+        ("order_ptr + first + k,", "order_ptr + place + end - 1 - first - k,"),
+    ),
+    "tokens in fours": (
+        cases.embedding,
+        (
+            "        for first in range(place, end, _UNROLL):\n",
+            "        for first in range(place, end, _UNROLL):\n"
+            "            four = tl.zeros([COLUMNS], tl.float32)\n",
+        ),
+        (
+            "total = tl.where(there, total + dy, total)",
+            "four = tl.where(there, four + dy, four)\n            total += four",
+        ),
+    ),
+    "tokens from the end": (
+        cases.embedding,
+        (
+            "entry, order = ids.sort(stable=True)",
+            "entry, order = ids.flip(0).sort(stable=True)\n    order = len(ids) - 1 - order",
+        ),
+    ),
+    "padding is added": (cases.embedding, ("(v != before) & (v != padding)", "v != before")),
+    "a sum from zero": (
+        cases.cuts,
+        (
+            "total = tl.load(into, mask=mask, other=0.0).to(tl.float32)",
+            "total = tl.zeros([COLUMNS], tl.float32)",
+        ),
+    ),
+    "squares in fp32": (
+        cases.squares,
+        ("            x = x * x", "            x = (x * x).to(tl.float32)"),
+    ),
+    "no maximum": (cases.masked_rows, ("    top = tl.max(top, axis=0)", "    top = 0.0")),
+    "the sine's own sign": (
+        cases.rotary,
+        (
+            "sin = tl.where(first[None, :], sin, -sin)",
+            "sin = tl.where(first[None, :], -sin, sin)",
+        ),
+    ),
+    "one part of pi": (cases.tables, ("(angle - n * _PI_0) - n * _PI_1", "(angle - n * _PI_0)")),
+}
+
+
+@pytest.mark.parametrize("name", list(MUTANTS))
+def test_killed(tmp_path, name):
+    check, *edits = MUTANTS[name]
+    mutant = copy_of(tmp_path, *edits)
+    with pytest.raises(AssertionError):
+        check(mutant)

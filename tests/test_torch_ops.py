@@ -1,0 +1,178 @@
+"""A call goes straight to its function where nobody wants to see it, and has the op's bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import cute_kernels as ck
+from cute_kernels import torch_ops
+from tests.contract import same_bytes
+
+BF16 = torch.bfloat16
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def linear(x):
+    return ck.linear(x, drawn(24, 32, seed=1), drawn(24, seed=2))
+
+
+def norm(x):
+    return ck.rms_norm(x, drawn(32, seed=1), residual=x * 0.5)[0]
+
+
+def attention(x):
+    rows = x.view(1, -1, 1, 32).repeat(1, 1, 2, 2)
+    return ck.block_sparse_attention(rows, rows * 0.5, rows + 1, causal=True)
+
+
+def logp(x):
+    return ck.linear_logp(x, drawn(40, 32, seed=1), torch.arange(len(x)))
+
+
+def aggregate(x):
+    return ck.mhc.aggregate(x.view(-1, 8, 4), drawn(len(x), 4, seed=1, dtype=torch.float32), 4)
+
+
+OPS = {
+    "linear": linear,
+    "norm": norm,
+    "block_sparse_attention": attention,
+    "linear_logp": logp,
+    "mhc_aggregate": aggregate,
+}
+
+
+class Seen(TorchDispatchMode):
+    """Which ops of ours reach a mode; it changes nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+class Asked(TorchFunctionMode):
+    """The same of a mode above autograd."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Wrapped(torch.Tensor):
+    """A tensor that sees the ops it is given to."""
+
+    seen = ()
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.seen = (*cls.seen, str(func))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def results(run, x) -> list[torch.Tensor]:
+    x = x.detach().requires_grad_()
+    y = run(x)
+    return [y.detach(), torch.autograd.grad(y, x, drawn(*y.shape, seed=9).to(y.dtype))[0]]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_both_ways_have_the_same_bytes(name, monkeypatch):
+    x, run = drawn(6, 32), OPS[name]
+    direct = [*results(run, x), run(x)]
+    monkeypatch.setattr(torch_ops, "_plain", lambda args, tensor: False)
+    assert all(map(same_bytes, [*results(run, x), run(x)], direct))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_nothing_goes_past_a_mode(name):
+    x, run = drawn(6, 32), OPS[name]
+    for mode in (Seen(), Asked()):
+        with mode:
+            results(run, x)
+        assert any(f"cute_kernels{sep}{name}" in n for n in mode.names for sep in ("::", "."))
+
+
+def test_a_plain_call_meets_no_dispatcher(monkeypatch):
+    """Else the entrance would be for nothing."""
+    x, weight = drawn(6, 32), drawn(24, 32, seed=1)
+
+    def refused(*args):
+        raise AssertionError("the dispatcher was asked")
+
+    monkeypatch.setattr(torch._ops.OpOverload, "__call__", refused)
+    assert ck.linear(x, weight).shape == (6, 24)
+    assert ck.linear(x, weight.requires_grad_()).requires_grad
+
+
+def test_a_subclass_sees_the_op():
+    Wrapped.seen = ()
+    linear(drawn(6, 32).as_subclass(Wrapped))
+    assert any("cute_kernels.linear" in name for name in Wrapped.seen)
+
+
+def test_what_has_no_memory_gets_shapes():
+    assert ck.linear(drawn(6, 32).to("meta"), drawn(24, 32).to("meta")).device.type == "meta"
+    with FakeTensorMode():
+        made = ck.rms_norm(torch.empty(6, 32), torch.empty(32))
+    assert type(made).__name__ == "FakeTensor" and made.shape == (6, 32)
+
+
+def test_autocast_casts():
+    with torch.autocast("cpu", BF16):
+        assert ck.linear(drawn(6, 32, dtype=torch.float32), drawn(24, 32)).dtype == BF16
+
+
+def test_transforms_are_seen():
+    x, weight = drawn(3, 6, 32), drawn(24, 32, seed=1)
+    mapped = torch.func.vmap(lambda rows: ck.linear(rows, weight))(x)
+    assert same_bytes(mapped, ck.linear(x, weight))
+    with pytest.raises(ck.errors.UnsupportedTransformError, match="grad and its kin"):
+        torch.func.grad(lambda rows: ck.linear(rows, weight).float().sum())(x[0])
+    with pytest.raises(ck.errors.UnsupportedTransformError, match="jvp"):
+        torch.func.jvp(lambda rows: ck.linear(rows, weight), (x[0],), (x[1],))
+
+
+def test_a_trace_holds_the_op():
+    traced = torch.jit.trace(linear, drawn(6, 32), check_trace=False)
+    assert "cute_kernels::linear" in str(traced.graph)
+
+
+@pytest.mark.parametrize(
+    "mutant", ["_len_torch_dispatch_stack", "_len_torch_function_stack", "_is_any_autocast_enabled"]
+)
+def test_an_entrance_that_does_not_ask_is_killed(mutant, monkeypatch):
+    class Deaf:
+        """torch._C, but for one answer."""
+
+        def __getattr__(self, name):
+            return (lambda: 0) if name == mutant else getattr(torch._C, name)
+
+    monkeypatch.setattr(torch_ops, "_C", Deaf())
+    with pytest.raises((AssertionError, ck.errors.DtypeError, RuntimeError)):
+        test_nothing_goes_past_a_mode("linear")
+        test_autocast_casts()
+
+
+def test_checkpoints_run_the_forward_again():
+    x = drawn(6, 32)
+    plain = results(linear, x)
+
+    def run(rows):
+        return torch.utils.checkpoint.checkpoint(linear, rows, use_reentrant=False)
+
+    assert all(map(same_bytes, results(run, x), plain))
