@@ -32,6 +32,9 @@ _PUBLIC = {
     "patch": "model.patch",
     "unpatch": "model.patch",
     "compile_options": "model.compiling",
+    "batch_invariant": "model.batch_invariant",
+    "enable_batch_invariant": "model.batch_invariant",
+    "disable_batch_invariant": "model.batch_invariant",
     "errors": None,
     "schedulers": None,
 }
@@ -48,6 +51,9 @@ if TYPE_CHECKING:
     from .model.compiling import compile_options as compile_options
     from .model.patch import patch as patch
     from .model.patch import unpatch as unpatch
+    from .model.batch_invariant import batch_invariant as batch_invariant
+    from .model.batch_invariant import disable_batch_invariant as disable_batch_invariant
+    from .model.batch_invariant import enable_batch_invariant as enable_batch_invariant
     from .reduction import set_reduction as set_reduction
     from .schedulers.masks.mask import BlockMask as BlockMask
     from .systems import *  # noqa: F403

@@ -54,6 +54,10 @@ class NonfiniteError(CuteKernelsError, RuntimeError):
     """A norm that was to be finite is not (``error_if_nonfinite``)."""
 
 
+class BatchVariantError(CuteKernelsError, RuntimeError):
+    """An op whose bits follow the batch was called in ``batch_invariant(strict=True)``."""
+
+
 class UnsupportedTransformError(CuteKernelsError, RuntimeError):
     """A ``torch.func`` transform that the op does not support."""
 

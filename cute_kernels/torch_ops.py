@@ -23,6 +23,13 @@ _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | (
     torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 )
 
+#: The dispatch key of `model.batch_invariant`, included in a thread where that mode is on.
+MODE = torch._C._parse_dispatch_key("DeferredInit")
+BELOW_MODE = torch._C._dispatch_keyset_full_after(MODE)
+#: Where they are excluded, torch's ops are torch's, and nothing is cast.
+MODE_KEYS = torch._C.DispatchKeySet(MODE) | _AUTOCAST_KEYS
+_MODE_ALONE = torch._C.DispatchKeySet(MODE)
+
 
 def define_op(
     schema: str,
@@ -65,6 +72,7 @@ def define_op(
     for key, device_type in _AUTOCAST.items():
         autocast = _below_autocast(op, device_type, frozenset(autocast_args))
         _LIBRARY.impl(name, untraced(autocast), key)
+    _LIBRARY.impl(name, untraced(_below_mode(op)), "DeferredInit", with_keyset=True)
     types = [str(argument.type) for argument in op._schema.arguments]
     # Whoever writes an argument leaves a mark on it, which the dispatcher sees to.
     if op._schema.is_mutable or "Tensor" not in types:
@@ -91,6 +99,7 @@ def _plain(args: Sequence[object], tensor: torch.Tensor) -> bool:
         or _C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or _C._get_tracing_state() is not None
+        or _C._dispatch_tls_is_dispatch_key_included(MODE)
         or tensor.is_meta
     ) and _PLAIN_TYPES.issuperset(map(type, args))
 
@@ -133,7 +142,10 @@ def _node(op: Callable, run: Callable, setup: Callable, backward: Callable) -> C
         @staticmethod
         @untraced
         def backward(ctx, *grads):
-            return (*backward(ctx, *grads), None)
+            if not torch._C._dispatch_tls_is_dispatch_key_included(MODE):
+                return (*backward(ctx, *grads), None)
+            with torch._C._ExcludeDispatchKeyGuard(_MODE_ALONE):
+                return (*backward(ctx, *grads), None)
 
     # Function.apply itself spends 2 us on functorch's wrappers; its transforms never get here.
     return super(torch.autograd.Function, Differentiable).apply
@@ -165,6 +177,19 @@ def _no_gradient(op: Callable) -> Callable:
             raise UnsupportedTransformError(f"{op}: no gradient of it is available")
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    return run
+
+
+def _below_mode(op: Callable) -> Callable:
+    """The op's kernel in `model.batch_invariant`: what it calls of torch is torch's own.
+
+    A thread without the mode never comes here.
+    """
+
+    def run(keyset, *args):
+        with torch._C._ExcludeDispatchKeyGuard(_MODE_ALONE):
+            return op.redispatch(keyset & BELOW_MODE, *args)
 
     return run
 

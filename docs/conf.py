@@ -7,6 +7,7 @@ from pathlib import Path
 import cute_kernels
 from cute_kernels import arch, settings
 from cute_kernels.gemm import config, tiles
+from cute_kernels.model import aten_covered, aten_refused
 from cute_kernels.schedule_command import parse_mask
 from cute_kernels.schedulers.model import machines as machine_table
 from cute_kernels.schedulers.model.selection import select
@@ -120,6 +121,21 @@ def machines() -> str:
     return table(["machine", "constant", "value", "source"], rows)
 
 
+def covered_ops() -> str:
+    """The ops of aten that batch_invariant covers."""
+    rows = [[code(row.op), row.by] for row in aten_covered.COVERED]
+    return table(["op", "made of"], rows)
+
+
+def refused_ops() -> str:
+    """The ops of aten that batch_invariant refuses in strict."""
+    rows = [
+        [", ".join(map(code, row.ops)), ", ".join(row.devices), row.why, row.instead, row.source]
+        for row in aten_refused.REFUSED
+    ]
+    return table(["op", "on", "why", "instead", "source"], rows)
+
+
 def trials() -> str:
     """What ``select`` tried for one mask, as it prints it."""
     return f"```text\n{select(parse_mask('causal', 2048, (64, 128)), heads=32)}\n```"
@@ -146,6 +162,8 @@ GENERATED = {
     "schedule-quality": (quality.quality_table, (quality,)),
     "what-ran": (what_ran, (cards,)),
     "digest-state": (digest_state, (digests,)),
+    "aten-covered": (covered_ops, (aten_covered,)),
+    "aten-refused": (refused_ops, (aten_refused,)),
 }
 #: Made from the records too.
 RECORDED = ("what-ran", "digest-state", "few-rows")

@@ -1,0 +1,111 @@
+"""The override of scaled_dot_product_attention.
+
+bf16 and fp16 with heads of up to 128 are `ck.block_sparse_attention`, each sequence at its own
+positions where a mask says where it begins.  All else (fp32, larger heads, masks of numbers,
+dropout) is torch's composition of two products and a softmax, which are ours.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ..errors import ArgumentValueError
+from ..schedulers.masks.mask import BlockMask
+from ..sparse_attn import api
+from ..sparse_attn.config import HEAD_DIMS
+from . import aten_checks
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def why_attention(
+    q, k, v, mask=None, dropout=0.0, is_causal=False, *, scale=None, enable_gqa=False
+) -> str | None:
+    """Of an attention; what its mask is decides how it is computed."""
+    return aten_checks.tensors(q, k, v)
+
+
+def attention(
+    q, k, v, mask=None, dropout=0.0, is_causal=False, *, scale=None, enable_gqa=False
+) -> torch.Tensor:
+    """softmax(scale q kᵀ + mask) v of q [B, H, L, D]."""
+    plain = not dropout and (scale is None or scale > 0) and not (is_causal and mask is not None)
+    if not plain or not _fits(q, k, v, enable_gqa) or not _selects(mask, q, k):
+        return torch.ops.aten._scaled_dot_product_attention_math(
+            q, k, v, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    width = max(q.shape[-1], v.shape[-1])
+    room = next(d for d in HEAD_DIMS if d >= width)
+    # Zeros behind a head add zeros to its scores, and columns of zeros to its output.
+    heads = (F.pad(t, (0, room - t.shape[-1])).transpose(1, 2) for t in (q, k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    made = _attend(*heads, mask, is_causal, scale)
+    return made.transpose(1, 2)[..., : v.shape[-1]]
+
+
+def _attend(q, k, v, mask, is_causal, scale) -> torch.Tensor:
+    """Of q [B, L, H, D]: the mask is None or of bools."""
+    (batch, rows, heads, _), columns = q.shape, k.shape[1]
+    if mask is None and (not is_causal or rows == columns):
+        return api.block_sparse_attention(q, k, v, causal=is_causal, scale=scale)
+    if is_causal:
+        # torch's causal mask begins at the first key, whatever the lengths are.
+        end = torch.arange(1, rows + 1, dtype=torch.int32, device="cpu").clamp(max=columns)
+        seen = torch.stack((torch.zeros_like(end), end), -1).expand(batch, 1, rows, 2)
+        return api.sequence_attention(q, k, v, _spans(seen), scale=scale)
+    mask = mask.expand(batch, *_heads_of(mask, heads), rows, columns)
+    if mask.shape[1] == 1:
+        seen = _runs(mask)
+        if seen is not None:
+            return api.sequence_attention(q, k, v, _spans(seen), scale=scale)
+    return api.block_sparse_attention(q, k, v, BlockMask.from_dense(mask), scale=scale)
+
+
+def _runs(mask: torch.Tensor) -> torch.Tensor | None:
+    """The columns that each query sees; None where some have gaps between them."""
+    if torch.compiler.is_compiling():
+        return api.seen_columns(mask)
+    try:
+        return api.seen_columns(mask)
+    except ArgumentValueError:
+        return None
+
+
+def _spans(seen: torch.Tensor) -> torch.Tensor:
+    """Spans (sparse_attn.sequences) of sequences that begin where a query first sees a key."""
+    first, end = seen.unbind(-1)
+    some = end > first
+    none = torch.iinfo(torch.int32).max
+    begin = torch.where(some, first, none).amin(-1, keepdim=True)
+    begin = torch.where(begin == none, 0, begin).expand_as(first)
+    return torch.stack((begin, torch.zeros_like(begin), first, end), -1).to(torch.int32)
+
+
+def _heads_of(mask: torch.Tensor, heads: int) -> tuple[int]:
+    return (1 if mask.dim() < 3 or mask.shape[-3] == 1 else heads,)
+
+
+def _selects(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether a mask lets keys by or not, and goes with [B, H, L, S]."""
+    if mask is None:
+        return True
+    sizes = (*q.shape[:-1], k.shape[-2])
+    return (
+        mask.dtype == torch.bool
+        and 2 <= mask.dim() <= len(sizes)
+        and all(m in (1, n) for m, n in zip(mask.shape[::-1], sizes[::-1], strict=False))
+    )
+
+
+def _fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grouped: bool) -> bool:
+    """Whether the kernels take these heads once they are filled up."""
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or q.dtype not in _HALF:
+        return False
+    if not q.dtype == k.dtype == v.dtype or 0 in (q.shape[-1], v.shape[-1]):
+        return False
+    (batch, heads, _, width), (_, kv_heads, length, _) = q.shape, k.shape
+    if k.shape != (batch, kv_heads, length, width) or v.shape[:-1] != k.shape[:-1]:
+        return False
+    shared = kv_heads == heads or (grouped and kv_heads and heads % kv_heads == 0)
+    return bool(shared) and max(width, v.shape[-1]) <= HEAD_DIMS[-1]

@@ -1,0 +1,238 @@
+"""What strict refuses: every overload of the table, on its devices, and nothing without strict."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import cute_kernels as ck
+from cute_kernels.errors import BatchVariantError
+from cute_kernels.model import aten_covered, aten_overrides
+from cute_kernels.model.aten_refused import REFUSED
+from tests.contract import bits
+from tests.model.batch_invariant.cases import BF16, drawn
+from tests.model.batch_invariant.tables import installed
+
+#: (an overload, its row): each is a test.
+OVERLOADS = [
+    (op, row) for row in REFUSED for name in row.ops for op in aten_overrides.overloads(name)
+]
+#: For a schema's type, an argument that its parser takes.
+PLAIN = {"int": 1, "SymInt": 1, "float": 0.5, "number": 0.5, "bool": True, "str": "sum"}
+
+
+def argument(kind: str, device: str) -> object:
+    """Some value of a schema's type: the refusal comes before anybody looks at it."""
+    tensor = torch.empty(2, 2, dtype=BF16, device=device)
+    if kind.startswith("Optional["):
+        return argument(kind[9:-1], device)
+    if kind.startswith("List["):
+        return [argument(kind[5:-1], device)]
+    if kind == "Generator":
+        return None
+    return tensor if kind == "Tensor" else PLAIN[kind]
+
+
+def call(op, device: str):
+    """The op with tensors on a device that need not be here."""
+    with FakeTensorMode():
+        given = {a.name: argument(str(a.type), device) for a in op._schema.arguments}
+        positional = [given[a.name] for a in op._schema.arguments if not a.kwarg_only]
+        named = {a.name: given[a.name] for a in op._schema.arguments if a.kwarg_only}
+        return op(*positional, **named)
+
+
+def refusal(op, device: str, strict: bool = True) -> str:
+    """What the refusal says; nothing if there is none, whatever torch says of such arguments."""
+    with ck.batch_invariant(strict=strict):
+        try:
+            call(op, device)
+        except BatchVariantError as error:
+            return str(error)
+        except Exception:
+            return ""
+    return ""
+
+
+def require_refused(op, row) -> None:
+    for device in row.devices:
+        text = refusal(op, device)
+        assert str(op).removesuffix(".default") in text and device in text
+        assert row.why in text and row.instead in text and "strict=True" in text
+
+
+def test_the_table_is_long_enough():
+    names = {name for row in REFUSED for name in row.ops} | {row.op for row in aten_covered.COVERED}
+    assert len(names) >= 90 and len({name for row in REFUSED for name in row.ops}) >= 60
+    assert len(OVERLOADS) >= 120
+    assert all(row.why and row.instead and row.source and row.devices for row in REFUSED)
+
+
+@pytest.mark.parametrize(
+    ("op", "row"), OVERLOADS, ids=lambda v: str(v) if hasattr(v, "_schema") else ""
+)
+def test_each_is_refused_in_strict_and_not_elsewhere(op, row):
+    require_refused(op, row)
+    for device in {"cpu", "cuda"} - set(row.devices):
+        assert refusal(op, device) == ""
+    assert refusal(op, row.devices[0], strict=False) == ""
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.ops[0])
+def test_a_hole_in_the_table_is_noticed(row):
+    rest = tuple(other for other in REFUSED if other is not row)
+    op = aten_overrides.overloads(row.ops[0])[0]
+    with installed(aten_covered.COVERED, rest), pytest.raises(AssertionError):
+        require_refused(op, row)
+
+
+#: What torch's list of ops that throw calls each -> the op of aten, where names do not say.
+DOCUMENTED = {
+    "AvgPool3d": "avg_pool3d_backward",
+    "AdaptiveAvgPool2d": "_adaptive_avg_pool2d_backward",
+    "AdaptiveAvgPool3d": "_adaptive_avg_pool3d_backward",
+    "AdaptiveMaxPool2d": "adaptive_max_pool2d_backward",
+    "FractionalMaxPool2d": "fractional_max_pool2d_backward",
+    "FractionalMaxPool3d": "fractional_max_pool3d_backward",
+    "MaxPool3d": "max_pool3d_with_indices_backward",
+    "MaxUnpool1d": "max_unpool2d",
+    "MaxUnpool2d": "max_unpool2d",
+    "MaxUnpool3d": "max_unpool3d",
+    "interpolate": "upsample_bilinear2d_backward",
+    "ReflectionPad1d": "reflection_pad1d_backward",
+    "ReflectionPad2d": "reflection_pad2d_backward",
+    "ReflectionPad3d": "reflection_pad3d_backward",
+    "ReplicationPad1d": "replication_pad1d_backward",
+    "ReplicationPad2d": "replication_pad2d_backward",
+    "ReplicationPad3d": "replication_pad3d_backward",
+    "NLLLoss": "nll_loss2d_forward",
+    "CTCLoss": "_ctc_loss_backward",
+    "EmbeddingBag": "_embedding_bag_dense_backward",
+    "put_": "put",
+    "histc": "histc",
+    "bincount": "bincount",
+    "grid_sample": "grid_sampler_2d_backward",
+    "cumsum": "cumsum",
+    "scatter_reduce": "scatter_reduce",
+    "Conv1d": "convolution",
+    "Conv2d": "convolution",
+    "Conv3d": "convolution",
+    "ConvTranspose1d": "convolution",
+    "ConvTranspose2d": "convolution",
+    "ConvTranspose3d": "convolution",
+    "index_add": "index_add",
+    "scatter_add_": "scatter_add",
+    "index_put": "index_put",
+    "index_select": "index_add",
+    "repeat_interleave": "index_add",
+    "gather": "scatter_add",
+    "__getitem__": "index_put",
+    # Products of sparse tensors are torch's.
+    "bmm": None,
+    # They copy; which of several equal places wins is no rounding.
+    "index_copy": None,
+    "scatter": None,
+    "median": None,
+    "resize_": None,
+}
+
+
+def test_what_torch_documents_is_in_the_table():
+    text = torch.use_deterministic_algorithms.__doc__
+    listed = text[text.index("normally-nondeterministic") : text.index("In addition")]
+    found = re.findall(r"^ +\* :\w+:`torch\.(?:\w+\.)*(\w+)`", listed, re.M)
+    known = {name for row in REFUSED for name in row.ops}
+    assert len(found) >= 35
+    for name in found:
+        assert name in DOCUMENTED, f"torch documents {name}: put it into the table"
+        assert DOCUMENTED[name] is None or DOCUMENTED[name] in known
+
+
+# ---- rows that name this file as their source ----------------------------------------------------
+
+SEEN = {
+    "convolution": lambda x: F.conv2d(x.reshape(-1, 8, 13, 17), drawn(16, 8, 3, 3)),
+    "cdist": lambda x: torch.cdist(x, drawn(40, x.shape[1])),
+    "native_batch_norm": lambda x: F.batch_norm(torch.cat([x, -x[:1]]), None, None, training=True),
+    "bernoulli": lambda x: F.dropout(x, 0.5),
+    "softplus": F.softplus,
+    "pow.Tensor_Scalar": lambda x: x.abs() ** 0.3,
+    "rsqrt": lambda x: x.abs().bfloat16().rsqrt(),
+}
+
+
+CUTS = ((0, 1), (0, 2), (1, 4), (3, 8), (5, 22), (57, 60))
+
+
+@pytest.mark.parametrize("name", list(SEEN))
+def test_what_was_seen_on_a_cpu(name):
+    """Rows alone and in a batch have other bits; strict refuses the call."""
+    x = drawn(60, 8 * 13 * 17 if name == "convolution" else 1071)
+
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(1)
+        return SEEN[name](rows)
+
+    named = re.escape(name.split(".")[0])
+    with ck.batch_invariant(strict=True), pytest.raises(BatchVariantError, match=named):
+        run(x)
+    whole = run(x)
+    parts = [run(x[i:j])[: j - i] for i, j in CUTS]
+    again = [whole[i:j] for i, j in CUTS]
+    if not any((bits(a) != bits(b)).any() for a, b in zip(parts, again, strict=True)):
+        pytest.skip("this CPU's torch keeps the bits of these rows")
+
+
+def test_only_calls_that_round_are_refused():
+    x, ids = drawn(4, 6), torch.tensor([0, 2])
+    with ck.batch_invariant(strict=True):
+        assert torch.bincount(ids).tolist() == [1, 0, 1]
+        x[ids] = 1.0
+        x.index_put_((ids,), drawn(2, 6))
+        assert (x**2).shape == (4, 6) and x.rsqrt().dtype == torch.float32
+        assert F.batch_norm(x, torch.zeros(6), torch.ones(6)).shape == (4, 6)
+        assert F.dropout(x, 0.5, training=False) is not None and F.dropout(x, 0.0) is not None
+        assert x.cumsum(-1).shape == (4, 6) and x.std(-1).shape == (4,)  # a CPU's
+
+
+def test_a_gradient_is_refused_where_its_op_is():
+    """Autograd's ops are seen in backward, and not outside."""
+    x = drawn(2, 3, 8, 8).requires_grad_()
+    y = F.conv2d(x, drawn(4, 3, 3, 3))
+    with (
+        ck.batch_invariant(strict=True),
+        pytest.raises(BatchVariantError, match="convolution_back"),
+    ):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("label", "make"),
+    [
+        ("mm", lambda w: w @ w.mT),
+        ("sum.dim_IntList", lambda w: w.sum(-1)),
+        ("sum.dim_IntList", lambda w: w.float().sum(-1, dtype=torch.float64)),
+        ("_softmax", lambda w: F.softmax(w, -1)),
+        ("layer_norm", lambda w: F.layer_norm(w, (8,))),
+        ("silu", F.silu),
+        ("mm.out", lambda w: torch.mm(w, w.mT, out=torch.empty(4, 4, dtype=w.dtype))),
+        ("mm", lambda w: torch.mm(w.to(torch.complex64), w.mT.to(torch.complex64))),
+        ("bmm", lambda w: torch.einsum("ij,kj->ik", w, w)),
+        ("embedding", lambda w: F.embedding(torch.tensor([1]), w.float(), sparse=True)),
+        (
+            "embedding",
+            lambda w: F.embedding(torch.tensor([1]), w.float(), scale_grad_by_freq=True),
+        ),
+        ("layer_norm", lambda w: F.layer_norm(torch.zeros(1, 70000), (70000,))),
+    ],
+)
+def test_calls_of_covered_ops_that_are_not_covered(label, make):
+    wide = drawn(4, 8, dtype=torch.float64)
+    with ck.batch_invariant():
+        make(wide)
+    with ck.batch_invariant(strict=True), pytest.raises(BatchVariantError, match=label):
+        make(wide)

@@ -1,0 +1,98 @@
+"""Rows alone, in batches, among other rows, in any memory: the battery on torch's functions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cute_kernels.model import aten_covered
+from tests import contract
+from tests.contract import ContractViolation, same_bytes
+from tests.model.batch_invariant.cases import BF16, CASES, FP32, gradient, inside, row_op
+
+#: Without the mode, in fp32: what this kind of CPU is known to show.
+SHOWN = ("linear", "mv", "silu", "sigmoid")
+
+
+def sizes(rows: int) -> list[int]:
+    return sorted({1, 2, 3, rows // 2, rows - 1, rows})
+
+
+def test_every_covered_op_has_a_case():
+    used = {op for case in CASES.values() for op in case.ops}
+    assert used == {row.op for row in aten_covered.COVERED}
+    assert len(used) >= 30
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("name", list(CASES))
+def test_rows_keep_their_bits(name, dtype):
+    rows = CASES[name].rows
+    op = row_op(name, dtype)
+    assert contract.check_rows(op, rows, seed=7, sizes=sizes(rows)) > 30
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.gradient])
+def test_gradients_of_rows_keep_their_bits(name):
+    case = CASES[name]
+    op = row_op(name, BF16, gradient(case.call))
+    inputs = op.rows(case.rows, 3)
+    base = op.run(inputs)
+    done = contract.check_population(op, case.rows, 3, sizes(case.rows))
+    done += contract.check_chunks(op, inputs, base, 3)
+    done += contract.check_transform(op, "T2 position", inputs, base, 3)
+    assert done >= 10
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_without_the_mode_they_do_not(name):
+    """The battery notices torch's own, where this CPU has such an op."""
+    op = row_op(name, FP32, CASES[name].call)
+    try:
+        contract.check_rows(op, 67, seed=7, sizes=sizes(67))
+    except ContractViolation:
+        return
+    pytest.skip("this CPU's torch keeps the bits of these rows")
+
+
+@pytest.mark.parametrize("name", ["linear", "mean", "attention", "llama's norm"])
+def test_no_thread_count_shows_in_a_row(name):
+    """Rows cut between threads are the same rows; a contract id has the count for products."""
+    op = row_op(name, BF16)
+    inputs = op.rows(CASES[name].rows, 5)
+    whole = op.run(inputs)
+    parts = torch.cat([op.run(part) for part in inputs.split(4)])
+    assert same_bytes(whole, parts)
+
+
+def exact(name: str, rows: torch.Tensor) -> torch.Tensor:
+    """torch's function in fp64, outside the mode."""
+    return CASES[name].call(rows.double())
+
+
+#: Llama's norm rounds to fp32 in the middle, in fp64 too.
+COMPARED = [n for n, case in CASES.items() if case.gradient and n != "llama's norm"]
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_values_are_those_of_torch(name):
+    op = row_op(name, FP32)
+    rows = op.rows(CASES[name].rows, 11)
+    got, want = op.run(rows), exact(name, rows)
+    # Sums of at most 256 terms in fp32, whose terms are not larger than the largest result's.
+    limit = 2.0**-15 * want.abs().amax().clamp(min=1.0)
+    assert got.dtype == FP32 and got.shape == want.shape
+    assert (got.double() - want).abs().max() <= limit
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_gradients_are_those_of_torch(name):
+    case = CASES[name]
+    rows = row_op(name, FP32).rows(case.rows, 13)
+    leaf = rows.double().requires_grad_()
+    y = case.call(leaf)
+    made = inside(case.call, rows).double()
+    y.backward(made * 0.75 + 0.5)
+    got, want = gradient(case.call)(rows), leaf.grad
+    limit = 2.0**-13 * want.abs().amax().clamp(min=1.0)
+    assert (got.double() - want).abs().max() <= limit
