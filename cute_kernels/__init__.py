@@ -48,12 +48,12 @@ if TYPE_CHECKING:
     from .about import guarantees as guarantees
     from .about import info as info
     from .model.audit.api import audit as audit
-    from .model.compiling import compile_options as compile_options
-    from .model.patch import patch as patch
-    from .model.patch import unpatch as unpatch
     from .model.batch_invariant import batch_invariant as batch_invariant
     from .model.batch_invariant import disable_batch_invariant as disable_batch_invariant
     from .model.batch_invariant import enable_batch_invariant as enable_batch_invariant
+    from .model.compiling import compile_options as compile_options
+    from .model.patch import patch as patch
+    from .model.patch import unpatch as unpatch
     from .reduction import set_reduction as set_reduction
     from .schedulers.masks.mask import BlockMask as BlockMask
     from .systems import *  # noqa: F403
