@@ -97,11 +97,18 @@ def _plain(args: Sequence[object], tensor: torch.Tensor) -> bool:
         or _C._len_torch_function_stack()
         or _C._is_any_autocast_enabled()
         or _C._are_functorch_transforms_active()
+        or _in_mode()
         or forward_ad._current_level >= 0
         or _C._get_tracing_state() is not None
         or _C._dispatch_tls_is_dispatch_key_included(MODE)
         or tensor.is_meta
     ) and _PLAIN_TYPES.issuperset(map(type, args))
+
+
+def _in_mode() -> bool:
+    """Whether an op of torch that is called here comes to `model.batch_invariant`."""
+    included = _C._dispatch_tls_is_dispatch_key_included(MODE)
+    return included and not _C._dispatch_tls_is_dispatch_key_excluded(MODE)
 
 
 def _entrance(op: Callable, run: Callable, apply: Callable | None, at: int) -> Callable:
