@@ -100,7 +100,6 @@ def _plain(args: Sequence[object], tensor: torch.Tensor) -> bool:
         or _in_mode()
         or forward_ad._current_level >= 0
         or _C._get_tracing_state() is not None
-        or _C._dispatch_tls_is_dispatch_key_included(MODE)
         or tensor.is_meta
     ) and _PLAIN_TYPES.issuperset(map(type, args))
 
