@@ -176,3 +176,13 @@ def test_checkpoints_run_the_forward_again():
         return torch.utils.checkpoint.checkpoint(linear, rows, use_reentrant=False)
 
     assert all(map(same_bytes, results(run, x), plain))
+
+
+def test_batch_invariant_takes_the_op():
+    """In the mode torch's ops are ours; those inside an op of ours must stay torch's."""
+    x = drawn(6, 32)
+    want = {name: run(x) for name, run in OPS.items()}
+    with ck.batch_invariant():
+        assert not torch_ops._plain((x,), x)
+        assert all(same_bytes(run(x), want[name]) for name, run in OPS.items())
+    assert torch_ops._plain((x,), x)
