@@ -15,7 +15,7 @@ from tests.model.patch import families
 
 PAD, EOS = 0, 1
 TEMPERATURE, LONGEST = 0.7, 12
-#: Prompts and completions together are longer than what torch's attention adds in one piece.
+#: On a CPU torch's attention gives a token other bits from 32 columns on, which these have.
 LENGTHS = (3, 17, 30, 41)
 #: Any of these ends a completion, as random models rarely say one word.
 ENDS = range(EOS, EOS + 8)
