@@ -86,6 +86,10 @@ class PatchError(CuteKernelsError, RuntimeError):
     """A model has parts whose bits follow the batch, and that no op of ours replaces."""
 
 
+class ContractError(CuteKernelsError, RuntimeError):
+    """Two sides that must agree on their bits run ops under other contracts."""
+
+
 class ManifestError(CuteKernelsError, RuntimeError):
     """Published weights are damaged, not those that were asked for, or must not be replaced."""
 

@@ -1,0 +1,294 @@
+"""TRL's ``GRPOTrainer``: the log-probabilities of rollout and training, byte for byte the same.
+
+    class Trainer(SampledLogps, trl.GRPOTrainer): ...
+
+generate, token by token, with a cache ─> logits ─> ck.log_probs ─> old log p ─┐
+one pass over the padded batch ─────────> logits ─> ck.log_probs ─> new log p ─┴─> the ratio
+
+TRL draws tokens from one and learns from the other.  Its own trainer has no log-probabilities of
+generation to compare with, counts padding on the left as positions, and scores with torch's product
+and exponentials.  `SampledLogps` replaces these three, and nothing else of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from .. import contracts, dispatch
+from ..errors import ArgumentTypeError, ArgumentValueError, ContractError, expected
+from ..logp import api as logp
+from . import causal_lm
+
+__all__ = ["SampledLogps", "contracts_in_use", "require_same_contracts"]
+
+#: The version that the tests ran with: what is replaced below is not TRL's public interface.
+TESTED = "1.16.0"
+
+#: The target of tokens that are not scored.
+_IGNORED = -100
+#: What is replaced -> the arguments that it is called with here.
+_REPLACED = {
+    "_generate_single_turn": ("prompt_ids",),
+    "_generate_and_score_completions": ("inputs",),
+    "_get_per_token_logps_and_entropies": (
+        "model",
+        "input_ids",
+        "attention_mask",
+        "logits_to_keep",
+        "batch_size",
+        "compute_entropy",
+    ),
+}
+#: Settings of a trainer under which other code than the model's makes the logits.
+_REFUSED = ("use_vllm", "use_transformers_continuous_batching", "aux_loss_enabled")
+_REFUSED_ARGUMENTS = ("cast_lm_head_to_fp32", "use_liger_kernel")
+
+
+class SampledLogps:
+    """What stands before ``trl.GRPOTrainer`` in the bases of a trainer; see the module.
+
+    The importance ratio is that of the policy as it learns to the policy as it sampled, also in
+    TRL's aligned case, where it takes the ratio for 1.  Log-probabilities are those of
+    softmax(logits / temperature), before ``top_p`` and other filters, as TRL's are.
+
+    Guarantees:
+        With a model that ``ck.patch`` left nothing of, and before its first step: the log p of each
+        token is that of its generation, in every byte, so each ratio is 1; and that of a patched
+        reference with the same weights, so the KL is 0.
+    """
+
+    def __init__(
+        self, *args: object, rollout_contracts: Mapping[str, str] | None = None, **kwargs: object
+    ):
+        """A trainer.
+
+        Args:
+            args, kwargs: As ``trl.GRPOTrainer``.
+            rollout_contracts: What `contracts_in_use` said where ``rollout_func`` generates, if
+                that is not this process.  It is compared after the first forward pass, before the
+                first step.
+
+        Raises:
+            ArgumentTypeError: the next base is no GRPOTrainer of a form that is known.
+            ArgumentValueError: a setting by which other code makes the logits: vLLM, continuous
+                batching, a head in fp32, Liger, a router's loss.
+        """
+        for name, names in _REPLACED.items():
+            _check_method(getattr(super(), name, None), name, names)
+        if rollout_contracts is not None:
+            _check_ids("rollout_contracts", rollout_contracts)
+        super().__init__(*args, **kwargs)
+        for name in _REFUSED:
+            _check_off(name, getattr(self, name))
+        for name in _REFUSED_ARGUMENTS:
+            _check_off(f"args.{name}", getattr(self.args, name))
+        self._rollout_contracts = rollout_contracts
+
+    # ---- rollout --------------------------------------------------------------------------------
+
+    def _generate_single_turn(
+        self, prompt_ids: Sequence[Sequence[int]], *args: object, **kwargs: object
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """As TRL's, with log p of each token where TRL's has None."""
+        model = causal_lm.unwrapped(self.accelerator.unwrap_model(self.model_wrapped))[1]
+        with _drawn(model, self.temperature) as draws:
+            completions, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        return completions, draws.logps(completions)
+
+    def _generate_and_score_completions(self, inputs: list) -> dict[str, object]:
+        """As TRL's; the old log p are those of generation."""
+        made = super()._generate_and_score_completions(inputs)
+        sampled = made.get("sampling_per_token_logps")
+        if not isinstance(sampled, torch.Tensor):
+            raise ArgumentTypeError(expected("rollout_func", "logprobs for each token", sampled))
+        return made | {"old_per_token_logps": sampled}
+
+    # ---- training -------------------------------------------------------------------------------
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: torch.nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        **others: object,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        """(log p, entropy if asked for, None), fp32 [B, logits_to_keep], 0 at padding."""
+        for name, value in others.items():
+            if value is not None and value is not False:
+                want = "text alone"
+                raise ArgumentValueError(expected(name, want, type(value).__name__))
+        parts = batch_size or len(input_ids)
+        scored = [
+            self._scored(model, ids, mask, logits_to_keep)
+            for ids, mask in zip(input_ids.split(parts), attention_mask.split(parts), strict=True)
+        ]
+        logps, entropies = (torch.cat(column) for column in zip(*scored, strict=True))
+        if self._rollout_contracts is not None:
+            require_same_contracts(contracts_in_use(logps.device), self._rollout_contracts)
+            self._rollout_contracts = None
+        return logps, entropies if compute_entropy else None, None
+
+    def _scored(
+        self, model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, keep: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # The first token is at position 0, whatever padding is before it, as in `generate`.
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        inputs = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
+        with self.accelerator.autocast():
+            logits = model(input_ids=ids, logits_to_keep=keep + 1, **inputs).logits
+        # Position t predicts token t + 1; nothing follows the last.
+        targets = ids[:, -keep:].masked_fill(mask[:, -keep:] == 0, _IGNORED)
+        return logp.log_probs(
+            logits[:, -keep - 1 : -1],
+            targets,
+            temperature=self.temperature,
+            ignore_index=_IGNORED,
+            return_entropy=True,
+        )
+
+
+# ---- generation ---------------------------------------------------------------------------------
+
+
+class _Draws:
+    """log p of each token that `generate` draws, by the logits that it is drawn from.
+
+    A token is known when the next call of the model brings it: one step's logits are kept.
+    """
+
+    def __init__(self, temperature: float):
+        self.temperature = temperature
+        self.logits: torch.Tensor | None = None
+        self.tokens: list[torch.Tensor] = []
+        self.scores: list[torch.Tensor] = []
+
+    def called(self, module: torch.nn.Module, args: tuple, inputs: dict, output: object) -> None:
+        """The forward hook of the model."""
+        if self.logits is not None:
+            self._score(inputs["input_ids"][:, -1])
+        self.logits = output.logits[:, -1]
+
+    def _score(self, tokens: torch.Tensor) -> None:
+        self.tokens.append(tokens)
+        self.scores.append(
+            logp.log_probs(self.logits, tokens, temperature=self.temperature, ignore_index=_IGNORED)
+        )
+
+    @torch.no_grad()
+    def logps(self, completions: list[list[int]]) -> list[list[float]]:
+        """Those of each completion, as TRL cut it.
+
+        Raises:
+            ArgumentValueError: the calls of the model were not one for each token.
+        """
+        want = "one call of the model for each token of each prompt"
+        width = max(map(len, completions), default=0)
+        if self.logits is None or width > len(self.tokens) + 1 or self._rows() != len(completions):
+            raise ArgumentValueError(expected("generation_kwargs", want, "another number"))
+        if width == len(self.tokens) + 1:
+            last = [c[-1] if len(c) == width else _IGNORED for c in completions]
+            self._score(torch.tensor(last, dtype=torch.int64, device=self.logits.device))
+        tokens, scores = (torch.stack(t, 1).tolist() for t in (self.tokens, self.scores))
+        for drawn, completion in zip(tokens, completions, strict=True):
+            if drawn[: len(completion)] != completion:
+                raise ArgumentValueError(expected("generation_kwargs", want, "other tokens"))
+        return [row[: len(c)] for row, c in zip(scores, completions, strict=True)]
+
+    def _rows(self) -> int:
+        return 0 if self.logits is None else len(self.logits)
+
+
+@contextlib.contextmanager
+def _drawn(model: torch.nn.Module, temperature: float) -> Iterator[_Draws]:
+    """Inside, what the model's calls draw from is kept."""
+    draws = _Draws(temperature)
+    handle = model.register_forward_hook(draws.called, with_kwargs=True)
+    try:
+        yield draws
+    finally:
+        handle.remove()
+
+
+# ---- contracts ----------------------------------------------------------------------------------
+
+
+def contracts_in_use(device: torch.device | str) -> dict[str, str]:
+    """The contract ids of the ops that ran on a device in this process so far.
+
+    Call it once the model has generated a token and ``ck.log_probs`` has scored it.  An op that ran
+    in dtypes with several ids has them all, in their order, with "and" between.
+
+    Args:
+        device: Where they ran, such as ``"cuda:0"``; ``"cuda"``: on any of them.
+
+    Returns:
+        Op -> id; what JSON can hold.
+    """
+    wanted = torch.device(device)
+    found: dict[str, set[str]] = {}
+    for run in dispatch.ran():
+        where = torch.device(run.device)
+        if where.type == wanted.type and wanted.index in (None, where.index):
+            # Not the id at the first launch: a CPU's number of threads may have changed since.
+            dtype = getattr(torch, run.dtype)
+            found.setdefault(run.op, set()).add(contracts.contract_id(run.op, where, dtype))
+    return {op: " and ".join(sorted(ids)) for op, ids in sorted(found.items())}
+
+
+def require_same_contracts(trainer: Mapping[str, str], rollout: Mapping[str, str]) -> None:
+    """That both sides run the same ops, under the same contracts.
+
+    Args:
+        trainer, rollout: Op -> contract id, as `contracts_in_use` gives them on either side.
+
+    Raises:
+        ContractError: an op has another id on one side, or is missing there, as it is of a model
+            that was not patched; the message has both ids of each.
+        ArgumentTypeError: no mapping of strings.  ArgumentValueError: a side without any op.
+    """
+    _check_ids("trainer", trainer)
+    _check_ids("rollout", rollout)
+    differing = [
+        f"  {op}: {trainer.get(op, 'not run')} in the trainer, {rollout.get(op, 'not run')} in "
+        "the rollout"
+        for op in sorted(trainer.keys() | rollout.keys())
+        if trainer.get(op) != rollout.get(op)
+    ]
+    if differing:
+        raise ContractError("\n".join(["trainer and rollout differ in their bits:", *differing]))
+
+
+# ---- checks -------------------------------------------------------------------------------------
+
+
+def _check_ids(name: str, ids: object) -> None:
+    if not isinstance(ids, Mapping) or not all(isinstance(s, str) for p in ids.items() for s in p):
+        want = "a mapping of ops to contract ids"
+        raise ArgumentTypeError(expected(name, want, type(ids).__name__))
+    if not ids:
+        raise ArgumentValueError(expected(name, "the contract id of at least one op", "none"))
+
+
+def _check_method(method: object, name: str, names: tuple[str, ...]) -> None:
+    known = callable(method) and tuple(inspect.signature(method).parameters)[: len(names)] == names
+    if not known:
+        try:
+            version = importlib.metadata.version("trl")
+        except importlib.metadata.PackageNotFoundError:
+            version = "none"
+        want = f"trl.GRPOTrainer of a version like {TESTED}, with {name}({', '.join(names)}, ...)"
+        raise ArgumentTypeError(expected("the base after SampledLogps", want, f"TRL {version}"))
+
+
+def _check_off(name: str, value: object) -> None:
+    if value:
+        want = "off, as the log-probabilities are those of the model's own logits"
+        raise ArgumentValueError(expected(name, want, value))

@@ -1,0 +1,392 @@
+"""TRL's GRPOTrainer on a patched model: one step on a CPU, from generation to the ratio."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, ContractError
+from cute_kernels.integrations import trl as integration
+from tests.contract import same_bytes
+from tests.model.patch import families
+from tests.ranks import ROOT
+
+transformers = pytest.importorskip("transformers")
+trl = pytest.importorskip("trl", reason="trl is not installed: pip install trl==1.16.0")
+from tests.integrations import trl_step  # noqa: E402
+
+RECIPE = re.search(
+    r"^## TRL\n(?:(?!^## ).)*?^```py\n(.*?)^```$",
+    (ROOT / "docs/integrations.md").read_text(),
+    re.M | re.S,
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return trl_step.tokenizer()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return trl_step.checkpoint(tmp_path_factory.mktemp("llama"))
+
+
+# ---- one step -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["plain", "autocast"])
+def test_ratio_is_one_and_kl_is_zero(path, tokenizer, tmp_path, bf16):
+    one = trl_step.trainer(path, tokenizer, tmp_path, args={"bf16": bf16})
+    calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def called(module, args, given, output):
+        if not torch.is_grad_enabled() and given.get("use_cache"):
+            calls.append((given["input_ids"], output.logits))
+
+    one.model.register_forward_hook(called, with_kwargs=True)
+    before = copy.deepcopy(one.model.state_dict())
+    one.train()
+
+    assert len(one.batches) == len(one.learnt) == 2
+    for batch, new in zip(one.batches, one.learnt, strict=True):
+        assert new.dtype == torch.float32 and bool((new <= 0).all()) and bool((new < 0).any())
+        assert same_bytes(new, batch["old_per_token_logps"])
+        assert same_bytes(new, batch["ref_per_token_logps"])
+    found = trl_step.ratios(one)
+    assert found.numel() > 30 and bool((found == 1).all())
+    assert one.state.log_history[0]["kl"] == 0.0
+    # Both kinds of padding were there, and the step was one.
+    seen = {
+        name: [b[name].sum(1) for b in one.batches] for name in ("prompt_mask", "completion_mask")
+    }
+    assert all(len(torch.cat(lengths).unique()) > 1 for lengths in seen.values())
+    after = one.model.state_dict()
+    assert any(not same_bytes(before[name], after[name]) for name in before)
+    # The first call of the model brought the prompts, each other call a token of each.
+    widths = [ids.shape[1] for ids, _ in calls]
+    assert widths[0] == max(batch["prompt_ids"].shape[1] for batch in one.batches)
+    assert set(widths[1:]) == {1} and len(widths) > 5
+    check_against_the_calls(one.batches, calls)
+
+
+def check_against_the_calls(batches: list[dict], calls: list) -> None:
+    """The old log p are those of the logits that generation's calls gave, in any order of rows."""
+    prompts, _ = calls[0]
+    drawn = torch.cat([ids for ids, _ in calls[1:]], 1)
+    logits = torch.stack([z[:, -1] for _, z in calls], 1)
+    for batch in batches:
+        rows = zip(
+            *(
+                batch[f"{part}_{what}"]
+                for part in ("prompt", "completion")
+                for what in ("ids", "mask")
+            ),
+            batch["old_per_token_logps"],
+            strict=True,
+        )
+        for prompt, _, completion, mask, old in rows:
+            completion, old = completion[mask.bool()], old[mask.bool()]
+            n = len(completion)
+            alike = (prompts[:, -len(prompt) :] == prompt).all(1)
+            alike &= (drawn[:, : n - 1] == completion[: n - 1]).all(1)
+            row = int(alike.nonzero()[0])
+            scored = [
+                ck.log_probs(logits[row, t], completion[t], temperature=trl_step.TEMPERATURE)
+                for t in range(n)
+            ]
+            assert same_bytes(torch.stack(scored), old)
+            z = logits[row, :n].double() / trl_step.TEMPERATURE
+            exact = z.log_softmax(-1).gather(1, completion[:, None])[:, 0]
+            assert (old.double() - exact).abs().max() < 1e-5
+
+
+def test_a_family_with_a_soft_cap(tokenizer, tmp_path):
+    """Its reference is the caller's: TRL changes its own before that can be patched."""
+    path = trl_step.checkpoint(tmp_path / "gemma", "gemma2")
+    one = trl_step.trainer(path, tokenizer, tmp_path)
+    one.ref_model = trl_step.load(path)
+    one.train()
+    found = trl_step.ratios(one)
+    assert found.numel() > 30 and bool((found == 1).all())
+    assert one.state.log_history[0]["kl"] == 0.0
+
+
+# ---- what the comparison finds ------------------------------------------------------------------
+
+
+def test_without_the_patch_ratios_are_not_one(path, tokenizer, tmp_path):
+    one = trl_step.trainer(path, tokenizer, tmp_path, patched=False)
+    one.train()
+    found = trl_step.ratios(one)
+    assert bool((found != 1).any()) and bool((found.log().abs() < 1).all())
+
+
+def lanes_of(rows: int) -> int:
+    return 2 if rows < 16 else 32
+
+
+def norm_of_lanes(one: trl_step.Trainer, lanes: Callable[[int], int]) -> None:
+    """A norm that adds each row in bf16 by so many lanes, in ops that round correctly."""
+    norm = one.model.model.layers[0].post_attention_layernorm
+    weight, eps = norm.weight, norm.variance_epsilon
+
+    def forward(x):
+        pieces = x.square().unflatten(-1, (lanes(x.numel() // x.shape[-1]), -1)).unbind(-1)
+        total = sum(sum(pieces[1:], pieces[0]).float().unbind(-1))[..., None]
+        return (x.float() / (total / x.shape[-1] + eps).sqrt()).to(x.dtype) * weight
+
+    norm.forward = forward
+
+
+def the_same_lanes(one: trl_step.Trainer) -> None:
+    """No mutant: the other norm alone changes no ratio."""
+    norm_of_lanes(one, lambda rows: 32)
+
+
+def lanes_by_rows(one: trl_step.Trainer) -> None:
+    """More lanes for fewer than 16 rows, as torch's norms have them on CUDA."""
+    norm_of_lanes(one, lanes_of)
+
+
+def torchs_scores(one: trl_step.Trainer) -> None:
+    """TRL's own head and log-softmax in training."""
+    theirs = trl.GRPOTrainer._get_per_token_logps_and_entropies
+    one._get_per_token_logps_and_entropies = theirs.__get__(one)
+
+
+def columns(one: trl_step.Trainer) -> None:
+    """Padding on the left counts as positions in training."""
+    model = one.model.model
+    theirs = model.forward
+
+    def forward(*args, **given):
+        if not given.get("use_cache"):
+            given.pop("position_ids", None)
+        return theirs(*args, **given)
+
+    model.forward = forward
+
+
+def an_odd_weight(one: trl_step.Trainer) -> None:
+    """One weight of the trainer's is another than when it generated."""
+    theirs = one._get_per_token_logps_and_entropies
+
+    def scored(*args, **given):
+        weight = one.model.model.layers[1].mlp.down_proj.weight
+        with torch.no_grad():
+            weight[3].mul_(1.125)
+        return theirs(*args, **given)
+
+    one._get_per_token_logps_and_entropies = scored
+
+
+@pytest.mark.parametrize("change", [None, the_same_lanes])
+def test_the_same_bytes(path, tokenizer, tmp_path, change: Callable | None):
+    assert equal(path, tokenizer, tmp_path, change)
+
+
+@pytest.mark.parametrize("mutant", [lanes_by_rows, torchs_scores, columns, an_odd_weight])
+def test_mutants(path, tokenizer, tmp_path, mutant: Callable):
+    assert not equal(path, tokenizer, tmp_path, mutant)
+
+
+def equal(path, tokenizer, folder, change: Callable | None) -> bool:
+    one = trl_step.trainer(path, tokenizer, folder, args={"beta": 0.0})
+    if change is not None:
+        change(one)
+    old, new = trl_step.rollout(one)
+    assert old.numel() > 20
+    return same_bytes(old, new)
+
+
+def test_another_reference_has_a_kl(path, tokenizer, tmp_path):
+    one = trl_step.trainer(path, tokenizer, tmp_path)
+    ck.unpatch(one.ref_model)
+    one.train()
+    assert bool((trl_step.ratios(one) == 1).all()) and one.state.log_history[0]["kl"] > 0
+
+
+# ---- another engine -----------------------------------------------------------------------------
+
+
+def engine(net: torch.nn.Module):
+    """A ``rollout_func`` that generates with a model of its own, a prompt at a time, unpadded."""
+
+    @torch.no_grad()
+    def generate(prompts: list[str], one: trl_step.Trainer) -> dict[str, list]:
+        made: dict[str, list] = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
+        for prompt in prompts:
+            ids = one.processing_class(prompt)["input_ids"]
+            cache, given, drawn, scores = transformers.DynamicCache(), ids, [], []
+            while len(drawn) < trl_step.LONGEST and not set(trl_step.ENDS) & set(drawn):
+                logits = net(torch.tensor([given]), past_key_values=cache).logits[0, -1]
+                token = torch.multinomial((logits.float() / trl_step.TEMPERATURE).softmax(-1), 1)
+                scores.append(
+                    ck.log_probs(logits, token[0], temperature=trl_step.TEMPERATURE).item()
+                )
+                given = token.tolist()
+                drawn += given
+            for name, value in zip(made, (ids, drawn, scores), strict=True):
+                made[name].append(value)
+        return made
+
+    return generate
+
+
+@pytest.fixture
+def in_use(path):
+    """What is in use where a patched model generated a token."""
+    one = trl_step.load(path)
+    with torch.no_grad():
+        logits = one(torch.tensor([[5, 6, 7]])).logits[0, -1]
+    ck.log_probs(logits, torch.tensor(3))
+    return integration.contracts_in_use("cpu")
+
+
+@pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
+def test_another_engine(path, tokenizer, tmp_path, in_use):
+    assert {"linear", "rms_norm", "embedding", "block_sparse_attention"} < in_use.keys()
+    assert in_use["linear"] == ck.contract_id("linear", "cpu")
+    one = trl_step.trainer(
+        path,
+        tokenizer,
+        tmp_path,
+        rollout_func=engine(trl_step.load(path)),
+        rollout_contracts=in_use,
+        args={"beta": 0.0},
+    )
+    one.train()
+    found = trl_step.ratios(one)
+    assert one.state.global_step == 1 and found.numel() > 30 and bool((found == 1).all())
+
+
+@pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
+def test_another_contract_stops_the_trainer(path, tokenizer, tmp_path, in_use):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        there = integration.contracts_in_use("cpu")
+    finally:
+        torch.set_num_threads(threads)
+    given = {
+        "rollout_func": engine(trl_step.load(path)),
+        "rollout_contracts": there,
+        "args": {"beta": 0.0},
+    }
+    one = trl_step.trainer(path, tokenizer, tmp_path, **given)
+    before = copy.deepcopy(one.model.state_dict())
+    with pytest.raises(ContractError) as error:
+        one.train()
+    assert in_use["linear"] in str(error.value) and there["linear"] in str(error.value)
+    after = one.model.state_dict()
+    assert one.state.global_step == 0
+    assert all(same_bytes(before[name], after[name]) for name in before)
+
+
+def test_contracts():
+    here = {"linear": "linear/cpu/x/1", "rms_norm": "rms_norm/cpu/x/2"}
+    integration.require_same_contracts(here, dict(reversed(here.items())))
+    other = here | {"linear": "linear/cpu/x/3"}
+    with pytest.raises(ContractError, match=r"x/1 in the trainer, .*x/3 in the rollout") as error:
+        integration.require_same_contracts(here, other)
+    assert "rms_norm" not in str(error.value)
+    with pytest.raises(ContractError, match=r"rms_norm: .*x/2 in the trainer, not run in the roll"):
+        integration.require_same_contracts(here, {"linear": here["linear"]})
+    with pytest.raises(ContractError, match=r"linear: not run in the trainer"):
+        integration.require_same_contracts({"rms_norm": here["rms_norm"]}, here)
+
+
+# ---- bad inputs ---------------------------------------------------------------------------------
+
+
+class Base:
+    """A trainer whose methods are called otherwise than TRL's 1.16."""
+
+    def _generate_single_turn(self, prompts):
+        return prompts
+
+
+@pytest.mark.parametrize(
+    "call, error, words",
+    [
+        (lambda: integration.require_same_contracts([], {}), ArgumentTypeError, "trainer: .*list"),
+        (lambda: integration.require_same_contracts({"a": 1}, {}), ArgumentTypeError, "trainer"),
+        (
+            lambda: integration.require_same_contracts({"a": "b"}, None),
+            ArgumentTypeError,
+            "rollout: .*NoneType",
+        ),
+        (
+            lambda: integration.require_same_contracts({"a": "b"}, {}),
+            ArgumentValueError,
+            "rollout: .*none",
+        ),
+        (
+            lambda: type("Bare", (integration.SampledLogps,), {})(),
+            ArgumentTypeError,
+            "SampledLogps: .*_generate_single_turn",
+        ),
+        (
+            lambda: type("Other", (integration.SampledLogps, Base), {})(),
+            ArgumentTypeError,
+            r"SampledLogps: .*_generate_single_turn\(prompt_ids.*TRL 1",
+        ),
+        (
+            lambda: trl_step.Trainer(rollout_contracts="linear"),
+            ArgumentTypeError,
+            "rollout_contracts: .*str",
+        ),
+        (
+            lambda: trl_step.Trainer(rollout_contracts={}),
+            ArgumentValueError,
+            "rollout_contracts: .*none",
+        ),
+    ],
+)
+def test_bad_arguments(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+@pytest.mark.parametrize(
+    "setting", [{"cast_lm_head_to_fp32": True}, {"use_transformers_continuous_batching": True}]
+)
+def test_refused_settings(path, tokenizer, tmp_path, setting):
+    with pytest.raises(ArgumentValueError, match=rf"{next(iter(setting))}: expected off"):
+        trl_step.trainer(path, tokenizer, tmp_path, args={"beta": 0.0, **setting})
+
+
+@pytest.mark.parametrize("kwargs", [{"num_beams": 2}, {"prefill_chunk_size": 4}])
+def test_refused_ways_to_generate(path, tokenizer, tmp_path, kwargs):
+    one = trl_step.trainer(
+        path, tokenizer, tmp_path, args={"beta": 0.0, "generation_kwargs": kwargs}
+    )
+    with pytest.raises(ArgumentValueError, match="generation_kwargs: expected one call"):
+        trl_step.rollout(one)
+
+
+def test_images_are_refused(path, tokenizer, tmp_path):
+    one = trl_step.trainer(path, tokenizer, tmp_path, args={"beta": 0.0})
+    ids = families.ids(2, 9)
+    given = {"pixel_values": torch.randn(2, 3, 4, 4, dtype=torch.float32, device="cpu")}
+    with pytest.raises(ArgumentValueError, match="pixel_values: expected text alone"):
+        one._get_per_token_logps_and_entropies(one.model, ids, torch.ones_like(ids), 4, **given)
+
+
+# ---- the documentation --------------------------------------------------------------------------
+
+
+def test_the_recipe_runs(path, tokenizer, tmp_path):
+    names = {"path": path, "tokenizer": tokenizer, "reward": trl_step.reward}
+    names |= {
+        "dataset": trl_step.dataset(trl_step.prompts()),
+        "settings": trl_step.settings(tmp_path),
+    }
+    exec(compile(RECIPE[1], "docs/integrations.md", "exec"), names)
+    assert names["trainer"].state.log_history[0]["kl"] == 0.0

@@ -1,0 +1,57 @@
+"""Draws docs/plots/trl_ratio: ``python -m tests.integrations.trl_picture``; needs trl.
+
+The importance ratio of each token at the first step, of a patched and of an unpatched model, in the
+trainer of test_trl.py, on this machine's CPU.
+"""
+
+from __future__ import annotations
+
+import datetime
+import tempfile
+from pathlib import Path
+
+import torch
+import trl
+
+from cute_kernels import arch
+from perf.core.figure import OTHER, OURS, figure, save
+from tests.integrations import trl_step
+from tests.ranks import ROOT
+
+FOLDER, NAME = ROOT / "docs" / "plots", "trl_ratio"
+
+
+def measured(folder: Path, patched: bool) -> tuple[torch.Tensor, float]:
+    """(the ratio of each token, the KL to the reference) of one step."""
+    path = trl_step.checkpoint(folder / f"model_{patched}")
+    one = trl_step.trainer(path, trl_step.tokenizer(), folder / f"out_{patched}", patched=patched)
+    one.train()
+    return trl_step.ratios(one), one.state.log_history[0]["kl"]
+
+
+def draw(found: dict[bool, tuple[torch.Tensor, float]]) -> list[Path]:
+    """The files: a dot a token, and how many of them are not at 1."""
+    picture, axes = figure()
+    for patched, colour in ((False, OTHER), (True, OURS)):
+        ratio, kl = found[patched]
+        off = int((ratio != 1).sum())
+        model = "after ck.patch" if patched else "as it is"
+        label = f"{model}: {off} of {len(ratio)} ratios are not 1; KL {kl:g}"
+        axes.plot(range(len(ratio)), ratio, "o", markersize=3.5, color=colour, label=label)
+    axes.set_xlabel("token of the completions")
+    axes.set_ylabel("importance ratio at the first step")
+    where = f"CPU, {arch.describe('cpu').arch}, {datetime.date.today()}"
+    axes.set_title(f"TRL {trl.__version__}, SampledLogps, a small random Llama, bf16; {where}")
+    axes.legend(loc="upper left")
+    return save(picture, FOLDER, NAME)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        found = {patched: measured(Path(folder), patched) for patched in (False, True)}
+    for path in draw(found):
+        print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
