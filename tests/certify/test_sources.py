@@ -28,6 +28,7 @@ OUTSIDE = {
     "log": "texts",
     "mhc.__init__": "public names, loaded at first use",
     "mhc.triton.plan": "another backend",
+    "norm.triton.plan": "another backend",
     "schedulers.__init__": "public names, loaded at first use",
     "schedulers.masks": "lists that a kernel is handed at run time",
     "schedulers.model": "predictions of time",
