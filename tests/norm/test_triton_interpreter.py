@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 @pytest.mark.parametrize(
     ("marked", "least"),
-    [("not nightly", 18), pytest.param("nightly", 80, marks=pytest.mark.nightly)],
+    [("not nightly", 17), pytest.param("nightly", 80, marks=pytest.mark.nightly)],
 )
 def test_interpreted(marked, least):
     path = Path(__file__).with_name("triton_interpreted.py")

@@ -52,6 +52,7 @@ def test_values_of_blocks(monkeypatch, case):
     assert names == {"forward_wide_kernel", "dx_kernel", "parts_kernel", "add_parts_kernel"}
 
 
+@pytest.mark.nightly
 def test_parts_are_added():
     with simulated():
         checks.parts_are_added(launch)

@@ -99,10 +99,12 @@ def test_a_part_is_the_same_anywhere(case):
 @pytest.mark.nightly
 def test_a_part_of_blocks_is_the_same_anywhere(monkeypatch):
     checks.blocks_of(monkeypatch, 64)
+    checks.short_parts(monkeypatch)
     checks.a_part_is_the_same_anywhere(launch, Case(9, 300, LAYERS, bias=True))
 
 
-@pytest.mark.parametrize(("at", "width"), [(1, 72), by_night(0, 104), by_night(0, 1030)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("at", "width"), [(1, 72), (0, 104), (0, 1030)])
 def test_no_cut_shows(at, width):
     checks.no_cut_shows(launch, at, width, 2)
 
