@@ -150,8 +150,7 @@ def embedding_gradient(
             *dy.stride(),
             *into.stride(),
             COLUMNS=columns,
-            num_warps=1,
-            enable_fp_fusion=TRITON.fp_fusion,
+            **(_options() | {"num_warps": TRITON.chain_warps}),
         )
 
 

@@ -1,0 +1,59 @@
+"""``ck.audit`` of patched families: no byte differs, and in the unpatched ones some do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels.model import patch_plan
+from cute_kernels.norm.config import part_rows
+from tests.model.patch import families
+
+pytestmark = pytest.mark.nightly
+each = pytest.mark.parametrize("name", families.FAMILIES)
+
+
+def sequences() -> list[torch.Tensor]:
+    return [families.ids(1, length, seed=length)[0] for length in (19, 40, 26)]
+
+
+@each
+def test_rows(name):
+    net = families.model(name)
+    ck.patch(net, strict=True)
+    report = ck.audit(net, sequences(), gradients=False)
+    assert report.ok, str(report)
+
+
+@each
+def test_unpatched(name):
+    """What audit finds there, it finds at modules that a patch replaces, or at attention."""
+    report = ck.audit(families.model(name), sequences(), gradients=False)
+    assert not report.ok and report.first is not None
+
+
+def test_gradients_into_main_grad():
+    """Sequences as long as the parts in which ck.rms_norm adds, in micro-batches of any number."""
+    net = families.model("llama").train()
+    ck.patch(net, strict=True, main_grad=True)
+    for parameter in net.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32)
+    length = part_rows(families.HIDDEN)
+    found = ck.audit(net, families.ids(4, length), transforms=["micro_batches", "gradient_repeat"])
+    assert found.ok, str(found)
+
+
+def test_an_activation_that_is_left_is_named(monkeypatch):
+    """The mutant: torch's GELU stays in the second layer; the report and the audit both see it."""
+    replaced, spared = patch_plan._replacement, "model.layers.1.mlp.act_fn"
+
+    def forgetful(name, module, cls, here):
+        return None if name == spared else replaced(name, module, cls, here)
+
+    monkeypatch.setattr(patch_plan, "_replacement", forgetful)
+    net = families.model("gemma3", intermediate_size=161)
+    (left,) = ck.patch(net).moving
+    assert left.name == spared and "gelu" in left.known
+    report = ck.audit(net, sequences(), gradients=False)
+    assert not report.ok and report.first.module == spared
