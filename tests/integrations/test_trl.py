@@ -117,6 +117,23 @@ def test_a_family_with_a_soft_cap(tokenizer, tmp_path):
     assert one.state.log_history[0]["kl"] == 0.0
 
 
+def test_an_adapter(path, tokenizer, tmp_path):
+    """TRL puts it there, so the patch comes after; its B is random, as after some training."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    one = trl_step.trainer(path, tokenizer, tmp_path, patched=False, peft_config=config)
+    with torch.no_grad():
+        for name, parameter in one.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    ck.patch(one.model)
+    one.train()
+    found = trl_step.ratios(one)
+    assert found.numel() > 30 and bool((found == 1).all())
+    # The reference is the model without its adapter.
+    assert one.state.log_history[0]["kl"] > 0
+
+
 # ---- what the comparison finds ------------------------------------------------------------------
 
 
