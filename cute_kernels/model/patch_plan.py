@@ -15,7 +15,7 @@ from ..integrations import causal_lm
 from ..sparse_attn.config import HEAD_DIMS
 from . import patch_families, patch_formula, patch_known, patch_scan
 from .patch_checks import LOGP, Options
-from .patch_classes import user_class
+from .patch_classes import kind_of, user_class
 from .patch_forwards import Notes
 from .patch_known import Known
 from .patch_report import Left
@@ -100,10 +100,18 @@ def _decided(name: str, module: nn.Module, here: _Here) -> Action | list[Left] |
     found = _replacement(name, module, cls, here)
     if found is None:
         return _searched(name, module, cls, here)
-    if isinstance(found, Action) and "forward" in vars(module):
+    if isinstance(found, Action) and _calls_another(module, found.kind):
         why = "its forward is an attribute of its own (accelerate's hooks?): no class is asked"
         return [Left(name, cls.__name__, why)]
     return [found] if isinstance(found, Left) else found
+
+
+def _calls_another(module: nn.Module, kind: str) -> bool:
+    """Whether a forward in the instance hides that of the class.
+
+    One that was put around ours calls it.
+    """
+    return "forward" in vars(module) and kind_of(module) != kind
 
 
 def _replacement(name, module: nn.Module, cls: type, here: _Here) -> Action | Left | None:
@@ -318,7 +326,7 @@ def _causal_notes(
     torchs = "torch's cross entropy of the logits, and its gradient"
     if not patch_families.is_causal_lm(cls):
         return f"{torchs}: not a family that we know", None
-    if "forward" in vars(module):
+    if _calls_another(module, "causal_lm"):
         return f"{torchs}: its forward is an attribute of its own", None
     from transformers.loss.loss_utils import ForCausalLMLoss
 

@@ -222,3 +222,15 @@ def test_a_module_that_comes_twice():
     want = ck.linear(ck.silu(ck.linear(x, shared.weight)), shared.weight)
     assert same_bytes(net(x), want)
     assert bits(net(x)).any()
+
+
+def test_a_forward_that_was_taken_goes_on():
+    """TRL takes the forward of a model and puts one of its own around it in the instance."""
+    net = families.model("llama")
+    ck.patch(net)
+    want = net(TOKENS, labels=TOKENS)
+    taken = net.forward
+    net.forward = lambda *args, **kwargs: taken(*args, **kwargs)
+    ck.patch(net)
+    got = net(TOKENS, labels=TOKENS)
+    assert same_bytes(got.loss, want.loss) and same_bytes(got.logits, want.logits)
