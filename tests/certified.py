@@ -103,14 +103,16 @@ def proved_system(system: str) -> bool:
 def left_to_the_night(items: Iterable, known: Callable[[str], bool] | None = None) -> list:
     """The tests marked ``simulates(system)`` but one parameter in `SAMPLE` of each function.
 
-    If the system is proved: neither its kernels nor what runs them has changed since all ran.
+    If the system is proved: neither its kernels nor what runs them has changed since all ran.  Of
+    those marked ``mutants``, which test the tests, always.
     """
     known = functools.cache(known or proved_system)
     often: Counter = Counter()
     left = []
     for item in items:
         mark = item.get_closest_marker("simulates")
-        if mark is None or item.get_closest_marker("nightly") or not known(*mark.args):
+        some = item.get_closest_marker("mutants") or (mark is not None and known(*mark.args))
+        if not some or item.get_closest_marker("nightly"):
             continue
         function = item.nodeid.split("[")[0]
         if often[function] % SAMPLE:

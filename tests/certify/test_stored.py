@@ -127,3 +127,10 @@ def test_every_simulation_of_a_changed_system_runs_often():
 
 def test_a_system_without_certificates_is_not_proved():
     assert not certified.proved_system("no_such_system")
+
+
+def test_one_mutant_in_four_runs_often():
+    mark = pytest.mark.mutants.mark
+    items = [Item(f"test_killed[{i}]", mutants=mark) for i in range(6)]
+    left = certified.left_to_the_night(items, known=lambda name: False)
+    assert left == [item for at, item in enumerate(items) if at % 4]

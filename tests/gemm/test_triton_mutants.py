@@ -113,6 +113,7 @@ MUTANTS = {
 
 @pytest.mark.sim
 @requires_core
+@pytest.mark.mutants
 @pytest.mark.parametrize("name", MUTANTS)
 def test_killed(monkeypatch, tmp_path, name):
     edits, check = MUTANTS[name]

@@ -138,6 +138,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("name", MUTANTS)
 def test_found(tmp_path, name):
     old, new, complaint = MUTANTS[name]

@@ -126,6 +126,7 @@ MUTANTS = {
 }  # fmt: skip
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("name", MUTANTS)
 def test_found(tmp_path, name):
     old, new, complaint = MUTANTS[name]

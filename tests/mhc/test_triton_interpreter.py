@@ -16,7 +16,8 @@ pytest.importorskip("triton")
 @pytest.mark.parametrize(
     ("file", "marked", "least"),
     [
-        ("triton_interpreted.py", "not nightly", 42),
+        # By day the same source is compiled and runs in ptxsim: test_triton_simulated.py.
+        pytest.param("triton_interpreted.py", "not nightly", 42, marks=pytest.mark.nightly),
         pytest.param("triton_mutants.py", "not nightly", 62, marks=pytest.mark.nightly),
         pytest.param("triton_interpreted.py", "nightly", 60, marks=pytest.mark.nightly),
     ],
