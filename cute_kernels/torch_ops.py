@@ -85,10 +85,13 @@ _PLAIN_TYPES = frozenset(
     (torch.Tensor, torch.nn.Parameter, type(None), str, float, int, bool, list, torch.dtype)
 )
 _C = torch._C
+#: Included where `torch.autograd.grad(is_grads_batched=True)` runs a backward: its batched tensors
+#: have torch.Tensor's type, and functorch does not know of them.
+_LEGACY_VMAP = _C._parse_dispatch_key("VmapMode")
 
 
 def _plain(args: Sequence[object], tensor: torch.Tensor) -> bool:
-    """Whether no mode, transform, trace or subclass wants to see a call, and no fake is asked for.
+    """Whether no mode, transform, trace, profile or subclass wants to see a call, nor is it a fake's.
 
     ``tensor``: one of the arguments.
     """
@@ -97,6 +100,8 @@ def _plain(args: Sequence[object], tensor: torch.Tensor) -> bool:
         or _C._len_torch_function_stack()
         or _C._is_any_autocast_enabled()
         or _C._are_functorch_transforms_active()
+        or _C._dispatch_tls_is_dispatch_key_included(_LEGACY_VMAP)
+        or _C._autograd._profiler_enabled()
         or _in_mode()
         or forward_ad._current_level >= 0
         or _C._get_tracing_state() is not None

@@ -147,6 +147,23 @@ def test_transforms_are_seen():
         torch.func.jvp(lambda rows: ck.linear(rows, weight), (x[0],), (x[1],))
 
 
+@pytest.mark.parametrize("run", [linear, ck.softmax], ids=["linear", "softmax"])
+def test_a_batch_of_gradients_is_seen(run):
+    """Its tensors have one dimension less than their memory, and a plain tensor's type."""
+    x = drawn(6, 32).requires_grad_()
+    y = run(x)
+    grads = drawn(3, *y.shape, seed=9)
+    batched = torch.autograd.grad(y, x, grads, retain_graph=True, is_grads_batched=True)[0]
+    singly = [torch.autograd.grad(y, x, grad, retain_graph=True)[0] for grad in grads]
+    assert same_bytes(batched, torch.stack(singly))
+
+
+def test_a_profile_names_the_op():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        linear(drawn(6, 32))
+    assert any(event.key == "cute_kernels::linear" for event in profile.key_averages())
+
+
 def test_a_trace_holds_the_op():
     traced = torch.jit.trace(linear, drawn(6, 32), check_trace=False)
     assert "cute_kernels::linear" in str(traced.graph)
