@@ -91,7 +91,7 @@ _LEGACY_VMAP = _C._parse_dispatch_key("VmapMode")
 
 
 def _plain(args: Sequence[object], tensor: torch.Tensor) -> bool:
-    """Whether no mode, transform, trace, profile or subclass wants to see a call, nor is it a fake's.
+    """Whether no mode, transform, trace, profile or subclass wants a call, and no fake.
 
     ``tensor``: one of the arguments.
     """
