@@ -1,7 +1,8 @@
-"""Two models with the same weights: transformers' Llama as it is, and the same one row by row."""
+"""Two models of the same weights: transformers' Llama as it is, and the same by ``ck.patch``."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,10 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import cute_kernels as ck
 
-from ..integrations import transformers as integration
-from . import rows, text
-
-integration.register()
+from . import text
 
 #: A token that is not scored.
 IGNORED = -100
@@ -22,7 +20,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Size:
-    """What decides the parameter count; every width a multiple of 64 (rows.fixed_rows)."""
+    """What decides the parameter count."""
 
     hidden: int = 256  # 64 per head, a head size of the attention op
     inner: int = 512
@@ -36,12 +34,14 @@ class Size:
 class Side:
     """One column of the table: a model, and how its hidden states are scored.
 
+    granularity: Micro-batches are cut at multiples of this many tokens.
     score: (model, hidden [..., D], tokens [...]) -> log-probs [...]; 0 where a token is `IGNORED`.
     log_softmax: logits [..., V] -> log-probs of all tokens, to draw one from.
     """
 
     name: str
     model: LlamaForCausalLM
+    granularity: int
     score: Callable[[LlamaForCausalLM, torch.Tensor, torch.Tensor], torch.Tensor]
     log_softmax: Callable[[torch.Tensor], torch.Tensor]
 
@@ -58,127 +58,61 @@ class Side:
         return self.log_softmax(self.model.lm_head(hidden))
 
 
-class Linear(nn.Module):
-    """``ck.linear`` in place of nn.Linear; backward adds into main_grad where there is one."""
-
-    def __init__(self, weight: nn.Parameter, order: str) -> None:
-        super().__init__()
-        self.weight = weight
-        self.order = order
-        self.main_grad: torch.Tensor | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return ck.linear(x, self.weight, order=self.order, main_grad=self.main_grad)
-
-
-class RMSNorm(nn.Module):
-    """LlamaRMSNorm, row by row."""
-
-    def __init__(self, weight: nn.Parameter, eps: float) -> None:
-        super().__init__()
-        self.weight = weight
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rows.rms_norm(x, self.weight, self.eps)
-
-
-class SiLU(nn.Module):
-    """SiLU, row by row."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rows.silu(x)
-
-
-class Rotary(nn.Module):
-    """cos and sin looked up in one table by position; positions of padding read its first row."""
-
-    def __init__(self, rotary: nn.Module, capacity: int) -> None:
-        super().__init__()
-        like = torch.zeros(1, dtype=torch.bfloat16, device=rotary.inv_freq.device)
-        positions = torch.arange(capacity, device=like.device)[None]
-        cos, sin = rotary(like, positions)
-        self.cos = nn.Buffer(cos[0], persistent=False)
-        self.sin = nn.Buffer(sin[0], persistent=False)
-
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor):
-        at = position_ids.clamp(min=0)
-        return self.cos[at], self.sin[at]
-
-
-def build(size: Size, device: torch.device, seed: int, order: str = "chain") -> LlamaForCausalLM:
-    """The model of our column, bf16, with new weights drawn from ``seed``; ``order``: of linear."""
+def ours(size: Size, device: torch.device, seed: int, order: str = "chain") -> Side:
+    """Our column, bf16, with new weights drawn from ``seed``; ``order``: of linear layers."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(_config(size, integration.NAME)).to(torch.bfloat16).to(device)
-    return row_local(model, order)
+    model = LlamaForCausalLM(_config(size)).to(torch.bfloat16).to(device)
+    report = ck.patch(model, order=order, main_grad=True, strict=True)
+
+    def score(model: LlamaForCausalLM, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        weight = model.lm_head.weight
+        options = {"order": order, "main_grad": getattr(weight, "main_grad", None)}
+        return ck.linear_logp(hidden, weight, tokens, ignore_index=IGNORED, **options)
+
+    log_softmax = functools.partial(ck.log_softmax, dtype=torch.float32)
+    return Side("ours", model, report.granularity, score, log_softmax)
 
 
-def row_local(model: LlamaForCausalLM, order: str) -> LlamaForCausalLM:
-    """Replaces, in place, every part whose bits could depend on the batch; weights are shared."""
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, nn.Linear):
-                setattr(module, name, Linear(child.weight, order))
-            elif type(child).__name__ == "LlamaRMSNorm":
-                setattr(module, name, RMSNorm(child.weight, child.variance_epsilon))
-            elif type(child).__name__ == "LlamaRotaryEmbedding":
-                setattr(module, name, Rotary(child, model.config.max_position_embeddings))
-            elif name == "act_fn":
-                setattr(module, name, SiLU())
-    return model
-
-
-def ours(net: LlamaForCausalLM) -> Side:
-    """Our column, on the model that `build` made."""
-    return Side("ours", net, _linear_logp, rows.log_softmax)
-
-
-def plain(net: LlamaForCausalLM, size: Size) -> Side:
-    """torch's column: transformers' model untouched, with a copy of the weights of ``net``."""
-    copy = LlamaForCausalLM(_config(size, "sdpa")).to(torch.bfloat16)
-    copy.load_state_dict(net.state_dict())
-    return Side("torch", copy.to(net.device), _log_softmax_of_logits, _log_softmax)
-
-
-def _linear_logp(
-    model: LlamaForCausalLM, hidden: torch.Tensor, tokens: torch.Tensor
-) -> torch.Tensor:
-    """``ck.linear_logp``: no logits are made."""
-    head = model.lm_head
-    options = {"order": head.order, "main_grad": head.main_grad, "ignore_index": IGNORED}
-    return ck.linear_logp(hidden, head.weight, tokens, **options)
-
-
-def _log_softmax_of_logits(
-    model: LlamaForCausalLM, hidden: torch.Tensor, tokens: torch.Tensor
-) -> torch.Tensor:
-    """As trainers without a fused head do."""
-    logps = _log_softmax(model.lm_head(hidden))
-    picked = logps.gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
-    return torch.where(tokens == IGNORED, 0.0, picked)
+def plain(side: Side, size: Size) -> Side:
+    """torch's column: transformers' model untouched, with a copy of the weights of ``side``."""
+    copy = LlamaForCausalLM(_config(size)).to(torch.bfloat16)
+    copy.load_state_dict(side.model.state_dict())
+    copy.to(side.model.device)
+    return Side("torch", copy, side.granularity, _pick, _log_softmax)
 
 
 def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(logits.float(), dim=-1)
 
 
-def linear_weights(model: LlamaForCausalLM) -> dict[str, nn.Parameter]:
-    """Name -> weight of every linear layer (of either model)."""
-    return {
-        f"{name}.weight": module.weight
-        for name, module in model.named_modules()
-        if isinstance(module, Linear | nn.Linear)
-    }
+def _pick(model: LlamaForCausalLM, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """As trainers without a fused head do."""
+    logps = _log_softmax(model.lm_head(hidden))
+    picked = logps.gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
+    return torch.where(tokens == IGNORED, 0.0, picked)
+
+
+def weights(model: LlamaForCausalLM) -> dict[str, nn.Parameter]:
+    """Name -> weight of what a Llama has, of either column.
+
+    Not those of hyper-connections (fp32), which add in parts of more tokens than there are here.
+    """
+    return {name: w for name, w in model.named_parameters() if w.dtype == torch.bfloat16}
 
 
 def set_main_grads(model: LlamaForCausalLM, grads: dict[str, torch.Tensor] | None) -> None:
-    """Gives each of our linear layers the fp32 tensor that backward adds to, or takes it away."""
-    for name, module in model.named_modules():
-        if isinstance(module, Linear):
-            module.main_grad = grads[f"{name}.weight"] if grads is not None else None
+    """Gives each weight the fp32 tensor that our backward adds to, or takes it away.
+
+    torch's column does not look for one.
+    """
+    for name, weight in weights(model).items():
+        if grads is not None:
+            weight.main_grad = grads[name]
+        elif hasattr(weight, "main_grad"):
+            del weight.main_grad
 
 
-def _config(size: Size, implementation: str) -> LlamaConfig:
+def _config(size: Size) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=text.VOCAB,
         hidden_size=size.hidden,
@@ -194,5 +128,5 @@ def _config(size: Size, implementation: str) -> LlamaConfig:
         tie_word_embeddings=False,
         initializer_range=size.hidden**-0.5,
         use_cache=False,
-        attn_implementation=implementation,
+        attn_implementation="sdpa",
     )

@@ -131,7 +131,7 @@ def _prefill(
     pads = torch.tensor([width - state.prompts[i] for i in members])
     padded = [[text.PAD] * (width - state.prompts[i]) + state.tokens[i] for i in members]
     ids = torch.tensor(padded)
-    positions = torch.arange(width) - pads[:, None]
+    positions = (torch.arange(width) - pads[:, None]).clamp(min=0)
     chunk = plan.chunk or width
     for at in range(0, width, chunk):
         columns = slice(at, at + chunk)

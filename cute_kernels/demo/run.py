@@ -22,6 +22,7 @@ from ..gemm.config import ORDERS
 
 if TYPE_CHECKING:
     from .measure import Column, Setup
+    from .model import Side
 
 _NEEDS = ("transformers", "matplotlib")
 _OPS = ("linear", "block_sparse_attention", "linear_logp")
@@ -94,14 +95,14 @@ def _demo(run: _Run, console: Console) -> int:
     run.out.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     learn, unseen = text.split(text.corpus())
-    net = model.build(run.setup.size, run.device, run.seed, run.order)
-    _introduce(run, console, sum(weight.numel() for weight in net.parameters()), len(learn))
+    side = model.ours(run.setup.size, run.device, run.seed, run.order)
+    _introduce(run, console, sum(weight.numel() for weight in side.model.parameters()), len(learn))
     with _bars(console) as bars:
-        trained = _train(run, bars, net, learn)
-        torch_column, ours, tokens = _measure(run, bars, net, unseen)
+        trained = _train(run, bars, side, learn)
+        torch_column, ours, tokens = _measure(run, bars, side, unseen)
     console.print(
         f"trained {trained.steps} steps ({trained.tokens:,} bytes) in {trained.seconds:.0f} s "
-        "through ck.linear, ck.block_sparse_attention and ck.linear_logp: "
+        "through a patched model and ck.linear_logp: "
         f"{trained.first_loss:.2f} -> {trained.last_loss:.2f} nats per byte"
     )
     prompt = run.setup.prompts[0]
@@ -123,12 +124,12 @@ def _introduce(run: _Run, console: Console, weights: int, learn: int) -> None:
     console.print(f"a Llama of {weights:,} bf16 weights, {learn:,} bytes of text to learn")
 
 
-def _train(run: _Run, bars: Progress, net: torch.nn.Module, learn: torch.Tensor):
-    from . import model, train
+def _train(run: _Run, bars: Progress, side: Side, learn: torch.Tensor):
+    from . import train
 
     task = bars.add_task("train", total=1.0, note="")
     return train.train(
-        model.ours(net),
+        side,
         learn,
         seconds=run.seconds,
         steps=run.steps,
@@ -137,7 +138,7 @@ def _train(run: _Run, bars: Progress, net: torch.nn.Module, learn: torch.Tensor)
     )
 
 
-def _measure(run: _Run, bars: Progress, net: torch.nn.Module, unseen: torch.Tensor):
+def _measure(run: _Run, bars: Progress, ours: Side, unseen: torch.Tensor):
     """(torch's column, ours, the tokens): ours samples them, torch's ops score the same ones."""
     from . import measure, model, rollout
 
@@ -145,7 +146,7 @@ def _measure(run: _Run, bars: Progress, net: torch.nn.Module, unseen: torch.Tens
     passes = len(run.setup.plans) + len(run.setup.splits)
     scored = passes * sum(task.length - 1 for task in work)
     columns, choose = {}, rollout.sample(run.seed, len(work))
-    for side in (model.ours(net), model.plain(net, run.setup.size)):
+    for side in (ours, model.plain(ours, run.setup.size)):
         task = bars.add_task(f"roll out and score: {side.name}", total=scored, note="")
         columns[side.name], tokens = measure.measure(
             side, run.setup, work, choose, run.seed, functools.partial(bars.advance, task)

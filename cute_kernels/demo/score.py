@@ -10,9 +10,6 @@ import torch
 from . import model as models
 from . import text
 
-#: Micro-batches are cut at multiples of this many tokens (ck.linear, main_grad).
-_GROUP = 16
-
 
 @dataclass(frozen=True)
 class Split:
@@ -24,7 +21,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Scored:
-    """Per sequence the log-probs [n - 1] of tokens 1..n-1; per linear weight the fp32 gradient."""
+    """Per sequence the log-probs [n - 1] of tokens 1..n-1; per weight the fp32 gradient."""
 
     logps: list[torch.Tensor]
     grads: dict[str, torch.Tensor]
@@ -39,9 +36,10 @@ def score(
 ) -> Scored:
     """Forward and backward of a policy-gradient loss, -Σ advantage · log-prob / tokens.
 
-    Each micro-batch is padded on the right to its longest sequence, rounded up to 16 tokens.  Our
-    linear layers add dW into an fp32 main_grad inside the product.  Torch's give a bf16 gradient
-    per micro-batch, which is added to an fp32 sum, as trainers with fp32 accumulation do.
+    Each micro-batch is padded on the right to its longest sequence, rounded up to the
+    side's granularity.  Our layers add into an fp32 main_grad inside the product.  Torch's give a
+    bf16 gradient per micro-batch, which is added to an fp32 sum, as trainers with fp32 accumulation
+    do.
 
     Args:
         side: The model.
@@ -50,7 +48,7 @@ def score(
         advantages: One number per sequence.
         progress: Called with the number of tokens scored since the last call.
     """
-    weights = models.linear_weights(side.model)
+    weights = models.weights(side.model)
     grads = {name: torch.zeros_like(w, dtype=torch.float32) for name, w in weights.items()}
     models.set_main_grads(side.model, grads)
     total = sum(len(tokens) - 1 for tokens in sequences)
@@ -76,7 +74,7 @@ def _logps(side: models.Side, sequences: Sequence[torch.Tensor]) -> list[torch.T
     """Log-probs [n - 1] of each sequence from one forward pass over all of them."""
     device = side.model.device
     longest = max(len(tokens) for tokens in sequences)
-    width = -(-longest // _GROUP) * _GROUP
+    width = -(-longest // side.granularity) * side.granularity
     ids = torch.full((len(sequences), width), text.PAD)
     for row, tokens in enumerate(sequences):
         ids[row, : len(tokens)] = tokens

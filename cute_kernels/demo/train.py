@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+import cute_kernels as ck
+
 from . import model as models
 from . import text
 
@@ -38,7 +40,7 @@ class Masters:
             name: w.detach().float().requires_grad_() for name, w in self.weights.items()
         }
         self.main_grads = {
-            name: torch.zeros_like(self.masters[name]) for name in models.linear_weights(model)
+            name: torch.zeros_like(self.masters[name]) for name in models.weights(model)
         }
         self.optimizer = torch.optim.AdamW(
             self.masters.values(), lr=_RATE, betas=(0.9, 0.95), weight_decay=0.01
@@ -50,7 +52,7 @@ class Masters:
             weight = self.weights[name]
             master.grad = self.main_grads[name] if name in self.main_grads else weight.grad.float()
             weight.grad = None
-        torch.nn.utils.clip_grad_norm_(list(self.masters.values()), _CLIP)
+        ck.clip_grad_norm_(self.masters.values(), _CLIP)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()

@@ -7,7 +7,7 @@ import torch
 from ..integrations import transformers as integration
 from . import patch_checks, patch_classes, patch_families, patch_plan
 from .patch_checks import Options
-from .patch_forwards import OPS, main_grad_parameters
+from .patch_forwards import OPS, granularity, main_grad_parameters
 from .patch_report import Replaced, Report
 
 #: The attribute of a transformers model that says how it attended before.
@@ -22,6 +22,7 @@ def patch(
     attention: bool = True,
     embedding: bool = True,
     logits: str = "linear_logp",
+    order: str = "chain",
     main_grad: bool = False,
     strict: bool = False,
 ) -> Report:
@@ -44,6 +45,8 @@ def patch(
         logits: What becomes of a causal LM's head.  ``"linear"``: ``ck.linear``.
             ``"linear_logp"``: also, ``forward(labels=...)`` makes its loss by ``ck.linear_logp``;
             logits are None in training then.
+        order: The order of summation of linear layers and heads, ``"chain"`` or ``"tree"``, as in
+            ``ck.linear`` and ``ck.linear_logp``.  A model has one in rollout and in training.
         main_grad: Whether the gradient of a parameter that has a ``main_grad`` (fp32, its shape) is
             added there, as in ``ck.linear``.  It is looked for at each call.
         strict: Whether parts that are left, and whose bits follow the batch, are an error.
@@ -64,7 +67,7 @@ def patch(
     the first had been told.  Logits are not those of the unpatched model, byte for byte: a norm of
     ours rounds once where transformers' rounds twice.
     """
-    options = Options(linear, norm, attention, embedding, logits, main_grad)
+    options = Options(linear, norm, attention, embedding, logits, order, main_grad)
     patch_checks.model(model)
     patch_checks.options(options, strict)
     patch_checks.devices(model)
@@ -119,4 +122,7 @@ def _report(model: torch.nn.Module, made: patch_plan.Plan, main_grad: bool) -> R
         written = {id(p) for a in made.actions for p in main_grad_parameters(a.module, a.kind)}
         named = model.named_parameters()
         missed = [name for name, p in named if p.requires_grad and id(p) not in written]
-    return Report(patch_families.of(model), tuple(replaced), tuple(made.left), tuple(missed))
+    # Each is a power of two, so the largest is a multiple of all.
+    tokens = max((granularity(a.module, a.kind) for a in made.actions), default=1)
+    parts = tuple(replaced), tuple(made.left), tuple(missed)
+    return Report(patch_families.of(model), *parts, granularity=tokens)

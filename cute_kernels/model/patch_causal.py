@@ -110,7 +110,9 @@ def _loss(
     if not (hasattr(head, "_cute_kernels") and head._cute_kernels.logp):
         want = "the head that ck.patch replaced (patch the whole model again, adapters included)"
         raise ArgumentTypeError(expected("get_output_embeddings()", want, type(head).__name__))
-    scoring = Scoring(softcap=model._cute_kernels.softcap, ignore_index=ignored)
+    scoring = Scoring(
+        head._cute_kernels.order, softcap=model._cute_kernels.softcap, ignore_index=ignored
+    )
     scores = head(hidden, target=target, scoring=scoring).reshape(1, -1)
     count = given.get("num_items_in_batch")
     if isinstance(count, torch.Tensor):

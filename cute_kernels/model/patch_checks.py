@@ -8,9 +8,12 @@ import torch
 
 from .. import checking
 from ..errors import ArgumentTypeError, ArgumentValueError, PatchError, expected, one_of
+from ..gemm.config import ORDERS
 from .patch_report import Left
 
 LOGP, LOGITS = "linear_logp", "linear"
+#: The options that are names.
+CHOICES = {"logits": (LOGP, LOGITS), "order": ORDERS}
 
 
 class Options(NamedTuple):
@@ -21,6 +24,7 @@ class Options(NamedTuple):
     attention: bool
     embedding: bool
     logits: str
+    order: str
     main_grad: bool
 
 
@@ -36,12 +40,14 @@ def model(value: object) -> None:
 def options(given: Options, strict: object) -> None:
     """That each option is of its type, and one of its values."""
     for name, value in {**given._asdict(), "strict": strict}.items():
-        if name != "logits" and not isinstance(value, bool):
+        if name not in CHOICES and not isinstance(value, bool):
             raise ArgumentTypeError(expected(name, "True or False", repr(value)))
-    if not isinstance(given.logits, str):
-        raise ArgumentTypeError(expected("logits", "a string", repr(given.logits)))
-    if given.logits not in (LOGP, LOGITS):
-        raise ArgumentValueError(one_of("logits", (LOGP, LOGITS), given.logits))
+    for name, choices in CHOICES.items():
+        value = getattr(given, name)
+        if not isinstance(value, str):
+            raise ArgumentTypeError(expected(name, "a string", repr(value)))
+        if value not in choices:
+            raise ArgumentValueError(one_of(name, choices, value))
 
 
 def devices(value: torch.nn.Module) -> None:

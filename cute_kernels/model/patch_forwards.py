@@ -11,8 +11,10 @@ from typing import NamedTuple
 import torch
 
 from ..gemm import api as gemm
+from ..gemm.config import K_GROUP
 from ..integrations.held_head import Scoring
 from ..norm import api as norm
+from ..norm.config import part_rows
 from ..rowwise import api as rowwise
 from . import patch_causal
 from .patch_causal import head_scores
@@ -24,6 +26,7 @@ NOTES = "_cute_kernels"
 class Notes(NamedTuple):
     """What the forward of one module reads.
 
+    order: of linear products.
     main_grad: whether gradients go to the ``main_grad`` of parameters that have one.
     weight, bias: the names of a norm's parameters; None: it has none.
     eps, offset: of a norm.  follows: whether a rotary table has the dtype of its input, or fp32.
@@ -31,6 +34,7 @@ class Notes(NamedTuple):
     ck.linear_logp's; of a head, whether it can score targets.
     """
 
+    order: str = "chain"
     main_grad: bool = False
     weight: str | None = None
     bias: str | None = None
@@ -54,13 +58,26 @@ def main_grad_parameters(module: torch.nn.Module, kind: str) -> list[torch.Tenso
     return [p for p in found if p is not None]
 
 
+def granularity(module: torch.nn.Module, kind: str) -> int:
+    """The tokens at whose multiples micro-batches may be cut, as far as this module goes."""
+    if "norm" in kind:
+        # A token has one row, or one for each head.
+        return max((part_rows(p.numel()) for p in module.parameters(recurse=False)), default=1)
+    return K_GROUP if kind in ("linear", "head", "conv1d") else 1
+
+
 # ---- products -----------------------------------------------------------------------------------
+
+
+def _sums(module: torch.nn.Module) -> dict[str, object]:
+    """How ck.linear is to add."""
+    into = main_grad_of(module, module.weight)
+    return {"order": module._cute_kernels.order, "main_grad": into}
 
 
 def _linear(self, input: torch.Tensor) -> torch.Tensor:
     # y = x Wᵀ + b
-    into = main_grad_of(self, self.weight)
-    return gemm.linear(input, self.weight, self.bias, main_grad=into)
+    return gemm.linear(input, self.weight, self.bias, **_sums(self))
 
 
 def _head(
@@ -70,17 +87,17 @@ def _head(
     scoring: Scoring | None = None,
 ) -> torch.Tensor:
     # As _linear; with a target, log softmax(x Wᵀ + b)[target] without the logits.
-    into = main_grad_of(self, self.weight)
     if target is None:
-        return gemm.linear(input, self.weight, self.bias, main_grad=into)
-    return head_scores(self, input, target, scoring, into)
+        return gemm.linear(input, self.weight, self.bias, **_sums(self))
+    return head_scores(self, input, target, scoring, main_grad_of(self, self.weight))
 
 
 def _conv1d(self, x: torch.Tensor) -> torch.Tensor:
     # y = x W + b, W [K, N]: transformers' Conv1D
-    into = main_grad_of(self, self.weight)
-    into = into.mT if into is not None else None
-    return gemm.linear(x, self.weight.mT, self.bias, main_grad=into)
+    sums = _sums(self)
+    if sums["main_grad"] is not None:
+        sums["main_grad"] = sums["main_grad"].mT
+    return gemm.linear(x, self.weight.mT, self.bias, **sums)
 
 
 # ---- norms and activations ----------------------------------------------------------------------

@@ -119,7 +119,7 @@ def _replacement(name, module: nn.Module, cls: type, here: _Here) -> Action | Le
     options = here.options
 
     def action(kind: str, **notes: object) -> Action:
-        return Action(name, module, kind, Notes(main_grad=options.main_grad, **notes))
+        return Action(name, module, kind, Notes(options.order, options.main_grad, **notes))
 
     def left(why: str) -> Left:
         return Left(name, cls.__name__, why)

@@ -48,12 +48,15 @@ class Report:
         replaced, left: The parts, in the order of ``named_modules``.
         main_grad_left: Parameters that require a gradient and whose gradient goes to ``grad`` even
             with ``main_grad=True``: biases of linears, and those of parts that were left.
+        granularity: Micro-batches that are cut at multiples of this many tokens leave the bits of
+            one batch in every ``main_grad``.
     """
 
     family: str | None
     replaced: tuple[Replaced, ...]
     left: tuple[Left, ...]
     main_grad_left: tuple[str, ...] = ()
+    granularity: int = 1
 
     @property
     def moving(self) -> tuple[Left, ...]:

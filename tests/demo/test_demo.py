@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 import cute_kernels as ck
 from cute_kernels.demo import measure, model, rollout, score, text, train
+from cute_kernels.gemm import api as gemm
+from cute_kernels.norm import api as norm
 from cute_kernels.sparse_attn import sequence_op
 from tests.demo.tiny import SETUP, SIZE
 
@@ -21,10 +25,9 @@ def one_thread():
 
 def _trained(steps: int = 3, order: str = "chain") -> tuple[model.Side, model.Side, torch.Tensor]:
     learn, held = text.split(text.corpus())
-    net = model.build(SIZE, torch.device("cpu"), seed=1, order=order)
-    ours = model.ours(net)
+    ours = model.ours(SIZE, torch.device("cpu"), seed=1, order=order)
     train.train(ours, learn, seconds=0, steps=steps, seed=1, progress=lambda done, words: None)
-    return model.plain(net, SIZE), ours, held
+    return model.plain(ours, SIZE), ours, held
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +53,7 @@ def test_ours_has_no_differing_byte(made, request):
     total = column.total()
     assert total.differing_bytes == total.differing == 0
     told = sum(len(t) - 1 for t in tokens)
-    weights = sum(w.numel() for w in model.linear_weights(ours.model).values())
+    weights = sum(w.numel() for w in model.weights(ours.model).values())
     assert told == sum(SETUP.prompts) + sum(SETUP.new) - 4
     assert total.numbers == 6 * told + 3 * weights and total.bytes == 4 * total.numbers
     assert all(gap.abs().max() == 0 for gap in column.drift)
@@ -77,33 +80,31 @@ def test_training_learns_and_repeats_byte_for_byte():
     for name, weight in runs[0].items():
         assert weight.view(torch.uint8).equal(runs[1][name].view(torch.uint8)), name
     learn, _ = text.split(text.corpus())
-    ours = model.ours(model.build(SIZE, torch.device("cpu"), 1))
+    ours = model.ours(SIZE, torch.device("cpu"), 1)
     done = train.train(ours, learn, seconds=0, steps=12, seed=1, progress=lambda done, words: None)
     assert done.steps == 12 and done.last_loss < done.first_loss - 0.5
-    assert all(m.main_grad is None for m in ours.model.modules() if isinstance(m, model.Linear))
+    assert not any(hasattr(weight, "main_grad") for weight in ours.model.parameters())
 
 
-def test_every_part_is_replaced():
-    net = model.build(SIZE, torch.device("cpu"), 0)
-    left = {type(m).__name__ for m in net.modules() if not list(m.children())}
-    assert left == {"Embedding", "Linear", "RMSNorm", "Rotary", "SiLU"}
-    assert all(type(m) is not torch.nn.Linear for m in net.modules())
+def test_the_smallest_batch_that_may_be_cut():
+    """That of the norms: 128 rows of 256 numbers, 256 of 128."""
+    found = [model.ours(s, torch.device("cpu"), 0).granularity for s in (model.Size(), SIZE)]
+    assert found == [128, 256]
 
 
-def _linear_order_by_rows(self, x):
+def _linear_order_by_rows(x, weight, bias=None, **options):
     """K in two halves when there are few rows, as split-K does for skinny shapes."""
     if x.shape[:-1].numel() > 8:
-        return ck.linear(x, self.weight, main_grad=self.main_grad)
+        return _linear(x, weight, bias, **options)
     half = x.shape[-1] // 2
-    left = ck.linear(x[..., :half], self.weight[:, :half])
-    return left + ck.linear(x[..., half:], self.weight[:, half:])
+    return _linear(x[..., :half], weight[:, :half]) + _linear(x[..., half:], weight[:, half:])
 
 
-def _norm_in_bf16_for_one_token(self, x):
+def _norm_in_bf16_for_one_token(x, weight, eps, **options):
     """Sums in fp32 for a chunk, in bf16 for one token, as a fused decode kernel may."""
-    wide = x if x.shape[1] == 1 else x.float()
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-    return self.weight * (wide * scale).to(x.dtype)
+    if x.shape[1] > 1:
+        return _rms_norm(x, weight, eps, **options)
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
 
 def _keys_split_for_one_query(run, q, k, v, scale, softcap):
@@ -123,19 +124,25 @@ def _keys_split_for_one_query(run, q, k, v, scale, softcap):
     return (weights * outs).sum(0).to(q.dtype), lse.logsumexp(0)
 
 
-_attend = sequence_op._attend
+_linear, _rms_norm, _attend = gemm.linear, norm.rms_norm, sequence_op._attend
 
 
 def _no_main_grad(net, grads):
     """dW in bf16 per micro-batch, added up outside the product."""
 
 
+def _cut_anywhere(side, sequences):
+    return _logps(dataclasses.replace(side, granularity=5), sequences)
+
+
+_logps = score._logps
+
 #: mutant -> (owner, attribute, replacement, the comparisons that must fail).
 MUTANTS = {
-    "linear": (model.Linear, "forward", _linear_order_by_rows, "rollouts"),
-    "norm": (model.RMSNorm, "forward", _norm_in_bf16_for_one_token, "rollouts"),
+    "linear": (gemm, "linear", _linear_order_by_rows, "rollouts"),
+    "norm": (norm, "rms_norm", _norm_in_bf16_for_one_token, "rollouts"),
     "split keys": (sequence_op, "_attend", _keys_split_for_one_query, "rollouts"),
-    "cut at 5 tokens": (score, "_GROUP", 5, "grads"),
+    "cut at 5 tokens": (score, "_logps", _cut_anywhere, "grads"),
     "no main_grad": (model, "set_main_grads", _no_main_grad, "grads"),
 }
 

@@ -1,8 +1,8 @@
 """A tiny Llama, batches for a policy gradient, and the steps that one process takes alone.
 
-Its sums in front of the head are all ones whose bytes nothing around them changes: linears are
-``ck.linear``, and a norm is one autograd node.  (LlamaRMSNorm is several, whose gradients meet that
-of the residual in an order that hooks of ZeRO-3 change: three terms, other bits.)
+Its sums in front of the head are all ones whose bytes nothing around them changes: `ck.patch` makes
+each linear layer and each norm one autograd node.  (LlamaRMSNorm is several, whose gradients meet
+that of the residual in an order that hooks of ZeRO-3 change: three terms, other bits.)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 import transformers
 
-from cute_kernels.demo.model import Linear
+import cute_kernels as ck
 from cute_kernels.integrations.logp_trainer import learnt
 from cute_kernels.integrations.policy_loss import policy_loss
 from cute_kernels.integrations.token_logps import token_logps
@@ -28,12 +28,8 @@ def llama(tied: bool = False, seed: int = 0, **settings: object) -> torch.nn.Mod
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     given = {"vocab_size": VOCAB, "tie_word_embeddings": tied, **sizes, **heads, **settings}
     model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**given))
-    for module in list(model.model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, torch.nn.Linear):
-                setattr(module, name, Linear(child.weight, "chain"))
-            elif type(child).__name__ == "LlamaRMSNorm":
-                setattr(module, name, torch.nn.LayerNorm(WIDTH, bias=False))
+    # fp32 has no attention of ours; the head is what is tested.
+    ck.patch(model.model, attention=False)
     return model
 
 

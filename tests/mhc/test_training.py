@@ -23,8 +23,9 @@ def one_thread():
 
 
 def build(size: model.Size) -> model.Side:
-    net = model.build(size, torch.device("cpu"), seed=1)
-    return model.ours(streams.hyper_connected(net, STREAMS, seed=2))
+    side = model.ours(size, torch.device("cpu"), seed=1)
+    streams.hyper_connected(side.model, STREAMS, seed=2)
+    return side
 
 
 def trained(steps: int, size: model.Size = SMALL) -> tuple[model.Side, train.Trained]:
@@ -77,7 +78,7 @@ def test_a_sum_in_random_order_is_caught(name, monkeypatch):
 
 
 def test_rollout_and_training_have_the_same_bytes():
-    """The demo's claim, with streams: log-probs of any batch, and gradients of linear weights."""
+    """The demo's claim, with streams: log-probs of any batch, and gradients of Llama's weights."""
     side, _ = trained(3, SIZE)
     _, held = text.split(text.corpus())
     work = measure.tasks(SETUP, held, seed=2)
@@ -90,7 +91,7 @@ def test_rollout_and_training_have_the_same_bytes():
 def test_streams_start_as_the_model_without_them():
     """Equal streams with gates at their start compute the residual model, but for alpha."""
     batch = torch.randint(1, text.VOCAB, (2, 64), generator=torch.Generator().manual_seed(4))
-    plain = model.ours(model.build(SMALL, torch.device("cpu"), seed=1))
+    plain = model.ours(SMALL, torch.device("cpu"), seed=1)
     side = build(SMALL)
     with torch.no_grad():
         want = plain.hidden(input_ids=batch).float()

@@ -59,6 +59,13 @@ PATCH = {
         ArgumentValueError,
         ["logits: expected one of 'linear_logp', 'linear'", "'logp'"],
     ),
+    "order's type": (small(), {"order": 1}, ArgumentTypeError, ["order: expected a string", "1"]),
+    "order": (
+        small(),
+        {"order": "atomic"},
+        ArgumentValueError,
+        ["order: expected one of 'chain', 'tree'", "'atomic'"],
+    ),
     "no logits by name": (small(), {"logits": ""}, ArgumentValueError, ["logits", "''"]),
     "TorchScript": (
         torch.jit.script(small()),

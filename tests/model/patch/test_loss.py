@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 import cute_kernels as ck
 from cute_kernels.errors import ArgumentTypeError, ShapeError
@@ -106,6 +107,26 @@ def test_items_in_batch_shifted_labels_and_tuples():
         placed = net(TOKENS, None, None, None, None, labels(), False).loss
     for other in (total, given, first, placed):
         assert same_bytes(mean, other)
+
+
+def test_the_order_of_the_head():
+    """Of its logits, and of the gradient that a loss of ck.linear_logp sends back."""
+    net = families.model("llama", vocab_size=600).float().train()
+    shape = (*TOKENS.shape, net.config.hidden_size)
+    hidden = torch.randn(shape, generator=torch.Generator().manual_seed(5))
+    found = {}
+    for order in ("chain", "tree"):
+        ck.patch(net, order=order)
+        mine, direct = (hidden.clone().requires_grad_() for _ in range(2))
+        weight = net.lm_head.weight
+        assert same_bytes(net.lm_head(mine), ck.linear(mine, weight, order=order))
+        net.model.forward = lambda *args, to=mine, **kwargs: BaseModelOutputWithPast(to)
+        net(TOKENS, labels=TOKENS, use_cache=False).loss.backward()
+        logps = ck.linear_logp(direct[:, :-1], weight, TOKENS[:, 1:], order=order)
+        (-logps.sum() / TOKENS[:, 1:].numel()).backward()
+        assert same_bytes(mine.grad[:, :-1], direct.grad[:, :-1])
+        found[order] = mine.grad
+    assert not same_bytes(found["chain"], found["tree"])
 
 
 def test_logits_only():

@@ -37,6 +37,27 @@ def test_a_linear_is_ck_linear():
     assert same_bytes(net(given), ck.linear(given, net.weight, net.bias))
 
 
+def test_the_order_of_linears_is_an_argument():
+    """K of 300 has more leaves than one."""
+    net, conv = nn.Linear(300, 24), Conv1D(24, 300)
+    given, weights = x(3, 300), (net.weight, conv.weight.mT)
+    for order, other in (("tree", "chain"), ("chain", "tree")):
+        for module, weight in zip((net, conv), weights, strict=True):
+            ck.patch(module, order=order)
+            y = module(given)
+            assert same_bytes(y, ck.linear(given, weight, module.bias, order=order))
+            assert not same_bytes(y, ck.linear(given, weight, module.bias, order=other))
+
+
+def test_the_batches_that_may_be_cut():
+    """Linears ask for 16 tokens, norms for those of a part, the narrowest for the most."""
+    net = nn.Sequential(nn.Embedding(9, 64), nn.Linear(64, 64), nn.SiLU())
+    assert ck.patch(net).granularity == 16
+    net.append(nn.LayerNorm(4096)).append(nn.RMSNorm(128, eps=1e-6))
+    assert ck.patch(net).granularity == part_rows(128) > part_rows(4096) > 16
+    assert ck.patch(net, norm=False).granularity == 16
+
+
 def test_conv1d_is_ck_linear():
     net, given = Conv1D(24, 48), x(3, 5, 48)
     want = ck.linear(given, net.weight.mT, net.bias)
