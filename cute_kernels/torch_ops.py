@@ -82,7 +82,18 @@ def define_op(
 
 #: Arguments of these types are what they seem; every other tensor has a say in how it is computed.
 _PLAIN_TYPES = frozenset(
-    (torch.Tensor, torch.nn.Parameter, type(None), str, float, int, bool, list, torch.dtype)
+    (
+        torch.Tensor,
+        torch.nn.Parameter,
+        type(None),
+        str,
+        float,
+        int,
+        bool,
+        list,
+        torch.dtype,
+        torch.device,
+    )
 )
 _C = torch._C
 #: Included where `torch.autograd.grad(is_grads_batched=True)` runs a backward: its batched tensors

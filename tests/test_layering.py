@@ -57,6 +57,7 @@ RANKS: dict[str, float] = {
     "system.triton_sums": 7,
     "system.triton_kernel": 8,
     "system.triton_kernel_tokens": 8,
+    "system.device_spans": 7,
     "system.sequences": 9,
     "system.launch": 9,
     "system.triton_launch": 9,

@@ -106,7 +106,8 @@ def spans(
     each query must see one run of keys: causal, windows, chunks, packs, prefixes.
 
     Returns:
-        int32 [B, 1, T, 4] on the CPU; see ``sparse_attn.sequences``.
+        int32 [B, 1, T, 4]; see ``sparse_attn.sequences``.  On the CPU; or on a GPU whose
+        kernels read them, if no gradient is asked for: a CUDA graph can then hold a decoding step.
 
     Raises:
         ArgumentValueError: a query whose keys have gaps between them; padding in the middle of a
@@ -118,18 +119,21 @@ def spans(
     if chunk and chunk == others.get("local_size") and chunk % _BLOCK:
         want = f"a multiple of {_BLOCK}, so that bits do not depend on where a prefill is cut"
         raise ArgumentValueError(expected("config.attention_chunk_size", want, chunk))
-    seen = None
-    if mask_function not in (None, causal_mask_function):
-        seen = _seen(
-            (batch_size, q_length, kv_length),
-            (q_offset, kv_offset),
-            (mask_function, attention_mask, bool(others.get("use_vmap", False)), device),
-        )
-    sizes = (batch_size, q_length, kv_length)
-    return api.sequence_spans(seen, attention_mask, q_offset, kv_offset, sizes)
+    where, any_mask = api.spans_device(device), mask_function not in (None, causal_mask_function)
+    if where.type != "cpu" and any_mask and attention_mask is None and q_length == kv_length:
+        # It may be a pack.
+        where = torch.device("cpu")
+    sizes, seen = (batch_size, q_length, kv_length), None
+    if any_mask:
+        rule = mask_function, attention_mask, bool(others.get("use_vmap", False)), device
+        seen = _seen(sizes, (q_offset, kv_offset), rule, where)
+    packed = where.type == "cpu"
+    return api.sequence_spans(
+        seen, attention_mask, q_offset, kv_offset, sizes, packed=packed, device=where
+    )
 
 
-def _seen(sizes: tuple, offsets: tuple, rule: tuple) -> torch.Tensor:
+def _seen(sizes: tuple, offsets: tuple, rule: tuple, where: torch.device) -> torch.Tensor:
     """int32 [B, 1, T, 2]: the columns that each query sees, some rows of the mask at a time."""
     from transformers.masking_utils import sdpa_mask
 
@@ -150,7 +154,7 @@ def _seen(sizes: tuple, offsets: tuple, rule: tuple) -> torch.Tensor:
             use_vmap=use_vmap,
             device=device,
         )
-        return api.seen_columns(dense)
+        return api.seen_columns(dense, where)
 
     # A loop over the rows would tie a compiled graph to their number.
     if torch.compiler.is_compiling() or batch * rows * columns <= _CHUNK:
@@ -161,5 +165,6 @@ def _seen(sizes: tuple, offsets: tuple, rule: tuple) -> torch.Tensor:
 
 def _of_columns(dense: torch.Tensor) -> torch.Tensor:
     """The spans of a bool mask, keys at the positions of their columns."""
-    sizes = (dense.shape[0], *dense.shape[2:])
-    return api.sequence_spans(api.seen_columns(dense), None, 0, 0, sizes, packed=False)
+    sizes, where = (dense.shape[0], *dense.shape[2:]), api.spans_device(dense.device)
+    seen = api.seen_columns(dense, where)
+    return api.sequence_spans(seen, None, 0, 0, sizes, packed=False, device=where)

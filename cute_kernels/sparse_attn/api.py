@@ -101,20 +101,33 @@ def block_sparse_attention(
     return (out, lse) if return_lse else out
 
 
-def seen_columns(dense: torch.Tensor) -> torch.Tensor:
+def seen_columns(dense: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
     """The columns that each query sees, for `sequence_spans`.
 
     Args:
         dense: bool [B, 1, T, S]; the True columns of a query lie next to each other.
+        device: The CPU, or where ``dense`` is.
 
     Returns:
-        int32 [B, 1, T, 2] on the CPU: first and end, equal for a query that sees nothing.
+        int32 [B, 1, T, 2] on ``device``: first and end, equal for a query that sees nothing.
 
     Raises:
-        ArgumentValueError: a query whose columns have gaps; the message names it.
+        ArgumentValueError: a query whose columns have gaps; the message names it.  Not for one
+            query (T = 1) with ``device`` a GPU, nor while a CUDA graph is captured: neither waits.
     """
     checks.dense_mask(dense)
-    return sequence_op.seen_columns(dense)
+    return sequence_op.seen_columns(dense, torch.device(device))
+
+
+def spans_device(device: torch.device | str) -> torch.device:
+    """Where spans for tensors on a device serve best.
+
+    There, if its kernels read them and no gradient is asked for, which needs them on the CPU.
+    """
+    where = torch.device(device)
+    if where.type != "cuda" or torch.is_grad_enabled():
+        return torch.device("cpu")
+    return where if sequence_op.reads_spans(str(where)) else torch.device("cpu")
 
 
 def sequence_spans(
@@ -125,6 +138,7 @@ def sequence_spans(
     sizes: tuple[int, int, int],
     *,
     packed: bool = True,
+    device: torch.device | str = "cpu",
 ) -> torch.Tensor:
     """Where each query's sequence lies in a key buffer, and what the query sees of it.
 
@@ -137,16 +151,20 @@ def sequence_spans(
         sizes: (B, T, S): sequences, queries of each, columns of the key buffer.
         packed: Where the queries are all of the buffer and nothing is padding: whether columns
             that see nothing of each other are documents, each with positions of its own.
+        device: The CPU, or the GPU of ``seen`` and ``padding``, where nothing waits: gaps are not
+            looked for, and documents not told apart (``packed`` has to be False).
 
     Returns:
-        int32 [B, 1, T, 4] on the CPU; see ``sparse_attn.sequences``.
+        int32 [B, 1, T, 4] on ``device``; see ``sparse_attn.sequences``.
 
     Raises:
-        ArgumentValueError: a gap in ``padding``.
+        ArgumentValueError: a gap in ``padding``; ``packed`` on a GPU.
     """
     if not isinstance(q_offset, torch.Tensor):
         q_offset = torch.full((), q_offset, dtype=torch.int64, device="cpu")
-    return sequence_op.sequence_spans(seen, padding, q_offset, kv_offset, *sizes, packed)
+    where = torch.device(device)
+    checks.spans_apart(packed, where)
+    return sequence_op.sequence_spans(seen, padding, q_offset, kv_offset, *sizes, packed, where)
 
 
 def sequence_attention(

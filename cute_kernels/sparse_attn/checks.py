@@ -88,11 +88,20 @@ def dense_mask(dense: torch.Tensor) -> None:
 
 
 def spans(spans: torch.Tensor, q: torch.Tensor) -> None:
-    """That ``spans`` are for the queries ``q`` [B, T, Hq, D]."""
+    """That ``spans`` are for the queries ``q`` [B, T, Hq, D], on the CPU or beside them."""
     want = [q.shape[0], 1, q.shape[1], 4]
     if spans.dtype != torch.int32 or list(spans.shape) != want:
         got = f"{spans.dtype} {list(spans.shape)}"
         raise ShapeError(expected("spans", f"torch.int32 {want}, as q has queries", got))
+    if spans.device.type != "cpu" and spans.device != q.device:
+        want = f"the CPU or {q.device}, where q is"
+        raise DeviceError(expected("spans", want, spans.device))
+
+
+def spans_apart(packed: bool, device: torch.device) -> None:
+    """That documents of a pack are told apart on the CPU."""
+    if packed and device.type != "cpu":
+        raise ArgumentValueError(expected("packed", f"False for spans on {device}", packed))
 
 
 def gradient(device: str, mask_heads: int, heads: int, kv_heads: int) -> None:

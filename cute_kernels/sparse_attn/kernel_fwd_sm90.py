@@ -3,7 +3,8 @@
 t = S = Q K^T, c = scale log2 e; with a softcap t = tanh(S scale / softcap), c = softcap log2 e.
 
 Layouts      Q, O [B, Sq, Hq, D], K, V [B, Sk, Hkv, D], last dimension contiguous, other strides
-             multiples of 16 bytes; LSE fp32 [B, Hq, Sq], natural log; lists as in ``masks``.
+             multiples of 16 bytes; LSE fp32 [B, Hq, Sq], natural log; lists as in ``masks``, or
+             (form "spans") int32 [B, Sq, 4] as in ``sequences``, of which lists are made here.
 Order        S: one fp32 accumulator, D ascending in k16 groups.  KV blocks of 128 ascending by
              absolute index.  A block: running maximum, O and the sum times exp2(c (m - m')), P
              rounded to the input dtype, then added to O in k16 groups of keys ascending.  Each of
@@ -11,6 +12,8 @@ Order        S: one fp32 accumulator, D ascending in k16 groups.  KV blocks of 1
              O is divided once, by multiplication with the reciprocal, and rounded once.
 Masks        by selection; a block without an allowed key leaves a row's state as it was, bit by
              bit.  Rows without any key: O = 0, LSE = -inf.
+Keys         of form "spans": key 0 is the column that ``device/spans`` names, and blocks are
+             counted from there, so that a sequence may lie anywhere in K and V.
 Tails        TMA fills zeros beyond Sq and Sk; keys beyond Sk are masked, rows beyond Sq clipped.
 Roles        one CTA per 128 query rows of a head, or per 192, of two blocks of the mask.
              Warpgroup 0: one warp loads what either block lists (``merge``); warpgroups 1, 2 (and
@@ -23,6 +26,7 @@ Limits       SM90a only; bf16 and fp16; D in {64, 96, 128}; lengths below 2^30; 
 Measured     on an H200: docs/status.md, docs/notes/attention_sm90.md.
 """
 
+import functools
 import math
 
 import cutlass
@@ -34,9 +38,8 @@ from cutlass.utils import hopper_helpers
 
 from ..compile import fake
 from ..dsl import mma, pipeline, smem, softmax, tma
-from .config import ForwardConfig
-from .device import merge, score_mask
-from .masks import FORMS
+from .config import FORWARD_FORMS, SPANS, ForwardConfig
+from .device import merge, score_mask, spans
 
 #: By consumers: what the roles have of the (1 + consumers) times 168 or 128 that the launch gives.
 PRODUCER_REGISTERS = {2: 24, 3: 32}
@@ -54,7 +57,7 @@ class ForwardSm90:
     """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
 
     def __init__(self, config: ForwardConfig):
-        assert config.head_dim in (64, 96, 128) and config.form in FORMS
+        assert config.head_dim in (64, 96, 128) and config.form in FORWARD_FORMS
         self.config = config
         self.head_dim = config.head_dim
         self.dtype = fake.DTYPES[config.dtype]
@@ -73,10 +76,11 @@ class ForwardSm90:
         mV: cute.Tensor,
         mO: cute.Tensor,
         mLse: cute.Tensor,
-        mCount: cute.Tensor,
-        mEntry: cute.Tensor,
-        mTile: cute.Tensor,
-        mWords: cute.Tensor,
+        mCount: cute.Tensor | None,
+        mEntry: cute.Tensor | None,
+        mTile: cute.Tensor | None,
+        mWords: cute.Tensor | None,
+        mSpans: cute.Tensor | None,
         lo: cutlass.Int32,
         hi: cutlass.Int32,
         c: cutlass.Float32,
@@ -108,7 +112,7 @@ class ForwardSm90:
         self.storage = Storage
         batch, q_len, heads, _ = mQ.shape
         tiles = cute.ceil_div(q_len, self.rows) * heads * batch
-        tensors = (mK, mLse, mCount, mEntry, mTile, mWords)
+        tensors = (mK, mLse, mCount, mEntry, mTile, mWords, mSpans)
         self.kernel(q, k, v, o, *tensors, lo, hi, c, inner).launch(
             grid=(tiles, 1, 1),
             block=((1 + self.consumers) * mma.WARPGROUP, 1, 1),
@@ -125,10 +129,11 @@ class ForwardSm90:
         o: tma.Source,
         mK: cute.Tensor,
         mLse: cute.Tensor,
-        mCount: cute.Tensor,
-        mEntry: cute.Tensor,
-        mTile: cute.Tensor,
-        mWords: cute.Tensor,
+        mCount: cute.Tensor | None,
+        mEntry: cute.Tensor | None,
+        mTile: cute.Tensor | None,
+        mWords: cute.Tensor | None,
+        mSpans: cute.Tensor | None,
         lo: cutlass.Int32,
         hi: cutlass.Int32,
         c: cutlass.Float32,
@@ -151,19 +156,24 @@ class ForwardSm90:
 
         q_len, kv_len = mLse.shape[2], mK.shape[1]
         tile, head, batch = tile_of(q_len, mLse.shape[1], self.rows)
-        # A mask of one batch or one head serves all of them.
-        mask_batch = cutlass.min(batch, mCount.shape[0] - 1)
-        mask_head = cutlass.min(head, mCount.shape[1] - 1)
         # Two consumers share a block of the mask, three have rows of two.
-        lists = [
-            merge.listing(
+        blocks = [tile * self.consumers // 2 + n for n in range(self.consumers - 1)]
+        column = cutlass.Int32(0)
+        if cutlass.const_expr(self.config.form == SPANS):
+            of_rows = mSpans[batch, None, None]
+            column = spans.column_of_key_0(of_rows)
+            lists = [spans.listing(of_rows, m, column) for m in blocks]
+        else:
+            of_rows = None
+            # A mask of one batch or one head serves all of them.
+            mask_batch = cutlass.min(batch, mCount.shape[0] - 1)
+            mask_head = cutlass.min(head, mCount.shape[1] - 1)
+            stored = (
                 mCount[mask_batch, mask_head, None],
                 mEntry[mask_batch, mask_head, None, None],
                 mTile[mask_batch, mask_head, None, None] if self.config.form == "bits" else None,
-                tile * self.consumers // 2 + n,
             )
-            for n in range(self.consumers - 1)
-        ]
+            lists = [merge.listing(*stored, m) for m in blocks]
         count = lists[0][0] + lists[-1][0]
         kv_head = kv_head_of(head, mLse.shape[1], mK.shape[2])
         own = (matrix_of(q, head, batch), *(matrix_of(t, kv_head, batch) for t in (k, v)))
@@ -173,7 +183,7 @@ class ForwardSm90:
         if group == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS[self.consumers])
             if warp == 0 and count > 0:
-                self.load(own, (sQ, sK, sV), rings, words, tile, lists)
+                self.load(own, (sQ, sK, sV), rings, words, (tile, column), lists)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS[self.consumers])
             row_sum = cute.make_rmem_tensor((softmax.ROWS,), cutlass.Float32)
@@ -185,23 +195,28 @@ class ForwardSm90:
             softmax.start(row_max, row_sum)
             acc_o.fill(0.0)
             if count > 0:
-                mask = (words, mWords, lo, hi, kv_len)
+                mask = (words, mWords, of_rows, lo, hi, kv_len - column)
                 state = (acc_o, row_max, row_sum)
                 self.attend((sQ, sK, sV), rings, state, tile, mask, c, inner)
             softmax.finish(row_sum)
             self.store((acc_o, row_max, row_sum), o, sQ, mLse[batch, head, None], tile, q_len, c)
 
     @cute.jit
-    def load(self, sources, buffers, rings, words, tile, lists):
+    def load(self, sources, buffers, rings, words, place, lists):
         """The producer warp: the Q tile, then K and V of every block on a list, ascending.
 
         K runs one block ahead of V, as its readers do.
         """
         (q, k, v), (sQ, sK, sV), (q_ring, k_ring, v_ring) = sources, buffers, rings
+        tile, column = place
+        k_tensor, v_tensor = k.tensor, v.tensor
+        if cutlass.const_expr(self.config.form == SPANS):
+            k_tensor = cute.domain_offset((column, 0), k_tensor)
+            v_tensor = cute.domain_offset((0, column), v_tensor)
         # (rows, D, blocks), and (D, keys, blocks) for V.
         gQ = cute.local_tile(q.tensor, (self.rows, self.head_dim), (None, 0))
-        gK = cute.local_tile(k.tensor, (BLOCK, self.head_dim), (None, 0))
-        gV = cute.local_tile(v.tensor, (self.head_dim, BLOCK), (0, None))
+        gK = cute.local_tile(k_tensor, (BLOCK, self.head_dim), (None, 0))
+        gV = cute.local_tile(v_tensor, (self.head_dim, BLOCK), (0, None))
         alone = cute.make_layout(1)
         tQsQ, tQgQ = tma.partition(q.atom, 0, alone, sQ, gQ)
         tKsK, tKgK = tma.partition(k.atom, 0, alone, sK, gK)
@@ -251,6 +266,8 @@ class ForwardSm90:
         # Its list, and this thread's first row in the block of the mask; its second is 8 below.
         m, which = half // 2, half // 2 - tile * self.consumers // 2
         row = half % 2 * ROWS + lane // 32 * 16 + lane % 32 // 4
+        if cutlass.const_expr(self.config.form == SPANS):
+            mask = (*mask[:3], *spans.between(mask[2], m * BLOCK + row), mask[5])
 
         qk, pv = self.qk_mma(), self.pv_mma()
         slice_qk, slice_pv = qk.get_slice(consumer * mma.WARPGROUP), pv.get_slice(0)
@@ -379,7 +396,7 @@ class ForwardSm90:
         """The scores of one block, capped; -inf where a key is not allowed."""
         if cutlass.const_expr(self.config.softcap):
             softmax.cap(acc_s, inner)
-        _, _, lo, hi, kv_len = mask
+        _, _, _, lo, hi, kv_len = mask
         key = (word >> merge.BLOCK_SHIFT) * BLOCK
         partial = word & merge.PARTIAL != 0
         last = kv_len - 1 - key
@@ -389,6 +406,10 @@ class ForwardSm90:
                 at = m * BLOCK + row - key
                 first = (at + lo, at + 8 + lo)
                 until = (cutlass.min(at + hi, last), cutlass.min(at + 8 + hi, last))
+                score_mask.keep_between(acc_s, lane, first, until)
+        elif cutlass.const_expr(self.config.form == SPANS):
+            if spans.hides(lo, hi, key):
+                first, until = [at - key for at in lo], [at - key for at in hi]
                 score_mask.keep_between(acc_s, lane, first, until)
         else:
             if cutlass.const_expr(self.config.form == "bits"):
@@ -546,6 +567,13 @@ def build(config: ForwardConfig, compile=cute.compile):
     heads, kv_heads, blocks, longest = fake.size(), fake.size(), fake.size(), fake.size()
     shared = (fake.size(), fake.size(), blocks)
     listed = (*shared, longest) if config.form == "bits" else tuple(fake.size() for _ in range(4))
+    ints = functools.partial(fake.compact, cutlass.Int32)
+    stored = (
+        *(ints(shared), ints((*shared, longest)), ints(listed)),
+        ints((fake.size(), BLOCK, score_mask.WORDS), fake.TMA_ALIGN),
+        None,
+    )
+    spans_alone = (None,) * 4 + (ints((batch, q_len, len(spans.FIELDS)), fake.TMA_ALIGN),)
     width = config.head_dim
 
     def rows(length, heads):
@@ -558,10 +586,7 @@ def build(config: ForwardConfig, compile=cute.compile):
         rows(kv_len, kv_heads),
         rows(q_len, heads),
         fake.compact(cutlass.Float32, (batch, heads, q_len)),
-        fake.compact(cutlass.Int32, shared),
-        fake.compact(cutlass.Int32, (*shared, longest)),
-        fake.compact(cutlass.Int32, listed),
-        fake.compact(cutlass.Int32, (fake.size(), BLOCK, score_mask.WORDS), fake.TMA_ALIGN),
+        *(spans_alone if config.form == SPANS else stored),
         cutlass.Int32(0),
         cutlass.Int32(0),
         cutlass.Float32(1.0),

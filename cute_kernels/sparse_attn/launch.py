@@ -64,10 +64,28 @@ def forward(
     )
     out = empty(q.shape, q.dtype, q.device)
     lse = empty((batch, heads, q_len), torch.float32, q.device)
-    lists = mask.kv_count, not_empty(mask.kv_entry), not_empty(mask.kv_tile), mask.words
+    lists = mask.kv_count, not_empty(mask.kv_entry), not_empty(mask.kv_tile), mask.words, None
     operands = (addressable(t, _NAME, name) for name, t in zip("qkv", (q, k, v), strict=True))
     numbers = mask.lo, mask.hi, *config.factors(scale, softcap)
     call(q.device, kernel, *operands, out, lse, *lists, *numbers)
+    return out, lse
+
+
+def forward_of_spans(
+    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of ``sequence_op``, for spans on the device: one launch, nothing is read back.
+
+    spans: int32 [B, T, 4], contiguous; all of a batch row with one begin and one position.
+    """
+    batch, q_len, heads, dim = q.shape
+    dtype = config.DTYPE_NAMES[q.dtype]
+    kernel = _forward_kernel(config.configure_forward(dtype, dim, config.SPANS, softcap > 0))
+    out = empty(q.shape, q.dtype, q.device)
+    lse = empty((batch, heads, q_len), torch.float32, q.device)
+    operands = (addressable(t, _NAME, name) for name, t in zip("qkv", (q, k, v), strict=True))
+    numbers = 0, 0, *config.factors(scale, softcap)
+    call(q.device, kernel, *operands, out, lse, None, None, None, None, spans, *numbers)
     return out, lse
 
 
@@ -172,7 +190,7 @@ def post_entry(chosen: PostConfig) -> Kernel:
 def catalogue() -> Iterator[Entry]:
     """Every kernel that these launchers can ask for."""
     dtypes, flags = config.DTYPE_NAMES.values(), (False, True)
-    for key in itertools.product(dtypes, config.HEAD_DIMS, FORMS, flags):
+    for key in itertools.product(dtypes, config.HEAD_DIMS, config.FORWARD_FORMS, flags):
         chosen = config.configure_forward(*key)
         mma = ("64x128x16", f"64x{chosen.head_dim}x16")
         shared = _FORWARD_SHARED[chosen.head_dim]

@@ -30,15 +30,15 @@ from .masks import Order
 from .tensors import Grads, Saved
 
 NAME = "block_sparse_attention"
-_HALF = frozenset({torch.bfloat16, torch.float16})
+HALF = frozenset({torch.bfloat16, torch.float16})
 
 for _name, _function in ((NAME, "forward"), (f"{NAME}_backward", "backward")):
     dispatch.register(
         _name,
         {
-            CUTE_SM90: Implementation(f"{__package__}.launch:{_function}", _HALF),
-            TRITON: Implementation(f"{__package__}.triton.launch:{_function}", _HALF),
-            CPU: Implementation(f"{__package__}.cpu:{_function}", _HALF),
+            CUTE_SM90: Implementation(f"{__package__}.launch:{_function}", HALF),
+            TRITON: Implementation(f"{__package__}.triton.launch:{_function}", HALF),
+            CPU: Implementation(f"{__package__}.cpu:{_function}", HALF),
         },
         contract=NAME,
     )

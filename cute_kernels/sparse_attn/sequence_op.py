@@ -5,8 +5,10 @@
     sequence_attention   q, k, v, spans -> out, lse
     sequence_attention_backward
 
-Spans are an operand: one compiled graph serves every length, padding and cache.  They live on the
-CPU, so making them of a mask on a GPU waits for it, once per forward pass and kind of mask.
+Spans are an operand: one compiled graph serves every length, padding and cache.  Those on the CPU
+are cut into runs, an attention each; making them of a mask on a GPU waits for it, once per forward
+pass and kind of mask.  Those on a GPU are read by the kernel alone: one launch, which CUDA graphs
+can hold, and the same bytes.  Gradients come from runs in either case.
 """
 
 from __future__ import annotations
@@ -14,31 +16,66 @@ from __future__ import annotations
 import torch
 
 from .. import dispatch
+from ..arch import CUTE_SM90
+from ..dispatch import Implementation
 from ..torch_ops import define_op
-from . import checks, prepare, sequences
-from .op import NAME, refuse_double_backward, refuse_vmap
+from ..untraced import untraced
+from . import checks, device_spans, prepare, sequences
+from .op import HALF, NAME, refuse_double_backward, refuse_vmap
 from .tensors import Grads, Saved
 
+SPANS_NAME = "sequence_attention"
 
-def _run_seen(dense):
+
+dispatch.register(
+    SPANS_NAME,
+    {CUTE_SM90: Implementation(f"{__package__}.launch:forward_of_spans", HALF)},
+    contract=NAME,
+)
+
+
+@untraced
+def reads_spans(device: str) -> bool:
+    """Whether the kernels of a device read spans themselves."""
+    return dispatch.reasons(SPANS_NAME, device, torch.bfloat16)[CUTE_SM90] is None and (
+        dispatch.backend(NAME, device, torch.bfloat16) == CUTE_SM90
+    )
+
+
+# A constant of a compiled graph, as `prepare.operands` is.
+reads_spans._dynamo_marked_constant = True
+
+
+def _run_seen(dense, device):
+    if device.type == "cpu":
+        return sequences.seen_of(dense).cpu()
+    # The gaps of a decoding step are those of the pass before it.
+    if dense.shape[2] == 1 or torch.cuda.is_current_stream_capturing():
+        return device_spans.seen_of(dense)
     return sequences.seen_of(dense)
 
 
-def _fake_seen(dense):
+def _fake_seen(dense, device):
     shape = (*dense.shape[:-1], 2)
-    return torch.empty(shape, dtype=torch.int32, device="cpu")
+    return torch.empty(shape, dtype=torch.int32, device=device)
 
 
-def _run_spans(seen, padding, q_offset, kv_offset, batch, rows, columns, packed):
+def _run_spans(seen, padding, q_offset, kv_offset, batch, rows, columns, packed, device):
     sizes = (batch, rows, columns)
-    return sequences.spans_of(seen, padding, int(q_offset), int(kv_offset), sizes, packed)
+    if device.type == "cpu":
+        return sequences.spans_of(seen, padding, int(q_offset), int(kv_offset), sizes, packed)
+    q_offset = q_offset.to(device, non_blocking=True)
+    return device_spans.spans_of(seen, padding, q_offset, kv_offset, sizes)
 
 
-def _fake_spans(seen, padding, q_offset, kv_offset, batch, rows, columns, packed):
-    return torch.empty((batch, 1, rows, 4), dtype=torch.int32, device="cpu")
+def _fake_spans(seen, padding, q_offset, kv_offset, batch, rows, columns, packed, device):
+    return torch.empty((batch, 1, rows, 4), dtype=torch.int32, device=device)
 
 
 def _run(q, k, v, spans, scale, softcap):
+    if spans.device.type != "cpu" and q.numel() and k.numel():
+        launch = dispatch.launcher(SPANS_NAME, q.device, q.dtype)
+        return launch(q, k, v, spans[:, 0].contiguous(), scale, softcap)
     runs = sequences.runs_of(spans, str(q.device))
     parts = ((run, _attend(run, q, k, v, scale, softcap)) for run in runs)
     if [run[:2] for run in runs] == [(slice(0, q.shape[0]), slice(0, q.shape[1]))]:
@@ -103,10 +140,12 @@ def _setup_nothing(ctx, inputs, output):
     pass
 
 
-seen_columns = define_op("seen_columns(Tensor dense) -> Tensor", _run_seen, fake=_fake_seen)
+seen_columns = define_op(
+    "seen_columns(Tensor dense, Device device) -> Tensor", _run_seen, fake=_fake_seen
+)
 sequence_spans = define_op(
     "sequence_spans(Tensor? seen, Tensor? padding, Tensor q_offset, SymInt kv_offset, "
-    "SymInt batch, SymInt rows, SymInt columns, bool packed) -> Tensor",
+    "SymInt batch, SymInt rows, SymInt columns, bool packed, Device device) -> Tensor",
     _run_spans,
     fake=_fake_spans,
 )

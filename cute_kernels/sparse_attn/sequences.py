@@ -7,7 +7,8 @@ first key is not at a multiple of 128, zero rows that nobody sees stand in front
 
     columns seen  -> spans (``spans_of``)  -> runs (``runs_of``)  -> one attention per run
 
-Spans are int32 [B, 1, T, 4] on the CPU, one row per query:
+Spans are int32 [B, 1, T, 4], one row per query; on the CPU, or on a GPU (``device_spans``), where
+one launch attends all rows of a batch:
 
     begin      the column of the first key of its sequence that the buffer holds
     position   that key's position in the sequence: 0 unless a cache dropped keys before it
@@ -28,7 +29,7 @@ from ..errors import ArgumentValueError, expected
 from ..schedulers.masks.mask import BlockMask
 from ..schedulers.masks.rules import Band, Rule
 from ..schedulers.masks.spans import Spans
-from . import prepare
+from . import device_spans, prepare
 from .masks import BLOCK
 
 
@@ -55,22 +56,20 @@ class Run(NamedTuple):
 
 
 def seen_of(dense: Tensor) -> Tensor:
-    """(first, end) of the True columns of each row: [B, 1, T, S] -> int32 [B, 1, T, 2], CPU."""
-    columns = dense.shape[-1]
-    if not columns:
-        return torch.zeros((*dense.shape[:-1], 2), dtype=torch.int32, device="cpu")
-    count = dense.sum(dim=-1, dtype=torch.int32)
-    marks = dense.to(torch.uint8)
-    first = marks.argmax(dim=-1).to(torch.int32)
-    end = columns - marks.flip(-1).argmax(dim=-1).to(torch.int32)
-    end = torch.where(count > 0, end, first)
-    gaps = (end - first != count).cpu().nonzero()
+    """(first, end) of the True columns of each row: [B, 1, T, S] -> int32 [B, 1, T, 2].
+
+    Waits for the device of ``dense`` to look for gaps.
+    """
+    if not dense.shape[-1]:
+        return torch.zeros((*dense.shape[:-1], 2), dtype=torch.int32, device=dense.device)
+    seen = device_spans.seen_of(dense)
+    gaps = (seen[..., 1] - seen[..., 0] != dense.sum(dim=-1)).cpu().nonzero()
     if len(gaps):
         sequence, _, row = gaps[0].tolist()
         want = "queries that see one run of keys each (a 4-D bool mask takes any others)"
         got = f"gaps between the keys of query {row} of sequence {sequence}"
         raise ArgumentValueError(expected("attention_mask", want, got))
-    return torch.stack((first, end), dim=-1).cpu()
+    return seen
 
 
 def spans_of(

@@ -1,12 +1,19 @@
 """Sequences in key buffers on a card: python -m tests.sparse_attn.gpu_sequences
 
-Padding on either side with gradients, packs, caches that drop keys; prints "ok" at the end.
+Padding on either side with gradients, packs, caches that drop keys; spans that the kernel reads, a
+CUDA graph of decoding steps among them.  Prints "ok" at the end.
 """
 
 from __future__ import annotations
 
+import torch
+
+from cute_kernels.sparse_attn import api
 from tests.contract import same_bytes
 from tests.sparse_attn import sequence_cases as known
+
+COLUMNS, PROMPT, STEPS = 700, 131, 5
+PADS = (0, 1, 60, 128, 130)
 
 
 def main() -> None:
@@ -21,7 +28,43 @@ def main() -> None:
         found = known.cached(window, pad, known.CHUNKS)
         want = known.alone(known.CACHED, window=window)[0]
         require(f"window {window} behind {pad}", [] if same_bytes(found, want) else ["out"])
+    for dim in (64, 96, 128):
+        graph_of_decoding(dim)
     print("ok")
+
+
+@torch.no_grad()
+def graph_of_decoding(dim: int) -> None:
+    """A static cache, left padding: spans on the card, on the CPU, and steps of one CUDA graph."""
+    generator = torch.Generator(device="cuda").manual_seed(dim)
+    fresh = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
+    batch = len(PADS)
+    k, v = (torch.randn(batch, COLUMNS, 2, dim, **fresh) for _ in range(2))
+    real = torch.arange(COLUMNS, device="cuda") >= torch.tensor(PADS, device="cuda")[:, None]
+
+    def attend(q: torch.Tensor, offset: int | torch.Tensor, device: str) -> torch.Tensor:
+        sizes = (batch, q.shape[1], COLUMNS)
+        spans = api.sequence_spans(None, real, offset, 0, sizes, packed=False, device=device)
+        return api.sequence_attention(q, k, v, spans)
+
+    prompt = torch.randn(batch, PROMPT, 8, dim, **fresh)
+    both = [attend(prompt, 0, device) for device in ("cuda", "cpu")]
+    require(f"spans on the card, D = {dim}", [] if same_bytes(*both) else ["out"])
+    queries = torch.randn(STEPS, batch, 1, 8, dim, **fresh)
+    query, place = queries[0].clone(), torch.full((), PROMPT, device="cuda")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        attend(query, place, "cuda")
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = attend(query, place, "cuda")
+    for step in range(STEPS):
+        query.copy_(queries[step])
+        place.fill_(PROMPT + step)
+        graph.replay()
+        want = attend(queries[step], PROMPT + step, "cpu")
+        require(f"step {step} of a graph, D = {dim}", [] if same_bytes(made, want) else ["out"])
 
 
 def require(what: str, differing: list[str]) -> None:

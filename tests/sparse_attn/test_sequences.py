@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from cute_kernels.errors import ArgumentValueError, ShapeError
+from cute_kernels.errors import ArgumentValueError, DeviceError, ShapeError
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.spans import Spans
-from cute_kernels.sparse_attn import api, sequences
+from cute_kernels.sparse_attn import api, device_spans, sequence_op, sequences
 from tests.contract import same_bytes
 from tests.sparse_attn.sequence_cases import (
     CACHED,
@@ -164,18 +164,66 @@ def test_opcheck():
     found = [
         opcheck(
             torch.ops.cute_kernels.seen_columns.default,
-            (torch.ones(1, 1, 9, 9, dtype=torch.bool).tril(),),
+            (torch.ones(1, 1, 9, 9, dtype=torch.bool).tril(), torch.device("cpu")),
         ),
         opcheck(
             torch.ops.cute_kernels.sequence_spans.default,
-            (None, padding, torch.tensor(0), 0, *sizes, True),
+            (None, padding, torch.tensor(0), 0, *sizes, True, torch.device("cpu")),
         ),
         opcheck(torch.ops.cute_kernels.sequence_attention.default, (*leaves, spans, 0.125, 0.0)),
     ]
     assert all(set(f.values()) == {"SUCCESS"} for f in found)
 
 
+def test_spans_made_on_a_device_are_the_same():
+    """Drawn padding, caches that dropped keys, static ones, and masks; nothing waits in between."""
+    generator = torch.Generator().manual_seed(7)
+
+    def drawn(least: int, most: int, *shape: int) -> torch.Tensor:
+        return torch.randint(least, most + 1, shape or (1,), generator=generator)
+
+    for case in range(300):
+        batch, rows, more = (int(drawn(*at)) for at in ((1, 3), (1, 5), (0, 6)))
+        total = rows + int(drawn(0, 9))
+        dropped = int(drawn(0, total - rows)) if case % 3 == 0 else 0
+        columns, offset = total - dropped + (more if case % 3 == 1 else 0), total - rows
+        padding = None
+        if case % 2:
+            left = drawn(0, total, batch, 1)
+            column = torch.arange(total)
+            padding = (left <= column) & (column < left + drawn(0, total, batch, 1))
+        seen = None
+        if case % 5 > 2:
+            first, end = drawn(0, columns, batch, 1, rows, 2).int().sort(-1).values.unbind(-1)
+            column = torch.arange(columns)
+            seen = (first[..., None] <= column) & (column < end[..., None])
+            mine, theirs = device_spans.seen_of(seen), api.seen_columns(seen)
+            assert torch.equal(mine, theirs)
+            seen = theirs
+        sizes = (batch, rows, columns)
+        want = sequences.spans_of(seen, padding, offset, dropped, sizes, False)
+        got = device_spans.spans_of(seen, padding, torch.tensor(offset), dropped, sizes)
+        assert got.dtype == torch.int32 and torch.equal(got, want), case
+
+
+def test_where_spans_serve_best(monkeypatch):
+    """Beside the keys where kernels read them, unless a gradient is asked for."""
+    monkeypatch.setattr(sequence_op, "reads_spans", lambda device: device == "cuda:1")
+    with torch.no_grad():
+        found = [api.spans_device(d).type for d in ("cuda:1", "cuda:0", "cpu", torch.device("mps"))]
+        assert found == ["cuda", "cpu", "cpu", "cpu"]
+    assert api.spans_device("cuda:1").type == "cpu"
+    monkeypatch.undo()
+    with torch.inference_mode():
+        assert api.spans_device("cuda:0").type == "cpu"  # there is no GPU here
+
+
 def test_refusals():
+    with pytest.raises(ArgumentValueError, match="packed: expected False for spans on cuda"):
+        api.sequence_spans(None, None, 0, 0, (1, 3, 3), device="cuda")
+    q, k, v, _ = inputs(8)
+    with pytest.raises(DeviceError, match="spans: expected the CPU or cpu"):
+        api.sequence_attention(q, k, v, torch.zeros(1, 1, 8, 4, dtype=torch.int32, device="meta"))
     gaps = torch.ones(1, 1, 4, 5, dtype=torch.bool)
     gaps[0, 0, 2, 1] = False
     with pytest.raises(ArgumentValueError, match="query 2 of sequence 0"):

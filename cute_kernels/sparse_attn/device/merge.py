@@ -17,6 +17,8 @@ more of V than the visit before.
 import cutlass
 from cutlass import cute
 
+from .spans import Run
+
 LAST, ENDS, ABSENT = 1, 2, -4
 #: In a word: is_partial, and how far to the left the block is.
 PARTIAL, BLOCK_SHIFT = 4, 3
@@ -58,7 +60,7 @@ def step(lists, at: cute.Tensor, words: cute.Tensor, patience: cutlass.Constexpr
     if cutlass.const_expr(len(lists) > 1):
         for n in cutlass.range_constexpr(len(lists)):
             if at[n, AWAY] == patience and at[n, ENTRY] < END:
-                repeated, block = cutlass.Int32(n), lists[n][1][at[n, PLACE] - 1] >> 1
+                repeated, block = cutlass.Int32(n), entry_at(lists[n][1], at[n, PLACE] - 1) >> 1
     word = cute.make_rmem_tensor((len(lists),), cutlass.Int32)
     last = cutlass.Int32(LAST)
     for n in cutlass.range_constexpr(len(lists)):
@@ -96,16 +98,25 @@ def tell_tiles(lists, at: cute.Tensor, words: cute.Tensor):
                 words[n, 1] = at[n, TILE]
 
 
+def entry_at(entries, place):
+    """The entry at a place of a list, stored or not."""
+    return entries.entry(place) if isinstance(entries, Run) else entries[place]
+
+
 @cute.jit
 def look_up(list, at: cute.Tensor, n: cutlass.Constexpr):
     """The cursor's entry is that at its place, or ``END``.
 
-    A warp reads ``LANES`` entries at once: one by one, K of each step would wait for global memory.
+    A warp reads ``LANES`` stored entries at once: one by one, K of each step would wait for global
+    memory.
     """
     count, entries, _ = list
     place = at[n, PLACE]
-    if place & (LANES - 1) == 0:
-        index = cutlass.min(place + cute.arch.lane_idx(), cute.size(entries) - 1)
-        at[n, ENTRIES] = entries[index]
-    entry = cute.arch.shuffle_sync(at[n, ENTRIES], place & (LANES - 1))
-    at[n, ENTRY] = entry if place < count else cutlass.Int32(END)
+    if cutlass.const_expr(isinstance(entries, Run)):
+        at[n, ENTRY] = entries.entry(place) if place < count else cutlass.Int32(END)
+    else:
+        if place & (LANES - 1) == 0:
+            index = cutlass.min(place + cute.arch.lane_idx(), cute.size(entries) - 1)
+            at[n, ENTRIES] = entries[index]
+        entry = cute.arch.shuffle_sync(at[n, ENTRIES], place & (LANES - 1))
+        at[n, ENTRY] = entry if place < count else cutlass.Int32(END)

@@ -1,0 +1,218 @@
+"""The SM90 forward of form "spans": one launch has the bytes of one attention for each run.
+
+Keys that a row does not see are NaN, their values huge: junk of other sequences, padding, and slots
+of a static cache that are not filled yet.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_kernels.sparse_attn import kernel_fwd_sm90, launch, prepare, sequences
+from cute_kernels.sparse_attn.device import merge
+from tests import contract, ptxsim, sim
+from tests.kernels.edited import changed
+from tests.ptxsim.available import requires_sim
+from tests.sparse_attn import simulated
+
+pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
+
+SCALE = 0.2
+
+
+class Given(NamedTuple):
+    """q [B, T, Hq, D], k and v [B, S, Hkv, D], spans int32 [B, 1, T, 4]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    spans: Tensor
+    softcap: float = 0.0
+
+
+def given(table: Tensor, columns: int, heads=(2, 1), dim=64, dtype=torch.bfloat16, **options):
+    """Random operands for spans [B, T, 4]; junk where nobody looks."""
+    generator = torch.Generator().manual_seed(len(table) + columns)
+    batch, rows, _ = table.shape
+
+    def drawn(length, heads):
+        return torch.randn(batch, length, heads, dim, generator=generator).to(dtype)
+
+    q, k, v = drawn(rows, heads[0]), drawn(columns, heads[1]), drawn(columns, heads[1])
+    column = torch.arange(columns)
+    seen = ((table[..., 2:3] <= column) & (column < table[..., 3:])).any(1)
+    k[~seen] = math.nan
+    v[~seen] = 3e38 if dtype == torch.bfloat16 else 6e4
+    return Given(q, k, v, table[:, None].to(torch.int32), **options)
+
+
+def at_once(one: Given, **options) -> tuple[Tensor, Tensor]:
+    with simulated.simulated(**options):
+        return launch.forward_of_spans(*one[:3], one.spans[:, 0].contiguous(), SCALE, one.softcap)
+
+
+def by_runs(one: Given) -> tuple[Tensor, Tensor]:
+    """As `sequence_op` does it for spans on the CPU."""
+    out = torch.zeros_like(one.q)
+    lse = torch.full((len(out), *out.shape[2:0:-1]), -math.inf)
+    with simulated.simulated():
+        for run in sequences.runs_of(one.spans, "cpu"):
+            cut = run.cut_queries(one.q), run.cut_keys(one.k), run.cut_keys(one.v)
+            part = launch.forward(*cut, prepare.lower(run.mask), SCALE, one.softcap)
+            out[run.batch, run.queries], lse[run.batch, :, run.queries] = part
+    return out, lse
+
+
+def rows_of(begin: int, position: int, first: Tensor, end: Tensor) -> Tensor:
+    """The spans [T, 4] of one sequence."""
+    return torch.stack(
+        [torch.full_like(first, begin), torch.full_like(first, position), first, end], 1
+    )
+
+
+def causal(rows: int, begin: int, length: int, position: int = 0, window: int | None = None):
+    """The last ``rows`` of a sequence of ``length`` keys that lies at ``begin``."""
+    end = begin + torch.arange(length - rows, length) + 1
+    first = torch.full_like(end, begin)
+    if window is not None:
+        first = torch.maximum(first, end - window)
+    return rows_of(begin, position, first, end)
+
+
+def drawn_rows(rows: int, columns: int, begin: int, position: int) -> Tensor:
+    """Any run of keys for each row, and none for some."""
+    ends = torch.randint(
+        begin, columns + 1, (rows, 2), generator=torch.Generator().manual_seed(rows)
+    )
+    first, end = ends.amin(1), ends.amax(1)
+    return rows_of(begin, position, first, torch.where(torch.arange(rows) % 5 == 3, first, end))
+
+
+def tables() -> dict[str, tuple[Tensor, int]]:
+    """Spans [B, T, 4], and how many columns the buffer has."""
+    decode = [
+        causal(1, begin, length) for begin, length in ((0, 700), (131, 440), (299, 1), (5, 123))
+    ]
+    chunk = [causal(130, begin, 130 + more) for begin, more in ((0, 200), (77, 0), (128, 256))]
+    window = [causal(200, begin, 300, 640 + begin, window=150) for begin in (0, 30)]
+    # As behind the end of a sequence, among rows that see all of it, or all but the first key.
+    every = rows_of(3, 0, torch.full((130,), 3), torch.full((130,), 400))
+    every[::7, 3] = 3
+    every[5::7, 2] = 4
+    return {
+        "all keys or none": (every[None], 450),
+        "decode": (torch.stack(decode), 900),
+        "chunk": (torch.stack(chunk), 600),
+        "window behind dropped keys": (torch.stack(window), 333),
+        "any run": (torch.stack([drawn_rows(300, 500, *at) for at in ((0, 0), (60, 200))]), 500),
+        "nothing": (torch.stack([rows_of(7, 0, *torch.full((2, 40), 9)) for _ in range(2)]), 50),
+    }
+
+
+TABLES = tables()
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("name", TABLES)
+def test_one_launch_is_many(name, dim):
+    one = given(*TABLES[name], dim=dim)
+    got = at_once(one)
+    assert ptxsim.report()["fence_warnings"]["count"] == 0
+    assert all(map(contract.same_bytes, got, by_runs(one)))
+    assert got[0].isfinite().all() and not got[1].isnan().any()
+
+
+@pytest.mark.parametrize(
+    "options", [{"dtype": torch.float16}, {"softcap": 3.0}, {"heads": (6, 2)}], ids=str
+)
+def test_dtypes_softcap_and_groups(options):
+    one = given(*TABLES["chunk"], **options)
+    assert all(map(contract.same_bytes, at_once(one), by_runs(one)))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_modes_of_the_simulator(dim):
+    one = given(*TABLES["any run"], dim=dim)
+    sim.run_modes(lambda: at_once(one))
+
+
+#: label -> (module, its text, a defect).
+MUTANTS = {
+    "a key's block follows its column": (
+        "device.spans",
+        "span[BEGIN] - span[POSITION] % BLOCK",
+        "span[BEGIN]",
+    ),
+    "blocks are those of the buffer": (
+        "device.spans",
+        "span[BEGIN] - span[POSITION] % BLOCK",
+        "0 * span[BEGIN]",
+    ),
+    "a block whose last key is not seen": (
+        "device.spans",
+        "key + (BLOCK - 1)",
+        "key + (BLOCK - 2)",
+    ),
+    "one of a thread's rows is asked": (
+        "device.spans",
+        "min(last[0], last[1])",
+        "max(last[0], last[1])",
+    ),
+    "a block whose first key is not seen": ("device.spans", " > key)", " > key + 1)"),
+    "half a warp looks": ("device.spans", "range_constexpr(5)", "range_constexpr(4)"),
+    "a block too few": ("device.spans", "(most + BLOCK - 1) // BLOCK", "most // BLOCK"),
+    "the rows of the other half": (
+        "device.spans",
+        "seen(spans, row + 8 * half, column)",
+        "seen(spans, row + 8 - 8 * half, column)",
+    ),
+    "a key too many": (
+        "device.spans",
+        "[end - 1 for _, end in both]",
+        "[end for _, end in both]",
+    ),
+    "values of other columns": (
+        "kernel_fwd_sm90",
+        "cute.domain_offset((0, column), v_tensor)",
+        "v_tensor",
+    ),
+}
+
+
+def mutated(folder, name: str, old: str, new: str):
+    """What compiles a forward of the changed source."""
+    module = changed(folder, f"sparse_attn.{name}", old, new)
+    if name == "kernel_fwd_sm90":
+        return lambda config: module.build(config, compile=ptxsim.compile)
+
+    def kernel(config):
+        with (
+            mock.patch.object(kernel_fwd_sm90, "spans", module),
+            mock.patch.object(merge, "Run", module.Run),
+        ):
+            return kernel_fwd_sm90.build(config, compile=ptxsim.compile)
+
+    return kernel
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_are_killed(tmp_path, mutant):
+    kernel = mutated(tmp_path, *MUTANTS[mutant])
+    killed = []
+    for name in ("all keys or none", "any run", "decode", "window behind dropped keys"):
+        one = given(*TABLES[name])
+        try:
+            got = at_once(one, forward=kernel)
+        except ptxsim.PtxsimError:
+            killed.append(name)
+        else:
+            killed += [] if all(map(contract.same_bytes, got, by_runs(one))) else [name]
+        if killed:
+            return
+    raise AssertionError("nothing differs")
