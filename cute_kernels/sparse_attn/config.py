@@ -14,17 +14,12 @@ from ..schedulers.masks.mask import BlockMask
 from ..schedulers.model.machines import resolve
 from ..schedulers.order.schedule import Schedule
 from ..schedulers.version import VERSION
-from .masks import FORMS
 from .triton.plan import TRITON
 
 #: The head sizes that are taken, the same for q, k and v.
 HEAD_DIMS = (64, 96, 128)
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-#: A forward's own form: lists and elements follow from spans (``sequences``), on the device.
-SPANS = "spans"
-FORWARD_FORMS = (*FORMS, SPANS)
 
 #: Whose constants "auto" reckons with on a GPU, by head size.
 MACHINES = {64: "cute_sm90_d64", 96: "cute_sm90_d128", 128: "cute_sm90_d128"}
@@ -36,7 +31,7 @@ KEPT: Mapping[str, frozenset[str]] = dict.fromkeys((arch.CUTE_SM90, arch.TRITON,
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """One compiled forward kernel of SM90; ``form``: one of `FORWARD_FORMS`."""
+    """One compiled forward kernel of SM90; ``form``: see ``masks``."""
 
     dtype: str
     head_dim: int

@@ -38,8 +38,9 @@ from cutlass.utils import hopper_helpers
 
 from ..compile import fake
 from ..dsl import mma, pipeline, smem, softmax, tma
-from .config import FORWARD_FORMS, SPANS, ForwardConfig
+from .config import ForwardConfig
 from .device import merge, score_mask, spans
+from .masks import FORWARD_FORMS, SPANS
 
 #: By consumers: what the roles have of the (1 + consumers) times 168 or 128 that the launch gives.
 PRODUCER_REGISTERS = {2: 24, 3: 32}

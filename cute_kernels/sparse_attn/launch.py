@@ -21,7 +21,7 @@ from ..compile.kernel import Entry, Expect, Kernel
 from ..operands import addressable, most_ctas, not_empty
 from . import config, watchdog
 from .config import BackwardConfig, ForwardConfig, PostConfig, PreConfig
-from .masks import FORMS, LoweredMask, Order
+from .masks import FORMS, FORWARD_FORMS, SPANS, LoweredMask, Order
 from .tensors import Grads, Saved
 
 _NAME = "block_sparse_attention"
@@ -80,7 +80,7 @@ def forward_of_spans(
     """
     batch, q_len, heads, dim = q.shape
     dtype = config.DTYPE_NAMES[q.dtype]
-    kernel = _forward_kernel(config.configure_forward(dtype, dim, config.SPANS, softcap > 0))
+    kernel = _forward_kernel(config.configure_forward(dtype, dim, SPANS, softcap > 0))
     out = empty(q.shape, q.dtype, q.device)
     lse = empty((batch, heads, q_len), torch.float32, q.device)
     operands = (addressable(t, _NAME, name) for name, t in zip("qkv", (q, k, v), strict=True))
@@ -190,7 +190,7 @@ def post_entry(chosen: PostConfig) -> Kernel:
 def catalogue() -> Iterator[Entry]:
     """Every kernel that these launchers can ask for."""
     dtypes, flags = config.DTYPE_NAMES.values(), (False, True)
-    for key in itertools.product(dtypes, config.HEAD_DIMS, config.FORWARD_FORMS, flags):
+    for key in itertools.product(dtypes, config.HEAD_DIMS, FORWARD_FORMS, flags):
         chosen = config.configure_forward(*key)
         mma = ("64x128x16", f"64x{chosen.head_dim}x16")
         shared = _FORWARD_SHARED[chosen.head_dim]

@@ -29,6 +29,9 @@ from ..schedulers.order.schedule import Schedule
 
 BLOCK = (128, 128)
 FORMS = ("none", "band", "bits")
+#: A forward's own form: lists and elements follow from spans (``sequences``), on the device.
+SPANS = "spans"
+FORWARD_FORMS = (*FORMS, SPANS)
 TENSORS = (
     *("kv_count", "kv_entry", "kv_tile", "q_count", "q_entry", "q_tile"),
     *("words", "key_words"),

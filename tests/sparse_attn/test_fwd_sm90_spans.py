@@ -165,7 +165,16 @@ MUTANTS = {
         "max(last[0], last[1])",
     ),
     "a block whose first key is not seen": ("device.spans", " > key)", " > key + 1)"),
-    "half a warp looks": ("device.spans", "range_constexpr(5)", "range_constexpr(4)"),
+    "the row that sees least says how far": (
+        "device.spans",
+        'warp_redux_sync(most, "max")',
+        'warp_redux_sync(most, "min")',
+    ),
+    "a lane of a warp says how far": (
+        "device.spans",
+        'cute.arch.warp_redux_sync(most, "max")',
+        "most",
+    ),
     "a block too few": ("device.spans", "(most + BLOCK - 1) // BLOCK", "most // BLOCK"),
     "the rows of the other half": (
         "device.spans",

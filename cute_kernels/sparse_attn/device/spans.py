@@ -77,11 +77,11 @@ def listing(spans: cute.Tensor, m, column):
     for part in cutlass.range_constexpr(BLOCK // WARP):
         row = m * BLOCK + part * WARP + cute.arch.lane_idx()
         first, end = seen(spans, row, column)
-        if row < spans.shape[0] and first < end:
-            least, most = cutlass.min(least, first), cutlass.max(most, end)
-    for step in cutlass.range_constexpr(5):
-        least = cutlass.min(least, cute.arch.shuffle_sync_bfly(least, offset=1 << step))
-        most = cutlass.max(most, cute.arch.shuffle_sync_bfly(most, offset=1 << step))
+        sees = (row < spans.shape[0]) & (first < end)
+        least = cutlass.min(least, first if sees else cutlass.Int32(FAR))
+        most = cutlass.max(most, end if sees else cutlass.Int32(0))
+    least = cute.arch.warp_redux_sync(least, "min")
+    most = cute.arch.warp_redux_sync(most, "max")
     block = least // BLOCK
     count = (most + BLOCK - 1) // BLOCK - block if least < most else cutlass.Int32(0)
     return count, Run(block), None
