@@ -13,12 +13,11 @@ from .core import record
 from .core.commands import Commit, app, chosen, need_gpu, stop
 from .core.systems import modules
 from .digest import commands as digests
-from .model import commands as models
 from .probes import commands as probes
 
 app.info.help = __doc__
 #: Their import adds their commands.
-ADDED = (*modules("commands"), probes, digests, models)
+ADDED = (*modules("commands"), probes, digests)
 
 
 @app.command()

@@ -1,4 +1,5 @@
-"""The systems that are measured: each has a folder here, which its row in the package names.
+"""The systems that are measured: each has a folder here, which its row in the package names; and
+the whole model, which has one too.
 
 A system's folder has `commands` (its part of the command line), `stages` (of a lent machine) and
 `page` (its part of the status page), and what these need.
@@ -17,6 +18,9 @@ from cute_kernels.systems import SYSTEMS
 from .counts import Count
 
 Rows = list[list[str]]
+
+#: The folder of what all systems make together.
+WHOLE = "model"
 
 
 class Page(Protocol):
@@ -42,7 +46,7 @@ class Page(Protocol):
 
 
 def modules(name: str) -> Iterator[ModuleType]:
-    """The module of this name of each system, in the order of the table."""
-    for system in SYSTEMS:
-        if system.perf:
-            yield importlib.import_module(f"perf.{system.perf}.{name}")
+    """The module of this name of each system, in the order of the table, and of the model."""
+    for folder in (*(system.perf for system in SYSTEMS), WHOLE):
+        if folder:
+            yield importlib.import_module(f"perf.{folder}.{name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,14 +10,8 @@ from pathlib import Path
 import torch
 
 from ..core import record, timing, watch
-from . import llama
+from . import llama, shapes
 from .llama import Size
-
-#: (sequences, tokens of each) of a training step, and (sequences, tokens behind them) of decoding.
-TRAINING = ((4, 2048),)
-DECODING = ((1, 512), (8, 512), (64, 512))
-#: Lengths of the sequences that are audited.
-AUDITED = (64, 19, 40)
 
 
 def audited(size: Size, device: str) -> dict:
@@ -26,9 +21,9 @@ def audited(size: Size, device: str) -> dict:
     generator = torch.Generator(device).manual_seed(3)
     inputs = [
         torch.randint(0, size.vocab, (length,), generator=generator, device=device)
-        for length in AUDITED
+        for length in shapes.AUDITED
     ]
-    body = {"product": "audit", "shape": size.label, "dtype": "bf16", "status": "ok"}
+    body = {"product": "audit", "shape": shapes.AUDIT, "dtype": "bf16", "status": "ok"}
     for patched in (True, False):
         model = llama.built(size, device, patched).eval()
         report = ck.audit(model, inputs, gradients=patched)
@@ -58,14 +53,23 @@ def timed(product: str, starts: dict[str, object], label: str, rounds: int) -> I
     times = timing.interleave(turned, rounds=rounds, chunk=2)
     medians = {name: taken.median for name, taken in times.items()}
     common = {"product": product, "shape": label, "dtype": "bf16"}
+    same = {name: _same(call) for name, call in calls.items() if hasattr(call, "in_one_pass")}
     for name, taken in times.items():
         others = {other: t / medians[name] for other, t in medians.items() if other != name}
         spread = {"median_us": taken.median, "p10_us": taken.p10, "p90_us": taken.p90}
         # A step whose host is slower than its device is part of the truth: backlog says so.
         more = {"samples": len(taken.samples), "backlog": taken.backlog, "ratio": others}
+        if name in same:
+            more["bitwise"] = {"as in one pass": same[name]}
         yield common | {"system": name, "status": "ok"} | spread | more
     for name, why in failed.items():
         yield common | {"system": name, "status": "failed", "why": why}
+
+
+def _same(call) -> bool:
+    """Whether a decoding step's logits are those of one pass, byte for byte."""
+    step, whole = (t.contiguous().view(torch.uint8) for t in (call(), call.in_one_pass()))
+    return torch.equal(step, whole)
 
 
 def model(
@@ -80,6 +84,7 @@ def model(
 ) -> Iterator[dict]:
     """Yields each record as it is written."""
     common = record.environment(commit) | {"kind": "bench", "kernel": "model"}
+    common |= {"model": size.label}
 
     def kept(body: dict) -> dict:
         body |= common | {"clocks": record.clocks()}
@@ -90,13 +95,11 @@ def model(
 
     if "audit" in parts:
         yield kept(audited(size, device))
-    for part, sizes, start in (
-        ("training", TRAINING, llama.training),
-        ("decoding", DECODING, llama.decoding),
-    ):
+    for part, sizes in shapes.TIMED.items():
+        start = getattr(llama, part)
         for batch, length in sizes if part in parts else ():
             starts = {
-                name: lambda name=name: start(size, device, name, batch, length)  # noqa: B023
+                name: functools.partial(start, size, device, name, batch, length)
                 for name in systems
             }
             for body in timed(part, starts, f"{batch}x{length}", rounds):

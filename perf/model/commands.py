@@ -9,9 +9,9 @@ import typer
 from ..core import commands as verbs
 from ..core import record
 from ..core.commands import Commit, Output, chosen, need_gpu
-from . import llama
+from . import llama, shapes
 
-PARTS = ("audit", "training", "decoding")
+PARTS = ("audit", *shapes.TIMED)
 
 
 @verbs.bench.command("model")
@@ -25,7 +25,7 @@ def bench_model(
     output: Output = None,
     commit: Commit = None,
 ) -> None:
-    """A Llama of hidden 2048, patched beside torch: audit, training step, decode step."""
+    """A Llama of hidden 2048 beside torch: audit, training, decoding, decoding in a graph."""
     need_gpu("bench")
     from . import bench
 

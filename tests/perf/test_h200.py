@@ -99,6 +99,7 @@ def test_the_stages_write_few_files_into_one_folder(tmp_path):
         "profile_attention",
         "soak_attention",
         "sanitize_attention",
+        "bench_model",
     ]
     for stage in known:
         assert all(os.path.dirname(path) == str(tmp_path) for path in written(stage, tmp_path))

@@ -1,0 +1,117 @@
+"""The part of a whole model on the status page: a pure function of the records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from ..core.counts import timed
+from ..core.tables import NOT_RUN, Bench, bits, folded, kept, latest, table, times, where
+from . import shapes
+from .llama import SYSTEMS, Size
+
+KERNELS = ()
+STEPS = [(part, f"{b}x{n}") for part, sizes in shapes.TIMED.items() for b, n in sizes]
+#: What has a verdict on bits: the audit, and graphs against one pass.
+PROMISES = [("audit", shapes.AUDIT), *(case for case in STEPS if case[0] == "replaying")]
+COUNTS = (timed("steps of a whole model timed", "model", set(STEPS)),)
+_MEASURE = "`python -m perf bench model`"
+_STEP = "the host's part of a call, docs/model.md"
+
+
+def _bench(records: list[dict]) -> Bench:
+    """Of the model at its usual size."""
+    return latest([r for r in records if r.get("model") == Size().label], "model")
+
+
+class Target(NamedTuple):
+    """A training step of ours over one of torch's, in time."""
+
+    system: str
+    rival: str
+    at_most: float
+
+    @property
+    def text(self) -> str:
+        return (
+            f"training 4x2048: {self.system} at most {self.at_most:.2f}x the time of {self.rival}"
+        )
+
+
+TARGETS = (Target("ours", "torch", 1.02), Target("ours_compiled", "torch_compiled", 1.05))
+
+
+def bits_kept(records: list[dict]) -> list[list[str]]:
+    """Of the patched model: the audit, and each decoding step of a CUDA graph."""
+    return [["[bits of a whole model](#a-whole-model)", kept(_bench(records), PROMISES)]]
+
+
+def _target_rows(bench: Bench) -> list[list[str]]:
+    rows = []
+    for target in TARGETS:
+        rival = bench.ratio(("training", "4x2048"), target.rival, target.system)
+        if rival is None:
+            rows.append([target.text, NOT_RUN, NOT_RUN, _MEASURE])
+            continue
+        ok = 1 / rival <= target.at_most
+        measured = f"{1 / rival:.2f}x"
+        rows.append([target.text, measured, "held" if ok else "missed", "none" if ok else _STEP])
+    return rows
+
+
+def target_verdicts(records: list[dict]) -> tuple[str, list[str]]:
+    """Of each target."""
+    rows = _target_rows(_bench(records))
+    return "[targets of a whole model](#a-whole-model)", [row[2] for row in rows]
+
+
+def _audit(bench: Bench) -> str:
+    own = bench.get(("audit", shapes.AUDIT))
+    if own is None:
+        return f"Audit of the patched model, and of the model as it is: {NOT_RUN}."
+    said = [f"{name}: {own[name]['differing']} rows differ" for name in ("ours", "torch")]
+    return f"Audit ({where(own)}): {'; '.join(said)}."
+
+
+def _rows(bench: Bench) -> list[list[str]]:
+    rows = []
+    for case in STEPS:
+        for system in SYSTEMS:
+            own = bench.get(case, system)
+            if own is None or "median_us" not in own:
+                continue
+            ratios = [times(bench.ratio(case, rival, system)) for rival in SYSTEMS[:2]]
+            shown = [*case, system, f"{own['median_us'] / 1000:.2f}"]
+            rows.append([*shown, *ratios, bits(own), where(own)])
+    return rows
+
+
+def images(records: list[dict]) -> list[str]:
+    """None so far."""
+    return []
+
+
+def render(records: list[dict]) -> list[str]:
+    """The lines of a whole model."""
+    bench = _bench(records)
+    head = ["step", "batch x tokens", "system", "ms", *SYSTEMS[:2], "bits", "ran on"]
+    rows = _rows(bench)
+    return [
+        "## A whole model",
+        "",
+        "A Llama of hidden 2048, 16 layers, 32 and 8 heads, random bf16 weights, by `ck.patch` and",
+        "as it is, either compiled or not.  Training: forward and backward.  Decoding: one token",
+        "more in a dynamic cache; replaying: the same in a CUDA graph on a static one.  Ratios:",
+        "torch's time over that system's.  Bits: the graph's logits are those of one pass.",
+        "",
+        _audit(bench),
+        "",
+        *(folded(head, rows, ("ran on",)) if rows else [f"Steps: {NOT_RUN}."]),
+        "",
+        *table(["target", "measured", "verdict", "next step"], _target_rows(bench)),
+    ]
+
+
+def plots(records: list[dict], folder: Path) -> list[Path]:
+    """None so far."""
+    return []

@@ -1,0 +1,10 @@
+"""What is run of a whole model."""
+
+from __future__ import annotations
+
+_DECODING = ((1, 512), (8, 512), (64, 512))
+#: Part -> (sequences, tokens of each) of a training step, or (sequences, tokens behind them).
+TIMED = {"training": ((4, 2048),), "decoding": _DECODING, "replaying": _DECODING}
+#: Lengths of the sequences that are audited, and their name.
+AUDITED = (64, 19, 40)
+AUDIT = "64, 19, 40 tokens"

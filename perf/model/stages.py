@@ -1,0 +1,10 @@
+"""What a lent machine is asked about a whole model."""
+
+from __future__ import annotations
+
+from ..core.stage import Place, Stage
+
+
+def stages(place: Place) -> tuple[Stage, ...]:
+    """In the order in which they run."""
+    return (Stage("bench_model", place.perf("bench", "model", file="model.jsonl"), 400),)

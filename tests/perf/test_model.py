@@ -1,0 +1,103 @@
+"""A whole model on the status page: what its records say, and "not run" where there are none."""
+
+from __future__ import annotations
+
+import pytest
+
+from perf.model import page, shapes
+from perf.model.llama import SYSTEMS, Size
+from tests.perf.pages import row
+
+HEAD = {
+    "kind": "bench",
+    "kernel": "model",
+    "model": Size().label,
+    "status": "ok",
+    "gpu": "NVIDIA H200",
+    "commit": "0123456789ab",
+    "dtype": "bf16",
+}
+
+
+def record(product: str, shape: str, system: str, date: str = "2026-11-23", **more: object) -> dict:
+    return HEAD | {"product": product, "shape": shape, "system": system, "date": date} | more
+
+
+def training(**milliseconds: float) -> list[dict]:
+    """Steps of the systems that were timed together."""
+    found = []
+    for name, mine in milliseconds.items():
+        ratio = {other: t / mine for other, t in milliseconds.items() if other != name}
+        more = {"median_us": 1000 * mine, "ratio": ratio}
+        found.append(record("training", "4x2048", name, **more))
+    return found
+
+
+def audit(differing: int) -> dict:
+    return record(
+        "audit",
+        shapes.AUDIT,
+        "ours",
+        ours={"differing": differing},
+        torch={"differing": 77},
+        bitwise={"audit": not differing},
+    )
+
+
+def test_without_records_nothing_was_run():
+    text = "\n".join(page.render([]))
+    assert text.count("not run") == 2 + 2 * len(page.TARGETS)
+    assert page.bits_kept([])[0][1] == "not run"
+    assert page.target_verdicts([])[1] == ["not run"] * len(page.TARGETS)
+
+
+@pytest.mark.parametrize(
+    ("ours", "compiled", "verdicts"),
+    [
+        (101.0, 84.0, ["held", "held"]),
+        (103.0, 83.9, ["missed", "held"]),
+        (90.0, 85, ["held", "missed"]),
+    ],
+)
+def test_targets_are_times_of_training(ours, compiled, verdicts):
+    times = {"torch": 100.0, "torch_compiled": 80.0, "ours": ours, "ours_compiled": compiled}
+    records = training(**times)
+    assert page.target_verdicts(records)[1] == verdicts
+    text = "\n".join(page.render(records))
+    assert row(text, "training", "4x2048", "ours", f"{ours:.2f}")[4:6] == [
+        f"{100 / ours:.2f}x",
+        f"{80 / ours:.2f}x",
+    ]
+    assert set(SYSTEMS) == set(times)
+
+
+def test_a_model_of_another_size_is_no_record():
+    records = [r | {"model": "Llama 2048x2"} for r in training(torch=1.0, ours=1.0)]
+    assert page.target_verdicts(records)[1][0] == "not run"
+
+
+def test_bits_are_of_the_audit_and_of_graphs():
+    replays = [
+        record(
+            "replaying",
+            f"{b}x{n}",
+            "ours",
+            median_us=5.0,
+            ratio={},
+            bitwise={"as in one pass": b != 8},
+        )
+        for b, n in shapes.TIMED["replaying"]
+    ]
+    (good,) = page.bits_kept([audit(0)])
+    assert good[1] == "kept in 1 of 4 cases"
+    (bad,) = page.bits_kept([audit(3), *replays])
+    assert (
+        bad[1].startswith("kept in 2 of 4 cases; broken in audit") and "replaying 8x512" in bad[1]
+    )
+    assert "ours: 3 rows differ; torch: 77 rows differ" in "\n".join(page.render([audit(3)]))
+
+
+def test_each_part_has_its_step():
+    from perf.model import llama
+
+    assert all(callable(getattr(llama, part)) for part in shapes.TIMED)
