@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _NEEDS = ("transformers", "matplotlib")
 _OPS = ("linear", "block_sparse_attention", "linear_logp")
+#: How long to train, by device type, if nothing else is asked for.
+SECONDS = {"cpu": 50.0, "cuda": 15.0}
 _MAX_SEED = 2**31 - 1  # far below what torch takes: each sequence adds its number
 
 
@@ -45,7 +47,7 @@ class _Run:
 def main(
     out: Path,
     device: str | None,
-    seconds: float,
+    seconds: float | None,
     seed: int,
     steps: int | None = None,
     setup: Setup | None = None,
@@ -56,7 +58,7 @@ def main(
     Args:
         out: Folder for drift.png and drift.svg, made if missing.
         device: A torch device, or None: the GPU if there is one, else the CPU.
-        seconds: How long to train.
+        seconds: How long to train; None: as `SECONDS` has it.
         seed: Draws weights, training windows, prompts and samples.
         steps: Optimizer steps; if given, ``seconds`` is not read, and a run on the CPU repeats
             byte for byte.
@@ -72,7 +74,7 @@ def main(
         BackendUnavailable: the device has no backend, or is not there.
         OSError: ``out`` cannot be written.
     """
-    if not 0 < seconds < math.inf:
+    if seconds is not None and not 0 < seconds < math.inf:
         raise ArgumentValueError(expected("seconds", "more than 0, and finite", seconds))
     if steps is not None and steps < 1:
         raise ArgumentValueError(expected("steps", "at least 1, or None", steps))
@@ -84,6 +86,7 @@ def main(
     where = _device(device)
     from .measure import Setup
 
+    seconds = SECONDS[where.type] if seconds is None else seconds
     run = _Run(out, where, seconds, seed, steps, setup or Setup(), order)
     with _one_cpu_thread(where):
         return _demo(run, Console())

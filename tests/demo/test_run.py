@@ -16,7 +16,7 @@ from tests.demo.tiny import SETUP
 @pytest.mark.parametrize("order", ["chain", "tree"])
 def test_the_demo_ends_with_zero_bytes_and_pictures(tmp_path, capsys, order):
     threads = torch.get_num_threads()
-    assert run.main(tmp_path / "new", "cpu", 60, 3, steps=2, setup=SETUP, order=order) == 0
+    assert run.main(tmp_path / "new", "cpu", None, 3, steps=2, setup=SETUP, order=order) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith("ours: 0 differing bytes of ")
     assert any("trained 2 steps" in line for line in lines)
