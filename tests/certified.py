@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 #: One parameter of a test in so many runs at every commit.
-SAMPLE = 4
+SAMPLE = 8
 STORED = Path(__file__).parents[1] / "perf" / "results" / "certificates.json"
 
 

@@ -4,7 +4,8 @@ t = S = Q K^T, c = scale log2 e; with a softcap t = tanh(S scale / softcap), c =
 
 Layouts      Q, O [B, Sq, Hq, D], K, V [B, Sk, Hkv, D], last dimension contiguous, other strides
              multiples of 16 bytes; LSE fp32 [B, Hq, Sq], natural log; lists as in ``masks``, or
-             (form "spans") int32 [B, Sq, 4] as in ``sequences``, of which lists are made here.
+             (form "spans") int32 [B, Sq, 4] as in ``sequences``, of which lists are made here; rows
+             beyond the last span see what it sees.
 Order        S: one fp32 accumulator, D ascending in k16 groups.  KV blocks of 128 ascending by
              absolute index.  A block: running maximum, O and the sum times exp2(c (m - m')), P
              rounded to the input dtype, then added to O in k16 groups of keys ascending.  Each of
@@ -574,7 +575,7 @@ def build(config: ForwardConfig, compile=cute.compile):
         ints((fake.size(), BLOCK, score_mask.WORDS), fake.TMA_ALIGN),
         None,
     )
-    spans_alone = (None,) * 4 + (ints((batch, q_len, len(spans.FIELDS)), fake.TMA_ALIGN),)
+    spans_alone = (None,) * 4 + (ints((batch, fake.size(), len(spans.FIELDS)), fake.TMA_ALIGN),)
     width = config.head_dim
 
     def rows(length, heads):

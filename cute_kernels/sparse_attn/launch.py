@@ -83,10 +83,20 @@ def forward_of_spans(
     kernel = _forward_kernel(config.configure_forward(dtype, dim, SPANS, softcap > 0))
     out = empty(q.shape, q.dtype, q.device)
     lse = empty((batch, heads, q_len), torch.float32, q.device)
-    operands = (addressable(t, _NAME, name) for name, t in zip("qkv", (q, k, v), strict=True))
+    rows, stored, sums = q, out, lse
+    if q_len == 1:
+        # The query heads of a group are rows of one tile: K and V come once for all of them.
+        rows, stored = (_rows_of_groups(t, k.shape[2]) for t in (q, out))
+        sums = lse.view(batch, k.shape[2], -1)
+    operands = (addressable(t, _NAME, name) for name, t in zip("qkv", (rows, k, v), strict=True))
     numbers = 0, 0, *config.factors(scale, softcap)
-    call(q.device, kernel, *operands, out, lse, None, None, None, None, spans, *numbers)
+    call(q.device, kernel, *operands, stored, sums, None, None, None, None, spans, *numbers)
     return out, lse
+
+
+def _rows_of_groups(t: Tensor, kv_heads: int) -> Tensor:
+    """[B, 1, Hq, D] as [B, Hq / Hkv, Hkv, D]."""
+    return t[:, 0].unflatten(1, (kv_heads, -1)).transpose(1, 2)
 
 
 def backward(

@@ -137,6 +137,29 @@ def test_dtypes_softcap_and_groups(options):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("heads", [(8, 2), (3, 3), (20, 1)], ids=str)
+def test_a_step_of_decoding_reads_keys_once_a_group(dim, heads, monkeypatch):
+    """The heads of a group are rows: a CTA for each KV head, and the bytes of a CTA for each."""
+    called, true_call = [], launch.call
+    monkeypatch.setattr(launch, "call", lambda *args: (called.append(args), true_call(*args)))
+    one = given(*TABLES["decode"], dim=dim, heads=heads)
+    got = at_once(one)
+    ((_, _, rows, *_),) = called
+    assert rows.shape == (4, heads[0] // heads[1], heads[1], dim)
+    assert rows.untyped_storage().data_ptr() == one.q.untyped_storage().data_ptr()
+    assert all(map(contract.same_bytes, got, by_runs(one)))
+
+
+def test_heads_of_other_groups_are_noticed(monkeypatch):
+    """Mutant: consecutive query heads have KV heads in turn."""
+    monkeypatch.setattr(
+        launch, "_rows_of_groups", lambda t, kv_heads: t[:, 0].unflatten(1, (-1, kv_heads))
+    )
+    one = given(*TABLES["decode"], heads=(8, 2))
+    assert not contract.same_bytes(at_once(one)[0], by_runs(one)[0])
+
+
+@pytest.mark.parametrize("dim", [64, 128])
 def test_modes_of_the_simulator(dim):
     one = given(*TABLES["any run"], dim=dim)
     sim.run_modes(lambda: at_once(one))

@@ -45,7 +45,7 @@ def column_of_key_0(spans: cute.Tensor):
 
 @cute.jit
 def seen(spans: cute.Tensor, row, column):
-    """(first, end) of the keys that a row sees; of the last row for those beyond."""
+    """(first, end) of the keys that a row sees; rows beyond the last see what it sees."""
     at = cutlass.min(row, spans.shape[0] - 1)
     span = copy.vector(spans, (at, 0), len(FIELDS)).load()
     return span[FIRST] - column, span[END] - column
