@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 
 from ..integrations import transformers as integration
@@ -118,11 +120,14 @@ def _report(model: torch.nn.Module, made: patch_plan.Plan, main_grad: bool) -> R
         Replaced(a.name, "attention", "attn_implementation='cute_kernels'") for a in made.attentions
     ]
     missed: list[str] = []
+    shared: list[str] = []
     if main_grad:
-        written = {id(p) for a in made.actions for p in main_grad_parameters(a.module, a.kind)}
-        named = model.named_parameters()
-        missed = [name for name, p in named if p.requires_grad and id(p) not in written]
-    # Each is a power of two, so the largest is a multiple of all.
+        written = Counter(
+            id(p) for a in made.actions for p in main_grad_parameters(a.module, a.kind)
+        )
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        missed = [name for name, p in named if id(p) not in written]
+        shared = [name for name, p in named if written[id(p)] > 1]
     tokens = max((granularity(a.module, a.kind) for a in made.actions), default=1)
-    parts = tuple(replaced), tuple(made.left), tuple(missed)
+    parts = tuple(replaced), tuple(made.left), tuple(missed), tuple(shared)
     return Report(patch_families.of(model), *parts, granularity=tokens)

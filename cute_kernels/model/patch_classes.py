@@ -16,7 +16,7 @@ import sys
 import torch
 
 from ..integrations import transformers as integration
-from .patch_forwards import FORWARDS, NOTES, STEPS, Notes
+from .patch_forwards import FORWARDS, NOTES, STEPS, Notes, granularity
 
 #: In the namespace of a class that we made: the name of its forward in `FORWARDS`.
 _KIND = "_cute_kernels_kind"
@@ -48,6 +48,13 @@ def restore(module: torch.nn.Module) -> None:
     # A forward that somebody took and put in place of the class's goes on reading them.
     if "forward" not in vars(module):
         module.__dict__.pop(NOTES, None)
+
+
+def granularity_of(model: torch.nn.Module) -> int:
+    """The tokens at whose multiples micro-batches may be cut, as far as patched modules go."""
+    kinds = ((module, kind_of(module)) for module in model.modules())
+    # Each is a power of two, so the largest is a multiple of all.
+    return max((granularity(module, kind) for module, kind in kinds if kind), default=1)
 
 
 @functools.cache

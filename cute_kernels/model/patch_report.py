@@ -48,14 +48,18 @@ class Report:
         replaced, left: The parts, in the order of ``named_modules``.
         main_grad_left: Parameters that require a gradient and whose gradient goes to ``grad`` even
             with ``main_grad=True``: biases of linears, and those of parts that were left.
+        main_grad_shared: With ``main_grad=True``, parameters that several modules add into, as tied
+            embeddings are.  A sum of theirs follows the split into micro-batches: in one batch all
+            of one module's tokens come first, in two those of both modules in turn.
         granularity: Micro-batches that are cut at multiples of this many tokens leave the bits of
-            one batch in every ``main_grad``.
+            one batch in every other ``main_grad``.
     """
 
     family: str | None
     replaced: tuple[Replaced, ...]
     left: tuple[Left, ...]
     main_grad_left: tuple[str, ...] = ()
+    main_grad_shared: tuple[str, ...] = ()
     granularity: int = 1
 
     @property
@@ -77,6 +81,9 @@ class Report:
             lines += _grouped((f"{one.part}: {one.known}", one.name) for one in rows)
         if self.main_grad_left:
             lines += ["main_grad is not written:", f"  {_some(list(self.main_grad_left))}"]
+        if self.main_grad_shared:
+            lines += ["main_grad follows the micro-batches (several modules add into it):"]
+            lines += [f"  {_some(list(self.main_grad_shared))}"]
         return "\n".join(lines)
 
 

@@ -49,7 +49,7 @@ def built(size: Size, device: str, patched: bool) -> torch.nn.Module:
     if patched:
         import cute_kernels as ck
 
-        ck.patch(model, strict=True)
+        ck.patch(model, main_grad=True, strict=True)
     return model
 
 
@@ -84,7 +84,7 @@ def decoding(size: Size, device: str, system: str, batch: int, past: int) -> Cal
     @torch.no_grad()
     def step() -> torch.Tensor:
         made = run(input_ids=token, past_key_values=cache, use_cache=True)
-        cache.crop(past)
+        cache.crop(-1)
         return made.logits
 
     with torch.no_grad():

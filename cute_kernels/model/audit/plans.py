@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .. import patch_classes
 from .checks import Problem
 
 #: The reference: each sequence alone, in one forward pass.
@@ -232,10 +233,12 @@ def cases(problem: Problem, transform: str) -> list[Case]:
 def micro_batches(problem: Problem, groups: Sequence[Sequence[int]]) -> list[Call]:
     """All sequences, a group a forward pass, each padded to the one width of them all.
 
-    The width is a multiple of 16 tokens where the model can be padded, so that every cut is.
+    The width is a multiple of `CUT` tokens where the model can be padded, or of as many as its
+    patched modules ask for, so that every cut is.
     """
     longest = max(map(len, problem.sequences))
-    width = longest + (-longest % CUT if problem.pads_right else 0)
+    step = max(CUT, patch_classes.granularity_of(problem.model))
+    width = longest + (-longest % step if problem.pads_right else 0)
     made = []
     for group in groups:
         more = width - max(len(problem.sequences[i]) for i in group)

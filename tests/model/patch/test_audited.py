@@ -33,6 +33,32 @@ def test_unpatched(name):
     assert not report.ok and report.first is not None
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_neox"])
+def test_every_gradient_into_main_grad(name):
+    """Sequences of any length: the audit pads micro-batches to what the patched norms ask for."""
+    net = families.model(name)
+    report = ck.patch(net, strict=True, main_grad=True)
+    for key, parameter in net.named_parameters():
+        if key in (*report.main_grad_left, *report.main_grad_shared):
+            parameter.requires_grad_(False)
+        else:
+            parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32)
+    found = ck.audit(net, sequences(), transforms=["micro_batches", "gradient_repeat"])
+    assert found.ok, str(found)
+
+
+def test_a_shared_main_grad_follows_the_micro_batches():
+    """What the report says of tied embeddings is so."""
+    net = families.model("gemma3")
+    report = ck.patch(net, strict=True, main_grad=True)
+    assert report.main_grad_shared == ("model.embed_tokens.weight",)
+    for key, parameter in net.named_parameters():
+        parameter.requires_grad_(key in report.main_grad_shared)
+        parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32)
+    found = ck.audit(net, sequences(), transforms=["micro_batches", "gradient_repeat"])
+    assert {one.transform for one in found.findings} == {"micro_batches"}
+
+
 def test_gradients_into_main_grad():
     """Sequences as long as the parts in which ck.rms_norm adds, in micro-batches of any number."""
     net = families.model("llama").train()

@@ -58,6 +58,15 @@ def test_the_batches_that_may_be_cut():
     assert ck.patch(net, norm=False).granularity == 16
 
 
+def test_a_weight_that_two_modules_add_into_is_named():
+    net = nn.ModuleDict({"below": nn.Embedding(9, 64), "head": nn.Linear(64, 9, bias=False)})
+    assert ck.patch(net, main_grad=True).main_grad_shared == ()
+    net["head"].weight = net["below"].weight
+    report = ck.patch(net, main_grad=True)
+    assert report.main_grad_shared == ("below.weight",) and "several modules" in str(report)
+    assert ck.patch(net).main_grad_shared == ()
+
+
 def test_conv1d_is_ck_linear():
     net, given = Conv1D(24, 48), x(3, 5, 48)
     want = ck.linear(given, net.weight.mT, net.bias)
