@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _NEEDS = ("transformers", "matplotlib")
 _OPS = ("linear", "block_sparse_attention", "linear_logp")
 #: How long to train, by device type, if nothing else is asked for.
-SECONDS = {"cpu": 50.0, "cuda": 15.0}
+SECONDS = {"cpu": 50.0, "cuda": 5.0}
 _MAX_SEED = 2**31 - 1  # far below what torch takes: each sequence adds its number
 
 
@@ -58,7 +58,7 @@ def main(
     Args:
         out: Folder for drift.png and drift.svg, made if missing.
         device: A torch device, or None: the GPU if there is one, else the CPU.
-        seconds: How long to train; None: as `SECONDS` has it.
+        seconds: How long to train, after the first step; None: as `SECONDS` has it.
         seed: Draws weights, training windows, prompts and samples.
         steps: Optimizer steps; if given, ``seconds`` is not read, and a run on the CPU repeats
             byte for byte.

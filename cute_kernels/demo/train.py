@@ -77,7 +77,8 @@ def train(
     Args:
         side: Our column.
         tokens: int64 [n], longer than the model's longest sequence.
-        seconds: The time budget; not read if ``steps`` is given.
+        seconds: The time budget, behind the first step, in which kernels are compiled; not read if
+            ``steps`` is given.
         steps: The number of optimizer steps, or None to follow the clock.
         seed: Draws the windows.
         progress: Called with (fraction done, words) after each step.
@@ -87,13 +88,14 @@ def train(
     models.set_main_grads(side.model, masters.main_grads)
     length = side.model.config.max_position_embeddings
     losses: list[float] = []
-    begin = time.monotonic()
+    begin, ready = time.monotonic(), None
     done = 0.0
     while done < 1.0:
         batch = text.windows(tokens, BATCH, length, generator).to(side.model.device)
         losses.append(_backward(side, batch))
         masters.step(_RATE * _schedule(done))
-        elapsed = time.monotonic() - begin
+        ready = ready or time.monotonic()
+        elapsed = time.monotonic() - ready
         done = len(losses) / steps if steps is not None else elapsed / seconds
         progress(min(done, 1.0), f"step {len(losses)}, loss {losses[-1]:.2f}")
     models.set_main_grads(side.model, None)

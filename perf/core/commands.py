@@ -85,6 +85,19 @@ def soaked(found: Iterable[dict | str]) -> None:
         raise typer.Exit(1)
 
 
+def counted(profile: Callable[[], list[dict]], output: Path | None) -> None:
+    """Writes and prints the records of counters; one line and exit code 2 where ncu fails."""
+    from . import counters, ncu
+
+    try:
+        bodies = profile()
+    except ncu.ProfileError as error:
+        raise stop("profile", error) from None
+    for body in bodies:
+        record.append(output or record.RESULTS / "profile.jsonl", body)
+        typer.echo("\n".join(counters.lines(body)))
+
+
 def sanitized(bodies: Iterable[dict], path: Path) -> None:
     """Writes and prints the records of compute-sanitizer; exit code 1 if one is not good."""
     from . import sanitize as sanitizing

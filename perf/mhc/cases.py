@@ -13,6 +13,7 @@ N_STREAMS, N_COLUMNS = 4, 24
 TOKENS = (4096, 8192, 32768)
 CHANNELS = (2560, 4096, 5120, 7168)
 OPS = ("projection", "projection_norm", "scale_sinkhorn", "aggregate", "expand", "site")
+LAYOUTS = ("cn", "nc")
 
 #: (op, direction) -> elements of C that a token must move, in bf16; see docs/notes/mhc_sm90.md.
 _N = N_STREAMS
@@ -42,6 +43,7 @@ class Case:
     direction: str
     tokens: int
     channels: int
+    layout: str = "cn"
 
     @property
     def product(self) -> str:
@@ -49,7 +51,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        return f"{self.tokens}x{self.channels}"
+        return f"{self.tokens}x{self.channels}" + (" nc" if self.layout == "nc" else "")
 
     @property
     def work(self) -> Work:
@@ -60,7 +62,14 @@ class Case:
     def items(self) -> dict:
         """What a record says of it."""
         sizes = {"tokens": self.tokens, "channels": self.channels, "n": N_STREAMS}
-        return {"product": self.product, "shape": self.label, "dtype": "bf16"} | sizes
+        what = {"product": self.product, "shape": self.label, "layout": self.layout}
+        return what | {"dtype": "bf16"} | sizes
+
+    @property
+    def streams(self) -> tuple[int, ...]:
+        """The shape of x: [tokens, 1, C, n] or [tokens, 1, n, C]."""
+        last = (self.channels, N_STREAMS)
+        return (self.tokens, 1, *(last if self.layout == "cn" else last[::-1]))
 
     def inputs(self, seed: int, device: str) -> Inputs:
         """Random operands that the op reads, and the gradients that come in."""
@@ -72,7 +81,7 @@ class Case:
 
         made: Inputs = {}
         if self.op != "scale_sinkhorn":
-            made["x"] = drawn(m, 1, c, n).bfloat16()
+            made["x"] = drawn(*self.streams).bfloat16()
         if self.op in ("projection", "projection_norm", "site"):
             made["phi"] = drawn(N_COLUMNS, n * c) * (n * c) ** -0.5
         if self.op == "projection_norm":
@@ -103,15 +112,16 @@ class Case:
             return [drawn(m, n), drawn(m, n), drawn(m, 1, n, n)]
         if self.op == "aggregate":
             return [drawn(m, 1, c).bfloat16()]
-        return [drawn(m, 1, c, n).bfloat16()]
+        return [drawn(*self.streams).bfloat16()]
 
 
-def cases(ops: list[str], tokens: list[int], channels: list[int]) -> list[Case]:
-    """Both directions of each op at each size."""
+def cases(ops: list[str], tokens: list[int], channels: list[int], layout: str) -> list[Case]:
+    """Both directions of each op at each size; coefficients alone have no layout."""
     return [
-        Case(op, direction, m, c)
+        Case(op, direction, m, c, layout)
         for m in tokens
         for c in channels
         for op in ops
         for direction in DIRECTIONS
+        if layout == "cn" or op != "scale_sinkhorn"
     ]

@@ -37,8 +37,12 @@ def _ours() -> dict[str, Op]:
 
     mhc = ck.mhc
 
+    def layout(t: Inputs) -> str:
+        return "cn" if t["x"].shape[-1] == _N else "nc"
+
     def projection(t: Inputs):
-        return mhc.projection(t["x"], t["phi"], norm_weight=t.get("norm_weight"))
+        options = {"norm_weight": t.get("norm_weight"), "layout": layout(t)}
+        return mhc.projection(t["x"], t["phi"], **options)
 
     def scale_sinkhorn(t: Inputs):
         pre, post, res = mhc.scale(t["h"], t["alpha"], t["beta"], t["ms"], _N)
@@ -46,14 +50,22 @@ def _ours() -> dict[str, Op]:
 
     def site(t: Inputs):
         sublayer = lambda out: _Sublayer.apply(out, t["f"])  # noqa: E731
-        return (mhc.connect(t["x"], sublayer, t["phi"], t["alpha"], t["beta"]),)
+        weights = (t["phi"], t["alpha"], t["beta"])
+        return (mhc.connect(t["x"], sublayer, *weights, options=mhc.Options(layout=layout(t))),)
+
+    def aggregate(t: Inputs):
+        return (mhc.aggregate(t["x"], t["pre"], _N, layout=layout(t)),)
+
+    def expand(t: Inputs):
+        given = (t["f"], None, t["post"], t["x"], t["res"], _N)
+        return (mhc.expand_combine(*given, layout=layout(t)),)
 
     return {
         "projection": projection,
         "projection_norm": projection,
         "scale_sinkhorn": scale_sinkhorn,
-        "aggregate": lambda t: (mhc.aggregate(t["x"], t["pre"], _N),),
-        "expand": lambda t: (mhc.expand_combine(t["f"], None, t["post"], t["x"], t["res"], _N),),
+        "aggregate": aggregate,
+        "expand": expand,
         "site": site,
     }
 

@@ -8,34 +8,74 @@ import typer
 
 from ..core import commands as verbs
 from ..core import record
-from ..core.commands import Commit, Output, chosen, need_gpu
+from ..core.commands import Commit, Output, chosen, counted, need_gpu
 from . import cases
 
 _SIZES = {f"{m}x{d}": (m, d) for m, d in cases.SIZES}
+_Op = Annotated[str, typer.Option(help=f"of {','.join(cases.OPS)}")]
+_Size = Annotated[str, typer.Option(help="of " + ",".join(_SIZES))]
+_Rivals = Annotated[str, typer.Option(help="who is measured; see perf/norm/rivals.py")]
+
+
+def _cases(op: str, size: str) -> list[cases.Case]:
+    sizes = [_SIZES[name] for name in chosen("--size", size, _SIZES)]
+    return cases.cases(chosen("--op", op, cases.OPS), sizes)
+
+
+def _suite():
+    from ..core.passes import Suite
+    from .rivals import RIVALS
+
+    return Suite("norm", "rms_norm", RIVALS)
 
 
 @verbs.bench.command("norm")
 def bench_norm(
-    op: Annotated[str, typer.Option(help=f"of {','.join(cases.OPS)}")] = ",".join(cases.OPS),
-    size: Annotated[str, typer.Option(help="of " + ",".join(_SIZES))] = ",".join(_SIZES),
-    rivals: Annotated[str, typer.Option(help="who is measured; see perf/norm/rivals.py")] = "",
+    op: _Op = ",".join(cases.OPS),
+    size: _Size = ",".join(_SIZES),
+    rivals: _Rivals = "",
     rounds: Annotated[int, typer.Option(min=10, help="samples of each rival")] = 50,
     output: Output = None,
     commit: Commit = None,
 ) -> None:
     """rms_norm and layer_norm, forward and backward alone, timed in turns with their rivals."""
     need_gpu("bench")
-    from ..core.passes import Suite, bench, line
-    from .rivals import RIVALS
+    from ..core.passes import bench, line
 
-    names = chosen("--rivals", rivals, RIVALS) or list(RIVALS)
-    sizes = [_SIZES[name] for name in chosen("--size", size, _SIZES)]
-    todo = cases.cases(chosen("--op", op, cases.OPS), sizes)
-    suite = Suite("norm", "rms_norm", RIVALS)
-    failed, path = 0, output or record.RESULTS / "norm.jsonl"
-    for body in bench(suite, todo, names, output=path, rounds=rounds, commit=commit):
+    suite, failed = _suite(), 0
+    names = chosen("--rivals", rivals, suite.rivals) or list(suite.rivals)
+    path = output or record.RESULTS / "norm.jsonl"
+    options = {"output": path, "rounds": rounds, "commit": commit}
+    for body in bench(suite, _cases(op, size), names, **options):
         typer.echo(line(body))
-        ours = RIVALS[body["system"]].promised
+        ours = suite.rivals[body["system"]].promised
         failed += ours and (body["status"] != "ok" or not all(body["bitwise"].values()))
     if failed:
         raise typer.Exit(1)
+
+
+@verbs.profile.command("norm")
+def profile_norm(
+    op: _Op = "rms_norm",
+    size: _Size = "8192x4096,32768x2048",
+    system: Annotated[str, typer.Option(help="whose kernels")] = "ours",
+    output: Output = None,
+    commit: Commit = None,
+) -> None:
+    """Counters of every launch of a norm, forward and backward."""
+    need_gpu("profile")
+    from ..core.counters import profile
+
+    suite = _suite()
+    chosen("--system", system, suite.rivals)
+    target = ["norm-target", "--op", op, "--size", size, "--system", system]
+    counted(lambda: profile(suite, _cases(op, size), system, target, commit), output)
+
+
+@verbs.profile.command("norm-target", hidden=True)
+def profile_norm_target(op: _Op, size: _Size, system: Annotated[str, typer.Option()]) -> None:
+    """What ncu runs."""
+    need_gpu("profile")
+    from ..core.counters import target
+
+    target(_suite(), _cases(op, size), system)

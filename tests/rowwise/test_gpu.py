@@ -1,0 +1,87 @@
+"""rowwise on a GPU: what the simulator was asked, and the battery.  `make gpu-test`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import cute_kernels as ck
+from cute_kernels.rowwise import config
+from cute_kernels.rowwise.triton import launch
+from tests import contract, on_gpu
+from tests.contract import RowOp, same_bytes
+
+from . import triton_cases
+from .cases import BF16, DTYPES, FP32, RUNS, drawn, indices, spread
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+CARD = on_gpu.launcher(launch)
+SEED = 37
+#: Those whose tables and weights the runs make are of the CPU.
+ROWS = [name for name in RUNS if "inside" not in name and name not in ("rotary_table", "embedding")]
+
+
+@pytest.mark.parametrize("name", list(triton_cases.CHECKS))
+def test_checks(name):
+    triton_cases.CHECKS[name](CARD)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", config.KINDS)
+def test_activations(kind, dtype):
+    triton_cases.activations(CARD, kind, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 5, 1030, 32000])
+def test_softmax(width, dtype):
+    triton_cases.softmax(CARD, width, dtype)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_embedding(dtype):
+    triton_cases.embedding(CARD, dtype)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("name", ROWS)
+def test_battery(name, dtype):
+    run, width = RUNS[name]
+    op = RowOp(name, run, width, dtype, "cuda")
+    assert contract.check_rows(op, 70, SEED) > 60
+    assert contract.check_population(op, 4096, SEED, (1, 2, 5, 13, 137)) == 5
+
+
+def test_repeats_of_hot_entries():
+    """Half of 8192 tokens are of one entry: 20 gradients, one set of bytes."""
+    ids, dy = indices(500, 8192, seed=1), spread(8192, 256, dtype=BF16)
+    ids[::2] = 7
+    ids, dy = ids.cuda(), dy.cuda()
+    weight = drawn(500, 256).bfloat16().cuda().requires_grad_()
+    gradients = [torch.autograd.grad(ck.embedding(ids, weight), weight, dy)[0] for _ in range(20)]
+    assert all(same_bytes(one, gradients[0]) for one in gradients)
+
+
+def test_the_clipped_norm_is_the_cpus():
+    weights = [drawn(300, 77, seed=s).requires_grad_() for s in range(5)]
+    for s, weight in enumerate(weights):
+        weight.grad = drawn(300, 77, seed=10 + s)
+    there = [weight.detach().cuda().requires_grad_() for weight in weights]
+    for weight, other in zip(weights, there, strict=True):
+        other.grad = weight.grad.cuda()
+    norms = [ck.clip_grad_norm_(group, 1.0) for group in (weights, there)]
+    assert same_bytes(norms[0], norms[1].cpu())
+    for weight, other in zip(weights, there, strict=True):
+        assert same_bytes(weight.grad, other.grad.cpu())
+
+
+def test_rows_beyond_2_31_elements():
+    x = torch.randn(2**31 // 8192 + 8, 8192, device="cuda", dtype=BF16)
+    for function in (ck.silu, ck.softmax):
+        assert same_bytes(function(x)[-8:], function(x[-8:]))
