@@ -22,9 +22,9 @@ from cutlass.memory import SmemAllocator
 
 from ..compile import fake
 from ..dsl import copy
+from ..dsl.ring import Slots
 from .config import TOKENS, WIDTH, ProjectBackwardConfig, mappings
 from .device import matrix, unit
-from .device.ring import Slots
 from .device.unit import Unit
 
 WARP, ROWS = 32, 16

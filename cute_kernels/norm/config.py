@@ -25,6 +25,10 @@ _NARROWEST = 64
 UNIT = 8
 #: Threads of a CTA of an SM90 kernel, unless one row has more.
 FORWARD_THREADS, BACKWARD_THREADS = 256, 512
+#: Between the columns of a group in shared memory, so that neighbours lie in other banks.
+PAD = 4
+#: Bytes of an SM's rows under way, bytes of its shared memory for them, stages of a ring.
+_UNDER_WAY, _SHARED, _MOST_STAGES = 96 << 10, 220 << 10, 8
 
 _KEPT = frozenset({RUN_TO_RUN, BATCH_INVARIANT, SPLIT_INVARIANT})
 #: Backend -> what it keeps.
@@ -41,8 +45,11 @@ def room(width: int) -> int:
 
 
 def part_rows(width: int) -> int:
-    """Rows of a part of the sums over rows: 64, and more of narrow rows, as heads have."""
-    return max(64, 32768 // room(width))
+    """Rows of a part of the sums over rows: 64.
+
+    More of narrow ones, as heads have; 32 of wide ones, of which a batch has too few for all SMs.
+    """
+    return 32 if room(width) > 4096 else max(64, 32768 // room(width))
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,41 @@ class BackwardConfig:
     upstream: bool
     threads: int
     units: int
+
+
+@dataclass(frozen=True)
+class Residency:
+    """What of a kernel an SM holds: CTAs, and the stages of each one's ring (0: there is none)."""
+
+    ctas: int
+    stages: int
+
+
+def _residency(ctas: int, stage: int, other: int = 0) -> Residency:
+    """Of CTAs with stages of so many bytes, and others: enough under way, if there is room."""
+    wanted = -(-_UNDER_WAY // (ctas * stage)) + 1
+    stages = min(wanted, _MOST_STAGES, (_SHARED // ctas - other) // stage)
+    return Residency(ctas, stages if stages > 1 else 0)
+
+
+def forward_residency(config: ForwardConfig) -> Residency:
+    """Bits do not follow it."""
+    threads = max(FORWARD_THREADS, config.threads)
+    # 64 registers do for a row; 80 or more where more is done with it.
+    more = (config.kind == "layer") + config.residual + (config.dtype == "fp32")
+    ctas = (4, 3, 2, 2)[more] if threads == FORWARD_THREADS and config.units <= 2 else 1
+    itemsize = 4 if config.dtype == "fp32" else 2
+    return _residency(ctas, threads * config.units * UNIT * itemsize * (1 + config.residual))
+
+
+def backward_residency(config: BackwardConfig) -> Residency:
+    """Likewise; one CTA, whose sums take registers."""
+    threads = max(BACKWARD_THREADS, config.threads)
+    groups, size = threads // config.threads, config.units * UNIT
+    itemsize = 4 if config.dtype == "fp32" else 2
+    stage = threads * (size * itemsize * (2 + config.upstream) + 4 * (1 + (config.kind == "layer")))
+    sums = groups * size * (config.threads + PAD) * 4 if groups > 1 else 0
+    return _residency(1, stage, sums)
 
 
 @dataclass(frozen=True)

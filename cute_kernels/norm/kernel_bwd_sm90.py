@@ -9,8 +9,8 @@ Layout       dy, dh, h, dx [M, 8 ⌈D / 8⌉], zeros behind D, rows at multiples
 Order        over a row as in the forward kernel.  Over the rows of a part: its rows are dealt to
              the groups of a CTA in runs of neighbours; a group adds its own ascending, one fma
              each; groups ascending.
-Work         a CTA for a part, of which more than CTAs are walked through; the next row is under way
-             while one is summed.
+Work         a CTA for a part, of which more than CTAs are walked through; the next rows are under
+             way while one is summed (device/ahead.py), those of the next part among them.
 Measured     docs/status.md.
 """
 
@@ -20,13 +20,11 @@ from cutlass.memory import SmemAllocator
 
 from ..compile import fake
 from ..dsl import copy
-from .config import BACKWARD_THREADS, UNIT, BackwardConfig, part_rows
+from .config import BACKWARD_THREADS, PAD, UNIT, BackwardConfig, backward_residency, part_rows
 from .device import rows
-from .device.rows import Group
+from .device.ahead import Ahead
+from .device.rows import WARP, Group
 from .tensors import LAYER
-
-#: Between the columns of a group in shared memory, so that neighbours lie in other banks.
-_PAD = 4
 
 
 class NormBackwardSm90:
@@ -42,6 +40,9 @@ class NormBackwardSm90:
         # Of a part, and of a group of it.
         self.rows = part_rows(config.threads * self.group.size)
         self.run = self.rows // self.groups
+        tensors, numbers = 2 + config.upstream, 1 + self.layer
+        stages = backward_residency(config).stages
+        self.ahead = Ahead(self.group, self.dtype, tensors, numbers, stages)
 
     @cute.jit
     def __call__(
@@ -66,7 +67,7 @@ class NormBackwardSm90:
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,
             # In percent.  Without it the compiler would ask a device, and a host may have none.
-            preferred_smem_carveout=50,
+            preferred_smem_carveout=100,
             stream=stream,
         )
 
@@ -82,31 +83,60 @@ class NormBackwardSm90:
         sPartials = allocator.allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
         sSums = None
         if cutlass.const_expr(self.groups > 1):
-            shape = (self.groups, self.group.size, self.group.threads + _PAD)
+            shape = (self.groups, self.group.size, self.group.threads + PAD)
             layout = cute.make_ordered_layout(shape, order=(2, 1, 0))
             sSums = allocator.allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
         weight = self.group.load_vector(mWeight, lane)
-        slot = cutlass.Int32(0)
+        read = [t for t in read if t is not None]
+        stats = [t for t in stats if t is not None]
+        stages, ring = self.ahead.stages, None
+        stage, slot = cutlass.Int32(0), cutlass.Int32(0)
+        # The row that is asked for next: of which part, and its number in the group's run.
+        asked, number = block, cutlass.Int32(0)
+        if cutlass.const_expr(stages > 0):
+            warp = cute.arch.make_warp_uniform(tidx // WARP)
+            ring = self.ahead.allocate(allocator, self.threads, warp)
+            for d in cutlass.range_constexpr(stages - 1):
+                early = self.place(asked, number, count, m, group, lane)
+                self.ahead.fetch(ring, d, read, stats, early)
+                asked, number = self.after(asked, number, ctas)
         for part in cutlass.range(block, count, ctas, unroll=1):
-            first = part * self.rows + group * self.run
             sums = [self.zeros(), self.zeros()] if self.layer else [self.zeros()]
-            ahead = self.load(read[:2], first, lane, m)
             for r in cutlass.range(self.run, unroll=1):
-                row = first + r
-                dy, x_hat = rows.widened(ahead[0]), rows.widened(ahead[1])
-                # Not ahead: registers for two of it are not there.
-                dh = self.load(read[2:], row, lane, m)
-                following = self.load(read[:2], row + 1, lane, m)
-                for i in cutlass.range_constexpr(len(ahead)):
-                    ahead[i].store(following[i].load())
-                mean, rstd = self.statistics(stats, row, m)
-                self.add(dy, x_hat, sums, (mean, rstd), (lane, numbers[1]))
+                row, there, _ = self.place(part, r, count, m, group, lane)
+                if cutlass.const_expr(stages > 0):
+                    free = self.ahead.behind(stage, stages - 1)
+                    ask = self.place(asked, number, count, m, group, lane)
+                    self.ahead.fetch(ring, free, read, stats, ask)
+                    asked, number = self.after(asked, number, ctas)
+                    self.ahead.wait()
+                    raws = [self.ahead.taken(ring, stage, i) for i in range(len(read))]
+                    numbers_of = [self.ahead.scalar(ring, stage, i) for i in range(len(stats))]
+                    stage = self.ahead.behind(stage, 1)
+                else:
+                    raws = [self.group.load(t, row, lane, there) for t in read]
+                    numbers_of = [self.statistic(t, row, there) for t in stats]
+                dy, x_hat = rows.widened(raws[0]), rows.widened(raws[1])
+                self.add(dy, x_hat, sums, numbers_of, (lane, numbers[1]))
                 at = (sPartials[slot, None, None, None], group, lane)
-                self.finish(dy, x_hat, dh, weight, rstd, at, numbers)
+                self.finish(dy, x_hat, raws[2:], weight, numbers_of[-1], at, numbers)
                 slot = slot ^ 1
-                self.group.store(dy, mDx, row, lane, row < m)
+                self.group.store(dy, mDx, row, lane, there)
             for total, tensor in zip(sums, parts):
                 self.give(total, tensor, sSums, part, group, lane)
+
+    @cute.jit
+    def place(self, part, number, count, m, group, lane) -> tuple:
+        """(row, whether it is there, the thread's number in it) of a row of a group's run."""
+        row = part * self.rows + group * self.run + number
+        return row, (part < count) & (row < m), lane
+
+    @cute.jit
+    def after(self, part, number, ctas) -> tuple:
+        """What a CTA reads next: (part, number)."""
+        number = number + 1
+        last = number == self.run
+        return (part + ctas if last else part), (cutlass.Int32(0) if last else number)
 
     @cute.jit
     def zeros(self) -> cute.Tensor:
@@ -116,27 +146,20 @@ class NormBackwardSm90:
         return values
 
     @cute.jit
-    def load(self, read: tuple, row, lane, m) -> list:
-        """What is read of a row, if there is one; raw."""
-        return [self.group.load(t, row, lane, row < m) for t in read if t is not None]
+    def statistic(self, tensor: cute.Tensor, row, there):
+        """A number of a row; 0 of one that is not there, whose share is 0 then."""
+        value = cutlass.Float32(0.0)
+        if there:
+            value = tensor[row]
+        return value
 
     @cute.jit
-    def statistics(self, stats: tuple, row, m) -> tuple:
-        """mean and rstd of a row; 0 of one that is not there, whose share is 0 then."""
-        mean, rstd = cutlass.Float32(0.0), cutlass.Float32(0.0)
-        if row < m:
-            rstd = stats[1][row]
-            if cutlass.const_expr(self.layer):
-                mean = stats[0][row]
-        return mean, rstd
-
-    @cute.jit
-    def add(self, dy, x_hat, sums: list, stats: tuple, at: tuple):
+    def add(self, dy, x_hat, sums: list, stats: list, at: tuple):
         """h becomes x̂; the row's share of dweight and dbias is added."""
-        mean, rstd = stats
+        rstd = stats[-1]
         if cutlass.const_expr(self.layer):
             for i in cutlass.range_constexpr(self.group.size):
-                x_hat[i] = x_hat[i] - mean
+                x_hat[i] = x_hat[i] - stats[0]
             self.group.without_tail(x_hat, *at)
         for i in cutlass.range_constexpr(self.group.size):
             x_hat[i] = x_hat[i] * rstd

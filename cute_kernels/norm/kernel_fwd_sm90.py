@@ -8,8 +8,8 @@ Layout       x, residual, h, y [M, 8 ⌈D / 8⌉], zeros behind D, rows at multi
              and bias likewise; mean, rstd fp32 [M].
 Order        of a sum over a row: a thread's elements ascending, one fma each; lanes of a warp,
              nearest first; warps ascending.  Which thread has what follows from D.
-Work         CTAs that stay, each with one row or more at a time; the next row is under way while
-             one is summed.
+Work         CTAs that stay, each with one row or more at a time; the next ones are under way while
+             one is summed (device/ahead.py), but for rows of which a CTA holds no two.
 Measured     docs/status.md.
 """
 
@@ -18,9 +18,10 @@ import cutlass.cute as cute
 from cutlass.memory import SmemAllocator
 
 from ..compile import fake
-from .config import FORWARD_THREADS, UNIT, ForwardConfig
+from .config import FORWARD_THREADS, UNIT, ForwardConfig, forward_residency
 from .device import rows
-from .device.rows import Group
+from .device.ahead import Ahead
+from .device.rows import WARP, Group
 from .tensors import LAYER
 
 
@@ -33,10 +34,9 @@ class NormForwardSm90:
         self.group = Group(config.threads, config.units)
         self.threads = max(FORWARD_THREADS, config.threads)
         self.rows = self.threads // config.threads
-        # Two rows under way take 64 registers; 80 or 128 where there is more of them.
-        more = (config.kind == LAYER) + config.residual + (config.dtype == "fp32")
-        few = self.threads <= FORWARD_THREADS and config.units <= 2
-        self.blocks = (4, 3, 2, 2)[more] if few else 1
+        held = forward_residency(config)
+        self.ctas = held.ctas
+        self.ahead = Ahead(self.group, self.dtype, 1 + config.residual, 0, held.stages)
 
     @cute.jit
     def __call__(
@@ -59,9 +59,9 @@ class NormForwardSm90:
         self.kernel((mX, mResidual), (mWeight, mBias), (mH, mY), (mMean, mRstd), numbers).launch(
             grid=(ctas, 1, 1),
             block=(self.threads, 1, 1),
-            min_blocks_per_mp=self.blocks,
+            min_blocks_per_mp=self.ctas,
             # In percent.  Without it the compiler would ask a device, and a host may have none.
-            preferred_smem_carveout=10,
+            preferred_smem_carveout=100,
             stream=stream,
         )
 
@@ -72,20 +72,33 @@ class NormForwardSm90:
         ctas, _, _ = cute.arch.grid_dim()
         m = made[1].shape[0]
         group, lane = tidx // self.group.threads, tidx % self.group.threads
+        allocator = SmemAllocator()
         layout = cute.make_ordered_layout((2, self.rows, self.group.warps), order=(2, 1, 0))
-        sPartials = SmemAllocator().allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
+        sPartials = allocator.allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
         vectors = [self.group.load_vector(t, lane) for t in scale if t is not None]
-        step = ctas * self.rows
-        ahead = self.load(read, block * self.rows + group, lane, m)
-        slot = cutlass.Int32(0)
+        read = [t for t in read if t is not None]
+        step, first = ctas * self.rows, block * self.rows + group
+        stages, ring = self.ahead.stages, None
+        if cutlass.const_expr(stages > 0):
+            warp = cute.arch.make_warp_uniform(tidx // WARP)
+            ring = self.ahead.allocate(allocator, self.threads, warp)
+            for d in cutlass.range_constexpr(stages - 1):
+                early = first + d * step
+                self.ahead.fetch(ring, d, read, [], (early, early < m, lane))
+        slot, stage = cutlass.Int32(0), cutlass.Int32(0)
         # The CTA's threads meet in every sum: groups without a row go round as well.
         for base in cutlass.range(block * self.rows, m, step, unroll=1):
             row = base + group
             there = row < m
-            own = self.added(ahead)
-            following = self.load(read, row + step, lane, m)
-            for i in cutlass.range_constexpr(len(ahead)):
-                ahead[i].store(following[i].load())
+            if cutlass.const_expr(stages > 0):
+                last = row + (stages - 1) * step
+                free = self.ahead.behind(stage, stages - 1)
+                self.ahead.fetch(ring, free, read, [], (last, last < m, lane))
+                self.ahead.wait()
+                own = self.added([self.ahead.taken(ring, stage, i) for i in range(len(read))])
+                stage = self.ahead.behind(stage, 1)
+            else:
+                own = self.added([self.group.load(t, row, lane, there) for t in read])
             if cutlass.const_expr(made[0] is not None):
                 self.group.store(own, made[0], row, lane, there)
             mean, rstd = self.normed(own, vectors, (sPartials, slot, group, lane), numbers)
@@ -95,11 +108,6 @@ class NormForwardSm90:
                 stats[1][row] = rstd
                 if cutlass.const_expr(stats[0] is not None):
                     stats[0][row] = mean
-
-    @cute.jit
-    def load(self, read: tuple, row, lane, m) -> list:
-        """What a row is made of; raw."""
-        return [self.group.load(t, row, lane, row < m) for t in read if t is not None]
 
     @cute.jit
     def added(self, raws: list) -> cute.Tensor:

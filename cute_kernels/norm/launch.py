@@ -21,14 +21,16 @@ from .config import (
     BackwardConfig,
     ForwardConfig,
     SumConfig,
+    backward_residency,
+    forward_residency,
     part_rows,
     row_plan,
 )
 from .tensors import LAYER, RMS, Normed, Parts, Rule, Scale, Upstream
 
-#: CTAs of the forward kernel that an SM may hold, and those of the backward one.
-_FORWARD_CTAS, _BACKWARD_CTAS = 4, 2
 _ALIGN = 16
+#: Bytes of shared memory that a CTA may have.
+_MOST_SHARED = 227 << 10
 _DENSE = torch.contiguous_format
 
 
@@ -43,7 +45,7 @@ def forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: 
     weight, bias = _scale(scale, x, rule)
     chosen = forward_config(rule.kind, x.dtype, weight.dtype, residual is not None, width)
     at_once = max(1, FORWARD_THREADS // chosen.threads)
-    ctas = min(-(-m // at_once), most_ctas(x.device) * _FORWARD_CTAS)
+    ctas = min(-(-m // at_once), most_ctas(x.device) * forward_residency(chosen).ctas)
     args = (x, residual, weight, bias, h, y, mean, rstd)
     call(x.device, _kernel(chosen), *args, rule.eps, rule.offset, width, ctas)
     return Normed(_whole(y, width), None if h is None else _whole(h, width), mean, rstd)
@@ -68,7 +70,7 @@ def backward(
     of_bias = sums[1] if rule.kind == LAYER else None
     weight, _ = _scale(scale, h, rule)
     chosen = backward_config(rule.kind, h.dtype, weight.dtype, dh is not None, width)
-    ctas = min(count, most_ctas(h.device) * _BACKWARD_CTAS)
+    ctas = min(count, most_ctas(h.device) * backward_residency(chosen).ctas)
     args = (dy, dh, h, *stats, weight, dx, sums[0], of_bias)
     call(h.device, _kernel(chosen), *args, rule.offset, width, ctas)
     return _whole(dx, width), Parts(sums[0], of_bias)
@@ -167,12 +169,12 @@ def catalogue() -> Iterator[Entry]:
     ):
         chosen = forward_config(kind, dtype, weight, more, width)
         limits = {"max_registers": 128, "spills": 0 if width <= 8192 else 4096}
-        yield Entry(entry(chosen), "A", Expect(None, max_shared=4096, **limits))
+        yield Entry(entry(chosen), "A", Expect(None, max_shared=_MOST_SHARED, **limits))
         chosen = backward_config(kind, dtype, weight, more, width)
         # fp32 may spill; so may threads of wider rows, and layers' with one more gradient.
         fast = dtype.itemsize == 2 and width <= (8192 if kind == RMS else 4096)
         spills = 0 if fast else 4096
-        limits = {"max_registers": 128, "max_shared": 49152, "spills": spills}
+        limits = {"max_registers": 128, "max_shared": _MOST_SHARED, "spills": spills}
         yield Entry(entry(chosen), "A", Expect(None, **limits))
     for into in ("add", *config.DTYPE_NAMES.values()):
         yield Entry(entry(SumConfig(into)), "A", Expect(None, max_registers=64, max_shared=40960))

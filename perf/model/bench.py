@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ..core import record, timing, watch
-from . import llama, shapes
+from . import host, llama, shapes
 from .llama import Size
 
 
@@ -96,6 +96,9 @@ def model(
         torch.cuda.empty_cache()
         return body
 
+    if "host" in parts:
+        for body in host.measured(device):
+            yield kept(body)
     if "audit" in parts:
         yield kept(audited(size, device))
     for part, sizes in shapes.TIMED.items():
@@ -117,6 +120,8 @@ def line(body: dict) -> str:
     if body["product"] == "audit":
         words = [f"{name}: {body[name]['differing']} rows differ" for name in ("ours", "torch")]
         return f"{head} {'; '.join(words)}"
+    if "host_us" in body:
+        return f"{head} {body['host_us']:10.1f} us of the host"
     ratios = " ".join(f"{name} {ratio:.2f}" for name, ratio in body["ratio"].items())
     late = "" if body["backlog"] else "  (the device waited for the host)"
     return f"{head} {body['median_us']:10.0f} us  [{ratios}]{late}"

@@ -11,7 +11,7 @@ from ..core import record
 from ..core.commands import Commit, Output, chosen, need_gpu
 from . import llama, shapes
 
-PARTS = ("audit", *shapes.TIMED)
+PARTS = ("host", "audit", *shapes.TIMED)
 
 
 @verbs.bench.command("model")
@@ -25,7 +25,7 @@ def bench_model(
     output: Output = None,
     commit: Commit = None,
 ) -> None:
-    """A Llama of hidden 2048 beside torch: audit, training, decoding, decoding in a graph."""
+    """A Llama of hidden 2048 beside torch: audit, training, decoding, the host's part of a call."""
     need_gpu("bench")
     from . import bench
 

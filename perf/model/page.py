@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..core.counts import timed
 from ..core.tables import NOT_RUN, Bench, bits, folded, kept, latest, table, times, where
-from . import shapes
+from . import host, shapes
 from .llama import SYSTEMS, Size
 
 KERNELS = ()
@@ -39,6 +39,8 @@ class Target(NamedTuple):
 
 
 TARGETS = (Target("ours", "torch", 1.02), Target("ours_compiled", "torch_compiled", 1.05))
+#: Product -> microseconds of the host at most.
+HOST_TARGETS = {"host linear": 12.0, "host linear, grad": 22.0, "host attention": 35.0}
 
 
 def bits_kept(records: list[dict]) -> list[list[str]]:
@@ -56,6 +58,15 @@ def _target_rows(bench: Bench) -> list[list[str]]:
         ok = 1 / rival <= target.at_most
         measured = f"{1 / rival:.2f}x"
         rows.append([target.text, measured, "held" if ok else "missed", "none" if ok else _STEP])
+    for product, most in HOST_TARGETS.items():
+        text = f"{product}: at most {most:.0f} us"
+        own, rival = (bench.get((product, host.SHAPE), name) for name in ("ours", "torch"))
+        if own is None or rival is None:
+            rows.append([text, NOT_RUN, NOT_RUN, _MEASURE])
+            continue
+        ok = own["host_us"] <= most
+        measured = f"{own['host_us']:.1f} us; torch {rival['host_us']:.1f} us"
+        rows.append([text, measured, "held" if ok else "missed", "none" if ok else _STEP])
     return rows
 
 

@@ -171,7 +171,7 @@ def test_a_part_is_the_same_wherever_it_begins():
 # ---- mutants -------------------------------------------------------------------------------------
 
 FORWARD, BACKWARD, SUMS = "kernel_fwd_sm90", "kernel_bwd_sm90", "kernel_sums_sm90"
-ROWS = "device.rows"
+ROWS, AHEAD = "device.rows", "device.ahead"
 
 
 def wrong_values(case: Case):
@@ -239,14 +239,20 @@ MUTANTS = {
         wrong_values(NARROW)),
     "dh_forgotten": (BACKWARD, "cute.math.fma(inner, rstd, dh[0][i].to(cutlass.Float32))",
         "inner * rstd", wrong_values(MIDDLE)),
-    "rows_of_a_part_by_the_grid": (BACKWARD, "part * self.rows + group * self.run",
-        "part * self.rows + (self.groups - 1 - group) * self.run", other_bytes(MIDDLE)),
+    "rows_of_a_part_by_the_grid": (BACKWARD, "part * self.rows + group * self.run + number",
+        "part * self.rows + (self.groups - 1 - group) * self.run + number", other_bytes(MIDDLE)),
     "groups_descending": (BACKWARD, "value = value + sSums[g, i, t]",
         "value = value + sSums[self.groups - g, i, t]", other_bytes(MIDDLE)),
-    "missing_row_has_statistics": (BACKWARD, "        if row < m:\n            rstd",
-        "        if row < m + 7:\n            rstd", wrong_values(Case(67, 520))),
-    "last_row_dropped": (BACKWARD, "self.group.load(t, row, lane, row < m)",
-        "self.group.load(t, row, lane, row < m - 1)", wrong_values(Case(5, 96))),
+    "last_row_dropped": (BACKWARD, "(part < count) & (row < m)",
+        "(part < count) & (row < m - 1)", wrong_values(Case(5, 96))),
+    "next_part_begins_late": (BACKWARD, "cutlass.Int32(0) if last else number",
+        "cutlass.Int32(1) if last else number", wrong_values(Case(600, 520))),
+    "missing_row_is_read": (AHEAD, "source, there & inside)", "source, inside)",
+        wrong_values(Case(67, 520, LAYER, bias=True))),
+    "columns_behind_the_last_are_read": (AHEAD, "source, there & inside)", "source, there)",
+        wrong_values(Case(5, 96))),
+    "row_is_not_awaited": (AHEAD, "cp_async_wait_group(self.stages - 1)",
+        "cp_async_wait_group(self.stages)", other_bytes(MIDDLE)),
     "groups_do_not_meet": (BACKWARD,
         "                sSums[group, i, lane] = total[i]\n            cute.arch.sync_threads()\n",
         "                sSums[group, i, lane] = total[i]\n", other_bytes(MIDDLE)),
@@ -267,6 +273,7 @@ MUTANTS = {
 BY_DAY = (
     "eps_outside_the_root",
     "weight_applied_twice_in_dx",
+    "row_is_not_awaited",
     "warps_do_not_meet",
     "parts_descending",
 )
@@ -284,9 +291,9 @@ def test_mutants_are_killed(tmp_path, name):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", [FORWARD, BACKWARD, SUMS, ROWS])
+@pytest.mark.parametrize("name", [FORWARD, BACKWARD, SUMS, ROWS, AHEAD])
 def test_an_unedited_copy_lives(tmp_path, name):
-    same_text = "import cutlass\n" if name != ROWS else "WARP = 32\n"
+    same_text = "WARP = 32\n" if name == ROWS else "import cutlass\n"
     kernel = kernels(system, tmp_path, name, same_text, same_text)
     for case in (NARROW, MIDDLE, WIDE):
         wrong_values(case)(kernel)

@@ -46,9 +46,10 @@ def audit(differing: int) -> dict:
 
 def test_without_records_nothing_was_run():
     text = "\n".join(page.render([]))
-    assert text.count("not run") == 2 + 2 * len(page.TARGETS)
+    targets = len(page.TARGETS) + len(page.HOST_TARGETS)
+    assert text.count("not run") == 2 + 2 * targets
     assert page.bits_kept([])[0][1] == "not run"
-    assert page.target_verdicts([])[1] == ["not run"] * len(page.TARGETS)
+    assert page.target_verdicts([])[1] == ["not run"] * targets
 
 
 @pytest.mark.parametrize(
@@ -62,13 +63,24 @@ def test_without_records_nothing_was_run():
 def test_targets_are_times_of_training(ours, compiled, verdicts):
     times = {"torch": 100.0, "torch_compiled": 80.0, "ours": ours, "ours_compiled": compiled}
     records = training(**times)
-    assert page.target_verdicts(records)[1] == verdicts
+    assert page.target_verdicts(records)[1][: len(page.TARGETS)] == verdicts
     text = "\n".join(page.render(records))
     assert row(text, "training", "4x2048", "ours", f"{ours:.2f}")[4:6] == [
         f"{100 / ours:.2f}x",
         f"{80 / ours:.2f}x",
     ]
     assert set(SYSTEMS) == set(times)
+
+
+def test_targets_are_of_the_hosts_part_of_a_call():
+    costs = {"host linear": 11.9, "host linear, grad": 22.1}
+    records = [
+        record(product, page.host.SHAPE, system, host_us=cost if system == "ours" else 7.0)
+        for product, cost in costs.items()
+        for system in ("ours", "torch")
+    ]
+    assert page.target_verdicts(records)[1][-3:] == ["held", "missed", "not run"]
+    assert "11.9 us; torch 7.0 us" in "\n".join(page.render(records))
 
 
 def test_a_model_of_another_size_is_no_record():

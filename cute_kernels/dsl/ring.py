@@ -26,15 +26,18 @@ class Slots:
         return sum(self.pieces) * WARP
 
     @cute.jit
-    def fetch(self, stage: cute.Pointer, piece: cutlass.Constexpr, source: cute.Tensor):
-        """One piece from global memory, asynchronously."""
+    def fetch(self, stage: cute.Pointer, piece: cutlass.Constexpr, source: cute.Tensor, there=None):
+        """One piece from global memory, asynchronously; zeros if it is not there to be read."""
         size = self.pieces[piece]
         # Past the first-level cache, if the copy can: nobody reads it again from there.
         kind = "cg" if size == 16 else "ca"
-        cute.arch.inline_ptx(
-            f"cp.async.{kind}.shared.global [{{$r0}}], [{{$r1}}], {size};",
-            read_only_args=[self.address(stage, piece), source.iterator.toint()],
-        )
+        words = f"cp.async.{kind}.shared.global [{{$r0}}], [{{$r1}}], {size}"
+        args = [self.address(stage, piece), source.iterator.toint()]
+        if cutlass.const_expr(there is None):
+            cute.arch.inline_ptx(f"{words};", read_only_args=args)
+        else:
+            read = cutlass.Int32(size) if there else cutlass.Int32(0)
+            cute.arch.inline_ptx(f"{words}, {{$r2}};", read_only_args=[*args, read])
 
     @cute.jit
     def read(self, stage: cute.Pointer, piece: cutlass.Constexpr, target: cute.Tensor):

@@ -1,0 +1,69 @@
+"""What one call costs the host: ours and torch's, in one process, in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from ..core import timing
+
+#: Tokens, hidden size, query heads, key heads, head size; small, so that the device keeps up.
+TOKENS, HIDDEN, HEADS, KEY_HEADS, DIM = 64, 2048, 32, 8, 64
+SHAPE = f"{TOKENS}x{HIDDEN}"
+_TURNS = 5
+
+
+class Calls(NamedTuple):
+    """One thing that a model does, by both."""
+
+    ours: Callable[[], object]
+    torch: Callable[[], object]
+    grad: bool = False
+
+
+def calls(device: str) -> dict[str, Calls]:
+    """Product -> who does it; forward calls alone, under ``grad`` with what backward needs."""
+    import cute_kernels as ck
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+
+    x, weight, scale = drawn(TOKENS, HIDDEN), drawn(HIDDEN, HIDDEN), drawn(HIDDEN)
+    q = drawn(1, TOKENS, HEADS, DIM)
+    k, v = (drawn(1, TOKENS, KEY_HEADS, DIM) for _ in range(2))
+    learned = weight.clone().requires_grad_()
+    other = scale.clone().requires_grad_()
+    f = torch.nn.functional
+    mask = ck.BlockMask.causal(TOKENS, TOKENS)
+
+    def sdpa():
+        turned = (t.transpose(1, 2) for t in (q, k, v))
+        return f.scaled_dot_product_attention(*turned, is_causal=True, enable_gqa=True)
+
+    return {
+        "linear": Calls(lambda: ck.linear(x, weight), lambda: f.linear(x, weight)),
+        "linear, grad": Calls(
+            lambda: ck.linear(x, learned), lambda: f.linear(x, learned), grad=True
+        ),
+        "attention": Calls(lambda: ck.block_sparse_attention(q, k, v, mask), sdpa),
+        "rms_norm": Calls(lambda: ck.rms_norm(x, scale), lambda: f.rms_norm(x, (HIDDEN,), scale)),
+        "rms_norm, grad": Calls(
+            lambda: ck.rms_norm(x, other), lambda: f.rms_norm(x, (HIDDEN,), other), grad=True
+        ),
+    }
+
+
+def measured(device: str) -> Iterator[dict]:
+    """A record for each product and system: microseconds of host time, the least of the turns."""
+    finish = torch.cuda.synchronize if device == "cuda" else lambda: None
+    for product, both in calls(device).items():
+        costs: dict[str, list[float]] = {"ours": [], "torch": []}
+        with torch.set_grad_enabled(both.grad):
+            for _ in range(_TURNS):
+                for name, taken in costs.items():
+                    taken.append(timing.host_cost(getattr(both, name), finish=finish, batches=5))
+        for name, taken in costs.items():
+            body = {"product": f"host {product}", "shape": SHAPE, "dtype": "bf16", "system": name}
+            yield body | {"status": "ok", "host_us": min(taken)}
