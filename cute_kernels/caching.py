@@ -40,7 +40,7 @@ class ByteCache:
 
     def get(self, key: Hashable, make: Callable[[], object]) -> object:
         """The value of ``key``, made at its first use; ``make`` runs outside the lock."""
-        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None:

@@ -7,6 +7,7 @@ kernel cannot address is copied into one that it can.
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 
@@ -37,9 +38,10 @@ def addressable(t: torch.Tensor, kernel: str, name: str) -> torch.Tensor:
 
     The strides of dimensions of size 1 are part of the descriptor too.
     """
-    step = ALIGN // t.element_size()
+    step = ALIGN // t.itemsize
     *outer, last = t.stride()
-    if last == 1 and t.data_ptr() % ALIGN == 0 and all(s and s % step == 0 for s in outer):
+    unit = math.gcd(*outer) if 0 not in outer else 1
+    if last == 1 and unit % step == 0 and t.data_ptr() % ALIGN == 0:
         return t
     log.copied(kernel, name, t, _ROWS)
     return torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)

@@ -83,10 +83,18 @@ def _logp(model: torch.nn.Module) -> bool:
 
 
 def _kept(hidden: torch.Tensor, keep: int | torch.Tensor) -> torch.Tensor:
-    """The hidden states whose logits are wanted."""
-    from transformers.modeling_utils import slice_logits_to_keep
+    """The hidden states whose logits are wanted, as transformers has it.
 
-    return slice_logits_to_keep(hidden, keep)
+    keep: the last so many positions (0: all), positions [P] of every sequence, positions [B, P], or
+    a mask [B, S], whose True ones come as one row.
+    """
+    if isinstance(keep, int):
+        return hidden[:, -keep:] if keep else hidden
+    if keep.dim() < 2:
+        return hidden[:, keep]
+    if keep.dtype == torch.bool:
+        return hidden[keep]
+    return torch.take_along_dim(hidden, keep[..., None], dim=1)
 
 
 def _logits(model: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:

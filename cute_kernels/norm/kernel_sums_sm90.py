@@ -62,7 +62,13 @@ class NormSumsSm90:
             # Warps other than the first load what comes next meanwhile, into the other slot.
             if warp == 0:
                 count = cutlass.min(parts - first, WARPS * AHEAD)
-                for i in cutlass.range(count, unroll=1):
+                whole = count // AHEAD * AHEAD
+                for begin in cutlass.range(0, whole, AHEAD, unroll=1):
+                    # All of them are asked for before the first is added.
+                    values = [sParts[slot, begin + a, lane] for a in range(AHEAD)]
+                    for value in values:
+                        total = total + value
+                for i in cutlass.range(whole, count, unroll=1):
                     total = total + sParts[slot, i, lane]
             slot = slot ^ 1
         if (warp == 0) & (column < width):

@@ -21,7 +21,6 @@ from .config import (
     BackwardConfig,
     ForwardConfig,
     SumConfig,
-    backward_residency,
     forward_residency,
     part_rows,
     row_plan,
@@ -38,17 +37,23 @@ def forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: 
     """As `cpu.forward`."""
     m, width = x.shape
     x, residual = _rows(x, "x"), None if residual is None else _rows(residual, "residual")
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    y = torch.empty_like(x, memory_format=_DENSE)
     h = None if residual is None else torch.empty_like(y)
     rstd = x.new_empty(m, dtype=torch.float32)
     mean = torch.empty_like(rstd) if rule.kind == LAYER else None
     weight, bias = _scale(scale, x, rule)
-    chosen = forward_config(rule.kind, x.dtype, weight.dtype, residual is not None, width)
-    at_once = max(1, FORWARD_THREADS // chosen.threads)
-    ctas = min(-(-m // at_once), most_ctas(x.device) * forward_residency(chosen).ctas)
+    chosen, at_once, held = _forward(rule.kind, x.dtype, weight.dtype, residual is not None, width)
+    ctas = min(-(-m // at_once), most_ctas(x.device) * held)
     args = (x, residual, weight, bias, h, y, mean, rstd)
     call(x.device, _kernel(chosen), *args, rule.eps, rule.offset, width, ctas)
     return Normed(_whole(y, width), None if h is None else _whole(h, width), mean, rstd)
+
+
+@functools.cache
+def _forward(*what: object) -> tuple[ForwardConfig, int, int]:
+    """(configuration, rows of a CTA at once, CTAs of an SM), of `forward_config`'s arguments."""
+    chosen = forward_config(*what)
+    return chosen, max(1, FORWARD_THREADS // chosen.threads), forward_residency(chosen).ctas
 
 
 def backward(
@@ -63,14 +68,14 @@ def backward(
     m, width = h.shape
     h, dy = _rows(h, "h"), _rows(upstream.dy, "dy")
     dh = None if upstream.dh is None else _rows(upstream.dh, "dh")
-    dx = torch.empty_like(h, memory_format=torch.contiguous_format)
+    dx = torch.empty_like(h, memory_format=_DENSE)
     count = -(-m // part_rows(width))
     shape = (2 if rule.kind == LAYER else 1, count, h.shape[1])
     sums = h.new_empty(shape, dtype=torch.float32)
     of_bias = sums[1] if rule.kind == LAYER else None
     weight, _ = _scale(scale, h, rule)
     chosen = backward_config(rule.kind, h.dtype, weight.dtype, dh is not None, width)
-    ctas = min(count, most_ctas(h.device) * backward_residency(chosen).ctas)
+    ctas = min(count, most_ctas(h.device))
     args = (dy, dh, h, *stats, weight, dx, sums[0], of_bias)
     call(h.device, _kernel(chosen), *args, rule.offset, width, ctas)
     return _whole(dx, width), Parts(sums[0], of_bias)
@@ -113,12 +118,16 @@ def _padded(t: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(t: torch.Tensor, width: int) -> torch.Tensor:
+    if t.shape[1] == width:
+        return t
     return contiguous("norm", "out", t[:, :width], "contiguous; its rows were padded to units of 8")
 
 
 def _scale(scale: Scale, x: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weight and bias as the kernels take them: both there, of one dtype, that of x or fp32."""
     weight, bias = scale
+    if bias is None and rule.kind == RMS and weight is not None and weight.dtype == x.dtype:
+        return _vector(weight, x.dtype), None
     if weight is None:
         weight = x.new_ones(x.shape[1])
     if rule.kind == LAYER and bias is None:
@@ -136,6 +145,7 @@ def forward_config(
     return ForwardConfig(kind, names[dtype], names[weight], residual, plan.threads, plan.units)
 
 
+@functools.cache
 def backward_config(
     kind: str, dtype: torch.dtype, weight: torch.dtype, upstream: bool, width: int
 ) -> BackwardConfig:

@@ -68,7 +68,7 @@ def _run(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offset
     made = _of_rows("forward", x)(rows, added, scale, rule)
     h = x.new_empty(0) if made.h is None else made.h.view(x.shape)
     mean = made.rstd.new_empty(0) if made.mean is None else made.mean
-    return made.y.view(x.shape), h, mean, made.rstd
+    return made.y if rows is x else made.y.view(x.shape), h, mean, made.rstd
 
 
 def _fake(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offset):
@@ -120,6 +120,8 @@ def _setup(ctx, inputs, output):
     # Not saved tensors: backward of an earlier micro-batch may write them before ours reads them.
     ctx.main_grads = {2: main_grad, 3: bias_main_grad}
     ctx.mark_non_differentiable(mean, rstd, *(() if ctx.residual else (h,)))
+    # Zeros for statistics would be a kernel for each backward.
+    ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dy, dh, *_):
@@ -128,13 +130,19 @@ def _backward(ctx, dy, dh, *_):
             "cute_kernels.norm: double backward (create_graph=True) is not available"
         )
     h, mean, rstd, weight, bias = ctx.saved_tensors
+    dy = torch.zeros_like(h) if dy is None else dy
+    if not ctx.residual:
+        dh = None
+    elif dh is None:
+        # Not left out: 0 + -0 is 0, and compiled graphs have zeros here.
+        dh = torch.zeros_like(h)
     targets = destination.targets(ctx, ctx.there, ctx.main_grads)
     of_weight, of_bias = targets.get(2), targets.get(3)
     rows = any(ctx.needs_input_grad[:2])
     wanted = [t is not None and t.wanted for t in (of_weight, of_bias)]
     into = [None if t is None else t.into for t in (of_weight, of_bias)]
     d_x, *made = norm_backward(
-        dy, dh if ctx.residual else None, h, mean, rstd, weight, bias, *into, *ctx.numbers,
+        dy, dh, h, mean, rstd, weight, bias, *into, *ctx.numbers,
         [rows, *wanted],
     )  # fmt: skip
     given = [None, None]

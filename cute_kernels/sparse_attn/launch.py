@@ -65,7 +65,7 @@ def forward(
     out = empty(q.shape, q.dtype, q.device)
     lse = empty((batch, heads, q_len), torch.float32, q.device)
     lists = mask.kv_count, not_empty(mask.kv_entry), not_empty(mask.kv_tile), mask.words, None
-    operands = (addressable(t, _NAME, name) for name, t in zip("qkv", (q, k, v), strict=True))
+    operands = [addressable(t, _NAME, name) for name, t in (("q", q), ("k", k), ("v", v))]
     numbers = mask.lo, mask.hi, *config.factors(scale, softcap)
     call(q.device, kernel, *operands, out, lse, *lists, *numbers)
     return out, lse

@@ -9,6 +9,7 @@ One cache holds all of it, by content: layers and steps share what they have in 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 
 import numpy as np
@@ -57,7 +58,7 @@ def operands(
         schedule = handles.resolve(schedule)
     batch, q_len, kv_len, heads, kv_heads, _ = sizes
     # Lists depend on data: under fake tensors, too, they are made of true ones.
-    with _disable_current_modes():
+    with _disable_current_modes() if _modes() else contextlib.nullcontext():
         lowered = lower(whole(mask, causal, q_len, kv_len, _where(device)))
         if needs_order:
             checks.gradient(device, lowered.mask.shape[1], heads, kv_heads)
@@ -67,6 +68,11 @@ def operands(
             made = order_of(lowered, schedule, sizes)
             tensors = list(made) if needs_order else []
     return lowered.tensors(), lowered.numbers(), tensors, ""
+
+
+def _modes() -> bool:
+    """Whether any is on, to be switched off: switching costs 4 us."""
+    return bool(torch._C._len_torch_dispatch_stack()) or torch.compiler.is_compiling()
 
 
 # As torch.compiler.assume_constant_result does, which imports all of dynamo (2 s, and triton).

@@ -36,7 +36,7 @@ def calls(device: str) -> dict[str, Calls]:
     learned = weight.clone().requires_grad_()
     other = scale.clone().requires_grad_()
     f = torch.nn.functional
-    mask = ck.BlockMask.causal(TOKENS, TOKENS)
+    mask = ck.BlockMask.causal(TOKENS, TOKENS, device=device)
 
     def sdpa():
         turned = (t.transpose(1, 2) for t in (q, k, v))

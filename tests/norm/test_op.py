@@ -149,3 +149,17 @@ def test_contract():
     for name in ("rms_norm", "layer_norm"):
         assert ck.guarantees(name) == kept
         assert ck.contract_id(name).startswith(f"{name}/cpu/")
+
+
+def test_a_result_that_nobody_uses_has_a_gradient_of_zeros():
+    """y alone, h alone: the bytes that explicit zeros give."""
+    x, residual = normal(5, 40).requires_grad_(), normal(5, 40, seed=1)
+    weight, upstream = normal(40, seed=2), normal(5, 40, seed=3)
+    for used in (0, 1):
+        made = ck.rms_norm(x, weight, residual=residual)
+        (alone,) = torch.autograd.grad(made[used], x, upstream)
+        made = ck.rms_norm(x, weight, residual=residual)
+        both = [torch.zeros_like(upstream)] * 2
+        both[used] = upstream
+        (want,) = torch.autograd.grad(made, x, both)
+        assert same_bytes(alone, want)

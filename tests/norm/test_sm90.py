@@ -264,8 +264,10 @@ MUTANTS = {
     "warps_descending": (ROWS, "value = value + sPartials[slot, group, w]",
         "value = value + sPartials[slot, group, self.warps - w]", other_bytes(
             Case(3, 4104, dtype=FP32, weight=FP32))),
-    "parts_descending": (SUMS, "total + sParts[slot, i, lane]",
-        "total + sParts[slot, count - 1 - i, lane]", sums(300)),
+    "parts_descending": (SUMS, "sParts[slot, begin + a, lane]",
+        "sParts[slot, whole - 1 - begin - a, lane]", sums(300)),
+    "last_parts_twice": (SUMS, "cutlass.range(whole, count, unroll=1)",
+        "cutlass.range(whole - 1, count, unroll=1)", sums(300)),
     "sums_do_not_meet": (SUMS, "            cute.arch.sync_threads()\n            # Warps",
         "            # Warps", sums(300)),
     "one_slot_for_all_parts": (SUMS, "slot = slot ^ 1", "slot = slot ^ 0", sums(1500)),
