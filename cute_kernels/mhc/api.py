@@ -294,29 +294,23 @@ def head(
     *,
     norm_weight: torch.Tensor | None = None,
     options: Options = Options(),
+    main_grads: Mapping[str, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """The collapse behind the last site: Σ_i x_i H_pre_i, [..., C].
 
     Args:
         phi: [n, K], of H_pre alone.  alpha: [1].  beta: [n].
-        Others: As in `mix_and_aggregate`.
+        Others: As in `mix_and_aggregate`; main_grads are shaped like these weights.
     """
     checks.options(options)
     n = checks.phi_of_head(phi)
     rows = checks.x_of(x, n, options.layout, phi.shape[1])
-    _mapping_weights(phi, norm_weight, rows.x)
+    weights = _mapping_weights(phi, norm_weight, rows.x)
     checks.beside("alpha", alpha, rows.x, [1])
     checks.beside("beta", beta, rows.x, [n])
-    # Rows of zeros make the other mappings, which nobody reads.
-    pad = torch.nn.functional.pad
-    whole = pad(phi, (0, 0, 0, mappings(n) - n))
-    h, ms = op.projection(
-        rows.x, whole, norm_weight, None, None, n, options.layout, options.precision
-    )
-    gates = (pad(alpha, (0, 2)), pad(beta, (0, mappings(n) - n)))
-    numbers = (options.eps, options.pre_eps, options.post_scale)
-    pre, _, _ = op.scale(h, *gates, ms, None, None, n, *numbers)
-    return _collapsed(op.aggregate(rows.x, pre, n, options.layout), rows)
+    mains = checks.main_grads(main_grads, {**weights, "alpha": alpha, "beta": beta}, rows.x)
+    found = site_op.mix(rows.x, phi, norm_weight, alpha, beta, *mains, *options.numbers(n), False)
+    return _collapsed(found[0], rows)
 
 
 def expand_from_embedding(embedding: torch.Tensor, n: int, *, layout: str = "cn") -> torch.Tensor:

@@ -164,8 +164,8 @@ class HyperHead(_Gated):
     Args:
         channels, n, norm_weight, options, dtype, device: As in `HyperConnection`.
 
-    Weights: phi [n, K], alpha [1], beta [n], and norm_weight [K] if asked for.  Starts as the mean
-    of the streams, but for alpha = 0.01.
+    Weights: phi [n, K], alpha [1], beta [n], and norm_weight [K] if asked for; ``main_grad`` as in
+    `HyperConnection`.  Starts as the mean of the streams, but for alpha = 0.01.
     """
 
     def __init__(
@@ -183,5 +183,12 @@ class HyperHead(_Gated):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., C] of x [..., C, n] or [..., n, C]."""
-        weights = (self.phi, self.alpha, self.beta)
-        return api.head(x, *weights, norm_weight=self.norm_weight, options=self.options)
+        return api.head(
+            x,
+            self.phi,
+            self.alpha,
+            self.beta,
+            norm_weight=self.norm_weight,
+            options=self.options,
+            main_grads=self._main_grads(),
+        )

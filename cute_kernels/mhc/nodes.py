@@ -11,22 +11,33 @@ import torch
 from .. import main_grad as destination
 from ..errors import UnsupportedTransformError
 from ..torch_ops import define_op
+from .config import mappings
 from .passes import launcher
 from .tensors import Gates, Mapping, Parts
+
+#: Of pre, post and res.
+_ALPHAS = 3
 
 
 def _fp32(t: torch.Tensor) -> torch.Tensor:
     return t.to(torch.float32).contiguous()
 
 
-def mapping(phi: torch.Tensor, norm_weight: torch.Tensor | None, precision: str) -> Mapping:
+def mapping(phi: torch.Tensor, norm_weight: torch.Tensor | None, precision: str, n: int) -> Mapping:
     """phi and norm_weight as kernels take them."""
-    return Mapping(_fp32(phi), None if norm_weight is None else _fp32(norm_weight), precision)
+    weight = None if norm_weight is None else _fp32(norm_weight)
+    return Mapping(_whole(_fp32(phi), mappings(n)), weight, precision)
 
 
-def gates(alpha, beta, eps: float, pre_eps: float, post_scale: float) -> Gates:
+def gates(alpha, beta, eps: float, pre_eps: float, post_scale: float, n: int) -> Gates:
     """alpha and beta as kernels take them."""
-    return Gates(_fp32(alpha), _fp32(beta).view(-1), eps, pre_eps, post_scale)
+    alpha = _whole(_fp32(alpha), _ALPHAS)
+    return Gates(alpha, _whole(_fp32(beta).view(-1), mappings(n)), eps, pre_eps, post_scale)
+
+
+def _whole(t: torch.Tensor, rows: int) -> torch.Tensor:
+    """A head has the rows of H_pre alone: zeros in place of the others, which nobody reads."""
+    return t if len(t) == rows else torch.cat([t, t.new_zeros(rows - len(t), *t.shape[1:])])
 
 
 def nothing(like: torch.Tensor) -> torch.Tensor:
@@ -56,7 +67,10 @@ def finish_weights(
     phi, norm_weight = weights
     if not any(needs):
         return nothing(phi), nothing(phi)
-    sums = [_accumulator(t, main) for t, main in zip(weights, into, strict=True)]
+    sums = [
+        _accumulator(phi, into[0], len(mapping.phi)),
+        None if norm_weight is None else _accumulator(norm_weight, into[1], len(norm_weight)),
+    ]
     of_phi, of_weight = sums[0], sums[1] if needs[1] else None
     if parts is not None:
         launcher("mhc_weights", phi)(parts, mapping, of_phi, of_weight)
@@ -72,7 +86,7 @@ def finish_parts(
     """The gradient of one vector, ``of``, of parts [P, L]."""
     if not need:
         return nothing(of)
-    total = _accumulator(of, into)
+    total = _accumulator(of, into, len(of))
     if parts is not None:
         launcher("mhc_add_parts", parts.values)(parts, total)
     return _returned(total, of, into, need)
@@ -80,32 +94,33 @@ def finish_parts(
 
 def finish_gates(parts: Parts | None, gates: tuple, into: tuple, needs: tuple[bool, bool]):
     """(dalpha, dbeta) of parts of both."""
-    made, first = [], 0
-    for of, main, need in zip(gates, into, needs, strict=True):
+    made = []
+    for of, main, need, first in zip(gates, into, needs, (0, _ALPHAS), strict=True):
         own = None
         if parts is not None:
             columns = parts.values[:, first : first + of.numel()].contiguous()
             own = parts._replace(values=columns)
         made.append(finish_parts(own, of, main, need))
-        first += of.numel()
     return tuple(made)
 
 
-def _accumulator(of: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor | None:
-    """What sums over tokens are added to: contiguous, fp32."""
-    if of is None:
-        return None
+def _accumulator(of: torch.Tensor, into: torch.Tensor | None, rows: int) -> torch.Tensor:
+    """What sums over tokens are added to: contiguous, fp32, of as many rows as kernels make.
+
+    Of a head's phi the first rows begin as ``into`` does: no element is added to another, so they
+    get the bytes that ``into`` itself would get.
+    """
     if into is None:
-        return of.new_zeros(of.shape, dtype=torch.float32)
-    return into if into.is_contiguous() else into.clone(memory_format=torch.contiguous_format)
+        return of.new_zeros(rows, *of.shape[1:], dtype=torch.float32)
+    return _whole(into if into.is_contiguous() else into.contiguous(), rows)
 
 
 def _returned(total, of, into, need: bool) -> torch.Tensor:
     if into is not None:
         if need and total is not into:
-            into.copy_(total)
+            into.copy_(total[: len(into)])
         return nothing(into)
-    return total.to(of.dtype) if need else nothing(of)
+    return total[: len(of)].to(of.dtype, copy=len(of) < len(total)) if need else nothing(of)
 
 
 def fake_gradients(tensors, needs, into) -> tuple[torch.Tensor, ...]:

@@ -75,7 +75,7 @@ def _run_projection(x, phi, norm_weight, main_phi, main_weight, n, layout, preci
     nodes.apart({"phi": main_phi, "norm_weight": main_weight}, x, phi, norm_weight)
     if len(x) == 0:
         return _fake_projection(x, phi, norm_weight, main_phi, main_weight, n, layout, precision)
-    mapping = nodes.mapping(phi, norm_weight, precision)
+    mapping = nodes.mapping(phi, norm_weight, precision, n)
     found = launcher("mhc_project", x)(x, mapping, Streams(n, layout))
     return launcher("mhc_add_chunks", x)(found, x.shape[1], n)
 
@@ -88,7 +88,7 @@ def _fake_projection(x, phi, norm_weight, main_phi, main_weight, n, layout, prec
 def _run_projection_backward(
     d_h, d_ms, x, phi, norm_weight, main_phi, main_weight, n, layout, precision, needs
 ):
-    mapping = nodes.mapping(phi, norm_weight, precision)
+    mapping = nodes.mapping(phi, norm_weight, precision, n)
     into, of_weights = (main_phi, main_weight), tuple(needs[1:3])
     dx = parts = None
     if len(x) and any(needs):
@@ -144,7 +144,7 @@ def _run_scale(h, alpha, beta, ms, main_alpha, main_beta, n, eps, pre_eps, post_
     nodes.apart({"alpha": main_alpha, "beta": main_beta}, h, alpha, beta, ms)
     if len(h) == 0:
         return _fake_scale(h, alpha, beta, ms, main_alpha, main_beta, n)
-    gates = nodes.gates(alpha, beta, eps, pre_eps, post_scale)
+    gates = nodes.gates(alpha, beta, eps, pre_eps, post_scale, n)
     return launcher("mhc_gate", h)(nodes.rows(h), ms.contiguous(), gates, n)
 
 
@@ -159,7 +159,7 @@ def _run_scale_backward(
     into, of_gates = (main_alpha, main_beta), (needs[1], needs[2])
     d_h = d_ms = parts = None
     if len(h) and any(needs):
-        gates = nodes.gates(alpha, beta, eps, pre_eps, post_scale)
+        gates = nodes.gates(alpha, beta, eps, pre_eps, post_scale, n)
         sizes = (n, n, n * n)
         given = [
             h.new_zeros(1, size).expand(len(h), size) if g is None else nodes.rows(g)

@@ -6,6 +6,8 @@
 
 With ``shifted``, a pre of the site before, mhc_post_pre collapses y with that one, so that
 projection and collapse share one read.
+
+phi, alpha and beta of mhc_mix may be those of a head, [n, K], [1] and [n]: rows of H_pre alone.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ def _site(weights: tuple, numbers: tuple) -> Site:
     n, layout, precision, eps, pre_eps, post_scale, *form = numbers
     return Site(
         Streams(n, layout),
-        nodes.mapping(phi, norm_weight, precision),
-        nodes.gates(alpha, beta, eps, pre_eps, post_scale),
+        nodes.mapping(phi, norm_weight, precision, n),
+        nodes.gates(alpha, beta, eps, pre_eps, post_scale, n),
         Sinkhorn(*form),
     )
 

@@ -16,6 +16,7 @@ from cute_kernels.mhc import (
     aggregate,
     connect,
     expand_combine,
+    head,
     mix_and_aggregate,
     post_pre,
     projection,
@@ -123,6 +124,11 @@ def _whole(case: Case, i: Inputs, t: Token) -> torch.Tensor:
     return t.backward([y], [x])
 
 
+def _top(case: Case, i: Inputs, t: Token) -> torch.Tensor:
+    x, (weights, others) = t.leaf(*_streams(case)), _site(case, i)
+    return t.backward([head(x, *weights, **others)], [x])
+
+
 ROWS: dict[str, Callable[[Case, Inputs, Token], torch.Tensor]] = {
     "projection": _project,
     "scale": _gate,
@@ -133,7 +139,16 @@ ROWS: dict[str, Callable[[Case, Inputs, Token], torch.Tensor]] = {
     "post_pre": _both,
     "post_pre, shifted": _shifted,
     "connect": _whole,
+    "head": _top,
 }
+
+
+def inputs_of(name: str, case: Case) -> Inputs:
+    """Those of the case, with the weights that the function takes: a head's are the first n."""
+    i, n = cases.inputs_of(case), case.n
+    if name == "head":
+        i = i._replace(phi=i.phi[:n].clone(), alpha=i.alpha[:1].clone(), beta=i.beta[0, :n].clone())
+    return i
 
 
 def case_of(dtype: torch.dtype, n: int = 4, layout: str = "cn", c: int = 11) -> Case:
@@ -144,7 +159,7 @@ def case_of(dtype: torch.dtype, n: int = 4, layout: str = "cn", c: int = 11) -> 
 
 def row_op(name: str, case: Case) -> RowOp:
     """Of one function; its weights are those of the case."""
-    i = cases.inputs_of(case)
+    i = inputs_of(name, case)
     n = case.n
     # Of every piece that a function may take, and of their cotangents.
     width = 3 * (n * case.c + case.c) + 4 * (mappings(n) + 8 * n)
@@ -169,6 +184,7 @@ WEIGHTS = {
     "mix_and_aggregate": ("phi", "norm_weight", "alpha", "beta"),
     "post_pre": ("bias", "phi", "norm_weight", "alpha", "beta"),
     "connect": ("bias", "phi", "norm_weight", "alpha", "beta"),
+    "head": ("phi", "norm_weight", "alpha", "beta"),
 }
 
 
@@ -190,6 +206,8 @@ def call(name: str, case: Case, i: Inputs, piece: slice, mains: dict) -> list[to
         made = mix_and_aggregate(x, *weights, **others)
     elif name == "post_pre":
         made = post_pre(*ending, *weights, **others)
+    elif name == "head":
+        made = (head(x, *weights, **others),)
     else:
         made = (connect(x, lambda out: out.tanh(), *weights, bias=i.bias, **others),)
     return list(made)
@@ -208,7 +226,7 @@ def mains_of(name: str, i: Inputs, state: torch.Tensor) -> dict[str, torch.Tenso
 
 def sum_op(name: str, case: Case, cut: int = 1024) -> SumOp:
     """The main_grads of one function, of the tokens of the case."""
-    i = cases.inputs_of(case)
+    i = inputs_of(name, case)
     for weight in WEIGHTS[name]:
         getattr(i, weight).requires_grad_()
     size = sum(getattr(i, weight).numel() for weight in WEIGHTS[name])

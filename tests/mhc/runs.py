@@ -8,6 +8,7 @@ from cute_kernels.mhc import (
     aggregate,
     connect,
     expand_combine,
+    head,
     mix_and_aggregate,
     post_pre,
     projection,
@@ -136,6 +137,36 @@ def mix(case: Case, x: Inputs, leading: tuple[int, ...] | None = None) -> Result
     return got, _named(want, "") | _named(back)
 
 
+def top(case: Case, x: Inputs, mains: bool = False) -> Results:
+    """`head`, of the rows of H_pre: to the oracle, a site whose other rows are zeros.
+
+    With ``mains``, what it adds to main_grads of zeros, by the gradients' names.
+    """
+    up, n = cases.upstream_of(case, x), case.n
+    a = leaves_of(x._replace(phi=x.phi[:n], alpha=x.alpha[:1], beta=x.beta[0, :n]))
+    own = {name: getattr(a, name) for name in _WEIGHTS if getattr(a, name) is not None}
+    sums = {name: torch.zeros_like(t, dtype=torch.float32) for name, t in own.items()}
+    weights = {"norm_weight": a.norm_weight, "options": case.options}
+    out = head(a.x, a.phi, a.alpha, a.beta, **weights, main_grads=sums if mains else None)
+    _backward([out], [up.out])
+    got = {"out": out} | gradients(a, "x", *_WEIGHTS)
+    got |= {f"d_{name}": t for name, t in sums.items()} if mains else {}
+    whole = {name: getattr(x, name).clone() for name in ("phi", "alpha", "beta")}
+    whole["phi"][n:], whole["alpha"][1:], whole["beta"][:, n:] = 0, 0, 0
+    rows, site = cases.rows(x.x), cases.site_of(case, x._replace(**whole))
+    given = reference.Given(cases.rows(up.out))
+    back = _named(reference.mix_and_aggregate_backward(rows, site, given))
+    for name, size in {"d_phi": n, "d_alpha": 1, "d_beta": n}.items():
+        value, error = back[name]
+        back[name] = Near(value[:size], error[:size])
+    return got, {"out": reference.mix_and_aggregate(rows, site).out} | back
+
+
+def top_into_main_grads(case: Case, x: Inputs) -> Results:
+    """`head`, whose gradients go into main_grads."""
+    return top(case, x, mains=True)
+
+
 def both(case: Case, x: Inputs, shift: bool = False) -> Results:
     """`post_pre`: the y that it made is where the next site of the oracle begins."""
     a, up = leaves_of(x), cases.upstream_of(case, x)
@@ -205,4 +236,6 @@ FUNCTIONS = {
     "both": both,
     "shifted": shifted,
     "whole": whole,
+    "head": top,
+    "head, main_grads": top_into_main_grads,
 }

@@ -270,6 +270,38 @@ CASES = [
         ["main_grads['beta']", "[1, 24]", "[24]"],
     ),
     (
+        "main of a whole phi",
+        top(main_grads={"phi": t(N4, K)}),
+        ShapeError,
+        ["main_grads['phi']", "[4, 24], that of phi", "[24, 24]"],
+    ),
+    (
+        "main of three alphas",
+        top(main_grads={"alpha": t(3)}),
+        ShapeError,
+        ["main_grads['alpha']", "[1], that of alpha", "[3]"],
+    ),
+    ("a head's bias", top(main_grads={"bias": t(C)}), VALUE, ["main_grads", "phi", "bias"]),
+    (
+        "a head without norm_weight",
+        top(main_grads={"norm_weight": t(K)}),
+        VALUE,
+        ["main_grads['norm_weight']", "none without norm_weight"],
+    ),
+    ("a head's main a list", top(main_grads=[t(4, K)]), KIND, ["main_grads", "list"]),
+    (
+        "a head's main bf16",
+        top(main_grads={"beta": t(4).bfloat16()}),
+        DtypeError,
+        ["main_grads['beta']", "float32", "bfloat16"],
+    ),
+    (
+        "a head's main overlaps x",
+        top(x=inside(0, M, C, 4), main_grads={"alpha": inside(100, 1)}),
+        AliasError,
+        ["main_grad", "alias of"],
+    ),
+    (
         "main bf16",
         site(main_grads={"alpha": t(3).bfloat16()}),
         DtypeError,

@@ -26,7 +26,7 @@ def start_of(weight: torch.Tensor, seed: int) -> torch.Tensor:
 
 def inputs(name: str, case: Case) -> cases.Inputs:
     """Weights are parameters as Megatron has them: with a main_grad, not of zeros, and a flag."""
-    made = cases.inputs_of(case)
+    made = packed.inputs_of(name, case)
     parameters = {}
     for seed, weight in enumerate(packed.WEIGHTS[name]):
         p = torch.nn.Parameter(getattr(made, weight))
@@ -171,7 +171,7 @@ def test_backward_of_some_inputs(name):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["mix_and_aggregate", "post_pre", "connect"])
+@pytest.mark.parametrize("name", ["mix_and_aggregate", "post_pre", "connect", "head"])
 def test_activation_checkpointing(name, reentrant):
     """The bytes of a plain backward, once."""
     case = case_of()
@@ -280,8 +280,8 @@ def test_one_main_grad_of_two_weights_is_not_read():
         assert same_bytes(t, getattr(want, weight).main_grad)
 
 
-def test_a_head_and_recompute_have_none():
+def test_functions_without_weights_have_none():
     """They take no main_grads: what they are given is a mistake that Python names."""
-    for function in (mhc.head, mhc.multilayer_recompute, mhc.sinkhorn, mhc.aggregate):
+    for function in (mhc.multilayer_recompute, mhc.sinkhorn, mhc.aggregate):
         with pytest.raises(TypeError, match="main_grads"):
             function(main_grads={})

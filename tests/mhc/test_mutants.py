@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_kernels.mhc import Options, cpu, expand_combine, projection, reference, sinkhorn
+from cute_kernels.mhc import Options, cpu, expand_combine, nodes, projection, reference, sinkhorn
 from cute_kernels.mhc.tensors import Expand
 from tests import contract
 from tests.contract import same_bytes
@@ -64,6 +64,11 @@ def values_of_sites() -> None:
     _within("mix", "both", "shifted", "whole")
 
 
+def values_of_heads() -> None:
+    """The same, of a head: its gradients, and what it adds to main_grads of zeros."""
+    _within("head", "head, main_grads")
+
+
 def h_of_phi() -> None:
     """RMS of H's error (test_cpu.test_h_is_within_1e_5)."""
     case = CASE._replace(m=40, c=1280)
@@ -112,6 +117,11 @@ def splits_of_gates() -> None:
 def splits_of_bias() -> None:
     """bias into a main_grad."""
     _splits("expand_combine")
+
+
+def splits_of_head() -> None:
+    """Each weight of a head into its main_grad, begun where the last micro-batch left it."""
+    _splits("head")
 
 
 def repeated() -> None:
@@ -191,6 +201,33 @@ def parts_before_main_grad(patch) -> None:
 
     patch.setattr(cpu, "add_parts", add_parts)
     patch.setattr(cpu, "weights", weights)
+
+
+def head_summed_apart(patch) -> None:
+    """Sums of a head's phi begin at zero in the padded buffer; main_grad gets them in one piece."""
+
+    def accumulator(of, into, rows):
+        return true_accumulator(of, None if rows > len(of) else into, rows)
+
+    def returned(total, of, into, need):
+        if into is None or len(total) == len(into):
+            return true_returned(total, of, into, need)
+        into += total[: len(into)]
+        return nodes.nothing(into)
+
+    patch.setattr(nodes, "_accumulator", accumulator)
+    patch.setattr(nodes, "_returned", returned)
+
+
+def head_not_written_back(patch) -> None:
+    """The padded buffer keeps what was added."""
+    patch.setattr(
+        nodes,
+        "_returned",
+        lambda total, of, into, need: true_returned(
+            total, of, into, need and (into is None or len(total) == len(into))
+        ),
+    )
 
 
 def channels_by_number_of_tokens(patch) -> None:
@@ -367,14 +404,17 @@ true_sinkhorn, true_sinkhorn_backward = cpu.sinkhorn, cpu.sinkhorn_backward
 true_normalisations, true_combine, true_passed = cpu._normalisations, cpu.combine, cpu._passed
 true_logits, true_reduce, true_psi = cpu._logits, cpu.reduce_channels, cpu._psi
 true_weights, true_project, true_add_chunks = cpu.weights, cpu.project, cpu.add_chunks
+true_accumulator, true_returned = nodes._accumulator, nodes._returned
 
-SPLITS = [splits_of_projection, splits_of_gates, splits_of_bias]
+SPLITS = [splits_of_projection, splits_of_gates, splits_of_bias, splits_of_head]
 #: mutant -> the checks that kill it, each of which must.
 KILLERS = {
     dalpha_in_arrival_order: [repeated, splits_of_gates],
     chunks_by_number_of_tokens: SPLITS,
     no_chunks_of_tokens: SPLITS,
     parts_before_main_grad: SPLITS,
+    head_summed_apart: [splits_of_head],
+    head_not_written_back: [values_of_heads],
     channels_by_number_of_tokens: [rows_of_projection],
     rows_and_columns_swapped: [values_of_sinkhorn, values_of_sites, orientation],
     an_extra_iteration: [values_of_sinkhorn, values_of_sites],
@@ -395,7 +435,8 @@ KILLERS = {
 }
 CHECKS = [
     values_of_projection, values_of_gates, values_of_sinkhorn, values_of_streams, values_of_sites,
-    h_of_phi, orientation, rows_of_projection, rows_of_sinkhorn, *SPLITS, repeated, drawn_alike,
+    values_of_heads, h_of_phi, orientation, rows_of_projection, rows_of_sinkhorn, *SPLITS,
+    repeated, drawn_alike,
 ]  # fmt: skip
 
 

@@ -98,11 +98,8 @@ CALLS = {
         ("x", "bias", "phi", "norm_weight", "alpha", "beta"),
     ),
     "head": (
-        lambda a, c: (
-            mhc.head(
-                a.x, a.phi[: c.n], a.alpha[:1], a.beta[0, : c.n],
-                norm_weight=a.norm_weight, options=c.options,
-            ),
+        lambda a, c, mains=None: (
+            mhc.head(a.x, a.phi[: c.n], a.alpha[:1], a.beta[0, : c.n], **_weights(a, c, mains)),
         ),
         ("x", "phi", "norm_weight", "alpha", "beta"),
     ),
@@ -301,7 +298,7 @@ def test_compiled_bits_are_eager_bits(name):
             assert eager.any() and same_bytes(eager, compiled)
 
 
-@pytest.mark.parametrize("name", ["mix_and_aggregate", "post_pre", "connect"])
+@pytest.mark.parametrize("name", ["mix_and_aggregate", "post_pre", "connect", "head"])
 def test_compiled_main_grads(name):
     torch.compiler.reset()
     case, results = case_of(), []
@@ -312,6 +309,8 @@ def test_compiled_main_grads(name):
     for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
         a = every_leaf(x)
         mains = {w: torch.ones(getattr(a, w).shape) for w in weights}
+        if name == "head":
+            mains |= {"phi": torch.ones(4, 4 * C), "alpha": torch.ones(1), "beta": torch.ones(4)}
         run(a, given, mains).backward()
         assert all(getattr(a, w).grad is None for w in weights)
         results.append([a.x.grad, *mains.values()])
