@@ -67,7 +67,7 @@ def demo(
     out: Annotated[Path, typer.Option("--out", "-o")] = Path("demo_output"),
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the best there is.")] = None,
     seconds: Annotated[
-        float | None, typer.Option(help="Training time; 50 on a CPU, 15 on a GPU.")
+        float | None, typer.Option(help="Training time; 50 on a CPU, 5 on a GPU.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Training steps, instead of a time.")] = None,
     seed: Annotated[int, typer.Option()] = 0,

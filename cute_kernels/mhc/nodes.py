@@ -17,6 +17,8 @@ from .tensors import Gates, Mapping, Parts
 
 #: Of pre, post and res.
 _ALPHAS = 3
+#: Where alpha and beta begin in the parts of both.
+_FIRST = (0, _ALPHAS)
 
 
 def _fp32(t: torch.Tensor) -> torch.Tensor:
@@ -93,14 +95,22 @@ def finish_parts(
 
 
 def finish_gates(parts: Parts | None, gates: tuple, into: tuple, needs: tuple[bool, bool]):
-    """(dalpha, dbeta) of parts of both."""
+    """(dalpha, dbeta) of parts of both, in one sum: a launch costs more than its numbers."""
+    if parts is None or not any(needs):
+        pairs = zip(gates, into, needs, strict=True)
+        return tuple(finish_parts(None, of, main, need) for of, main, need in pairs)
+    total = parts.values.new_zeros(parts.values.shape[1])
+    columns = [total[first : first + of.numel()] for of, first in zip(gates, _FIRST, strict=True)]
+    for main, own in zip(into, columns, strict=True):
+        if main is not None:
+            own.copy_(main.flatten())
+    launcher("mhc_add_parts", parts.values)(parts, total)
     made = []
-    for of, main, need, first in zip(gates, into, needs, (0, _ALPHAS), strict=True):
-        own = None
-        if parts is not None:
-            columns = parts.values[:, first : first + of.numel()].contiguous()
-            own = parts._replace(values=columns)
-        made.append(finish_parts(own, of, main, need))
+    for of, main, need, own in zip(gates, into, needs, columns, strict=True):
+        if need and main is not None:
+            main.copy_(own.view(main.shape))
+        returned = need and main is None
+        made.append(own.to(of.dtype, copy=True).view(of.shape) if returned else nothing(of))
     return tuple(made)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TritonPlan:
-    """Guesses that no measurement has tuned.  Not run on a GPU.
+    """Guesses that no measurement has tuned.
 
     ``wide``: (rows, columns) of a program's tile where threads load 16 bytes; ``narrow``: where
     they load one logit and a unit's state is kept by 16 of them.  Few tokens take tiles of one row.

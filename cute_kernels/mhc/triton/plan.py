@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TritonPlan:
-    """What bits depend on; no measurement has tuned it.  Not run on a GPU.
+    """What bits depend on; no measurement has tuned it.
 
     ``project``: (tokens, elements of a row) of a step of the projection; the elements are the lanes
     of Σ x², and divide the smallest chunk.

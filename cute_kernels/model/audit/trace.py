@@ -56,10 +56,18 @@ class Recorder:
         self._facts, self._count, self._keep = facts, count, keep
         self._ended: dict[Key, None] = {}
         self._call: Call | None = None
+        self._places: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def begin(self, call: Call) -> None:
         """The next forward pass of the model is this one."""
-        self._call = call
+        self._call, self._places = call, {}
+
+    def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """(places in tensors, tokens) of the call, moved once: a copy waits for all that runs."""
+        if device not in self._places:
+            moved = self._call.where.to(device), self._call.cells.to(device)
+            self._places[device] = moved
+        return self._places[device]
 
     def before(self, key: Key, module: nn.Module, args: tuple, kwargs: dict) -> None:
         entry = self.entries.setdefault(key, Entry())
@@ -83,14 +91,15 @@ class Recorder:
         if layout is None:
             return True
         call = self._call
-        data = rows.rows(t, layout, call.shape, call.where.to(t.device))
+        where, cells = self._on(t.device)
+        data = rows.rows(t, layout, call.shape, where)
         if data is None:
             return False
         if path not in tables:
             empty = torch.zeros(self._count, 2, dtype=torch.int64, device=t.device)
             seen = torch.zeros(self._count, dtype=torch.bool, device=t.device)
             tables[path] = Table(empty, seen, data.shape[1], t.dtype)
-        table, cells = tables[path], call.cells.to(t.device)
+        table = tables[path]
         table.digests[cells] = rows.digest(data, t.dtype)
         table.seen[cells] = True
         if side == "out" and key in self._keep:

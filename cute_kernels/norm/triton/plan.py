@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TritonPlan:
-    """What bits depend on; no measurement has tuned it.  Not run on a GPU.
+    """What bits depend on; no measurement has tuned it.
 
     ``forward_whole``, ``backward_whole``: the widest room of a row that registers hold, in the
     forward and the backward; it has as many lanes as `config.room`.  ``lanes``: of a wider row.

@@ -13,7 +13,8 @@ Nothing is fused but `tl.fma` (enable_fp_fusion is off), nothing is atomic, noth
 sizes are not specialised on.  Divisions and roots are IEEE's.  2^y is the device's own.
 
 Limits.  gelu_tanh of fp32 far below 0 is off by about 2^-22 |2 u| of itself, and softmax of fp32
-by 2^-24 |x - max|.  CUDA's 2^y flushes: what is below 2^-126 may be 0.  Not run on a GPU.
+by 2^-24 |x - max|.  CUDA's 2^y flushes: what is below 2^-126 may be 0.  It ran on
+an H200 (2026-11-23, tests/rowwise/test_gpu.py).
 """
 
 from __future__ import annotations

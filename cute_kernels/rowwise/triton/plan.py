@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TritonPlan:
-    """Not run on a GPU.
+    """Sizes that no measurement has tuned.
 
     ``elements``: of a program of an elementwise kernel.  ``wide``: columns of a program of rotary
     and of embedding's gradient, at most; the latter has ``chain_warps``.  ``fp_fusion``: an fma is
