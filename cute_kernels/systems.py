@@ -62,7 +62,13 @@ SYSTEMS = (
         },
         launcher=None,
     ),
-    System("sparse_attn", {"block_sparse_attention": "block_sparse_attention"}, perf="attention"),
+    System(
+        "sparse_attn",
+        dict.fromkeys(
+            ("block_sparse_attention", "block_sparse_attention_varlen"), "block_sparse_attention"
+        ),
+        perf="attention",
+    ),
 )
 
 #: Public name -> its module; None: it is one.
@@ -94,3 +100,4 @@ if TYPE_CHECKING:  # the same, for tools that read instead of running
     from .rowwise.api import softmax as softmax
     from .rowwise.api import tanh as tanh
     from .sparse_attn.api import block_sparse_attention as block_sparse_attention
+    from .sparse_attn.api import block_sparse_attention_varlen as block_sparse_attention_varlen

@@ -101,6 +101,57 @@ def block_sparse_attention(
     return (out, lse) if return_lse else out
 
 
+def block_sparse_attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`block_sparse_attention` of sequences packed one behind another, each as if it were alone.
+
+    Args:
+        q: [T, Hq, D]; k, v: [T, Hkv, D]; dtypes, devices, head counts and sizes as in
+            `block_sparse_attention`.
+        cu_seqlens: int32 or int64 [N + 1], ascending from 0 to T: sequence i is the tokens from
+            cu_seqlens[i] to cu_seqlens[i + 1], of which there may be none.  On the CPU, or on a
+            GPU, which is waited for.
+        causal: Also require key <= query.
+        window_size: (left, right): how many tokens before and behind itself a query sees; None:
+            all of its sequence.
+        scale, softcap: As in `block_sparse_attention`.
+        return_lse: Also return the log-sum-exp of each row; it is differentiable.
+
+    Returns:
+        out [T, Hq, D], contiguous, the dtype of ``q``; with ``return_lse`` also lse, fp32 [Hq, T].
+
+    Guarantees:
+        out, lse, dq, dk and dv of a sequence have the bytes that `block_sparse_attention` gives
+        for it alone, as a batch of 1 with ``schedule="auto"``: whatever is packed beside it, in
+        whichever order.  ``run_to_run`` and ``schedule_invariant`` as there.
+
+    Each sequence is a launch of its own, with lists that are kept for packs of the same
+    ``cu_seqlens``.  Under ``torch.compile(fullgraph=True)`` cu_seqlens is an operand: no pack
+    compiles anew.
+
+    Raises:
+        As `block_sparse_attention`; ArgumentValueError for ``cu_seqlens`` that do not ascend from
+        0 to T, when the op runs; DeviceError for those on a GPU while a CUDA graph is captured.
+    """
+    left, right = checks.pack(q, k, v, cu_seqlens, window_size)
+    q, k, v = q[None], k[None], v[None]
+    flags = {"causal": causal, "return_lse": return_lse}
+    given = checks.attention(q, k, v, None, scale, softcap, checks.AUTO, flags)
+    spans = sequence_op.pack_spans(cu_seqlens, q.shape[1], left, 0 if causal else right)
+    out, lse = sequence_op.sequence_attention(q, k, v, spans, given.scale, given.softcap)
+    return (out[0], lse[0]) if return_lse else out[0]
+
+
 def seen_columns(dense: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
     """The columns that each query sees, for `sequence_spans`.
 

@@ -79,6 +79,33 @@ def attention(
     return Problem(batch, q_len, kv_len, heads, kv_heads, dim, q.device, scale, softcap)
 
 
+def pack(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: object, window_size: object
+) -> tuple[int | None, int | None]:
+    """(left, right) of a pack's ``window_size``; that its tensors have the dimensions of one."""
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        checking.tensor(name, t)
+        checking.rank(name, t, 3, "[T, Hq, D]" if name == "q" else "[T, Hkv, D]")
+        if t.shape[0] != q.shape[0]:
+            want = f"{q.shape[0]} tokens, as q has"
+            raise ShapeError(expected(name, want, t.shape[0]))
+    checking.tensor("cu_seqlens", cu_seqlens)
+    checking.rank("cu_seqlens", cu_seqlens, 1, "[N + 1]")
+    checking.dtype("cu_seqlens", cu_seqlens.dtype, (torch.int32, torch.int64))
+    if cu_seqlens.shape[0] < 1:
+        raise ShapeError(expected("cu_seqlens", "at least 1 number", "none"))
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        raise ArgumentTypeError(expected("window_size", "(left, right)", repr(window_size)))
+    for side in window_size:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
+            want = "whole numbers or None"
+            raise ArgumentTypeError(expected("window_size", want, repr(window_size)))
+        if side is not None and not 0 <= side < FAR:
+            want = f"numbers from 0 to {FAR - 1}, or None"
+            raise ArgumentValueError(expected("window_size", want, repr(window_size)))
+    return tuple(window_size)
+
+
 def dense_mask(dense: torch.Tensor) -> None:
     """That ``dense`` is a bool mask which all heads share."""
     if dense.dtype != torch.bool:

@@ -43,14 +43,15 @@ for _name, _function in ((NAME, "forward"), (f"{NAME}_backward", "backward")):
         contract=NAME,
     )
 
-contracts.register(
-    contracts.Contract(
-        NAME,
-        config.KEPT,
-        config.plan,
-        lambda device, dtype: dispatch.backend(NAME, device, dtype),
+for _name in (NAME, f"{NAME}_varlen"):
+    contracts.register(
+        contracts.Contract(
+            _name,
+            config.KEPT,
+            config.plan,
+            lambda device, dtype: dispatch.backend(NAME, device, dtype),
+        )
     )
-)
 
 
 def _run(q, k, v, mask, facts, order, kind, scale, softcap, deterministic):

@@ -2,6 +2,7 @@
 
     seen_columns         a bool mask -> the columns that each query sees
     sequence_spans       columns, padding, offsets -> spans
+    pack_spans           where each sequence of a pack begins -> spans, on the CPU
     sequence_attention   q, k, v, spans -> out, lse
     sequence_attention_backward
 
@@ -18,6 +19,7 @@ import torch
 from .. import dispatch
 from ..arch import CUTE_SM90
 from ..dispatch import Implementation
+from ..errors import DeviceError, expected
 from ..torch_ops import define_op
 from ..untraced import untraced
 from . import checks, device_spans, prepare, sequences
@@ -70,6 +72,17 @@ def _run_spans(seen, padding, q_offset, kv_offset, batch, rows, columns, packed,
 
 def _fake_spans(seen, padding, q_offset, kv_offset, batch, rows, columns, packed, device):
     return torch.empty((batch, 1, rows, 4), dtype=torch.int32, device=device)
+
+
+def _run_pack(cu_seqlens, rows, left, right):
+    if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
+        want = "a CPU tensor while a CUDA graph is captured"
+        raise DeviceError(expected("cu_seqlens", want, cu_seqlens.device))
+    return sequences.spans_of_pack(cu_seqlens, rows, left, right)
+
+
+def _fake_pack(cu_seqlens, rows, left, right):
+    return torch.empty((1, 1, rows, 4), dtype=torch.int32, device="cpu")
 
 
 def _run(q, k, v, spans, scale, softcap):
@@ -148,6 +161,11 @@ sequence_spans = define_op(
     "SymInt batch, SymInt rows, SymInt columns, bool packed, Device device) -> Tensor",
     _run_spans,
     fake=_fake_spans,
+)
+pack_spans = define_op(
+    "pack_spans(Tensor cu_seqlens, SymInt rows, SymInt? left, SymInt? right) -> Tensor",
+    _run_pack,
+    fake=_fake_pack,
 )
 sequence_attention = define_op(
     "sequence_attention(Tensor q, Tensor k, Tensor v, Tensor spans, float scale, float softcap) "

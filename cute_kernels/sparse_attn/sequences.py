@@ -107,6 +107,25 @@ def spans_of(
     return torch.from_numpy(table[:, None].astype(np.int32))
 
 
+def spans_of_pack(cu_seqlens: Tensor, rows: int, left: int | None, right: int | None) -> Tensor:
+    """The spans [1, 1, T, 4] of sequences one behind another, from 0 to ``rows`` = T.
+
+    cu_seqlens: integers [N + 1], where each begins and the last one ends; waits for its device.
+    left, right: how many neighbours a query sees on either side; None: all of its sequence.
+    """
+    offsets = cu_seqlens.cpu().numpy().astype(np.int64)
+    sizes = np.diff(offsets)
+    if offsets[0] or offsets[-1] != rows or (sizes < 0).any():
+        want = f"numbers from 0 to {rows}, the tokens of q, none below the one before"
+        raise ArgumentValueError(expected("cu_seqlens", want, offsets.tolist()))
+    start, stop = (np.repeat(t, sizes) for t in (offsets[:-1], offsets[1:]))
+    row = np.arange(rows)
+    first = start if left is None else np.maximum(start, row - left)
+    end = stop if right is None else np.minimum(stop, row + right + 1)
+    table = np.stack((start, np.zeros_like(start), first, end), axis=-1)
+    return torch.from_numpy(table[None, None].astype(np.int32))
+
+
 def _real(padding: Tensor, own: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """First real column and end [B, 1] of each sequence, and whether the columns ``own`` are."""
     table = padding.cpu().numpy().astype(bool)
