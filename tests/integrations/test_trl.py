@@ -21,8 +21,9 @@ from tests.contract import same_bytes
 from tests.model.patch import families
 from tests.ranks import ROOT
 
+INSTALL = "is not installed: pip install -c constraints.txt '.[trl]'"
 transformers = pytest.importorskip("transformers")
-trl = pytest.importorskip("trl", reason="trl is not installed: pip install trl==1.16.0")
+trl = pytest.importorskip("trl", reason=f"trl {INSTALL}")
 from tests.integrations import trl_step  # noqa: E402
 
 RECIPE = re.search(
@@ -136,7 +137,7 @@ def test_what_is_said_of_a_reference_with_a_soft_cap(tokenizer, tmp_path, bf16):
 
 def test_an_adapter(path, tokenizer, tmp_path):
     """TRL puts it there, so the patch comes after; its B is random, as after some training."""
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason=f"peft {INSTALL}")
     config = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
     one = trl_step.trainer(path, tokenizer, tmp_path, patched=False, peft_config=config)
     with torch.no_grad():
