@@ -41,7 +41,26 @@ def test_every_way_that_is_documented_is_asked():
     pages = [ROOT / "README.md", ROOT / "docs" / "install.md"]
     text = "\n".join(page.read_text() for page in pages)
     ways = re.findall(r"install -c constraints\.txt (?:-e )?\"?(\.?[\w\[\]]*)", text)
-    assert {".", ".[cu13]", ".[rocm]", ".[dev]"} <= set(ways) <= set(pins.WAYS)
+    assert {".", ".[cu13]", ".[rocm]", ".[trl]", ".[dev]"} <= set(ways) <= set(pins.WAYS)
+
+
+def test_a_way_is_asked_of_pythons_that_may_have_it():
+    """By its version, or by the name of an interpreter; of one that says none, all."""
+    without = {way for _, way in pins.asked(["3.10"])}
+    assert set(pins.WAYS) - without == {".[trl]"}
+    for python in ("3.11", "3.13", "python3.12", "/opt/3.10/bin/python3.11", "python"):
+        assert [way for _, way in pins.asked([python])] == pins.WAYS
+    assert ("python3.10", ".[trl]") not in pins.asked(["python3.10", "/usr/bin/python3.10"])
+
+
+def test_every_extra_is_asked():
+    """By itself, or as a part of dev."""
+    text = (ROOT / "pyproject.toml").read_text()
+    table = text.partition("[project.optional-dependencies]")[2].partition("\n[project.")[0]
+    names = set(re.findall(r"^(\w+) = \[", table, re.M))
+    inside = set(re.search(r'"cute-kernels\[(.*)\]"', table).group(1).split(","))
+    assert {f".[{name}]" for name in names - inside} <= set(pins.WAYS)
+    assert "trl" not in inside, "make setup, and so CI, would install it"
 
 
 def test_the_resolver_hears_of_no_other_index():
@@ -59,12 +78,12 @@ def test_the_resolver_hears_of_no_other_index():
 
 
 ANSWERS = {
-    "all": ("exit 0", 0, "24 of 24 resolve"),
+    "all": ("exit 0", 0, "27 of 27 resolve"),
     "no network": ("echo 'cannot look up the index'; exit 2", 0, "skipped: .*cannot look up"),
     "one refusal": (
         'case "$*" in *--extra=rocm*) echo triton and triton; exit 1;; esac',
         1,
-        r"\.\[rocm\] does not resolve for 3\.10:\ntriton and triton(.|\n)*20 of 24 resolve",
+        r"\.\[rocm\] does not resolve for 3\.10:\ntriton and triton(.|\n)*23 of 27 resolve",
     ),
     "the network goes away": (
         'case "$*" in *--no-cache*) test -e gone && echo timed out && exit 2; touch gone;; '
@@ -109,6 +128,7 @@ MUTANTS = {
         "transformers==5.23.0",
         ".[demo]",
     ),
+    "a pyarrow that TRL does not take": ("3.12", "pyarrow==26.0.1", "pyarrow==20.0.0", ".[trl]"),
 }
 
 

@@ -25,7 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 #: What the README and docs/install.md say to install, each with `-c constraints.txt`.
-WAYS = ["torch", ".", ".[cu13]", ".[rocm]", ".[deepspeed]", ".[dev]"]
+WAYS = ["torch", ".", ".[cu13]", ".[rocm]", ".[deepspeed]", ".[trl]", ".[dev]"]
+#: Of a way that a package in it asks a newer Python for than we do.
+OLDEST = {".[trl]": (3, 11)}
 #: glibc 2.28, as torch's own wheels.
 PLATFORM = "x86_64-manylinux_2_28"
 #: Settings that say how to reach the network, not what is on it.
@@ -80,9 +82,19 @@ def silence(uv: str) -> str:
     return said.splitlines()[-1].strip() if said else ""
 
 
+def asked(pythons: list[str]) -> list[tuple[str, str]]:
+    """(python, way) of all that are to resolve; a Python may be a version or an interpreter."""
+    found = []
+    for python in pythons:
+        said = re.search(r"(\d+)\.(\d+)[^/]*$", python)
+        version = tuple(map(int, said.groups())) if said else (4, 0)
+        found += [(python, way) for way in WAYS if version >= OLDEST.get(way, (0, 0))]
+    return found
+
+
 def unresolved(command: Callable[[str, str], Command], pythons: list[str]) -> dict:
     """(python, way) -> what the resolver said, for all that it cannot resolve."""
-    cases = [(python, way) for python in pythons for way in WAYS]
+    cases = asked(pythons)
     with ThreadPoolExecutor(4) as pool:
         said = pool.map(lambda case: error(command(*case)), cases)
     return {case: text for case, text in zip(cases, said, strict=True) if text}
@@ -113,10 +125,11 @@ def main(argv: list[str]) -> int:
         return 0
     for (python, way), text in wrong.items():
         print(f"pins: {way} does not resolve for {python}:\n{text}\n")
-    asked = args.pip or PYTHONS
+    pythons = args.pip or PYTHONS
+    count = len(asked(pythons))
     print(
-        f"pins: {len(asked) * len(WAYS) - len(wrong)} of {len(asked) * len(WAYS)} resolve from the"
-        f" public index alone ({', '.join(WAYS)}; Python {', '.join(asked)}), {seconds:.0f} s"
+        f"pins: {count - len(wrong)} of {count} resolve from the"
+        f" public index alone ({', '.join(WAYS)}; Python {', '.join(pythons)}), {seconds:.0f} s"
     )
     return 1 if wrong else 0
 

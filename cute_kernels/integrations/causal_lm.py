@@ -125,6 +125,18 @@ def vocabulary(model: torch.nn.Module) -> int | None:
     return getattr(getattr(model, "config", None), "vocab_size", None) if count is None else count
 
 
+def softcap(model: torch.nn.Module) -> float:
+    """The soft cap of logits that a model's config sets, whatever else it sets; 0: none."""
+    config = _text_config(model)
+    return next((float(cap) for name in _CAPS if (cap := getattr(config, name, None))), 0.0)
+
+
+def _text_config(model: torch.nn.Module) -> object:
+    config = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", None)
+    return text() if callable(text) else config
+
+
 def transform(model: torch.nn.Module) -> Transform:
     """What the model's config does to logits.
 
@@ -132,9 +144,7 @@ def transform(model: torch.nn.Module) -> Transform:
         ArgumentValueError: a setting about logits that we do not know, or two whose order we do
             not know; the message names it.
     """
-    config = getattr(model, "config", None)
-    if callable(getattr(config, "get_text_config", None)):
-        config = config.get_text_config()
+    config = _text_config(model)
     family = str(getattr(config, "model_type", ""))
     scale, cap, named = 1.0, 0.0, []
     for name, value in sorted(vars(config).items() if config is not None else ()):

@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 
 from ..integrations import transformers as integration
-from . import patch_checks, patch_classes, patch_families, patch_plan
+from . import patch_checks, patch_classes, patch_families, patch_plan, patch_softcaps
 from .patch_checks import Options
 from .patch_forwards import OPS, granularity, main_grad_parameters
 from .patch_report import Replaced, Report
@@ -112,13 +112,11 @@ def _attend(modules: tuple[torch.nn.Module, ...]) -> None:
 
 
 def _report(model: torch.nn.Module, made: patch_plan.Plan, main_grad: bool) -> Report:
-    replaced = [
-        Replaced(a.name, patch_classes.user_class(a.module).__name__, OPS[a.kind])
-        for a in made.actions
-    ]
+    replaced = [one for action in made.actions for one in _replaced(action)]
     replaced += [
         Replaced(a.name, "attention", "attn_implementation='cute_kernels'") for a in made.attentions
     ]
+    replaced += made.softcaps
     missed: list[str] = []
     shared: list[str] = []
     if main_grad:
@@ -131,3 +129,18 @@ def _report(model: torch.nn.Module, made: patch_plan.Plan, main_grad: bool) -> R
     tokens = max((granularity(a.module, a.kind) for a in made.actions), default=1)
     parts = tuple(replaced), tuple(made.left), tuple(missed), tuple(shared)
     return Report(patch_families.of(model), *parts, granularity=tokens)
+
+
+def _replaced(action: patch_plan.Action) -> list[Replaced]:
+    """What an action replaces: a module's forward, or, of a causal LM, what is behind its head."""
+    cls, notes = patch_classes.user_class(action.module), action.notes
+    if action.kind != "causal_lm":
+        return [Replaced(action.name, cls.__name__, OPS[action.kind])]
+    found = []
+    if notes.softcap:
+        part = patch_softcaps.part_of_logits(cls, notes.softcap)
+        by = OPS[action.kind] if notes.logp else "ck.tanh"
+        found.append(Replaced(action.name, part, by))
+    if notes.logp:
+        found.append(Replaced(action.name, f"{cls.__name__}: loss", "ck.linear_logp"))
+    return found

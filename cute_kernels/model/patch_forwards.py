@@ -217,5 +217,5 @@ OPS = {
     "embedding": "ck.embedding",
     "embedding_step": "ck.embedding",
     "rotary": "ck.rotary_table",
-    "causal_lm": "a forward with ck.tanh for the soft cap, ck.linear_logp for the loss",
+    "causal_lm": "ck.tanh, and in the loss ck.linear_logp(softcap=)",
 }

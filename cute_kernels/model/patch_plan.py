@@ -13,12 +13,19 @@ from .. import data_parallel
 from ..errors import ArgumentValueError
 from ..integrations import causal_lm
 from ..sparse_attn.config import HEAD_DIMS
-from . import patch_families, patch_formula, patch_known, patch_scan
+from . import (
+    patch_families,
+    patch_formula,
+    patch_instance,
+    patch_known,
+    patch_scan,
+    patch_softcaps,
+)
 from .patch_checks import LOGP, Options
 from .patch_classes import kind_of, user_class
 from .patch_forwards import Notes
 from .patch_known import Known
-from .patch_report import Left
+from .patch_report import Left, Replaced
 
 #: Of the parameters that our ops read.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -43,11 +50,15 @@ class Attention(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What `patch` is going to do."""
+    """What `patch` is going to do.
+
+    softcaps: of scores, that our attention applies.
+    """
 
     actions: list[Action]
     attentions: list[Attention]
     left: list[Left]
+    softcaps: list[Replaced]
 
 
 class _Here(NamedTuple):
@@ -69,9 +80,12 @@ class _Here(NamedTuple):
 
 def plan(model: nn.Module, options: Options) -> Plan:
     """What is to become of each module of a model."""
-    made = Plan([], [], [])
+    made = Plan([], [], [], [])
     _attentions(model, options, made)
     attends = {id(m.config) for one in made.attentions for m in one.modules}
+    replaced, left = patch_softcaps.scores(model, attends)
+    made.softcaps.extend(replaced)
+    made.left.extend(left)
     heads = _causal_lms(model, options, made)
     outputs = {id(_output_layer(module)) for _, module in _pretrained(model)}
     here = _Here(options, patch_known.devices_of(model), heads, outputs, attends)
@@ -311,6 +325,9 @@ def _causal_lms(model: nn.Module, options: Options, made: Plan) -> set[int]:
         if why is not None:
             made.left.append(Left(name, f"{cls.__name__}: loss", why))
         if notes is None:
+            if patch_families.is_causal_lm(cls):
+                devices = patch_known.devices_of(model)
+                made.left.extend(patch_softcaps.of_logits_left(name, module, cls, devices))
             continue
         if notes.logp:
             heads.add(id(module.get_output_embeddings()))
@@ -350,17 +367,20 @@ def _causal_notes(
 
 def _searched(name: str, module: nn.Module, cls: type, here: _Here) -> list[Left]:
     """What is known of a module that stays as it is."""
+    own = patch_instance.around(module, cls)
+    if own is None:
+        why = f"{patch_instance.REASON}: what it computes is not known"
+        return [Left(name, cls.__name__, why)]
     known = patch_known.of_module(module)
     if known is not None:
         return [here.left(name, cls, known)]
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return _dropout(name, module, cls)
-    if cls.__module__.startswith("torch.nn.") or patch_families.known(cls):
-        return []
+    gone_through = cls.__module__.startswith("torch.nn.") or patch_families.known(cls)
     but = _EAGER if id(getattr(module, "config", None)) in here.attends else frozenset()
-    found = patch_scan.named(cls, module, but)
-    lefts = [here.left(name, cls, Known(f"{op}: {k.text}", k.where)) for op, k in found.items()]
-    return lefts
+    found = {} if gone_through else patch_scan.named(cls, module, but)
+    found |= patch_scan.named_by(own, cls, module, but)
+    return [here.left(name, cls, Known(f"{op}: {k.text}", k.where)) for op, k in found.items()]
 
 
 def _dropout(name: str, module: nn.Module, cls: type) -> list[Left]:

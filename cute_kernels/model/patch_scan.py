@@ -28,9 +28,16 @@ def named(cls: type, module: torch.nn.Module, but: frozenset[str]) -> dict[str, 
         module: One of it: names of its own children and attributes are not ops.
         but: Functions that are not read, as they are not called.
     """
+    return named_by([inspect.unwrap(cls.forward)], cls, module, but)
+
+
+def named_by(
+    functions: list[FunctionType], cls: type, module: torch.nn.Module, but: frozenset[str]
+) -> dict[str, Known]:
+    """As `named`, of ``functions`` in place of the class's forward."""
     found: dict[str, Known] = {}
     seen: set[CodeType] = set()
-    ahead = [inspect.unwrap(cls.forward)]
+    ahead = list(functions)
     while ahead:
         function = ahead.pop()
         if not isinstance(function, FunctionType) or function.__code__ in seen:

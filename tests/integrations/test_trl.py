@@ -10,14 +10,20 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, ContractError
+from cute_kernels.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    ContractError,
+    PatchError,
+)
 from cute_kernels.integrations import trl as integration
 from tests.contract import same_bytes
 from tests.model.patch import families
 from tests.ranks import ROOT
 
+INSTALL = "is not installed: pip install -c constraints.txt '.[trl]'"
 transformers = pytest.importorskip("transformers")
-trl = pytest.importorskip("trl", reason="trl is not installed: pip install trl==1.16.0")
+trl = pytest.importorskip("trl", reason=f"trl {INSTALL}")
 from tests.integrations import trl_step  # noqa: E402
 
 RECIPE = re.search(
@@ -117,9 +123,21 @@ def test_a_family_with_a_soft_cap(tokenizer, tmp_path):
     assert one.state.log_history[0]["kl"] == 0.0
 
 
+@pytest.mark.parametrize("bf16", [False, True], ids=["plain", "autocast"])
+def test_what_is_said_of_a_reference_with_a_soft_cap(tokenizer, tmp_path, bf16):
+    """TRL's forward, and accelerate's around it, end in the model's, whose tanh is torch's."""
+    path = trl_step.checkpoint(tmp_path / "gemma", "gemma2")
+    one = trl_step.trainer(path, tokenizer, tmp_path, args={"bf16": bf16}, patched=False)
+    left = {part.part: part for part in ck.patch(one.ref_model).moving}
+    assert "torch's tanh" in left["Gemma2ForCausalLM: soft cap 30 of logits"].known
+    assert "Gemma2ForCausalLM: loss" in left
+    with pytest.raises(PatchError, match="soft cap 30 of logits"):
+        ck.patch(one.ref_model, strict=True)
+
+
 def test_an_adapter(path, tokenizer, tmp_path):
     """TRL puts it there, so the patch comes after; its B is random, as after some training."""
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason=f"peft {INSTALL}")
     config = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
     one = trl_step.trainer(path, tokenizer, tmp_path, patched=False, peft_config=config)
     with torch.no_grad():

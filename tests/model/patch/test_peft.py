@@ -10,7 +10,9 @@ from cute_kernels.model import patch_classes
 from tests.contract import same_bytes
 from tests.model.patch import families
 
-peft = pytest.importorskip("peft")
+peft = pytest.importorskip(
+    "peft", reason="peft is not installed: pip install -c constraints.txt '.[trl]'"
+)
 
 TOKENS = families.ids(2, 17)
 ORDERS = pytest.mark.parametrize("first", ["patch", "adapter"])
