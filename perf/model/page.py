@@ -76,12 +76,22 @@ def target_verdicts(records: list[dict]) -> tuple[str, list[str]]:
     return "[targets of a whole model](#a-whole-model)", [row[2] for row in rows]
 
 
-def _audit(bench: Bench) -> str:
-    own = bench.get(("audit", shapes.AUDIT))
-    if own is None:
-        return f"Audit of the patched model, and of the model as it is: {NOT_RUN}."
-    said = [f"{name}: {own[name]['differing']} rows differ" for name in ("ours", "torch")]
-    return f"Audit ({where(own)}): {'; '.join(said)}."
+def _audits(records: list[dict]) -> list[str]:
+    """A line for each size of the model, the usual one first."""
+    sizes = {r["model"] for r in records if r.get("kernel") == "model" and "model" in r}
+    lines = []
+    for size in sorted(sizes | {Size().label}, key=lambda size: size != Size().label):
+        bench = latest([r for r in records if r.get("model") == size], "model")
+        own = bench.get(("audit", shapes.AUDIT))
+        if own is None and size != Size().label:
+            continue
+        head = f"Audit of {size}, patched and as it is"
+        if own is None:
+            lines += [f"{head}: {NOT_RUN}.", ""]
+            continue
+        said = [f"{name}: {own[name]['differing']} rows differ" for name in ("ours", "torch")]
+        lines += [f"{head} ({where(own)}): {'; '.join(said)}.", ""]
+    return lines
 
 
 def _rows(bench: Bench) -> list[list[str]]:
@@ -115,8 +125,7 @@ def render(records: list[dict]) -> list[str]:
         "more in a dynamic cache; replaying: the same in a CUDA graph on a static one.  Ratios:",
         "torch's time over that system's.  Bits: the graph's logits are those of one pass.",
         "",
-        _audit(bench),
-        "",
+        *_audits(records),
         *(folded(head, rows, ("ran on",)) if rows else [f"Steps: {NOT_RUN}."]),
         "",
         *table(["target", "measured", "verdict", "next step"], _target_rows(bench)),
