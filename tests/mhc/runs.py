@@ -52,73 +52,126 @@ def _named(made, prefix: str = "d_") -> dict[str, Near | None]:
     return {prefix + name: t for name, t in zip(made._fields, made, strict=True)}
 
 
-def project(case: Case, x: Inputs) -> Results:
-    """`projection`."""
-    a, up, o = leaves_of(x), cases.upstream_of(case, x), case.options
+# ---- the five ops --------------------------------------------------------------------------------
+
+
+def h_of(case: Case, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """H and ms, that `scale` is given."""
+    with torch.no_grad():
+        return projection(x.x, x.phi, norm_weight=x.norm_weight, layout=case.layout)
+
+
+def logits_of(case: Case) -> torch.Tensor:
+    """Of `sinkhorn`: fp32 [M, n, n], of the case's spread."""
+    return case.spread * cases.normal(case.m, case.n, case.n, seed=case.seed + 7)
+
+
+def of_project(case: Case, x: Inputs) -> dict[str, torch.Tensor]:
+    """`projection` and its gradients."""
+    a, up = leaves_of(x), cases.upstream_of(case, x)
     h, ms = projection(
-        a.x, a.phi, norm_weight=a.norm_weight, layout=case.layout, precision=o.precision
+        a.x,
+        a.phi,
+        norm_weight=a.norm_weight,
+        layout=case.layout,
+        precision=case.options.precision,
     )
     used = h[:, : mappings(case.n)]
     _backward([used, ms], [up.h, up.ms])
-    mapping, rows = cases.mapping_of(case, x), cases.rows(x.x)
+    return {"h": used, "ms": ms} | gradients(a, "x", "phi", "norm_weight")
+
+
+def of_gate(case: Case, x: Inputs) -> dict[str, torch.Tensor]:
+    """`scale` of `h_of`, and its gradients."""
+    a, up, o, n = leaves_of(x), cases.upstream_of(case, x), case.options, case.n
+    h, ms = (t.requires_grad_() for t in h_of(case, x))
+    numbers = {"eps": o.eps, "pre_eps": o.pre_eps, "post_scale": o.post_scale}
+    made = scale(h, a.alpha, a.beta, ms, n, **numbers)
+    _backward(list(made), [up.pre, up.post, up.res])
+    got = dict(zip(("pre", "post", "res"), made, strict=True)) | gradients(a, "alpha", "beta")
+    return got | {"d_h": h.grad[:, : mappings(n)], "d_ms": ms.grad}
+
+
+def of_normalise(case: Case, x: Inputs) -> dict[str, torch.Tensor]:
+    """`sinkhorn` of `logits_of`, and its gradient."""
+    o, z = case.options, logits_of(case).requires_grad_()
+    p = sinkhorn(z, case.n, iterations=o.iterations, form=o.form, eps=o.form_eps)
+    p.backward(cases.upstream_of(case, x).res)
+    return {"p": p, "d_z": z.grad}
+
+
+def of_collapse(case: Case, x: Inputs) -> dict[str, torch.Tensor]:
+    """`aggregate` and its gradients."""
+    a, up = leaves_of(x), cases.upstream_of(case, x)
+    out = aggregate(a.x, a.pre, case.n, layout=case.layout)
+    _backward([out], [up.out])
+    return {"out": out} | gradients(a, "x", "pre")
+
+
+def of_expand(
+    case: Case, x: Inputs, leading: tuple[int, ...] | None = None
+) -> dict[str, torch.Tensor]:
+    """`expand_combine` and its gradients."""
+    a, up = leaves_of(x, leading), cases.upstream_of(case, x)
+    y = expand_combine(a.f, a.bias, a.post, a.x, a.res, case.n, layout=case.layout)
+    _backward([y], [up.y])
+    return {"y": y} | gradients(a, "f", "bias", "post", "x", "res")
+
+
+#: By the names of `FUNCTIONS`, without the oracle.
+OPS = {
+    "project": of_project,
+    "gate": of_gate,
+    "sinkhorn": of_normalise,
+    "collapse": of_collapse,
+    "expand": of_expand,
+}
+
+
+def project(case: Case, x: Inputs) -> Results:
+    """`projection`."""
+    up, mapping, rows = cases.upstream_of(case, x), cases.mapping_of(case, x), cases.rows(x.x)
     want = reference.projection(rows, mapping, case.streams)
     back = reference.projection_backward(rows, up.h, up.ms, mapping)
-    got = {"h": used, "ms": ms} | gradients(a, "x", "phi", "norm_weight")
-    return got, {"h": want[0], "ms": want[1]} | _named(back)
+    return of_project(case, x), {"h": want[0], "ms": want[1]} | _named(back)
 
 
 def gate(case: Case, x: Inputs) -> Results:
     """`scale`, of the H and ms of the case in fp32."""
-    a, up, o, n = leaves_of(x), cases.upstream_of(case, x), case.options, case.n
-    h, ms = projection(x.x, x.phi, norm_weight=x.norm_weight, layout=case.layout)
-    h, ms = h.requires_grad_(), ms.requires_grad_()
-    numbers = {"eps": o.eps, "pre_eps": o.pre_eps, "post_scale": o.post_scale}
-    made = scale(h, a.alpha, a.beta, ms, n, **numbers)
-    _backward(list(made), [up.pre, up.post, up.res])
-    exact_h, exact_ms = h.detach()[:, : mappings(n)].double(), ms.detach().double()
-    gates = cases.gates_of(case, x)
+    up, n, gates = cases.upstream_of(case, x), case.n, cases.gates_of(case, x)
+    h, ms = h_of(case, x)
+    exact_h, exact_ms = h[:, : mappings(n)].double(), ms.double()
     want = reference.scale(exact_h, exact_ms, gates, n)
     upstream = tuple(cases.rows(t) for t in (up.pre, up.post, up.res))
     back = reference.scale_backward(exact_h, exact_ms, gates, n, upstream)
-    names = ("pre", "post", "res")
-    got = dict(zip(names, made, strict=True)) | gradients(a, "alpha", "beta")
-    got |= {"d_h": h.grad[:, : mappings(n)], "d_ms": ms.grad}
-    return got, dict(zip(names, want, strict=True)) | _named(back)
+    named = dict(zip(("pre", "post", "res"), want, strict=True))
+    return of_gate(case, x), named | _named(back)
 
 
 def normalise(case: Case, x: Inputs) -> Results:
     """`sinkhorn`, of logits of the case's spread."""
-    n, o = case.n, case.options
-    z = (case.spread * cases.normal(case.m, n, n, seed=case.seed + 7)).requires_grad_()
-    d_p = cases.upstream_of(case, x).res
-    p = sinkhorn(z, n, iterations=o.iterations, form=o.form, eps=o.form_eps)
-    p.backward(d_p)
-    form, rows = cases.form_of(o), cases.rows(z)
-    back = reference.sinkhorn_backward(rows, cases.rows(d_p), n, form)
-    return {"p": p, "d_z": z.grad}, {"p": reference.sinkhorn(rows, n, form), "d_z": back}
+    n, form, rows = case.n, cases.form_of(case.options), cases.rows(logits_of(case))
+    back = reference.sinkhorn_backward(rows, cases.rows(cases.upstream_of(case, x).res), n, form)
+    return of_normalise(case, x), {"p": reference.sinkhorn(rows, n, form), "d_z": back}
 
 
 def collapse(case: Case, x: Inputs) -> Results:
     """`aggregate`."""
-    a, up = leaves_of(x), cases.upstream_of(case, x)
-    out = aggregate(a.x, a.pre, case.n, layout=case.layout)
-    _backward([out], [up.out])
-    tensors = (cases.rows(x.x), x.pre.double())
+    up, tensors = cases.upstream_of(case, x), (cases.rows(x.x), x.pre.double())
     dx, d_pre = reference.aggregate_backward(*tensors, up.out.double(), case.streams)
     want = {"out": reference.aggregate(*tensors, case.streams), "d_x": dx, "d_pre": d_pre}
-    return {"out": out} | gradients(a, "x", "pre"), want
+    return of_collapse(case, x), want
 
 
 def expand(case: Case, x: Inputs, leading: tuple[int, ...] | None = None) -> Results:
     """`expand_combine`."""
-    a, up = leaves_of(x, leading), cases.upstream_of(case, x)
-    y = expand_combine(a.f, a.bias, a.post, a.x, a.res, case.n, layout=case.layout)
-    _backward([y], [up.y])
-    rows, by = cases.rows(x.x), cases.expand_of(x)
+    up, rows, by = cases.upstream_of(case, x), cases.rows(x.x), cases.expand_of(x)
     back = reference.expand_combine_backward(rows, by, cases.rows(up.y), case.streams)
     want = {"y": reference.expand_combine(rows, by, case.streams)} | _named(back)
-    return {"y": y} | gradients(a, "f", "bias", "post", "x", "res"), want
+    return of_expand(case, x, leading), want
 
+
+# ---- fusions -------------------------------------------------------------------------------------
 
 _WEIGHTS = ("phi", "norm_weight", "alpha", "beta")
 
