@@ -55,10 +55,15 @@ def _profile_rows(records: list[dict]) -> list[list[str]]:
         kept[(item["system"], item["product"], item["shape"])] = item
     rows = []
     for key, item in sorted(kept.items()):
-        stalls = ", ".join(f"{s['reason']} {s['warps']:.2f}" for s in item["stalls"])
+        # Words instead of one name each: a table's line breaks at spaces alone.
+        stalls = ", ".join(
+            f"{stall['reason'].replace('_', ' ')} {stall['warps']:.2f}" for stall in item["stalls"]
+        )
         share = f"{item['floor_fraction']:.0%}"
         traffic = f"{item['bytes_over_least']:.2f}x"
-        rows.append([*key, share, traffic, stalls, where(item | {"status": "ok"})])
+        system, product, shape = key
+        names = [system, f"{item['kernel']} {product}", shape.replace("/", " ")]
+        rows.append([*names, share, traffic, stalls, where(item | {"status": "ok"})])
     return rows
 
 

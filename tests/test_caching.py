@@ -133,7 +133,7 @@ def gpu(monkeypatch):
     """A stand-in for CUDA: what waited for what, and whether a graph is being captured."""
     state = SimpleNamespace(waits=[], capturing=False)
     stream = SimpleNamespace(synchronize=lambda: state.waits.append("stream"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: state.waits.append("device"))

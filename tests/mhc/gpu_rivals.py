@@ -85,15 +85,12 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         parser.exit(1, "no CUDA device is here; --device cpu --few asks the CPU backend\n")
-    start, before, over = time.monotonic(), torch.get_default_device(), 0
-    torch.set_default_device(args.device)
-    try:
+    start, over = time.monotonic(), 0
+    with torch.device(args.device):
         for case in asked(FEW if args.few else SHAPES, args.seed):
             text, above = line(*case)
             over += above
             print(text, flush=True)
-    finally:
-        torch.set_default_device(before)
     print(f"{time.monotonic() - start:.0f} s")
     print(f"{over} results are above TransformerEngine's" if over else "ok")
     return 1 if over else 0

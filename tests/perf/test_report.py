@@ -33,13 +33,13 @@ def test_certificates_fill_compiled_and_certified():
 
 
 def test_profiles_have_a_table_of_their_own():
-    item = probe("-", kind="profile", system="ours", product="fwd", shape="qkv")
+    item = probe("-", kind="profile", kernel="gemm", system="ours", product="fwd", shape="a/b")
     item |= {"floor_fraction": 0.8, "bytes_over_least": 1.25}
-    item["stalls"] = [{"reason": "gmma", "warps": 1.5}]
+    item["stalls"] = [{"reason": "long_scoreboard", "warps": 1.5}]
     assert "## Profiles" not in report.render([], [])
-    found = facts(report.render([item], []), "## Profiles", "fwd", "qkv")
+    found = facts(report.render([item], []), "## Profiles", "gemm fwd", "a b")
     assert (found["of floor"], found["traffic"]) == ("80%", "1.25x")
-    assert (found["system"], found["top stalls"]) == ("ours", "gmma 1.50")
+    assert (found["system"], found["top stalls"]) == ("ours", "long scoreboard 1.50")
 
 
 def test_a_fresh_certificate_report_is_adopted(tmp_path):
