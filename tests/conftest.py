@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from cute_kernels import dispatch, settings
 from tests import certified
@@ -27,3 +28,13 @@ def fresh_backends():
     dispatch.forget()
     yield
     dispatch.forget()
+
+
+@pytest.fixture(autouse=True)
+def no_mode_left_behind():
+    """A mode that outlives its test sends every later call of an op by the dispatcher."""
+    yield
+    left = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+    assert left == (0, 0), f"(function, dispatch) modes that this test left on: {left}"
+    assert torch.get_default_dtype() == torch.float32
+    assert not torch.is_autocast_enabled("cpu")
