@@ -10,7 +10,7 @@ import torch
 from ..schedulers.masks.mask import BlockMask
 from ..schedulers.model.selection import Selection
 from ..schedulers.order.schedule import Schedule
-from . import checks, op, prepare, sequence_op
+from . import checks, op, pack_op, prepare, sequence_op
 
 
 def block_sparse_attention(
@@ -135,9 +135,10 @@ def block_sparse_attention_varlen(
         for it alone, as a batch of 1 with ``schedule="auto"``: whatever is packed beside it, in
         whichever order.  ``run_to_run`` and ``schedule_invariant`` as there.
 
-    Each sequence is a launch of its own, with lists that are kept for packs of the same
-    ``cu_seqlens``.  Under ``torch.compile(fullgraph=True)`` cu_seqlens is an operand: no pack
-    compiles anew.
+    On a GPU a pass is one launch for all sequences, over copies of q, k and v in which each begins
+    at a multiple of 128 rows as it does alone; without copies where each does already.  Lists are
+    made on the host, and kept for packs of the same ``cu_seqlens``.  Under
+    ``torch.compile(fullgraph=True)`` cu_seqlens is an operand: no pack compiles anew.
 
     Raises:
         As `block_sparse_attention`; ArgumentValueError for ``cu_seqlens`` that do not ascend from
@@ -147,8 +148,9 @@ def block_sparse_attention_varlen(
     q, k, v = q[None], k[None], v[None]
     flags = {"causal": causal, "return_lse": return_lse}
     given = checks.attention(q, k, v, None, scale, softcap, checks.AUTO, flags)
-    spans = sequence_op.pack_spans(cu_seqlens, q.shape[1], left, 0 if causal else right)
-    out, lse = sequence_op.sequence_attention(q, k, v, spans, given.scale, given.softcap)
+    offsets = pack_op.pack_offsets(cu_seqlens, q.shape[1])
+    sides = left, 0 if causal else right
+    out, lse = pack_op.pack_attention(q, k, v, offsets, *sides, given.scale, given.softcap)
     return (out[0], lse[0]) if return_lse else out[0]
 
 

@@ -122,17 +122,23 @@ def order_of(lowered: LoweredMask, schedule: object, sizes: Sizes) -> Order:
 
 
 def admitted(
-    lowered: LoweredMask, schedule: object, heads: int, head_dim: int, group: int = 1
+    lowered: LoweredMask,
+    schedule: object,
+    heads: int,
+    head_dim: int,
+    group: int = 1,
+    device_type: str = "",
 ) -> Schedule:
     """The checked schedule of a backward pass over ``heads`` (``config.schedule_heads``).
 
     ``schedule``: "auto", a kind's name, a column order, or a Schedule; ``group``: query heads to
-    each of ``heads``.
+    each of ``heads``; ``device_type``: of the pass, if the mask is elsewhere.
     """
     mask, sizes = lowered.mask, (heads, head_dim, group)
+    where = device_type or mask.device.type
 
     def make() -> Schedule:
-        made = _made(mask, schedule, *sizes)
+        made = _made(mask, schedule, *sizes, where)
         if made.heads != heads:
             want = f"{heads}, batch x KV heads (x query heads if the mask is by query head)"
             raise ScheduleError(expected("schedule.heads", want, made.heads))
@@ -141,18 +147,20 @@ def admitted(
             _lists_of_one_mask(made, mask.shape)
         return made
 
-    key = ("schedule", mask.block_hash(), lowered.form, mask.shape, mask.device.type, *sizes)
+    key = ("schedule", mask.block_hash(), lowered.form, mask.shape, where, *sizes)
     return cache.get((*key, _name(schedule)), make)
 
 
-def _made(mask: BlockMask, schedule: object, heads: int, head_dim: int, group: int) -> Schedule:
+def _made(
+    mask: BlockMask, schedule: object, heads: int, head_dim: int, group: int, device_type: str
+) -> Schedule:
     block_grid(mask, heads)
     if isinstance(schedule, Schedule):
         return schedule
     if not isinstance(schedule, str):
         return permutation(mask, order=schedule, heads=heads)
     if schedule == checks.AUTO:
-        return config.auto(mask, heads, head_dim, mask.device.type, group)
+        return config.auto(mask, heads, head_dim, device_type, group)
     return KINDS[schedule](mask, heads=heads)
 
 

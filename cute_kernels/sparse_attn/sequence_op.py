@@ -2,14 +2,14 @@
 
     seen_columns         a bool mask -> the columns that each query sees
     sequence_spans       columns, padding, offsets -> spans
-    pack_spans           where each sequence of a pack begins -> spans, on the CPU
     sequence_attention   q, k, v, spans -> out, lse
     sequence_attention_backward
 
 Spans are an operand: one compiled graph serves every length, padding and cache.  Those on the CPU
-are cut into runs, an attention each; making them of a mask on a GPU waits for it, once per forward
-pass and kind of mask.  Those on a GPU are read by the kernel alone: one launch, which CUDA graphs
-can hold, and the same bytes.  Gradients come from runs in either case.
+are cut into runs, an attention each; on a GPU whole sequences with one window are laid out for one
+launch instead (``passes``), with the same bytes.  Making spans of a mask on a GPU waits for it,
+once per forward pass and kind of mask.  Those on a GPU are read by the kernel alone: one launch,
+which CUDA graphs can hold, and the same bytes; gradients then come as from those on the CPU.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import torch
 from .. import dispatch
 from ..arch import CUTE_SM90
 from ..dispatch import Implementation
-from ..errors import DeviceError, expected
 from ..torch_ops import define_op
 from ..untraced import untraced
-from . import checks, device_spans, prepare, sequences
+from . import checks, device_spans, packs, passes, prepare, sequences
 from .op import HALF, NAME, refuse_double_backward, refuse_vmap
 from .tensors import Grads, Saved
 
@@ -74,23 +73,16 @@ def _fake_spans(seen, padding, q_offset, kv_offset, batch, rows, columns, packed
     return torch.empty((batch, 1, rows, 4), dtype=torch.int32, device=device)
 
 
-def _run_pack(cu_seqlens, rows, left, right):
-    if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
-        want = "a CPU tensor while a CUDA graph is captured"
-        raise DeviceError(expected("cu_seqlens", want, cu_seqlens.device))
-    return sequences.spans_of_pack(cu_seqlens, rows, left, right)
-
-
-def _fake_pack(cu_seqlens, rows, left, right):
-    return torch.empty((1, 1, rows, 4), dtype=torch.int32, device="cpu")
-
-
-def _run(q, k, v, spans, scale, softcap):
+def attend(q, k, v, spans, scale, softcap):
+    """(out, lse): what the op runs."""
     if spans.device.type != "cpu" and q.numel() and k.numel():
         launch = dispatch.launcher(SPANS_NAME, q.device, q.dtype)
         return launch(q, k, v, spans[:, 0].contiguous(), scale, softcap)
+    pack = _pack(q, k, spans)
+    if pack is not None:
+        return passes.forward(*pack, q, k, v, scale, softcap)
     runs = sequences.runs_of(spans, str(q.device))
-    parts = ((run, _attend(run, q, k, v, scale, softcap)) for run in runs)
+    parts = ((run, _attend_run(run, q, k, v, scale, softcap)) for run in runs)
     if [run[:2] for run in runs] == [(slice(0, q.shape[0]), slice(0, q.shape[1]))]:
         return next(parts)[1]
     out, lse = _fake(q, k, v, spans, scale, softcap)
@@ -101,7 +93,18 @@ def _run(q, k, v, spans, scale, softcap):
     return out, lse
 
 
-def _attend(run, q, k, v, scale, softcap):
+def _pack(q, k, spans):
+    """(layout, window) where one launch takes all sequences; else None."""
+    found = None
+    if q.shape[1] == k.shape[1] and passes.at_once(q):
+        found = sequences.pack_of(spans)
+    if found is None:
+        return None
+    tokens = q.shape[0] * q.shape[1]
+    return packs.layout_of_places(found.places, tokens, str(q.device)), found.window
+
+
+def _attend_run(run, q, k, v, scale, softcap):
     cut = run.cut_queries(q), run.cut_keys(k), run.cut_keys(v)
     launch = dispatch.launcher(NAME, q.device, q.dtype)
     return launch(*cut, prepare.lower(run.mask), scale, softcap)
@@ -113,7 +116,11 @@ def _fake(q, k, v, spans, scale, softcap):
     return q.new_empty(q.shape), lse
 
 
-def _run_backward(dout, dlse, q, k, v, out, lse, spans, scale, softcap):
+def differentiate(dout, dlse, q, k, v, out, lse, spans, scale, softcap):
+    """(dq, dk, dv): what its backward runs."""
+    pack = _pack(q, k, spans)
+    if pack is not None:
+        return passes.backward(*pack, Grads(dout, dlse), Saved(q, k, v, out, lse), scale, softcap)
     dq, dk, dv = (t.new_zeros(t.shape) for t in (q, k, v))
     launch = dispatch.launcher(f"{NAME}_backward", q.device, q.dtype)
     for run in sequences.runs_of(spans, str(q.device)):
@@ -162,15 +169,10 @@ sequence_spans = define_op(
     _run_spans,
     fake=_fake_spans,
 )
-pack_spans = define_op(
-    "pack_spans(Tensor cu_seqlens, SymInt rows, SymInt? left, SymInt? right) -> Tensor",
-    _run_pack,
-    fake=_fake_pack,
-)
 sequence_attention = define_op(
     "sequence_attention(Tensor q, Tensor k, Tensor v, Tensor spans, float scale, float softcap) "
     "-> (Tensor, Tensor)",
-    _run,
+    attend,
     fake=_fake,
     setup=_setup,
     backward=_backward,
@@ -180,7 +182,7 @@ sequence_attention = define_op(
 sequence_attention_backward = define_op(
     "sequence_attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, "
     "Tensor out, Tensor lse, Tensor spans, float scale, float softcap) -> (Tensor, Tensor, Tensor)",
-    _run_backward,
+    differentiate,
     fake=_fake_backward,
     setup=_setup_nothing,
     backward=refuse_double_backward,

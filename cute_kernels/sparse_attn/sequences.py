@@ -107,19 +107,26 @@ def spans_of(
     return torch.from_numpy(table[:, None].astype(np.int32))
 
 
-def spans_of_pack(cu_seqlens: Tensor, rows: int, left: int | None, right: int | None) -> Tensor:
-    """The spans [1, 1, T, 4] of sequences one behind another, from 0 to ``rows`` = T.
+def offsets_of_pack(cu_seqlens: Tensor, rows: int) -> Tensor:
+    """int64 [N + 1] on the CPU: sequences one behind another, from 0 to ``rows``.
 
-    cu_seqlens: integers [N + 1], where each begins and the last one ends; waits for its device.
-    left, right: how many neighbours a query sees on either side; None: all of its sequence.
+    Waits for the device of ``cu_seqlens``.
     """
-    offsets = cu_seqlens.cpu().numpy().astype(np.int64)
-    sizes = np.diff(offsets)
-    if offsets[0] or offsets[-1] != rows or (sizes < 0).any():
+    offsets = cu_seqlens.to("cpu", torch.int64, copy=True)
+    if offsets[0] or offsets[-1] != rows or (offsets.diff() < 0).any():
         want = f"numbers from 0 to {rows}, the tokens of q, none below the one before"
         raise ArgumentValueError(expected("cu_seqlens", want, offsets.tolist()))
+    return offsets
+
+
+def spans_of_pack(offsets: Tensor, left: int | None, right: int | None) -> Tensor:
+    """The spans [1, 1, T, 4] of what ``offsets_of_pack`` returned.
+
+    left, right: how many neighbours a query sees on either side; None: all of its sequence.
+    """
+    offsets = offsets.numpy()
+    row, sizes = np.arange(offsets[-1]), np.diff(offsets)
     start, stop = (np.repeat(t, sizes) for t in (offsets[:-1], offsets[1:]))
-    row = np.arange(rows)
     first = start if left is None else np.maximum(start, row - left)
     end = stop if right is None else np.minimum(stop, row + right + 1)
     table = np.stack((start, np.zeros_like(start), first, end), axis=-1)
@@ -193,10 +200,71 @@ def _run(batch: slice, cut: tuple[slice, np.ndarray], device: str) -> Run:
 
 def _rule(first: np.ndarray, end: np.ndarray, device: str) -> Rule:
     """A band if the spans are one, which kernels evaluate without stored bits."""
+    band = _band(first, end)
+    if band is not None:
+        return band
+    tensors = (torch.from_numpy(t.astype(np.int32))[None].to(device) for t in (first, end))
+    return Spans(*tensors)
+
+
+def _band(first: np.ndarray, end: np.ndarray) -> Band | None:
     row, least, most = np.arange(len(first)), int(first.min()), int(end.max())
     lo, hi = int((first - row).min()), int((end - 1 - row).max())
     clipped = np.maximum(row + lo, least), np.minimum(row + hi + 1, most)
     if (first == clipped[0]).all() and (end == clipped[1]).all() and (lo >= least or not least):
         return Band(None if lo <= 1 - len(row) else lo, None if hi >= most - 1 else hi)
-    tensors = (torch.from_numpy(t.astype(np.int32))[None].to(device) for t in (first, end))
-    return Spans(*tensors)
+    return None
+
+
+class Pack(NamedTuple):
+    """Whole sequences of a buffer [B, T] with one window: (left, right), None for no bound.
+
+    ``places``: where each begins and ends, among B * T tokens.
+    """
+
+    places: tuple[tuple[int, int], ...]
+    window: tuple[int | None, int | None]
+
+
+def pack_of(spans: Tensor) -> Pack | None:
+    """The sequences of ``spans``, if they are a pack; None for one, or a batch that lies alike."""
+    table = spans[:, 0].cpu().numpy()
+    return prepare.cache.get(("pack of", table.shape, table.tobytes()), lambda: _pack_of(table))
+
+
+def _pack_of(table: np.ndarray) -> Pack | None:
+    if len(table) > 1 and (table == table[:1]).all():
+        return None
+    cuts = [(b, *cut) for b in range(len(table)) for cut in _cuts(table[b])]
+    if len(cuts) < 2:
+        return None
+    places, bands = [], []
+    for b, queries, rows in cuts:
+        begin, position, first, end = rows.T
+        whole = (begin == queries.start).all() and end.max() == queries.stop
+        band = _band(first - begin, end - begin)
+        if position.any() or not whole or band is None:
+            return None
+        places.append((b * table.shape[1] + queries.start, b * table.shape[1] + queries.stop))
+        bands.append(band)
+    most = [end - begin - 1 for begin, end in places]
+    left = _side([None if band.lo is None else -band.lo for band in bands], most)
+    right = _side([band.hi for band in bands], most)
+    return None if NO_SIDE in (left, right) else Pack(tuple(places), (left, right))
+
+
+#: Of sequences that have no side of a window in common.
+NO_SIDE = -1
+
+
+def _side(sides: list[int | None], most: list[int]) -> int | None:
+    """One side of a window that all sequences share.
+
+    most: how far from itself a token of each can see; None of ``sides`` is no bound.
+    """
+    bounds = {side for side in sides if side is not None}
+    if not bounds:
+        return None
+    side = max(bounds)
+    free = [reach for own, reach in zip(sides, most, strict=True) if own is None]
+    return side if len(bounds) == 1 and side >= max(free, default=0) else NO_SIDE

@@ -214,6 +214,31 @@ class BlockMask:
         return cls.from_rule(rule, ids.shape[1], ids.shape[1], block_size=block_size)
 
     @classmethod
+    def from_cu_seqlens(
+        cls,
+        cu_seqlens: Tensor,
+        *,
+        causal: bool = False,
+        window_size: tuple[int | None, int | None] = (None, None),
+        block_size: int | tuple[int, int] = 128,
+    ) -> BlockMask:
+        """Sequences packed one behind another, as one problem of S = cu_seqlens[-1] tokens.
+
+        cu_seqlens: as in ``document``.  window_size: (left, right), as in ``sliding_window``.
+        Blocks are counted from the pack's start, so that a sequence's bits follow where it lies;
+        those of ``block_sparse_attention_varlen`` do not.
+        """
+        mask = cls.document(cu_seqlens=cu_seqlens, block_size=block_size)
+        left, right = window_size
+        right = 0 if causal else right
+        if left is None and right is None:
+            return mask
+        size, device = mask.q_len, mask.device
+        return mask & cls.sliding_window(
+            size, size, left=left, right=right, block_size=block_size, device=device
+        )
+
+    @classmethod
     def from_dense(cls, dense: Tensor, *, block_size: int | tuple[int, int] = 128) -> BlockMask:
         """From a bool tensor [q_len, kv_len] or [B, H, q_len, kv_len]; True is allowed.
 

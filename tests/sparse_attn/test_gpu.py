@@ -246,3 +246,8 @@ def test_the_inputs_device_is_used():
 
 def test_sequences_have_their_bytes_wherever_a_buffer_holds_them():
     in_a_process("gpu_sequences")
+
+
+def test_sequences_of_packs_have_their_bytes():
+    """128 of the 512 that the script alone draws."""
+    in_a_process("gpu_packs", "128")

@@ -31,7 +31,7 @@ from tests import contract
 from tests.contract import ContractViolation, same_bytes
 
 from ..ptxsim.available import requires_core
-from . import against_float64, cases, cpu_battery, sequences
+from . import against_float64, cases, cpu_battery, pack_cases, sequences
 from .triton_engines import copy_of, through
 from .triton_harness import complaints, simulated
 
@@ -128,6 +128,18 @@ def test_rows():
     """Queries without positions are rows: the battery of every row op."""
     with through(), simulated(**HOPPER):
         assert contract.check_rows(cpu_battery.rows_op(), 150, 5) > 60
+
+
+@pytest.mark.parametrize("rule", pack_cases.RULES, ids=str)
+@pytest.mark.nightly
+@pytest.mark.sim
+@requires_core
+def test_packs(rule):
+    lengths = [130, 0, 1, 61, 128]
+    tensors = pack_cases.drawn(sum(lengths), heads=(4, 2))
+    with pack_cases.launched(launch.forward, launch.backward), simulated(**HOPPER):
+        made = pack_cases.packed(tensors, lengths, *rule)
+        assert pack_cases.differing(made, pack_cases.alone(tensors, lengths, *rule)) == []
 
 
 @pytest.mark.sim

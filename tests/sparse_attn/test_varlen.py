@@ -2,88 +2,24 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 import cute_kernels as ck
 from cute_kernels import errors
-from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import sequences
 from tests.contract import same_bytes
+from tests.sparse_attn.pack_cases import (
+    RULES,
+    alone,
+    differing,
+    drawn,
+    lengths_of,
+    offsets,
+    packed,
+)
 
 H, HKV, D = 2, 1, 64
-NAMES = ("out", "lse", "dq", "dk", "dv")
-#: (causal, window_size)
-RULES = [(True, (None, None)), (False, (None, None)), (True, (70, None)), (False, (40, 9))]
-
-
-def drawn(tokens: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
-    """q, k, v and the gradients of out and lse."""
-    g = torch.Generator().manual_seed(seed)
-    shapes = (tokens, H, D), (tokens, HKV, D), (tokens, HKV, D), (tokens, H, D)
-    q, k, v, dout = (torch.randn(shape, generator=g).to(dtype) for shape in shapes)
-    return [q, k, v, dout, torch.randn(H, tokens, generator=g)]
-
-
-def offsets(lengths: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.tensor([0, *np.cumsum(lengths)], dtype=dtype)
-
-
-def differentiated(run, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What ``run(q, k, v)`` gives, (out, lse), and dq, dk, dv."""
-    *leaves, dout, dlse = tensors
-    leaves = [t.detach().clone().requires_grad_() for t in leaves]
-    made = run(*leaves)
-    return [t.detach() for t in made] + list(torch.autograd.grad(made, leaves, (dout, dlse)))
-
-
-def packed(tensors, lengths, causal=True, window_size=(None, None), **options):
-    options |= {"causal": causal, "window_size": window_size, "return_lse": True}
-    cu_seqlens = offsets(lengths)
-    return differentiated(
-        lambda *t: ck.block_sparse_attention_varlen(*t, cu_seqlens, **options), tensors
-    )
-
-
-def alone(tensors, lengths, causal=True, window_size=(None, None), **options):
-    """Each sequence by a call of its own, put one behind another."""
-    parts, begin = [], 0
-    for n in lengths:
-        own = [t[:, begin : begin + n] if t.dim() == 2 else t[begin : begin + n] for t in tensors]
-        begin += n
-        if n:
-            parts.append(differentiated(_one(n, causal, window_size, options), own))
-    dims = (0, 1, 0, 0, 0)
-    return [torch.cat(part, dim) for part, dim in zip(zip(*parts, strict=True), dims, strict=True)]
-
-
-def _one(n: int, causal: bool, window_size: tuple, options: dict):
-    left, right = window_size
-    mask = None
-    if left is not None or right is not None:
-        mask = BlockMask.sliding_window(n, n, left=left, right=right)
-
-    def run(q, k, v):
-        given = (t[None] for t in (q, k, v))
-        chosen = options | {"causal": causal, "return_lse": True}
-        out, lse = ck.block_sparse_attention(*given, mask, **chosen)
-        return out[0], lse[0]
-
-    return run
-
-
-def differing(one, other) -> list[str]:
-    return [n for n, a, b in zip(NAMES, one, other, strict=True) if not same_bytes(a, b)]
-
-
-def lengths_of(seed: int) -> list[int]:
-    """Sequences of 1 to 300 tokens, some empty, some of whole blocks."""
-    g = np.random.default_rng(seed)
-    kinds = g.integers(0, 8, g.integers(1, 6))
-    fixed = {0: 0, 1: 128, 2: 1, 3: 127}
-    made = [fixed.get(int(kind), int(g.integers(1, 300))) for kind in kinds]
-    return made if sum(made) else [5]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -168,22 +104,22 @@ def test_one_graph_for_every_pack():
 # ---- mutants -------------------------------------------------------------------------------------
 
 
-def _one_more_key(cu_seqlens, rows, left, right):
+def _one_more_key(offsets, left, right):
     """A sequence sees the first key of the next one."""
-    spans = true_spans(cu_seqlens, rows, left, right)
-    spans[..., 3] = (spans[..., 3] + 1).clamp(max=rows)
+    spans = true_spans(offsets, left, right)
+    spans[..., 3] = (spans[..., 3] + 1).clamp(max=int(offsets[-1]))
     return spans
 
 
-def _positions_in_the_pack(cu_seqlens, rows, left, right):
+def _positions_in_the_pack(offsets, left, right):
     """Keys are in the blocks of the pack."""
-    spans = true_spans(cu_seqlens, rows, left, right)
+    spans = true_spans(offsets, left, right)
     spans[..., 0] = 0
     return spans
 
 
-def _window_of_one_less(cu_seqlens, rows, left, right):
-    return true_spans(cu_seqlens, rows, None if left is None else left - 1, right)
+def _window_of_one_less(offsets, left, right):
+    return true_spans(offsets, None if left is None else left - 1, right)
 
 
 true_spans = sequences.spans_of_pack

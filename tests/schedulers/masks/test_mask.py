@@ -51,6 +51,23 @@ def test_documents_of_every_mixture_in_small_chunks(monkeypatch, chunk):
         oracle.check_exact(mask, same, (4, 3))
 
 
+@pytest.mark.parametrize("left", [None, 0, 2, 40])
+@pytest.mark.parametrize(("right", "causal"), [(None, False), (1, False), (1, True), (None, True)])
+def test_packs(left, right, causal):
+    lengths = [5, 0, 1, 20, 7]
+    ids = np.repeat(np.arange(5), lengths)
+    distance = np.arange(33) - np.arange(33)[:, None]
+    want = ids[:, None] == ids
+    want &= (distance >= -33) if left is None else (distance >= -left)
+    bound = 0 if causal else right
+    want &= (distance <= 33) if bound is None else (distance <= bound)
+    offsets = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    mask = BlockMask.from_cu_seqlens(
+        offsets, causal=causal, window_size=(left, right), block_size=(4, 8)
+    )
+    oracle.check_exact(mask, want[None, None], (4, 8))
+
+
 @pytest.mark.parametrize("block_size", oracle.BLOCK_SIZES)
 def test_and_or_equal_the_dense_ones(block_size):
     for q_len, _, rng in oracle.draw_sizes(11, 3, block_size, square=True):

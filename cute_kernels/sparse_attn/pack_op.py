@@ -1,0 +1,104 @@
+"""The torch ops of sequences packed one behind another: schemas, fakes, autograd.
+
+    pack_offsets             where each sequence begins -> the same, checked, on the CPU
+    pack_attention           q, k, v [1, T, H, D], offsets -> out, lse
+    pack_attention_backward
+
+Offsets are an operand: one compiled graph serves every pack.  GPUs take a launch a pass for a whole
+pack (``passes``), the CPU one for each sequence.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..errors import DeviceError, expected
+from ..torch_ops import define_op
+from . import packs, passes, sequence_op, sequences
+from .op import refuse_double_backward, refuse_vmap
+from .tensors import Grads, Saved
+
+
+def _run_offsets(cu_seqlens, rows):
+    if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
+        want = "a CPU tensor while a CUDA graph is captured"
+        raise DeviceError(expected("cu_seqlens", want, cu_seqlens.device))
+    return sequences.offsets_of_pack(cu_seqlens, rows)
+
+
+def _fake_offsets(cu_seqlens, rows):
+    return torch.empty(cu_seqlens.shape, dtype=torch.int64, device="cpu")
+
+
+def _run(q, k, v, offsets, left, right, scale, softcap):
+    if not q.numel():
+        out, lse = _fake(q, k, v, offsets, left, right, scale, softcap)
+        return out, lse.fill_(-math.inf)
+    if passes.at_once(q):
+        of = packs.layout(offsets, str(q.device))
+        return passes.forward(of, (left, right), q, k, v, scale, softcap)
+    spans = sequences.spans_of_pack(offsets, left, right)
+    return sequence_op.attend(q, k, v, spans, scale, softcap)
+
+
+def _fake(q, k, v, offsets, left, right, scale, softcap):
+    batch, rows, heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((batch, heads, rows), dtype=torch.float32)
+
+
+def _run_backward(dout, dlse, q, k, v, out, lse, offsets, left, right, scale, softcap):
+    if not q.numel():
+        return tuple(t.new_zeros(t.shape) for t in (q, k, v))
+    if passes.at_once(q):
+        of, saved = packs.layout(offsets, str(q.device)), Saved(q, k, v, out, lse)
+        return passes.backward(of, (left, right), Grads(dout, dlse), saved, scale, softcap)
+    spans = sequences.spans_of_pack(offsets, left, right)
+    return sequence_op.differentiate(dout, dlse, q, k, v, out, lse, spans, scale, softcap)
+
+
+def _fake_backward(dout, dlse, q, k, v, out, lse, offsets, left, right, scale, softcap):
+    return tuple(t.new_empty(t.shape) for t in (q, k, v))
+
+
+def _setup(ctx, inputs, output):
+    q, k, v, offsets, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, offsets)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dout, dlse):
+    q, k, v, out, lse, offsets = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    grads = pack_attention_backward(dout, dlse, q, k, v, out, lse, offsets, *ctx.options)
+    wanted = ctx.needs_input_grad[:3]
+    return *(g if w else None for g, w in zip(grads, wanted, strict=True)), *(None,) * 5
+
+
+def _setup_nothing(ctx, inputs, output):
+    pass
+
+
+_OPTIONS = "Tensor offsets, SymInt? left, SymInt? right, float scale, float softcap"
+pack_offsets = define_op(
+    "pack_offsets(Tensor cu_seqlens, SymInt rows) -> Tensor", _run_offsets, fake=_fake_offsets
+)
+pack_attention = define_op(
+    f"pack_attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
+    _run,
+    fake=_fake,
+    setup=_setup,
+    backward=_backward,
+    vmap=refuse_vmap,
+    autocast_args=(0, 1, 2),
+)
+pack_attention_backward = define_op(
+    "pack_attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
+    f"Tensor lse, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    _run_backward,
+    fake=_fake_backward,
+    setup=_setup_nothing,
+    backward=refuse_double_backward,
+    vmap=refuse_vmap,
+)

@@ -1,0 +1,180 @@
+"""Sequences packed one behind another, laid out so that one launch has each one's own bytes.
+
+A row's bits depend on which block of 128 a key falls into, and an order of sums on which block of
+rows a query does.  So each sequence begins at a multiple of 128, as it does alone; rows of zeros
+fill the gaps.  Blocks pair rows of one sequence only: not even NaN of a neighbour gets across.
+
+    offsets  -> Layout (where tokens go)      -> a mask of blocks on the diagonal -> LoweredMask
+                each sequence's own schedule  -> side by side                     -> Order
+
+What follows from the same offsets is kept, for the next layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..schedulers.masks.mask import BlockMask
+from ..schedulers.masks.rules import Band, Grid, indices
+from ..schedulers.masks.spans import Spans
+from ..schedulers.order.safety import admit
+from ..schedulers.order.schedule import Schedule
+from ..schedulers.order.side_by_side import side_by_side
+from . import checks, masks, prepare
+from .masks import BLOCK, LoweredMask, Order
+
+#: (left, right): how many tokens before and behind itself a query sees; None: all.
+Window = tuple[int | None, int | None]
+
+
+class Layout(NamedTuple):
+    """Where the tokens of sequences go, which a buffer [B, T] holds.
+
+    begins   int64 [N] first row of each sequence; lengths  int64 [N], none of them 0
+    length   rows in all: the last sequence has no gap behind it
+    rows     int64 [tokens] on the device: each token's row; None where each stays where it is
+    source   int64 [tokens] likewise: its place in the buffer; None if the tokens are all of it
+    """
+
+    begins: np.ndarray
+    lengths: np.ndarray
+    length: int
+    rows: Tensor | None
+    source: Tensor | None = None
+
+    def spread(self, t: Tensor, fill: float = 0.0) -> Tensor:
+        """[B, T, ..] -> [1, length, ..], with gaps of ``fill``."""
+        t = t.flatten(0, 1)
+        t = t if self.source is None else t.index_select(0, self.source)
+        if self.rows is not None:
+            t = t.new_full((self.length, *t.shape[1:]), fill).index_copy_(0, self.rows, t)
+        return t[None]
+
+    def gathered(self, t: Tensor, sizes: tuple[int, int], fill: float = 0.0) -> Tensor:
+        """The inverse, to [B, T, ..]; ``fill`` where the buffer has tokens of no sequence."""
+        t = t[0] if self.rows is None else t[0].index_select(0, self.rows)
+        if self.source is not None:
+            count = sizes[0] * sizes[1]
+            t = t.new_full((count, *t.shape[1:]), fill).index_copy_(0, self.source, t)
+        return t.unflatten(0, sizes)
+
+
+def layout(offsets: Tensor, device: str) -> Layout:
+    """Of sequences from offsets[i] to offsets[i + 1], int64 on the CPU; one at least has tokens."""
+    key = "layout", tuple(offsets.tolist()), device
+    return prepare.cache.get(key, lambda: _layout(np.diff(offsets.numpy()), None, device))
+
+
+def layout_of_places(places: tuple[tuple[int, int], ...], sizes: int, device: str) -> Layout:
+    """Of sequences from places[i][0] to places[i][1] of a buffer of ``sizes`` tokens, B times T."""
+    key = "layout", places, sizes, device
+    return prepare.cache.get(key, lambda: _placed(places, sizes, device))
+
+
+def _placed(places: tuple[tuple[int, int], ...], sizes: int, device: str) -> Layout:
+    source = np.concatenate([np.arange(*place) for place in places])
+    lengths = np.array([end - begin for begin, end in places])
+    return _layout(lengths, None if len(source) == sizes else source, device)
+
+
+def _layout(lengths: np.ndarray, source: np.ndarray | None, device: str) -> Layout:
+    lengths = lengths[lengths > 0]
+    ends = (-(-lengths // BLOCK[0]) * BLOCK[0]).cumsum()
+    begins = np.concatenate(([0], ends[:-1]))
+    starts = np.concatenate(([0], lengths.cumsum()[:-1]))
+    moved = np.repeat(begins - starts, lengths)
+    rows = np.arange(len(moved)) + moved if moved.any() else None
+    parts = (None if t is None else torch.from_numpy(t).to(device) for t in (rows, source))
+    return Layout(begins, lengths, int(begins[-1] + lengths[-1]), *parts)
+
+
+def lowered(of: Layout, window: Window, device: str) -> LoweredMask:
+    """The mask of a layout; its lists on ``device``, what schedules are made of on the CPU."""
+    key = "pack", of.begins.tobytes(), of.lengths.tobytes(), window, device
+    return prepare.cache.get(key, lambda: _moved(_on_host(of, window), device))
+
+
+@torch.inference_mode(False)
+def _moved(mask: LoweredMask, device: str) -> LoweredMask:
+    parts = {name: getattr(mask, name).to(device) for name in masks.TENSORS}
+    return dataclasses.replace(mask, **parts)
+
+
+def _on_host(of: Layout, window: Window) -> LoweredMask:
+    key = "pack", of.begins.tobytes(), of.lengths.tobytes(), window, "host"
+    return prepare.cache.get(key, lambda: masks.lower(_mask(of, *window)))
+
+
+def _mask(of: Layout, left: int | None, right: int | None) -> BlockMask:
+    if right == 0:
+        # In front of a gap nobody sees it: what a window leaves of the blocks is all there is.
+        band = Band(None if left is None else -left, 0)
+        blocks = -(-of.lengths // BLOCK[0])
+        count = np.zeros((1, 1, -(-of.length // BLOCK[0])), np.int32)
+        index = np.zeros((*count.shape, blocks.max()), np.int32)
+        for first, n in zip(of.begins // BLOCK[0], blocks, strict=True):
+            count[0, 0, first : first + n] = n
+            index[0, 0, first : first + n, :n] = np.arange(first, first + n)
+        lists = torch.from_numpy(count), torch.from_numpy(index)
+        return BlockMask.from_blocks(*lists, of.length, of.length, block_size=BLOCK, rule=band)
+    # A row of a gap sees nothing, and none sees the gap behind its sequence.
+    first, end = np.zeros((2, 1, of.length), np.int32)
+    for begin, length in zip(of.begins, of.lengths, strict=True):
+        row = np.arange(begin, begin + length)
+        stop = begin + length
+        first[0, row] = begin if left is None else np.maximum(begin, row - left)
+        end[0, row] = stop if right is None else np.minimum(stop, row + right + 1)
+    rule = Spans(torch.from_numpy(first), torch.from_numpy(end))
+    return BlockMask.from_rule(rule, of.length, of.length, block_size=BLOCK, device="cpu")
+
+
+def order(of: Layout, window: Window, heads: tuple[int, int], head_dim: int, device: str) -> Order:
+    """The order of a pack's backward: that of ``schedule="auto"`` for each sequence alone.
+
+    heads: query heads and KV heads.
+    """
+    facts = of.begins.tobytes(), of.lengths.tobytes(), window, heads, head_dim, device
+    return prepare.cache.get(
+        ("order of a pack", *facts), lambda: _order(of, window, heads, head_dim, device)
+    )
+
+
+@torch.inference_mode(False)
+def _order(of: Layout, window: Window, heads: tuple[int, int], head_dim: int, device: str) -> Order:
+    whole = _on_host(of, window)
+    sizes = heads[1], head_dim, heads[0] // heads[1], torch.device(device).type
+    # The longest first: short ones fill what they leave.
+    parts = [
+        (int(of.begins[at]) // BLOCK[0], _alone(int(of.lengths[at]), window, sizes))
+        for at in np.argsort(-of.lengths, kind="stable")
+    ]
+    made = side_by_side(parts, whole.mask)
+    admit(made, whole.mask)
+    return Order(*(t.to(device) for t in masks.order_of(whole, made)))
+
+
+def _alone(length: int, window: Window, sizes: tuple[int, int, int, str]) -> Schedule:
+    """The schedule of a sequence alone; lengths with the same blocks share one.
+
+    sizes: those of ``prepare.admitted``.
+    """
+    left, right = window
+    # As `BlockMask.sliding_window`: a side that reaches past the end is no bound.
+    band = Band(
+        None if left is None or left >= length - 1 else -left,
+        None if right is None or right >= length - 1 else right,
+    )
+    grid = Grid(length, length, BLOCK)
+    row = indices(grid.num_q_blocks, torch.device("cpu"))
+    blocks = band.classify(grid, torch.zeros_like(row), torch.zeros_like(row), row).numpy()
+
+    def make() -> Schedule:
+        mask = BlockMask.from_rule(band, length, length, block_size=BLOCK, device="cpu")
+        return prepare.admitted(prepare.lower(mask), checks.AUTO, *sizes)
+
+    return prepare.cache.get(("alone", blocks.shape, blocks.tobytes(), sizes), make)

@@ -1,0 +1,120 @@
+"""Packs, and their sequences one by one: on the CPU backend, in simulated kernels or on a card."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import numpy as np
+import torch
+
+import cute_kernels as ck
+from cute_kernels import dispatch
+from cute_kernels.schedulers import BlockMask
+from cute_kernels.sparse_attn import launch, passes
+from cute_kernels.sparse_attn.op import NAME as OP
+from tests.contract import same_bytes
+from tests.sparse_attn import simulated
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+#: (causal, window_size)
+RULES = [(True, (None, None)), (False, (None, None)), (True, (70, None)), (False, (40, 9))]
+DEVICE = "cpu"
+
+
+def drawn(
+    tokens: int,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    heads: tuple[int, int] = (2, 1),
+    dim: int = 64,
+) -> list[torch.Tensor]:
+    """q, k, v and the gradients of out and lse.
+
+    dQ does not feel what all keys share, but the parts that it sums do: their order shows.
+    """
+    g = torch.Generator().manual_seed(seed)
+    shapes = [(tokens, n, dim) for n in (heads[0], heads[1], heads[1], heads[0])]
+    q, k, v, dout = (torch.randn(shape, generator=g) for shape in shapes)
+    q, k, v, dout = (t.to(DEVICE, dtype) for t in (q, k + 64, v, dout))
+    return [q, k, v, dout, torch.randn(heads[0], tokens, generator=g).to(DEVICE)]
+
+
+def offsets(lengths: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor([0, *np.cumsum(lengths)], dtype=dtype)
+
+
+def differentiated(run, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What ``run(q, k, v)`` gives, (out, lse), and dq, dk, dv."""
+    *leaves, dout, dlse = tensors
+    leaves = [t.detach().clone().requires_grad_() for t in leaves]
+    made = run(*leaves)
+    return [t.detach() for t in made] + list(torch.autograd.grad(made, leaves, (dout, dlse)))
+
+
+def packed(tensors, lengths, causal=True, window_size=(None, None), **options):
+    """All in one call."""
+    options |= {"causal": causal, "window_size": window_size, "return_lse": True}
+    cu_seqlens = offsets(lengths)
+    return differentiated(
+        lambda *t: ck.block_sparse_attention_varlen(*t, cu_seqlens, **options), tensors
+    )
+
+
+def alone(tensors, lengths, causal=True, window_size=(None, None), **options):
+    """Each sequence by a call of its own, put one behind another."""
+    parts, begin = [], 0
+    for n in lengths:
+        own = [t[:, begin : begin + n] if t.dim() == 2 else t[begin : begin + n] for t in tensors]
+        begin += n
+        if n:
+            parts.append(differentiated(_one(n, causal, window_size, options), own))
+    dims = (0, 1, 0, 0, 0)
+    return [torch.cat(part, dim) for part, dim in zip(zip(*parts, strict=True), dims, strict=True)]
+
+
+def _one(n: int, causal: bool, window_size: tuple, options: dict):
+    left, right = window_size
+    mask = None
+    if left is not None or right is not None:
+        mask = BlockMask.sliding_window(n, n, left=left, right=right, device=DEVICE)
+
+    def run(q, k, v):
+        given = (t[None] for t in (q, k, v))
+        chosen = options | {"causal": causal, "return_lse": True}
+        out, lse = ck.block_sparse_attention(*given, mask, **chosen)
+        return out[0], lse[0]
+
+    return run
+
+
+def differing(one, other) -> list[str]:
+    return [n for n, a, b in zip(NAMES, one, other, strict=True) if not same_bytes(a, b)]
+
+
+def lengths_of(seed: int) -> list[int]:
+    """Sequences of 1 to 300 tokens, some empty, some of whole blocks."""
+    g = np.random.default_rng(seed)
+    kinds = g.integers(0, 8, g.integers(1, 6))
+    fixed = {0: 0, 1: 128, 2: 1, 3: 127}
+    made = [fixed.get(int(kind), int(g.integers(1, 300))) for kind in kinds]
+    return made if sum(made) else [5]
+
+
+@contextlib.contextmanager
+def launched(forward, backward) -> Iterator[None]:
+    """Attention and packs take CPU tensors by two launchers of a GPU backend."""
+    found = {OP: forward, f"{OP}_backward": backward}
+    with (
+        mock.patch.object(dispatch, "launcher", lambda op, device, dtype: found[op]),
+        mock.patch.object(passes, "at_once", lambda t: True),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def on_sm90(**options) -> Iterator[list]:
+    """In the simulator; ``options``: see `simulated.simulated`, whose workspaces it gives."""
+    with simulated.simulated(**options) as used, launched(launch.forward, launch.backward):
+        yield used

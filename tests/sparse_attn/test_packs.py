@@ -1,0 +1,209 @@
+"""What one launch for a pack reads: where tokens go, the mask, and the order of each sequence."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from cute_kernels.errors import ScheduleError
+from cute_kernels.schedulers import BlockMask
+from cute_kernels.sparse_attn import checks, masks, packs, prepare, sequences
+from tests.contract import same_bytes
+from tests.sparse_attn.pack_cases import RULES, lengths_of, offsets
+
+BLOCK = 128
+SEEDS = [0, 1, 2, 3, 5, 8]
+
+
+def window_of(rule) -> packs.Window:
+    causal, (left, right) = rule
+    return left, 0 if causal else right
+
+
+def mask_of(n: int, rule) -> BlockMask:
+    """A sequence's own."""
+    left, right = window_of(rule)
+    return BlockMask.sliding_window(n, n, left=left, right=right, device="cpu")
+
+
+def layout_of(lengths: list[int]) -> packs.Layout:
+    return packs.layout(offsets(lengths, torch.int64), "cpu")
+
+
+def token_rows(layout: packs.Layout) -> torch.Tensor:
+    tokens = int(layout.lengths.sum())
+    return torch.arange(tokens) if layout.rows is None else layout.rows
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_layouts(seed):
+    lengths = lengths_of(seed)
+    layout = layout_of(lengths)
+    assert layout.lengths.tolist() == [n for n in lengths if n]
+    assert not (layout.begins % BLOCK).any()
+    rows = token_rows(layout)
+    assert rows[-1] == layout.length - 1
+    first = 0
+    for begin, n in zip(layout.begins, layout.lengths, strict=True):
+        assert rows[first : first + n].tolist() == list(range(begin, begin + n))
+        first += n
+    tokens = torch.randn(1, first, 3, generator=torch.Generator().manual_seed(seed))
+    spread = layout.spread(tokens, 7.0)
+    assert spread.shape == (1, layout.length, 3)
+    assert same_bytes(layout.gathered(spread, (1, first)), tokens)
+    gaps = torch.ones(layout.length, dtype=torch.bool)
+    gaps[rows] = False
+    assert (spread[:, gaps] == 7.0).all()
+
+
+def test_layouts_of_places():
+    """In a buffer [2, 200] of which some tokens are of no sequence."""
+    places = ((3, 140), (140, 150), (260, 400))
+    layout = packs.layout_of_places(places, 400, "cpu")
+    assert layout.begins.tolist() == [0, 256, 384] and layout.length == 524
+    tokens = torch.randn(2, 200, 3, generator=torch.Generator().manual_seed(1))
+    spread = layout.spread(tokens)
+    flat = tokens.flatten(0, 1)
+    for begin, (first, end) in zip(layout.begins, places, strict=True):
+        assert same_bytes(spread[0, begin : begin + end - first], flat[first:end])
+    back = layout.gathered(spread, (2, 200), 5.0).flatten(0, 1)
+    inside = torch.zeros(400, dtype=torch.bool)
+    for first, end in places:
+        inside[first:end] = True
+    assert same_bytes(back[inside], flat[inside]) and (back[~inside] == 5.0).all()
+
+
+def test_nothing_moves_where_all_begin_at_blocks():
+    layout = layout_of([256, 0, 128, 77])
+    tokens = torch.randn(1, 461, 2)
+    assert layout.rows is None and same_bytes(layout.spread(tokens), tokens)
+    assert layout_of([256, 127, 77]).rows is not None
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_masks(seed, rule):
+    """A token sees what it sees of its sequence; a gap's rows see no other sequence's keys."""
+    lengths, (left, right) = lengths_of(seed), window_of(rule)
+    layout = layout_of(lengths)
+    mask = packs.lowered(layout, (left, right), "cpu")
+    dense = mask.mask.to_dense()[0, 0]
+    rows = token_rows(layout)
+    sequence = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
+    at = torch.arange(len(rows))
+    gap = at[None] - at[:, None]
+    want = sequence[:, None] == sequence[None]
+    want &= gap >= (-len(rows) if left is None else -left)
+    want &= gap <= (len(rows) if right is None else right)
+    assert torch.equal(dense[rows][:, rows], want)
+    padded = torch.ones(layout.length, dtype=torch.bool)
+    padded[rows] = False
+    assert not dense[rows][:, padded].any()
+    # Bits are stored only where a sequence's end, or a window, cuts a block.
+    assert (
+        mask.form == ("band" if right == 0 else "bits") or not (layout.lengths[:-1] % BLOCK).any()
+    )
+    block = torch.arange(layout.length) // BLOCK
+    for begin, n in zip(layout.begins, layout.lengths, strict=True):
+        own = (block >= begin // BLOCK) & (block <= (begin + n - 1) // BLOCK)
+        assert not dense[own][:, ~own].any() and not dense[~own][:, own].any()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_orders(rule, dim):
+    """Each sequence's visits and ranks are those of its own schedule."""
+    lengths, window, heads = [130, 1, 300, 128, 513], window_of(rule), 2
+    layout = layout_of(lengths)
+    order = packs.order(layout, window, (4, heads), dim, "cpu")
+    entries, ranks = order.entry.tolist(), order.rank.tolist()
+    made = {
+        (head, column): [(e >> 1, r) for e, r in zip(entries[a:b], ranks[a:b], strict=True)]
+        for head, column, a, b in order.ticket.tolist()
+    }
+    columns = -(-layout.length // BLOCK)
+    assert len(order.ticket) == len(made) == heads * columns
+    for begin, n in zip(layout.begins // BLOCK, layout.lengths, strict=True):
+        schedule = prepare.admitted(
+            prepare.lower(mask_of(int(n), rule)), checks.AUTO, heads, dim, 2
+        )
+        for head, column, visits in schedule.tickets():
+            want = [(row + begin, rank) for row, _, rank in visits]
+            assert made.pop((head, column + begin)) == want
+    assert not any(made.values())
+    assert (order.tile >= 0).any() == (masks.FORMS[2] == packs.lowered(layout, window, "cpu").form)
+
+
+def test_a_schedule_that_misses_a_visit_is_refused(monkeypatch):
+    monkeypatch.setattr(packs, "side_by_side", lambda parts, mask: true(parts[:1], mask))
+    monkeypatch.setattr(prepare.cache, "get", lambda key, make: make())
+    with pytest.raises(ScheduleError):
+        packs.order(layout_of([130, 200]), (None, 0), (1, 1), 128, "cpu")
+
+
+true = packs.side_by_side
+
+
+def test_what_follows_from_offsets_is_kept():
+    one, two = (packs.lowered(layout_of([200, 70]), (None, 0), "cpu") for _ in range(2))
+    assert one is two
+    assert packs.lowered(layout_of([70, 200]), (None, 0), "cpu") is not one
+
+
+# ---- sequences of a buffer -----------------------------------------------------------------------
+
+
+def spans_of(padding: list[list[int]], left: int | None = None) -> torch.Tensor:
+    """Causal; ``padding``: 1 for the real tokens of each row."""
+    real = torch.tensor(padding, dtype=torch.bool)
+    batch, rows = real.shape
+    seen = None
+    if left is not None:
+        row = torch.arange(rows)
+        dense = (row <= row[:, None]) & (row >= row[:, None] - left)
+        dense = dense & real[:, None, None] & real[:, None, :, None]
+        seen = sequences.seen_of(dense)
+    return sequences.spans_of(seen, real, 0, 0, (batch, rows, rows), False)
+
+
+def test_padding_is_a_pack():
+    pack = sequences.pack_of(spans_of([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0], [0, 1, 0, 0, 0]]))
+    assert pack.places == ((2, 5), (5, 9), (11, 12)) and pack.window == (None, 0)
+
+
+def test_windows_are_shared():
+    rows = [[1, 1, 1, 1, 1, 0], [0, 0, 0, 0, 1, 1]]
+    assert sequences.pack_of(spans_of(rows, left=2)).window == (2, 0)
+    assert sequences.pack_of(spans_of(rows, left=9)).window == (None, 0)
+
+
+def test_documents_are_a_pack():
+    cut = torch.tensor([0] * 3 + [1] + [2] * 4)
+    dense = (cut == cut[:, None]).tril()[None, None]
+    spans = sequences.spans_of(sequences.seen_of(dense), None, 0, 0, (1, 8, 8), True)
+    assert sequences.pack_of(spans) == (((0, 3), (3, 4), (4, 8)), (None, 0))
+
+
+def _changed(at: tuple[int, int], value: int) -> torch.Tensor:
+    spans = spans_of([[0, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    spans[0, 0, at[0], at[1]] = value
+    return spans
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        spans_of([[1, 1, 1, 1]]),
+        spans_of([[0, 1, 1], [0, 1, 1]]),
+        spans_of([[0, 0, 0], [1, 1, 1]]),
+        _changed((2, 1), 128),
+        _changed((4, 3), 4),
+        _changed((3, 2), 2),
+        torch.cat([spans_of([[1, 1, 1, 1]], left=1), spans_of([[0, 1, 1, 1]], left=None)]),
+        torch.cat([spans_of([[1, 1, 1, 1]], left=1), spans_of([[0, 1, 1, 1]], left=0)]),
+    ],
+    ids=["one", "alike", "one of two", "position", "no end", "no band", "sides", "two windows"],
+)
+def test_what_is_no_pack(spans):
+    assert sequences.pack_of(spans) is None

@@ -1,0 +1,211 @@
+"""SM90 kernels on packs, in the simulator: one launch a pass, the bytes of each sequence alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels.schedulers import BlockMask
+from cute_kernels.sparse_attn import (
+    api,
+    config,
+    launch,
+    packs,
+    prepare,
+    sequence_op,
+    sequences,
+)
+from tests.contract import same_bytes
+from tests.ptxsim.available import requires_sim
+from tests.sparse_attn import pack_cases as known
+
+pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
+
+LENGTHS = [130, 0, 1, 61, 128]
+NIGHT = pytest.mark.nightly
+
+
+def compared(lengths, rule, drawn=None, ctas=7, **options) -> list[str]:
+    """The names of what differs."""
+    tensors = drawn or known.drawn(sum(lengths), dim=128)
+    with known.on_sm90(ctas=ctas):
+        made = known.packed(tensors, lengths, *rule, **options)
+        return known.differing(made, known.alone(tensors, lengths, *rule, **options))
+
+
+@pytest.mark.parametrize(
+    ("dim", "rule"),
+    [
+        pytest.param(dim, rule, marks=[] if (dim == 64) == (i == 1) else NIGHT)
+        for dim in config.HEAD_DIMS
+        for i, rule in enumerate(known.RULES)
+    ],
+    ids=str,
+)
+def test_a_pack(dim, rule):
+    assert compared(LENGTHS, rule, known.drawn(sum(LENGTHS), dim=dim)) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(12))
+def test_drawn_packs(seed):
+    lengths, rule = known.lengths_of(seed), known.RULES[seed % 4]
+    dim = config.HEAD_DIMS[seed % 3]
+    drawn = known.drawn(sum(lengths), seed, heads=(4, 2), dim=dim)
+    assert compared(lengths, rule, drawn, ctas=(1, 2, 7, 132)[seed % 4]) == []
+
+
+def test_options():
+    """fp16, groups of query heads, a scale and a softcap."""
+    drawn = known.drawn(200, 3, torch.float16, heads=(4, 2), dim=128)
+    assert compared([40, 160], (True, (None, None)), drawn, scale=0.2, softcap=7.0) == []
+
+
+def test_one_launch_a_pass(monkeypatch):
+    calls = []
+    true = launch.call
+    monkeypatch.setattr(
+        launch,
+        "call",
+        lambda device, kernel, *args: (calls.append(kernel), true(device, kernel, *args)),
+    )
+    tensors = known.drawn(sum(LENGTHS), dim=128)
+    with known.on_sm90():
+        known.packed(tensors, LENGTHS)
+    # The backward is three kernels.
+    assert len(calls) == 1 + 3
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_neighbours_do_not_show(dim):
+    """NaN in the others."""
+    lengths, rule = [70, 100, 60], (True, (None, None))
+    tensors = known.drawn(230, dim=dim)
+    with known.on_sm90():
+        want = known.packed([at(t, slice(70, 170)) for t in tensors], [100], *rule)
+        for t in tensors[:4]:
+            t[:70] = t[170:] = torch.nan
+        made = known.packed(tensors, lengths, *rule)
+    assert known.differing([at(t, slice(70, 170)) for t in made], want) == []
+
+
+def at(t: torch.Tensor, tokens: slice) -> torch.Tensor:
+    return t[:, tokens] if t.dim() == 2 else t[tokens]
+
+
+#: (row, first, end) of sequences in columns.
+PADDED = ((0, 0, 130), (1, 61, 200), (2, 199, 200))
+
+
+def attended(rows, left: int | None = None) -> list[torch.Tensor]:
+    """(out, dq, dk, dv) of a batch of 200 columns; ``rows``: (row, first, end) of its sequences."""
+    real = torch.zeros(max(row for row, _, _ in rows) + 1, 200, dtype=torch.bool)
+    for row, first, end in rows:
+        real[row, first:end] = True
+    place = torch.arange(200)
+    seen = None
+    if left is not None:
+        dense = (place <= place[:, None]) & (place >= place[:, None] - left)
+        seen = api.seen_columns(dense & real[:, None, None] & real[:, None, :, None])
+    spans = api.sequence_spans(seen, real, 0, 0, (len(real), 200, 200))
+    g = torch.Generator().manual_seed(4)
+    sizes = [(len(real), 200, n, 128) for n in (2, 1, 1, 2)]
+    *leaves, dout = (torch.randn(size, generator=g).bfloat16() for size in sizes)
+    leaves = [t.requires_grad_() for t in leaves]
+    with known.on_sm90():
+        out = api.sequence_attention(*leaves, spans)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+@pytest.mark.parametrize("left", [None, 30])
+def test_padded_batches_take_one_launch(monkeypatch, left):
+    """With the bytes of a launch for each sequence."""
+    rows = PADDED
+    calls = []
+    true = sequence_op._attend_run
+    monkeypatch.setattr(sequence_op, "_attend_run", lambda *a: (calls.append(1), true(*a))[1])
+    made = attended(rows, left)
+    assert not calls
+    monkeypatch.setattr(sequences, "pack_of", lambda spans: None)
+    want = attended(rows, left)
+    assert len(calls) == len(rows)
+    assert all(map(same_bytes, made, want))
+    assert not made[0][0, 130:].any() and made[0][0, :130].any()
+
+
+# ---- mutants -------------------------------------------------------------------------------------
+
+
+def test_one_mask_for_the_pack_is_killed():
+    """Blocks counted from the start of the pack: other bits."""
+    lengths = [61, 130]
+    tensors = known.drawn(191, dim=128)
+    mask = BlockMask.from_cu_seqlens(known.offsets(lengths), causal=True)
+
+    def at_once(q, k, v):
+        given = (t[None] for t in (q, k, v))
+        out, lse = ck.block_sparse_attention(*given, mask, return_lse=True)
+        return out[0], lse[0]
+
+    with known.on_sm90():
+        want = known.alone(tensors, lengths)
+        assert known.differing(known.differentiated(at_once, tensors), want)
+        assert known.differing(known.packed(tensors, lengths), want) == []
+
+
+def _gaps_of_nan(monkeypatch):
+    spread = packs.Layout.spread
+    monkeypatch.setattr(
+        packs.Layout, "spread", lambda of, t, fill=0.0: spread(of, t, fill or torch.nan)
+    )
+
+
+def _window_of_one_less(monkeypatch):
+    mask = packs._mask
+    monkeypatch.setattr(packs, "_mask", lambda of, left, right: mask(of, left - 1, right))
+
+
+def _gaps_are_seen(monkeypatch):
+    """As if a sequence ended where the next one begins."""
+    mask = packs._mask
+
+    def seen(of, left, right):
+        ends = np.append(of.begins[1:], of.length)
+        return mask(of._replace(lengths=ends - of.begins), left, right)
+
+    monkeypatch.setattr(packs, "_mask", seen)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "rule", "names"),
+    [
+        (_gaps_of_nan, (False, (40, 9)), {"out", "dq", "dk"}),
+        (_window_of_one_less, (True, (70, None)), {"out", "lse"}),
+        (_gaps_are_seen, (False, (None, 9)), {"out", "lse"}),
+    ],
+)
+def test_mutants_are_killed(monkeypatch, mutant, rule, names):
+    """In what each names, at least."""
+    lengths = [300, 90]
+    tensors = known.drawn(390, dim=128)
+    with known.on_sm90():
+        want = known.alone(tensors, lengths, *rule)
+        mutant(monkeypatch)
+        monkeypatch.setattr(prepare.cache, "get", lambda key, make: make())
+        assert names <= set(known.differing(known.packed(tensors, lengths, *rule), want))
+
+
+def test_another_schedule_is_killed(monkeypatch):
+    lengths = [512, 90]
+    tensors = known.drawn(602, dim=128)
+    with known.on_sm90():
+        want = known.alone(tensors, lengths)
+        assert known.differing(known.packed(tensors, lengths), want) == []
+        admitted = prepare.admitted
+        monkeypatch.setattr(
+            prepare, "admitted", lambda mask, name, *rest: admitted(mask, "lpt", *rest)
+        )
+        monkeypatch.setattr(prepare.cache, "get", lambda key, make: make())
+        assert known.differing(known.packed(tensors, lengths), want) == ["dq"]
