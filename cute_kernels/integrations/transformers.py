@@ -59,6 +59,9 @@ def attention(
         attention_mask: What ``spans`` made; a bool tensor [B or 1, Hq or 1, T, S] or a
             ``BlockMask``, whose keys are at the positions of their columns; or None.
         scaling, softcap: Of the scores.  dropout: 0.
+        cu_seq_lens_q, cu_seq_lens_k: In ``others``, as ``DataCollatorWithFlattening`` gives them to
+            FlashAttention: where the sequences of a batch of 1 begin and end.  What the mask allows
+            is then cut there.
         is_causal: Without a mask and with T > 1, whether query i sees keys up to i + S - T only;
             None: as ``module.is_causal`` says, True if it says nothing.
 
@@ -66,7 +69,8 @@ def attention(
         ([B, T, Hq, D], None): the weights are never formed.
 
     Raises:
-        ArgumentValueError: dropout, or an argument that would change the result (attention sinks).
+        ArgumentValueError: dropout, or an argument that would change the result (attention sinks);
+            sequence lengths with a cache, with another mask, or that differ between q and k.
         ArgumentTypeError: a mask of numbers to add.  And what ``block_sparse_attention`` raises.
     """
     if dropout:
@@ -76,7 +80,9 @@ def attention(
             raise ArgumentValueError(expected(name, "None (it is not available)", "a value"))
     operands = tuple(t.transpose(1, 2) for t in (query, key, value))
     numbers = {"scale": scaling, "softcap": softcap or 0.0}
-    mask = attention_mask
+    mask, lengths = attention_mask, others.get("cu_seq_lens_q")
+    if lengths is not None:
+        mask = _packed(query.shape, key.shape, mask, lengths, others.get("cu_seq_lens_k"))
     if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool:
         mask = _of_columns(mask) if torch.compiler.is_compiling() else BlockMask.from_dense(mask)
     if isinstance(mask, torch.Tensor):
@@ -161,6 +167,19 @@ def _seen(sizes: tuple, offsets: tuple, rule: tuple, where: torch.device) -> tor
         return seen(0, rows)
     step = max(1, _CHUNK // (batch * columns))
     return torch.cat([seen(at, min(step, rows - at)) for at in range(0, rows, step)], dim=2)
+
+
+def _packed(q_shape, k_shape, mask, lengths, of_keys) -> torch.Tensor:
+    """The spans of a pack whose sequences are given by where they begin and end."""
+    if q_shape[2] != k_shape[2]:
+        want = f"no cache: {q_shape[2]} keys, as there are queries"
+        raise ArgumentValueError(expected("cu_seq_lens_q", want, k_shape[2]))
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.int32:
+        want = "a mask that this module's spans() made"
+        raise ArgumentValueError(
+            expected("attention_mask", want, f"{mask!r:.40} and cu_seq_lens_q")
+        )
+    return api.spans_of_pack(mask, lengths, of_keys)
 
 
 def _of_columns(dense: torch.Tensor) -> torch.Tensor:

@@ -220,6 +220,30 @@ def sequence_spans(
     return sequence_op.sequence_spans(seen, padding, q_offset, kv_offset, *sizes, packed, where)
 
 
+def spans_of_pack(
+    spans: torch.Tensor, cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The spans of sequences packed one behind another, from those of all as one sequence.
+
+    Args:
+        spans: What `sequence_spans` returned for (1, T, T).
+        cu_seqlens: As in `block_sparse_attention_varlen`; a GPU is waited for.
+        cu_seqlens_k: Those of the keys, where a caller has both; they have to be the same.
+
+    Returns:
+        int32 [1, 1, T, 4] on the CPU: a query sees what it did, of its own sequence.
+
+    Raises:
+        ShapeError: a batch; ArgumentValueError: ``cu_seqlens`` that do not ascend from 0 to T, that
+        are others for the keys, or spans of a cache.
+    """
+    checks.spans_of_one(spans)
+    both = [t for t in (cu_seqlens, cu_seqlens_k) if t is not None]
+    for offsets in both:
+        checks.cu_seqlens_of_a_pack(offsets)
+    return pack_op.cut_spans(spans, [pack_op.pack_offsets(t, spans.shape[2]) for t in both])
+
+
 def sequence_attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -89,11 +89,7 @@ def pack(
         if t.shape[0] != q.shape[0]:
             want = f"{q.shape[0]} tokens, as q has"
             raise ShapeError(expected(name, want, t.shape[0]))
-    checking.tensor("cu_seqlens", cu_seqlens)
-    checking.rank("cu_seqlens", cu_seqlens, 1, "[N + 1]")
-    checking.dtype("cu_seqlens", cu_seqlens.dtype, (torch.int32, torch.int64))
-    if cu_seqlens.shape[0] < 1:
-        raise ShapeError(expected("cu_seqlens", "at least 1 number", "none"))
+    cu_seqlens_of_a_pack(cu_seqlens)
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
         raise ArgumentTypeError(expected("window_size", "(left, right)", repr(window_size)))
     for side in window_size:
@@ -124,6 +120,22 @@ def spans(spans: torch.Tensor, q: torch.Tensor) -> None:
     if spans.device.type != "cpu" and spans.device != q.device:
         want = f"the CPU or {q.device}, where q is"
         raise DeviceError(expected("spans", want, spans.device))
+
+
+def spans_of_one(spans: torch.Tensor) -> None:
+    """That a batch is one row."""
+    if spans.shape[0] != 1:
+        want = "a batch of 1, in which all sequences lie one behind another"
+        raise ShapeError(expected("cu_seqlens", want, spans.shape[0]))
+
+
+def cu_seqlens_of_a_pack(cu_seqlens: object) -> None:
+    """That offsets have the type and the dimensions of some."""
+    checking.tensor("cu_seqlens", cu_seqlens)
+    checking.rank("cu_seqlens", cu_seqlens, 1, "[N + 1]")
+    checking.dtype("cu_seqlens", cu_seqlens.dtype, (torch.int32, torch.int64))
+    if cu_seqlens.shape[0] < 1:
+        raise ShapeError(expected("cu_seqlens", "at least 1 number", "none"))
 
 
 def spans_apart(packed: bool, device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """The torch ops of sequences packed one behind another: schemas, fakes, autograd.
 
     pack_offsets             where each sequence begins -> the same, checked, on the CPU
+    cut_spans                spans of one sequence, offsets -> spans of each part
     pack_attention           q, k, v [1, T, H, D], offsets -> out, lse
     pack_attention_backward
 
@@ -14,7 +15,7 @@ import math
 
 import torch
 
-from ..errors import DeviceError, expected
+from ..errors import ArgumentValueError, DeviceError, expected
 from ..torch_ops import define_op
 from . import packs, passes, sequence_op, sequences
 from .op import refuse_double_backward, refuse_vmap
@@ -30,6 +31,17 @@ def _run_offsets(cu_seqlens, rows):
 
 def _fake_offsets(cu_seqlens, rows):
     return torch.empty(cu_seqlens.shape, dtype=torch.int64, device="cpu")
+
+
+def _run_cut(spans, offsets):
+    if not all(torch.equal(offsets[0], other) for other in offsets):
+        want = f"those of the queries, {offsets[0].tolist()}"
+        raise ArgumentValueError(expected("cu_seqlens of the keys", want, offsets[1].tolist()))
+    return sequences.cut_spans(spans, offsets[0])
+
+
+def _fake_cut(spans, offsets):
+    return torch.empty(spans.shape, dtype=torch.int32, device="cpu")
 
 
 def _run(q, k, v, offsets, left, right, scale, softcap):
@@ -83,6 +95,9 @@ def _setup_nothing(ctx, inputs, output):
 _OPTIONS = "Tensor offsets, SymInt? left, SymInt? right, float scale, float softcap"
 pack_offsets = define_op(
     "pack_offsets(Tensor cu_seqlens, SymInt rows) -> Tensor", _run_offsets, fake=_fake_offsets
+)
+cut_spans = define_op(
+    "cut_spans(Tensor spans, Tensor[] offsets) -> Tensor", _run_cut, fake=_fake_cut
 )
 pack_attention = define_op(
     f"pack_attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",

@@ -133,6 +133,20 @@ def spans_of_pack(offsets: Tensor, left: int | None, right: int | None) -> Tenso
     return torch.from_numpy(table[None, None].astype(np.int32))
 
 
+def cut_spans(spans: Tensor, offsets: Tensor) -> Tensor:
+    """Spans [1, 1, T, 4] of one sequence, cut where ``offsets_of_pack`` says that others begin."""
+    table, offsets = spans[0, 0].cpu().numpy(), offsets.numpy()
+    start, stop = (np.repeat(t, np.diff(offsets)) for t in (offsets[:-1], offsets[1:]))
+    begin, position, first, end = table.T
+    if position.any() or (begin > start).any():
+        want = "neither a cache nor padding in front: column 0 is the first token"
+        got = f"column {begin.max()} at position {position.max()} as the first key"
+        raise ArgumentValueError(expected("cu_seqlens", want, got))
+    first = np.maximum(first, start)
+    cut = np.stack((start, position, first, np.maximum(first, np.minimum(end, stop))), axis=-1)
+    return torch.from_numpy(cut[None, None].astype(np.int32))
+
+
 def _real(padding: Tensor, own: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """First real column and end [B, 1] of each sequence, and whether the columns ``own`` are."""
     table = padding.cpu().numpy().astype(bool)

@@ -40,7 +40,9 @@ def alone(kind: str, length: int = S, seed: int = 1) -> torch.Tensor:
     return block_sparse_attention(*(t.transpose(1, 2) for t in tensors(length, seed)), mask)
 
 
-def attended(kind: str, q, k, v, padding=None, cache=None, positions=None) -> torch.Tensor:
+def attended(
+    kind: str, q, k, v, padding=None, cache=None, positions=None, **lengths
+) -> torch.Tensor:
     """One forward pass of a model's only attention layer, as its code does it."""
     make = masking_utils.create_causal_mask
     if kind == "mistral":
@@ -49,7 +51,7 @@ def attended(kind: str, q, k, v, padding=None, cache=None, positions=None) -> to
     mask = make(config(kind), embeds, padding, cache, position_ids=positions)
     if cache is not None:
         k, v = cache.update(k, v, 0)
-    return ours.attention(MODULE, q, k, v, mask, is_causal=True)[0]
+    return ours.attention(MODULE, q, k, v, mask, is_causal=True, **lengths)[0]
 
 
 def cache_of(kind: str, static: bool):
@@ -81,10 +83,23 @@ def prefill_and_decode_behind_padding(kind, pad, static):
     assert same_bytes(out[:1], alone(kind, S + pad, seed=2))
 
 
-def packs_through_position_ids(cut, kind):
+def packed(cut: int) -> list[torch.Tensor]:
+    """q, k and v of two sequences, one behind the other."""
     one, two = tensors(cut), tensors(S - cut, seed=2)
-    pack = [torch.cat(pair, dim=2) for pair in zip(one, two, strict=True)]
+    return [torch.cat(pair, dim=2) for pair in zip(one, two, strict=True)]
+
+
+def packs_through_lengths(cut, kind, with_positions):
     positions = torch.cat((torch.arange(cut), torch.arange(S - cut)))[None]
-    out = attended(kind, *pack, positions=positions)
+    lengths = torch.tensor([0, cut, S], dtype=torch.int32)
+    given = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths.clone()}
+    out = attended(kind, *packed(cut), positions=positions if with_positions else None, **given)
+    want = torch.cat((alone(kind, cut), alone(kind, S - cut, seed=2)), dim=1)
+    assert same_bytes(out, want)
+
+
+def packs_through_position_ids(cut, kind):
+    positions = torch.cat((torch.arange(cut), torch.arange(S - cut)))[None]
+    out = attended(kind, *packed(cut), positions=positions)
     want = torch.cat((alone(kind, cut), alone(kind, S - cut, seed=2)), dim=1)
     assert same_bytes(out, want)

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cute_kernels.errors import ArgumentValueError
+import cute_kernels as ck
+from cute_kernels.errors import ArgumentValueError, ShapeError
 from cute_kernels.integrations import transformers as ours
 from cute_kernels.sparse_attn.api import block_sparse_attention
 from tests.contract import same_bytes
@@ -20,7 +21,10 @@ from tests.integrations.cached import (  # noqa: E402
     S,
     alone,
     attended,
+    cache_of,
     config,
+    packed,
+    packs_through_lengths,
     packs_through_position_ids,
     prefill_and_decode_behind_padding,
     small,
@@ -44,6 +48,65 @@ def test_prefill_and_decode_behind_padding(kind, pad, static):
 @pytest.mark.parametrize("cut", [60, 64, 127, 128])
 def test_packs_through_position_ids(cut, kind):
     packs_through_position_ids(cut, kind)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("with_positions", [False, True])
+@pytest.mark.parametrize("cut", [60, 128])
+def test_packs_through_lengths(cut, kind, with_positions):
+    packs_through_lengths(cut, kind, with_positions)
+
+
+def test_lengths_that_are_not_read_are_killed(monkeypatch):
+    """Without them documents see each other, and nobody is told."""
+    monkeypatch.setattr(ours, "_packed", lambda q, k, mask, *lengths: mask)
+    with pytest.raises(AssertionError):
+        packs_through_lengths(60, "llama", False)
+
+
+LENGTHS = torch.tensor([0, 60, S], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "words"),
+    [
+        ({"cu_seq_lens_q": LENGTHS, "cu_seq_lens_k": LENGTHS + 1}, "from 0 to 230"),
+        ({"cu_seq_lens_q": LENGTHS, "cu_seq_lens_k": LENGTHS[[0, 2]]}, "of the keys"),
+        ({"cu_seq_lens_q": LENGTHS[:2]}, "the tokens of q"),
+        ({"cu_seq_lens_q": LENGTHS, "padding": True}, "padding in front"),
+        ({"cu_seq_lens_q": LENGTHS, "cache": True}, "no cache"),
+    ],
+)
+def test_lengths_that_are_refused(lengths, words):
+    q, k, v = packed(60)
+    if lengths.pop("padding", False):
+        lengths["padding"] = (torch.arange(S) > 2).long()[None]
+    if lengths.pop("cache", False):
+        lengths["cache"] = cache_of("llama", True)
+    with pytest.raises(ArgumentValueError, match=words):
+        attended("llama", q, k, v, **lengths)
+
+
+def test_a_batch_of_packs_and_another_mask_are_refused():
+    q, k, v = (torch.cat([t, t]) for t in packed(60))
+    with pytest.raises(ShapeError, match="a batch of 1"):
+        attended("llama", q, k, v, cu_seq_lens_q=LENGTHS)
+    q, k, v = packed(60)
+    dense = torch.ones(1, 1, S, S, dtype=torch.bool).tril()
+    with pytest.raises(ArgumentValueError, match="attention_mask"):
+        ours.attention(MODULE, q, k, v, dense, cu_seq_lens_q=LENGTHS)
+
+
+def test_a_collators_pack_trains_as_its_sequences_do():
+    """Logits of a patched model, by the arguments that FlashAttention takes."""
+    model = small("llama").train()
+    ck.patch(model)
+    features = [{"input_ids": torch.arange(n).mul(7).remainder(97).tolist()} for n in (40, 9, 130)]
+    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    batch = collate(features)
+    made = model(**{name: t for name, t in batch.items() if name != "labels"}).logits
+    alone = [model(torch.tensor([f["input_ids"]])).logits for f in features]
+    assert same_bytes(made, torch.cat(alone, dim=1))
 
 
 def test_the_offset_of_a_cache_counts(monkeypatch):
