@@ -25,7 +25,7 @@ from .token_logps import token_logps as token_logps
 NAME = "cute_kernels"
 
 #: Arguments that change the result and that this attention does not know.
-_UNKNOWN = ("s_aux", "position_bias", "head_mask")
+_UNKNOWN = ("position_bias", "head_mask")
 #: Elements of a mask that are looked at together.
 _CHUNK = 1 << 24
 #: Keys of one block: positions count modulo this.
@@ -62,6 +62,7 @@ def attention(
         cu_seq_lens_q, cu_seq_lens_k: In ``others``, as ``DataCollatorWithFlattening`` gives them to
             FlashAttention: where the sequences of a batch of 1 begin and end.  What the mask allows
             is then cut there.
+        s_aux: In ``others``: [Hq], the attention sinks of gpt-oss and its kin.
         is_causal: Without a mask and with T > 1, whether query i sees keys up to i + S - T only;
             None: as ``module.is_causal`` says, True if it says nothing.
 
@@ -69,7 +70,7 @@ def attention(
         ([B, T, Hq, D], None): the weights are never formed.
 
     Raises:
-        ArgumentValueError: dropout, or an argument that would change the result (attention sinks);
+        ArgumentValueError: dropout, or an argument that would change the result (a position bias);
             sequence lengths with a cache, with another mask, or that differ between q and k.
         ArgumentTypeError: a mask of numbers to add.  And what ``block_sparse_attention`` raises.
     """
@@ -79,7 +80,7 @@ def attention(
         if others.get(name) is not None:
             raise ArgumentValueError(expected(name, "None (it is not available)", "a value"))
     operands = tuple(t.transpose(1, 2) for t in (query, key, value))
-    numbers = {"scale": scaling, "softcap": softcap or 0.0}
+    numbers = {"scale": scaling, "softcap": softcap or 0.0, "sinks": others.get("s_aux")}
     mask, lengths = attention_mask, others.get("cu_seq_lens_q")
     if lengths is not None:
         mask = _packed(query.shape, key.shape, mask, lengths, others.get("cu_seq_lens_k"))

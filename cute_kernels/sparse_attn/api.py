@@ -22,6 +22,7 @@ def block_sparse_attention(
     causal: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     schedule: str | Schedule | Selection | Sequence[int] | torch.Tensor = "auto",
     deterministic: bool = True,
     return_lse: bool = False,
@@ -38,6 +39,9 @@ def block_sparse_attention(
         causal: Also require key <= query + Sk - Sq (the last query sees all).
         scale: Factor of the scores, above 0; None is 1 / sqrt(D).
         softcap: If not 0, a score s is softcap * tanh(s / softcap).
+        sinks: [Hq]; fp32, bf16 or fp16: a score of each query head that every row's sum has besides
+            its keys', with a value of zeros (attention sinks, arXiv:2309.17453, as gpt-oss learns
+            them).  Not scaled and not capped.
         schedule: The order of the backward pass: "auto"; "left_to_right", "spt", "lpt" or another
             of ``schedulers.kinds.KINDS``; a permutation of the key blocks, [Nb] or [heads, Nb] (not
             in a graph of ``torch.compile``); or a ``schedulers.Schedule`` or ``Selection`` for this
@@ -49,8 +53,8 @@ def block_sparse_attention(
 
     Returns:
         out [B, Sq, Hq, D], contiguous, the dtype of ``q``; with ``return_lse`` also lse, fp32
-        [B, Hq, Sq], natural logarithm.  A row that may see nothing is 0 with an lse of -inf, and
-        its gradients are 0.
+        [B, Hq, Sq], natural logarithm, a sink included.  A row that may see nothing is 0 with an
+        lse of -inf, or its sink, and its gradients are 0.
 
     Guarantees:
         ``run_to_run``, ``schedule_invariant``, and in the forward pass ``batch_invariant``: a row's
@@ -58,7 +62,8 @@ def block_sparse_attention(
         not on the other rows, batches and heads, on padding, or on how a prefill is cut into
         chunks.  (NaN or Inf in ``v`` reaches every row of a query block that visits its key block.)
         The gradients' bits also depend on the schedule: dQ adds key blocks in the order of ranks,
-        dK and dV add query blocks in the order of visits.  ``Schedule.hash`` names both.
+        dK and dV add query blocks in the order of visits.  ``Schedule.hash`` names both.  The
+        gradient of ``sinks`` is a sum over all rows in fp64: ``run_to_run``.
 
     Raises:
         ShapeError, DtypeError, DeviceError, ArgumentTypeError, ArgumentValueError: an argument is
@@ -78,9 +83,10 @@ def block_sparse_attention(
         schedule = schedule.schedule
     flags = {"causal": causal, "deterministic": deterministic, "return_lse": return_lse}
     given = checks.attention(q, k, v, block_mask, scale, softcap, schedule, flags)
+    checks.sinks(sinks, q)
     if not deterministic:
         op.refuse_unordered()
-    wants_grad = q.requires_grad or k.requires_grad or v.requires_grad
+    wants_grad = any(t is not None and t.requires_grad for t in (q, k, v, sinks))
     needs_order = torch.is_grad_enabled() and wants_grad
     if block_mask is None and isinstance(schedule, str):
         operands = prepare.by_rule(causal, schedule)
@@ -96,7 +102,7 @@ def block_sparse_attention(
             str(given.device),
         )
     out, lse = op.block_sparse_attention(
-        q, k, v, *operands, given.scale, given.softcap, deterministic
+        q, k, v, *operands, given.scale, given.softcap, deterministic, sinks
     )
     return (out, lse) if return_lse else out
 
@@ -111,6 +117,7 @@ def block_sparse_attention_varlen(
     window_size: tuple[int | None, int | None] = (None, None),
     scale: float | None = None,
     softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`block_sparse_attention` of sequences packed one behind another, each as if it were alone.
@@ -124,7 +131,7 @@ def block_sparse_attention_varlen(
         causal: Also require key <= query.
         window_size: (left, right): how many tokens before and behind itself a query sees; None:
             all of its sequence.
-        scale, softcap: As in `block_sparse_attention`.
+        scale, softcap, sinks: As in `block_sparse_attention`.
         return_lse: Also return the log-sum-exp of each row; it is differentiable.
 
     Returns:
@@ -148,9 +155,10 @@ def block_sparse_attention_varlen(
     q, k, v = q[None], k[None], v[None]
     flags = {"causal": causal, "return_lse": return_lse}
     given = checks.attention(q, k, v, None, scale, softcap, checks.AUTO, flags)
+    checks.sinks(sinks, q)
     offsets = pack_op.pack_offsets(cu_seqlens, q.shape[1])
-    sides = left, 0 if causal else right
-    out, lse = pack_op.pack_attention(q, k, v, offsets, *sides, given.scale, given.softcap)
+    numbers = left, 0 if causal else right, given.scale, given.softcap
+    out, lse = pack_op.pack_attention(q, k, v, offsets, *numbers, sinks)
     return (out[0], lse[0]) if return_lse else out[0]
 
 
@@ -252,6 +260,7 @@ def sequence_attention(
     *,
     scale: float | None = None,
     softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`block_sparse_attention` of each sequence of a key buffer alone, at its own positions.
 
@@ -261,7 +270,8 @@ def sequence_attention(
     sums is ``schedule="auto"`` for the batch of runs with equal spans.
 
     Args:
-        q: [B, T, Hq, D]; k, v: [B, S, Hkv, D]; scale, softcap: as in `block_sparse_attention`.
+        q: [B, T, Hq, D]; k, v: [B, S, Hkv, D]; scale, softcap, sinks: as in
+            `block_sparse_attention`.
         spans: What `sequence_spans` returned for (B, T, S).
 
     Returns:
@@ -272,5 +282,6 @@ def sequence_attention(
     """
     given = checks.attention(q, k, v, None, scale, softcap, checks.AUTO, {})
     checks.spans(spans, q)
-    out, _ = sequence_op.sequence_attention(q, k, v, spans, given.scale, given.softcap)
+    checks.sinks(sinks, q)
+    out, _ = sequence_op.sequence_attention(q, k, v, spans, given.scale, given.softcap, sinks)
     return out

@@ -79,6 +79,18 @@ def attention(
     return Problem(batch, q_len, kv_len, heads, kv_heads, dim, q.device, scale, softcap)
 
 
+def sinks(sinks: torch.Tensor | None, q: torch.Tensor) -> None:
+    """That ``sinks`` are one number for each query head of ``q`` [B, T, Hq, D]."""
+    if sinks is None:
+        return
+    checking.tensor("sinks", sinks)
+    checking.dtype("sinks", sinks.dtype, (torch.float32, *DTYPES))
+    checking.same_device("sinks", sinks, "q", q)
+    if list(sinks.shape) != [q.shape[2]]:
+        want = f"shape [{q.shape[2]}], a number for each query head"
+        raise ShapeError(expected("sinks", want, list(sinks.shape)))
+
+
 def pack(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: object, window_size: object
 ) -> tuple[int | None, int | None]:

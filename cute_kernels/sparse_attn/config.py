@@ -37,6 +37,8 @@ class ForwardConfig:
     head_dim: int
     form: str
     softcap: bool = False
+    #: Whether a row's sum begins with a sink.
+    sinks: bool = False
     #: Warpgroups of 64 query rows each.
     consumers: int = 2
 
@@ -99,9 +101,11 @@ class CpuPlan:
 CPU = CpuPlan()
 
 
-def configure_forward(dtype: str, head_dim: int, form: str, softcap: bool = False) -> ForwardConfig:
+def configure_forward(
+    dtype: str, head_dim: int, form: str, softcap: bool = False, sinks: bool = False
+) -> ForwardConfig:
     """Three consumers at D = 64: there exponentials take as long as products, and need company."""
-    return ForwardConfig(dtype, head_dim, form, softcap, 3 if head_dim == 64 else 2)
+    return ForwardConfig(dtype, head_dim, form, softcap, sinks, 3 if head_dim == 64 else 2)
 
 
 def configure(

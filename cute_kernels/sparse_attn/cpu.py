@@ -25,14 +25,19 @@ from ..errors import BackendUnavailable
 from ..schedulers.masks.bits import unpack
 from .config import CPU
 from .masks import LoweredMask, Order
-from .tensors import Grads, Saved
+from .tensors import LOG2E, Grads, Saved, sinks_gradient
 
 ROWS, COLUMNS = CPU.block
-LOG2E = math.log2(math.e)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: LoweredMask, scale: float, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: LoweredMask,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [B, Sq, Hq, D], lse fp32 [B, Hq, Sq]) of q [B, Sq, Hq, D], k and v [B, Sk, Hkv, D]."""
     batch, q_len, heads, dim = q.shape
@@ -45,10 +50,11 @@ def forward(
         entries = _lists(mask, batch, heads)
         # Heads and batches share most tiles.
         tiles = functools.lru_cache(maxsize=64)(functools.partial(_allowed, mask))
+        first = [None] * heads if sinks is None else (sinks.float() * LOG2E).tolist()
         for b in range(batch):
             for h in range(heads):
                 for m, visits in enumerate(entries[b][h]):
-                    state = _start(dim)
+                    state = _start(dim, first[h])
                     for entry, tile in visits:
                         n = entry >> 1
                         allowed = tiles(m, n, entry & 1, tile)
@@ -68,15 +74,21 @@ def backward(
     scale: float,
     softcap: float,
     deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), shaped and typed as q, k and v.
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """(dq, dk, dv), shaped and typed as q, k and v; with ``sinks`` their gradient too, fp32.
 
     ``deterministic`` changes nothing here: one thread of tickets is always in order.
     """
     with ieee():
         sums = ordered_sums(grads, saved, mask, order, scale, softcap)
         made = zip(sums, saved[:3], strict=True)
-        return tuple(_unblocked(t, x.shape[1], x.dtype) for t, x in made)
+        found = tuple(_unblocked(t, x.shape[1], x.dtype) for t, x in made)
+        if sinks is None:
+            return found
+        delta = _delta(_blocked(grads.dout), _blocked(saved.out), grads.dlse).flatten(2)
+        lse2 = saved.lse * LOG2E
+        return *found, sinks_gradient(sinks, lse2, delta[:, :, : lse2.shape[2]])
 
 
 def ordered_sums(
@@ -95,8 +107,7 @@ def ordered_sums(
     # Query heads of one ticket, and of one KV head.
     shared, group = batch * heads // schedule_heads, heads // k.shape[2]
     qs, ks, vs, dos = (_blocked(t) for t in (q, k, v, dout))
-    delta = (dos * _blocked(out)).sum(-1)
-    delta = delta if dlse is None else delta - _rows(dlse)
+    delta = _delta(dos, _blocked(out), dlse)
     delta, lse2 = (t.flatten(0, 1)[..., None] for t in (delta, _rows(lse) * LOG2E))
     qs, dos, ks, vs = (t.flatten(0, 1) for t in (qs, dos, ks, vs))
     dq = _Turns(qs)
@@ -118,6 +129,12 @@ def ordered_sums(
                 dq.add(head, m, rank[e], mm(ds, keys))
     dk, dv = (_over_group(t, batch * k.shape[2]).unflatten(0, (batch, -1)) for t in (dk, dv))
     return dq.total.unflatten(0, (batch, -1)) * scale, dk * scale, dv
+
+
+def _delta(dos: Tensor, outs: Tensor, dlse: Tensor | None) -> Tensor:
+    """rowsum(dO * O) - dlse, fp32 [B, H, blocks, 128]."""
+    delta = (dos * outs).sum(-1)
+    return delta if dlse is None else delta - _rows(dlse)
 
 
 class _Turns:
@@ -153,8 +170,10 @@ def _attend(state, queries, keys, values, allowed, scale, softcap, dtype):
     return torch.where(touched, above, top), total, acc
 
 
-def _start(dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    return _zeros(ROWS, 1) - math.inf, _zeros(ROWS, 1), _zeros(ROWS, dim)
+def _start(dim: int, sink: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """``sink``: times log2 e; as behind a key of that score with a value of zeros."""
+    top, total = (-math.inf, 0.0) if sink is None else (sink, 1.0)
+    return _zeros(ROWS, 1) + top, _zeros(ROWS, 1) + total, _zeros(ROWS, dim)
 
 
 def _finish(state: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -5,12 +5,14 @@ t = S = Q K^T, c = scale log2 e; with a softcap t = tanh(S scale / softcap), c =
 Layouts      Q, O [B, Sq, Hq, D], K, V [B, Sk, Hkv, D], last dimension contiguous, other strides
              multiples of 16 bytes; LSE fp32 [B, Hq, Sq], natural log; lists as in ``masks``, or
              (form "spans") int32 [B, Sq, 4] as in ``sequences``, of which lists are made here; rows
-             beyond the last span see what it sees.
+             beyond the last span see what it sees.  Sinks fp32 [Hq, Sq], any strides, or None.
 Order        S: one fp32 accumulator, D ascending in k16 groups.  KV blocks of 128 ascending by
              absolute index.  A block: running maximum, O and the sum times exp2(c (m - m')), P
              rounded to the input dtype, then added to O in k16 groups of keys ascending.  Each of
              four lanes sums its own columns of a row; the lanes are added at the end (``softmax``).
              O is divided once, by multiplication with the reciprocal, and rounded once.
+Sinks        a row's maximum and sum begin with its sink's, in lane 0, as behind a block that has a
+             key of that score with a value of zeros.
 Masks        by selection; a block without an allowed key leaves a row's state as it was, bit by
              bit.  Rows without any key: O = 0, LSE = -inf.
 Keys         of form "spans": key 0 is the column that ``device/spans`` names, and blocks are
@@ -33,6 +35,7 @@ import math
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
@@ -83,6 +86,7 @@ class ForwardSm90:
         mTile: cute.Tensor | None,
         mWords: cute.Tensor | None,
         mSpans: cute.Tensor | None,
+        mSinks: cute.Tensor | None,
         lo: cutlass.Int32,
         hi: cutlass.Int32,
         c: cutlass.Float32,
@@ -114,7 +118,7 @@ class ForwardSm90:
         self.storage = Storage
         batch, q_len, heads, _ = mQ.shape
         tiles = cute.ceil_div(q_len, self.rows) * heads * batch
-        tensors = (mK, mLse, mCount, mEntry, mTile, mWords, mSpans)
+        tensors = (mK, mLse, mCount, mEntry, mTile, mWords, mSpans, mSinks)
         self.kernel(q, k, v, o, *tensors, lo, hi, c, inner).launch(
             grid=(tiles, 1, 1),
             block=((1 + self.consumers) * mma.WARPGROUP, 1, 1),
@@ -136,6 +140,7 @@ class ForwardSm90:
         mTile: cute.Tensor | None,
         mWords: cute.Tensor | None,
         mSpans: cute.Tensor | None,
+        mSinks: cute.Tensor | None,
         lo: cutlass.Int32,
         hi: cutlass.Int32,
         c: cutlass.Float32,
@@ -195,6 +200,8 @@ class ForwardSm90:
                 pv.get_slice(0).partition_shape_C((ROWS, self.head_dim)), cutlass.Float32
             )
             softmax.start(row_max, row_sum)
+            if cutlass.const_expr(mSinks is not None):
+                self.start_at_sinks(row_max, row_sum, mSinks[head, None], tile, q_len, c)
             acc_o.fill(0.0)
             if count > 0:
                 mask = (words, mWords, of_rows, lo, hi, kv_len - column)
@@ -352,6 +359,17 @@ class ForwardSm90:
                 state.advance()
                 word = following
                 following = self.skip(k_ring, v_ring, state, consumer, word, words)
+
+    @cute.jit
+    def start_at_sinks(self, row_max, row_sum, sinks, tile, q_len, c):
+        """m = sink / c', c' = c / log2 e; the sum is exp2(c (m - m)) = 1, of one of the lanes."""
+        tidx, _, _ = cute.arch.thread_idx()
+        consumer, lane = tidx // mma.WARPGROUP - 1, tidx % mma.WARPGROUP
+        row = tile * self.rows + consumer * ROWS + lane // 32 * 16 + lane % 32 // 4
+        for half in cutlass.range_constexpr(softmax.ROWS):
+            at = cutlass.min(row + 8 * half, q_len - 1)
+            row_max[half] = sinks[at] * cutlass.Float32(math.log2(math.e)) / c
+            row_sum[half] = cutlass.Float32(1.0) if lane % 4 == 0 else cutlass.Float32(0.0)
 
     def first_word(self, k_ring, state, words):
         """The word of the first step, which comes with its K."""
@@ -576,6 +594,8 @@ def build(config: ForwardConfig, compile=cute.compile):
         None,
     )
     spans_alone = (None,) * 4 + (ints((batch, fake.size(), len(spans.FIELDS)), fake.TMA_ALIGN),)
+    any_strides = (cute.sym_int64(), cute.sym_int64())
+    sinks = make_fake_tensor(cutlass.Float32, (heads, q_len), any_strides, assumed_align=4)
     width = config.head_dim
 
     def rows(length, heads):
@@ -589,6 +609,7 @@ def build(config: ForwardConfig, compile=cute.compile):
         rows(q_len, heads),
         fake.compact(cutlass.Float32, (batch, heads, q_len)),
         *(spans_alone if config.form == SPANS else stored),
+        sinks if config.sinks else None,
         cutlass.Int32(0),
         cutlass.Int32(0),
         cutlass.Float32(1.0),

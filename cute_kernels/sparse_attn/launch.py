@@ -22,7 +22,7 @@ from ..operands import addressable, most_ctas, not_empty
 from . import config, watchdog
 from .config import BackwardConfig, ForwardConfig, PostConfig, PreConfig
 from .masks import FORMS, FORWARD_FORMS, SPANS, LoweredMask, Order
-from .tensors import Grads, Saved
+from .tensors import Grads, Saved, sinks_gradient
 
 _NAME = "block_sparse_attention"
 
@@ -55,24 +55,36 @@ class Workspace(NamedTuple):
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: LoweredMask, scale: float, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: LoweredMask,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``op``; one CTA per 128 or 192 query rows of a head."""
     batch, q_len, heads, dim = q.shape
-    kernel = _forward_kernel(
-        config.configure_forward(config.DTYPE_NAMES[q.dtype], dim, mask.form, softcap > 0)
-    )
+    dtype, sunk = config.DTYPE_NAMES[q.dtype], sinks is not None
+    kernel = _forward_kernel(config.configure_forward(dtype, dim, mask.form, softcap > 0, sunk))
     out = empty(q.shape, q.dtype, q.device)
     lse = empty((batch, heads, q_len), torch.float32, q.device)
     lists = mask.kv_count, not_empty(mask.kv_entry), not_empty(mask.kv_tile), mask.words, None
+    by_row = sinks.float()[:, None].expand(heads, q_len) if sunk else None
     operands = [addressable(t, _NAME, name) for name, t in (("q", q), ("k", k), ("v", v))]
     numbers = mask.lo, mask.hi, *config.factors(scale, softcap)
-    call(q.device, kernel, *operands, out, lse, *lists, *numbers)
+    call(q.device, kernel, *operands, out, lse, *lists, by_row, *numbers)
     return out, lse
 
 
 def forward_of_spans(
-    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, scale: float, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Tensor,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``sequence_op``, for spans on the device: one launch, nothing is read back.
 
@@ -80,17 +92,21 @@ def forward_of_spans(
     """
     batch, q_len, heads, dim = q.shape
     dtype = config.DTYPE_NAMES[q.dtype]
-    kernel = _forward_kernel(config.configure_forward(dtype, dim, SPANS, softcap > 0))
+    sunk = sinks is not None
+    kernel = _forward_kernel(config.configure_forward(dtype, dim, SPANS, softcap > 0, sunk))
     out = empty(q.shape, q.dtype, q.device)
     lse = empty((batch, heads, q_len), torch.float32, q.device)
     rows, stored, sums = q, out, lse
+    by_row = sinks.float()[:, None].expand(heads, q_len) if sunk else None
     if q_len == 1:
         # The query heads of a group are rows of one tile: K and V come once for all of them.
         rows, stored = (_rows_of_groups(t, k.shape[2]) for t in (q, out))
         sums = lse.view(batch, k.shape[2], -1)
+        by_row = by_row.view(k.shape[2], -1) if sunk else None
     operands = (addressable(t, _NAME, name) for name, t in zip("qkv", (rows, k, v), strict=True))
     numbers = 0, 0, *config.factors(scale, softcap)
-    call(q.device, kernel, *operands, stored, sums, None, None, None, None, spans, *numbers)
+    lists = None, None, None, None, spans
+    call(q.device, kernel, *operands, stored, sums, *lists, by_row, *numbers)
     return out, lse
 
 
@@ -107,8 +123,12 @@ def backward(
     scale: float,
     softcap: float,
     deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of ``op``: dK and dV by visits, and dQ by ranks unless not ``deterministic``."""
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """(dq, dk, dv) of ``op``: dK and dV by visits, and dQ by ranks unless not ``deterministic``.
+
+    With ``sinks`` their gradient too.
+    """
     (dout, dlse), (q, k, v, out, lse) = grads, saved
     batch, q_len, heads, dim = q.shape
     dtype, device = config.DTYPE_NAMES[q.dtype], q.device
@@ -139,6 +159,8 @@ def backward(
     if record is not None:
         sizes = space.semaphore.shape[2], chosen.tile_m, heads // k.shape[2]
         watchdog.require_turns(record, order, *sizes, limit)
+    if sinks is not None:
+        return dq, dk, dv, sinks_gradient(sinks, space.lse2, space.delta)
     return dq, dk, dv
 
 
@@ -200,7 +222,7 @@ def post_entry(chosen: PostConfig) -> Kernel:
 def catalogue() -> Iterator[Entry]:
     """Every kernel that these launchers can ask for."""
     dtypes, flags = config.DTYPE_NAMES.values(), (False, True)
-    for key in itertools.product(dtypes, config.HEAD_DIMS, FORWARD_FORMS, flags):
+    for key in itertools.product(dtypes, config.HEAD_DIMS, FORWARD_FORMS, flags, flags):
         chosen = config.configure_forward(*key)
         mma = ("64x128x16", f"64x{chosen.head_dim}x16")
         shared = _FORWARD_SHARED[chosen.head_dim]

@@ -1,7 +1,7 @@
 """The torch ops of block-sparse attention: schemas, fakes, autograd.
 
-    block_sparse_attention            q, k, v -> out, lse
-    block_sparse_attention_backward   dout, dlse, q, k, v, out, lse -> dq, dk, dv
+    block_sparse_attention            q, k, v, sinks -> out, lse
+    block_sparse_attention_backward   dout, dlse, q, k, v, out, lse, sinks -> dq, dk, dv, dsinks
 
 A mask and a schedule that are objects come as tensors and numbers (``prepare.operands``); a rule
 without tensors and a schedule by name are prepared in here, when the op runs, so that one compiled
@@ -9,14 +9,17 @@ graph serves every length.  ``order`` is empty where no gradient is asked for.
 
 A backend's launchers are
 
-    forward(q, k, v, mask, scale, softcap) -> (out, lse)
-    backward(grads, saved, mask, order, scale, softcap, deterministic) -> (dq, dk, dv)
+    forward(q, k, v, mask, scale, softcap, sinks) -> (out, lse)
+    backward(grads, saved, mask, order, scale, softcap, deterministic, sinks) -> (dq, dk, dv)
+                                                            and, with sinks, their gradient, fp32
 
 with ``Grads``, ``Saved``, a ``LoweredMask``, an ``Order`` and tensors of any strides.
 No size is zero there.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -54,22 +57,21 @@ for _name in (NAME, f"{NAME}_varlen"):
     )
 
 
-def _run(q, k, v, mask, facts, order, kind, scale, softcap, deterministic):
+def _run(q, k, v, mask, facts, order, kind, scale, softcap, deterministic, sinks):
     if q.numel() == 0 or k.numel() == 0:
-        out, lse = _fake(q, k, v, mask, facts, order, kind, scale, softcap, deterministic)
-        return out.zero_(), lse.fill_(float("-inf"))
+        return nothing(q, sinks)
     launch = dispatch.launcher(NAME, q.device, q.dtype)
     lowered = prepare.mask_of_op(mask, facts, q.shape[1], k.shape[1], str(q.device))
-    return launch(q, k, v, lowered, scale, softcap)
+    return launch(q, k, v, lowered, scale, softcap, sinks)
 
 
 def _run_backward(
-    dout, dlse, q, k, v, out, lse, mask, facts, order, kind, scale, softcap, deterministic
+    dout, dlse, q, k, v, out, lse, mask, facts, order, kind, scale, softcap, deterministic, sinks
 ):
     if not deterministic:
         refuse_unordered()
     if q.numel() == 0 or k.numel() == 0:
-        return tuple(t.new_zeros(t.shape) for t in (q, k, v))
+        return gradients_of_nothing(dlse, q, k, v, sinks)
     launch = dispatch.launcher(f"{NAME}_backward", q.device, q.dtype)
     (batch, q_len, heads, dim), (_, kv_len, kv_heads, _) = q.shape, k.shape
     lowered = prepare.mask_of_op(mask, facts, q_len, kv_len, str(q.device))
@@ -78,7 +80,31 @@ def _run_backward(
     else:
         turns = prepare.order_of(lowered, kind, (batch, q_len, kv_len, heads, kv_heads, dim))
     grads, saved = Grads(dout, dlse), Saved(q, k, v, out, lse)
-    return launch(grads, saved, lowered, turns, scale, softcap, deterministic)
+    made = launch(grads, saved, lowered, turns, scale, softcap, deterministic, sinks)
+    return with_sinks(made, q, sinks)
+
+
+def nothing(q, sinks):
+    """(out, lse) of rows without keys: all of a row's weight is its sink's, if it has one."""
+    batch, q_len, heads, _ = q.shape
+    lse = q.new_full((batch, heads, q_len), -math.inf, dtype=torch.float32)
+    return q.new_zeros(q.shape), lse if sinks is None else lse.copy_(sinks[:, None])
+
+
+def gradients_of_nothing(dlse, q, k, v, sinks):
+    """The backward of ``nothing``."""
+    zeros = tuple(t.new_zeros(t.shape) for t in (q, k, v))
+    if sinks is None or dlse is None:
+        return with_sinks(
+            (*zeros, None if sinks is None else sinks.new_zeros(sinks.shape)), q, sinks
+        )
+    return with_sinks((*zeros, dlse.double().sum((0, 2))), q, sinks)
+
+
+def with_sinks(made, q, sinks):
+    """(dq, dk, dv, dsinks), an empty tensor for none: an op has the same results in every call."""
+    dq, dk, dv, *dsinks = made
+    return dq, dk, dv, q.new_empty(0) if sinks is None else dsinks[0].to(sinks.dtype)
 
 
 def refuse_unordered() -> None:
@@ -88,37 +114,49 @@ def refuse_unordered() -> None:
     )
 
 
-def _fake(q, k, v, mask, facts, order, kind, scale, softcap, deterministic):
+def _fake(q, k, v, mask, facts, order, kind, scale, softcap, deterministic, sinks):
     batch, q_len, heads, _ = q.shape
     lse = q.new_empty((batch, heads, q_len), dtype=torch.float32)
     return q.new_empty(q.shape), lse
 
 
 def _fake_backward(
-    dout, dlse, q, k, v, out, lse, mask, facts, order, kind, scale, softcap, deterministic
+    dout, dlse, q, k, v, out, lse, mask, facts, order, kind, scale, softcap, deterministic, sinks
 ):
-    return tuple(t.new_empty(t.shape) for t in (q, k, v))
+    return fake_gradients(q, k, v, sinks)
+
+
+def fake_gradients(q, k, v, sinks):
+    """Of the results of every backward here."""
+    dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return *(t.new_empty(t.shape) for t in (q, k, v)), dsinks
 
 
 def _setup(ctx, inputs, output):
-    q, k, v, mask, ctx.facts, order, *ctx.options = inputs
+    q, k, v, mask, ctx.facts, order, *ctx.options, sinks = inputs
     ctx.masks = len(mask)
-    ctx.save_for_backward(q, k, v, *output, *mask, *order)
+    ctx.save_for_backward(q, k, v, *output, sinks, *mask, *order)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dout, dlse):
-    q, k, v, out, lse, *rest = ctx.saved_tensors
+    q, k, v, out, lse, sinks, *rest = ctx.saved_tensors
     mask, order = rest[: ctx.masks], rest[ctx.masks :]
     if mask and not order and q.numel() and k.numel():
         want = "the tensors of a schedule (a gradient is asked for)"
         raise ArgumentValueError(expected("order", want, "none"))
     dout = torch.zeros_like(out) if dout is None else dout
     grads = block_sparse_attention_backward(
-        dout, dlse, q, k, v, out, lse, mask, ctx.facts, order, *ctx.options
+        dout, dlse, q, k, v, out, lse, mask, ctx.facts, order, *ctx.options, sinks
     )
-    wanted = ctx.needs_input_grad[:3]
-    return *(g if w else None for g, w in zip(grads, wanted, strict=True)), *(None,) * 7
+    return wanted_gradients(ctx, grads, 7)
+
+
+def wanted_gradients(ctx, grads, between: int):
+    """Of q, k, v, then ``between`` arguments without one, then of sinks."""
+    wanted = *ctx.needs_input_grad[:3], ctx.needs_input_grad[3 + between]
+    dq, dk, dv, dsinks = (g if w else None for g, w in zip(grads, wanted, strict=True))
+    return dq, dk, dv, *(None,) * between, dsinks
 
 
 def _setup_nothing(ctx, inputs, output):
@@ -142,7 +180,7 @@ def refuse_vmap(info, in_dims, *args):
 
 _OPERANDS = (
     "Tensor[] mask, int[] facts, Tensor[] order, str kind, float scale, float softcap, "
-    "bool deterministic"
+    "bool deterministic, Tensor? sinks"
 )
 block_sparse_attention = define_op(
     f"{NAME}(Tensor q, Tensor k, Tensor v, {_OPERANDS}) -> (Tensor, Tensor)",
@@ -155,7 +193,7 @@ block_sparse_attention = define_op(
 )
 block_sparse_attention_backward = define_op(
     f"{NAME}_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
-    f"Tensor lse, {_OPERANDS}) -> (Tensor, Tensor, Tensor)",
+    f"Tensor lse, {_OPERANDS}) -> (Tensor, Tensor, Tensor, Tensor)",
     _run_backward,
     fake=_fake_backward,
     setup=_setup_nothing,

@@ -2,7 +2,7 @@
 
     pack_offsets             where each sequence begins -> the same, checked, on the CPU
     cut_spans                spans of one sequence, offsets -> spans of each part
-    pack_attention           q, k, v [1, T, H, D], offsets -> out, lse
+    pack_attention           q, k, v [1, T, H, D], offsets, sinks -> out, lse
     pack_attention_backward
 
 Offsets are an operand: one compiled graph serves every pack.  GPUs take a launch a pass for a whole
@@ -11,14 +11,20 @@ pack (``passes``), the CPU one for each sequence.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from ..errors import ArgumentValueError, DeviceError, expected
 from ..torch_ops import define_op
 from . import packs, passes, sequence_op, sequences
-from .op import refuse_double_backward, refuse_vmap
+from .op import (
+    fake_gradients,
+    gradients_of_nothing,
+    nothing,
+    refuse_double_backward,
+    refuse_vmap,
+    wanted_gradients,
+    with_sinks,
+)
 from .tensors import Grads, Saved
 
 
@@ -44,55 +50,56 @@ def _fake_cut(spans, offsets):
     return torch.empty(spans.shape, dtype=torch.int32, device="cpu")
 
 
-def _run(q, k, v, offsets, left, right, scale, softcap):
+def _run(q, k, v, offsets, left, right, scale, softcap, sinks):
     if not q.numel():
-        out, lse = _fake(q, k, v, offsets, left, right, scale, softcap)
-        return out, lse.fill_(-math.inf)
+        return nothing(q, sinks)
     if passes.at_once(q):
         of = packs.layout(offsets, str(q.device))
-        return passes.forward(of, (left, right), q, k, v, scale, softcap)
+        return passes.forward(of, (left, right), q, k, v, scale, softcap, sinks)
     spans = sequences.spans_of_pack(offsets, left, right)
-    return sequence_op.attend(q, k, v, spans, scale, softcap)
+    return sequence_op.attend(q, k, v, spans, scale, softcap, sinks)
 
 
-def _fake(q, k, v, offsets, left, right, scale, softcap):
+def _fake(q, k, v, offsets, left, right, scale, softcap, sinks):
     batch, rows, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((batch, heads, rows), dtype=torch.float32)
 
 
-def _run_backward(dout, dlse, q, k, v, out, lse, offsets, left, right, scale, softcap):
+def _run_backward(dout, dlse, q, k, v, out, lse, offsets, left, right, scale, softcap, sinks):
     if not q.numel():
-        return tuple(t.new_zeros(t.shape) for t in (q, k, v))
+        return gradients_of_nothing(dlse, q, k, v, sinks)
     if passes.at_once(q):
         of, saved = packs.layout(offsets, str(q.device)), Saved(q, k, v, out, lse)
-        return passes.backward(of, (left, right), Grads(dout, dlse), saved, scale, softcap)
+        given = Grads(dout, dlse), saved
+        made = passes.backward(of, (left, right), *given, scale, softcap, sinks)
+        return with_sinks(made, q, sinks)
     spans = sequences.spans_of_pack(offsets, left, right)
-    return sequence_op.differentiate(dout, dlse, q, k, v, out, lse, spans, scale, softcap)
+    return sequence_op.differentiate(dout, dlse, q, k, v, out, lse, spans, scale, softcap, sinks)
 
 
-def _fake_backward(dout, dlse, q, k, v, out, lse, offsets, left, right, scale, softcap):
-    return tuple(t.new_empty(t.shape) for t in (q, k, v))
+def _fake_backward(dout, dlse, q, k, v, out, lse, offsets, left, right, scale, softcap, sinks):
+    return fake_gradients(q, k, v, sinks)
 
 
 def _setup(ctx, inputs, output):
-    q, k, v, offsets, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, offsets)
+    q, k, v, offsets, *ctx.options, sinks = inputs
+    ctx.save_for_backward(q, k, v, *output, offsets, sinks)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dout, dlse):
-    q, k, v, out, lse, offsets = ctx.saved_tensors
+    q, k, v, out, lse, offsets, sinks = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
-    grads = pack_attention_backward(dout, dlse, q, k, v, out, lse, offsets, *ctx.options)
-    wanted = ctx.needs_input_grad[:3]
-    return *(g if w else None for g, w in zip(grads, wanted, strict=True)), *(None,) * 5
+    options = *ctx.options, sinks
+    grads = pack_attention_backward(dout, dlse, q, k, v, out, lse, offsets, *options)
+    return wanted_gradients(ctx, grads, 5)
 
 
 def _setup_nothing(ctx, inputs, output):
     pass
 
 
-_OPTIONS = "Tensor offsets, SymInt? left, SymInt? right, float scale, float softcap"
+_OPTIONS = "Tensor offsets, SymInt? left, SymInt? right, float scale, float softcap, Tensor? sinks"
 pack_offsets = define_op(
     "pack_offsets(Tensor cu_seqlens, SymInt rows) -> Tensor", _run_offsets, fake=_fake_offsets
 )
@@ -110,7 +117,7 @@ pack_attention = define_op(
 )
 pack_attention_backward = define_op(
     "pack_attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
-    f"Tensor lse, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    f"Tensor lse, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
     _run_backward,
     fake=_fake_backward,
     setup=_setup_nothing,

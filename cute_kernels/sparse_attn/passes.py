@@ -27,11 +27,12 @@ def forward(
     v: Tensor,
     scale: float,
     softcap: float,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of q [B, T, Hq, D], k and v [B, T, Hkv, D]; rows of no sequence are 0 and -inf."""
     mask = packs.lowered(of, window, str(q.device))
     launch = dispatch.launcher(_NAME, q.device, q.dtype)
-    out, lse = launch(*(of.spread(t) for t in (q, k, v)), mask, scale, softcap)
+    out, lse = launch(*(of.spread(t) for t in (q, k, v)), mask, scale, softcap, sinks)
     sizes = q.shape[:2]
     return of.gathered(out, sizes), _turned(of.gathered(_turned(lse), sizes, -math.inf))
 
@@ -43,8 +44,9 @@ def backward(
     saved: Saved,
     scale: float,
     softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv); rows of no sequence are 0."""
+    sinks: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """(dq, dk, dv); rows of no sequence are 0.  With ``sinks`` their gradient too."""
     (dout, dlse), (q, k, v, out, lse) = grads, saved
     device, heads, sizes = str(q.device), (q.shape[2], k.shape[2]), q.shape[:2]
     mask = packs.lowered(of, window, device)
@@ -54,8 +56,9 @@ def backward(
     lse = _turned(of.spread(_turned(lse), math.inf))
     dout, q, k, v, out = (of.spread(t) for t in (dout, q, k, v, out))
     launch = dispatch.launcher(f"{_NAME}_backward", q.device, q.dtype)
-    made = launch(Grads(dout, dlse), Saved(q, k, v, out, lse), mask, order, scale, softcap, True)
-    return tuple(of.gathered(t, sizes) for t in made)
+    given = Grads(dout, dlse), Saved(q, k, v, out, lse)
+    dq, dk, dv, *dsinks = launch(*given, mask, order, scale, softcap, True, sinks)
+    return *(of.gathered(t, sizes) for t in (dq, dk, dv)), *dsinks
 
 
 def _turned(t: Tensor) -> Tensor:

@@ -20,11 +20,12 @@ def attention(
     *,
     scale: float | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B, Sq, Hq, D] and lse [B, Hq, Sq] in float64, differentiable.
 
     q [B, Sq, Hq, D], k and v [B, Sk, Hkv, D]; allowed bool, broadcasts to [B, Hq, Sq, Sk].  A row
-    that sees nothing gives 0 and -inf, and sends back no gradient.
+    that sees nothing gives 0 and -inf, or its sink [Hq], and sends back no gradient.
     """
     q, k, v = (t.double().transpose(1, 2) for t in (q, k, v))
     group = q.shape[1] // k.shape[1]
@@ -33,6 +34,12 @@ def attention(
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     allowed = allowed.expand(scores.shape)
+    if sinks is not None:
+        sink = sinks.double()[:, None, None].expand(*scores.shape[:3], 1)
+        kept = torch.cat((scores.masked_fill(~allowed, -math.inf), sink), dim=-1)
+        lse = torch.logsumexp(kept, dim=-1)
+        weight = torch.exp(kept - lse[..., None])[..., :-1]
+        return (weight @ v).transpose(1, 2), lse
     some = allowed.any(dim=-1)
     # An empty row gets scores of 0 and is cut out afterwards: no NaN on the way back.
     kept = scores.masked_fill(~allowed & some[..., None], -math.inf)
@@ -62,6 +69,7 @@ def error_bounds(
     dlse: Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Bounds:
     """First-order rounding bounds of a kernel that multiplies in fp32 and stores P and dS in ``u``.
 
@@ -89,6 +97,9 @@ def error_bounds(
     slope = 1 - (capped / softcap) ** 2 if softcap else torch.ones_like(raw)
     scores = capped.masked_fill(~allowed, -math.inf)
     lse = torch.logsumexp(scores, -1, keepdim=True) if k.shape[2] else scores.sum(-1, keepdim=True)
+    if sinks is not None:
+        sink = sinks.double()[:, None, None].expand(*scores.shape[:3], 1)
+        lse = torch.logsumexp(torch.cat((scores, sink), -1), -1, keepdim=True)
     p = torch.exp(scores - lse).nan_to_num(0.0)
     size = capped.abs().masked_fill(~allowed, 0.0)
     e_score = U32 * ((d * (q.abs() @ k.abs().mT) * scale).masked_fill(~allowed, 0.0) + 12 * size)
@@ -130,3 +141,21 @@ def error_bounds(
         stored(fold(e_dk), fold(dk)),
         stored(fold(e_dv), fold(dv)),
     )
+
+
+def sinks_bound(bounds: Bounds, exact: tuple[Tensor, Tensor], upstream: tuple, sinks: Tensor):
+    """The largest error of the gradient of ``sinks``, float64 [Hq].
+
+    bounds: of `error_bounds`; exact: `attention`'s (out, lse); upstream: (dout, dlse or None).
+    """
+    (out, lse), (dout, dlse) = exact, upstream
+    dout = dout.double()
+    delta = (dout * out).sum(-1).transpose(1, 2)
+    delta = delta if dlse is None else delta - dlse.double()
+    e_out = bounds.out + (out.shape[3] + 8) * U32 * out.abs()
+    e_delta = (dout.abs() * e_out).sum(-1).transpose(1, 2) + U32 * delta.abs()
+    sink = sinks.double()[:, None]
+    weight = torch.exp(sink - lse)
+    e_weight = weight * (bounds.lse + U32 * (4 * sink.abs() + 8))
+    found = (e_weight * delta.abs() + weight * e_delta).sum((0, 2))
+    return 1.25 * found + U32 * (weight * delta).sum((0, 2)).abs()

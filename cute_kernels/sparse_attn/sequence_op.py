@@ -2,7 +2,7 @@
 
     seen_columns         a bool mask -> the columns that each query sees
     sequence_spans       columns, padding, offsets -> spans
-    sequence_attention   q, k, v, spans -> out, lse
+    sequence_attention   q, k, v, spans, sinks -> out, lse
     sequence_attention_backward
 
 Spans are an operand: one compiled graph serves every length, padding and cache.  Those on the CPU
@@ -22,7 +22,15 @@ from ..dispatch import Implementation
 from ..torch_ops import define_op
 from ..untraced import untraced
 from . import checks, device_spans, packs, passes, prepare, sequences
-from .op import HALF, NAME, refuse_double_backward, refuse_vmap
+from .op import (
+    HALF,
+    NAME,
+    fake_gradients,
+    refuse_double_backward,
+    refuse_vmap,
+    wanted_gradients,
+    with_sinks,
+)
 from .tensors import Grads, Saved
 
 SPANS_NAME = "sequence_attention"
@@ -73,19 +81,19 @@ def _fake_spans(seen, padding, q_offset, kv_offset, batch, rows, columns, packed
     return torch.empty((batch, 1, rows, 4), dtype=torch.int32, device=device)
 
 
-def attend(q, k, v, spans, scale, softcap):
+def attend(q, k, v, spans, scale, softcap, sinks):
     """(out, lse): what the op runs."""
     if spans.device.type != "cpu" and q.numel() and k.numel():
         launch = dispatch.launcher(SPANS_NAME, q.device, q.dtype)
-        return launch(q, k, v, spans[:, 0].contiguous(), scale, softcap)
+        return launch(q, k, v, spans[:, 0].contiguous(), scale, softcap, sinks)
     pack = _pack(q, k, spans)
     if pack is not None:
-        return passes.forward(*pack, q, k, v, scale, softcap)
+        return passes.forward(*pack, q, k, v, scale, softcap, sinks)
     runs = sequences.runs_of(spans, str(q.device))
-    parts = ((run, _attend_run(run, q, k, v, scale, softcap)) for run in runs)
+    parts = ((run, _attend_run(run, q, k, v, scale, softcap, sinks)) for run in runs)
     if [run[:2] for run in runs] == [(slice(0, q.shape[0]), slice(0, q.shape[1]))]:
         return next(parts)[1]
-    out, lse = _fake(q, k, v, spans, scale, softcap)
+    out, lse = _fake(q, k, v, spans, scale, softcap, sinks)
     out.zero_()
     lse.fill_(float("-inf"))
     for run, part in parts:
@@ -104,24 +112,26 @@ def _pack(q, k, spans):
     return packs.layout_of_places(found.places, tokens, str(q.device)), found.window
 
 
-def _attend_run(run, q, k, v, scale, softcap):
+def _attend_run(run, q, k, v, scale, softcap, sinks):
     cut = run.cut_queries(q), run.cut_keys(k), run.cut_keys(v)
     launch = dispatch.launcher(NAME, q.device, q.dtype)
-    return launch(*cut, prepare.lower(run.mask), scale, softcap)
+    return launch(*cut, prepare.lower(run.mask), scale, softcap, sinks)
 
 
-def _fake(q, k, v, spans, scale, softcap):
+def _fake(q, k, v, spans, scale, softcap, sinks):
     batch, q_len, heads, _ = q.shape
     lse = q.new_empty((batch, heads, q_len), dtype=torch.float32)
     return q.new_empty(q.shape), lse
 
 
-def differentiate(dout, dlse, q, k, v, out, lse, spans, scale, softcap):
-    """(dq, dk, dv): what its backward runs."""
+def differentiate(dout, dlse, q, k, v, out, lse, spans, scale, softcap, sinks):
+    """(dq, dk, dv, dsinks): what its backward runs."""
     pack = _pack(q, k, spans)
     if pack is not None:
-        return passes.backward(*pack, Grads(dout, dlse), Saved(q, k, v, out, lse), scale, softcap)
+        given = Grads(dout, dlse), Saved(q, k, v, out, lse)
+        return with_sinks(passes.backward(*pack, *given, scale, softcap, sinks), q, sinks)
     dq, dk, dv = (t.new_zeros(t.shape) for t in (q, k, v))
+    dsinks = None if sinks is None else sinks.new_zeros(sinks.shape, dtype=torch.float32)
     launch = dispatch.launcher(f"{NAME}_backward", q.device, q.dtype)
     for run in sequences.runs_of(spans, str(q.device)):
         of_rows = [None if t is None else t[run.batch, :, run.queries] for t in (dlse, lse)]
@@ -132,34 +142,37 @@ def differentiate(dout, dlse, q, k, v, out, lse, spans, scale, softcap):
         order = prepare.order_of(lowered, checks.AUTO, sizes)
         grads = Grads(run.cut_queries(dout), of_rows[0])
         saved = Saved(queries, keys, values, run.cut_queries(out), of_rows[1])
-        parts = launch(grads, saved, lowered, order, scale, softcap, True)
+        parts = launch(grads, saved, lowered, order, scale, softcap, True, sinks)
         dq[run.batch, run.queries] = parts[0]
-        dk[run.batch, run.keys], dv[run.batch, run.keys] = (t[:, run.shift :] for t in parts[1:])
-    return dq, dk, dv
+        dk[run.batch, run.keys], dv[run.batch, run.keys] = (t[:, run.shift :] for t in parts[1:3])
+        if sinks is not None:
+            dsinks += parts[3]
+    return with_sinks((dq, dk, dv, dsinks), q, sinks)
 
 
-def _fake_backward(dout, dlse, q, k, v, out, lse, spans, scale, softcap):
-    return tuple(t.new_empty(t.shape) for t in (q, k, v))
+def _fake_backward(dout, dlse, q, k, v, out, lse, spans, scale, softcap, sinks):
+    return fake_gradients(q, k, v, sinks)
 
 
 def _setup(ctx, inputs, output):
-    q, k, v, spans, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, spans)
+    q, k, v, spans, *ctx.options, sinks = inputs
+    ctx.save_for_backward(q, k, v, *output, spans, sinks)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dout, dlse):
-    q, k, v, out, lse, spans = ctx.saved_tensors
+    q, k, v, out, lse, spans, sinks = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
-    grads = sequence_attention_backward(dout, dlse, q, k, v, out, lse, spans, *ctx.options)
-    wanted = ctx.needs_input_grad[:3]
-    return *(g if w else None for g, w in zip(grads, wanted, strict=True)), *(None,) * 3
+    options = *ctx.options, sinks
+    grads = sequence_attention_backward(dout, dlse, q, k, v, out, lse, spans, *options)
+    return wanted_gradients(ctx, grads, 3)
 
 
 def _setup_nothing(ctx, inputs, output):
     pass
 
 
+_OPTIONS = "Tensor spans, float scale, float softcap, Tensor? sinks"
 seen_columns = define_op(
     "seen_columns(Tensor dense, Device device) -> Tensor", _run_seen, fake=_fake_seen
 )
@@ -170,8 +183,7 @@ sequence_spans = define_op(
     fake=_fake_spans,
 )
 sequence_attention = define_op(
-    "sequence_attention(Tensor q, Tensor k, Tensor v, Tensor spans, float scale, float softcap) "
-    "-> (Tensor, Tensor)",
+    f"sequence_attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
     attend,
     fake=_fake,
     setup=_setup,
@@ -181,7 +193,7 @@ sequence_attention = define_op(
 )
 sequence_attention_backward = define_op(
     "sequence_attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, "
-    "Tensor out, Tensor lse, Tensor spans, float scale, float softcap) -> (Tensor, Tensor, Tensor)",
+    f"Tensor out, Tensor lse, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
     differentiate,
     fake=_fake_backward,
     setup=_setup_nothing,

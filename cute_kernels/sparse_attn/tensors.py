@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+LOG2E = math.log2(math.e)
+
+
+def sinks_gradient(sinks: Tensor, lse2: Tensor, delta: Tensor) -> Tensor:
+    """fp32 [Hq]: -Σ P delta over batches and rows, P = exp2(sink log2 e - lse2) a sink's weight.
+
+    A sink is a key with a value of zeros, so that dP is 0 there.  lse2 and delta (less dlse) fp32
+    [B, Hq, ..]; rows that are none have lse2 +inf.  The sum is fp64, so that its order is hidden
+    below a rounding to fp32 that hardly ever falls between two of them.
+    """
+    shape = (-1, *(1,) * (lse2.dim() - 2))
+    weight = torch.exp2((sinks.float() * LOG2E).view(shape) - lse2)
+    return -(weight * delta).double().flatten(2).sum((0, 2)).float()
 
 
 class Saved(NamedTuple):

@@ -24,15 +24,15 @@ def _ours(ordered: bool) -> dict[str, Start]:
     def forward(problem: Problem) -> Call:
         from cute_kernels.sparse_attn import op
 
-        rest = (*_operands(problem), problem.case.scale, 0.0, True)
+        rest = (*_operands(problem), problem.case.scale, 0.0, True, None)
         return lambda t: op.block_sparse_attention(t.q, t.k, t.v, *rest)
 
     def backward(problem: Problem) -> Call:
         from cute_kernels.sparse_attn import op
 
-        rest = (*_operands(problem), problem.case.scale, 0.0, ordered)
+        rest = (*_operands(problem), problem.case.scale, 0.0, ordered, None)
         run = op.block_sparse_attention_backward
-        return lambda t: run(t.dout, None, t.q, t.k, t.v, t.out, t.lse, *rest)
+        return lambda t: run(t.dout, None, t.q, t.k, t.v, t.out, t.lse, *rest)[:3]
 
     return {"fwd": forward, "bwd": backward} if ordered else {"bwd": backward}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, DtypeError
+from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, DtypeError, ShapeError
 from cute_kernels.integrations import transformers as ours
 from cute_kernels.sparse_attn import api
 from cute_kernels.sparse_attn.api import block_sparse_attention
@@ -152,8 +152,10 @@ def test_refusals():
     args = (torch.nn.Module(), *(t.detach().transpose(1, 2) for t in x.leaves()))
     with pytest.raises(ArgumentValueError, match="dropout"):
         ours.attention(*args, None, dropout=0.1)
-    with pytest.raises(ArgumentValueError, match="s_aux"):
-        ours.attention(*args, None, s_aux=torch.zeros(4))
+    with pytest.raises(ArgumentValueError, match="position_bias"):
+        ours.attention(*args, None, position_bias=torch.zeros(4))
+    with pytest.raises(ShapeError, match="sinks"):
+        ours.attention(*args, None, s_aux=torch.zeros(3))
     with pytest.raises(ArgumentTypeError, match="attention_mask"):
         ours.attention(*args, torch.zeros(1, 1, 20, 20))
     with pytest.raises(DtypeError, match="float32"):

@@ -51,16 +51,20 @@ MASKS = {
 def operands(mask: BlockMask) -> tuple:
     """What follows q, k and v in the ops."""
     found = prepare.operands(mask.handle, False, "spt", True, (B, SQ, SK, H, HKV, D), "cpu")
-    return (*found, D**-0.5, 0.0, True)
+    return (*found, D**-0.5, 0.0, True, None)
 
 
+@pytest.mark.parametrize("sinks", [None, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", MASKS)
-def test_opcheck(form):
+def test_opcheck(form, sinks):
     x, rest = tensors(), operands(MASKS[form]())
+    if sinks is not None:
+        rest = (*rest[:-1], torch.linspace(-1, 2, H).to(sinks).requires_grad_())
     assert masks.lower(MASKS[form]()).form == form
     found = opcheck(torch.ops.cute_kernels.block_sparse_attention.default, (*x.leaves(), *rest))
     assert set(found.values()) == {"SUCCESS"}
     plain = [t.detach() for t in x.leaves()]
+    rest = (*rest[:-1], rest[-1] if sinks is None else rest[-1].detach())
     out, lse = op.block_sparse_attention(*plain, *rest)
     for dlse in (None, x.dlse):
         args = (x.dout, dlse, *plain, out, lse, *rest)

@@ -170,7 +170,9 @@ def test_opcheck():
             torch.ops.cute_kernels.sequence_spans.default,
             (None, padding, torch.tensor(0), 0, *sizes, True, torch.device("cpu")),
         ),
-        opcheck(torch.ops.cute_kernels.sequence_attention.default, (*leaves, spans, 0.125, 0.0)),
+        opcheck(
+            torch.ops.cute_kernels.sequence_attention.default, (*leaves, spans, 0.125, 0.0, None)
+        ),
     ]
     assert all(set(f.values()) == {"SUCCESS"} for f in found)
 

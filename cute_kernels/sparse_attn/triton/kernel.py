@@ -132,6 +132,7 @@ def forward_kernel(
     entry_ptr,
     tile_ptr,
     words_ptr,
+    sinks_ptr,
     q_strides,
     k_strides,
     v_strides,
@@ -158,6 +159,7 @@ def forward_kernel(
 ):
     """BLOCK_M rows of out [B, Sq, Hq, D] and lse [B, Hq, Sq], both contiguous.
 
+    sinks_ptr: fp32 [HEADS] or None.
     Query block m of (b, h) visits the count[r] entries [r, LISTED], r = b mask_b + h mask_h + m.
     """
     tiles = (Q_LEN - 1) // BLOCK_M + 1
@@ -174,6 +176,10 @@ def forward_kernel(
     q = _rows(q_ptr + b * q_strides[0] + h * q_strides[2], m, q_strides[1], Q_LEN, D, BLOCK_D)
     top = tl.full((BLOCK_M,), NOTHING, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
+    if sinks_ptr is not None:
+        # As behind a key of the sink's score with a value of zeros.
+        top = tl.zeros((BLOCK_M,), tl.float32) + tl.load(sinks_ptr + h) * LOG2E
+        total += 1.0
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for i in tl.range(0, tl.load(count_ptr + row) * STEPS):
         entry = tl.load(entry_ptr + row * LISTED + i // STEPS)

@@ -6,18 +6,15 @@ that a problem runs one code whatever its strides are.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from ... import log
 from ..masks import BLOCK, LoweredMask, Order
-from ..tensors import Grads, Saved
+from ..tensors import LOG2E, Grads, Saved, sinks_gradient
 from . import kernel as kernels
 from .plan import TRITON, Tile, TritonPlan
 
-LOG2E = math.log2(math.e)
 #: Elements: strides that are multiples of it are known to the compiler to be aligned.
 _ALIGN = 16
 _ROWS = "a last stride of 1, the others multiples of 16, the address of 16 bytes"
@@ -32,6 +29,7 @@ def forward(
     mask: LoweredMask,
     scale: float,
     softcap: float,
+    sinks: Tensor | None = None,
     *,
     interpret: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -55,6 +53,7 @@ def forward(
             mask.kv_entry,
             mask.kv_tile,
             mask.words,
+            None if sinks is None else sinks.float(),
             *(_strides(t) for t in (q, k, v)),
             *_sizes(q, k),
             **_mask_rows(mask),
@@ -75,15 +74,19 @@ def backward(
     scale: float,
     softcap: float,
     deterministic: bool,
+    sinks: Tensor | None = None,
     *,
     interpret: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), shaped and typed as q, k and v.
+) -> tuple[Tensor, ...]:
+    """(dq, dk, dv), shaped and typed as q, k and v; with ``sinks`` their gradient too, fp32.
 
     ``deterministic`` changes nothing here: no program waits for another.
     """
-    sums = ordered_sums(grads, saved, mask, order, scale, softcap, interpret=interpret)
-    return tuple(t.to(x.dtype) for t, x in zip(sums, saved[:3], strict=True))
+    *sums, delta = ordered_sums(grads, saved, mask, order, scale, softcap, interpret=interpret)
+    made = tuple(t.to(x.dtype) for t, x in zip(sums, saved[:3], strict=True))
+    if sinks is None:
+        return made
+    return *made, sinks_gradient(sinks, saved.lse * LOG2E, delta)
 
 
 def ordered_sums(
@@ -95,8 +98,8 @@ def ordered_sums(
     softcap: float,
     *,
     interpret: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``backward``; interpreted, its three results before their rounding."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``backward`` and delta; interpreted, its results before their rounding."""
     (dout, dlse), (q, k, v, out, lse) = grads, saved
     batch, q_len, heads, dim = q.shape
     plan, dtype, lists = TRITON[dim], q.dtype, len(order.list_of_head)
@@ -154,7 +157,7 @@ def ordered_sums(
             WIDE=plan.dq.block_n // 32,
             **_compiled(plan, plan.dq),
         )
-    return dq, dk, dv
+    return dq, dk, dv, delta
 
 
 def _delta(out: Tensor, dout: Tensor, dlse: Tensor | None, plan: TritonPlan) -> Tensor:

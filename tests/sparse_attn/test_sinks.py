@@ -1,0 +1,313 @@
+"""Attention sinks on every backend: values and gradients against float64, bits, mutants."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels import errors
+from cute_kernels.schedulers import BlockMask
+from cute_kernels.sparse_attn import api, config, cpu, launch, reference, tensors
+from tests.contract import same_bytes
+from tests.ptxsim.available import requires_sim
+from tests.sparse_attn import cases, pack_cases
+
+S = 200
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
+SIM = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
+NIGHT = [*SIM, pytest.mark.nightly]
+
+
+def bits() -> BlockMask:
+    """A fifth of the pairs; rows 40 to 49 and 128 to 199 see nothing."""
+    dense = torch.rand(S, S, generator=torch.Generator().manual_seed(2)) < 0.2
+    dense[40:50] = dense[128:] = False
+    return BlockMask.from_dense(dense)
+
+
+MASKS = {
+    "none": lambda: BlockMask.full(S, S),
+    "band": lambda: BlockMask.sliding_window(S, S, left=50, right=0),
+    "bits": bits,
+}
+
+
+@contextlib.contextmanager
+def on_triton():
+    from cute_kernels.sparse_attn.triton import launch as triton_launch
+    from tests.sparse_attn.triton_harness import simulated
+
+    launchers = pack_cases.launched(triton_launch.forward, triton_launch.backward)
+    with simulated(wgmma_math=2), launchers:
+        yield
+
+
+ENGINES = {
+    "cpu": contextlib.nullcontext,
+    "sm90": functools.partial(pack_cases.on_sm90, wgmma_math="hopper"),
+    "triton": on_triton,
+}
+
+
+def drawn_sinks(heads: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """From one that hardly counts to one that outweighs every key."""
+    return torch.linspace(-4, 6, heads).to(dtype).requires_grad_()
+
+
+def attended(engine: str, x: cases.Inputs, mask, sinks, with_lse: bool = True, **options):
+    """out, lse, dq, dk, dv, dsinks."""
+    leaves = (*x.leaves(), sinks)
+    with ENGINES[engine]():
+        made = ck.block_sparse_attention(*leaves[:3], mask, sinks=sinks, return_lse=True, **options)
+        wanted = (made, (x.dout, x.dlse)) if with_lse else (made[0], x.dout)
+        grads = torch.autograd.grad(wanted[0], leaves, wanted[1])
+    return [t.detach() for t in (*made, *grads)]
+
+
+def excess(found, x: cases.Inputs, mask, sinks, with_lse: bool = True, softcap: float = 0.0):
+    """Result -> its largest error as a multiple of its bound."""
+    allowed, plain = mask.to_dense(), [t.detach() for t in x.leaves()]
+    leaves = [t.detach().double().requires_grad_() for t in (*plain, sinks)]
+    given = {"softcap": softcap, "sinks": leaves[3]}
+    exact = reference.attention(*leaves[:3], allowed, **given)
+    upstream = x.dout.double(), x.dlse.double() if with_lse else torch.zeros_like(exact[1])
+    exact = [t.detach() for t in (*exact, *torch.autograd.grad(exact, leaves, upstream))]
+    dlse = x.dlse if with_lse else None
+    options = {"dlse": dlse, "softcap": softcap, "sinks": sinks.detach()}
+    bounds = reference.error_bounds(*plain, x.dout, allowed, **options)
+    whole = reference.sinks_bound(bounds, exact[:2], (x.dout, dlse), sinks.detach())
+    whole = whole + torch.finfo(sinks.dtype).eps * exact[5].abs()
+    return {
+        name: ((got.double() - want).abs() / bound)
+        .nan_to_num(math.inf, posinf=math.inf)
+        .max()
+        .item()
+        for name, got, want, bound in zip(NAMES, found, exact, (*bounds, whole), strict=True)
+    }
+
+
+CASES = [
+    (64, torch.bfloat16, "band", 0.0),
+    (64, torch.float16, "bits", 3.0),
+    (96, torch.bfloat16, "none", 0.0),
+    (128, torch.bfloat16, "bits", 0.0),
+    (128, torch.float16, "band", 2.0),
+]
+
+
+@pytest.mark.parametrize(
+    ("engine", "case"),
+    [
+        *(pytest.param("cpu", case, id=f"cpu {case}") for case in CASES),
+        *(
+            pytest.param(engine, case, id=f"{engine} {case}", marks=NIGHT if at else SIM)
+            for engine in ("sm90", "triton")
+            for at, case in enumerate(CASES)
+        ),
+    ],
+)
+def test_values(engine, case):
+    dim, dtype, form, softcap = case
+    x, mask = cases.inputs(2, 4, 2, S, S, dim, dtype, seed=dim), MASKS[form]()
+    sinks = drawn_sinks(4, torch.float32 if dim == 64 else dtype)
+    for with_lse in (True, False):
+        found = attended(engine, x, mask, sinks, with_lse, softcap=softcap)
+        above = excess(found, x, mask, sinks, with_lse, softcap)
+        assert all(ratio <= 1 for ratio in above.values()), above
+    if form == "bits":
+        # All of the weight of a row without keys is its sink's.
+        assert not found[0][:, 40:50].any() and not found[0][:, 128:].any()
+        assert (found[1][:, :, 128:] - sinks.detach().float()[:, None]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "engine", ["cpu", *(pytest.param(e, marks=SIM) for e in ("sm90", "triton"))]
+)
+def test_sinks_of_minus_infinity_are_none(engine):
+    x, mask = cases.inputs(1, 2, 1, S, S, 64), MASKS["band"]()
+    none = torch.full((2,), -math.inf).requires_grad_()
+    made = attended(engine, x, mask, none)
+    with ENGINES[engine]():
+        want = ck.block_sparse_attention(*x.leaves(), mask, return_lse=True)
+        grads = torch.autograd.grad(want, x.leaves(), (x.dout, x.dlse))
+    assert all(map(same_bytes, made[:5], (*want, *grads)))
+    assert not made[5].any()
+
+
+@pytest.mark.parametrize(
+    "engine", ["cpu", pytest.param("sm90", marks=SIM), pytest.param("triton", marks=NIGHT)]
+)
+def test_packs(engine):
+    """A sequence's bytes, with its sinks', are those that it has alone."""
+    lengths = [130, 1, 61]
+    given = pack_cases.drawn(sum(lengths), heads=(4, 2))
+    options = {"sinks": drawn_sinks(4).detach()}
+    with ENGINES[engine]():
+        made = pack_cases.packed(given, lengths, **options)
+        assert pack_cases.differing(made, pack_cases.alone(given, lengths, **options)) == []
+        without = pack_cases.packed(given, lengths)
+    assert pack_cases.differing(made, without) == list(pack_cases.NAMES)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@requires_sim
+@pytest.mark.sim
+@pytest.mark.simulates("sparse_attn")
+def test_spans(rows):
+    """Decoding: for one row a tile has a group's query heads, each with its own sink."""
+    g = torch.Generator().manual_seed(rows)
+    q, k, v = (
+        torch.randn(2, n, h, 64, generator=g).bfloat16() for n, h in ((rows, 4), (90, 2), (90, 2))
+    )
+    padding = torch.arange(90) >= torch.tensor([[0], [11]])
+    spans = api.sequence_spans(None, padding, 90 - rows, 0, (2, rows, 90))
+    sinks = drawn_sinks(4).detach()
+    want = api.sequence_attention(q, k, v, spans, sinks=sinks)
+    with pack_cases.on_sm90():
+        runs = api.sequence_attention(q, k, v, spans, sinks=sinks)
+        one, _ = launch.forward_of_spans(q, k, v, spans[:, 0].contiguous(), 0.125, 0.0, sinks)
+    assert same_bytes(one, runs)
+    assert (runs.float() - want.float()).abs().max() < 0.02
+
+
+def test_gradients_sum_over_runs():
+    """Sequences that are passes of their own share their sinks."""
+    lengths, sinks = [60, 90], drawn_sinks(2)
+    q, k, v, dout, dlse = pack_cases.drawn(150)
+    run = functools.partial(ck.block_sparse_attention_varlen, causal=True, return_lse=True)
+    made = run(q, k, v, pack_cases.offsets(lengths), sinks=sinks)
+    found = torch.autograd.grad(made, sinks, (dout, dlse))[0]
+    parts = []
+    for rows in (slice(0, 60), slice(60, 150)):
+        own = run(q[rows], k[rows], v[rows], torch.tensor([0, rows.stop - rows.start]), sinks=sinks)
+        parts.append(torch.autograd.grad(own, sinks, (dout[rows], dlse[:, rows]))[0])
+    assert same_bytes(found, parts[0] + parts[1])
+
+
+@pytest.mark.parametrize("shape", [(0, 7), (7, 0)])
+def test_without_rows_or_keys(shape):
+    q_len, kv_len = shape
+    q, k, v = (torch.zeros(1, n, 2, 64).bfloat16() for n in (q_len, kv_len, kv_len))
+    sinks = drawn_sinks(2)
+    out, lse = ck.block_sparse_attention(q, k, v, sinks=sinks, return_lse=True)
+    assert not out.any() and same_bytes(lse, sinks.detach()[None, :, None].expand(1, 2, q_len))
+    assert torch.autograd.grad(lse.sum(), sinks)[0].tolist() == [q_len] * 2
+
+
+def test_one_graph():
+    torch._dynamo.reset()
+    x = cases.inputs(1, 2, 1, 70, 70, 64)
+
+    def loss(q, k, v, sinks):
+        out, lse = ck.block_sparse_attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
+        return (out * x.dout).float().sum() + (lse * x.dlse).sum()
+
+    leaves = (*x.leaves(), drawn_sinks(2, torch.bfloat16))
+    want = torch.autograd.grad(loss(*leaves), leaves)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    assert all(map(same_bytes, torch.autograd.grad(compiled(*leaves), leaves), want))
+
+
+# ---- mutants -------------------------------------------------------------------------------------
+
+
+def _start(change):
+    true = cpu._start
+    return lambda dim, sink=None: change(*true(dim, sink))
+
+
+MUTANTS = {
+    "not in the sum": (cpu, "_start", _start(lambda top, total, acc: (top, total * 0, acc))),
+    "twice": (cpu, "_start", _start(lambda top, total, acc: (top, total * 2, acc))),
+    "base e": (cpu, "_start", _start(lambda top, total, acc: (top / tensors.LOG2E, total, acc))),
+    "a tenth too small": (
+        cpu,
+        "sinks_gradient",
+        lambda sinks, lse2, delta: tensors.sinks_gradient(sinks, lse2, delta * 0.9),
+    ),
+    "the other sign": (
+        cpu,
+        "sinks_gradient",
+        lambda *given: -tensors.sinks_gradient(*given),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_killed(monkeypatch, name):
+    x, mask, sinks = cases.inputs(1, 2, 1, S, S, 64), MASKS["band"](), drawn_sinks(2)
+    monkeypatch.setattr(*MUTANTS[name])
+    above = excess(attended("cpu", x, mask, sinks), x, mask, sinks)
+    assert any(ratio > 1 for ratio in above.values()), above
+
+
+SM90_MUTANTS = {
+    "in every lane": (
+        "cutlass.Float32(1.0) if lane % 4 == 0 else cutlass.Float32(0.0)",
+        "cutlass.Float32(1.0)",
+    ),
+    "of the first row": ("row_max[half] = sinks[at]", "row_max[half] = sinks[0]"),
+    "base e": ("sinks[at] * cutlass.Float32(math.log2(math.e)) / c", "sinks[at] / c"),
+    "of the first head": ("mSinks[head, None]", "mSinks[0, None]"),
+}
+
+
+@pytest.mark.parametrize("name", SM90_MUTANTS)
+@requires_sim
+@pytest.mark.sim
+@pytest.mark.simulates("sparse_attn")
+def test_mutants_of_the_kernel_are_killed(tmp_path, name):
+    from tests import ptxsim
+    from tests.kernels.edited import changed
+
+    kernel = changed(tmp_path, "sparse_attn.kernel_fwd_sm90", *SM90_MUTANTS[name])
+    build = functools.partial(kernel.build, compile=ptxsim.compile)
+    g = torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randn(1, n, h, 64, generator=g).bfloat16() for n, h in ((1, 4), (90, 2), (90, 2))
+    )
+    spans, sinks = api.sequence_spans(None, None, 89, 0, (1, 1, 90)), drawn_sinks(4).detach()
+    given = q, k, v, spans[:, 0].contiguous(), 0.125, 0.0, sinks
+    with pack_cases.on_sm90():
+        want, _ = launch.forward_of_spans(*given)
+    with pack_cases.on_sm90(forward=build):
+        assert not same_bytes(launch.forward_of_spans(*given)[0], want)
+
+
+# ---- bad inputs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sinks", "error", "words"),
+    [
+        (torch.zeros(3), errors.ShapeError, r"shape \[2\]"),
+        (torch.zeros(1, 2), errors.ShapeError, "each query head"),
+        (torch.zeros(2, dtype=torch.float64), errors.DtypeError, "sinks"),
+        (torch.zeros(2, dtype=torch.int32), errors.DtypeError, "sinks"),
+        (torch.zeros(2, device="meta"), errors.DeviceError, "sinks"),
+        ([0.0, 1.0], errors.ArgumentTypeError, "sinks"),
+    ],
+)
+def test_bad_inputs(sinks, error, words):
+    q, k, v, _, _ = pack_cases.drawn(20)
+    with pytest.raises(error, match=words):
+        ck.block_sparse_attention(q[None], k[None], v[None], sinks=sinks)
+    with pytest.raises(error, match=words):
+        ck.block_sparse_attention_varlen(q, k, v, pack_cases.offsets([20]), sinks=sinks)
+
+
+def test_every_kernel_with_sinks_is_catalogued():
+    known = {entry.kernel.identity for entry in launch.catalogue()}
+    asked = {
+        launch.forward_entry(config.configure_forward(dtype, dim, form, capped, True)).identity
+        for dtype in ("bf16", "fp16")
+        for dim in config.HEAD_DIMS
+        for form in ("none", "band", "bits", "spans")
+        for capped in (False, True)
+    }
+    assert asked <= known and len(asked) == 48
