@@ -74,9 +74,8 @@ def backward(
     scale: float,
     softcap: float,
     deterministic: bool,
-    sinks: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """(dq, dk, dv), shaped and typed as q, k and v; with ``sinks`` their gradient too, fp32.
+    """(dq, dk, dv), shaped and typed as q, k and v; with sinks their gradient too, fp32.
 
     ``deterministic`` changes nothing here: one thread of tickets is always in order.
     """
@@ -84,11 +83,11 @@ def backward(
         sums = ordered_sums(grads, saved, mask, order, scale, softcap)
         made = zip(sums, saved[:3], strict=True)
         found = tuple(_unblocked(t, x.shape[1], x.dtype) for t, x in made)
-        if sinks is None:
+        if saved.sinks is None:
             return found
         delta = _delta(_blocked(grads.dout), _blocked(saved.out), grads.dlse).flatten(2)
         lse2 = saved.lse * LOG2E
-        return *found, sinks_gradient(sinks, lse2, delta[:, :, : lse2.shape[2]])
+        return *found, sinks_gradient(saved.sinks, lse2, delta[:, :, : lse2.shape[2]])
 
 
 def ordered_sums(
@@ -100,7 +99,7 @@ def ordered_sums(
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) before their one rounding: fp32 [B, H, blocks, 128, D]."""
-    (dout, dlse), (q, k, v, out, lse) = grads, saved
+    (dout, dlse), (q, k, v, out, lse, _) = grads, saved
     batch, heads = q.shape[0], q.shape[2]
     entry, rank, tile = (t.tolist() for t in (order.entry, order.rank, order.tile))
     schedule_heads = len(order.list_of_head)

@@ -43,7 +43,7 @@ from cutlass.utils import hopper_helpers
 from ..compile import fake
 from ..dsl import mma, pipeline, smem, softmax, tma
 from .config import ForwardConfig
-from .device import merge, score_mask, spans
+from .device import merge, place, score_mask, sinks, spans
 from .masks import FORWARD_FORMS, SPANS
 
 #: By consumers: what the roles have of the (1 + consumers) times 168 or 128 that the launch gives.
@@ -162,7 +162,7 @@ class ForwardSm90:
         rings = self.make_rings(storage.barriers.data_ptr())
 
         q_len, kv_len = mLse.shape[2], mK.shape[1]
-        tile, head, batch = tile_of(q_len, mLse.shape[1], self.rows)
+        tile, head, batch = place.tile_of(q_len, mLse.shape[1], self.rows)
         # Two consumers share a block of the mask, three have rows of two.
         blocks = [tile * self.consumers // 2 + n for n in range(self.consumers - 1)]
         column = cutlass.Int32(0)
@@ -182,7 +182,7 @@ class ForwardSm90:
             )
             lists = [merge.listing(*stored, m) for m in blocks]
         count = lists[0][0] + lists[-1][0]
-        kv_head = kv_head_of(head, mLse.shape[1], mK.shape[2])
+        kv_head = place.kv_head_of(head, mLse.shape[1], mK.shape[2])
         own = (matrix_of(q, head, batch), *(matrix_of(t, kv_head, batch) for t in (k, v)))
         o = matrix_of(o, head, batch)
 
@@ -201,7 +201,9 @@ class ForwardSm90:
             )
             softmax.start(row_max, row_sum)
             if cutlass.const_expr(mSinks is not None):
-                self.start_at_sinks(row_max, row_sum, mSinks[head, None], tile, q_len, c)
+                consumer, lane = group - 1, tidx % mma.WARPGROUP
+                row = tile * self.rows + consumer * ROWS + lane // 32 * 16 + lane % 32 // 4
+                sinks.start(row_max, row_sum, mSinks[head, None], row, lane, c)
             acc_o.fill(0.0)
             if count > 0:
                 mask = (words, mWords, of_rows, lo, hi, kv_len - column)
@@ -359,17 +361,6 @@ class ForwardSm90:
                 state.advance()
                 word = following
                 following = self.skip(k_ring, v_ring, state, consumer, word, words)
-
-    @cute.jit
-    def start_at_sinks(self, row_max, row_sum, sinks, tile, q_len, c):
-        """m = sink / c', c' = c / log2 e; the sum is exp2(c (m - m)) = 1, of one of the lanes."""
-        tidx, _, _ = cute.arch.thread_idx()
-        consumer, lane = tidx // mma.WARPGROUP - 1, tidx % mma.WARPGROUP
-        row = tile * self.rows + consumer * ROWS + lane // 32 * 16 + lane % 32 // 4
-        for half in cutlass.range_constexpr(softmax.ROWS):
-            at = cutlass.min(row + 8 * half, q_len - 1)
-            row_max[half] = sinks[at] * cutlass.Float32(math.log2(math.e)) / c
-            row_sum[half] = cutlass.Float32(1.0) if lane % 4 == 0 else cutlass.Float32(0.0)
 
     def first_word(self, k_ring, state, words):
         """The word of the first step, which comes with its K."""
@@ -562,23 +553,9 @@ def word_of(words, at):
     return cute.arch.make_warp_uniform(words[0, at])
 
 
-def tile_of(q_len, heads, rows):
-    """(tile, head, batch) of this CTA: a head's tiles of ``rows`` from the last, the longest if
-    causal, to the first; heads that share K and V follow each other."""
-    index, _, _ = cute.arch.block_idx()
-    tiles = cute.ceil_div(q_len, rows)
-    of_head = index // tiles
-    return tiles - 1 - index % tiles, of_head % heads, of_head // heads
-
-
 def matrix_of(source, head, batch):
     """One head's matrix of a source [rows, columns, heads, batches]."""
     return tma.Source(source.atom, source.tensor[None, None, head, batch])
-
-
-def kv_head_of(head, heads, kv_heads):
-    """The head of K and V that a query head sees: consecutive query heads share one."""
-    return head // (heads // kv_heads)
 
 
 def build(config: ForwardConfig, compile=cute.compile):
@@ -595,7 +572,7 @@ def build(config: ForwardConfig, compile=cute.compile):
     )
     spans_alone = (None,) * 4 + (ints((batch, fake.size(), len(spans.FIELDS)), fake.TMA_ALIGN),)
     any_strides = (cute.sym_int64(), cute.sym_int64())
-    sinks = make_fake_tensor(cutlass.Float32, (heads, q_len), any_strides, assumed_align=4)
+    by_row = make_fake_tensor(cutlass.Float32, (heads, q_len), any_strides, assumed_align=4)
     width = config.head_dim
 
     def rows(length, heads):
@@ -609,7 +586,7 @@ def build(config: ForwardConfig, compile=cute.compile):
         rows(q_len, heads),
         fake.compact(cutlass.Float32, (batch, heads, q_len)),
         *(spans_alone if config.form == SPANS else stored),
-        sinks if config.sinks else None,
+        by_row if config.sinks else None,
         cutlass.Int32(0),
         cutlass.Int32(0),
         cutlass.Float32(1.0),

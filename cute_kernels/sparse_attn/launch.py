@@ -123,13 +123,12 @@ def backward(
     scale: float,
     softcap: float,
     deterministic: bool,
-    sinks: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """(dq, dk, dv) of ``op``: dK and dV by visits, and dQ by ranks unless not ``deterministic``.
 
-    With ``sinks`` their gradient too.
+    With sinks their gradient too.
     """
-    (dout, dlse), (q, k, v, out, lse) = grads, saved
+    (dout, dlse), (q, k, v, out, lse, sinks) = grads, saved
     batch, q_len, heads, dim = q.shape
     dtype, device = config.DTYPE_NAMES[q.dtype], q.device
     limit = settings.watchdog_ms()

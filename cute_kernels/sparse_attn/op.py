@@ -10,8 +10,8 @@ graph serves every length.  ``order`` is empty where no gradient is asked for.
 A backend's launchers are
 
     forward(q, k, v, mask, scale, softcap, sinks) -> (out, lse)
-    backward(grads, saved, mask, order, scale, softcap, deterministic, sinks) -> (dq, dk, dv)
-                                                            and, with sinks, their gradient, fp32
+    backward(grads, saved, mask, order, scale, softcap, deterministic) -> (dq, dk, dv)
+                                                    and, with sinks, their gradient, fp32
 
 with ``Grads``, ``Saved``, a ``LoweredMask``, an ``Order`` and tensors of any strides.
 No size is zero there.
@@ -79,8 +79,8 @@ def _run_backward(
         turns = Order(*order)
     else:
         turns = prepare.order_of(lowered, kind, (batch, q_len, kv_len, heads, kv_heads, dim))
-    grads, saved = Grads(dout, dlse), Saved(q, k, v, out, lse)
-    made = launch(grads, saved, lowered, turns, scale, softcap, deterministic, sinks)
+    grads, saved = Grads(dout, dlse), Saved(q, k, v, out, lse, sinks)
+    made = launch(grads, saved, lowered, turns, scale, softcap, deterministic)
     return with_sinks(made, q, sinks)
 
 

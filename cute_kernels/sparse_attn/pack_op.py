@@ -69,9 +69,8 @@ def _run_backward(dout, dlse, q, k, v, out, lse, offsets, left, right, scale, so
     if not q.numel():
         return gradients_of_nothing(dlse, q, k, v, sinks)
     if passes.at_once(q):
-        of, saved = packs.layout(offsets, str(q.device)), Saved(q, k, v, out, lse)
-        given = Grads(dout, dlse), saved
-        made = passes.backward(of, (left, right), *given, scale, softcap, sinks)
+        of, saved = packs.layout(offsets, str(q.device)), Saved(q, k, v, out, lse, sinks)
+        made = passes.backward(of, (left, right), Grads(dout, dlse), saved, scale, softcap)
         return with_sinks(made, q, sinks)
     spans = sequences.spans_of_pack(offsets, left, right)
     return sequence_op.differentiate(dout, dlse, q, k, v, out, lse, spans, scale, softcap, sinks)

@@ -44,10 +44,9 @@ def backward(
     saved: Saved,
     scale: float,
     softcap: float,
-    sinks: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """(dq, dk, dv); rows of no sequence are 0.  With ``sinks`` their gradient too."""
-    (dout, dlse), (q, k, v, out, lse) = grads, saved
+    """(dq, dk, dv); rows of no sequence are 0.  With sinks their gradient too."""
+    (dout, dlse), (q, k, v, out, lse, sinks) = grads, saved
     device, heads, sizes = str(q.device), (q.shape[2], k.shape[2]), q.shape[:2]
     mask = packs.lowered(of, window, device)
     order = packs.order(of, window, heads, q.shape[3], device)
@@ -56,8 +55,8 @@ def backward(
     lse = _turned(of.spread(_turned(lse), math.inf))
     dout, q, k, v, out = (of.spread(t) for t in (dout, q, k, v, out))
     launch = dispatch.launcher(f"{_NAME}_backward", q.device, q.dtype)
-    given = Grads(dout, dlse), Saved(q, k, v, out, lse)
-    dq, dk, dv, *dsinks = launch(*given, mask, order, scale, softcap, True, sinks)
+    given = Grads(dout, dlse), Saved(q, k, v, out, lse, sinks)
+    dq, dk, dv, *dsinks = launch(*given, mask, order, scale, softcap, True)
     return *(of.gathered(t, sizes) for t in (dq, dk, dv)), *dsinks
 
 

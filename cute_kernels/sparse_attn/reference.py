@@ -59,6 +59,14 @@ class Bounds(NamedTuple):
     dv: Tensor
 
 
+class Scores(NamedTuple):
+    """What `attention` makes of q kᵀ: its arguments of these names."""
+
+    scale: float | None = None
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+
 def error_bounds(
     q: Tensor,
     k: Tensor,
@@ -67,9 +75,7 @@ def error_bounds(
     allowed: Tensor,
     *,
     dlse: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    scores: Scores = Scores(),
 ) -> Bounds:
     """First-order rounding bounds of a kernel that multiplies in fp32 and stores P and dS in ``u``.
 
@@ -83,6 +89,7 @@ def error_bounds(
 
     each with the last rounding.  A factor of 1.25 covers the terms of second order.
     """
+    scale, softcap, sinks = scores
     scale = scale or q.shape[-1] ** -0.5
     info = torch.finfo(q.dtype)
     u, t = info.eps / 2, info.smallest_normal * info.eps
@@ -95,12 +102,12 @@ def error_bounds(
     raw = q @ k.mT * scale
     capped = softcap * torch.tanh(raw / softcap) if softcap else raw
     slope = 1 - (capped / softcap) ** 2 if softcap else torch.ones_like(raw)
-    scores = capped.masked_fill(~allowed, -math.inf)
-    lse = torch.logsumexp(scores, -1, keepdim=True) if k.shape[2] else scores.sum(-1, keepdim=True)
+    seen = capped.masked_fill(~allowed, -math.inf)
+    lse = torch.logsumexp(seen, -1, keepdim=True) if k.shape[2] else seen.sum(-1, keepdim=True)
     if sinks is not None:
-        sink = sinks.double()[:, None, None].expand(*scores.shape[:3], 1)
-        lse = torch.logsumexp(torch.cat((scores, sink), -1), -1, keepdim=True)
-    p = torch.exp(scores - lse).nan_to_num(0.0)
+        sink = sinks.double()[:, None, None].expand(*seen.shape[:3], 1)
+        lse = torch.logsumexp(torch.cat((seen, sink), -1), -1, keepdim=True)
+    p = torch.exp(seen - lse).nan_to_num(0.0)
     size = capped.abs().masked_fill(~allowed, 0.0)
     e_score = U32 * ((d * (q.abs() @ k.abs().mT) * scale).masked_fill(~allowed, 0.0) + 12 * size)
     e_row = e_score.amax(-1, keepdim=True) if k.shape[2] else lse * 0

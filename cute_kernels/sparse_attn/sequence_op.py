@@ -128,8 +128,8 @@ def differentiate(dout, dlse, q, k, v, out, lse, spans, scale, softcap, sinks):
     """(dq, dk, dv, dsinks): what its backward runs."""
     pack = _pack(q, k, spans)
     if pack is not None:
-        given = Grads(dout, dlse), Saved(q, k, v, out, lse)
-        return with_sinks(passes.backward(*pack, *given, scale, softcap, sinks), q, sinks)
+        given = Grads(dout, dlse), Saved(q, k, v, out, lse, sinks)
+        return with_sinks(passes.backward(*pack, *given, scale, softcap), q, sinks)
     dq, dk, dv = (t.new_zeros(t.shape) for t in (q, k, v))
     dsinks = None if sinks is None else sinks.new_zeros(sinks.shape, dtype=torch.float32)
     launch = dispatch.launcher(f"{NAME}_backward", q.device, q.dtype)
@@ -141,8 +141,8 @@ def differentiate(dout, dlse, q, k, v, out, lse, spans, scale, softcap, sinks):
         sizes = batch, q_len, kv_len, heads, kv_heads, dim
         order = prepare.order_of(lowered, checks.AUTO, sizes)
         grads = Grads(run.cut_queries(dout), of_rows[0])
-        saved = Saved(queries, keys, values, run.cut_queries(out), of_rows[1])
-        parts = launch(grads, saved, lowered, order, scale, softcap, True, sinks)
+        saved = Saved(queries, keys, values, run.cut_queries(out), of_rows[1], sinks)
+        parts = launch(grads, saved, lowered, order, scale, softcap, True)
         dq[run.batch, run.queries] = parts[0]
         dk[run.batch, run.keys], dv[run.batch, run.keys] = (t[:, run.shift :] for t in parts[1:3])
         if sinks is not None:

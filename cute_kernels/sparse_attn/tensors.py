@@ -26,7 +26,7 @@ def sinks_gradient(sinks: Tensor, lse2: Tensor, delta: Tensor) -> Tensor:
 class Saved(NamedTuple):
     """What a forward read and wrote.
 
-    q [B, Sq, Hq, D]; k, v [B, Sk, Hkv, D]; out like q; lse fp32 [B, Hq, Sq].
+    q [B, Sq, Hq, D]; k, v [B, Sk, Hkv, D]; out like q; lse fp32 [B, Hq, Sq]; sinks [Hq] or None.
     """
 
     q: Tensor
@@ -34,6 +34,7 @@ class Saved(NamedTuple):
     v: Tensor
     out: Tensor
     lse: Tensor
+    sinks: Tensor | None = None
 
 
 class Grads(NamedTuple):

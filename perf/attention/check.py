@@ -46,7 +46,9 @@ def exact(case: Case, device: str) -> Exact:
     with torch.enable_grad():
         out, lse = reference.attention(*leaves, allowed, scale=case.scale)
         grads = torch.autograd.grad(out, leaves, dout.double())
-    bounds = reference.error_bounds(q, k, v, dout, allowed, scale=case.scale)._asdict()
+    bounds = reference.error_bounds(
+        q, k, v, dout, allowed, scores=reference.Scores(case.scale)
+    )._asdict()
     names = (*_NAMES["fwd"], *_NAMES["bwd"])
     values = dict(zip(names, (out.detach(), lse.detach(), *grads), strict=True))
     inputs = Inputs(q, k, v, dout, values["out"].bfloat16(), values["lse"].float())

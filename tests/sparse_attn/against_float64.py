@@ -42,7 +42,9 @@ def excess(got, exact, bounds) -> dict[str, float]:
 def checked(case: cases.Case) -> dict[str, float]:
     x = cases.inputs_of(case)
     allowed, plain = case.allowed(), [t.detach() for t in x.leaves()]
-    bounds = reference.error_bounds(*plain, x.dout, allowed, dlse=x.dlse, softcap=case.softcap)
+    bounds = reference.error_bounds(
+        *plain, x.dout, allowed, dlse=x.dlse, scores=reference.Scores(softcap=case.softcap)
+    )
     got, exact = ours_of(x, case), exact_of(x, allowed, case.softcap)
     # Empty rows are exact: no bound hides a wrong zero.
     empty = ~allowed.expand(*got[1].shape, case.kv_len).any(-1)

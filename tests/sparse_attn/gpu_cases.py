@@ -126,7 +126,9 @@ def exact(given: Problem, lse: bool = False):
         value = value + (outputs[1].nan_to_num(neginf=0.0) * dlse).sum()
     found = torch.autograd.grad(value, leaves)
     tensors = given.q, given.k, given.v, given.dout
-    bounds = reference.error_bounds(*tensors, allowed, dlse=dlse, softcap=given.softcap)
+    bounds = reference.error_bounds(
+        *tensors, allowed, dlse=dlse, scores=reference.Scores(softcap=given.softcap)
+    )
     return (*(t.detach() for t in outputs), *found), bounds
 
 

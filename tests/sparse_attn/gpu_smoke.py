@@ -27,7 +27,7 @@ def main() -> int:
     mask, scale = BlockMask.causal(SIZE, SIZE), DIM**-0.5
     inputs = [t.double().requires_grad_() for t in host[:3]]
     exact, exact_lse = reference.attention(*inputs, mask.to_dense(), scale=scale)
-    bounds = reference.error_bounds(*host, mask.to_dense(), scale=scale)
+    bounds = reference.error_bounds(*host, mask.to_dense(), scores=reference.Scores(scale))
 
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     out, lse = ck.block_sparse_attention(q, k, v, causal=True, return_lse=True)

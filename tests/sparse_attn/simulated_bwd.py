@@ -113,7 +113,9 @@ def check(case: Case, found: Gradients, dlse: torch.Tensor | None = None) -> flo
     if dlse is not None:
         value = value + (lse * dlse).nan_to_num(0.0).sum()
     wanted = torch.autograd.grad(value, inputs)
-    bounds = reference.error_bounds(case.q, case.k, case.v, case.dout, allowed, scale=case.scale)
+    bounds = reference.error_bounds(
+        case.q, case.k, case.v, case.dout, allowed, scores=reference.Scores(case.scale)
+    )
     worst = 0.0
     for name, got, want in zip(("dq", "dk", "dv"), found, wanted, strict=False):
         error, bound = (got.double() - want).abs(), getattr(bounds, name)

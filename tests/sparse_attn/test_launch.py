@@ -61,7 +61,11 @@ def test_values_in_the_cards_arithmetic(on_sm90, dim, dtype, softcap):
     outputs = reference.attention(*leaves, allowed, softcap=softcap)
     wanted = *outputs, *torch.autograd.grad(outputs, leaves, (x.dout.double(), x.dlse.double()))
     bounds = reference.error_bounds(
-        *(t.detach() for t in x.leaves()), x.dout, allowed, dlse=x.dlse, softcap=softcap
+        *(t.detach() for t in x.leaves()),
+        x.dout,
+        allowed,
+        dlse=x.dlse,
+        scores=reference.Scores(softcap=softcap),
     )
     for name, got, want, bound in zip(bounds._fields, found, wanted, bounds, strict=True):
         check(name, got, want.detach(), bound)

@@ -116,7 +116,9 @@ def test_a_wrong_gradient_is_killed(name):
     """The bound sees a missing delta, and an lse gradient that is dropped."""
     x = cases.inputs_of(CASE)
     allowed, plain = CASE.allowed(), [t.detach() for t in x.leaves()]
-    bounds = reference.error_bounds(*plain, x.dout, allowed, dlse=x.dlse, softcap=CASE.softcap)
+    bounds = reference.error_bounds(
+        *plain, x.dout, allowed, dlse=x.dlse, scores=reference.Scores(softcap=CASE.softcap)
+    )
     exact = exact_of(x, allowed, CASE.softcap)
     if name == "delta":
         wrong = cases.Inputs(*x.leaves(), x.dout, x.dlse + (x.dout * exact[0]).sum(-1).mT)

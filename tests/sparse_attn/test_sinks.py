@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -78,8 +79,8 @@ def excess(found, x: cases.Inputs, mask, sinks, with_lse: bool = True, softcap: 
     upstream = x.dout.double(), x.dlse.double() if with_lse else torch.zeros_like(exact[1])
     exact = [t.detach() for t in (*exact, *torch.autograd.grad(exact, leaves, upstream))]
     dlse = x.dlse if with_lse else None
-    options = {"dlse": dlse, "softcap": softcap, "sinks": sinks.detach()}
-    bounds = reference.error_bounds(*plain, x.dout, allowed, **options)
+    scores = reference.Scores(softcap=softcap, sinks=sinks.detach())
+    bounds = reference.error_bounds(*plain, x.dout, allowed, dlse=dlse, scores=scores)
     whole = reference.sinks_bound(bounds, exact[:2], (x.dout, dlse), sinks.detach())
     whole = whole + torch.finfo(sinks.dtype).eps * exact[5].abs()
     return {
@@ -246,14 +247,13 @@ def test_mutants_are_killed(monkeypatch, name):
     assert any(ratio > 1 for ratio in above.values()), above
 
 
+_IN_LANE_0 = "cutlass.Float32(1.0) if lane % 4 == 0 else cutlass.Float32(0.0)"
+_SCALED = "sinks[at] * cutlass.Float32(math.log2(math.e)) / c"
 SM90_MUTANTS = {
-    "in every lane": (
-        "cutlass.Float32(1.0) if lane % 4 == 0 else cutlass.Float32(0.0)",
-        "cutlass.Float32(1.0)",
-    ),
-    "of the first row": ("row_max[half] = sinks[at]", "row_max[half] = sinks[0]"),
-    "base e": ("sinks[at] * cutlass.Float32(math.log2(math.e)) / c", "sinks[at] / c"),
-    "of the first head": ("mSinks[head, None]", "mSinks[0, None]"),
+    "in every lane": ("device.sinks", _IN_LANE_0, "cutlass.Float32(1.0)"),
+    "of the first row": ("device.sinks", "row_max[half] = sinks[at]", "row_max[half] = sinks[0]"),
+    "base e": ("device.sinks", _SCALED, "sinks[at] / c"),
+    "of the first head": ("kernel_fwd_sm90", "mSinks[head, None]", "mSinks[0, None]"),
 }
 
 
@@ -262,11 +262,21 @@ SM90_MUTANTS = {
 @pytest.mark.sim
 @pytest.mark.simulates("sparse_attn")
 def test_mutants_of_the_kernel_are_killed(tmp_path, name):
+    from cute_kernels.sparse_attn import kernel_fwd_sm90
+    from cute_kernels.sparse_attn.device import sinks as sinks_of_kernel
     from tests import ptxsim
     from tests.kernels.edited import changed
 
-    kernel = changed(tmp_path, "sparse_attn.kernel_fwd_sm90", *SM90_MUTANTS[name])
-    build = functools.partial(kernel.build, compile=ptxsim.compile)
+    where, *texts = SM90_MUTANTS[name]
+    module = changed(tmp_path, f"sparse_attn.{where}", *texts)
+    kernel = kernel_fwd_sm90 if where == "device.sinks" else module
+
+    def build(chosen):
+        with mock.patch.object(
+            kernel, "sinks", module if where == "device.sinks" else sinks_of_kernel
+        ):
+            return kernel.build(chosen, compile=ptxsim.compile)
+
     g = torch.Generator().manual_seed(1)
     q, k, v = (
         torch.randn(1, n, h, 64, generator=g).bfloat16() for n, h in ((1, 4), (90, 2), (90, 2))

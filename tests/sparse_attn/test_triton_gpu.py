@@ -46,7 +46,9 @@ def test_drawn_cases_against_float64(seed):
     case = cases.draw(seed)
     x, allowed = cases.inputs_of(case), case.allowed()
     plain = [t.detach() for t in x.leaves()]
-    bounds = reference.error_bounds(*plain, x.dout, allowed, dlse=x.dlse, softcap=case.softcap)
+    bounds = reference.error_bounds(
+        *plain, x.dout, allowed, dlse=x.dlse, scores=reference.Scores(softcap=case.softcap)
+    )
     options = {"causal": case.causal, "softcap": case.softcap, "schedule": case.schedule}
     results = on_gpu(*x.leaves(), case.mask, return_lse=True, **options)
     grads = torch.autograd.grad(results, x.leaves(), (x.dout, x.dlse))

@@ -74,19 +74,18 @@ def backward(
     scale: float,
     softcap: float,
     deterministic: bool,
-    sinks: Tensor | None = None,
     *,
     interpret: bool = False,
 ) -> tuple[Tensor, ...]:
-    """(dq, dk, dv), shaped and typed as q, k and v; with ``sinks`` their gradient too, fp32.
+    """(dq, dk, dv), shaped and typed as q, k and v; with sinks their gradient too, fp32.
 
     ``deterministic`` changes nothing here: no program waits for another.
     """
     *sums, delta = ordered_sums(grads, saved, mask, order, scale, softcap, interpret=interpret)
     made = tuple(t.to(x.dtype) for t, x in zip(sums, saved[:3], strict=True))
-    if sinks is None:
+    if saved.sinks is None:
         return made
-    return *made, sinks_gradient(sinks, saved.lse * LOG2E, delta)
+    return *made, sinks_gradient(saved.sinks, saved.lse * LOG2E, delta)
 
 
 def ordered_sums(
@@ -100,7 +99,7 @@ def ordered_sums(
     interpret: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``backward`` and delta; interpreted, its results before their rounding."""
-    (dout, dlse), (q, k, v, out, lse) = grads, saved
+    (dout, dlse), (q, k, v, out, lse, _) = grads, saved
     batch, q_len, heads, dim = q.shape
     plan, dtype, lists = TRITON[dim], q.dtype, len(order.list_of_head)
     given = {"q": q, "k": k, "v": v, "dout": dout, "out": out}
