@@ -159,16 +159,25 @@ def test_unpatch_of_a_trainers_model(path, tokenizer, tmp_path, bf16):
     assert same_bytes(got, want) and not same_bytes(ours, want)
 
 
-def test_an_adapter(path, tokenizer, tmp_path):
-    """TRL puts it there, so the patch comes after; its B is random, as after some training."""
+@pytest.mark.parametrize("first", ["trl", "patch"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_an_adapter(tokenizer, tmp_path, family, first):
+    """TRL adds it, so a patch comes after; with one before, nothing of the model itself is left.
+
+    The adapter's B is random, as after some training.
+    """
     peft = pytest.importorskip("peft", reason=f"peft {INSTALL}")
+    path = trl_step.checkpoint(tmp_path / family, family)
     config = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    one = trl_step.trainer(path, tokenizer, tmp_path, patched=False, peft_config=config)
+    one = trl_step.trainer(path, tokenizer, tmp_path, patched=first == "patch", peft_config=config)
     with torch.no_grad():
         for name, parameter in one.model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
-    ck.patch(one.model)
+    report = ck.patch(one.model)
+    assert report.complete == (first == "patch")
+    capped = [part.part for part in report.left if "soft cap" in part.part]
+    assert len(capped) == (family == "gemma2" and first == "trl")
     one.train()
     found = trl_step.ratios(one)
     assert found.numel() > 30 and bool((found == 1).all())
