@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import inspect
 import sys
+from collections.abc import Callable
+from types import FunctionType
 
 import torch
 
@@ -21,6 +24,8 @@ from .patch_forwards import FORWARDS, NOTES, STEPS, Notes, granularity
 #: In the namespace of a class that we made: the name of its forward in `FORWARDS`.
 _KIND = "_cute_kernels_kind"
 _FSDP2 = "torch.distributed.fsdp"
+#: Each forward that we made, and the author's in whose place it is.
+_AUTHORS: dict[FunctionType, Callable] = {}
 
 
 def user_class(module: torch.nn.Module) -> type:
@@ -45,9 +50,7 @@ def restore(module: torch.nn.Module) -> None:
     """Gives a module its own class back; a module that has it is left alone."""
     if kind_of(module) is not None:
         module.__class__ = _around(type(module), user_class(module))
-    # A forward that somebody took and put in place of the class's goes on reading them.
-    if "forward" not in vars(module):
-        module.__dict__.pop(NOTES, None)
+    module.__dict__.pop(NOTES, None)
 
 
 def granularity_of(model: torch.nn.Module) -> int:
@@ -73,9 +76,31 @@ def patched_class(cls: type, kind: str) -> type:
     # A step goes below the author's forward, which calls it by super().
     step = STEPS.get(kind)
     if step is None:
-        names["forward"] = FORWARDS[kind](cls)
+        names["forward"] = _while_patched(FORWARDS[kind](cls), cls.forward)
     new = type(cls.__name__, (cls,) if step is None else (cls, step), names)
     return new
+
+
+def author_of(function: object) -> Callable | None:
+    """The author's forward, of one of ours; None: the function is none of ours."""
+    return _AUTHORS.get(function) if isinstance(function, FunctionType) else None
+
+
+def _while_patched(ours: Callable, author: Callable) -> FunctionType:
+    """``ours`` for a module that is patched, and the author's for one that is not any more.
+
+    accelerate and TRL keep a module's forward, and call it from one of their own when `restore` has
+    given the class back.  accelerate also takes its own off again, and goes by ``__wrapped__`` to
+    the innermost function: this one has none.
+    """
+
+    def forward(self, *args, **kwargs):
+        return (ours if hasattr(self, NOTES) else author)(self, *args, **kwargs)
+
+    forward.__doc__ = ours.__doc__
+    forward.__signature__ = inspect.signature(ours)
+    _AUTHORS[forward] = author
+    return forward
 
 
 def _anew(cls: type, kind: str) -> torch.nn.Module:

@@ -16,6 +16,8 @@ from types import FunctionType, MethodType
 
 import torch
 
+from . import patch_classes
+
 #: What a part of a model is left for, whose forward calls nobody knows what.
 REASON = "its forward is an attribute of its own, and not around the author's"
 
@@ -24,9 +26,10 @@ _COMPILED = "torch._dynamo.eval_frame"
 
 
 def around(module: torch.nn.Module, cls: type) -> list[FunctionType] | None:
-    """The functions that a module's own forward has around that of ``cls``, the author's class.
+    """The functions that a module's own forward has around that of ``cls``.
 
-    None: it does not hold the author's.  An empty list: the module has no forward of its own.
+    ``cls``: the author's class, or ours below it.  None: the forward of the class is not held.  An
+    empty list: the module has no forward of its own.
     """
     own = vars(module).get("forward")
     if own is None or cls.__module__ == _COMPILED:
@@ -40,6 +43,8 @@ def around(module: torch.nn.Module, cls: type) -> list[FunctionType] | None:
         one = ahead.pop()
         if id(one) in ends:
             reached = True
+        elif (theirs := patch_classes.author_of(one)) is not None:
+            ahead.append(theirs)  # ours calls the author's where it is not asked for
         elif id(one) not in seen:
             seen[id(one)] = one
             ahead += [part for part in _held(one, module) if callable(part)]

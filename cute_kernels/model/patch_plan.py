@@ -22,7 +22,7 @@ from . import (
     patch_softcaps,
 )
 from .patch_checks import LOGP, Options
-from .patch_classes import kind_of, user_class
+from .patch_classes import patched_class, user_class
 from .patch_forwards import Notes
 from .patch_known import Known
 from .patch_report import Left, Replaced
@@ -121,11 +121,10 @@ def _decided(name: str, module: nn.Module, here: _Here) -> Action | list[Left] |
 
 
 def _calls_another(module: nn.Module, kind: str) -> bool:
-    """Whether a forward in the instance hides that of the class.
-
-    One that was put around ours calls it.
-    """
-    return "forward" in vars(module) and kind_of(module) != kind
+    """Whether a forward in the instance hides ours: not if it was put around ours."""
+    if "forward" not in vars(module):
+        return False
+    return patch_instance.around(module, patched_class(user_class(module), kind)) is None
 
 
 def _replacement(name, module: nn.Module, cls: type, here: _Here) -> Action | Left | None:
@@ -359,6 +358,8 @@ def _causal_notes(
     if not isinstance(head, nn.Linear):
         return f"{torchs}: the head is a {type(head).__name__}", Notes(softcap=softcap)
     why = _why_not_linear(head, user_class(head))
+    if why is None and _calls_another(head, "head"):
+        why = f"{torchs}: the head's forward is an attribute of its own"
     return (why, Notes(softcap=softcap)) if why else (None, Notes(softcap=softcap, logp=True))
 
 

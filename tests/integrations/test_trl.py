@@ -135,16 +135,49 @@ def test_what_is_said_of_a_reference_with_a_soft_cap(tokenizer, tmp_path, bf16):
         ck.patch(one.ref_model, strict=True)
 
 
-def test_an_adapter(path, tokenizer, tmp_path):
-    """TRL puts it there, so the patch comes after; its B is random, as after some training."""
+def test_what_is_said_of_a_patched_model(path, tokenizer, tmp_path):
+    """TRL's forward is around ours: nothing is left.  Its own reference has the forward first."""
+    one = trl_step.trainer(path, tokenizer, tmp_path)
+    assert "forward" in vars(one.model) and not ck.patch(one.model, strict=True).left
+    left = ck.patch(one.ref_model).left
+    assert {part.part for part in left} == {"LlamaForCausalLM", "LlamaForCausalLM: loss"}
+    assert {part.known.split(":")[0] for part in left} == {
+        "sum",
+        "torch's cross entropy of the logits, and its gradient",
+    }
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["plain", "autocast"])
+def test_unpatch_of_a_trainers_model(path, tokenizer, tmp_path, bf16):
+    """TRL's forward, and accelerate's, call the author's again."""
+    want = families.logits(trl_step.load(path, patched=False), families.ids())
+    one = trl_step.trainer(path, tokenizer, tmp_path, args={"bf16": bf16, "beta": 0.0})
+    net = one.accelerator.prepare(one.model).eval()
+    ours = families.logits(net, families.ids()).bfloat16()
+    ck.unpatch(net)
+    got = families.logits(net, families.ids()).bfloat16()
+    assert same_bytes(got, want) and not same_bytes(ours, want)
+
+
+@pytest.mark.parametrize("first", ["trl", "patch"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_an_adapter(tokenizer, tmp_path, family, first):
+    """TRL adds it, so a patch comes after; with one before, nothing of the model itself is left.
+
+    The adapter's B is random, as after some training.
+    """
     peft = pytest.importorskip("peft", reason=f"peft {INSTALL}")
+    path = trl_step.checkpoint(tmp_path / family, family)
     config = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    one = trl_step.trainer(path, tokenizer, tmp_path, patched=False, peft_config=config)
+    one = trl_step.trainer(path, tokenizer, tmp_path, patched=first == "patch", peft_config=config)
     with torch.no_grad():
         for name, parameter in one.model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
-    ck.patch(one.model)
+    report = ck.patch(one.model)
+    assert report.complete == (first == "patch")
+    capped = [part.part for part in report.left if "soft cap" in part.part]
+    assert len(capped) == (family == "gemma2" and first == "trl")
     one.train()
     found = trl_step.ratios(one)
     assert found.numel() > 30 and bool((found == 1).all())

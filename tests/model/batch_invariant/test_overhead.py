@@ -25,14 +25,14 @@ CALLS, ROUNDS = 1000, 20
 LIMIT_US = 5.0
 
 X, WEIGHT, SCALE = drawn(4, 64), drawn(32, 64, seed=2), drawn(64, seed=3)
-WIDE, IDS, RIGHT = X.double(), torch.arange(4), WEIGHT.mT
+WIDE, IDS, RIGHT, BIAS = X.double(), torch.arange(4), WEIGHT.mT, SCALE[:32]
 BATCH = X[None]
 
 #: Case -> (torch's function, who calls what is replaced, its name).
 CASES: dict[str, tuple[Callable, object, str]] = {
     "linear": (lambda: F.linear(X, WEIGHT), aten_products.api, "linear"),
     "mm": (lambda: torch.mm(X, RIGHT), aten_products.api, "matmul"),
-    "addmm": (lambda: torch.addmm(SCALE[:32], X, RIGHT), aten_products.api, "linear"),
+    "addmm": (lambda: torch.addmm(BIAS, X, RIGHT), aten_products.api, "linear"),
     "_softmax": (lambda: torch._softmax(X, -1, False), aten_rows.rowwise, "softmax"),
     "silu": (lambda: F.silu(X), aten_rows.rowwise, "silu"),
     "layer_norm": (lambda: torch.layer_norm(X, (64,), SCALE), aten_rows.norm_api, "layer_norm"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import cute_kernels as ck
 from cute_kernels.model import patch_classes, patch_formula, patch_plan
@@ -86,6 +87,21 @@ def test_the_unpatched_model_runs_others(name):
     with Watch() as watch:
         families.logits(net, tokens)
     assert {"mm", "cos", "sin"} <= watch.found or {"addmm", "cos", "sin"} <= watch.found
+
+
+def test_elements_differ_by_their_place():
+    """One by one and all at once: torch's functions on any CPU with vectors, and never ours."""
+    torch.manual_seed(0)
+    x = torch.randn(4097) * 3
+
+    def differing(function) -> int:
+        alone = torch.cat([function(x[i : i + 1]) for i in range(len(x))])
+        return int((alone.view(torch.int32) != function(x).view(torch.int32)).sum())
+
+    torchs = {f.__name__: differing(f) for f in (F.silu, F.gelu)}
+    assert all(torchs.values()), torchs
+    ours = {f.__name__: differing(f) for f in (ck.silu, ck.gelu, ck.tanh)}
+    assert not any(ours.values()), ours
 
 
 def test_unpatched_rows_differ_somewhere():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import types
 
 import pytest
@@ -14,6 +13,7 @@ from cute_kernels.model import patch_instance, patch_known, patch_softcaps
 from tests.contract import same_bytes
 from tests.model.patch import families
 from tests.model.patch.ops import Watch
+from tests.model.patch.wrappers import AROUND, closed_over
 
 LOGITS = "Gemma2ForCausalLM: soft cap 30 of logits"
 LOSS = "Gemma2ForCausalLM: loss"
@@ -42,61 +42,6 @@ def torchs_ops(net: torch.nn.Module) -> set[str]:
 
 
 # ---- forwards of other libraries ----------------------------------------------------------------
-
-
-class Around:
-    """An object that is called, as accelerate's ConvertOutputsToFp32."""
-
-    def __init__(self, inner) -> None:
-        self.inner = inner
-
-    def __call__(self, *args, **kwargs):
-        return self.inner(*args, **kwargs)
-
-    def method(self, *args, **kwargs):
-        return self.inner(*args, **kwargs)
-
-
-def closed_over(module):
-    inner = module.forward
-    return lambda *args, **kwargs: inner(*args, **kwargs)
-
-
-def wrapped(module):
-    inner = module.forward
-
-    @functools.wraps(inner)
-    def forward(*args, **kwargs):
-        return inner(*args, **kwargs)
-
-    return functools.partial(forward)
-
-
-def by_default(module):
-    return lambda *args, inner=module.forward, **kwargs: inner(*args, **kwargs)
-
-
-def bound(module):
-    """As accelerate's prepare_model: the function, bound to the module again."""
-    return types.MethodType(Around(module.forward.__func__), module)
-
-
-def in_this_file(module):
-    global kept
-    kept = module.forward
-    return lambda *args, **kwargs: kept(*args, **kwargs)
-
-
-AROUND = {
-    "closure": closed_over,
-    "wraps and partial": wrapped,
-    "default": by_default,
-    "object": lambda module: Around(module.forward),
-    "method": lambda module: Around(module.forward).method,
-    "bound": bound,
-    "global": in_this_file,
-    "twice": lambda module: Around(closed_over(module)),
-}
 
 
 def fused(self, input_ids, labels=None, **kwargs):
