@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from ..core import record, timing
-from ..core.bits import repeats
+from ..core.bits import repeats, same_bytes
 from ..core.rival import Call
 from ..core.watch import failure, watched, within
 from ..core.work import measured
@@ -24,6 +24,10 @@ from .rivals import RIVALS
 
 _BACKLOG_US = 20_000.0
 _CHUNK = 5
+#: Of a launch for each sequence no more than one round fits the queue of launches.
+_CHUNK_OF_RUNS = 1
+#: Whose out and lse the backwards are given: of the first that is right.
+_FORWARDS = ("ours", "fa4", "fa4_varlen")
 _LONG = 3.0  # times the patience, for a rival that compiles for long
 
 
@@ -91,8 +95,8 @@ def measure(
         return body
 
     checks, end = Checks(options), options.now() + options.budget_s
-    for case in dict.fromkeys(case.small for case in todo):
-        for name, which in _early(options):
+    for case, large in _by_short_case(todo).items():
+        for name, which in _early(large, options):
             body = checked(name, which, case, checks.of(name, which, case))
             yield written(body) if options.check_only else line(body)
     if options.check_only:
@@ -104,9 +108,21 @@ def measure(
     yield from within(end, todo, recorded, options.now)
 
 
-def _early(options: Options) -> list[tuple[str, str]]:
-    """(rival, pass) of the checks that come before any time: ours, or all if nothing else is."""
-    pairs = [(n, which) for which in PASSES for n in options.rivals if which in RIVALS[n].start]
+def _by_short_case(todo: list[Case]) -> dict[Case, list[Case]]:
+    """Each short case with those that it is the check of."""
+    found: dict[Case, list[Case]] = {}
+    for case in todo:
+        found.setdefault(case.small, []).append(case)
+    return found
+
+
+def _early(cases: list[Case], options: Options) -> list[tuple[str, str]]:
+    """(rival, pass) of the checks that come before any time: ours, or all if nothing else is.
+
+    cases: those with one short case; a rival is checked if it is measured in one of them.
+    """
+    names = [n for n in options.rivals if any(options.wanted(n, case) for case in cases)]
+    pairs = [(n, which) for which in PASSES for n in names if which in RIVALS[n].start]
     if options.check_only:
         return [(name, which) for name, which in pairs if which in options.passes]
     # The forward always: its out and lse are what every backward is given.
@@ -147,6 +163,7 @@ def run_case(case: Case, options: Options, checks: Checks) -> Iterator[dict]:
         try:
             with watched(options.patience_s):
                 _compare_orders(bodies, timed, sets[0])
+                _compare_runs(bodies, timed, sets[0])
                 if timed:
                     _time(timed, which, problem, sets, bodies, options, checks)
         except Exception as error:
@@ -164,6 +181,13 @@ def _finished(problem: Problem, which: str, bodies: dict, options: Options) -> I
                 body |= schedule.facts(problem, medians, options.finish)
             except Exception as error:
                 body["schedule"] = failure(error, options.finish)
+        if name == "ours_pack" and which == "bwd" and name in medians:
+            from . import pack
+
+            try:
+                body |= pack.facts(problem, options.finish)
+            except Exception as error:
+                body["new_pack"] = failure(error, options.finish)
         yield body
 
 
@@ -175,13 +199,13 @@ def _of(which: str, case: Case, options: Options) -> list[str]:
 def _input_set(problem: Problem, options: Options, checks: Checks, seed: int) -> Inputs:
     """Random inputs, and the out and lse of the first rival whose forward is right."""
     drawn = problem.drawn(seed)
-    for name in ("ours", "fa4"):
+    for name in _FORWARDS:
         body = checked(name, "fwd", problem.case, checks.of(name, "fwd", problem.case))
         if body["status"] == "ok":
             with watched(options.patience_s):
                 out, lse = _started(name, "fwd", problem)(Inputs(*drawn, None, None))
                 options.finish()
-            return Inputs(*drawn, out, lse)
+            return problem.inputs(drawn, out, lse)
     raise NoForward("no forward is right, so there is no out and lse to go by")
 
 
@@ -232,6 +256,13 @@ def _compare_orders(bodies: dict, calls: dict, t: Inputs) -> None:
         body |= {"status": "failed", "why": f"{count} elements are far from the ordered result"}
 
 
+def _compare_runs(bodies: dict, calls: dict, t: Inputs) -> None:
+    """Whether the sequences of a pack have the bytes that they have alone."""
+    if {"ours_pack", "ours_runs"} <= set(calls):
+        pairs = zip(calls["ours_pack"](t), calls["ours_runs"](t), strict=True)
+        bodies["ours_pack"]["bitwise"]["alone"] = all(same_bytes(x, y) for x, y in pairs)
+
+
 def _time(
     calls: dict[str, Call],
     which: str,
@@ -242,7 +273,7 @@ def _time(
     checks: Checks,
 ) -> None:
     """Takes the times of one pass, in turns, into the bodies."""
-    own = sum(t.nbytes for t in sets[0])
+    own = sets[0].nbytes
     count = timing.set_count(own, options.l2_bytes, len(calls))
     for seed in range(len(sets), count):
         sets.append(_input_set(problem, options, checks, seed))
@@ -254,7 +285,7 @@ def _time(
             turns,
             rounds=options.rounds,
             clock=options.clock,
-            chunk=_CHUNK,
+            chunk=_CHUNK_OF_RUNS if "ours_runs" in calls else _CHUNK,
             backlog_us=_BACKLOG_US,
         )
     work, clocks = problem.work(which), record.clocks()
@@ -291,6 +322,9 @@ def line(body: dict) -> str:
     if "predicted" in body:
         parts.append(f"predicted {body['predicted']['ratio']:.3f} of unordered")
         parts.append(f"{body['schedule']['name']}; lists {body['order_share']:.1%}")
+    if "new_pack_host_us" in body:
+        told = f"{body['sequences']} sequences"
+        parts.append(f"{told}; the host takes {body['new_pack_host_us']:,.0f} us for a new pack")
     if "check" in body:
         found = body["check"]
         if "rel_error" in found:
@@ -299,6 +333,8 @@ def line(body: dict) -> str:
             parts.append(f"at full size {found['sampled_error']:.1e}")
     if "bitwise" in body:
         parts.append("repeats" if body["bitwise"]["repeat"] else "DOES NOT REPEAT")
+        if not body["bitwise"].get("alone", True):
+            parts.append("NOT THE BYTES OF EACH SEQUENCE ALONE")
     if body["status"] != "ok":
         parts.insert(0, f"{body['status'].upper()}: {body['why'].splitlines()[0][:300]}")
     return f"{head} " + "; ".join(parts)

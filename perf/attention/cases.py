@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks import bits, build
 
 from ..core.work import Work
+from .targets import PACK
 
 BLOCK = 128
 TOKENS = 32_768  # of a batch, whatever its length
@@ -20,11 +22,17 @@ PASSES = ("fwd", "bwd")
 #: Products of S^2 D: two in the forward, five in the backward.
 PRODUCTS = {"fwd": 2, "bwd": 5}
 _SEED = 20_261_120
+#: Tokens of the sequences of a pack: the shortest, the middle and the longest drawn.
+_TOKENS_DRAWN = (100, 800, 4_000)
+_SPREAD = 0.8  # of their logarithm; the mean is near 1,000
 _CHUNK = 256  # blocks whose elements are looked at together
 
 
 class Inputs(NamedTuple):
-    """One input set; out and lse are those of a forward on the same q, k, v."""
+    """One input set; out and lse are those of a forward on the same q, k, v.
+
+    pack_lse: of a pack, lse as those that take packs have it, [1, H, B * S].
+    """
 
     q: Tensor
     k: Tensor
@@ -32,6 +40,12 @@ class Inputs(NamedTuple):
     dout: Tensor
     out: Tensor
     lse: Tensor
+    pack_lse: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors together."""
+        return sum(t.nbytes for t in self if t is not None)
 
 
 @dataclass(frozen=True)
@@ -90,11 +104,23 @@ class Problem:
 
     def __init__(self, case: Case, device: str):
         self.case, self.device = case, torch.device(device)
-        #: int32 [B, S]: documents of 1,536 tokens on average, other ones in each batch.
-        self.ids = _documents(case).to(device) if case.mask == "document" else None
+        #: int32 [N + 1] on the CPU, as a collator makes it: where the sequences of a pack begin
+        #: and end when its rows lie one behind another; None: no pack.
+        self.offsets = offsets_of(drawn_lengths(case)) if case.mask == PACK else None
+        #: int32 [B, S]: documents of 1,536 tokens on average, other ones in each batch; of a pack
+        #: its sequences.
+        self.ids = self._ids()
         #: bool [S / 128, S / 128]: a quarter of the blocks, and the diagonal.
         self.blocks = _quarter(case.s // BLOCK).to(device) if case.mask == "random" else None
         self.mask = self._mask()
+
+    def _ids(self) -> Tensor | None:
+        case = self.case
+        if self.offsets is not None:
+            count = self.offsets.diff()
+            number = torch.arange(len(count), dtype=torch.int32)
+            return number.repeat_interleave(count).view(case.batch, case.s).to(self.device)
+        return _documents(case).to(self.device) if case.mask == "document" else None
 
     def _mask(self) -> BlockMask:
         case, device = self.case, self.device
@@ -109,6 +135,8 @@ class Problem:
             return BlockMask.prefix_lm(*size, prefix=case.prefix, device=device)
         if case.mask == "document":
             return BlockMask.document(self.ids)
+        if case.mask == PACK:
+            return BlockMask.document(self.ids) & BlockMask.causal(*size, device=device)
         row, col = self.blocks.nonzero().unbind(1)
         shape = (1, 1, len(self.blocks))
         count, index = build.compact(row, col.int(), shape=shape)
@@ -154,6 +182,37 @@ class Problem:
             return made.to(torch.bfloat16)
 
         return tuple(normal(n) for n in (case.heads, case.kv_heads, case.kv_heads, case.heads))
+
+    def inputs(self, drawn: tuple[Tensor, ...], out: Tensor, lse: Tensor) -> Inputs:
+        """What was drawn with the results of its forward, lse in the layout of a pack too."""
+        lse = lse.contiguous()
+        in_a_row = None if self.offsets is None else lse.transpose(0, 1).flatten(1)[None]
+        return Inputs(*drawn, out, lse, in_a_row)
+
+
+def drawn_lengths(case: Case, number: int = 0) -> list[int]:
+    """Tokens of the sequences of a pack, row by row; each number gives another pack.
+
+    A row's last one is cut where the row ends, as by trainers that fill rows.  Rows below 4k have
+    shorter sequences in place of fewer.
+    """
+    generator, share = random.Random(_SEED + number), min(1.0, case.s / 4096)
+    shortest, middle, longest = _TOKENS_DRAWN
+    found = []
+    for _ in range(case.batch):
+        left = case.s
+        while left:
+            drawn = middle * generator.lognormvariate(0.0, _SPREAD)
+            length = round(share * min(max(drawn, shortest), longest))
+            found.append(min(left, max(1, length)))
+            left -= found[-1]
+    return found
+
+
+def offsets_of(lengths: list[int]) -> Tensor:
+    """``cu_seqlens`` of sequences one behind another: int32 [N + 1] on the CPU."""
+    count = torch.tensor([0, *lengths], dtype=torch.int32)
+    return count.cumsum(0, dtype=torch.int32)
 
 
 def _documents(case: Case) -> Tensor:

@@ -51,7 +51,8 @@ def exact(case: Case, device: str) -> Exact:
     )._asdict()
     names = (*_NAMES["fwd"], *_NAMES["bwd"])
     values = dict(zip(names, (out.detach(), lse.detach(), *grads), strict=True))
-    inputs = Inputs(q, k, v, dout, values["out"].bfloat16(), values["lse"].float())
+    rounded = values["out"].bfloat16(), values["lse"].float()
+    inputs = problem.inputs((q, k, v, dout), *rounded)
     return Exact(problem, inputs, values, bounds)
 
 

@@ -25,7 +25,9 @@ from . import targets
 
 @verbs.bench.command("attention")
 def bench_attention(
-    mask: Annotated[str, typer.Option(help="of full,causal,window,document,prefix,random")] = "",
+    mask: Annotated[
+        str, typer.Option(help="of full,causal,window,document,prefix,random; pack")
+    ] = "",
     s: Annotated[str, typer.Option(help="lengths; default: each mask's own")] = "",
     d: Annotated[str, typer.Option(help="head sizes, of 64,128")] = "",
     heads: Annotated[str, typer.Option(help="query heads, 16,32")] = "",
@@ -39,13 +41,16 @@ def bench_attention(
     check_only: Annotated[bool, typer.Option(help="short cases against float64, no time")] = False,
     commit: Commit = None,
 ) -> None:
-    """Block-sparse attention: ordered, unordered, FA4, FlexAttention on the same masks."""
+    """Block-sparse attention: ordered, unordered, FA4, FlexAttention on the same masks.
+
+    `--mask pack` is packed sequences, against FA4's varlen kernels; no other choice includes it.
+    """
     need_gpu("bench")
     from . import bench, suite
     from .cases import PASSES
     from .rivals import RIVALS
 
-    masks = chosen("--mask", mask, targets.MASKS)
+    masks = chosen("--mask", mask, [*targets.MASKS, targets.PACK])
     names = chosen("--systems", systems, RIVALS)
     which = chosen("--pass", passes, PASSES)
     sizes = {"s": s, "d": d, "heads": heads, "group": group}

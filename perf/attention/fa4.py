@@ -1,7 +1,8 @@
 """FlashAttention-4 (`flash-attn-4`) on a problem: its dense masks where it has them, else lists.
 
 full, causal and window are arguments of its dense kernels, its fastest path.  The others go through
-its block lists, in blocks of 128 x 128, with an element rule where some blocks are partial.
+its block lists, in blocks of 128 x 128, with an element rule where some blocks are partial.  A pack
+goes through its varlen kernels, causal, with all sequences one behind another.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import torch
 
 from cute_kernels.schedulers import to_fa4
 
-from ..core.rival import Absent, module
+from ..core.rival import Absent, Call, module
+from . import pack
 from .cases import Inputs, Problem
+from .targets import PACK
 
 DENSE = ("full", "causal", "window")
 NO_ORDER = (
@@ -25,6 +28,7 @@ NO_ORDER = (
 def arguments(problem: Problem, which: str) -> dict:
     """The keyword arguments that state the mask, for one pass."""
     case = problem.case
+    _needs_no_pack(problem)
     if case.mask == "full":
         return {}
     if case.mask == "causal":
@@ -54,6 +58,11 @@ def _prefix_rule(length: int):
     return module("perf.attention.fa4_masks").prefix(length)
 
 
+def _needs_no_pack(problem: Problem) -> None:
+    if problem.case.mask == PACK:
+        raise Absent("a pack goes through its varlen kernels: fa4_varlen")
+
+
 def _needs_cuda(problem: Problem) -> None:
     if problem.device.type != "cuda":
         raise Absent("FA4 needs a CUDA GPU")
@@ -73,6 +82,7 @@ def forward(problem: Problem):
 
 def backward(problem: Problem, ordered: bool):
     """(dq, dk, dv) of an input set: preprocess, main kernel, postprocess, as its autograd does."""
+    _needs_no_pack(problem)
     if ordered and problem.case.mask not in DENSE:
         raise Absent(NO_ORDER)
     interface = module("flash_attn.cute.interface")
@@ -82,5 +92,46 @@ def backward(problem: Problem, ordered: bool):
 
     def call(t: Inputs) -> tuple[torch.Tensor, ...]:
         return interface._flash_attn_bwd(t.q, t.k, t.v, t.out, t.dout, t.lse, **rest)
+
+    return call
+
+
+def _varlen(problem: Problem) -> dict:
+    """The keyword arguments of both passes that state a pack.
+
+    cu_seqlens are int32 on the device; the longest sequence is a number, as trainers' collators
+    give it, so that no pass waits for the device.
+    """
+    offsets = pack.offsets(problem)
+    on_device, longest = offsets.to(problem.device), int(offsets.diff().max())
+    both = {f"cu_seqlens_{side}": on_device for side in "qk"}
+    both |= {f"max_seqlen_{side}": longest for side in "qk"}
+    return both | {"softmax_scale": problem.case.scale, "causal": True}
+
+
+def varlen_forward(problem: Problem) -> Call:
+    """(out, lse) of an input set, whose rows are given one behind another."""
+    stated = _varlen(problem) | {"return_lse": True}
+    interface = module("flash_attn.cute.interface")
+    _needs_cuda(problem)
+
+    def call(t: Inputs) -> tuple[torch.Tensor, ...]:
+        out, lse = interface._flash_attn_fwd(*pack.in_a_row(t.q, t.k, t.v), **stated)[:2]
+        return pack.in_rows(problem, out, lse)
+
+    return call
+
+
+def varlen_backward(problem: Problem) -> Call:
+    """(dq, dk, dv) of an input set, whose rows are given one behind another."""
+    stated = _varlen(problem) | {"deterministic": False}
+    interface = module("flash_attn.cute.interface")
+    _needs_cuda(problem)
+    sizes = problem.case.batch, problem.case.s
+
+    def call(t: Inputs) -> tuple[torch.Tensor, ...]:
+        rows = pack.in_a_row(t.q, t.k, t.v, t.out, t.dout)
+        grads = interface._flash_attn_bwd(*rows, t.pack_lse[0], **stated)
+        return tuple(x.unflatten(0, sizes) for x in grads)
 
     return call

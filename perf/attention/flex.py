@@ -11,12 +11,16 @@ import functools
 import torch
 from torch import Tensor
 
+from ..core.rival import Absent
 from .cases import BLOCK, Inputs, Problem
+from .targets import PACK
 
 
 def rule(problem: Problem):
     """The mask as a FlexAttention ``mask_mod``, or None for no mask."""
     case, ids, blocks = problem.case, problem.ids, problem.blocks
+    if case.mask == PACK:
+        raise Absent("a pack is measured against FA4's varlen kernels alone")
     return {
         "full": lambda: None,
         "causal": lambda: lambda b, h, q, kv: kv <= q,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..core.counts import recorded, timed
-from ..core.tables import NOT_RUN, Bench, bits, folded, kept, latest, table, where
+from ..core.tables import NOT_RUN, Bench, bits, folded, kept, latest, table, times, where
 from . import soak_cases, soak_page, targets
 from .targets import Target
 
@@ -52,12 +52,32 @@ _RIVALS = [
     "FlexAttention / our ordered",
     "next step",
 ]
+_PACKS = [
+    "heads",
+    "forward",
+    "ordered backward",
+    "FA4 varlen / ours",
+    "one mask / ours",
+    "each alone / ours",
+    "bits",
+    "ran on",
+]
 
 
 def _text(size: Size) -> str:
-    mask, s, dim, heads, kv_heads = size
-    group = "MHA" if heads == kv_heads else f"GQA {heads // kv_heads}:1"
-    return _kept_together(f"{mask} {s // 1024}k", f"D = {dim}", f"{heads} heads {group}")
+    mask, s, dim, heads, _ = size
+    return _kept_together(f"{mask} {s // 1024}k", f"D = {dim}", f"{heads} heads {_group(size)}")
+
+
+def _group(size: Size) -> str:
+    *_, heads, kv_heads = size
+    return "MHA" if heads == kv_heads else f"GQA {heads // kv_heads}:1"
+
+
+def _heads(size: Size) -> str:
+    """Of a pack, whose table has no room for more."""
+    _, _, dim, heads, _ = size
+    return _kept_together(f"D = {dim}", f"{heads} heads", _group(size))
 
 
 def _kept_together(*parts: str) -> str:
@@ -128,6 +148,59 @@ def _next(bench: Bench, size: Size) -> str:
         and (slowdown(bench, t.which, size, t.system, t.rival) or 0.0) > t.at_most
     )
     return f"tune against {', '.join(missed)}" if missed else "none"
+
+
+def _pack_row(bench: Bench, size: Size) -> list[str]:
+    forward, backward = (bench.get((which, label(size)), "ours_pack") for which in ("fwd", "bwd"))
+    rivals = (_of_pack(bench, size, name) for name in ("fa4_varlen", "ours", "ours_runs"))
+    return [
+        _heads(size),
+        _rate(forward),
+        _rate(backward),
+        *rivals,
+        _bits_of_pack(forward, backward),
+        where(backward or forward),
+    ]
+
+
+def _bits_of_pack(*passes: dict | None) -> str:
+    """The verdicts of both passes; that each sequence has its own bytes is not taken as said."""
+    measured = [item for item in passes if item is not None and "bitwise" in item]
+    held = {f"{k} {item['pass']}": v for item in measured for k, v in item["bitwise"].items()}
+    compared = all("alone" in item["bitwise"] for item in measured)
+    said = bits({"bitwise": held} if measured else None)
+    return said if compared else f"{said}; alone: {NOT_RUN}"
+
+
+def _of_pack(bench: Bench, size: Size, rival: str) -> str:
+    """A rival's time over that of one launch for the pack: forward, backward."""
+    found = [bench.ratio((which, label(size)), rival, "ours_pack") for which in ("fwd", "bwd")]
+    return NOT_RUN if found == [None, None] else _kept_together(*map(times, found))
+
+
+def _pack_lines(bench: Bench) -> list[str]:
+    """The part of packed sequences."""
+    rows = [_pack_row(bench, size) for size in targets.PACKS]
+    told = []
+    for size in targets.PACKS:
+        item = bench.get(("bwd", label(size)), "ours_pack") or {}
+        if "new_pack_host_us" in item:
+            ms, count = item["new_pack_host_us"] / 1e3, item["sequences"]
+            told.append(f"{ms:.1f} ms ({_heads(size)}; {count} sequences)")
+    return [
+        "### Packed sequences",
+        "",
+        "`python -m perf bench attention --mask pack`: causal sequences of 100 to 4,000 tokens,",
+        "1,000 on average, 32k tokens a pack.  Ours is one launch a pass for all, with the copies",
+        "to where each begins as alone.  Ratios: forward, backward; of the card's time, without",
+        "the host's part of a call.  One mask: blocks are counted from each row's start, so that",
+        "a sequence's bits follow its place.  Each alone: a launch for each sequence.  Bits: 20",
+        "repeats, and those of each sequence alone.",
+        "",
+        *folded(_PACKS, rows, ("bits", "ran on")),
+        "",
+        f"What a pack of new lengths costs the host, median of 20: {'; '.join(told) or NOT_RUN}.",
+    ]
 
 
 def _shown(bench: Bench) -> list[Size]:
@@ -262,6 +335,8 @@ def render(records: list[dict]) -> list[str]:
         "### Rivals of attention",
         "",
         *table(_RIVALS, [_rival_row(bench, size) for size in shown]),
+        "",
+        *_pack_lines(bench),
         "",
         "### Targets of attention",
         "",

@@ -66,7 +66,7 @@ def target(todo: list[Case], passes: list[str]) -> None:
         drawn = problem.drawn(0)
         forward = RIVALS["ours"].start["fwd"](problem)
         out, lse = forward(Inputs(*drawn, None, None))
-        t = Inputs(*drawn, out, lse)
+        t = problem.inputs(drawn, out, lse)
         for which in ordered(passes):
             call = RIVALS["ours"].start[which](problem)
             ncu.bracketed(functools.partial(call, t))

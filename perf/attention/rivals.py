@@ -51,6 +51,34 @@ def _fa4(ordered: bool) -> dict[str, Start]:
     return {"bwd": backward} if ordered else {"fwd": forward, "bwd": backward}
 
 
+def _pack(each: bool) -> dict[str, Start]:
+    def forward(problem: Problem) -> Call:
+        from . import pack
+
+        return pack.forward(problem, each)
+
+    def backward(problem: Problem) -> Call:
+        from . import pack
+
+        return pack.backward(problem, each)
+
+    return {"fwd": forward, "bwd": backward}
+
+
+def _fa4_varlen() -> dict[str, Start]:
+    def forward(problem: Problem) -> Call:
+        from . import fa4
+
+        return fa4.varlen_forward(problem)
+
+    def backward(problem: Problem) -> Call:
+        from . import fa4
+
+        return fa4.varlen_backward(problem)
+
+    return {"fwd": forward, "bwd": backward}
+
+
 def _flex() -> dict[str, Start]:
     def forward(problem: Problem) -> Call:
         from . import flex
@@ -68,7 +96,10 @@ def _flex() -> dict[str, Start]:
 RIVALS = by_name(
     Rival("ours", _ours(ordered=True), promised=True, ordered=True),
     Rival("ours_unordered", _ours(ordered=False), promised=True),
+    Rival("ours_pack", _pack(each=False), promised=True, ordered=True),
+    Rival("ours_runs", _pack(each=True), promised=True, ordered=True),
     Rival("fa4", _fa4(ordered=False)),
     Rival("fa4_ordered", _fa4(ordered=True), ordered=True),
+    Rival("fa4_varlen", _fa4_varlen()),
     Rival("flex", _flex(), ordered=True, short=False),
 )

@@ -22,9 +22,13 @@ def chosen(
     group: list[int],
     quick: bool = False,
 ) -> list[Case]:
-    """The suite's cases that have these sizes; an empty list asks for all, lengths are free."""
+    """The suite's cases that have these sizes; an empty list asks for all, lengths are free.
+
+    Packs are among them only where their mask is asked for; the quick suite has none.
+    """
     found = []
-    for mask, own, dim, queries, kv_heads in targets.cases(quick):
+    packs = targets.PACKS if targets.PACK in masks and not quick else ()
+    for mask, own, dim, queries, kv_heads in [*targets.cases(quick), *packs]:
         fits = (not masks or mask in masks) and (not d or dim in d)
         fits &= (not heads or queries in heads) and (not group or queries // kv_heads in group)
         if fits:

@@ -21,6 +21,11 @@ SIZES = tuple(
     for dim in DIMS[::-1]
 )
 QUICK = SIZES[:1]
+#: (mask, length, head size, query heads, KV heads) of packed sequences, 32k tokens a pack.  Like no
+#: other mask they have no targets, and are measured where they are asked for.
+PACK = "pack"
+PACKS = tuple((PACK, 8192, *size) for size in ((128, 16, 16), (128, 32, 8), (64, 16, 16)))
+PACK_RIVALS = ("ours", "ours_pack", "ours_runs", "fa4_varlen")
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,11 @@ class Target:
 RIVAL_TEXT = {
     "ours": "ours",
     "ours_unordered": "ours without order",
+    "ours_pack": "ours on a pack",
+    "ours_runs": "a launch for each sequence",
     "fa4": "FA4",
     "fa4_ordered": "FA4 deterministic",
+    "fa4_varlen": "FA4 varlen",
     "flex": "FlexAttention",
 }
 
@@ -86,6 +94,8 @@ def cases(quick: bool = False) -> list[tuple[str, int, int, int, int]]:
 def rival_wanted(rival: str, mask: str, size: tuple[int, int, int]) -> bool:
     """Whether a rival is measured in a case by default: each compiles for seconds to a minute."""
     dim, heads, kv_heads = size
+    if mask == PACK or (rival in PACK_RIVALS and rival != "ours"):
+        return mask == PACK and rival in PACK_RIVALS
     if rival == "fa4":
         return heads == kv_heads or mask in ("full", "causal", "document")
     if rival == "fa4_ordered":

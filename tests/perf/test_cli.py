@@ -75,6 +75,7 @@ def test_a_wrong_option_is_named(options, words, monkeypatch):
         (["--pass", "dq"], ["--pass", "dq"]),
         (["--s", "8k"], ["--s", "8k"]),
         (["--d", "96"], ["no case of the suite"]),
+        (["--mask", "pack", "--quick"], ["no case of the suite"]),
         (["--rounds", "10"], ["--rounds"]),
     ],
 )
@@ -132,6 +133,20 @@ def test_attention_asks_for_what_the_options_say(attention_run):
     assert asked["options"].check_only and asked["options"].ceilings is None
     random = next(c for c in asked["todo"] if c.mask == "random" and c.kv_heads == 4)
     assert not asked["options"].wanted("fa4", random)
+
+
+def test_attention_takes_packs_where_they_are_asked_for(attention_run):
+    _, asked = attention_run(lambda todo: [], "--mask", "pack", "--d", "128")
+    assert [c.label for c in asked["todo"]] == [
+        "pack/s8192/d128/h16/kv16",
+        "pack/s8192/d128/h32/kv8",
+    ]
+    wanted = asked["options"].wanted
+    names = [name for name in asked["options"].rivals if wanted(name, asked["todo"][1])]
+    assert names == ["ours", "ours_pack", "ours_runs", "fa4_varlen"]
+    _, asked = attention_run(lambda todo: [])
+    assert len(asked["todo"]) == 56
+    assert not any(wanted(name, case) for name in names[1:] for case in asked["todo"])
 
 
 def test_attention_says_that_the_device_is_lost(attention_run):

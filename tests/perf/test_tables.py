@@ -10,6 +10,7 @@ from perf import cards, report, verdict
 from perf.attention import targets
 from perf.core import record
 from perf.digest.cases import CASES
+from tests.perf.attention.records import bench as attention
 from tests.perf.attention.records import every
 from tests.perf.digest.records import digested
 from tests.perf.gemm.records import bench, forward
@@ -62,6 +63,20 @@ def test_the_digests_of_both_models_fit_a_laptop():
     ]
     for rows in found_tables(report.render(made, [])):
         assert len(rows[0]) <= 8 and least_width(rows) <= PAGE, rows[0]
+
+
+def test_packs_fit_a_laptop_whatever_each_card_said():
+    """With columns that all rows share and, of two cards and one broken promise, without."""
+    for gpus in (("NVIDIA H200",) * 3, ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H200")):
+        made = []
+        for size, gpu in zip(targets.PACKS, gpus, strict=True):
+            rivals = dict.fromkeys(targets.PACK_RIVALS, 1234.5)
+            held = {"repeat": True, "alone": gpu == "NVIDIA H200"}
+            more = {"gpu": gpu, "bitwise": held, "rivals": rivals, "us": 12_345.0}
+            made += [attention(size, w, system="ours_pack", **more) for w in ("fwd", "bwd")]
+        part = report.render(made, []).split("### Packed sequences")[1].split("\n### ")[0]
+        (rows,) = found_tables(part)
+        assert len(rows) == 4 and len(rows[0]) <= 8 and least_width(rows) <= PAGE, rows
 
 
 def test_a_table_that_is_too_wide_is_seen():

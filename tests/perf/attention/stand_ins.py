@@ -22,7 +22,7 @@ def inputs(problem: Problem, seed: int = 0) -> Inputs:
     """Random inputs with the out and lse of our forward."""
     drawn = problem.drawn(seed)
     out, lse = RIVALS["ours"].start["fwd"](problem)(Inputs(*drawn, None, None))
-    return Inputs(*drawn, out, lse)
+    return problem.inputs(drawn, out, lse)
 
 
 def dense(problem: Problem, t: Inputs, which: str, allowed: torch.Tensor):

@@ -12,9 +12,7 @@ from perf.core import record, timing
 from perf.core.rival import Rival
 from perf.core.watch import Lost
 from tests.perf.attention import stand_ins
-from tests.perf.core.clocks import HostClock
-
-CEILINGS = {"mm_tflops": 800.0, "copy_gbs": 4300.0}
+from tests.perf.attention.runs import options, run
 
 
 @pytest.fixture
@@ -36,16 +34,6 @@ def known(monkeypatch):
     }
     monkeypatch.setattr(bench, "RIVALS", made)
     return made
-
-
-def options(names, **more) -> bench.Options:
-    host = {"device": "cpu", "l2_bytes": 1, "finish": lambda: None, "clock": HostClock()}
-    return bench.Options(list(names), **{"rounds": 3, "ceilings": CEILINGS} | host | more)
-
-
-def run(todo, run_options, path=None) -> tuple[list[dict], list[str]]:
-    found = list(bench.measure(todo, run_options, output=path, commit="abc"))
-    return [x for x in found if isinstance(x, dict)], [x for x in found if isinstance(x, str)]
 
 
 def test_a_run_writes_one_record_per_system_and_pass(known, tmp_path):

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from perf.attention import suite, targets
-from perf.attention.cases import BLOCK, Case, Problem
+from perf.attention.cases import BLOCK, Case, Problem, drawn_lengths
 from tests.perf.attention.stand_ins import case
 
 MASKS = tuple(targets.MASKS)
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", [*MASKS, targets.PACK])
 def test_elements_count_what_the_mask_allows(mask):
     # A length that is no multiple of the block, but for the mask that is made of blocks.
     problem = Problem(case(mask, s=256 if mask == "random" else 300, heads=4), "cpu")
@@ -40,6 +40,27 @@ def test_documents_are_1_to_2_thousand_tokens_and_other_ones_in_each_batch():
     assert ((8192 / count >= 1024) & (8192 / count <= 2048)).all()
     assert len({tuple(row.tolist()) for row in ids}) == 4
     assert (ids == Problem(Case("document", 8192, 128, 2, 2), "cpu").ids).all()
+
+
+def test_the_sequences_of_a_pack_are_drawn_as_trainers_fill_rows():
+    problem = Problem(Case("pack", 8192, 64, 2, 1), "cpu")
+    lengths = drawn_lengths(problem.case)
+    offsets = problem.offsets
+    assert offsets.dtype == torch.int32 and offsets.device.type == "cpu"
+    assert offsets.diff().tolist() == lengths and int(offsets[-1]) == 32768
+    rows = [8192 * i for i in range(1, 5)]
+    assert set(rows) <= set(offsets.tolist())
+    whole = [n for n, end in zip(lengths, offsets[1:].tolist(), strict=True) if end not in rows]
+    assert min(whole) >= 100 and max(lengths) <= 4000
+    assert 30 <= len(lengths) <= 40
+    assert Problem(Case("pack", 8192, 128, 4, 4), "cpu").offsets.equal(offsets)
+    others = [drawn_lengths(problem.case, number) for number in range(1, 21)]
+    assert len({tuple(x) for x in others}) == 20 and lengths not in others
+    assert 900 < sum(map(sum, others)) / sum(map(len, others)) < 1100
+    # What trainers count: a token sees itself and those before it in its sequence.
+    assert problem.elements == 2 * sum(n * (n + 1) // 2 for n in lengths)
+    small = drawn_lengths(problem.case.small)
+    assert sum(small) == 2048 and 10 <= len(small) <= 20 and max(small) > 128
 
 
 def test_a_quarter_of_the_blocks_is_random_and_none_is_partial():
@@ -93,6 +114,27 @@ def test_the_suite_is_the_acceptance_tables():
     quick = suite.chosen([], **sizes, quick=True)
     assert {(c.dim, c.heads, c.kv_heads) for c in quick} == {(128, 16, 16)}
     assert {c.mask for c in quick} == set(MASKS) and len(quick) == 7
+
+
+def test_packs_are_measured_where_they_are_asked_for():
+    sizes = {"s": [], "d": [], "heads": [], "group": []}
+    assert targets.PACK not in {c.mask for c in suite.chosen([], **sizes)}
+    todo = suite.chosen(["causal", "pack"], **sizes)
+    packs = [c for c in todo if c.mask == "pack"]
+    assert len(todo) == 8 + 3 and [c.label for c in packs] == [
+        "pack/s8192/d128/h16/kv16",
+        "pack/s8192/d128/h32/kv8",
+        "pack/s8192/d64/h16/kv16",
+    ]
+    assert suite.chosen(["pack"], s=[4096], d=[128], heads=[], group=[4])[0].batch == 8
+    assert suite.chosen(["pack"], **sizes, quick=True) == []
+    wanted = targets.rival_wanted
+    for name in targets.RIVAL_TEXT:
+        assert wanted(name, "pack", (128, 16, 16)) == (name in targets.PACK_RIVALS)
+    own = set(targets.PACK_RIVALS) - {"ours"}
+    assert not any(
+        wanted(name, *size[::2]) for name in own for size in [("full", 0, (128, 16, 16))]
+    )
 
 
 def test_sizes_choose_cases_and_lengths_are_free():

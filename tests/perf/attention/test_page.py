@@ -37,7 +37,9 @@ def test_without_records_the_quick_cases_say_not_run():
         assert len(found) == 11 and set(found.values()) == {"not run"}
     for target in targets.TARGETS:
         assert row(text, target.text)[1:] == ["not run", "not run"]
-    assert spaced(text).count("heads MHA |") == 14 and "GQA" not in text
+    others, packs = spaced(text).split("### Packed sequences")
+    assert others.count("heads MHA |") == 14 and "GQA" not in others
+    assert packs.count("heads, MHA |") == 2 and packs.count("GQA") == 1
     assert "Schedules: predicted and measured" not in text
 
 
@@ -149,6 +151,72 @@ def test_predictions_stand_beside_what_was_measured():
     ]
     assert cells(text)["predicted"] == "1.040x"
     assert cells(text)["ordered / unordered"] == "1.100x"
+
+
+def packs(text: str, size=targets.PACKS[0]) -> dict[str, str]:
+    return facts(text, "### Packed sequences", page._heads(size))
+
+
+def test_packs_say_not_run_and_how_to_run_them():
+    text = rendered()
+    for size in targets.PACKS:
+        found = packs(text, size)
+        assert found.pop("heads") == page._heads(size)
+        assert len(found) == 7 and set(found.values()) == {"not run"}
+    part = text.split("### Packed sequences")[1].split("\n### ")[0]
+    assert "`python -m perf bench attention --mask pack`" in part
+    assert part.rstrip().endswith("costs the host, median of 20: not run.")
+    assert not set(targets.PACKS) & set(targets.cases())
+
+
+def test_records_fill_the_table_of_packs():
+    size, own = targets.PACKS[1], {"system": "ours_pack", "us": 200.0}
+    held = {"bitwise": {"repeat": True, "alone": True}}
+    rivals = {"ours_runs": 400.0, "ours": 180.0, "fa4_varlen": 190.0}
+    told = {"sequences": 34, "new_pack_host_us": 9_637.0}
+    forward = bench(size, "fwd", **own, **held, rivals=rivals)
+    backward = bench(size, **own, **held, **told, rivals=rivals | {"fa4_varlen": 150.0})
+    text = rendered(forward, backward)
+    found = {name: spaced(cell) for name, cell in packs(text, size).items()}
+    assert found == {
+        "heads": "D = 128, 32 heads, GQA 4:1",
+        "forward": "200 us, 612 TFLOP/s",
+        "ordered backward": "200 us, 612 TFLOP/s",
+        "FA4 varlen / ours": "0.95x, 0.75x",
+        "one mask / ours": "0.90x, 0.90x",
+        "each alone / ours": "2.00x, 2.00x",
+        "bits": "same",
+        "ran on": "NVIDIA H200, 0123456789, 2026-11-21",
+    }
+    assert "median of 20: 9.6 ms (D = 128, 32 heads, GQA 4:1; 34 sequences)." in spaced(text)
+    assert packs(text)["ran on"] == "not run"
+    # They are no part of the other tables, nor of what is counted.
+    whole = report.render([forward, backward], [])
+    head, rest = whole.split("### Packed sequences")
+    assert head == report.render([], []).split("### Packed sequences")[0]
+    assert rest.split("### Targets of attention")[1].count("NVIDIA") == 0
+    one = packs(rendered(backward), size)
+    assert spaced(one["FA4 varlen / ours"]) == "not run, 0.75x" and one["forward"] == "not run"
+
+
+@pytest.mark.parametrize(
+    ("bitwise", "said"),
+    [
+        ({"repeat": True, "alone": False}, "differ: alone bwd"),
+        ({"repeat": False, "alone": True}, "differ: repeat bwd"),
+        ({"repeat": True}, "same; alone: not run"),
+    ],
+)
+def test_the_bits_of_a_pack_are_those_of_each_sequence_alone(bitwise, said):
+    size = targets.PACKS[0]
+    forward = bench(size, "fwd", system="ours_pack", bitwise={"repeat": True, "alone": True})
+    backward = bench(size, system="ours_pack", bitwise=bitwise)
+    assert packs(rendered(forward, backward))["bits"] == said
+
+
+def test_a_pack_that_failed_is_named_where_it_ran():
+    item = bench(targets.PACKS[0], system="ours_pack", status="failed", why="3 outputs")
+    assert packs(rendered(item))["ran on"].startswith("failed NVIDIA H200")
 
 
 def test_what_a_rival_cannot_do_is_listed_with_its_masks():
