@@ -62,7 +62,7 @@ def backward(problem: Problem, each: bool = False) -> Call:
     def call(t: Inputs) -> tuple[Tensor, ...]:
         dout, q, k, v, out = (x[None] for x in in_a_row(t.dout, t.q, t.k, t.v, t.out))
         grads = run(dout, None, q, k, v, out, t.pack_lse, *options)
-        return tuple(x[0].unflatten(0, sizes) for x in grads)
+        return tuple(x[0].unflatten(0, sizes) for x in grads[:3])
 
     return call
 
@@ -70,7 +70,7 @@ def backward(problem: Problem, each: bool = False) -> Call:
 def _options(problem: Problem) -> tuple:
     """What the ops take behind the tensors."""
     tokens = problem.case.batch * problem.case.s
-    return pack_op.pack_offsets(offsets(problem), tokens), *CAUSAL, problem.case.scale, 0.0
+    return pack_op.pack_offsets(offsets(problem), tokens), *CAUSAL, problem.case.scale, 0.0, None
 
 
 def _one_by_one(run: Callable) -> Callable:
