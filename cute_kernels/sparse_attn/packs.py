@@ -38,6 +38,7 @@ class Layout(NamedTuple):
     begins   int64 [N] first row of each sequence; lengths  int64 [N], none of them 0
     length   rows in all: the last sequence has no gap behind it
     rows     int64 [tokens] on the device: each token's row; None where each stays where it is
+    gaps     int64 [length - tokens] likewise: the rows of none
     source   int64 [tokens] likewise: its place in the buffer; None if the tokens are all of it
     """
 
@@ -45,14 +46,16 @@ class Layout(NamedTuple):
     lengths: np.ndarray
     length: int
     rows: Tensor | None
-    source: Tensor | None = None
+    gaps: Tensor | None
+    source: Tensor | None
 
     def spread(self, t: Tensor, fill: float = 0.0) -> Tensor:
         """[B, T, ..] -> [1, length, ..], with gaps of ``fill``."""
         t = t.flatten(0, 1)
         t = t if self.source is None else t.index_select(0, self.source)
         if self.rows is not None:
-            t = t.new_full((self.length, *t.shape[1:]), fill).index_copy_(0, self.rows, t)
+            made = t.new_empty((self.length, *t.shape[1:])).index_copy_(0, self.rows, t)
+            t = made.index_fill_(0, self.gaps, fill)
         return t[None]
 
     def gathered(self, t: Tensor, sizes: tuple[int, int], fill: float = 0.0) -> Tensor:
@@ -88,9 +91,11 @@ def _layout(lengths: np.ndarray, source: np.ndarray | None, device: str) -> Layo
     begins = np.concatenate(([0], ends[:-1]))
     starts = np.concatenate(([0], lengths.cumsum()[:-1]))
     moved = np.repeat(begins - starts, lengths)
+    length = int(begins[-1] + lengths[-1])
     rows = np.arange(len(moved)) + moved if moved.any() else None
-    parts = (None if t is None else torch.from_numpy(t).to(device) for t in (rows, source))
-    return Layout(begins, lengths, int(begins[-1] + lengths[-1]), *parts)
+    gaps = None if rows is None else np.setdiff1d(np.arange(length), rows, assume_unique=True)
+    parts = (None if t is None else torch.from_numpy(t).to(device) for t in (rows, gaps, source))
+    return Layout(begins, lengths, length, *parts)
 
 
 def lowered(of: Layout, window: Window, device: str) -> LoweredMask:

@@ -1,9 +1,15 @@
-"""What one call costs the host: ours and torch's, in one process, in turns."""
+"""What one call costs the host: ours and torch's, in one process, in turns.
+
+Of ours also what its compiled kernel alone takes: arguments, launch and driver, no Python above.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 
@@ -13,6 +19,8 @@ from ..core import timing
 TOKENS, HIDDEN, HEADS, KEY_HEADS, DIM = 64, 2048, 32, 8, 64
 SHAPE = f"{TOKENS}x{HIDDEN}"
 _TURNS = 5
+#: Product -> the module that launches its kernel.
+_LAUNCHERS = {"linear": "gemm", "attention": "sparse_attn", "rms_norm": "norm"}
 
 
 class Calls(NamedTuple):
@@ -55,15 +63,38 @@ def calls(device: str) -> dict[str, Calls]:
     }
 
 
+def launch_of(module: object, run: Callable[[], object]) -> Callable[[], object]:
+    """The one call of a compiled kernel that ``run`` makes through ``module``, arguments and all."""
+    found = []
+
+    def call(device: torch.device, kernel: Callable, *args: object) -> None:
+        found.append(functools.partial(kernel, *args))
+        kernel(*args)
+
+    with mock.patch.object(module, "call", call):
+        run()
+    (only,) = found
+    return only
+
+
+def _timed(product: str, both: Calls, device: str) -> dict[str, Callable[[], object]]:
+    found = {"ours": both.ours, "torch": both.torch}
+    if device == "cuda" and product in _LAUNCHERS:
+        module = importlib.import_module(f"cute_kernels.{_LAUNCHERS[product]}.launch")
+        found["ours, launch"] = launch_of(module, both.ours)
+    return found
+
+
 def measured(device: str) -> Iterator[dict]:
     """A record for each product and system: microseconds of host time, the least of the turns."""
     finish = torch.cuda.synchronize if device == "cuda" else lambda: None
     for product, both in calls(device).items():
-        costs: dict[str, list[float]] = {"ours": [], "torch": []}
         with torch.set_grad_enabled(both.grad):
+            timed = _timed(product, both, device)
+            costs: dict[str, list[float]] = {name: [] for name in timed}
             for _ in range(_TURNS):
                 for name, taken in costs.items():
-                    taken.append(timing.host_cost(getattr(both, name), finish=finish, batches=5))
+                    taken.append(timing.host_cost(timed[name], finish=finish, batches=5))
         for name, taken in costs.items():
             body = {"product": f"host {product}", "shape": SHAPE, "dtype": "bf16", "system": name}
             yield body | {"status": "ok", "host_us": min(taken)}

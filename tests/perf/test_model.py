@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from perf.model import page, shapes
 from perf.model.llama import SYSTEMS, Size
@@ -113,3 +116,17 @@ def test_each_part_has_its_step():
     from perf.model import llama
 
     assert all(callable(getattr(llama, part)) for part in shapes.TIMED)
+
+
+def test_the_launch_of_a_call_is_found():
+    seen = []
+    module = SimpleNamespace(call=None)
+
+    def run():
+        module.call(torch.device("cpu"), lambda *args: seen.append(args), 1, "two")
+
+    launch = page.host.launch_of(module, run)
+    launch()
+    assert seen == [(1, "two")] * 2 and module.call is None
+    with pytest.raises(ValueError, match="not enough"):
+        page.host.launch_of(module, lambda: None)

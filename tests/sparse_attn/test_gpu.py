@@ -251,3 +251,7 @@ def test_sequences_have_their_bytes_wherever_a_buffer_holds_them():
 def test_sequences_of_packs_have_their_bytes():
     """128 of the 512 that the script alone draws."""
     in_a_process("gpu_packs", "128")
+
+
+def test_sinks():
+    in_a_process("gpu_sinks")

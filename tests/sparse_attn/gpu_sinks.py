@@ -1,0 +1,85 @@
+"""Attention sinks on a card: python -m tests.sparse_attn.gpu_sinks [DEVICE]
+
+Values and gradients against float64, repeats, sequences of a pack against themselves alone, and
+spans that the kernel reads against runs.  Prints "ok" at the end.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+import cute_kernels as ck
+from cute_kernels.sparse_attn import api
+from tests.contract import same_bytes
+from tests.sparse_attn import cases, pack_cases
+from tests.sparse_attn.sink_cases import CASES, MASKS, S, drawn_sinks, excess
+
+REPEATS = 20
+
+
+def main(device: str = "cuda") -> None:
+    for case in CASES:
+        for with_lse in (True, False):
+            values(case, with_lse, device)
+    pack_cases.DEVICE = device
+    for dim in (64, 96, 128):
+        lengths = [130, 1, 61, 700]
+        given = pack_cases.drawn(sum(lengths), heads=(4, 2), dim=dim)
+        options = {"sinks": drawn_sinks(4).detach().to(device)}
+        made = pack_cases.packed(given, lengths, **options)
+        require(
+            f"a pack, D = {dim}",
+            not pack_cases.differing(made, pack_cases.alone(given, lengths, **options)),
+        )
+        for rows in (1, 5, 200):
+            spans(dim, rows, device)
+    print("ok")
+
+
+def values(case: tuple, with_lse: bool, device: str) -> None:
+    dim, dtype, form, softcap = case
+    x, mask = cases.inputs(2, 4, 2, S, S, dim, dtype, seed=dim), MASKS[form]()
+    sinks = drawn_sinks(4, torch.float32 if dim == 64 else dtype)
+    leaves = [t.detach().to(device).requires_grad_() for t in (*x.leaves(), sinks)]
+    upstream = x.dout.to(device), x.dlse.to(device)
+
+    def run() -> list[torch.Tensor]:
+        options = {"sinks": leaves[3], "softcap": softcap, "return_lse": True}
+        made = ck.block_sparse_attention(*leaves[:3], mask.to(device), **options)
+        count = 2 if with_lse else 1
+        grads = torch.autograd.grad(made[:count], leaves, upstream[:count])
+        return [t.detach() for t in (*made, *grads)]
+
+    first = run()
+    above = excess([t.cpu() for t in first], x, mask, sinks, with_lse, softcap)
+    require(f"values, {case}, {above}", all(ratio <= 1 for ratio in above.values()))
+    again = (all(map(same_bytes, run(), first)) for _ in range(REPEATS))
+    require(f"{REPEATS} repeats", all(again))
+
+
+@torch.no_grad()
+def spans(dim: int, rows: int, device: str) -> None:
+    """The last rows of two sequences, one behind padding."""
+    g = torch.Generator().manual_seed(rows)
+    drawn = (torch.randn(2, n, h, dim, generator=g) for n, h in ((rows, 4), (300, 2), (300, 2)))
+    q, k, v = (t.bfloat16().to(device) for t in drawn)
+    padding = (torch.arange(300) >= torch.tensor([[0], [11]])).to(device)
+    sinks = drawn_sinks(4).detach().to(device)
+    made = []
+    for where in ("cpu", device):
+        options = {"packed": False, "device": where}
+        table = api.sequence_spans(None, padding, 300 - rows, 0, (2, rows, 300), **options)
+        made.append(api.sequence_attention(q, k, v, table, sinks=sinks))
+    require(f"{rows} rows of spans, D = {dim}", same_bytes(*made))
+
+
+def require(what: str, right: bool) -> None:
+    """Prints a case, and fails if it is wrong."""
+    print(what, "ok" if right else "WRONG", flush=True)
+    assert right, what
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

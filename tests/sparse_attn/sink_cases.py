@@ -1,0 +1,64 @@
+"""Attention sinks: the cases, and how far results are from float64; for a CPU and for a card."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from cute_kernels.schedulers import BlockMask
+from cute_kernels.sparse_attn import reference
+from tests.sparse_attn import cases
+
+S = 200
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
+
+
+def bits() -> BlockMask:
+    """A fifth of the pairs; rows 40 to 49 and 128 to 199 see nothing."""
+    dense = torch.rand(S, S, generator=torch.Generator().manual_seed(2)) < 0.2
+    dense[40:50] = dense[128:] = False
+    return BlockMask.from_dense(dense)
+
+
+MASKS = {
+    "none": lambda: BlockMask.full(S, S),
+    "band": lambda: BlockMask.sliding_window(S, S, left=50, right=0),
+    "bits": bits,
+}
+
+
+def drawn_sinks(heads: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """From one that hardly counts to one that outweighs every key."""
+    return torch.linspace(-4, 6, heads).to(dtype).requires_grad_()
+
+
+def excess(found, x: cases.Inputs, mask, sinks, with_lse: bool = True, softcap: float = 0.0):
+    """Result -> its largest error as a multiple of its bound."""
+    allowed, plain = mask.to_dense(), [t.detach() for t in x.leaves()]
+    leaves = [t.detach().double().requires_grad_() for t in (*plain, sinks)]
+    given = {"softcap": softcap, "sinks": leaves[3]}
+    exact = reference.attention(*leaves[:3], allowed, **given)
+    upstream = x.dout.double(), x.dlse.double() if with_lse else torch.zeros_like(exact[1])
+    exact = [t.detach() for t in (*exact, *torch.autograd.grad(exact, leaves, upstream))]
+    dlse = x.dlse if with_lse else None
+    scores = reference.Scores(softcap=softcap, sinks=sinks.detach())
+    bounds = reference.error_bounds(*plain, x.dout, allowed, dlse=dlse, scores=scores)
+    whole = reference.sinks_bound(bounds, exact[:2], (x.dout, dlse), sinks.detach())
+    whole = whole + torch.finfo(sinks.dtype).eps * exact[5].abs()
+    return {
+        name: ((got.double() - want).abs() / bound)
+        .nan_to_num(math.inf, posinf=math.inf)
+        .max()
+        .item()
+        for name, got, want, bound in zip(NAMES, found, exact, (*bounds, whole), strict=True)
+    }
+
+
+CASES = [
+    (64, torch.bfloat16, "band", 0.0),
+    (64, torch.float16, "bits", 3.0),
+    (96, torch.bfloat16, "none", 0.0),
+    (128, torch.bfloat16, "bits", 0.0),
+    (128, torch.float16, "band", 2.0),
+]
