@@ -64,7 +64,7 @@ def calls(device: str) -> dict[str, Calls]:
 
 
 def launch_of(module: object, run: Callable[[], object]) -> Callable[[], object]:
-    """The one call of a compiled kernel that ``run`` makes through ``module``, arguments and all."""
+    """The one call of a compiled kernel that ``run`` makes through ``module``, as a call."""
     found = []
 
     def call(device: torch.device, kernel: Callable, *args: object) -> None:

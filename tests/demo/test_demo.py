@@ -107,12 +107,12 @@ def _norm_in_bf16_for_one_token(x, weight, eps, **options):
     return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
 
-def _keys_split_for_one_query(run, q, k, v, scale, softcap):
+def _keys_split_for_one_query(run, q, k, v, scale, softcap, sinks):
     """Two halves of the keys, joined by their log-sum-exps when there is one query, as in decoding
     kernels that split the keys to fill the machine."""
     queries, keys, values = run.cut_queries(q), run.cut_keys(k), run.cut_keys(v)
     if queries.shape[1] > 1 or keys.shape[1] < 2:
-        return _attend(run, q, k, v, scale, softcap)
+        return _attend(run, q, k, v, scale, softcap, sinks)
     half = keys.shape[1] // 2
     parts = [
         ck.block_sparse_attention(queries, keys[:, p], values[:, p], scale=scale, return_lse=True)
@@ -124,7 +124,7 @@ def _keys_split_for_one_query(run, q, k, v, scale, softcap):
     return (weights * outs).sum(0).to(q.dtype), lse.logsumexp(0)
 
 
-_linear, _rms_norm, _attend = gemm.linear, norm.rms_norm, sequence_op._attend
+_linear, _rms_norm, _attend = gemm.linear, norm.rms_norm, sequence_op._attend_run
 
 
 def _no_main_grad(net, grads):
@@ -141,7 +141,7 @@ _logps = score._logps
 MUTANTS = {
     "linear": (gemm, "linear", _linear_order_by_rows, "rollouts"),
     "norm": (norm, "rms_norm", _norm_in_bf16_for_one_token, "rollouts"),
-    "split keys": (sequence_op, "_attend", _keys_split_for_one_query, "rollouts"),
+    "split keys": (sequence_op, "_attend_run", _keys_split_for_one_query, "rollouts"),
     "cut at 5 tokens": (score, "_logps", _cut_anywhere, "grads"),
     "no main_grad": (model, "set_main_grads", _no_main_grad, "grads"),
 }
