@@ -67,12 +67,18 @@ def test_layouts_do_not_show():
 
 
 def test_a_sum_of_minus_zeros_keeps_the_sign():
-    """Products that underflow: every leaf is -0, which a sum started from +0 would lose."""
+    """Which a sum started from +0 would lose."""
+    parts = torch.full((8, 2, 16), -0.0)
+    total = op.add_leaves(parts, None, BF16)
+    assert torch.signbit(total).all() and not total.any()
+
+
+def test_products_that_underflow_have_the_sign_that_the_tree_gives_them():
+    """-0, or +0 where the BLAS starts its sums from it."""
     a, b = torch.full((2, 256), 1e-30).bfloat16(), torch.full((16, 256), -1e-30).bfloat16()
     parts = op.leaf_sums(a, b, 32)
+    assert not parts.any()
     total = op.add_leaves(parts, None, BF16)
-    assert torch.signbit(parts).all() and not parts.any()
-    assert torch.signbit(total).all() and not total.any()
     assert contract.same_bytes(total, ck.linear(a, b, order="tree"))
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 
 import cute_kernels as ck
+from cute_kernels.gemm import cpu
 from cute_kernels.integrations import tensor_parallel as tp
 from tests import contract
 
@@ -21,7 +25,8 @@ class Case(NamedTuple):
     k: int
     dtype: torch.dtype
     bias: bool
-    #: Products underflow, so that every leaf, and so every sum, is -0.
+    #: Products underflow, so that every leaf, and so every sum, is -0: within `signed_zeros` on a
+    #: CPU, where a BLAS may lose the sign.
     minus_zeros: bool = False
 
 
@@ -68,6 +73,23 @@ def operands(case: Case, device: str = "cpu") -> tuple:
         drawn = [torch.full(s, sign * 1e-30) for s, sign in zip(shapes, (1, -1, 1, 1), strict=True)]
     x, weight, bias, dy = (t.to(case.dtype).to(device) for t in drawn)
     return x, weight, bias if case.bias else None, dy
+
+
+@contextlib.contextmanager
+def signed_zeros() -> Iterator[None]:
+    """Inside, a product on the CPU that is zero is -0, as that of any sum of negative underflows.
+
+    Some BLAS start their sums from the first product, some from +0 (MKL on AMD's processors).
+    """
+    true = cpu.mm
+
+    def mm(*args, **options):
+        out = true(*args, **options)
+        out[out == 0] = -0.0
+        return out
+
+    with mock.patch.object(cpu, "mm", mm):
+        yield
 
 
 def whole(case: Case, device: str = "cpu") -> Whole:

@@ -29,6 +29,7 @@ from tests.integrations.parallel_cases import (
     differing,
     operands,
     part,
+    signed_zeros,
     whole,
 )
 from tests.ranks import reports
@@ -55,12 +56,18 @@ def wrong(function, case: Case, degree: int, **options) -> set[str]:
     return {name for names in found for name in names}
 
 
+@pytest.fixture
+def minus_zeros():
+    with signed_zeros():
+        yield
+
+
 # ---- bytes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("function", CUTS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("degree", [1, 2, 4, 8])
-def test_every_degree_has_the_bytes_of_one(threaded, degree, function):
+def test_every_degree_has_the_bytes_of_one(threaded, minus_zeros, degree, function):
     for case in cases(degree):
         assert not wrong(function, case, degree), case
 
@@ -243,7 +250,7 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.__name__)
-def test_a_mutant_is_killed(threaded, monkeypatch, mutant):
+def test_a_mutant_is_killed(threaded, minus_zeros, monkeypatch, mutant):
     """By the cases of test_every_degree_has_the_bytes_of_one, of degree 2."""
     found = [(case, whole(case)) for case in cases(2)]
     mutant(monkeypatch)
@@ -257,7 +264,7 @@ def test_a_mutant_is_killed(threaded, monkeypatch, mutant):
     assert not all(survives(*one) for one in found)
 
 
-def test_the_sign_of_zero_is_what_kills_a_sum_from_zero(threaded, monkeypatch):
+def test_the_sign_of_zero_is_what_kills_a_sum_from_zero(threaded, minus_zeros, monkeypatch):
     of = {case: whole(case) for case in cases(2)}
     started_from_zero(monkeypatch)
     killers = {
