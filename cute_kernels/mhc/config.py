@@ -79,7 +79,7 @@ def plan(backend: str, device: arch.Device) -> dict[str, object]:
         return common | {"cpu": asdict(CPU), "threads": device.threads}
     if backend == arch.TRITON:
         return common | asdict(TRITON)
-    return common
+    return common | {"squares": "octets from zero, four lanes of them"}
 
 
 # ``blocks`` of a configuration: CTAs of an SM that its registers leave room for.  Without it ptxas

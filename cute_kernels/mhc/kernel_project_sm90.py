@@ -9,8 +9,10 @@ Layout       x, y [M, K] rows of streams (mhc/config.py); psi fp32 [N, K]; sums 
 Order        a chunk is walked in steps of 32 channels, a step in the units of mhc/device/unit.py;
              each octet is two k16 groups of ``mma.sync`` whose sums go on.  psi is the sum of T
              bf16 terms, and so is an fp32 x; each term of psi has sums of its own, which are added
-             from the smallest on.  Squares: four lanes have a chain each, neighbours are added
-             first.  None of it follows M, the grid or the warp.
+             from the smallest on.  Squares: a lane adds those of an octet from zero, and octets
+             in a chain; of four lanes neighbours are added first.  A chain of single squares would
+             be too small, as those of bf16 numbers are rounded down more often than up.  None of
+             it follows M, the grid or the warp.
 Work         a CTA keeps the terms of one chunk of psi in shared memory and streams tokens past
              them, a tile of 16 or 32 to a warp; as many CTAs as fit share a chunk.
 M, C tails   rows behind the last are read as the last, and not stored; channels behind the last
@@ -278,8 +280,11 @@ class MhcProjectSm90:
                 made = (expand, collapse, coefficients[h])
                 raw = self.expand(made, item[h], rows[h], at, checked)
             values = unit.widened(raw)
-            for p in cutlass.range_constexpr(cute.size(raw)):
-                squares[h] = cute.math.fma(values[p], values[p], squares[h])
+            for o in cutlass.range_constexpr(self.octets):
+                of_octet = values[o * OCTET] * values[o * OCTET]
+                for p in cutlass.range_constexpr(o * OCTET + 1, (o + 1) * OCTET):
+                    of_octet = cute.math.fma(values[p], values[p], of_octet)
+                squares[h] = squares[h] + of_octet
             terms.append(matrix.terms(raw, self.terms))
         for o in cutlass.range_constexpr(self.octets):
             octet = step * self.config.n + i * self.octets + o

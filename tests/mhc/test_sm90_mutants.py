@@ -146,8 +146,13 @@ MUTANTS = {
         "                    total", "copy.aligned(mParts, at + (chunks - 1 - s) * step, 1)[0]\n"
         "                    total", order("chunks_of_tokens")),
     "squares_descending": (PROJECT,
-        "squares[h] = cute.math.fma(values[p], values[p], squares[h])",
-        "squares[h] = cute.math.fma(values[7 - p], values[7 - p], squares[h])",
+        "of_octet = cute.math.fma(values[p], values[p], of_octet)",
+        "of_octet = cute.math.fma(values[8 - p], values[8 - p], of_octet)",
+        order("squares")),
+    "squares_in_one_chain": (PROJECT,
+        "                of_octet = values[o * OCTET] * values[o * OCTET]\n",
+        "                of_octet = cute.math.fma(values[o * OCTET], values[o * OCTET],"
+        " squares[h])\n                squares[h] = cutlass.Float32(0.0)\n",
         order("squares")),
 }  # fmt: skip
 
