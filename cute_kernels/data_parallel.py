@@ -35,6 +35,12 @@ def reducer(parameter: torch.Tensor) -> str | None:
     return FSDP2 if sharded(parameter) is not None else None
 
 
+def sharding() -> bool:
+    """Whether ``fully_shard`` has made something of any module of this process."""
+    states = sys.modules.get(_FSDP2_STATES)
+    return states is not None and len(states._module_state_mapping) > 0
+
+
 def sharded(parameter: torch.Tensor) -> torch.Tensor | None:
     """The sharded parameter that ``fully_shard`` gathered into ``parameter``, if it did."""
     states = sys.modules.get(_FSDP2_STATES)

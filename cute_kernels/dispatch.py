@@ -15,7 +15,7 @@ from datetime import datetime, timezone
 
 import torch
 
-from . import arch, contracts, log, settings
+from . import again, arch, contracts, log, settings
 from .errors import BackendUnavailable, no_backend
 
 
@@ -26,6 +26,7 @@ class Implementation:
     launcher: str  # "package.module:function"
     dtypes: frozenset[torch.dtype]
     otherwise: str = ""  # where a dtype that is not taken goes, for the reader of a refusal
+    prepare: str = ""  # likewise: of a call like those to come, what launches them, or None
 
 
 @dataclass(frozen=True)
@@ -94,10 +95,17 @@ def launcher(op: str, device: torch.device, dtype: torch.dtype) -> Callable:
     return _launcher(op, device, dtype, settings.forced_backend(), torch.get_num_threads())
 
 
+def prepared(op: str, device: torch.device, dtype: torch.dtype, *call: object) -> Callable | None:
+    """What launches ``op`` for all calls like this one (`again`), if one choice does for them."""
+    named = _TABLE[op][backend(op, device, dtype)].prepare
+    return _function(named)(*call) if named else None
+
+
 def forget() -> None:
     """Forgets every choice and what ran: devices are described anew."""
     _choose.cache_clear()
     _launcher.cache_clear()
+    again.forget()
     _ran.clear()
 
 
@@ -111,10 +119,14 @@ def _launcher(
     op: str, device: torch.device, dtype: torch.dtype, forced: str, threads: int
 ) -> Callable:
     chosen = _choose(op, device, dtype, forced)
-    module, function = _TABLE[op][chosen].launcher.split(":")
-    launch = getattr(importlib.import_module(module), function)
+    launch = _function(_TABLE[op][chosen].launcher)
     _record(op, chosen, device, dtype)
     return launch
+
+
+def _function(name: str) -> Callable:
+    module, function = name.split(":")
+    return getattr(importlib.import_module(module), function)
 
 
 def _record(op: str, chosen: str, device: torch.device, dtype: torch.dtype) -> None:

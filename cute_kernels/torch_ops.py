@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.autograd import forward_ad
 
+from .again import MODE, watched
 from .errors import UnsupportedTransformError
 from .untraced import untraced
 
@@ -23,8 +24,6 @@ _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | (
     torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 )
 
-#: The dispatch key of `model.batch_invariant`, included in a thread where that mode is on.
-MODE = torch._C._parse_dispatch_key("DeferredInit")
 BELOW_MODE = torch._C._dispatch_keyset_full_after(MODE)
 #: Where they are excluded, torch's ops are torch's, and nothing is cast.
 MODE_KEYS = torch._C.DispatchKeySet(MODE) | _AUTOCAST_KEYS
@@ -66,7 +65,7 @@ def define_op(
     if backward is None:
         autograd, apply = _no_gradient(op), None
     else:
-        apply = _node(op, run, setup, backward)
+        apply = _node(op, setup, backward)
         autograd = _autograd(op, apply)
     _LIBRARY.impl(name, untraced(autograd), "Autograd", with_keyset=True)
     for key, device_type in _AUTOCAST.items():
@@ -96,68 +95,59 @@ _PLAIN_TYPES = frozenset(
     )
 )
 _C = torch._C
-#: Included where `torch.autograd.grad(is_grads_batched=True)` runs a backward: its batched tensors
-#: have torch.Tensor's type, and functorch does not know of them.
-_LEGACY_VMAP = _C._parse_dispatch_key("VmapMode")
 
 
 def _plain(args: Sequence[object], tensor: torch.Tensor) -> bool:
-    """Whether no mode, transform, trace, profile or subclass wants a call, and no fake.
+    """Whether nothing but the op has a say in a call (`watched`), and all are true values.
 
     ``tensor``: one of the arguments.
     """
-    return not (
-        _C._len_torch_dispatch_stack()
-        or _C._len_torch_function_stack()
-        or _C._is_any_autocast_enabled()
-        or _C._are_functorch_transforms_active()
-        or _C._dispatch_tls_is_dispatch_key_included(_LEGACY_VMAP)
-        or _C._autograd._profiler_enabled()
-        or _in_mode()
-        or forward_ad._current_level >= 0
-        or _C._get_tracing_state() is not None
-        or tensor.is_meta
-    ) and _PLAIN_TYPES.issuperset(map(type, args))
-
-
-def _in_mode() -> bool:
-    """Whether an op of torch that is called here comes to `model.batch_invariant`."""
-    included = _C._dispatch_tls_is_dispatch_key_included(MODE)
-    return included and not _C._dispatch_tls_is_dispatch_key_excluded(MODE)
+    return (
+        not (watched() or tensor.is_meta)
+        and _PLAIN_TYPES.issuperset(map(type, args))
+        and not (any(a.is_neg() for a in args if isinstance(a, torch.Tensor)))
+    )
 
 
 def _entrance(op: Callable, run: Callable, apply: Callable | None, at: int) -> Callable:
     """What callers call: the op, or the end of its way where nothing lies between.
 
-    ``at``: the position of a tensor.
+    Its ``computed`` is that end, by a function that is given (`again`).  ``at``: the position of a
+    tensor.
     """
 
     def enter(*args):
         if torch.compiler.is_compiling() or not _plain(args, args[at]):
             return op(*args)
+        return computed(run, *args)
+
+    def computed(run: Callable, *args):
+        """The op's results by ``run``, with a node in the graph if a gradient is asked for."""
         if not (_C.is_grad_enabled() and _C._any_requires_grad(*args)):
             return run(*args)
-        return op(*args) if apply is None else apply(*args, None)
+        return op(*args) if apply is None else apply(*args, run)
 
+    enter.computed = computed
     return enter
 
 
-def _node(op: Callable, run: Callable, setup: Callable, backward: Callable) -> Callable:
-    """The op's node in autograd graphs: takes the op's arguments and a keyset.
+def _node(op: Callable, setup: Callable, backward: Callable) -> Callable:
+    """The op's node in autograd graphs: takes the op's arguments, and what computes it.
 
-    What ``torch.library.register_autograd`` builds, without its look at the schema's defaults in
-    every call (the ops here have none).  Without a keyset it runs below the dispatcher.
+    That is a function of them, or a keyset, for the dispatcher.  It is what
+    ``torch.library.register_autograd`` builds, without its look at the schema's defaults in every
+    call (the ops here have none).
     """
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *args):
-            *args, keyset = args
-            if keyset is None:
-                output = run(*args)
+            *args, by = args
+            if type(by) is not _C.DispatchKeySet:
+                output = by(*args)
             else:
                 with torch._C._AutoDispatchBelowAutograd():
-                    output = op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+                    output = op.redispatch(by & torch._C._after_autograd_keyset, *args)
             setup(ctx, args, output)
             return output
 

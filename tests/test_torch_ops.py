@@ -9,7 +9,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_kernels as ck
-from cute_kernels import torch_ops
+from cute_kernels import again, torch_ops
+from cute_kernels.gemm import op
 from tests.contract import same_bytes
 
 BF16 = torch.bfloat16
@@ -125,6 +126,17 @@ def test_a_subclass_sees_the_op():
     assert any("cute_kernels.linear" in name for name in Wrapped.seen)
 
 
+def test_a_view_that_negates_is_read_as_what_it_stands_for(monkeypatch):
+    """Its memory holds other values; a launcher that reads memory must be given a true copy."""
+    seen = []
+    true = op._product
+    monkeypatch.setattr(op, "_product", lambda a, *rest: seen.append(a.is_neg()) or true(a, *rest))
+    x, weight = drawn(6, 32, dtype=torch.float32), drawn(24, 32, dtype=torch.float32)
+    assert same_bytes(ck.linear(torch._neg_view(x), weight), ck.linear(-x, weight))
+    assert same_bytes(ck.linear(x, torch._neg_view(weight)), ck.linear(x, -weight))
+    assert seen == [False] * 4
+
+
 def test_what_has_no_memory_gets_shapes():
     assert ck.linear(drawn(6, 32).to("meta"), drawn(24, 32).to("meta")).device.type == "meta"
     with FakeTensorMode():
@@ -179,7 +191,7 @@ def test_an_entrance_that_does_not_ask_is_killed(mutant, monkeypatch):
         def __getattr__(self, name):
             return (lambda: 0) if name == mutant else getattr(torch._C, name)
 
-    monkeypatch.setattr(torch_ops, "_C", Deaf())
+    monkeypatch.setattr(again, "_C", Deaf())
     with pytest.raises((AssertionError, ck.errors.DtypeError, RuntimeError)):
         test_nothing_goes_past_a_mode("linear")
         test_autocast_casts()

@@ -12,7 +12,7 @@ from .. import log
 from ..compile import cache
 from ..compile.call import call
 from ..compile.kernel import Entry, Expect, Kernel
-from ..operands import ALIGN, matrix, most_ctas, padded_copy, padded_empty, storable
+from ..operands import ALIGN, major, matrix, most_ctas, padded_copy, padded_empty, storable
 from . import config, tiles
 from .config import DTYPE_NAMES, ORDER, UNORDERED, Config, SkinnyConfig
 from .tiles import Dense, Skinny
@@ -53,6 +53,41 @@ def gemm(
         bias = None if bias is None else bias.expand(size[0], size[1])
         y = _skinny(a, (b, b_major), bias, tile, order)
     return y if out is None or y is out else out.copy_(y)
+
+
+def prepare_gemm(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, order: str
+) -> Callable | None:
+    """``gemm(a, b, bias)`` for all operands like these (`again`): one launch and nothing else.
+
+    None where an operand would be copied or the result has padding.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    majors = major(a), major(b)
+    if None in majors or (order != ORDER and majors[0] != "k") or n * a.itemsize % ALIGN:
+        return None
+    if bias is not None and bias.stride(0) != 1:
+        return None
+    choose = tiles.choose if majors[0] == "k" else tiles.dense
+    tile = choose(m, n, k, order, most_ctas(a.device))
+    if isinstance(tile, Dense):
+        epilogue = "plain" if bias is None else "bias"
+        kernel = _gemm_kernel(a.dtype, *majors, epilogue, tile, order)
+        clusters = max_clusters(a.device)
+
+        def run(a, b, bias):
+            out = a.new_empty(m, n)
+            call(a.device, kernel, a, b, out, bias, clusters)
+            return out
+    else:
+        kernel = _skinny_kernel(a.dtype, majors[1], bias is not None, tile, order)
+
+        def run(a, b, bias):
+            out = a.new_empty(m, n)
+            call(a.device, kernel, b, a, out, None if bias is None else bias.expand(m, n))
+            return out
+
+    return run
 
 
 def skinny(

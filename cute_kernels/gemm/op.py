@@ -25,6 +25,7 @@ import torch
 
 from .. import contracts, cpu_math, dispatch
 from .. import main_grad as destination
+from ..again import Calls
 from ..arch import CPU, CUTE_SM90, TRITON
 from ..dispatch import Implementation
 from ..errors import UnsupportedTransformError
@@ -45,7 +46,12 @@ for _kernel, _contract in (
     dispatch.register(
         _kernel,
         {
-            CUTE_SM90: Implementation(f"{__package__}.launch:{_kernel}", _HALF, _FP32_ELSEWHERE),
+            CUTE_SM90: Implementation(
+                f"{__package__}.launch:{_kernel}",
+                _HALF,
+                _FP32_ELSEWHERE,
+                f"{__package__}.launch:prepare_gemm" if _kernel == "gemm" else "",
+            ),
             TRITON: Implementation(f"{__package__}.triton.launch:{_kernel}", _ALL),
             CPU: Implementation(f"{__package__}.cpu:{_kernel}", _ALL),
         },
@@ -84,6 +90,22 @@ def _run_linear(x, weight, bias, main_grad, order):
     if x.dim() == 2:
         return _product(x, weight, order, bias)
     return _product(_rows(x), weight, order, bias).view(*x.shape[:-1], weight.shape[0])
+
+
+def _prepare_linear(x, weight, bias, order):
+    """`_run_linear` without a main_grad, for calls like this one."""
+    if 0 in (*x.shape, *weight.shape) or (x.dim() > 2 and not x.is_contiguous()):
+        return None
+    rows = x.view(-1, x.shape[-1])
+    launch = dispatch.prepared("gemm", x.device, x.dtype, rows, weight, bias, order)
+    if launch is None or x.dim() == 2:
+        return launch and (lambda x, weight, bias, main_grad, order: launch(x, weight, bias))
+    flat, shape = rows.shape, (*x.shape[:-1], weight.shape[0])
+    return lambda x, weight, bias, main_grad, order: launch(x.view(flat), weight, bias).view(shape)
+
+
+#: Calls of `linear` without a main_grad, by their order.
+calls = Calls(_prepare_linear)
 
 
 def _run_dx(dy, weight, order):

@@ -49,6 +49,35 @@ def forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: 
     return Normed(_whole(y, width), None if h is None else _whole(h, width), mean, rstd)
 
 
+def prepare_forward(
+    x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: Rule
+) -> Callable | None:
+    """`forward` of all operands like these (`again`): one launch and nothing else.
+
+    None where an operand would be copied or made.
+    """
+    m, width = x.shape
+    added = None if residual is None else _rows(residual, "residual")
+    taken = _rows(x, "x"), added, *_scale(scale, x, rule)
+    if any(one is not other for one, other in zip(taken, (x, residual, *scale), strict=True)):
+        return None
+    dtype, layer = scale.weight.dtype, rule.kind == LAYER
+    chosen, at_once, held = _forward(rule.kind, x.dtype, dtype, residual is not None, width)
+    kernel, ctas = _kernel(chosen), min(-(-m // at_once), most_ctas(x.device) * held)
+    eps, offset = rule.eps, rule.offset
+
+    def run(x, residual, weight, bias):
+        y = x.new_empty(m, width)
+        h = None if residual is None else x.new_empty(m, width)
+        rstd = x.new_empty(m, dtype=torch.float32)
+        mean = torch.empty_like(rstd) if layer else None
+        args = (x, residual, weight, bias, h, y, mean, rstd)
+        call(x.device, kernel, *args, eps, offset, width, ctas)
+        return y, h, mean, rstd
+
+    return run
+
+
 @functools.cache
 def _forward(*what: object) -> tuple[ForwardConfig, int, int]:
     """(configuration, rows of a CTA at once, CTAs of an SM), of `forward_config`'s arguments."""

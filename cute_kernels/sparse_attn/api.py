@@ -81,13 +81,19 @@ def block_sparse_attention(
     """
     if isinstance(schedule, Selection):
         schedule = schedule.schedule
+    wants_grad = any(getattr(t, "requires_grad", False) for t in (q, k, v, sinks))
+    needs_order = torch.is_grad_enabled() and wants_grad
+    options = causal, scale, softcap, schedule, needs_order
+    remembered = sinks is None and type(causal) is bool and deterministic is True
+    known = remembered and op.find(block_mask, options, q, k, v)
+    if known:
+        out, lse = op.block_sparse_attention.computed(known.run, q, k, v, *known.rest)
+        return (out, lse) if return_lse else out
     flags = {"causal": causal, "deterministic": deterministic, "return_lse": return_lse}
     given = checks.attention(q, k, v, block_mask, scale, softcap, schedule, flags)
     checks.sinks(sinks, q)
     if not deterministic:
         op.refuse_unordered()
-    wants_grad = any(t is not None and t.requires_grad for t in (q, k, v, sinks))
-    needs_order = torch.is_grad_enabled() and wants_grad
     if block_mask is None and isinstance(schedule, str):
         operands = prepare.by_rule(causal, schedule)
     else:
@@ -101,9 +107,10 @@ def block_sparse_attention(
             sizes,
             str(given.device),
         )
-    out, lse = op.block_sparse_attention(
-        q, k, v, *operands, given.scale, given.softcap, deterministic, sinks
-    )
+    rest = *operands, given.scale, given.softcap, deterministic, sinks
+    if known is None:
+        op.calls_of(block_mask).keep(options, (q, k, v), rest)
+    out, lse = op.block_sparse_attention(q, k, v, *rest)
     return (out, lse) if return_lse else out
 
 

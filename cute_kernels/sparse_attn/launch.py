@@ -77,6 +77,30 @@ def forward(
     return out, lse
 
 
+def prepare_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: LoweredMask, scale: float, softcap: float
+) -> Callable | None:
+    """`forward` of all operands like these (`again`), without sinks: one launch and nothing else.
+
+    None where an operand would be copied.
+    """
+    if any(addressable(t, _NAME, name) is not t for t, name in ((q, "q"), (k, "k"), (v, "v"))):
+        return None
+    batch, q_len, heads, dim = q.shape
+    chosen = config.configure_forward(config.DTYPE_NAMES[q.dtype], dim, mask.form, softcap > 0)
+    kernel = _forward_kernel(chosen)
+    lists = mask.kv_count, not_empty(mask.kv_entry), not_empty(mask.kv_tile), mask.words, None
+    rest = *lists, None, mask.lo, mask.hi, *config.factors(scale, softcap)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        out = q.new_empty(batch, q_len, heads, dim)
+        lse = q.new_empty((batch, heads, q_len), dtype=torch.float32)
+        call(q.device, kernel, q, k, v, out, lse, *rest)
+        return out, lse
+
+    return run
+
+
 def forward_of_spans(
     q: Tensor,
     k: Tensor,

@@ -20,13 +20,18 @@ No size is zero there.
 from __future__ import annotations
 
 import math
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from .. import contracts, dispatch
+from ..again import Calls
 from ..arch import CPU, CUTE_SM90, TRITON
 from ..dispatch import Implementation
 from ..errors import ArgumentValueError, UnsupportedTransformError, expected
+from ..schedulers.masks.mask import BlockMask
 from ..torch_ops import define_op
 from . import config, prepare
 from .masks import Order
@@ -39,7 +44,11 @@ for _name, _function in ((NAME, "forward"), (f"{NAME}_backward", "backward")):
     dispatch.register(
         _name,
         {
-            CUTE_SM90: Implementation(f"{__package__}.launch:{_function}", HALF),
+            CUTE_SM90: Implementation(
+                f"{__package__}.launch:{_function}",
+                HALF,
+                prepare=f"{__package__}.launch:prepare_forward" if _function == "forward" else "",
+            ),
             TRITON: Implementation(f"{__package__}.triton.launch:{_function}", HALF),
             CPU: Implementation(f"{__package__}.cpu:{_function}", HALF),
         },
@@ -63,6 +72,46 @@ def _run(q, k, v, mask, facts, order, kind, scale, softcap, deterministic, sinks
     launch = dispatch.launcher(NAME, q.device, q.dtype)
     lowered = prepare.mask_of_op(mask, facts, q.shape[1], k.shape[1], str(q.device))
     return launch(q, k, v, lowered, scale, softcap, sinks)
+
+
+class Known(NamedTuple):
+    """``run(q, k, v, *rest)`` is the op's forward; ``rest``: all its other arguments."""
+
+    run: Callable
+    rest: tuple
+
+
+def _prepare(q, k, v, rest):
+    """`_run` for calls like this one."""
+    mask, facts, _, _, scale, softcap, _, sinks = rest
+    if q.numel() == 0 or k.numel() == 0 or sinks is not None:
+        return None
+    lowered = prepare.mask_of_op(mask, facts, q.shape[1], k.shape[1], str(q.device))
+    run = dispatch.prepared(NAME, q.device, q.dtype, q, k, v, lowered, scale, softcap)
+    return run and Known(run, rest)
+
+
+_without_mask = Calls(_prepare, most=64)
+_of_mask: weakref.WeakKeyDictionary[BlockMask, Calls] = weakref.WeakKeyDictionary()
+
+
+def find(mask: object, options: tuple, q, k, v) -> Known | bool | None:
+    """As `Calls.find`, of the calls with ``mask`` or, for None, without one."""
+    if torch.compiler.is_compiling() or type(options[3]) is not str:
+        return False
+    if mask is None or type(mask) is BlockMask:
+        return calls_of(mask).find(options, q, k, v)
+    return False
+
+
+def calls_of(mask: BlockMask | None) -> Calls:
+    """The calls with a mask, kept as long as it is; of those without, few, as they keep lists."""
+    if mask is None:
+        return _without_mask
+    calls = _of_mask.get(mask)
+    if calls is None:
+        calls = _of_mask[mask] = Calls(_prepare, most=64)
+    return calls
 
 
 def _run_backward(

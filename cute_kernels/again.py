@@ -1,0 +1,119 @@
+"""Calls that are like an earlier one: what was checked and chosen for that one is not asked again.
+
+Checks, and the choice of a backend, a kernel and a grid, read the shapes, strides, dtypes, devices
+and options of a call, whether memory begins at multiples of 16 bytes, and settings; never values.
+`Calls` keeps, by exactly these, a function that launches the same kernel with the same arguments as
+the way through all of them would: there is one set of bits, and no second path to it.
+
+A call on which anything else has a say is never remembered and goes the whole way: a mode, a
+transform, a trace, a profile, autocast, a subclass of torch.Tensor, a main_grad, an operand that
+has to be copied.  Nothing is remembered of tensors on a CPU, where a call's own work takes longer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+
+import torch
+from torch.autograd import forward_ad
+
+from . import data_parallel, settings
+
+_C = torch._C
+_ALIGN = 16
+_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
+#: Kinds of calls that an op remembers.
+MOST = 4096
+
+#: The dispatch key of `model.batch_invariant`, included in a thread where that mode is on.
+MODE = _C._parse_dispatch_key("DeferredInit")
+#: Included where `torch.autograd.grad(is_grads_batched=True)` runs a backward: its batched tensors
+#: have torch.Tensor's type, and functorch does not know of them.
+_LEGACY_VMAP = _C._parse_dispatch_key("VmapMode")
+
+_all: weakref.WeakSet[Calls] = weakref.WeakSet()
+
+
+def watched() -> bool:
+    """Whether a mode, a transform, a trace or a profile has a say in calls of this thread."""
+    return bool(
+        _C._len_torch_dispatch_stack()
+        or _C._len_torch_function_stack()
+        or _C._is_any_autocast_enabled()
+        or _C._are_functorch_transforms_active()
+        or _C._dispatch_tls_is_dispatch_key_included(_LEGACY_VMAP)
+        or _C._autograd._profiler_enabled()
+        or _in_mode()
+        or forward_ad._current_level >= 0
+        or _C._get_tracing_state() is not None
+    )
+
+
+def _in_mode() -> bool:
+    """Whether an op of torch that is called here comes to `model.batch_invariant`."""
+    included = _C._dispatch_tls_is_dispatch_key_included(MODE)
+    return included and not _C._dispatch_tls_is_dispatch_key_excluded(MODE)
+
+
+class Calls:
+    """What one op remembers.
+
+    prepare: is given the tensors of a call that checks let pass, and what else `keep` was given;
+        returns what does the work of all calls like it, or None: each has to be looked at.
+    most: Calls that are remembered; then it starts anew.
+    """
+
+    def __init__(self, prepare: Callable, most: int = MOST):
+        self._prepare, self._most = prepare, most
+        self._known: dict[Hashable, object] = {}
+        _all.add(self)
+
+    def find(self, options: tuple, *tensors: torch.Tensor | None):
+        """What does the work; False: such calls go the whole way; None: the first of its kind.
+
+        ``options``: what else is decided by; hashable.
+        """
+        if torch.compiler.is_compiling() or watched():
+            return False
+        key = _key(options, tensors)
+        try:
+            return False if key is None else self._known.get(key)
+        except TypeError:  # what has no hash is refused by checks
+            return False
+
+    def keep(self, options: tuple, tensors: tuple[torch.Tensor | None, ...], *given: object):
+        """Prepares for calls like this one, of which `find` returned None, once checked."""
+        if len(self._known) >= self._most:
+            self._known.clear()
+        self._known[_key(options, tensors)] = self._prepare(*tensors, *given) or False
+
+    def forget(self) -> None:
+        self._known.clear()
+
+
+def forget() -> None:
+    """Forgets every call of every op."""
+    for calls in _all:
+        calls.forget()
+
+
+def remembers(t: torch.Tensor) -> bool:
+    """Whether calls on the device of ``t`` are remembered."""
+    return t.is_cuda
+
+
+def _key(options: tuple, tensors: tuple) -> tuple | None:
+    """All that checks and choices read, or None if they may read more."""
+    key = [options, settings.get("BACKEND"), settings.get("MAX_CTAS")]
+    for t in tensors:
+        if t is None:
+            key.append(None)
+            continue
+        if type(t) not in _TYPES or not remembers(t) or t.layout is not torch.strided:
+            return None
+        if t.is_nested or t.is_neg() or t.data_ptr() % _ALIGN:
+            return None
+        key += (t.shape, t.stride(), t.dtype, t.device)
+    # An owner of parameters has a say in each of them.
+    return None if data_parallel.sharding() else tuple(key)
