@@ -21,15 +21,11 @@ _ROWS = "a last stride of 1, the others and the address at multiples of 16 bytes
 
 def matrix(t: torch.Tensor, kernel: str, name: str) -> tuple[torch.Tensor, str]:
     """``t`` [R, K], or a copy, such that TMA can address it, and its major: ``"k"`` or ``"mn"``."""
-    way = major(t)
-    return (padded_copy(t, kernel, name), "k") if way is None else (t, way)
-
-
-def major(t: torch.Tensor) -> str | None:
-    """The major of ``t`` [R, K], ``"k"`` or ``"mn"``, or None: TMA cannot address it."""
     if _rows_addressable(t):
-        return "k"
-    return "mn" if _rows_addressable(t.mT) else None
+        return t, "k"
+    if _rows_addressable(t.mT):
+        return t, "mn"
+    return padded_copy(t, kernel, name), "k"
 
 
 def storable(t: torch.Tensor) -> bool:

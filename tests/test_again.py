@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import sys
 from unittest import mock
 
 import pytest
@@ -163,6 +164,30 @@ def test_so_have_its_gradients(on_sm90, whole_way, name):
     with simulated():
         first, later = results(), results()
     assert all(map(same_bytes, first, later)) and sum(whole_way.values()) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu_too(name, whole_way):
+    run, shape = CASES[name]
+    true = drawn
+    again.forget()
+    with mock.patch.object(sys.modules[__name__], "drawn", lambda *a, **b: true(*a, **b).cuda()):
+        x = drawn(*shape, seed=5).requires_grad_()
+
+        def results():
+            y = run(x)
+            return y.detach(), torch.autograd.grad(y, x, drawn(*y.shape, seed=9).to(y.dtype))[0]
+
+        with mock.patch.object(sys.modules[__name__], "MASK", MASK.to("cuda")):
+            first, count = results(), sum(whole_way.values())
+            later = results()
+            assert count == sum(whole_way.values()) == 1
+            again.forget()
+            assert all(map(same_bytes, first, later)) and all(map(same_bytes, first, results()))
+            with torch.no_grad():
+                assert same_bytes(run(x), first[0]) and same_bytes(run(x), first[0])
 
 
 # ---- what a call is known by ---------------------------------------------------------------------

@@ -12,7 +12,7 @@ from .. import log
 from ..compile import cache
 from ..compile.call import call
 from ..compile.kernel import Entry, Expect, Kernel
-from ..operands import ALIGN, major, matrix, most_ctas, padded_copy, padded_empty, storable
+from ..operands import ALIGN, matrix, most_ctas, padded_copy, padded_empty, storable
 from . import config, tiles
 from .config import DTYPE_NAMES, ORDER, UNORDERED, Config, SkinnyConfig
 from .tiles import Dense, Skinny
@@ -63,16 +63,17 @@ def prepare_gemm(
     None where an operand would be copied or the result has padding.
     """
     (m, k), n = a.shape, b.shape[0]
-    majors = major(a), major(b)
-    if None in majors or (order != ORDER and majors[0] != "k") or n * a.itemsize % ALIGN:
+    (own_a, a_major), (own_b, b_major) = matrix(a, "gemm", "a"), matrix(b, "gemm", "b")
+    copied = own_a is not a or own_b is not b or (order != ORDER and a_major != "k")
+    if copied or n * a.itemsize % ALIGN:
         return None
     if bias is not None and bias.stride(0) != 1:
         return None
-    choose = tiles.choose if majors[0] == "k" else tiles.dense
+    choose = tiles.choose if a_major == "k" else tiles.dense
     tile = choose(m, n, k, order, most_ctas(a.device))
     if isinstance(tile, Dense):
         epilogue = "plain" if bias is None else "bias"
-        kernel = _gemm_kernel(a.dtype, *majors, epilogue, tile, order)
+        kernel = _gemm_kernel(a.dtype, a_major, b_major, epilogue, tile, order)
         clusters = max_clusters(a.device)
 
         def run(a, b, bias):
@@ -80,7 +81,7 @@ def prepare_gemm(
             call(a.device, kernel, a, b, out, bias, clusters)
             return out
     else:
-        kernel = _skinny_kernel(a.dtype, majors[1], bias is not None, tile, order)
+        kernel = _skinny_kernel(a.dtype, b_major, bias is not None, tile, order)
 
         def run(a, b, bias):
             out = a.new_empty(m, n)

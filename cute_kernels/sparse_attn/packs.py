@@ -37,40 +37,49 @@ class Layout(NamedTuple):
 
     begins   int64 [N] first row of each sequence; lengths  int64 [N], none of them 0
     length   rows in all: the last sequence has no gap behind it
-    rows     int64 [tokens] on the device: each token's row; None where each stays where it is
-    gaps     int64 [length - tokens] likewise: the rows of none
-    source   int64 [tokens] likewise: its place in the buffer; None if the tokens are all of it
+    origin   int64 [length] on the device: the place in the buffer of each row's token, 0 for a gap
+    gaps     int64 likewise: the rows of none
+    rows     int64 [B T] likewise: the row of each of the buffer's tokens, 0 for one of no sequence
+    holes    int64 likewise: the tokens of none
+
+    All four are None where each token is the row that it would be copied to.
     """
 
     begins: np.ndarray
     lengths: np.ndarray
     length: int
-    rows: Tensor | None
+    origin: Tensor | None
     gaps: Tensor | None
-    source: Tensor | None
+    rows: Tensor | None
+    holes: Tensor | None
 
     def spread(self, t: Tensor, fill: float = 0.0) -> Tensor:
         """[B, T, ..] -> [1, length, ..], with gaps of ``fill``."""
         t = t.flatten(0, 1)
-        t = t if self.source is None else t.index_select(0, self.source)
-        if self.rows is not None:
-            made = t.new_empty((self.length, *t.shape[1:])).index_copy_(0, self.rows, t)
-            t = made.index_fill_(0, self.gaps, fill)
-        return t[None]
+        return (t if self.origin is None else _taken(t, self.origin, self.gaps, fill))[None]
 
     def gathered(self, t: Tensor, sizes: tuple[int, int], fill: float = 0.0) -> Tensor:
         """The inverse, to [B, T, ..]; ``fill`` where the buffer has tokens of no sequence."""
-        t = t[0] if self.rows is None else t[0].index_select(0, self.rows)
-        if self.source is not None:
-            count = sizes[0] * sizes[1]
-            t = t.new_full((count, *t.shape[1:]), fill).index_copy_(0, self.source, t)
+        t = t[0] if self.rows is None else _taken(t[0], self.rows, self.holes, fill)
         return t.unflatten(0, sizes)
 
 
+def _taken(t: Tensor, rows: Tensor, other: Tensor, fill: float) -> Tensor:
+    """``t[rows]``, of which ``other`` are ``fill``.
+
+    By an index, which torch copies as whole rows, near a copy's bandwidth; ``index_select`` and
+    ``index_copy_`` go element by element (pytorch #151612).
+    """
+    return t[rows].index_fill_(0, other, fill)
+
+
 def layout(offsets: Tensor, device: str) -> Layout:
-    """Of sequences from offsets[i] to offsets[i + 1], int64 on the CPU; one at least has tokens."""
+    """Of sequences from offsets[i] to offsets[i + 1], int64 on the CPU from 0 to all tokens."""
     key = "layout", tuple(offsets.tolist()), device
-    return prepare.cache.get(key, lambda: _layout(np.diff(offsets.numpy()), None, device))
+    tokens = int(offsets[-1])
+    return prepare.cache.get(
+        key, lambda: _layout(np.diff(offsets.numpy()), np.arange(tokens), tokens, device)
+    )
 
 
 def layout_of_places(places: tuple[tuple[int, int], ...], sizes: int, device: str) -> Layout:
@@ -81,20 +90,24 @@ def layout_of_places(places: tuple[tuple[int, int], ...], sizes: int, device: st
 
 def _placed(places: tuple[tuple[int, int], ...], sizes: int, device: str) -> Layout:
     source = np.concatenate([np.arange(*place) for place in places])
-    lengths = np.array([end - begin for begin, end in places])
-    return _layout(lengths, None if len(source) == sizes else source, device)
+    return _layout(np.array([end - begin for begin, end in places]), source, sizes, device)
 
 
-def _layout(lengths: np.ndarray, source: np.ndarray | None, device: str) -> Layout:
+def _layout(lengths: np.ndarray, source: np.ndarray, tokens: int, device: str) -> Layout:
+    """``source``: where in a buffer of ``tokens`` the sequences' tokens are, one behind another."""
     lengths = lengths[lengths > 0]
     ends = (-(-lengths // BLOCK[0]) * BLOCK[0]).cumsum()
     begins = np.concatenate(([0], ends[:-1]))
     starts = np.concatenate(([0], lengths.cumsum()[:-1]))
-    moved = np.repeat(begins - starts, lengths)
     length = int(begins[-1] + lengths[-1])
-    rows = np.arange(len(moved)) + moved if moved.any() else None
-    gaps = None if rows is None else np.setdiff1d(np.arange(length), rows, assume_unique=True)
-    parts = (None if t is None else torch.from_numpy(t).to(device) for t in (rows, gaps, source))
+    row = np.arange(len(source)) + np.repeat(begins - starts, lengths)
+    if len(row) == length == tokens and (row == source).all():
+        return Layout(begins, lengths, length, None, None, None, None)
+    origin, rows = np.zeros(length, np.int64), np.zeros(tokens, np.int64)
+    origin[row], rows[source] = source, row
+    gaps = np.setdiff1d(np.arange(length), row, assume_unique=True)
+    holes = np.setdiff1d(np.arange(tokens), source, assume_unique=True)
+    parts = (torch.from_numpy(t).to(device) for t in (origin, gaps, rows, holes))
     return Layout(begins, lengths, length, *parts)
 
 
