@@ -105,15 +105,16 @@ def remembers(t: torch.Tensor) -> bool:
 
 def _key(options: tuple, tensors: tuple) -> tuple | None:
     """All that checks and choices read, or None if they may read more."""
-    key = [options, settings.get("BACKEND"), settings.get("MAX_CTAS")]
-    for t in tensors:
-        if t is None:
-            key.append(None)
-            continue
-        if type(t) not in _TYPES or not remembers(t) or t.layout is not torch.strided:
-            return None
-        if t.is_nested or t.is_neg() or t.data_ptr() % _ALIGN:
-            return None
-        key += (t.shape, t.stride(), t.dtype, t.device)
+    key = options, settings.get("BACKEND"), settings.get("MAX_CTAS")
+    try:
+        for t in tensors:
+            if t is None:
+                key += (None,)
+            elif type(t) not in _TYPES or not remembers(t) or t.is_neg() or t.data_ptr() % _ALIGN:
+                return None
+            else:
+                key += t.shape, t.stride(), t.dtype, t.device
+    except RuntimeError:  # sparse and nested tensors have no strides
+        return None
     # An owner of parameters has a say in each of them.
-    return None if data_parallel.sharding() else tuple(key)
+    return None if data_parallel.sharding() else key

@@ -74,18 +74,28 @@ def sums_of_bias(g: Given) -> None:
     assert same_bytes(found.d_bias.values, want)
 
 
-def squares(g: Given) -> None:
-    """An octet from zero; of a row's octets each of four lanes adds every fourth, then neighbours.
+def squares_of_rows(x: torch.Tensor, size: int, chained: bool = False) -> list[torch.Tensor]:
+    """Σ x² of each chunk of ``size`` elements of bf16 rows.
 
-    A bf16 square is exact in fp32, so that an fma adds what an addition does.
+    An octet from zero; of a row's octets each of four lanes adds every fourth, then neighbours.  A
+    bf16 square is exact in fp32, so that an fma adds what an addition does.  ``chained``: a lane
+    adds square after square.
     """
+    sums = []
+    for part in x.float().split(size, 1):
+        octets = torch.nn.functional.pad(part * part, (0, -part.shape[1] % 32))
+        of_lanes = octets.unflatten(1, (-1, 4, 8)).transpose(1, 2)
+        own = of_lanes.flatten(2) if chained else ascending(of_lanes)
+        sums.append(neighbours_first(ascending(own)))
+    return sums
+
+
+def squares(g: Given) -> None:
+    """`squares_of_rows` of the kernel's chunks."""
     assert g.shape.layout == "cn" and g.shape.dtype is BF16
     found = launch.project(g.x, g.mapping, g.streams).squares
     size = chunk_channels(g.shape.n, g.shape.precision) * g.shape.n
-    for got, x in zip(found, g.x.float().split(size, 1), strict=True):
-        octets = torch.nn.functional.pad(x * x, (0, -x.shape[1] % 32)).unflatten(1, (-1, 4, 8))
-        want = neighbours_first(ascending(ascending(octets.transpose(1, 2))))
-        assert same_bytes(got, want)
+    assert all(map(same_bytes, found, squares_of_rows(g.x, size)))
 
 
 def chunks_of_channels(g: Given, chunks: int = 7) -> None:
