@@ -21,6 +21,7 @@ from cute_kernels.gemm import launch as gemm_launch
 from cute_kernels.gemm import op as gemm_op
 from cute_kernels.norm import launch as norm_launch
 from cute_kernels.norm import op as norm_op
+from cute_kernels.sparse_attn import api, sequence_op
 from cute_kernels.sparse_attn import launch as attention_launch
 from cute_kernels.sparse_attn import op as attention_op
 from tests.contract import same_bytes
@@ -50,6 +51,7 @@ def on_sm90(monkeypatch):
         "norm_add_parts": norm_launch.add_parts,
         attention_op.NAME: attention_launch.forward,
         f"{attention_op.NAME}_backward": attention_launch.backward,
+        sequence_op.SPANS_NAME: attention_launch.forward_of_spans,
     }
     monkeypatch.setattr(again, "remembers", lambda t: True)
     monkeypatch.setattr(dispatch, "backend", lambda *asked: arch.CUTE_SM90)
@@ -77,6 +79,7 @@ def whole_way(monkeypatch):
     count(norm_op.checks, "norm", "norm")
     count(attention_op.prepare, "operands", "attention")
     count(attention_op.prepare, "by_rule", "attention")
+    count(sequence_op.checks, "spans", "attention")
     return counts
 
 
@@ -119,6 +122,16 @@ def attention(x, **options):
     )
 
 
+def spanned(x):
+    """Rows of a cache of 150 keys, each at its own place, half of them behind padding."""
+    q = x.view(2, -1, 2, 64)
+    keys = drawn(2, 150, 1, 64, seed=7)
+    row = torch.arange(q.shape[1]).expand(2, -1) + 100
+    first = torch.tensor([[0], [40]]).expand_as(row)
+    spans = torch.stack((first, torch.zeros_like(row), first, row + 1), -1).int()[:, None]
+    return api.sequence_attention(q, keys, keys * 0.5, spans.to(x.device), scale=0.2)
+
+
 CASES = {
     "linear": (lambda x: linear(x), (33, 48)),
     "linear of three dimensions": (lambda x: linear(x), (3, 5, 48)),
@@ -132,6 +145,8 @@ CASES = {
     "layer_norm": (lambda x: ck.layer_norm(x, drawn(64, seed=3), drawn(64, seed=4)), (2, 3, 64)),
     "attention, mask": (lambda x: attention(x, block_mask=MASK, softcap=30.0), (130, 2 * 64)),
     "attention, rule": (lambda x: attention(x, causal=True, scale=0.3), (130, 2 * 64)),
+    "spans": (spanned, (2, 5 * 2 * 64)),
+    "spans of one row": (spanned, (2, 2 * 64)),
     "attention, lse": (lambda x: attention(x, causal=True, return_lse=True)[1], (130, 2 * 64)),
 }
 

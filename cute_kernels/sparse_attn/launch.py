@@ -38,6 +38,10 @@ _BACKWARD_MMA = {
 }
 
 
+#: Of a kernel that reads spans.
+_NO_LISTS = None, None, None, None
+
+
 class Workspace(NamedTuple):
     """What the backward's kernels hand on; a tile is ``tile_m`` query rows of one head.
 
@@ -129,9 +133,35 @@ def forward_of_spans(
         by_row = by_row.view(k.shape[2], -1) if sunk else None
     operands = (addressable(t, _NAME, name) for name, t in zip("qkv", (rows, k, v), strict=True))
     numbers = 0, 0, *config.factors(scale, softcap)
-    lists = None, None, None, None, spans
-    call(q.device, kernel, *operands, stored, sums, *lists, by_row, *numbers)
+    call(q.device, kernel, *operands, stored, sums, *_NO_LISTS, spans, by_row, *numbers)
     return out, lse
+
+
+def prepare_forward_of_spans(
+    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, scale: float, softcap: float
+) -> Callable | None:
+    """`forward_of_spans` of all operands like these (`again`), without sinks, likewise."""
+    batch, q_len, heads, dim = q.shape
+    grouped = functools.partial(_rows_of_groups, kv_heads=k.shape[2]) if q_len == 1 else None
+    rows = grouped(q) if grouped else q
+    given = (rows, "q"), (k, "k"), (v, "v")
+    if any(addressable(t, _NAME, name) is not t for t, name in given) or not spans.is_contiguous():
+        return None
+    dtype = config.DTYPE_NAMES[q.dtype]
+    kernel = _forward_kernel(config.configure_forward(dtype, dim, SPANS, softcap > 0))
+    numbers = 0, 0, *config.factors(scale, softcap)
+    of_groups = batch, k.shape[2], heads // k.shape[2]
+
+    def run(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        out = q.new_empty(batch, q_len, heads, dim)
+        lse = q.new_empty((batch, heads, q_len), dtype=torch.float32)
+        rows, stored, sums = q, out, lse
+        if grouped:
+            rows, stored, sums = grouped(q), grouped(out), lse.view(of_groups)
+        call(q.device, kernel, rows, k, v, stored, sums, *_NO_LISTS, spans, None, *numbers)
+        return out, lse
+
+    return run
 
 
 def _rows_of_groups(t: Tensor, kv_heads: int) -> Tensor:

@@ -75,7 +75,7 @@ def _run(q, k, v, mask, facts, order, kind, scale, softcap, deterministic, sinks
 
 
 class Known(NamedTuple):
-    """``run(q, k, v, *rest)`` is the op's forward; ``rest``: all its other arguments."""
+    """The op's forward, ``run`` of its tensors and ``rest``: all its other arguments."""
 
     run: Callable
     rest: tuple

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 
 from .. import dispatch
+from ..again import Calls
 from ..arch import CUTE_SM90
 from ..dispatch import Implementation
 from ..torch_ops import define_op
@@ -25,6 +26,7 @@ from . import checks, device_spans, packs, passes, prepare, sequences
 from .op import (
     HALF,
     NAME,
+    Known,
     fake_gradients,
     refuse_double_backward,
     refuse_vmap,
@@ -38,7 +40,13 @@ SPANS_NAME = "sequence_attention"
 
 dispatch.register(
     SPANS_NAME,
-    {CUTE_SM90: Implementation(f"{__package__}.launch:forward_of_spans", HALF)},
+    {
+        CUTE_SM90: Implementation(
+            f"{__package__}.launch:forward_of_spans",
+            HALF,
+            prepare=f"{__package__}.launch:prepare_forward_of_spans",
+        )
+    },
     contract=NAME,
 )
 
@@ -99,6 +107,25 @@ def attend(q, k, v, spans, scale, softcap, sinks):
     for run, part in parts:
         out[run.batch, run.queries], lse[run.batch, :, run.queries] = part
     return out, lse
+
+
+def _prepare(q, k, v, spans, scale, softcap):
+    """`attend` for calls like this one."""
+    if q.numel() == 0 or k.numel() == 0:
+        return None
+    at_once = (q, k, v, spans[:, 0], scale, softcap)
+    launch = dispatch.prepared(SPANS_NAME, q.device, q.dtype, *at_once)
+    if launch is None:
+        return None
+
+    def run(q, k, v, spans, *_):
+        return launch(q, k, v, spans[:, 0])
+
+    return Known(run, (scale, softcap, None))
+
+
+#: Calls with spans on a GPU and without sinks, by scale and softcap.
+calls = Calls(_prepare)
 
 
 def _pack(q, k, spans):
