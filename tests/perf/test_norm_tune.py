@@ -1,0 +1,90 @@
+"""perf tune-norm: variants are parsed, compiled and compared here; their times need a card."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from perf.norm import tune
+from perf.norm.cases import Case
+from tests import ptxsim
+from tests.ptxsim.available import requires_sim
+
+CASE = Case("rms_norm", "fwd", 45, 2048)
+
+
+class Clock:
+    """Counts instead of times."""
+
+    def __init__(self):
+        self.ticks = itertools.count(1)
+
+    def sleep(self, us):
+        pass
+
+    def mark(self):
+        return next(self.ticks)
+
+    def passed(self, mark):
+        return False
+
+    def finish(self):
+        pass
+
+    def between(self, start, stop):
+        return float(stop - start)
+
+
+def measured(variants: list[str], build) -> list[dict]:
+    options = {"sms": 2, "rounds": 1, "device": "cpu", "clock": Clock(), "build": build}
+    return list(tune.norm(CASE, variants, **options))
+
+
+def simulated(chosen):
+    from cute_kernels.norm import kernel_fwd_sm90
+
+    return kernel_fwd_sm90.build(chosen, compile=ptxsim.compile)
+
+
+@pytest.mark.parametrize("text", ["cta=3", "ctas", "stages=x", "stays=-1", "ctas=4;"])
+def test_unknown_fields_are_named(text):
+    with pytest.raises(ValueError, match="variant: expected NAME=NUMBER"):
+        tune.parse(text)
+
+
+def test_the_list_parses():
+    assert tune.parse("") == tune.Variant()
+    assert len(set(map(tune.parse, tune.VARIANTS))) == len(tune.VARIANTS)
+
+
+@requires_sim
+@pytest.mark.sim
+def test_every_variant_has_the_shipped_bits():
+    variants = ["", "stays=0", "ctas=6,stages=0,stays=0", "ctas=2,stages=4"]
+    variants += ["threads=128,ctas=8,stages=0,stays=0", "threads=512,ctas=2,stages=0"]
+    bodies = measured(variants, simulated)
+    assert [b["system"] for b in bodies] == [*(f"ours[{v}]" for v in variants), "copy"]
+    assert all(b["status"] == "ok" and b["median_us"] > 0 for b in bodies)
+    assert all(tune.line(body) for body in bodies)
+
+
+@requires_sim
+@pytest.mark.sim
+def test_other_bits_are_not_timed():
+    true, built = simulated, itertools.count()
+
+    def build(chosen):
+        kernel, number = true(chosen), next(built)
+
+        def other(*args):
+            kernel(*args)
+            if number == 1:
+                args[5][3, 7] += 1.0
+
+        return other
+
+    bodies = measured(["", "stays=0"], build)
+    failed = [b for b in bodies if b["status"] == "failed"]
+    assert [b["system"] for b in failed] == ["ours[stays=0]"]
+    assert "median_us" not in failed[0] and "other bits" in tune.line(failed[0])
