@@ -46,8 +46,10 @@ class Notes(NamedTuple):
 
 
 def main_grad_of(module: torch.nn.Module, parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """Where the gradient of a parameter goes, if not to its ``grad``."""
-    return getattr(parameter, "main_grad", None) if module._cute_kernels.main_grad else None
+    """Where the gradient of a parameter goes, if there will be one, and not to its ``grad``."""
+    if not (module._cute_kernels.main_grad and torch.is_grad_enabled()):
+        return None
+    return getattr(parameter, "main_grad", None)
 
 
 def main_grad_parameters(module: torch.nn.Module, kind: str) -> list[torch.Tensor]:
