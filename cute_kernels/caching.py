@@ -77,7 +77,9 @@ class ByteCache:
 
     def _overflow(self) -> list[_Entry]:
         """Takes out the oldest entries that are over the limit."""
-        dropped = []
+        dropped: list[_Entry] = []
+        if self._bytes <= self.limit:
+            return dropped
         for key in [key for key, entry in self._entries.items() if not entry.pinned]:
             if self._bytes <= self.limit:
                 break

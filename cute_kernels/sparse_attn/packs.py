@@ -103,12 +103,17 @@ def _layout(lengths: np.ndarray, source: np.ndarray, tokens: int, device: str) -
     row = np.arange(len(source)) + np.repeat(begins - starts, lengths)
     if len(row) == length == tokens and (row == source).all():
         return Layout(begins, lengths, length, None, None, None, None)
-    origin, rows = np.zeros(length, np.int64), np.zeros(tokens, np.int64)
-    origin[row], rows[source] = source, row
-    gaps = np.setdiff1d(np.arange(length), row, assume_unique=True)
-    holes = np.setdiff1d(np.arange(tokens), source, assume_unique=True)
-    parts = (torch.from_numpy(t).to(device) for t in (origin, gaps, rows, holes))
-    return Layout(begins, lengths, length, *parts)
+    parts = (*_placed_at(row, source, length), *_placed_at(source, row, tokens))
+    return Layout(begins, lengths, length, *(torch.from_numpy(t).to(device) for t in parts))
+
+
+def _placed_at(at: np.ndarray, value: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """[size] with each value at its place and 0 elsewhere; the places elsewhere."""
+    made = np.full(size, -1, np.int64)
+    made[at] = value
+    free = np.flatnonzero(made < 0)
+    made[free] = 0
+    return made, free
 
 
 def lowered(of: Layout, window: Window, device: str) -> LoweredMask:
@@ -187,12 +192,20 @@ def _alone(length: int, window: Window, sizes: tuple[int, int, int, str]) -> Sch
         None if left is None or left >= length - 1 else -left,
         None if right is None or right >= length - 1 else right,
     )
-    grid = Grid(length, length, BLOCK)
-    row = indices(grid.num_q_blocks, torch.device("cpu"))
-    blocks = band.classify(grid, torch.zeros_like(row), torch.zeros_like(row), row).numpy()
 
     def make() -> Schedule:
         mask = BlockMask.from_rule(band, length, length, block_size=BLOCK, device="cpu")
         return prepare.admitted(prepare.lower(mask), checks.AUTO, *sizes)
 
-    return prepare.cache.get(("alone", blocks.shape, blocks.tobytes(), sizes), make)
+    return prepare.cache.get(("alone", *_blocks_of(band, length), sizes), make)
+
+
+def _blocks_of(band: Band, length: int) -> tuple:
+    """A name for the blocks of a sequence: equal names, equal blocks, empty, partial or full."""
+    if band.lo is None and band.hi in (0, None):
+        # On the diagonal of a causal one the last alone can be full: if it has one row.
+        return -(-length // BLOCK[0]), length % BLOCK[0] == 1, band.hi
+    grid = Grid(length, length, BLOCK)
+    row = indices(grid.num_q_blocks, torch.device("cpu"))
+    blocks = band.classify(grid, torch.zeros_like(row), torch.zeros_like(row), row).numpy()
+    return blocks.shape, blocks.tobytes()

@@ -8,6 +8,7 @@ import torch
 
 from cute_kernels.errors import ScheduleError
 from cute_kernels.schedulers import BlockMask
+from cute_kernels.schedulers.masks.rules import Band
 from cute_kernels.sparse_attn import checks, masks, packs, prepare, sequences
 from tests.contract import same_bytes
 from tests.sparse_attn.pack_cases import RULES, lengths_of, offsets
@@ -207,3 +208,21 @@ def _changed(at: tuple[int, int], value: int) -> torch.Tensor:
 )
 def test_what_is_no_pack(spans):
     assert sequences.pack_of(spans) is None
+
+
+@pytest.mark.parametrize("window", [(None, 0), (None, None), (200, 0), (130, 40)])
+def test_sequences_of_one_name_have_the_same_blocks(window):
+    """Whose schedule they share: lists, and which of the blocks are full."""
+    left, right = window
+    found: dict = {}
+    for length in (*range(1, 400), 511, 512, 513, 514, 640, 641, 642, 700):
+        band = Band(
+            None if left is None or left >= length - 1 else -left,
+            None if right is None or right >= length - 1 else right,
+        )
+        mask = BlockMask.from_rule(band, length, length, block_size=128, device="cpu")
+        blocks = mask.dense_blocks()
+        found.setdefault(packs._blocks_of(band, length), set()).add(
+            (blocks.shape, blocks.numpy().tobytes())
+        )
+    assert all(len(kinds) == 1 for kinds in found.values()) and len(found) < 60
