@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 from . import data_parallel, settings
 
@@ -37,9 +38,20 @@ _all: weakref.WeakSet[Calls] = weakref.WeakSet()
 
 def watched() -> bool:
     """Whether a mode, a transform, a trace or a profile has a say in calls of this thread."""
+    return bool(_C._len_torch_function_stack()) or _watched_below()
+
+
+def _asked() -> bool:
+    """Whether a mode wants to see calls; ``torch.set_default_device`` is one that does not."""
+    count = _C._len_torch_function_stack()
+    return count > 0 and any(
+        type(_C._get_function_stack_at(i)) is not DeviceContext for i in range(count)
+    )
+
+
+def _watched_below() -> bool:
     return bool(
         _C._len_torch_dispatch_stack()
-        or _C._len_torch_function_stack()
         or _C._is_any_autocast_enabled()
         or _C._are_functorch_transforms_active()
         or _C._dispatch_tls_is_dispatch_key_included(_LEGACY_VMAP)
@@ -74,7 +86,7 @@ class Calls:
 
         ``options``: what else is decided by; hashable.
         """
-        if torch.compiler.is_compiling() or watched():
+        if torch.compiler.is_compiling() or _asked() or _watched_below():
             return False
         key = _key(options, tensors)
         try:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
-import sys
 from unittest import mock
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_kernels as ck
@@ -20,10 +20,10 @@ from cute_kernels import again, arch, dispatch, errors, settings
 from cute_kernels.gemm import launch as gemm_launch
 from cute_kernels.gemm import op as gemm_op
 from cute_kernels.norm import launch as norm_launch
-from cute_kernels.norm import op as norm_op
-from cute_kernels.sparse_attn import api, sequence_op
 from cute_kernels.sparse_attn import launch as attention_launch
 from cute_kernels.sparse_attn import op as attention_op
+from cute_kernels.sparse_attn import sequence_op
+from tests.again import CASES, MASK, counted, drawn
 from tests.contract import same_bytes
 from tests.gemm.simulated import simulated as simulated_gemm
 from tests.norm.simulated import simulated as simulated_norm
@@ -34,10 +34,6 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 TRUE_REMEMBERS = again.remembers
-
-
-def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.fixture
@@ -63,24 +59,7 @@ def on_sm90(monkeypatch):
 
 @pytest.fixture
 def whole_way(monkeypatch):
-    """How often each op's calls went the whole way, counted where checks end."""
-    counts = dict.fromkeys(("linear", "norm", "attention"), 0)
-
-    def count(module, function, name):
-        true = getattr(module, function)
-
-        def counted(*args, **options):
-            counts[name] += 1
-            return true(*args, **options)
-
-        monkeypatch.setattr(module, function, counted)
-
-    count(gemm_op.checks, "linear", "linear")
-    count(norm_op.checks, "norm", "norm")
-    count(attention_op.prepare, "operands", "attention")
-    count(attention_op.prepare, "by_rule", "attention")
-    count(sequence_op.checks, "spans", "attention")
-    return counts
+    return counted(monkeypatch)
 
 
 @contextlib.contextmanager
@@ -106,49 +85,6 @@ def idle():
                 value = (lambda *a: 8) if name[0] == "m" else (lambda *a: nothing)
                 stack.enter_context(mock.patch.object(module, name, value))
         yield
-
-
-MASK = ck.BlockMask.causal(130, 130)
-
-
-def linear(x, order="chain", bias=None):
-    return ck.linear(x, drawn(64, 48, seed=1), bias, order=order)
-
-
-def attention(x, **options):
-    q = x.view(1, 130, -1, 64)
-    return ck.block_sparse_attention(
-        q, q[:, :, :1].contiguous(), q[:, :, 1:2].contiguous(), **options
-    )
-
-
-def spanned(x):
-    """Rows of a cache of 150 keys, each at its own place, half of them behind padding."""
-    q = x.view(2, -1, 2, 64)
-    keys = drawn(2, 150, 1, 64, seed=7)
-    row = torch.arange(q.shape[1]).expand(2, -1) + 100
-    first = torch.tensor([[0], [40]]).expand_as(row)
-    spans = torch.stack((first, torch.zeros_like(row), first, row + 1), -1).int()[:, None]
-    return api.sequence_attention(q, keys, keys * 0.5, spans.to(x.device), scale=0.2)
-
-
-CASES = {
-    "linear": (lambda x: linear(x), (33, 48)),
-    "linear of three dimensions": (lambda x: linear(x), (3, 5, 48)),
-    "linear, bias": (lambda x: linear(x, bias=drawn(64, seed=2)), (33, 48)),
-    "linear, tree": (lambda x: linear(x, "tree"), (33, 48)),
-    "rms_norm": (lambda x: ck.rms_norm(x, drawn(64, seed=3), 1e-5, offset=1.0), (5, 64)),
-    "rms_norm, residual": (
-        lambda x: torch.stack(ck.rms_norm(x, drawn(64, seed=3), residual=x * 0.5)),
-        (2, 3, 64),
-    ),
-    "layer_norm": (lambda x: ck.layer_norm(x, drawn(64, seed=3), drawn(64, seed=4)), (2, 3, 64)),
-    "attention, mask": (lambda x: attention(x, block_mask=MASK, softcap=30.0), (130, 2 * 64)),
-    "attention, rule": (lambda x: attention(x, causal=True, scale=0.3), (130, 2 * 64)),
-    "spans": (spanned, (2, 5 * 2 * 64)),
-    "spans of one row": (spanned, (2, 2 * 64)),
-    "attention, lse": (lambda x: attention(x, causal=True, return_lse=True)[1], (130, 2 * 64)),
-}
 
 
 @requires_sim
@@ -179,30 +115,6 @@ def test_so_have_its_gradients(on_sm90, whole_way, name):
     with simulated():
         first, later = results(), results()
     assert all(map(same_bytes, first, later)) and sum(whole_way.values()) == 1
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", CASES)
-def test_on_a_gpu_too(name, whole_way):
-    run, shape = CASES[name]
-    true = drawn
-    again.forget()
-    with mock.patch.object(sys.modules[__name__], "drawn", lambda *a, **b: true(*a, **b).cuda()):
-        x = drawn(*shape, seed=5).requires_grad_()
-
-        def results():
-            y = run(x)
-            return y.detach(), torch.autograd.grad(y, x, drawn(*y.shape, seed=9).to(y.dtype))[0]
-
-        with mock.patch.object(sys.modules[__name__], "MASK", MASK.to("cuda")):
-            first, count = results(), sum(whole_way.values())
-            later = results()
-            assert count == sum(whole_way.values()) == 1
-            again.forget()
-            assert all(map(same_bytes, first, later)) and all(map(same_bytes, first, results()))
-            with torch.no_grad():
-                assert same_bytes(run(x), first[0]) and same_bytes(run(x), first[0])
 
 
 # ---- what a call is known by ---------------------------------------------------------------------
@@ -301,6 +213,13 @@ def test_a_mask_takes_its_calls_with_it(on_sm90):
     assert len(attention_op._of_mask) == before
 
 
+def test_a_default_device_is_no_hindrance(on_sm90, whole_way):
+    with idle(), torch.device("cpu"):
+        for _ in range(3):
+            ck.linear(X, W)
+    assert whole_way["linear"] == 1
+
+
 def test_so_many_and_no_more(on_sm90, whole_way, monkeypatch):
     monkeypatch.setattr(gemm_op.calls, "_most", 2)
     with idle():
@@ -340,6 +259,16 @@ def moded():
         ck.linear(X, W)
 
 
+class Asked(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def asked():
+    with torch.device("cpu"), Asked():
+        ck.linear(X, W)
+
+
 def owned():
     with mock.patch.object(again.data_parallel, "sharding", lambda: True):
         ck.linear(X, W)
@@ -355,6 +284,7 @@ WATCHED = {
     "profile": profiled,
     "autocast": cast,
     "mode": moded,
+    "mode above autograd": asked,
     "fully_shard": owned,
     "vmap": lambda: torch.func.vmap(lambda rows: ck.linear(rows, W))(X.view(2, 4, 48)),
     "subclass": lambda: ck.linear(X.as_subclass(Subclass), W),

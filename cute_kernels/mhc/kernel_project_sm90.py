@@ -272,23 +272,26 @@ class MhcProjectSm90:
         """The sums of item i of a step."""
         _, expand, collapse, coefficients, rows, begin, total = tensors
         sPsi, acc, squares = state
-        terms = []
+        terms, raws = [], []
         for h in cutlass.range_constexpr(self.rows):
             raw, f = item[h]
             if cutlass.const_expr(expand[0] is not None):
                 at = (begin + self.channel_of(step, i), total, tensors[0].shape[0])
                 made = (expand, collapse, coefficients[h])
                 raw = self.expand(made, item[h], rows[h], at, checked)
-            values = unit.widened(raw)
+            raws.append(raw)
+            terms.append(matrix.terms(raw, self.terms))
+        for o in cutlass.range_constexpr(self.octets):
+            octet = step * self.config.n + i * self.octets + o
+            self.multiply(sPsi, acc, terms, octet, o)
+        # Behind the products, whose fragments of psi take the registers that this needs.
+        for h in cutlass.range_constexpr(self.rows):
+            values = unit.widened(raws[h])
             for o in cutlass.range_constexpr(self.octets):
                 of_octet = values[o * OCTET] * values[o * OCTET]
                 for p in cutlass.range_constexpr(o * OCTET + 1, (o + 1) * OCTET):
                     of_octet = cute.math.fma(values[p], values[p], of_octet)
                 squares[h] = squares[h] + of_octet
-            terms.append(matrix.terms(raw, self.terms))
-        for o in cutlass.range_constexpr(self.octets):
-            octet = step * self.config.n + i * self.octets + o
-            self.multiply(sPsi, acc, terms, octet, o)
 
     @cute.jit
     def coefficients(self, expand: tuple, collapse: tuple, row) -> tuple:
