@@ -33,6 +33,8 @@ class ByteCache:
     def __init__(self, name: str, limit: int):
         self.name = name
         self.limit = limit
+        #: Called before values leave, by whoever keeps some of them as well: to let go of them.
+        self.on_drop: list[Callable[[], None]] = []
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
@@ -60,6 +62,8 @@ class ByteCache:
             self._entries[key] = entry
             self._bytes += entry.size
             dropped = [] if capturing else self._overflow()
+        if dropped:
+            self._tell()
         # A kernel of any stream may still read what the allocator would give away.
         _wait(dropped, torch.cuda.synchronize)
         return value
@@ -74,6 +78,11 @@ class ByteCache:
         with self._lock:
             self._entries.clear()
             self._bytes = 0
+        self._tell()
+
+    def _tell(self) -> None:
+        for let_go in self.on_drop:
+            let_go()
 
     def _overflow(self) -> list[_Entry]:
         """Takes out the oldest entries that are over the limit."""

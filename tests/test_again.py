@@ -220,6 +220,42 @@ def test_a_default_device_is_no_hindrance(on_sm90, whole_way):
     assert whole_way["linear"] == 1
 
 
+def test_a_graph_that_is_captured_keeps_the_lists_it_reads(on_sm90, whole_way, monkeypatch):
+    """Attention's come from a cache, which must know of the graph; other calls hold no memory."""
+    pinned = []
+    monkeypatch.setattr(
+        attention_op.prepare, "mask_of_op", lambda *given: pinned.append(1) or true_mask(*given)
+    )
+    with idle():
+        for mask in (None, MASK):
+            for capturing in (False, False, True, True):
+                monkeypatch.setattr(attention_op, "_capturing", lambda now=capturing: now)
+                before = whole_way["attention"], len(pinned)
+                ck.block_sparse_attention(Q, K, K, mask)
+                gone = whole_way["attention"] - before[0], len(pinned) > before[1]
+                assert not capturing or gone == (1, True)
+            assert gone == (1, True)
+
+
+def test_no_call_keeps_a_tensor_that_left_the_cache(on_sm90, whole_way, monkeypatch):
+    """The cache waits for every stream before it gives memory away; a call could not."""
+    cache = attention_op.prepare.cache
+    with idle():
+        ck.block_sparse_attention(Q, K, K, MASK)
+        ck.block_sparse_attention(Q, K, K, causal=True)
+        monkeypatch.setattr(cache, "limit", cache.size()["bytes"])
+        ck.block_sparse_attention(Q, K, K, ck.BlockMask.from_dense(torch.rand(130, 130) < 0.5))
+        assert not attention_op._without_mask._known and not attention_op._of_mask[MASK]._known
+        monkeypatch.setattr(cache, "limit", 1)
+        before = whole_way["attention"]
+        for _ in range(2):
+            ck.block_sparse_attention(Q, K, K, MASK)
+        assert whole_way["attention"] == before + 2
+
+
+true_mask = attention_op.prepare.mask_of_op
+
+
 def test_so_many_and_no_more(on_sm90, whole_way, monkeypatch):
     monkeypatch.setattr(gemm_op.calls, "_most", 2)
     with idle():

@@ -83,9 +83,11 @@ class Known(NamedTuple):
 
 def _prepare(q, k, v, rest):
     """`_run` for calls like this one."""
-    mask, facts, _, _, scale, softcap, _, sinks = rest
+    mask, facts, order, _, scale, softcap, _, sinks = rest
     if q.numel() == 0 or k.numel() == 0 or sinks is not None:
         return None
+    if sum(t.nbytes for t in (*mask, *order)) > prepare.cache.limit:
+        return None  # the cache did not keep them
     lowered = prepare.mask_of_op(mask, facts, q.shape[1], k.shape[1], str(q.device))
     run = dispatch.prepared(NAME, q.device, q.dtype, q, k, v, lowered, scale, softcap)
     return run and Known(run, rest)
@@ -97,11 +99,25 @@ _of_mask: weakref.WeakKeyDictionary[BlockMask, Calls] = weakref.WeakKeyDictionar
 
 def find(mask: object, options: tuple, q, k, v) -> Known | bool | None:
     """As `Calls.find`, of the calls with ``mask`` or, for None, without one."""
-    if torch.compiler.is_compiling() or type(options[3]) is not str:
+    if torch.compiler.is_compiling() or type(options[3]) is not str or _capturing():
         return False
     if mask is None or type(mask) is BlockMask:
         return calls_of(mask).find(options, q, k, v)
     return False
+
+
+def _capturing() -> bool:
+    """Whether a CUDA graph is: the whole way keeps the lists, which replays read, for good."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _forget() -> None:
+    """Calls keep no tensor longer than the cache, which waits for all streams before one goes."""
+    for calls in (_without_mask, *_of_mask.values()):
+        calls.forget()
+
+
+prepare.cache.on_drop.append(_forget)
 
 
 def calls_of(mask: BlockMask | None) -> Calls:

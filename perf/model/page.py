@@ -16,7 +16,9 @@ STEPS = [(part, f"{b}x{n}") for part, sizes in shapes.TIMED.items() for b, n in 
 PROMISES = [("audit", shapes.AUDIT), *(case for case in STEPS if case[0] == "replaying")]
 COUNTS = (timed("steps of a whole model timed", "model", set(STEPS)),)
 _MEASURE = "`python -m perf bench model`"
-_STEP = "the host's part of a call: `python -m perf bench model --parts host`, then a shim"
+_STEP = (
+    "`python -m perf bench model --parts host` again: calls are remembered since (docs/cache.md)"
+)
 
 
 def _bench(records: list[dict]) -> Bench:
