@@ -77,6 +77,7 @@ def test_no_store_means_everything(tmp_path, plant):
     assert plant([]) == NAMES
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize(
     "change",
     [{"sources": "0" * 64}, {"sources": None}, {"ok": False}, "no digest", "no record"],

@@ -147,6 +147,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mutant_is_caught(trained, monkeypatch, mutant):
     _, ours, held = trained

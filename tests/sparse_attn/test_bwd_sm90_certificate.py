@@ -113,6 +113,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.__name__)
 def test_mutants_fail(monkeypatch, mutant):
     with monkeypatch.context() as patch:

@@ -115,6 +115,7 @@ def narrow_offsets(monkeypatch, module):
     monkeypatch.setattr(module.score_mask, "words_of", words_of)
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize(("mutant", "rule"), [(atomic_add, "A1"), (narrow_offsets, "R4")])
 def test_mutants_fail_the_certificate(monkeypatch, mutant, rule):
     config = configure_forward("bf16", 64, "bits")
