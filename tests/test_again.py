@@ -23,7 +23,7 @@ from cute_kernels.norm import launch as norm_launch
 from cute_kernels.sparse_attn import launch as attention_launch
 from cute_kernels.sparse_attn import op as attention_op
 from cute_kernels.sparse_attn import sequence_op
-from tests.again import CASES, MASK, counted, drawn
+from tests.again import CASES, counted, drawn, one_mask
 from tests.contract import same_bytes
 from tests.gemm.simulated import simulated as simulated_gemm
 from tests.norm.simulated import simulated as simulated_norm
@@ -34,6 +34,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 TRUE_REMEMBERS = again.remembers
+MASK = one_mask(torch.device("cpu"))
 
 
 @pytest.fixture

@@ -73,6 +73,7 @@ def plan(backend: str, device: arch.Device) -> dict[str, object]:
         "channels of a chunk": {
             f"{n} {p}": chunk_channels(n, p) for n in STREAMS for p in PRECISIONS
         },
+        "gates' slopes": "the gate of z times the gate of -z",
         "sinkhorn": "one normalisation of rows and columns from logits, then of the matrix",
     }
     if backend == arch.CPU:

@@ -140,11 +140,10 @@ def gate_backward(
     with ieee():
         r = _root(ms, gates)
         z_pre, z_post, _ = _split(_logits(h, ms, gates, n), n)
-        p, half = _sigmoid(z_pre), _sigmoid(z_post)
         g = torch.cat(
             [
-                d_pre * (p * (1.0 - p)),
-                d_post * (gates.post_scale * (half * (1.0 - half))),
+                d_pre * _slope(z_pre),
+                d_post * (gates.post_scale * _slope(z_post)),
                 d_res,
             ],
             1,
@@ -153,7 +152,7 @@ def gate_backward(
         alpha = _alpha_of(gates, n)
         d_h = torch.nn.functional.pad(alpha * g / r, (0, WIDTH[n] - used.shape[1]))
         # dms = -½ r⁻³ Σ_j g_j α_j H_j
-        d_ms = _sum(g * alpha * used) * (-0.5 / (r * r * r))[:, 0]
+        d_ms = _sum(g * alpha * used) * (-0.5 / (r[:, 0] * (ms + gates.eps)))
         of_alpha = g * used / r
         parts = []
         for chunk in range(0, len(h), TOKENS):
@@ -344,6 +343,11 @@ def _split(columns: torch.Tensor, n: int) -> tuple[torch.Tensor, ...]:
 
 def _sigmoid(z: torch.Tensor) -> torch.Tensor:
     return 1.0 / (1.0 + _exp(-z))
+
+
+def _slope(z: torch.Tensor) -> torch.Tensor:
+    """p (1 - p) of the gate p: 1 - p is the gate of -z, and loses nothing where p is near 1."""
+    return _sigmoid(z) * _sigmoid(-z)
 
 
 def _exp(x: torch.Tensor) -> torch.Tensor:

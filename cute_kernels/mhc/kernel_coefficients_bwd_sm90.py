@@ -148,8 +148,8 @@ class MhcCoefficientsBackwardSm90:
                 if cutlass.const_expr(block == 2):
                     g = given[2][i]
                 else:
-                    p = mix.sigmoid(logits[j])
-                    slope = p * (cutlass.Float32(1.0) - p)
+                    # 1 - p is the gate of -z: a difference from 1 would lose what is left of it.
+                    slope = mix.sigmoid(logits[j]) * mix.sigmoid(-logits[j])
                     if cutlass.const_expr(block == 1):
                         slope = slope * post_scale
                     g = given[block][i] * slope
@@ -160,7 +160,7 @@ class MhcCoefficientsBackwardSm90:
             d_ms = cute.math.fma(alpha, of_alpha, d_ms)
         if token < m:
             unit.store(mDh, token, d_h)
-            factor = cutlass.Float32(-0.5) * ((over * over) * over)
+            factor = (cutlass.Float32(-0.5) * over) / (ms + eps)
             copy.aligned(mDms, cutlass.Int64(token), 1)[0] = factor * d_ms
         return sums
 

@@ -126,9 +126,10 @@ def scale_backward(h, ms, gates: Gates, n: int, upstream: tuple) -> ScaleGradien
     d_pre, d_post, d_res = (exact(g) for g in upstream)
     z, r = _logits(h, ms, gates, n)
     p, s = z[:, :n].sigmoid(), z[:, n : 2 * n].sigmoid()
-    one = exact(1.0, z)
-    g_post = d_post * (s * (one - s) * gates.post_scale)
-    g = joined([d_pre * (p * (one - p)), g_post, d_res], 1)
+    rest = exact(0.0, z) - z[:, : 2 * n]
+    p_rest, s_rest = rest[:, :n].sigmoid(), rest[:, n:].sigmoid()
+    g_post = d_post * (s * s_rest * gates.post_scale)
+    g = joined([d_pre * (p * p_rest), g_post, d_res], 1)
     alpha = _alpha(gates, n)
     d_ms = (g * alpha * h).sum(1) * (exact(-0.5, z) / (r * r * r))
     of_alpha = g * h / r[:, None]

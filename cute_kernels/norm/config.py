@@ -25,6 +25,8 @@ _NARROWEST = 64
 UNIT = 8
 #: Threads of a CTA of an SM90 kernel, unless one row has more.
 FORWARD_THREADS, BACKWARD_THREADS = 256, 512
+#: Threads of a row that has a CTA to itself, and no ring.
+_ALONE = 128
 #: Between the columns of a group in shared memory, so that neighbours lie in other banks.
 PAD = 4
 #: Bytes of an SM's rows under way, bytes of its shared memory for them, stages of a ring.
@@ -123,27 +125,36 @@ class BackwardConfig:
 
 @dataclass(frozen=True)
 class Residency:
-    """What of a kernel an SM holds: CTAs, and the stages of each one's ring (0: there is none)."""
+    """What of a kernel an SM holds: CTAs of so many threads, and the stages of each one's ring.
 
+    stages: 0 of CTAs without a ring.  Such a forward kernel has one for each of its rows.
+    """
+
+    threads: int
     ctas: int
     stages: int
 
 
-def _residency(ctas: int, stage: int, other: int = 0) -> Residency:
+def _residency(threads: int, ctas: int, stage: int, other: int = 0) -> Residency:
     """Of CTAs with stages of so many bytes, and others: enough under way, if there is room."""
     wanted = -(-_UNDER_WAY // (ctas * stage)) + 1
     stages = min(wanted, _MOST_STAGES, (_SHARED // ctas - other) // stage)
-    return Residency(ctas, stages if stages > 1 else 0)
+    return Residency(threads, ctas, stages if stages > 1 else 0)
 
 
 def forward_residency(config: ForwardConfig) -> Residency:
-    """Bits do not follow it."""
+    """Bits do not follow it; docs/notes/norm_sm90.md has what was tried."""
     threads = max(FORWARD_THREADS, config.threads)
-    # 64 registers do for a row; 80 or more where more is done with it.
     more = (config.kind == "layer") + config.residual + (config.dtype == "fp32")
+    if not more and threads <= 512 and config.units <= 2:
+        if config.threads == _ALONE:
+            return Residency(_ALONE, 8, 0)
+        return Residency(threads, 1024 // threads, 2)
+    # 64 registers do for a row; 80 or more where more is done with it.
     ctas = (4, 3, 2, 2)[more] if threads == FORWARD_THREADS and config.units <= 2 else 1
     itemsize = 4 if config.dtype == "fp32" else 2
-    return _residency(ctas, threads * config.units * UNIT * itemsize * (1 + config.residual))
+    stage = threads * config.units * UNIT * itemsize * (1 + config.residual)
+    return _residency(threads, ctas, stage)
 
 
 def backward_residency(config: BackwardConfig) -> Residency:
@@ -153,7 +164,7 @@ def backward_residency(config: BackwardConfig) -> Residency:
     itemsize = 4 if config.dtype == "fp32" else 2
     stage = threads * (size * itemsize * (2 + config.upstream) + 4 * (1 + (config.kind == "layer")))
     sums = groups * size * (config.threads + PAD) * 4 if groups > 1 else 0
-    return _residency(1, stage, sums)
+    return _residency(threads, 1, stage, sums)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from cutlass.memory import SmemAllocator
 
 from ..compile import fake
 from ..dsl import copy
-from .config import BACKWARD_THREADS, PAD, UNIT, BackwardConfig, backward_residency, part_rows
+from .config import PAD, UNIT, BackwardConfig, backward_residency, part_rows
 from .device import rows
 from .device.ahead import Ahead
 from .device.rows import WARP, Group
@@ -34,15 +34,15 @@ class NormBackwardSm90:
         self.config = config
         self.dtype = fake.DTYPES[config.dtype]
         self.group = Group(config.threads, config.units)
-        self.threads = max(BACKWARD_THREADS, config.threads)
+        held = backward_residency(config)
+        self.threads = held.threads
         self.groups = self.threads // config.threads
         self.layer = config.kind == LAYER
         # Of a part, and of a group of it.
         self.rows = part_rows(config.threads * self.group.size)
         self.run = self.rows // self.groups
         tensors, numbers = 2 + config.upstream, 1 + self.layer
-        stages = backward_residency(config).stages
-        self.ahead = Ahead(self.group, self.dtype, tensors, numbers, stages)
+        self.ahead = Ahead(self.group, self.dtype, tensors, numbers, held.stages)
 
     @cute.jit
     def __call__(

@@ -8,8 +8,9 @@ Layout       x, residual, h, y [M, 8 ⌈D / 8⌉], zeros behind D, rows at multi
              and bias likewise; mean, rstd fp32 [M].
 Order        of a sum over a row: a thread's elements ascending, one fma each; lanes of a warp,
              nearest first; warps ascending.  Which thread has what follows from D.
-Work         CTAs that stay, each with one row or more at a time; the next ones are under way while
-             one is summed (device/ahead.py), but for rows of which a CTA holds no two.
+Work         A CTA has one row or more at a time (config.forward_residency).  Either as many CTAs as
+             that takes; or CTAs that stay, whose next rows are under way while one is summed
+             (device/ahead.py).
 Measured     docs/status.md.
 """
 
@@ -18,7 +19,7 @@ import cutlass.cute as cute
 from cutlass.memory import SmemAllocator
 
 from ..compile import fake
-from .config import FORWARD_THREADS, UNIT, ForwardConfig, forward_residency
+from .config import UNIT, ForwardConfig, forward_residency
 from .device import rows
 from .device.ahead import Ahead
 from .device.rows import WARP, Group
@@ -32,10 +33,9 @@ class NormForwardSm90:
         self.config = config
         self.dtype = fake.DTYPES[config.dtype]
         self.group = Group(config.threads, config.units)
-        self.threads = max(FORWARD_THREADS, config.threads)
-        self.rows = self.threads // config.threads
         held = forward_residency(config)
-        self.ctas = held.ctas
+        self.threads, self.ctas = held.threads, held.ctas
+        self.rows = held.threads // config.threads
         self.ahead = Ahead(self.group, self.dtype, 1 + config.residual, 0, held.stages)
 
     @cute.jit
@@ -75,39 +75,54 @@ class NormForwardSm90:
         allocator = SmemAllocator()
         layout = cute.make_ordered_layout((2, self.rows, self.group.warps), order=(2, 1, 0))
         sPartials = allocator.allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
-        vectors = [self.group.load_vector(t, lane) for t in scale if t is not None]
         read = [t for t in read if t is not None]
-        step, first = ctas * self.rows, block * self.rows + group
-        stages, ring = self.ahead.stages, None
-        if cutlass.const_expr(stages > 0):
+        scale = [t for t in scale if t is not None]
+        first, slot = block * self.rows + group, cutlass.Int32(0)
+        stages = self.ahead.stages
+        if cutlass.const_expr(stages == 0):
+            there = first < m
+            # The row is asked for before the weights, which other CTAs have brought near.
+            raws = [self.group.load(t, first, lane, there) for t in read]
+            vectors = [self.group.load_vector(t, lane) for t in scale]
+            at = (sPartials, slot, group, lane)
+            self.finish(raws, vectors, made, stats, (first, there), at, numbers)
+        else:
+            vectors = [self.group.load_vector(t, lane) for t in scale]
+            step, stage = ctas * self.rows, cutlass.Int32(0)
             warp = cute.arch.make_warp_uniform(tidx // WARP)
             ring = self.ahead.allocate(allocator, self.threads, warp)
             for d in cutlass.range_constexpr(stages - 1):
                 early = first + d * step
                 self.ahead.fetch(ring, d, read, [], (early, early < m, lane))
-        slot, stage = cutlass.Int32(0), cutlass.Int32(0)
-        # The CTA's threads meet in every sum: groups without a row go round as well.
-        for base in cutlass.range(block * self.rows, m, step, unroll=1):
-            row = base + group
-            there = row < m
-            if cutlass.const_expr(stages > 0):
+            # The CTA's threads meet in every sum: groups without a row go round as well.
+            for base in cutlass.range(block * self.rows, m, step, unroll=1):
+                row = base + group
                 last = row + (stages - 1) * step
                 free = self.ahead.behind(stage, stages - 1)
                 self.ahead.fetch(ring, free, read, [], (last, last < m, lane))
                 self.ahead.wait()
-                own = self.added([self.ahead.taken(ring, stage, i) for i in range(len(read))])
+                raws = [self.ahead.taken(ring, stage, i) for i in range(len(read))]
+                at = (sPartials, slot, group, lane)
+                self.finish(raws, vectors, made, stats, (row, row < m), at, numbers)
                 stage = self.ahead.behind(stage, 1)
-            else:
-                own = self.added([self.group.load(t, row, lane, there) for t in read])
-            if cutlass.const_expr(made[0] is not None):
-                self.group.store(own, made[0], row, lane, there)
-            mean, rstd = self.normed(own, vectors, (sPartials, slot, group, lane), numbers)
-            slot = slot ^ 1
-            self.group.store(own, made[1], row, lane, there)
-            if (lane == 0) & there:
-                stats[1][row] = rstd
-                if cutlass.const_expr(stats[0] is not None):
-                    stats[0][row] = mean
+                slot = slot ^ 1
+
+    @cute.jit
+    def finish(
+        self, raws: list, vectors: list, made: tuple, stats: tuple, row: tuple, at: tuple, numbers
+    ):
+        """All that is made of a row that has come.  row: (its number, whether it is there)."""
+        row, there = row
+        lane = at[3]
+        own = self.added(raws)
+        if cutlass.const_expr(made[0] is not None):
+            self.group.store(own, made[0], row, lane, there)
+        mean, rstd = self.normed(own, vectors, at, numbers)
+        self.group.store(own, made[1], row, lane, there)
+        if (lane == 0) & there:
+            stats[1][row] = rstd
+            if cutlass.const_expr(stats[0] is not None):
+                stats[0][row] = mean
 
     @cute.jit
     def added(self, raws: list) -> cute.Tensor:

@@ -16,7 +16,6 @@ from ..log import contiguous, copied
 from ..operands import most_ctas
 from . import config
 from .config import (
-    FORWARD_THREADS,
     UNIT,
     BackwardConfig,
     ForwardConfig,
@@ -43,7 +42,7 @@ def forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: 
     mean = torch.empty_like(rstd) if rule.kind == LAYER else None
     weight, bias = _scale(scale, x, rule)
     chosen, at_once, held = _forward(rule.kind, x.dtype, weight.dtype, residual is not None, width)
-    ctas = min(-(-m // at_once), most_ctas(x.device) * held)
+    ctas = _forward_ctas(m, at_once, held, x.device)
     args = (x, residual, weight, bias, h, y, mean, rstd)
     call(x.device, _kernel(chosen), *args, rule.eps, rule.offset, width, ctas)
     return Normed(_whole(y, width), None if h is None else _whole(h, width), mean, rstd)
@@ -63,7 +62,7 @@ def prepare_forward(
         return None
     dtype, layer = scale.weight.dtype, rule.kind == LAYER
     chosen, at_once, held = _forward(rule.kind, x.dtype, dtype, residual is not None, width)
-    kernel, ctas = _kernel(chosen), min(-(-m // at_once), most_ctas(x.device) * held)
+    kernel, ctas = _kernel(chosen), _forward_ctas(m, at_once, held, x.device)
     eps, offset = rule.eps, rule.offset
 
     def run(x, residual, weight, bias):
@@ -79,10 +78,18 @@ def prepare_forward(
 
 
 @functools.cache
-def _forward(*what: object) -> tuple[ForwardConfig, int, int]:
-    """(configuration, rows of a CTA at once, CTAs of an SM), of `forward_config`'s arguments."""
+def _forward(*what: object) -> tuple[ForwardConfig, int, int | None]:
+    """(configuration, rows of a CTA at once, CTAs of an SM that stay or None), of
+    `forward_config`'s arguments."""
     chosen = forward_config(*what)
-    return chosen, max(1, FORWARD_THREADS // chosen.threads), forward_residency(chosen).ctas
+    held = forward_residency(chosen)
+    return chosen, held.threads // chosen.threads, held.ctas if held.stages else None
+
+
+def _forward_ctas(m: int, at_once: int, held: int | None, device: torch.device) -> int:
+    """Of m rows."""
+    ctas = -(-m // at_once)
+    return ctas if held is None else min(ctas, most_ctas(device) * held)
 
 
 def backward(

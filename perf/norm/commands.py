@@ -56,18 +56,19 @@ def bench_norm(
 
 @verbs.app.command("tune-norm")
 def tune_norm(
+    op: _Op = "rms_norm",
     size: _Size = "8192x4096,32768x2048,4096x7168,16384x8192",
-    variant: Annotated[list[str] | None, typer.Option(help="ctas=4,stages=0,stays=0")] = None,
+    variant: Annotated[list[str] | None, typer.Option(help="threads=256,ctas=4,stages=0")] = None,
     rounds: Annotated[int, typer.Option(min=50)] = 50,
     output: Output = None,
     commit: Commit = None,
 ) -> None:
-    """Who holds the rows of rms_norm's forward: the same bits, then their times in turns."""
+    """Who holds the rows of a norm's forward: the same bits, then their times in turns."""
     need_gpu("tune-norm")
     from . import tune
 
     path = output or record.RESULTS / "tune.jsonl"
-    for case in _cases("rms_norm", size):
+    for case in _cases(op, size):
         if case.direction == "fwd":
             for text in tune.write(case, list(variant or tune.VARIANTS), path, rounds, commit):
                 typer.echo(text)

@@ -1,9 +1,9 @@
-"""`python -m perf tune-norm`: who holds the rows of the forward on an SM, their bits, their times.
+"""`python -m perf tune-norm`: who holds the rows of a forward on an SM, their bits, their times.
 
-A variant replaces what `config.forward_residency` says, of which no bit follows: CTAs of an SM,
-stages of each one's ring (0: none), threads of a CTA that has several rows, and whether CTAs stay
-(``stays=0``: as many as there are rows to take).  Each must give the bytes of the shipped one
-before it is timed; all are timed in turns with a copy of the same bytes.
+A variant replaces what `config.forward_residency` says, of which no bit follows: threads of a CTA,
+CTAs of an SM, stages of each one's ring (0: none, and a CTA for every row or few).  Each must give
+the bytes of the shipped one before it is timed; all are timed in turns with a copy of as many
+bytes.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ import torch
 
 from ..core import record, timing
 from ..core.bits import same_bytes
-from .cases import Case
+from .cases import ROWS, Case
 
 #: Worth a try on a new card; "" is the shipped one.
 VARIANTS = (
     "",
-    "stays=0",
-    *(f"ctas={n},stages=0{grid}" for n in (4, 5, 6, 8) for grid in ("", ",stays=0")),
-    *(f"ctas={n},stages={stages}" for n, stages in ((4, 2), (3, 3), (2, 4), (6, 2))),
-    *(f"threads={t},ctas={n},stages=0,stays=0" for t, n in ((128, 8), (128, 12), (512, 2))),
+    *(f"threads=128,ctas={n},stages=0" for n in (6, 8, 10)),
+    *(f"threads=256,ctas={n},stages=0" for n in (4, 5, 6)),
+    *(f"threads=512,ctas={n},stages=0" for n in (2, 3)),
+    *(f"threads=128,ctas={n},stages={stages}" for n, stages in ((6, 2), (8, 2), (6, 3))),
+    *(f"threads=256,ctas={n},stages={stages}" for n, stages in ((3, 2), (4, 2), (5, 2), (3, 3))),
+    *(f"threads=512,ctas={n},stages={stages}" for n, stages in ((1, 3), (2, 2), (2, 3))),
 )
 _EPS = 1e-6
 
 
 class Variant(NamedTuple):
-    """``ctas`` and ``stages`` 0 and -1: as shipped."""
+    """``threads``, ``ctas`` and ``stages`` of a `config.Residency`; 0, 0 and -1: as shipped."""
 
+    threads: int = 0
     ctas: int = 0
     stages: int = -1
-    threads: int = 256
-    stays: int = 1
 
 
 def parse(text: str) -> Variant:
@@ -51,26 +52,31 @@ def parse(text: str) -> Variant:
 
 
 def forward(text: str, case: Case, sms: int, build: Callable | None = None) -> Callable:
-    """y of x and weight, by one variant; ``build``: a kernel of its configuration."""
+    """y, or h and y, of a case's inputs, by one variant; ``build``: a kernel of a configuration."""
     from cute_kernels.norm import config, kernel_fwd_sm90, launch
+    from cute_kernels.norm.tensors import LAYER, RMS
 
-    tried = parse(text)
-    dtype = torch.bfloat16
-    chosen = launch.forward_config("rms", dtype, dtype, False, case.width)
-    with mock.patch.object(kernel_fwd_sm90, "FORWARD_THREADS", tried.threads):
-        shipped = config.forward_residency(chosen)
-        held = config.Residency(
-            tried.ctas or shipped.ctas, shipped.stages if tried.stages < 0 else tried.stages
-        )
-        with mock.patch.object(kernel_fwd_sm90, "forward_residency", lambda of: held):
-            kernel = (build or kernel_fwd_sm90.build)(chosen)
-    ctas = -(-case.rows // max(1, tried.threads // chosen.threads))
-    ctas = min(ctas, sms * held.ctas) if tried.stays else ctas
+    tried, dtype = parse(text), torch.bfloat16
+    residual, layer = case.op == "add_rms_norm", case.op == "layer_norm"
+    chosen = launch.forward_config(LAYER if layer else RMS, dtype, dtype, residual, case.width)
+    shipped = config.forward_residency(chosen)
+    held = config.Residency(
+        max(tried.threads or shipped.threads, chosen.threads),
+        tried.ctas or shipped.ctas,
+        shipped.stages if tried.stages < 0 else tried.stages,
+    )
+    with mock.patch.object(kernel_fwd_sm90, "forward_residency", lambda of: held):
+        kernel = (build or kernel_fwd_sm90.build)(chosen)
+    ctas = -(-case.rows // (held.threads // chosen.threads))
+    ctas = min(ctas, sms * held.ctas) if held.stages else ctas
 
     def run(t: dict) -> torch.Tensor:
-        y, rstd = torch.empty_like(t["x"]), t["x"].new_empty(case.rows, dtype=torch.float32)
-        given = t["x"], None, t["weight"], None, None, y, None, rstd
-        kernel(*given, _EPS, 0.0, case.width, ctas)
+        x = t["x"]
+        y = x.new_empty(1 + residual, *x.shape)
+        numbers = x.new_empty(1 + layer, case.rows, dtype=torch.float32)
+        given = x, t.get("residual"), t["weight"], t.get("bias")
+        made = y[1] if residual else None, y[0], numbers[1] if layer else None, numbers[0]
+        kernel(*given, *made, _EPS, 0.0, case.width, ctas)
         return y
 
     return run
@@ -87,25 +93,22 @@ def norm(
     build: Callable | None = None,
 ) -> Iterator[dict]:
     """Yields one record body per variant, and one of the copy, all from one interleaved run."""
-    generator = torch.Generator(device).manual_seed(5)
 
-    def drawn() -> dict:
-        x, weight = (
-            torch.randn(*size, device=device, generator=generator).to(torch.bfloat16)
-            for size in ((case.rows, case.width), (case.width,))
-        )
-        return {"x": x, "weight": weight}
+    def drawn(seed: int) -> dict:
+        made = {name: t.detach() for name, t in case.inputs(seed, device).items()}
+        # As many bytes as the norm moves: half of them are read.
+        half = ROWS[case.op, "fwd"] // 2 * case.rows
+        return made | {"copied": made["x"].new_empty(half, case.width).normal_()}
 
-    t = drawn()
+    t = drawn(0)
     calls = {text: forward(text, case, sms, build) for text in variants}
     want = forward("", case, sms, build)(t)
     found = {text: same_bytes(call(t), want) for text, call in calls.items()}
     timed = {f"ours[{text}]": call for text, call in calls.items() if found[text]}
-    timed["copy"] = lambda t: torch.empty_like(t["x"]).copy_(t["x"])
+    timed["copy"] = lambda t: torch.empty_like(t["copied"]).copy_(t["copied"])
     l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 1 << 10
-    sets = [t]
-    while len(sets) < timing.set_count(t["x"].nbytes, l2, len(timed)):
-        sets.append(drawn())
+    count = timing.set_count(t["copied"].nbytes, l2, len(timed))
+    sets = [t, *map(drawn, range(1, count))]
     times = timing.interleave(timing.rotating(timed, sets), rounds=rounds, clock=clock)
     head = {"kind": "tune", "kernel": "norm"} | case.items()
     for text in variants:
@@ -121,7 +124,7 @@ def norm(
 
 def line(body: dict) -> str:
     """One line for the terminal."""
-    head = f"{body['shape']:<12} {body['system']:<44}"
+    head = f"{body['product']:<16} {body['shape']:<12} {body['system']:<36}"
     if body["status"] != "ok":
         return f"{head} {body['why']}"
     spread = f"[{body['p10_us']:.1f}, {body['p90_us']:.1f}]"

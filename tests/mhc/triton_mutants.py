@@ -117,8 +117,7 @@ MUTANTS = {
         by_cuts,
     ),
     "epsilon_outside_the_root": (
-        [("tl.sqrt_rn(tl.load(ms_ptr + rows, mask=rows < M, other=1.0) + eps)",
-          "(tl.sqrt_rn(tl.load(ms_ptr + rows, mask=rows < M, other=1.0)) + eps)")],
+        [("tl.sqrt_rn(square)", "(tl.sqrt_rn(square - eps) + eps)")],
         of("coefficients"),
     ),
     "pre_eps_forgotten": ([("sigmoid + pre_eps, mask", "sigmoid, mask")], of("coefficients")),

@@ -12,6 +12,11 @@ from tests import ptxsim
 from tests.ptxsim.available import requires_sim
 
 CASE = Case("rms_norm", "fwd", 45, 2048)
+CASES = [
+    CASE,
+    Case("add_rms_norm", "fwd", 45, 1032),
+    Case("layer_norm", "fwd", 13, 4096),
+]
 
 
 class Clock:
@@ -36,9 +41,9 @@ class Clock:
         return float(stop - start)
 
 
-def measured(variants: list[str], build) -> list[dict]:
+def measured(variants: list[str], build, case: Case = CASE) -> list[dict]:
     options = {"sms": 2, "rounds": 1, "device": "cpu", "clock": Clock(), "build": build}
-    return list(tune.norm(CASE, variants, **options))
+    return list(tune.norm(case, variants, **options))
 
 
 def simulated(chosen):
@@ -60,10 +65,11 @@ def test_the_list_parses():
 
 @requires_sim
 @pytest.mark.sim
-def test_every_variant_has_the_shipped_bits():
-    variants = ["", "stays=0", "ctas=6,stages=0,stays=0", "ctas=2,stages=4"]
-    variants += ["threads=128,ctas=8,stages=0,stays=0", "threads=512,ctas=2,stages=0"]
-    bodies = measured(variants, simulated)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.op)
+def test_every_variant_has_the_shipped_bits(case):
+    variants = ["", "threads=256,ctas=4,stages=0", "threads=512,ctas=2,stages=3"]
+    variants += ["threads=128,ctas=6,stages=2", "threads=512,ctas=2,stages=0"]
+    bodies = measured(variants, simulated, case)
     assert [b["system"] for b in bodies] == [*(f"ours[{v}]" for v in variants), "copy"]
     assert all(b["status"] == "ok" and b["median_us"] > 0 for b in bodies)
     assert all(tune.line(body) for body in bodies)
@@ -84,7 +90,7 @@ def test_other_bits_are_not_timed():
 
         return other
 
-    bodies = measured(["", "stays=0"], build)
+    bodies = measured(["", "ctas=3"], build)
     failed = [b for b in bodies if b["status"] == "failed"]
-    assert [b["system"] for b in failed] == ["ours[stays=0]"]
+    assert [b["system"] for b in failed] == ["ours[ctas=3]"]
     assert "median_us" not in failed[0] and "other bits" in tune.line(failed[0])

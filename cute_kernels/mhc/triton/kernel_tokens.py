@@ -127,7 +127,7 @@ def _gates(
     h_ptr, ms_ptr, alpha_ptr, beta_ptr, rows, M, h_m, eps, N: tl.constexpr, COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """(H, r, alpha, z) with z = alpha H / r + beta, r = √(ms + eps)."""
+    """(H, r², r, alpha, z) with z = alpha H / r + beta, r² = ms + eps."""
     columns = tl.arange(0, WIDTH)
     in_n = columns < COLUMNS
     wide = columns.to(tl.int64)
@@ -136,8 +136,9 @@ def _gates(
     block = tl.where(columns < N, 0, tl.where(columns < 2 * N, 1, 2)).to(tl.int64)
     alpha = tl.load(alpha_ptr + block, mask=in_n, other=0.0)[None, :]
     beta = tl.load(beta_ptr + wide, mask=in_n, other=0.0)[None, :]
-    r = tl.sqrt_rn(tl.load(ms_ptr + rows, mask=rows < M, other=1.0) + eps)[:, None]
-    return h, r, alpha, tl.div_rn(alpha * h, r) + beta
+    square = tl.load(ms_ptr + rows, mask=rows < M, other=1.0)[:, None] + eps
+    r = tl.sqrt_rn(square)
+    return h, square, r, alpha, tl.div_rn(alpha * h, r) + beta
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -162,7 +163,7 @@ def gate_kernel(
     """pre = σ(z) + pre_eps, post = post_scale σ(z), res = z."""
     rows = rows_of(tl.program_id(0), ROWS)
     in_m = (rows < M)[:, None]
-    _, _, _, z = _gates(h_ptr, ms_ptr, alpha_ptr, beta_ptr, rows, M, h_m, eps, N, COLUMNS, WIDTH)
+    _, _, _, _, z = _gates(h_ptr, ms_ptr, alpha_ptr, beta_ptr, rows, M, h_m, eps, N, COLUMNS, WIDTH)
     sigmoid = _sigmoid(z)
     c = tl.arange(0, WIDTH)[None, :].to(tl.int64)
     row = rows[:, None]
@@ -203,7 +204,7 @@ def gate_backward_kernel(
     """
     rows = rows_of(tl.program_id(0), ROWS)
     in_m = (rows < M)[:, None]
-    h, r, alpha, z = _gates(
+    h, square, r, alpha, z = _gates(
         h_ptr, ms_ptr, alpha_ptr, beta_ptr, rows, M, h_m, eps, N, COLUMNS, WIDTH
     )
     c = tl.arange(0, WIDTH)[None, :].to(tl.int64)
@@ -213,15 +214,15 @@ def gate_backward_kernel(
     d_pre = tl.load(d_pre_ptr + row * pre_m + c, mask=in_m & is_pre, other=0.0)
     d_post = tl.load(d_post_ptr + (row * post_m + c - N), mask=in_m & is_post, other=0.0)
     d_res = tl.load(d_res_ptr + (row * res_m + c - 2 * N), mask=in_m & is_res, other=0.0)
-    p = _sigmoid(z)
-    slope = p * (1.0 - p)
+    # 1 - p is the gate of -z: a difference from 1 would lose what is left of it.
+    slope = _sigmoid(z) * _sigmoid(-z)
     g = tl.where(is_pre, d_pre * slope, tl.where(is_post, d_post * (post_scale * slope), d_res))
     # Of rows and columns that are none: 0 times an infinite weight would be NaN.
     g = tl.where(in_m & (c < COLUMNS), g, 0.0)
 
     tl.store(d_h_ptr + row * WIDTH + c, tl.div_rn(alpha * g, r), mask=in_m)
     of_row = tl.reshape(over_columns(g * alpha * h, ROWS, WIDTH), [ROWS, 1])
-    d_ms = of_row * tl.div_rn(-0.5, r * r * r)
+    d_ms = of_row * tl.div_rn(-0.5, r * square)
     tl.store(d_ms_ptr + row, d_ms, mask=in_m)
 
     part = parts_ptr + tl.cast(tl.program_id(0), tl.int64) * (3 + COLUMNS)
