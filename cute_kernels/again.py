@@ -41,12 +41,9 @@ def watched() -> bool:
     return bool(_C._len_torch_function_stack()) or _watched_below()
 
 
-def _asked() -> bool:
-    """Whether a mode wants to see calls; ``torch.set_default_device`` is one that does not."""
-    count = _C._len_torch_function_stack()
-    return count > 0 and any(
-        type(_C._get_function_stack_at(i)) is not DeviceContext for i in range(count)
-    )
+def _asked(modes: int) -> bool:
+    """Whether one of so many modes wants to see calls; ``torch.set_default_device`` does not."""
+    return any(type(_C._get_function_stack_at(i)) is not DeviceContext for i in range(modes))
 
 
 def _watched_below() -> bool:
@@ -56,16 +53,15 @@ def _watched_below() -> bool:
         or _C._are_functorch_transforms_active()
         or _C._dispatch_tls_is_dispatch_key_included(_LEGACY_VMAP)
         or _C._autograd._profiler_enabled()
-        or _in_mode()
+        or (_C._dispatch_tls_is_dispatch_key_included(MODE) and _in_mode())
         or forward_ad._current_level >= 0
         or _C._get_tracing_state() is not None
     )
 
 
 def _in_mode() -> bool:
-    """Whether an op of torch that is called here comes to `model.batch_invariant`."""
-    included = _C._dispatch_tls_is_dispatch_key_included(MODE)
-    return included and not _C._dispatch_tls_is_dispatch_key_excluded(MODE)
+    """Whether an op of torch that is called here comes to `model.batch_invariant`, which is on."""
+    return not _C._dispatch_tls_is_dispatch_key_excluded(MODE)
 
 
 class Calls:
@@ -86,7 +82,8 @@ class Calls:
 
         ``options``: what else is decided by; hashable.
         """
-        if torch.compiler.is_compiling() or _asked() or _watched_below():
+        modes = _C._len_torch_function_stack()
+        if torch.compiler.is_compiling() or (modes and _asked(modes)) or _watched_below():
             return False
         key = _key(options, tensors)
         try:
@@ -122,11 +119,12 @@ def _key(options: tuple, tensors: tuple) -> tuple | None:
         for t in tensors:
             if t is None:
                 key += (None,)
-            elif type(t) not in _TYPES or not remembers(t) or t.is_neg() or t.data_ptr() % _ALIGN:
+            elif type(t) not in _TYPES or t.is_neg() or t.data_ptr() % _ALIGN:
                 return None
             else:
                 key += t.shape, t.stride(), t.dtype, t.device
     except RuntimeError:  # sparse and nested tensors have no strides
         return None
-    # An owner of parameters has a say in each of them.
-    return None if data_parallel.sharding() else key
+    # The others of a call that checks let pass are on the device of the first.  An owner of
+    # parameters has a say in each of them.
+    return None if not remembers(tensors[0]) or data_parallel.sharding() else key

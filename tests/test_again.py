@@ -393,8 +393,8 @@ def test_a_key_without_a_part_is_killed(on_sm90, whole_way, monkeypatch, part):
     [
         (" or t.is_neg()", "negated"),
         (" or t.data_ptr() % _ALIGN", "address"),
-        ("None if data_parallel.sharding() else ", "fully_shard"),
-        (" or not remembers(t)", "a CPU"),
+        (" or data_parallel.sharding()", "fully_shard"),
+        ("not remembers(tensors[0]) or ", "a CPU"),
         ("type(t) not in _TYPES or ", "subclass"),
     ],
 )

@@ -106,7 +106,11 @@ def _prepare(x, residual, weight, bias, rule):
     of = launch if len(shape) == 2 else flattened
 
     def run(x, residual, weight, bias, *_):
-        y, h, mean, rstd = of(x, residual, weight, bias)
+        made = of(x, residual, weight, bias)
+        # A node names what is not there too; here, within it, grad mode is off.
+        if not torch._C._any_requires_grad(x, residual, weight, bias):
+            return made
+        y, h, mean, rstd = made
         h = x.new_empty(0) if h is None else h
         return y, h, rstd.new_empty(0) if mean is None else mean, rstd
 
