@@ -46,8 +46,8 @@ def block_sparse_attention(
             of ``schedulers.kinds.KINDS``; a permutation of the key blocks, [Nb] or [heads, Nb] (not
             in a graph of ``torch.compile``); or a ``schedulers.Schedule`` or ``Selection`` for this
             mask in blocks of 128 x 128.  Its heads are the B * Hkv KV heads; the B * Hq query heads
-            if the mask has Hq.  Checked before anything runs: it must progress with any number of
-            resident CTAs.
+            if the mask has Hq (on SM90 with Hkv < Hq such masks take no Schedule).  Checked before
+            anything runs: it must progress with any number of resident CTAs.
         deterministic: False allows dQ to be added in arrival order, where that is faster.
         return_lse: Also return the log-sum-exp of each row; it is differentiable.
 
@@ -72,7 +72,8 @@ def block_sparse_attention(
         NondeterministicError: ``deterministic=False`` under torch's determinism flag.
         BackendUnavailable: the device has no backend.
 
-    On SM90 a gradient needs, if Hkv < Hq, a mask of 1 head; else ShapeError.
+    On SM90, if Hkv < Hq and the mask has Hq heads, a backward copies q, out, dout and dq: the query
+    heads of a group become rows of one head (docs/attention.md).
     There a tensor whose strides or pointer TMA cannot address is copied: the bits are the same.
 
     Masks, schedules and their tensors are built once per content and reused across layers and

@@ -26,6 +26,7 @@ from ..schedulers.order.kinds import KINDS
 from ..schedulers.order.schedule import Schedule
 from . import config
 from .masks import FAR
+from .stacked import Sizes, wanted
 
 DTYPES = (torch.bfloat16, torch.float16)
 #: Of scale and softcap.  Kernels form scale / softcap and log2(e) times either in fp32, which must
@@ -156,16 +157,17 @@ def spans_apart(packed: bool, device: torch.device) -> None:
         raise ArgumentValueError(expected("packed", f"False for spans on {device}", packed))
 
 
-def gradient(device: str, mask_heads: int, heads: int, kv_heads: int) -> None:
-    """That the backend of ``device`` has a backward: the limit of the SM90 kernels."""
-    if mask_heads > 1 and kv_heads < heads:
-        if arch.refusal(arch.CUTE_SM90, arch.describe(device)):
-            return
-        want = (
-            f"1 head, with a gradient on cute_sm90: {heads // kv_heads} query heads share a KV "
-            "head, and one mask (CUTE_KERNELS_BACKEND=triton takes one per query head)"
-        )
-        raise ShapeError(expected("block_mask", want, f"{mask_heads} heads"))
+def stacked(device: str, mask_heads: int, q_len: int, heads: int, kv_heads: int) -> bool:
+    """Whether a backward stacks the rows of query heads (`stacked`): SM90, for masks by head."""
+    if not wanted(mask_heads, heads, kv_heads):
+        return False
+    if arch.refusal(arch.CUTE_SM90, arch.describe(device)):
+        return False
+    rows = Sizes(q_len, heads, kv_heads).rows
+    if rows >= FAR:
+        want = f"a length below {FAR * kv_heads // heads}, with a gradient and masks by query head"
+        raise ShapeError(expected("q", want, q_len))
+    return True
 
 
 def _schedule_type(schedule: object) -> None:

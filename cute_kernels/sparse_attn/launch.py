@@ -19,7 +19,7 @@ from ..compile import cache
 from ..compile.call import call
 from ..compile.kernel import Entry, Expect, Kernel
 from ..operands import addressable, most_ctas, not_empty
-from . import config, watchdog
+from . import config, stacked, watchdog
 from .config import BackwardConfig, ForwardConfig, PostConfig, PreConfig
 from .masks import FORMS, FORWARD_FORMS, SPANS, LoweredMask, Order
 from .tensors import Grads, Saved, sinks_gradient
@@ -182,7 +182,31 @@ def backward(
 
     With sinks their gradient too.
     """
-    (dout, dlse), (q, k, v, out, lse, sinks) = grads, saved
+    (_, q_len, heads, _), kv_heads, sinks = saved.q.shape, saved.k.shape[2], saved.sinks
+    rest = mask, order, scale, softcap, deterministic
+    if stacked.wanted(mask.kv_count.shape[1], heads, kv_heads):
+        sizes = stacked.Sizes(q_len, heads, kv_heads)
+        dq, dk, dv, space = _backward(*stacked.operands(grads, saved, sizes), *rest)
+        dq = stacked.gradient(dq, sizes)
+    else:
+        dq, dk, dv, space = _backward(grads, saved, *rest)
+    if sinks is None:
+        return dq, dk, dv
+    of_head = (t.view(t.shape[0], heads, -1) for t in (space.lse2, space.delta))
+    return dq, dk, dv, sinks_gradient(sinks, *of_head)
+
+
+def _backward(
+    grads: Grads,
+    saved: Saved,
+    mask: LoweredMask,
+    order: Order,
+    scale: float,
+    softcap: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Workspace]:
+    """The three kernels: (dq, dk, dv), and what they handed on."""
+    (dout, dlse), (q, k, v, out, lse, _) = grads, saved
     batch, q_len, heads, dim = q.shape
     dtype, device = config.DTYPE_NAMES[q.dtype], q.device
     limit = settings.watchdog_ms()
@@ -212,9 +236,7 @@ def backward(
     if record is not None:
         sizes = space.semaphore.shape[2], chosen.tile_m, heads // k.shape[2]
         watchdog.require_turns(record, order, *sizes, limit)
-    if sinks is not None:
-        return dq, dk, dv, sinks_gradient(sinks, space.lse2, space.delta)
-    return dq, dk, dv
+    return dq, dk, dv, space
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

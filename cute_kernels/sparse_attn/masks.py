@@ -95,10 +95,11 @@ class Order(NamedTuple):
     """The order of a backward pass, as kernels read it; all int32.
 
     The first five are ``schedulers.ScheduleTensors``.  Its heads are the B * Hkv KV heads, and an
-    entry stands for a visit by each query head of the group, ascending, all with its rank.  Only if
-    the mask differs between query heads and Hkv < Hq are they the B * Hq query heads, and dK, dV
-    the sums over each group, ascending.  A ticket says where its entries are; the lists of a head
-    and their offsets are for kernels that come from there.
+    entry stands for a visit by each query head of the group, ascending, all with its rank.  If the
+    mask differs between query heads and Hkv < Hq, they are the B * Hq query heads, and dK, dV the
+    sums over each group, ascending; or, on SM90, KV heads with all their rows (``stacked``).  A
+    ticket says where its entries are; the lists of a head and their offsets are for kernels that
+    come from there.
 
     ``tile`` [E] is the row of ``LoweredMask.words`` of each entry, or -1; [1], unread, unless the
     form is "bits".
@@ -134,7 +135,7 @@ def lower(mask: BlockMask) -> LoweredMask:
         hi = hi if rule.hi is None else min(hi, rule.hi)
     elif mask.num_full < mask.num_blocks:
         form = "bits"
-        bits = _captured(mask)
+        bits = captured(mask)
         tiles = mask.tiles(bits, "kv"), mask.tiles(bits, "q")
         words = _whole_tiles(bits.words)
         block_tile = _by_block(bits)
@@ -199,7 +200,7 @@ def _by_block(bits: mask_bits.Bits) -> Tensor:
     return table
 
 
-def _captured(mask: BlockMask) -> mask_bits.Bits:
+def captured(mask: BlockMask) -> mask_bits.Bits:
     """The bits of the partial blocks, and of no other."""
     row, col, full = build.ragged(mask.kv_count, mask.kv_index, mask.kv_full)
     elements = partial(mask.partial_rule.blocks, mask.grid)

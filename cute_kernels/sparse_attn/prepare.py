@@ -25,7 +25,7 @@ from ..schedulers.order.ranks import block_grid
 from ..schedulers.order.safety import admit
 from ..schedulers.order.schedule import Schedule
 from ..untraced import untraced
-from . import checks, config, masks
+from . import checks, config, masks, stacked
 from .masks import LoweredMask, Order
 
 #: Bytes of masks and orders that are kept for their next use.
@@ -59,15 +59,26 @@ def operands(
     batch, q_len, kv_len, heads, kv_heads, _ = sizes
     # Lists depend on data: under fake tensors, too, they are made of true ones.
     with _disable_current_modes() if _modes() else contextlib.nullcontext():
-        lowered = lower(whole(mask, causal, q_len, kv_len, _where(device)))
-        if needs_order:
-            checks.gradient(device, lowered.mask.shape[1], heads, kv_heads)
-        tensors: list = []
+        given = whole(mask, causal, q_len, kv_len, _where(device))
         asked = not isinstance(schedule, str) or schedule != checks.AUTO
-        if batch and (needs_order or asked):
-            made = order_of(lowered, schedule, sizes)
-            tensors = list(made) if needs_order else []
+        turns = batch and (needs_order or asked)
+        if turns and checks.stacked(device, given.shape[1], q_len, heads, kv_heads):
+            lowered, made = _stacked(given, schedule, sizes)
+        else:
+            lowered = lower(given)
+            made = order_of(lowered, schedule, sizes) if turns else ()
+        tensors = list(made) if needs_order else []
     return lowered.tensors(), lowered.numbers(), tensors, ""
+
+
+def _stacked(mask: BlockMask, schedule: object, sizes: Sizes) -> tuple[LoweredMask, Order]:
+    """A mask by query head, and its order for a kernel whose groups share their lists."""
+    batch, q_len, kv_len, heads, kv_heads, head_dim = sizes
+    of, key = stacked.Sizes(q_len, heads, kv_heads), mask.hash()
+    bits = cache.get(("by bits", key, mask.device), lambda: stacked.by_bits(mask))
+    alike = cache.get(("stacked", key, kv_heads, mask.device), lambda: stacked.mask_of(bits, of))
+    of_group = batch, of.rows, kv_len, kv_heads, kv_heads, head_dim
+    return lower(bits), order_of(lower(alike), schedule, of_group)
 
 
 def _modes() -> bool:

@@ -417,18 +417,18 @@ def test_fp32_is_refused_by_its_own_name_unless_autocast_casts_it():
         block_sparse_attention(wide[0].double(), *wide[1:])
 
 
-def test_what_the_sm90_backward_does_not_take(monkeypatch):
-    """By name, where SM90 is the device's backend: (heads of the mask, of q, of k)."""
-    checks.gradient("cuda:0", 4, 4, 2)  # no SM90 here
+def test_which_backward_stacks_the_heads_of_a_group(monkeypatch):
+    """Where SM90 is the device's backend: (heads of the mask, rows, heads of q, of k)."""
+    assert not checks.stacked("cuda:0", 4, 100, 4, 2)  # no SM90 here
     monkeypatch.setattr(arch, "_installed", lambda name: True)
     monkeypatch.setattr(arch, "describe", lambda _: arch.Device("cuda:0", "cuda", "sm_90a", 132))
-    refused = r"block_mask: .*2 query heads share.*CUTE_KERNELS_BACKEND=triton.*got 4 heads"
-    with pytest.raises(ShapeError, match=refused):
-        checks.gradient("cuda:0", 4, 4, 2)
-    checks.gradient("cuda:0", 4, 4, 4)
-    checks.gradient("cuda:0", 1, 4, 2)
+    assert checks.stacked("cuda:0", 4, 100, 4, 2)
+    assert not checks.stacked("cuda:0", 4, 100, 4, 4)
+    assert not checks.stacked("cuda:0", 1, 100, 4, 2)
+    with pytest.raises(ShapeError, match=r"q: .*below 536870912.*by query head.*536870900"):
+        checks.stacked("cuda:0", 4, 2**29 - 12, 4, 2)
     monkeypatch.setenv("CUTE_KERNELS_BACKEND", "triton")
-    checks.gradient("cuda:0", 4, 4, 2)
+    assert not checks.stacked("cuda:0", 4, 100, 4, 2)
 
 
 def test_a_gradient_is_checked_before_anything_runs(monkeypatch):
@@ -439,10 +439,10 @@ def test_a_gradient_is_checked_before_anything_runs(monkeypatch):
         seen.append(sizes)
         raise ShapeError("refused")
 
-    monkeypatch.setattr(checks, "gradient", refuse)
+    monkeypatch.setattr(checks, "stacked", refuse)
     mask = BlockMask.from_dense(torch.ones(1, H, S, S, dtype=torch.bool).tril())
     with pytest.raises(ShapeError, match="refused"):
         block_sparse_attention(q().requires_grad_(), kv(), kv(), mask)
-    assert seen == [("cpu", H, H, HKV)]
+    assert seen == [("cpu", H, S, H, HKV)]
     with torch.no_grad(), pytest.raises(AssertionError, match="launched"):
         block_sparse_attention(q().requires_grad_(), kv(), kv(), mask)

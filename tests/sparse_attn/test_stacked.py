@@ -1,0 +1,221 @@
+"""Masks by query head under GQA on SM90: gradients in the simulator, their bits, mutants."""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels import arch
+from cute_kernels.errors import ScheduleError
+from cute_kernels.schedulers import BlockMask, spt
+from cute_kernels.sparse_attn import masks, prepare, stacked
+from tests.contract import same_bytes
+from tests.ptxsim.available import requires_sim
+from tests.sparse_attn import cases, pack_cases
+from tests.sparse_attn.sink_cases import drawn_sinks, excess
+
+SIM = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
+NIGHT = [*SIM, pytest.mark.nightly]
+S, HEADS, KV_HEADS = 200, 4, 2
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+@pytest.fixture(autouse=True)
+def own_cache():
+    """What one way made of a mask is not another's."""
+    prepare.cache.clear()
+    yield
+    prepare.cache.clear()
+
+
+@contextlib.contextmanager
+def on_sm90(**options):
+    """In the simulator, of a GPU that stacks."""
+    refusal = mock.patch.object(arch, "refusal", lambda backend, device: None)
+    with pack_cases.on_sm90(wgmma_math="hopper", **options), refusal:
+        yield
+
+
+def dense(batch: int, seed: int = 3) -> torch.Tensor:
+    """Other blocks for each head, some of them empty, rows without keys, a causal rule in two."""
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.rand(batch, HEADS, S, S, generator=generator) < 0.3
+    made[:, 0, :, 128:] = False
+    made[:, 1] = torch.ones(S, S).tril() > 0
+    made[:, 2, 30:40] = made[:, 2, 128:] = False
+    made[:, 3] &= torch.ones(S, S).tril() > 0
+    return made
+
+
+def windows() -> BlockMask:
+    """A band, in blocks that each head chose for itself."""
+    count = torch.tensor([[[1, 2], [1, 1], [1, 2], [1, 1]]], dtype=torch.int32)
+    index = torch.tensor([[[[0, 0], [0, 1]], [[0, 0], [1, 0]]] * 2], dtype=torch.int32)
+    blocks = BlockMask.from_blocks(count, index, S, S)
+    return blocks & BlockMask.sliding_window(S, S, left=90, right=0)
+
+
+MASKS = {
+    "bits of one batch": lambda: BlockMask.from_dense(dense(1)),
+    "bits of each batch": lambda: BlockMask.from_dense(dense(2)),
+    "windows": windows,
+}
+
+
+def attended(x: cases.Inputs, mask: BlockMask, sinks=None, with_lse: bool = True, **options):
+    """out, lse, dq, dk, dv, and dsinks of sinks."""
+    leaves = (*x.leaves(), *(() if sinks is None else (sinks,)))
+    made = ck.block_sparse_attention(*x.leaves(), mask, sinks=sinks, return_lse=True, **options)
+    wanted = (made, (x.dout, x.dlse)) if with_lse else (made[0], x.dout)
+    grads = torch.autograd.grad(wanted[0], leaves, wanted[1])
+    return [t.detach() for t in (*made, *grads)]
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "dtype", "softcap", "with_lse"),
+    [
+        pytest.param("bits of one batch", 64, torch.bfloat16, 0.0, True, marks=SIM),
+        pytest.param("windows", 128, torch.float16, 3.0, False, marks=SIM),
+        pytest.param("bits of each batch", 96, torch.float16, 0.0, True, marks=NIGHT),
+        pytest.param("bits of each batch", 128, torch.bfloat16, 2.0, True, marks=NIGHT),
+        pytest.param("windows", 64, torch.bfloat16, 0.0, True, marks=NIGHT),
+    ],
+)
+def test_values(name, dim, dtype, softcap, with_lse):
+    x = cases.inputs(2, HEADS, KV_HEADS, S, S, dim, dtype, seed=dim)
+    mask, sinks = MASKS[name](), drawn_sinks(HEADS)
+    with on_sm90():
+        found = attended(x, mask, sinks, with_lse, softcap=softcap)
+    above = excess(found, x, mask, sinks, with_lse, softcap)
+    assert all(ratio <= 1 for ratio in above.values()), above
+
+
+def alike(schedule: str = "left_to_right", **options) -> tuple[list, list]:
+    """Results of one mask for all heads, and of the same mask given for each.
+
+    Tickets from the left, each with its rows ascending: a group's heads come one after another
+    both ways, so that every sum has one order.
+    """
+    x = cases.inputs(1, HEADS, KV_HEADS, S, S, 64, seed=1)
+    one = dense(1)[:, 3:]
+    with on_sm90(**options):
+        shared = attended(x, BlockMask.from_dense(one), schedule=schedule)
+        own = attended(x, BlockMask.from_dense(one.expand(1, HEADS, S, S)), schedule=schedule)
+    return shared, own
+
+
+@requires_sim
+@pytest.mark.sim
+@pytest.mark.simulates("sparse_attn")
+def test_equal_masks_have_the_bytes_of_one():
+    shared, own = alike()
+    assert {n for n, a, b in zip(NAMES, shared, own, strict=True) if not same_bytes(a, b)} == set()
+
+
+@requires_sim
+@pytest.mark.sim
+@pytest.mark.simulates("sparse_attn")
+def test_whether_a_gradient_is_wanted_shows_in_no_output():
+    """Without one the kernel has the mask's band, with one its bits."""
+    x, mask = cases.inputs(1, HEADS, KV_HEADS, S, S, 64, seed=4), windows()
+    with on_sm90():
+        made = attended(x, mask)
+        with torch.no_grad():
+            alone = ck.block_sparse_attention(*x.leaves(), mask, return_lse=True)
+    assert all(map(same_bytes, made[:2], alone))
+
+
+@requires_sim
+@pytest.mark.sim
+@pytest.mark.simulates("sparse_attn")
+def test_a_grid_of_any_size_has_the_same_bytes():
+    x, mask = cases.inputs(1, HEADS, KV_HEADS, S, S, 64, seed=2), MASKS["bits of one batch"]()
+    results = []
+    for ctas in (1, 7):
+        with on_sm90(ctas=ctas):
+            results.append(attended(x, mask))
+    assert all(map(same_bytes, *results))
+
+
+def interleaved(t, of):
+    """Mutant: query heads are dealt to KV heads in turn."""
+    made = t.new_zeros(t.shape[0], of.group, of.padded, of.kv_heads, t.shape[3])
+    made[:, :, : of.q_len] = t.unflatten(2, (of.group, of.kv_heads)).permute(0, 2, 1, 3, 4)
+    return made.flatten(1, 2)
+
+
+def without_gaps(t, of):
+    """Mutant: a head's rows begin where the last one's end."""
+    made = t.new_zeros(t.shape[0], of.group * of.padded, of.kv_heads, t.shape[3])
+    rows = t.unflatten(2, (of.kv_heads, of.group)).permute(0, 3, 1, 2, 4).flatten(1, 2)
+    made[:, : rows.shape[1]] = rows
+    return made
+
+
+def reversed_heads(dq, of):
+    """Mutant: a group's heads come back in another order than they went."""
+    own = dq.unflatten(1, (of.group, of.padded))[:, :, : of.q_len].flip(1)
+    return own.permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+@requires_sim
+@pytest.mark.sim
+@pytest.mark.simulates("sparse_attn")
+@pytest.mark.parametrize(
+    ("name", "mutant"),
+    [("_rows", interleaved), ("_rows", without_gaps), ("gradient", reversed_heads)],
+)
+def test_mutants_are_killed(name, mutant):
+    with mock.patch.object(stacked, name, mutant), pytest.raises(AssertionError):
+        test_equal_masks_have_the_bytes_of_one()
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_the_stacked_mask_has_the_same_elements(name):
+    mask = MASKS[name]()
+    of = stacked.Sizes(S, HEADS, KV_HEADS)
+    bits = stacked.by_bits(mask)
+    assert torch.equal(bits.to_dense(), mask.to_dense())
+    whole = stacked.mask_of(bits, of)
+    assert whole.shape == (mask.shape[0], KV_HEADS) and whole.q_len == 2 * 256
+    rows = whole.to_dense().unflatten(2, (2, 256))[:, :, :, :S].transpose(2, 3)
+    assert torch.equal(rows.permute(0, 1, 3, 2, 4).flatten(1, 2), mask.to_dense())
+    # What the kernel is given of one, the order was made of the other.
+    lowered, order = masks.lower(bits), masks.lower(whole)
+    assert torch.equal(lowered.key_words, order.key_words)
+    assert torch.equal(lowered.block_tile.view(-1), order.block_tile.view(-1))
+
+
+def test_a_short_mask_is_stacked():
+    """Shorter than a block: its bits have fewer rows and words."""
+    own = torch.rand(1, HEADS, 40, 50, generator=torch.Generator().manual_seed(5)) < 0.5
+    of = stacked.Sizes(40, HEADS, 1)
+    whole = stacked.mask_of(stacked.by_bits(BlockMask.from_dense(own)), of)
+    rows = whole.to_dense().unflatten(2, (HEADS, 128))[:, 0, :, :40]
+    assert torch.equal(rows, own)
+
+
+def test_no_mask_is_stacked_elsewhere():
+    """One head's mask, no groups, another backend."""
+    assert not stacked.wanted(1, 4, 2) and not stacked.wanted(4, 4, 4)
+    x, mask = cases.inputs(1, HEADS, KV_HEADS, S, S, 64), MASKS["windows"]()
+    with mock.patch.object(stacked, "mask_of", side_effect=AssertionError("stacked")):
+        attended(x, mask)
+
+
+@requires_sim
+@pytest.mark.sim
+@pytest.mark.simulates("sparse_attn")
+def test_a_schedule_of_query_heads_is_refused_and_columns_are_taken():
+    x, mask = cases.inputs(1, HEADS, KV_HEADS, S, S, 64), MASKS["windows"]()
+    with on_sm90():
+        given = spt(mask, heads=HEADS)
+        with pytest.raises(ScheduleError, match=r"schedule.*KV heads.*got 4"):
+            attended(x, mask, schedule=given)
+        made = attended(x, mask, schedule=[0, 1])
+        want = attended(x, mask, schedule="left_to_right")
+    assert all(map(same_bytes, made, want))
