@@ -45,7 +45,7 @@ RANKS: dict[str, float] = {
     "system.config": 6,
     "system.tiles": 7,
     "system.masks": 6,
-    "system.stacked": 7,
+    "system.stacked": 6.5,
     "system.tensors": 5,
     "system.checks": 7,
     "system.functions": 7,

@@ -255,3 +255,7 @@ def test_sequences_of_packs_have_their_bytes():
 
 def test_sinks():
     in_a_process("gpu_sinks")
+
+
+def test_masks_by_query_head_in_groups():
+    in_a_process("gpu_stacked")

@@ -17,11 +17,19 @@ from tests.contract import same_bytes
 from tests.ptxsim.available import requires_sim
 from tests.sparse_attn import cases, pack_cases
 from tests.sparse_attn.sink_cases import drawn_sinks, excess
+from tests.sparse_attn.stacked_cases import (
+    HEADS,
+    KV_HEADS,
+    MASKS,
+    NAMES,
+    S,
+    attended,
+    dense,
+    windows,
+)
 
 SIM = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
 NIGHT = [*SIM, pytest.mark.nightly]
-S, HEADS, KV_HEADS = 200, 4, 2
-NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
 @pytest.fixture(autouse=True)
@@ -38,41 +46,6 @@ def on_sm90(**options):
     refusal = mock.patch.object(arch, "refusal", lambda backend, device: None)
     with pack_cases.on_sm90(wgmma_math="hopper", **options), refusal:
         yield
-
-
-def dense(batch: int, seed: int = 3) -> torch.Tensor:
-    """Other blocks for each head, some of them empty, rows without keys, a causal rule in two."""
-    generator = torch.Generator().manual_seed(seed)
-    made = torch.rand(batch, HEADS, S, S, generator=generator) < 0.3
-    made[:, 0, :, 128:] = False
-    made[:, 1] = torch.ones(S, S).tril() > 0
-    made[:, 2, 30:40] = made[:, 2, 128:] = False
-    made[:, 3] &= torch.ones(S, S).tril() > 0
-    return made
-
-
-def windows() -> BlockMask:
-    """A band, in blocks that each head chose for itself."""
-    count = torch.tensor([[[1, 2], [1, 1], [1, 2], [1, 1]]], dtype=torch.int32)
-    index = torch.tensor([[[[0, 0], [0, 1]], [[0, 0], [1, 0]]] * 2], dtype=torch.int32)
-    blocks = BlockMask.from_blocks(count, index, S, S)
-    return blocks & BlockMask.sliding_window(S, S, left=90, right=0)
-
-
-MASKS = {
-    "bits of one batch": lambda: BlockMask.from_dense(dense(1)),
-    "bits of each batch": lambda: BlockMask.from_dense(dense(2)),
-    "windows": windows,
-}
-
-
-def attended(x: cases.Inputs, mask: BlockMask, sinks=None, with_lse: bool = True, **options):
-    """out, lse, dq, dk, dv, and dsinks of sinks."""
-    leaves = (*x.leaves(), *(() if sinks is None else (sinks,)))
-    made = ck.block_sparse_attention(*x.leaves(), mask, sinks=sinks, return_lse=True, **options)
-    wanted = (made, (x.dout, x.dlse)) if with_lse else (made[0], x.dout)
-    grads = torch.autograd.grad(wanted[0], leaves, wanted[1])
-    return [t.detach() for t in (*made, *grads)]
 
 
 @pytest.mark.parametrize(
