@@ -13,12 +13,14 @@ What follows from the same offsets is kept, for the next layer.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..schedulers.masks.diagonal import Lists, diagonal, lists_of
 from ..schedulers.masks.mask import BlockMask
 from ..schedulers.masks.rules import Band, Grid, indices
 from ..schedulers.masks.spans import Spans
@@ -137,14 +139,8 @@ def _mask(of: Layout, left: int | None, right: int | None) -> BlockMask:
     if right == 0:
         # In front of a gap nobody sees it: what a window leaves of the blocks is all there is.
         band = Band(None if left is None else -left, 0)
-        blocks = -(-of.lengths // BLOCK[0])
-        count = np.zeros((1, 1, -(-of.length // BLOCK[0])), np.int32)
-        index = np.zeros((*count.shape, blocks.max()), np.int32)
-        for first, n in zip(of.begins // BLOCK[0], blocks, strict=True):
-            count[0, 0, first : first + n] = n
-            index[0, 0, first : first + n, :n] = np.arange(first, first + n)
-        lists = torch.from_numpy(count), torch.from_numpy(index)
-        return BlockMask.from_blocks(*lists, of.length, of.length, block_size=BLOCK, rule=band)
+        parts = [(int(begin) // BLOCK[0], _blocks(band, size)) for begin, size in _sizes(of)]
+        return diagonal(parts, of.length, BLOCK, band)
     # A row of a gap sees nothing, and none sees the gap behind its sequence.
     first, end = np.zeros((2, 1, of.length), np.int32)
     for begin, length in zip(of.begins, of.lengths, strict=True):
@@ -154,6 +150,21 @@ def _mask(of: Layout, left: int | None, right: int | None) -> BlockMask:
         end[0, row] = stop if right is None else np.minimum(stop, row + right + 1)
     rule = Spans(torch.from_numpy(first), torch.from_numpy(end))
     return BlockMask.from_rule(rule, of.length, of.length, block_size=BLOCK, device="cpu")
+
+
+def _sizes(of: Layout) -> Iterator[tuple[int, int]]:
+    """(begin, rows) of each sequence with the gap behind it; the last has none."""
+    return zip(of.begins, np.diff(of.begins, append=of.length).tolist(), strict=True)
+
+
+def _blocks(band: Band, rows: int) -> Lists:
+    """Of a band of so many rows and keys; sequences of as many blocks share them."""
+
+    def make() -> Lists:
+        mask = BlockMask.from_rule(band, rows, rows, block_size=BLOCK, device="cpu")
+        return lists_of(mask)
+
+    return prepare.cache.get(("blocks of a band", band.lo, band.hi, rows), make)
 
 
 def order(of: Layout, window: Window, heads: tuple[int, int], head_dim: int, device: str) -> Order:

@@ -146,7 +146,9 @@ class Rule(ABC):
 
 def tensor_bytes(tensor: Tensor) -> bytes:
     """The elements of a tensor as bytes, in row-major order, for a digest."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    # A clone: of one element, a tensor of any stride is contiguous, and is no view of bytes.
+    own = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return own.view(-1).view(torch.uint8).numpy().tobytes()
 
 
 @dataclass(frozen=True)
