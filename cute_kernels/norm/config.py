@@ -149,7 +149,8 @@ def forward_residency(config: ForwardConfig) -> Residency:
     if not more and threads <= 512 and config.units <= 2:
         if config.threads == _ALONE:
             return Residency(_ALONE, 8, 0)
-        return Residency(threads, 1024 // threads, 2)
+        # Two CTAs of 512 would have 64 registers a thread, and spill.
+        return Residency(threads, 4, 2) if threads == FORWARD_THREADS else Residency(threads, 1, 3)
     # 64 registers do for a row; 80 or more where more is done with it.
     ctas = (4, 3, 2, 2)[more] if threads == FORWARD_THREADS and config.units <= 2 else 1
     itemsize = 4 if config.dtype == "fp32" else 2
