@@ -80,7 +80,13 @@ def test_no_store_means_everything(tmp_path, plant):
 @pytest.mark.mutants
 @pytest.mark.parametrize(
     "change",
-    [{"sources": "0" * 64}, {"sources": None}, {"ok": False}, "no digest", "no record"],
+    [
+        {"sources": "0" * 64},
+        {"ok": False},
+        pytest.param({"sources": None}, marks=pytest.mark.nightly),
+        pytest.param("no digest", marks=pytest.mark.nightly),
+        pytest.param("no record", marks=pytest.mark.nightly),
+    ],
     ids=str,
 )
 def test_a_stale_store_means_everything_of_that_kernel(plant, change):

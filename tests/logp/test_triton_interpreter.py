@@ -13,13 +13,29 @@ import pytest
 pytest.importorskip("triton")
 
 
+# Mutants by day, when the same source is compiled and runs in ptxsim: test_triton_simulated.py.
 @pytest.mark.parametrize(
-    ("marked", "least"),
-    [("not nightly", 58), pytest.param("nightly", 39, marks=pytest.mark.nightly)],
+    ("marked", "chosen", "least"),
+    [
+        ("not nightly", "test_killed", 24),
+        pytest.param("not nightly", "test", 58, marks=pytest.mark.nightly),
+        pytest.param("nightly", "test", 39, marks=pytest.mark.nightly),
+    ],
 )
-def test_interpreted(marked, least):
+def test_interpreted(marked, chosen, least):
     file = Path(__file__).with_name("triton_interpreted.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        marked,
+        "-k",
+        chosen,
+    ]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     for name in [name for name in environment if name.startswith(("PYTEST", "CUTE_KERNELS"))]:
         del environment[name]

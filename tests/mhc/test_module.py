@@ -272,6 +272,7 @@ def test_weights_travel():
     assert kept == []  # fully_shard, to() and state_dict see parameters only
 
 
+@pytest.mark.nightly
 def test_sharded_by_fsdp2_it_has_the_bytes_of_one_process(tmp_path):
     first, second = ranks.reports("tests.mhc.fsdp_rank", 2, tmp_path, 120)
     assert first == second

@@ -64,7 +64,7 @@ def test_steps_repeat_byte_for_byte_and_learn(steps):
     assert {*sites, "model.norm.0.phi", "model.norm.0.alpha", "model.norm.0.beta"} <= moved
 
 
-@pytest.mark.parametrize("name", ["_channel_sum", "_sum"])
+@pytest.mark.parametrize("name", ["_channel_sum", pytest.param("_sum", marks=pytest.mark.nightly)])
 def test_a_sum_in_random_order_is_caught(name, monkeypatch):
     """Of channels, or of any last dimension: each call in another order."""
     right = getattr(cpu, name)

@@ -134,7 +134,8 @@ def shifted(t: torch.Tensor | None) -> torch.Tensor | None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "dtype"), [("cn", BF16), ("nc", FP32), by_night("cn", FP32), by_night("nc", BF16)]
+    ("layout", "dtype"),
+    [("cn", BF16), by_night("nc", FP32), by_night("cn", FP32), by_night("nc", BF16)],
 )
 def test_no_address_shows(layout, dtype):
     """Other loads are compiled for what is not aligned; the bytes are the same."""

@@ -113,8 +113,16 @@ MUTANTS = {
 }
 
 
+#: One of each rule, and the release that another CTA does not see.
+OFTEN = (no_wait, no_release, release_in_the_cta, one_look, too_few_registers)
+
+
 @pytest.mark.mutants
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(m, marks=() if m in OFTEN else pytest.mark.nightly) for m in MUTANTS],
+    ids=lambda m: m.__name__,
+)
 def test_mutants_fail(monkeypatch, mutant):
     with monkeypatch.context() as patch:
         mutant(patch)

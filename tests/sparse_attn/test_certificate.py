@@ -45,7 +45,9 @@ def test_every_configuration(kernel, kind, expect):
 
 
 @pytest.mark.parametrize("producer", [None, 48])
-@pytest.mark.parametrize("module", [kernel_fwd_sm90, kernel_bwd_sm90])
+@pytest.mark.parametrize(
+    "module", [pytest.param(kernel_fwd_sm90, marks=pytest.mark.nightly), kernel_bwd_sm90]
+)
 def test_the_roles_registers_fit_in_those_of_the_launch(monkeypatch, module, producer):
     """What the consumers take beyond what the producer gave back, they would wait for in vain."""
     name = f"sparse_attn_{module.__name__.split('kernel_')[1]}"

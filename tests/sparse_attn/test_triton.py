@@ -61,9 +61,24 @@ def test_an_id_names_the_tiles(monkeypatch, device):
     assert contracts.contract_id(op.NAME, "cuda:0") != name
 
 
-def test_interpreted():
+# Mutants by day, when the same source is compiled and runs in ptxsim: the tests below.
+@pytest.mark.parametrize(
+    ("chosen", "least"),
+    [("test_killed", 16), pytest.param("test", 32, marks=pytest.mark.nightly)],
+)
+def test_interpreted(chosen, least):
     file = Path(__file__).with_name("triton_interpreted.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        chosen,
+        str(file),
+    ]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     for name in [name for name in environment if name.startswith(("PYTEST", "CUTE_KERNELS"))]:
         del environment[name]
@@ -72,8 +87,8 @@ def test_interpreted():
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     counts = re.search(r"(\d+) passed", done.stdout)
-    assert counts and int(counts[1]) >= 32, done.stdout[-2000:]
-    assert "skipped" not in done.stdout and "deselected" not in done.stdout
+    assert counts and int(counts[1]) >= least, done.stdout[-2000:]
+    assert "skipped" not in done.stdout
 
 
 @pytest.mark.parametrize(

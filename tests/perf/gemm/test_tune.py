@@ -61,7 +61,9 @@ def simulated(monkeypatch):
 
 @requires_sim
 @pytest.mark.sim
-@pytest.mark.parametrize("product", ["fwd", "dx", "dw"])
+@pytest.mark.parametrize(
+    "product", ["fwd", *(pytest.param(p, marks=pytest.mark.nightly) for p in ("dx", "dw"))]
+)
 def test_every_variant_has_the_shipped_bits(simulated, product):
     """In the simulator's truncating adder; whether the card agrees is probe 1, not run."""
     case = Case(product, "qkv", 200, 136, 520)

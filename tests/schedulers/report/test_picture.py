@@ -156,6 +156,7 @@ def test_handoffs_lead_from_a_landing_to_the_reduction_that_waited():
     assert total > 50
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("suffix", picture.SUFFIXES)
 def test_the_same_bytes_every_time(tmp_path, suffix):
     schedule = left_to_right(causal(5), heads=2)
