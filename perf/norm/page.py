@@ -15,7 +15,7 @@ CASES = [(case.product, case.label) for case in _ALL]
 COUNTS = (timed("norms timed", "norm", set(CASES)),)
 _MEASURE = "`python -m perf bench norm` on an H200"
 _STEP = "docs/notes/norm_sm90.md"
-_RIVALS = ("torch", "compiled", "liger", "quack")
+_RIVALS = ("torch", "compiled", "liger", "quack", "copy")
 #: The sizes that targets are of.
 _SIZES = ("8192x4096", "32768x2048")
 
@@ -106,7 +106,8 @@ def render(records: list[dict]) -> list[str]:
         "## Norms",
         "",
         "bf16 rows and weights; cold L2, in turns.  Of the copy: the bytes that the op must move,",
-        "at the bandwidth of a copy in that run.  Rivals: their time over ours.",
+        "at the bandwidth of a large copy in that run.  Rivals: their time over ours; copy: one of",
+        "as many bytes, which has a kernel's start and end in it too.",
         "",
         *(folded(head, rows, ("bits", "ran on")) if rows else [NOT_RUN]),
         "",
