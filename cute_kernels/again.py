@@ -125,6 +125,7 @@ def _key(options: tuple, tensors: tuple) -> tuple | None:
                 key += t.shape, t.stride(), t.dtype, t.device
     except RuntimeError:  # sparse and nested tensors have no strides
         return None
-    # The others of a call that checks let pass are on the device of the first.  An owner of
-    # parameters has a say in each of them.
-    return None if not remembers(tensors[0]) or data_parallel.sharding() else key
+    # The others of a call that checks let pass are on the device of the first, which is no None.
+    # An owner of parameters has a say in each of them.
+    first = tensors[0]
+    return None if first is None or not remembers(first) or data_parallel.sharding() else key

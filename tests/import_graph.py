@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ PACKAGE = ROOT / "cute_kernels"
 SCHEDULERS = ROOT / "schedulers"
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     """Dotted name inside the package -> file."""
     found = {}
@@ -49,6 +51,7 @@ def imports_of(name: str, path: Path, known: set[str]) -> set[str]:
     return found
 
 
+@functools.cache
 def import_graph() -> dict[str, set[str]]:
     """Module -> the modules of ours that it imports, at its top or anywhere else."""
     found = modules()

@@ -394,7 +394,7 @@ def test_a_key_without_a_part_is_killed(on_sm90, whole_way, monkeypatch, part):
         (" or t.is_neg()", "negated"),
         (" or t.data_ptr() % _ALIGN", "address"),
         (" or data_parallel.sharding()", "fully_shard"),
-        ("not remembers(tensors[0]) or ", "a CPU"),
+        ("not remembers(first) or ", "a CPU"),
         ("type(t) not in _TYPES or ", "subclass"),
     ],
 )

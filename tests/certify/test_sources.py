@@ -34,6 +34,7 @@ OUTSIDE = {
     "schedulers.model": "predictions of time",
     "schedulers.order": "lists that a kernel is handed at run time",
     "settings": "no kernel is compiled by them",
+    "sparse_attn.stacked": "rows that a kernel is handed at run time",
     "sparse_attn.triton.plan": "another backend",
 }
 

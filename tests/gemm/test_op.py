@@ -125,7 +125,7 @@ NO_COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="inductor on a 
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=NO_COMPILER)])
-@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("main_grad", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_compiled_bits_are_eager_bits(backend, main_grad):
     def step(x, w, b, state):
         return ck.linear(x * 2, w, b, main_grad=state).float().square().sum()

@@ -22,8 +22,16 @@ SHAPES = ((1, 1, 1), (127, 129, 65), (130, 7, 200))
 HOPPER, LATE = {"wgmma_math": 2}, {"async_mode": 1, "wgmma_mode": 1, "warp_order": 1, "seed": 9}
 
 
-@DTYPES
-@pytest.mark.parametrize("epilogue", ["plain", "bias", "accumulate"])
+@pytest.mark.parametrize(
+    ("dtype", "epilogue"),
+    [
+        # By day each dtype and each epilogue.
+        pytest.param(d, e, marks=() if i == j else pytest.mark.nightly)
+        for i, d in enumerate((BF16, FP16, FP32))
+        for j, e in enumerate(("plain", "bias", "accumulate"))
+    ],
+    ids=str,
+)
 def test_bits_are_those_of_the_documented_chain(monkeypatch, dtype, epilogue):
     with simulated(launch):
         for m, n, k in SHAPES:
@@ -74,7 +82,9 @@ def test_cuts_of_a_row_major_stream(monkeypatch):
         cases.pieces(engine(monkeypatch), BF16, layout="k")
 
 
-@DTYPES
+@pytest.mark.parametrize(
+    "dtype", [BF16, *(pytest.param(d, marks=pytest.mark.nightly) for d in (FP16, FP32))], ids=str
+)
 def test_column_sum(dtype):
     with simulated(launch):
         cases.column_sums(launch.column_sum, dtype)

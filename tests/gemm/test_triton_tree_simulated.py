@@ -36,8 +36,8 @@ VLLM_ROWS = (13, 16, 32, 64, 103, 128)
         ((1, 1, 1), BF16, "n"),
         ((13, 144, 2880), BF16, "rows"),
         ((33, 70, 520), FP16, None),
-        ((16, 31, 1030), FP32, "n"),
-        ((103, 128, 2888), BF16, "n"),
+        pytest.param((16, 31, 1030), FP32, "n", marks=pytest.mark.nightly),
+        pytest.param((103, 128, 2888), BF16, "n", marks=pytest.mark.nightly),
     ],
     ids=str,
 )

@@ -66,7 +66,9 @@ def minus_zeros():
 
 
 @pytest.mark.parametrize("function", CUTS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("degree", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "degree", [2, 8, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 4))]
+)
 def test_every_degree_has_the_bytes_of_one(threaded, minus_zeros, degree, function):
     for case in cases(degree):
         assert not wrong(function, case, degree), case

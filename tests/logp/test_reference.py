@@ -12,7 +12,7 @@ from tests.logp import cases
 
 DRAWN, PER_TEST = 2000, 200
 FIRSTS = [
-    first if first < 1000 else pytest.param(first, marks=pytest.mark.nightly)
+    first if first < 400 else pytest.param(first, marks=pytest.mark.nightly)
     for first in range(0, DRAWN, PER_TEST)
 ]
 

@@ -87,5 +87,6 @@ def test_a_modules_gradients_do_not_follow_the_split():
     cut = of_module([1024, 1024, 452], tokens)
     assert all(same_bytes(t, cut[name]) for name, t in whole.items())
     # Not a multiple of 1024: promised nothing, and other bytes show that this test can see them.
+    # alpha and beta are few numbers, which may be the same by chance.
     elsewhere = of_module([1000, 1500], tokens)
-    assert not any(same_bytes(t, elsewhere[name]) for name, t in whole.items())
+    assert not any(same_bytes(whole[name], elsewhere[name]) for name in ("phi", "norm_weight"))

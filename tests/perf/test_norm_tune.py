@@ -65,7 +65,11 @@ def test_the_list_parses():
 
 @requires_sim
 @pytest.mark.sim
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.op)
+@pytest.mark.parametrize(
+    "case",
+    [CASE, *(pytest.param(case, marks=pytest.mark.nightly) for case in CASES[1:])],
+    ids=lambda case: case.op,
+)
 def test_every_variant_has_the_shipped_bits(case):
     variants = ["", "threads=256,ctas=4,stages=0", "threads=512,ctas=2,stages=3"]
     variants += ["threads=128,ctas=6,stages=2", "threads=512,ctas=2,stages=0"]

@@ -74,7 +74,17 @@ def another_kind(patch):
     patch.setitem(kinds.KINDS, "lpt", kinds.KINDS["spt"])
 
 
-@pytest.mark.parametrize("mutate", [wider(1.5), other_tails, no_search, a_walk_less, another_kind])
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        no_search,
+        another_kind,
+        *(
+            pytest.param(m, marks=pytest.mark.nightly)
+            for m in (wider(1.5), other_tails, a_walk_less)
+        ),
+    ],
+)
 def test_a_selection_that_changed_is_seen(monkeypatch, mutate):
     mutate(monkeypatch)
     assert changed()

@@ -33,7 +33,10 @@ from tests.schedulers.masks.flex_checks import (
 )
 
 
-@pytest.mark.parametrize("lengths", [(500, 500), (384, 500), (500, 129)])
+@pytest.mark.parametrize(
+    "lengths",
+    [(500, 129), *(pytest.param(n, marks=pytest.mark.nightly) for n in ((500, 500), (384, 500)))],
+)
 @pytest.mark.parametrize("name", MASKS)
 def test_tutorial_masks(name, lengths):
     captured_as_it_is(name, lengths)
