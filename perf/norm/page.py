@@ -87,8 +87,8 @@ def _rows(bench: Bench) -> list[list[str]]:
         if own is None or "median_us" not in own:
             continue
         ratios = ["-" if (r := bench.ratio(key, name)) is None else times(r) for name in _RIVALS]
-        share = f"{own['floor_fraction']:.0%}"
-        rows.append([*key, f"{own['median_us']:.1f}", share, *ratios, bits(own), where(own)])
+        taken = f"{own['median_us']:.1f} us, {own['floor_fraction']:.0%}"
+        rows.append([*key, taken, *ratios, bits(own), where(own)])
     return rows
 
 
@@ -100,7 +100,7 @@ def images(records: list[dict]) -> list[str]:
 def render(records: list[dict]) -> list[str]:
     """The lines of this system."""
     bench = latest(records, "norm")
-    head = ["op", "rows x D", "us", "of the copy", *_RIVALS, "bits", "ran on"]
+    head = ["op", "rows x D", "time, of the copy", *_RIVALS, "bits", "ran on"]
     rows = _rows(bench)
     return [
         "## Norms",
