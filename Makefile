@@ -32,7 +32,6 @@ nightly: $(STAMP)
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest tests/test_style.py tests/test_layering.py -q
 
 # `make pins PYTHONS="python3.10 python3.12"` asks pip instead: minutes each.
 pins: $(STAMP)

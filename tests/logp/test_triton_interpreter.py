@@ -17,9 +17,9 @@ pytest.importorskip("triton")
 @pytest.mark.parametrize(
     ("marked", "chosen", "least"),
     [
-        ("not nightly", "test_killed", 24),
-        pytest.param("not nightly", "test", 58, marks=pytest.mark.nightly),
-        pytest.param("nightly", "test", 39, marks=pytest.mark.nightly),
+        ("not nightly", "test_killed", 12),
+        pytest.param("not nightly", "test", 46, marks=pytest.mark.nightly),
+        pytest.param("nightly", "test", 51, marks=pytest.mark.nightly),
     ],
 )
 def test_interpreted(marked, chosen, least):

@@ -266,7 +266,14 @@ def blocks(module, monkeypatch) -> None:
     heads(module)
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+#: By day every second one.
+DAY_AND_NIGHT = [
+    pytest.param(name, marks=pytest.mark.nightly if at % 2 else ())
+    for at, name in enumerate(MUTANTS)
+]
+
+
+@pytest.mark.parametrize("name", DAY_AND_NIGHT)
 def test_killed(monkeypatch, tmp_path, name):
     old, new, check = MUTANTS[name]
     if isinstance(check, str):

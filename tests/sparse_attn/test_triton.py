@@ -63,10 +63,13 @@ def test_an_id_names_the_tiles(monkeypatch, device):
 
 # Mutants by day, when the same source is compiled and runs in ptxsim: the tests below.
 @pytest.mark.parametrize(
-    ("chosen", "least"),
-    [("test_killed", 16), pytest.param("test", 32, marks=pytest.mark.nightly)],
+    ("marked", "chosen", "least"),
+    [
+        ("not nightly", "test_killed", 8),
+        pytest.param("nightly or not nightly", "test", 32, marks=pytest.mark.nightly),
+    ],
 )
-def test_interpreted(chosen, least):
+def test_interpreted(marked, chosen, least):
     file = Path(__file__).with_name("triton_interpreted.py")
     command = [
         sys.executable,
@@ -75,6 +78,8 @@ def test_interpreted(chosen, least):
         "-q",
         "-p",
         "no:cacheprovider",
+        "-m",
+        marked,
         "-k",
         chosen,
         str(file),

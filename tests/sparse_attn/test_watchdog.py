@@ -80,7 +80,8 @@ def stuck(case, schedule, kernel=None, **options) -> Stuck:
 
 
 @pytest.mark.parametrize(
-    ("name", "head_dim", "heads", "kv_heads"), [("chained", 128, 1, 1), ("shift", 64, 2, 1)]
+    ("name", "head_dim", "heads", "kv_heads"),
+    [("shift", 64, 2, 1), pytest.param("chained", 128, 1, 1, marks=pytest.mark.nightly)],
 )
 def test_one_resident_too_few_is_named(limit, name, head_dim, heads, kv_heads):
     """The turn of a ticket that is not running; and nothing with as many residents as it needs."""
@@ -140,7 +141,7 @@ def test_a_lost_release_is_named(limit, monkeypatch):
     assert stuck(case, schedule, kernel) == Stuck(0, 0, who, 1, 0, whose)
 
 
-@pytest.mark.parametrize("name", ["causal 64", "full 128"])
+@pytest.mark.parametrize("name", ["causal 64", pytest.param("full 128", marks=pytest.mark.nightly)])
 def test_turns_that_come_keep_their_bits(limit, name):
     head_dim, heads, kv_heads, mask, kind = order.CASES[name]
     case = simulated_bwd.case(mask, head_dim=head_dim, heads=heads, kv_heads=kv_heads)
