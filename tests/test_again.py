@@ -214,6 +214,16 @@ def test_a_mask_takes_its_calls_with_it(on_sm90):
     assert len(attention_op._of_mask) == before
 
 
+def test_spans_on_the_cpu_are_looked_at_each_time(on_sm90, whole_way, monkeypatch):
+    """A step of training has them there, whatever its tensors are on."""
+    run, shape = CASES["spans"]
+    monkeypatch.setattr(again, "remembers", lambda t: t.dtype != torch.int32)
+    with idle():
+        for _ in range(3):
+            run(drawn(*shape))
+    assert whole_way["attention"] == 3
+
+
 def test_a_default_device_is_no_hindrance(on_sm90, whole_way):
     with idle(), torch.device("cpu"):
         for _ in range(3):

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from .. import dispatch
-from ..again import Calls
+from .. import again, dispatch
 from ..arch import CUTE_SM90
 from ..dispatch import Implementation
 from ..torch_ops import define_op
@@ -111,7 +110,8 @@ def attend(q, k, v, spans, scale, softcap, sinks):
 
 def _prepare(q, k, v, spans, scale, softcap):
     """`attend` for calls like this one."""
-    if q.numel() == 0 or k.numel() == 0:
+    # Spans on the CPU, as a step of training has them, are read here and on no device.
+    if q.numel() == 0 or k.numel() == 0 or not again.remembers(spans):
         return None
     at_once = (q, k, v, spans[:, 0], scale, softcap)
     launch = dispatch.prepared(SPANS_NAME, q.device, q.dtype, *at_once)
@@ -125,7 +125,7 @@ def _prepare(q, k, v, spans, scale, softcap):
 
 
 #: Calls with spans on a GPU and without sinks, by scale and softcap.
-calls = Calls(_prepare)
+calls = again.Calls(_prepare)
 
 
 def _pack(q, k, spans):
