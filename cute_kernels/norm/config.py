@@ -145,12 +145,19 @@ def _residency(threads: int, ctas: int, stage: int, other: int = 0) -> Residency
 def forward_residency(config: ForwardConfig) -> Residency:
     """Bits do not follow it; docs/notes/norm_sm90.md has what was tried."""
     threads = max(FORWARD_THREADS, config.threads)
-    more = (config.kind == "layer") + config.residual + (config.dtype == "fp32")
-    if not more and threads <= 512 and config.units <= 2:
+    layer, wide = config.kind == "layer", config.dtype == "fp32"
+    more = layer + config.residual + wide
+    if not wide and not (layer and config.residual) and config.units <= 2:
+        # Rows need no ring, unless a layer norm's second sum is to be hidden.
         if config.threads == _ALONE:
-            return Residency(_ALONE, 8, 0)
+            return Residency(_ALONE, 8, 2 if layer else 0)
+        if threads == FORWARD_THREADS and not layer:
+            return Residency(threads, 5, 0)
+        if config.threads == FORWARD_THREADS:
+            return Residency(threads, 3, 2)
         # Two CTAs of 512 would have 64 registers a thread, and spill.
-        return Residency(threads, 4, 2) if threads == FORWARD_THREADS else Residency(threads, 1, 3)
+        if threads <= 512 and not more:
+            return Residency(threads, 1, 3)
     # 64 registers do for a row; 80 or more where more is done with it.
     ctas = (4, 3, 2, 2)[more] if threads == FORWARD_THREADS and config.units <= 2 else 1
     itemsize = 4 if config.dtype == "fp32" else 2
