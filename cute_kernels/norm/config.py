@@ -149,8 +149,8 @@ def forward_residency(config: ForwardConfig) -> Residency:
     more = layer + config.residual + wide
     if not wide and not (layer and config.residual) and config.units <= 2:
         # Rows need no ring, unless a layer norm's second sum is to be hidden.
-        if config.threads == _ALONE:
-            return Residency(_ALONE, 8, 2 if layer else 0)
+        if config.threads == _ALONE and not layer:
+            return Residency(_ALONE, 8, 0)
         if threads == FORWARD_THREADS and not layer:
             return Residency(threads, 5, 0)
         if config.threads == FORWARD_THREADS:

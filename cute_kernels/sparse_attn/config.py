@@ -39,6 +39,8 @@ class ForwardConfig:
     softcap: bool = False
     #: Whether a row's sum begins with a sink.
     sinks: bool = False
+    #: Whether sequences are read where they lie in a pack.
+    packed: bool = False
     #: Warpgroups of 64 query rows each.
     consumers: int = 2
 
@@ -58,6 +60,7 @@ class PreConfig:
     head_dim: int
     tile_m: int
     dlse: bool = False
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class PostConfig:
     dtype: str
     head_dim: int
     tile_m: int
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class BackwardConfig:
     ordered: bool
     tile_m: int
     softcap: bool = False
+    packed: bool = False
     stages: int = 2
     #: With two stages of dS the consumers meet once a visit.
     ds_stages: int = 2
@@ -101,11 +106,26 @@ class CpuPlan:
 CPU = CpuPlan()
 
 
+#: What kernels of packs read; that of no partial block reads as a band without ends.
+FORMS_OF_PACKS = ("band", "bits")
+
+
+def form_of_pack(form: str) -> str:
+    """Of the kernels that read a pack where it lies, for a mask of the given form."""
+    return form if form in FORMS_OF_PACKS else FORMS_OF_PACKS[0]
+
+
 def configure_forward(
-    dtype: str, head_dim: int, form: str, softcap: bool = False, sinks: bool = False
+    dtype: str,
+    head_dim: int,
+    form: str,
+    softcap: bool = False,
+    sinks: bool = False,
+    packed: bool = False,
 ) -> ForwardConfig:
     """Three consumers at D = 64: there exponentials take as long as products, and need company."""
-    return ForwardConfig(dtype, head_dim, form, softcap, sinks, 3 if head_dim == 64 else 2)
+    consumers = 3 if head_dim == 64 else 2
+    return ForwardConfig(dtype, head_dim, form, softcap, sinks, packed, consumers)
 
 
 def configure(
@@ -115,10 +135,13 @@ def configure(
     ordered: bool,
     softcap: bool = False,
     watchdog_ms: int = 0,
+    packed: bool = False,
 ) -> BackwardConfig:
     """Tiles of 128 rows for D = 64, of 64 above: with more, accumulators would spill."""
     tile_m, limit = 128 if head_dim == 64 else 64, watchdog_ms if ordered else 0
-    return BackwardConfig(dtype, head_dim, form, ordered, tile_m, softcap, watchdog_ms=limit)
+    return BackwardConfig(
+        dtype, head_dim, form, ordered, tile_m, softcap, packed, watchdog_ms=limit
+    )
 
 
 def factors(scale: float, softcap: float = 0.0) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 """After the backward: dQ = round(dq scale), from the order of the accumulators to [B, Sq, Hq, D].
 
 Layouts      dq fp32 [B, Hq, Mt, tile_m * D], a tile as in ``dq_layout``; dQ [B, Sq, Hq, D], rows of
-             D contiguous.
+             D contiguous.  A pack's lie as ``device/packed`` says, Mt counts the rows there.
 Order        nothing is added: one product, one rounding.
 Roles        one CTA per (tile of tile_m query rows, head, batch); a thread has the accumulators of
              the thread of the same number.
@@ -16,7 +16,8 @@ from cutlass.cute.runtime import make_fake_tensor
 from ..compile import fake
 from ..dsl import copy
 from .config import PostConfig
-from .device.backward_tiles import dq_layout
+from .device import packed
+from .device.backward_tiles import BLOCK, dq_layout
 
 WARPGROUP = 128
 THREADS = 2 * WARPGROUP
@@ -28,17 +29,30 @@ class BackwardPostSm90:
     def __init__(self, config: PostConfig):
         assert config.tile_m in (64, 128) and config.head_dim % 16 == 0
         self.dtype, self.head_dim = fake.DTYPES[config.dtype], config.head_dim
-        self.tile_m = config.tile_m
+        self.tile_m, self.packed = config.tile_m, config.packed
 
     @cute.jit
-    def __call__(self, mAcc: cute.Tensor, mdQ: cute.Tensor, scale: cutlass.Float32, stream):
+    def __call__(
+        self,
+        mAcc: cute.Tensor,
+        mdQ: cute.Tensor,
+        mPlace: cute.Tensor | None,
+        scale: cutlass.Float32,
+        stream,
+    ):
         batches, heads, tiles, _ = mAcc.shape
-        self.kernel(mAcc, mdQ, scale).launch(
+        self.kernel(mAcc, mdQ, mPlace, scale).launch(
             grid=(tiles, heads, batches), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, mAcc: cute.Tensor, mdQ: cute.Tensor, scale: cutlass.Float32):
+    def kernel(
+        self,
+        mAcc: cute.Tensor,
+        mdQ: cute.Tensor,
+        mPlace: cute.Tensor | None,
+        scale: cutlass.Float32,
+    ):
         tidx, _, _ = cute.arch.thread_idx()
         tile, head, batch = cute.arch.block_idx()
         warpgroup, thread = tidx // WARPGROUP, tidx % WARPGROUP
@@ -49,6 +63,9 @@ class BackwardPostSm90:
             row += warpgroup * 64
         else:
             column += warpgroup * (self.head_dim // 2)
+        shift, end = 0, mdQ.shape[1]
+        if cutlass.const_expr(self.packed):
+            shift, end = packed.place_of(mPlace, tile * self.tile_m // BLOCK)
         fours = self.tile_m * self.head_dim // (4 * THREADS)
         gAcc = cute.make_tensor(mAcc[batch, head, tile, None].iterator, dq_layout(fours))
         own = gAcc[None, thread, None, warpgroup]
@@ -58,8 +75,8 @@ class BackwardPostSm90:
             # Two values of a row, then two of the row 8 below.
             for half in cutlass.range_constexpr(2):
                 at = row + half * 8
-                if at < mdQ.shape[1]:
-                    place = (batch, at, head, column + 8 * four)
+                if at < end:
+                    place = (batch, at - shift, head, column + 8 * four)
                     values = (rAcc[2 * half, four], rAcc[2 * half + 1, four])
                     self.store(mdQ, place, values, scale)
 
@@ -88,6 +105,7 @@ def build(config: PostConfig, compile=cute.compile):
             (*even, 1),
             assumed_align=16,
         ),
+        packed.fake_table() if config.packed else None,
         cutlass.Float32(1.0),
         fake.stream(),
         options=fake.SM90_OPTIONS,

@@ -5,6 +5,7 @@ Layouts      O, dO [B, Sq, Hq, D] with rows of D contiguous; lse, dlse fp32 [B, 
              delta, lse2 fp32 [B, Hq, Mt * tile_m]: rows beyond Sq get delta 0 and lse2 +inf, so
              that P = exp2(s - lse2) is 0 there.  A row whose lse is -inf (no key) gets +inf too.
              Both in the order of ``statistics_place``.
+             A pack's O, dO, lse and dlse lie as ``device/packed`` says, Mt counts the rows there.
              dq fp32 [B, Hq, Mt, tile_m * D], semaphore int32 [B, Hq, Mt], counter int32 [1]: zeros.
 Order        T threads a row, the largest power of two that divides D / 8: 8, 4, 16 for D = 64, 96,
              128.  Thread t has 8 columns from 8 (t + T i) on, for i = 0, 1, ..: one fp32 chain over
@@ -24,7 +25,8 @@ from cutlass.cute.runtime import make_fake_tensor
 from ..compile import fake
 from ..dsl import copy, reduce
 from .config import PreConfig
-from .device.backward_tiles import statistics_place
+from .device import packed
+from .device.backward_tiles import BLOCK, statistics_place
 
 THREADS = 128
 #: Elements that a thread loads at once: 16 bytes.
@@ -40,6 +42,7 @@ class BackwardPreSm90:
         self.threads_per_row = vectors & -vectors
         assert head_dim % VECTOR == 0 and self.threads_per_row <= 32
         assert tile_m % (THREADS // self.threads_per_row) == 0
+        self.packed = config.packed
         self.dtype, self.head_dim, self.tile_m = fake.DTYPES[config.dtype], head_dim, tile_m
 
     @cute.jit
@@ -54,10 +57,11 @@ class BackwardPreSm90:
         mdQ: cute.Tensor,
         mSemaphore: cute.Tensor,
         mCounter: cute.Tensor,
+        mPlace: cute.Tensor | None,
         stream,
     ):
         batches, heads, tiles = mSemaphore.shape
-        self.kernel(mO, mdO, mLse, mdLse, mLse2, mDelta, mdQ, mSemaphore, mCounter).launch(
+        self.kernel(mO, mdO, mLse, mdLse, mLse2, mDelta, mdQ, mSemaphore, mCounter, mPlace).launch(
             grid=(tiles, heads, batches), block=(THREADS, 1, 1), stream=stream
         )
 
@@ -73,6 +77,7 @@ class BackwardPreSm90:
         mdQ: cute.Tensor,
         mSemaphore: cute.Tensor,
         mCounter: cute.Tensor,
+        mPlace: cute.Tensor | None,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         tile, head, batch = cute.arch.block_idx()
@@ -90,11 +95,13 @@ class BackwardPreSm90:
         )
         rO = cute.make_rmem_tensor(VECTOR, self.dtype)
         rdO = cute.make_rmem_tensor(VECTOR, self.dtype)
-        q_len = mO.shape[1]
+        shift, end = 0, mO.shape[1]
+        if cutlass.const_expr(self.packed):
+            shift, end = packed.place_of(mPlace, tile * self.tile_m // BLOCK)
         for step in cutlass.range_constexpr(self.tile_m // rows_at_once):
             row = tile * self.tile_m + step * rows_at_once + tidx // threads_per_row
-            inside = row < q_len
-            read = row if inside else cutlass.Int32(0)
+            inside = row < end
+            read = row - shift if inside else cutlass.Int32(0)
             total = cutlass.Float32(0.0)
             for part in cutlass.range_constexpr(self.head_dim // columns):
                 at = column + part * columns
@@ -132,19 +139,20 @@ def build(config: PreConfig, compile=cute.compile):
         BackwardPreSm90(config),
         fake.activations(*operand),
         fake.activations(*operand),
-        packed(cutlass.Float32, (batch, heads, q_len)),
-        packed(cutlass.Float32, (batch, heads, q_len)) if config.dlse else None,
-        packed(cutlass.Float32, rows),
-        packed(cutlass.Float32, rows),
-        packed(cutlass.Float32, (batch, heads, tiles, config.tile_m * config.head_dim)),
-        packed(cutlass.Int32, (batch, heads, tiles)),
-        packed(cutlass.Int32, (1,)),
+        tight(cutlass.Float32, (batch, heads, q_len)),
+        tight(cutlass.Float32, (batch, heads, q_len)) if config.dlse else None,
+        tight(cutlass.Float32, rows),
+        tight(cutlass.Float32, rows),
+        tight(cutlass.Float32, (batch, heads, tiles, config.tile_m * config.head_dim)),
+        tight(cutlass.Int32, (batch, heads, tiles)),
+        tight(cutlass.Int32, (1,)),
+        packed.fake_table() if config.packed else None,
         fake.stream(),
         options=fake.SM90_OPTIONS,
     )
 
 
-def packed(element, shape: tuple):
+def tight(element, shape: tuple):
     """A tensor of the workspace: last dimension contiguous, 16-byte rows where it is a tile."""
     vector = isinstance(shape[-1], int) and shape[-1] % 4 == 0
     strides = tuple(cute.sym_int64(divisibility=4 if vector else 1) for _ in shape[:-1])

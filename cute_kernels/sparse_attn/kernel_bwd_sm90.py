@@ -22,6 +22,8 @@ Tickets      from an atomic counter; the next one when every dQ tile of this one
              no CTA holds a ticket that it does not work on.
 Tails        keys beyond Sk are masked in the last block, and stored outputs clipped by TMA; query
              rows beyond Sq have lse2 = +inf, so P = 0.
+Packs        (``packed``) of sequences where they lie: Q, dO, K, V, dK and dV as ``device/packed``
+             says; lse2, delta, dq and semaphores by rows as counted there.
 Roles        warpgroup 0: warp 0 loads, one thread each of warps 1 and 2 adds the dQ tiles of one
              buffer, one thread of warp 3 takes tickets; warpgroups 1 and 2: 64 keys of the block
              each, and half of every dQ tile.
@@ -41,7 +43,8 @@ from ..compile import fake
 from ..dsl import mma, pipeline, softmax, tma, turnstile
 from ..schedulers.tiles import ticket_device as tickets
 from .config import HEAD_DIMS, BackwardConfig
-from .device import key_mask, score_mask, slope, walk
+from .device import key_mask, packed, score_mask, slope, walk
+from .device.backward_loads import Loads
 from .device.backward_tiles import BLOCK, BackwardTiles, dq_layout
 from .device.backward_tiles import WARPGROUPS as CONSUMERS
 from .masks import FORMS
@@ -60,7 +63,10 @@ CONSUMER_BARRIER = 1
 
 @dataclass(frozen=True)
 class Barriers:
-    """mbarriers of the buffers of K, of V, and of dQ; and of tickets whose dQ has landed."""
+    """mbarriers of the buffers of K, of V, and of dQ; of tickets whose dQ has landed.
+
+    tail: of a pack's tiles that a sequence ends in, see ``device/packed``.
+    """
 
     k_full: cute.Pointer
     k_empty: cute.Pointer
@@ -69,6 +75,7 @@ class Barriers:
     landed: cute.Pointer
     dq_full: cute.Pointer
     dq_empty: cute.Pointer
+    tail: cute.Pointer | None = None
 
 
 class BackwardSm90:
@@ -83,9 +90,10 @@ class BackwardSm90:
         self.tiles = BackwardTiles(
             self.dtype, config.head_dim, config.tile_m, config.stages, config.ds_stages
         )
-        self.dq_size = config.tile_m * config.head_dim
-        self.k_bytes = BLOCK * config.head_dim * self.dtype.width // 8
-        self.q_bytes = self.dq_size * self.dtype.width // 8 + config.tile_m * 4
+        self.loads = Loads(config, self.tiles)
+        self.packed, self.dq_size = config.packed, self.loads.dq_size
+        # mbarriers that there is one of.
+        self.singles = 5 + config.packed
 
     @cute.jit
     def __call__(
@@ -107,6 +115,7 @@ class BackwardSm90:
         mTile: cute.Tensor,
         mWords: cute.Tensor,
         mRecord: cute.Tensor | None,
+        mPlace: cute.Tensor | None,
         scale: cutlass.Float32,
         c: cutlass.Float32,
         inner: cutlass.Float32,
@@ -120,14 +129,15 @@ class BackwardSm90:
         q, do = (tma.load(by_rows(t), sQ_layout, q_tile, 1) for t in (mQ, mdO))
         k, v = (tma.load(by_rows(t), sK_layout, kv_tile, 1) for t in (mK, mV))
         dk, dv = (tma.store(by_rows(t), sK_layout, kv_tile) for t in (mdK, mdV))
-        self.storage = self.tiles.storage(self.config.dq_stages, tickets.STAGES)
+        self.storage = self.tiles.storage(self.config.dq_stages, tickets.STAGES, self.singles)
         group = mQ.shape[2] // mK.shape[2]
+        pack = (mPlace, mdK, mdV) if self.packed else None
         self.kernel(
             *(q, do, k, v, dk, dv),
             *(mLse2, mDelta, mdQ, mSemaphore, mCounter),
             walk.Lists(mTicket, mEntry, mRank),
             walk.Sizes(mK.shape[1], mK.shape[2], group, mSemaphore.shape[2]),
-            *(mTile, mWords, mRecord, scale, c, inner, lo, hi),
+            *(mTile, mWords, mRecord, pack, scale, c, inner, lo, hi),
         ).launch(
             grid=(ctas, 1, 1),
             block=(THREADS, 1, 1),
@@ -155,6 +165,7 @@ class BackwardSm90:
         mTile: cute.Tensor,
         mWords: cute.Tensor,
         mRecord: cute.Tensor | None,
+        pack: tuple[cute.Tensor, cute.Tensor, cute.Tensor] | None,
         scale: cutlass.Float32,
         c: cutlass.Float32,
         inner: cutlass.Float32,
@@ -169,8 +180,9 @@ class BackwardSm90:
         shared = SmemAllocator().allocate(self.storage)
         rings = self.make_rings(shared)
         dq = shared.dq.data_ptr()
-        singles = (shared.singles.data_ptr() + i for i in range(5))
-        barriers = Barriers(*singles, dq, dq + self.config.dq_stages)
+        singles = [shared.singles.data_ptr() + i for i in range(self.singles)]
+        first, tail = singles[:5], singles[5:]
+        barriers = Barriers(*first, dq, dq + self.config.dq_stages, *tail)
         full = shared.tickets.data_ptr()
         receivers = 1 + self.config.dq_stages + CONSUMER_WARPS
         source = tickets.TicketRing(
@@ -185,7 +197,8 @@ class BackwardSm90:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
                 loads = (q, mLse2), (do, mDelta), (k, v)
-                self.load(loads, shared, rings, barriers, source, lists, sizes)
+                table = pack[0] if self.packed else None
+                self.loads.load(loads, shared, rings, barriers, (source, lists, sizes), table)
             elif cute.arch.lane_idx() == 0:
                 if warp <= self.config.dq_stages:
                     turns = (mdQ, mSemaphore, mRecord)
@@ -197,63 +210,7 @@ class BackwardSm90:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             mask, factors = (mTile, mWords, lo, hi), (scale, c, inner)
             tickets_of = (source, lists, sizes)
-            self.multiply((dk, dv), mask, factors, shared, rings, barriers, tickets_of)
-
-    @cute.jit
-    def load(self, loads, shared, rings, barriers, source, lists, sizes):
-        """Warp 0: K and V of each ticket, then Q, lse2, dO and delta of its visits."""
-        of_q, of_do, (k, v) = loads
-        lane = cute.arch.lane_idx()
-        state = pipeline.producer_state(self.config.stages)
-        received = tickets.ticket_state()
-        kv_phase = cutlass.Int32(1)
-        total = lists.ticket.shape[0]
-        ticket = source.receive(received)
-        received.advance()
-        while ticket < total:
-            head, block, begin, end = lists.column(ticket)
-            batch, kv_head = head // sizes.kv_heads, head % sizes.kv_heads
-            for matrix, buffer, full, empty in (
-                (k, shared.sK, barriers.k_full, barriers.k_empty),
-                (v, shared.sV, barriers.v_full, barriers.v_empty),
-            ):
-                cute.arch.mbarrier_wait(empty, kv_phase)
-                if lane == 0:
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, self.k_bytes)
-                s, g = self.boxes(matrix, self.tiles.keys(buffer), kv_head, batch)
-                cute.copy(matrix.atom, g[None, block], s[None, 0], tma_bar_ptr=full)
-            kv_phase = kv_phase ^ 1
-            for member in cutlass.range(sizes.group, unroll=1):
-                for entry in cutlass.range(begin, end, unroll=1):
-                    q_block = lists.entry[entry] >> 1
-                    count, first = walk.visits(sizes, q_block, self.tile_m)
-                    for visit in cutlass.range(count, unroll=1):
-                        tile = first + visit
-                        row = walk.row_of(sizes, head, member, tile)
-                        at = (kv_head * sizes.group + member, batch, tile, row)
-                        self.load_rows(of_q, rings[0], (shared.sQ, shared.sLse2), at, state)
-                        self.load_rows(of_do, rings[1], (shared.sdO, shared.sDelta), at, state)
-                        state.advance()
-            ticket = source.receive(received)
-            received.advance()
-
-    @cute.jit
-    def load_rows(self, what, ring, buffers, at, state):
-        """One tile of Q or dO, and the fp32 statistic of its rows, into one stage."""
-        (matrix, values), (buffer, statistics) = what, buffers
-        q_head, batch, tile, row = at
-        ring.producer_acquire(state)
-        full = ring.producer_get_barrier(state)
-        s, g = self.boxes(matrix, self.tiles.rows(buffer), q_head, batch)
-        cute.copy(matrix.atom, g[None, tile], s[None, state.index], tma_bar_ptr=full)
-        layout = cute.make_layout((self.tile_m, self.config.stages))
-        sRows = statistics.get_tensor(layout)[None, state.index]
-        if cute.arch.lane_idx() == 0:
-            pointer = (values.iterator + row * self.tile_m).align(fake.TMA_ALIGN)
-            gRows = cute.make_tensor(pointer, cute.make_layout(self.tile_m))
-            whole_s, whole_g = cpasync.group_bulk_copy_modes(sRows, gRows)
-            copy = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), cutlass.Float32)
-            cute.copy(copy, whole_g, whole_s, mbar_ptr=full)
+            self.multiply((dk, dv, pack), mask, factors, shared, rings, barriers, tickets_of)
 
     @cute.jit
     def add_dq(self, buffer, turns, shared, barriers, source, lists, sizes):
@@ -342,6 +299,9 @@ class BackwardSm90:
         received.advance()
         while ticket < total:
             head, block, begin, end = lists.column(ticket)
+            kv_len = sizes.kv_len
+            if cutlass.const_expr(self.packed):
+                _, kv_len = packed.place_of(stores[2][0], block)
             rdK.fill(0.0)
             rdV.fill(0.0)
             # The buffer of dQ that is written and not yet handed over, or -1.
@@ -380,7 +340,7 @@ class BackwardSm90:
                             softmax.cap(rS, inner)
                         slope.exponents(rS, lse2, c)
                         place = (entry, partial, q_block, visit * self.tile_m, block, key, lane)
-                        key_mask.keep(rS, config.form, self.tile_m, mask, sizes.kv_len, place)
+                        key_mask.keep(rS, config.form, self.tile_m, mask, kv_len, place)
                         rS.store(cute.math.exp2(rS.load(), fastmath=True))
                         rP.store(rS.load().to(self.dtype))
                         delta = tiles.statistics(shared.sDelta, state.index, lane)
@@ -491,25 +451,42 @@ class BackwardSm90:
             cute.copy(copy, copy.retile(rounded), copy.partition_D(sD)[None, None, None, 0])
         cute.arch.fence_proxy("async.shared", space="cta")
         self.sync()
+        head, block, sizes = of_block
+        batch, kv_head = head // sizes.kv_heads, head % sizes.kv_heads
+        *matrices, pack = stores
+        if cutlass.const_expr(self.packed):
+            shift, end = place = packed.place_of(pack[0], block)
+            inside, at = end - block * BLOCK, (batch, block * BLOCK - shift, kv_head)
+            if inside < BLOCK:
+                number = consumer * mma.WARPGROUP + lane
+                self.store_rows(pack, shared, at, inside, number)
+                self.sync()
+            elif first:
+                self.copy_out(matrices, (sdK, sdV), (kv_head, batch, place), block)
+        else:
+            if first:
+                self.copy_out(matrices, (sdK, sdV), (kv_head, batch), block)
         if first:
-            head, block, sizes = of_block
-            batch, kv_head = head // sizes.kv_heads, head % sizes.kv_heads
-            for matrix, buffer in zip(stores, (sdK, sdV), strict=True):
-                s, g = self.boxes(matrix, buffer, kv_head, batch)
-                cute.copy(matrix.atom, s[None, 0], g[None, block])
-            cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.mbarrier_arrive(barriers.v_empty)
 
-    def boxes(self, source: tma.Source, s: cute.Tensor, head, batch):
-        """(shared, global) views of one head's matrix, a box of the buffer's rows first."""
-        rows, matrix = cute.size(s, mode=[0]), source.tensor[None, None, head, batch]
-        tiles = cute.local_tile(matrix, (rows, self.head_dim), (None, 0))
-        return tma.partition(source.atom, 0, cute.make_layout(1), s, tiles)
+    def store_rows(self, pack, shared, at, inside, thread):
+        """The first rows of dK and dV, of a block that a sequence ends in."""
+        for memory, target in zip((shared.sdS, shared.sV), pack[1:], strict=True):
+            what = memory.data_ptr(), self.tiles.of_k, target, at
+            rows = cutlass.Int32(0), inside
+            packed.store_rows(*what, rows, thread, CONSUMER_THREADS)
+
+    def copy_out(self, matrices, buffers, at, block):
+        """By one thread: dK and dV of a block."""
+        for matrix, buffer in zip(matrices, buffers, strict=True):
+            s, g = self.tiles.boxes(matrix, buffer, *at)
+            cute.copy(matrix.atom, s[None, 0], g[None, block])
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def make_rings(self, shared):
         """The rings of Q with lse2, and of dO with delta."""
-        what = (self.config.stages, self.q_bytes, CONSUMER_WARPS, cute.make_layout((1, 1, 1)))
+        what = (self.config.stages, self.loads.q_bytes, CONSUMER_WARPS, cute.make_layout((1, 1, 1)))
         barriers = shared.q_ring, shared.do_ring
         return tuple(pipeline.tma_ring(at.data_ptr(), *what) for at in barriers)
 
@@ -517,6 +494,8 @@ class BackwardSm90:
         """By one thread, before the CTA's barrier."""
         for one in (barriers.k_full, barriers.k_empty, barriers.v_full, barriers.v_empty):
             cute.arch.mbarrier_init(one, 1)
+        if self.packed:
+            cute.arch.mbarrier_init(barriers.tail, 1)
         cute.arch.mbarrier_init(barriers.landed, self.config.dq_stages)
         for stage in range(self.config.dq_stages):
             cute.arch.mbarrier_init(barriers.dq_full + stage, CONSUMER_WARPS)
@@ -558,6 +537,7 @@ def build(config: BackwardConfig, compile=cute.compile):
         fake.compact(ints, (entries if config.form == "bits" else fake.size(),)),
         fake.compact(ints, (fake.size(), BLOCK, score_mask.WORDS), fake.TMA_ALIGN),
         fake.compact(ints, (FIELDS,)) if config.watchdog_ms else None,
+        packed.fake_table() if config.packed else None,
         *(fp32(1.0), fp32(1.0), fp32(0.0), ints(0), ints(0), ints(1)),
         fake.stream(),
         options=fake.SM90_OPTIONS,

@@ -17,6 +17,8 @@ Masks        by selection; a block without an allowed key leaves a row's state a
              bit.  Rows without any key: O = 0, LSE = -inf.
 Keys         of form "spans": key 0 is the column that ``device/spans`` names, and blocks are
              counted from there, so that a sequence may lie anywhere in K and V.
+Packs        (``packed``) of sequences that are read and written where they lie: batch 1, rows and
+             keys counted as ``device/packed`` says; a sequence ends as Sq and Sk do elsewhere.
 Tails        TMA fills zeros beyond Sq and Sk; keys beyond Sk are masked, rows beyond Sq clipped.
 Roles        one CTA per 128 query rows of a head, or per 192, of two blocks of the mask.
              Warpgroup 0: one warp loads what either block lists (``merge``); warpgroups 1, 2 (and
@@ -30,31 +32,24 @@ Measured     on an H200: docs/status.md, docs/notes/attention_sm90.md.
 """
 
 import functools
-import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers
 
 from ..compile import fake
-from ..dsl import mma, pipeline, smem, softmax, tma
+from ..dsl import mma, pipeline, softmax, tma
 from .config import ForwardConfig
-from .device import merge, place, score_mask, sinks, spans
+from .device import merge, output, packed, place, score_mask, sinks, spans
+from .device.forward_tiles import BLOCK, ROWS, ForwardTiles
 from .masks import FORWARD_FORMS, SPANS
 
 #: By consumers: what the roles have of the (1 + consumers) times 168 or 128 that the launch gives.
 PRODUCER_REGISTERS = {2: 24, 3: 32}
 CONSUMER_REGISTERS = {2: 240, 3: 160}
-#: Query rows and keys of a block of the mask.
-BLOCK = 128
-#: Rows of a consumer warpgroup: half a block, so that it has one list.
-ROWS = BLOCK // 2
-#: Named barrier 0 is the CTA's; the consumers meet at 1, and consumer w awaits its turn at 2 + w.
-EPILOGUE_BARRIER = 1
+#: Named barrier 0 is the CTA's, 1 that of ``output``; consumer w awaits its turn at 2 + w.
 TURN_BARRIER = 2
 
 
@@ -63,7 +58,7 @@ class ForwardSm90:
 
     def __init__(self, config: ForwardConfig):
         assert config.head_dim in (64, 96, 128) and config.form in FORWARD_FORMS
-        self.config = config
+        self.config, self.packed = config, config.packed
         self.head_dim = config.head_dim
         self.dtype = fake.DTYPES[config.dtype]
         assert config.consumers == 2 or (config.consumers, config.head_dim) == (3, 64)
@@ -71,7 +66,9 @@ class ForwardSm90:
         self.stages = config.kv_stages
         self.consumers = config.consumers
         self.rows = self.consumers * ROWS
-        self.row_bytes = config.head_dim * self.dtype.width // 8
+        what = self.dtype, config.head_dim, self.consumers, self.stages, self.packed
+        self.tiles = ForwardTiles(*what)
+        self.output = output.Output(self.tiles)
 
     @cute.jit
     def __call__(
@@ -87,38 +84,29 @@ class ForwardSm90:
         mWords: cute.Tensor | None,
         mSpans: cute.Tensor | None,
         mSinks: cute.Tensor | None,
+        mPlace: cute.Tensor | None,
         lo: cutlass.Int32,
         hi: cutlass.Int32,
         c: cutlass.Float32,
         inner: cutlass.Float32,
         stream,
     ):
-        sQ_layout, sK_layout, sV_layout = self.shared_layouts()
+        sQ_layout, sK_layout, sV_layout = self.tiles.layouts()
+        box, box_shape = self.tiles.box_layout(), (self.tiles.box_rows, self.head_dim)
         # [S, D, H, B], and [D, S, H, B] for V: its keys are the reduction dimension.
         by_rows, by_keys = [1, 3, 2, 0], [3, 1, 2, 0]
-        q = tma.load(tma.view(mQ, by_rows), sQ_layout, (self.rows, self.head_dim), 1)
+        q = tma.load(tma.view(mQ, by_rows), box, box_shape, 1)
         k = tma.load(tma.view(mK, by_rows), sK_layout, (BLOCK, self.head_dim), 1)
         v = tma.load(tma.view(mV, by_keys), sV_layout, (self.head_dim, BLOCK), 1)
-        o = tma.store(tma.view(mO, by_rows), sQ_layout, (self.rows, self.head_dim))
+        o = tma.store(tma.view(mO, by_rows), box, box_shape)
 
-        @cute.struct
-        class Storage:
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * (1 + 2 * self.stages)]
-            words: cute.struct.MemRange[cutlass.Int32, 4 * (1 + self.stages)]
-            sQ: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, cute.cosize(sQ_layout)], smem.ALIGN
-            ]
-            sK: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, cute.cosize(sK_layout)], smem.ALIGN
-            ]
-            sV: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, cute.cosize(sV_layout)], smem.ALIGN
-            ]
-
-        self.storage = Storage
+        self.storage = self.tiles.storage()
         batch, q_len, heads, _ = mQ.shape
+        if cutlass.const_expr(self.packed):
+            q_len = mPlace.shape[0] * BLOCK
         tiles = cute.ceil_div(q_len, self.rows) * heads * batch
-        tensors = (mK, mLse, mCount, mEntry, mTile, mWords, mSpans, mSinks)
+        pack = (mO, mPlace) if self.packed else None
+        tensors = (mK, mLse, mCount, mEntry, mTile, mWords, mSpans, mSinks, pack)
         self.kernel(q, k, v, o, *tensors, lo, hi, c, inner).launch(
             grid=(tiles, 1, 1),
             block=((1 + self.consumers) * mma.WARPGROUP, 1, 1),
@@ -141,6 +129,7 @@ class ForwardSm90:
         mWords: cute.Tensor | None,
         mSpans: cute.Tensor | None,
         mSinks: cute.Tensor | None,
+        pack: tuple[cute.Tensor, cute.Tensor] | None,
         lo: cutlass.Int32,
         hi: cutlass.Int32,
         c: cutlass.Float32,
@@ -153,15 +142,19 @@ class ForwardSm90:
                 cpasync.prefetch_descriptor(source.atom)
 
         storage = SmemAllocator().allocate(self.storage)
-        sQ_layout, sK_layout, sV_layout = self.shared_layouts()
+        sQ_layout, sK_layout, sV_layout = self.tiles.layouts()
         sQ = storage.sQ.get_tensor(sQ_layout.outer, swizzle=sQ_layout.inner)
         sK = storage.sK.get_tensor(sK_layout.outer, swizzle=sK_layout.inner)
         sV = storage.sV.get_tensor(sV_layout.outer, swizzle=sV_layout.inner)
         # By list, word or tile, and the stage of K a step before; the first step's come with its K.
         words = storage.words.get_tensor(cute.make_layout((2, 2, 1 + self.stages)))
+        if cutlass.const_expr(self.packed):
+            packed.init(storage.barriers.data_ptr() + self.tiles.barriers - 1, tidx)
         rings = self.make_rings(storage.barriers.data_ptr())
 
         q_len, kv_len = mLse.shape[2], mK.shape[1]
+        if cutlass.const_expr(self.packed):
+            q_len = pack[1].shape[0] * BLOCK
         tile, head, batch = place.tile_of(q_len, mLse.shape[1], self.rows)
         # Two consumers share a block of the mask, three have rows of two.
         blocks = [tile * self.consumers // 2 + n for n in range(self.consumers - 1)]
@@ -190,12 +183,14 @@ class ForwardSm90:
         if group == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS[self.consumers])
             if warp == 0 and count > 0:
-                self.load(own, (sQ, sK, sV), rings, words, (tile, column), lists)
+                tail = storage.barriers.data_ptr() + self.tiles.barriers - 1, storage.sV.data_ptr()
+                where = tile, column, pack[1] if self.packed else None, tail
+                self.load(own, (sQ, sK, sV), rings, words, where, lists)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS[self.consumers])
             row_sum = cute.make_rmem_tensor((softmax.ROWS,), cutlass.Float32)
             row_max = cute.make_rmem_tensor((softmax.ROWS,), cutlass.Float32)
-            pv = self.pv_mma()
+            pv = self.tiles.pv_mma()
             acc_o = cute.make_rmem_tensor(
                 pv.get_slice(0).partition_shape_C((ROWS, self.head_dim)), cutlass.Float32
             )
@@ -205,62 +200,103 @@ class ForwardSm90:
                 row = tile * self.rows + consumer * ROWS + lane // 32 * 16 + lane % 32 // 4
                 sinks.start(row_max, row_sum, mSinks[head, None], row, lane, c)
             acc_o.fill(0.0)
+            end = kv_len - column
+            if cutlass.const_expr(self.packed):
+                # Keys end where rows do, with the sequence.
+                _, end = packed.place_of(pack[1], (tile * self.consumers + group - 1) // 2)
+            state = (acc_o, row_max, row_sum)
             if count > 0:
-                mask = (words, mWords, of_rows, lo, hi, kv_len - column)
-                state = (acc_o, row_max, row_sum)
+                mask = (words, mWords, of_rows, lo, hi, end)
                 self.attend((sQ, sK, sV), rings, state, tile, mask, c, inner)
             softmax.finish(row_sum)
-            self.store((acc_o, row_max, row_sum), o, sQ, mLse[batch, head, None], tile, q_len, c)
+            table = pack[1] if self.packed else None
+            end = end if self.packed else q_len
+            self.output.normalise(state, mLse[batch, head, None], tile, end, c, table)
+            self.output.keep(acc_o, sQ)
+            if cutlass.const_expr(self.packed):
+                self.output.store_of_pack(o, sQ, (storage.sQ.data_ptr(), *pack, head), tile)
+            else:
+                self.output.store(o, sQ, tile)
 
     @cute.jit
-    def load(self, sources, buffers, rings, words, place, lists):
+    def load(self, sources, buffers, rings, words, where, lists):
         """The producer warp: the Q tile, then K and V of every block on a list, ascending.
 
         K runs one block ahead of V, as its readers do.
         """
         (q, k, v), (sQ, sK, sV), (q_ring, k_ring, v_ring) = sources, buffers, rings
-        tile, column = place
-        k_tensor, v_tensor = k.tensor, v.tensor
-        if cutlass.const_expr(self.config.form == SPANS):
-            k_tensor = cute.domain_offset((column, 0), k_tensor)
-            v_tensor = cute.domain_offset((0, column), v_tensor)
-        # (rows, D, blocks), and (D, keys, blocks) for V.
-        gQ = cute.local_tile(q.tensor, (self.rows, self.head_dim), (None, 0))
-        gK = cute.local_tile(k_tensor, (BLOCK, self.head_dim), (None, 0))
-        gV = cute.local_tile(v_tensor, (self.head_dim, BLOCK), (0, None))
-        alone = cute.make_layout(1)
-        tQsQ, tQgQ = tma.partition(q.atom, 0, alone, sQ, gQ)
-        tKsK, tKgK = tma.partition(k.atom, 0, alone, sK, gK)
-        tVsV, tVgV = tma.partition(v.atom, 0, alone, sV, gV)
-
+        tile, column, table, tail = where
         # A consumer awaits V while it holds V of its last block, which is in another stage then.
         patience = self.stages - 2
         first = pipeline.producer_state(1)
         q_ring.producer_acquire(first)
         full = q_ring.producer_get_barrier(first)
-        cute.copy(q.atom, tQgQ[None, tile], tQsQ[None, 0], tma_bar_ptr=full)
+        if cutlass.const_expr(self.packed):
+            for n in cutlass.range_constexpr(self.rows // self.tiles.box_rows):
+                s, g = self.tiles.box(q, sQ, self.output.box_place(table, tile, n)[0], n)
+                cute.copy(q.atom, g, s, tma_bar_ptr=full)
+        else:
+            gQ = cute.local_tile(q.tensor, (self.rows, self.head_dim), (None, 0))
+            tQsQ, tQgQ = tma.partition(q.atom, 0, cute.make_layout(1), sQ, gQ)
+            cute.copy(q.atom, tQgQ[None, tile], tQsQ[None, 0], tma_bar_ptr=full)
         at = merge.cursor(lists)
         block = merge.step(lists, at, words[None, None, self.stages], patience)
         state_k = pipeline.producer_state(self.stages)
         state_v = pipeline.producer_state(self.stages)
+        phases = cute.make_rmem_tensor((1,), cutlass.Int32)
+        phases.fill(0)
+        of_k, of_v = (k, sK, k_ring), (v, sV, v_ring)
+        where = column, table, tail, phases
         before = cutlass.Int32(merge.END)
         while block < merge.END:
             k_ring.sync_object_empty.wait(state_k.index, state_k.phase)
             following = merge.step(lists, at, words[None, None, state_k.index], patience)
-            self.load_block(k.atom, tKgK, tKsK, k_ring, state_k, block)
+            self.load_block(of_k, state_k, block, where)
             state_k.advance()
             if before < merge.END:
-                self.load_block(v.atom, tVgV, tVsV, v_ring, state_v, before)
+                self.load_block(of_v, state_v, before, where, True)
                 state_v.advance()
             before, block = block, following
-        self.load_block(v.atom, tVgV, tVsV, v_ring, state_v, before)
+        self.load_block(of_v, state_v, before, where, True)
 
     @cute.jit
-    def load_block(self, atom, source, target, ring, state, block):
+    def load_block(self, what, state, block, where, values: cutlass.Constexpr = False):
         """One block of K or V into the ring's next free stage."""
-        ring.producer_acquire(state)
-        full = ring.producer_get_barrier(state)
-        cute.copy(atom, source[None, block], target[None, state.index], tma_bar_ptr=full)
+        (source, buffer, ring), (column, table, tail, phases) = what, where
+        end = block * BLOCK + BLOCK
+        if cutlass.const_expr(self.packed):
+            shift, end = packed.place_of(table, block)
+            column = -shift
+        s, g = self.blocks(source, buffer, column, values)
+        if cutlass.const_expr(self.packed and values):
+            inside = end - block * BLOCK
+            if inside < BLOCK:
+                barrier, memory = tail
+                ring.sync_object_empty.wait(state.index, state.phase)
+                packed.expect(barrier, BLOCK * self.tiles.row_bytes)
+                cute.copy(source.atom, g[None, block], s[None, state.index], tma_bar_ptr=barrier)
+                memory += state.index * BLOCK * self.head_dim
+                full = ring.producer_get_barrier(state)
+                packed.clean(barrier, phases, memory, self.tiles.of_v, inside, full)
+            else:
+                ring.producer_acquire(state)
+                full = ring.producer_get_barrier(state)
+                cute.copy(source.atom, g[None, block], s[None, state.index], tma_bar_ptr=full)
+        else:
+            ring.producer_acquire(state)
+            full = ring.producer_get_barrier(state)
+            cute.copy(source.atom, g[None, block], s[None, state.index], tma_bar_ptr=full)
+
+    def blocks(self, source, buffer, column, values: bool):
+        """(shared, global) views of K or V, a block first; key 0 is in ``column``."""
+        tensor, shape, blocks = source.tensor, (BLOCK, self.head_dim), (None, 0)
+        moved = (column, 0)
+        if values:  # [D, keys]
+            shape, blocks, moved = shape[::-1], blocks[::-1], moved[::-1]
+        if self.config.form == SPANS or self.packed:
+            tensor = cute.domain_offset(moved, tensor)
+        tiles = cute.local_tile(tensor, shape, blocks)
+        return tma.partition(source.atom, 0, cute.make_layout(1), buffer, tiles)
 
     @cute.jit
     def attend(self, buffers, rings, state, tile, mask, c, inner):
@@ -280,7 +316,7 @@ class ForwardSm90:
         if cutlass.const_expr(self.config.form == SPANS):
             mask = (*mask[:3], *spans.between(mask[2], m * BLOCK + row), mask[5])
 
-        qk, pv = self.qk_mma(), self.pv_mma()
+        qk, pv = self.tiles.qk_mma(), self.tiles.pv_mma()
         slice_qk, slice_pv = qk.get_slice(consumer * mma.WARPGROUP), pv.get_slice(0)
         tSrQ = qk.make_fragment_A(slice_qk.partition_A(sQ))
         tSrK = qk.make_fragment_B(slice_qk.partition_B(sK))
@@ -395,12 +431,12 @@ class ForwardSm90:
     @cute.jit
     def scores(self, acc_s, tSrQ, tSrK, stage):
         """S = Q K^T of one block, issued."""
-        mma.start(self.qk_mma(), acc_s, tSrQ, tSrK, 0, stage)
+        mma.start(self.tiles.qk_mma(), acc_s, tSrQ, tSrK, 0, stage)
 
     @cute.jit
     def add_values(self, acc_o, tOrP, tOrV, stage):
         """O += P V of one block, issued."""
-        mma.extend(self.pv_mma(), acc_o, tOrP, tOrV, stage)
+        mma.extend(self.tiles.pv_mma(), acc_o, tOrP, tOrV, stage)
 
     @cute.jit
     def mask(self, acc_s, word, bits, row, lane, m, mask, inner):
@@ -439,96 +475,18 @@ class ForwardSm90:
             # 3% faster where registers allow that P stays fp32 until it is multiplied.
             rounded.store(acc_s.load().to(self.dtype))
 
-    @cute.jit
-    def store(self, state, o, sQ, rows, tile, q_len, c):
-        """O = round(acc / sum) through the buffer of Q; LSE = ln(sum) + ln 2 c max.
-
-        A warpgroup writes over the rows of Q that it alone has read.
-        """
-        acc_o, row_max, row_sum = state
-        tidx, _, _ = cute.arch.thread_idx()
-        consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
-        lane = tidx % mma.WARPGROUP
-        row = tile * self.rows + consumer * ROWS + lane // 32 * 16 + lane % 32 // 4
-        for half in cutlass.range_constexpr(softmax.ROWS):
-            empty = row_sum[half] == 0.0
-            self.normalise(acc_o, half, empty, cute.arch.rcp_approx(row_sum[half]))
-            log2 = cute.math.fma(row_max[half], c, cute.math.log2(row_sum[half], fastmath=True))
-            lse = -cutlass.Float32.inf if empty else log2 * cutlass.Float32(math.log(2.0))
-            if lane % 4 == 0 and row + 8 * half < q_len:
-                rows[row + 8 * half] = lse
-
-        rO = cute.make_rmem_tensor(acc_o.layout, self.dtype)
-        rO.store(acc_o.load().to(self.dtype))
-        atom = hopper_helpers.get_smem_store_op(LayoutEnum.ROW_MAJOR, self.dtype, cutlass.Float32)
-        tiled_copy = cute.make_tiled_copy_C(atom, self.pv_mma())
-        copy = tiled_copy.get_slice(lane)
-        sO = cute.local_tile(sQ, (ROWS, self.head_dim, 1), (consumer, 0, 0))
-        cute.copy(tiled_copy, copy.retile(rO), copy.partition_D(sO)[None, None, None, 0])
-        cute.arch.fence_proxy("async.shared", space="cta")
-        self.sync()
-        gO_tile = cute.local_tile(o.tensor, (self.rows, self.head_dim), (None, 0))
-        tOsO, tOgO = tma.partition(o.atom, 0, cute.make_layout(1), sQ, gO_tile)
-        if tidx == mma.WARPGROUP:
-            cute.copy(o.atom, tOsO[None, 0], tOgO[None, tile])
-            cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    @cute.jit
-    def normalise(self, acc_o, half: cutlass.Constexpr, empty, inverse):
-        """A row of O times 1 / sum; +0 for a row without keys.
-
-        And +0 for -0, which would show whether other rows made the tile add a block of zeros.
-        """
-        for i in cutlass.range_constexpr(cute.size(acc_o) // 4):
-            for side in cutlass.range_constexpr(2):
-                at = 4 * i + 2 * half + side
-                value = cute.math.fma(acc_o[at], inverse, cutlass.Float32(0.0))
-                acc_o[at] = cutlass.Float32(0.0) if empty else value
-
-    def qk_mma(self) -> cute.TiledMma:
-        """Q K^T: both operands from shared memory, the consumers stacked along the rows."""
-        return mma.tiled_mma(self.dtype, "k", "k", self.consumers, BLOCK)
-
-    def pv_mma(self) -> cute.TiledMma:
-        """P V of one consumer: P from registers, V with its keys along the reduction."""
-        return hopper_helpers.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.MN,
-            cutlass.Float32,
-            (1, 1, 1),
-            (ROWS, self.head_dim),
-            warpgroup.OperandSource.RMEM,
-        )
-
-    def shared_layouts(self):
-        """The layouts of Q, which is O's too, and of the stages of K and V."""
-        dtype, width, stages = self.dtype, self.head_dim, self.stages
-        return (
-            smem.operand_layout(dtype, self.rows, width, "k", 1),
-            smem.operand_layout(dtype, BLOCK, width, "k", stages),
-            smem.operand_layout(dtype, width, BLOCK, "mn", stages),
-        )
-
     def make_rings(self, barriers):
         """The rings of Q, K and V, their barriers published to the CTA."""
         alone = cute.make_layout((1, 1, 1))
         rings, place = [], 0
         for stages, rows in ((1, self.rows), (self.stages, BLOCK), (self.stages, BLOCK)):
-            size, readers = rows * self.row_bytes, 4 * self.consumers
+            size, readers = rows * self.tiles.row_bytes, 4 * self.consumers
             ring = pipeline.tma_ring(barriers + place, stages, size, readers, alone)
             rings.append(ring)
             place += 2 * stages
         pipeline.announce_barriers((1, 1))
         pipeline.await_barriers((1, 1))
         return tuple(rings)
-
-    def sync(self):
-        """The consumers meet."""
-        threads = self.consumers * mma.WARPGROUP
-        cute.arch.barrier(barrier_id=EPILOGUE_BARRIER, number_of_threads=threads)
 
     def await_turn(self, consumer):
         """Waits until the consumer before this one has issued its products."""
@@ -587,6 +545,7 @@ def build(config: ForwardConfig, compile=cute.compile):
         fake.compact(cutlass.Float32, (batch, heads, q_len)),
         *(spans_alone if config.form == SPANS else stored),
         by_row if config.sinks else None,
+        packed.fake_table() if config.packed else None,
         cutlass.Int32(0),
         cutlass.Int32(0),
         cutlass.Float32(1.0),

@@ -68,16 +68,48 @@ def forward(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``op``; one CTA per 128 or 192 query rows of a head."""
+    return _forward(q, k, v, mask, None, scale, softcap, sinks)
+
+
+def forward_of_pack(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: LoweredMask,
+    table: Tensor,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of sequences where they lie in q, k, v [1, T, H, D]; rows of none are not written.
+
+    mask: of rows counted as in ``packs.Layout``; table: the layout's.
+    """
+    return _forward(q, k, v, mask, table, scale, softcap, sinks)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: LoweredMask,
+    table: Tensor | None,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     batch, q_len, heads, dim = q.shape
-    dtype, sunk = config.DTYPE_NAMES[q.dtype], sinks is not None
-    kernel = _forward_kernel(config.configure_forward(dtype, dim, mask.form, softcap > 0, sunk))
+    dtype, sunk, packed = config.DTYPE_NAMES[q.dtype], sinks is not None, table is not None
+    form = config.form_of_pack(mask.form) if packed else mask.form
+    chosen = config.configure_forward(dtype, dim, form, softcap > 0, sunk, packed)
+    kernel = _forward_kernel(chosen)
     out = empty(q.shape, q.dtype, q.device)
     lse = empty((batch, heads, q_len), torch.float32, q.device)
     lists = mask.kv_count, not_empty(mask.kv_entry), not_empty(mask.kv_tile), mask.words, None
     by_row = sinks.float()[:, None].expand(heads, q_len) if sunk else None
     operands = [addressable(t, _NAME, name) for name, t in (("q", q), ("k", k), ("v", v))]
     numbers = mask.lo, mask.hi, *config.factors(scale, softcap)
-    call(q.device, kernel, *operands, out, lse, *lists, by_row, *numbers)
+    call(q.device, kernel, *operands, out, lse, *lists, by_row, table, *numbers)
     return out, lse
 
 
@@ -94,7 +126,7 @@ def prepare_forward(
     chosen = config.configure_forward(config.DTYPE_NAMES[q.dtype], dim, mask.form, softcap > 0)
     kernel = _forward_kernel(chosen)
     lists = mask.kv_count, not_empty(mask.kv_entry), not_empty(mask.kv_tile), mask.words, None
-    rest = *lists, None, mask.lo, mask.hi, *config.factors(scale, softcap)
+    rest = *lists, None, None, mask.lo, mask.hi, *config.factors(scale, softcap)
 
     def run(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
         out = q.new_empty(batch, q_len, heads, dim)
@@ -133,7 +165,7 @@ def forward_of_spans(
         by_row = by_row.view(k.shape[2], -1) if sunk else None
     operands = (addressable(t, _NAME, name) for name, t in zip("qkv", (rows, k, v), strict=True))
     numbers = 0, 0, *config.factors(scale, softcap)
-    call(q.device, kernel, *operands, stored, sums, *_NO_LISTS, spans, by_row, *numbers)
+    call(q.device, kernel, *operands, stored, sums, *_NO_LISTS, spans, by_row, None, *numbers)
     return out, lse
 
 
@@ -158,7 +190,7 @@ def prepare_forward_of_spans(
         rows, stored, sums = q, out, lse
         if grouped:
             rows, stored, sums = grouped(q), grouped(out), lse.view(of_groups)
-        call(q.device, kernel, rows, k, v, stored, sums, *_NO_LISTS, spans, None, *numbers)
+        call(q.device, kernel, rows, k, v, stored, sums, *_NO_LISTS, spans, None, None, *numbers)
         return out, lse
 
     return run
@@ -182,18 +214,37 @@ def backward(
 
     With sinks their gradient too.
     """
-    (_, q_len, heads, _), kv_heads, sinks = saved.q.shape, saved.k.shape[2], saved.sinks
-    rest = mask, order, scale, softcap, deterministic
+    (_, q_len, heads, _), kv_heads = saved.q.shape, saved.k.shape[2]
+    rest = mask, order, None, scale, softcap, deterministic
     if stacked.wanted(mask.kv_count.shape[1], heads, kv_heads):
         sizes = stacked.Sizes(q_len, heads, kv_heads)
         dq, dk, dv, space = _backward(*stacked.operands(grads, saved, sizes), *rest)
         dq = stacked.gradient(dq, sizes)
     else:
         dq, dk, dv, space = _backward(grads, saved, *rest)
+    return dq, dk, dv, *_of_sinks(saved.sinks, heads, space)
+
+
+def backward_of_pack(
+    grads: Grads,
+    saved: Saved,
+    mask: LoweredMask,
+    order: Order,
+    table: Tensor,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, ...]:
+    """`backward` of what `forward_of_pack` made, ordered; likewise."""
+    dq, dk, dv, space = _backward(grads, saved, mask, order, table, scale, softcap, True)
+    return dq, dk, dv, *_of_sinks(saved.sinks, saved.q.shape[2], space)
+
+
+def _of_sinks(sinks: Tensor | None, heads: int, space: Workspace) -> tuple[Tensor, ...]:
+    """(their gradient,), or ()."""
     if sinks is None:
-        return dq, dk, dv
+        return ()
     of_head = (t.view(t.shape[0], heads, -1) for t in (space.lse2, space.delta))
-    return dq, dk, dv, sinks_gradient(sinks, *of_head)
+    return (sinks_gradient(sinks, *of_head),)
 
 
 def _backward(
@@ -201,6 +252,7 @@ def _backward(
     saved: Saved,
     mask: LoweredMask,
     order: Order,
+    table: Tensor | None,
     scale: float,
     softcap: float,
     deterministic: bool,
@@ -210,17 +262,20 @@ def _backward(
     batch, q_len, heads, dim = q.shape
     dtype, device = config.DTYPE_NAMES[q.dtype], q.device
     limit = settings.watchdog_ms()
-    chosen = config.configure(dtype, dim, mask.form, deterministic, softcap > 0, limit)
+    packed = table is not None
+    form = config.form_of_pack(mask.form) if packed else mask.form
+    chosen = config.configure(dtype, dim, form, deterministic, softcap > 0, limit, packed)
     record = watchdog.record(device) if chosen.watchdog_ms else None
     given = {"dout": dout, "q": q, "k": k, "v": v, "out": out}
     dout, q, k, v, out = (addressable(t, _NAME, name) for name, t in given.items())
     dlse = None if dlse is None else log.contiguous(_NAME, "dlse", dlse, "contiguous")
     lse = log.contiguous(_NAME, "lse", lse, "contiguous")
-    space = workspace(batch, heads, -(-q_len // chosen.tile_m), chosen.tile_m, dim, device)
+    rows = mask.q_len if packed else q_len
+    space = workspace(batch, heads, -(-rows // chosen.tile_m), chosen.tile_m, dim, device)
 
-    pre = _pre_kernel(PreConfig(dtype, dim, chosen.tile_m, dlse is not None))
-    rows = space.lse2.flatten(2), space.delta.flatten(2)
-    call(device, pre, out, dout, lse, dlse, *rows, *space[2:])
+    pre = _pre_kernel(PreConfig(dtype, dim, chosen.tile_m, dlse is not None, packed))
+    of_rows = space.lse2.flatten(2), space.delta.flatten(2)
+    call(device, pre, out, dout, lse, dlse, *of_rows, *space[2:], table)
 
     dk, dv = (empty(t.shape, t.dtype, device) for t in (k, v))
     visits = (not_empty(t) for t in (order.entry, order.rank, order.tile))
@@ -229,10 +284,11 @@ def _backward(
     # A CTA takes tickets until there are none: more CTAs than tickets have nothing to do.
     ctas = min(most_ctas(device), len(order.ticket))
     operands = q, k, v, dout, *space[:3], dk, dv, *space[3:]
-    call(device, _backward_kernel(chosen), *operands, *lists, record, *numbers, ctas)
+    call(device, _backward_kernel(chosen), *operands, *lists, record, table, *numbers, ctas)
 
     dq = empty(q.shape, q.dtype, device)
-    call(device, _post_kernel(PostConfig(dtype, dim, chosen.tile_m)), space.total, dq, scale)
+    post = _post_kernel(PostConfig(dtype, dim, chosen.tile_m, packed))
+    call(device, post, space.total, dq, table, scale)
     if record is not None:
         sizes = space.semaphore.shape[2], chosen.tile_m, heads // k.shape[2]
         watchdog.require_turns(record, order, *sizes, limit)
@@ -297,8 +353,10 @@ def post_entry(chosen: PostConfig) -> Kernel:
 def catalogue() -> Iterator[Entry]:
     """Every kernel that these launchers can ask for."""
     dtypes, flags = config.DTYPE_NAMES.values(), (False, True)
-    for key in itertools.product(dtypes, config.HEAD_DIMS, FORWARD_FORMS, flags, flags):
+    for key in itertools.product(dtypes, config.HEAD_DIMS, FORWARD_FORMS, flags, flags, flags):
         chosen = config.configure_forward(*key)
+        if chosen.packed and chosen.form not in config.FORMS_OF_PACKS:
+            continue
         mma = ("64x128x16", f"64x{chosen.head_dim}x16")
         shared = _FORWARD_SHARED[chosen.head_dim]
         yield Entry(forward_entry(chosen), "A", Expect(mma, _REGISTERS[chosen.consumers], shared))
@@ -306,10 +364,13 @@ def catalogue() -> Iterator[Entry]:
         tile_m = config.configure(dtype, dim, FORMS[0], True).tile_m
         # Row statistics and a rounding: no shared memory, no product.
         around = Expect(None, max_registers=96, max_shared=0)
-        for dlse in flags:
-            yield Entry(pre_entry(PreConfig(dtype, dim, tile_m, dlse)), "A", around)
-        yield Entry(post_entry(PostConfig(dtype, dim, tile_m)), "A", around)
-        for form, softcap, ordered in itertools.product(FORMS, flags, flags):
-            chosen = config.configure(dtype, dim, form, ordered, softcap)
+        for dlse, packed in itertools.product(flags, flags):
+            yield Entry(pre_entry(PreConfig(dtype, dim, tile_m, dlse, packed)), "A", around)
+        for packed in flags:
+            yield Entry(post_entry(PostConfig(dtype, dim, tile_m, packed)), "A", around)
+        for form, softcap, ordered, packed in itertools.product(FORMS, flags, flags, flags):
+            chosen = config.configure(dtype, dim, form, ordered, softcap, packed=packed)
+            if packed and not (ordered and form in config.FORMS_OF_PACKS):
+                continue
             expect = Expect(_BACKWARD_MMA[dim], _REGISTERS[2], _BACKWARD_SHARED[dim])
             yield Entry(backward_entry(chosen), "B" if ordered else None, expect)

@@ -13,10 +13,15 @@ from __future__ import annotations
 
 import torch
 
+from .. import dispatch
+from ..arch import CUTE_SM90
+from ..dispatch import Implementation
 from ..errors import ArgumentValueError, DeviceError, expected
 from ..torch_ops import define_op
 from . import packs, passes, sequence_op, sequences
 from .op import (
+    HALF,
+    NAME,
     fake_gradients,
     gradients_of_nothing,
     nothing,
@@ -26,6 +31,16 @@ from .op import (
     with_sinks,
 )
 from .tensors import Grads, Saved
+
+for _name, _function in (
+    (passes.PACK_NAME, "forward"),
+    (f"{passes.PACK_NAME}_backward", "backward"),
+):
+    dispatch.register(
+        _name,
+        {CUTE_SM90: Implementation(f"{__package__}.launch:{_function}_of_pack", HALF)},
+        contract=NAME,
+    )
 
 
 def _run_offsets(cu_seqlens, rows):

@@ -43,8 +43,9 @@ class Layout(NamedTuple):
     gaps     int64 likewise: the rows of none
     rows     int64 [B T] likewise: the row of each of the buffer's tokens, 0 for one of no sequence
     holes    int64 likewise: the tokens of none
+    table    int32 [blocks, 2] likewise, for kernels that read the buffer: see ``device/packed``
 
-    All four are None where each token is the row that it would be copied to.
+    All five are None where each token is the row that it would be copied to.
     """
 
     begins: np.ndarray
@@ -54,6 +55,7 @@ class Layout(NamedTuple):
     gaps: Tensor | None
     rows: Tensor | None
     holes: Tensor | None
+    table: Tensor | None
 
     def spread(self, t: Tensor, fill: float = 0.0) -> Tensor:
         """[B, T, ..] -> [1, length, ..], with gaps of ``fill``."""
@@ -64,6 +66,10 @@ class Layout(NamedTuple):
         """The inverse, to [B, T, ..]; ``fill`` where the buffer has tokens of no sequence."""
         t = t[0] if self.rows is None else _taken(t[0], self.rows, self.holes, fill)
         return t.unflatten(0, sizes)
+
+    def filled(self, t: Tensor, dim: int, fill: float = 0.0) -> Tensor:
+        """``t`` in place, with ``fill`` for tokens of no sequence along ``dim``."""
+        return t if self.holes is None else t.index_fill_(dim, self.holes, fill)
 
 
 def _taken(t: Tensor, rows: Tensor, other: Tensor, fill: float) -> Tensor:
@@ -104,8 +110,12 @@ def _layout(lengths: np.ndarray, source: np.ndarray, tokens: int, device: str) -
     length = int(begins[-1] + lengths[-1])
     row = np.arange(len(source)) + np.repeat(begins - starts, lengths)
     if len(row) == length == tokens and (row == source).all():
-        return Layout(begins, lengths, length, None, None, None, None)
+        return Layout(begins, lengths, length, None, None, None, None, None)
+    table = np.repeat(
+        np.stack((begins - source[starts], begins + lengths), 1), -(-lengths // BLOCK[0]), 0
+    )
     parts = (*_placed_at(row, source, length), *_placed_at(source, row, tokens))
+    parts = *parts, table.astype(np.int32)
     return Layout(begins, lengths, length, *(torch.from_numpy(t).to(device) for t in parts))
 
 

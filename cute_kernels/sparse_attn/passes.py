@@ -1,4 +1,8 @@
-"""A pass over sequences that are laid out as a pack (``packs``): spread, one launch, gathered."""
+"""A pass over sequences that are laid out as a pack (``packs``): one launch.
+
+Of kernels that read the pack where it lies; others are given a copy, spread, and their results are
+gathered.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,23 @@ import math
 from torch import Tensor
 
 from .. import dispatch
-from ..arch import CPU
+from ..arch import CPU, CUTE_SM90
 from . import packs
 from .tensors import Grads, Saved
 
-_NAME = "block_sparse_attention"
+NAME = "block_sparse_attention"
+#: Its launchers that read packs where they lie; ``pack_op`` registers them.
+PACK_NAME = f"{NAME}_of_pack"
 
 
 def at_once(t: Tensor) -> bool:
     """Whether one launch takes all sequences; on the CPU, BLAS has lengths in its bits."""
-    return dispatch.backend(_NAME, t.device, t.dtype) != CPU
+    return dispatch.backend(NAME, t.device, t.dtype) != CPU
+
+
+def in_place(t: Tensor) -> bool:
+    """Whether kernels read a pack where it lies."""
+    return dispatch.backend(NAME, t.device, t.dtype) == CUTE_SM90
 
 
 def forward(
@@ -30,10 +41,15 @@ def forward(
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of q [B, T, Hq, D], k and v [B, T, Hkv, D]; rows of no sequence are 0 and -inf."""
-    mask = packs.lowered(of, window, str(q.device))
-    launch = dispatch.launcher(_NAME, q.device, q.dtype)
+    mask, sizes = packs.lowered(of, window, str(q.device)), q.shape[:2]
+    if of.table is not None and in_place(q):
+        launch = dispatch.launcher(PACK_NAME, q.device, q.dtype)
+        given = (_flat(t) for t in (q, k, v))
+        out, lse = launch(*given, mask, of.table, scale, softcap, sinks)
+        out, lse = of.filled(out, 1), of.filled(lse, 2, -math.inf)
+        return out.view(q.shape), _by_batch(lse, sizes)
+    launch = dispatch.launcher(NAME, q.device, q.dtype)
     out, lse = launch(*(of.spread(t) for t in (q, k, v)), mask, scale, softcap, sinks)
-    sizes = q.shape[:2]
     return of.gathered(out, sizes), _turned(of.gathered(_turned(lse), sizes, -math.inf))
 
 
@@ -50,11 +66,19 @@ def backward(
     device, heads, sizes = str(q.device), (q.shape[2], k.shape[2]), q.shape[:2]
     mask = packs.lowered(of, window, device)
     order = packs.order(of, window, heads, q.shape[3], device)
+    if of.table is not None and in_place(q):
+        launch = dispatch.launcher(f"{PACK_NAME}_backward", q.device, q.dtype)
+        dlse = None if dlse is None else _of_tokens(dlse)
+        flat = Saved(*(_flat(t) for t in (q, k, v, out)), _of_tokens(lse), sinks)
+        given = Grads(_flat(dout), dlse), flat, mask, order, of.table
+        dq, dk, dv, *dsinks = launch(*given, scale, softcap)
+        made = zip((dq, dk, dv), (q, k, v), strict=True)
+        return *(of.filled(one, 1).view(like.shape) for one, like in made), *dsinks
     dlse = None if dlse is None else _turned(of.spread(_turned(dlse)))
     # P of a row in a gap is exp2(S - inf) = 0, as of rows behind the last one of a tensor.
     lse = _turned(of.spread(_turned(lse), math.inf))
     dout, q, k, v, out = (of.spread(t) for t in (dout, q, k, v, out))
-    launch = dispatch.launcher(f"{_NAME}_backward", q.device, q.dtype)
+    launch = dispatch.launcher(f"{NAME}_backward", q.device, q.dtype)
     given = Grads(dout, dlse), Saved(q, k, v, out, lse, sinks)
     dq, dk, dv, *dsinks = launch(*given, mask, order, scale, softcap, True)
     return *(of.gathered(t, sizes) for t in (dq, dk, dv)), *dsinks
@@ -63,3 +87,18 @@ def backward(
 def _turned(t: Tensor) -> Tensor:
     """[B, H, T] as [B, T, H], or back; contiguous."""
     return t.transpose(1, 2).contiguous()
+
+
+def _flat(t: Tensor) -> Tensor:
+    """[B, T, ..] as [1, B T, ..]."""
+    return t.flatten(0, 1)[None]
+
+
+def _of_tokens(t: Tensor) -> Tensor:
+    """[B, H, T] as [1, H, B T], contiguous."""
+    return t.transpose(0, 1).flatten(1)[None].contiguous()
+
+
+def _by_batch(t: Tensor, sizes: tuple[int, int]) -> Tensor:
+    """The inverse."""
+    return t[0].unflatten(1, sizes).transpose(0, 1).contiguous()

@@ -27,7 +27,7 @@ def no_turn_given(monkeypatch, module):
 
 
 def no_epilogue_barrier(monkeypatch, module):
-    monkeypatch.setattr(module.ForwardSm90, "sync", lambda self: None)
+    monkeypatch.setattr(module.output.Output, "sync", lambda self: None)
 
 
 def epilogue_barrier_of_one_consumer(monkeypatch, module):
@@ -41,7 +41,7 @@ def epilogue_barrier_of_one_consumer(monkeypatch, module):
             number_of_threads=module.mma.WARPGROUP,
         )
 
-    monkeypatch.setattr(module.ForwardSm90, "sync", sync)
+    monkeypatch.setattr(module.output.Output, "sync", sync)
 
 
 def _masking(monkeypatch, module, masked):
@@ -249,10 +249,10 @@ def negative_zero_kept(monkeypatch, module):
     cute, cutlass = module.cute, module.cutlass
 
     @cute.jit
-    def normalise(self, acc_o, half: cutlass.Constexpr, empty, inverse):
+    def divide(acc_o, half: cutlass.Constexpr, empty, inverse):
         for i in cutlass.range_constexpr(cute.size(acc_o) // 4):
             for side in cutlass.range_constexpr(2):
                 at = 4 * i + 2 * half + side
                 acc_o[at] = cutlass.Float32(0.0) if empty else acc_o[at] * inverse
 
-    monkeypatch.setattr(module.ForwardSm90, "normalise", normalise)
+    monkeypatch.setattr(module.output, "divide", divide)

@@ -14,6 +14,7 @@ from cute_kernels import dispatch
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import launch, passes
 from cute_kernels.sparse_attn.op import NAME as OP
+from cute_kernels.sparse_attn.passes import PACK_NAME as PACK
 from tests.contract import same_bytes
 from tests.sparse_attn import simulated
 
@@ -21,6 +22,8 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 #: (causal, window_size)
 RULES = [(True, (None, None)), (False, (None, None)), (True, (70, None)), (False, (40, 9))]
 DEVICE = "cpu"
+#: Whether simulated kernels read packs where they lie.
+IN_PLACE = True
 
 
 def drawn(
@@ -103,12 +106,18 @@ def lengths_of(seed: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def launched(forward, backward) -> Iterator[None]:
-    """Attention and packs take CPU tensors by two launchers of a GPU backend."""
+def launched(forward, backward, of_pack=None) -> Iterator[None]:
+    """Attention and packs take CPU tensors by the launchers of a GPU backend.
+
+    of_pack: two that read packs where they lie, or none.
+    """
     found = {OP: forward, f"{OP}_backward": backward}
+    if of_pack is not None:
+        found |= dict(zip((PACK, f"{PACK}_backward"), of_pack, strict=True))
     with (
         mock.patch.object(dispatch, "launcher", lambda op, device, dtype: found[op]),
         mock.patch.object(passes, "at_once", lambda t: True),
+        mock.patch.object(passes, "in_place", lambda t: of_pack is not None),
     ):
         yield
 
@@ -116,5 +125,7 @@ def launched(forward, backward) -> Iterator[None]:
 @contextlib.contextmanager
 def on_sm90(**options) -> Iterator[list]:
     """In the simulator; ``options``: see `simulated.simulated`, whose workspaces it gives."""
-    with simulated.simulated(**options) as used, launched(launch.forward, launch.backward):
+    of_pack = (launch.forward_of_pack, launch.backward_of_pack) if IN_PLACE else None
+    launchers = launch.forward, launch.backward, of_pack
+    with simulated.simulated(**options) as used, launched(*launchers):
         yield used

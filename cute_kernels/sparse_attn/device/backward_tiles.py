@@ -12,7 +12,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
-from ...dsl import mma, smem
+from ...dsl import mma, smem, tma
+from .chunks import piece_bytes
 
 WARPGROUPS = 2
 #: Keys of a block: 64 a warpgroup.
@@ -37,6 +38,15 @@ class BackwardTiles:
     def dq_columns(self) -> int:
         """Columns of dQ, and of K as its operand, that one warpgroup has."""
         return self.head_dim * self.tile_m // (64 * WARPGROUPS)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.head_dim * self.dtype.width // 8
+
+    @property
+    def of_k(self) -> tuple[int, int, int]:
+        """K's tile, as ``packed`` has it."""
+        return BLOCK, piece_bytes(self.dtype, self.dq_columns), self.row_bytes
 
     def score_mma(self, warpgroups: int = WARPGROUPS) -> cute.TiledMma:
         """K Qᵀ and V dOᵀ: 64 keys a warpgroup by the rows, both from shared memory."""
@@ -99,6 +109,14 @@ class BackwardTiles:
         size = (BLOCK, self.tile_m) if major == "k" else (self.tile_m, BLOCK)
         return _view(buffer, smem.operand_layout(self.dtype, *size, major, self.ds_stages))
 
+    def boxes(self, source: tma.Source, s: cute.Tensor, head, batch, place=None):
+        """(shared, global) views of one head's matrix, a box of the buffer's rows first."""
+        rows, matrix = cute.size(s, mode=[0]), source.tensor[None, None, head, batch]
+        if place is not None:
+            matrix = cute.domain_offset((-place[0], 0), matrix)
+        tiles = cute.local_tile(matrix, (rows, self.head_dim), (None, 0))
+        return tma.partition(source.atom, 0, cute.make_layout(1), s, tiles)
+
     def statistics(self, buffer, stage, lane) -> cute.Tensor:
         """[(2, 2), tile_m / 16]: the fp32 values of the query rows that a lane holds of a score.
 
@@ -107,7 +125,7 @@ class BackwardTiles:
         layout = cute.make_layout(((2, 2), 4, self.tile_m // 16, self.stages))
         return buffer.get_tensor(layout)[None, lane % 4, None, stage]
 
-    def storage(self, dq_stages: int, ticket_stages: int) -> type:
+    def storage(self, dq_stages: int, ticket_stages: int, others: int) -> type:
         """All of a CTA's shared memory.
 
         Barriers and row statistics first, so that the buffers behind them need no padding.
@@ -124,7 +142,7 @@ class BackwardTiles:
         class Storage:
             q_ring: barriers(2 * self.stages)
             do_ring: barriers(2 * self.stages)
-            singles: barriers(5)
+            singles: barriers(others)
             dq: barriers(2 * dq_stages)
             tickets: barriers(2 * ticket_stages)
             slots: cute.struct.MemRange[cutlass.Int32, ticket_stages]

@@ -1,0 +1,248 @@
+"""SM90 kernels that read packs where they lie: every mode of the simulator, and defects put in.
+
+The same kernels without a pack, which read a copy of it, say what is right.
+"""
+
+from __future__ import annotations
+
+import functools
+from unittest import mock
+
+import pytest
+import torch
+
+from cute_kernels.sparse_attn import config, passes
+from tests import ptxsim
+from tests.kernels.ring_defects import LIMITS, SETTINGS
+from tests.ptxsim import available
+from tests.sparse_attn import pack_cases as known
+from tests.sparse_attn import simulated
+
+pytestmark = [available.requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
+packed = available.import_module("cute_kernels.sparse_attn.device.packed")
+forward = available.import_module("cute_kernels.sparse_attn.kernel_fwd_sm90")
+backward = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
+before = available.import_module("cute_kernels.sparse_attn.kernel_bwd_pre_sm90")
+after = available.import_module("cute_kernels.sparse_attn.kernel_bwd_post_sm90")
+cute, cutlass = packed.cute, packed.cutlass
+
+#: Ends in both halves of a block, between boxes of 64 rows, and none; a tile of 192 rows of three.
+LENGTHS = [70, 130, 128, 1, 190]
+TOKENS = sum(LENGTHS)
+MODES = [*SETTINGS, SETTINGS[-1] | {"resident_ctas": 2}, SETTINGS[-1] | {"check_races": 1}]
+
+
+def tensors(dim: int) -> list[torch.Tensor]:
+    """With NaN behind every sequence but the last two: what the next one begins with."""
+    made = known.drawn(TOKENS, seed=dim, heads=(2, 1), dim=dim)
+    for t in made[:4]:
+        t[200:328] = torch.nan
+    return made
+
+
+def attended(dim: int, rule, **options) -> list[torch.Tensor]:
+    """(out, lse, dq, dk, dv) of the pack, without the sequence of NaN."""
+    with known.on_sm90(ctas=3, **options):
+        made = known.packed(tensors(dim), LENGTHS, *rule)
+    kept = torch.cat((torch.arange(200), torch.arange(328, TOKENS)))
+    return [t[:, kept] if i == 1 else t[kept] for i, t in enumerate(made)]
+
+
+@functools.cache
+def right(dim: int, rule) -> list[torch.Tensor]:
+    with mock.patch.object(known, "IN_PLACE", False):
+        made = attended(dim, rule)
+    assert all(t.isfinite().all() for t in made)
+    return made
+
+
+def survives(dim: int, rule, modes=MODES, **kernels) -> bool:
+    """Whether every run has the right bytes, and the simulator nothing to report."""
+    for mode in modes:
+        ptxsim.clear_launches()
+        try:
+            made = attended(dim, rule, **kernels, **mode, **LIMITS)
+        except (ptxsim.PtxsimError, AssertionError):
+            return False
+        reports = [launch["report"] for launch in ptxsim.launches()]
+        if any(r["races"] or r["fence_warnings"]["count"] for r in reports):
+            return False
+        if known.differing(made, right(dim, rule)):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("dim", config.HEAD_DIMS)
+@pytest.mark.parametrize("rule", known.RULES[1:3], ids=str)
+def test_every_mode(dim, rule):
+    """In some modes only by day: the launches of two modes take as long as all of a mutant's."""
+    assert survives(dim, rule, MODES[-2:] if dim == 96 else MODES[-1:])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dim", config.HEAD_DIMS)
+@pytest.mark.parametrize("rule", known.RULES, ids=str)
+def test_every_mode_and_rule(dim, rule):
+    assert survives(dim, rule)
+
+
+# ---- mutants -------------------------------------------------------------------------------------
+
+
+def neighbours_not_overwritten(patch):
+    true = packed.clean
+    patch.setattr(packed, "clean", lambda *a: true(*a[:4], cutlass.Int32(a[3][0]), a[5]))
+
+
+def one_row_too_few(patch):
+    true = packed.clean
+    patch.setattr(packed, "clean", lambda *a: true(*a[:4], a[4] + 1, a[5]))
+
+
+def one_row_too_many(patch):
+    true = packed.clean
+    patch.setattr(packed, "clean", lambda *a: true(*a[:4], a[4] - 1, a[5]))
+
+
+def zeros_not_fenced(patch):
+    """What WGMMA reads may be what was there before."""
+    true, fence = packed.clean, cute.arch.fence_proxy
+
+    def clean(*args):
+        vars(cute.arch)["fence_proxy"] = lambda *a, **k: None
+        try:
+            true(*args)
+        finally:
+            vars(cute.arch)["fence_proxy"] = fence
+
+    patch.setattr(packed, "clean", clean)
+
+
+def zeros_before_the_tile(patch):
+    """Not awaited: TMA writes over them."""
+    true, wait = packed.clean, cute.arch.mbarrier_wait
+
+    def clean(*args):
+        vars(cute.arch)["mbarrier_wait"] = lambda *a, **k: None
+        try:
+            true(*args)
+        finally:
+            vars(cute.arch)["mbarrier_wait"] = wait
+
+    patch.setattr(packed, "clean", clean)
+
+
+def whole_tiles_stored(patch):
+    true = packed.store_rows
+    patch.setattr(packed, "store_rows", lambda *a: true(*a[:4], (a[4][0], a[1][0]), *a[5:]))
+
+
+def last_row_not_stored(patch):
+    true = packed.store_rows
+    patch.setattr(packed, "store_rows", lambda *a: true(*a[:4], (a[4][0], a[4][1] - 1), *a[5:]))
+
+
+def place_of_the_next_block(patch):
+    true = packed.place_of
+    patch.setattr(packed, "place_of", lambda table, block: true(table, block + 1))
+
+
+def end_of_the_block(patch):
+    """As if a sequence ended where its last block does."""
+    true = packed.place_of
+
+    def place_of(table, block):
+        shift, end = true(table, block)
+        return shift, (end + 127) // 128 * 128
+
+    patch.setattr(packed, "place_of", place_of)
+
+
+MUTANTS = [
+    neighbours_not_overwritten,
+    one_row_too_few,
+    one_row_too_many,
+    zeros_not_fenced,
+    zeros_before_the_tile,
+    whole_tiles_stored,
+    last_row_not_stored,
+    place_of_the_next_block,
+    end_of_the_block,
+]
+
+
+def compiled(mutant):
+    """The kernels of packs with a defect; others as they are."""
+
+    def kernel(module, intact):
+        @functools.cache
+        def build(chosen):
+            if not chosen.packed:
+                return intact(chosen)
+            with pytest.MonkeyPatch.context() as patch:
+                mutant(patch)
+                return module.build(chosen, compile=ptxsim.compile)
+
+        return build
+
+    return {
+        "forward": kernel(forward, simulated.forward_kernel),
+        "pre": kernel(before, simulated.pre_kernel),
+        "backward": kernel(backward, simulated.backward_kernel),
+        "post": kernel(after, simulated.post_kernel),
+    }
+
+
+#: Keys of a sequence's last block are seen from rows of others of its own, or not.
+RULE = (False, (None, None))
+
+
+def by_name(given) -> str:
+    return getattr(given, "__name__", given)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=by_name)
+def test_mutants_are_killed(mutant):
+    assert not survives(64, RULE, **compiled(mutant))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dim", [96, 128])
+@pytest.mark.parametrize("mutant", MUTANTS, ids=by_name)
+def test_mutants_of_other_sizes_are_killed(mutant, dim):
+    assert not survives(dim, RULE, **compiled(mutant))
+
+
+def only_the(name: str, mutant):
+    return {name: compiled(mutant)[name]}
+
+
+@pytest.mark.parametrize(
+    ("name", "mutant"),
+    [
+        ("forward", neighbours_not_overwritten),
+        ("backward", neighbours_not_overwritten),
+        ("forward", whole_tiles_stored),
+        ("backward", last_row_not_stored),
+        ("pre", place_of_the_next_block),
+        ("pre", end_of_the_block),
+        ("post", place_of_the_next_block),
+        ("post", end_of_the_block),
+    ],
+    ids=by_name,
+)
+def test_a_defect_in_one_kernel_is_killed(name, mutant):
+    assert not survives(128, RULE, **only_the(name, mutant))
+
+
+def test_copies_are_for_kernels_that_need_them():
+    """The other way is one, and what it is compared with."""
+    spread = []
+    with (
+        known.on_sm90(ctas=3),
+        mock.patch.object(
+            passes.packs.Layout, "spread", lambda of, t, fill=0.0: spread.append(t) or t
+        ),
+    ):
+        known.packed(known.drawn(TOKENS, dim=64), LENGTHS)
+    assert not spread
