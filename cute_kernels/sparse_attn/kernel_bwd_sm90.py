@@ -18,8 +18,9 @@ Order        dK, dV: one fp32 accumulator per element over the group's query hea
              keys from zero, ascending in k16 groups; products are added to 0 by rank (``ordered``).
 Turns        dsl/turnstile.py, one semaphore per tile of rows.  Only tiles that begin inside Sq are
              visited, awaited and released.
-Tickets      from an atomic counter; the next one when every dQ tile of this one has landed, so that
-             no CTA holds a ticket that it does not work on.
+Tickets      from an atomic counter; the next one when the turn of every dQ tile of this one has
+             come.  What a CTA still has to do then waits for nobody, so that no ticket is held by
+             one that waits for another.
 Tails        keys beyond Sk are masked in the last block, and stored outputs clipped by TMA; query
              rows beyond Sq have lse2 = +inf, so P = 0.
 Packs        (``packed``) of sequences where they lie: Q, dO, K, V, dK and dV as ``device/packed``
@@ -63,7 +64,7 @@ CONSUMER_BARRIER = 1
 
 @dataclass(frozen=True)
 class Barriers:
-    """mbarriers of the buffers of K, of V, and of dQ; of tickets whose dQ has landed.
+    """mbarriers of the buffers of K, of V, and of dQ; of tickets whose last turns have come.
 
     tail: of a pack's tiles that a sequence ends in, see ``device/packed``.
     """
@@ -72,7 +73,7 @@ class Barriers:
     k_empty: cute.Pointer
     v_full: cute.Pointer
     v_empty: cute.Pointer
-    landed: cute.Pointer
+    last_turns: cute.Pointer
     dq_full: cute.Pointer
     dq_empty: cute.Pointer
     tail: cute.Pointer | None = None
@@ -84,6 +85,7 @@ class BackwardSm90:
     def __init__(self, config: BackwardConfig):
         assert config.head_dim in HEAD_DIMS and config.form in FORMS
         assert config.tile_m in (64, BLOCK), "a dQ tile is whole products of both warpgroups"
+        assert BLOCK // config.tile_m <= config.dq_stages, "a buffer for each tile of an entry"
         self.config = config
         self.dtype = fake.DTYPES[config.dtype]
         self.tile_m, self.head_dim = config.tile_m, config.head_dim
@@ -205,7 +207,7 @@ class BackwardSm90:
                     self.add_dq(warp - 1, turns, shared, barriers, source, lists, sizes)
                 if warp == LAST_PRODUCER:
                     total = lists.ticket.shape[0]
-                    source.dispatch_one_by_one(mCounter.iterator, total, barriers.landed)
+                    source.dispatch_one_by_one(mCounter.iterator, total, barriers.last_turns)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             mask, factors = (mTile, mWords, lo, hi), (scale, c, inner)
@@ -228,6 +230,7 @@ class BackwardSm90:
         received.advance()
         while ticket < total:
             head, _, begin, end = lists.column(ticket)
+            waits = cutlass.Boolean(True)
             for member in cutlass.range(sizes.group, unroll=1):
                 for entry in cutlass.range(begin, end, unroll=1):
                     q_block, rank = lists.entry[entry] >> 1, lists.rank[entry]
@@ -239,6 +242,10 @@ class BackwardSm90:
                             if cutlass.const_expr(self.config.ordered):
                                 # The turn is awaited while the tile is still being made.
                                 self.wait_turn(mSemaphore, row, rank, mRecord)
+                            # The last entry has no second tile for this buffer.
+                            if (entry == end - 1) & (member == sizes.group - 1):
+                                cute.arch.mbarrier_arrive(barriers.last_turns)
+                                waits = cutlass.Boolean(False)
                             cute.arch.mbarrier_wait(barriers.dq_full + buffer, state.phase)
                             turnstile.add(target, tile_of_dq, self.dq_size * 4)
                             if cutlass.const_expr(self.config.ordered):
@@ -247,7 +254,8 @@ class BackwardSm90:
                                 turnstile.land()
                             cute.arch.mbarrier_arrive(barriers.dq_empty + buffer)
                         state.advance()
-            cute.arch.mbarrier_arrive(barriers.landed)
+            if waits:
+                cute.arch.mbarrier_arrive(barriers.last_turns)
             ticket = source.receive_alone(received)
             received.advance()
 
@@ -496,7 +504,7 @@ class BackwardSm90:
             cute.arch.mbarrier_init(one, 1)
         if self.packed:
             cute.arch.mbarrier_init(barriers.tail, 1)
-        cute.arch.mbarrier_init(barriers.landed, self.config.dq_stages)
+        cute.arch.mbarrier_init(barriers.last_turns, self.config.dq_stages)
         for stage in range(self.config.dq_stages):
             cute.arch.mbarrier_init(barriers.dq_full + stage, CONSUMER_WARPS)
             cute.arch.mbarrier_init(barriers.dq_empty + stage, 1)

@@ -213,7 +213,7 @@ def key_groups_swapped(monkeypatch, module):
 
     @cute.jit
     def add_values(self, acc_o, tOrP, tOrV, stage):
-        pv = self.pv_mma()
+        pv = self.tiles.pv_mma()
         pv.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.fence()
         for group in cutlass.range_constexpr(cute.size(tOrP, mode=[2])):
@@ -242,7 +242,7 @@ def blocks_descending(monkeypatch, module):
 
 def heads_shared_in_turn(monkeypatch, module):
     """h mod Hkv for h // (Hq / Hkv)."""
-    monkeypatch.setattr(module, "kv_head_of", lambda head, heads, kv_heads: head % kv_heads)
+    monkeypatch.setattr(module.place, "kv_head_of", lambda head, heads, kv_heads: head % kv_heads)
 
 
 def negative_zero_kept(monkeypatch, module):

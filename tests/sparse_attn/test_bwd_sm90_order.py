@@ -189,7 +189,7 @@ def test_a_schedule_that_needs_residents_hangs_below_them_only(name, head_dim, h
 
 
 def test_a_ticket_in_reserve_needs_more_residents(monkeypatch):
-    """Why the next ticket is taken only when all of the last one has landed."""
+    """Why the next ticket is taken only when all turns of the last one have come."""
     block_mask, kind, residents = NEEDY["shift"]
     case = simulated_bwd.case(block_mask, head_dim=128, heads=2, kv_heads=1)
     schedule = kind(case.lowered.mask, heads=1)
@@ -201,7 +201,7 @@ def test_a_ticket_in_reserve_needs_more_residents(monkeypatch):
             patch.setattr(
                 ring,
                 "dispatch_one_by_one",
-                lambda self, counter, total, landed: self.dispatch(counter, total),
+                lambda self, counter, total, done: self.dispatch(counter, total),
             )
             return module.build(config, compile=ptxsim.compile)
 
