@@ -103,9 +103,11 @@ def _rows(bench: Bench) -> list[list[str]]:
             own = bench.get(case, system)
             if own is None or "median_us" not in own:
                 continue
-            ratios = [times(bench.ratio(case, rival, system)) for rival in SYSTEMS[:2]]
-            shown = [*case, system, f"{own['median_us'] / 1000:.2f}"]
-            rows.append([*shown, *ratios, bits(own), where(own)])
+            found = [bench.ratio(case, rival, system) for rival in SYSTEMS[:2]]
+            ratios = ", ".join("-" if ratio is None else times(ratio) for ratio in found)
+            kept_bits = bits(own) if "bitwise" in own else "-"
+            shown = [" ".join(case), system, f"{own['median_us'] / 1000:.2f}"]
+            rows.append([*shown, ratios, kept_bits, where(own)])
     return rows
 
 
@@ -117,7 +119,7 @@ def images(records: list[dict]) -> list[str]:
 def render(records: list[dict]) -> list[str]:
     """The lines of a whole model."""
     bench = _bench(records)
-    head = ["step", "batch x tokens", "system", "ms", *SYSTEMS[:2], "bits", "ran on"]
+    head = ["step, batch x tokens", "system", "ms", ", ".join(SYSTEMS[:2]), "bits", "ran on"]
     rows = _rows(bench)
     return [
         "## A whole model",

@@ -15,7 +15,8 @@ CASES = [(case.product, case.label) for case in _ALL]
 COUNTS = (timed("norms timed", "norm", set(CASES)),)
 _MEASURE = "`python -m perf bench norm` on an H200"
 _STEP = "docs/notes/norm_sm90.md"
-_RIVALS = ("torch", "compiled", "liger", "quack", "copy")
+#: Side by side in a column each.
+_RIVALS = (("torch", "compiled"), ("liger", "quack"), ("copy",))
 #: The sizes that targets are of.
 _SIZES = ("8192x4096", "32768x2048")
 
@@ -86,10 +87,15 @@ def _rows(bench: Bench) -> list[list[str]]:
         own = bench.get(key)
         if own is None or "median_us" not in own:
             continue
-        ratios = ["-" if (r := bench.ratio(key, name)) is None else times(r) for name in _RIVALS]
+        ratios = [", ".join(_ratio(bench, key, name) for name in names) for names in _RIVALS]
         taken = f"{own['median_us']:.1f} us, {own['floor_fraction']:.0%}"
         rows.append([*key, taken, *ratios, bits(own), where(own)])
     return rows
+
+
+def _ratio(bench: Bench, key: tuple[str, str], name: str) -> str:
+    ratio = bench.ratio(key, name)
+    return "-" if ratio is None else times(ratio)
 
 
 def images(records: list[dict]) -> list[str]:
@@ -100,7 +106,8 @@ def images(records: list[dict]) -> list[str]:
 def render(records: list[dict]) -> list[str]:
     """The lines of this system."""
     bench = latest(records, "norm")
-    head = ["op", "rows x D", "time, of the copy", *_RIVALS, "bits", "ran on"]
+    names = map(", ".join, _RIVALS)
+    head = ["op", "rows x D", "time, of the copy", *names, "bits", "ran on"]
     rows = _rows(bench)
     return [
         "## Norms",

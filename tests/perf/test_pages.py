@@ -66,10 +66,11 @@ def test_the_readme_tells_what_was_missed():
         ]
         for product in ("host linear", "host attention", "host rms_norm")
     }
-    assert all(ours > theirs for ours, theirs in found.values())
-    assert max(found, key=lambda name: found[name][0] / found[name][1]) == "host rms_norm"
+    ratios = {name: ours / theirs for name, (ours, theirs) in found.items()}
+    # A fiftieth is what two runs of one call differ by.
+    assert [name for name, ratio in ratios.items() if ratio > 1.02] == ["host rms_norm"]
     text = " ".join(page("README.md").split())
-    assert "one call costs the host more than torch's does, most of all one of a norm" in text
+    assert "one call of a norm costs the host more than torch's does" in text
 
 
 def answer(probe: str) -> dict:
