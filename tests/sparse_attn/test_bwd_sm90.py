@@ -227,7 +227,8 @@ def test_delta_is_added_in_its_order(head_dim):
     tile_m = config.configure("bf16", head_dim, "none", True).tile_m
     held = launch.workspace(1, 2, -(-70 // tile_m), tile_m, head_dim, case.q.device)
     pre = simulated.pre_kernel(config.PreConfig("bf16", head_dim, tile_m))
-    pre(case.out, case.dout, case.lse, None, *(t.flatten(2) for t in held[:2]), *held[2:])
+    of_rows = (t.flatten(2) for t in held[:2])
+    pre(case.out, case.dout, case.lse, None, *of_rows, *held[2:], None)
     # Kept by lanes: rows 2 l, 2 l + 1, 2 l + 8 and 2 l + 9 of every 16 are next to one another.
     by_lane = held.delta.flatten(2).unflatten(2, (-1, 4, 2, 2))
     found = by_lane.transpose(3, 4).flatten(2)[..., :70].contiguous()
