@@ -34,37 +34,55 @@ from .masks import BLOCK, LoweredMask, Order
 Window = tuple[int | None, int | None]
 
 
+class Copies(NamedTuple):
+    """Of a buffer's tokens to the rows of a layout and back, on the device; all int64.
+
+    origin  [length] the place in the buffer of each row's token, 0 for a gap
+    gaps    the rows of none
+    rows    [B T] the row of each of the buffer's tokens, 0 for one of no sequence
+    """
+
+    origin: Tensor
+    gaps: Tensor
+    rows: Tensor
+
+
 class Layout(NamedTuple):
     """Where the tokens of sequences go, which a buffer [B, T] holds.
 
     begins   int64 [N] first row of each sequence; lengths  int64 [N], none of them 0
+    places   int64 [N] where each begins in the buffer, whose tokens are ``tokens``
     length   rows in all: the last sequence has no gap behind it
-    origin   int64 [length] on the device: the place in the buffer of each row's token, 0 for a gap
-    gaps     int64 likewise: the rows of none
-    rows     int64 [B T] likewise: the row of each of the buffer's tokens, 0 for one of no sequence
-    holes    int64 likewise: the tokens of none
-    table    int32 [blocks, 2] likewise, for kernels that read the buffer: see ``device/packed``
-
-    All five are None where each token is the row that it would be copied to.
+    device   that of what follows
+    holes    int64: the buffer's tokens of no sequence; None if there are none
+    table    int32 [blocks, 2], for kernels that read the buffer (``device/packed``); None where
+             each token is the row that it would be copied to, and each row a token's
     """
 
     begins: np.ndarray
     lengths: np.ndarray
+    places: np.ndarray
+    tokens: int
     length: int
-    origin: Tensor | None
-    gaps: Tensor | None
-    rows: Tensor | None
+    device: str
     holes: Tensor | None
     table: Tensor | None
 
     def spread(self, t: Tensor, fill: float = 0.0) -> Tensor:
         """[B, T, ..] -> [1, length, ..], with gaps of ``fill``."""
         t = t.flatten(0, 1)
-        return (t if self.origin is None else _taken(t, self.origin, self.gaps, fill))[None]
+        if self.table is None:
+            return t[None]
+        # By an index, which torch copies as whole rows, near a copy's bandwidth; `index_select` and
+        # `index_copy_` go element by element (pytorch #151612).
+        origin, gaps, _ = _copies(self)
+        return t[origin].index_fill_(0, gaps, fill)[None]
 
     def gathered(self, t: Tensor, sizes: tuple[int, int], fill: float = 0.0) -> Tensor:
         """The inverse, to [B, T, ..]; ``fill`` where the buffer has tokens of no sequence."""
-        t = t[0] if self.rows is None else _taken(t[0], self.rows, self.holes, fill)
+        t = t[0]
+        if self.table is not None:
+            t = self.filled(t[_copies(self).rows], 0, fill)
         return t.unflatten(0, sizes)
 
     def filled(self, t: Tensor, dim: int, fill: float = 0.0) -> Tensor:
@@ -72,51 +90,55 @@ class Layout(NamedTuple):
         return t if self.holes is None else t.index_fill_(dim, self.holes, fill)
 
 
-def _taken(t: Tensor, rows: Tensor, other: Tensor, fill: float) -> Tensor:
-    """``t[rows]``, of which ``other`` are ``fill``.
-
-    By an index, which torch copies as whole rows, near a copy's bandwidth; ``index_select`` and
-    ``index_copy_`` go element by element (pytorch #151612).
-    """
-    return t[rows].index_fill_(0, other, fill)
-
-
 def layout(offsets: Tensor, device: str) -> Layout:
     """Of sequences from offsets[i] to offsets[i + 1], int64 on the CPU from 0 to all tokens."""
     key = "layout", tuple(offsets.tolist()), device
-    tokens = int(offsets[-1])
+    where = offsets.numpy()
     return prepare.cache.get(
-        key, lambda: _layout(np.diff(offsets.numpy()), np.arange(tokens), tokens, device)
+        key, lambda: _layout(where[:-1], np.diff(where), int(where[-1]), device)
     )
 
 
 def layout_of_places(places: tuple[tuple[int, int], ...], sizes: int, device: str) -> Layout:
     """Of sequences from places[i][0] to places[i][1] of a buffer of ``sizes`` tokens, B times T."""
     key = "layout", places, sizes, device
-    return prepare.cache.get(key, lambda: _placed(places, sizes, device))
+    first, end = np.array(places, np.int64).reshape(-1, 2).T
+    return prepare.cache.get(key, lambda: _layout(first, end - first, sizes, device))
 
 
-def _placed(places: tuple[tuple[int, int], ...], sizes: int, device: str) -> Layout:
-    source = np.concatenate([np.arange(*place) for place in places])
-    return _layout(np.array([end - begin for begin, end in places]), source, sizes, device)
+def _layout(places: np.ndarray, lengths: np.ndarray, tokens: int, device: str) -> Layout:
+    places, lengths = places[lengths > 0].copy(), lengths[lengths > 0]
+    blocks = -(-lengths // BLOCK[0])
+    begins = np.concatenate(([0], (blocks * BLOCK[0]).cumsum()[:-1]))
+    length, free = int(begins[-1] + lengths[-1]), tokens - int(lengths.sum())
+    table = holes = None
+    if free or length != tokens or (begins != places).any():
+        of_sequence = np.stack((begins - places, begins + lengths), 1).astype(np.int32)
+        table = torch.from_numpy(np.repeat(of_sequence, blocks, 0)).to(device)
+    if free:
+        inside = np.zeros(tokens, bool)
+        inside[_in_a_row(places, lengths)] = True
+        holes = torch.from_numpy(np.flatnonzero(~inside)).to(device)
+    return Layout(begins, lengths, places, tokens, length, device, holes, table)
 
 
-def _layout(lengths: np.ndarray, source: np.ndarray, tokens: int, device: str) -> Layout:
-    """``source``: where in a buffer of ``tokens`` the sequences' tokens are, one behind another."""
-    lengths = lengths[lengths > 0]
-    ends = (-(-lengths // BLOCK[0]) * BLOCK[0]).cumsum()
-    begins = np.concatenate(([0], ends[:-1]))
+def _copies(of: Layout) -> Copies:
+    arrays = (t.tobytes() for t in (of.begins, of.lengths, of.places))
+    key = "copies", *arrays, of.tokens, of.device
+    return prepare.cache.get(key, lambda: _made_copies(of))
+
+
+def _made_copies(of: Layout) -> Copies:
+    row, source = (_in_a_row(begins, of.lengths) for begins in (of.begins, of.places))
+    origin, gaps = _placed_at(row, source, of.length)
+    rows, _ = _placed_at(source, row, of.tokens)
+    return Copies(*(torch.from_numpy(t).to(of.device) for t in (origin, gaps, rows)))
+
+
+def _in_a_row(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """begins[0], begins[0] + 1, .. of so many; then those of the next."""
     starts = np.concatenate(([0], lengths.cumsum()[:-1]))
-    length = int(begins[-1] + lengths[-1])
-    row = np.arange(len(source)) + np.repeat(begins - starts, lengths)
-    if len(row) == length == tokens and (row == source).all():
-        return Layout(begins, lengths, length, None, None, None, None, None)
-    table = np.repeat(
-        np.stack((begins - source[starts], begins + lengths), 1), -(-lengths // BLOCK[0]), 0
-    )
-    parts = (*_placed_at(row, source, length), *_placed_at(source, row, tokens))
-    parts = *parts, table.astype(np.int32)
-    return Layout(begins, lengths, length, *(torch.from_numpy(t).to(device) for t in parts))
+    return np.arange(lengths.sum()) + np.repeat(begins - starts, lengths)
 
 
 def _placed_at(at: np.ndarray, value: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -34,7 +34,7 @@ def layout_of(lengths: list[int]) -> packs.Layout:
 
 def token_rows(layout: packs.Layout) -> torch.Tensor:
     tokens = int(layout.lengths.sum())
-    return torch.arange(tokens) if layout.rows is None else layout.rows
+    return torch.arange(tokens) if layout.table is None else packs._copies(layout).rows
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -75,11 +75,31 @@ def test_layouts_of_places():
     assert same_bytes(back[inside], flat[inside]) and (back[~inside] == 5.0).all()
 
 
+def test_gaps_are_no_rows_of_the_buffer():
+    """What lies between two sequences that begin at blocks is read by nobody."""
+    layout = packs.layout_of_places(((0, 100), (128, 200)), 200, "cpu")
+    assert layout.length == 200 and layout.table.tolist() == [[0, 100], [0, 200]]
+    assert layout.holes.tolist() == list(range(100, 128))
+
+
 def test_nothing_moves_where_all_begin_at_blocks():
     layout = layout_of([256, 0, 128, 77])
     tokens = torch.randn(1, 461, 2)
-    assert layout.rows is None and same_bytes(layout.spread(tokens), tokens)
-    assert layout_of([256, 127, 77]).rows is not None
+    assert layout.table is None and same_bytes(layout.spread(tokens), tokens)
+    assert layout_of([256, 127, 77]).table is not None
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_tables_say_where_each_row_is(seed):
+    """As the indices of copies do."""
+    lengths = [100, *lengths_of(seed)]
+    layout = layout_of([*lengths, 3])
+    shift, end = layout.table.long().repeat_interleave(BLOCK, 0)[: layout.length].T
+    row = torch.arange(layout.length)
+    inside = row < end
+    origin, gaps, _ = packs._copies(layout)
+    assert same_bytes((row - shift)[inside], origin[inside])
+    assert same_bytes(row[~inside], gaps)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
