@@ -48,6 +48,10 @@ def threaded(monkeypatch):
     torch.set_num_threads(team)
 
 
+def by_night(degree: int):
+    return pytest.param(degree, marks=pytest.mark.nightly)
+
+
 def wrong(cut: Cut, **options) -> set[str]:
     """The results of a cut that differ on some rank."""
     whole_of(cut)
@@ -60,7 +64,7 @@ def wrong(cut: Cut, **options) -> set[str]:
 # ---- bytes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("degree", [1, 2, 4, 8])
+@pytest.mark.parametrize("degree", [by_night(1), 2, by_night(4), 8])
 def test_every_degree_has_the_bytes_of_one(threaded, degree):
     for cut in cuts_of(degree):
         assert not wrong(cut), cut
@@ -72,7 +76,7 @@ def test_main_grad_has_the_bytes_of_one(threaded, degree):
         assert not wrong(cut, main_grad=True), cut
 
 
-@pytest.mark.parametrize("degree", [2, 3, 5, 8])
+@pytest.mark.parametrize("degree", [by_night(2), 3, by_night(5), 8])
 def test_forward_cuts_at_any_multiple_of_16(threaded, degree):
     """Also three and five ranks; log p, entropy, dW and dbias."""
     for cut in forward_cuts_of(degree):

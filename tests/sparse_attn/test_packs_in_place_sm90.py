@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from cute_kernels.sparse_attn import config, passes
+from cute_kernels.sparse_attn import config
 from tests import ptxsim
 from tests.kernels.ring_defects import LIMITS, SETTINGS
 from tests.ptxsim import available
@@ -230,16 +230,3 @@ def only_the(name: str, mutant):
 )
 def test_a_defect_in_one_kernel_is_killed(name, mutant):
     assert not survives(128, RULE, **only_the(name, mutant))
-
-
-def test_copies_are_for_kernels_that_need_them():
-    """The other way is one, and what it is compared with."""
-    spread = []
-    with (
-        known.on_sm90(ctas=3),
-        mock.patch.object(
-            passes.packs.Layout, "spread", lambda of, t, fill=0.0: spread.append(t) or t
-        ),
-    ):
-        known.packed(known.drawn(TOKENS, dim=64), LENGTHS)
-    assert not spread
