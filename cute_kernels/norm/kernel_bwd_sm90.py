@@ -73,6 +73,8 @@ class NormBackwardSm90:
 
     @cute.kernel
     def kernel(self, read: tuple, stats: tuple, mWeight, mDx, parts: tuple, numbers: tuple):
+        # The kernel that adds the parts may take its place now; it waits for the end of this one.
+        cute.arch.griddepcontrol_launch_dependents()
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -121,7 +123,7 @@ class NormBackwardSm90:
                 at = (sPartials[slot, None, None, None], group, lane)
                 self.finish(dy, x_hat, raws[2:], weight, numbers_of[-1], at, numbers)
                 slot = slot ^ 1
-                self.group.store(dy, mDx, row, lane, there)
+                self.group.store(rows.narrowed(dy, self.dtype), mDx, row, lane, there)
             for total, tensor in zip(sums, parts):
                 self.give(total, tensor, sSums, part, group, lane)
 

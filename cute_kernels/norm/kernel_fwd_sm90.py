@@ -36,6 +36,8 @@ class NormForwardSm90:
         held = forward_residency(config)
         self.threads, self.ctas = held.threads, held.ctas
         self.rows = held.threads // config.threads
+        # Where many CTAs share the registers, a row is kept in 16 bits while its sum is under way.
+        self.twice = held.stages == 0 and config.kind != LAYER and self.dtype.width == 16
         self.ahead = Ahead(self.group, self.dtype, 1 + config.residual, 0, held.stages)
 
     @cute.jit
@@ -114,11 +116,15 @@ class NormForwardSm90:
         """All that is made of a row that has come.  row: (its number, whether it is there)."""
         row, there = row
         lane = at[3]
-        own = self.added(raws)
+        raw = self.added(raws)
         if cutlass.const_expr(made[0] is not None):
-            self.group.store(own, made[0], row, lane, there)
-        mean, rstd = self.normed(own, vectors, at, numbers)
-        self.group.store(own, made[1], row, lane, there)
+            self.group.store(raw, made[0], row, lane, there)
+        own = rows.widened(raw)
+        mean, rstd = self.summed(own, at, numbers)
+        if cutlass.const_expr(self.twice):
+            own = rows.widened(rows.unrelated(raw))
+        self.scale(own, rstd, vectors, numbers[1])
+        self.group.store(rows.narrowed(own, self.dtype), made[1], row, lane, there)
         if (lane == 0) & there:
             stats[1][row] = rstd
             if cutlass.const_expr(stats[0] is not None):
@@ -126,18 +132,18 @@ class NormForwardSm90:
 
     @cute.jit
     def added(self, raws: list) -> cute.Tensor:
-        """h in fp32, after its rounding."""
-        own = rows.widened(raws[0])
-        if cutlass.const_expr(len(raws) == 2):
-            own.store(own.load() + rows.widened(raws[1]).load())
-            own = rows.widened(rows.narrowed(own, self.dtype))
-        return own
+        """h, rounded."""
+        if cutlass.const_expr(len(raws) == 1):
+            return raws[0]
+        total = rows.widened(raws[0])
+        total.store(total.load() + rows.widened(raws[1]).load())
+        return rows.narrowed(total, self.dtype)
 
     @cute.jit
-    def normed(self, own, vectors: list, at: tuple, numbers: tuple) -> tuple:
-        """h becomes y, in fp32; the row's mean and rstd."""
+    def summed(self, own: cute.Tensor, at: tuple, numbers: tuple) -> tuple:
+        """A row's mean and rstd; of a layer norm h becomes h - mean."""
         sPartials, slot, group, lane = at
-        eps, offset, width = numbers
+        eps, _, width = numbers
         size = cutlass.Float32(width)
         mean = cutlass.Float32(0.0)
         if cutlass.const_expr(self.config.kind == LAYER):
@@ -154,7 +160,11 @@ class NormForwardSm90:
         for i in cutlass.range_constexpr(self.group.size):
             squares = cute.math.fma(own[i], own[i], squares)
         variance = self.group.sum(squares, sPartials, slot, group, lane) / size
-        rstd = cutlass.Float32(1.0) / cute.math.sqrt(variance + eps)
+        return mean, cutlass.Float32(1.0) / cute.math.sqrt(variance + eps)
+
+    @cute.jit
+    def scale(self, own: cute.Tensor, rstd, vectors: list, offset):
+        """h - mean becomes y, in fp32."""
         for i in cutlass.range_constexpr(self.group.size):
             x_hat = own[i] * rstd
             weight = vectors[0][i].to(cutlass.Float32) + offset
@@ -162,7 +172,6 @@ class NormForwardSm90:
                 own[i] = cute.math.fma(x_hat, weight, vectors[1][i].to(cutlass.Float32))
             else:
                 own[i] = x_hat * weight
-        return mean, rstd
 
 
 def build(config: ForwardConfig, compile=cute.compile):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from cute_kernels.schedulers import BlockMask
-from cute_kernels.sparse_attn import config, launch, op, prepare
+from cute_kernels.sparse_attn import config, launch, op, pack_op, prepare
 
 REPEATS, MORE_REPEATS = 1_000, 10_000
 MASKS = ("full", "causal", "window", "document", "random")
@@ -21,6 +22,10 @@ HEADS = ((8, 8), (16, 4))
 CONTROL_MASKS = ("full", "causal")
 _LONG = {("causal", 64, "bf16", 4), ("document", 128, "bf16", 8), ("random", 128, "fp16", 4)}
 _SEED = 20_261_120
+#: Sequences that are packed: whole blocks, tails, one token; BATCH x LENGTH of them.
+PACK = "pack"
+_PACKED = (1_100, 1, 128, 777, 394, 1_300, 127, 573)
+_PACK_DTYPES = ("bf16", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,8 @@ class Case:
     def started(self, device: str) -> Callable[[], tuple[Tensor, ...]]:
         """A call without arguments that gives (out, lse, dq, dk, dv) of one set of inputs."""
         q, k, v, dout, dlse = self._drawn(device)
+        if self.mask == PACK:
+            return self._packed(q, k, v, dout, dlse)
         sizes = (self.batch, self.s, self.s, self.heads, self.kv_heads, self.dim)
         mask = self._mask(device)
         made = prepare.operands(mask.handle, False, "auto", True, sizes, str(mask.device))
@@ -73,6 +80,23 @@ class Case:
                 out, lse = op.block_sparse_attention(q, k, v, *rest, True, None)
                 given = (dout, dlse, q, k, v, out, lse, *rest, self.ordered, None)
                 return out, lse, *op.block_sparse_attention_backward(*given)[:3]
+
+        return call
+
+    def _packed(self, q, k, v, dout, dlse) -> Callable[[], tuple[Tensor, ...]]:
+        """The same of causal sequences, one behind another where the batch has rows."""
+        q, k, v, dout = (t.flatten(0, 1)[None] for t in (q, k, v, dout))
+        dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)[None].contiguous()
+        tokens = q.shape[1]
+        offsets = [begin for begin in accumulate(_PACKED, initial=0) if begin < tokens]
+        offsets = torch.tensor([*offsets, tokens])
+        rest = (offsets, None, 0, self.dim**-0.5, self.softcap, None)
+
+        def call() -> tuple[Tensor, ...]:
+            with torch.no_grad():
+                out, lse = pack_op.pack_attention(q, k, v, *rest)
+                given = (dout, dlse, q, k, v, out, lse, *rest)
+                return out, lse, *pack_op.pack_attention_backward(*given)[:3]
 
         return call
 
@@ -119,6 +143,8 @@ def suite(only: str = "") -> list[Case]:
             found.append(Case(mask, dim, dtype, heads, kv_heads, repeats=repeats))
         if mask in CONTROL_MASKS:
             found.append(Case(mask, dim, "bf16", heads, kv_heads, ordered=False))
+    for dim, (heads, kv_heads), dtype in zip(dims, (*HEADS, HEADS[0]), _PACK_DTYPES, strict=True):
+        found.append(Case(PACK, dim, dtype, heads, kv_heads, repeats=MORE_REPEATS))
     found.append(Case("causal", dims[0], "bf16", *HEADS[1], softcap=30.0))
     parts = [part for part in only.split(",") if part]
     return [case for case in found if not parts or any(part in case.label for part in parts)]

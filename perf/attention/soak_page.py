@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..core.sanitize import PLANTED, TOOLS
 from ..core.tables import NOT_RUN, folded, where
-from .soak_cases import Case, suite
+from .soak_cases import PACK, Case, suite
 
 _HEAD = ["configurations", "cases", "calls", "differing bytes"]
 _HEAD += ["graph replays", "differing bytes of replays", "ran on"]
@@ -54,7 +54,8 @@ def _rows(records: list[dict]) -> list[list[str]]:
     kept, groups = _latest(records, "soak", "shape"), {}
     for case in suite():
         order = "" if case.ordered else ", without order (control: dQ is expected to differ)"
-        groups.setdefault((case.dim, f"{case.dtype}{order}"), []).append(case)
+        packs = ", packs" if case.mask == PACK else ""
+        groups.setdefault((case.dim, f"{case.dtype}{packs}{order}"), []).append(case)
     return [
         _row(f"D = {dim}, {text}", cases, kept) for (dim, text), cases in sorted(groups.items())
     ]

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import cutlass
 from cutlass import cute
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 from ...dsl import copy, reduce
 from ..config import UNIT
@@ -67,9 +69,8 @@ class Group:
         return raw
 
     @cute.jit
-    def store(self, values: cute.Tensor, tensor: cute.Tensor, row, lane, there):
-        """fp32 values, rounded, to a row."""
-        raw = narrowed(values, tensor.element_type)
+    def store(self, raw: cute.Tensor, tensor: cute.Tensor, row, lane, there):
+        """A thread's elements of a row, in the row's dtype."""
         base = cutlass.Int64(row) * tensor.stride[0]
         step = min(UNIT, ACCESS * 8 // tensor.element_type.width)
         for v in cutlass.range_constexpr(self.units):
@@ -138,3 +139,33 @@ def narrowed(values: cute.Tensor, dtype: cutlass.Constexpr) -> cute.Tensor:
     raw = cute.make_rmem_tensor(cute.make_layout(cute.size(values)), dtype)
     raw.store(values.load().to(dtype))
     return raw
+
+
+@cute.jit
+def unrelated(raw: cute.Tensor) -> cute.Tensor:
+    """The same 16 bit elements, of which the compiler does not know that they are the same.
+
+    What is widened before a barrier and after it is thus widened twice, and between the two takes
+    half the registers.
+    """
+    copied = cute.make_rmem_tensor(cute.make_layout(cute.size(raw)), raw.element_type)
+    pairs, source = (cute.recast_tensor(t, cutlass.Int32) for t in (copied, raw))
+    for i in cutlass.range_constexpr(cute.size(pairs)):
+        pairs[i] = _opaque(source[i])
+    return copied
+
+
+@dsl_user_op
+def _opaque(bits: cutlass.Int32, *, loc=None, ip=None) -> cutlass.Int32:
+    same = llvm.inline_asm(
+        T.i32(),
+        [cutlass.Int32(bits).ir_value(loc=loc, ip=ip)],
+        "mov.b32 $0, $1;",
+        "=r,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+    return cutlass.Int32(same)

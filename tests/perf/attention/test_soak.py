@@ -33,6 +33,12 @@ def test_the_kernels_of_the_cpu_hold():
     assert "20 repeats, 0 differing bytes; 20 replays, 0;" in soak.line(body)
 
 
+def test_packs_hold_on_the_cpu():
+    body = soak.soak(dataclasses.replace(TINY, mask=soak_cases.PACK, s=1300), options(repeats=2))
+    assert body["status"] == "ok", body
+    assert body["differing_bytes"] == dict.fromkeys(TINY.outputs, 0)
+
+
 def test_junk_fills_outputs_and_workspace():
     device = torch.device("cpu")
     before = launch.empty, launch.workspace
@@ -61,13 +67,15 @@ def test_records_are_written_and_the_budget_is_kept(tmp_path):
 
 def test_the_suite_has_every_configuration():
     found = soak_cases.suite()
-    ordered = [case for case in found if case.ordered]
+    packs = [case for case in found if case.mask == soak_cases.PACK]
+    assert {c.dim for c in packs} == set(config.HEAD_DIMS) and len(packs) == 3
+    ordered = [case for case in found if case.ordered and case not in packs]
     sizes = {(c.dim, c.dtype, c.kv_heads < c.heads, c.mask) for c in ordered}
     dims, dtypes = config.HEAD_DIMS, config.DTYPE_NAMES.values()
     masks_of = soak_cases.MASKS
     assert sizes == set(itertools.product(dims, dtypes, (False, True), masks_of))
     assert len({case.label for case in found}) == len(found)
-    assert sorted(c.repeats for c in found)[-4:] == [1_000, 10_000, 10_000, 10_000]
+    assert sorted(c.repeats for c in found)[-7:] == [1_000, *[10_000] * 6]
     assert sum(c.softcap > 0 for c in ordered) == 1
     assert {(c.dim, c.kv_heads) for c in found if not c.ordered} == {
         (dim, kv_heads) for dim in dims for _, kv_heads in soak_cases.HEADS
