@@ -149,10 +149,13 @@ def forward_residency(config: ForwardConfig) -> Residency:
     more = layer + config.residual + wide
     if not wide and not (layer and config.residual) and config.units <= 2:
         # Rows need no ring, unless a layer norm's second sum is to be hidden.
+        # 40 registers a thread do for a row that is widened twice, 48 for the sum of two.
         if config.threads == _ALONE and not layer:
-            return Residency(_ALONE, 8, 0)
+            return Residency(_ALONE, 10 if config.residual else 12, 0)
         if threads == FORWARD_THREADS and not layer:
-            return Residency(threads, 5, 0)
+            return Residency(threads, 5 if config.residual else 6, 0)
+        if threads == 512 and config.residual:
+            return Residency(threads, 2, 0)
         if config.threads == FORWARD_THREADS:
             return Residency(threads, 3, 2)
         # Two CTAs of 512 would have 64 registers a thread, and spill.
