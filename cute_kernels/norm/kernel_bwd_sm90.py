@@ -73,8 +73,6 @@ class NormBackwardSm90:
 
     @cute.kernel
     def kernel(self, read: tuple, stats: tuple, mWeight, mDx, parts: tuple, numbers: tuple):
-        # The kernel that adds the parts may take its place now; it waits for the end of this one.
-        cute.arch.griddepcontrol_launch_dependents()
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()

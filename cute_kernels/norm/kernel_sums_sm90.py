@@ -4,8 +4,7 @@
 
 Layout       parts fp32 [P, 8 ⌈D / 8⌉]; into fp32 [D], made [D] in its dtype.
 Order        one chain, ascending, from ``into`` or from zero.
-Work         a CTA for 32 columns: its warps load 128 parts while one adds those before.  It may
-             start while the kernel before it ends, for which it waits before it reads or writes.
+Work         a CTA for 32 columns: its warps load 128 parts while one adds those before.
 Measured     docs/status.md.
 """
 
@@ -36,7 +35,6 @@ class NormSumsSm90:
             block=(WARP * WARPS, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
-            use_pdl=True,
         )
 
     @cute.kernel
@@ -50,7 +48,6 @@ class NormSumsSm90:
         source = cutlass.min(column, width - 1)
         layout = cute.make_ordered_layout((2, WARPS * AHEAD, WARP), order=(2, 1, 0))
         sParts = SmemAllocator().allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
-        cute.arch.griddepcontrol_wait()
         total = cutlass.Float32(0.0)
         if cutlass.const_expr(self.add):
             total = mInto[source]

@@ -224,6 +224,6 @@ def catalogue() -> Iterator[Entry]:
         spills = few if fast else 4096
         limits = {"max_registers": 128, "max_shared": _MOST_SHARED, "spills": spills}
         yield Entry(entry(chosen), "A", Expect(None, **limits))
-    limits = {"max_registers": 64, "max_shared": 40960, "pdl": True}
+    limits = {"max_registers": 64, "max_shared": 40960}
     for into in ("add", *config.DTYPE_NAMES.values()):
         yield Entry(entry(SumConfig(into)), "A", Expect(None, **limits))
