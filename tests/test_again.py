@@ -104,7 +104,7 @@ def test_a_known_call_has_the_bytes_of_the_first(on_sm90, whole_way, name):
 
 
 @requires_sim
-@pytest.mark.parametrize("name", ["linear, bias", "rms_norm, residual", "layer_norm"])
+@pytest.mark.parametrize("name", ["linear, bias", "rms_norm", "rms_norm, residual", "layer_norm"])
 def test_so_have_its_gradients(on_sm90, whole_way, name):
     run, shape = CASES[name]
 
@@ -112,6 +112,26 @@ def test_so_have_its_gradients(on_sm90, whole_way, name):
         x = drawn(*shape, seed=5).requires_grad_()
         y = run(x)
         return y.detach(), torch.autograd.grad(y, x, drawn(*y.shape, seed=9))[0]
+
+    with simulated():
+        first, later = results(), results()
+    assert all(map(same_bytes, first, later)) and sum(whole_way.values()) == 1
+
+
+@requires_sim
+@pytest.mark.parametrize("norm", [ck.rms_norm, ck.layer_norm])
+@pytest.mark.parametrize("added", [False, True])
+def test_so_have_the_gradients_of_a_norms_weight(on_sm90, whole_way, norm, added):
+    """Of such a call its node has no tensors for what is not there, and counts its inputs."""
+    options = {"residual": drawn(5, 64, seed=4)} if added else {}
+    if norm is ck.layer_norm:
+        options |= {"bias": drawn(64, seed=7)}
+
+    def results():
+        x, weight = drawn(5, 64, seed=5), drawn(64, seed=6).requires_grad_()
+        y = norm(x, weight, **options)
+        y = torch.stack(y) if added else y
+        return y.detach(), torch.autograd.grad(y, weight, drawn(*y.shape, seed=9))[0]
 
     with simulated():
         first, later = results(), results()

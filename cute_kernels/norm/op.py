@@ -104,17 +104,7 @@ def _prepare(x, residual, weight, bias, rule):
         return y.view(shape), None if h is None else h.view(shape), mean, rstd
 
     of = launch if len(shape) == 2 else flattened
-
-    def run(x, residual, weight, bias, *_):
-        made = of(x, residual, weight, bias)
-        # A node names what is not there too; here, within it, grad mode is off.
-        if not torch._C._any_requires_grad(x, residual, weight, bias):
-            return made
-        y, h, mean, rstd = made
-        h = x.new_empty(0) if h is None else h
-        return y, h, rstd.new_empty(0) if mean is None else mean, rstd
-
-    return run
+    return lambda x, residual, weight, bias, *_: of(x, residual, weight, bias)
 
 
 #: Calls of both functions without a main_grad, by kind, eps and offset.
@@ -165,11 +155,11 @@ def _setup(ctx, inputs, output):
     _, h, mean, rstd = output
     ctx.residual = residual is not None
     ctx.save_for_backward(h if ctx.residual else x, mean, rstd, weight, bias)
-    ctx.there = (x, residual, weight, bias)
-    ctx.there = tuple(None if t is None else True for t in ctx.there)
+    # What is not there is empty, and None of a remembered call, which has no schema.
+    numbers = (mean, rstd) if ctx.residual else (h, mean, rstd)
     # Not saved tensors: backward of an earlier micro-batch may write them before ours reads them.
     ctx.main_grads = {2: main_grad, 3: bias_main_grad}
-    ctx.mark_non_differentiable(mean, rstd, *(() if ctx.residual else (h,)))
+    ctx.mark_non_differentiable(*(t for t in numbers if t is not None))
     # Zeros for statistics would be a kernel for each backward.
     ctx.set_materialize_grads(False)
 
@@ -180,13 +170,15 @@ def _backward(ctx, dy, dh, *_):
             "cute_kernels.norm: double backward (create_graph=True) is not available"
         )
     h, mean, rstd, weight, bias = ctx.saved_tensors
+    mean = rstd.new_empty(0) if mean is None else mean
     dy = torch.zeros_like(h) if dy is None else dy
     if not ctx.residual:
         dh = None
     elif dh is None:
         # Not left out: 0 + -0 is 0, and compiled graphs have zeros here.
         dh = torch.zeros_like(h)
-    targets = destination.targets(ctx, ctx.there, ctx.main_grads)
+    inputs = h, h if ctx.residual else None, weight, bias
+    targets = destination.targets(ctx, inputs, ctx.main_grads)
     of_weight, of_bias = targets.get(2), targets.get(3)
     rows = any(ctx.needs_input_grad[:2])
     wanted = [t is not None and t.wanted for t in (of_weight, of_bias)]
