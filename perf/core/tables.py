@@ -77,9 +77,9 @@ def where(item: dict | None) -> str:
     return f"{verdict}{item['gpu']}, {commit_of(item)}, {item['date'][:10]}"
 
 
-def times(value: float | None) -> str:
-    """A ratio."""
-    return NOT_RUN if value is None else f"{value:.2f}x"
+def times(value: float | None, missing: str = NOT_RUN) -> str:
+    """A ratio; ``missing`` where there is none."""
+    return missing if value is None else f"{value:.2f}x"
 
 
 def geomean(values: list[float]) -> float:

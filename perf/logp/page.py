@@ -90,10 +90,7 @@ def _wide_rows(bench: Bench) -> list[list[str]]:
 def _ratio_rows(bench: Bench) -> list[list[str]]:
     """A rival that has not the pass, or was not asked, has no ratio."""
     rivals = ("liger", "liger_triton", "quack", "cce", "torch")
-    return [
-        [*case, *("-" if (r := bench.ratio(case, name)) is None else times(r) for name in rivals)]
-        for case in WIDE
-    ]
+    return [[*case, *(times(bench.ratio(case, name), "-") for name in rivals)] for case in WIDE]
 
 
 def _decode_rows(bench: Bench) -> list[list[str]]:

@@ -97,10 +97,7 @@ def _rows(bench: Bench) -> list[list[str]]:
         own = bench.get(key)
         if own is None or "median_us" not in own:
             continue
-        ratios = [
-            "-" if (r := bench.ratio(key, name)) is None else times(r)
-            for name in ("te", "te_ordered")
-        ]
+        ratios = [times(bench.ratio(key, name), "-") for name in ("te", "te_ordered")]
         share = f"{own['floor_fraction']:.0%}"
         rows.append([*key, f"{own['median_us']:.1f}", share, *ratios, bits(own), where(own)])
     return rows

@@ -103,8 +103,8 @@ def _rows(bench: Bench) -> list[list[str]]:
             own = bench.get(case, system)
             if own is None or "median_us" not in own:
                 continue
-            found = [bench.ratio(case, rival, system) for rival in SYSTEMS[:2]]
-            ratios = ", ".join("-" if ratio is None else times(ratio) for ratio in found)
+            found = (bench.ratio(case, rival, system) for rival in SYSTEMS[:2])
+            ratios = ", ".join(times(ratio, "-") for ratio in found)
             kept_bits = bits(own) if "bitwise" in own else "-"
             shown = [" ".join(case), system, f"{own['median_us'] / 1000:.2f}"]
             rows.append([*shown, ratios, kept_bits, where(own)])

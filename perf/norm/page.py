@@ -87,15 +87,12 @@ def _rows(bench: Bench) -> list[list[str]]:
         own = bench.get(key)
         if own is None or "median_us" not in own:
             continue
-        ratios = [", ".join(_ratio(bench, key, name) for name in names) for names in _RIVALS]
+        ratios = [
+            ", ".join(times(bench.ratio(key, name), "-") for name in names) for names in _RIVALS
+        ]
         taken = f"{own['median_us']:.1f} us, {own['floor_fraction']:.0%}"
         rows.append([*key, taken, *ratios, bits(own), where(own)])
     return rows
-
-
-def _ratio(bench: Bench, key: tuple[str, str], name: str) -> str:
-    ratio = bench.ratio(key, name)
-    return "-" if ratio is None else times(ratio)
 
 
 def images(records: list[dict]) -> list[str]:
