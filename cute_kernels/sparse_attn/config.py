@@ -16,8 +16,9 @@ from ..schedulers.order.schedule import Schedule
 from ..schedulers.version import VERSION
 from .triton.plan import TRITON
 
-#: The head sizes that are taken, the same for q, k and v.
-HEAD_DIMS = (64, 96, 128)
+#: The head sizes that are taken: of q and k -> of v and out.
+VALUE_DIMS: Mapping[int, int] = {64: 64, 96: 96, 128: 128, 192: 128, 256: 256}
+HEAD_DIMS = tuple(VALUE_DIMS)
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -45,22 +46,31 @@ class ForwardConfig:
     consumers: int = 2
 
     @property
+    def parts(self) -> int:
+        """What a block of K, and one of V, comes in: two halves where two blocks do not fit."""
+        return 2 if self.head_dim == 256 else 1
+
+    @property
     def kv_stages(self) -> int:
-        """Blocks of K, and of V, in shared memory: as many as fit, up to four for two consumers."""
+        """Parts of K, and of V, in shared memory: as many as fit, up to four for two consumers."""
         if self.consumers == 3:
             return 6
-        return 3 if self.head_dim == 128 else 4
+        return {64: 4, 96: 4, 128: 3}.get(self.head_dim, 2)
 
 
 @dataclass(frozen=True)
 class PreConfig:
-    """One compiled kernel before a backward; ``dlse``: whether lse has a gradient."""
+    """One compiled kernel before a backward; ``dlse``: whether lse has a gradient.
+
+    turns: at each tile of rows.
+    """
 
     dtype: str
     head_dim: int
     tile_m: int
     dlse: bool = False
     packed: bool = False
+    turns: int = 1
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,11 @@ class PostConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """One compiled backward kernel of SM90; ``form``: see ``masks``."""
+    """One compiled backward kernel of SM90; ``form``: see ``masks``.
+
+    keys: of a ticket's block that a CTA has at a time; with 64 there are two tickets in its place.
+    stages, do_stages: of Q and of dO.  dq_stages: buffers of dQ, whole tiles or (64 keys) halves.
+    """
 
     dtype: str
     head_dim: int
@@ -84,12 +98,19 @@ class BackwardConfig:
     tile_m: int
     softcap: bool = False
     packed: bool = False
+    keys: int = 128
     stages: int = 2
+    do_stages: int = 2
     #: With two stages of dS the consumers meet once a visit.
     ds_stages: int = 2
     dq_stages: int = 2
     #: Turns are awaited no longer, see ``watchdog``; 0: for ever.
     watchdog_ms: int = 0
+
+    @property
+    def parts(self) -> int:
+        """Tickets in place of one of the schedule, and turns at a tile of rows."""
+        return 128 // self.keys
 
 
 @dataclass(frozen=True)
@@ -137,10 +158,18 @@ def configure(
     watchdog_ms: int = 0,
     packed: bool = False,
 ) -> BackwardConfig:
-    """Tiles of 128 rows for D = 64, of 64 above: with more, accumulators would spill."""
+    """Tiles of 128 rows for D = 64, of 64 above: with more, accumulators would spill.
+
+    So would dK and dV of 128 keys above 128.  At D = 256 one stage of dO and one half of dQ fit.
+    """
     tile_m, limit = 128 if head_dim == 64 else 64, watchdog_ms if ordered else 0
+    keys, single = 128 if head_dim <= 128 else 64, 1 if head_dim == 256 else 2
     return BackwardConfig(
-        dtype, head_dim, form, ordered, tile_m, softcap, packed, watchdog_ms=limit
+        *(dtype, head_dim, form, ordered, tile_m, softcap, packed, keys),
+        do_stages=single,
+        ds_stages=2 if keys == 128 else 1,
+        dq_stages=single,
+        watchdog_ms=limit,
     )
 
 

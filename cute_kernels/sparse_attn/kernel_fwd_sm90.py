@@ -2,8 +2,8 @@
 
 t = S = Q K^T, c = scale log2 e; with a softcap t = tanh(S scale / softcap), c = softcap log2 e.
 
-Layouts      Q, O [B, Sq, Hq, D], K, V [B, Sk, Hkv, D], last dimension contiguous, other strides
-             multiples of 16 bytes; LSE fp32 [B, Hq, Sq], natural log; lists as in ``masks``, or
+Layouts      Q [B, Sq, Hq, D], O with Dv columns, K [B, Sk, Hkv, D], V with Dv; last dimension
+             contiguous, other strides multiples of 16 bytes; LSE fp32 [B, Hq, Sq], natural log; lists as in ``masks``, or
              (form "spans") int32 [B, Sq, 4] as in ``sequences``, of which lists are made here; rows
              beyond the last span see what it sees.  Sinks fp32 [Hq, Sq], any strides, or None.
 Order        S: one fp32 accumulator, D ascending in k16 groups.  KV blocks of 128 ascending by
@@ -25,7 +25,8 @@ Roles        one CTA per 128 query rows of a head, or per 192, of two blocks of 
              3): 64 rows each, against what their own block lists.  Q K^T of the next block is in
              flight with P V of this one, and the warpgroups take turns at issuing them.  O leaves
              through Q's buffer.
-Limits       SM90a only; bf16 and fp16; D in {64, 96, 128}; lengths below 2^30; scale > 0.  P = 0
+Limits       SM90a only; bf16 and fp16; D = Dv in {64, 96, 128}, and D = 192 with Dv = 128 (256:
+             ``kernel_fwd_wide_sm90``); lengths below 2^30; scale > 0.  P = 0
              times a V that is Inf or NaN is NaN: V of a masked key in a visited block must be
              finite, V in other blocks need not.
 Measured     on an H200: docs/status.md, docs/notes/attention_sm90.md.
@@ -41,7 +42,7 @@ from cutlass.memory import SmemAllocator
 
 from ..compile import fake
 from ..dsl import mma, pipeline, softmax, tma
-from .config import ForwardConfig
+from .config import HEAD_DIMS, VALUE_DIMS, ForwardConfig
 from .device import merge, output, packed, place, score_mask, sinks, spans
 from .device.forward_tiles import BLOCK, ROWS, ForwardTiles
 from .masks import FORWARD_FORMS, SPANS
@@ -57,17 +58,17 @@ class ForwardSm90:
     """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
 
     def __init__(self, config: ForwardConfig):
-        assert config.head_dim in (64, 96, 128) and config.form in FORWARD_FORMS
+        assert config.head_dim in HEAD_DIMS and config.form in FORWARD_FORMS
         self.config, self.packed = config, config.packed
-        self.head_dim = config.head_dim
+        self.head_dim, self.value_dim = config.head_dim, VALUE_DIMS[config.head_dim]
         self.dtype = fake.DTYPES[config.dtype]
         assert config.consumers == 2 or (config.consumers, config.head_dim) == (3, 64)
         assert config.kv_stages >= config.consumers, "V is awaited while V of another block is held"
-        self.stages = config.kv_stages
+        self.stages, self.parts = config.kv_stages, config.parts
         self.consumers = config.consumers
         self.rows = self.consumers * ROWS
-        what = self.dtype, config.head_dim, self.consumers, self.stages, self.packed
-        self.tiles = ForwardTiles(*what)
+        what = self.dtype, self.head_dim, self.value_dim, self.consumers, self.stages, self.parts
+        self.tiles = ForwardTiles(*what, self.packed)
         self.output = output.Output(self.tiles)
 
     @cute.jit
@@ -92,13 +93,13 @@ class ForwardSm90:
         stream,
     ):
         sQ_layout, sK_layout, sV_layout = self.tiles.layouts()
-        box, box_shape = self.tiles.box_layout(), (self.tiles.box_rows, self.head_dim)
         # [S, D, H, B], and [D, S, H, B] for V: its keys are the reduction dimension.
         by_rows, by_keys = [1, 3, 2, 0], [3, 1, 2, 0]
-        q = tma.load(tma.view(mQ, by_rows), box, box_shape, 1)
-        k = tma.load(tma.view(mK, by_rows), sK_layout, (BLOCK, self.head_dim), 1)
-        v = tma.load(tma.view(mV, by_keys), sV_layout, (self.head_dim, BLOCK), 1)
-        o = tma.store(tma.view(mO, by_rows), box, box_shape)
+        of_q, of_o = ((self.tiles.box_rows, n) for n in (self.head_dim, self.value_dim))
+        q = tma.load(tma.view(mQ, by_rows), self.tiles.box_layout(self.head_dim), of_q, 1)
+        k = tma.load(tma.view(mK, by_rows), sK_layout, self.tiles.k_box, 1)
+        v = tma.load(tma.view(mV, by_keys), sV_layout, self.tiles.v_box[::-1], 1)
+        o = tma.store(tma.view(mO, by_rows), self.tiles.box_layout(self.value_dim), of_o)
 
         self.storage = self.tiles.storage()
         batch, q_len, heads, _ = mQ.shape
@@ -143,7 +144,9 @@ class ForwardSm90:
 
         storage = SmemAllocator().allocate(self.storage)
         sQ_layout, sK_layout, sV_layout = self.tiles.layouts()
+        sO_layout = self.tiles.o_layout()
         sQ = storage.sQ.get_tensor(sQ_layout.outer, swizzle=sQ_layout.inner)
+        sO = storage.sQ.get_tensor(sO_layout.outer, swizzle=sO_layout.inner)
         sK = storage.sK.get_tensor(sK_layout.outer, swizzle=sK_layout.inner)
         sV = storage.sV.get_tensor(sV_layout.outer, swizzle=sV_layout.inner)
         # By list, word or tile, and the stage of K a step before; the first step's come with its K.
@@ -192,7 +195,7 @@ class ForwardSm90:
             row_max = cute.make_rmem_tensor((softmax.ROWS,), cutlass.Float32)
             pv = self.tiles.pv_mma()
             acc_o = cute.make_rmem_tensor(
-                pv.get_slice(0).partition_shape_C((ROWS, self.head_dim)), cutlass.Float32
+                pv.get_slice(0).partition_shape_C((ROWS, self.value_dim)), cutlass.Float32
             )
             softmax.start(row_max, row_sum)
             if cutlass.const_expr(mSinks is not None):
@@ -212,11 +215,11 @@ class ForwardSm90:
             table = pack[1] if self.packed else None
             end = end if self.packed else q_len
             self.output.normalise(state, mLse[batch, head, None], tile, end, c, table)
-            self.output.keep(acc_o, sQ)
+            self.output.keep(acc_o, sO)
             if cutlass.const_expr(self.packed):
-                self.output.store_of_pack(o, sQ, (storage.sQ.data_ptr(), *pack, head), tile)
+                self.output.store_of_pack(o, sO, (storage.sQ.data_ptr(), *pack, head), tile)
             else:
-                self.output.store(o, sQ, tile)
+                self.output.store(o, sO, tile)
 
     @cute.jit
     def load(self, sources, buffers, rings, words, where, lists):
@@ -245,67 +248,71 @@ class ForwardSm90:
         state_v = pipeline.producer_state(self.stages)
         phases = cute.make_rmem_tensor((1,), cutlass.Int32)
         phases.fill(0)
-        of_k, of_v = (k, sK, k_ring), (v, sV, v_ring)
+        of_k, of_v = (k, sK, k_ring, False), (v, sV, v_ring, True)
         where = column, table, tail, phases
         before = cutlass.Int32(merge.END)
         while block < merge.END:
             k_ring.sync_object_empty.wait(state_k.index, state_k.phase)
             following = merge.step(lists, at, words[None, None, state_k.index], patience)
-            self.load_block(of_k, state_k, block, where)
-            state_k.advance()
+            for part in cutlass.range_constexpr(self.parts):
+                self.load_part(of_k, state_k, block, part, where)
+                state_k.advance()
             if before < merge.END:
-                self.load_block(of_v, state_v, before, where, True)
-                state_v.advance()
+                for part in cutlass.range_constexpr(self.parts):
+                    self.load_part(of_v, state_v, before, part, where)
+                    state_v.advance()
             before, block = block, following
-        self.load_block(of_v, state_v, before, where, True)
+        for part in cutlass.range_constexpr(self.parts):
+            self.load_part(of_v, state_v, before, part, where)
+            state_v.advance()
 
     @cute.jit
-    def load_block(self, what, state, block, where, values: cutlass.Constexpr = False):
-        """One block of K or V into the ring's next free stage."""
-        (source, buffer, ring), (column, table, tail, phases) = what, where
+    def load_part(self, what, state, block, part: cutlass.Constexpr, where):
+        """A part of a block of K, or of V, into the ring's next free stage."""
+        (source, buffer, ring, values), (column, table, tail, phases) = what, where
+        # A box of K is a block of keys, one of V a part of them.
+        at, (keys, columns) = block, self.tiles.v_box
+        if cutlass.const_expr(values):
+            at = block * self.parts + part
         end = block * BLOCK + BLOCK
         if cutlass.const_expr(self.packed):
             shift, end = packed.place_of(table, block)
             column = -shift
-        s, g = self.blocks(source, buffer, column, values)
+        s, g = self.boxes(source, buffer, column, part, values)
         if cutlass.const_expr(self.packed and values):
-            inside = end - block * BLOCK
-            if inside < BLOCK:
+            inside = end - at * keys
+            if inside < keys:
                 barrier, memory = tail
                 ring.sync_object_empty.wait(state.index, state.phase)
-                packed.expect(barrier, BLOCK * self.tiles.row_bytes)
-                cute.copy(source.atom, g[None, block], s[None, state.index], tma_bar_ptr=barrier)
-                memory += state.index * BLOCK * self.head_dim
+                packed.expect(barrier, self.tiles.stage_bytes[2])
+                cute.copy(source.atom, g[None, at], s[None, state.index], tma_bar_ptr=barrier)
+                memory += state.index * keys * columns
                 full = ring.producer_get_barrier(state)
                 packed.clean(barrier, phases, memory, self.tiles.of_v, inside, full)
             else:
                 ring.producer_acquire(state)
                 full = ring.producer_get_barrier(state)
-                cute.copy(source.atom, g[None, block], s[None, state.index], tma_bar_ptr=full)
+                cute.copy(source.atom, g[None, at], s[None, state.index], tma_bar_ptr=full)
         else:
             ring.producer_acquire(state)
             full = ring.producer_get_barrier(state)
-            cute.copy(source.atom, g[None, block], s[None, state.index], tma_bar_ptr=full)
+            cute.copy(source.atom, g[None, at], s[None, state.index], tma_bar_ptr=full)
 
-    def blocks(self, source, buffer, column, values: bool):
-        """(shared, global) views of K or V, a block first; key 0 is in ``column``."""
-        tensor, shape, blocks = source.tensor, (BLOCK, self.head_dim), (None, 0)
+    def boxes(self, source, buffer, column, part: int, values: bool):
+        """(shared, global) views of K, of some columns, or of V; key 0 is in ``column``."""
+        tensor, shape, boxes = source.tensor, self.tiles.k_box, (None, part)
         moved = (column, 0)
         if values:  # [D, keys]
-            shape, blocks, moved = shape[::-1], blocks[::-1], moved[::-1]
+            shape, boxes, moved = self.tiles.v_box[::-1], (0, None), moved[::-1]
         if self.config.form == SPANS or self.packed:
             tensor = cute.domain_offset(moved, tensor)
-        tiles = cute.local_tile(tensor, shape, blocks)
+        tiles = cute.local_tile(tensor, shape, boxes)
         return tma.partition(source.atom, 0, cute.make_layout(1), buffer, tiles)
 
     @cute.jit
     def attend(self, buffers, rings, state, tile, mask, c, inner):
-        """A consumer warpgroup: its 64 rows against every block on its list, ascending.
-
-        Its blocks with none between them that only the other list has are one pipeline.
-        """
-        (sQ, sK, sV), (q_ring, k_ring, v_ring) = buffers, rings
-        acc_o, row_max, row_sum = state
+        """A consumer warpgroup: its 64 rows against every block on its list, ascending."""
+        sQ, sK, sV = buffers
         tidx, _, _ = cute.arch.thread_idx()
         consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
         lane = tidx % mma.WARPGROUP
@@ -327,14 +334,27 @@ class ForwardSm90:
         factor, shift = (cute.make_rmem_tensor((softmax.ROWS,), cutlass.Float32) for _ in range(2))
         bits = cute.make_rmem_tensor((score_mask.WORDS, softmax.ROWS), cutlass.Int32)
 
+        # Without keys too: O goes where Q comes.
+        rings[0].consumer_wait(pipeline.consumer_state(1))
+        if consumer == self.consumers - 1:
+            self.give_turn(consumer)
+        operands = (tSrQ, tSrK, tOrP, tOrV)
+        of_rows = (acc_s, *state, factor, shift, bits)
+        where = (consumer, lane, m, row, mask[0][which, None, None])
+        self.walk(operands, rings[1:], of_rows, where, mask, c, inner)
+
+    @cute.jit
+    def walk(self, operands, rings, of_rows, where, mask, c, inner):
+        """Every block on the list of a consumer.
+
+        Its blocks with none between them that only the other list has are one pipeline.
+        """
+        (tSrQ, tSrK, tOrP, tOrV), (k_ring, v_ring) = operands, rings
+        acc_s, acc_o, row_max, row_sum, factor, shift, bits = of_rows
+        consumer, lane, m, row, words = where
         # Where K of a step is, and V in its own ring; and V that P is yet to be multiplied by.
         state = pipeline.consumer_state(self.stages)
         of_p = pipeline.consumer_state(self.stages)
-        words = mask[0][which, None, None]
-        # Without keys too: O goes where Q comes.
-        q_ring.consumer_wait(pipeline.consumer_state(1))
-        if consumer == self.consumers - 1:
-            self.give_turn(consumer)
         word = self.first_word(k_ring, state, words)
         while self.absent(word) and word & merge.LAST == 0:
             word = self.skip(k_ring, v_ring, state, consumer, word, words)
@@ -478,9 +498,9 @@ class ForwardSm90:
     def make_rings(self, barriers):
         """The rings of Q, K and V, their barriers published to the CTA."""
         alone = cute.make_layout((1, 1, 1))
-        rings, place = [], 0
-        for stages, rows in ((1, self.rows), (self.stages, BLOCK), (self.stages, BLOCK)):
-            size, readers = rows * self.tiles.row_bytes, 4 * self.consumers
+        rings, place, readers = [], 0, 4 * self.consumers
+        counts = 1, self.stages, self.stages
+        for stages, size in zip(counts, self.tiles.stage_bytes, strict=True):
             ring = pipeline.tma_ring(barriers + place, stages, size, readers, alone)
             rings.append(ring)
             place += 2 * stages
@@ -516,7 +536,7 @@ def matrix_of(source, head, batch):
     return tma.Source(source.atom, source.tensor[None, None, head, batch])
 
 
-def build(config: ForwardConfig, compile=cute.compile):
+def build(config: ForwardConfig, compile=cute.compile, kernel=ForwardSm90):
     """Compiles one configuration against fake tensors; no GPU needed."""
     batch, q_len, kv_len = fake.size(), fake.size(), fake.size()
     heads, kv_heads, blocks, longest = fake.size(), fake.size(), fake.size(), fake.size()
@@ -531,17 +551,17 @@ def build(config: ForwardConfig, compile=cute.compile):
     spans_alone = (None,) * 4 + (ints((batch, fake.size(), len(spans.FIELDS)), fake.TMA_ALIGN),)
     any_strides = (cute.sym_int64(), cute.sym_int64())
     by_row = make_fake_tensor(cutlass.Float32, (heads, q_len), any_strides, assumed_align=4)
-    width = config.head_dim
+    width, of_values = config.head_dim, VALUE_DIMS[config.head_dim]
 
-    def rows(length, heads):
-        return fake.activations(config.dtype, batch, length, heads, width)
+    def rows(length, heads, columns):
+        return fake.activations(config.dtype, batch, length, heads, columns)
 
     return compile(
-        ForwardSm90(config),
-        rows(q_len, heads),
-        rows(kv_len, kv_heads),
-        rows(kv_len, kv_heads),
-        rows(q_len, heads),
+        kernel(config),
+        rows(q_len, heads, width),
+        rows(kv_len, kv_heads, width),
+        rows(kv_len, kv_heads, of_values),
+        rows(q_len, heads, of_values),
         fake.compact(cutlass.Float32, (batch, heads, q_len)),
         *(spans_alone if config.form == SPANS else stored),
         by_row if config.sinks else None,

@@ -29,12 +29,14 @@ _NAME = "block_sparse_attention"
 # What the certificates hold the kernels to.  By consumers, the registers that 384 and 512 threads
 # can start with; the roles then trade theirs.  Bytes of shared memory and products by head size.
 _REGISTERS = {2: 168, 3: 128}
-_FORWARD_SHARED = {64: 222208, 96: 222208, 128: 230400}
-_BACKWARD_SHARED = {64: 232448, 96: 182272, 128: 231424}
+_FORWARD_SHARED = {64: 222208, 96: 222208, 128: 230400, 192: 214016, 256: 197632}
+_BACKWARD_SHARED = {64: 232448, 96: 182272, 128: 231424, 192: 198656, 256: 222208}
 _BACKWARD_MMA = {
     64: ("64x64x16", "64x128x16"),
     96: ("64x48x16", "64x64x16", "64x96x16"),
     128: ("64x64x16", "64x128x16"),
+    192: ("64x64x16", "64x96x16", "64x128x16", "64x192x16"),
+    256: ("64x64x16", "64x128x16", "64x256x16"),
 }
 
 
@@ -47,7 +49,7 @@ class Workspace(NamedTuple):
 
     lse2, delta  fp32 [B, Hq, tiles, tile_m]
     total        fp32 [B, Hq, tiles, tile_m * D]: dQ, in the order of the accumulators
-    semaphore    int32 [B, Hq, tiles]
+    semaphore    int32 [B, Hq, tiles], or [B, Hq, tiles, 2] where halves of a tile have turns
     counter      int32 [1]: the next ticket
     """
 
@@ -103,7 +105,7 @@ def _forward(
     form = config.form_of_pack(mask.form) if packed else mask.form
     chosen = config.configure_forward(dtype, dim, form, softcap > 0, sunk, packed)
     kernel = _forward_kernel(chosen)
-    out = empty(q.shape, q.dtype, q.device)
+    out = empty((batch, q_len, heads, v.shape[3]), q.dtype, q.device)
     lse = empty((batch, heads, q_len), torch.float32, q.device)
     lists = mask.kv_count, not_empty(mask.kv_entry), not_empty(mask.kv_tile), mask.words, None
     by_row = sinks.float()[:, None].expand(heads, q_len) if sunk else None
@@ -127,9 +129,10 @@ def prepare_forward(
     kernel = _forward_kernel(chosen)
     lists = mask.kv_count, not_empty(mask.kv_entry), not_empty(mask.kv_tile), mask.words, None
     rest = *lists, None, None, mask.lo, mask.hi, *config.factors(scale, softcap)
+    columns = v.shape[3]
 
     def run(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        out = q.new_empty(batch, q_len, heads, dim)
+        out = q.new_empty(batch, q_len, heads, columns)
         lse = q.new_empty((batch, heads, q_len), dtype=torch.float32)
         call(q.device, kernel, q, k, v, out, lse, *rest)
         return out, lse
@@ -154,7 +157,7 @@ def forward_of_spans(
     dtype = config.DTYPE_NAMES[q.dtype]
     sunk = sinks is not None
     kernel = _forward_kernel(config.configure_forward(dtype, dim, SPANS, softcap > 0, sunk))
-    out = empty(q.shape, q.dtype, q.device)
+    out = empty((batch, q_len, heads, v.shape[3]), q.dtype, q.device)
     lse = empty((batch, heads, q_len), torch.float32, q.device)
     rows, stored, sums = q, out, lse
     by_row = sinks.float()[:, None].expand(heads, q_len) if sunk else None
@@ -182,10 +185,10 @@ def prepare_forward_of_spans(
     dtype = config.DTYPE_NAMES[q.dtype]
     kernel = _forward_kernel(config.configure_forward(dtype, dim, SPANS, softcap > 0))
     numbers = 0, 0, *config.factors(scale, softcap)
-    of_groups = batch, k.shape[2], heads // k.shape[2]
+    of_groups, columns = (batch, k.shape[2], heads // k.shape[2]), v.shape[3]
 
     def run(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        out = q.new_empty(batch, q_len, heads, dim)
+        out = q.new_empty(batch, q_len, heads, columns)
         lse = q.new_empty((batch, heads, q_len), dtype=torch.float32)
         rows, stored, sums = q, out, lse
         if grouped:
@@ -271,9 +274,10 @@ def _backward(
     dlse = None if dlse is None else log.contiguous(_NAME, "dlse", dlse, "contiguous")
     lse = log.contiguous(_NAME, "lse", lse, "contiguous")
     rows = mask.q_len if packed else q_len
-    space = workspace(batch, heads, -(-rows // chosen.tile_m), chosen.tile_m, dim, device)
+    tiles, turns = -(-rows // chosen.tile_m), chosen.parts
+    space = workspace((batch, heads, tiles), chosen.tile_m, dim, turns, device)
 
-    pre = _pre_kernel(PreConfig(dtype, dim, chosen.tile_m, dlse is not None, packed))
+    pre = _pre_kernel(PreConfig(dtype, dim, chosen.tile_m, dlse is not None, packed, turns))
     of_rows = space.lse2.flatten(2), space.delta.flatten(2)
     call(device, pre, out, dout, lse, dlse, *of_rows, *space[2:], table)
 
@@ -282,7 +286,7 @@ def _backward(
     lists = order.ticket, *visits, mask.key_words
     numbers = scale, *config.factors(scale, softcap), mask.lo, mask.hi
     # A CTA takes tickets until there are none: more CTAs than tickets have nothing to do.
-    ctas = min(most_ctas(device), len(order.ticket))
+    ctas = min(most_ctas(device), turns * len(order.ticket))
     operands = q, k, v, dout, *space[:3], dk, dv, *space[3:]
     call(device, _backward_kernel(chosen), *operands, *lists, record, table, *numbers, ctas)
 
@@ -291,7 +295,7 @@ def _backward(
     call(device, post, space.total, dq, table, scale)
     if record is not None:
         sizes = space.semaphore.shape[2], chosen.tile_m, heads // k.shape[2]
-        watchdog.require_turns(record, order, *sizes, limit)
+        watchdog.require_turns(record, order, *sizes, turns, limit)
     return dq, dk, dv, space
 
 
@@ -301,13 +305,13 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def workspace(
-    batch: int, heads: int, tiles: int, tile_m: int, dim: int, device: torch.device
+    tiles: tuple[int, int, int], tile_m: int, dim: int, turns: int, device: torch.device
 ) -> Workspace:
-    """Uninitialised; the first kernel of a backward writes all of it."""
+    """Uninitialised; the first kernel of a backward writes all of it.  tiles: B, Hq, of a head."""
     fp32 = functools.partial(torch.empty, dtype=torch.float32, device=device)
     ints = functools.partial(torch.empty, dtype=torch.int32, device=device)
-    rows = (batch, heads, tiles, tile_m)
-    return Workspace(fp32(rows), fp32(rows), fp32(*rows[:3], tile_m * dim), ints(rows[:3]), ints(1))
+    rows, semaphores = (*tiles, tile_m), (*tiles, turns) if turns > 1 else tiles
+    return Workspace(fp32(rows), fp32(rows), fp32(*tiles, tile_m * dim), ints(semaphores), ints(1))
 
 
 @functools.cache
@@ -332,7 +336,8 @@ def _post_kernel(chosen: PostConfig) -> Callable:
 
 def forward_entry(chosen: ForwardConfig) -> Kernel:
     """One forward as the cache and the catalogue know it."""
-    return Kernel.of("sparse_attn_fwd_sm90", f"{__package__}.kernel_fwd_sm90", chosen)
+    name = "fwd_wide_sm90" if chosen.parts > 1 else "fwd_sm90"
+    return Kernel.of(f"sparse_attn_{name}", f"{__package__}.kernel_{name}", chosen)
 
 
 def pre_entry(chosen: PreConfig) -> Kernel:
@@ -342,7 +347,8 @@ def pre_entry(chosen: PreConfig) -> Kernel:
 
 def backward_entry(chosen: BackwardConfig) -> Kernel:
     """One backward, likewise."""
-    return Kernel.of("sparse_attn_bwd_sm90", f"{__package__}.kernel_bwd_sm90", chosen)
+    name = "bwd_wide_sm90" if chosen.parts > 1 else "bwd_sm90"
+    return Kernel.of(f"sparse_attn_{name}", f"{__package__}.kernel_{name}", chosen)
 
 
 def post_entry(chosen: PostConfig) -> Kernel:
@@ -357,15 +363,17 @@ def catalogue() -> Iterator[Entry]:
         chosen = config.configure_forward(*key)
         if chosen.packed and chosen.form not in config.FORMS_OF_PACKS:
             continue
-        mma = ("64x128x16", f"64x{chosen.head_dim}x16")
+        mma = ("64x128x16", f"64x{config.VALUE_DIMS[chosen.head_dim]}x16")
         shared = _FORWARD_SHARED[chosen.head_dim]
         yield Entry(forward_entry(chosen), "A", Expect(mma, _REGISTERS[chosen.consumers], shared))
     for dtype, dim in itertools.product(dtypes, config.HEAD_DIMS):
-        tile_m = config.configure(dtype, dim, FORMS[0], True).tile_m
+        of_dim = config.configure(dtype, dim, FORMS[0], True)
+        tile_m, turns = of_dim.tile_m, of_dim.parts
         # Row statistics and a rounding: no shared memory, no product.
         around = Expect(None, max_registers=96, max_shared=0)
         for dlse, packed in itertools.product(flags, flags):
-            yield Entry(pre_entry(PreConfig(dtype, dim, tile_m, dlse, packed)), "A", around)
+            chosen = PreConfig(dtype, dim, tile_m, dlse, packed, turns)
+            yield Entry(pre_entry(chosen), "A", around)
         for packed in flags:
             yield Entry(post_entry(PostConfig(dtype, dim, tile_m, packed)), "A", around)
         for form, softcap, ordered, packed in itertools.product(FORMS, flags, flags, flags):

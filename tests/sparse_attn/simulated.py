@@ -17,9 +17,10 @@ from tests import ptxsim, sim
 @functools.cache
 def forward_kernel(config):
     """One configuration, compiled once per process."""
-    from cute_kernels.sparse_attn import kernel_fwd_sm90
+    from cute_kernels.sparse_attn import kernel_fwd_sm90, kernel_fwd_wide_sm90
 
-    return kernel_fwd_sm90.build(config, compile=ptxsim.compile)
+    module = kernel_fwd_wide_sm90 if config.parts > 1 else kernel_fwd_sm90
+    return module.build(config, compile=ptxsim.compile)
 
 
 @functools.cache
@@ -33,9 +34,10 @@ def pre_kernel(config):
 @functools.cache
 def backward_kernel(config):
     """One backward, likewise."""
-    from cute_kernels.sparse_attn import kernel_bwd_sm90
+    from cute_kernels.sparse_attn import kernel_bwd_sm90, kernel_bwd_wide_sm90
 
-    return kernel_bwd_sm90.build(config, compile=ptxsim.compile)
+    module = kernel_bwd_wide_sm90 if config.parts > 1 else kernel_bwd_sm90
+    return module.build(config, compile=ptxsim.compile)
 
 
 @functools.cache

@@ -40,7 +40,7 @@ class Output:
             if lane % 4 == 0 and row + 8 * half < end:
                 rows[row + 8 * half - shift] = lse
 
-    def keep(self, acc_o, sQ):
+    def keep(self, acc_o, sO_tile):
         """O, rounded, in the buffer of Q: a warpgroup writes over rows that it alone has read."""
         tidx, _, _ = cute.arch.thread_idx()
         consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
@@ -50,30 +50,30 @@ class Output:
         atom = hopper_helpers.get_smem_store_op(row_major, self.tiles.dtype, fp32)
         tiled_copy = cute.make_tiled_copy_C(atom, self.tiles.pv_mma())
         copy = tiled_copy.get_slice(tidx % mma.WARPGROUP)
-        sO = cute.local_tile(sQ, (ROWS, self.tiles.head_dim, 1), (consumer, 0, 0))
+        sO = cute.local_tile(sO_tile, (ROWS, self.tiles.value_dim, 1), (consumer, 0, 0))
         cute.copy(tiled_copy, copy.retile(rO), copy.partition_D(sO)[None, None, None, 0])
         cute.arch.fence_proxy("async.shared", space="cta")
         self.sync()
 
     @cute.jit
-    def store(self, o, sQ, tile):
+    def store(self, o, sO, tile):
         """The tile of O, from the buffer of Q."""
         tidx, _, _ = cute.arch.thread_idx()
-        gO_tile = cute.local_tile(o.tensor, (self.tiles.rows, self.tiles.head_dim), (None, 0))
-        tOsO, tOgO = tma.partition(o.atom, 0, cute.make_layout(1), sQ, gO_tile)
+        gO_tile = cute.local_tile(o.tensor, (self.tiles.rows, self.tiles.value_dim), (None, 0))
+        tOsO, tOgO = tma.partition(o.atom, 0, cute.make_layout(1), sO, gO_tile)
         if tidx == mma.WARPGROUP:
             cute.copy(o.atom, tOsO[None, 0], tOgO[None, tile])
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def store_of_pack(self, o, sQ, what, tile):
+    def store_of_pack(self, o, sO, what, tile):
         """Likewise, no row behind its sequence's last."""
         memory, mO, table, head = what
         tidx, _, _ = cute.arch.thread_idx()
         for n in cutlass.range_constexpr(self.tiles.rows // self.tiles.box_rows):
             row, inside = self.box_place(table, tile, n)
-            s, g = self.tiles.box(o, sQ, row, n)
+            s, g = self.tiles.box(o, sO, row, n)
             first = n * self.tiles.box_rows
             if inside >= self.tiles.box_rows:
                 if tidx == mma.WARPGROUP:
