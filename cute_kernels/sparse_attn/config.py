@@ -23,7 +23,7 @@ HEAD_DIMS = tuple(VALUE_DIMS)
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 #: Whose constants "auto" reckons with on a GPU, by head size.
-MACHINES = {64: "cute_sm90_d64", 96: "cute_sm90_d128", 128: "cute_sm90_d128"}
+MACHINES = {d: "cute_sm90_d64" if d == 64 else "cute_sm90_d128" for d in HEAD_DIMS}
 
 _KEPT = frozenset({RUN_TO_RUN, BATCH_INVARIANT, SCHEDULE_INVARIANT})
 #: ``batch_invariant`` is the forward's: a gradient of k and v is a sum over rows.
@@ -88,7 +88,8 @@ class BackwardConfig:
     """One compiled backward kernel of SM90; ``form``: see ``masks``.
 
     keys: of a ticket's block that a CTA has at a time; with 64 there are two tickets in its place.
-    stages, do_stages: of Q and of dO.  dq_stages: buffers of dQ, whole tiles or (64 keys) halves.
+    stages, do_stages: of Q and of dO.  dq_stages: buffers of a tile of dQ; 0: one of half a tile,
+    which both halves take in turns.
     """
 
     dtype: str
@@ -109,8 +110,13 @@ class BackwardConfig:
 
     @property
     def parts(self) -> int:
-        """Tickets in place of one of the schedule, and turns at a tile of rows."""
+        """Tickets in place of one of the schedule."""
         return 128 // self.keys
+
+    @property
+    def turns(self) -> int:
+        """At a tile of rows: one, or one for each half of its columns."""
+        return 2 if self.dq_stages == 0 else 1
 
 
 @dataclass(frozen=True)
@@ -163,12 +169,11 @@ def configure(
     So would dK and dV of 128 keys above 128.  At D = 256 one stage of dO and one half of dQ fit.
     """
     tile_m, limit = 128 if head_dim == 64 else 64, watchdog_ms if ordered else 0
-    keys, single = 128 if head_dim <= 128 else 64, 1 if head_dim == 256 else 2
     return BackwardConfig(
-        *(dtype, head_dim, form, ordered, tile_m, softcap, packed, keys),
-        do_stages=single,
-        ds_stages=2 if keys == 128 else 1,
-        dq_stages=single,
+        *(dtype, head_dim, form, ordered, tile_m, softcap, packed),
+        keys=128 if head_dim <= 128 else 64,
+        do_stages=1 if head_dim == 256 else 2,
+        dq_stages={192: 1, 256: 0}.get(head_dim, 2),
         watchdog_ms=limit,
     )
 

@@ -281,7 +281,8 @@ class BackwardSm90:
     @cute.jit
     def wait_turn(self, mSemaphore, row, rank, mRecord, half=0):
         """The turn at a tile of rows; when debugged, for so long at most."""
-        semaphore, limit_ms = mSemaphore.iterator + row * self.parts + half, self.config.watchdog_ms
+        semaphore = mSemaphore.iterator + row * self.config.turns + half
+        limit_ms = self.config.watchdog_ms
         if cutlass.const_expr(limit_ms):
             place = (mRecord.iterator, cutlass.Int32(row))
             turnstile.wait_turn_or_give_up(semaphore, rank, *place, limit_ms)
@@ -554,7 +555,7 @@ def build(config: BackwardConfig, compile=cute.compile, kernel=BackwardSm90):
         fake.compact(fp32, (batch, heads, tiles, rows), fake.TMA_ALIGN),
         fake.compact(fp32, (batch, heads, tiles, rows * width), fake.TMA_ALIGN),
         *operands(),
-        fake.compact(ints, (batch, heads, tiles, *([BLOCK // config.keys] * (config.keys < BLOCK)))),
+        fake.compact(ints, (batch, heads, tiles, *([config.turns] * (config.turns > 1)))),
         fake.compact(ints, (1,)),
         fake.compact(ints, (fake.size(), 4), fake.TMA_ALIGN),
         fake.compact(ints, (entries,)),

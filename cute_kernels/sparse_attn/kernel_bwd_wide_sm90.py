@@ -6,12 +6,14 @@ dV of 128 keys would not fit into registers there, so:
 Tickets      a ticket of the schedule is two here, one for each half of its 128 keys, the lower
              first: number 2 t + part.  Their ranks follow each other: 2 rank + part.
 Order        dK, dV: as there.  dQ: each visit's product is a chain over 64 keys.
-Turns        a tile of rows has two, one for each half of its columns: semaphores [B, Hq, Mt, 2].
-Roles        warpgroup 0: as there, with a thread that adds for each half.  Warpgroup 1 makes S, P
-             and dV, warpgroup 2 dP, dS and dK; each makes its half of dQ.  P comes to warpgroup 2
-             in fp32, dS to warpgroup 1 rounded, both through shared memory.
-Buffers      dQ passes through a buffer for each half, or through one that both take in turns,
-             warpgroup 2 first; dK leaves through the buffer of warpgroup 2's half, dV through V's.
+Roles        warpgroup 0: as there.  Warpgroup 1 makes S, P and dV, warpgroup 2 dP, dS and dK; each
+             makes its half of dQ.  P comes to warpgroup 2 in fp32, dS to warpgroup 1 rounded, both
+             through shared memory.  Warpgroup 1 is a visit ahead: its half of dQ comes behind P of
+             the next one.
+Turns        D = 192: of a tile of dQ, whose visits two threads add alternately.  D = 256, where a
+             buffer of a whole tile does not fit: of each half of its columns, by a thread each,
+             semaphores [B, Hq, Mt, 2]; warpgroup 2 has the buffer first, then warpgroup 1.
+Buffers      dK and dV leave through those of K and V.
 Limits       SM90a only; bf16 and fp16; D = 192 with Dv = 128, and D = Dv = 256; the rest as there.
 Measured     docs/status.md, docs/notes/attention_sm90.md.
 """
@@ -32,8 +34,8 @@ WARPGROUP = mma.WARPGROUP
 KEYS = 64
 #: Of a ticket, and of a tile of dQ.
 HALVES = 2
-#: Named barriers, each of two warpgroups: P is there, dS is there; and each warpgroup's own.
-P_BARRIER, DS_BARRIER, OWN_BARRIER = 1, 2, 3
+#: Named barriers of both warpgroups: P is there, dS is there, K is multiplied; and their own.
+P_BARRIER, DS_BARRIER, K_BARRIER, OWN_BARRIER = 1, 2, 3, 4
 OF_DV, OF_DK = 0, 1
 
 
@@ -43,14 +45,17 @@ class BackwardWideSm90(BackwardSm90):
     def __init__(self, config: BackwardConfig):
         self.set_up(config)
         assert config.head_dim in (192, 256) and (config.keys, config.tile_m) == (KEYS, KEYS)
-        assert config.ds_stages == 1, "dS is multiplied by both before P of the next visit is told"
+        assert config.ds_stages == 2, "dS is multiplied when the next one comes"
         self.adders = HALVES
         self.half_size = self.dq_size // HALVES
-        self.value_dim = self.tiles.value_dim
+        self.by_halves = config.turns == HALVES
+        self.value_dim, self.dq_columns = self.tiles.value_dim, self.tiles.dq_columns
+        # Columns that warpgroup 1 makes at a time: beside dV of 256 there is room for 64.
+        self.dq_piece = 64 if self.by_halves else self.dq_columns
 
     def dq_room(self) -> int:
-        """fp32 of the buffers of dQ."""
-        return self.config.dq_stages * self.half_size
+        """fp32 of the buffer of dQ."""
+        return self.half_size if self.by_halves else self.dq_size
 
     def allocate_passed(self, allocator):
         """P in fp32: (4 values, thread, group of 4), as the accumulator has them."""
@@ -58,17 +63,20 @@ class BackwardWideSm90(BackwardSm90):
         return allocator.allocate_tensor(cutlass.Float32, layout, byte_alignment=128)
 
     @cute.jit
-    def add_dq(self, half, turns, shared, barriers, source, lists, sizes):
-        """One thread: adds a half of each dQ tile, in the tile's turn.
+    def add_dq(self, number, turns, shared, barriers, source, lists, sizes):
+        """One thread of two: adds every second tile of dQ, or its half of each, in the turn of it.
 
-        Its buffer is free as soon as it is read; the turn is over when the half has landed.
+        The buffer is free as soon as it is read; the turn is over when all has landed.
         """
         mdQ, mSemaphore, mRecord = turns
-        memory = shared.sdQ.data_ptr() + half * (self.config.dq_stages - 1) * self.half_size
-        # Who writes the buffer next: the same warpgroup, or the other one.
-        free = barriers.dq_empty + (half if self.config.dq_stages == HALVES else 1 - half)
+        memory, size = shared.sdQ.data_ptr(), self.dq_room()
+        half, freed = cutlass.Int32(0), barriers.dq_empty
+        if cutlass.const_expr(self.by_halves):
+            # The other warpgroup writes the buffer next.
+            half, freed = number, barriers.dq_empty + 1 - number
         received = tickets.ticket_state()
-        phase = cutlass.Int32(0)
+        # Whose visit it is, if it is not everybody's; the phase of what this thread adds.
+        whose, phase = cutlass.Int32(0), cutlass.Int32(0)
         total = lists.ticket.shape[0] * HALVES
         ticket = source.receive_alone(received)
         received.advance()
@@ -81,23 +89,28 @@ class BackwardWideSm90(BackwardSm90):
                     rank = lists.rank[entry] * HALVES + ticket % HALVES
                     count, first = walk.visits(sizes, q_block, self.tile_m)
                     for visit in cutlass.range(count, unroll=1):
-                        row = walk.row_of(sizes, head, member, first + visit)
-                        if cutlass.const_expr(self.config.ordered):
-                            self.wait_turn(mSemaphore, row, rank, mRecord, half)
-                        last = (entry == end - 1) & (member == sizes.group - 1)
-                        if last & (visit == count - 1):
-                            cute.arch.mbarrier_arrive(barriers.last_turns)
-                            waits = cutlass.Boolean(False)
-                        cute.arch.mbarrier_wait(barriers.dq_full + half, phase)
-                        phase = phase ^ 1
-                        target = mdQ.iterator + row * self.dq_size + half * self.half_size
-                        turnstile.add(target, memory, self.half_size * 4)
-                        cute.arch.cp_async_bulk_wait_group(0, read=True)
-                        cute.arch.mbarrier_arrive(free)
-                        if cutlass.const_expr(self.config.ordered):
-                            turnstile.finish_turn(mSemaphore.iterator + row * HALVES + half)
-                        else:
-                            turnstile.land()
+                        mine, last = whose == number, (entry == end - 1) & (member == sizes.group - 1)
+                        if cutlass.const_expr(self.by_halves):
+                            mine, last = cutlass.Boolean(True), last & (visit == count - 1)
+                        if mine:
+                            row = walk.row_of(sizes, head, member, first + visit)
+                            if cutlass.const_expr(self.config.ordered):
+                                self.wait_turn(mSemaphore, row, rank, mRecord, half)
+                            if last:
+                                cute.arch.mbarrier_arrive(barriers.last_turns)
+                                waits = cutlass.Boolean(False)
+                            cute.arch.mbarrier_wait(barriers.dq_full + number, phase)
+                            phase = phase ^ 1
+                            target = mdQ.iterator + row * self.dq_size + half * self.half_size
+                            turnstile.add(target, memory, size * 4)
+                            cute.arch.cp_async_bulk_wait_group(0, read=True)
+                            cute.arch.mbarrier_arrive(freed)
+                            if cutlass.const_expr(self.config.ordered):
+                                at = row * self.config.turns + half
+                                turnstile.finish_turn(mSemaphore.iterator + at)
+                            else:
+                                turnstile.land()
+                        whose = whose ^ 1
             if waits:
                 cute.arch.mbarrier_arrive(barriers.last_turns)
             ticket = source.receive_alone(received)
@@ -121,18 +134,18 @@ class BackwardWideSm90(BackwardSm90):
         config, tiles = self.config, self.tiles
         (shared, sP), (scale, c, inner) = buffers, factors
         source, lists, sizes = tickets_of
-        score, sum_v, sum_q = tiles.score_mma(), tiles.kv_mma(self.value_dim), tiles.dq_mma()
+        score, sum_v = tiles.score_mma(), tiles.kv_mma(self.value_dim)
         tSrK, tSrQ = mma.operands(score, 0, tiles.k(shared.sK), tiles.q(shared.sQ))
-        tQrS, tQrK = self.dq_operands(sum_q, OF_DV, shared)
         slice_v = sum_v.get_slice(0)
         tVrO = sum_v.make_fragment_B(slice_v.partition_B(tiles.do(shared.sdO, "mn")))
         rS, rP, tVrP = self.scores(score, slice_v)
         rdV = self.sums(slice_v, self.value_dim)
-        rdQ = self.dq_part(sum_q, OF_DV)
 
+        # do_state: of the dO that is multiplied, or of the next one.
         state, do_state = self.states()
         received = tickets.ticket_state()
-        kv_phase, dq_phase = cutlass.Int32(0), cutlass.Int32(0)
+        # bit: of the visits whose dQ was given, the last one's number modulo 2.
+        kv_phase, bit = cutlass.Int32(0), cutlass.Int32(0)
         total = lists.ticket.shape[0] * HALVES
         ticket = source.receive(received)
         received.advance()
@@ -143,8 +156,9 @@ class BackwardWideSm90(BackwardSm90):
             kv_len = sizes.kv_len
             if cutlass.const_expr(self.packed):
                 _, kv_len = packed.place_of(store[1][0], block)
-            rdV.fill(0.0)
             cute.arch.mbarrier_wait(barriers.k_full, kv_phase)
+            # Whether a visit has been: its dV is under way, its half of dQ to be made yet.
+            owed = cutlass.Boolean(False)
             window = cutlass.Int32(0)
             for _ in cutlass.range(sizes.group, unroll=1):
                 for entry in cutlass.range(begin, end, unroll=1):
@@ -159,6 +173,10 @@ class BackwardWideSm90(BackwardSm90):
                         mma.start(score, rS, tSrK, tSrQ, 0, state.index)
                         lse2 = tiles.statistics(shared.sLse2, config.stages, state.index, lane)
                         lse2 = self.fetch(lse2)
+                        warpgroup.wait_group(1)
+                        if owed:
+                            rings[1].consumer_release(do_state)
+                            do_state.advance()
                         warpgroup.wait_group(0)
                         rings[0].consumer_release(state)
                         # P = exp2(S scale log2 e - lse2)
@@ -168,23 +186,30 @@ class BackwardWideSm90(BackwardSm90):
                         place = (entry, partial, q_block, visit * self.tile_m, block, key, lane)
                         key_mask.keep(rS, config.form, self.tile_m, mask, kv_len, place)
                         rS.store(cute.math.exp2(rS.load(), fastmath=True))
-                        # The other warpgroup has read P of the visit before: its dS came here.
+                        # P of the visit before has been read when its dS is there.
+                        if owed:
+                            meet(DS_BARRIER)
                         cute.autovec_copy(by_fours(rS), sP[None, lane, None])
                         arrive(P_BARRIER)
-                        rP.store(rS.load().to(self.dtype))
-                        # dV += Pᵀ dO, and under it dQ = dS K
+                        softmax.round_pairs(rS, rP)
+                        # dQ = dS K of the visit before
+                        self.make_dq(shared, barriers, lane, bit, owed)
+                        bit = bit ^ cutlass.Int32(owed)
+                        # dV += Pᵀ dO, from zero at the first visit
                         rings[1].consumer_wait(do_state)
-                        mma.extend(sum_v, rdV, tVrP, tVrO, do_state.index)
-                        meet(DS_BARRIER)
-                        mma.start(sum_q, rdQ, tQrS, tQrK, 0, 0)
-                        warpgroup.wait_group(1)
-                        rings[1].consumer_release(do_state)
-                        warpgroup.wait_group(0)
-                        self.give_dq(rdQ, shared, barriers, OF_DV, lane, dq_phase)
-                        dq_phase = dq_phase ^ 1
+                        self.add_to_sum(sum_v, rdV, tVrP, tVrO, do_state.index, owed)
+                        owed = cutlass.Boolean(True)
                         state.advance()
-                        do_state.advance()
-            release_by_warps(barriers.k_empty, lane)
+            warpgroup.wait_group(0)
+            for i in cutlass.range_constexpr(cute.size(rdV)):
+                rdV[i] = rdV[i] if owed else cutlass.Float32(0.0)
+            if owed:
+                rings[1].consumer_release(do_state)
+                do_state.advance()
+                meet(DS_BARRIER)
+            self.make_dq(shared, barriers, lane, bit, owed)
+            bit = bit ^ cutlass.Int32(owed)
+            arrive(K_BARRIER)
             # V is multiplied: dS of the last visit came here.
             cute.arch.mbarrier_wait(barriers.v_full, kv_phase)
             kv_phase = kv_phase ^ 1
@@ -202,19 +227,18 @@ class BackwardWideSm90(BackwardSm90):
         config, tiles = self.config, self.tiles
         (shared, sP), (scale, c, inner) = buffers, factors
         source, lists, sizes = tickets_of
-        score, sum_k, sum_q = tiles.score_mma(), tiles.kv_mma(self.head_dim), tiles.dq_mma()
+        score, sum_k = tiles.score_mma(), tiles.kv_mma(self.head_dim)
         tPrV, tPrO = mma.operands(score, 0, tiles.v(shared.sV), tiles.do(shared.sdO))
-        tQrS, tQrK = self.dq_operands(sum_q, OF_DK, shared)
+        sum_q, tQrS, tQrK, rdQ = self.dq_product(shared, OF_DK, 0, self.dq_columns)
         slice_k = sum_k.get_slice(0)
         tKrQ = sum_k.make_fragment_B(slice_k.partition_B(tiles.q(shared.sQ, "mn")))
         rdP, rdS, tKrS = self.scores(score, slice_k)
         rP = cute.make_rmem_tensor(rdP.shape, cutlass.Float32)
         rdK = self.sums(slice_k, self.head_dim)
-        rdQ = self.dq_part(sum_q, OF_DK)
 
         state, do_state = self.states()
         received = tickets.ticket_state()
-        kv_phase, dq_phase = cutlass.Int32(0), cutlass.Int32(0)
+        kv_phase, bit = cutlass.Int32(0), cutlass.Int32(0)
         total = lists.ticket.shape[0] * HALVES
         ticket = source.receive(received)
         received.advance()
@@ -248,32 +272,44 @@ class BackwardWideSm90(BackwardSm90):
                         else:
                             slope.slopes(rdP, rP, delta)
                         rdS.store(rdP.load().to(self.dtype))
-                        self.keep_ds(rdS, shared, 0, lane, 0)
+                        self.keep_ds(rdS, shared, 0, lane, bit)
                         cute.arch.fence_proxy("async.shared", space="cta")
                         self.meet_own(OF_DK)
                         arrive(DS_BARRIER)
                         # dQ = dS K, and under its way out dK += dSᵀ Q
-                        mma.start(sum_q, rdQ, tQrS, tQrK, 0, 0)
+                        mma.start(sum_q, rdQ, tQrS, tQrK, bit, 0)
                         mma.extend(sum_k, rdK, tKrS, tKrQ, state.index)
                         warpgroup.wait_group(1)
-                        self.give_dq(rdQ, shared, barriers, OF_DK, lane, dq_phase)
-                        dq_phase = dq_phase ^ 1
+                        self.await_room(barriers, OF_DK, bit)
+                        self.keep_dq(rdQ, shared, OF_DK, 0, lane)
+                        self.give_dq(barriers, OF_DK, lane, bit)
+                        bit = bit ^ 1
                         warpgroup.wait_group(0)
                         rings[0].consumer_release(state)
                         state.advance()
                         do_state.advance()
-            release_by_warps(barriers.k_empty, lane)
             rdK.store(rdK.load() * scale)
-            # dK takes the place of a half of dQ.
-            self.await_dq_buffer(barriers, OF_DK, dq_phase)
-            dq_phase = dq_phase ^ 1
-            of_dk = self.dq_buffer(shared, OF_DK), tiles.k_layout(), tiles.of_k
+            meet(K_BARRIER)
+            of_k = shared.sK.data_ptr(), tiles.k_layout(), tiles.of_k
             at = head, block, ticket % HALVES, sizes
-            self.store_sums(store, rdK, of_dk, OF_DK, lane, at)
+            self.store_sums(store, rdK, of_k, OF_DK, lane, at)
             if lane == 0:
-                cute.arch.mbarrier_arrive(barriers.dq_empty + OF_DK)
+                cute.arch.mbarrier_arrive(barriers.k_empty)
             ticket = source.receive(received)
             received.advance()
+
+    @cute.jit
+    def add_to_sum(self, mma, acc, rA, tCrB, stage, more):
+        """acc = A Bᵀ, with acc before it if ``more``; one batch.
+
+        Zeros that are written ahead of a loop, for products that are in flight from one iteration to
+        the next, make ptxas await each product by itself (C7514).
+        """
+        warpgroup.fence()
+        for group in cutlass.range_constexpr(cute.size(rA, mode=[2])):
+            mma.set(warpgroup.Field.ACCUMULATE, more if group == 0 else True)
+            cute.gemm(mma, acc, rA[None, None, group], tCrB[None, None, group, stage], acc)
+        warpgroup.commit_group()
 
     def scores(self, score, slice_of_sum):
         """An accumulator of scores, the same rounded, and that as an operand from registers."""
@@ -288,43 +324,68 @@ class BackwardWideSm90(BackwardSm90):
         shape = slice_of_sum.partition_shape_C((KEYS, columns))
         return cute.make_rmem_tensor(shape, cutlass.Float32)
 
-    def dq_part(self, sum_q, consumer: int):
-        """An accumulator of a warpgroup's columns of dQ."""
-        part = sum_q.get_slice(consumer * WARPGROUP)
-        shape = part.partition_shape_C((self.tile_m, self.head_dim))
-        return cute.make_rmem_tensor(shape, cutlass.Float32)
-
-    def dq_operands(self, sum_q, consumer: int, shared):
-        """dS, and a warpgroup's columns of K."""
+    def dq_product(self, shared, consumer: int, piece: int, columns: int):
+        """dS K: some of a warpgroup's columns of dQ.  (The product, its operands, its result.)"""
+        product = self.tiles.dq_mma(columns)
         ds, dims = self.tiles.ds(shared.sdS, "mn"), self.tiles.k(shared.sK, "mn")
-        return mma.operands(sum_q, consumer * WARPGROUP, ds, dims)
+        place = consumer * (self.dq_columns // columns) + piece
+        own = cute.local_tile(dims, (columns, KEYS, 1), (place, 0, 0))
+        shape = product.get_slice(0).partition_shape_C((self.tile_m, columns))
+        result = cute.make_rmem_tensor(shape, cutlass.Float32)
+        return product, *mma.operands(product, 0, ds, own), result
+
+    @cute.jit
+    def make_dq(self, shared, barriers, lane, bit, wanted):
+        """Warpgroup 1's half of dQ, of the visit before, if there was one.
+
+        If not, of an older dS, for nobody: ptxas awaits each product where a branch has one.
+        """
+        stage = bit if wanted else bit ^ 1
+        pieces = self.dq_columns // self.dq_piece
+        if wanted:
+            self.await_room(barriers, OF_DV, bit)
+        for piece in cutlass.range_constexpr(pieces):
+            product, tQrS, tQrK, rdQ = self.dq_product(shared, OF_DV, piece, self.dq_piece)
+            mma.start(product, rdQ, tQrS, tQrK, stage, 0)
+            warpgroup.wait_group(0)
+            if wanted:
+                self.keep_dq(rdQ, shared, OF_DV, piece, lane)
+        if wanted:
+            self.give_dq(barriers, OF_DV, lane, bit)
 
     def states(self):
         """Where a consumer of the rings of Q and of dO starts."""
         stages = self.config.stages, self.config.do_stages
         return tuple(pipeline.consumer_state(n) for n in stages)
 
-    def dq_buffer(self, shared, consumer: int):
-        """Where a warpgroup's half of dQ is left."""
-        return shared.sdQ.data_ptr() + consumer * (self.config.dq_stages - 1) * self.half_size
-
     @cute.jit
-    def await_dq_buffer(self, barriers, consumer: cutlass.Constexpr, phase):
-        """Until the warpgroup may write it; of one that both have, warpgroup 2 is the first to."""
-        if cutlass.const_expr(self.config.dq_stages == HALVES or consumer == OF_DK):
-            cute.arch.mbarrier_wait(barriers.dq_empty + consumer, phase ^ 1)
-        else:
+    def await_room(self, barriers, consumer: cutlass.Constexpr, bit):
+        """Until a warpgroup may write its half of a dQ tile."""
+        if cutlass.const_expr(self.by_halves):
+            # Of a buffer that both have, warpgroup 2 is the first to write.
+            phase = bit ^ 1 if consumer == OF_DK else bit
             cute.arch.mbarrier_wait(barriers.dq_empty + consumer, phase)
+        else:
+            cute.arch.mbarrier_wait(barriers.dq_empty, bit ^ 1)
 
     @cute.jit
-    def give_dq(self, rdQ, shared, barriers, consumer: cutlass.Constexpr, lane, phase):
-        """A warpgroup's half of a dQ tile, 16 bytes at a time, to the thread that adds it."""
-        self.await_dq_buffer(barriers, consumer, phase)
+    def keep_dq(self, rdQ, shared, consumer: cutlass.Constexpr, piece: cutlass.Constexpr, lane):
+        """Some columns of it, 16 bytes at a time, in the order of ``dq_layout``."""
+        memory = shared.sdQ.data_ptr() + piece * cute.size(rdQ) * WARPGROUP
+        if cutlass.const_expr(not self.by_halves):
+            memory += consumer * self.half_size
         layout = cute.make_layout((4, WARPGROUP, cute.size(rdQ) // 4))
-        sdQ = cute.make_tensor(self.dq_buffer(shared, consumer), layout)
+        sdQ = cute.make_tensor(memory, layout)
         cute.autovec_copy(by_fours(rdQ), sdQ[None, lane, None])
+
+    @cute.jit
+    def give_dq(self, barriers, consumer: cutlass.Constexpr, lane, bit):
+        """To the thread that adds it."""
         cute.arch.fence_proxy("async.shared", space="cta")
-        release_by_warps(barriers.dq_full + consumer, lane)
+        cute.arch.sync_warp()
+        if lane % 32 == 0:
+            thread = consumer if self.by_halves else bit
+            cute.arch.mbarrier_arrive(barriers.dq_full + thread)
 
     @cute.jit
     def store_sums(self, store, sums, where, consumer: cutlass.Constexpr, lane, at):
@@ -372,14 +433,14 @@ class BackwardWideSm90(BackwardSm90):
 
     def init(self, barriers: Barriers):
         """By one thread, before the CTA's barrier."""
-        for one in (barriers.k_full, barriers.v_full, barriers.v_empty):
+        for one in (barriers.k_full, barriers.k_empty, barriers.v_full, barriers.v_empty):
             cute.arch.mbarrier_init(one, 1)
-        cute.arch.mbarrier_init(barriers.k_empty, CONSUMER_WARPS)
         if self.packed:
             cute.arch.mbarrier_init(barriers.tail, 1)
         cute.arch.mbarrier_init(barriers.last_turns, HALVES)
         for half in range(HALVES):
-            cute.arch.mbarrier_init(barriers.dq_full + half, CONSUMER_WARPS // HALVES)
+            warps = CONSUMER_WARPS // HALVES if self.by_halves else CONSUMER_WARPS
+            cute.arch.mbarrier_init(barriers.dq_full + half, warps)
             cute.arch.mbarrier_init(barriers.dq_empty + half, 1)
         cute.arch.mbarrier_init_fence()
 
@@ -397,14 +458,6 @@ def arrive(barrier: int):
 def meet(barrier: int):
     """A warpgroup waits until the other one has told."""
     cute.arch.barrier(barrier_id=barrier, number_of_threads=2 * WARPGROUP)
-
-
-@cute.jit
-def release_by_warps(barrier: cute.Pointer, lane):
-    """An arrival of each warp, once all of it has come here."""
-    cute.arch.sync_warp()
-    if lane % 32 == 0:
-        cute.arch.mbarrier_arrive(barrier)
 
 
 def build(config: BackwardConfig, compile=cute.compile):

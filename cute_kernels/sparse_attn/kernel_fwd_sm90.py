@@ -225,7 +225,8 @@ class ForwardSm90:
     def load(self, sources, buffers, rings, words, where, lists):
         """The producer warp: the Q tile, then K and V of every block on a list, ascending.
 
-        K runs one block ahead of V, as its readers do.
+        K runs one block ahead of V, as its readers do.  In parts, V of a block leaves its stages
+        before K of the next one does, and comes first.
         """
         (q, k, v), (sQ, sK, sV), (q_ring, k_ring, v_ring) = sources, buffers, rings
         tile, column, table, tail = where
@@ -252,14 +253,19 @@ class ForwardSm90:
         where = column, table, tail, phases
         before = cutlass.Int32(merge.END)
         while block < merge.END:
+            if cutlass.const_expr(self.parts > 1):
+                if before < merge.END:
+                    for part in cutlass.range_constexpr(self.parts):
+                        self.load_part(of_v, state_v, before, part, where)
+                        state_v.advance()
             k_ring.sync_object_empty.wait(state_k.index, state_k.phase)
             following = merge.step(lists, at, words[None, None, state_k.index], patience)
             for part in cutlass.range_constexpr(self.parts):
                 self.load_part(of_k, state_k, block, part, where)
                 state_k.advance()
-            if before < merge.END:
-                for part in cutlass.range_constexpr(self.parts):
-                    self.load_part(of_v, state_v, before, part, where)
+            if cutlass.const_expr(self.parts == 1):
+                if before < merge.END:
+                    self.load_part(of_v, state_v, before, 0, where)
                     state_v.advance()
             before, block = block, following
         for part in cutlass.range_constexpr(self.parts):

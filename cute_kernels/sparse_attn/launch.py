@@ -274,7 +274,7 @@ def _backward(
     dlse = None if dlse is None else log.contiguous(_NAME, "dlse", dlse, "contiguous")
     lse = log.contiguous(_NAME, "lse", lse, "contiguous")
     rows = mask.q_len if packed else q_len
-    tiles, turns = -(-rows // chosen.tile_m), chosen.parts
+    tiles, turns = -(-rows // chosen.tile_m), chosen.turns
     space = workspace((batch, heads, tiles), chosen.tile_m, dim, turns, device)
 
     pre = _pre_kernel(PreConfig(dtype, dim, chosen.tile_m, dlse is not None, packed, turns))
@@ -286,7 +286,7 @@ def _backward(
     lists = order.ticket, *visits, mask.key_words
     numbers = scale, *config.factors(scale, softcap), mask.lo, mask.hi
     # A CTA takes tickets until there are none: more CTAs than tickets have nothing to do.
-    ctas = min(most_ctas(device), turns * len(order.ticket))
+    ctas = min(most_ctas(device), chosen.parts * len(order.ticket))
     operands = q, k, v, dout, *space[:3], dk, dv, *space[3:]
     call(device, _backward_kernel(chosen), *operands, *lists, record, table, *numbers, ctas)
 
@@ -295,7 +295,7 @@ def _backward(
     call(device, post, space.total, dq, table, scale)
     if record is not None:
         sizes = space.semaphore.shape[2], chosen.tile_m, heads // k.shape[2]
-        watchdog.require_turns(record, order, *sizes, turns, limit)
+        watchdog.require_turns(record, order, *sizes, chosen.parts, limit)
     return dq, dk, dv, space
 
 
@@ -368,7 +368,7 @@ def catalogue() -> Iterator[Entry]:
         yield Entry(forward_entry(chosen), "A", Expect(mma, _REGISTERS[chosen.consumers], shared))
     for dtype, dim in itertools.product(dtypes, config.HEAD_DIMS):
         of_dim = config.configure(dtype, dim, FORMS[0], True)
-        tile_m, turns = of_dim.tile_m, of_dim.parts
+        tile_m, turns = of_dim.tile_m, of_dim.turns
         # Row statistics and a rounding: no shared memory, no product.
         around = Expect(None, max_registers=96, max_shared=0)
         for dlse, packed in itertools.product(flags, flags):

@@ -33,12 +33,12 @@ def record(device: torch.device) -> Tensor:
 
 
 def require_turns(
-    found: Tensor, order: Order, tiles: int, tile_m: int, group: int, turns: int, limit_ms: int
+    found: Tensor, order: Order, tiles: int, tile_m: int, group: int, parts: int, limit_ms: int
 ) -> None:
     """Waits for the device; nothing if every turn came.
 
     found: the record; tiles: of a query head, ``tile_m`` rows each; group: query heads to each head
-    of ``order``; turns: of each rank at a tile.
+    of ``order``; parts: tickets in place of one of ``order``.
 
     Raises:
         WatchdogError: one did not; the message names it, and whose turn it was.
@@ -47,7 +47,7 @@ def require_turns(
     if not given_up:
         return
     head, tile = divmod(row, tiles)
-    rank, landed = rank // turns, landed // turns
+    rank, landed = rank // parts, landed // parts
     place = order, head // group, tile * tile_m // BLOCK[0]
     raise WatchdogError(
         f"block_sparse_attention: a backward gave up after {limit_ms} ms ({_NAME}): at query head "

@@ -92,8 +92,8 @@ def backward(
     if ordered:
         tile_m = held.lse2.shape[3]
         turns = held.semaphore.numel() // held.lse2[..., 0].numel()
-        # Each rank has as many at each of as many semaphores.
-        assert held.semaphore.sum() == expected_visits(case, schedule, tile_m) * turns**2
+        parts = 1 if case.q.shape[3] <= 128 else 2
+        assert held.semaphore.sum() == expected_visits(case, schedule, tile_m) * turns * parts
     return Gradients(*found, held.total)
 
 
