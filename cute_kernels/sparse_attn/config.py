@@ -46,6 +46,11 @@ class ForwardConfig:
     consumers: int = 2
 
     @property
+    def rows(self) -> int:
+        """Query rows of a tile."""
+        return 64 * self.consumers
+
+    @property
     def parts(self) -> int:
         """What a block of K, and one of V, comes in: two halves where two blocks do not fit."""
         return 2 if self.head_dim == 256 else 1

@@ -26,7 +26,7 @@ from ..dsl import mma, pipeline, softmax, turnstile
 from ..schedulers.tiles import ticket_device as tickets
 from . import kernel_bwd_sm90
 from .config import BackwardConfig
-from .device import key_mask, packed, slope, walk
+from .device import key_mask, packed, slope, sums, walk
 from .device.backward_tiles import BLOCK
 from .kernel_bwd_sm90 import CONSUMER_WARPS, BackwardSm90, Barriers
 
@@ -139,7 +139,7 @@ class BackwardWideSm90(BackwardSm90):
         slice_v = sum_v.get_slice(0)
         tVrO = sum_v.make_fragment_B(slice_v.partition_B(tiles.do(shared.sdO, "mn")))
         rS, rP, tVrP = self.scores(score, slice_v)
-        rdV = self.sums(slice_v, self.value_dim)
+        rdV = self.accumulator(slice_v, self.value_dim)
 
         # do_state: of the dO that is multiplied, or of the next one.
         state, do_state = self.states()
@@ -197,7 +197,7 @@ class BackwardWideSm90(BackwardSm90):
                         bit = bit ^ cutlass.Int32(owed)
                         # dV += Pᵀ dO, from zero at the first visit
                         rings[1].consumer_wait(do_state)
-                        self.add_to_sum(sum_v, rdV, tVrP, tVrO, do_state.index, owed)
+                        sums.extend(sum_v, rdV, tVrP, tVrO, do_state.index, owed)
                         owed = cutlass.Boolean(True)
                         state.advance()
             warpgroup.wait_group(0)
@@ -215,7 +215,7 @@ class BackwardWideSm90(BackwardSm90):
             kv_phase = kv_phase ^ 1
             of_v = shared.sV.data_ptr(), tiles.v_layout(), tiles.of_v
             at = head, block, part, sizes
-            self.store_sums(store, rdV, of_v, OF_DV, lane, at)
+            self.store_sum(store, rdV, of_v, OF_DV, lane, at)
             if lane == 0:
                 cute.arch.mbarrier_arrive(barriers.v_empty)
             ticket = source.receive(received)
@@ -234,7 +234,7 @@ class BackwardWideSm90(BackwardSm90):
         tKrQ = sum_k.make_fragment_B(slice_k.partition_B(tiles.q(shared.sQ, "mn")))
         rdP, rdS, tKrS = self.scores(score, slice_k)
         rP = cute.make_rmem_tensor(rdP.shape, cutlass.Float32)
-        rdK = self.sums(slice_k, self.head_dim)
+        rdK = self.accumulator(slice_k, self.head_dim)
 
         state, do_state = self.states()
         received = tickets.ticket_state()
@@ -292,24 +292,11 @@ class BackwardWideSm90(BackwardSm90):
             meet(K_BARRIER)
             of_k = shared.sK.data_ptr(), tiles.k_layout(), tiles.of_k
             at = head, block, ticket % HALVES, sizes
-            self.store_sums(store, rdK, of_k, OF_DK, lane, at)
+            self.store_sum(store, rdK, of_k, OF_DK, lane, at)
             if lane == 0:
                 cute.arch.mbarrier_arrive(barriers.k_empty)
             ticket = source.receive(received)
             received.advance()
-
-    @cute.jit
-    def add_to_sum(self, mma, acc, rA, tCrB, stage, more):
-        """acc = A Bᵀ, with acc before it if ``more``; one batch.
-
-        Zeros that are written ahead of a loop, for products that are in flight from one iteration to
-        the next, make ptxas await each product by itself (C7514).
-        """
-        warpgroup.fence()
-        for group in cutlass.range_constexpr(cute.size(rA, mode=[2])):
-            mma.set(warpgroup.Field.ACCUMULATE, more if group == 0 else True)
-            cute.gemm(mma, acc, rA[None, None, group], tCrB[None, None, group, stage], acc)
-        warpgroup.commit_group()
 
     def scores(self, score, slice_of_sum):
         """An accumulator of scores, the same rounded, and that as an operand from registers."""
@@ -319,7 +306,7 @@ class BackwardWideSm90(BackwardSm90):
         layout = cute.make_layout(slice_of_sum.partition_shape_A((KEYS, self.tile_m)))
         return values, rounded, cute.make_tensor(rounded.iterator, layout)
 
-    def sums(self, slice_of_sum, columns: int):
+    def accumulator(self, slice_of_sum, columns: int):
         """An accumulator of dK or dV."""
         shape = slice_of_sum.partition_shape_C((KEYS, columns))
         return cute.make_rmem_tensor(shape, cutlass.Float32)
@@ -388,7 +375,7 @@ class BackwardWideSm90(BackwardSm90):
             cute.arch.mbarrier_arrive(barriers.dq_full + thread)
 
     @cute.jit
-    def store_sums(self, store, sums, where, consumer: cutlass.Constexpr, lane, at):
+    def store_sum(self, store, acc, where, consumer: cutlass.Constexpr, lane, at):
         """dK or dV of 64 keys, rounded once, through ``where``: (memory, its layout, its sizes)."""
         (matrix, pack), (memory, layout, tile_sizes) = store, where
         head, block, part, sizes = at
@@ -397,8 +384,8 @@ class BackwardWideSm90(BackwardSm90):
         columns = tile_sizes[2] * 8 // self.dtype.width
         tiled = cute.make_tiled_copy_C(self.tiles.store_atom(), self.tiles.kv_mma(columns))
         copy = tiled.get_slice(lane)
-        rounded = cute.make_rmem_tensor(sums.shape, self.dtype)
-        rounded.store(sums.load().to(self.dtype))
+        rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
+        rounded.store(acc.load().to(self.dtype))
         cute.copy(copy, copy.retile(rounded), copy.partition_D(buffer)[None, None, None, 0])
         cute.arch.fence_proxy("async.shared", space="cta")
         self.meet_own(consumer)

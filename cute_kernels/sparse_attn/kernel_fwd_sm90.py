@@ -20,11 +20,12 @@ Keys         of form "spans": key 0 is the column that ``device/spans`` names, a
 Packs        (``packed``) of sequences that are read and written where they lie: batch 1, rows and
              keys counted as ``device/packed`` says; a sequence ends as Sq and Sk do elsewhere.
 Tails        TMA fills zeros beyond Sq and Sk; keys beyond Sk are masked, rows beyond Sq clipped.
-Roles        one CTA per 128 query rows of a head, or per 192, of two blocks of the mask.
-             Warpgroup 0: one warp loads what either block lists (``merge``); warpgroups 1, 2 (and
-             3): 64 rows each, against what their own block lists.  Q K^T of the next block is in
-             flight with P V of this one, and the warpgroups take turns at issuing them.  O leaves
-             through Q's buffer.
+Tiles        of 128 query rows of a head, or of 192, of two blocks of the mask.  A CTA takes one
+             after another (``place``) until there are none.
+Roles        warpgroup 0: one warp loads what either block lists (``merge``), of the next tile too;
+             warpgroups 1, 2 (and 3): 64 rows each, against what their own block lists.  Q K^T of
+             the next block is in flight with P V of this one, and the warpgroups take turns at
+             issuing them.  O leaves through stages of V.
 Limits       SM90a only; bf16 and fp16; D = Dv in {64, 96, 128}, and D = 192 with Dv = 128 (256:
              ``kernel_fwd_wide_sm90``); lengths below 2^30; scale > 0.  P = 0
              times a V that is Inf or NaN is NaN: V of a masked key in a visited block must be
@@ -44,14 +45,15 @@ from ..compile import fake
 from ..dsl import mma, pipeline, softmax, tma
 from .config import HEAD_DIMS, VALUE_DIMS, ForwardConfig
 from .device import merge, output, packed, place, score_mask, sinks, spans
+from .device.forward_loads import Loads, matrix_of
 from .device.forward_tiles import BLOCK, ROWS, ForwardTiles
 from .masks import FORWARD_FORMS, SPANS
 
 #: By consumers: what the roles have of the (1 + consumers) times 168 or 128 that the launch gives.
 PRODUCER_REGISTERS = {2: 24, 3: 32}
 CONSUMER_REGISTERS = {2: 240, 3: 160}
-#: Named barrier 0 is the CTA's, 1 that of ``output``; consumer w awaits its turn at 2 + w.
-TURN_BARRIER = 2
+#: Named barrier 0 is the CTA's.  Consumer w awaits its turn at 1 + w; its own threads meet at 4 + w.
+TURN_BARRIER, OWN_BARRIER = 1, 4
 
 
 class ForwardSm90:
@@ -69,7 +71,8 @@ class ForwardSm90:
         self.rows = self.consumers * ROWS
         what = self.dtype, self.head_dim, self.value_dim, self.consumers, self.stages, self.parts
         self.tiles = ForwardTiles(*what, self.packed)
-        self.output = output.Output(self.tiles)
+        self.loads = Loads(self.tiles, config.form)
+        self.output = output.Output(self.tiles, OWN_BARRIER)
 
     @cute.jit
     def __call__(
@@ -86,30 +89,32 @@ class ForwardSm90:
         mSpans: cute.Tensor | None,
         mSinks: cute.Tensor | None,
         mPlace: cute.Tensor | None,
+        mCounter: cute.Tensor,
         lo: cutlass.Int32,
         hi: cutlass.Int32,
         c: cutlass.Float32,
         inner: cutlass.Float32,
+        ctas: cutlass.Int32,
         stream,
     ):
-        sQ_layout, sK_layout, sV_layout = self.tiles.layouts()
+        _, sK_layout, sV_layout = self.tiles.layouts()
         # [S, D, H, B], and [D, S, H, B] for V: its keys are the reduction dimension.
         by_rows, by_keys = [1, 3, 2, 0], [3, 1, 2, 0]
-        of_q, of_o = ((self.tiles.box_rows, n) for n in (self.head_dim, self.value_dim))
-        q = tma.load(tma.view(mQ, by_rows), self.tiles.box_layout(self.head_dim), of_q, 1)
+        of_q, of_o = (self.tiles.box_rows, self.head_dim), (ROWS, self.value_dim)
+        q = tma.load(tma.view(mQ, by_rows), self.tiles.box_layout(), of_q, 1)
         k = tma.load(tma.view(mK, by_rows), sK_layout, self.tiles.k_box, 1)
         v = tma.load(tma.view(mV, by_keys), sV_layout, self.tiles.v_box[::-1], 1)
-        o = tma.store(tma.view(mO, by_rows), self.tiles.box_layout(self.value_dim), of_o)
+        o = tma.store(tma.view(mO, by_rows), self.tiles.o_layout(), of_o)
 
         self.storage = self.tiles.storage()
         batch, q_len, heads, _ = mQ.shape
         if cutlass.const_expr(self.packed):
             q_len = mPlace.shape[0] * BLOCK
-        tiles = cute.ceil_div(q_len, self.rows) * heads * batch
+        total = cute.ceil_div(q_len, self.rows) * heads * batch
         pack = (mO, mPlace) if self.packed else None
-        tensors = (mK, mLse, mCount, mEntry, mTile, mWords, mSpans, mSinks, pack)
-        self.kernel(q, k, v, o, *tensors, lo, hi, c, inner).launch(
-            grid=(tiles, 1, 1),
+        tensors = (mK, mLse, mCount, mEntry, mTile, mWords, mSpans, mSinks, pack, mCounter)
+        self.kernel(q, k, v, o, *tensors, total, lo, hi, c, inner).launch(
+            grid=(ctas, 1, 1),
             block=((1 + self.consumers) * mma.WARPGROUP, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
@@ -131,6 +136,8 @@ class ForwardSm90:
         mSpans: cute.Tensor | None,
         mSinks: cute.Tensor | None,
         pack: tuple[cute.Tensor, cute.Tensor] | None,
+        mCounter: cute.Tensor,
+        total: cutlass.Int32,
         lo: cutlass.Int32,
         hi: cutlass.Int32,
         c: cutlass.Float32,
@@ -143,22 +150,47 @@ class ForwardSm90:
                 cpasync.prefetch_descriptor(source.atom)
 
         storage = SmemAllocator().allocate(self.storage)
-        sQ_layout, sK_layout, sV_layout = self.tiles.layouts()
-        sO_layout = self.tiles.o_layout()
-        sQ = storage.sQ.get_tensor(sQ_layout.outer, swizzle=sQ_layout.inner)
-        sO = storage.sQ.get_tensor(sO_layout.outer, swizzle=sO_layout.inner)
-        sK = storage.sK.get_tensor(sK_layout.outer, swizzle=sK_layout.inner)
-        sV = storage.sV.get_tensor(sV_layout.outer, swizzle=sV_layout.inner)
+        sQ, sK, sV = (
+            memory.get_tensor(layout.outer, swizzle=layout.inner)
+            for memory, layout in zip(
+                (storage.sQ, storage.sK, storage.sV), self.tiles.layouts(), strict=True
+            )
+        )
         # By list, word or tile, and the stage of K a step before; the first step's come with its K.
         words = storage.words.get_tensor(cute.make_layout((2, 2, 1 + self.stages)))
+        told = storage.told.get_tensor(cute.make_layout(2))
+        tail = storage.barriers.data_ptr() + self.tiles.barriers - 1
         if cutlass.const_expr(self.packed):
-            packed.init(storage.barriers.data_ptr() + self.tiles.barriers - 1, tidx)
+            packed.init(tail, tidx)
         rings = self.make_rings(storage.barriers.data_ptr())
-
-        q_len, kv_len = mLse.shape[2], mK.shape[1]
+        q_len, heads = mLse.shape[2], mLse.shape[1]
+        table = None
         if cutlass.const_expr(self.packed):
-            q_len = pack[1].shape[0] * BLOCK
-        tile, head, batch = place.tile_of(q_len, mLse.shape[1], self.rows)
+            table = pack[1]
+            q_len = table.shape[0] * BLOCK
+        sizes = (total, q_len, heads, mK.shape[2])
+
+        group = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP)
+        if group == 0:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS[self.consumers])
+            if warp == 0:
+                stored = (mCount, mEntry, mTile, mSpans)
+                shared = (sQ, sK, sV), words, told, (tail, storage.sV.data_ptr()), table
+
+                def lists_of(tile, head, batch):
+                    return self.listing(stored, tile, head, batch)
+
+                self.loads.load((q, k, v), shared, rings, lists_of, sizes, mCounter)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS[self.consumers])
+            buffers = (sQ, sK, sV), words, told, storage.sV.data_ptr()
+            mask = (mWords, mSpans, lo, hi)
+            self.consume(o, (mK, mLse, mSinks, pack), buffers, rings, sizes, mask, c, inner)
+
+    @cute.jit
+    def listing(self, stored, tile, head, batch):
+        """(the column of key 0, the list of each block of the mask that a tile has rows of)."""
+        mCount, mEntry, mTile, mSpans = stored
         # Two consumers share a block of the mask, three have rows of two.
         blocks = [tile * self.consumers // 2 + n for n in range(self.consumers - 1)]
         column = cutlass.Int32(0)
@@ -167,161 +199,104 @@ class ForwardSm90:
             column = spans.column_of_key_0(of_rows)
             lists = [spans.listing(of_rows, m, column) for m in blocks]
         else:
-            of_rows = None
             # A mask of one batch or one head serves all of them.
             mask_batch = cutlass.min(batch, mCount.shape[0] - 1)
             mask_head = cutlass.min(head, mCount.shape[1] - 1)
-            stored = (
+            of_head = (
                 mCount[mask_batch, mask_head, None],
                 mEntry[mask_batch, mask_head, None, None],
                 mTile[mask_batch, mask_head, None, None] if self.config.form == "bits" else None,
             )
-            lists = [merge.listing(*stored, m) for m in blocks]
-        count = lists[0][0] + lists[-1][0]
-        kv_head = place.kv_head_of(head, mLse.shape[1], mK.shape[2])
-        own = (matrix_of(q, head, batch), *(matrix_of(t, kv_head, batch) for t in (k, v)))
-        o = matrix_of(o, head, batch)
-
-        group = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP)
-        if group == 0:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS[self.consumers])
-            if warp == 0 and count > 0:
-                tail = storage.barriers.data_ptr() + self.tiles.barriers - 1, storage.sV.data_ptr()
-                where = tile, column, pack[1] if self.packed else None, tail
-                self.load(own, (sQ, sK, sV), rings, words, where, lists)
-        else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS[self.consumers])
-            row_sum = cute.make_rmem_tensor((softmax.ROWS,), cutlass.Float32)
-            row_max = cute.make_rmem_tensor((softmax.ROWS,), cutlass.Float32)
-            pv = self.tiles.pv_mma()
-            acc_o = cute.make_rmem_tensor(
-                pv.get_slice(0).partition_shape_C((ROWS, self.value_dim)), cutlass.Float32
-            )
-            softmax.start(row_max, row_sum)
-            if cutlass.const_expr(mSinks is not None):
-                consumer, lane = group - 1, tidx % mma.WARPGROUP
-                row = tile * self.rows + consumer * ROWS + lane // 32 * 16 + lane % 32 // 4
-                sinks.start(row_max, row_sum, mSinks[head, None], row, lane, c)
-            acc_o.fill(0.0)
-            end = kv_len - column
-            if cutlass.const_expr(self.packed):
-                # Keys end where rows do, with the sequence.
-                _, end = packed.place_of(pack[1], (tile * self.consumers + group - 1) // 2)
-            state = (acc_o, row_max, row_sum)
-            if count > 0:
-                mask = (words, mWords, of_rows, lo, hi, end)
-                self.attend((sQ, sK, sV), rings, state, tile, mask, c, inner)
-            softmax.finish(row_sum)
-            table = pack[1] if self.packed else None
-            end = end if self.packed else q_len
-            self.output.normalise(state, mLse[batch, head, None], tile, end, c, table)
-            self.output.keep(acc_o, sO)
-            if cutlass.const_expr(self.packed):
-                self.output.store_of_pack(o, sO, (storage.sQ.data_ptr(), *pack, head), tile)
-            else:
-                self.output.store(o, sO, tile)
+            lists = [merge.listing(*of_head, m) for m in blocks]
+        return column, lists
 
     @cute.jit
-    def load(self, sources, buffers, rings, words, where, lists):
-        """The producer warp: the Q tile, then K and V of every block on a list, ascending.
-
-        K runs one block ahead of V, as its readers do.  In parts, V of a block leaves its stages
-        before K of the next one does, and comes first.
-        """
-        (q, k, v), (sQ, sK, sV), (q_ring, k_ring, v_ring) = sources, buffers, rings
-        tile, column, table, tail = where
-        # A consumer awaits V while it holds V of its last block, which is in another stage then.
-        patience = self.stages - 2
-        first = pipeline.producer_state(1)
-        q_ring.producer_acquire(first)
-        full = q_ring.producer_get_barrier(first)
-        if cutlass.const_expr(self.packed):
-            for n in cutlass.range_constexpr(self.rows // self.tiles.box_rows):
-                s, g = self.tiles.box(q, sQ, self.output.box_place(table, tile, n)[0], n)
-                cute.copy(q.atom, g, s, tma_bar_ptr=full)
-        else:
-            gQ = cute.local_tile(q.tensor, (self.rows, self.head_dim), (None, 0))
-            tQsQ, tQgQ = tma.partition(q.atom, 0, cute.make_layout(1), sQ, gQ)
-            cute.copy(q.atom, tQgQ[None, tile], tQsQ[None, 0], tma_bar_ptr=full)
-        at = merge.cursor(lists)
-        block = merge.step(lists, at, words[None, None, self.stages], patience)
-        state_k = pipeline.producer_state(self.stages)
-        state_v = pipeline.producer_state(self.stages)
-        phases = cute.make_rmem_tensor((1,), cutlass.Int32)
-        phases.fill(0)
-        of_k, of_v = (k, sK, k_ring, False), (v, sV, v_ring, True)
-        where = column, table, tail, phases
-        before = cutlass.Int32(merge.END)
-        while block < merge.END:
-            if cutlass.const_expr(self.parts > 1):
-                if before < merge.END:
-                    for part in cutlass.range_constexpr(self.parts):
-                        self.load_part(of_v, state_v, before, part, where)
-                        state_v.advance()
-            k_ring.sync_object_empty.wait(state_k.index, state_k.phase)
-            following = merge.step(lists, at, words[None, None, state_k.index], patience)
-            for part in cutlass.range_constexpr(self.parts):
-                self.load_part(of_k, state_k, block, part, where)
-                state_k.advance()
-            if cutlass.const_expr(self.parts == 1):
-                if before < merge.END:
-                    self.load_part(of_v, state_v, before, 0, where)
-                    state_v.advance()
-            before, block = block, following
-        for part in cutlass.range_constexpr(self.parts):
-            self.load_part(of_v, state_v, before, part, where)
-            state_v.advance()
-
-    @cute.jit
-    def load_part(self, what, state, block, part: cutlass.Constexpr, where):
-        """A part of a block of K, or of V, into the ring's next free stage."""
-        (source, buffer, ring, values), (column, table, tail, phases) = what, where
-        # A box of K is a block of keys, one of V a part of them.
-        at, (keys, columns) = block, self.tiles.v_box
-        if cutlass.const_expr(values):
-            at = block * self.parts + part
-        end = block * BLOCK + BLOCK
-        if cutlass.const_expr(self.packed):
-            shift, end = packed.place_of(table, block)
-            column = -shift
-        s, g = self.boxes(source, buffer, column, part, values)
-        if cutlass.const_expr(self.packed and values):
-            inside = end - at * keys
-            if inside < keys:
-                barrier, memory = tail
-                ring.sync_object_empty.wait(state.index, state.phase)
-                packed.expect(barrier, self.tiles.stage_bytes[2])
-                cute.copy(source.atom, g[None, at], s[None, state.index], tma_bar_ptr=barrier)
-                memory += state.index * keys * columns
-                full = ring.producer_get_barrier(state)
-                packed.clean(barrier, phases, memory, self.tiles.of_v, inside, full)
-            else:
-                ring.producer_acquire(state)
-                full = ring.producer_get_barrier(state)
-                cute.copy(source.atom, g[None, at], s[None, state.index], tma_bar_ptr=full)
-        else:
-            ring.producer_acquire(state)
-            full = ring.producer_get_barrier(state)
-            cute.copy(source.atom, g[None, at], s[None, state.index], tma_bar_ptr=full)
-
-    def boxes(self, source, buffer, column, part: int, values: bool):
-        """(shared, global) views of K, of some columns, or of V; key 0 is in ``column``."""
-        tensor, shape, boxes = source.tensor, self.tiles.k_box, (None, part)
-        moved = (column, 0)
-        if values:  # [D, keys]
-            shape, boxes, moved = self.tiles.v_box[::-1], (0, None), moved[::-1]
-        if self.config.form == SPANS or self.packed:
-            tensor = cute.domain_offset(moved, tensor)
-        tiles = cute.local_tile(tensor, shape, boxes)
-        return tma.partition(source.atom, 0, cute.make_layout(1), buffer, tiles)
-
-    @cute.jit
-    def attend(self, buffers, rings, state, tile, mask, c, inner):
-        """A consumer warpgroup: its 64 rows against every block on its list, ascending."""
-        sQ, sK, sV = buffers
+    def consume(self, o, tensors, buffers, rings, sizes, mask, c, inner):
+        """A consumer warpgroup: 64 rows of each tile."""
+        (mK, mLse, mSinks, pack), (operands, words, told, memory) = tensors, buffers
+        total, q_len, heads, _ = sizes
         tidx, _, _ = cute.arch.thread_idx()
         consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
         lane = tidx % mma.WARPGROUP
+        row_sum = cute.make_rmem_tensor((softmax.ROWS,), cutlass.Float32)
+        row_max = cute.make_rmem_tensor((softmax.ROWS,), cutlass.Float32)
+        shape = self.tiles.pv_mma().get_slice(0).partition_shape_C((ROWS, self.value_dim))
+        acc_o = cute.make_rmem_tensor(shape, cutlass.Float32)
+        states = self.states()
+        q_state = pipeline.consumer_state(1)
+        if consumer == self.consumers - 1:
+            self.give_turn(consumer)
+        rings[0].consumer_wait(q_state)
+        while cute.arch.make_warp_uniform(told[0]) < total:
+            tile, head, batch = place.tile_of(told[0], q_len, heads, self.rows)
+            softmax.start(row_max, row_sum)
+            if cutlass.const_expr(mSinks is not None):
+                row = tile * self.rows + consumer * ROWS + lane // 32 * 16 + lane % 32 // 4
+                sinks.start(row_max, row_sum, mSinks[head, None], row, lane, c)
+            acc_o.fill(0.0)
+            of_rows, last = None, mK.shape[1]
+            if cutlass.const_expr(self.config.form == SPANS):
+                of_rows = mask[1][batch, None, None]
+                last -= spans.column_of_key_0(of_rows)
+            if cutlass.const_expr(self.packed):
+                # Keys end where rows do, with the sequence.
+                _, last = packed.place_of(pack[1], (tile * self.consumers + consumer) // 2)
+            state = (acc_o, row_max, row_sum)
+            if told[1] > 0:
+                of_tile = (words, mask[0], of_rows, mask[2], mask[3], last)
+                where = tile, consumer, lane
+                states = self.attend(operands, rings, state, where, of_tile, c, inner, states)
+            # Where O goes is found again: it would have taken registers meanwhile.
+            tile, head, batch = place.tile_of(told[0], q_len, heads, self.rows)
+            rings[0].consumer_release(q_state)
+            q_state.advance()
+            softmax.finish(row_sum)
+            at = tile * self.consumers + consumer
+            row = at * ROWS + lane // 32 * 16 + lane % 32 // 4
+            end, shift = q_len, 0
+            if cutlass.const_expr(self.packed):
+                shift, end = packed.place_of(pack[1], at // 2)
+            self.output.normalise(state, mLse[batch, head, None], row, lane, end, c, shift)
+            of_head = matrix_of(o, head, batch)
+            of_pack = (*pack, head) if self.packed else None
+            for step in cutlass.range_constexpr(self.tiles.o_stages):
+                stage = self.await_output(rings, states)
+                if consumer // self.tiles.o_per_stage == step:
+                    number = consumer % self.tiles.o_per_stage + stage * self.tiles.o_per_stage
+                    own = memory + number * ROWS * self.value_dim
+                    self.output.store(acc_o, own, of_head, of_pack, at, consumer, lane)
+                self.pass_output(rings, states)
+                states = self.after(states)
+            rings[0].consumer_wait(q_state)
+        if consumer == 0:
+            # The last turn, which nobody takes.
+            self.await_turn(consumer)
+
+    def states(self):
+        """Where the rings of K and V start, which go round together."""
+        return (pipeline.consumer_state(self.stages),)
+
+    def after(self, states):
+        """A step later."""
+        state = states[0].clone()
+        state.advance()
+        return (state,)
+
+    def await_output(self, rings, states):
+        """The stage of V that the loading warp has left; K's is of no use."""
+        for ring in rings[1:]:
+            ring.consumer_wait(states[0])
+        return states[0].index
+
+    def pass_output(self, rings, states):
+        """Both back."""
+        for ring in rings[1:]:
+            ring.consumer_release(states[0])
+
+    @cute.jit
+    def attend(self, buffers, rings, state, where, mask, c, inner, states):
+        """64 rows of a tile against every block on their list, ascending."""
+        (sQ, sK, sV), (tile, consumer, lane) = buffers, where
         half = tile * self.consumers + consumer
         # Its list, and this thread's first row in the block of the mask; its second is 8 below.
         m, which = half // 2, half // 2 - tile * self.consumers // 2
@@ -340,18 +315,14 @@ class ForwardSm90:
         factor, shift = (cute.make_rmem_tensor((softmax.ROWS,), cutlass.Float32) for _ in range(2))
         bits = cute.make_rmem_tensor((score_mask.WORDS, softmax.ROWS), cutlass.Int32)
 
-        # Without keys too: O goes where Q comes.
-        rings[0].consumer_wait(pipeline.consumer_state(1))
-        if consumer == self.consumers - 1:
-            self.give_turn(consumer)
         operands = (tSrQ, tSrK, tOrP, tOrV)
         of_rows = (acc_s, *state, factor, shift, bits)
         where = (consumer, lane, m, row, mask[0][which, None, None])
-        self.walk(operands, rings[1:], of_rows, where, mask, c, inner)
+        return self.walk(operands, rings[1:], of_rows, where, mask, c, inner, states)
 
     @cute.jit
-    def walk(self, operands, rings, of_rows, where, mask, c, inner):
-        """Every block on the list of a consumer.
+    def walk(self, operands, rings, of_rows, where, mask, c, inner, states):
+        """Every block on the list of a consumer.  Returns the rings' states behind them.
 
         Its blocks with none between them that only the other list has are one pipeline.
         """
@@ -359,21 +330,21 @@ class ForwardSm90:
         acc_s, acc_o, row_max, row_sum, factor, shift, bits = of_rows
         consumer, lane, m, row, words = where
         # Where K of a step is, and V in its own ring; and V that P is yet to be multiplied by.
-        state = pipeline.consumer_state(self.stages)
-        of_p = pipeline.consumer_state(self.stages)
+        state = states[0].clone()
+        of_p = states[0].clone()
         word = self.first_word(k_ring, state, words)
         while self.absent(word) and word & merge.LAST == 0:
-            word = self.skip(k_ring, v_ring, state, consumer, word, words)
+            word = self.skip(k_ring, v_ring, state, consumer, words)
             state.advance()
         if self.absent(word):
-            self.skip(k_ring, v_ring, state, consumer, word, words)
+            self.skip(k_ring, v_ring, state, consumer, words)
         else:
             # S_0 = Q K_0ᵀ
             k_ring.consumer_wait(state)
             self.fetch(bits, word, words, state.index, row, mask)
             self.await_turn(consumer)
             self.scores(acc_s, tSrQ, tSrK, state.index)
-            self.give_turn_after(consumer, word)
+            self.give_turn(consumer)
             following = word_of(words, state.index)
             warpgroup.wait_group(0)
             k_ring.consumer_release(state)
@@ -389,7 +360,7 @@ class ForwardSm90:
                 state.advance()
                 word = following
                 while self.absent(word):
-                    word = self.skip(k_ring, v_ring, state, consumer, word, words)
+                    word = self.skip(k_ring, v_ring, state, consumer, words)
                     state.advance()
                 # S_n = Q K_nᵀ, and behind it O += P_{n-1} V_{n-1}
                 k_ring.consumer_wait(state)
@@ -397,7 +368,7 @@ class ForwardSm90:
                 self.await_turn(consumer)
                 self.scores(acc_s, tSrQ, tSrK, state.index)
                 self.add_values(acc_o, tOrP, tOrV, of_p.index)
-                self.give_turn_after(consumer, word)
+                self.give_turn(consumer)
                 following = word_of(words, state.index)
                 warpgroup.wait_group(1)
                 k_ring.consumer_release(state)
@@ -422,7 +393,9 @@ class ForwardSm90:
             while word & merge.LAST == 0:
                 state.advance()
                 word = following
-                following = self.skip(k_ring, v_ring, state, consumer, word, words)
+                following = self.skip(k_ring, v_ring, state, consumer, words)
+        state.advance()
+        return (state,)
 
     def first_word(self, k_ring, state, words):
         """The word of the first step, which comes with its K."""
@@ -434,11 +407,11 @@ class ForwardSm90:
         return word < 0 if self.consumers == 3 else cutlass.Boolean(False)
 
     @cute.jit
-    def skip(self, k_ring, v_ring, state, consumer, word, words):
+    def skip(self, k_ring, v_ring, state, consumer, words):
         """A step for others: its turn and its stages are given on.  Returns the next word."""
         k_ring.consumer_wait(state)
         self.await_turn(consumer)
-        self.give_turn_after(consumer, word)
+        self.give_turn(consumer)
         following = word_of(words, state.index)
         k_ring.consumer_release(state)
         v_ring.consumer_wait(state)
@@ -525,21 +498,10 @@ class ForwardSm90:
         threads = 2 * mma.WARPGROUP
         cute.arch.barrier_arrive(barrier_id=following, number_of_threads=threads)
 
-    @cute.jit
-    def give_turn_after(self, consumer, word):
-        """Consumer 0 takes the first turn, and the last consumer the last."""
-        if consumer < self.consumers - 1 or word & merge.LAST == 0:
-            self.give_turn(consumer)
-
 
 def word_of(words, at):
     """The word of a step, from where the step before finds it."""
     return cute.arch.make_warp_uniform(words[0, at])
-
-
-def matrix_of(source, head, batch):
-    """One head's matrix of a source [rows, columns, heads, batches]."""
-    return tma.Source(source.atom, source.tensor[None, None, head, batch])
 
 
 def build(config: ForwardConfig, compile=cute.compile, kernel=ForwardSm90):
@@ -572,10 +534,12 @@ def build(config: ForwardConfig, compile=cute.compile, kernel=ForwardSm90):
         *(spans_alone if config.form == SPANS else stored),
         by_row if config.sinks else None,
         packed.fake_table() if config.packed else None,
+        ints((1,)),
         cutlass.Int32(0),
         cutlass.Int32(0),
         cutlass.Float32(1.0),
         cutlass.Float32(0.0),
+        cutlass.Int32(1),
         fake.stream(),
         options=fake.SM90_OPTIONS,
     )

@@ -33,14 +33,33 @@ class ForwardWideSm90(ForwardSm90):
         super().__init__(config)
         assert (self.parts, self.consumers, self.head_dim) == (PARTS, 2, 256)
 
+    def states(self):
+        """Where the rings of K and V start; V's goes further, by O."""
+        return tuple(pipeline.consumer_state(self.stages) for _ in range(2))
+
+    def after(self, states):
+        """A stage of V later."""
+        of_v = states[1].clone()
+        of_v.advance()
+        return states[0], of_v
+
+    def await_output(self, rings, states):
+        """The stage of V that the loading warp has left."""
+        rings[2].consumer_wait(states[1])
+        return states[1].index
+
+    def pass_output(self, rings, states):
+        """Back."""
+        rings[2].consumer_release(states[1])
+
     @cute.jit
-    def walk(self, operands, rings, of_rows, where, mask, c, inner):
+    def walk(self, operands, rings, of_rows, where, mask, c, inner, states):
         """Every block on the list, which both consumers share."""
         (tSrQ, tSrK, tOrP, tOrV), (k_ring, v_ring) = operands, rings
         acc_s, acc_o, row_max, row_sum, factor, shift, bits = of_rows
         consumer, lane, m, row, words = where
         # The stages of the two parts of a block.
-        k0, v0 = (pipeline.consumer_state(self.stages) for _ in range(2))
+        k0, v0 = (state.clone() for state in states)
         k1, v1 = k0.clone(), v0.clone()
         k1.advance()
         v1.advance()
@@ -50,7 +69,7 @@ class ForwardWideSm90(ForwardSm90):
         following = word_of(words, k0.index)
         self.await_turn(consumer)
         self.scores_of_parts(acc_s, tSrQ, tSrK, k_ring, (k0, k1))
-        self.give_turn_after(consumer, word)
+        self.give_turn(consumer)
         self.release(k_ring, (k0, k1))
         # t_0 = S_0 or tanh(S_0 scale / softcap), -inf where masked; m_0 = max t_0
         self.mask(acc_s, word, bits, row, lane, m, mask, inner)
@@ -76,7 +95,7 @@ class ForwardWideSm90(ForwardSm90):
             self.fetch(bits, word, words, k0.index, row, mask)
             following = word_of(words, k0.index)
             self.scores_of_parts(acc_s, tSrQ, tSrK, k_ring, (k0, k1))
-            self.give_turn_after(consumer, word)
+            self.give_turn(consumer)
             self.release(k_ring, (k0, k1))
             # t_n as t_0; m_n = max(m_{n-1}, max t_n); factor = exp2(c (m_{n-1} - m_n))
             self.mask(acc_s, word, bits, row, lane, m, mask, inner)
@@ -89,6 +108,10 @@ class ForwardWideSm90(ForwardSm90):
         v_ring.consumer_wait(v0)
         self.values_of_parts(acc_o, tOrP, tOrV, v_ring, (v0, v1))
         self.release(v_ring, (v0, v1))
+        for state in (k0, v0):
+            for _ in cutlass.range_constexpr(PARTS):
+                state.advance()
+        return k0, v0
 
     @cute.jit
     def scores_of_parts(self, acc_s, tSrQ, tSrK, ring, states):

@@ -21,7 +21,7 @@ from ..compile.kernel import Entry, Expect, Kernel
 from ..operands import addressable, most_ctas, not_empty
 from . import config, stacked, watchdog
 from .config import BackwardConfig, ForwardConfig, PostConfig, PreConfig
-from .masks import FORMS, FORWARD_FORMS, SPANS, LoweredMask, Order
+from .masks import BLOCK, FORMS, FORWARD_FORMS, SPANS, LoweredMask, Order
 from .tensors import Grads, Saved, sinks_gradient
 
 _NAME = "block_sparse_attention"
@@ -69,7 +69,7 @@ def forward(
     softcap: float,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of ``op``; one CTA per 128 or 192 query rows of a head."""
+    """(out, lse) of ``op``; tiles of 128 or 192 query rows of a head."""
     return _forward(q, k, v, mask, None, scale, softcap, sinks)
 
 
@@ -111,8 +111,28 @@ def _forward(
     by_row = sinks.float()[:, None].expand(heads, q_len) if sunk else None
     operands = [addressable(t, _NAME, name) for name, t in (("q", q), ("k", k), ("v", v))]
     numbers = mask.lo, mask.hi, *config.factors(scale, softcap)
-    call(q.device, kernel, *operands, out, lse, *lists, by_row, table, *numbers)
+    rows = BLOCK[0] * len(table) if packed else q_len
+    counter, ctas = _tiles(chosen, rows, batch * heads, q.device)
+    given = *operands, out, lse, *lists, by_row, table, counter()
+    call(q.device, kernel, *given, *numbers, ctas)
     return out, lse
+
+
+def _tiles(
+    chosen: ForwardConfig, rows: int, heads: int, device: torch.device
+) -> tuple[Callable[[], Tensor], int]:
+    """(what makes the counter of tiles for a launch, its CTAs); heads: of all batches."""
+    total, most = -(-rows // chosen.rows) * heads, most_ctas(device)
+    if total <= most:
+        # A CTA for each tile: nobody asks for another one.
+        return functools.partial(_unread, device), total
+    return functools.partial(torch.zeros, 1, dtype=torch.int32, device=device), most
+
+
+@functools.cache
+def _unread(device: torch.device) -> Tensor:
+    """For a kernel that is given a tensor and does not read it."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def prepare_forward(
@@ -130,11 +150,13 @@ def prepare_forward(
     lists = mask.kv_count, not_empty(mask.kv_entry), not_empty(mask.kv_tile), mask.words, None
     rest = *lists, None, None, mask.lo, mask.hi, *config.factors(scale, softcap)
     columns = v.shape[3]
+    counter, ctas = _tiles(chosen, q_len, batch * heads, q.device)
+    before, numbers = rest[:7], rest[7:]
 
     def run(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
         out = q.new_empty(batch, q_len, heads, columns)
         lse = q.new_empty((batch, heads, q_len), dtype=torch.float32)
-        call(q.device, kernel, q, k, v, out, lse, *rest)
+        call(q.device, kernel, q, k, v, out, lse, *before, counter(), *numbers, ctas)
         return out, lse
 
     return run
@@ -156,7 +178,8 @@ def forward_of_spans(
     batch, q_len, heads, dim = q.shape
     dtype = config.DTYPE_NAMES[q.dtype]
     sunk = sinks is not None
-    kernel = _forward_kernel(config.configure_forward(dtype, dim, SPANS, softcap > 0, sunk))
+    chosen = config.configure_forward(dtype, dim, SPANS, softcap > 0, sunk)
+    kernel = _forward_kernel(chosen)
     out = empty((batch, q_len, heads, v.shape[3]), q.dtype, q.device)
     lse = empty((batch, heads, q_len), torch.float32, q.device)
     rows, stored, sums = q, out, lse
@@ -168,7 +191,9 @@ def forward_of_spans(
         by_row = by_row.view(k.shape[2], -1) if sunk else None
     operands = (addressable(t, _NAME, name) for name, t in zip("qkv", (rows, k, v), strict=True))
     numbers = 0, 0, *config.factors(scale, softcap)
-    call(q.device, kernel, *operands, stored, sums, *_NO_LISTS, spans, by_row, None, *numbers)
+    counter, ctas = _tiles(chosen, rows.shape[1], batch * rows.shape[2], q.device)
+    given = *operands, stored, sums, *_NO_LISTS, spans, by_row, None, counter()
+    call(q.device, kernel, *given, *numbers, ctas)
     return out, lse
 
 
@@ -183,8 +208,10 @@ def prepare_forward_of_spans(
     if any(addressable(t, _NAME, name) is not t for t, name in given) or not spans.is_contiguous():
         return None
     dtype = config.DTYPE_NAMES[q.dtype]
-    kernel = _forward_kernel(config.configure_forward(dtype, dim, SPANS, softcap > 0))
+    chosen = config.configure_forward(dtype, dim, SPANS, softcap > 0)
+    kernel = _forward_kernel(chosen)
     numbers = 0, 0, *config.factors(scale, softcap)
+    counter, ctas = _tiles(chosen, rows.shape[1], batch * rows.shape[2], q.device)
     of_groups, columns = (batch, k.shape[2], heads // k.shape[2]), v.shape[3]
 
     def run(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, *_: object) -> tuple[Tensor, Tensor]:
@@ -193,7 +220,8 @@ def prepare_forward_of_spans(
         rows, stored, sums = q, out, lse
         if grouped:
             rows, stored, sums = grouped(q), grouped(out), lse.view(of_groups)
-        call(q.device, kernel, rows, k, v, stored, sums, *_NO_LISTS, spans, None, None, *numbers)
+        given = rows, k, v, stored, sums, *_NO_LISTS, spans, None, None, counter()
+        call(q.device, kernel, *given, *numbers, ctas)
         return out, lse
 
     return run

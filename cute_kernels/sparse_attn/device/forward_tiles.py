@@ -65,9 +65,19 @@ class ForwardTiles:
 
     @property
     def of_o(self) -> tuple[int, int, int]:
-        """O's tile, as ``packed`` has it."""
+        """A consumer's tile of O, as ``packed`` has it."""
         row_bytes = self.value_dim * self.dtype.width // 8
-        return self.rows, piece_bytes(self.dtype, self.value_dim), row_bytes
+        return ROWS, piece_bytes(self.dtype, self.value_dim), row_bytes
+
+    @property
+    def o_per_stage(self) -> int:
+        """Such tiles that a stage of V has room for."""
+        return self.v_box[0] // ROWS
+
+    @property
+    def o_stages(self) -> int:
+        """Stages of V that O of all consumers takes."""
+        return -(-self.consumers // self.o_per_stage)
 
     @property
     def of_v(self) -> tuple[int, int, int]:
@@ -101,16 +111,16 @@ class ForwardTiles:
         )
 
     def o_layout(self) -> cute.ComposedLayout:
-        """Of O, in the buffer of Q: a row of it takes places of the same row of Q."""
-        return smem.operand_layout(self.dtype, self.rows, self.value_dim, "k", 1)
+        """Of a consumer's O."""
+        return smem.operand_layout(self.dtype, ROWS, self.value_dim, "k", 1)
 
-    def box_layout(self, columns: int) -> cute.ComposedLayout:
-        """Of the rows of Q or O that lie side by side."""
-        return smem.operand_layout(self.dtype, self.box_rows, columns, "k", 1)
+    def box_layout(self) -> cute.ComposedLayout:
+        """Of the rows of Q that lie side by side."""
+        return smem.operand_layout(self.dtype, self.box_rows, self.head_dim, "k", 1)
 
     def box(self, source, buffer, row, n: int):
-        """(shared, global) views of the ``n``-th rows of a tile, which lie from ``row`` on."""
-        shape = (self.box_rows, cute.size(buffer, mode=[1]))
+        """(shared, global) views of the ``n``-th rows of a tile of Q, which lie from ``row`` on."""
+        shape = (self.box_rows, self.head_dim)
         moved = cute.domain_offset((row, 0), source.tensor)
         s = cute.local_tile(buffer, (*shape, 1), (n, 0, 0))
         g = cute.local_tile(moved, shape, (None, 0))
@@ -125,6 +135,7 @@ class ForwardTiles:
         class Storage:
             barriers: cute.struct.MemRange[cutlass.Int64, self.barriers]
             words: cute.struct.MemRange[cutlass.Int32, 4 * (1 + self.stages)]
+            told: cute.struct.MemRange[cutlass.Int32, 2]
             sQ: cute.struct.Align[
                 cute.struct.MemRange[self.dtype, cute.cosize(sQ_layout)], smem.ALIGN
             ]
