@@ -178,6 +178,7 @@ def configure(
         *(dtype, head_dim, form, ordered, tile_m, softcap, packed),
         keys=128 if head_dim <= 128 else 64,
         do_stages=1 if head_dim == 256 else 2,
+        ds_stages=2 if head_dim <= 128 else 1,
         dq_stages={192: 1, 256: 0}.get(head_dim, 2),
         watchdog_ms=limit,
     )

@@ -8,8 +8,7 @@ Tickets      a ticket of the schedule is two here, one for each half of its 128 
 Order        dK, dV: as there.  dQ: each visit's product is a chain over 64 keys.
 Roles        warpgroup 0: as there.  Warpgroup 1 makes S, P and dV, warpgroup 2 dP, dS and dK; each
              makes its half of dQ.  P comes to warpgroup 2 in fp32, dS to warpgroup 1 rounded, both
-             through shared memory.  Warpgroup 1 is a visit ahead: its half of dQ comes behind P of
-             the next one.
+             through shared memory.
 Turns        D = 192: of a tile of dQ, whose visits two threads add alternately.  D = 256, where a
              buffer of a whole tile does not fit: of each half of its columns, by a thread each,
              semaphores [B, Hq, Mt, 2]; warpgroup 2 has the buffer first, then warpgroup 1.
@@ -26,7 +25,7 @@ from ..dsl import mma, pipeline, softmax, turnstile
 from ..schedulers.tiles import ticket_device as tickets
 from . import kernel_bwd_sm90
 from .config import BackwardConfig
-from .device import key_mask, packed, slope, sums, walk
+from .device import key_mask, packed, slope, walk
 from .device.backward_tiles import BLOCK
 from .kernel_bwd_sm90 import CONSUMER_WARPS, BackwardSm90, Barriers
 
@@ -45,13 +44,11 @@ class BackwardWideSm90(BackwardSm90):
     def __init__(self, config: BackwardConfig):
         self.set_up(config)
         assert config.head_dim in (192, 256) and (config.keys, config.tile_m) == (KEYS, KEYS)
-        assert config.ds_stages == 2, "dS is multiplied when the next one comes"
+        assert config.ds_stages == 1, "dS is multiplied by both before P of the next visit is told"
         self.adders = HALVES
         self.half_size = self.dq_size // HALVES
         self.by_halves = config.turns == HALVES
-        self.value_dim, self.dq_columns = self.tiles.value_dim, self.tiles.dq_columns
-        # Columns that warpgroup 1 makes at a time: beside dV of 256 there is room for 64.
-        self.dq_piece = 64 if self.by_halves else self.dq_columns
+        self.value_dim = self.tiles.value_dim
 
     def dq_room(self) -> int:
         """fp32 of the buffer of dQ."""
@@ -140,8 +137,8 @@ class BackwardWideSm90(BackwardSm90):
         tVrO = sum_v.make_fragment_B(slice_v.partition_B(tiles.do(shared.sdO, "mn")))
         rS, rP, tVrP = self.scores(score, slice_v)
         rdV = self.accumulator(slice_v, self.value_dim)
+        sum_q, tQrS, tQrK, rdQ = self.dq_product(shared, OF_DV)
 
-        # do_state: of the dO that is multiplied, or of the next one.
         state, do_state = self.states()
         received = tickets.ticket_state()
         # bit: of the visits whose dQ was given, the last one's number modulo 2.
@@ -156,9 +153,8 @@ class BackwardWideSm90(BackwardSm90):
             kv_len = sizes.kv_len
             if cutlass.const_expr(self.packed):
                 _, kv_len = packed.place_of(store[1][0], block)
+            rdV.fill(0.0)
             cute.arch.mbarrier_wait(barriers.k_full, kv_phase)
-            # Whether a visit has been: its dV is under way, its half of dQ to be made yet.
-            owed = cutlass.Boolean(False)
             window = cutlass.Int32(0)
             for _ in cutlass.range(sizes.group, unroll=1):
                 for entry in cutlass.range(begin, end, unroll=1):
@@ -173,10 +169,6 @@ class BackwardWideSm90(BackwardSm90):
                         mma.start(score, rS, tSrK, tSrQ, 0, state.index)
                         lse2 = tiles.statistics(shared.sLse2, config.stages, state.index, lane)
                         lse2 = self.fetch(lse2)
-                        warpgroup.wait_group(1)
-                        if owed:
-                            rings[1].consumer_release(do_state)
-                            do_state.advance()
                         warpgroup.wait_group(0)
                         rings[0].consumer_release(state)
                         # P = exp2(S scale log2 e - lse2)
@@ -186,29 +178,22 @@ class BackwardWideSm90(BackwardSm90):
                         place = (entry, partial, q_block, visit * self.tile_m, block, key, lane)
                         key_mask.keep(rS, config.form, self.tile_m, mask, kv_len, place)
                         rS.store(cute.math.exp2(rS.load(), fastmath=True))
-                        # P of the visit before has been read when its dS is there.
-                        if owed:
-                            meet(DS_BARRIER)
+                        # The other warpgroup has read P of the visit before: its dS came here.
                         cute.autovec_copy(by_fours(rS), sP[None, lane, None])
                         arrive(P_BARRIER)
-                        softmax.round_pairs(rS, rP)
-                        # dQ = dS K of the visit before
-                        self.make_dq(shared, barriers, lane, bit, owed)
-                        bit = bit ^ cutlass.Int32(owed)
-                        # dV += Pᵀ dO, from zero at the first visit
+                        rP.store(rS.load().to(self.dtype))
+                        # dV += Pᵀ dO, and behind it dQ = dS K
                         rings[1].consumer_wait(do_state)
-                        sums.extend(sum_v, rdV, tVrP, tVrO, do_state.index, owed)
-                        owed = cutlass.Boolean(True)
+                        mma.extend(sum_v, rdV, tVrP, tVrO, do_state.index)
+                        meet(DS_BARRIER)
+                        mma.start(sum_q, rdQ, tQrS, tQrK, 0, 0)
+                        warpgroup.wait_group(1)
+                        rings[1].consumer_release(do_state)
+                        warpgroup.wait_group(0)
+                        self.give_dq(rdQ, shared, barriers, OF_DV, lane, bit)
+                        bit = bit ^ 1
                         state.advance()
-            warpgroup.wait_group(0)
-            for i in cutlass.range_constexpr(cute.size(rdV)):
-                rdV[i] = rdV[i] if owed else cutlass.Float32(0.0)
-            if owed:
-                rings[1].consumer_release(do_state)
-                do_state.advance()
-                meet(DS_BARRIER)
-            self.make_dq(shared, barriers, lane, bit, owed)
-            bit = bit ^ cutlass.Int32(owed)
+                        do_state.advance()
             arrive(K_BARRIER)
             # V is multiplied: dS of the last visit came here.
             cute.arch.mbarrier_wait(barriers.v_full, kv_phase)
@@ -229,7 +214,7 @@ class BackwardWideSm90(BackwardSm90):
         source, lists, sizes = tickets_of
         score, sum_k = tiles.score_mma(), tiles.kv_mma(self.head_dim)
         tPrV, tPrO = mma.operands(score, 0, tiles.v(shared.sV), tiles.do(shared.sdO))
-        sum_q, tQrS, tQrK, rdQ = self.dq_product(shared, OF_DK, 0, self.dq_columns)
+        sum_q, tQrS, tQrK, rdQ = self.dq_product(shared, OF_DK)
         slice_k = sum_k.get_slice(0)
         tKrQ = sum_k.make_fragment_B(slice_k.partition_B(tiles.q(shared.sQ, "mn")))
         rdP, rdS, tKrS = self.scores(score, slice_k)
@@ -272,17 +257,15 @@ class BackwardWideSm90(BackwardSm90):
                         else:
                             slope.slopes(rdP, rP, delta)
                         rdS.store(rdP.load().to(self.dtype))
-                        self.keep_ds(rdS, shared, 0, lane, bit)
+                        self.keep_ds(rdS, shared, 0, lane, 0)
                         cute.arch.fence_proxy("async.shared", space="cta")
                         self.meet_own(OF_DK)
                         arrive(DS_BARRIER)
                         # dQ = dS K, and under its way out dK += dSᵀ Q
-                        mma.start(sum_q, rdQ, tQrS, tQrK, bit, 0)
+                        mma.start(sum_q, rdQ, tQrS, tQrK, 0, 0)
                         mma.extend(sum_k, rdK, tKrS, tKrQ, state.index)
                         warpgroup.wait_group(1)
-                        self.await_room(barriers, OF_DK, bit)
-                        self.keep_dq(rdQ, shared, OF_DK, 0, lane)
-                        self.give_dq(barriers, OF_DK, lane, bit)
+                        self.give_dq(rdQ, shared, barriers, OF_DK, lane, bit)
                         bit = bit ^ 1
                         warpgroup.wait_group(0)
                         rings[0].consumer_release(state)
@@ -311,34 +294,13 @@ class BackwardWideSm90(BackwardSm90):
         shape = slice_of_sum.partition_shape_C((KEYS, columns))
         return cute.make_rmem_tensor(shape, cutlass.Float32)
 
-    def dq_product(self, shared, consumer: int, piece: int, columns: int):
-        """dS K: some of a warpgroup's columns of dQ.  (The product, its operands, its result.)"""
-        product = self.tiles.dq_mma(columns)
+    def dq_product(self, shared, consumer: int):
+        """dS K: a warpgroup's columns of dQ.  (The product, its operands, its result.)"""
+        product, first = self.tiles.dq_mma(), consumer * WARPGROUP
         ds, dims = self.tiles.ds(shared.sdS, "mn"), self.tiles.k(shared.sK, "mn")
-        place = consumer * (self.dq_columns // columns) + piece
-        own = cute.local_tile(dims, (columns, KEYS, 1), (place, 0, 0))
-        shape = product.get_slice(0).partition_shape_C((self.tile_m, columns))
+        shape = product.get_slice(first).partition_shape_C((self.tile_m, self.head_dim))
         result = cute.make_rmem_tensor(shape, cutlass.Float32)
-        return product, *mma.operands(product, 0, ds, own), result
-
-    @cute.jit
-    def make_dq(self, shared, barriers, lane, bit, wanted):
-        """Warpgroup 1's half of dQ, of the visit before, if there was one.
-
-        If not, of an older dS, for nobody: ptxas awaits each product where a branch has one.
-        """
-        stage = bit if wanted else bit ^ 1
-        pieces = self.dq_columns // self.dq_piece
-        if wanted:
-            self.await_room(barriers, OF_DV, bit)
-        for piece in cutlass.range_constexpr(pieces):
-            product, tQrS, tQrK, rdQ = self.dq_product(shared, OF_DV, piece, self.dq_piece)
-            mma.start(product, rdQ, tQrS, tQrK, stage, 0)
-            warpgroup.wait_group(0)
-            if wanted:
-                self.keep_dq(rdQ, shared, OF_DV, piece, lane)
-        if wanted:
-            self.give_dq(barriers, OF_DV, lane, bit)
+        return product, *mma.operands(product, first, ds, dims), result
 
     def states(self):
         """Where a consumer of the rings of Q and of dO starts."""
@@ -346,32 +308,24 @@ class BackwardWideSm90(BackwardSm90):
         return tuple(pipeline.consumer_state(n) for n in stages)
 
     @cute.jit
-    def await_room(self, barriers, consumer: cutlass.Constexpr, bit):
-        """Until a warpgroup may write its half of a dQ tile."""
+    def give_dq(self, rdQ, shared, barriers, consumer: cutlass.Constexpr, lane, bit):
+        """A warpgroup's half of a dQ tile, in the order of ``dq_layout``, to who adds it.
+
+        bit: the number of the visit, modulo 2.
+        """
+        memory, thread = shared.sdQ.data_ptr(), consumer
         if cutlass.const_expr(self.by_halves):
             # Of a buffer that both have, warpgroup 2 is the first to write.
             phase = bit ^ 1 if consumer == OF_DK else bit
             cute.arch.mbarrier_wait(barriers.dq_empty + consumer, phase)
         else:
+            memory, thread = memory + consumer * self.half_size, bit
             cute.arch.mbarrier_wait(barriers.dq_empty, bit ^ 1)
-
-    @cute.jit
-    def keep_dq(self, rdQ, shared, consumer: cutlass.Constexpr, piece: cutlass.Constexpr, lane):
-        """Some columns of it, 16 bytes at a time, in the order of ``dq_layout``."""
-        memory = shared.sdQ.data_ptr() + piece * cute.size(rdQ) * WARPGROUP
-        if cutlass.const_expr(not self.by_halves):
-            memory += consumer * self.half_size
         layout = cute.make_layout((4, WARPGROUP, cute.size(rdQ) // 4))
-        sdQ = cute.make_tensor(memory, layout)
-        cute.autovec_copy(by_fours(rdQ), sdQ[None, lane, None])
-
-    @cute.jit
-    def give_dq(self, barriers, consumer: cutlass.Constexpr, lane, bit):
-        """To the thread that adds it."""
+        cute.autovec_copy(by_fours(rdQ), cute.make_tensor(memory, layout)[None, lane, None])
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if lane % 32 == 0:
-            thread = consumer if self.by_halves else bit
             cute.arch.mbarrier_arrive(barriers.dq_full + thread)
 
     @cute.jit

@@ -100,21 +100,17 @@ class BackwardTiles:
             warpgroup.OperandSource.RMEM,
         )
 
-    def dq_mma(self, columns: int | None = None) -> cute.TiledMma:
-        """dS K: warpgroups side by side along D for 64 rows, stacked along the rows for 128.
-
-        Or (``columns``) some columns of 64 rows, by one warpgroup.
-        """
+    def dq_mma(self) -> cute.TiledMma:
+        """dS K: warpgroups side by side along D for 64 rows, stacked along the rows for 128."""
         side_by_side = self.head_dim // self.dq_columns
-        warpgroups = (WARPGROUPS // side_by_side, side_by_side, 1)
         return hopper_helpers.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
             OperandMajorMode.MN,
             OperandMajorMode.MN,
             cutlass.Float32,
-            (1, 1, 1) if columns else warpgroups,
-            (64, columns or self.dq_columns),
+            (WARPGROUPS // side_by_side, side_by_side, 1),
+            (64, self.dq_columns),
         )
 
     def store_atom(self) -> cute.CopyAtom:
