@@ -25,7 +25,7 @@ Tiles        of 128 query rows of a head, or of 192, of two blocks of the mask. 
 Roles        warpgroup 0: one warp loads what either block lists (``merge``), of the next tile too;
              warpgroups 1, 2 (and 3): 64 rows each, against what their own block lists.  Q K^T of
              the next block is in flight with P V of this one, and the warpgroups take turns at
-             issuing them.  O leaves through stages of V.
+             issuing them.  O leaves through stages of V, by a warp of warpgroup 0 for each.
 Limits       SM90a only; bf16 and fp16; D = Dv in {64, 96, 128}, and D = 192 with Dv = 128 (256:
              ``kernel_fwd_wide_sm90``); lengths below 2^30; scale > 0.  P = 0
              times a V that is Inf or NaN is NaN: V of a masked key in a visited block must be
@@ -44,16 +44,16 @@ from cutlass.memory import SmemAllocator
 from ..compile import fake
 from ..dsl import mma, pipeline, softmax, tma
 from .config import HEAD_DIMS, VALUE_DIMS, ForwardConfig
-from .device import merge, output, packed, place, score_mask, sinks, spans
-from .device.forward_loads import Loads, matrix_of
+from .device import merge, output, packed, score_mask, sinks, spans
+from .device.forward_loads import Loads, Told
 from .device.forward_tiles import BLOCK, ROWS, ForwardTiles
 from .masks import FORWARD_FORMS, SPANS
 
 #: By consumers: what the roles have of the (1 + consumers) times 168 or 128 that the launch gives.
 PRODUCER_REGISTERS = {2: 24, 3: 32}
 CONSUMER_REGISTERS = {2: 240, 3: 160}
-#: Named barrier 0 is the CTA's.  Consumer w awaits its turn at 1 + w; its own threads meet at 4 + w.
-TURN_BARRIER, OWN_BARRIER = 1, 4
+#: Named barrier 0 is the CTA's.  Consumer w awaits its turn at 1 + w.
+TURN_BARRIER = 1
 
 
 class ForwardSm90:
@@ -72,7 +72,7 @@ class ForwardSm90:
         what = self.dtype, self.head_dim, self.value_dim, self.consumers, self.stages, self.parts
         self.tiles = ForwardTiles(*what, self.packed)
         self.loads = Loads(self.tiles, config.form)
-        self.output = output.Output(self.tiles, OWN_BARRIER)
+        self.output = output.Output(self.tiles)
 
     @cute.jit
     def __call__(
@@ -158,10 +158,15 @@ class ForwardSm90:
         )
         # By list, word or tile, and the stage of K a step before; the first step's come with its K.
         words = storage.words.get_tensor(cute.make_layout((2, 2, 1 + self.stages)))
-        told = storage.told.get_tensor(cute.make_layout(2))
+        told = Told(storage.told.get_tensor(cute.make_layout(4)))
         tail = storage.barriers.data_ptr() + self.tiles.barriers - 1
         if cutlass.const_expr(self.packed):
             packed.init(tail, tidx)
+        of_o = storage.of_o.data_ptr()
+        told_o = storage.told_o.get_tensor(cute.make_layout((4, self.consumers)))
+        handover = output.Handover(of_o, of_o + self.consumers, told_o)
+        if tidx == 0:
+            handover.init(self.consumers)
         rings = self.make_rings(storage.barriers.data_ptr())
         q_len, heads = mLse.shape[2], mLse.shape[1]
         table = None
@@ -181,11 +186,14 @@ class ForwardSm90:
                     return self.listing(stored, tile, head, batch)
 
                 self.loads.load((q, k, v), shared, rings, lists_of, sizes, mCounter)
+            elif warp <= self.consumers:
+                where = storage.sV.data_ptr(), handover, rings[2]
+                self.output.store(o, pack, *where, warp - 1)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS[self.consumers])
-            buffers = (sQ, sK, sV), words, told, storage.sV.data_ptr()
+            buffers = (sQ, sK, sV), words, told, storage.sV.data_ptr(), handover
             mask = (mWords, mSpans, lo, hi)
-            self.consume(o, (mK, mLse, mSinks, pack), buffers, rings, sizes, mask, c, inner)
+            self.consume((mK, mLse, mSinks, table), buffers, rings, q_len, mask, c, inner)
 
     @cute.jit
     def listing(self, stored, tile, head, batch):
@@ -211,10 +219,10 @@ class ForwardSm90:
         return column, lists
 
     @cute.jit
-    def consume(self, o, tensors, buffers, rings, sizes, mask, c, inner):
+    def consume(self, tensors, buffers, rings, q_len, mask, c, inner):
         """A consumer warpgroup: 64 rows of each tile."""
-        (mK, mLse, mSinks, pack), (operands, words, told, memory) = tensors, buffers
-        total, q_len, heads, _ = sizes
+        mK, mLse, mSinks, table = tensors
+        operands, words, told, memory, handover = buffers
         tidx, _, _ = cute.arch.thread_idx()
         consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
         lane = tidx % mma.WARPGROUP
@@ -224,11 +232,12 @@ class ForwardSm90:
         acc_o = cute.make_rmem_tensor(shape, cutlass.Float32)
         states = self.states()
         q_state = pipeline.consumer_state(1)
+        o_phase = cutlass.Int32(0)
         if consumer == self.consumers - 1:
             self.give_turn(consumer)
         rings[0].consumer_wait(q_state)
-        while cute.arch.make_warp_uniform(told[0]) < total:
-            tile, head, batch = place.tile_of(told[0], q_len, heads, self.rows)
+        while told.more():
+            tile, head, batch = told.place()
             softmax.start(row_max, row_sum)
             if cutlass.const_expr(mSinks is not None):
                 row = tile * self.rows + consumer * ROWS + lane // 32 * 16 + lane % 32 // 4
@@ -240,14 +249,14 @@ class ForwardSm90:
                 last -= spans.column_of_key_0(of_rows)
             if cutlass.const_expr(self.packed):
                 # Keys end where rows do, with the sequence.
-                _, last = packed.place_of(pack[1], (tile * self.consumers + consumer) // 2)
+                _, last = packed.place_of(table, (tile * self.consumers + consumer) // 2)
             state = (acc_o, row_max, row_sum)
-            if told[1] > 0:
+            if told[3] > 0:
                 of_tile = (words, mask[0], of_rows, mask[2], mask[3], last)
                 where = tile, consumer, lane
                 states = self.attend(operands, rings, state, where, of_tile, c, inner, states)
-            # Where O goes is found again: it would have taken registers meanwhile.
-            tile, head, batch = place.tile_of(told[0], q_len, heads, self.rows)
+            # Read again: it would have taken registers meanwhile.
+            tile, head, batch = told.place()
             rings[0].consumer_release(q_state)
             q_state.advance()
             softmax.finish(row_sum)
@@ -255,19 +264,21 @@ class ForwardSm90:
             row = at * ROWS + lane // 32 * 16 + lane % 32 // 4
             end, shift = q_len, 0
             if cutlass.const_expr(self.packed):
-                shift, end = packed.place_of(pack[1], at // 2)
+                shift, end = packed.place_of(table, at // 2)
             self.output.normalise(state, mLse[batch, head, None], row, lane, end, c, shift)
-            of_head = matrix_of(o, head, batch)
-            of_pack = (*pack, head) if self.packed else None
+            handover.await_room(consumer, o_phase)
             for step in cutlass.range_constexpr(self.tiles.o_stages):
                 stage = self.await_output(rings, states)
                 if consumer // self.tiles.o_per_stage == step:
-                    number = consumer % self.tiles.o_per_stage + stage * self.tiles.o_per_stage
-                    own = memory + number * ROWS * self.value_dim
-                    self.output.store(acc_o, own, of_head, of_pack, at, consumer, lane)
-                self.pass_output(rings, states)
+                    self.output.keep(acc_o, self.output.place(memory, consumer, stage), lane)
+                    handover.tell(consumer, lane, at, head, batch, stage)
+                else:
+                    rings[2].consumer_release(states[-1])
                 states = self.after(states)
+            o_phase = o_phase ^ 1
             rings[0].consumer_wait(q_state)
+        handover.await_room(consumer, o_phase)
+        handover.tell(consumer, lane, *(cutlass.Int32(-1),) * 4)
         if consumer == 0:
             # The last turn, which nobody takes.
             self.await_turn(consumer)
@@ -284,14 +295,10 @@ class ForwardSm90:
 
     def await_output(self, rings, states):
         """The stage of V that the loading warp has left; K's is of no use."""
-        for ring in rings[1:]:
-            ring.consumer_wait(states[0])
+        rings[1].consumer_wait(states[0])
+        rings[1].consumer_release(states[0])
+        rings[2].consumer_wait(states[0])
         return states[0].index
-
-    def pass_output(self, rings, states):
-        """Both back."""
-        for ring in rings[1:]:
-            ring.consumer_release(states[0])
 
     @cute.jit
     def attend(self, buffers, rings, state, where, mask, c, inner, states):

@@ -48,10 +48,6 @@ class ForwardWideSm90(ForwardSm90):
         rings[2].consumer_wait(states[1])
         return states[1].index
 
-    def pass_output(self, rings, states):
-        """Back."""
-        rings[2].consumer_release(states[1])
-
     @cute.jit
     def walk(self, operands, rings, of_rows, where, mask, c, inner, states):
         """Every block on the list, which both consumers share."""

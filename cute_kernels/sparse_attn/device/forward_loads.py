@@ -1,9 +1,11 @@
 """What the loading warp of a forward does: for each tile Q, then K and V of every listed block.
 
 It runs ahead of its readers by as many blocks as the rings hold, into the next tile too.  What a
-tile's consumers have to know comes with its Q: its number, and whether it has blocks.  Behind V of
-a tile's last block it leaves them stages of V, through which O goes out.
+tile's consumers have to know comes with its Q (``Told``).  Behind V of a tile's last block it leaves
+them stages of V, through which O goes out.
 """
+
+from dataclasses import dataclass
 
 import cutlass
 from cutlass import cute
@@ -12,6 +14,33 @@ from ...dsl import pipeline, tma
 from ..masks import SPANS
 from . import merge, packed, place
 from .forward_tiles import BLOCK, ForwardTiles
+
+
+@dataclass(frozen=True)
+class Told:
+    """What comes with Q, int32 [4]: the tile, or -1 behind the last one; its head, its batch; how
+    many blocks its lists have."""
+
+    memory: cute.Tensor
+
+    @cute.jit
+    def tell(self, tile, head, batch, count):
+        """By a warp."""
+        if cute.arch.lane_idx() == 0:
+            for n, value in enumerate((tile, head, batch, count)):
+                self.memory[n] = value
+        cute.arch.sync_warp()
+
+    def __getitem__(self, n: int):
+        return cute.arch.make_warp_uniform(self.memory[n])
+
+    def more(self):
+        """Whether there is a tile."""
+        return self[0] >= 0
+
+    def place(self):
+        """(tile, head, batch)."""
+        return self[0], self[1], self[2]
 
 
 class Loads:
@@ -35,7 +64,6 @@ class Loads:
         phases.fill(0)
         index, _, _ = cute.arch.block_idx()
         while index < total:
-            following = place.take(counter, total)
             tile, head, batch = place.tile_of(index, q_len, heads, self.tiles.rows)
             column, lists = lists_of(tile, head, batch)
             count = lists[0][0] + lists[-1][0]
@@ -45,7 +73,7 @@ class Loads:
             where = column, table, tail, phases
 
             q_ring.sync_object_empty.wait(q_state.index, q_state.phase)
-            tell(told, index, count)
+            told.tell(tile, head, batch, count)
             q_ring.producer_acquire(q_state)
             self.load_q(matrix_of(q, head, batch), sQ, q_ring.producer_get_barrier(q_state), tile, table)
             q_state.advance()
@@ -75,6 +103,8 @@ class Loads:
                 for part in cutlass.range_constexpr(parts):
                     self.load_part(of_v, state_v, before, part, where)
                     state_v.advance()
+            # Not before: who has taken a tile keeps it from those who have nothing left to do.
+            index = place.take(counter, total)
             for _ in cutlass.range_constexpr(self.tiles.o_stages):
                 if cutlass.const_expr(parts == 1):
                     # The rings of K and V go round together.
@@ -82,9 +112,8 @@ class Loads:
                     state_k.advance()
                 leave(v_ring, state_v)
                 state_v.advance()
-            index = following
         q_ring.sync_object_empty.wait(q_state.index, q_state.phase)
-        tell(told, total, 0)
+        told.tell(*(cutlass.Int32(-1),) * 3, cutlass.Int32(0))
         leave(q_ring, q_state)
 
     @cute.jit
@@ -143,15 +172,6 @@ class Loads:
             tensor = cute.domain_offset(moved, tensor)
         tiles = cute.local_tile(tensor, shape, boxes)
         return tma.partition(source.atom, 0, cute.make_layout(1), buffer, tiles)
-
-
-@cute.jit
-def tell(told: cute.Tensor, index, count):
-    """By a warp, to those who wait for Q: a tile's number, and its blocks' if it has any."""
-    if cute.arch.lane_idx() == 0:
-        told[0] = index
-        told[1] = count
-    cute.arch.sync_warp()
 
 
 @cute.jit
