@@ -158,7 +158,7 @@ class ForwardSm90:
         )
         # By list, word or tile, and the stage of K a step before; the first step's come with its K.
         words = storage.words.get_tensor(cute.make_layout((2, 2, 1 + self.stages)))
-        told = Told(storage.told.get_tensor(cute.make_layout(4)))
+        told = Told(storage.told.get_tensor(cute.make_layout(5)))
         tail = storage.barriers.data_ptr() + self.tiles.barriers - 1
         if cutlass.const_expr(self.packed):
             packed.init(tail, tidx)
@@ -230,7 +230,6 @@ class ForwardSm90:
         row_max = cute.make_rmem_tensor((softmax.ROWS,), cutlass.Float32)
         shape = self.tiles.pv_mma().get_slice(0).partition_shape_C((ROWS, self.value_dim))
         acc_o = cute.make_rmem_tensor(shape, cutlass.Float32)
-        states = self.states()
         q_state = pipeline.consumer_state(1)
         o_phase = cutlass.Int32(0)
         if consumer == self.consumers - 1:
@@ -251,10 +250,11 @@ class ForwardSm90:
                 # Keys end where rows do, with the sequence.
                 _, last = packed.place_of(table, (tile * self.consumers + consumer) // 2)
             state = (acc_o, row_max, row_sum)
-            if told[3] > 0:
+            behind = told.first()
+            if told.count() > 0:
                 of_tile = (words, mask[0], of_rows, mask[2], mask[3], last)
-                where = tile, consumer, lane
-                states = self.attend(operands, rings, state, where, of_tile, c, inner, states)
+                where = tile, consumer, lane, behind
+                behind = self.attend(operands, rings, state, where, of_tile, c, inner)
             # Read again: it would have taken registers meanwhile.
             tile, head, batch = told.place()
             rings[0].consumer_release(q_state)
@@ -268,13 +268,13 @@ class ForwardSm90:
             self.output.normalise(state, mLse[batch, head, None], row, lane, end, c, shift)
             handover.await_room(consumer, o_phase)
             for step in cutlass.range_constexpr(self.tiles.o_stages):
-                stage = self.await_output(rings, states)
+                place = self.await_output(rings, behind, step)
                 if consumer // self.tiles.o_per_stage == step:
-                    self.output.keep(acc_o, self.output.place(memory, consumer, stage), lane)
-                    handover.tell(consumer, lane, at, head, batch, stage)
+                    own = self.output.place(memory, consumer, place.index)
+                    self.output.keep(acc_o, own, lane)
+                    handover.tell(consumer, lane, at, head, batch, place.index)
                 else:
-                    rings[2].consumer_release(states[-1])
-                states = self.after(states)
+                    rings[2].consumer_release(place)
             o_phase = o_phase ^ 1
             rings[0].consumer_wait(q_state)
         handover.await_room(consumer, o_phase)
@@ -283,27 +283,23 @@ class ForwardSm90:
             # The last turn, which nobody takes.
             self.await_turn(consumer)
 
-    def states(self):
-        """Where the rings of K and V start, which go round together."""
-        return (pipeline.consumer_state(self.stages),)
-
-    def after(self, states):
-        """A step later."""
-        state = states[0].clone()
-        state.advance()
-        return (state,)
-
-    def await_output(self, rings, states):
-        """The stage of V that the loading warp has left; K's is of no use."""
-        rings[1].consumer_wait(states[0])
-        rings[1].consumer_release(states[0])
-        rings[2].consumer_wait(states[0])
-        return states[0].index
+    def await_output(self, rings, behind, step: int):
+        """A stage of V that the loading warp has left; that of K beside it is of no use."""
+        place = merge.state_at(behind, self.stages)
+        for _ in range(step):
+            place.advance()
+        rings[1].consumer_wait(place)
+        rings[1].consumer_release(place)
+        rings[2].consumer_wait(place)
+        return place
 
     @cute.jit
-    def attend(self, buffers, rings, state, where, mask, c, inner, states):
-        """64 rows of a tile against every block on their list, ascending."""
-        (sQ, sK, sV), (tile, consumer, lane) = buffers, where
+    def attend(self, buffers, rings, state, where, mask, c, inner):
+        """64 rows of a tile against every block on their list, ascending.
+
+        Returns the place behind its last step in the rings.
+        """
+        (sQ, sK, sV), (tile, consumer, lane, first) = buffers, where
         half = tile * self.consumers + consumer
         # Its list, and this thread's first row in the block of the mask; its second is 8 below.
         m, which = half // 2, half // 2 - tile * self.consumers // 2
@@ -324,29 +320,27 @@ class ForwardSm90:
 
         operands = (tSrQ, tSrK, tOrP, tOrV)
         of_rows = (acc_s, *state, factor, shift, bits)
-        where = (consumer, lane, m, row, mask[0][which, None, None])
-        return self.walk(operands, rings[1:], of_rows, where, mask, c, inner, states)
+        where = (consumer, lane, m, row, mask[0][which, None, None], first)
+        return self.walk(operands, rings[1:], of_rows, where, mask, c, inner)
 
     @cute.jit
-    def walk(self, operands, rings, of_rows, where, mask, c, inner, states):
-        """Every block on the list of a consumer.  Returns the rings' states behind them.
+    def walk(self, operands, rings, of_rows, where, mask, c, inner):
+        """Every block on the list of a consumer; returns the place behind them.
 
         Its blocks with none between them that only the other list has are one pipeline.
         """
         (tSrQ, tSrK, tOrP, tOrV), (k_ring, v_ring) = operands, rings
         acc_s, acc_o, row_max, row_sum, factor, shift, bits = of_rows
-        consumer, lane, m, row, words = where
-        # Where K of a step is, and V in its own ring; and V that P is yet to be multiplied by.
-        state = states[0].clone()
-        of_p = states[0].clone()
-        word = self.first_word(k_ring, state, words)
+        consumer, lane, m, row, words, first = where
+        k_ring.consumer_wait(merge.state_at(first, self.stages))
+        word = word_of(words, self.stages)
         while self.absent(word) and word & merge.LAST == 0:
-            word = self.skip(k_ring, v_ring, state, consumer, words)
-            state.advance()
+            word = self.skip(k_ring, v_ring, consumer, word, words)
         if self.absent(word):
-            self.skip(k_ring, v_ring, state, consumer, words)
+            self.skip(k_ring, v_ring, consumer, word, words)
         else:
             # S_0 = Q K_0ᵀ
+            state = merge.state_of(word, self.stages)
             k_ring.consumer_wait(state)
             self.fetch(bits, word, words, state.index, row, mask)
             self.await_turn(consumer)
@@ -362,19 +356,19 @@ class ForwardSm90:
             v_ring.consumer_wait(state)
             softmax.exponentiate(acc_s, row_sum, factor, shift, c)
             self.round_weights(acc_s, tOrP)
-            of_p = state.clone()
+            # The word of the step whose V P is yet to be multiplied by.
+            of_p = word
             while word & merge.ENDS == 0:
-                state.advance()
                 word = following
                 while self.absent(word):
-                    word = self.skip(k_ring, v_ring, state, consumer, words)
-                    state.advance()
+                    word = self.skip(k_ring, v_ring, consumer, word, words)
                 # S_n = Q K_nᵀ, and behind it O += P_{n-1} V_{n-1}
+                state, held = (merge.state_of(w, self.stages) for w in (word, of_p))
                 k_ring.consumer_wait(state)
                 self.fetch(bits, word, words, state.index, row, mask)
                 self.await_turn(consumer)
                 self.scores(acc_s, tSrQ, tSrK, state.index)
-                self.add_values(acc_o, tOrP, tOrV, of_p.index)
+                self.add_values(acc_o, tOrP, tOrV, held.index)
                 self.give_turn(consumer)
                 following = word_of(words, state.index)
                 warpgroup.wait_group(1)
@@ -387,35 +381,32 @@ class ForwardSm90:
                 # exponentials.
                 v_ring.consumer_wait(state)
                 warpgroup.wait_group(0)
-                v_ring.consumer_release(of_p)
+                v_ring.consumer_release(held)
                 # P_n = exp2(c (t_n - m_n)); l_n = l_{n-1} factor + Σ P_n; O *= factor
                 softmax.exponentiate(acc_s, row_sum, factor, shift, c)
                 softmax.rescale(acc_o, factor)
                 self.round_weights(acc_s, tOrP)
-                of_p = state.clone()
+                of_p = word
             # O += P_last V_last
-            self.add_values(acc_o, tOrP, tOrV, of_p.index)
+            held = merge.state_of(of_p, self.stages)
+            self.add_values(acc_o, tOrP, tOrV, held.index)
             warpgroup.wait_group(0)
-            v_ring.consumer_release(of_p)
+            v_ring.consumer_release(held)
             while word & merge.LAST == 0:
-                state.advance()
                 word = following
-                following = self.skip(k_ring, v_ring, state, consumer, words)
-        state.advance()
-        return (state,)
-
-    def first_word(self, k_ring, state, words):
-        """The word of the first step, which comes with its K."""
-        k_ring.consumer_wait(state)
-        return word_of(words, self.stages)
+                following = self.skip(k_ring, v_ring, consumer, word, words)
+        place = merge.state_of(word, self.stages)
+        place.advance()
+        return merge.place_code(place.index, place.phase)
 
     def absent(self, word):
         """Whether only the other list has the block; there is one with three consumers."""
         return word < 0 if self.consumers == 3 else cutlass.Boolean(False)
 
     @cute.jit
-    def skip(self, k_ring, v_ring, state, consumer, words):
+    def skip(self, k_ring, v_ring, consumer, word, words):
         """A step for others: its turn and its stages are given on.  Returns the next word."""
+        state = merge.state_of(word, self.stages)
         k_ring.consumer_wait(state)
         self.await_turn(consumer)
         self.give_turn(consumer)

@@ -15,9 +15,10 @@ Measured     docs/status.md, docs/notes/attention_sm90.md.
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import pipeline
 from cutlass.cute.nvgpu import warpgroup
 
-from ..dsl import pipeline, softmax
+from ..dsl import softmax
 from . import kernel_fwd_sm90
 from .config import ForwardConfig
 from .device import merge
@@ -33,40 +34,38 @@ class ForwardWideSm90(ForwardSm90):
         super().__init__(config)
         assert (self.parts, self.consumers, self.head_dim) == (PARTS, 2, 256)
 
-    def states(self):
-        """Where the rings of K and V start; V's goes further, by O."""
-        return tuple(pipeline.consumer_state(self.stages) for _ in range(2))
+    def await_output(self, rings, behind, step: int):
+        """A stage of V that the loading warp has left."""
+        place = self.parts_at(behind & 1)[step]
+        rings[2].consumer_wait(place)
+        return place
 
-    def after(self, states):
-        """A stage of V later."""
-        of_v = states[1].clone()
-        of_v.advance()
-        return states[0], of_v
+    def parts_at(self, phase):
+        """The places of both parts of a block, in one ring."""
+        none = cutlass.Int32(0)
+        return [pipeline.PipelineState(PARTS, none, cutlass.Int32(n), phase) for n in range(PARTS)]
 
-    def await_output(self, rings, states):
-        """The stage of V that the loading warp has left."""
-        rings[2].consumer_wait(states[1])
-        return states[1].index
+    def places(self, word):
+        """(those of K, those of V) of a step."""
+        code = word >> merge.PLACE_SHIFT
+        return self.parts_at(code // merge.PHASE & 1), self.parts_at(code & 1)
 
     @cute.jit
-    def walk(self, operands, rings, of_rows, where, mask, c, inner, states):
-        """Every block on the list, which both consumers share."""
+    def walk(self, operands, rings, of_rows, where, mask, c, inner):
+        """Every block on the list, which both consumers share; returns the place behind them."""
         (tSrQ, tSrK, tOrP, tOrV), (k_ring, v_ring) = operands, rings
         acc_s, acc_o, row_max, row_sum, factor, shift, bits = of_rows
-        consumer, lane, m, row, words = where
-        # The stages of the two parts of a block.
-        k0, v0 = (state.clone() for state in states)
-        k1, v1 = k0.clone(), v0.clone()
-        k1.advance()
-        v1.advance()
-        word = self.first_word(k_ring, k0, words)
+        consumer, lane, m, row, words, first = where
+        k_ring.consumer_wait(self.parts_at(first // merge.PHASE & 1)[0])
+        word = word_of(words, self.stages)
         # S_0 = Q K_0ᵀ
-        self.fetch(bits, word, words, k0.index, row, mask)
-        following = word_of(words, k0.index)
+        of_k, _ = self.places(word)
+        self.fetch(bits, word, words, 0, row, mask)
+        following = word_of(words, 0)
         self.await_turn(consumer)
-        self.scores_of_parts(acc_s, tSrQ, tSrK, k_ring, (k0, k1))
+        self.scores_of_parts(acc_s, tSrQ, tSrK, k_ring, of_k)
         self.give_turn(consumer)
-        self.release(k_ring, (k0, k1))
+        self.release(k_ring, of_k)
         # t_0 = S_0 or tanh(S_0 scale / softcap), -inf where masked; m_0 = max t_0
         self.mask(acc_s, word, bits, row, lane, m, mask, inner)
         softmax.raise_max(acc_s, row_max, factor, shift, c)
@@ -74,25 +73,21 @@ class ForwardWideSm90(ForwardSm90):
         softmax.exponentiate(acc_s, row_sum, factor, shift, c)
         self.round_weights(acc_s, tOrP)
         while word & merge.ENDS == 0:
-            for _ in cutlass.range_constexpr(PARTS):
-                k0.advance()
-                k1.advance()
-            word = following
             # O += P_{n-1} V_{n-1}
-            v_ring.consumer_wait(v0)
+            _, of_v = self.places(word)
+            v_ring.consumer_wait(of_v[0])
             self.await_turn(consumer)
-            self.values_of_parts(acc_o, tOrP, tOrV, v_ring, (v0, v1))
-            self.release(v_ring, (v0, v1))
-            for _ in cutlass.range_constexpr(PARTS):
-                v0.advance()
-                v1.advance()
+            self.values_of_parts(acc_o, tOrP, tOrV, v_ring, of_v)
+            self.release(v_ring, of_v)
             # S_n = Q K_nᵀ
-            k_ring.consumer_wait(k0)
-            self.fetch(bits, word, words, k0.index, row, mask)
-            following = word_of(words, k0.index)
-            self.scores_of_parts(acc_s, tSrQ, tSrK, k_ring, (k0, k1))
+            word = following
+            of_k, _ = self.places(word)
+            k_ring.consumer_wait(of_k[0])
+            self.fetch(bits, word, words, 0, row, mask)
+            following = word_of(words, 0)
+            self.scores_of_parts(acc_s, tSrQ, tSrK, k_ring, of_k)
             self.give_turn(consumer)
-            self.release(k_ring, (k0, k1))
+            self.release(k_ring, of_k)
             # t_n as t_0; m_n = max(m_{n-1}, max t_n); factor = exp2(c (m_{n-1} - m_n))
             self.mask(acc_s, word, bits, row, lane, m, mask, inner)
             softmax.raise_max(acc_s, row_max, factor, shift, c)
@@ -101,13 +96,11 @@ class ForwardWideSm90(ForwardSm90):
             softmax.rescale(acc_o, factor)
             self.round_weights(acc_s, tOrP)
         # O += P_last V_last
-        v_ring.consumer_wait(v0)
-        self.values_of_parts(acc_o, tOrP, tOrV, v_ring, (v0, v1))
-        self.release(v_ring, (v0, v1))
-        for state in (k0, v0):
-            for _ in cutlass.range_constexpr(PARTS):
-                state.advance()
-        return k0, v0
+        _, of_v = self.places(word)
+        v_ring.consumer_wait(of_v[0])
+        self.values_of_parts(acc_o, tOrP, tOrV, v_ring, of_v)
+        self.release(v_ring, of_v)
+        return word >> merge.PLACE_SHIFT & 1 ^ 1
 
     @cute.jit
     def scores_of_parts(self, acc_s, tSrQ, tSrK, ring, states):

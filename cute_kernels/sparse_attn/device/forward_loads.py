@@ -18,17 +18,17 @@ from .forward_tiles import BLOCK, ForwardTiles
 
 @dataclass(frozen=True)
 class Told:
-    """What comes with Q, int32 [4]: the tile, or -1 behind the last one; its head, its batch; how
-    many blocks its lists have."""
+    """What comes with Q, int32 [5]: the tile, or -1 behind the last one; its head, its batch; how
+    many blocks its lists have; the place in the rings of its first step (``merge.place_code``)."""
 
     memory: cute.Tensor
 
     @cute.jit
-    def tell(self, tile, head, batch, count):
+    def tell(self, numbers: tuple):
         """By a warp."""
         if cute.arch.lane_idx() == 0:
-            for n, value in enumerate((tile, head, batch, count)):
-                self.memory[n] = value
+            for n in cutlass.range_constexpr(len(numbers)):
+                self.memory[n] = numbers[n]
         cute.arch.sync_warp()
 
     def __getitem__(self, n: int):
@@ -41,6 +41,14 @@ class Told:
     def place(self):
         """(tile, head, batch)."""
         return self[0], self[1], self[2]
+
+    def count(self):
+        """How many blocks the tile's lists have."""
+        return self[3]
+
+    def first(self):
+        """The place of the first step, or of what comes instead."""
+        return self[4]
 
 
 class Loads:
@@ -73,13 +81,14 @@ class Loads:
             where = column, table, tail, phases
 
             q_ring.sync_object_empty.wait(q_state.index, q_state.phase)
-            told.tell(tile, head, batch, count)
+            told.tell((tile, head, batch, count, self.code(state_k, state_v)))
             q_ring.producer_acquire(q_state)
             self.load_q(matrix_of(q, head, batch), sQ, q_ring.producer_get_barrier(q_state), tile, table)
             q_state.advance()
 
             at = merge.cursor(lists)
-            block = merge.step(lists, at, words[None, None, self.tiles.stages], patience)
+            code = self.code(state_k, state_v)
+            block = merge.step(lists, at, words[None, None, self.tiles.stages], patience, code)
             before = cutlass.Int32(merge.END)
             # K runs one block ahead of V, as its readers do.  In parts, V of a block leaves its
             # stages before K of the next one does, and comes first.
@@ -90,7 +99,8 @@ class Loads:
                             self.load_part(of_v, state_v, before, part, where)
                             state_v.advance()
                 k_ring.sync_object_empty.wait(state_k.index, state_k.phase)
-                step = merge.step(lists, at, words[None, None, state_k.index], patience)
+                code = self.code(behind(state_k, parts), behind(state_v, parts))
+                step = merge.step(lists, at, words[None, None, state_k.index], patience, code)
                 for part in cutlass.range_constexpr(parts):
                     self.load_part(of_k, state_k, block, part, where)
                     state_k.advance()
@@ -113,8 +123,17 @@ class Loads:
                 leave(v_ring, state_v)
                 state_v.advance()
         q_ring.sync_object_empty.wait(q_state.index, q_state.phase)
-        told.tell(*(cutlass.Int32(-1),) * 3, cutlass.Int32(0))
+        told.tell((cutlass.Int32(-1),))
         leave(q_ring, q_state)
+
+    def code(self, state_k, state_v):
+        """The code of a step's place; of parts, each of which has its own stage, of both phases.
+
+        A reader's phase is the other one.
+        """
+        if self.tiles.parts == 1:
+            return merge.place_code(state_k.index, state_k.phase ^ 1)
+        return merge.place_code(state_v.phase ^ 1, state_k.phase ^ 1)
 
     @cute.jit
     def load_q(self, q, sQ, full, tile, table):
@@ -172,6 +191,14 @@ class Loads:
             tensor = cute.domain_offset(moved, tensor)
         tiles = cute.local_tile(tensor, shape, boxes)
         return tma.partition(source.atom, 0, cute.make_layout(1), buffer, tiles)
+
+
+def behind(state, parts: int):
+    """The place so many parts on."""
+    place = state.clone()
+    for _ in range(parts):
+        place.advance()
+    return place
 
 
 @cute.jit

@@ -136,7 +136,7 @@ class ForwardTiles:
             barriers: cute.struct.MemRange[cutlass.Int64, self.barriers]
             words: cute.struct.MemRange[cutlass.Int32, 4 * (1 + self.stages)]
             of_o: cute.struct.MemRange[cutlass.Int64, 2 * self.consumers]
-            told: cute.struct.MemRange[cutlass.Int32, 4]
+            told: cute.struct.MemRange[cutlass.Int32, 5]
             told_o: cute.struct.MemRange[cutlass.Int32, 4 * self.consumers]
             sQ: cute.struct.Align[
                 cute.struct.MemRange[self.dtype, cute.cosize(sQ_layout)], smem.ALIGN

@@ -46,8 +46,9 @@ class Handover:
     def tell(self, consumer, lane, at, head, batch, stage):
         """By a consumer: what of it is written."""
         if lane == 0:
-            for n, value in enumerate((at, head, batch, stage)):
-                self.told[n, consumer] = value
+            numbers = at, head, batch, stage
+            for n in cutlass.range_constexpr(4):
+                self.told[n, consumer] = numbers[n]
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if lane % 32 == 0:
