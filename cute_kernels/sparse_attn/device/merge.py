@@ -60,7 +60,8 @@ def place_code(stage, phase):
 
 def state_at(code, stages: int):
     """The place in a ring with a code."""
-    stage, phase = code & (PHASE - 1), code // PHASE & 1
+    stage = cute.arch.make_warp_uniform(code & (PHASE - 1))
+    phase = code // PHASE & 1
     return pipeline.PipelineState(stages, cutlass.Int32(0), stage, phase)
 
 
