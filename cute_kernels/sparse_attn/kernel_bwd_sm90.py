@@ -101,6 +101,9 @@ class BackwardSm90:
         self.singles = 5 + config.packed
         # Threads that add dQ, and pairs of mbarriers of what they add.
         self.adders = config.dq_stages
+        # Whether each consumer has code of its own, in which the places of its operands are
+        # constants.  In code that both share, ptxas computes them in every thread at D = 128.
+        self.apart = config.head_dim >= 128
         self.parts = BLOCK // config.keys
 
     @cute.jit
@@ -222,8 +225,14 @@ class BackwardSm90:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             mask, factors = (mTile, mWords, lo, hi), (scale, c, inner)
             tickets_of = (source, lists, sizes)
-            buffers = shared, passed
-            self.multiply((dk, dv, pack), mask, factors, buffers, rings, barriers, tickets_of)
+            given = (dk, dv, pack), mask, factors, (shared, passed), rings, barriers, tickets_of
+            if cutlass.const_expr(self.apart):
+                for consumer in cutlass.range_constexpr(CONSUMERS):
+                    if warp // (mma.WARPGROUP // 32) == consumer + 1:
+                        self.multiply(consumer, *given)
+            else:
+                consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
+                self.multiply(consumer, *given)
 
     def dq_room(self) -> int:
         """fp32 of the buffers of dQ."""
@@ -290,12 +299,11 @@ class BackwardSm90:
             turnstile.wait_turn(semaphore, rank)
 
     @cute.jit
-    def multiply(self, stores, mask, factors, buffers, rings, barriers, tickets_of):
+    def multiply(self, consumer, stores, mask, factors, buffers, rings, barriers, tickets_of):
         """A consumer warpgroup: dK and dV of its 64 keys, and its half of every dQ tile."""
         config, (shared, _) = self.config, buffers
         (scale, c, inner), (source, lists, sizes) = factors, tickets_of
         tidx, _, _ = cute.arch.thread_idx()
-        consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
         lane = tidx % mma.WARPGROUP
         first = consumer * mma.WARPGROUP
         # This thread's first key in the block; its second is 8 on.

@@ -114,13 +114,12 @@ class BackwardWideSm90(BackwardSm90):
             received.advance()
 
     @cute.jit
-    def multiply(self, stores, mask, factors, buffers, rings, barriers, tickets_of):
+    def multiply(self, consumer, stores, mask, factors, buffers, rings, barriers, tickets_of):
         """A consumer warpgroup."""
         tidx, _, _ = cute.arch.thread_idx()
-        consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP) - 1
         lane = tidx % WARPGROUP
         dk, dv, pack = stores
-        if consumer == OF_DV:
+        if cutlass.const_expr(consumer == OF_DV):
             self.make_dv((dv, pack), mask, factors, buffers, rings, barriers, tickets_of, lane)
         else:
             self.make_dk((dk, pack), factors, buffers, rings, barriers, tickets_of, lane)
