@@ -15,15 +15,18 @@ from .. import arch, checking
 from ..errors import (
     ArgumentTypeError,
     ArgumentValueError,
+    BackendUnavailable,
     DeviceError,
     DtypeError,
     ShapeError,
     expected,
+    no_backend,
     one_of,
 )
 from ..schedulers.masks.mask import BlockMask
 from ..schedulers.order.kinds import KINDS
 from ..schedulers.order.schedule import Schedule
+from ..untraced import untraced
 from . import config
 from .masks import FAR
 from .stacked import Sizes, wanted
@@ -38,7 +41,10 @@ SCHEDULES = (AUTO, *KINDS)
 
 
 class Problem(NamedTuple):
-    """One attention: q [batch, q_len, heads, head_dim], k and v [batch, kv_len, kv_heads, ..]."""
+    """One attention.
+
+    q [batch, q_len, heads, head_dim], k [batch, kv_len, kv_heads, head_dim], v likewise, value_dim.
+    """
 
     batch: int
     q_len: int
@@ -46,6 +52,7 @@ class Problem(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
+    value_dim: int
     device: torch.device
     scale: float
     softcap: float
@@ -69,6 +76,8 @@ def attention(
     kv_len, kv_heads = k.shape[1], k.shape[2]
     _shapes(q, k, v)
     checking.supported("block_sparse_attention", q.device)
+    if dim not in config.SM90_HEAD_DIMS and q.device.type == "cuda":
+        _not_sm90(q.device, dim)
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise ArgumentTypeError(expected(name, "True or False", repr(flag)))
@@ -77,7 +86,8 @@ def attention(
     _schedule_type(schedule)
     scale = dim**-0.5 if scale is None else _factor("scale", scale, "")
     softcap = _factor("softcap", softcap, "0 (none) or ")
-    return Problem(batch, q_len, kv_len, heads, kv_heads, dim, q.device, scale, softcap)
+    sizes = batch, q_len, kv_len, heads, kv_heads, dim, v.shape[3]
+    return Problem(*sizes, q.device, scale, softcap)
 
 
 def sinks(sinks: torch.Tensor | None, q: torch.Tensor) -> None:
@@ -157,11 +167,30 @@ def spans_apart(packed: bool, device: torch.device) -> None:
         raise ArgumentValueError(expected("packed", f"False for spans on {device}", packed))
 
 
+def _not_sm90(device: torch.device, dim: int) -> None:
+    """That kernels of SM90, which do not have this head size, are not those of a device."""
+    if on_sm90(str(device)):
+        reasons = {
+            arch.CUTE_SM90: f"has head sizes {list(config.SM90_HEAD_DIMS)}, not {dim}",
+            arch.TRITON: "is not this device's backend; CUTE_KERNELS_BACKEND=triton makes it",
+            arch.CPU: "runs on cpu tensors only",
+        }
+        raise BackendUnavailable(no_backend("block_sparse_attention", device, reasons))
+
+
+@untraced
+def on_sm90(device: str) -> bool:
+    """Whether the kernels of SM90 are those of a device."""
+    return arch.refusal(arch.CUTE_SM90, arch.describe(device)) is None
+
+
+# A constant of a compiled graph, as `prepare.operands` is.
+on_sm90._dynamo_marked_constant = True
+
+
 def stacked(device: str, mask_heads: int, q_len: int, heads: int, kv_heads: int) -> bool:
     """Whether a backward stacks the rows of query heads (`stacked`): SM90, for masks by head."""
-    if not wanted(mask_heads, heads, kv_heads):
-        return False
-    if arch.refusal(arch.CUTE_SM90, arch.describe(device)):
+    if not wanted(mask_heads, heads, kv_heads) or not on_sm90(device):
         return False
     rows = Sizes(q_len, heads, kv_heads).rows
     if rows >= FAR:
@@ -228,8 +257,9 @@ def _tensor(name: str, tensor: object, q: torch.Tensor) -> None:
 
 
 def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    if v.shape != k.shape:
-        raise ShapeError(expected("v", f"shape {list(k.shape)} like k", list(v.shape)))
+    if v.shape[:3] != k.shape[:3]:
+        want = f"{list(k.shape[:3])}, as k has, and a head size"
+        raise ShapeError(expected("v", want, list(v.shape)))
     batch, q_len, heads, dim = q.shape
     if k.shape[0] != batch:
         raise ShapeError(expected("k", f"batch {batch} like q", k.shape[0]))
@@ -237,6 +267,9 @@ def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ShapeError(one_of("head size of q", config.HEAD_DIMS, dim))
     if k.shape[3] != dim:
         raise ShapeError(expected("k", f"head size {dim} like q", k.shape[3]))
+    if v.shape[3] != config.VALUE_DIMS[dim]:
+        want = f"head size {config.VALUE_DIMS[dim]} for q of {dim}"
+        raise ShapeError(expected("v", want, v.shape[3]))
     if k.shape[2] == 0 or heads == 0 or heads % k.shape[2]:
         want = f"a number of heads that divides the {heads} query heads"
         raise ShapeError(expected("k", want, k.shape[2]))

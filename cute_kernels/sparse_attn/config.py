@@ -16,13 +16,17 @@ from ..schedulers.order.schedule import Schedule
 from ..schedulers.version import VERSION
 from .triton.plan import TRITON
 
-#: The head sizes that are taken, the same for q, k and v.
-HEAD_DIMS = (64, 96, 128)
+#: The head sizes that are taken: of q and k -> of v and out.
+VALUE_DIMS: Mapping[int, int] = {64: 64, 96: 96, 128: 128, 192: 128, 256: 256}
+#: Those of q and k.
+HEAD_DIMS = tuple(VALUE_DIMS)
+#: Those that the kernels of SM90 have.
+SM90_HEAD_DIMS = (64, 96, 128)
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 #: Whose constants "auto" reckons with on a GPU, by head size.
-MACHINES = {64: "cute_sm90_d64", 96: "cute_sm90_d128", 128: "cute_sm90_d128"}
+MACHINES = {d: "cute_sm90_d64" if d == 64 else "cute_sm90_d128" for d in HEAD_DIMS}
 
 _KEPT = frozenset({RUN_TO_RUN, BATCH_INVARIANT, SCHEDULE_INVARIANT})
 #: ``batch_invariant`` is the forward's: a gradient of k and v is a sum over rows.
@@ -186,7 +190,9 @@ def plan(backend: str, device: arch.Device) -> dict[str, object]:
             "block": [128, 128],
             "row sums": "4 lanes, each its columns ascending, then a butterfly",
             "delta": "8 products a thread, 24 for D = 96, then a butterfly over the row's threads",
-            "dq tile rows": {str(d): configure("bf16", d, "none", True).tile_m for d in HEAD_DIMS},
+            "dq tile rows": {
+                str(d): configure("bf16", d, "none", True).tile_m for d in SM90_HEAD_DIMS
+            },
             "group": "query heads one after another, ascending",
             "auto": _machines(),
         }

@@ -353,14 +353,14 @@ def post_entry(chosen: PostConfig) -> Kernel:
 def catalogue() -> Iterator[Entry]:
     """Every kernel that these launchers can ask for."""
     dtypes, flags = config.DTYPE_NAMES.values(), (False, True)
-    for key in itertools.product(dtypes, config.HEAD_DIMS, FORWARD_FORMS, flags, flags, flags):
+    for key in itertools.product(dtypes, config.SM90_HEAD_DIMS, FORWARD_FORMS, flags, flags, flags):
         chosen = config.configure_forward(*key)
         if chosen.packed and chosen.form not in config.FORMS_OF_PACKS:
             continue
         mma = ("64x128x16", f"64x{chosen.head_dim}x16")
         shared = _FORWARD_SHARED[chosen.head_dim]
         yield Entry(forward_entry(chosen), "A", Expect(mma, _REGISTERS[chosen.consumers], shared))
-    for dtype, dim in itertools.product(dtypes, config.HEAD_DIMS):
+    for dtype, dim in itertools.product(dtypes, config.SM90_HEAD_DIMS):
         tile_m = config.configure(dtype, dim, FORMS[0], True).tile_m
         # Row statistics and a rounding: no shared memory, no product.
         around = Expect(None, max_registers=96, max_shared=0)

@@ -14,7 +14,7 @@ LENGTH = 200  # two blocks and a tail each way
 def cases() -> list[Case]:
     """All masks with the order, causal without; MHA and GQA in turn."""
     found = []
-    for dim in config.HEAD_DIMS:
+    for dim in config.SM90_HEAD_DIMS:
         for at, mask in enumerate(("full", "causal", "random")):
             sizes = {"heads": 2, "kv_heads": 1 + at % 2, "s": LENGTH, "batch": 1}
             found.append(Case(mask, dim, **sizes))

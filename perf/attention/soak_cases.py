@@ -30,7 +30,7 @@ _PACK_DTYPES = ("bf16", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class Case:
-    """q, dout [B, S, heads, D], k, v [B, S, kv_heads, D]; dlse too where KV heads are shared."""
+    """q, dout [B, S, heads, ..], k, v [B, S, kv_heads, ..]; dlse too where KV heads are shared."""
 
     mask: str
     dim: int
@@ -125,8 +125,10 @@ class Case:
             return torch.randn(shape, generator=generator, device=device)
 
         dtype = next(t for t, name in config.DTYPE_NAMES.items() if name == self.dtype)
-        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
-        q, k, v, dout = (normal(self.batch, self.s, n, self.dim).to(dtype) for n in heads)
+        wide = config.VALUE_DIMS[self.dim]
+        sizes = (self.heads, self.dim), (self.kv_heads, self.dim)
+        sizes += (self.kv_heads, wide), (self.heads, wide)
+        q, k, v, dout = (normal(self.batch, self.s, *size).to(dtype) for size in sizes)
         shared = self.kv_heads < self.heads
         dlse = normal(self.batch, self.heads, self.s) if shared else None
         return q, k, v, dout, dlse
@@ -135,7 +137,7 @@ class Case:
 def suite(only: str = "") -> list[Case]:
     """Every configuration, and the controls, those of D = 128 first; `only`: parts of labels."""
     found = []
-    dims = sorted(config.HEAD_DIMS, reverse=True)
+    dims = sorted(config.SM90_HEAD_DIMS, reverse=True)
     for dim, (heads, kv_heads), mask in itertools.product(dims, HEADS, MASKS):
         for dtype in config.DTYPE_NAMES.values():
             long = (mask, dim, dtype, kv_heads) in _LONG

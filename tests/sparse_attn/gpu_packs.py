@@ -41,7 +41,7 @@ def pack(seed: int) -> tuple[list[int], tuple, list[torch.Tensor]]:
     lengths = known.lengths_of(seed)
     if seed % 16 == 15:
         lengths = g.integers(0, 2000, 4).tolist()
-    dim, heads = config.HEAD_DIMS[seed % 3], HEADS[seed // 3 % len(HEADS)]
+    dim, heads = config.SM90_HEAD_DIMS[seed % 3], HEADS[seed // 3 % len(HEADS)]
     dtype = (torch.bfloat16, torch.float16)[seed // 5 % 2]
     rule = known.RULES[seed % len(known.RULES)]
     return lengths, rule, known.drawn(sum(lengths), seed, dtype, heads, dim)
@@ -49,7 +49,7 @@ def pack(seed: int) -> tuple[list[int], tuple, list[torch.Tensor]]:
 
 def neighbours() -> None:
     """NaN in them shows nowhere."""
-    for dim in config.HEAD_DIMS:
+    for dim in config.SM90_HEAD_DIMS:
         tensors = known.drawn(700, dim=dim)
         inside = slice(300, 531)
         own = [t[:, inside] if t.dim() == 2 else t[inside] for t in tensors]

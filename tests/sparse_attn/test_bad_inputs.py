@@ -11,6 +11,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from cute_kernels import arch, checking, errors
 from cute_kernels.errors import (
@@ -28,8 +29,8 @@ from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.rules import Band
 from cute_kernels.schedulers.order import kinds
 from cute_kernels.schedulers.order.schedule import Schedule
-from cute_kernels.sparse_attn import checks, cpu
-from cute_kernels.sparse_attn.api import block_sparse_attention
+from cute_kernels.sparse_attn import checks, config, cpu
+from cute_kernels.sparse_attn.api import block_sparse_attention, sequence_attention
 
 B, S, H, HKV, D = 2, 300, 4, 2, 64
 COLUMNS = 3
@@ -52,6 +53,11 @@ def kv(**options):
 
 def att(*args, **options):
     return lambda: block_sparse_attention(*args, **options)
+
+
+def of_dims(dim: int, value_dim: int, key_dim: int = 0):
+    """Of head sizes of q and v, and of k if it is not q's."""
+    return att(t(1, 2, 1, dim), t(1, 2, 1, key_dim or dim), t(1, 2, 1, value_dim))
 
 
 def masked(mask, **options):
@@ -314,12 +320,18 @@ TENSORS = [
     ("k fp16", att(q(), kv(dtype=torch.float16), kv()), DtypeError, ["k", "bfloat16", "float16"]),
     ("v fp16", att(q(), kv(), kv(dtype=torch.float16)), DtypeError, ["v", "float16"]),
     ("v sparse", att(q(), kv(), kv().to_sparse()), ArgumentTypeError, ["v", "dense", "sparse"]),
-    ("v longer", att(q(), kv(), t(B, S + 1, HKV, D)), ShapeError, ["v", "[2, 300, 2, 64]", "301"]),
-    ("v wider", att(q(), kv(), t(B, S, HKV, 128)), ShapeError, ["v", "like k", "128"]),
+    ("v longer", att(q(), kv(), t(B, S + 1, HKV, D)), ShapeError, ["v", "[2, 300, 2]", "301"]),
+    ("v wider", att(q(), kv(), t(B, S, HKV, 128)), ShapeError, ["v", "size 64 for q of 64", "128"]),
+    ("v of 64 for 128", of_dims(128, 64), ShapeError, ["v", "head size 128 for q of 128", "64"]),
+    ("v of 192", of_dims(192, 192), ShapeError, ["v", "head size 128 for q of 192", "192"]),
+    ("v of 64 for 192", of_dims(192, 64), ShapeError, ["v", "head size 128 for q of 192", "64"]),
+    ("v of 128 for 256", of_dims(256, 128), ShapeError, ["v", "head size 256 for q of 256", "128"]),
+    ("k of 128 for 192", of_dims(192, 128, 128), ShapeError, ["k", "head size 192 like q", "128"]),
+    ("q as narrow as v", of_dims(128, 128, 192), ShapeError, ["k", "head size 128 like q", "192"]),
     ("k of 3 batches", att(q(), *[t(3, S, HKV, D)] * 2), ShapeError, ["k", "batch 2", "3"]),
     ("k narrower", att(t(B, S, H, 128), kv(), kv()), ShapeError, ["k", "head size 128", "64"]),
     ("D 80", att(t(B, S, H, 80), *[t(B, S, H, 80)] * 2), ShapeError, ["head size", "96", "80"]),
-    ("D 256", att(t(1, 2, 1, 256), *[t(1, 2, 1, 256)] * 2), ShapeError, ["head size", "256"]),
+    ("D 320", of_dims(320, 320), ShapeError, ["head size of q", "192, 256", "320"]),
     ("3 KV heads", att(q(), *[t(B, S, 3, D)] * 2), ShapeError, ["k", "divides the 4", "3"]),
     ("8 KV heads", att(q(), *[t(B, S, 8, D)] * 2), ShapeError, ["k", "divides the 4", "8"]),
     ("no KV heads", att(q(), *[t(B, S, 0, D)] * 2), ShapeError, ["k", "divides", "0"]),
@@ -446,3 +458,29 @@ def test_a_gradient_is_checked_before_anything_runs(monkeypatch):
     assert seen == [("cpu", H, S, H, HKV)]
     with torch.no_grad(), pytest.raises(AssertionError, match="launched"):
         block_sparse_attention(q().requires_grad_(), kv(), kv(), mask)
+
+
+LACKING = [d for d in config.VALUE_DIMS.items() if d[0] not in config.SM90_HEAD_DIMS]
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), LACKING)
+def test_a_head_size_that_the_kernels_of_sm90_lack_is_refused_there(monkeypatch, dim, value_dim):
+    """Every entry, by name; Triton, asked for by the environment, and other devices take it."""
+    shapes = (1, 5, 2, dim), (1, 5, 1, dim), (1, 5, 1, value_dim)
+    monkeypatch.setattr(arch, "_installed", lambda name: True)
+    monkeypatch.setattr(arch, "describe", lambda _: arch.Device("cuda:0", "cuda", "sm_90a", 132))
+    with FakeTensorMode():
+        x = [torch.empty(shape, dtype=BF16, device="cuda:0") for shape in shapes]
+        spans = torch.empty(1, 1, 5, 4, dtype=torch.int32)
+        calls = {
+            "rows": lambda: block_sparse_attention(*x, causal=True),
+            "buffer": lambda: sequence_attention(*x, spans),
+        }
+        for call in calls.values():
+            with pytest.raises(BackendUnavailable, match=rf"cute_sm90: .*64, 96, 128.*not {dim}"):
+                call()
+        monkeypatch.setenv("CUTE_KERNELS_BACKEND", "triton")
+        assert [call().shape[-1] for call in calls.values()] == [value_dim] * 2
+        monkeypatch.delenv("CUTE_KERNELS_BACKEND")
+        monkeypatch.setattr(arch, "describe", lambda _: arch.Device("cuda:0", "hip", "gfx942", 304))
+        assert [call().shape[-1] for call in calls.values()] == [value_dim] * 2

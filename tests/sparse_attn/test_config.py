@@ -65,7 +65,7 @@ def test_an_id_for_sm90(monkeypatch):
     assert contracts.guarantees(op.NAME, "cuda:0") == config.KEPT[arch.CUTE_SM90]
 
 
-@pytest.mark.parametrize("dim", config.HEAD_DIMS)
+@pytest.mark.parametrize("dim", config.SM90_HEAD_DIMS)
 def test_a_dq_tile_divides_a_block(dim):
     assert 128 % config.configure("bf16", dim, "none", True).tile_m == 0
 

@@ -18,7 +18,7 @@ kernel = available.import_module("cute_kernels.sparse_attn.kernel_fwd_sm90")
 
 from cute_kernels.certify import sass  # noqa: E402
 from cute_kernels.sparse_attn import launch, masks  # noqa: E402
-from cute_kernels.sparse_attn.config import HEAD_DIMS, configure_forward  # noqa: E402
+from cute_kernels.sparse_attn.config import SM90_HEAD_DIMS, configure_forward  # noqa: E402
 from tests import certified  # noqa: E402
 from tests.sparse_attn.waits import no_wait_for  # noqa: E402
 
@@ -55,7 +55,7 @@ def every_forward():
     """For every commit each head size, form and softcap once, or all if the kernel changed."""
     known = certified.proved("sparse_attn_fwd_sm90")
     often = {(64, "band", True), (128, "bits", False)}
-    for chosen in itertools.product(HEAD_DIMS, masks.FORMS, (False, True)):
+    for chosen in itertools.product(SM90_HEAD_DIMS, masks.FORMS, (False, True)):
         marks = pytest.mark.nightly if known and chosen not in often else ()
         yield pytest.param(*chosen, marks=marks)
 

@@ -81,7 +81,7 @@ def test_random_orders(dim, rule):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("dim", config.HEAD_DIMS)
+@pytest.mark.parametrize("dim", config.SM90_HEAD_DIMS)
 @pytest.mark.parametrize("rule", known.RULES, ids=str)
 def test_every_mode(dim, rule):
     assert survives(dim, rule)

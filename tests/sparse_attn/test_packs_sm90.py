@@ -41,7 +41,7 @@ def compared(lengths, rule, drawn=None, ctas=7, **options) -> list[str]:
     ("dim", "rule"),
     [
         pytest.param(dim, rule, marks=[] if (dim, i) in DAY else NIGHT)
-        for dim in config.HEAD_DIMS
+        for dim in config.SM90_HEAD_DIMS
         for i, rule in enumerate(known.RULES)
     ],
     ids=str,
@@ -54,7 +54,7 @@ def test_a_pack(dim, rule):
 @pytest.mark.parametrize("seed", range(12))
 def test_drawn_packs(seed):
     lengths, rule = known.lengths_of(seed), known.RULES[seed % 4]
-    dim = config.HEAD_DIMS[seed % 3]
+    dim = config.SM90_HEAD_DIMS[seed % 3]
     drawn = known.drawn(sum(lengths), seed, heads=(4, 2), dim=dim)
     assert compared(lengths, rule, drawn, ctas=(1, 2, 7, 132)[seed % 4]) == []
 

@@ -40,7 +40,7 @@ def findings(build) -> list[str]:
 def every_head_dim():
     """The certificates hold R7 too: of kernels that are proved, every commit looks at D = 128."""
     known = all(map(certified.proved, ("sparse_attn_fwd_sm90", "sparse_attn_bwd_sm90")))
-    for head_dim in config.HEAD_DIMS:
+    for head_dim in config.SM90_HEAD_DIMS:
         often = head_dim == 128 or not known
         yield pytest.param(head_dim, marks=() if often else pytest.mark.nightly)
 

@@ -68,10 +68,10 @@ def test_records_are_written_and_the_budget_is_kept(tmp_path):
 def test_the_suite_has_every_configuration():
     found = soak_cases.suite()
     packs = [case for case in found if case.mask == soak_cases.PACK]
-    assert {c.dim for c in packs} == set(config.HEAD_DIMS) and len(packs) == 3
+    assert {c.dim for c in packs} == set(config.SM90_HEAD_DIMS) and len(packs) == 3
     ordered = [case for case in found if case.ordered and case not in packs]
     sizes = {(c.dim, c.dtype, c.kv_heads < c.heads, c.mask) for c in ordered}
-    dims, dtypes = config.HEAD_DIMS, config.DTYPE_NAMES.values()
+    dims, dtypes = config.SM90_HEAD_DIMS, config.DTYPE_NAMES.values()
     masks_of = soak_cases.MASKS
     assert sizes == set(itertools.product(dims, dtypes, (False, True), masks_of))
     assert len({case.label for case in found}) == len(found)
@@ -141,7 +141,7 @@ def test_the_command_fails_with_its_records(command):
 
 def test_the_small_cases_for_the_sanitizer_run(monkeypatch):
     found = sanitized.cases()
-    assert {c.dim for c in found} == set(config.HEAD_DIMS)
+    assert {c.dim for c in found} == set(config.SM90_HEAD_DIMS)
     assert {c.mask for c in found} == {"full", "causal", "random"}
     assert {c.ordered for c in found} == {True, False}
     monkeypatch.setattr(sanitized, "cases", lambda: found[:4])
