@@ -35,6 +35,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 #: Of scale and softcap.  Kernels form scale / softcap and log2(e) times either in fp32, which must
 #: neither overflow (infinity times a score of 0 is NaN) nor vanish.
 LEAST, MOST = 2.0**-40, 2.0**40
+#: The last two dimensions of each, for messages.
+_HEADS = {"q": "Hq, D", "k": "Hkv, D", "v": "Hkv, Dv"}
 AUTO = "auto"
 #: The schedules that have a name.
 SCHEDULES = (AUTO, *KINDS)
@@ -76,8 +78,8 @@ def attention(
     kv_len, kv_heads = k.shape[1], k.shape[2]
     _shapes(q, k, v)
     checking.supported("block_sparse_attention", q.device)
-    if dim not in config.SM90_HEAD_DIMS and q.device.type == "cuda":
-        _not_sm90(q.device, dim)
+    if not has_head_dim(dim, q.device):
+        _refuse_on_sm90(q.device, dim)
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise ArgumentTypeError(expected(name, "True or False", repr(flag)))
@@ -108,7 +110,7 @@ def pack(
     """(left, right) of a pack's ``window_size``; that its tensors have the dimensions of one."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         checking.tensor(name, t)
-        checking.rank(name, t, 3, "[T, Hq, D]" if name == "q" else "[T, Hkv, D]")
+        checking.rank(name, t, 3, f"[T, {_HEADS[name]}]")
         if t.shape[0] != q.shape[0]:
             want = f"{q.shape[0]} tokens, as q has"
             raise ShapeError(expected(name, want, t.shape[0]))
@@ -167,15 +169,20 @@ def spans_apart(packed: bool, device: torch.device) -> None:
         raise ArgumentValueError(expected("packed", f"False for spans on {device}", packed))
 
 
-def _not_sm90(device: torch.device, dim: int) -> None:
-    """That kernels of SM90, which do not have this head size, are not those of a device."""
-    if on_sm90(str(device)):
-        reasons = {
-            arch.CUTE_SM90: f"has head sizes {list(config.SM90_HEAD_DIMS)}, not {dim}",
-            arch.TRITON: "is not this device's backend; CUTE_KERNELS_BACKEND=triton makes it",
-            arch.CPU: "runs on cpu tensors only",
-        }
-        raise BackendUnavailable(no_backend("block_sparse_attention", device, reasons))
+def has_head_dim(dim: int, device: torch.device) -> bool:
+    """Whether the kernels of a device have one of ``config.HEAD_DIMS``."""
+    if dim in config.SM90_HEAD_DIMS:
+        return True
+    return device.type != "cuda" or not on_sm90(str(device))
+
+
+def _refuse_on_sm90(device: torch.device, dim: int) -> None:
+    reasons = {
+        arch.CUTE_SM90: f"has head sizes {list(config.SM90_HEAD_DIMS)}, not {dim}",
+        arch.TRITON: "is not this device's backend; CUTE_KERNELS_BACKEND=triton makes it that",
+        arch.CPU: "runs on cpu tensors only",
+    }
+    raise BackendUnavailable(no_backend("block_sparse_attention", device, reasons))
 
 
 @untraced
@@ -244,7 +251,7 @@ def _plain(q: object, k: object, v: object) -> bool:
 
 def _tensor(name: str, tensor: object, q: torch.Tensor) -> None:
     checking.tensor(name, tensor)
-    checking.rank(name, tensor, 4, "[B, Sq, Hq, D]" if name == "q" else "[B, Sk, Hkv, D]")
+    checking.rank(name, tensor, 4, f"[B, {'Sq' if name == 'q' else 'Sk'}, {_HEADS[name]}]")
     checking.same_device(name, tensor, "q", q)
     # Under autocast all three are cast to its dtype, which is then looked at.
     cast = checking.autocast(tensor.device)

@@ -314,6 +314,7 @@ TENSORS = [
     ("v numpy", att(q(), kv(), np.ones(3)), ArgumentTypeError, ["v", "ndarray"]),
     ("q 3-D", att(t(S, H, D), kv(), kv()), ShapeError, ["q", "4 dimensions [B, Sq, Hq, D]", "3"]),
     ("k 5-D", att(q(), t(1, B, S, HKV, D), kv()), ShapeError, ["k", "[B, Sk, Hkv, D]", "5"]),
+    ("v 3-D", att(q(), kv(), t(S, HKV, D)), ShapeError, ["v", "[B, Sk, Hkv, Dv]", "3"]),
     ("q fp32", att(q(dtype=torch.float32), kv(), kv()), DtypeError, ["q", "float32"]),
     ("all fp64", att(*[x(dtype=torch.float64) for x in (q, kv, kv)]), DtypeError, ["q", "float64"]),
     ("q int", att(q(dtype=torch.int32), kv(), kv()), DtypeError, ["q", "int32"]),

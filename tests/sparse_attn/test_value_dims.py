@@ -10,8 +10,18 @@ from torch.library import opcheck
 
 import cute_kernels as ck
 from cute_kernels.schedulers import BlockMask
-from cute_kernels.sparse_attn import api, checks, cpu, op, pack_op, prepare, sequence_op
+from cute_kernels.sparse_attn import (
+    api,
+    checks,
+    cpu,
+    op,
+    pack_op,
+    prepare,
+    sequence_op,
+    stacked,
+)
 from cute_kernels.sparse_attn.config import VALUE_DIMS
+from cute_kernels.sparse_attn.tensors import Grads, Saved
 from tests.contract import same_bytes
 from tests.sparse_attn import cases, pack_cases, sequence_cases
 from tests.sparse_attn.against_float64 import checked
@@ -174,6 +184,19 @@ def test_v_beside_k_in_one_buffer():
     for k, v in ((both[..., :192], both[..., 192:]), (x.k.detach(), around[..., 64:192])):
         made = ck.block_sparse_attention(x.q.detach(), k, v, causal=True, return_lse=True)
         assert all(map(same_bytes, made, want))
+
+
+def test_stacked_heads_keep_their_widths():
+    """What a backward of SM90 makes of masks by query head: rows of dout have v's columns."""
+    x, of = tensors(192), stacked.Sizes(40, 4, 2)
+    q, k, v = (t.detach() for t in x.leaves())
+    out, lse = rows(x)
+    given = Saved(q, k, v, out.detach(), lse.detach())
+    grads, saved = stacked.operands(Grads(x.dout, x.dlse), given, of)
+    assert saved.k is k and saved.v is v and saved.q.shape == (1, 256, 2, 192)
+    assert saved.out.shape == grads.dout.shape == (1, 256, 2, 128)
+    for made, t in ((saved.q, q), (saved.out, given.out), (grads.dout, x.dout)):
+        assert same_bytes(stacked.gradient(made, of), t)
 
 
 CASE = cases.Case(

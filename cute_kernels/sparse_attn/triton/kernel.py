@@ -6,14 +6,15 @@
     dkdv_kernel       dK, dV          one program per (batch, KV head, key block)
     dq_kernel         dQ              one program per (batch, query head, query block)
 
-Summation order.  A score is one `tl.dot` over D (96 is padded to 128 with zeros).  Forward: key
-blocks ascending by absolute index, online softmax in base 2, P in the input dtype, one division at
-the end.  dK and dV: query blocks in the schedule's visiting order, in each the query heads of the
-group ascending; a group whose heads have lists of their own adds head after head.  dQ: key blocks
-in the order of ranks.  A block of 128 is taken in steps, ascending, of the rows that the plan
-names.  Every sum is one fp32 chain that a program carries from its first step to its last, rounded
-once.  No atomics, no split sums, no autotuning; the launch order, and so a schedule's tickets,
-decides only when a program runs.
+Summation order.  A score is one `tl.dot` over D, the head size of q and k (96 is padded to 128 with
+zeros, 192 to 256); out and delta have DV, that of v.  Forward: key blocks ascending by absolute
+index, online softmax in base 2, P in the input dtype, one division at the end.  dK and dV: query
+blocks in the schedule's visiting order, in each the query heads of the group ascending; a group
+whose heads have lists of their own adds head after head.  dQ: key blocks in the order of ranks.  A
+block of 128 is taken in steps, ascending, of the rows that the plan names.  Every sum is one fp32
+chain that a program carries from its first step to its last, rounded once.  No atomics, no split
+sums, no autotuning; the launch order, and so a schedule's tickets, decides only when a program
+runs.
 
 A row's bits in the forward do not depend on which steps its neighbours need.  A step that allows a
 row nothing leaves the maximum as it is, scales by exp2(0) = 1 and adds zeros; this can turn a -0 of
