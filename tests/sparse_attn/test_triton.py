@@ -66,8 +66,8 @@ def test_an_id_names_the_tiles(monkeypatch, device):
 @pytest.mark.parametrize(
     ("marked", "chosen", "least"),
     [
-        ("not nightly", "test_killed", 8),
-        pytest.param("nightly or not nightly", "test", 32, marks=pytest.mark.nightly),
+        ("not nightly", "test_killed", 10),
+        pytest.param("nightly or not nightly", "test", 41, marks=pytest.mark.nightly),
     ],
 )
 def test_interpreted(marked, chosen, least):
