@@ -217,6 +217,11 @@ def test_attention_runs_where_the_matrix_says(monkeypatch):
 
 def test_attention_has_the_head_sizes_and_kernels_of_its_page():
     text = read("docs/attention.md")
+    assert rows_of(text, "q and k", "v and out", "CPU, Triton", "SM90") == [
+        [str(dim), str(wide), "yes", "yes" if dim in attention.HEAD_DIMS else "not yet"]
+        for dim, wide in attention.VALUE_DIMS.items()
+    ]
+    assert set(attention.TRITON) == set(attention.HEAD_DIMS)
     found = {row[0]: row[1] for row in rows_of(text, "", "head size", "masks")}
     assert found == {
         "forward": ", ".join(map(str, attention.HEAD_DIMS)),

@@ -30,9 +30,9 @@ def block_sparse_attention(
     """softmax(scale q kᵀ) v over the allowed (query, key) pairs, with bits that can be relied on.
 
     Args:
-        q: [B, Sq, Hq, D]; bf16 or fp16; any strides.  D is 64, 96 or 128.
-        k, v: [B, Sk, Hkv, D]; the dtype and device of ``q``.  Hkv divides Hq: query head h reads
-            KV head h // (Hq / Hkv).
+        q: [B, Sq, Hq, D]; bf16 or fp16; any strides.  D is 64, 96, 128, 192 or 256.
+        k, v: [B, Sk, Hkv, D], [B, Sk, Hkv, Dv]; the dtype and device of ``q``.  Hkv divides Hq:
+            query head h reads KV head h // (Hq / Hkv).  Dv is D, but 128 for D = 192 (DeepSeek's).
         block_mask: The allowed pairs, of lengths Sq and Sk, for one or B batches and one or Hq
             heads, on the device of ``q``; None allows all.  Blocks of any size are cut anew into
             128 x 128, once per mask.
@@ -52,7 +52,7 @@ def block_sparse_attention(
         return_lse: Also return the log-sum-exp of each row; it is differentiable.
 
     Returns:
-        out [B, Sq, Hq, D], contiguous, the dtype of ``q``; with ``return_lse`` also lse, fp32
+        out [B, Sq, Hq, Dv], contiguous, the dtype of ``q``; with ``return_lse`` also lse, fp32
         [B, Hq, Sq], natural logarithm, a sink included.  A row that may see nothing is 0 with an
         lse of -inf, or its sink, and its gradients are 0.
 
@@ -70,7 +70,7 @@ def block_sparse_attention(
             wrong; the message names it.
         ScheduleError: a schedule that does not fit the mask or could wait for ever.
         NondeterministicError: ``deterministic=False`` under torch's determinism flag.
-        BackendUnavailable: the device has no backend.
+        BackendUnavailable: the device has no backend, or its backend not this head size.
 
     On SM90, if Hkv < Hq and the mask has Hq heads, a backward copies q, out, dout and dq: the query
     heads of a group become rows of one head (docs/attention.md).
@@ -131,8 +131,8 @@ def block_sparse_attention_varlen(
     """`block_sparse_attention` of sequences packed one behind another, each as if it were alone.
 
     Args:
-        q: [T, Hq, D]; k, v: [T, Hkv, D]; dtypes, devices, head counts and sizes as in
-            `block_sparse_attention`.
+        q: [T, Hq, D]; k: [T, Hkv, D]; v: [T, Hkv, Dv]; dtypes, devices, head counts and sizes as
+            in `block_sparse_attention`.
         cu_seqlens: int32 or int64 [N + 1], ascending from 0 to T: sequence i is the tokens from
             cu_seqlens[i] to cu_seqlens[i + 1], of which there may be none.  On the CPU, or on a
             GPU, which is waited for.
@@ -143,7 +143,7 @@ def block_sparse_attention_varlen(
         return_lse: Also return the log-sum-exp of each row; it is differentiable.
 
     Returns:
-        out [T, Hq, D], contiguous, the dtype of ``q``; with ``return_lse`` also lse, fp32 [Hq, T].
+        out [T, Hq, Dv], contiguous, the dtype of ``q``; with ``return_lse`` also lse, fp32 [Hq, T].
 
     Guarantees:
         out, lse, dq, dk and dv of a sequence have the bytes that `block_sparse_attention` gives
@@ -278,12 +278,12 @@ def sequence_attention(
     sums is ``schedule="auto"`` for the batch of runs with equal spans.
 
     Args:
-        q: [B, T, Hq, D]; k, v: [B, S, Hkv, D]; scale, softcap, sinks: as in
+        q: [B, T, Hq, D]; k: [B, S, Hkv, D]; v: [B, S, Hkv, Dv]; scale, softcap, sinks: as in
             `block_sparse_attention`.
         spans: What `sequence_spans` returned for (B, T, S).
 
     Returns:
-        [B, T, Hq, D]; rows that see nothing are 0 and have no gradient.
+        [B, T, Hq, Dv]; rows that see nothing are 0 and have no gradient.
 
     Guarantees, Raises: as `block_sparse_attention`.  Under ``torch.compile(fullgraph=True)`` spans
     are an operand: no length, padding or mask compiles anew.

@@ -18,6 +18,7 @@ from .triton.plan import TRITON
 
 #: The head sizes that are taken: of q and k -> of v and out.
 VALUE_DIMS: Mapping[int, int] = {64: 64, 96: 96, 128: 128, 192: 128, 256: 256}
+#: Those of q and k.
 HEAD_DIMS = tuple(VALUE_DIMS)
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}

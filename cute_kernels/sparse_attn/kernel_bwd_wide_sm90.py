@@ -26,7 +26,6 @@ from ..schedulers.tiles import ticket_device as tickets
 from . import kernel_bwd_sm90
 from .config import BackwardConfig
 from .device import key_mask, packed, slope, walk
-from .device.backward_tiles import BLOCK
 from .kernel_bwd_sm90 import CONSUMER_WARPS, BackwardSm90, Barriers
 
 WARPGROUP = mma.WARPGROUP
@@ -86,7 +85,8 @@ class BackwardWideSm90(BackwardSm90):
                     rank = lists.rank[entry] * HALVES + ticket % HALVES
                     count, first = walk.visits(sizes, q_block, self.tile_m)
                     for visit in cutlass.range(count, unroll=1):
-                        mine, last = whose == number, (entry == end - 1) & (member == sizes.group - 1)
+                        mine = whose == number
+                        last = (entry == end - 1) & (member == sizes.group - 1)
                         if cutlass.const_expr(self.by_halves):
                             mine, last = cutlass.Boolean(True), last & (visit == count - 1)
                         if mine:
@@ -128,7 +128,7 @@ class BackwardWideSm90(BackwardSm90):
     def make_dv(self, store, mask, factors, buffers, rings, barriers, tickets_of, lane):
         """Warpgroup 1: S and P of each visit, dV += round(P)ᵀ dO, and the first columns of dQ."""
         config, tiles = self.config, self.tiles
-        (shared, sP), (scale, c, inner) = buffers, factors
+        (shared, sP), (_, c, inner) = buffers, factors
         source, lists, sizes = tickets_of
         score, sum_v = tiles.score_mma(), tiles.kv_mma(self.value_dim)
         tSrK, tSrQ = mma.operands(score, 0, tiles.k(shared.sK), tiles.q(shared.sQ))
@@ -209,7 +209,7 @@ class BackwardWideSm90(BackwardSm90):
     def make_dk(self, store, factors, buffers, rings, barriers, tickets_of, lane):
         """Warpgroup 2: dP and dS of each visit, dK += round(dS)ᵀ Q, and the last columns of dQ."""
         config, tiles = self.config, self.tiles
-        (shared, sP), (scale, c, inner) = buffers, factors
+        (shared, sP), (scale, c, _) = buffers, factors
         source, lists, sizes = tickets_of
         score, sum_k = tiles.score_mma(), tiles.kv_mma(self.head_dim)
         tPrV, tPrO = mma.operands(score, 0, tiles.v(shared.sV), tiles.do(shared.sdO))

@@ -3,9 +3,10 @@
 t = S = Q K^T, c = scale log2 e; with a softcap t = tanh(S scale / softcap), c = softcap log2 e.
 
 Layouts      Q [B, Sq, Hq, D], O with Dv columns, K [B, Sk, Hkv, D], V with Dv; last dimension
-             contiguous, other strides multiples of 16 bytes; LSE fp32 [B, Hq, Sq], natural log; lists as in ``masks``, or
-             (form "spans") int32 [B, Sq, 4] as in ``sequences``, of which lists are made here; rows
-             beyond the last span see what it sees.  Sinks fp32 [Hq, Sq], any strides, or None.
+             contiguous, other strides multiples of 16 bytes; LSE fp32 [B, Hq, Sq], natural log;
+             lists as in ``masks``, or (form "spans") int32 [B, Sq, 4] as in ``sequences``, of which
+             lists are made here; rows beyond the last span see what it sees.  Sinks fp32 [Hq, Sq],
+             any strides, or None.
 Order        S: one fp32 accumulator, D ascending in k16 groups.  KV blocks of 128 ascending by
              absolute index.  A block: running maximum, O and the sum times exp2(c (m - m')), P
              rounded to the input dtype, then added to O in k16 groups of keys ascending.  Each of

@@ -1,4 +1,4 @@
-"""The forward of ``kernel_fwd_sm90`` for heads of 256, of which registers and shared memory hold less.
+"""The forward of ``kernel_fwd_sm90`` for heads of 256, of which less fits on the chip.
 
 Layouts, order, masks, sinks, packs and roles are those of ``kernel_fwd_sm90``, and so are the bits
 of a given order of k16 groups.  What differs is when things happen:
@@ -6,9 +6,9 @@ of a given order of k16 groups.  What differs is when things happen:
 Parts        A block of K comes in two halves of D, one of V in two halves of its keys, each with a
              stage of its own, released as soon as it is multiplied: whole blocks would leave room
              for one of each.
-Products     O has 128 registers of a thread, S 64 and P 32: O += P V of a block ends before S of the
-             next one begins.  A consumer issues both in one turn, so that its softmax runs under
-             the products of the other.
+Products     O has 128 registers of a thread, S 64 and P 32: O += P V of a block ends before S of
+             the next one begins.  A consumer issues both in one turn: its softmax runs under the
+             products of the other.
 Limits       SM90a only; bf16 and fp16; D = Dv = 256; the rest as there.
 Measured     docs/status.md, docs/notes/attention_sm90.md.
 """
@@ -104,7 +104,7 @@ class ForwardWideSm90(ForwardSm90):
 
     @cute.jit
     def scores_of_parts(self, acc_s, tSrQ, tSrK, ring, states):
-        """S = Q Kᵀ of one block, issued: a batch for each half of D, the first of which is there."""
+        """S = Q Kᵀ of one block, issued: a batch for each half of D; the first is there."""
         mma = self.tiles.qk_mma()
         groups = cute.size(tSrK, mode=[2])
         for part in cutlass.range_constexpr(PARTS):

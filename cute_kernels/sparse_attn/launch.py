@@ -22,7 +22,7 @@ from ..operands import addressable, most_ctas, not_empty
 from . import config, stacked, watchdog
 from .config import BackwardConfig, ForwardConfig, PostConfig, PreConfig
 from .masks import BLOCK, FORMS, FORWARD_FORMS, SPANS, LoweredMask, Order
-from .tensors import Grads, Saved, sinks_gradient
+from .tensors import Grads, Saved, shape_of_out, sinks_gradient
 
 _NAME = "block_sparse_attention"
 
@@ -105,7 +105,7 @@ def _forward(
     form = config.form_of_pack(mask.form) if packed else mask.form
     chosen = config.configure_forward(dtype, dim, form, softcap > 0, sunk, packed)
     kernel = _forward_kernel(chosen)
-    out = empty((batch, q_len, heads, v.shape[3]), q.dtype, q.device)
+    out = empty(shape_of_out(q, v), q.dtype, q.device)
     lse = empty((batch, heads, q_len), torch.float32, q.device)
     lists = mask.kv_count, not_empty(mask.kv_entry), not_empty(mask.kv_tile), mask.words, None
     by_row = sinks.float()[:, None].expand(heads, q_len) if sunk else None
@@ -149,12 +149,12 @@ def prepare_forward(
     kernel = _forward_kernel(chosen)
     lists = mask.kv_count, not_empty(mask.kv_entry), not_empty(mask.kv_tile), mask.words, None
     rest = *lists, None, None, mask.lo, mask.hi, *config.factors(scale, softcap)
-    columns = v.shape[3]
+    of_out = shape_of_out(q, v)
     counter, ctas = _tiles(chosen, q_len, batch * heads, q.device)
     before, numbers = rest[:7], rest[7:]
 
     def run(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        out = q.new_empty(batch, q_len, heads, columns)
+        out = q.new_empty(of_out)
         lse = q.new_empty((batch, heads, q_len), dtype=torch.float32)
         call(q.device, kernel, q, k, v, out, lse, *before, counter(), *numbers, ctas)
         return out, lse
@@ -180,7 +180,7 @@ def forward_of_spans(
     sunk = sinks is not None
     chosen = config.configure_forward(dtype, dim, SPANS, softcap > 0, sunk)
     kernel = _forward_kernel(chosen)
-    out = empty((batch, q_len, heads, v.shape[3]), q.dtype, q.device)
+    out = empty(shape_of_out(q, v), q.dtype, q.device)
     lse = empty((batch, heads, q_len), torch.float32, q.device)
     rows, stored, sums = q, out, lse
     by_row = sinks.float()[:, None].expand(heads, q_len) if sunk else None
@@ -212,10 +212,10 @@ def prepare_forward_of_spans(
     kernel = _forward_kernel(chosen)
     numbers = 0, 0, *config.factors(scale, softcap)
     counter, ctas = _tiles(chosen, rows.shape[1], batch * rows.shape[2], q.device)
-    of_groups, columns = (batch, k.shape[2], heads // k.shape[2]), v.shape[3]
+    of_groups, of_out = (batch, k.shape[2], heads // k.shape[2]), shape_of_out(q, v)
 
     def run(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        out = q.new_empty(batch, q_len, heads, columns)
+        out = q.new_empty(of_out)
         lse = q.new_empty((batch, heads, q_len), dtype=torch.float32)
         rows, stored, sums = q, out, lse
         if grouped:

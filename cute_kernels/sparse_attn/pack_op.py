@@ -30,7 +30,7 @@ from .op import (
     wanted_gradients,
     with_sinks,
 )
-from .tensors import Grads, Saved
+from .tensors import Grads, Saved, shape_of_out
 
 for _name, _function in (
     (passes.PACK_NAME, "forward"),
@@ -67,7 +67,7 @@ def _fake_cut(spans, offsets):
 
 def _run(q, k, v, offsets, left, right, scale, softcap, sinks):
     if not q.numel():
-        return nothing(q, sinks)
+        return nothing(q, v, sinks)
     if passes.at_once(q):
         of = packs.layout(offsets, str(q.device))
         return passes.forward(of, (left, right), q, k, v, scale, softcap, sinks)
@@ -77,7 +77,8 @@ def _run(q, k, v, offsets, left, right, scale, softcap, sinks):
 
 def _fake(q, k, v, offsets, left, right, scale, softcap, sinks):
     batch, rows, heads, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((batch, heads, rows), dtype=torch.float32)
+    lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
+    return q.new_empty(shape_of_out(q, v)), lse
 
 
 def _run_backward(dout, dlse, q, k, v, out, lse, offsets, left, right, scale, softcap, sinks):

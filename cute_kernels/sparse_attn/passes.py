@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import dispatch
 from ..arch import CPU, CUTE_SM90
 from . import packs
-from .tensors import Grads, Saved
+from .tensors import Grads, Saved, shape_of_out
 
 NAME = "block_sparse_attention"
 #: Its launchers that read packs where they lie; ``pack_op`` registers them.
@@ -40,14 +40,14 @@ def forward(
     softcap: float,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of q [B, T, Hq, D], k and v [B, T, Hkv, D]; rows of no sequence are 0 and -inf."""
+    """(out, lse) of q [B, T, Hq, D], k, v [B, T, Hkv, ..]; rows of no sequence are 0 and -inf."""
     mask, sizes = packs.lowered(of, window, str(q.device)), q.shape[:2]
     if of.table is not None and in_place(q):
         launch = dispatch.launcher(PACK_NAME, q.device, q.dtype)
         given = (_flat(t) for t in (q, k, v))
         out, lse = launch(*given, mask, of.table, scale, softcap, sinks)
         out, lse = of.filled(out, 1), of.filled(lse, 2, -math.inf)
-        return out.view(q.shape), _by_batch(lse, sizes)
+        return out.view(shape_of_out(q, v)), _by_batch(lse, sizes)
     launch = dispatch.launcher(NAME, q.device, q.dtype)
     out, lse = launch(*(of.spread(t) for t in (q, k, v)), mask, scale, softcap, sinks)
     return of.gathered(out, sizes), _turned(of.gathered(_turned(lse), sizes, -math.inf))

@@ -32,7 +32,7 @@ from .op import (
     wanted_gradients,
     with_sinks,
 )
-from .tensors import Grads, Saved
+from .tensors import Grads, Saved, shape_of_out
 
 SPANS_NAME = "sequence_attention"
 
@@ -148,7 +148,7 @@ def _attend_run(run, q, k, v, scale, softcap, sinks):
 def _fake(q, k, v, spans, scale, softcap, sinks):
     batch, q_len, heads, _ = q.shape
     lse = q.new_empty((batch, heads, q_len), dtype=torch.float32)
-    return q.new_empty(q.shape), lse
+    return q.new_empty(shape_of_out(q, v)), lse
 
 
 def differentiate(dout, dlse, q, k, v, out, lse, spans, scale, softcap, sinks):

@@ -29,7 +29,7 @@ def bench_attention(
         str, typer.Option(help="of full,causal,window,document,prefix,random; pack")
     ] = "",
     s: Annotated[str, typer.Option(help="lengths; default: each mask's own")] = "",
-    d: Annotated[str, typer.Option(help="head sizes, of 64,128")] = "",
+    d: Annotated[str, typer.Option(help="head sizes, of 64,128; 192, 256")] = "",
     heads: Annotated[str, typer.Option(help="query heads, 16,32")] = "",
     group: Annotated[str, typer.Option(help="query heads of a KV head, 1,4")] = "",
     passes: Annotated[str, typer.Option("--pass", help="of fwd,bwd")] = "",
@@ -44,6 +44,7 @@ def bench_attention(
     """Block-sparse attention: ordered, unordered, FA4, FlexAttention on the same masks.
 
     `--mask pack` is packed sequences, against FA4's varlen kernels; no other choice includes it.
+    `--d 192` is q and k of 192 with v of 128, `--d 256` all of 256: where they are asked for.
     """
     need_gpu("bench")
     from . import bench, suite
@@ -70,7 +71,7 @@ def bench_attention(
 
 
 _ProfiledMasks = Annotated[str, typer.Option("--mask", help="of full,causal,window,...")]
-_ProfiledDims = Annotated[str, typer.Option("--d", help="head sizes, of 64,128")]
+_ProfiledDims = Annotated[str, typer.Option("--d", help="head sizes, of 64,128; 192, 256")]
 _ProfiledPasses = Annotated[str, typer.Option("--pass", help="of fwd,bwd")]
 
 

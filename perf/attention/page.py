@@ -204,10 +204,11 @@ def _pack_lines(bench: Bench) -> list[str]:
 
 
 def _shown(bench: Bench) -> list[Size]:
-    """The quick suite's cases, and all others that have a record."""
+    """The quick suite's cases, and all others that have a record, wide heads among them."""
     measured = {key[2] for key in bench.records}
     quick = set(targets.cases(quick=True))
-    return [c for c in targets.cases() if c in quick or label(c) in measured]
+    every = (*targets.cases(), *targets.WIDE)
+    return [c for c in every if c in quick or label(c) in measured]
 
 
 def _target_row(bench: Bench, target: Target) -> list[str]:
@@ -258,7 +259,7 @@ def target_rows(bench: Bench) -> list[list[str]]:
 
 def _prediction_rows(bench: Bench) -> list[list[str]]:
     rows = []
-    for size in targets.cases():
+    for size in (*targets.cases(), *targets.WIDE):
         item = bench.get(("bwd", label(size)))
         if item is None or "predicted" not in item:
             continue

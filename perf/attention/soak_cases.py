@@ -30,7 +30,7 @@ _PACK_DTYPES = ("bf16", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class Case:
-    """q, dout [B, S, heads, D], k, v [B, S, kv_heads, D]; dlse too where KV heads are shared."""
+    """q, dout [B, S, heads, ..], k, v [B, S, kv_heads, ..]; dlse too where KV heads are shared."""
 
     mask: str
     dim: int
@@ -125,8 +125,10 @@ class Case:
             return torch.randn(shape, generator=generator, device=device)
 
         dtype = next(t for t, name in config.DTYPE_NAMES.items() if name == self.dtype)
-        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
-        q, k, v, dout = (normal(self.batch, self.s, n, self.dim).to(dtype) for n in heads)
+        wide = config.VALUE_DIMS[self.dim]
+        sizes = (self.heads, self.dim), (self.kv_heads, self.dim)
+        sizes += (self.kv_heads, wide), (self.heads, wide)
+        q, k, v, dout = (normal(self.batch, self.s, *size).to(dtype) for size in sizes)
         shared = self.kv_heads < self.heads
         dlse = normal(self.batch, self.heads, self.s) if shared else None
         return q, k, v, dout, dlse
@@ -143,7 +145,8 @@ def suite(only: str = "") -> list[Case]:
             found.append(Case(mask, dim, dtype, heads, kv_heads, repeats=repeats))
         if mask in CONTROL_MASKS:
             found.append(Case(mask, dim, "bf16", heads, kv_heads, ordered=False))
-    for dim, (heads, kv_heads), dtype in zip(dims, (*HEADS, HEADS[0]), _PACK_DTYPES, strict=True):
+    every = zip(dims, itertools.cycle(HEADS), itertools.cycle(_PACK_DTYPES), strict=False)
+    for dim, (heads, kv_heads), dtype in every:
         found.append(Case(PACK, dim, dtype, heads, kv_heads, repeats=MORE_REPEATS))
     found.append(Case("causal", dims[0], "bf16", *HEADS[1], softcap=30.0))
     parts = [part for part in only.split(",") if part]

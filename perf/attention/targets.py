@@ -25,6 +25,13 @@ QUICK = SIZES[:1]
 #: other mask they have no targets, and are measured where they are asked for.
 PACK = "pack"
 PACKS = tuple((PACK, 8192, *size) for size in ((128, 16, 16), (128, 32, 8), (64, 16, 16)))
+#: Likewise of heads of 192 with v of 128, as DeepSeek's, and of 256: where their size is asked for.
+WIDE = tuple(
+    (mask, 8192, *size) for size in ((192, 16, 16), (256, 16, 16), (256, 16, 4)) for mask in MASKS
+)
+#: Masks that are arguments of FA4's dense kernels.  Its block lists are of 128 x 128; from 192 on
+#: the tiles of its kernels are others.
+FA4_DENSE = ("full", "causal", "window")
 PACK_RIVALS = ("ours", "ours_pack", "ours_runs", "fa4_varlen")
 
 
@@ -96,6 +103,8 @@ def rival_wanted(rival: str, mask: str, size: tuple[int, int, int]) -> bool:
     dim, heads, kv_heads = size
     if mask == PACK or (rival in PACK_RIVALS and rival != "ours"):
         return mask == PACK and rival in PACK_RIVALS
+    if rival == "fa4" and dim > DIMS[-1]:
+        return mask in FA4_DENSE
     if rival == "fa4":
         return heads == kv_heads or mask in ("full", "causal", "document")
     if rival == "fa4_ordered":

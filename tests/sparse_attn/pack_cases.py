@@ -13,6 +13,7 @@ import cute_kernels as ck
 from cute_kernels import dispatch
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import launch, passes
+from cute_kernels.sparse_attn.config import VALUE_DIMS
 from cute_kernels.sparse_attn.op import NAME as OP
 from cute_kernels.sparse_attn.passes import PACK_NAME as PACK
 from tests.contract import same_bytes
@@ -38,7 +39,9 @@ def drawn(
     dQ does not feel what all keys share, but the parts that it sums do: their order shows.
     """
     g = torch.Generator().manual_seed(seed)
-    shapes = [(tokens, n, dim) for n in (heads[0], heads[1], heads[1], heads[0])]
+    wide = VALUE_DIMS[dim]
+    shapes = [(tokens, heads[0], dim), (tokens, heads[1], dim)]
+    shapes += [(tokens, heads[1], wide), (tokens, heads[0], wide)]
     q, k, v, dout = (torch.randn(shape, generator=g) for shape in shapes)
     q, k, v, dout = (t.to(DEVICE, dtype) for t in (q, k + 64, v, dout))
     return [q, k, v, dout, torch.randn(heads[0], tokens, generator=g).to(DEVICE)]

@@ -1,8 +1,8 @@
 """What the loading warp of a forward does: for each tile Q, then K and V of every listed block.
 
 It runs ahead of its readers by as many blocks as the rings hold, into the next tile too.  What a
-tile's consumers have to know comes with its Q (``Told``).  Behind V of a tile's last block it leaves
-them stages of V, through which O goes out.
+tile's consumers have to know comes with its Q (``Told``).  Behind V of a tile's last block it
+leaves them stages of V, through which O goes out.
 """
 
 from dataclasses import dataclass
@@ -83,7 +83,8 @@ class Loads:
             q_ring.sync_object_empty.wait(q_state.index, q_state.phase)
             told.tell((tile, head, batch, count, self.code(state_k, state_v)))
             q_ring.producer_acquire(q_state)
-            self.load_q(matrix_of(q, head, batch), sQ, q_ring.producer_get_barrier(q_state), tile, table)
+            of_q, barrier = matrix_of(q, head, batch), q_ring.producer_get_barrier(q_state)
+            self.load_q(of_q, sQ, barrier, tile, table)
             q_state.advance()
 
             at = merge.cursor(lists)

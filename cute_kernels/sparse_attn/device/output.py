@@ -24,8 +24,8 @@ WARPS = 4
 
 @dataclass(frozen=True)
 class Handover:
-    """From a consumer to its warp: mbarriers by consumer; int32 [4, consumers]: the number of its 64
-    rows in their matrix, or -1 behind the last; the head, the batch, the stage of V."""
+    """From a consumer to its warp: mbarriers by consumer; int32 [4, consumers]: the number of its
+    64 rows in their matrix, or -1 behind the last; the head, the batch, the stage of V."""
 
     full: cute.Pointer
     empty: cute.Pointer

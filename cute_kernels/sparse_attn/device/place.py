@@ -9,8 +9,8 @@ from cutlass import cute
 
 
 def tile_of(index, q_len, heads, rows):
-    """(tile, head, batch) of the ``index``-th: a head's tiles of ``rows`` from the last, the longest
-    if causal, to the first; heads that share K and V follow each other."""
+    """(tile, head, batch) of the ``index``-th: a head's tiles of ``rows`` from the last to the
+    first, the longest first if causal; heads that share K and V follow each other."""
     tiles = cute.ceil_div(q_len, rows)
     of_head = index // tiles
     return tiles - 1 - index % tiles, of_head % heads, of_head // heads
