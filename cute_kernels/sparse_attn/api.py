@@ -164,7 +164,9 @@ def block_sparse_attention_varlen(
     flags = {"causal": causal, "return_lse": return_lse}
     given = checks.attention(q, k, v, None, scale, softcap, checks.AUTO, flags)
     checks.sinks(sinks, q)
-    offsets = pack_op.pack_offsets(cu_seqlens, q.shape[1])
+    offsets = cu_seqlens
+    if cu_seqlens.device.type != "cuda" or not pack_op.reads_offsets(str(q.device)):
+        offsets = pack_op.pack_offsets(cu_seqlens, q.shape[1])
     numbers = left, 0 if causal else right, given.scale, given.softcap
     out, lse = pack_op.pack_attention(q, k, v, offsets, *numbers, sinks)
     return (out[0], lse[0]) if return_lse else out[0]

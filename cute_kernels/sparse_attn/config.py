@@ -74,6 +74,15 @@ class PostConfig:
 
 
 @dataclass(frozen=True)
+class PackConfig:
+    """One compiled kernel that says where a pack's sequences lie; ``tickets``: for a backward."""
+
+    #: The type of begins and ends.
+    offsets: str
+    tickets: bool
+
+
+@dataclass(frozen=True)
 class BackwardConfig:
     """One compiled backward kernel of SM90; ``form``: see ``masks``."""
 
@@ -106,13 +115,17 @@ class CpuPlan:
 CPU = CpuPlan()
 
 
-#: What kernels of packs read; that of no partial block reads as a band without ends.
-FORMS_OF_PACKS = ("band", "bits")
+#: The form of the kernels that read packs where they lie, and the types of where that is.
+FORM_OF_PACKS = "band"
+OFFSETS = ("int32", "int64")
 
 
-def form_of_pack(form: str) -> str:
-    """Of the kernels that read a pack where it lies, for a mask of the given form."""
-    return form if form in FORMS_OF_PACKS else FORMS_OF_PACKS[0]
+def in_flight(group: int) -> int:
+    """Heads of a sequence whose columns alternate in launch order; it changes no bit.
+
+    4 query heads, or those of one KV head: rows of more leave L2 (docs/notes/attention_sm90.md).
+    """
+    return max(1, 4 // group)
 
 
 def configure_forward(

@@ -6,7 +6,8 @@ Layouts      O, dO [B, Sq, Hq, D] with rows of D contiguous; lse, dlse fp32 [B, 
              that P = exp2(s - lse2) is 0 there.  A row whose lse is -inf (no key) gets +inf too.
              Both in the order of ``statistics_place``.
              A pack's O, dO, lse and dlse lie as ``device/packed`` says, Mt counts the rows there.
-             dq fp32 [B, Hq, Mt, tile_m * D], semaphore int32 [B, Hq, Mt], counter int32 [1]: zeros.
+             dq fp32 [B, Hq, Mt, tile_m * D], semaphore int32 [B, Hq, Mt], counter int32 [1]: zeros;
+             of a pack, dq of tiles without a row is left as it is.
 Order        T threads a row, the largest power of two that divides D / 8: 8, 4, 16 for D = 64, 96,
              128.  Thread t has 8 columns from 8 (t + T i) on, for i = 0, 1, ..: one fp32 chain over
              its products, ascending; then a butterfly over the T threads, nearest first; dlse
@@ -85,7 +86,8 @@ class BackwardPreSm90:
             mSemaphore[batch, head, tile] = cutlass.Int32(0)
             if tile + head + batch == 0:
                 mCounter[0] = cutlass.Int32(0)
-        self.zero(mdQ, batch, head, tile, tidx)
+        if cutlass.const_expr(not self.packed):
+            self.zero(mdQ, batch, head, tile, tidx)
 
         threads_per_row = self.threads_per_row
         rows_at_once, columns = THREADS // threads_per_row, threads_per_row * VECTOR
@@ -98,6 +100,8 @@ class BackwardPreSm90:
         shift, end = 0, mO.shape[1]
         if cutlass.const_expr(self.packed):
             shift, end = packed.place_of(mPlace, tile * self.tile_m // BLOCK)
+            if tile * self.tile_m < end:
+                self.zero(mdQ, batch, head, tile, tidx)
         for step in cutlass.range_constexpr(self.tile_m // rows_at_once):
             row = tile * self.tile_m + step * rows_at_once + tidx // threads_per_row
             inside = row < end

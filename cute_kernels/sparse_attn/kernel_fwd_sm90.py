@@ -18,7 +18,8 @@ Masks        by selection; a block without an allowed key leaves a row's state a
 Keys         of form "spans": key 0 is the column that ``device/spans`` names, and blocks are
              counted from there, so that a sequence may lie anywhere in K and V.
 Packs        (``packed``) of sequences that are read and written where they lie: batch 1, rows and
-             keys counted as ``device/packed`` says; a sequence ends as Sq and Sk do elsewhere.
+             keys counted as ``device/packed`` says, where the lists follow from; a sequence ends as
+             Sq and Sk do elsewhere.  Tokens of none: O = 0, LSE = -inf, whatever the sinks.
 Tails        TMA fills zeros beyond Sq and Sk; keys beyond Sk are masked, rows beyond Sq clipped.
 Roles        one CTA per 128 query rows of a head, or per 192, of two blocks of the mask.
              Warpgroup 0: one warp loads what either block lists (``merge``); warpgroups 1, 2 (and
@@ -59,6 +60,8 @@ class ForwardSm90:
     def __init__(self, config: ForwardConfig):
         assert config.head_dim in (64, 96, 128) and config.form in FORWARD_FORMS
         self.config, self.packed = config, config.packed
+        # Whether a thread knows what its rows see: the first and the last key of each.
+        self.by_rows = config.packed or config.form == SPANS
         self.head_dim = config.head_dim
         self.dtype = fake.DTYPES[config.dtype]
         assert config.consumers == 2 or (config.consumers, config.head_dim) == (3, 64)
@@ -163,6 +166,9 @@ class ForwardSm90:
             of_rows = mSpans[batch, None, None]
             column = spans.column_of_key_0(of_rows)
             lists = [spans.listing(of_rows, m, column) for m in blocks]
+        elif cutlass.const_expr(self.packed):
+            of_rows = None
+            lists = [packed.listing(pack[1], m, lo, hi) for m in blocks]
         else:
             of_rows = None
             # A mask of one batch or one head serves all of them.
@@ -198,7 +204,13 @@ class ForwardSm90:
             if cutlass.const_expr(mSinks is not None):
                 consumer, lane = group - 1, tidx % mma.WARPGROUP
                 row = tile * self.rows + consumer * ROWS + lane // 32 * 16 + lane % 32 // 4
-                sinks.start(row_max, row_sum, mSinks[head, None], row, lane, c)
+                sunk = (mSinks[head, None], row, lane, c)
+                if cutlass.const_expr(self.packed):
+                    first, last = packed.sequence_of(pack[1], row // BLOCK)
+                    if first <= last:
+                        sinks.start(row_max, row_sum, *sunk)
+                else:
+                    sinks.start(row_max, row_sum, *sunk)
             acc_o.fill(0.0)
             end = kv_len - column
             if cutlass.const_expr(self.packed):
@@ -315,6 +327,8 @@ class ForwardSm90:
         row = half % 2 * ROWS + lane // 32 * 16 + lane % 32 // 4
         if cutlass.const_expr(self.config.form == SPANS):
             mask = (*mask[:3], *spans.between(mask[2], m * BLOCK + row), mask[5])
+        elif cutlass.const_expr(self.packed):
+            mask = (*mask[:3], *packed.between(*mask[3:], m * BLOCK + row), mask[5])
 
         qk, pv = self.tiles.qk_mma(), self.tiles.pv_mma()
         slice_qk, slice_pv = qk.get_slice(consumer * mma.WARPGROUP), pv.get_slice(0)
@@ -447,16 +461,16 @@ class ForwardSm90:
         key = (word >> merge.BLOCK_SHIFT) * BLOCK
         partial = word & merge.PARTIAL != 0
         last = kv_len - 1 - key
-        if cutlass.const_expr(self.config.form == "band"):
+        if cutlass.const_expr(self.by_rows):
+            if spans.hides(lo, hi, key):
+                first, until = [at - key for at in lo], [at - key for at in hi]
+                score_mask.keep_between(acc_s, lane, first, until)
+        elif cutlass.const_expr(self.config.form == "band"):
             if partial or last < BLOCK - 1:
                 # kv - q in [lo, hi] and kv < Sk, as columns of the block.
                 at = m * BLOCK + row - key
                 first = (at + lo, at + 8 + lo)
                 until = (cutlass.min(at + hi, last), cutlass.min(at + 8 + hi, last))
-                score_mask.keep_between(acc_s, lane, first, until)
-        elif cutlass.const_expr(self.config.form == SPANS):
-            if spans.hides(lo, hi, key):
-                first, until = [at - key for at in lo], [at - key for at in hi]
                 score_mask.keep_between(acc_s, lane, first, until)
         else:
             if cutlass.const_expr(self.config.form == "bits"):
@@ -530,6 +544,8 @@ def build(config: ForwardConfig, compile=cute.compile):
     )
     spans_alone = (None,) * 4 + (ints((batch, fake.size(), len(spans.FIELDS)), fake.TMA_ALIGN),)
     any_strides = (cute.sym_int64(), cute.sym_int64())
+    lists = spans_alone if config.form == SPANS else stored
+    lists = (None,) * 5 if config.packed else lists
     by_row = make_fake_tensor(cutlass.Float32, (heads, q_len), any_strides, assumed_align=4)
     width = config.head_dim
 
@@ -543,7 +559,7 @@ def build(config: ForwardConfig, compile=cute.compile):
         rows(kv_len, kv_heads),
         rows(q_len, heads),
         fake.compact(cutlass.Float32, (batch, heads, q_len)),
-        *(spans_alone if config.form == SPANS else stored),
+        *lists,
         by_row if config.sinks else None,
         packed.fake_table() if config.packed else None,
         cutlass.Int32(0),

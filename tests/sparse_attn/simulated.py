@@ -23,6 +23,14 @@ def forward_kernel(config):
 
 
 @functools.cache
+def pack_kernel(config):
+    """What places sequences, likewise."""
+    from cute_kernels.sparse_attn import kernel_pack_sm90
+
+    return kernel_pack_sm90.build(config, compile=ptxsim.compile)
+
+
+@functools.cache
 def pre_kernel(config):
     """The kernel before the backward, likewise."""
     from cute_kernels.sparse_attn import kernel_bwd_pre_sm90
@@ -50,6 +58,7 @@ def post_kernel(config):
 def simulated(
     ctas: int = 132,
     poison: str = "nan",
+    pack=None,
     forward=None,
     pre=None,
     backward=None,
@@ -73,13 +82,17 @@ def simulated(
         )
         return used[-1]
 
+    def empty(shape, dtype, device):
+        return sim.poisoned(shape, dtype, poison if dtype.is_floating_point else "0x7f")
+
     names = {
+        "_pack_kernel": pack or pack_kernel,
         "_forward_kernel": forward or forward_kernel,
         "_pre_kernel": pre or pre_kernel,
         "_backward_kernel": backward or backward_kernel,
         "_post_kernel": post or post_kernel,
         "most_ctas": lambda device: ctas,
-        "empty": lambda shape, dtype, device: sim.poisoned(shape, dtype, poison),
+        "empty": empty,
         "workspace": workspace,
     }
     before = {name: getattr(launch, name) for name in names}

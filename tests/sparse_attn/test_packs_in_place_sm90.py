@@ -31,7 +31,11 @@ LENGTHS = [70, 130, 128, 1, 190]
 TOKENS = sum(LENGTHS)
 #: Every row sees the last block of its sequence.
 RULE = (False, (None, None))
-MODES = [*SETTINGS, SETTINGS[-1] | {"resident_ctas": 2}, SETTINGS[-1] | {"check_races": 1}]
+MODES = [
+    *SETTINGS,
+    *(SETTINGS[-1] | {"resident_ctas": n} for n in (1, 2, 7)),
+    SETTINGS[-1] | {"check_races": 1},
+]
 
 
 def tensors(dim: int) -> list[torch.Tensor]:

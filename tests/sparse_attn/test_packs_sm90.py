@@ -67,7 +67,7 @@ def test_options():
 
 
 def test_one_launch_a_pass(monkeypatch):
-    """And no copies."""
+    """And one before it, and no copies."""
     calls = []
     monkeypatch.setattr(packs.Layout, "spread", lambda of, t, fill=0.0: pytest.fail("a copy"))
     true = launch.call
@@ -79,8 +79,20 @@ def test_one_launch_a_pass(monkeypatch):
     tensors = known.drawn(sum(LENGTHS), dim=128)
     with known.on_sm90():
         known.packed(tensors, LENGTHS)
-    # The backward is three kernels.
-    assert len(calls) == 1 + 3
+    # A backward is three kernels, and before each pass one says where sequences lie.
+    assert len(calls) == (1 + 1) + (1 + 3)
+
+
+def test_nothing_is_read_from_the_host_but_offsets(monkeypatch):
+    """No list, no order and no mask is made for a pack, nor kept."""
+    for owner, name in ((packs, "layout"), (packs, "_on_host"), (prepare, "admitted")):
+        monkeypatch.setattr(owner, name, lambda *a, name=name: pytest.fail(name))
+    monkeypatch.setattr(prepare.cache, "get", lambda key, make: pytest.fail(str(key)))
+    lengths = [256, 128, 77]
+    tensors = known.drawn(sum(lengths), dim=128)
+    with known.on_sm90():
+        made = known.packed(tensors, lengths)
+        assert known.differing(made, known.trusted(tensors, known.offsets(lengths))) == []
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -204,6 +216,8 @@ def test_mutants_are_killed(monkeypatch, mutant, rule, names):
 
 
 def test_another_schedule_is_killed(monkeypatch):
+    """Of copies; that of packs in place is not made here."""
+    monkeypatch.setattr(known, "IN_PLACE", False)
     lengths = [512, 90]
     tensors = known.drawn(602, dim=128)
     with known.on_sm90():

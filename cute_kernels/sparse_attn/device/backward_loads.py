@@ -34,11 +34,12 @@ class Loads:
         kv_phase = cutlass.Int32(1)
         phases = cute.make_rmem_tensor((1,), cutlass.Int32)
         phases.fill(0)
-        total = lists.ticket.shape[0]
+        total = lists.total()
         ticket = source.receive(received)
         received.advance()
         while ticket < total:
             head, block, begin, end = lists.column(ticket)
+            end_tile, _ = lists.ends(sizes, block, self.tile_m)
             place = None
             if cutlass.const_expr(self.packed):
                 place = packed.place_of(table, block)
@@ -60,8 +61,8 @@ class Loads:
             kv_phase = kv_phase ^ 1
             for member in cutlass.range(sizes.group, unroll=1):
                 for entry in cutlass.range(begin, end, unroll=1):
-                    q_block = lists.entry[entry] >> 1
-                    count, first = walk.visits(sizes, q_block, self.tile_m)
+                    q_block = lists.entry_at(entry, block) >> 1
+                    count, first = walk.visits(end_tile, q_block, self.tile_m)
                     for visit in cutlass.range(count, unroll=1):
                         tile = first + visit
                         row = walk.row_of(sizes, head, member, tile)
