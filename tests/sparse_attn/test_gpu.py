@@ -253,6 +253,11 @@ def test_sequences_of_packs_have_their_bytes():
     in_a_process("gpu_packs", "128")
 
 
+def test_packs_by_offsets_on_the_card():
+    """1,000 of the 10,000 tables that the script alone draws."""
+    in_a_process("gpu_pack_tables", "1000")
+
+
 def test_sinks():
     in_a_process("gpu_sinks")
 
