@@ -192,6 +192,7 @@ def plan(backend: str, device: arch.Device) -> dict[str, object]:
         "forward": "key blocks ascending, online softmax in base 2, P in the input dtype",
         "backward": "dK, dV by visits, dQ by ranks; dS in the input dtype; one rounding from fp32",
         "schedules": VERSION,
+        "packs": "each sequence as alone under spt: key blocks descending, query blocks ascending",
     }
     if backend == arch.CUTE_SM90:
         return common | {
