@@ -40,11 +40,28 @@ class Where(NamedTuple):
     """Where sequences lie among the tokens of a buffer [B, T].
 
     bounds  [N, 2], int32 or int64: where each begins and ends, one behind another
-    gaps    whether there are tokens of none in front of a sequence; ``bounds`` is on the CPU then
+    places  the same as numbers that the host knows; there may be tokens of no sequence then
     """
 
     bounds: Tensor
-    gaps: bool = False
+    places: tuple[tuple[int, int], ...] | None = None
+
+    def on(self, device: torch.device) -> Tensor:
+        """``bounds`` for kernels of a device, which moves others itself; of places kept there."""
+        if self.places is None:
+            return self.bounds
+        key = "bounds", self.places, str(device)
+        return prepare.cache.get(key, lambda: self.bounds.to(device))
+
+    def filled(self, t: Tensor, dim: int, fill: float = 0.0) -> Tensor:
+        """``t`` in place, with ``fill`` for the tokens of no sequence along ``dim``."""
+        tokens = t.shape[dim]
+        if self.places is None or sum(end - begin for begin, end in self.places) == tokens:
+            return t
+        key = "holes", self.places, tokens, str(t.device)
+        first, end = self.bounds.numpy().astype(np.int64).T
+        holes = prepare.cache.get(key, lambda: _holes(first, end, tokens).to(t.device))
+        return t.index_fill_(dim, holes, fill)
 
 
 def between(offsets: Tensor) -> Where:
@@ -53,20 +70,9 @@ def between(offsets: Tensor) -> Where:
     return Where(offsets.as_strided((len(offsets) - 1, 2), (step, step)))
 
 
-def at_places(places: tuple[tuple[int, int], ...], tokens: int) -> Where:
+def at_places(places: tuple[tuple[int, int], ...]) -> Where:
     """Of sequences from places[i][0] to places[i][1]."""
-    bounds = torch.tensor(places, dtype=torch.int32, device="cpu").view(-1, 2)
-    return Where(bounds, sum(end - begin for begin, end in places) < tokens)
-
-
-def filled(of: Where, t: Tensor, dim: int, fill: float = 0.0) -> Tensor:
-    """``t`` in place, with ``fill`` for the tokens of no sequence along ``dim``."""
-    if not of.gaps:
-        return t
-    tokens, bounds = t.shape[dim], of.bounds.numpy().astype(np.int64)
-    key = "holes", bounds.tobytes(), tokens, str(t.device)
-    holes = prepare.cache.get(key, lambda: _holes(*bounds.T, tokens).to(t.device))
-    return t.index_fill_(dim, holes, fill)
+    return Where(torch.tensor(places, dtype=torch.int32, device="cpu").view(-1, 2), places)
 
 
 def _holes(first: np.ndarray, end: np.ndarray, tokens: int) -> Tensor:

@@ -45,9 +45,8 @@ def forward(
     if in_place(q):
         launch = dispatch.launcher(PACK_NAME, q.device, q.dtype)
         given = (_flat(t) for t in (q, k, v))
-        out, lse = launch(*given, of.bounds, window, scale, softcap, sinks)
-        for t, dim, fill in ((out, 1, 0.0), (lse, 2, -math.inf)):
-            packs.filled(of, t, dim, fill)
+        out, lse = launch(*given, of.on(q.device), window, scale, softcap, sinks)
+        out, lse = of.filled(out, 1), of.filled(lse, 2, -math.inf)
         return out.view(q.shape), _by_batch(lse, sizes)
     at = packs.layout(of, sizes.numel(), device)
     launch = dispatch.launcher(NAME, q.device, q.dtype)
@@ -71,10 +70,10 @@ def backward(
         launch = dispatch.launcher(f"{PACK_NAME}_backward", q.device, q.dtype)
         dlse = None if dlse is None else _of_tokens(dlse)
         flat = Saved(*(_flat(t) for t in (q, k, v, out)), _of_tokens(lse), sinks)
-        given = Grads(_flat(dout), dlse), flat, of.bounds, window
+        given = Grads(_flat(dout), dlse), flat, of.on(q.device), window
         dq, dk, dv, *dsinks = launch(*given, scale, softcap)
         made = zip((dq, dk, dv), (q, k, v), strict=True)
-        return *(packs.filled(of, one, 1).view(like.shape) for one, like in made), *dsinks
+        return *(of.filled(one, 1).view(like.shape) for one, like in made), *dsinks
     at = packs.layout(of, sizes.numel(), device)
     mask = packs.lowered(at, window, device)
     order = packs.order(at, window, heads, q.shape[3], device)

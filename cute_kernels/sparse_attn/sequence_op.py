@@ -135,7 +135,7 @@ def _pack(q, k, spans):
         found = sequences.pack_of(spans)
     if found is None:
         return None
-    return packs.at_places(found.places, q.shape[0] * q.shape[1]), found.window
+    return packs.at_places(found.places), found.window
 
 
 def _attend_run(run, q, k, v, scale, softcap, sinks):

@@ -62,7 +62,7 @@ def test_layouts(seed):
 def test_layouts_of_places():
     """In a buffer [2, 200] of which some tokens are of no sequence."""
     places = ((3, 140), (140, 150), (260, 400))
-    layout = packs.layout(packs.at_places(places, 400), 400, "cpu")
+    layout = packs.layout(packs.at_places(places), 400, "cpu")
     assert layout.begins.tolist() == [0, 256, 384] and layout.length == 524
     tokens = torch.randn(2, 200, 3, generator=torch.Generator().manual_seed(1))
     spread = layout.spread(tokens)
@@ -78,7 +78,7 @@ def test_layouts_of_places():
 
 def test_gaps_are_no_rows_of_the_buffer():
     """What lies between two sequences that begin at blocks is read by nobody."""
-    layout = packs.layout(packs.at_places(((0, 100), (128, 200)), 200), 200, "cpu")
+    layout = packs.layout(packs.at_places(((0, 100), (128, 200))), 200, "cpu")
     assert layout.length == 200 and layout.moved
     assert layout.holes.tolist() == list(range(100, 128))
 
@@ -89,7 +89,7 @@ def test_tokens_of_no_sequence_are_filled():
         for begin, end in places:
             outside[begin:end] = False
         t = torch.randn(2, tokens, generator=torch.Generator().manual_seed(1))
-        made = packs.filled(packs.at_places(places, tokens), t.clone(), 1, 7.0)
+        made = packs.at_places(places).filled(t.clone(), 1, 7.0)
         assert (made[:, outside] == 7.0).all() and same_bytes(made[:, ~outside], t[:, ~outside])
 
 

@@ -102,6 +102,19 @@ def test_no_sequence():
         assert (lse == -torch.inf).all()
 
 
+def test_sequences_that_are_none_cost_nothing_but_blocks():
+    """As offsets have them that are padded to a number: most blocks are not in use."""
+    tensors, lengths = drawn(64, BEHIND), LENGTHS + [0] * 60
+    with known.on_sm90(ctas=3) as used:
+        made = known.trusted(tensors, known.offsets(lengths), WINDOW)
+    assert known.differing(made, right(WINDOW)) == []
+    (space,) = used
+    blocks = space.total.shape[2]
+    assert blocks == pack_tables.Case(torch.zeros(len(lengths), 2), 1079, WINDOW).blocks
+    rows = space.lse2[0, 0].isnan().any(dim=1), space.total[0, 0].isnan().all(dim=1)
+    assert not rows[0].any() and rows[1].sum() == blocks - (3 + 2 + 4 + 2)
+
+
 @pytest.mark.parametrize("count", [8, pytest.param(64, marks=NIGHT)])
 def test_wild_offsets_stay_inside(count):
     """No access outside of a tensor, no hang, and the same bytes again."""
