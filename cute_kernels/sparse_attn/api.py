@@ -136,9 +136,8 @@ def block_sparse_attention_varlen(
         cu_seqlens: int32 or int64 [N + 1], ascending from 0 to T: sequence i is the tokens from
             cu_seqlens[i] to cu_seqlens[i + 1], of which there may be none.  On the CPU, where they
             are looked at; or on a GPU, which SM90 kernels read by themselves, and others wait for.
-            Those that SM90 kernels read are trusted: they may end before T, and tokens behind the
-            last sequence see nothing; no others are right, and none make a kernel leave its
-            tensors.
+            What SM90 kernels read is trusted.  It may end before T: tokens behind the last sequence
+            see nothing.  Other offsets give wrong results; none make a kernel leave its tensors.
         causal: Also require key <= query.
         window_size: (left, right): how many tokens before and behind itself a query sees; None:
             all of its sequence.
@@ -161,18 +160,16 @@ def block_sparse_attention_varlen(
     ``torch.compile(fullgraph=True)`` cu_seqlens is an operand: no pack compiles anew.
 
     Raises:
-        As `block_sparse_attention`; ArgumentValueError for ``cu_seqlens`` on the CPU (and on other
-        GPUs than SM90) that do not ascend from 0 to T, when the op runs; DeviceError while a CUDA
-        graph is captured, for those on the CPU on SM90, and for any on other GPUs.
+        As `block_sparse_attention`; ArgumentValueError for ``cu_seqlens`` that do not ascend from
+        0 to T, where they are looked at, when the op runs; DeviceError while a CUDA graph is
+        captured, on SM90 for those on the CPU, elsewhere for those on a GPU.
     """
     left, right = checks.pack(q, k, v, cu_seqlens, window_size)
     q, k, v = q[None], k[None], v[None]
     flags = {"causal": causal, "return_lse": return_lse}
     given = checks.attention(q, k, v, None, scale, softcap, checks.AUTO, flags)
     checks.sinks(sinks, q)
-    offsets = cu_seqlens
-    if cu_seqlens.device.type != "cuda" or not pack_op.reads_offsets(str(q.device)):
-        offsets = pack_op.pack_offsets(cu_seqlens, q.shape[1])
+    offsets = pack_op.offsets_of(cu_seqlens, q)
     numbers = left, 0 if causal else right, given.scale, given.softcap
     out, lse = pack_op.pack_attention(q, k, v, offsets, *numbers, sinks)
     return (out[0], lse[0]) if return_lse else out[0]

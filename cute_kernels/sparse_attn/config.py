@@ -118,6 +118,8 @@ CPU = CpuPlan()
 #: The form of the kernels that read packs where they lie, and the types of where that is.
 FORM_OF_PACKS = "band"
 OFFSETS = ("int32", "int64")
+#: Sequences that one CTA places.
+SEQUENCES = 256
 
 
 def in_flight(group: int) -> int:

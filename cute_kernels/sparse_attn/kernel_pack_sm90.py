@@ -34,12 +34,12 @@ from cutlass.memory import SmemAllocator
 
 from ..compile import fake
 from ..dsl import copy
-from .config import PackConfig
+from .config import SEQUENCES, PackConfig
 from .device import packed
 from .device.walk import BLOCK
 
-#: Sequences of a CTA, and its threads.
-CHUNK = 256
+#: A CTA has a thread for each of its sequences.
+CHUNK = SEQUENCES
 WARP = 32
 WARPS = CHUNK // WARP
 OFFSETS = {"int32": cutlass.Int32, "int64": cutlass.Int64}

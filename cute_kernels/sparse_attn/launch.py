@@ -40,8 +40,8 @@ _BACKWARD_MMA = {
 
 #: Of a kernel that reads spans, and of one whose lists are formulas.
 _NO_LISTS = None, None, None, None
-#: Sequences to a CTA of the kernel that places them, and blocks and tickets to a slice of them.
-_CHUNK, _SLICE, _MOST_SLICES = 256, 2048, 16
+#: Of the kernel that places sequences: blocks or tickets to a slice, and slices to a CTA's.
+_SLICE, _MOST_SLICES = 2048, 16
 
 
 class Walk(NamedTuple):
@@ -156,7 +156,7 @@ def places(
     table = empty((blocks, 4), torch.int32, q.device)
     tickets = empty((kv_heads * blocks + 1, 4), torch.int32, q.device) if kv_heads else None
     chosen = PackConfig(str(bounds.dtype).removeprefix("torch."), kv_heads > 0)
-    slices = -(-blocks * max(kv_heads, 1) // (_SLICE * -(-(count + 1) // _CHUNK)))
+    slices = -(-blocks * max(kv_heads, 1) // (_SLICE * -(-(count + 1) // config.SEQUENCES)))
     in_flight = config.in_flight(q.shape[2] // max(kv_heads, 1))
     numbers = tokens, *band(window), kv_heads, in_flight, min(slices, _MOST_SLICES)
     call(q.device, _pack_kernel(chosen), bounds, table, tickets, *numbers)

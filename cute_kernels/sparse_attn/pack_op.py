@@ -57,6 +57,13 @@ def reads_offsets(device: str) -> bool:
 reads_offsets._dynamo_marked_constant = True
 
 
+def offsets_of(cu_seqlens, q):
+    """What `pack_attention` takes: on the CPU, but where kernels of ``q`` read those of a GPU."""
+    if cu_seqlens.is_cuda and reads_offsets(str(q.device)):
+        return cu_seqlens
+    return pack_offsets(cu_seqlens, q.shape[1])
+
+
 def _capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 import cute_kernels as ck
+from cute_kernels.errors import DeviceError
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import (
     api,
     config,
     launch,
+    pack_op,
     packs,
     prepare,
     sequence_op,
@@ -93,6 +97,28 @@ def test_nothing_is_read_from_the_host_but_offsets(monkeypatch):
     with known.on_sm90():
         made = known.packed(tensors, lengths)
         assert known.differing(made, known.trusted(tensors, known.offsets(lengths))) == []
+
+
+def test_offsets_on_the_cpu_are_refused_in_a_graph(monkeypatch):
+    """Whose replays would read what was in that memory."""
+    monkeypatch.setattr(pack_op, "_capturing", lambda: True)
+    tensors = known.drawn(100)
+    with known.on_sm90(), pytest.raises(DeviceError, match=r"cu_seqlens: .* CUDA graph"):
+        known.packed(tensors, [60, 40])
+
+
+def test_offsets_on_a_gpu_are_left_there_where_kernels_read_them(monkeypatch):
+    """Else they come to the CPU, which waits; those on the CPU are looked at."""
+    on_gpu, on_cpu = (SimpleNamespace(is_cuda=flag) for flag in (True, False))
+    monkeypatch.setattr(pack_op, "pack_offsets", lambda given, rows: ("looked at", given, rows))
+    q = torch.empty(1, 90, 2, 64)
+    for reads in (True, False):
+        monkeypatch.setattr(pack_op, "reads_offsets", lambda device, reads=reads: reads)
+        looked_at = "looked at", on_gpu, 90
+        assert pack_op.offsets_of(on_gpu, q) == (on_gpu if reads else looked_at)
+        assert pack_op.offsets_of(on_cpu, q) == ("looked at", on_cpu, 90)
+    monkeypatch.undo()
+    assert not pack_op.reads_offsets("cpu") and not pack_op.reads_offsets("cuda:0")
 
 
 @pytest.mark.parametrize("dim", [64, 128])
