@@ -64,7 +64,8 @@ def order_of_pack(tickets: Tensor, table: Tensor, hi: int) -> Order:
     tickets, last = tickets[: int(tickets[-1, 0])], table.cpu()[:, 3]
     head, block, begin, end = tickets.unbind(1)
     ends = (end - begin).cumsum(0)
-    q_block = torch.arange(int(ends[-1])) - (ends - end).repeat_interleave(end - begin)
+    place = torch.arange(int(ends[-1]), dtype=torch.int64, device="cpu")
+    q_block = place - (ends - end).repeat_interleave(end - begin)
     column = block.repeat_interleave(end - begin)
     rank = torch.minimum(last[column], q_block + (hi + BLOCK[1] - 1) // BLOCK[1]) - column
     listed = torch.stack((head, block, ends - (end - begin), ends), dim=1)
