@@ -41,7 +41,7 @@ _BACKWARD_MMA = {
 #: Of a kernel that reads spans, and of one whose lists are formulas.
 _NO_LISTS = None, None, None, None
 #: Of the kernel that places sequences: blocks or tickets to a slice, and slices to a CTA's.
-_SLICE, _MOST_SLICES = 2048, 16
+_SLICE, _MOST_SLICES = 512, 64
 
 
 class Walk(NamedTuple):
