@@ -134,8 +134,10 @@ def block_sparse_attention_varlen(
         q: [T, Hq, D]; k: [T, Hkv, D]; v: [T, Hkv, Dv]; dtypes, devices, head counts and sizes as
             in `block_sparse_attention`.
         cu_seqlens: int32 or int64 [N + 1], ascending from 0 to T: sequence i is the tokens from
-            cu_seqlens[i] to cu_seqlens[i + 1], of which there may be none.  On the CPU, or on a
-            GPU, which is waited for.
+            cu_seqlens[i] to cu_seqlens[i + 1], of which there may be none.  On the CPU, where they
+            are looked at; or on a GPU, which SM90 kernels read by themselves, and others wait for.
+            What SM90 kernels read is trusted.  It may end before T: tokens behind the last sequence
+            see nothing.  Other offsets give wrong results; none make a kernel leave its tensors.
         causal: Also require key <= query.
         window_size: (left, right): how many tokens before and behind itself a query sees; None:
             all of its sequence.
@@ -147,24 +149,27 @@ def block_sparse_attention_varlen(
 
     Guarantees:
         out, lse, dq, dk and dv of a sequence have the bytes that `block_sparse_attention` gives
-        for it alone, as a batch of 1 with ``schedule="auto"``: whatever is packed beside it, in
+        for it alone, as a batch of 1 with ``schedule="spt"``: whatever is packed beside it, in
         whichever order.  ``run_to_run`` and ``schedule_invariant`` as there.
 
-    On a GPU a pass is one launch for all sequences, over copies of q, k and v in which each begins
-    at a multiple of 128 rows as it does alone; without copies where each does already.  Lists are
-    made on the host, and kept for packs of the same ``cu_seqlens``.  Under
+    On SM90 a pass is one launch for all sequences, which reads them where they lie, behind a small
+    one that says where that is.  With ``cu_seqlens`` on the GPU the host waits for nothing, and a
+    CUDA graph may hold both passes: its replays read other offsets of as many sequences.  On other
+    GPUs q, k and v are copied, so that each sequence begins at a multiple of 128 rows, and lists
+    are made on the host, and kept for packs of the same ``cu_seqlens``.  Under
     ``torch.compile(fullgraph=True)`` cu_seqlens is an operand: no pack compiles anew.
 
     Raises:
         As `block_sparse_attention`; ArgumentValueError for ``cu_seqlens`` that do not ascend from
-        0 to T, when the op runs; DeviceError for those on a GPU while a CUDA graph is captured.
+        0 to T, where they are looked at, when the op runs; DeviceError while a CUDA graph is
+        captured, on SM90 for those on the CPU, elsewhere for those on a GPU.
     """
     left, right = checks.pack(q, k, v, cu_seqlens, window_size)
     q, k, v = q[None], k[None], v[None]
     flags = {"causal": causal, "return_lse": return_lse}
     given = checks.attention(q, k, v, None, scale, softcap, checks.AUTO, flags)
     checks.sinks(sinks, q)
-    offsets = pack_op.pack_offsets(cu_seqlens, q.shape[1])
+    offsets = pack_op.offsets_of(cu_seqlens, q)
     numbers = left, 0 if causal else right, given.scale, given.softcap
     out, lse = pack_op.pack_attention(q, k, v, offsets, *numbers, sinks)
     return (out[0], lse[0]) if return_lse else out[0]
@@ -275,7 +280,7 @@ def sequence_attention(
     A row has the bits that it has in its sequence alone, whatever stands before, behind or beside
     it in the buffer: padding on either side, other documents of a pack, a cache that dropped the
     oldest keys.  So do the gradients of a sequence that is attended as one run; the order of their
-    sums is ``schedule="auto"`` for the batch of runs with equal spans.
+    sums is that of ``schedule="spt"``.
 
     Args:
         q: [B, T, Hq, D]; k: [B, S, Hkv, D]; v: [B, S, Hkv, Dv]; scale, softcap, sinks: as in

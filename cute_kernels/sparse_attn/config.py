@@ -24,7 +24,7 @@ HEAD_DIMS = tuple(VALUE_DIMS)
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 #: Whose constants "auto" reckons with on a GPU, by head size.
-MACHINES = {d: "cute_sm90_d64" if d == 64 else "cute_sm90_d128" for d in HEAD_DIMS}
+MACHINES = {d: f"cute_sm90_d{128 if d == 96 else d}" for d in HEAD_DIMS}
 
 _KEPT = frozenset({RUN_TO_RUN, BATCH_INVARIANT, SCHEDULE_INVARIANT})
 #: ``batch_invariant`` is the forward's: a gradient of k and v is a sum over rows.
@@ -90,6 +90,15 @@ class PostConfig:
 
 
 @dataclass(frozen=True)
+class PackConfig:
+    """One compiled kernel that says where a pack's sequences lie; ``tickets``: for a backward."""
+
+    #: The type of begins and ends.
+    offsets: str
+    tickets: bool
+
+
+@dataclass(frozen=True)
 class BackwardConfig:
     """One compiled backward kernel of SM90; ``form``: see ``masks``.
 
@@ -139,13 +148,19 @@ class CpuPlan:
 CPU = CpuPlan()
 
 
-#: What kernels of packs read; that of no partial block reads as a band without ends.
-FORMS_OF_PACKS = ("band", "bits")
+#: The form of the kernels that read packs where they lie, and the types of where that is.
+FORM_OF_PACKS = "band"
+OFFSETS = ("int32", "int64")
+#: Sequences that one CTA places.
+SEQUENCES = 256
 
 
-def form_of_pack(form: str) -> str:
-    """Of the kernels that read a pack where it lies, for a mask of the given form."""
-    return form if form in FORMS_OF_PACKS else FORMS_OF_PACKS[0]
+def in_flight(group: int) -> int:
+    """Heads of a sequence whose columns alternate in launch order; it changes no bit.
+
+    4 query heads, or those of one KV head: rows of more leave L2 (docs/notes/attention_sm90.md).
+    """
+    return max(1, 4 // group)
 
 
 def configure_forward(
@@ -220,13 +235,17 @@ def plan(backend: str, device: arch.Device) -> dict[str, object]:
         "forward": "key blocks ascending, online softmax in base 2, P in the input dtype",
         "backward": "dK, dV by visits, dQ by ranks; dS in the input dtype; one rounding from fp32",
         "schedules": VERSION,
+        "packs": "each sequence as alone under spt: key blocks descending, query blocks ascending",
     }
     if backend == arch.CUTE_SM90:
         return common | {
             "family": "wgmma.k16.f32, ex2.approx.ftz",
             "block": [128, 128],
             "row sums": "4 lanes, each its columns ascending, then a butterfly",
-            "delta": "8 products a thread, 24 for D = 96, then a butterfly over the row's threads",
+            "delta": "8 products a thread, 24 for Dv = 96, then a butterfly over the row's threads",
+            "keys of a dq product": {
+                str(d): configure("bf16", d, "none", True).keys for d in HEAD_DIMS
+            },
             "dq tile rows": {str(d): configure("bf16", d, "none", True).tile_m for d in HEAD_DIMS},
             "group": "query heads one after another, ascending",
             "auto": _machines(),

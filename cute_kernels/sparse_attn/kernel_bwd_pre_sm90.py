@@ -7,7 +7,7 @@ Layouts      O, dO [B, Sq, Hq, Dv] with contiguous rows; lse, dlse fp32 [B, Hq, 
              Both in the order of ``statistics_place``.
              A pack's O, dO, lse and dlse lie as ``device/packed`` says, Mt counts the rows there.
              dq fp32 [B, Hq, Mt, tile_m * D], semaphore int32 [B, Hq, Mt] (or [B, Hq, Mt, turns]),
-             counter int32 [1]: zeros.
+             counter int32 [1]: zeros; of a pack, dq of tiles without a row is left as it is.
 Order        T threads a row, the largest power of two that divides Dv / 8: 8, 4, 16, 32 for Dv =
              64, 96, 128, 256.  Thread t has 8 columns from 8 (t + T i) on, for i = 0, 1, ..: one
              fp32 chain over its products, ascending; then a butterfly over the T threads, nearest
@@ -42,7 +42,7 @@ class BackwardPreSm90:
         vectors = value_dim // VECTOR
         self.threads_per_row = vectors & -vectors
         assert value_dim % VECTOR == 0 and self.threads_per_row <= 32
-        assert tile_m % (THREADS // self.threads_per_row) == 0
+        assert tile_m % (THREADS // self.threads_per_row) == 0 and tile_m <= THREADS
         self.packed, self.turns = config.packed, config.turns
         self.dtype, self.head_dim, self.tile_m = fake.DTYPES[config.dtype], config.head_dim, tile_m
         self.value_dim = value_dim
@@ -91,8 +91,26 @@ class BackwardPreSm90:
                     mSemaphore[batch, head, tile, turn] = cutlass.Int32(0)
             if tile + head + batch == 0:
                 mCounter[0] = cutlass.Int32(0)
-        self.zero(mdQ, batch, head, tile, tidx)
+        operands = (mO, mdO, mLse, mdLse, mLse2, mDelta)
+        at = (batch, head, tile, tidx)
+        if cutlass.const_expr(self.packed):
+            rows = packed.place_of(mPlace, tile * self.tile_m // BLOCK)
+            if tile * self.tile_m < rows[1]:
+                self.zero(mdQ, *at)
+                self.statistics(operands, at, rows)
+            elif tidx < self.tile_m:
+                # Sums over all rows (``sinks_gradient``) read these.
+                mDelta[batch, head, tile * self.tile_m + tidx] = cutlass.Float32(0.0)
+                mLse2[batch, head, tile * self.tile_m + tidx] = cutlass.Float32(math.inf)
+        else:
+            self.zero(mdQ, *at)
+            self.statistics(operands, at, (0, mO.shape[1]))
 
+    @cute.jit
+    def statistics(self, operands, at, rows):
+        """delta and lse2 of a tile's rows; rows: (shift, end), see ``packed``."""
+        (mO, mdO, mLse, mdLse, mLse2, mDelta), (batch, head, tile, tidx) = operands, at
+        shift, end = rows
         threads_per_row = self.threads_per_row
         rows_at_once, columns = THREADS // threads_per_row, threads_per_row * VECTOR
         column = (tidx % threads_per_row) * VECTOR
@@ -101,9 +119,6 @@ class BackwardPreSm90:
         )
         rO = cute.make_rmem_tensor(VECTOR, self.dtype)
         rdO = cute.make_rmem_tensor(VECTOR, self.dtype)
-        shift, end = 0, mO.shape[1]
-        if cutlass.const_expr(self.packed):
-            shift, end = packed.place_of(mPlace, tile * self.tile_m // BLOCK)
         for step in cutlass.range_constexpr(self.tile_m // rows_at_once):
             row = tile * self.tile_m + step * rows_at_once + tidx // threads_per_row
             inside = row < end

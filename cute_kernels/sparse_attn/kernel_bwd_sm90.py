@@ -24,7 +24,8 @@ Tickets      from an atomic counter; the next one when the turn of every dQ tile
 Tails        keys beyond Sk are masked in the last block, and stored outputs clipped by TMA; query
              rows beyond Sq have lse2 = +inf, so P = 0.
 Packs        (``packed``) of sequences where they lie: Q, dO, K, V, dK and dV as ``device/packed``
-             says; lse2, delta, dq and semaphores by rows as counted there.
+             says; lse2, delta, dq and semaphores by rows as counted there.  Visits and ranks follow
+             from a ticket.
 Roles        warpgroup 0: warp 0 loads, one thread each of warps 1 and 2 adds the dQ tiles of one
              buffer, one thread of warp 3 takes tickets; warpgroups 1 and 2: 64 keys of the block
              each, and half of every dQ tile.
@@ -121,10 +122,10 @@ class BackwardSm90:
         mSemaphore: cute.Tensor,
         mCounter: cute.Tensor,
         mTicket: cute.Tensor,
-        mEntry: cute.Tensor,
-        mRank: cute.Tensor,
-        mTile: cute.Tensor,
-        mWords: cute.Tensor,
+        mEntry: cute.Tensor | None,
+        mRank: cute.Tensor | None,
+        mTile: cute.Tensor | None,
+        mWords: cute.Tensor | None,
         mRecord: cute.Tensor | None,
         mPlace: cute.Tensor | None,
         scale: cutlass.Float32,
@@ -145,10 +146,13 @@ class BackwardSm90:
         self.storage = tiles.storage(self.dq_room(), 2 * self.adders, self.singles)
         group = mQ.shape[2] // mK.shape[2]
         pack = (mPlace, mdK, mdV) if self.packed else None
+        lists = walk.Lists(mTicket, mEntry, mRank)
+        if cutlass.const_expr(self.packed):
+            lists = packed.Columns(mTicket, mPlace, lo, hi)
         self.kernel(
             *(q, do, k, v, dk, dv),
             *(mLse2, mDelta, mdQ, mSemaphore, mCounter),
-            walk.Lists(mTicket, mEntry, mRank),
+            lists,
             walk.Sizes(mK.shape[1], mK.shape[2], group, mSemaphore.shape[2]),
             *(mTile, mWords, mRecord, pack, scale, c, inner, lo, hi),
         ).launch(
@@ -173,10 +177,10 @@ class BackwardSm90:
         mdQ: cute.Tensor,
         mSemaphore: cute.Tensor,
         mCounter: cute.Tensor,
-        lists: walk.Lists,
+        lists: walk.Lists | packed.Columns,
         sizes: walk.Sizes,
-        mTile: cute.Tensor,
-        mWords: cute.Tensor,
+        mTile: cute.Tensor | None,
+        mWords: cute.Tensor | None,
         mRecord: cute.Tensor | None,
         pack: tuple[cute.Tensor, cute.Tensor, cute.Tensor] | None,
         scale: cutlass.Float32,
@@ -219,8 +223,8 @@ class BackwardSm90:
                     turns = (mdQ, mSemaphore, mRecord)
                     self.add_dq(warp - 1, turns, shared, barriers, source, lists, sizes)
                 if warp == LAST_PRODUCER:
-                    total = lists.ticket.shape[0] * self.parts
-                    source.dispatch_one_by_one(mCounter.iterator, total, barriers.last_turns)
+                    total, done = lists.total() * self.parts, barriers.last_turns
+                    source.dispatch_one_by_one(mCounter.iterator, total, done)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             mask, factors = (mTile, mWords, lo, hi), (scale, c, inner)
@@ -253,16 +257,18 @@ class BackwardSm90:
         state = pipeline.consumer_state(self.config.dq_stages)
         received = tickets.ticket_state()
         tile_of_dq = shared.sdQ.data_ptr() + buffer * self.dq_size
-        total = lists.ticket.shape[0]
+        total = lists.total()
         ticket = source.receive_alone(received)
         received.advance()
         while ticket < total:
-            head, _, begin, end = lists.column(ticket)
+            head, block, begin, end = lists.column(ticket)
+            (end_tile, _), who = lists.ends(sizes, block, self.tile_m), lists.who(block)
             waits = cutlass.Boolean(True)
             for member in cutlass.range(sizes.group, unroll=1):
                 for entry in cutlass.range(begin, end, unroll=1):
-                    q_block, rank = lists.entry[entry] >> 1, lists.rank[entry]
-                    count, first = walk.visits(sizes, q_block, self.tile_m)
+                    q_block = lists.entry_at(entry, block) >> 1
+                    rank = lists.rank_at(entry, who)
+                    count, first = walk.visits(end_tile, q_block, self.tile_m)
                     for visit in cutlass.range(count, unroll=1):
                         if state.index == buffer:
                             row = walk.row_of(sizes, head, member, first + visit)
@@ -330,14 +336,12 @@ class BackwardSm90:
         ds_state = pipeline.producer_state(config.ds_stages)
         received = tickets.ticket_state()
         kv_phase = cutlass.Int32(0)
-        total = lists.ticket.shape[0]
+        total = lists.total()
         ticket = source.receive(received)
         received.advance()
         while ticket < total:
             head, block, begin, end = lists.column(ticket)
-            kv_len = sizes.kv_len
-            if cutlass.const_expr(self.packed):
-                _, kv_len = packed.place_of(stores[2][0], block)
+            end_tile, kv_len = lists.ends(sizes, block, self.tile_m)
             rdK.fill(0.0)
             rdV.fill(0.0)
             # The buffer of dQ that is written and not yet handed over, or -1.
@@ -346,11 +350,10 @@ class BackwardSm90:
             window = cutlass.Int32(0)
             for _ in cutlass.range(sizes.group, unroll=1):
                 for entry in cutlass.range(begin, end, unroll=1):
-                    if (entry - begin) & (walk.WINDOW - 1) == 0:
-                        window = lists.window(entry)
-                    code = lists.of_window(window, entry - begin)
+                    window = lists.ahead(window, entry, begin)
+                    code = lists.entry_ahead(window, entry, begin, block)
                     q_block, partial = code >> 1, code & 1
-                    count, _ = walk.visits(sizes, q_block, self.tile_m)
+                    count, _ = walk.visits(end_tile, q_block, self.tile_m)
                     for visit in cutlass.range(count, unroll=1):
                         # S = Q Kᵀ and dP = dO Vᵀ, with the keys as rows.  The last visit's dK is
                         # still being made: S follows it without a gap.
@@ -545,7 +548,7 @@ def by_rows(tensor: cute.Tensor) -> cute.Tensor:
 
 def build(config: BackwardConfig, compile=cute.compile, kernel=BackwardSm90):
     """Compiles one configuration against fake tensors; no GPU needed."""
-    batch, q_len, kv_len, heads, kv_heads, tiles, entries = (fake.size() for _ in range(7))
+    batch, q_len, kv_len, heads, kv_heads, tiles = (fake.size() for _ in range(6))
     width, of_values, rows = config.head_dim, VALUE_DIMS[config.head_dim], config.tile_m
 
     def operands():
@@ -565,14 +568,19 @@ def build(config: BackwardConfig, compile=cute.compile, kernel=BackwardSm90):
         *operands(),
         fake.compact(ints, (batch, heads, tiles, *([config.turns] * (config.turns > 1)))),
         fake.compact(ints, (1,)),
-        fake.compact(ints, (fake.size(), 4), fake.TMA_ALIGN),
-        fake.compact(ints, (entries,)),
-        fake.compact(ints, (entries,)),
-        fake.compact(ints, (entries if config.form == "bits" else fake.size(),)),
-        fake.compact(ints, (fake.size(), BLOCK, score_mask.WORDS), fake.TMA_ALIGN),
+        fake.compact(ints, (fake.size(), walk.FIELDS), fake.TMA_ALIGN),
+        *((None,) * 4 if config.packed else fake_lists(config.form)),
         fake.compact(ints, (FIELDS,)) if config.watchdog_ms else None,
         packed.fake_table() if config.packed else None,
         *(fp32(1.0), fp32(1.0), fp32(0.0), ints(0), ints(0), ints(1)),
         fake.stream(),
         options=fake.SM90_OPTIONS,
     )
+
+
+def fake_lists(form: str) -> tuple:
+    """Entries, ranks, the mask tile of each entry, and the words of mask tiles."""
+    entries, tiles = fake.size(), fake.size()
+    listed = entries if form == "bits" else fake.size()
+    words = fake.compact(cutlass.Int32, (tiles, BLOCK, score_mask.WORDS), fake.TMA_ALIGN)
+    return *(fake.compact(cutlass.Int32, (size,)) for size in (entries, entries, listed)), words

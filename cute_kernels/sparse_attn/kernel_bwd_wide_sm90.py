@@ -73,17 +73,18 @@ class BackwardWideSm90(BackwardSm90):
         received = tickets.ticket_state()
         # Whose visit it is, if it is not everybody's; the phase of what this thread adds.
         whose, phase = cutlass.Int32(0), cutlass.Int32(0)
-        total = lists.ticket.shape[0] * HALVES
+        total = lists.total() * HALVES
         ticket = source.receive_alone(received)
         received.advance()
         while ticket < total:
-            head, _, begin, end = lists.column(ticket // HALVES)
+            head, block, begin, end = lists.column(ticket // HALVES)
+            (end_tile, _), who = lists.ends(sizes, block, self.tile_m), lists.who(block)
             waits = cutlass.Boolean(True)
             for member in cutlass.range(sizes.group, unroll=1):
                 for entry in cutlass.range(begin, end, unroll=1):
-                    q_block = lists.entry[entry] >> 1
-                    rank = lists.rank[entry] * HALVES + ticket % HALVES
-                    count, first = walk.visits(sizes, q_block, self.tile_m)
+                    q_block = lists.entry_at(entry, block) >> 1
+                    rank = lists.rank_at(entry, who) * HALVES + ticket % HALVES
+                    count, first = walk.visits(end_tile, q_block, self.tile_m)
                     for visit in cutlass.range(count, unroll=1):
                         mine = whose == number
                         last = (entry == end - 1) & (member == sizes.group - 1)
@@ -142,26 +143,23 @@ class BackwardWideSm90(BackwardSm90):
         received = tickets.ticket_state()
         # bit: of the visits whose dQ was given, the last one's number modulo 2.
         kv_phase, bit = cutlass.Int32(0), cutlass.Int32(0)
-        total = lists.ticket.shape[0] * HALVES
+        total = lists.total() * HALVES
         ticket = source.receive(received)
         received.advance()
         while ticket < total:
             head, block, begin, end = lists.column(ticket // HALVES)
             part = ticket % HALVES
             key = part * KEYS + lane // 32 * 16 + lane % 32 // 4
-            kv_len = sizes.kv_len
-            if cutlass.const_expr(self.packed):
-                _, kv_len = packed.place_of(store[1][0], block)
+            end_tile, kv_len = lists.ends(sizes, block, self.tile_m)
             rdV.fill(0.0)
             cute.arch.mbarrier_wait(barriers.k_full, kv_phase)
             window = cutlass.Int32(0)
             for _ in cutlass.range(sizes.group, unroll=1):
                 for entry in cutlass.range(begin, end, unroll=1):
-                    if (entry - begin) & (walk.WINDOW - 1) == 0:
-                        window = lists.window(entry)
-                    code = lists.of_window(window, entry - begin)
+                    window = lists.ahead(window, entry, begin)
+                    code = lists.entry_ahead(window, entry, begin, block)
                     q_block, partial = code >> 1, code & 1
-                    count, _ = walk.visits(sizes, q_block, self.tile_m)
+                    count, _ = walk.visits(end_tile, q_block, self.tile_m)
                     for visit in cutlass.range(count, unroll=1):
                         # S = Q Kᵀ, with the keys as rows
                         rings[0].consumer_wait(state)
@@ -223,19 +221,20 @@ class BackwardWideSm90(BackwardSm90):
         state, do_state = self.states()
         received = tickets.ticket_state()
         kv_phase, bit = cutlass.Int32(0), cutlass.Int32(0)
-        total = lists.ticket.shape[0] * HALVES
+        total = lists.total() * HALVES
         ticket = source.receive(received)
         received.advance()
         while ticket < total:
             head, block, begin, end = lists.column(ticket // HALVES)
+            end_tile, _ = lists.ends(sizes, block, self.tile_m)
             rdK.fill(0.0)
             cute.arch.mbarrier_wait(barriers.k_full, kv_phase)
             cute.arch.mbarrier_wait(barriers.v_full, kv_phase)
             kv_phase = kv_phase ^ 1
             for _ in cutlass.range(sizes.group, unroll=1):
                 for entry in cutlass.range(begin, end, unroll=1):
-                    q_block = lists.entry[entry] >> 1
-                    count, _ = walk.visits(sizes, q_block, self.tile_m)
+                    q_block = lists.entry_at(entry, block) >> 1
+                    count, _ = walk.visits(end_tile, q_block, self.tile_m)
                     for visit in cutlass.range(count, unroll=1):
                         # dP = dO Vᵀ, with the keys as rows
                         rings[1].consumer_wait(do_state)

@@ -19,7 +19,8 @@ Masks        by selection; a block without an allowed key leaves a row's state a
 Keys         of form "spans": key 0 is the column that ``device/spans`` names, and blocks are
              counted from there, so that a sequence may lie anywhere in K and V.
 Packs        (``packed``) of sequences that are read and written where they lie: batch 1, rows and
-             keys counted as ``device/packed`` says; a sequence ends as Sq and Sk do elsewhere.
+             keys counted as ``device/packed`` says, where the lists follow from; a sequence ends as
+             Sq and Sk do elsewhere.  Tokens of none: O = 0, LSE = -inf, whatever the sinks.
 Tails        TMA fills zeros beyond Sq and Sk; keys beyond Sk are masked, rows beyond Sq clipped.
 Tiles        of 128 query rows of a head, or of 192, of two blocks of the mask.  A CTA takes one
              after another (``place``) until there are none.
@@ -63,6 +64,8 @@ class ForwardSm90:
     def __init__(self, config: ForwardConfig):
         assert config.head_dim in HEAD_DIMS and config.form in FORWARD_FORMS
         self.config, self.packed = config, config.packed
+        # Whether a thread knows what its rows see: the first and the last key of each.
+        self.by_rows = config.packed or config.form == SPANS
         self.head_dim, self.value_dim = config.head_dim, VALUE_DIMS[config.head_dim]
         self.dtype = fake.DTYPES[config.dtype]
         assert config.consumers == 2 or (config.consumers, config.head_dim) == (3, 64)
@@ -108,13 +111,9 @@ class ForwardSm90:
         o = tma.store(tma.view(mO, by_rows), self.tiles.o_layout(), of_o)
 
         self.storage = self.tiles.storage()
-        batch, q_len, heads, _ = mQ.shape
-        if cutlass.const_expr(self.packed):
-            q_len = mPlace.shape[0] * BLOCK
-        total = cute.ceil_div(q_len, self.rows) * heads * batch
         pack = (mO, mPlace) if self.packed else None
         tensors = (mK, mLse, mCount, mEntry, mTile, mWords, mSpans, mSinks, pack, mCounter)
-        self.kernel(q, k, v, o, *tensors, total, lo, hi, c, inner).launch(
+        self.kernel(q, k, v, o, *tensors, lo, hi, c, inner).launch(
             grid=(ctas, 1, 1),
             block=((1 + self.consumers) * mma.WARPGROUP, 1, 1),
             min_blocks_per_mp=1,
@@ -138,7 +137,6 @@ class ForwardSm90:
         mSinks: cute.Tensor | None,
         pack: tuple[cute.Tensor, cute.Tensor] | None,
         mCounter: cute.Tensor,
-        total: cutlass.Int32,
         lo: cutlass.Int32,
         hi: cutlass.Int32,
         c: cutlass.Float32,
@@ -169,18 +167,19 @@ class ForwardSm90:
         if tidx == 0:
             handover.init(self.consumers)
         rings = self.make_rings(storage.barriers.data_ptr())
-        q_len, heads = mLse.shape[2], mLse.shape[1]
+        batch, heads, q_len = mLse.shape
         table = None
         if cutlass.const_expr(self.packed):
             table = pack[1]
-            q_len = table.shape[0] * BLOCK
+            q_len = packed.blocks_of(table) * BLOCK
+        total = cute.ceil_div(q_len, self.rows) * heads * batch
         sizes = (total, q_len, heads, mK.shape[2])
 
         group = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP)
         if group == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS[self.consumers])
             if warp == 0:
-                stored = (mCount, mEntry, mTile, mSpans)
+                stored = (mCount, mEntry, mTile, mSpans, table, lo, hi)
                 shared = (sQ, sK, sV), words, told, (tail, storage.sV.data_ptr()), table
 
                 def lists_of(tile, head, batch):
@@ -199,7 +198,7 @@ class ForwardSm90:
     @cute.jit
     def listing(self, stored, tile, head, batch):
         """(the column of key 0, the list of each block of the mask that a tile has rows of)."""
-        mCount, mEntry, mTile, mSpans = stored
+        mCount, mEntry, mTile, mSpans, table, lo, hi = stored
         # Two consumers share a block of the mask, three have rows of two.
         blocks = [tile * self.consumers // 2 + n for n in range(self.consumers - 1)]
         column = cutlass.Int32(0)
@@ -207,6 +206,8 @@ class ForwardSm90:
             of_rows = mSpans[batch, None, None]
             column = spans.column_of_key_0(of_rows)
             lists = [spans.listing(of_rows, m, column) for m in blocks]
+        elif cutlass.const_expr(self.packed):
+            lists = [packed.listing(table, m, lo, hi) for m in blocks]
         else:
             # A mask of one batch or one head serves all of them.
             mask_batch = cutlass.min(batch, mCount.shape[0] - 1)
@@ -241,7 +242,12 @@ class ForwardSm90:
             softmax.start(row_max, row_sum)
             if cutlass.const_expr(mSinks is not None):
                 row = tile * self.rows + consumer * ROWS + lane // 32 * 16 + lane % 32 // 4
-                sinks.start(row_max, row_sum, mSinks[head, None], row, lane, c)
+                sunk = mSinks[head, None], row, lane, c
+                if cutlass.const_expr(self.packed):
+                    if packed.pairs(table, row // BLOCK):
+                        sinks.start(row_max, row_sum, *sunk)
+                else:
+                    sinks.start(row_max, row_sum, *sunk)
             acc_o.fill(0.0)
             of_rows, last = None, mK.shape[1]
             if cutlass.const_expr(self.config.form == SPANS):
@@ -307,6 +313,8 @@ class ForwardSm90:
         row = half % 2 * ROWS + lane // 32 * 16 + lane % 32 // 4
         if cutlass.const_expr(self.config.form == SPANS):
             mask = (*mask[:3], *spans.between(mask[2], m * BLOCK + row), mask[5])
+        elif cutlass.const_expr(self.packed):
+            mask = (*mask[:3], *packed.between(*mask[3:], m * BLOCK + row), mask[5])
 
         qk, pv = self.tiles.qk_mma(), self.tiles.pv_mma()
         slice_qk, slice_pv = qk.get_slice(consumer * mma.WARPGROUP), pv.get_slice(0)
@@ -445,16 +453,16 @@ class ForwardSm90:
         key = (word >> merge.BLOCK_SHIFT) * BLOCK
         partial = word & merge.PARTIAL != 0
         last = kv_len - 1 - key
-        if cutlass.const_expr(self.config.form == "band"):
+        if cutlass.const_expr(self.by_rows):
+            if spans.hides(lo, hi, key):
+                first, until = [at - key for at in lo], [at - key for at in hi]
+                score_mask.keep_between(acc_s, lane, first, until)
+        elif cutlass.const_expr(self.config.form == "band"):
             if partial or last < BLOCK - 1:
                 # kv - q in [lo, hi] and kv < Sk, as columns of the block.
                 at = m * BLOCK + row - key
                 first = (at + lo, at + 8 + lo)
                 until = (cutlass.min(at + hi, last), cutlass.min(at + 8 + hi, last))
-                score_mask.keep_between(acc_s, lane, first, until)
-        elif cutlass.const_expr(self.config.form == SPANS):
-            if spans.hides(lo, hi, key):
-                first, until = [at - key for at in lo], [at - key for at in hi]
                 score_mask.keep_between(acc_s, lane, first, until)
         else:
             if cutlass.const_expr(self.config.form == "bits"):
@@ -517,6 +525,8 @@ def build(config: ForwardConfig, compile=cute.compile, kernel=ForwardSm90):
     )
     spans_alone = (None,) * 4 + (ints((batch, fake.size(), len(spans.FIELDS)), fake.TMA_ALIGN),)
     any_strides = (cute.sym_int64(), cute.sym_int64())
+    lists = spans_alone if config.form == SPANS else stored
+    lists = (None,) * 5 if config.packed else lists
     by_row = make_fake_tensor(cutlass.Float32, (heads, q_len), any_strides, assumed_align=4)
     width, of_values = config.head_dim, VALUE_DIMS[config.head_dim]
 
@@ -530,7 +540,7 @@ def build(config: ForwardConfig, compile=cute.compile, kernel=ForwardSm90):
         rows(kv_len, kv_heads, of_values),
         rows(q_len, heads, of_values),
         fake.compact(cutlass.Float32, (batch, heads, q_len)),
-        *(spans_alone if config.form == SPANS else stored),
+        *lists,
         by_row if config.sinks else None,
         packed.fake_table() if config.packed else None,
         ints((1,)),

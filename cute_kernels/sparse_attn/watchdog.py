@@ -56,6 +56,24 @@ def require_turns(
     )
 
 
+def order_of_pack(tickets: Tensor, table: Tensor, hi: int) -> Order:
+    """The visits of a pack, which its kernels know by formulas (``device/packed``); waits.
+
+    tickets, table: as ``kernel_pack_sm90`` made them; hi: of the band.
+    """
+    tickets = tickets.cpu()
+    tickets, last = tickets[: int(tickets[-1, 0])], table.cpu()[:, 3]
+    head, block, begin, end = tickets.unbind(1)
+    ends = (end - begin).cumsum(0)
+    place = torch.arange(int(ends[-1]), dtype=torch.int64, device="cpu")
+    q_block = place - (ends - end).repeat_interleave(end - begin)
+    column = block.repeat_interleave(end - begin)
+    rank = torch.minimum(last[column], q_block + (hi + BLOCK[1] - 1) // BLOCK[1]) - column
+    listed = torch.stack((head, block, ends - (end - begin), ends), dim=1)
+    nothing = tickets.new_empty(0)
+    return Order(listed, nothing, nothing, 2 * q_block, rank, nothing)
+
+
 def _who(order: Order, head: int, q_block: int, rank: int) -> str:
     """The visit of a query block with a rank: one, in a schedule that ``check`` takes."""
     of_rank = ((order.entry >> 1 == q_block) & (order.rank == rank)).tolist()

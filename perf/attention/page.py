@@ -185,21 +185,24 @@ def _pack_lines(bench: Bench) -> list[str]:
     for size in targets.PACKS:
         item = bench.get(("bwd", label(size)), "ours_pack") or {}
         if "new_pack_host_us" in item:
-            ms, count = item["new_pack_host_us"] / 1e3, item["sequences"]
-            told.append(f"{ms:.1f} ms ({_heads(size)}; {count} sequences)")
+            cost = f"{item['new_pack_host_us']:,.0f} us"
+            if "table_us" in item:
+                cost += f", the device {item['table_us']:.1f} us"
+            told.append(f"{cost} ({_heads(size)}; {item['sequences']} sequences)")
     return [
         "### Packed sequences",
         "",
         "`python -m perf bench attention --mask pack`: causal sequences of 100 to 4,000 tokens,",
         "1,000 on average, 32k tokens a pack.  Ours is one launch a pass for all, which reads them",
-        "where they lie.  Ratios: forward, backward; of the card's time, without",
-        "the host's part of a call.  One mask: blocks are counted from each row's start, so that",
-        "a sequence's bits follow its place.  Each alone: a launch for each sequence.  Bits: 20",
-        "repeats, and those of each sequence alone.",
+        "where they lie, behind a small one that says where.  Ratios: forward, backward; of the",
+        "card's time, without the host's part of a call.  One mask: blocks are counted from each",
+        "row's start, so that a sequence's bits follow its place.  Each alone: a launch for each",
+        "sequence.  Bits: 20 repeats, and those of each sequence alone.",
         "",
         *folded(_PACKS, rows, ("bits", "ran on")),
         "",
-        f"What a pack of new lengths costs the host, median of 20: {'; '.join(told) or NOT_RUN}.",
+        "What a pack of new lengths costs: the host (median of 20) to launch what places its",
+        f"sequences, for both passes, and the device in a backward: {'; '.join(told) or NOT_RUN}.",
     ]
 
 
@@ -237,18 +240,22 @@ def _verdict(text: str, have: dict[Size, float], total: int, limit: float, shown
 
 
 def _other_rows(bench: Bench) -> list[list[str]]:
-    """The rate of the full mask at D = 128, and what the lists cost."""
+    """The rate of the full mask at D = 128, what lists cost, and what the tables of packs do."""
     sizes = targets.cases()
     full = [size for size in sizes if size[0] == "full" and size[2] == 128]
     records = {size: bench.get(("bwd", label(size))) or {} for size in sizes}
     rates = {s: -records[s]["tflops"] for s in full if "tflops" in records[s]}
     lists = {s: r["order_share"] for s, r in records.items() if "order_share" in r}
+    packs = {size: bench.get(("bwd", label(size)), "ours_pack") or {} for size in targets.PACKS}
+    tables = {s: r["table_share"] for s, r in packs.items() if "table_share" in r}
     least, most = targets.RATE, targets.LISTS
     rate_text = f"bwd, full, D = 128: ours >= {least:.0f} TFLOP/s"
     lists_text = f"the tensors of an order, built on the device: <= {most:.0%} of one backward"
+    tables_text = f"the table and the tickets of a pack, likewise: <= {most:.0%} of one backward"
     return [
         _verdict(rate_text, rates, len(full), -least, lambda value: f"{-value:.0f} TFLOP/s"),
         _verdict(lists_text, lists, len(sizes), most, lambda value: f"{value:.1%}"),
+        _verdict(tables_text, tables, len(packs), most, lambda value: f"{value:.1%}"),
     ]
 
 

@@ -90,6 +90,9 @@ class Case:
         tokens = q.shape[1]
         offsets = [begin for begin in accumulate(_PACKED, initial=0) if begin < tokens]
         offsets = torch.tensor([*offsets, tokens])
+        # Where a CUDA graph can read them.
+        if pack_op.reads_offsets(str(q.device)):
+            offsets = offsets.to(q.device)
         rest = (offsets, None, 0, self.dim**-0.5, self.softcap, None)
 
         def call() -> tuple[Tensor, ...]:

@@ -22,7 +22,7 @@ SIZES = tuple(
 )
 QUICK = SIZES[:1]
 #: (mask, length, head size, query heads, KV heads) of packed sequences, 32k tokens a pack.  Like no
-#: other mask they have no targets, and are measured where they are asked for.
+#: other mask they have no target but that of their tables, and are measured where asked for.
 PACK = "pack"
 PACKS = tuple((PACK, 8192, *size) for size in ((128, 16, 16), (128, 32, 8), (64, 16, 16)))
 #: Likewise of heads of 192 with v of 128, as DeepSeek's, and of 256: where their size is asked for.
@@ -86,7 +86,8 @@ TARGETS = (
     Target("bwd", "ours", "flex", 1 / 1.5),
     Target("fwd", "ours", "fa4", 1 / 0.95),
 )
-#: TFLOP/s of our ordered backward, full mask, D = 128, at least; cost of its lists, at most.
+#: TFLOP/s of our ordered backward, full mask, D = 128, at least; cost of its lists, at most, and
+#: of a pack's table and tickets.
 RATE = 600.0
 LISTS = 0.02
 

@@ -20,6 +20,7 @@ from tests.sparse_attn import pack_cases as known
 from tests.sparse_attn import sequence_cases
 
 HEADS = [(2, 1), (4, 4), (8, 2), (3, 1)]
+DIMS = len(config.HEAD_DIMS)
 
 
 def main(count: str = "512", device: str = "cuda") -> None:
@@ -41,7 +42,7 @@ def pack(seed: int) -> tuple[list[int], tuple, list[torch.Tensor]]:
     lengths = known.lengths_of(seed)
     if seed % 16 == 15:
         lengths = g.integers(0, 2000, 4).tolist()
-    dim, heads = config.HEAD_DIMS[seed % 3], HEADS[seed // 3 % len(HEADS)]
+    dim, heads = config.HEAD_DIMS[seed % DIMS], HEADS[seed // DIMS % len(HEADS)]
     dtype = (torch.bfloat16, torch.float16)[seed // 5 % 2]
     rule = known.RULES[seed % len(known.RULES)]
     return lengths, rule, known.drawn(sum(lengths), seed, dtype, heads, dim)

@@ -76,8 +76,9 @@ def cases(head_dim: int, form: str = "rule"):
     return found
 
 
-def survives(kernel, head_dim: int, form: str = "rule") -> bool:
-    for case, schedule, wanted in cases(head_dim, form):
+def survives(kernel, head_dim: int, form: str = "rule", more: tuple = ()) -> bool:
+    """more: cases besides, as those of `cases`."""
+    for case, schedule, wanted in (*cases(head_dim, form), *more):
         for options in SETTINGS:
             ptxsim.clear_launches()
             try:

@@ -269,4 +269,4 @@ def test_every_kernel_with_sinks_is_catalogued():
         for form in ("none", "band", "bits", "spans")
         for capped in (False, True)
     }
-    assert asked <= known and len(asked) == 48
+    assert asked <= known and len(asked) == 80

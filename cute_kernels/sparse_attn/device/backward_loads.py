@@ -52,11 +52,12 @@ class Loads:
         kv_phase = cutlass.Int32(1)
         phases = cute.make_rmem_tensor((1,), cutlass.Int32)
         phases.fill(0)
-        total = lists.ticket.shape[0] * self.parts
+        total = lists.total() * self.parts
         ticket = source.receive(received)
         received.advance()
         while ticket < total:
             head, block, begin, end = lists.column(ticket // self.parts)
+            end_tile, _ = lists.ends(sizes, block, self.tile_m)
             place = None
             if cutlass.const_expr(self.packed):
                 place = packed.place_of(table, block)
@@ -68,8 +69,8 @@ class Loads:
             kv_phase = kv_phase ^ 1
             for member in cutlass.range(sizes.group, unroll=1):
                 for entry in cutlass.range(begin, end, unroll=1):
-                    q_block = lists.entry[entry] >> 1
-                    count, first = walk.visits(sizes, q_block, self.tile_m)
+                    q_block = lists.entry_at(entry, block) >> 1
+                    count, first = walk.visits(end_tile, q_block, self.tile_m)
                     for visit in cutlass.range(count, unroll=1):
                         tile = first + visit
                         row = walk.row_of(sizes, head, member, tile)
@@ -99,7 +100,7 @@ class Loads:
                 ring.sync_object_empty.wait(state.index, state.phase)
                 packed.expect(tail[0], bytes_of(sizes, 4))
                 self.copy_rows(copied, of_rows, state.index, tail[0])
-                stage = memory + state.index * cute.size(view, mode=[0, 1])
+                stage = memory + state.index * (bytes_of(sizes) * 8 // self.tiles.dtype.width)
                 packed.clean(*tail, stage, sizes, inside, full)
             else:
                 ring.producer_acquire(state)

@@ -137,6 +137,20 @@ def test_the_rate_and_the_lists_have_targets():
     assert "| 2.1% (" in text
 
 
+def test_the_tables_of_packs_have_a_target():
+    name = "the table and the tickets of a pack, likewise: <= 2% of one backward"
+    assert row(rendered(*every(1.0)), name)[1:] == ["not run", "not run"]
+    for shares, verdict in (((0.003, 0.02, 0.01), "held"), ((0.003, 0.021), "missed")):
+        records = [
+            bench(size, system="ours_pack", table_us=1.0, table_share=share)
+            for size, share in zip(targets.PACKS, shares, strict=False)
+        ]
+        measured, found = row(rendered(*records), name)[1:]
+        assert found == verdict and spaced(measured).startswith(f"{max(shares):.1%} (pack 8k, D")
+        assert measured.endswith(f"{len(shares)} of 3 cases)")
+    assert row(rendered(records[0]), name)[2] == "not run"
+
+
 def test_predictions_stand_beside_what_was_measured():
     told = {"makespan_us": 1040.0, "unordered_us": 1000.0, "ratio": 1.04}
     made = {"name": "spt (ascending)", "hash": "ab" * 32}
@@ -165,7 +179,7 @@ def test_packs_say_not_run_and_how_to_run_them():
         assert len(found) == 7 and set(found.values()) == {"not run"}
     part = text.split("### Packed sequences")[1].split("\n### ")[0]
     assert "`python -m perf bench attention --mask pack`" in part
-    assert part.rstrip().endswith("costs the host, median of 20: not run.")
+    assert spaced(part).rstrip().endswith("the device in a backward: not run.")
     assert not set(targets.PACKS) & set(targets.cases())
 
 
@@ -188,7 +202,11 @@ def test_records_fill_the_table_of_packs():
         "bits": "same",
         "ran on": "NVIDIA H200, 0123456789, 2026-11-21",
     }
-    assert "median of 20: 9.6 ms (D = 128, 32 heads, GQA 4:1; 34 sequences)." in spaced(text)
+    said = "in a backward: 9,637 us (D = 128, 32 heads, GQA 4:1; 34 sequences)."
+    assert said in spaced(text)
+    placed = bench(size, **own, **held, **told, table_us=4.25, table_share=0.02125)
+    said = "9,637 us, the device 4.2 us (D = 128, 32 heads, GQA 4:1; 34 sequences)."
+    assert said in spaced(rendered(placed))
     assert packs(text)["ran on"] == "not run"
     # They are no part of the other tables, nor of what is counted.
     whole = report.render([forward, backward], [])

@@ -44,7 +44,7 @@ def test_junk_fills_outputs_and_workspace():
     before = launch.empty, launch.workspace
     with soak.poisoned(launch, 0xFF):
         made = launch.empty((3, 4), torch.bfloat16, device)
-        held = launch.workspace(1, 2, 3, 64, 64, device)
+        held = launch.workspace((1, 2, 3), 64, 64, 1, device)
     assert made.isnan().all() and held.total.isnan().all()
     assert (held.semaphore == -1).all() and (held.counter == -1).all()
     assert before == (launch.empty, launch.workspace)
