@@ -27,6 +27,11 @@ DEVICE = "cpu"
 IN_PLACE = True
 
 
+def share(count: str) -> range:
+    """``"512"``: the seeds below; ``"128:256"``: a part of them."""
+    return range(*map(int, count.split(":")))
+
+
 def drawn(
     tokens: int,
     seed: int = 0,

@@ -15,7 +15,7 @@ from tests.ptxsim import available
 from tests.sparse_attn import simulated, waits
 
 simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
-common = available.import_module("tests.sparse_attn.test_bwd_sm90_mutants")
+common = available.import_module("tests.sparse_attn.bwd_defects")
 module = available.import_module("cute_kernels.sparse_attn.kernel_bwd_wide_sm90")
 pytestmark = [available.requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
 
