@@ -2,8 +2,8 @@
 
 The table and the tickets of ``COUNT`` drawn packs (10,000; ``0:2500``: a part of them) against the
 oracle, every seventh of bounds that no pack has.  Then forward and backward with offsets on the
-card, which may not wait for it, and the same in a CUDA graph: its replays with other offsets give those packs' bytes, tokens
-behind the last sequence among them.  Prints "ok" at the end.
+card, which may not wait for it, and the same in a CUDA graph: its replays with other offsets give
+those packs' bytes, tokens behind the last sequence among them.  Prints "ok" at the end.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Packs on a card: python -m tests.sparse_attn.gpu_packs [COUNT [DEVICE]]
 
-``COUNT`` drawn packs (512; ``128:256``: a part of them), each against its sequences alone: out, lse,
-dq, dk and dv, byte for byte; all head sizes, causal, full and windows, groups of query heads, some lengths of thousands.
-Then NaN in the neighbours, and a padded batch against a launch for each sequence.  Prints "ok" at
-the end.
+``COUNT`` drawn packs (512; ``128:256``: a part of them), each against its sequences alone: out,
+lse, dq, dk and dv, byte for byte; all head sizes, causal, full and windows, groups of query heads,
+some lengths of thousands.  Then NaN in the neighbours, and a padded batch against a launch for each
+sequence.  Prints "ok" at the end.
 """
 
 from __future__ import annotations
