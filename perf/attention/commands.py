@@ -35,6 +35,7 @@ def bench_attention(
     passes: Annotated[str, typer.Option("--pass", help="of fwd,bwd")] = "",
     systems: Annotated[str, typer.Option(help="who is measured; see perf/attention")] = "",
     quick: Annotated[bool, typer.Option(help="backward of D = 128, 16 heads; two minutes")] = False,
+    held_out: Annotated[bool, typer.Option(help="sizes that nothing was tuned on")] = False,
     rounds: Annotated[int, typer.Option(min=50, help="samples of each system")] = 50,
     budget: Annotated[float, typer.Option(help="seconds after which no case is begun")] = 380.0,
     output: Output = None,
@@ -44,6 +45,7 @@ def bench_attention(
     """Block-sparse attention: ordered, unordered, FA4, FlexAttention on the same masks.
 
     `--mask pack` is packed sequences, against FA4's varlen kernels; no other choice includes it.
+    `--held-out` is ten cases of other lengths, head sizes and groups, and no others.
     `--d 192` is q and k of 192 with v of 128, `--d 256` all of 256: where they are asked for.
     """
     need_gpu("bench")
@@ -56,7 +58,7 @@ def bench_attention(
     which = chosen("--pass", passes, PASSES)
     sizes = {"s": s, "d": d, "heads": heads, "group": group}
     wanted = {name: numbers(f"--{name}", text) for name, text in sizes.items()}
-    todo = suite.chosen(masks, quick=quick, **wanted)
+    todo = suite.chosen(masks, quick=quick, held_out=held_out, **wanted)
     if not todo:
         raise typer.BadParameter("no case of the suite has these sizes")
     default = list(suite.QUICK_RIVALS if quick else RIVALS)

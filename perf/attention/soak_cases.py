@@ -20,7 +20,13 @@ LENGTH, BATCH = 1_100, 4
 HEADS = ((8, 8), (16, 4))
 #: Masks whose columns add to one dQ row from many CTAs: there an unordered backward shows itself.
 CONTROL_MASKS = ("full", "causal")
-_LONG = {("causal", 64, "bf16", 4), ("document", 128, "bf16", 8), ("random", 128, "fp16", 4)}
+_LONG = {
+    ("causal", 64, "bf16", 4),
+    ("document", 128, "bf16", 8),
+    ("random", 128, "fp16", 4),
+    ("causal", 192, "bf16", 8),
+    ("full", 256, "fp16", 4),
+}
 _SEED = 20_261_120
 #: Sequences that are packed: whole blocks, tails, one token; BATCH x LENGTH of them.
 PACK = "pack"
