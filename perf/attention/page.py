@@ -367,7 +367,8 @@ def render(records: list[dict]) -> list[str]:
         "",
         "### Targets of attention",
         "",
-        "The worst case counts.",
+        "The worst case counts, or the mean where it says so.  What was tried and what is next:",
+        "[the notes](notes/attention_sm90.md).",
         "",
         *table(["target", "measured", "verdict"], target_rows(bench)),
     ]
