@@ -12,7 +12,7 @@ from pathlib import Path
 
 from . import cards, verdict
 from .core import record
-from .core.systems import Page, modules
+from .core.systems import SYSTEMS, Page, modules
 from .core.tables import certified, folded, table, where
 from .digest import page as digests
 from .probes import page as probes
@@ -30,16 +30,27 @@ def load_certificates(path: Path = CERTIFICATES) -> list[dict]:
 
 
 def adopt_certificates(kept: Path = CERTIFICATES, built: tuple[Path, ...] = BUILT) -> bool:
-    """Copies what is kept of a fresh certificate report (_FIELDS) into the repository."""
+    """Copies what is kept of a fresh certificate report (_FIELDS) into the repository.
+
+    Of systems that the report has no kernel of, what the repository has stays.
+    """
     fresh = [path for path in built if path.is_file()]
     if not fresh:
         return False
     made = json.loads(fresh[0].read_text())
     facts = [{k: item[k] for k in _FIELDS if k in item} for item in made]
+    anew = {_system(item["name"]) for item in made}
+    facts += [c for c in load_certificates(kept) if _system(c["name"]) not in anew]
     kept.parent.mkdir(parents=True, exist_ok=True)
     facts.sort(key=lambda item: json.dumps([item["name"], item.get("constexpr")]))
     kept.write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
     return True
+
+
+def _system(kernel: str) -> str:
+    """The system of a kernel's name, or the name."""
+    names = (system.package for system in SYSTEMS)
+    return next((name for name in names if kernel.startswith(f"{name}_")), kernel)
 
 
 def _kernel_rows(pages: list[Page], certificates: list[dict]) -> list[list[str]]:

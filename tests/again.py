@@ -9,7 +9,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels.gemm import op as gemm_op
 from cute_kernels.norm import op as norm_op
-from cute_kernels.sparse_attn import api, sequence_op
+from cute_kernels.sparse_attn import api, checks
 from cute_kernels.sparse_attn import op as attention_op
 
 BF16 = torch.bfloat16
@@ -39,7 +39,7 @@ def counted(monkeypatch) -> dict[str, int]:
     count(norm_op.checks, "norm", "norm")
     count(attention_op.prepare, "operands", "attention")
     count(attention_op.prepare, "by_rule", "attention")
-    count(sequence_op.checks, "spans", "attention")
+    count(checks, "spans", "attention")
     return counts
 
 

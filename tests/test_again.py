@@ -225,8 +225,10 @@ def test_devices_forgotten_are_calls_forgotten(on_sm90, whole_way):
 
 def test_a_mask_takes_its_calls_with_it(on_sm90):
     mask = ck.BlockMask.causal(130, 130)
-    before = len(attention_op._of_mask)
     with idle():
+        # The lists of equal masks are kept, with the first of them.
+        ck.block_sparse_attention(Q, K, K, MASK)
+        before = len(attention_op._of_mask)
         ck.block_sparse_attention(Q, K, K, mask)
     assert len(attention_op._of_mask) == before + 1
     del mask
@@ -271,11 +273,17 @@ def test_a_graph_that_is_captured_keeps_the_lists_it_reads(on_sm90, whole_way, m
 def test_no_call_keeps_a_tensor_that_left_the_cache(on_sm90, whole_way, monkeypatch):
     """The cache waits for every stream before it gives memory away; a call could not."""
     cache = attention_op.prepare.cache
+
+    def call_with_bits():
+        ck.block_sparse_attention(Q, K, K, ck.BlockMask.from_dense(torch.rand(130, 130) < 0.5))
+
     with idle():
+        call_with_bits()
         ck.block_sparse_attention(Q, K, K, MASK)
         ck.block_sparse_attention(Q, K, K, causal=True)
+        # The next of that size fits alone, and not beside all that is there.
         monkeypatch.setattr(cache, "limit", cache.size()["bytes"])
-        ck.block_sparse_attention(Q, K, K, ck.BlockMask.from_dense(torch.rand(130, 130) < 0.5))
+        call_with_bits()
         assert not attention_op._without_mask._known and not attention_op._of_mask[MASK]._known
         monkeypatch.setattr(cache, "limit", 1)
         before = whole_way["attention"]

@@ -211,12 +211,16 @@ def test_attention_runs_where_the_matrix_says(monkeypatch):
             assert chosen(op, torch.float32) == "none", device
         if backend == "`cute_sm90`":
             assert state == "compiled, simulated, [run](#h100-and-h200), timed"
-            assert "tests/sparse_attn/test_gpu.py` passed" in read("docs/attention.md")
+            assert "tests/sparse_attn/test_gpu.py`" in read("docs/attention.md")
     assert [row[1] for row in rows] == ["`cute_sm90`", *["`triton`"] * 4, "`cpu`"]
 
 
 def test_attention_has_the_head_sizes_and_kernels_of_its_page():
     text = read("docs/attention.md")
+    assert rows_of(text, "q and k", "v and out") == [
+        [str(dim), str(wide)] for dim, wide in attention.VALUE_DIMS.items()
+    ]
+    assert set(attention.TRITON) == set(attention.HEAD_DIMS)
     found = {row[0]: row[1] for row in rows_of(text, "", "head size", "masks")}
     assert found == {
         "forward": ", ".join(map(str, attention.HEAD_DIMS)),

@@ -29,8 +29,8 @@ def flex_attention(
     """A drop-in for ``torch.nn.attention.flex_attention.flex_attention``.
 
     Args:
-        query: [B, Hq, Sq, D]; key and value: [B, Hkv, Sk, D]; as in ``block_sparse_attention``
-            otherwise.  Hkv < Hq only with ``enable_gqa``.
+        query: [B, Hq, Sq, D]; key: [B, Hkv, Sk, D]; value: [B, Hkv, Sk, Dv]; as in
+            ``block_sparse_attention`` otherwise.  Hkv < Hq only with ``enable_gqa``.
         score_mod: None; a soft cap is ``softcap``.
         block_mask: torch's BlockMask or ours, or None.  The mask_mod of torch's is evaluated once
             per BlockMask, in its partial blocks, and kept as bits.
@@ -38,7 +38,7 @@ def flex_attention(
         softcap, **options: As in ``block_sparse_attention`` (schedule, deterministic).
 
     Returns:
-        [B, Hq, Sq, D] (a view of [B, Sq, Hq, D]); with ``return_lse`` also fp32 [B, Hq, Sq].
+        [B, Hq, Sq, Dv] (a view of [B, Sq, Hq, Dv]); with ``return_lse`` also fp32 [B, Hq, Sq].
 
     Raises:
         ArgumentTypeError: a ``score_mod``.  ShapeError: GQA without ``enable_gqa``.  And what

@@ -55,7 +55,8 @@ def attention(
     """transformers' attention interface.
 
     Args:
-        query: [B, Hq, T, D]; key, value: [B, Hkv, S, D]; bf16 or fp16, D of 64, 96 or 128.
+        query: [B, Hq, T, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv]; bf16 or fp16, of the head
+            sizes of ``block_sparse_attention``: D of 192 with Dv of 128, as DeepSeek's, too.
         attention_mask: What ``spans`` made; a bool tensor [B or 1, Hq or 1, T, S] or a
             ``BlockMask``, whose keys are at the positions of their columns; or None.
         scaling, softcap: Of the scores.  dropout: 0.
@@ -67,7 +68,7 @@ def attention(
             None: as ``module.is_causal`` says, True if it says nothing.
 
     Returns:
-        ([B, T, Hq, D], None): the weights are never formed.
+        ([B, T, Hq, Dv], None): the weights are never formed.
 
     Raises:
         ArgumentValueError: dropout, or an argument that would change the result (a position bias);

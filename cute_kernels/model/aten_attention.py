@@ -1,8 +1,8 @@
 """The override of scaled_dot_product_attention.
 
-bf16 and fp16 with heads of up to 128 are `ck.block_sparse_attention`, each sequence at its own
-positions where a mask says where it begins.  All else (fp32, larger heads, masks of numbers,
-dropout) is torch's composition of two products and a softmax, which are ours.
+bf16 and fp16 with heads of up to 256 are `ck.block_sparse_attention`, each sequence
+at its own positions where a mask says where it begins.  All else (fp32, larger heads, masks of
+numbers, dropout) is torch's composition of two products and a softmax, which are ours.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from ..errors import ArgumentValueError
 from ..schedulers.masks.mask import BlockMask
 from ..sparse_attn import api
-from ..sparse_attn.config import HEAD_DIMS
+from ..sparse_attn.config import VALUE_DIMS
 from . import aten_checks
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -35,10 +35,10 @@ def attention(
         return torch.ops.aten._scaled_dot_product_attention_math(
             q, k, v, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
-    width = max(q.shape[-1], v.shape[-1])
-    room = next(d for d in HEAD_DIMS if d >= width)
+    room = _room(q, v)
     # Zeros behind a head add zeros to its scores, and columns of zeros to its output.
-    heads = (F.pad(t, (0, room - t.shape[-1])).transpose(1, 2) for t in (q, k, v))
+    rooms = zip((q, k, v), (room, room, VALUE_DIMS[room]), strict=True)
+    heads = (F.pad(t, (0, wide - t.shape[-1])).transpose(1, 2) for t, wide in rooms)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     made = _attend(*heads, mask, is_causal, scale)
     return made.transpose(1, 2)[..., : v.shape[-1]]
@@ -108,4 +108,12 @@ def _fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grouped: bool) -> b
     if k.shape != (batch, kv_heads, length, width) or v.shape[:-1] != k.shape[:-1]:
         return False
     shared = kv_heads == heads or (grouped and kv_heads and heads % kv_heads == 0)
-    return bool(shared) and max(width, v.shape[-1]) <= HEAD_DIMS[-1]
+    return bool(shared) and _room(q, v) is not None
+
+
+def _room(q: torch.Tensor, v: torch.Tensor) -> int | None:
+    """The least head size of q that these heads fit into; None: none."""
+    for dim, value_dim in VALUE_DIMS.items():
+        if dim >= q.shape[-1] and value_dim >= v.shape[-1]:
+            return dim
+    return None

@@ -12,7 +12,7 @@ from torch import nn
 from .. import data_parallel
 from ..errors import ArgumentValueError
 from ..integrations import causal_lm
-from ..sparse_attn.config import HEAD_DIMS
+from ..sparse_attn.config import VALUE_DIMS
 from . import (
     patch_families,
     patch_formula,
@@ -294,23 +294,33 @@ def _why_not_attention(modules: tuple[nn.Module, ...]) -> str | None:
     if any(hasattr(m, "sinks") for m in outer.modules()):
         return "attention sinks, which ck.block_sparse_attention does not have"
     sizes = _head_sizes(outer)
-    if not sizes <= set(HEAD_DIMS):
-        return f"head sizes {sorted(sizes)}; ck.block_sparse_attention takes {list(HEAD_DIMS)}"
+    if not sizes <= VALUE_DIMS.items():
+        taken = _listed(set(VALUE_DIMS.items()))
+        return f"head sizes {_listed(sizes)}; ck.block_sparse_attention takes {taken}"
     if outer.dtype not in (torch.bfloat16, torch.float16):
         return f"{outer.dtype}: ck.block_sparse_attention takes bfloat16 and float16"
     return None
 
 
-def _head_sizes(model: nn.Module) -> set[int]:
-    """The head sizes of the attention modules of a model's config, as they or it say."""
+def _head_sizes(model: nn.Module) -> set[tuple[int, int]]:
+    """The head sizes (of q and k, of v) of the attention modules of a config, as they or it say."""
     config = model.config
     mine = [m for m in model.modules() if getattr(m, "config", None) is config]
     said = {getattr(m, a, None) for m in mine for a in ("head_dim", "head_size")}
-    found = {size for size in said if isinstance(size, int)}
+    found = {(size, size) for size in said if isinstance(size, int)}
+    # Latent attention, as DeepSeek's: a config's head_dim is there what is rotated.
+    pairs = {tuple(getattr(m, a, None) for a in ("qk_head_dim", "v_head_dim")) for m in mine}
+    found |= {pair for pair in pairs if all(isinstance(size, int) for size in pair)}
     heads = getattr(config, "num_attention_heads", None)
     if not found and isinstance(heads, int) and isinstance(config.hidden_size, int):
-        found = {getattr(config, "head_dim", None) or config.hidden_size // heads}
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        found = {(size, size)}
     return found
+
+
+def _listed(sizes: set[tuple[int, int]]) -> str:
+    """[64, 192/128]: of q and k, and of v where it is another."""
+    return f"[{', '.join(str(d) if d == v else f'{d}/{v}' for d, v in sorted(sizes))}]"
 
 
 def _causal_lms(model: nn.Module, options: Options, made: Plan) -> set[int]:

@@ -30,9 +30,9 @@ def block_sparse_attention(
     """softmax(scale q kᵀ) v over the allowed (query, key) pairs, with bits that can be relied on.
 
     Args:
-        q: [B, Sq, Hq, D]; bf16 or fp16; any strides.  D is 64, 96 or 128.
-        k, v: [B, Sk, Hkv, D]; the dtype and device of ``q``.  Hkv divides Hq: query head h reads
-            KV head h // (Hq / Hkv).
+        q: [B, Sq, Hq, D]; bf16 or fp16; any strides.  D is 64, 96, 128, 192 or 256.
+        k, v: [B, Sk, Hkv, D], [B, Sk, Hkv, Dv]; the dtype and device of ``q``.  Hkv divides Hq:
+            query head h reads KV head h // (Hq / Hkv).  Dv is D, but 128 for D = 192 (DeepSeek's).
         block_mask: The allowed pairs, of lengths Sq and Sk, for one or B batches and one or Hq
             heads, on the device of ``q``; None allows all.  Blocks of any size are cut anew into
             128 x 128, once per mask.
@@ -52,7 +52,7 @@ def block_sparse_attention(
         return_lse: Also return the log-sum-exp of each row; it is differentiable.
 
     Returns:
-        out [B, Sq, Hq, D], contiguous, the dtype of ``q``; with ``return_lse`` also lse, fp32
+        out [B, Sq, Hq, Dv], contiguous, the dtype of ``q``; with ``return_lse`` also lse, fp32
         [B, Hq, Sq], natural logarithm, a sink included.  A row that may see nothing is 0 with an
         lse of -inf, or its sink, and its gradients are 0.
 
@@ -70,7 +70,7 @@ def block_sparse_attention(
             wrong; the message names it.
         ScheduleError: a schedule that does not fit the mask or could wait for ever.
         NondeterministicError: ``deterministic=False`` under torch's determinism flag.
-        BackendUnavailable: the device has no backend.
+        BackendUnavailable: the device has no backend, or its backend not this head size.
 
     On SM90, if Hkv < Hq and the mask has Hq heads, a backward copies q, out, dout and dq: the query
     heads of a group become rows of one head (docs/attention.md).
@@ -131,11 +131,13 @@ def block_sparse_attention_varlen(
     """`block_sparse_attention` of sequences packed one behind another, each as if it were alone.
 
     Args:
-        q: [T, Hq, D]; k, v: [T, Hkv, D]; dtypes, devices, head counts and sizes as in
-            `block_sparse_attention`.
+        q: [T, Hq, D]; k: [T, Hkv, D]; v: [T, Hkv, Dv]; dtypes, devices, head counts and sizes as
+            in `block_sparse_attention`.
         cu_seqlens: int32 or int64 [N + 1], ascending from 0 to T: sequence i is the tokens from
-            cu_seqlens[i] to cu_seqlens[i + 1], of which there may be none.  On the CPU, or on a
-            GPU, which is waited for.
+            cu_seqlens[i] to cu_seqlens[i + 1], of which there may be none.  On the CPU, where they
+            are looked at; or on a GPU, which SM90 kernels read by themselves, and others wait for.
+            What SM90 kernels read is trusted.  It may end before T: tokens behind the last sequence
+            see nothing.  Other offsets give wrong results; none make a kernel leave its tensors.
         causal: Also require key <= query.
         window_size: (left, right): how many tokens before and behind itself a query sees; None:
             all of its sequence.
@@ -143,28 +145,31 @@ def block_sparse_attention_varlen(
         return_lse: Also return the log-sum-exp of each row; it is differentiable.
 
     Returns:
-        out [T, Hq, D], contiguous, the dtype of ``q``; with ``return_lse`` also lse, fp32 [Hq, T].
+        out [T, Hq, Dv], contiguous, the dtype of ``q``; with ``return_lse`` also lse, fp32 [Hq, T].
 
     Guarantees:
         out, lse, dq, dk and dv of a sequence have the bytes that `block_sparse_attention` gives
-        for it alone, as a batch of 1 with ``schedule="auto"``: whatever is packed beside it, in
+        for it alone, as a batch of 1 with ``schedule="spt"``: whatever is packed beside it, in
         whichever order.  ``run_to_run`` and ``schedule_invariant`` as there.
 
-    On a GPU a pass is one launch for all sequences, over copies of q, k and v in which each begins
-    at a multiple of 128 rows as it does alone; without copies where each does already.  Lists are
-    made on the host, and kept for packs of the same ``cu_seqlens``.  Under
+    On SM90 a pass is one launch for all sequences, which reads them where they lie, behind a small
+    one that says where that is.  With ``cu_seqlens`` on the GPU the host waits for nothing, and a
+    CUDA graph may hold both passes: its replays read other offsets of as many sequences.  On other
+    GPUs q, k and v are copied, so that each sequence begins at a multiple of 128 rows, and lists
+    are made on the host, and kept for packs of the same ``cu_seqlens``.  Under
     ``torch.compile(fullgraph=True)`` cu_seqlens is an operand: no pack compiles anew.
 
     Raises:
         As `block_sparse_attention`; ArgumentValueError for ``cu_seqlens`` that do not ascend from
-        0 to T, when the op runs; DeviceError for those on a GPU while a CUDA graph is captured.
+        0 to T, where they are looked at, when the op runs; DeviceError while a CUDA graph is
+        captured, on SM90 for those on the CPU, elsewhere for those on a GPU.
     """
     left, right = checks.pack(q, k, v, cu_seqlens, window_size)
     q, k, v = q[None], k[None], v[None]
     flags = {"causal": causal, "return_lse": return_lse}
     given = checks.attention(q, k, v, None, scale, softcap, checks.AUTO, flags)
     checks.sinks(sinks, q)
-    offsets = pack_op.pack_offsets(cu_seqlens, q.shape[1])
+    offsets = pack_op.offsets_of(cu_seqlens, q)
     numbers = left, 0 if causal else right, given.scale, given.softcap
     out, lse = pack_op.pack_attention(q, k, v, offsets, *numbers, sinks)
     return (out[0], lse[0]) if return_lse else out[0]
@@ -275,15 +280,15 @@ def sequence_attention(
     A row has the bits that it has in its sequence alone, whatever stands before, behind or beside
     it in the buffer: padding on either side, other documents of a pack, a cache that dropped the
     oldest keys.  So do the gradients of a sequence that is attended as one run; the order of their
-    sums is ``schedule="auto"`` for the batch of runs with equal spans.
+    sums is that of ``schedule="spt"``.
 
     Args:
-        q: [B, T, Hq, D]; k, v: [B, S, Hkv, D]; scale, softcap, sinks: as in
+        q: [B, T, Hq, D]; k: [B, S, Hkv, D]; v: [B, S, Hkv, Dv]; scale, softcap, sinks: as in
             `block_sparse_attention`.
         spans: What `sequence_spans` returned for (B, T, S).
 
     Returns:
-        [B, T, Hq, D]; rows that see nothing are 0 and have no gradient.
+        [B, T, Hq, Dv]; rows that see nothing are 0 and have no gradient.
 
     Guarantees, Raises: as `block_sparse_attention`.  Under ``torch.compile(fullgraph=True)`` spans
     are an operand: no length, padding or mask compiles anew.

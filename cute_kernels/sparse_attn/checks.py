@@ -24,6 +24,7 @@ from ..errors import (
 from ..schedulers.masks.mask import BlockMask
 from ..schedulers.order.kinds import KINDS
 from ..schedulers.order.schedule import Schedule
+from ..untraced import untraced
 from . import config
 from .masks import FAR
 from .stacked import Sizes, wanted
@@ -32,13 +33,18 @@ DTYPES = (torch.bfloat16, torch.float16)
 #: Of scale and softcap.  Kernels form scale / softcap and log2(e) times either in fp32, which must
 #: neither overflow (infinity times a score of 0 is NaN) nor vanish.
 LEAST, MOST = 2.0**-40, 2.0**40
+#: The last two dimensions of each, for messages.
+_HEADS = {"q": "Hq, D", "k": "Hkv, D", "v": "Hkv, Dv"}
 AUTO = "auto"
 #: The schedules that have a name.
 SCHEDULES = (AUTO, *KINDS)
 
 
 class Problem(NamedTuple):
-    """One attention: q [batch, q_len, heads, head_dim], k and v [batch, kv_len, kv_heads, ..]."""
+    """One attention.
+
+    q [batch, q_len, heads, head_dim], k [batch, kv_len, kv_heads, head_dim], v likewise, value_dim.
+    """
 
     batch: int
     q_len: int
@@ -46,6 +52,7 @@ class Problem(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
+    value_dim: int
     device: torch.device
     scale: float
     softcap: float
@@ -77,7 +84,8 @@ def attention(
     _schedule_type(schedule)
     scale = dim**-0.5 if scale is None else _factor("scale", scale, "")
     softcap = _factor("softcap", softcap, "0 (none) or ")
-    return Problem(batch, q_len, kv_len, heads, kv_heads, dim, q.device, scale, softcap)
+    sizes = batch, q_len, kv_len, heads, kv_heads, dim, v.shape[3]
+    return Problem(*sizes, q.device, scale, softcap)
 
 
 def sinks(sinks: torch.Tensor | None, q: torch.Tensor) -> None:
@@ -98,7 +106,7 @@ def pack(
     """(left, right) of a pack's ``window_size``; that its tensors have the dimensions of one."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         checking.tensor(name, t)
-        checking.rank(name, t, 3, "[T, Hq, D]" if name == "q" else "[T, Hkv, D]")
+        checking.rank(name, t, 3, f"[T, {_HEADS[name]}]")
         if t.shape[0] != q.shape[0]:
             want = f"{q.shape[0]} tokens, as q has"
             raise ShapeError(expected(name, want, t.shape[0]))
@@ -157,11 +165,19 @@ def spans_apart(packed: bool, device: torch.device) -> None:
         raise ArgumentValueError(expected("packed", f"False for spans on {device}", packed))
 
 
+@untraced
+def on_sm90(device: str) -> bool:
+    """Whether the kernels of SM90 are those of a device."""
+    return arch.refusal(arch.CUTE_SM90, arch.describe(device)) is None
+
+
+# A constant of a compiled graph, as `prepare.operands` is.
+on_sm90._dynamo_marked_constant = True
+
+
 def stacked(device: str, mask_heads: int, q_len: int, heads: int, kv_heads: int) -> bool:
     """Whether a backward stacks the rows of query heads (`stacked`): SM90, for masks by head."""
-    if not wanted(mask_heads, heads, kv_heads):
-        return False
-    if arch.refusal(arch.CUTE_SM90, arch.describe(device)):
+    if not wanted(mask_heads, heads, kv_heads) or not on_sm90(device):
         return False
     rows = Sizes(q_len, heads, kv_heads).rows
     if rows >= FAR:
@@ -215,7 +231,7 @@ def _plain(q: object, k: object, v: object) -> bool:
 
 def _tensor(name: str, tensor: object, q: torch.Tensor) -> None:
     checking.tensor(name, tensor)
-    checking.rank(name, tensor, 4, "[B, Sq, Hq, D]" if name == "q" else "[B, Sk, Hkv, D]")
+    checking.rank(name, tensor, 4, f"[B, {'Sq' if name == 'q' else 'Sk'}, {_HEADS[name]}]")
     checking.same_device(name, tensor, "q", q)
     # Under autocast all three are cast to its dtype, which is then looked at.
     cast = checking.autocast(tensor.device)
@@ -228,8 +244,9 @@ def _tensor(name: str, tensor: object, q: torch.Tensor) -> None:
 
 
 def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    if v.shape != k.shape:
-        raise ShapeError(expected("v", f"shape {list(k.shape)} like k", list(v.shape)))
+    if v.shape[:3] != k.shape[:3]:
+        want = f"{list(k.shape[:3])}, as k has, and a head size"
+        raise ShapeError(expected("v", want, list(v.shape)))
     batch, q_len, heads, dim = q.shape
     if k.shape[0] != batch:
         raise ShapeError(expected("k", f"batch {batch} like q", k.shape[0]))
@@ -237,6 +254,9 @@ def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ShapeError(one_of("head size of q", config.HEAD_DIMS, dim))
     if k.shape[3] != dim:
         raise ShapeError(expected("k", f"head size {dim} like q", k.shape[3]))
+    if v.shape[3] != config.VALUE_DIMS[dim]:
+        want = f"head size {config.VALUE_DIMS[dim]} for q of {dim}"
+        raise ShapeError(expected("v", want, v.shape[3]))
     if k.shape[2] == 0 or heads == 0 or heads % k.shape[2]:
         want = f"a number of heads that divides the {heads} query heads"
         raise ShapeError(expected("k", want, k.shape[2]))

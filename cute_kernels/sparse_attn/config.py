@@ -16,13 +16,15 @@ from ..schedulers.order.schedule import Schedule
 from ..schedulers.version import VERSION
 from .triton.plan import TRITON
 
-#: The head sizes that are taken, the same for q, k and v.
-HEAD_DIMS = (64, 96, 128)
+#: The head sizes that are taken: of q and k -> of v and out.
+VALUE_DIMS: Mapping[int, int] = {64: 64, 96: 96, 128: 128, 192: 128, 256: 256}
+#: Those of q and k.
+HEAD_DIMS = tuple(VALUE_DIMS)
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 #: Whose constants "auto" reckons with on a GPU, by head size.
-MACHINES = {64: "cute_sm90_d64", 96: "cute_sm90_d128", 128: "cute_sm90_d128"}
+MACHINES = {d: f"cute_sm90_d{128 if d == 96 else d}" for d in HEAD_DIMS}
 
 _KEPT = frozenset({RUN_TO_RUN, BATCH_INVARIANT, SCHEDULE_INVARIANT})
 #: ``batch_invariant`` is the forward's: a gradient of k and v is a sum over rows.
@@ -45,22 +47,36 @@ class ForwardConfig:
     consumers: int = 2
 
     @property
+    def rows(self) -> int:
+        """Query rows of a tile."""
+        return 64 * self.consumers
+
+    @property
+    def parts(self) -> int:
+        """What a block of K, and one of V, comes in: two halves where two blocks do not fit."""
+        return 2 if self.head_dim == 256 else 1
+
+    @property
     def kv_stages(self) -> int:
-        """Blocks of K, and of V, in shared memory: as many as fit, up to four for two consumers."""
+        """Parts of K, and of V, in shared memory: as many as fit, up to four for two consumers."""
         if self.consumers == 3:
             return 6
-        return 3 if self.head_dim == 128 else 4
+        return {64: 4, 96: 4, 128: 3}.get(self.head_dim, 2)
 
 
 @dataclass(frozen=True)
 class PreConfig:
-    """One compiled kernel before a backward; ``dlse``: whether lse has a gradient."""
+    """One compiled kernel before a backward; ``dlse``: whether lse has a gradient.
+
+    turns: at each tile of rows.
+    """
 
     dtype: str
     head_dim: int
     tile_m: int
     dlse: bool = False
     packed: bool = False
+    turns: int = 1
 
 
 @dataclass(frozen=True)
@@ -74,8 +90,22 @@ class PostConfig:
 
 
 @dataclass(frozen=True)
+class PackConfig:
+    """One compiled kernel that says where a pack's sequences lie; ``tickets``: for a backward."""
+
+    #: The type of begins and ends.
+    offsets: str
+    tickets: bool
+
+
+@dataclass(frozen=True)
 class BackwardConfig:
-    """One compiled backward kernel of SM90; ``form``: see ``masks``."""
+    """One compiled backward kernel of SM90; ``form``: see ``masks``.
+
+    keys: of a ticket's block that a CTA has at a time; with 64 there are two tickets in its place.
+    stages, do_stages: of Q and of dO.  dq_stages: buffers of a tile of dQ; 0: one of half a tile,
+    which both halves take in turns.
+    """
 
     dtype: str
     head_dim: int
@@ -84,12 +114,24 @@ class BackwardConfig:
     tile_m: int
     softcap: bool = False
     packed: bool = False
+    keys: int = 128
     stages: int = 2
+    do_stages: int = 2
     #: With two stages of dS the consumers meet once a visit.
     ds_stages: int = 2
     dq_stages: int = 2
     #: Turns are awaited no longer, see ``watchdog``; 0: for ever.
     watchdog_ms: int = 0
+
+    @property
+    def parts(self) -> int:
+        """Tickets in place of one of the schedule."""
+        return 128 // self.keys
+
+    @property
+    def turns(self) -> int:
+        """At a tile of rows: one, or one for each half of its columns."""
+        return 2 if self.dq_stages == 0 else 1
 
 
 @dataclass(frozen=True)
@@ -106,13 +148,19 @@ class CpuPlan:
 CPU = CpuPlan()
 
 
-#: What kernels of packs read; that of no partial block reads as a band without ends.
-FORMS_OF_PACKS = ("band", "bits")
+#: The form of the kernels that read packs where they lie, and the types of where that is.
+FORM_OF_PACKS = "band"
+OFFSETS = ("int32", "int64")
+#: Sequences that one CTA places.
+SEQUENCES = 256
 
 
-def form_of_pack(form: str) -> str:
-    """Of the kernels that read a pack where it lies, for a mask of the given form."""
-    return form if form in FORMS_OF_PACKS else FORMS_OF_PACKS[0]
+def in_flight(group: int) -> int:
+    """Heads of a sequence whose columns alternate in launch order; it changes no bit.
+
+    4 query heads, or those of one KV head: rows of more leave L2 (docs/notes/attention_sm90.md).
+    """
+    return max(1, 4 // group)
 
 
 def configure_forward(
@@ -137,10 +185,18 @@ def configure(
     watchdog_ms: int = 0,
     packed: bool = False,
 ) -> BackwardConfig:
-    """Tiles of 128 rows for D = 64, of 64 above: with more, accumulators would spill."""
+    """Tiles of 128 rows for D = 64, of 64 above: with more, accumulators would spill.
+
+    So would dK and dV of 128 keys above 128.  At D = 256 one stage of dO and one half of dQ fit.
+    """
     tile_m, limit = 128 if head_dim == 64 else 64, watchdog_ms if ordered else 0
     return BackwardConfig(
-        dtype, head_dim, form, ordered, tile_m, softcap, packed, watchdog_ms=limit
+        *(dtype, head_dim, form, ordered, tile_m, softcap, packed),
+        keys=128 if head_dim <= 128 else 64,
+        do_stages=1 if head_dim == 256 else 2,
+        ds_stages=2 if head_dim <= 128 else 1,
+        dq_stages={192: 1, 256: 0}.get(head_dim, 2),
+        watchdog_ms=limit,
     )
 
 
@@ -179,13 +235,17 @@ def plan(backend: str, device: arch.Device) -> dict[str, object]:
         "forward": "key blocks ascending, online softmax in base 2, P in the input dtype",
         "backward": "dK, dV by visits, dQ by ranks; dS in the input dtype; one rounding from fp32",
         "schedules": VERSION,
+        "packs": "each sequence as alone under spt: key blocks descending, query blocks ascending",
     }
     if backend == arch.CUTE_SM90:
         return common | {
             "family": "wgmma.k16.f32, ex2.approx.ftz",
             "block": [128, 128],
             "row sums": "4 lanes, each its columns ascending, then a butterfly",
-            "delta": "8 products a thread, 24 for D = 96, then a butterfly over the row's threads",
+            "delta": "8 products a thread, 24 for Dv = 96, then a butterfly over the row's threads",
+            "keys of a dq product": {
+                str(d): configure("bf16", d, "none", True).keys for d in HEAD_DIMS
+            },
             "dq tile rows": {str(d): configure("bf16", d, "none", True).tile_m for d in HEAD_DIMS},
             "group": "query heads one after another, ascending",
             "auto": _machines(),

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..cpu_math import ieee, mm
 from ..errors import BackendUnavailable
 from ..schedulers.masks.bits import unpack
-from .config import CPU
+from .config import CPU, VALUE_DIMS
 from .masks import LoweredMask, Order
 from .tensors import LOG2E, Grads, Saved, sinks_gradient
 
@@ -39,14 +39,13 @@ def forward(
     softcap: float,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [B, Sq, Hq, D], lse fp32 [B, Hq, Sq]) of q [B, Sq, Hq, D], k and v [B, Sk, Hkv, D]."""
+    """(out [B, Sq, Hq, Dv], lse fp32 [B, Hq, Sq]) of q [B, Sq, Hq, D], k and v [B, Sk, Hkv, ..]."""
     batch, q_len, heads, dim = q.shape
     group = heads // k.shape[2]
     with ieee() as team:
         _prove_row_position(dim, softcap > 0, team)
         qs, ks, vs = (_blocked(t) for t in (q, k, v))
-        out = torch.zeros_like(qs)
-        lse = _zeros(*qs.shape[:4])
+        out, lse = _zeros(*qs.shape[:4], v.shape[3]), _zeros(*qs.shape[:4])
         entries = _lists(mask, batch, heads)
         # Heads and batches share most tiles.
         tiles = functools.lru_cache(maxsize=64)(functools.partial(_allowed, mask))
@@ -54,7 +53,7 @@ def forward(
         for b in range(batch):
             for h in range(heads):
                 for m, visits in enumerate(entries[b][h]):
-                    state = _start(dim, first[h])
+                    state = _start(v.shape[3], first[h])
                     for entry, tile in visits:
                         n = entry >> 1
                         allowed = tiles(m, n, entry & 1, tile)
@@ -98,7 +97,7 @@ def ordered_sums(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) before their one rounding: fp32 [B, H, blocks, 128, D]."""
+    """(dq, dk, dv) before their one rounding: fp32 [B, H, blocks, 128, D], Dv of dv."""
     (dout, dlse), (q, k, v, out, lse, _) = grads, saved
     batch, heads = q.shape[0], q.shape[2]
     entry, rank, tile = (t.tolist() for t in (order.entry, order.rank, order.tile))
@@ -110,7 +109,7 @@ def ordered_sums(
     delta, lse2 = (t.flatten(0, 1)[..., None] for t in (delta, _rows(lse) * LOG2E))
     qs, dos, ks, vs = (t.flatten(0, 1) for t in (qs, dos, ks, vs))
     dq = _Turns(qs)
-    dk, dv = (_zeros(schedule_heads, *ks.shape[1:]) for _ in range(2))
+    dk, dv = (_zeros(schedule_heads, *t.shape[1:]) for t in (ks, vs))
     for who, n, begin, end in order.ticket.tolist():
         keys, values = (t[who * shared // group, n] for t in (ks, vs))
         for e in range(begin, end):
@@ -270,9 +269,9 @@ def _prove_row_position(dim: int, capped: bool, team: tuple[int, int]) -> None:
         return make(*shape, generator=generator, dtype=torch.float32, device="cpu")
 
     row = drawn(torch.randn, 1, dim)
-    keys, values = drawn(torch.randn, 2, 2, COLUMNS, dim)
+    keys, values = (drawn(torch.randn, 2, COLUMNS, size) for size in (dim, VALUE_DIMS[dim]))
     allowed = (drawn(torch.rand, 1, COLUMNS) < 0.8).expand(ROWS, COLUMNS)
-    state = _start(dim)
+    state = _start(VALUE_DIMS[dim])
     for n in range(2):
         queries = row.expand(ROWS, dim).contiguous()
         cap = 5.0 * capped

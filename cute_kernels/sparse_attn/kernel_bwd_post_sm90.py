@@ -63,22 +63,31 @@ class BackwardPostSm90:
             row += warpgroup * 64
         else:
             column += warpgroup * (self.head_dim // 2)
-        shift, end = 0, mdQ.shape[1]
-        if cutlass.const_expr(self.packed):
-            shift, end = packed.place_of(mPlace, tile * self.tile_m // BLOCK)
         fours = self.tile_m * self.head_dim // (4 * THREADS)
         gAcc = cute.make_tensor(mAcc[batch, head, tile, None].iterator, dq_layout(fours))
         own = gAcc[None, thread, None, warpgroup]
+        if cutlass.const_expr(self.packed):
+            shift, end = packed.place_of(mPlace, tile * self.tile_m // BLOCK)
+            if tile * self.tile_m < end:
+                self.round(own, mdQ, (batch, head, row, column), (shift, end), scale)
+        else:
+            self.round(own, mdQ, (batch, head, row, column), (0, mdQ.shape[1]), scale)
+
+    @cute.jit
+    def round(self, own, mdQ, at, place, scale):
+        """A thread's accumulators of a tile; at: (batch, head, its first row and column)."""
+        (batch, head, row, column), (shift, end) = at, place
+        fours = self.tile_m * self.head_dim // (4 * THREADS)
         rAcc = cute.make_rmem_tensor(own.shape, cutlass.Float32)
         cute.autovec_copy(own, rAcc)
         for four in cutlass.range_constexpr(fours):
             # Two values of a row, then two of the row 8 below.
             for half in cutlass.range_constexpr(2):
-                at = row + half * 8
-                if at < end:
-                    place = (batch, at - shift, head, column + 8 * four)
+                below = row + half * 8
+                if below < end:
+                    target = (batch, below - shift, head, column + 8 * four)
                     values = (rAcc[2 * half, four], rAcc[2 * half + 1, four])
-                    self.store(mdQ, place, values, scale)
+                    self.store(mdQ, target, values, scale)
 
     @cute.jit
     def store(self, mdQ, place, values, scale):

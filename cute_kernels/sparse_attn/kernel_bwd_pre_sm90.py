@@ -1,18 +1,19 @@
 """Before the backward: delta[q] = Σ_d dO[q, d] O[q, d] - dlse[q]; lse2 = lse log2 e; zeros.
 
-Layouts      O, dO [B, Sq, Hq, D] with rows of D contiguous; lse, dlse fp32 [B, Hq, Sq]; dlse, the
+Layouts      O, dO [B, Sq, Hq, Dv] with contiguous rows; lse, dlse fp32 [B, Hq, Sq]; dlse, the
              gradient of lse, may be None.
              delta, lse2 fp32 [B, Hq, Mt * tile_m]: rows beyond Sq get delta 0 and lse2 +inf, so
              that P = exp2(s - lse2) is 0 there.  A row whose lse is -inf (no key) gets +inf too.
              Both in the order of ``statistics_place``.
              A pack's O, dO, lse and dlse lie as ``device/packed`` says, Mt counts the rows there.
-             dq fp32 [B, Hq, Mt, tile_m * D], semaphore int32 [B, Hq, Mt], counter int32 [1]: zeros.
-Order        T threads a row, the largest power of two that divides D / 8: 8, 4, 16 for D = 64, 96,
-             128.  Thread t has 8 columns from 8 (t + T i) on, for i = 0, 1, ..: one fp32 chain over
-             its products, ascending; then a butterfly over the T threads, nearest first; dlse
-             last.  It depends on D alone.
+             dq fp32 [B, Hq, Mt, tile_m * D], semaphore int32 [B, Hq, Mt] (or [B, Hq, Mt, turns]),
+             counter int32 [1]: zeros; of a pack, dq of tiles without a row is left as it is.
+Order        T threads a row, the largest power of two that divides Dv / 8: 8, 4, 16, 32 for Dv =
+             64, 96, 128, 256.  Thread t has 8 columns from 8 (t + T i) on, for i = 0, 1, ..: one
+             fp32 chain over its products, ascending; then a butterfly over the T threads, nearest
+             first; dlse last.  It depends on Dv alone.
 Roles        one CTA per (tile of tile_m query rows, head, batch).
-Limits       SM90a; bf16 and fp16; D a multiple of 8 up to 256.
+Limits       SM90a; bf16 and fp16; Dv a multiple of 8 up to 256.
 Measured     on an H200: docs/status.md, docs/notes/attention_sm90.md.
 """
 
@@ -24,7 +25,7 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from ..compile import fake
 from ..dsl import copy, reduce
-from .config import PreConfig
+from .config import VALUE_DIMS, PreConfig
 from .device import packed
 from .device.backward_tiles import BLOCK, statistics_place
 
@@ -37,13 +38,14 @@ class BackwardPreSm90:
     """One dtype, head dimension and tile height; ``__call__`` is what is compiled."""
 
     def __init__(self, config: PreConfig):
-        head_dim, tile_m = config.head_dim, config.tile_m
-        vectors = head_dim // VECTOR
+        value_dim, tile_m = VALUE_DIMS[config.head_dim], config.tile_m
+        vectors = value_dim // VECTOR
         self.threads_per_row = vectors & -vectors
-        assert head_dim % VECTOR == 0 and self.threads_per_row <= 32
-        assert tile_m % (THREADS // self.threads_per_row) == 0
-        self.packed = config.packed
-        self.dtype, self.head_dim, self.tile_m = fake.DTYPES[config.dtype], head_dim, tile_m
+        assert value_dim % VECTOR == 0 and self.threads_per_row <= 32
+        assert tile_m % (THREADS // self.threads_per_row) == 0 and tile_m <= THREADS
+        self.packed, self.turns = config.packed, config.turns
+        self.dtype, self.head_dim, self.tile_m = fake.DTYPES[config.dtype], config.head_dim, tile_m
+        self.value_dim = value_dim
 
     @cute.jit
     def __call__(
@@ -60,7 +62,7 @@ class BackwardPreSm90:
         mPlace: cute.Tensor | None,
         stream,
     ):
-        batches, heads, tiles = mSemaphore.shape
+        batches, heads, tiles = mSemaphore.shape[:3]
         self.kernel(mO, mdO, mLse, mdLse, mLse2, mDelta, mdQ, mSemaphore, mCounter, mPlace).launch(
             grid=(tiles, heads, batches), block=(THREADS, 1, 1), stream=stream
         )
@@ -82,11 +84,33 @@ class BackwardPreSm90:
         tidx, _, _ = cute.arch.thread_idx()
         tile, head, batch = cute.arch.block_idx()
         if tidx == 0:
-            mSemaphore[batch, head, tile] = cutlass.Int32(0)
+            if cutlass.const_expr(self.turns == 1):
+                mSemaphore[batch, head, tile] = cutlass.Int32(0)
+            else:
+                for turn in cutlass.range_constexpr(self.turns):
+                    mSemaphore[batch, head, tile, turn] = cutlass.Int32(0)
             if tile + head + batch == 0:
                 mCounter[0] = cutlass.Int32(0)
-        self.zero(mdQ, batch, head, tile, tidx)
+        operands = (mO, mdO, mLse, mdLse, mLse2, mDelta)
+        at = (batch, head, tile, tidx)
+        if cutlass.const_expr(self.packed):
+            rows = packed.place_of(mPlace, tile * self.tile_m // BLOCK)
+            if tile * self.tile_m < rows[1]:
+                self.zero(mdQ, *at)
+                self.statistics(operands, at, rows)
+            elif tidx < self.tile_m:
+                # Sums over all rows (``sinks_gradient``) read these.
+                mDelta[batch, head, tile * self.tile_m + tidx] = cutlass.Float32(0.0)
+                mLse2[batch, head, tile * self.tile_m + tidx] = cutlass.Float32(math.inf)
+        else:
+            self.zero(mdQ, *at)
+            self.statistics(operands, at, (0, mO.shape[1]))
 
+    @cute.jit
+    def statistics(self, operands, at, rows):
+        """delta and lse2 of a tile's rows; rows: (shift, end), see ``packed``."""
+        (mO, mdO, mLse, mdLse, mLse2, mDelta), (batch, head, tile, tidx) = operands, at
+        shift, end = rows
         threads_per_row = self.threads_per_row
         rows_at_once, columns = THREADS // threads_per_row, threads_per_row * VECTOR
         column = (tidx % threads_per_row) * VECTOR
@@ -95,15 +119,12 @@ class BackwardPreSm90:
         )
         rO = cute.make_rmem_tensor(VECTOR, self.dtype)
         rdO = cute.make_rmem_tensor(VECTOR, self.dtype)
-        shift, end = 0, mO.shape[1]
-        if cutlass.const_expr(self.packed):
-            shift, end = packed.place_of(mPlace, tile * self.tile_m // BLOCK)
         for step in cutlass.range_constexpr(self.tile_m // rows_at_once):
             row = tile * self.tile_m + step * rows_at_once + tidx // threads_per_row
             inside = row < end
             read = row - shift if inside else cutlass.Int32(0)
             total = cutlass.Float32(0.0)
-            for part in cutlass.range_constexpr(self.head_dim // columns):
+            for part in cutlass.range_constexpr(self.value_dim // columns):
                 at = column + part * columns
                 source = (batch, read, head, at)
                 cute.copy(atom, copy.vector(mO, source, VECTOR), rO)
@@ -134,7 +155,8 @@ def build(config: PreConfig, compile=cute.compile):
     """Compiles one variant against fake tensors; no GPU needed."""
     batch, q_len, heads, padded, tiles = (fake.size() for _ in range(5))
     rows = (batch, heads, padded)
-    operand = config.dtype, batch, q_len, heads, config.head_dim
+    operand = config.dtype, batch, q_len, heads, VALUE_DIMS[config.head_dim]
+    turns = (config.turns,) if config.turns > 1 else ()
     return compile(
         BackwardPreSm90(config),
         fake.activations(*operand),
@@ -144,7 +166,7 @@ def build(config: PreConfig, compile=cute.compile):
         tight(cutlass.Float32, rows),
         tight(cutlass.Float32, rows),
         tight(cutlass.Float32, (batch, heads, tiles, config.tile_m * config.head_dim)),
-        tight(cutlass.Int32, (batch, heads, tiles)),
+        tight(cutlass.Int32, (batch, heads, tiles, *turns)),
         tight(cutlass.Int32, (1,)),
         packed.fake_table() if config.packed else None,
         fake.stream(),

@@ -24,7 +24,8 @@ Tickets      from an atomic counter; the next one when the turn of every dQ tile
 Tails        keys beyond Sk are masked in the last block, and stored outputs clipped by TMA; query
              rows beyond Sq have lse2 = +inf, so P = 0.
 Packs        (``packed``) of sequences where they lie: Q, dO, K, V, dK and dV as ``device/packed``
-             says; lse2, delta, dq and semaphores by rows as counted there.
+             says; lse2, delta, dq and semaphores by rows as counted there.  Visits and ranks follow
+             from a ticket.
 Roles        warpgroup 0: warp 0 loads, one thread each of warps 1 and 2 adds the dQ tiles of one
              buffer, one thread of warp 3 takes tickets; warpgroups 1 and 2: 64 keys of the block
              each, and half of every dQ tile.
@@ -43,7 +44,7 @@ from cutlass.memory import SmemAllocator
 from ..compile import fake
 from ..dsl import mma, pipeline, softmax, tma, turnstile
 from ..schedulers.tiles import ticket_device as tickets
-from .config import HEAD_DIMS, BackwardConfig
+from .config import VALUE_DIMS, BackwardConfig
 from .device import key_mask, packed, score_mask, slope, walk
 from .device.backward_loads import Loads
 from .device.backward_tiles import BLOCK, BackwardTiles, dq_layout
@@ -83,19 +84,28 @@ class BackwardSm90:
     """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
 
     def __init__(self, config: BackwardConfig):
-        assert config.head_dim in HEAD_DIMS and config.form in FORMS
+        assert config.head_dim in (64, 96, 128) and config.keys == BLOCK
         assert config.tile_m in (64, BLOCK), "a dQ tile is whole products of both warpgroups"
         assert BLOCK // config.tile_m <= config.dq_stages, "a buffer for each tile of an entry"
+        self.set_up(config)
+
+    def set_up(self, config: BackwardConfig):
+        """What every kernel of this family has."""
+        assert config.form in FORMS
         self.config = config
         self.dtype = fake.DTYPES[config.dtype]
         self.tile_m, self.head_dim = config.tile_m, config.head_dim
-        self.tiles = BackwardTiles(
-            self.dtype, config.head_dim, config.tile_m, config.stages, config.ds_stages
-        )
+        self.tiles = BackwardTiles.of(config, self.dtype)
         self.loads = Loads(config, self.tiles)
-        self.packed, self.dq_size = config.packed, self.loads.dq_size
+        self.packed, self.dq_size = config.packed, self.tiles.dq_size
         # mbarriers that there is one of.
         self.singles = 5 + config.packed
+        # Threads that add dQ, and pairs of mbarriers of what they add.
+        self.adders = config.dq_stages
+        # Whether each consumer has code of its own, in which the places of its operands are
+        # constants.  In code that both share, ptxas computes them in every thread at D = 128.
+        self.apart = config.head_dim >= 128
+        self.parts = BLOCK // config.keys
 
     @cute.jit
     def __call__(
@@ -112,10 +122,10 @@ class BackwardSm90:
         mSemaphore: cute.Tensor,
         mCounter: cute.Tensor,
         mTicket: cute.Tensor,
-        mEntry: cute.Tensor,
-        mRank: cute.Tensor,
-        mTile: cute.Tensor,
-        mWords: cute.Tensor,
+        mEntry: cute.Tensor | None,
+        mRank: cute.Tensor | None,
+        mTile: cute.Tensor | None,
+        mWords: cute.Tensor | None,
         mRecord: cute.Tensor | None,
         mPlace: cute.Tensor | None,
         scale: cutlass.Float32,
@@ -126,18 +136,23 @@ class BackwardSm90:
         ctas: cutlass.Int32,
         stream,
     ):
-        sK_layout, sQ_layout = self.tiles.key_layout(), self.tiles.row_layout()
-        q_tile, kv_tile = (self.tile_m, self.head_dim), (BLOCK, self.head_dim)
-        q, do = (tma.load(by_rows(t), sQ_layout, q_tile, 1) for t in (mQ, mdO))
-        k, v = (tma.load(by_rows(t), sK_layout, kv_tile, 1) for t in (mK, mV))
-        dk, dv = (tma.store(by_rows(t), sK_layout, kv_tile) for t in (mdK, mdV))
-        self.storage = self.tiles.storage(self.config.dq_stages, tickets.STAGES, self.singles)
+        tiles, width, of_values = self.tiles, self.head_dim, self.tiles.value_dim
+        q = tma.load(by_rows(mQ), tiles.q_layout(), (self.tile_m, width), 1)
+        do = tma.load(by_rows(mdO), tiles.do_layout(), (self.tile_m, of_values), 1)
+        k = tma.load(by_rows(mK), tiles.k_layout(), (tiles.keys, width), 1)
+        v = tma.load(by_rows(mV), tiles.v_layout(), (tiles.keys, of_values), 1)
+        dk = tma.store(by_rows(mdK), tiles.k_layout(), (tiles.keys, width))
+        dv = tma.store(by_rows(mdV), tiles.v_layout(), (tiles.keys, of_values))
+        self.storage = tiles.storage(self.dq_room(), 2 * self.adders, self.singles)
         group = mQ.shape[2] // mK.shape[2]
         pack = (mPlace, mdK, mdV) if self.packed else None
+        lists = walk.Lists(mTicket, mEntry, mRank)
+        if cutlass.const_expr(self.packed):
+            lists = packed.Columns(mTicket, mPlace, lo, hi)
         self.kernel(
             *(q, do, k, v, dk, dv),
             *(mLse2, mDelta, mdQ, mSemaphore, mCounter),
-            walk.Lists(mTicket, mEntry, mRank),
+            lists,
             walk.Sizes(mK.shape[1], mK.shape[2], group, mSemaphore.shape[2]),
             *(mTile, mWords, mRecord, pack, scale, c, inner, lo, hi),
         ).launch(
@@ -162,10 +177,10 @@ class BackwardSm90:
         mdQ: cute.Tensor,
         mSemaphore: cute.Tensor,
         mCounter: cute.Tensor,
-        lists: walk.Lists,
+        lists: walk.Lists | packed.Columns,
         sizes: walk.Sizes,
-        mTile: cute.Tensor,
-        mWords: cute.Tensor,
+        mTile: cute.Tensor | None,
+        mWords: cute.Tensor | None,
         mRecord: cute.Tensor | None,
         pack: tuple[cute.Tensor, cute.Tensor, cute.Tensor] | None,
         scale: cutlass.Float32,
@@ -179,14 +194,16 @@ class BackwardSm90:
         if warp == 0:
             for tensor in (q, do, k, v, dk, dv):
                 cpasync.prefetch_descriptor(tensor.atom)
-        shared = SmemAllocator().allocate(self.storage)
-        rings = self.make_rings(shared)
+        allocator = SmemAllocator()
+        shared = allocator.allocate(self.storage)
+        passed = self.allocate_passed(allocator)
+        rings = self.loads.rings(shared, CONSUMER_WARPS)
         dq = shared.dq.data_ptr()
         singles = [shared.singles.data_ptr() + i for i in range(self.singles)]
         first, tail = singles[:5], singles[5:]
-        barriers = Barriers(*first, dq, dq + self.config.dq_stages, *tail)
+        barriers = Barriers(*first, dq, dq + self.adders, *tail)
         full = shared.tickets.data_ptr()
-        receivers = 1 + self.config.dq_stages + CONSUMER_WARPS
+        receivers = 1 + self.adders + CONSUMER_WARPS
         source = tickets.TicketRing(
             shared.slots.data_ptr(), full, full + tickets.STAGES, 1, receivers
         )
@@ -202,17 +219,32 @@ class BackwardSm90:
                 table = pack[0] if self.packed else None
                 self.loads.load(loads, shared, rings, barriers, (source, lists, sizes), table)
             elif cute.arch.lane_idx() == 0:
-                if warp <= self.config.dq_stages:
+                if warp <= self.adders:
                     turns = (mdQ, mSemaphore, mRecord)
                     self.add_dq(warp - 1, turns, shared, barriers, source, lists, sizes)
                 if warp == LAST_PRODUCER:
-                    total = lists.ticket.shape[0]
-                    source.dispatch_one_by_one(mCounter.iterator, total, barriers.last_turns)
+                    total, done = lists.total() * self.parts, barriers.last_turns
+                    source.dispatch_one_by_one(mCounter.iterator, total, done)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             mask, factors = (mTile, mWords, lo, hi), (scale, c, inner)
             tickets_of = (source, lists, sizes)
-            self.multiply((dk, dv, pack), mask, factors, shared, rings, barriers, tickets_of)
+            given = (dk, dv, pack), mask, factors, (shared, passed), rings, barriers, tickets_of
+            if cutlass.const_expr(self.apart):
+                for consumer in cutlass.range_constexpr(CONSUMERS):
+                    if warp // (mma.WARPGROUP // 32) == consumer + 1:
+                        self.multiply(consumer, *given)
+            else:
+                consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
+                self.multiply(consumer, *given)
+
+    def dq_room(self) -> int:
+        """fp32 of the buffers of dQ."""
+        return self.config.dq_stages * self.dq_size
+
+    def allocate_passed(self, allocator):
+        """Of what the consumers pass to each other besides dS: nothing."""
+        return None
 
     @cute.jit
     def add_dq(self, buffer, turns, shared, barriers, source, lists, sizes):
@@ -225,16 +257,18 @@ class BackwardSm90:
         state = pipeline.consumer_state(self.config.dq_stages)
         received = tickets.ticket_state()
         tile_of_dq = shared.sdQ.data_ptr() + buffer * self.dq_size
-        total = lists.ticket.shape[0]
+        total = lists.total()
         ticket = source.receive_alone(received)
         received.advance()
         while ticket < total:
-            head, _, begin, end = lists.column(ticket)
+            head, block, begin, end = lists.column(ticket)
+            (end_tile, _), who = lists.ends(sizes, block, self.tile_m), lists.who(block)
             waits = cutlass.Boolean(True)
             for member in cutlass.range(sizes.group, unroll=1):
                 for entry in cutlass.range(begin, end, unroll=1):
-                    q_block, rank = lists.entry[entry] >> 1, lists.rank[entry]
-                    count, first = walk.visits(sizes, q_block, self.tile_m)
+                    q_block = lists.entry_at(entry, block) >> 1
+                    rank = lists.rank_at(entry, who)
+                    count, first = walk.visits(end_tile, q_block, self.tile_m)
                     for visit in cutlass.range(count, unroll=1):
                         if state.index == buffer:
                             row = walk.row_of(sizes, head, member, first + visit)
@@ -260,9 +294,10 @@ class BackwardSm90:
             received.advance()
 
     @cute.jit
-    def wait_turn(self, mSemaphore, row, rank, mRecord):
+    def wait_turn(self, mSemaphore, row, rank, mRecord, half=0):
         """The turn at a tile of rows; when debugged, for so long at most."""
-        semaphore, limit_ms = mSemaphore.iterator + row, self.config.watchdog_ms
+        semaphore = mSemaphore.iterator + row * self.config.turns + half
+        limit_ms = self.config.watchdog_ms
         if cutlass.const_expr(limit_ms):
             place = (mRecord.iterator, cutlass.Int32(row))
             turnstile.wait_turn_or_give_up(semaphore, rank, *place, limit_ms)
@@ -270,18 +305,17 @@ class BackwardSm90:
             turnstile.wait_turn(semaphore, rank)
 
     @cute.jit
-    def multiply(self, stores, mask, factors, shared, rings, barriers, tickets_of):
+    def multiply(self, consumer, stores, mask, factors, buffers, rings, barriers, tickets_of):
         """A consumer warpgroup: dK and dV of its 64 keys, and its half of every dQ tile."""
-        config = self.config
+        config, (shared, _) = self.config, buffers
         (scale, c, inner), (source, lists, sizes) = factors, tickets_of
         tidx, _, _ = cute.arch.thread_idx()
-        consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
         lane = tidx % mma.WARPGROUP
         first = consumer * mma.WARPGROUP
         # This thread's first key in the block; its second is 8 on.
         key = consumer * 64 + lane // 32 * 16 + lane % 32 // 4
         tiles = self.tiles
-        score, sum_kv, sum_q = tiles.score_mma(), tiles.kv_mma(), tiles.dq_mma()
+        score, sum_kv, sum_q = tiles.score_mma(), tiles.kv_mma(self.head_dim), tiles.dq_mma()
         slice_kv = sum_kv.get_slice(first)
         operands = self.operands(shared, first, score, sum_kv, sum_q)
         tSrK, tSrQ, tPrV, tPrO, tQrS, tQrK, tKrQ, tVrO = operands
@@ -302,14 +336,12 @@ class BackwardSm90:
         ds_state = pipeline.producer_state(config.ds_stages)
         received = tickets.ticket_state()
         kv_phase = cutlass.Int32(0)
-        total = lists.ticket.shape[0]
+        total = lists.total()
         ticket = source.receive(received)
         received.advance()
         while ticket < total:
             head, block, begin, end = lists.column(ticket)
-            kv_len = sizes.kv_len
-            if cutlass.const_expr(self.packed):
-                _, kv_len = packed.place_of(stores[2][0], block)
+            end_tile, kv_len = lists.ends(sizes, block, self.tile_m)
             rdK.fill(0.0)
             rdV.fill(0.0)
             # The buffer of dQ that is written and not yet handed over, or -1.
@@ -318,11 +350,10 @@ class BackwardSm90:
             window = cutlass.Int32(0)
             for _ in cutlass.range(sizes.group, unroll=1):
                 for entry in cutlass.range(begin, end, unroll=1):
-                    if (entry - begin) & (walk.WINDOW - 1) == 0:
-                        window = lists.window(entry)
-                    code = lists.of_window(window, entry - begin)
+                    window = lists.ahead(window, entry, begin)
+                    code = lists.entry_ahead(window, entry, begin, block)
                     q_block, partial = code >> 1, code & 1
-                    count, _ = walk.visits(sizes, q_block, self.tile_m)
+                    count, _ = walk.visits(end_tile, q_block, self.tile_m)
                     for visit in cutlass.range(count, unroll=1):
                         # S = Q Kᵀ and dP = dO Vᵀ, with the keys as rows.  The last visit's dK is
                         # still being made: S follows it without a gap.
@@ -337,7 +368,7 @@ class BackwardSm90:
                             cute.arch.mbarrier_wait(barriers.v_full, kv_phase)
                         # Shared memory answers late while WGMMA reads it: lse2 and delta are
                         # asked for before the products that they meet, if registers allow.
-                        lse2 = tiles.statistics(shared.sLse2, state.index, lane)
+                        lse2 = tiles.statistics(shared.sLse2, config.stages, state.index, lane)
                         if cutlass.const_expr(not config.softcap):
                             lse2 = self.fetch(lse2)
                         rings[1].consumer_wait(state)
@@ -351,7 +382,7 @@ class BackwardSm90:
                         key_mask.keep(rS, config.form, self.tile_m, mask, kv_len, place)
                         rS.store(cute.math.exp2(rS.load(), fastmath=True))
                         rP.store(rS.load().to(self.dtype))
-                        delta = tiles.statistics(shared.sDelta, state.index, lane)
+                        delta = tiles.statistics(shared.sDelta, config.stages, state.index, lane)
                         if cutlass.const_expr(self.tile_m == 64):
                             delta = self.fetch(delta)
                         warpgroup.wait_group(0)
@@ -393,12 +424,12 @@ class BackwardSm90:
     def operands(self, shared, first, score, mma_kv, sum_q):
         """What lies in shared memory: of S, dP and dQ both operands, of dK and dV the second."""
         tiles = self.tiles
-        keys, dims = (tiles.keys(shared.sK, major) for major in ("k", "mn"))
-        of_s = mma.operands(score, first, keys, tiles.rows(shared.sQ))
-        of_p = mma.operands(score, first, tiles.keys(shared.sV), tiles.rows(shared.sdO))
+        keys, dims = (tiles.k(shared.sK, major) for major in ("k", "mn"))
+        of_s = mma.operands(score, first, keys, tiles.q(shared.sQ))
+        of_p = mma.operands(score, first, tiles.v(shared.sV), tiles.do(shared.sdO))
         of_q = mma.operands(sum_q, first, tiles.ds(shared.sdS, "mn"), dims)
         slice_kv = mma_kv.get_slice(first)
-        rows = (tiles.rows(buffer, "mn") for buffer in (shared.sQ, shared.sdO))
+        rows = tiles.q(shared.sQ, "mn"), tiles.do(shared.sdO, "mn")
         of_kv = (mma_kv.make_fragment_B(slice_kv.partition_B(each)) for each in rows)
         return *of_s, *of_p, *of_q, *of_kv
 
@@ -450,8 +481,9 @@ class BackwardSm90:
         first = consumer * mma.WARPGROUP + lane == 0
         if first:
             cute.arch.mbarrier_arrive(barriers.k_empty)
-        copy = cute.make_tiled_copy_C(self.tiles.store_atom(), self.tiles.kv_mma(1)).get_slice(lane)
-        sdK, sdV = self.tiles.keys(shared.sdS), self.tiles.keys(shared.sV)
+        sums_mma = self.tiles.kv_mma(self.head_dim, 1)
+        copy = cute.make_tiled_copy_C(self.tiles.store_atom(), sums_mma).get_slice(lane)
+        sdK, sdV = self.tiles.k(shared.sdS), self.tiles.v(shared.sV)
         for acc, buffer in zip(sums, (sdK, sdV), strict=True):
             sD = cute.local_tile(buffer, (64, self.head_dim, 1), (consumer, 0, 0))
             rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
@@ -492,12 +524,6 @@ class BackwardSm90:
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def make_rings(self, shared):
-        """The rings of Q with lse2, and of dO with delta."""
-        what = (self.config.stages, self.loads.q_bytes, CONSUMER_WARPS, cute.make_layout((1, 1, 1)))
-        barriers = shared.q_ring, shared.do_ring
-        return tuple(pipeline.tma_ring(at.data_ptr(), *what) for at in barriers)
-
     def init(self, barriers: Barriers):
         """By one thread, before the CTA's barrier."""
         for one in (barriers.k_full, barriers.k_empty, barriers.v_full, barriers.v_empty):
@@ -520,33 +546,41 @@ def by_rows(tensor: cute.Tensor) -> cute.Tensor:
     return tma.view(tensor, [1, 3, 2, 0])
 
 
-def build(config: BackwardConfig, compile=cute.compile):
+def build(config: BackwardConfig, compile=cute.compile, kernel=BackwardSm90):
     """Compiles one configuration against fake tensors; no GPU needed."""
-    batch, q_len, kv_len, heads, kv_heads, tiles, entries = (fake.size() for _ in range(7))
-    width, rows = config.head_dim, config.tile_m
+    batch, q_len, kv_len, heads, kv_heads, tiles = (fake.size() for _ in range(6))
+    width, of_values, rows = config.head_dim, VALUE_DIMS[config.head_dim], config.tile_m
 
-    def activations(length, heads):
-        return fake.activations(config.dtype, batch, length, heads, width)
+    def operands():
+        """K, V or their gradients."""
+        for columns in (width, of_values):
+            yield fake.activations(config.dtype, batch, kv_len, kv_heads, columns)
 
-    q, kv = activations(q_len, heads), activations(kv_len, kv_heads)
     fp32, ints = cutlass.Float32, cutlass.Int32
     return compile(
-        BackwardSm90(config),
-        *(q, kv, activations(kv_len, kv_heads), activations(q_len, heads)),
+        kernel(config),
+        fake.activations(config.dtype, batch, q_len, heads, width),
+        *operands(),
+        fake.activations(config.dtype, batch, q_len, heads, of_values),
         fake.compact(fp32, (batch, heads, tiles, rows), fake.TMA_ALIGN),
         fake.compact(fp32, (batch, heads, tiles, rows), fake.TMA_ALIGN),
         fake.compact(fp32, (batch, heads, tiles, rows * width), fake.TMA_ALIGN),
-        *(activations(kv_len, kv_heads), activations(kv_len, kv_heads)),
-        fake.compact(ints, (batch, heads, tiles)),
+        *operands(),
+        fake.compact(ints, (batch, heads, tiles, *([config.turns] * (config.turns > 1)))),
         fake.compact(ints, (1,)),
-        fake.compact(ints, (fake.size(), 4), fake.TMA_ALIGN),
-        fake.compact(ints, (entries,)),
-        fake.compact(ints, (entries,)),
-        fake.compact(ints, (entries if config.form == "bits" else fake.size(),)),
-        fake.compact(ints, (fake.size(), BLOCK, score_mask.WORDS), fake.TMA_ALIGN),
+        fake.compact(ints, (fake.size(), walk.FIELDS), fake.TMA_ALIGN),
+        *((None,) * 4 if config.packed else fake_lists(config.form)),
         fake.compact(ints, (FIELDS,)) if config.watchdog_ms else None,
         packed.fake_table() if config.packed else None,
         *(fp32(1.0), fp32(1.0), fp32(0.0), ints(0), ints(0), ints(1)),
         fake.stream(),
         options=fake.SM90_OPTIONS,
     )
+
+
+def fake_lists(form: str) -> tuple:
+    """Entries, ranks, the mask tile of each entry, and the words of mask tiles."""
+    entries, tiles = fake.size(), fake.size()
+    listed = entries if form == "bits" else fake.size()
+    words = fake.compact(cutlass.Int32, (tiles, BLOCK, score_mask.WORDS), fake.TMA_ALIGN)
+    return *(fake.compact(cutlass.Int32, (size,)) for size in (entries, entries, listed)), words

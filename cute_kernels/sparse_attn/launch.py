@@ -1,7 +1,7 @@
 """The SM90 launchers: operands as TMA can address them, workspace, compiled kernels, calls.
 
 The forward is one launch.  The backward is three on one stream: delta and zeros, then dK, dV and
-the fp32 dQ, then dQ rounded.
+the fp32 dQ, then dQ rounded.  Of a pack each has one before it, which says where sequences lie.
 """
 
 from __future__ import annotations
@@ -20,26 +20,45 @@ from ..compile.call import call
 from ..compile.kernel import Entry, Expect, Kernel
 from ..operands import addressable, most_ctas, not_empty
 from . import config, stacked, watchdog
-from .config import BackwardConfig, ForwardConfig, PostConfig, PreConfig
-from .masks import FORMS, FORWARD_FORMS, SPANS, LoweredMask, Order
-from .tensors import Grads, Saved, sinks_gradient
+from .config import BackwardConfig, ForwardConfig, PackConfig, PostConfig, PreConfig
+from .masks import BLOCK, FAR, FORMS, FORWARD_FORMS, SPANS, LoweredMask, Order
+from .tensors import Grads, Saved, shape_of_out, sinks_gradient
 
 _NAME = "block_sparse_attention"
 
 # What the certificates hold the kernels to.  By consumers, the registers that 384 and 512 threads
 # can start with; the roles then trade theirs.  Bytes of shared memory and products by head size.
 _REGISTERS = {2: 168, 3: 128}
-_FORWARD_SHARED = {64: 222208, 96: 222208, 128: 230400}
-_BACKWARD_SHARED = {64: 232448, 96: 182272, 128: 231424}
+_FORWARD_SHARED = {64: 222208, 96: 222208, 128: 230400, 192: 214016, 256: 197632}
+_BACKWARD_SHARED = {64: 232448, 96: 182272, 128: 231424, 192: 198656, 256: 222208}
 _BACKWARD_MMA = {
     64: ("64x64x16", "64x128x16"),
     96: ("64x48x16", "64x64x16", "64x96x16"),
     128: ("64x64x16", "64x128x16"),
+    192: ("64x64x16", "64x96x16", "64x128x16", "64x192x16"),
+    256: ("64x64x16", "64x128x16", "64x256x16"),
 }
 
 
-#: Of a kernel that reads spans.
+#: Of a kernel that reads spans, and of one whose lists are formulas.
 _NO_LISTS = None, None, None, None
+#: Of the kernel that places sequences: blocks or tickets to a slice, and slices to a CTA's.
+_SLICE, _MOST_SLICES = 512, 64
+
+
+class Walk(NamedTuple):
+    """What the fused pass of a backward walks, over ``rows`` query rows.
+
+    lists  ticket, entry, rank, tile and the words of bits, as the kernel takes them
+    order  what they were made of; None for a pack, whose ``table`` says where it lies
+    """
+
+    form: str
+    rows: int
+    lists: tuple
+    band: tuple[int, int]
+    order: Order | None
+    table: Tensor | None = None
 
 
 class Workspace(NamedTuple):
@@ -47,7 +66,7 @@ class Workspace(NamedTuple):
 
     lse2, delta  fp32 [B, Hq, tiles, tile_m]
     total        fp32 [B, Hq, tiles, tile_m * D]: dQ, in the order of the accumulators
-    semaphore    int32 [B, Hq, tiles]
+    semaphore    int32 [B, Hq, tiles], or [B, Hq, tiles, 2] where halves of a tile have turns
     counter      int32 [1]: the next ticket
     """
 
@@ -67,50 +86,109 @@ def forward(
     softcap: float,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of ``op``; one CTA per 128 or 192 query rows of a head."""
-    return _forward(q, k, v, mask, None, scale, softcap, sinks)
+    """(out, lse) of ``op``; tiles of 128 or 192 query rows of a head."""
+    lists = mask.kv_count, not_empty(mask.kv_entry), not_empty(mask.kv_tile), mask.words
+    band = mask.lo, mask.hi
+    return _forward(q, k, v, (mask.form, lists, None, band), scale, softcap, sinks)
 
 
 def forward_of_pack(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: LoweredMask,
-    table: Tensor,
+    bounds: Tensor,
+    window: tuple[int | None, int | None],
     scale: float,
     softcap: float,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of sequences where they lie in q, k, v [1, T, H, D]; rows of none are not written.
+    """(out, lse) of sequences where they lie in q, k, v [1, T, H, D], by two launches.
 
-    mask: of rows counted as in ``packs.Layout``; table: the layout's.
+    bounds: [N, 2], int32 or int64, where each begins and ends, one behind another; the host reads
+    none, see ``kernel_pack_sm90``.  window: (left, right), None for no bound.  Tokens behind the
+    last sequence see nothing; others of none are not written.
     """
-    return _forward(q, k, v, mask, table, scale, softcap, sinks)
+    table, _ = places(bounds, q)
+    rule = config.FORM_OF_PACKS, _NO_LISTS, table, band(window)
+    return _forward(q, k, v, rule, scale, softcap, sinks)
 
 
 def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: LoweredMask,
-    table: Tensor | None,
+    rule: tuple,
     scale: float,
     softcap: float,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    """rule: (form, lists, table of a pack, band)."""
     batch, q_len, heads, dim = q.shape
+    form, lists, table, ends = rule
     dtype, sunk, packed = config.DTYPE_NAMES[q.dtype], sinks is not None, table is not None
-    form = config.form_of_pack(mask.form) if packed else mask.form
     chosen = config.configure_forward(dtype, dim, form, softcap > 0, sunk, packed)
     kernel = _forward_kernel(chosen)
-    out = empty(q.shape, q.dtype, q.device)
+    out = empty(shape_of_out(q, v), q.dtype, q.device)
     lse = empty((batch, heads, q_len), torch.float32, q.device)
-    lists = mask.kv_count, not_empty(mask.kv_entry), not_empty(mask.kv_tile), mask.words, None
     by_row = sinks.float()[:, None].expand(heads, q_len) if sunk else None
     operands = [addressable(t, _NAME, name) for name, t in (("q", q), ("k", k), ("v", v))]
-    numbers = mask.lo, mask.hi, *config.factors(scale, softcap)
-    call(q.device, kernel, *operands, out, lse, *lists, by_row, table, *numbers)
+    numbers = *ends, *config.factors(scale, softcap)
+    rows = rows_of(table) if packed else q_len
+    counter, ctas = _tiles(chosen, rows, batch * heads, q.device)
+    given = *operands, out, lse, *lists, None, by_row, table, counter()
+    call(q.device, kernel, *given, *numbers, ctas)
     return out, lse
+
+
+def _tiles(
+    chosen: ForwardConfig, rows: int, heads: int, device: torch.device
+) -> tuple[Callable[[], Tensor], int]:
+    """(what makes the counter of tiles for a launch, its CTAs); heads: of all batches."""
+    total, most = -(-rows // chosen.rows) * heads, most_ctas(device)
+    if total <= most:
+        # A CTA for each tile: nobody asks for another one.
+        return functools.partial(_unread, device), total
+    return functools.partial(torch.zeros, 1, dtype=torch.int32, device=device), most
+
+
+@functools.cache
+def _unread(device: torch.device) -> Tensor:
+    """For a kernel that is given a tensor and does not read it."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def band(window: tuple[int | None, int | None]) -> tuple[int, int]:
+    """(lo, hi) of keys less queries."""
+    left, right = window
+    return -FAR if left is None else -left, FAR if right is None else right
+
+
+def places(
+    bounds: Tensor,
+    q: Tensor,
+    kv_heads: int = 0,
+    window: tuple[int | None, int | None] = (None, None),
+) -> tuple[Tensor, Tensor | None]:
+    """The table of a pack, on the device of ``q`` [1, T, Hq, D]; for ``kv_heads`` tickets too.
+
+    Their sizes are bounds that the host knows; the last row of either says what is in use.
+    """
+    bounds = not_empty(bounds).to(q.device, non_blocking=True)
+    tokens, count = q.shape[1], len(bounds)
+    blocks = tokens // BLOCK[0] + count + 1
+    table = empty((blocks + 1, 4), torch.int32, q.device)
+    tickets = empty((kv_heads * blocks + 1, 4), torch.int32, q.device) if kv_heads else None
+    chosen = PackConfig(str(bounds.dtype).removeprefix("torch."), kv_heads > 0)
+    slices = -(-blocks * max(kv_heads, 1) // (_SLICE * -(-(count + 1) // config.SEQUENCES)))
+    in_flight = config.in_flight(q.shape[2] // max(kv_heads, 1))
+    numbers = tokens, *band(window), kv_heads, in_flight, min(slices, _MOST_SLICES)
+    call(q.device, _pack_kernel(chosen), bounds, table, tickets, *numbers)
+    return table, tickets
+
+
+def rows_of(table: Tensor) -> int:
+    """The most rows that the blocks of a pack have."""
+    return (len(table) - 1) * BLOCK[0]
 
 
 def prepare_forward(
@@ -127,11 +205,14 @@ def prepare_forward(
     kernel = _forward_kernel(chosen)
     lists = mask.kv_count, not_empty(mask.kv_entry), not_empty(mask.kv_tile), mask.words, None
     rest = *lists, None, None, mask.lo, mask.hi, *config.factors(scale, softcap)
+    of_out = shape_of_out(q, v)
+    counter, ctas = _tiles(chosen, q_len, batch * heads, q.device)
+    before, numbers = rest[:7], rest[7:]
 
     def run(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        out = q.new_empty(batch, q_len, heads, dim)
+        out = q.new_empty(of_out)
         lse = q.new_empty((batch, heads, q_len), dtype=torch.float32)
-        call(q.device, kernel, q, k, v, out, lse, *rest)
+        call(q.device, kernel, q, k, v, out, lse, *before, counter(), *numbers, ctas)
         return out, lse
 
     return run
@@ -153,8 +234,9 @@ def forward_of_spans(
     batch, q_len, heads, dim = q.shape
     dtype = config.DTYPE_NAMES[q.dtype]
     sunk = sinks is not None
-    kernel = _forward_kernel(config.configure_forward(dtype, dim, SPANS, softcap > 0, sunk))
-    out = empty(q.shape, q.dtype, q.device)
+    chosen = config.configure_forward(dtype, dim, SPANS, softcap > 0, sunk)
+    kernel = _forward_kernel(chosen)
+    out = empty(shape_of_out(q, v), q.dtype, q.device)
     lse = empty((batch, heads, q_len), torch.float32, q.device)
     rows, stored, sums = q, out, lse
     by_row = sinks.float()[:, None].expand(heads, q_len) if sunk else None
@@ -165,7 +247,9 @@ def forward_of_spans(
         by_row = by_row.view(k.shape[2], -1) if sunk else None
     operands = (addressable(t, _NAME, name) for name, t in zip("qkv", (rows, k, v), strict=True))
     numbers = 0, 0, *config.factors(scale, softcap)
-    call(q.device, kernel, *operands, stored, sums, *_NO_LISTS, spans, by_row, None, *numbers)
+    counter, ctas = _tiles(chosen, rows.shape[1], batch * rows.shape[2], q.device)
+    given = *operands, stored, sums, *_NO_LISTS, spans, by_row, None, counter()
+    call(q.device, kernel, *given, *numbers, ctas)
     return out, lse
 
 
@@ -180,17 +264,20 @@ def prepare_forward_of_spans(
     if any(addressable(t, _NAME, name) is not t for t, name in given) or not spans.is_contiguous():
         return None
     dtype = config.DTYPE_NAMES[q.dtype]
-    kernel = _forward_kernel(config.configure_forward(dtype, dim, SPANS, softcap > 0))
+    chosen = config.configure_forward(dtype, dim, SPANS, softcap > 0)
+    kernel = _forward_kernel(chosen)
     numbers = 0, 0, *config.factors(scale, softcap)
-    of_groups = batch, k.shape[2], heads // k.shape[2]
+    counter, ctas = _tiles(chosen, rows.shape[1], batch * rows.shape[2], q.device)
+    of_groups, of_out = (batch, k.shape[2], heads // k.shape[2]), shape_of_out(q, v)
 
     def run(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        out = q.new_empty(batch, q_len, heads, dim)
+        out = q.new_empty(of_out)
         lse = q.new_empty((batch, heads, q_len), dtype=torch.float32)
         rows, stored, sums = q, out, lse
         if grouped:
             rows, stored, sums = grouped(q), grouped(out), lse.view(of_groups)
-        call(q.device, kernel, rows, k, v, stored, sums, *_NO_LISTS, spans, None, None, *numbers)
+        given = rows, k, v, stored, sums, *_NO_LISTS, spans, None, None, counter()
+        call(q.device, kernel, *given, *numbers, ctas)
         return out, lse
 
     return run
@@ -215,27 +302,33 @@ def backward(
     With sinks their gradient too.
     """
     (_, q_len, heads, _), kv_heads = saved.q.shape, saved.k.shape[2]
-    rest = mask, order, None, scale, softcap, deterministic
+    lists = order.ticket, *(not_empty(t) for t in (order.entry, order.rank, order.tile))
+    walk = Walk(mask.form, q_len, (*lists, mask.key_words), (mask.lo, mask.hi), order)
+    rest = scale, softcap, deterministic
     if stacked.wanted(mask.kv_count.shape[1], heads, kv_heads):
         sizes = stacked.Sizes(q_len, heads, kv_heads)
-        dq, dk, dv, space = _backward(*stacked.operands(grads, saved, sizes), *rest)
+        walk = walk._replace(rows=sizes.rows)
+        dq, dk, dv, space = _backward(*stacked.operands(grads, saved, sizes), walk, *rest)
         dq = stacked.gradient(dq, sizes)
     else:
-        dq, dk, dv, space = _backward(grads, saved, *rest)
+        dq, dk, dv, space = _backward(grads, saved, walk, *rest)
     return dq, dk, dv, *_of_sinks(saved.sinks, heads, space)
 
 
 def backward_of_pack(
     grads: Grads,
     saved: Saved,
-    mask: LoweredMask,
-    order: Order,
-    table: Tensor,
+    bounds: Tensor,
+    window: tuple[int | None, int | None],
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, ...]:
-    """`backward` of what `forward_of_pack` made, ordered; likewise."""
-    dq, dk, dv, space = _backward(grads, saved, mask, order, table, scale, softcap, True)
+    """`backward` of what `forward_of_pack` made, ordered; likewise, by four launches."""
+    table, tickets = places(bounds, saved.q, saved.k.shape[2], window)
+    rows = rows_of(table)
+    lists = tickets, *_NO_LISTS
+    walk = Walk(config.FORM_OF_PACKS, rows, lists, band(window), None, table)
+    dq, dk, dv, space = _backward(grads, saved, walk, scale, softcap, True)
     return dq, dk, dv, *_of_sinks(saved.sinks, saved.q.shape[2], space)
 
 
@@ -250,48 +343,44 @@ def _of_sinks(sinks: Tensor | None, heads: int, space: Workspace) -> tuple[Tenso
 def _backward(
     grads: Grads,
     saved: Saved,
-    mask: LoweredMask,
-    order: Order,
-    table: Tensor | None,
+    walk: Walk,
     scale: float,
     softcap: float,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Workspace]:
     """The three kernels: (dq, dk, dv), and what they handed on."""
     (dout, dlse), (q, k, v, out, lse, _) = grads, saved
-    batch, q_len, heads, dim = q.shape
+    batch, _, heads, dim = q.shape
     dtype, device = config.DTYPE_NAMES[q.dtype], q.device
     limit = settings.watchdog_ms()
-    packed = table is not None
-    form = config.form_of_pack(mask.form) if packed else mask.form
-    chosen = config.configure(dtype, dim, form, deterministic, softcap > 0, limit, packed)
+    table, packed = walk.table, walk.table is not None
+    chosen = config.configure(dtype, dim, walk.form, deterministic, softcap > 0, limit, packed)
     record = watchdog.record(device) if chosen.watchdog_ms else None
     given = {"dout": dout, "q": q, "k": k, "v": v, "out": out}
     dout, q, k, v, out = (addressable(t, _NAME, name) for name, t in given.items())
     dlse = None if dlse is None else log.contiguous(_NAME, "dlse", dlse, "contiguous")
     lse = log.contiguous(_NAME, "lse", lse, "contiguous")
-    rows = mask.q_len if packed else q_len
-    space = workspace(batch, heads, -(-rows // chosen.tile_m), chosen.tile_m, dim, device)
+    tiles, turns = -(-walk.rows // chosen.tile_m), chosen.turns
+    space = workspace((batch, heads, tiles), chosen.tile_m, dim, turns, device)
 
-    pre = _pre_kernel(PreConfig(dtype, dim, chosen.tile_m, dlse is not None, packed))
+    pre = _pre_kernel(PreConfig(dtype, dim, chosen.tile_m, dlse is not None, packed, turns))
     of_rows = space.lse2.flatten(2), space.delta.flatten(2)
     call(device, pre, out, dout, lse, dlse, *of_rows, *space[2:], table)
 
     dk, dv = (empty(t.shape, t.dtype, device) for t in (k, v))
-    visits = (not_empty(t) for t in (order.entry, order.rank, order.tile))
-    lists = order.ticket, *visits, mask.key_words
-    numbers = scale, *config.factors(scale, softcap), mask.lo, mask.hi
+    numbers = scale, *config.factors(scale, softcap), *walk.band
     # A CTA takes tickets until there are none: more CTAs than tickets have nothing to do.
-    ctas = min(most_ctas(device), len(order.ticket))
+    ctas = min(most_ctas(device), chosen.parts * len(walk.lists[0]))
     operands = q, k, v, dout, *space[:3], dk, dv, *space[3:]
-    call(device, _backward_kernel(chosen), *operands, *lists, record, table, *numbers, ctas)
+    call(device, _backward_kernel(chosen), *operands, *walk.lists, record, table, *numbers, ctas)
 
     dq = empty(q.shape, q.dtype, device)
     post = _post_kernel(PostConfig(dtype, dim, chosen.tile_m, packed))
     call(device, post, space.total, dq, table, scale)
     if record is not None:
         sizes = space.semaphore.shape[2], chosen.tile_m, heads // k.shape[2]
-        watchdog.require_turns(record, order, *sizes, limit)
+        order = walk.order or watchdog.order_of_pack(walk.lists[0], table, walk.band[1])
+        watchdog.require_turns(record, order, *sizes, chosen.parts, limit)
     return dq, dk, dv, space
 
 
@@ -301,18 +390,23 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def workspace(
-    batch: int, heads: int, tiles: int, tile_m: int, dim: int, device: torch.device
+    tiles: tuple[int, int, int], tile_m: int, dim: int, turns: int, device: torch.device
 ) -> Workspace:
-    """Uninitialised; the first kernel of a backward writes all of it."""
+    """Uninitialised; the first kernel of a backward writes all of it.  tiles: B, Hq, of a head."""
     fp32 = functools.partial(torch.empty, dtype=torch.float32, device=device)
     ints = functools.partial(torch.empty, dtype=torch.int32, device=device)
-    rows = (batch, heads, tiles, tile_m)
-    return Workspace(fp32(rows), fp32(rows), fp32(*rows[:3], tile_m * dim), ints(rows[:3]), ints(1))
+    rows, semaphores = (*tiles, tile_m), (*tiles, turns) if turns > 1 else tiles
+    return Workspace(fp32(rows), fp32(rows), fp32(*tiles, tile_m * dim), ints(semaphores), ints(1))
 
 
 @functools.cache
 def _forward_kernel(chosen: ForwardConfig) -> Callable:
     return cache.get(forward_entry(chosen), "sm_90a")
+
+
+@functools.cache
+def _pack_kernel(chosen: PackConfig) -> Callable:
+    return cache.get(pack_entry(chosen), "sm_90a")
 
 
 @functools.cache
@@ -332,7 +426,13 @@ def _post_kernel(chosen: PostConfig) -> Callable:
 
 def forward_entry(chosen: ForwardConfig) -> Kernel:
     """One forward as the cache and the catalogue know it."""
-    return Kernel.of("sparse_attn_fwd_sm90", f"{__package__}.kernel_fwd_sm90", chosen)
+    name = "fwd_wide_sm90" if chosen.parts > 1 else "fwd_sm90"
+    return Kernel.of(f"sparse_attn_{name}", f"{__package__}.kernel_{name}", chosen)
+
+
+def pack_entry(chosen: PackConfig) -> Kernel:
+    """The kernel that says where a pack's sequences lie, likewise."""
+    return Kernel.of("sparse_attn_pack_sm90", f"{__package__}.kernel_pack_sm90", chosen)
 
 
 def pre_entry(chosen: PreConfig) -> Kernel:
@@ -342,7 +442,8 @@ def pre_entry(chosen: PreConfig) -> Kernel:
 
 def backward_entry(chosen: BackwardConfig) -> Kernel:
     """One backward, likewise."""
-    return Kernel.of("sparse_attn_bwd_sm90", f"{__package__}.kernel_bwd_sm90", chosen)
+    name = "bwd_wide_sm90" if chosen.parts > 1 else "bwd_sm90"
+    return Kernel.of(f"sparse_attn_{name}", f"{__package__}.kernel_{name}", chosen)
 
 
 def post_entry(chosen: PostConfig) -> Kernel:
@@ -355,22 +456,27 @@ def catalogue() -> Iterator[Entry]:
     dtypes, flags = config.DTYPE_NAMES.values(), (False, True)
     for key in itertools.product(dtypes, config.HEAD_DIMS, FORWARD_FORMS, flags, flags, flags):
         chosen = config.configure_forward(*key)
-        if chosen.packed and chosen.form not in config.FORMS_OF_PACKS:
+        if chosen.packed and chosen.form != config.FORM_OF_PACKS:
             continue
-        mma = ("64x128x16", f"64x{chosen.head_dim}x16")
+        mma = ("64x128x16", f"64x{config.VALUE_DIMS[chosen.head_dim]}x16")
         shared = _FORWARD_SHARED[chosen.head_dim]
         yield Entry(forward_entry(chosen), "A", Expect(mma, _REGISTERS[chosen.consumers], shared))
+    for offsets, tickets in itertools.product(config.OFFSETS, flags):
+        expect = Expect(None, max_registers=40, max_shared=6400)
+        yield Entry(pack_entry(PackConfig(offsets, tickets)), "A", expect)
     for dtype, dim in itertools.product(dtypes, config.HEAD_DIMS):
-        tile_m = config.configure(dtype, dim, FORMS[0], True).tile_m
+        of_dim = config.configure(dtype, dim, FORMS[0], True)
+        tile_m, turns = of_dim.tile_m, of_dim.turns
         # Row statistics and a rounding: no shared memory, no product.
         around = Expect(None, max_registers=96, max_shared=0)
         for dlse, packed in itertools.product(flags, flags):
-            yield Entry(pre_entry(PreConfig(dtype, dim, tile_m, dlse, packed)), "A", around)
+            chosen = PreConfig(dtype, dim, tile_m, dlse, packed, turns)
+            yield Entry(pre_entry(chosen), "A", around)
         for packed in flags:
             yield Entry(post_entry(PostConfig(dtype, dim, tile_m, packed)), "A", around)
         for form, softcap, ordered, packed in itertools.product(FORMS, flags, flags, flags):
             chosen = config.configure(dtype, dim, form, ordered, softcap, packed=packed)
-            if packed and not (ordered and form in config.FORMS_OF_PACKS):
+            if packed and not (ordered and form == config.FORM_OF_PACKS):
                 continue
             expect = Expect(_BACKWARD_MMA[dim], _REGISTERS[2], _BACKWARD_SHARED[dim])
             yield Entry(backward_entry(chosen), "B" if ordered else None, expect)

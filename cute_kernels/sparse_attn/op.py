@@ -35,7 +35,7 @@ from ..schedulers.masks.mask import BlockMask
 from ..torch_ops import define_op
 from . import config, prepare
 from .masks import Order
-from .tensors import Grads, Saved
+from .tensors import Grads, Saved, shape_of_out
 
 NAME = "block_sparse_attention"
 HALF = frozenset({torch.bfloat16, torch.float16})
@@ -68,7 +68,7 @@ for _name in (NAME, f"{NAME}_varlen"):
 
 def _run(q, k, v, mask, facts, order, kind, scale, softcap, deterministic, sinks):
     if q.numel() == 0 or k.numel() == 0:
-        return nothing(q, sinks)
+        return nothing(q, v, sinks)
     launch = dispatch.launcher(NAME, q.device, q.dtype)
     lowered = prepare.mask_of_op(mask, facts, q.shape[1], k.shape[1], str(q.device))
     return launch(q, k, v, lowered, scale, softcap, sinks)
@@ -149,11 +149,11 @@ def _run_backward(
     return with_sinks(made, q, sinks)
 
 
-def nothing(q, sinks):
+def nothing(q, v, sinks):
     """(out, lse) of rows without keys: all of a row's weight is its sink's, if it has one."""
     batch, q_len, heads, _ = q.shape
     lse = q.new_full((batch, heads, q_len), -math.inf, dtype=torch.float32)
-    return q.new_zeros(q.shape), lse if sinks is None else lse.copy_(sinks[:, None])
+    return q.new_zeros(shape_of_out(q, v)), lse if sinks is None else lse.copy_(sinks[:, None])
 
 
 def gradients_of_nothing(dlse, q, k, v, sinks):
@@ -182,7 +182,7 @@ def refuse_unordered() -> None:
 def _fake(q, k, v, mask, facts, order, kind, scale, softcap, deterministic, sinks):
     batch, q_len, heads, _ = q.shape
     lse = q.new_empty((batch, heads, q_len), dtype=torch.float32)
-    return q.new_empty(q.shape), lse
+    return q.new_empty(shape_of_out(q, v)), lse
 
 
 def _fake_backward(

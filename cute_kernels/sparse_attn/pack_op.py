@@ -6,7 +6,8 @@
     pack_attention_backward
 
 Offsets are an operand: one compiled graph serves every pack.  GPUs take a launch a pass for a whole
-pack (``passes``), the CPU one for each sequence.
+pack (``passes``), the CPU one for each sequence.  SM90 kernels read offsets on their device, which
+the host then never does.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ..arch import CUTE_SM90
 from ..dispatch import Implementation
 from ..errors import ArgumentValueError, DeviceError, expected
 from ..torch_ops import define_op
+from ..untraced import untraced
 from . import packs, passes, sequence_op, sequences
 from .op import (
     HALF,
@@ -30,7 +32,7 @@ from .op import (
     wanted_gradients,
     with_sinks,
 )
-from .tensors import Grads, Saved
+from .tensors import Grads, Saved, shape_of_out
 
 for _name, _function in (
     (passes.PACK_NAME, "forward"),
@@ -43,8 +45,31 @@ for _name, _function in (
     )
 
 
+@untraced
+def reads_offsets(device: str) -> bool:
+    """Whether the kernels of a device read offsets there."""
+    return dispatch.reasons(passes.PACK_NAME, device, torch.bfloat16)[CUTE_SM90] is None and (
+        dispatch.backend(NAME, device, torch.bfloat16) == CUTE_SM90
+    )
+
+
+# A constant of a compiled graph, as `prepare.operands` is.
+reads_offsets._dynamo_marked_constant = True
+
+
+def offsets_of(cu_seqlens, q):
+    """What `pack_attention` takes: on the CPU, but where kernels of ``q`` read those of a GPU."""
+    if cu_seqlens.is_cuda and reads_offsets(str(q.device)):
+        return cu_seqlens
+    return pack_offsets(cu_seqlens, q.shape[1])
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def _run_offsets(cu_seqlens, rows):
-    if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
+    if cu_seqlens.is_cuda and _capturing():
         want = "a CPU tensor while a CUDA graph is captured"
         raise DeviceError(expected("cu_seqlens", want, cu_seqlens.device))
     return sequences.offsets_of_pack(cu_seqlens, rows)
@@ -65,27 +90,36 @@ def _fake_cut(spans, offsets):
     return torch.empty(spans.shape, dtype=torch.int32, device="cpu")
 
 
+def _where(q, offsets):
+    """Where a launch of all sequences finds them."""
+    if passes.in_place(q) and not offsets.is_cuda and _capturing():
+        want = f"on {q.device} while a CUDA graph is captured, whose replays read it there"
+        raise DeviceError(expected("cu_seqlens", want, offsets.device))
+    return packs.between(offsets)
+
+
 def _run(q, k, v, offsets, left, right, scale, softcap, sinks):
     if not q.numel():
-        return nothing(q, sinks)
+        return nothing(q, v, sinks)
     if passes.at_once(q):
-        of = packs.layout(offsets, str(q.device))
-        return passes.forward(of, (left, right), q, k, v, scale, softcap, sinks)
+        window = left, right
+        return passes.forward(_where(q, offsets), window, q, k, v, scale, softcap, sinks)
     spans = sequences.spans_of_pack(offsets, left, right)
     return sequence_op.attend(q, k, v, spans, scale, softcap, sinks)
 
 
 def _fake(q, k, v, offsets, left, right, scale, softcap, sinks):
     batch, rows, heads, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((batch, heads, rows), dtype=torch.float32)
+    lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
+    return q.new_empty(shape_of_out(q, v)), lse
 
 
 def _run_backward(dout, dlse, q, k, v, out, lse, offsets, left, right, scale, softcap, sinks):
     if not q.numel():
         return gradients_of_nothing(dlse, q, k, v, sinks)
     if passes.at_once(q):
-        of, saved = packs.layout(offsets, str(q.device)), Saved(q, k, v, out, lse, sinks)
-        made = passes.backward(of, (left, right), Grads(dout, dlse), saved, scale, softcap)
+        given = Grads(dout, dlse), Saved(q, k, v, out, lse, sinks)
+        made = passes.backward(_where(q, offsets), (left, right), *given, scale, softcap)
         return with_sinks(made, q, sinks)
     spans = sequences.spans_of_pack(offsets, left, right)
     return sequence_op.differentiate(dout, dlse, q, k, v, out, lse, spans, scale, softcap, sinks)

@@ -1,13 +1,15 @@
-"""Sequences packed one behind another, laid out so that one launch has each one's own bytes.
+"""Sequences packed one behind another, so that one launch has each one's own bytes.
 
 A row's bits depend on which block of 128 a key falls into, and an order of sums on which block of
-rows a query does.  So each sequence begins at a multiple of 128, as it does alone; rows of zeros
-fill the gaps.  Blocks pair rows of one sequence only: not even NaN of a neighbour gets across.
+rows a query does.  So rows are counted as if each sequence began at a multiple of 128, as it does
+alone, and blocks pair rows of one sequence only: not even NaN of a neighbour gets across.
 
-    offsets  -> Layout (where tokens go)      -> a mask of blocks on the diagonal -> LoweredMask
-                each sequence's own schedule  -> side by side                     -> Order
+SM90 kernels read sequences where they lie (``Where``), and all else follows on the device.  Others
+are given copies, with rows of zeros in the gaps, and lists from the host, which are kept for the
+next layer:
 
-What follows from the same offsets is kept, for the next layer.
+    Where  -> Layout (where tokens go)   -> a mask of blocks on the diagonal -> LoweredMask
+              each sequence's schedule   -> side by side                     -> Order
 """
 
 from __future__ import annotations
@@ -27,11 +29,57 @@ from ..schedulers.masks.spans import Spans
 from ..schedulers.order.safety import admit
 from ..schedulers.order.schedule import Schedule
 from ..schedulers.order.side_by_side import side_by_side
-from . import checks, masks, prepare
+from . import masks, prepare
 from .masks import BLOCK, LoweredMask, Order
 
 #: (left, right): how many tokens before and behind itself a query sees; None: all.
 Window = tuple[int | None, int | None]
+
+
+class Where(NamedTuple):
+    """Where sequences lie among the tokens of a buffer [B, T].
+
+    bounds  [N, 2], int32 or int64: where each begins and ends, one behind another
+    places  the same as numbers that the host knows; there may be tokens of no sequence then
+    """
+
+    bounds: Tensor
+    places: tuple[tuple[int, int], ...] | None = None
+
+    def on(self, device: torch.device) -> Tensor:
+        """``bounds`` for kernels of a device, which moves others itself; of places kept there."""
+        if self.places is None:
+            return self.bounds
+        key = "bounds", self.places, str(device)
+        return prepare.cache.get(key, lambda: self.bounds.to(device))
+
+    def filled(self, t: Tensor, dim: int, fill: float = 0.0) -> Tensor:
+        """``t`` in place, with ``fill`` for the tokens of no sequence along ``dim``."""
+        tokens = t.shape[dim]
+        if self.places is None or sum(end - begin for begin, end in self.places) == tokens:
+            return t
+        key = "holes", self.places, tokens, str(t.device)
+        first, end = self.bounds.numpy().astype(np.int64).T
+        holes = prepare.cache.get(key, lambda: _holes(first, end, tokens).to(t.device))
+        return t.index_fill_(dim, holes, fill)
+
+
+def between(offsets: Tensor) -> Where:
+    """Of sequences from offsets[i] to offsets[i + 1]."""
+    step = offsets.stride(0)
+    return Where(offsets.as_strided((len(offsets) - 1, 2), (step, step)))
+
+
+def at_places(places: tuple[tuple[int, int], ...]) -> Where:
+    """Of sequences from places[i][0] to places[i][1]."""
+    return Where(torch.tensor(places, dtype=torch.int32, device="cpu").view(-1, 2), places)
+
+
+def _holes(first: np.ndarray, end: np.ndarray, tokens: int) -> Tensor:
+    """int64: the tokens of no sequence."""
+    inside = np.zeros(tokens, bool)
+    inside[_in_a_row(first, end - first)] = True
+    return torch.from_numpy(np.flatnonzero(~inside))
 
 
 class Copies(NamedTuple):
@@ -55,8 +103,7 @@ class Layout(NamedTuple):
     length   rows in all: the last sequence has no gap behind it
     device   that of what follows
     holes    int64: the buffer's tokens of no sequence; None if there are none
-    table    int32 [blocks, 2], for kernels that read the buffer (``device/packed``); None where
-             each token is the row that it would be copied to, and each row a token's
+    moved    False where each token is the row that it would be copied to, and each row a token's
     """
 
     begins: np.ndarray
@@ -66,12 +113,12 @@ class Layout(NamedTuple):
     length: int
     device: str
     holes: Tensor | None
-    table: Tensor | None
+    moved: bool
 
     def spread(self, t: Tensor, fill: float = 0.0) -> Tensor:
         """[B, T, ..] -> [1, length, ..], with gaps of ``fill``."""
         t = t.flatten(0, 1)
-        if self.table is None:
+        if not self.moved:
             return t[None]
         # By an index, which torch copies as whole rows, near a copy's bandwidth; `index_select` and
         # `index_copy_` go element by element (pytorch #151612).
@@ -81,45 +128,28 @@ class Layout(NamedTuple):
     def gathered(self, t: Tensor, sizes: tuple[int, int], fill: float = 0.0) -> Tensor:
         """The inverse, to [B, T, ..]; ``fill`` where the buffer has tokens of no sequence."""
         t = t[0]
-        if self.table is not None:
-            t = self.filled(t[_copies(self).rows], 0, fill)
+        if self.moved:
+            t = t[_copies(self).rows]
+            t = t if self.holes is None else t.index_fill_(0, self.holes, fill)
         return t.unflatten(0, sizes)
 
-    def filled(self, t: Tensor, dim: int, fill: float = 0.0) -> Tensor:
-        """``t`` in place, with ``fill`` for tokens of no sequence along ``dim``."""
-        return t if self.holes is None else t.index_fill_(dim, self.holes, fill)
+
+def layout(of: Where, tokens: int, device: str) -> Layout:
+    """Of sequences of a buffer of so many tokens; ``bounds`` on the CPU."""
+    bounds = of.bounds.numpy().astype(np.int64)
+    key = "layout", bounds.tobytes(), tokens, device
+    return prepare.cache.get(key, lambda: _layout(*bounds.T, tokens, device))
 
 
-def layout(offsets: Tensor, device: str) -> Layout:
-    """Of sequences from offsets[i] to offsets[i + 1], int64 on the CPU from 0 to all tokens."""
-    key = "layout", tuple(offsets.tolist()), device
-    where = offsets.numpy()
-    return prepare.cache.get(
-        key, lambda: _layout(where[:-1], np.diff(where), int(where[-1]), device)
-    )
-
-
-def layout_of_places(places: tuple[tuple[int, int], ...], sizes: int, device: str) -> Layout:
-    """Of sequences from places[i][0] to places[i][1] of a buffer of ``sizes`` tokens, B times T."""
-    key = "layout", places, sizes, device
-    first, end = np.array(places, np.int64).reshape(-1, 2).T
-    return prepare.cache.get(key, lambda: _layout(first, end - first, sizes, device))
-
-
-def _layout(places: np.ndarray, lengths: np.ndarray, tokens: int, device: str) -> Layout:
-    places, lengths = places[lengths > 0].copy(), lengths[lengths > 0]
+def _layout(places: np.ndarray, ends: np.ndarray, tokens: int, device: str) -> Layout:
+    used = ends > places
+    places, lengths = places[used].copy(), (ends - places)[used]
     blocks = -(-lengths // BLOCK[0])
     begins = np.concatenate(([0], (blocks * BLOCK[0]).cumsum()[:-1]))
     length, free = int(begins[-1] + lengths[-1]), tokens - int(lengths.sum())
-    table = holes = None
-    if free or length != tokens or (begins != places).any():
-        of_sequence = np.stack((begins - places, begins + lengths), 1).astype(np.int32)
-        table = torch.from_numpy(np.repeat(of_sequence, blocks, 0)).to(device)
-    if free:
-        inside = np.zeros(tokens, bool)
-        inside[_in_a_row(places, lengths)] = True
-        holes = torch.from_numpy(np.flatnonzero(~inside)).to(device)
-    return Layout(begins, lengths, places, tokens, length, device, holes, table)
+    moved = bool(free or length != tokens or (begins != places).any())
+    holes = _holes(places, places + lengths, tokens).to(device) if free else None
+    return Layout(begins, lengths, places, tokens, length, device, holes, moved)
 
 
 def _copies(of: Layout) -> Copies:
@@ -200,7 +230,7 @@ def _blocks(band: Band, rows: int) -> Lists:
 
 
 def order(of: Layout, window: Window, heads: tuple[int, int], head_dim: int, device: str) -> Order:
-    """The order of a pack's backward: that of ``schedule="auto"`` for each sequence alone.
+    """The order of a pack's backward: "spt" for each sequence alone.
 
     heads: query heads and KV heads.
     """
@@ -238,7 +268,7 @@ def _alone(length: int, window: Window, sizes: tuple[int, int, int, str]) -> Sch
 
     def make() -> Schedule:
         mask = BlockMask.from_rule(band, length, length, block_size=BLOCK, device="cpu")
-        return prepare.admitted(prepare.lower(mask), checks.AUTO, *sizes)
+        return prepare.admitted(prepare.lower(mask), prepare.OF_SEQUENCES, *sizes)
 
     return prepare.cache.get(("alone", *_blocks_of(band, length), sizes), make)
 

@@ -1,6 +1,6 @@
-"""A pass over sequences that are laid out as a pack (``packs``): one launch.
+"""A pass over sequences that lie one behind another (``packs``): one launch for all.
 
-Of kernels that read the pack where it lies; others are given a copy, spread, and their results are
+Of kernels that read them where they lie; others are given a copy, spread, and their results are
 gathered.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import dispatch
 from ..arch import CPU, CUTE_SM90
 from . import packs
-from .tensors import Grads, Saved
+from .tensors import Grads, Saved, shape_of_out
 
 NAME = "block_sparse_attention"
 #: Its launchers that read packs where they lie; ``pack_op`` registers them.
@@ -26,12 +26,12 @@ def at_once(t: Tensor) -> bool:
 
 
 def in_place(t: Tensor) -> bool:
-    """Whether kernels read a pack where it lies."""
+    """Whether kernels read a pack where it lies, and where that is."""
     return dispatch.backend(NAME, t.device, t.dtype) == CUTE_SM90
 
 
 def forward(
-    of: packs.Layout,
+    of: packs.Where,
     window: packs.Window,
     q: Tensor,
     k: Tensor,
@@ -40,21 +40,23 @@ def forward(
     softcap: float,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of q [B, T, Hq, D], k and v [B, T, Hkv, D]; rows of no sequence are 0 and -inf."""
-    mask, sizes = packs.lowered(of, window, str(q.device)), q.shape[:2]
-    if of.table is not None and in_place(q):
+    """(out, lse) of q [B, T, Hq, D], k, v [B, T, Hkv, ..]; rows of no sequence are 0 and -inf."""
+    device, sizes = str(q.device), q.shape[:2]
+    if in_place(q):
         launch = dispatch.launcher(PACK_NAME, q.device, q.dtype)
         given = (_flat(t) for t in (q, k, v))
-        out, lse = launch(*given, mask, of.table, scale, softcap, sinks)
+        out, lse = launch(*given, of.on(q.device), window, scale, softcap, sinks)
         out, lse = of.filled(out, 1), of.filled(lse, 2, -math.inf)
-        return out.view(q.shape), _by_batch(lse, sizes)
+        return out.view(shape_of_out(q, v)), _by_batch(lse, sizes)
+    at = packs.layout(of, sizes.numel(), device)
     launch = dispatch.launcher(NAME, q.device, q.dtype)
-    out, lse = launch(*(of.spread(t) for t in (q, k, v)), mask, scale, softcap, sinks)
-    return of.gathered(out, sizes), _turned(of.gathered(_turned(lse), sizes, -math.inf))
+    mask = packs.lowered(at, window, device)
+    out, lse = launch(*(at.spread(t) for t in (q, k, v)), mask, scale, softcap, sinks)
+    return at.gathered(out, sizes), _turned(at.gathered(_turned(lse), sizes, -math.inf))
 
 
 def backward(
-    of: packs.Layout,
+    of: packs.Where,
     window: packs.Window,
     grads: Grads,
     saved: Saved,
@@ -64,24 +66,25 @@ def backward(
     """(dq, dk, dv); rows of no sequence are 0.  With sinks their gradient too."""
     (dout, dlse), (q, k, v, out, lse, sinks) = grads, saved
     device, heads, sizes = str(q.device), (q.shape[2], k.shape[2]), q.shape[:2]
-    mask = packs.lowered(of, window, device)
-    order = packs.order(of, window, heads, q.shape[3], device)
-    if of.table is not None and in_place(q):
+    if in_place(q):
         launch = dispatch.launcher(f"{PACK_NAME}_backward", q.device, q.dtype)
         dlse = None if dlse is None else _of_tokens(dlse)
         flat = Saved(*(_flat(t) for t in (q, k, v, out)), _of_tokens(lse), sinks)
-        given = Grads(_flat(dout), dlse), flat, mask, order, of.table
+        given = Grads(_flat(dout), dlse), flat, of.on(q.device), window
         dq, dk, dv, *dsinks = launch(*given, scale, softcap)
         made = zip((dq, dk, dv), (q, k, v), strict=True)
         return *(of.filled(one, 1).view(like.shape) for one, like in made), *dsinks
-    dlse = None if dlse is None else _turned(of.spread(_turned(dlse)))
+    at = packs.layout(of, sizes.numel(), device)
+    mask = packs.lowered(at, window, device)
+    order = packs.order(at, window, heads, q.shape[3], device)
+    dlse = None if dlse is None else _turned(at.spread(_turned(dlse)))
     # P of a row in a gap is exp2(S - inf) = 0, as of rows behind the last one of a tensor.
-    lse = _turned(of.spread(_turned(lse), math.inf))
-    dout, q, k, v, out = (of.spread(t) for t in (dout, q, k, v, out))
+    lse = _turned(at.spread(_turned(lse), math.inf))
+    dout, q, k, v, out = (at.spread(t) for t in (dout, q, k, v, out))
     launch = dispatch.launcher(f"{NAME}_backward", q.device, q.dtype)
     given = Grads(dout, dlse), Saved(q, k, v, out, lse, sinks)
     dq, dk, dv, *dsinks = launch(*given, mask, order, scale, softcap, True)
-    return *(of.gathered(t, sizes) for t in (dq, dk, dv)), *dsinks
+    return *(at.gathered(t, sizes) for t in (dq, dk, dv)), *dsinks
 
 
 def _turned(t: Tensor) -> Tensor:

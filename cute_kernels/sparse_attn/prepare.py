@@ -20,7 +20,7 @@ from ..caching import ByteCache
 from ..errors import ScheduleError, expected
 from ..schedulers import handles
 from ..schedulers.masks.mask import BlockMask
-from ..schedulers.order.kinds import KINDS, permutation
+from ..schedulers.order.kinds import KINDS, permutation, spt
 from ..schedulers.order.ranks import block_grid
 from ..schedulers.order.safety import admit
 from ..schedulers.order.schedule import Schedule
@@ -30,6 +30,9 @@ from .masks import LoweredMask, Order
 
 #: Bytes of masks and orders that are kept for their next use.
 cache = ByteCache("attention masks and orders", 256 << 20)
+
+#: The schedule of a sequence by its own positions: "spt", so that it is what kernels of packs make.
+OF_SEQUENCES = "spt, heads in flight"
 
 #: ``facts`` of an op whose rule needs no list from outside: every pair, or the causal ones.
 FULL, CAUSAL = [0], [1]
@@ -142,8 +145,8 @@ def admitted(
 ) -> Schedule:
     """The checked schedule of a backward pass over ``heads`` (``config.schedule_heads``).
 
-    ``schedule``: "auto", a kind's name, a column order, or a Schedule; ``group``: query heads to
-    each of ``heads``; ``device_type``: of the pass, if the mask is elsewhere.
+    ``schedule``: "auto", a kind's name, ``OF_SEQUENCES``, a column order, or a Schedule; ``group``:
+    query heads to each of ``heads``; ``device_type``: of the pass, if the mask is elsewhere.
     """
     mask, sizes = lowered.mask, (heads, head_dim, group)
     where = device_type or mask.device.type
@@ -172,6 +175,8 @@ def _made(
         return permutation(mask, order=schedule, heads=heads)
     if schedule == checks.AUTO:
         return config.auto(mask, heads, head_dim, device_type, group)
+    if schedule == OF_SEQUENCES:
+        return spt(mask, heads=heads, heads_in_flight=config.in_flight(group))
     return KINDS[schedule](mask, heads=heads)
 
 

@@ -22,10 +22,11 @@ def attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [B, Sq, Hq, D] and lse [B, Hq, Sq] in float64, differentiable.
+    """out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] in float64, differentiable.
 
-    q [B, Sq, Hq, D], k and v [B, Sk, Hkv, D]; allowed bool, broadcasts to [B, Hq, Sq, Sk].  A row
-    that sees nothing gives 0 and -inf, or its sink [Hq], and sends back no gradient.
+    q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv]; allowed bool, broadcasts to
+    [B, Hq, Sq, Sk].  A row that sees nothing gives 0 and -inf, or its sink [Hq], and sends back no
+    gradient.
     """
     q, k, v = (t.double().transpose(1, 2) for t in (q, k, v))
     group = q.shape[1] // k.shape[1]
@@ -83,7 +84,7 @@ def error_bounds(
     With e_s the error of a score, P has the relative error e_p = 2 e_s + e_lse + 8 U32, and
 
         out:  (u + 2 e_s + n U32) P|V| + t 1|V|
-        delta: dO . err(out) + ..., dP: (D + 2) U32 |dO||V|
+        delta: dO . err(out) + ..., dP: (Dv + 8) U32 |dO||V|
         dS:   P (e_p |dP - delta| + err(dP) + err(delta)) + u |dS| + t
         dQ, dK, dV: the products of these errors with |K|, |Q|, |dO|, and n U32 of the sums
 
@@ -98,6 +99,7 @@ def error_bounds(
     q, k, v, dout = (x.double().transpose(1, 2) for x in (q, k, v, dout))
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     n, m, d = k.shape[2] + 130, q.shape[2] * group + 130, q.shape[3] + 8
+    d_value = v.shape[3] + 8
     allowed = allowed.expand(*q.shape[:3], k.shape[2])
     raw = q @ k.mT * scale
     capped = softcap * torch.tanh(raw / softcap) if softcap else raw
@@ -121,8 +123,8 @@ def error_bounds(
     e_out_stored = e_out * 1.25 + u * out.abs() + t
     dp, delta = dout @ v.mT, (dout * out).sum(-1, keepdim=True)
     delta = delta if dlse is None else delta - dlse.double()[..., None]
-    e_dp = d * U32 * (dout.abs() @ v.abs().mT)
-    e_delta = (dout.abs() * (e_out_stored + d * U32 * out.abs())).sum(-1, keepdim=True)
+    e_dp = d_value * U32 * (dout.abs() @ v.abs().mT)
+    e_delta = (dout.abs() * (e_out_stored + d_value * U32 * out.abs())).sum(-1, keepdim=True)
     e_delta = e_delta + U32 * delta.abs()
     ds = p * (dp - delta) * slope
     e_slope = 4 * (e_score / softcap + U32) if softcap else 0.0

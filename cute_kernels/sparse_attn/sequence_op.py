@@ -6,8 +6,8 @@
     sequence_attention_backward
 
 Spans are an operand: one compiled graph serves every length, padding and cache.  Those on the CPU
-are cut into runs, an attention each; on a GPU whole sequences with one window are laid out for one
-launch instead (``passes``), with the same bytes.  Making spans of a mask on a GPU waits for it,
+are cut into runs, an attention each; on a GPU whole sequences with one window take one launch
+instead (``passes``), with the same bytes.  Making spans of a mask on a GPU waits for it,
 once per forward pass and kind of mask.  Those on a GPU are read by the kernel alone: one launch,
 which CUDA graphs can hold, and the same bytes; gradients then come as from those on the CPU.
 """
@@ -21,7 +21,7 @@ from ..arch import CUTE_SM90
 from ..dispatch import Implementation
 from ..torch_ops import define_op
 from ..untraced import untraced
-from . import checks, device_spans, packs, passes, prepare, sequences
+from . import device_spans, packs, passes, prepare, sequences
 from .op import (
     HALF,
     NAME,
@@ -32,7 +32,7 @@ from .op import (
     wanted_gradients,
     with_sinks,
 )
-from .tensors import Grads, Saved
+from .tensors import Grads, Saved, shape_of_out
 
 SPANS_NAME = "sequence_attention"
 
@@ -129,14 +129,13 @@ calls = again.Calls(_prepare)
 
 
 def _pack(q, k, spans):
-    """(layout, window) where one launch takes all sequences; else None."""
+    """(where, window) where one launch takes all sequences; else None."""
     found = None
     if q.shape[1] == k.shape[1] and passes.at_once(q):
         found = sequences.pack_of(spans)
     if found is None:
         return None
-    tokens = q.shape[0] * q.shape[1]
-    return packs.layout_of_places(found.places, tokens, str(q.device)), found.window
+    return packs.at_places(found.places), found.window
 
 
 def _attend_run(run, q, k, v, scale, softcap, sinks):
@@ -148,7 +147,7 @@ def _attend_run(run, q, k, v, scale, softcap, sinks):
 def _fake(q, k, v, spans, scale, softcap, sinks):
     batch, q_len, heads, _ = q.shape
     lse = q.new_empty((batch, heads, q_len), dtype=torch.float32)
-    return q.new_empty(q.shape), lse
+    return q.new_empty(shape_of_out(q, v)), lse
 
 
 def differentiate(dout, dlse, q, k, v, out, lse, spans, scale, softcap, sinks):
@@ -166,7 +165,7 @@ def differentiate(dout, dlse, q, k, v, out, lse, spans, scale, softcap, sinks):
         (batch, q_len, heads, dim), (_, kv_len, kv_heads, _) = queries.shape, keys.shape
         lowered = prepare.lower(run.mask)
         sizes = batch, q_len, kv_len, heads, kv_heads, dim
-        order = prepare.order_of(lowered, checks.AUTO, sizes)
+        order = prepare.order_of(lowered, prepare.OF_SEQUENCES, sizes)
         grads = Grads(run.cut_queries(dout), of_rows[0])
         saved = Saved(queries, keys, values, run.cut_queries(out), of_rows[1], sinks)
         parts = launch(grads, saved, lowered, order, scale, softcap, True)

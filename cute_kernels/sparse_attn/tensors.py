@@ -23,10 +23,16 @@ def sinks_gradient(sinks: Tensor, lse2: Tensor, delta: Tensor) -> Tensor:
     return -(weight * delta).double().flatten(2).sum((0, 2)).float()
 
 
+def shape_of_out(q: Tensor, v: Tensor) -> tuple[int, ...]:
+    """[B, Sq, Hq, Dv]: the head size of v, which that of q need not be."""
+    return *q.shape[:3], v.shape[3]
+
+
 class Saved(NamedTuple):
     """What a forward read and wrote.
 
-    q [B, Sq, Hq, D]; k, v [B, Sk, Hkv, D]; out like q; lse fp32 [B, Hq, Sq]; sinks [Hq] or None.
+    q [B, Sq, Hq, D]; k [B, Sk, Hkv, D]; v [B, Sk, Hkv, Dv]; out [B, Sq, Hq, Dv]; lse fp32
+    [B, Hq, Sq]; sinks [Hq] or None.
     """
 
     q: Tensor

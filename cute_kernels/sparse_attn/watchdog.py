@@ -33,12 +33,12 @@ def record(device: torch.device) -> Tensor:
 
 
 def require_turns(
-    found: Tensor, order: Order, tiles: int, tile_m: int, group: int, limit_ms: int
+    found: Tensor, order: Order, tiles: int, tile_m: int, group: int, parts: int, limit_ms: int
 ) -> None:
     """Waits for the device; nothing if every turn came.
 
     found: the record; tiles: of a query head, ``tile_m`` rows each; group: query heads to each head
-    of ``order``.
+    of ``order``; parts: tickets in place of one of ``order``.
 
     Raises:
         WatchdogError: one did not; the message names it, and whose turn it was.
@@ -47,12 +47,31 @@ def require_turns(
     if not given_up:
         return
     head, tile = divmod(row, tiles)
+    rank, landed = rank // parts, landed // parts
     place = order, head // group, tile * tile_m // BLOCK[0]
     raise WatchdogError(
         f"block_sparse_attention: a backward gave up after {limit_ms} ms ({_NAME}): at query head "
         f"{head}, row tile {tile}, {_who(*place, rank)} waits for rank {rank}; {landed} have "
         f"landed, and the turn of rank {landed} is that of {_who(*place, landed)}"
     )
+
+
+def order_of_pack(tickets: Tensor, table: Tensor, hi: int) -> Order:
+    """The visits of a pack, which its kernels know by formulas (``device/packed``); waits.
+
+    tickets, table: as ``kernel_pack_sm90`` made them; hi: of the band.
+    """
+    tickets = tickets.cpu()
+    tickets, last = tickets[: int(tickets[-1, 0])], table.cpu()[:, 3]
+    head, block, begin, end = tickets.unbind(1)
+    ends = (end - begin).cumsum(0)
+    place = torch.arange(int(ends[-1]), dtype=torch.int64, device="cpu")
+    q_block = place - (ends - end).repeat_interleave(end - begin)
+    column = block.repeat_interleave(end - begin)
+    rank = torch.minimum(last[column], q_block + (hi + BLOCK[1] - 1) // BLOCK[1]) - column
+    listed = torch.stack((head, block, ends - (end - begin), ends), dim=1)
+    nothing = tickets.new_empty(0)
+    return Order(listed, nothing, nothing, 2 * q_block, rank, nothing)
 
 
 def _who(order: Order, head: int, q_block: int, rank: int) -> str:

@@ -185,7 +185,7 @@ def _finished(problem: Problem, which: str, bodies: dict, options: Options) -> I
             from . import pack
 
             try:
-                body |= pack.facts(problem, options.finish)
+                body |= pack.facts(problem, medians, options.finish, options.clock)
             except Exception as error:
                 body["new_pack"] = failure(error, options.finish)
         yield body
@@ -325,6 +325,8 @@ def line(body: dict) -> str:
     if "new_pack_host_us" in body:
         told = f"{body['sequences']} sequences"
         parts.append(f"{told}; the host takes {body['new_pack_host_us']:,.0f} us for a new pack")
+    if "table_us" in body:
+        parts.append(f"its table {body['table_us']:.1f} us, {body['table_share']:.1%}")
     if "check" in body:
         found = body["check"]
         if "rel_error" in found:

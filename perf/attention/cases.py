@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks import bits, build
+from cute_kernels.sparse_attn.config import VALUE_DIMS
 
 from ..core.work import Work
 from .targets import PACK
@@ -19,8 +20,8 @@ from .targets import PACK
 BLOCK = 128
 TOKENS = 32_768  # of a batch, whatever its length
 PASSES = ("fwd", "bwd")
-#: Products of S^2 D: two in the forward, five in the backward.
-PRODUCTS = {"fwd": 2, "bwd": 5}
+#: Products over the head size of q and k, and over that of v: S, dQ, dK; O, dP, dV.
+PRODUCTS = {"fwd": (1, 1), "bwd": (3, 2)}
 _SEED = 20_261_120
 #: Tokens of the sequences of a pack: the shortest, the middle and the longest drawn.
 _TOKENS_DRAWN = (100, 800, 4_000)
@@ -50,7 +51,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One mask, length, head size and number of heads; bf16, q_len = kv_len = s."""
+    """One mask, length, head size of q and k, and number of heads; bf16, q_len = kv_len = s."""
 
     mask: str
     s: int
@@ -62,6 +63,11 @@ class Case:
     @property
     def batch(self) -> int:
         return max(1, self.tokens // self.s)
+
+    @property
+    def value_dim(self) -> int:
+        """The head size of v and out."""
+        return VALUE_DIMS[self.dim]
 
     @property
     def label(self) -> str:
@@ -89,7 +95,8 @@ class Case:
 
     def bytes(self, which: str) -> int:
         """The least traffic: q, k, v, out; in the backward also their gradients."""
-        each = 2 * self.batch * self.s * self.dim * (2 * self.heads + 2 * self.kv_heads)
+        of_a_head = self.dim + self.value_dim
+        each = 2 * self.batch * self.s * of_a_head * (self.heads + self.kv_heads)
         return each if which == "fwd" else 2 * each
 
     def items(self, which: str) -> dict:
@@ -159,7 +166,8 @@ class Problem:
 
     def flops(self, which: str) -> int:
         """Of the elements that the mask allows, not of the blocks that hold them."""
-        return 2 * PRODUCTS[which] * self.case.dim * self.elements
+        of_q, of_v = PRODUCTS[which]
+        return 2 * (of_q * self.case.dim + of_v * self.case.value_dim) * self.elements
 
     def work(self, which: str) -> Work:
         return Work(self.flops(which), self.case.bytes(which))
@@ -172,16 +180,18 @@ class Problem:
         )
 
     def drawn(self, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Random q, k, v, dout [B, S, heads, D]; never zeros, on which a card runs faster."""
+        """Random q, k, v, dout [B, S, heads, ..]; never zeros, on which a card runs faster."""
         case = self.case
         generator = torch.Generator(self.device).manual_seed(_SEED + seed)
 
-        def normal(heads: int) -> Tensor:
-            shape = (case.batch, case.s, heads, case.dim)
+        def normal(heads: int, dim: int) -> Tensor:
+            shape = (case.batch, case.s, heads, dim)
             made = torch.randn(shape, generator=generator, device=self.device)
             return made.to(torch.bfloat16)
 
-        return tuple(normal(n) for n in (case.heads, case.kv_heads, case.kv_heads, case.heads))
+        q, k = normal(case.heads, case.dim), normal(case.kv_heads, case.dim)
+        v, dout = normal(case.kv_heads, case.value_dim), normal(case.heads, case.value_dim)
+        return q, k, v, dout
 
     def inputs(self, drawn: tuple[Tensor, ...], out: Tensor, lse: Tensor) -> Inputs:
         """What was drawn with the results of its forward, lse in the layout of a pack too."""

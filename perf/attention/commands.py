@@ -29,12 +29,13 @@ def bench_attention(
         str, typer.Option(help="of full,causal,window,document,prefix,random; pack")
     ] = "",
     s: Annotated[str, typer.Option(help="lengths; default: each mask's own")] = "",
-    d: Annotated[str, typer.Option(help="head sizes, of 64,128")] = "",
+    d: Annotated[str, typer.Option(help="head sizes, of 64,128; 192, 256")] = "",
     heads: Annotated[str, typer.Option(help="query heads, 16,32")] = "",
     group: Annotated[str, typer.Option(help="query heads of a KV head, 1,4")] = "",
     passes: Annotated[str, typer.Option("--pass", help="of fwd,bwd")] = "",
     systems: Annotated[str, typer.Option(help="who is measured; see perf/attention")] = "",
     quick: Annotated[bool, typer.Option(help="backward of D = 128, 16 heads; two minutes")] = False,
+    held_out: Annotated[bool, typer.Option(help="sizes that nothing was tuned on")] = False,
     rounds: Annotated[int, typer.Option(min=50, help="samples of each system")] = 50,
     budget: Annotated[float, typer.Option(help="seconds after which no case is begun")] = 380.0,
     output: Output = None,
@@ -44,6 +45,8 @@ def bench_attention(
     """Block-sparse attention: ordered, unordered, FA4, FlexAttention on the same masks.
 
     `--mask pack` is packed sequences, against FA4's varlen kernels; no other choice includes it.
+    `--held-out` is ten cases of other lengths, head sizes and groups, and no others.
+    `--d 192` is q and k of 192 with v of 128, `--d 256` all of 256: where they are asked for.
     """
     need_gpu("bench")
     from . import bench, suite
@@ -55,7 +58,7 @@ def bench_attention(
     which = chosen("--pass", passes, PASSES)
     sizes = {"s": s, "d": d, "heads": heads, "group": group}
     wanted = {name: numbers(f"--{name}", text) for name, text in sizes.items()}
-    todo = suite.chosen(masks, quick=quick, **wanted)
+    todo = suite.chosen(masks, quick=quick, held_out=held_out, **wanted)
     if not todo:
         raise typer.BadParameter("no case of the suite has these sizes")
     default = list(suite.QUICK_RIVALS if quick else RIVALS)
@@ -70,7 +73,7 @@ def bench_attention(
 
 
 _ProfiledMasks = Annotated[str, typer.Option("--mask", help="of full,causal,window,...")]
-_ProfiledDims = Annotated[str, typer.Option("--d", help="head sizes, of 64,128")]
+_ProfiledDims = Annotated[str, typer.Option("--d", help="head sizes, of 64,128; 192, 256")]
 _ProfiledPasses = Annotated[str, typer.Option("--pass", help="of fwd,bwd")]
 
 

@@ -16,9 +16,9 @@ from cute_kernels.schedulers import to_fa4
 from ..core.rival import Absent, Call, module
 from . import pack
 from .cases import Inputs, Problem
+from .targets import FA4_DENSE as DENSE
 from .targets import PACK
 
-DENSE = ("full", "causal", "window")
 NO_ORDER = (
     "FA4's SM90 backward asserts determinism away with block sparsity (flash_bwd_sm90.py: "
     '"Deterministic not implemented for block-sparse backward")'

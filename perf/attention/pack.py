@@ -1,4 +1,4 @@
-"""Our ops of packed sequences on a problem, and what a new pack costs the host.
+"""Our ops of packed sequences on a problem, and what a new pack costs the host and the device.
 
 A problem's rows lie one behind another in a pack: [B, S, ..] seen as [1, B * S, ..], no copy.
 """
@@ -12,10 +12,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from cute_kernels.sparse_attn import pack_op, packs, passes
+from cute_kernels.sparse_attn import launch, pack_op, packs, passes
 
+from ..core import timing
 from ..core.rival import Absent, Call
-from ..core.timing import quantile
 from .cases import Inputs, Problem, drawn_lengths, offsets_of
 
 #: What a causal query sees of its sequence: all before it, nothing behind it.
@@ -43,7 +43,7 @@ def offsets(problem: Problem) -> Tensor:
 
 def forward(problem: Problem, each: bool = False) -> Call:
     """(out, lse) of an input set; `each`: by a launch for each sequence."""
-    options = _options(problem)
+    options = _options(problem, each)
     run = _one_by_one(pack_op.pack_attention) if each else pack_op.pack_attention
 
     def call(t: Inputs) -> tuple[Tensor, ...]:
@@ -55,7 +55,7 @@ def forward(problem: Problem, each: bool = False) -> Call:
 
 def backward(problem: Problem, each: bool = False) -> Call:
     """(dq, dk, dv) of an input set; `each`: by a launch for each sequence."""
-    options, sizes = _options(problem), (problem.case.batch, problem.case.s)
+    options, sizes = _options(problem, each), (problem.case.batch, problem.case.s)
     run = pack_op.pack_attention_backward
     run = _one_by_one(run) if each else run
 
@@ -67,10 +67,26 @@ def backward(problem: Problem, each: bool = False) -> Call:
     return call
 
 
-def _options(problem: Problem) -> tuple:
-    """What the ops take behind the tensors."""
-    tokens = problem.case.batch * problem.case.s
-    return pack_op.pack_offsets(offsets(problem), tokens), *CAUSAL, problem.case.scale, 0.0, None
+def _options(problem: Problem, each: bool) -> tuple:
+    """What the ops take behind the tensors; a launch for each sequence has offsets on the CPU."""
+    where = offsets(problem).to(torch.int64) if each else _where(problem, offsets(problem))
+    return where, *CAUSAL, problem.case.scale, 0.0, None
+
+
+def _where(problem: Problem, begins: Tensor) -> Tensor:
+    """Offsets where our launch for a whole pack reads them."""
+    return begins.to(problem.device) if _in_place(problem) else begins.to(torch.int64)
+
+
+def _in_place(problem: Problem) -> bool:
+    return passes.in_place(_queries(problem))
+
+
+def _queries(problem: Problem) -> Tensor:
+    """[1, B * S, H, D], of one element."""
+    case = problem.case
+    one = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16, device=problem.device)
+    return one.expand(1, case.batch * case.s, case.heads, case.dim)
 
 
 def _one_by_one(run: Callable) -> Callable:
@@ -83,12 +99,27 @@ def _one_by_one(run: Callable) -> Callable:
     return apart
 
 
-def facts(problem: Problem, finish: Callable[[], None]) -> dict:
-    """The record fields of our backward of a pack."""
-    return {
+def facts(
+    problem: Problem, medians: dict[str, float], finish: Callable[[], None], clock: object = None
+) -> dict:
+    """The record fields of our backward of a pack, timed as `medians` (microseconds) say."""
+    body = {
         "sequences": len(offsets(problem)) - 1,
         "new_pack_host_us": new_pack_host_us(problem, finish),
     }
+    if not _in_place(problem):
+        return body
+    placed_us = table_us(problem, clock)
+    return body | {"table_us": placed_us, "table_share": placed_us / medians["ours_pack"]}
+
+
+def table_us(problem: Problem, clock: object = None) -> float:
+    """Device time of the kernel that makes a backward's table and tickets, microseconds."""
+    bounds = packs.between(_where(problem, offsets(problem))).bounds
+    given = bounds, _queries(problem), problem.case.kv_heads, CAUSAL
+    calls = {"table": lambda number: launch.places(*given)}
+    timing.warm_up(calls, 1)
+    return timing.interleave(calls, clock=clock)["table"].median
 
 
 def new_pack_host_us(
@@ -96,27 +127,34 @@ def new_pack_host_us(
     finish: Callable[[], None],
     now: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Host time for what the passes over a pack read that none has seen yet, microseconds.
+    """Host time for what the passes over a pack need that none has seen yet, microseconds.
 
-    The median over drawn packs.  A pack of the same sequences from the last to the first is made
-    before each, so that the schedules of all lengths are known, and nothing else.
+    The median over drawn packs; their offsets are where kernels read them.  A pack of the same
+    sequences from the last to the first is made before each, so that what follows from lengths
+    alone is known, and nothing else.
     """
     times = []
     for number in range(1, 1 + _NEW_PACKS):
         lengths = drawn_lengths(problem.case, number)
         if lengths == lengths[::-1]:
             raise ValueError(f"pack {number} is the same from the last to the first: {lengths}")
-        _made(problem, lengths[::-1])
+        _made(problem, _where(problem, offsets_of(lengths[::-1])))
+        where = _where(problem, offsets_of(lengths))
         finish()
         start = now()
-        _made(problem, lengths)
+        _made(problem, where)
         times.append((now() - start) * 1e6)
-    return quantile(times, 0.5)
+    return timing.quantile(times, 0.5)
 
 
-def _made(problem: Problem, lengths: list[int]) -> packs.Order:
-    """What a forward and a backward look up before their launches."""
-    case, device = problem.case, str(problem.device)
-    of = packs.layout(offsets_of(lengths).to(torch.int64), device)
-    packs.lowered(of, CAUSAL, device)
-    return packs.order(of, CAUSAL, (case.heads, case.kv_heads), case.dim, device)
+def _made(problem: Problem, where: Tensor) -> None:
+    """What a forward and a backward make, or look up, before their launches."""
+    case, device, of = problem.case, str(problem.device), packs.between(where)
+    if _in_place(problem):
+        q = _queries(problem)
+        launch.places(of.bounds, q)
+        launch.places(of.bounds, q, case.kv_heads, CAUSAL)
+        return
+    at = packs.layout(of, case.batch * case.s, device)
+    packs.lowered(at, CAUSAL, device)
+    packs.order(at, CAUSAL, (case.heads, case.kv_heads), case.dim, device)

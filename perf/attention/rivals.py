@@ -79,6 +79,15 @@ def _fa4_varlen() -> dict[str, Start]:
     return {"fwd": forward, "bwd": backward}
 
 
+def _cudnn() -> dict[str, Start]:
+    def backward(problem: Problem) -> Call:
+        from . import cudnn
+
+        return cudnn.backward(problem)
+
+    return {"bwd": backward}
+
+
 def _flex() -> dict[str, Start]:
     def forward(problem: Problem) -> Call:
         from . import flex
@@ -101,5 +110,6 @@ RIVALS = by_name(
     Rival("fa4", _fa4(ordered=False)),
     Rival("fa4_ordered", _fa4(ordered=True), ordered=True),
     Rival("fa4_varlen", _fa4_varlen()),
+    Rival("cudnn", _cudnn()),
     Rival("flex", _flex(), ordered=True, short=False),
 )

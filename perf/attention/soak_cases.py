@@ -20,7 +20,13 @@ LENGTH, BATCH = 1_100, 4
 HEADS = ((8, 8), (16, 4))
 #: Masks whose columns add to one dQ row from many CTAs: there an unordered backward shows itself.
 CONTROL_MASKS = ("full", "causal")
-_LONG = {("causal", 64, "bf16", 4), ("document", 128, "bf16", 8), ("random", 128, "fp16", 4)}
+_LONG = {
+    ("causal", 64, "bf16", 4),
+    ("document", 128, "bf16", 8),
+    ("random", 128, "fp16", 4),
+    ("causal", 192, "bf16", 8),
+    ("full", 256, "fp16", 4),
+}
 _SEED = 20_261_120
 #: Sequences that are packed: whole blocks, tails, one token; BATCH x LENGTH of them.
 PACK = "pack"
@@ -30,7 +36,7 @@ _PACK_DTYPES = ("bf16", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class Case:
-    """q, dout [B, S, heads, D], k, v [B, S, kv_heads, D]; dlse too where KV heads are shared."""
+    """q, dout [B, S, heads, ..], k, v [B, S, kv_heads, ..]; dlse too where KV heads are shared."""
 
     mask: str
     dim: int
@@ -90,6 +96,9 @@ class Case:
         tokens = q.shape[1]
         offsets = [begin for begin in accumulate(_PACKED, initial=0) if begin < tokens]
         offsets = torch.tensor([*offsets, tokens])
+        # Where a CUDA graph can read them.
+        if pack_op.reads_offsets(str(q.device)):
+            offsets = offsets.to(q.device)
         rest = (offsets, None, 0, self.dim**-0.5, self.softcap, None)
 
         def call() -> tuple[Tensor, ...]:
@@ -125,8 +134,10 @@ class Case:
             return torch.randn(shape, generator=generator, device=device)
 
         dtype = next(t for t, name in config.DTYPE_NAMES.items() if name == self.dtype)
-        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
-        q, k, v, dout = (normal(self.batch, self.s, n, self.dim).to(dtype) for n in heads)
+        wide = config.VALUE_DIMS[self.dim]
+        sizes = (self.heads, self.dim), (self.kv_heads, self.dim)
+        sizes += (self.kv_heads, wide), (self.heads, wide)
+        q, k, v, dout = (normal(self.batch, self.s, *size).to(dtype) for size in sizes)
         shared = self.kv_heads < self.heads
         dlse = normal(self.batch, self.heads, self.s) if shared else None
         return q, k, v, dout, dlse
@@ -143,7 +154,8 @@ def suite(only: str = "") -> list[Case]:
             found.append(Case(mask, dim, dtype, heads, kv_heads, repeats=repeats))
         if mask in CONTROL_MASKS:
             found.append(Case(mask, dim, "bf16", heads, kv_heads, ordered=False))
-    for dim, (heads, kv_heads), dtype in zip(dims, (*HEADS, HEADS[0]), _PACK_DTYPES, strict=True):
+    every = zip(dims, itertools.cycle(HEADS), itertools.cycle(_PACK_DTYPES), strict=False)
+    for dim, (heads, kv_heads), dtype in every:
         found.append(Case(PACK, dim, dtype, heads, kv_heads, repeats=MORE_REPEATS))
     found.append(Case("causal", dims[0], "bf16", *HEADS[1], softcap=30.0))
     parts = [part for part in only.split(",") if part]

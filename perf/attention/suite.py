@@ -21,14 +21,19 @@ def chosen(
     heads: list[int],
     group: list[int],
     quick: bool = False,
+    held_out: bool = False,
 ) -> list[Case]:
     """The suite's cases that have these sizes; an empty list asks for all, lengths are free.
 
-    Packs are among them only where their mask is asked for; the quick suite has none.
+    Packs and wide heads are among them only where their mask, or their size, is asked for; the
+    quick suite has none.  The held-out cases are a suite of their own.
     """
-    found = []
-    packs = targets.PACKS if targets.PACK in masks and not quick else ()
-    for mask, own, dim, queries, kv_heads in [*targets.cases(quick), *packs]:
+    found, more = [], []
+    suite = targets.HELD_OUT if held_out else targets.cases(quick)
+    if not quick and not held_out:
+        more += targets.PACKS if targets.PACK in masks else ()
+        more += [size for size in targets.WIDE if size[2] in d]
+    for mask, own, dim, queries, kv_heads in [*suite, *more]:
         fits = (not masks or mask in masks) and (not d or dim in d)
         fits &= (not heads or queries in heads) and (not group or queries // kv_heads in group)
         if fits:

@@ -152,14 +152,43 @@ _OURS_D64 = _OURS_D128 | {
     "tile": ((128, 128), "sparse_attn/config.py: BackwardConfig.tile_m"),
 }
 
+# Two tickets of 64 keys stand for one of 128 there, and a tile here for one of either.
+_RATE = "its rate unordered, full 8k, on an H200, 2026-11-24: docs/notes/attention_sm90.md"
+_BYTES = "as at d128 in proportion to the bytes of a row of Q, dO and dQ; not fitted"
+_OURS_D192 = _OURS_D128 | {
+    "full_ns": (4000, _RATE),
+    "partial_ns": (4200, "as full_ns, and what a mask costs at d128 for two; not fitted"),
+    "reduce_ns": (1500, _BYTES),
+    "handoff_ns": (1000, _AS_D128),
+    "dq_stages": (1, "sparse_attn/config.py: BackwardConfig.dq_stages"),
+    "tile_start_ns": (1500, _AS_D128),
+    "tile_end_ns": (1500, _AS_D128),
+    "l2_rows": (23552, _BYTES),
+    "l2_tiles": (372, _BYTES),
+    "fetch_ns": (41, _BYTES),
+    "fetch_wait_ns": (10, _BYTES),
+}
+_OURS_D256 = _OURS_D192 | {
+    "full_ns": (6400, _RATE),
+    "partial_ns": (6600, "as full_ns, and what a mask costs at d128 for two; not fitted"),
+    "reduce_ns": (2000, _BYTES),
+    "dq_stages": (1, "sparse_attn/config.py: BackwardConfig.dq_stages; halves have turns each"),
+    "l2_rows": (16384, _BYTES),
+    "l2_tiles": (256, _BYTES),
+    "fetch_ns": (56, _BYTES),
+    "fetch_wait_ns": (14, _BYTES),
+}
+
 # Machine -> constant -> (value, where it comes from).  The first two are a model of others'
-# kernels, made before any of this library's had run; the last two are its own.
+# kernels, made before any of this library's had run; the others are its own.
 TABLE = MappingProxyType(
     {
         "h200_d128": _D128,
         "h200_d64": _D64,
         "cute_sm90_d128": _OURS_D128,
         "cute_sm90_d64": _OURS_D64,
+        "cute_sm90_d192": _OURS_D192,
+        "cute_sm90_d256": _OURS_D256,
     }
 )
 

@@ -17,8 +17,8 @@ from tests.sparse_attn import cases
 B, H, HKV, S, D = 2, 4, 2, 200, 64
 
 
-def heads_first() -> tuple[torch.Tensor, ...]:
-    x = cases.inputs(B, H, HKV, S, S, D)
+def heads_first(dim: int = D) -> tuple[torch.Tensor, ...]:
+    x = cases.inputs(B, H, HKV, S, S, dim)
     return tuple(t.detach().transpose(1, 2).contiguous() for t in x.leaves())
 
 
@@ -33,10 +33,12 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("mask", MASKS)
-def test_values_and_gradients(mask):
+@pytest.mark.parametrize(
+    ("mask", "dim"), [*((mask, D) for mask in MASKS), ("causal", 192), ("by batch and head", 256)]
+)
+def test_values_and_gradients(mask, dim):
     """torch's result on the same inputs in fp32; gradients (not on its CPU) by the oracle."""
-    leaves, given = [t.requires_grad_() for t in heads_first()], MASKS[mask]()
+    leaves, given = [t.requires_grad_() for t in heads_first(dim)], MASKS[mask]()
     options = {"block_mask": given, "scale": 0.1, "enable_gqa": True, "return_lse": True}
     got, lse = flex.flex_attention(*leaves, **options)
     want, theirs = flex_attention(*(t.detach().float() for t in leaves), **options)

@@ -17,15 +17,17 @@ from tests import ptxsim
 PACKAGE = Path(cute_kernels.__file__).parent
 
 
-def changed(folder: Path, name: str, old: str, new: str) -> ModuleType:
-    """The module ``name`` of cute_kernels with one piece of its text replaced.
+def changed(folder: Path, name: str, *pieces: str) -> ModuleType:
+    """The module ``name`` of cute_kernels with a piece of its text replaced: (old, new), or some.
 
     Traced code is read again from its file: the copy has one, in ``folder``.
     """
     text = PACKAGE.joinpath(*name.split(".")).with_suffix(".py").read_text()
-    assert text.count(old) == 1, f"{text.count(old)} times in {name}: {old}"
+    for old, new in zip(pieces[::2], pieces[1::2], strict=True):
+        assert text.count(old) == 1, f"{text.count(old)} times in {name}: {old}"
+        text = text.replace(old, new)
     copy = folder / f"{name}.py"
-    copy.write_text(text.replace(old, new))
+    copy.write_text(text)
     own = f"cute_kernels.{name}_changed"
     spec = importlib.util.spec_from_file_location(own, copy)
     module = importlib.util.module_from_spec(spec)

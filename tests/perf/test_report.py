@@ -54,6 +54,18 @@ def test_a_fresh_certificate_report_is_adopted(tmp_path):
     assert report.load_certificates(tmp_path / "none.json") == []
 
 
+def test_a_report_of_one_system_leaves_the_others(tmp_path):
+    built, kept = tmp_path / "built.json", tmp_path / "certificates.json"
+
+    def adopted(*names: str) -> list[str]:
+        built.write_text(json.dumps([{"name": name, "ok": True} for name in names]))
+        assert report.adopt_certificates(kept, (built,))
+        return [item["name"] for item in report.load_certificates(kept)]
+
+    adopted("gemm_sm90", "norm_fwd", "norm_gone")
+    assert adopted("norm_bwd", "norm_fwd") == ["gemm_sm90", "norm_bwd", "norm_fwd"]
+
+
 def test_plots_are_drawn_from_what_was_timed(tmp_path):
     assert report.draw([], tmp_path) == []
     assert "plots/" not in report.render([], [])

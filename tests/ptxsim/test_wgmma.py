@@ -135,6 +135,38 @@ def test_race_with_operand_reads(wait, races):
     assert (report["races"] > 0) == races, report["warnings"]
 
 
+def stored_again(where: str) -> str:
+    """16 bytes of an operand, loaded and stored by each thread; %r9: the place of its own row of
+    A, of which each warp multiplies 16."""
+    return f"""shr.u32 %r9, %r1, 5; shl.b32 %r9, %r9, 4; and.b32 %r8, %r1, 15;
+add.u32 %r9, %r9, %r8; {where} mad.lo.u32 %r8, %r9, 16, %r2;
+ld.shared.v4.u32 {{%r4, %r5, %r6, %r7}}, [%r8]; st.shared.v4.u32 [%r8], {{%r4, %r5, %r6, %r7}};
+fence.proxy.async; """
+
+
+OWN_ROWS, OTHER_ROWS = "add.u32 %r9, %r9, 64;", "xor.b32 %r9, %r9, 16; add.u32 %r9, %r9, 64;"
+ROWS_OF_B = "and.b32 %r9, %r1, 7; add.u32 %r9, %r9, 384;"
+MEET = "bar.sync 0; "
+
+
+@pytest.mark.parametrize(
+    ("where", "between", "races"),
+    [
+        (OWN_ROWS, "", False),
+        (OTHER_ROWS, "", True),
+        (OTHER_ROWS, "bar.warp.sync -1; ", True),
+        (OTHER_ROWS, MEET, False),
+        ("setp.lt.u32 %p2, %r1, 8; @!%p2 bra ON; " + ROWS_OF_B, "ON: ", True),
+        ("setp.lt.u32 %p2, %r1, 8; @!%p2 bra ON; " + ROWS_OF_B, "ON: " + MEET, False),
+    ],
+)
+def test_race_of_the_warps_of_a_warpgroup(where, between, races):
+    """Each multiplies when it comes: what another one has written is there behind a barrier."""
+    found, report = run_small(stored_again(where) + between + SMALL, check_races=1)
+    assert np.array_equal(found, small_expected(1))
+    assert (report["races"] > 0) == races, report["warnings"]
+
+
 def truncate_f32(x):
     """Fraction to float32, toward zero (normal range)."""
     if x == 0:

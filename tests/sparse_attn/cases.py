@@ -9,11 +9,11 @@ import torch
 
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.rules import Band
+from cute_kernels.sparse_attn.config import HEAD_DIMS, VALUE_DIMS
 
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 383, 769)
 HEADS = ((1, 1), (2, 1), (2, 2), (3, 1), (4, 2))
 DTYPES = (torch.bfloat16, torch.float16)
-HEAD_DIMS = (64, 96, 128)
 SCHEDULES = ("auto", "left_to_right", "spt", "lpt", "order")
 #: The most scores (batch x heads x Sq x Sk) of a drawn case: a second of one core for dozens.
 MOST_SCORES = 600_000
@@ -164,7 +164,10 @@ def inputs(
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
 ) -> Inputs:
-    """Random tensors; keys of different sizes, so that some rows are peaked and some are flat."""
+    """Random tensors; keys of different sizes, so that some rows are peaked and some are flat.
+
+    dim: of q and k; v and dout have the head size that goes with it.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -172,7 +175,8 @@ def inputs(
 
     q, k = normal(batch, q_len, heads, dim), normal(batch, kv_len, kv_heads, dim)
     k = k * normal(batch, kv_len, kv_heads, 1).exp2()
-    v, dout = normal(batch, kv_len, kv_heads, dim), normal(batch, q_len, heads, dim)
+    wide = VALUE_DIMS[dim]
+    v, dout = normal(batch, kv_len, kv_heads, wide), normal(batch, q_len, heads, wide)
     leaves = [t.to(dtype).requires_grad_() for t in (q, k, v)]
     return Inputs(*leaves, dout.to(dtype), normal(batch, heads, q_len))
 

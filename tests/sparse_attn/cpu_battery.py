@@ -25,7 +25,7 @@ def rows_op(dim: int = 64, dtype: torch.dtype = torch.bfloat16, softcap: float =
 
     def run(rows: torch.Tensor) -> torch.Tensor:
         q = rows.view(1, len(rows), 2, dim)
-        return block_sparse_attention(q, k, v, softcap=softcap).view(len(rows), 2 * dim)
+        return block_sparse_attention(q, k, v, softcap=softcap).view(len(rows), -1)
 
     return RowOp(f"attention {dtype} D{dim}", run, 2 * dim, dtype)
 

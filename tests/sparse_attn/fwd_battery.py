@@ -76,10 +76,10 @@ def schedules(name, shape, lengths):
     assert not contract.same_bytes(found["default"][0], found["hopper-late"][0])
 
 
-def chunked_prefill(name):
+def chunked_prefill(name, width=64):
     """Any cut of the queries, with the keys so far or with all of them, future ones being junk."""
     length = 300
-    whole = case(chunk_mask(name, 0, length, length), (1, 2, 1, 64), seed=SEED)
+    whole = case(chunk_mask(name, 0, length, length), (1, 2, 1, width), seed=SEED)
     assert masks.lower(whole.mask).form == ("band" if name == "window" else "bits")
     want = run(whole)
     for cuts in ([1], [299], [128], [77, 200], [64, 129, 130, 256]):
@@ -93,9 +93,9 @@ def chunked_prefill(name):
                 same(run(part), want, f"chunk, {kv_len} keys", rows)
 
 
-def one_row_at_a_time():
+def one_row_at_a_time(width=128):
     """Decoding: a row alone in its block against the same row in a block of 128."""
-    whole = case(BlockMask.causal(140, 140), (1, 2, 1, 128), seed=SEED)
+    whole = case(BlockMask.causal(140, 140), (1, 2, 1, width), seed=SEED)
     want = run(whole)
     for row in (0, 1, 63, 64, 127, 128, 139):
         mask = BlockMask.causal(1, row + 1)
@@ -104,9 +104,9 @@ def one_row_at_a_time():
         same(run(part), want, "one row", slice(row, row + 1))
 
 
-def batches():
+def batches(width=64):
     """Any place in any batch, the other entries NaN; one mask for all, and one for each."""
-    given = case(BlockMask.causal(200, 200), (3, 2, 1, 64), seed=SEED)
+    given = case(BlockMask.causal(200, 200), (3, 2, 1, width), seed=SEED)
     want = run(given)
     order = [2, 0, 1, 2]
     got = run(dataclasses.replace(given, **{name: getattr(given, name)[order] for name in "qkv"}))
@@ -124,9 +124,9 @@ def batches():
     same(run(dataclasses.replace(given, mask=every)), want, "a mask per head")
 
 
-def heads():
+def heads(width=64):
     """A head alone, among others, and with its K and V shared or repeated."""
-    given = case(BlockMask.causal(150, 200), (1, 4, 2, 64), seed=SEED)
+    given = case(BlockMask.causal(150, 200), (1, 4, 2, width), seed=SEED)
     want = run(given)
     many = {name: getattr(given, name).repeat_interleave(2, dim=2) for name in "kv"}
     same(run(dataclasses.replace(given, **many)), want, "MHA")
@@ -137,8 +137,8 @@ def heads():
         same((out, lse), (want[0][:, :, head : head + 1], want[1][:, head : head + 1]), "one head")
 
 
-def among_neighbours(name):
-    given = case(MASKS[name](256, 640), (1, 2, 1, 64), seed=SEED)
+def among_neighbours(name, width=64):
+    given = case(MASKS[name](256, 640), (1, 2, 1, width), seed=SEED)
     want = run(given)
     for label, changed in neighbours(given).items():
         out, lse = run(changed)
@@ -146,26 +146,27 @@ def among_neighbours(name):
         same(part, (want[0][:, :, :1], want[1][:, :1]), label, slice(40, 60))
 
 
-def padding():
+def padding(width=64):
     """Rows and keys that do not count: more of them, of NaN, before the last block's end or not."""
-    given = case(BlockMask.causal(150, 150), (1, 2, 1, 64), seed=SEED)
+    given = case(BlockMask.causal(150, 150), (1, 2, 1, width), seed=SEED)
+    columns = given.v.shape[3]
     want = run(given)
     for rows, keys in ((1, 0), (0, 1), (106, 106), (200, 400)):
-        q = torch.cat([given.q, torch.full((1, rows, 2, 64), math.nan).bfloat16()], dim=1)
-        k = torch.cat([given.k, torch.full((1, keys, 1, 64), math.nan).bfloat16()], dim=1)
-        v = torch.cat([given.v, torch.full((1, keys, 1, 64), -3e38).bfloat16()], dim=1)
+        q = torch.cat([given.q, torch.full((1, rows, 2, width), math.nan).bfloat16()], dim=1)
+        k = torch.cat([given.k, torch.full((1, keys, 1, width), math.nan).bfloat16()], dim=1)
+        v = torch.cat([given.v, torch.full((1, keys, 1, columns), -3e38).bfloat16()], dim=1)
         mask = BlockMask.from_rule(Band(None, 0), 150 + rows, 150 + keys)
         out, lse = run(dataclasses.replace(given, q=q, k=k, v=v, mask=mask))
         same((out[:, :150], lse[:, :, :150]), want, f"{rows} rows, {keys} keys")
 
 
-def other_rows_of_the_mask():
+def other_rows_of_the_mask(width=64):
     """Which blocks the rows around it visit, and which form the mask has, is no row's business."""
     allowed = torch.rand(128, 640, generator=torch.Generator().manual_seed(SEED)) < 0.3
     allowed[:64, :128] = allowed[:64, 256:384] = False
     alone = allowed.clone()
     alone[64:] = False
-    given = case(BlockMask.from_dense(allowed), (1, 1, 1, 64), seed=SEED)
+    given = case(BlockMask.from_dense(allowed), (1, 1, 1, width), seed=SEED)
     narrow = dataclasses.replace(given, mask=BlockMask.from_dense(alone))
     assert masks.lower(given.mask).kv_count.item() == 5
     assert masks.lower(narrow.mask).kv_count.item() == 3

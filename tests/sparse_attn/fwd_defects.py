@@ -26,22 +26,28 @@ def no_turn_given(monkeypatch, module):
     monkeypatch.setattr(module.ForwardSm90, "give_turn", lambda self, consumer: None)
 
 
-def no_epilogue_barrier(monkeypatch, module):
-    monkeypatch.setattr(module.output.Output, "sync", lambda self: None)
+def o_told_before_it_is_kept(monkeypatch, module):
+    """The warp that stores O may read its place before all of O is there."""
+    output = module.output
+    true_keep, true_tell, kept = output.Output.keep, output.Handover.tell, []
+
+    def tell(self, *args):
+        true_tell(self, *args)
+        if kept:
+            true_keep(*kept.pop())
+
+    monkeypatch.setattr(output.Output, "keep", lambda *args: kept.append(args))
+    monkeypatch.setattr(output.Handover, "tell", tell)
 
 
-def epilogue_barrier_of_one_consumer(monkeypatch, module):
-    """Each consumer meets itself, and one stores the tile of both."""
+def o_given_back_before_it_is_read(monkeypatch, module):
+    """Its stage of V is free for the next tile's while O is on its way out."""
+    monkeypatch.setattr(module.cute.arch, "cp_async_bulk_wait_group", lambda n, read=False: None)
 
-    def sync(self):
-        thread, _, _ = module.cute.arch.thread_idx()
-        module.cute.arch.barrier(
-            # 5 and on: nobody else's.
-            barrier_id=4 + thread // module.mma.WARPGROUP,
-            number_of_threads=module.mma.WARPGROUP,
-        )
 
-    monkeypatch.setattr(module.output.Output, "sync", sync)
+def o_told_over_what_is_unread(monkeypatch, module):
+    """A consumer does not wait until its O of the tile before has been stored."""
+    monkeypatch.setattr(module.output.Handover, "await_room", lambda self, consumer, phase: None)
 
 
 def _masking(monkeypatch, module, masked):
@@ -242,7 +248,9 @@ def blocks_descending(monkeypatch, module):
 
 def heads_shared_in_turn(monkeypatch, module):
     """h mod Hkv for h // (Hq / Hkv)."""
-    monkeypatch.setattr(module.place, "kv_head_of", lambda head, heads, kv_heads: head % kv_heads)
+    from cute_kernels.sparse_attn.device import place
+
+    monkeypatch.setattr(place, "kv_head_of", lambda head, heads, kv_heads: head % kv_heads)
 
 
 def negative_zero_kept(monkeypatch, module):

@@ -146,9 +146,9 @@ def layouts(dim: int) -> None:
     want = gradients(given)
 
     def odd(t: torch.Tensor) -> torch.Tensor:
-        held = torch.full((*t.shape[:3], dim + 1), torch.nan, dtype=t.dtype, device=DEVICE)
-        held[..., :dim] = t
-        return held[..., :dim]
+        wider = torch.full((*t.shape[:3], t.shape[3] + 1), torch.nan, dtype=t.dtype, device=DEVICE)
+        wider[..., :-1] = t
+        return wider[..., :-1]
 
     other = {n: odd(getattr(given, n)) for n in ("q", "k", "v", "dout")}
     require_same(gradients(given._replace(**other)), want, "odd strides")

@@ -9,6 +9,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import reference
+from cute_kernels.sparse_attn.config import VALUE_DIMS
 from tests import contract
 
 SEED = 17
@@ -51,8 +52,9 @@ def problem(
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=DEVICE)
 
-    q, dout = (normal(batch, mask.q_len, heads, dim) for _ in range(2))
-    k, v = (normal(batch, mask.kv_len, kv_heads, dim) for _ in range(2))
+    widths = dim, VALUE_DIMS[dim]
+    q, dout = (normal(batch, mask.q_len, heads, n) for n in widths)
+    k, v = (normal(batch, mask.kv_len, kv_heads, n) for n in widths)
     k *= normal(batch, mask.kv_len, kv_heads, 1).exp2()
     tensors = (t.to(dtype) for t in (q, k, v, dout))
     return Problem(*tensors, normal(batch, heads, mask.q_len), mask.to(DEVICE), softcap)

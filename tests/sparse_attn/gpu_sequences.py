@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from cute_kernels.sparse_attn import api
+from cute_kernels.sparse_attn.config import VALUE_DIMS
 from tests.contract import same_bytes
 from tests.sparse_attn import sequence_cases as known
 
@@ -28,7 +29,7 @@ def main() -> None:
         found = known.cached(window, pad, known.CHUNKS)
         want = known.alone(known.CACHED, window=window)[0]
         require(f"window {window} behind {pad}", [] if same_bytes(found, want) else ["out"])
-    for dim in (64, 96, 128):
+    for dim in VALUE_DIMS:
         graph_of_decoding(dim)
     print("ok")
 
@@ -39,7 +40,7 @@ def graph_of_decoding(dim: int) -> None:
     generator = torch.Generator(device="cuda").manual_seed(dim)
     fresh = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
     batch = len(PADS)
-    k, v = (torch.randn(batch, COLUMNS, 2, dim, **fresh) for _ in range(2))
+    k, v = (torch.randn(batch, COLUMNS, 2, n, **fresh) for n in (dim, VALUE_DIMS[dim]))
     real = torch.arange(COLUMNS, device="cuda") >= torch.tensor(PADS, device="cuda")[:, None]
 
     def attend(q: torch.Tensor, offset: int | torch.Tensor, device: str) -> torch.Tensor:

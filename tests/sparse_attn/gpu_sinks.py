@@ -12,6 +12,7 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.sparse_attn import api
+from cute_kernels.sparse_attn.config import VALUE_DIMS
 from tests.contract import same_bytes
 from tests.sparse_attn import cases, pack_cases
 from tests.sparse_attn.sink_cases import CASES, MASKS, S, drawn_sinks, excess
@@ -24,7 +25,7 @@ def main(device: str = "cuda") -> None:
         for with_lse in (True, False):
             values(case, with_lse, device)
     pack_cases.DEVICE = device
-    for dim in (64, 96, 128):
+    for dim in VALUE_DIMS:
         lengths = [130, 1, 61, 700]
         given = pack_cases.drawn(sum(lengths), heads=(4, 2), dim=dim)
         options = {"sinks": drawn_sinks(4).detach().to(device)}
@@ -63,7 +64,8 @@ def values(case: tuple, with_lse: bool, device: str) -> None:
 def spans(dim: int, rows: int, device: str) -> None:
     """The last rows of two sequences, one behind padding."""
     g = torch.Generator().manual_seed(rows)
-    drawn = (torch.randn(2, n, h, dim, generator=g) for n, h in ((rows, 4), (300, 2), (300, 2)))
+    sizes = (rows, 4, dim), (300, 2, dim), (300, 2, VALUE_DIMS[dim])
+    drawn = (torch.randn(2, *size, generator=g) for size in sizes)
     q, k, v = (t.bfloat16().to(device) for t in drawn)
     padding = (torch.arange(300) >= torch.tensor([[0], [11]])).to(device)
     sinks = drawn_sinks(4).detach().to(device)

@@ -12,7 +12,8 @@ import torch
 import cute_kernels as ck
 from cute_kernels import dispatch
 from cute_kernels.schedulers import BlockMask
-from cute_kernels.sparse_attn import launch, passes
+from cute_kernels.sparse_attn import launch, pack_op, passes
+from cute_kernels.sparse_attn.config import VALUE_DIMS
 from cute_kernels.sparse_attn.op import NAME as OP
 from cute_kernels.sparse_attn.passes import PACK_NAME as PACK
 from tests.contract import same_bytes
@@ -24,6 +25,11 @@ RULES = [(True, (None, None)), (False, (None, None)), (True, (70, None)), (False
 DEVICE = "cpu"
 #: Whether simulated kernels read packs where they lie.
 IN_PLACE = True
+
+
+def share(count: str) -> range:
+    """``"512"``: the seeds below; ``"128:256"``: a part of them."""
+    return range(*map(int, count.split(":")))
 
 
 def drawn(
@@ -38,7 +44,9 @@ def drawn(
     dQ does not feel what all keys share, but the parts that it sums do: their order shows.
     """
     g = torch.Generator().manual_seed(seed)
-    shapes = [(tokens, n, dim) for n in (heads[0], heads[1], heads[1], heads[0])]
+    wide = VALUE_DIMS[dim]
+    shapes = [(tokens, heads[0], dim), (tokens, heads[1], dim)]
+    shapes += [(tokens, heads[1], wide), (tokens, heads[0], wide)]
     q, k, v, dout = (torch.randn(shape, generator=g) for shape in shapes)
     q, k, v, dout = (t.to(DEVICE, dtype) for t in (q, k + 64, v, dout))
     return [q, k, v, dout, torch.randn(heads[0], tokens, generator=g).to(DEVICE)]
@@ -65,6 +73,18 @@ def packed(tensors, lengths, causal=True, window_size=(None, None), **options):
     )
 
 
+def trusted(tensors, cu_seqlens, window=(None, 0), sinks=None, softcap=0.0):
+    """All in one call of the op with offsets that nobody looks at, as those on a GPU are."""
+    numbers = *window, tensors[0].shape[2] ** -0.5, softcap
+
+    def run(q, k, v):
+        given = (t[None] for t in (q, k, v))
+        out, lse = pack_op.pack_attention(*given, cu_seqlens, *numbers, sinks)
+        return out[0], lse[0]
+
+    return differentiated(run, tensors)
+
+
 def alone(tensors, lengths, causal=True, window_size=(None, None), **options):
     """Each sequence by a call of its own, put one behind another."""
     parts, begin = [], 0
@@ -85,7 +105,7 @@ def _one(n: int, causal: bool, window_size: tuple, options: dict):
 
     def run(q, k, v):
         given = (t[None] for t in (q, k, v))
-        chosen = options | {"causal": causal, "return_lse": True}
+        chosen = options | {"causal": causal, "return_lse": True, "schedule": "spt"}
         out, lse = ck.block_sparse_attention(*given, mask, **chosen)
         return out[0], lse[0]
 

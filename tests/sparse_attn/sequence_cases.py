@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from cute_kernels.schedulers import BlockMask
@@ -34,7 +36,8 @@ def alone(length: int, seed: int = 1, window: int | None = None) -> list[torch.T
     *leaves, dout = inputs(length, seed)
     left = None if window is None else window - 1
     mask = BlockMask.sliding_window(length, length, left=left, right=0, device=DEVICE)
-    return differentiated(lambda *t: api.block_sparse_attention(*t, mask), leaves, dout)
+    run = functools.partial(api.block_sparse_attention, block_mask=mask, schedule="spt")
+    return differentiated(run, leaves, dout)
 
 
 def behind(pads: tuple[int, ...], lengths: tuple[int, ...], width: int) -> list[list[torch.Tensor]]:

@@ -14,12 +14,32 @@ from cute_kernels.sparse_attn import launch
 from tests import ptxsim, sim
 
 
+def forward_module(config):
+    """The kernel of a configuration."""
+    from cute_kernels.sparse_attn import kernel_fwd_sm90, kernel_fwd_wide_sm90
+
+    return kernel_fwd_wide_sm90 if config.parts > 1 else kernel_fwd_sm90
+
+
+def backward_module(config):
+    """Likewise."""
+    from cute_kernels.sparse_attn import kernel_bwd_sm90, kernel_bwd_wide_sm90
+
+    return kernel_bwd_wide_sm90 if config.parts > 1 else kernel_bwd_sm90
+
+
 @functools.cache
 def forward_kernel(config):
     """One configuration, compiled once per process."""
-    from cute_kernels.sparse_attn import kernel_fwd_sm90
+    return forward_module(config).build(config, compile=ptxsim.compile)
 
-    return kernel_fwd_sm90.build(config, compile=ptxsim.compile)
+
+@functools.cache
+def pack_kernel(config):
+    """What places sequences, likewise."""
+    from cute_kernels.sparse_attn import kernel_pack_sm90
+
+    return kernel_pack_sm90.build(config, compile=ptxsim.compile)
 
 
 @functools.cache
@@ -33,9 +53,7 @@ def pre_kernel(config):
 @functools.cache
 def backward_kernel(config):
     """One backward, likewise."""
-    from cute_kernels.sparse_attn import kernel_bwd_sm90
-
-    return kernel_bwd_sm90.build(config, compile=ptxsim.compile)
+    return backward_module(config).build(config, compile=ptxsim.compile)
 
 
 @functools.cache
@@ -50,6 +68,7 @@ def post_kernel(config):
 def simulated(
     ctas: int = 132,
     poison: str = "nan",
+    pack=None,
     forward=None,
     pre=None,
     backward=None,
@@ -73,13 +92,17 @@ def simulated(
         )
         return used[-1]
 
+    def empty(shape, dtype, device):
+        return sim.poisoned(shape, dtype, poison if dtype.is_floating_point else "0x7f")
+
     names = {
+        "_pack_kernel": pack or pack_kernel,
         "_forward_kernel": forward or forward_kernel,
         "_pre_kernel": pre or pre_kernel,
         "_backward_kernel": backward or backward_kernel,
         "_post_kernel": post or post_kernel,
         "most_ctas": lambda device: ctas,
-        "empty": lambda shape, dtype, device: sim.poisoned(shape, dtype, poison),
+        "empty": empty,
         "workspace": workspace,
     }
     before = {name: getattr(launch, name) for name in names}

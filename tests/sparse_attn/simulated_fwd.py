@@ -27,7 +27,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Case:
-    """One call: q [B, Sq, Hq, D], k and v [B, Sk, Hkv, D], a mask, and the numbers."""
+    """One call: q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [.., Dv], a mask, and the numbers."""
 
     q: Tensor
     k: Tensor
@@ -46,12 +46,12 @@ def case(mask: BlockMask, shape, *, dtype="bf16", softcap=0.0, seed=0, spread=1.
     batch, heads, kv_heads, width = shape
     generator = torch.Generator().manual_seed(seed)
 
-    def rows(length, heads):
-        values = torch.randn(batch, length, heads, width, generator=generator)
+    def rows(length, heads, columns):
+        values = torch.randn(batch, length, heads, columns, generator=generator)
         return values.to(DTYPES[dtype])
 
-    q = rows(mask.q_len, heads)
-    k, v = rows(mask.kv_len, kv_heads), rows(mask.kv_len, kv_heads)
+    q = rows(mask.q_len, heads, width)
+    k, v = (rows(mask.kv_len, kv_heads, n) for n in (width, config.VALUE_DIMS[width]))
     return Case(q, k, v, mask, spread * width**-0.5, softcap)
 
 
@@ -71,7 +71,7 @@ def chain(case: Case) -> tuple[Tensor, Tensor]:
     q, k, v = case.q, case.k, case.v
     batch, q_len, heads, _ = q.shape
     lowered, allowed = masks.lower(case.mask), case.allowed
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = torch.empty(batch, heads, q_len)
     count = lowered.kv_count.expand(batch, heads, -1)
     entry = lowered.kv_entry.expand(batch, heads, -1, -1)
@@ -93,7 +93,7 @@ def _rows(q, k, v, allowed, blocks, case: Case) -> tuple[Tensor, Tensor]:
     )
     top = torch.full((len(q), 1), -math.inf)
     lanes = torch.zeros(len(q), 4)
-    acc = torch.zeros(len(q), q.shape[1])
+    acc = torch.zeros(len(q), v.shape[1])
     for n in blocks:
         keys = slice(n * BLOCK, min(len(k), (n + 1) * BLOCK))
         scores = torch.full((len(q), BLOCK), -math.inf)

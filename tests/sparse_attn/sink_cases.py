@@ -62,3 +62,5 @@ CASES = [
     (128, torch.bfloat16, "bits", 0.0),
     (128, torch.float16, "band", 2.0),
 ]
+#: Of head sizes that the kernels of SM90 lack.
+WIDE = [(192, torch.bfloat16, "bits", 0.0), (256, torch.float16, "band", 2.0)]

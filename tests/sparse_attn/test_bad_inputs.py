@@ -54,6 +54,11 @@ def att(*args, **options):
     return lambda: block_sparse_attention(*args, **options)
 
 
+def of_dims(dim: int, value_dim: int, key_dim: int = 0):
+    """Of head sizes of q and v, and of k if it is not q's."""
+    return att(t(1, 2, 1, dim), t(1, 2, 1, key_dim or dim), t(1, 2, 1, value_dim))
+
+
 def masked(mask, **options):
     return lambda: block_sparse_attention(
         q(), kv(), kv(), mask() if callable(mask) else mask, **options
@@ -308,18 +313,25 @@ TENSORS = [
     ("v numpy", att(q(), kv(), np.ones(3)), ArgumentTypeError, ["v", "ndarray"]),
     ("q 3-D", att(t(S, H, D), kv(), kv()), ShapeError, ["q", "4 dimensions [B, Sq, Hq, D]", "3"]),
     ("k 5-D", att(q(), t(1, B, S, HKV, D), kv()), ShapeError, ["k", "[B, Sk, Hkv, D]", "5"]),
+    ("v 3-D", att(q(), kv(), t(S, HKV, D)), ShapeError, ["v", "[B, Sk, Hkv, Dv]", "3"]),
     ("q fp32", att(q(dtype=torch.float32), kv(), kv()), DtypeError, ["q", "float32"]),
     ("all fp64", att(*[x(dtype=torch.float64) for x in (q, kv, kv)]), DtypeError, ["q", "float64"]),
     ("q int", att(q(dtype=torch.int32), kv(), kv()), DtypeError, ["q", "int32"]),
     ("k fp16", att(q(), kv(dtype=torch.float16), kv()), DtypeError, ["k", "bfloat16", "float16"]),
     ("v fp16", att(q(), kv(), kv(dtype=torch.float16)), DtypeError, ["v", "float16"]),
     ("v sparse", att(q(), kv(), kv().to_sparse()), ArgumentTypeError, ["v", "dense", "sparse"]),
-    ("v longer", att(q(), kv(), t(B, S + 1, HKV, D)), ShapeError, ["v", "[2, 300, 2, 64]", "301"]),
-    ("v wider", att(q(), kv(), t(B, S, HKV, 128)), ShapeError, ["v", "like k", "128"]),
+    ("v longer", att(q(), kv(), t(B, S + 1, HKV, D)), ShapeError, ["v", "[2, 300, 2]", "301"]),
+    ("v wider", att(q(), kv(), t(B, S, HKV, 128)), ShapeError, ["v", "size 64 for q of 64", "128"]),
+    ("v of 64 for 128", of_dims(128, 64), ShapeError, ["v", "head size 128 for q of 128", "64"]),
+    ("v of 192", of_dims(192, 192), ShapeError, ["v", "head size 128 for q of 192", "192"]),
+    ("v of 64 for 192", of_dims(192, 64), ShapeError, ["v", "head size 128 for q of 192", "64"]),
+    ("v of 128 for 256", of_dims(256, 128), ShapeError, ["v", "head size 256 for q of 256", "128"]),
+    ("k of 128 for 192", of_dims(192, 128, 128), ShapeError, ["k", "head size 192 like q", "128"]),
+    ("q as narrow as v", of_dims(128, 128, 192), ShapeError, ["k", "head size 128 like q", "192"]),
     ("k of 3 batches", att(q(), *[t(3, S, HKV, D)] * 2), ShapeError, ["k", "batch 2", "3"]),
     ("k narrower", att(t(B, S, H, 128), kv(), kv()), ShapeError, ["k", "head size 128", "64"]),
     ("D 80", att(t(B, S, H, 80), *[t(B, S, H, 80)] * 2), ShapeError, ["head size", "96", "80"]),
-    ("D 256", att(t(1, 2, 1, 256), *[t(1, 2, 1, 256)] * 2), ShapeError, ["head size", "256"]),
+    ("D 320", of_dims(320, 320), ShapeError, ["head size of q", "192, 256", "320"]),
     ("3 KV heads", att(q(), *[t(B, S, 3, D)] * 2), ShapeError, ["k", "divides the 4", "3"]),
     ("8 KV heads", att(q(), *[t(B, S, 8, D)] * 2), ShapeError, ["k", "divides the 4", "8"]),
     ("no KV heads", att(q(), *[t(B, S, 0, D)] * 2), ShapeError, ["k", "divides", "0"]),

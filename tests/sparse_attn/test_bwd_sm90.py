@@ -19,7 +19,7 @@ simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
 module = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
 pytestmark = [available.requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
 
-HEAD_DIMS = (64, 96, 128)
+HEAD_DIMS = config.HEAD_DIMS
 #: (batch, query heads, KV heads): MHA, GQA 2:1 in two batches, MQA.
 HEADS = ((1, 1, 1), (2, 4, 2), (1, 3, 1))
 
@@ -56,9 +56,17 @@ MASKS = {
 }
 
 
+#: For every commit: a group whose rows are few, tickets without visits, one entry in two batches.
+WIDE = {
+    "full, tails": {192: HEADS[2], 256: HEADS[1]},
+    "holes": {192: HEADS[0], 256: HEADS[0]},
+    "window, tails": {192: HEADS[1], 256: HEADS[2]},
+}
+
+
 def sizes():
-    """(mask, head_dim, heads): for every commit every mask with every head size, and every head
-    size with every kind of heads; nightly every mask with both, but for D = 96."""
+    """(mask, head_dim, heads): for every commit every mask with every head size up to 128, and
+    every head size with every kind of heads; nightly every mask with both, but for D = 96."""
     for at, mask in enumerate(MASKS):
         often = {
             64: HEADS[at % 3],
@@ -66,8 +74,11 @@ def sizes():
             96: HEADS[2 if mask == "window, tails" else at % 2],
         }
         yield from ((mask, dim, heads) for dim, heads in often.items())
-        for dim, heads in itertools.product((64, 128), HEADS):
-            if heads != often[dim]:
+        if mask in WIDE:
+            often |= WIDE[mask]
+            yield from ((mask, dim, heads) for dim, heads in WIDE[mask].items())
+        for dim, heads in itertools.product((64, 128, 192, 256), HEADS):
+            if heads != often.get(dim):
                 yield pytest.param(mask, dim, heads, marks=pytest.mark.nightly)
 
 
@@ -92,7 +103,9 @@ def test_gradients(mask, head_dim, heads):
         assert one["report"]["fence_warnings"]["count"] == 0
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "head_dim", [64, 128, *(pytest.param(d, marks=pytest.mark.nightly) for d in (192, 256))]
+)
 @pytest.mark.parametrize("kind", kinds.KINDS)
 def test_every_kind_of_schedule(kind, head_dim):
     """Whatever the order, the same sums within the bound."""
@@ -150,6 +163,11 @@ def test_the_gradient_of_lse():
         ("full, tails", 128),
         ("causal, tails", 96),
         ("holes", 64),
+        ("causal, tails", 192),
+        ("full, tails", 256),
+        pytest.param("holes", 192, marks=pytest.mark.nightly),
+        pytest.param("causal, tails", 256, marks=pytest.mark.nightly),
+        pytest.param("holes", 256, marks=pytest.mark.nightly),
         pytest.param("full, tails", 64, marks=pytest.mark.nightly),
         pytest.param("causal, tails", 64, marks=pytest.mark.nightly),
         pytest.param("causal, tails", 128, marks=pytest.mark.nightly),
@@ -224,9 +242,10 @@ def test_a_head_does_not_see_the_others():
 def test_delta_is_added_in_its_order(head_dim):
     """Bit by bit: the columns of a thread in one chain, then neighbours, then pairs of them, ..."""
     case = simulated_bwd.case(BlockMask.full(70, 128), head_dim=head_dim, heads=2, kv_heads=1)
-    tile_m = config.configure("bf16", head_dim, "none", True).tile_m
-    held = launch.workspace(1, 2, -(-70 // tile_m), tile_m, head_dim, case.q.device)
-    pre = simulated.pre_kernel(config.PreConfig("bf16", head_dim, tile_m))
+    chosen = config.configure("bf16", head_dim, "none", True)
+    tile_m, tiles = chosen.tile_m, -(-70 // chosen.tile_m)
+    held = launch.workspace((1, 2, tiles), tile_m, head_dim, chosen.turns, case.q.device)
+    pre = simulated.pre_kernel(config.PreConfig("bf16", head_dim, tile_m, turns=chosen.turns))
     of_rows = (t.flatten(2) for t in held[:2])
     pre(case.out, case.dout, case.lse, None, *of_rows, *held[2:], None)
     # Kept by lanes: rows 2 l, 2 l + 1, 2 l + 8 and 2 l + 9 of every 16 are next to one another.
@@ -244,7 +263,7 @@ def test_delta_is_added_in_its_order(head_dim):
             totals = totals[..., 0::2] + totals[..., 1::2]
         return totals[..., 0]
 
-    threads = {64: 8, 96: 4, 128: 16}[head_dim]
+    threads = {64: 8, 96: 4, 128: 16, 192: 16, 256: 32}[head_dim]
     assert contract.same_bytes(found, added(threads))
     assert not contract.same_bytes(found, added(threads // 2))
 

@@ -20,7 +20,7 @@ from cute_kernels.schedulers.masks.mask import BlockMask
 from cute_kernels.schedulers.order import kinds
 from cute_kernels.schedulers.order.safety import check
 from cute_kernels.schedulers.order.schedule import Schedule
-from cute_kernels.sparse_attn import masks, prepare
+from cute_kernels.sparse_attn import config, masks, prepare
 from tests import contract, ptxsim, sim
 from tests.ptxsim import available
 
@@ -47,13 +47,17 @@ CASES = {
     "causal 96": (96, 2, 1, BlockMask.causal(330, 330), kinds.spt),
     "causal 128": (128, 2, 1, BlockMask.causal(330, 330), kinds.spt),
     "full 128": (128, 1, 1, BlockMask.full(256, 512), kinds.left_to_right),
+    "causal 192": (192, 2, 1, BlockMask.causal(330, 330), kinds.spt),
+    "full 256": (256, 1, 1, BlockMask.full(200, 384), kinds.left_to_right),
+    "window 192": (192, 2, 2, BlockMask.sliding_window(400, 400, left=150, right=0), kinds.lpt),
+    "causal 256": (256, 4, 2, BlockMask.causal(330, 330), kinds.spt),
     "window 64": (64, 2, 2, BlockMask.sliding_window(400, 400, left=150, right=0), kinds.lpt),
     "document 128": (128, 1, 1, a_document(400), kinds.lpt),
 }
 
 
 #: One of each head size for every commit, with groups and without; the others are nightly.
-OFTEN = ("causal 64", "causal 96", "full 128")
+OFTEN = ("causal 64", "causal 96", "full 128", "causal 192", "full 256")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +75,7 @@ def test_every_mode_gives_the_same_bits(name):
     simulated_bwd.check(case, simulated_bwd.Gradients(*found["default"]))
 
 
-@pytest.mark.parametrize("name", ["causal 64", "causal 96", "causal 128"])
+@pytest.mark.parametrize("name", [n for n in CASES if n.startswith("causal") or "256" in n])
 def test_no_shared_memory_races(name):
     head_dim, heads, kv_heads, mask, kind = CASES[name]
     case = simulated_bwd.case(mask, head_dim=head_dim, heads=heads, kv_heads=kv_heads)
@@ -80,7 +84,7 @@ def test_no_shared_memory_races(name):
     sim.run_modes(lambda: tuple(simulated_bwd.backward(case, schedule)), modes)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_every_grid_gives_the_same_bits(head_dim):
     case = simulated_bwd.case(BlockMask.causal(400, 400), head_dim=head_dim, heads=2, kv_heads=2)
     schedule = kinds.spt(case.lowered.mask, heads=2, heads_in_flight=2)
@@ -96,7 +100,7 @@ def relaunched(schedule: Schedule, order: np.ndarray) -> Schedule:
     return dataclasses.replace(schedule, order=order.astype(np.int32), name="relaunched")
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", config.HEAD_DIMS)
 def test_the_launch_order_is_not_in_the_bits_and_the_write_order_is(head_dim):
     case = simulated_bwd.case(BlockMask.full(256, 512), head_dim=head_dim)
     mask = case.lowered.mask

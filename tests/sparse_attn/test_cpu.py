@@ -33,7 +33,15 @@ def test_sequences(mask):
     assert battery(sequence_op(mask), sequence()) > 50
 
 
-@pytest.mark.parametrize(("dim", "dtype"), [(96, torch.float16), (128, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("dim", "dtype"),
+    [
+        (96, torch.float16),
+        (128, torch.bfloat16),
+        (192, torch.bfloat16),
+        (256, torch.float16),
+    ],
+)
 def test_sequences_of_other_sizes(dim, dtype):
     op = sequence_op("causal", softcap=4.0, scale=0.2)
     assert battery(op, sequence(dim=dim, dtype=dtype)) > 50
@@ -41,7 +49,13 @@ def test_sequences_of_other_sizes(dim, dtype):
 
 @pytest.mark.parametrize(
     ("dim", "dtype", "softcap"),
-    [(64, torch.bfloat16, 0.0), (96, torch.float16, 2.0), (128, torch.bfloat16, 0.0)],
+    [
+        (64, torch.bfloat16, 0.0),
+        (96, torch.float16, 2.0),
+        (128, torch.bfloat16, 0.0),
+        (192, torch.bfloat16, 0.0),
+        (256, torch.float16, 2.0),
+    ],
 )
 def test_rows(dim, dtype, softcap):
     """Queries without positions are rows: the battery of every row op."""

@@ -26,6 +26,12 @@ from tests.sparse_attn.fwd_battery import (
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
 
 
+def wide(*every: int):
+    """Head sizes: D = 64, those of ``every``, and the wider ones by night."""
+    others = [d for d in (192, 256) if d not in every]
+    return [64, *every, *(pytest.param(d, marks=pytest.mark.nightly) for d in others)]
+
+
 @pytest.fixture
 def hopper():
     """The truncating adder of the card, as far as it is known."""
@@ -39,6 +45,8 @@ def hopper():
         ("full", (1, 2, 2, 96), (200, 383)),
         ("window", (1, 4, 1, 64), (383, 383)),
         ("random", (2, 2, 1, 128), (300, 512)),
+        ("causal", (1, 2, 1, 192), (383, 300)),
+        ("random", (1, 2, 2, 256), (300, 512)),
     ],
 )
 def test_schedules(name, shape, lengths):
@@ -46,44 +54,57 @@ def test_schedules(name, shape, lengths):
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("name", ["window", "bits"])
-def test_chunked_prefill(name):
-    chunked_prefill(name)
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [
+        *(("window", 64), ("bits", 64), ("bits", 256)),
+        *(pytest.param("window", d, marks=pytest.mark.nightly) for d in (192, 256)),
+    ],
+)
+def test_chunked_prefill(name, width):
+    chunked_prefill(name, width)
 
 
 @pytest.mark.usefixtures("hopper")
-def test_one_row_at_a_time():
-    one_row_at_a_time()
+@pytest.mark.parametrize("width", [128, *wide(256)[1:]])
+def test_one_row_at_a_time(width):
+    one_row_at_a_time(width)
 
 
 @pytest.mark.usefixtures("hopper")
-def test_batches():
-    batches()
+@pytest.mark.parametrize("width", wide(192))
+def test_batches(width):
+    batches(width)
 
 
 @pytest.mark.usefixtures("hopper")
-def test_heads():
-    heads()
+@pytest.mark.parametrize("width", wide(256))
+def test_heads(width):
+    heads(width)
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("name", ["window", "document", "random"])
-def test_neighbours(name):
-    among_neighbours(name)
+@pytest.mark.parametrize(
+    ("name", "width"), [(n, 64) for n in ("window", "document", "random")] + [("random", 256)]
+)
+def test_neighbours(name, width):
+    among_neighbours(name, width)
 
 
 @pytest.mark.usefixtures("hopper")
-def test_padding():
-    padding()
+@pytest.mark.parametrize("width", wide(192))
+def test_padding(width):
+    padding(width)
 
 
 @pytest.mark.usefixtures("hopper")
-def test_other_rows_of_the_mask():
-    other_rows_of_the_mask()
+@pytest.mark.parametrize("width", wide(256))
+def test_other_rows_of_the_mask(width):
+    other_rows_of_the_mask(width)
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_forms(head_dim):
     forms(head_dim)
 

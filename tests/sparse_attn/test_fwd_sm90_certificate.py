@@ -18,11 +18,17 @@ kernel = available.import_module("cute_kernels.sparse_attn.kernel_fwd_sm90")
 
 from cute_kernels.certify import sass  # noqa: E402
 from cute_kernels.sparse_attn import launch, masks  # noqa: E402
-from cute_kernels.sparse_attn.config import HEAD_DIMS, configure_forward  # noqa: E402
+from cute_kernels.sparse_attn.config import (  # noqa: E402
+    FORM_OF_PACKS,
+    HEAD_DIMS,
+    configure_forward,
+)
 from tests import certified  # noqa: E402
 from tests.sparse_attn.waits import no_wait_for  # noqa: E402
 
 CATALOGUE = {kernel: expect for kernel, _, expect in launch.catalogue()}
+#: In parts, O += P V of a block ends before S of the next one begins.
+OVERLAPPED = [d for d in HEAD_DIMS if configure_forward("bf16", d, "none").parts == 1]
 
 
 def certify(config):
@@ -55,7 +61,7 @@ def every_forward():
     """For every commit each head size, form and softcap once, or all if the kernel changed."""
     known = certified.proved("sparse_attn_fwd_sm90")
     often = {(64, "band", True), (128, "bits", False)}
-    for chosen in itertools.product(HEAD_DIMS, masks.FORMS, (False, True)):
+    for chosen in itertools.product(OVERLAPPED, masks.FORMS, (False, True)):
         marks = pytest.mark.nightly if known and chosen not in often else ()
         yield pytest.param(*chosen, marks=marks)
 
@@ -63,11 +69,20 @@ def every_forward():
 @pytest.mark.parametrize(("head_dim", "form", "softcap"), list(every_forward()))
 def test_the_maxima_overlap_the_product(head_dim, form, softcap):
     """And before them the softcap; the exponentials fill the gaps behind the wait."""
-    entry = launch.forward_entry(configure_forward("bf16", head_dim, form, softcap))
-    found = between_the_waits(certified.compiled(entry))
+    overlap(configure_forward("bf16", head_dim, form, softcap))
+
+
+@pytest.mark.parametrize("head_dim", OVERLAPPED)
+@pytest.mark.parametrize("softcap", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_the_maxima_of_packs_overlap_the_product(head_dim, softcap):
+    overlap(configure_forward("bf16", head_dim, FORM_OF_PACKS, softcap, packed=True))
+
+
+def overlap(config):
+    found = between_the_waits(certified.compiled(launch.forward_entry(config)))
     # Of each of a thread's 2 rows: 32 scores, the maximum so far, 2 steps over the other lanes.
     assert found["FMNMX"] == 2 * (31 + 1 + 2)
-    assert found["MUFU.EX2"] >= 64 * softcap
+    assert found["MUFU.EX2"] >= 64 * config.softcap
 
 
 def test_the_overlap_depends_on_the_wait_between(monkeypatch):

@@ -8,19 +8,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from unittest import mock
 
 import pytest
 import torch
 
 from cute_kernels.schedulers import BlockMask
-from cute_kernels.sparse_attn import masks
-from cute_kernels.sparse_attn.config import configure_forward
+from cute_kernels.sparse_attn import config, masks
 from tests import contract, ptxsim, sim
 from tests.kernels.ring_defects import LIMITS, SETTINGS
 from tests.ptxsim.available import requires_sim
-from tests.sparse_attn import simulated
 from tests.sparse_attn.fwd_masks import MASKS
 from tests.sparse_attn.simulated_fwd import BLOCK, Case, case, chain, run
+from tests.sparse_attn.waits import no_wait_for
 
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
 
@@ -54,12 +54,18 @@ def listed(lists, *, q_len=3 * BLOCK, bits=False, shape=(1, 2, 1, 64), seed=7) -
     return case(BlockMask.from_dense(allowed), shape, seed=seed)
 
 
-def two_consumers(config):
-    return simulated.forward_kernel(dataclasses.replace(config, consumers=2))
+def by_two(given: Case, **options) -> tuple:
+    """As `run`, by two consumers."""
+    true = config.configure_forward
+    two = mock.patch.object(
+        config, "configure_forward", lambda *key: dataclasses.replace(true(*key), consumers=2)
+    )
+    with two:
+        return run(given, **options)
 
 
 #: Reports words that are read while they may be written.
-RACES = SETTINGS[-1] | {"check_races": 1}
+RACES = [SETTINGS[-1] | {"check_races": 1, "seed": seed} for seed in (3, 6, 7, 10)]
 
 
 def same(got, want) -> bool:
@@ -80,7 +86,7 @@ def test_lists(name, bits):
     assert same(run(given, **LIMITS), chain(given))
     assert ptxsim.report()["fence_warnings"]["count"] == 0
     card = {"wgmma_math": "hopper", **LIMITS}
-    assert same(run(given, **card), run(given, forward=two_consumers, **card))
+    assert same(run(given, **card), by_two(given, **card))
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -89,7 +95,7 @@ def test_the_bytes_of_two_consumers(name):
     for q_len in (1, 63, 65, 127, 129, 191, 192, 193, 255, 257):
         given = case(MASKS[name](q_len, 300), (1, 2, 1, 64), seed=q_len)
         card = {"wgmma_math": "hopper", **LIMITS}
-        assert same(run(given, **card), run(given, forward=two_consumers, **card)), q_len
+        assert same(run(given, **card), by_two(given, **card)), q_len
 
 
 def test_drawn_lists():
@@ -105,7 +111,7 @@ def test_drawn_lists():
             allowed = allowed & (torch.rand(allowed.shape, generator=generator) < 0.7)
         given = case(BlockMask.from_dense(allowed), (2, 2, 1, 64), seed=seed)
         card = {"wgmma_math": "hopper", **LIMITS}
-        assert same(run(given, **card), run(given, forward=two_consumers, **card)), seed
+        assert same(run(given, **card), by_two(given, **card)), seed
 
 
 #: Skips in both lists, bits, a consumer that another one holds, and one without blocks.
@@ -149,7 +155,7 @@ def one_list_for_all(monkeypatch, module):
         words = args[-3][0]
         stride = (0, *words.stride[1:])
         first = cute.make_tensor(words.iterator, cute.make_layout(words.shape, stride=stride))
-        true_attend(self, *args[:-3], (first, *args[-3][1:]), *args[-2:])
+        return true_attend(self, *args[:-3], (first, *args[-3][1:]), *args[-2:])
 
     monkeypatch.setattr(module.ForwardSm90, "attend", attend)
 
@@ -158,12 +164,13 @@ def _skipping(monkeypatch, module, turn=True, wait=(True, True), release=(True, 
     cute, word_of = module.cute, module.word_of
 
     @cute.jit
-    def skip(self, k_ring, v_ring, state, consumer, word, words):
+    def skip(self, k_ring, v_ring, consumer, word, words):
+        state = module.merge.state_of(word, self.stages)
         if module.cutlass.const_expr(wait[0]):
             k_ring.consumer_wait(state)
         if module.cutlass.const_expr(turn):
             self.await_turn(consumer)
-            self.give_turn_after(consumer, word)
+            self.give_turn(consumer)
         following = word_of(words, state.index)
         if module.cutlass.const_expr(release[0]):
             k_ring.consumer_release(state)
@@ -188,11 +195,7 @@ def skipped_without_a_turn(monkeypatch, module):
 def begun_before_k_came(monkeypatch, module):
     """The word of the first step may not be there, and the stage not be in use.  In later steps the
     simulator's producer is always far enough ahead."""
-    monkeypatch.setattr(
-        module.ForwardSm90,
-        "first_word",
-        lambda self, k_ring, state, words: module.word_of(words, self.stages),
-    )
+    no_wait_for(2)(monkeypatch, module)
     _skipping(monkeypatch, module, wait=(False, True))
 
 
@@ -212,7 +215,9 @@ def skipped_without_release_of_v(monkeypatch, module):
 def _waiting(monkeypatch, module, more):
     true_step = module.merge.step
     monkeypatch.setattr(
-        module.merge, "step", lambda lists, at, words, n: true_step(lists, at, words, n + more)
+        module.merge,
+        "step",
+        lambda lists, at, words, n, code: true_step(lists, at, words, n + more, code),
     )
 
 
@@ -248,10 +253,12 @@ def survives(mutant, name, monkeypatch) -> bool:
 
     with monkeypatch.context() as patch:
         mutant(patch, kernel_fwd_sm90)
-        made = kernel_fwd_sm90.build(configure_forward("bf16", 64, "none"), compile=ptxsim.compile)
+        made = kernel_fwd_sm90.build(
+            config.configure_forward("bf16", 64, "none"), compile=ptxsim.compile
+        )
     given, want = intact(name)
     # First what needs no deadlock to show: those take up to `max_steps`.
-    for options in (RACES, *SETTINGS):
+    for options in (*RACES, *SETTINGS):
         try:
             got = run(given, forward=lambda _: made, **LIMITS, **options)
         except ptxsim.PtxsimError:

@@ -34,7 +34,6 @@ from tests.sparse_attn.fwd_defects import (
     bits_of_the_next_row,
     blocks_descending,
     blocks_without_keys_change_the_state,
-    epilogue_barrier_of_one_consumer,
     heads_shared_in_turn,
     key_groups_swapped,
     lanes_not_added,
@@ -43,9 +42,11 @@ from tests.sparse_attn.fwd_defects import (
     masks_kept_by_name,
     maximum_of_the_block_only,
     negative_zero_kept,
-    no_epilogue_barrier,
     no_guard_for_empty_rows,
     no_turn_given,
+    o_given_back_before_it_is_read,
+    o_told_before_it_is_kept,
+    o_told_over_what_is_unread,
     one_key_too_many,
     output_not_rescaled,
     partial_blocks_not_masked,
@@ -62,6 +63,8 @@ from tests.sparse_attn.waits import no_wait_for, no_wait_for_products
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
 
 WIDTH = 64
+#: A CTA for each tile, and few with many tiles.
+CTAS = (132, 2, 3, 1)
 
 
 def masked_nan(given: Case) -> Case:
@@ -109,11 +112,10 @@ def survives(compiled, form: str) -> bool:
     for given, want in cases(form):
         # The arithmetic that keeps -0, where O is nothing else.
         arithmetic = "exact" if want[0].any() else "fma"
-        for options in SETTINGS:
+        for ctas, options in zip(CTAS, SETTINGS, strict=True):
+            simulator = {"wgmma_math": arithmetic, **LIMITS, **options}
             try:
-                got = run(
-                    given, forward=lambda _: compiled, wgmma_math=arithmetic, **LIMITS, **options
-                )
+                got = run(given, ctas=ctas, forward=lambda _: compiled, **simulator)
             except ptxsim.PtxsimError:
                 return False
             if ptxsim.report()["fence_warnings"]["count"]:
@@ -142,8 +144,11 @@ MUTANTS = [
     (half_the_bytes, "none"),
     (released_before_read, "none"),
     (no_turn_given, "none"),
-    (no_epilogue_barrier, "none"),
-    (epilogue_barrier_of_one_consumer, "none"),
+    (o_told_before_it_is_kept, "none"),
+    (o_given_back_before_it_is_read, "none"),
+    (o_told_over_what_is_unread, "none"),
+    # Q of the next tile.
+    (no_wait_for(19), "none"),
     (no_proxy_fence, "none"),
     # Of a mutant of both masks, the form of the other test is nightly.
     (masked_by_multiplication, "band"),

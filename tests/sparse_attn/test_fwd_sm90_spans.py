@@ -6,6 +6,7 @@ of a static cache that are not filled yet.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import NamedTuple
 from unittest import mock
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels.sparse_attn import kernel_fwd_sm90, launch, prepare, sequences
+from cute_kernels.sparse_attn.config import HEAD_DIMS, VALUE_DIMS
 from cute_kernels.sparse_attn.device import merge
+from cute_kernels.sparse_attn.tensors import shape_of_out
 from tests import contract, ptxsim, sim
 from tests.kernels.edited import changed
 from tests.ptxsim.available import requires_sim
@@ -41,10 +44,11 @@ def given(table: Tensor, columns: int, heads=(2, 1), dim=64, dtype=torch.bfloat1
     generator = torch.Generator().manual_seed(len(table) + columns)
     batch, rows, _ = table.shape
 
-    def drawn(length, heads):
+    def drawn(length, heads, dim=dim):
         return torch.randn(batch, length, heads, dim, generator=generator).to(dtype)
 
-    q, k, v = drawn(rows, heads[0]), drawn(columns, heads[1]), drawn(columns, heads[1])
+    q, k = drawn(rows, heads[0]), drawn(columns, heads[1])
+    v = drawn(columns, heads[1], VALUE_DIMS[dim])
     column = torch.arange(columns)
     seen = ((table[..., 2:3] <= column) & (column < table[..., 3:])).any(1)
     k[~seen] = math.nan
@@ -59,7 +63,7 @@ def at_once(one: Given, **options) -> tuple[Tensor, Tensor]:
 
 def by_runs(one: Given) -> tuple[Tensor, Tensor]:
     """As `sequence_op` does it for spans on the CPU."""
-    out = torch.zeros_like(one.q)
+    out = one.q.new_zeros(shape_of_out(one.q, one.v))
     lse = torch.full((len(out), *out.shape[2:0:-1]), -math.inf)
     with simulated.simulated():
         for run in sequences.runs_of(one.spans, "cpu"):
@@ -118,7 +122,7 @@ def tables() -> dict[str, tuple[Tensor, int]]:
 TABLES = tables()
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("name", TABLES)
 def test_one_launch_is_many(name, dim):
     one = given(*TABLES[name], dim=dim)
@@ -136,7 +140,7 @@ def test_dtypes_softcap_and_groups(options):
     assert all(map(contract.same_bytes, at_once(one), by_runs(one)))
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("heads", [(8, 2), (3, 3), (20, 1)], ids=str)
 def test_a_step_of_decoding_reads_keys_once_a_group(dim, heads, monkeypatch):
     """The heads of a group are rows: a CTA for each KV head, and the bytes of a CTA for each."""
@@ -159,7 +163,7 @@ def test_heads_of_other_groups_are_noticed(monkeypatch):
     assert not contract.same_bytes(at_once(one)[0], by_runs(one)[0])
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 def test_modes_of_the_simulator(dim):
     one = given(*TABLES["any run"], dim=dim)
     sim.run_modes(lambda: at_once(one))
@@ -210,9 +214,9 @@ MUTANTS = {
         "[end for _, end in both]",
     ),
     "values of other columns": (
-        "kernel_fwd_sm90",
-        "cute.domain_offset((0, column), v_tensor)",
-        "v_tensor",
+        "device.forward_loads",
+        "self.tiles.v_box[::-1], (0, None), moved[::-1]",
+        "self.tiles.v_box[::-1], (0, None), (0, 0)",
     ),
 }
 
@@ -220,14 +224,15 @@ MUTANTS = {
 def mutated(folder, name: str, old: str, new: str):
     """What compiles a forward of the changed source."""
     module = changed(folder, f"sparse_attn.{name}", old, new)
-    if name == "kernel_fwd_sm90":
-        return lambda config: module.build(config, compile=ptxsim.compile)
+    if name == "device.forward_loads":
+        patches = [(kernel_fwd_sm90, "Loads", module.Loads), (kernel_fwd_sm90, "Told", module.Told)]
+    else:
+        patches = [(kernel_fwd_sm90, "spans", module), (merge, "Run", module.Run)]
 
     def kernel(config):
-        with (
-            mock.patch.object(kernel_fwd_sm90, "spans", module),
-            mock.patch.object(merge, "Run", module.Run),
-        ):
+        with contextlib.ExitStack() as stack:
+            for of, key, value in patches:
+                stack.enter_context(mock.patch.object(of, key, value))
             return kernel_fwd_sm90.build(config, compile=ptxsim.compile)
 
     return kernel

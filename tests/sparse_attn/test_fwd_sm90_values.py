@@ -7,6 +7,7 @@ Both for every head size, kind of mask, grouping and tail.  ``exact`` arithmetic
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.rules import Band
 from cute_kernels.sparse_attn import masks
-from cute_kernels.sparse_attn.config import configure_forward
+from cute_kernels.sparse_attn.config import HEAD_DIMS, configure_forward
 from tests import contract, ptxsim
 from tests.ptxsim.available import requires_sim
 from tests.sparse_attn import simulated
@@ -49,8 +50,14 @@ def check_bytes(given: Case, out, lse) -> None:
     assert contract.same_bytes(lse, want_lse)
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
-@pytest.mark.parametrize("name", MASKS)
+def masks_and_sizes():
+    """Each; of wide heads three masks for every commit."""
+    for name, dim in itertools.product(MASKS, HEAD_DIMS):
+        often = dim <= 128 or name in ("full", "causal", "random")
+        yield pytest.param(name, dim, marks=() if often else pytest.mark.nightly)
+
+
+@pytest.mark.parametrize(("name", "head_dim"), list(masks_and_sizes()))
 def test_masks_and_lengths(name, head_dim):
     for q_len, kv_len in LENGTHS:
         mask = MASKS[name](q_len, kv_len)
@@ -63,7 +70,9 @@ def test_masks_and_lengths(name, head_dim):
         check_bounds(given, (out, lse), run(given, wgmma_math="hopper"))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "head_dim", [64, 128, *(pytest.param(d, marks=pytest.mark.nightly) for d in (192, 256))]
+)
 @pytest.mark.parametrize("name", ["causal", "random"])
 def test_long(name, head_dim):
     """Four blocks a side, groups of 4 query heads, two batches."""
@@ -74,19 +83,23 @@ def test_long(name, head_dim):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "softcap"),
+    ("dtype", "softcap", "width"),
     [
-        ("bf16", 3.0),
-        ("fp16", 0.0),
+        ("bf16", 3.0, 64),
+        ("fp16", 0.0, 64),
+        ("bf16", 3.0, 192),
+        ("fp16", 3.0, 256),
         *(
-            pytest.param(*other, marks=pytest.mark.nightly)
+            pytest.param(*other, 64, marks=pytest.mark.nightly)
             for other in (("bf16", 0.0), ("bf16", 50.0), ("fp16", 3.0), ("fp16", 50.0))
         ),
     ],
 )
-def test_dtypes_and_softcap(dtype, softcap):
+def test_dtypes_and_softcap(dtype, softcap, width):
     for name in ("causal", "random"):
-        given = case(MASKS[name](300, 257), (1, 2, 2, 64), dtype=dtype, softcap=softcap, spread=4)
+        given = case(
+            MASKS[name](300, 257), (1, 2, 2, width), dtype=dtype, softcap=softcap, spread=4
+        )
         out, lse = run(given)
         check_bytes(given, out, lse)
         check_bounds(given, (out, lse))

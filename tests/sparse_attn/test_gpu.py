@@ -18,6 +18,7 @@ import torch
 
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.rules import Band
+from cute_kernels.sparse_attn.config import HEAD_DIMS
 from tests import contract
 from tests.sparse_attn import gpu_backward
 from tests.sparse_attn.gpu_cases import (
@@ -64,13 +65,13 @@ def test_smoke():
     in_a_process("gpu_smoke")
 
 
-@pytest.mark.parametrize("dim", ["64", "96", "128"])
+@pytest.mark.parametrize("dim", map(str, HEAD_DIMS))
 @pytest.mark.parametrize("group", gpu_backward.GROUPS, ids=lambda group: group[0].__name__)
 def test_backward(group, dim):
     in_a_process("gpu_backward", dim, *(one.__name__ for one in group))
 
 
-@pytest.mark.parametrize("dim", ["64", "96", "128"])
+@pytest.mark.parametrize("dim", map(str, HEAD_DIMS))
 def test_fresh_processes(dim):
     first, second = (in_a_process("gpu_backward", dim, "digest") for _ in range(2))
     (one,), (two,) = (re.findall("^digest .*", text, re.M) for text in (first, second))
@@ -91,7 +92,7 @@ def kill_in_flight(dim: str) -> None:
         assert child.wait(60) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("dim", ["64", "128"])
+@pytest.mark.parametrize("dim", ["64", "128", "256"])
 def test_a_killed_launch_leaves_nothing_behind(dim):
     """The next process has the bytes of one before it, whatever memory it is given."""
 
@@ -108,7 +109,7 @@ def test_a_killed_launch_leaves_nothing_behind(dim):
 # ---- the forward --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("name", MASKS)
 def test_forward(name, dim):
     """Against float64, with and without a softcap, in both dtypes."""
@@ -134,7 +135,7 @@ def test_a_wrong_mask_is_out_of_bounds():
         check("out", out, want, bounds.out)
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_rows_alone_and_chunks(dim):
     """batch_invariant: any cut of a prefill, down to one row, the future keys being junk."""
     length = 700
@@ -151,7 +152,7 @@ def test_rows_alone_and_chunks(dim):
                 require_same(forward(part), rows, f"rows {first} to {last}, {kv_len} keys")
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_batches_and_neighbours(dim):
     """Any place in any batch, the others NaN; alone."""
     given = problem(BlockMask.causal(300, 300), dim, heads=4, kv_heads=2, batch=3)
@@ -169,7 +170,7 @@ def test_batches_and_neighbours(dim):
         require_same([t[b : b + 1] for t in forward(others)], mine, "among NaN")
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_padding(dim):
     """More rows and keys that do not count."""
     given = problem(BlockMask.causal(150, 150), dim)
@@ -190,7 +191,7 @@ def test_padding(dim):
         require_same((out[:, :150], lse[..., :150]), want, f"{rows} rows, {keys} keys")
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_forms(dim):
     """The same elements as a band, as bits and as no mask: one set of bytes."""
     for make in (BlockMask.causal, BlockMask.full):
@@ -199,7 +200,7 @@ def test_forms(dim):
         require_same(forward(given, bits), forward(given), "bits")
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_repeats_beside_other_work(dim):
     """200 repeats while another stream keeps the GPU busy, on four streams in turn."""
     given = problem(BlockMask.causal(2048, 2048), dim, heads=16, kv_heads=8)
@@ -251,6 +252,11 @@ def test_sequences_have_their_bytes_wherever_a_buffer_holds_them():
 def test_sequences_of_packs_have_their_bytes():
     """128 of the 512 that the script alone draws."""
     in_a_process("gpu_packs", "128")
+
+
+def test_packs_by_offsets_on_the_card():
+    """1,000 of the 10,000 tables that the script alone draws."""
+    in_a_process("gpu_pack_tables", "1000")
 
 
 def test_sinks():

@@ -9,7 +9,8 @@ import torch
 from cute_kernels.errors import ScheduleError
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.rules import Band
-from cute_kernels.sparse_attn import checks, masks, packs, prepare, sequences
+from cute_kernels.schedulers.order import kinds
+from cute_kernels.sparse_attn import masks, packs, prepare, sequences
 from tests.contract import same_bytes
 from tests.sparse_attn.pack_cases import RULES, lengths_of, offsets
 
@@ -29,12 +30,12 @@ def mask_of(n: int, rule) -> BlockMask:
 
 
 def layout_of(lengths: list[int]) -> packs.Layout:
-    return packs.layout(offsets(lengths, torch.int64), "cpu")
+    return packs.layout(packs.between(offsets(lengths)), sum(lengths), "cpu")
 
 
 def token_rows(layout: packs.Layout) -> torch.Tensor:
     tokens = int(layout.lengths.sum())
-    return torch.arange(tokens) if layout.table is None else packs._copies(layout).rows
+    return packs._copies(layout).rows if layout.moved else torch.arange(tokens)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -61,7 +62,7 @@ def test_layouts(seed):
 def test_layouts_of_places():
     """In a buffer [2, 200] of which some tokens are of no sequence."""
     places = ((3, 140), (140, 150), (260, 400))
-    layout = packs.layout_of_places(places, 400, "cpu")
+    layout = packs.layout(packs.at_places(places), 400, "cpu")
     assert layout.begins.tolist() == [0, 256, 384] and layout.length == 524
     tokens = torch.randn(2, 200, 3, generator=torch.Generator().manual_seed(1))
     spread = layout.spread(tokens)
@@ -77,29 +78,34 @@ def test_layouts_of_places():
 
 def test_gaps_are_no_rows_of_the_buffer():
     """What lies between two sequences that begin at blocks is read by nobody."""
-    layout = packs.layout_of_places(((0, 100), (128, 200)), 200, "cpu")
-    assert layout.length == 200 and layout.table.tolist() == [[0, 100], [0, 200]]
+    layout = packs.layout(packs.at_places(((0, 100), (128, 200))), 200, "cpu")
+    assert layout.length == 200 and layout.moved
     assert layout.holes.tolist() == list(range(100, 128))
+
+
+def test_tokens_of_no_sequence_are_filled():
+    for places, tokens in ((((3, 140), (140, 150), (260, 400)), 420), (((0, 9), (9, 20)), 20)):
+        outside = torch.ones(tokens, dtype=torch.bool)
+        for begin, end in places:
+            outside[begin:end] = False
+        t = torch.randn(2, tokens, generator=torch.Generator().manual_seed(1))
+        made = packs.at_places(places).filled(t.clone(), 1, 7.0)
+        assert (made[:, outside] == 7.0).all() and same_bytes(made[:, ~outside], t[:, ~outside])
+
+
+def test_where_sequences_lie_is_read_without_a_copy():
+    given = offsets([3, 0, 5], torch.int64)
+    bounds = packs.between(given).bounds
+    assert bounds.tolist() == [[0, 3], [3, 3], [3, 8]] and bounds.data_ptr() == given.data_ptr()
+    assert packs.between(torch.stack((given, given + 9), 1)[:, 0]).bounds.equal(bounds)
+    assert packs.between(offsets([])).bounds.shape == (0, 2)
 
 
 def test_nothing_moves_where_all_begin_at_blocks():
     layout = layout_of([256, 0, 128, 77])
     tokens = torch.randn(1, 461, 2)
-    assert layout.table is None and same_bytes(layout.spread(tokens), tokens)
-    assert layout_of([256, 127, 77]).table is not None
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_tables_say_where_each_row_is(seed):
-    """As the indices of copies do."""
-    lengths = [100, *lengths_of(seed)]
-    layout = layout_of([*lengths, 3])
-    shift, end = layout.table.long().repeat_interleave(BLOCK, 0)[: layout.length].T
-    row = torch.arange(layout.length)
-    inside = row < end
-    origin, gaps, _ = packs._copies(layout)
-    assert same_bytes((row - shift)[inside], origin[inside])
-    assert same_bytes(row[~inside], gaps)
+    assert not layout.moved and same_bytes(layout.spread(tokens), tokens)
+    assert layout_of([256, 127, 77]).moved
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -134,7 +140,7 @@ def test_masks(seed, rule):
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_orders(rule, dim):
-    """Each sequence's visits and ranks are those of its own schedule."""
+    """Each sequence's visits and ranks are those of "spt" for it alone."""
     lengths, window, heads = [130, 1, 300, 128, 513], window_of(rule), 2
     layout = layout_of(lengths)
     order = packs.order(layout, window, (4, heads), dim, "cpu")
@@ -146,9 +152,7 @@ def test_orders(rule, dim):
     columns = -(-layout.length // BLOCK)
     assert len(order.ticket) == len(made) == heads * columns
     for begin, n in zip(layout.begins // BLOCK, layout.lengths, strict=True):
-        schedule = prepare.admitted(
-            prepare.lower(mask_of(int(n), rule)), checks.AUTO, heads, dim, 2
-        )
+        schedule = kinds.spt(mask_of(int(n), rule), heads=heads)
         for head, column, visits in schedule.tickets():
             want = [(row + begin, rank) for row, _, rank in visits]
             assert made.pop((head, column + begin)) == want

@@ -20,8 +20,6 @@ from tests.sparse_attn import simulated
 
 pytestmark = [available.requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
 packed = available.import_module("cute_kernels.sparse_attn.device.packed")
-forward = available.import_module("cute_kernels.sparse_attn.kernel_fwd_sm90")
-backward = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
 before = available.import_module("cute_kernels.sparse_attn.kernel_bwd_pre_sm90")
 after = available.import_module("cute_kernels.sparse_attn.kernel_bwd_post_sm90")
 cute, cutlass = packed.cute, packed.cutlass
@@ -31,7 +29,11 @@ LENGTHS = [70, 130, 128, 1, 190]
 TOKENS = sum(LENGTHS)
 #: Every row sees the last block of its sequence.
 RULE = (False, (None, None))
-MODES = [*SETTINGS, SETTINGS[-1] | {"resident_ctas": 2}, SETTINGS[-1] | {"check_races": 1}]
+MODES = [
+    *SETTINGS,
+    *(SETTINGS[-1] | {"resident_ctas": n} for n in (1, 2, 7)),
+    SETTINGS[-1] | {"check_races": 1},
+]
 
 
 def tensors(dim: int) -> list[torch.Tensor]:
@@ -74,7 +76,11 @@ def survives(dim: int, rule, modes=MODES, **kernels) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("dim", "rule"), [(64, RULE), (128, known.RULES[2])], ids=str)
+@pytest.mark.parametrize(
+    ("dim", "rule"),
+    [(64, RULE), (128, known.RULES[2]), (192, RULE), (256, known.RULES[2])],
+    ids=str,
+)
 def test_random_orders(dim, rule):
     """With races reported."""
     assert survives(dim, rule, MODES[-1:])
@@ -182,15 +188,15 @@ def compiled(mutant):
                 return intact(chosen)
             with pytest.MonkeyPatch.context() as patch:
                 mutant(patch)
-                return module.build(chosen, compile=ptxsim.compile)
+                return module(chosen).build(chosen, compile=ptxsim.compile)
 
         return build
 
     return {
-        "forward": kernel(forward, simulated.forward_kernel),
-        "pre": kernel(before, simulated.pre_kernel),
-        "backward": kernel(backward, simulated.backward_kernel),
-        "post": kernel(after, simulated.post_kernel),
+        "forward": kernel(simulated.forward_module, simulated.forward_kernel),
+        "pre": kernel(lambda chosen: before, simulated.pre_kernel),
+        "backward": kernel(simulated.backward_module, simulated.backward_kernel),
+        "post": kernel(lambda chosen: after, simulated.post_kernel),
     }
 
 
@@ -204,7 +210,7 @@ def test_mutants_are_killed(mutant):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("dim", [96, 128])
+@pytest.mark.parametrize("dim", [96, 128, 192, 256])
 @pytest.mark.parametrize("mutant", MUTANTS, ids=by_name)
 def test_mutants_of_other_sizes_are_killed(mutant, dim):
     assert not survives(dim, RULE, **compiled(mutant))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 import cute_kernels as ck
+from cute_kernels.errors import DeviceError
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import (
     api,
     config,
     launch,
+    pack_op,
     packs,
     prepare,
     sequence_op,
@@ -26,7 +30,7 @@ pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn"
 LENGTHS = [130, 0, 1, 61, 128]
 NIGHT = pytest.mark.nightly
 #: (head size, number of a rule): each of both at every commit.
-DAY = ((64, 1), (96, 2), (128, 0), (128, 3))
+DAY = ((64, 1), (96, 2), (128, 0), (128, 3), (192, 2), (256, 1))
 
 
 def compared(lengths, rule, drawn=None, ctas=7, **options) -> list[str]:
@@ -51,10 +55,10 @@ def test_a_pack(dim, rule):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(20))
 def test_drawn_packs(seed):
     lengths, rule = known.lengths_of(seed), known.RULES[seed % 4]
-    dim = config.HEAD_DIMS[seed % 3]
+    dim = config.HEAD_DIMS[seed % len(config.HEAD_DIMS)]
     drawn = known.drawn(sum(lengths), seed, heads=(4, 2), dim=dim)
     assert compared(lengths, rule, drawn, ctas=(1, 2, 7, 132)[seed % 4]) == []
 
@@ -67,7 +71,7 @@ def test_options():
 
 
 def test_one_launch_a_pass(monkeypatch):
-    """And no copies."""
+    """And one before it, and no copies."""
     calls = []
     monkeypatch.setattr(packs.Layout, "spread", lambda of, t, fill=0.0: pytest.fail("a copy"))
     true = launch.call
@@ -79,11 +83,45 @@ def test_one_launch_a_pass(monkeypatch):
     tensors = known.drawn(sum(LENGTHS), dim=128)
     with known.on_sm90():
         known.packed(tensors, LENGTHS)
-    # The backward is three kernels.
-    assert len(calls) == 1 + 3
+    # A backward is three kernels, and before each pass one says where sequences lie.
+    assert len(calls) == (1 + 1) + (1 + 3)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+def test_nothing_is_read_from_the_host_but_offsets(monkeypatch):
+    """No list, no order and no mask is made for a pack, nor kept."""
+    for owner, name in ((packs, "layout"), (packs, "_on_host"), (prepare, "admitted")):
+        monkeypatch.setattr(owner, name, lambda *a, name=name: pytest.fail(name))
+    monkeypatch.setattr(prepare.cache, "get", lambda key, make: pytest.fail(str(key)))
+    lengths = [256, 128, 77]
+    tensors = known.drawn(sum(lengths), dim=128)
+    with known.on_sm90():
+        made = known.packed(tensors, lengths)
+        assert known.differing(made, known.trusted(tensors, known.offsets(lengths))) == []
+
+
+def test_offsets_on_the_cpu_are_refused_in_a_graph(monkeypatch):
+    """Whose replays would read what was in that memory."""
+    monkeypatch.setattr(pack_op, "_capturing", lambda: True)
+    tensors = known.drawn(100)
+    with known.on_sm90(), pytest.raises(DeviceError, match=r"cu_seqlens: .* CUDA graph"):
+        known.packed(tensors, [60, 40])
+
+
+def test_offsets_on_a_gpu_are_left_there_where_kernels_read_them(monkeypatch):
+    """Else they come to the CPU, which waits; those on the CPU are looked at."""
+    on_gpu, on_cpu = (SimpleNamespace(is_cuda=flag) for flag in (True, False))
+    monkeypatch.setattr(pack_op, "pack_offsets", lambda given, rows: ("looked at", given, rows))
+    q = torch.empty(1, 90, 2, 64)
+    for reads in (True, False):
+        monkeypatch.setattr(pack_op, "reads_offsets", lambda device, reads=reads: reads)
+        looked_at = "looked at", on_gpu, 90
+        assert pack_op.offsets_of(on_gpu, q) == (on_gpu if reads else looked_at)
+        assert pack_op.offsets_of(on_cpu, q) == ("looked at", on_cpu, 90)
+    monkeypatch.undo()
+    assert not pack_op.reads_offsets("cpu") and not pack_op.reads_offsets("cuda:0")
+
+
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 def test_neighbours_do_not_show(dim):
     """NaN in the others."""
     lengths, rule = [70, 100, 60], (True, (None, None))
@@ -204,6 +242,8 @@ def test_mutants_are_killed(monkeypatch, mutant, rule, names):
 
 
 def test_another_schedule_is_killed(monkeypatch):
+    """Of copies; that of packs in place is not made here."""
+    monkeypatch.setattr(known, "IN_PLACE", False)
     lengths = [512, 90]
     tensors = known.drawn(602, dim=128)
     with known.on_sm90():

@@ -10,7 +10,7 @@ from torch.library import opcheck
 from cute_kernels.errors import ArgumentValueError, DeviceError, ShapeError
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.spans import Spans
-from cute_kernels.sparse_attn import api, device_spans, sequence_op, sequences
+from cute_kernels.sparse_attn import api, config, device_spans, sequence_op, sequences
 from tests.contract import same_bytes
 from tests.sparse_attn.sequence_cases import (
     CACHED,
@@ -33,6 +33,13 @@ def test_padding_on_either_side(pad):
     assert differing(found[1], alone(short, seed=2)) == []
     (right,) = behind((0,), (S,), S + pad)
     assert differing(right, alone(S)) == []
+
+
+def test_gradients_ask_for_no_search(monkeypatch):
+    """The order of each sequence is "spt", on every backend, as kernels of packs have it."""
+    monkeypatch.setattr(config, "auto", lambda *a: pytest.fail("auto"))
+    found = behind((5, 25), (S, S - 20), S + 5)
+    assert differing(found[0], alone(S)) == []
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from cute_kernels.sparse_attn import api, config, cpu, launch, tensors
 from tests.contract import same_bytes
 from tests.ptxsim.available import requires_sim
 from tests.sparse_attn import cases, pack_cases
-from tests.sparse_attn.sink_cases import CASES, MASKS, S, drawn_sinks, excess
+from tests.sparse_attn.sink_cases import CASES, MASKS, WIDE, S, drawn_sinks, excess
 
 SIM = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
 NIGHT = [*SIM, pytest.mark.nightly]
@@ -52,7 +52,8 @@ def attended(engine: str, x: cases.Inputs, mask, sinks, with_lse: bool = True, *
 @pytest.mark.parametrize(
     ("engine", "case"),
     [
-        *(pytest.param("cpu", case, id=f"cpu {case}") for case in CASES),
+        *(pytest.param("cpu", case, id=f"cpu {case}") for case in (*CASES, *WIDE)),
+        *(pytest.param("triton", case, id=f"triton {case}", marks=NIGHT) for case in WIDE),
         *(
             pytest.param(engine, case, id=f"{engine} {case}", marks=NIGHT if at else SIM)
             for engine in ("sm90", "triton")
@@ -268,4 +269,4 @@ def test_every_kernel_with_sinks_is_catalogued():
         for form in ("none", "band", "bits", "spans")
         for capped in (False, True)
     }
-    assert asked <= known and len(asked) == 48
+    assert asked <= known and len(asked) == 80

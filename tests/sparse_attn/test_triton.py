@@ -38,8 +38,9 @@ from .triton_harness import complaints, simulated
 HOPPER = {"wgmma_math": 2}
 LATE = HOPPER | {"async_mode": 1, "wgmma_mode": 1, "warp_order": 1, "cta_order": 1, "seed": 9}
 FEW = HOPPER | {"resident_ctas": 1, "cta_order": 2}
-#: D = 128; a group with a mask per head.
-DRAWN = (57, 58)
+#: D = 128; a group with a mask per head; another at 192, with v of 128; 256.
+DRAWN = (42, 58, 59, 15)
+WIDE = (192, 256)
 MORE = tuple(seed for seed in range(64) if seed not in DRAWN)
 
 
@@ -65,8 +66,8 @@ def test_an_id_names_the_tiles(monkeypatch, device):
 @pytest.mark.parametrize(
     ("marked", "chosen", "least"),
     [
-        ("not nightly", "test_killed", 8),
-        pytest.param("nightly or not nightly", "test", 32, marks=pytest.mark.nightly),
+        ("not nightly", "test_killed", 10),
+        pytest.param("nightly or not nightly", "test", 41, marks=pytest.mark.nightly),
     ],
 )
 def test_interpreted(marked, chosen, least):
@@ -131,7 +132,16 @@ def test_sequences():
 
 
 @pytest.mark.parametrize("mask", cpu_battery.MASKS)
-@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.bfloat16), (96, torch.float16)], ids=str)
+@pytest.mark.parametrize(
+    ("dim", "dtype"),
+    [
+        (64, torch.bfloat16),
+        (96, torch.float16),
+        (192, torch.bfloat16),
+        (256, torch.float16),
+    ],
+    ids=str,
+)
 @pytest.mark.nightly
 @pytest.mark.sim
 @requires_core
@@ -144,19 +154,21 @@ def test_every_transform_of_sequences(mask, dim, dtype):
 @pytest.mark.nightly
 @pytest.mark.sim
 @requires_core
-def test_rows():
+@pytest.mark.parametrize("dim", [64, *WIDE])
+def test_rows(dim):
     """Queries without positions are rows: the battery of every row op."""
     with through(), simulated(**HOPPER):
-        assert contract.check_rows(cpu_battery.rows_op(), 150, 5) > 60
+        assert contract.check_rows(cpu_battery.rows_op(dim), 150, 5) > 60
 
 
+@pytest.mark.parametrize("dim", [64, *WIDE])
 @pytest.mark.parametrize("rule", pack_cases.RULES, ids=str)
 @pytest.mark.nightly
 @pytest.mark.sim
 @requires_core
-def test_packs(rule):
+def test_packs(rule, dim):
     lengths = [130, 0, 1, 61, 128]
-    tensors = pack_cases.drawn(sum(lengths), heads=(4, 2))
+    tensors = pack_cases.drawn(sum(lengths), heads=(4, 2), dim=dim)
     with pack_cases.launched(launch.forward, launch.backward), simulated(**HOPPER):
         made = pack_cases.packed(tensors, lengths, *rule)
         assert pack_cases.differing(made, pack_cases.alone(tensors, lengths, *rule)) == []
@@ -175,8 +187,8 @@ SIZE, HEADS, KV_HEADS = 300, 2, 1
 
 
 @functools.cache
-def problem(batch: int = 2) -> cases.Inputs:
-    return cases.inputs(batch, HEADS, KV_HEADS, SIZE, SIZE, 64, seed=9)
+def problem(dim: int = 64) -> cases.Inputs:
+    return cases.inputs(2, HEADS, KV_HEADS, SIZE, SIZE, dim, seed=9)
 
 
 def gradients(schedule, x: cases.Inputs | None = None, mask: BlockMask | None = None):
@@ -196,32 +208,39 @@ def equal(one, two) -> list[bool]:
     return [same_bytes(a, b) for a, b in zip(one, two, strict=True)]
 
 
+@pytest.mark.parametrize(
+    "dim", [64, *(pytest.param(dim, marks=pytest.mark.nightly) for dim in WIDE)]
+)
 @pytest.mark.sim
 @requires_core
-def test_gradients_follow_the_schedule_and_nothing_else():
+def test_gradients_follow_the_schedule_and_nothing_else(dim):
     """Late copies, random warps, one CTA at a time, interleaved and backward tickets: equal bytes.
 
     Other ranks change dQ alone, other visits dK and dV alone.
     """
-    schedule, flight = permuted(), permuted(heads_in_flight=2)
+    schedule, flight, x = permuted(), permuted(heads_in_flight=2), problem(dim)
     with through():
         with simulated(**HOPPER):
-            want = gradients(schedule)
-            assert (flight.order != schedule.order).any() and all(equal(gradients(flight), want))
-            assert equal(gradients(permuted(order=[0, 1, 2])), want) == [False, True, True]
-            assert equal(gradients(permuted(walk="descending")), want) == [True, False, False]
+            want = gradients(schedule, x)
+            assert (flight.order != schedule.order).any()
+            assert all(equal(gradients(flight, x), want))
+            assert equal(gradients(permuted(order=[0, 1, 2]), x), want) == [False, True, True]
+            assert equal(gradients(permuted(walk="descending"), x), want) == [True, False, False]
         for options in (LATE, FEW):
             with simulated(**options):
-                assert all(equal(gradients(schedule), want)), options
+                assert all(equal(gradients(schedule, x), want)), options
 
 
+@pytest.mark.parametrize(
+    "dim", [64, *(pytest.param(dim, marks=pytest.mark.nightly) for dim in WIDE)]
+)
 @pytest.mark.sim
 @requires_core
-def test_gradients_of_a_batch_and_of_other_layouts():
+def test_gradients_of_a_batch_and_of_other_layouts(dim):
     """Alone, beside NaN, with heads before tokens, misaligned: the bytes of the plain run."""
-    x = problem()
+    x = problem(dim)
     with through(), simulated(**HOPPER):
-        want = gradients("spt")
+        want = gradients("spt", x)
         for place in (0, 1):
             alone = cases.Inputs(*(part(t, place) for t in vars(x).values()))
             assert all(equal(gradients("spt", alone), (t[place : place + 1] for t in want)))

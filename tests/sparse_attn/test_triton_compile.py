@@ -32,6 +32,8 @@ MASKS = {
 EVERY_COMMIT = (
     ("gfx942", 128, BF16, "bits", 2.0),
     ("gfx950", 64, FP16, "band", 0.0),
+    ("gfx942", 256, BF16, "band", 0.0),
+    ("gfx950", 192, FP16, "bits by head", 2.0),
 )
 ALL = tuple(itertools.product(TARGETS, config.HEAD_DIMS, (BF16, FP16), MASKS, (0.0, 2.0)))
 
@@ -69,9 +71,9 @@ def test_code(target, dim, dtype, mask, softcap):
 
 def test_a_sum_in_memory_is_found(tmp_path):
     """Mutant of the backward: dK is added to memory by atomics."""
-    text = "    _put_rows(dk_ptr + place, dk * scale, n, stride, KV_LEN, D, BLOCK_D)\n"
+    text = "    _put_rows(dk_ptr + place * D, dk * scale, n, stride * D, KV_LEN, D, BLOCK_D)\n"
     atomic = (
-        "    ptrs = dk_ptr + place + n[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]\n"
+        "    ptrs = dk_ptr + (place + n[:, None] * stride) * D + tl.arange(0, BLOCK_D)[None, :]\n"
         "    tl.atomic_add(ptrs, dk.to(dk_ptr.dtype.element_ty), mask=n[:, None] < KV_LEN)\n"
     )
     module = copy_of(tmp_path, (text, atomic))

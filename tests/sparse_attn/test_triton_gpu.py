@@ -1,7 +1,7 @@
 """Block-sparse attention on the Triton backend of a GPU: values, the battery, orders, a graph.
 
 Any CUDA or ROCm device will do; an SM90 GPU is asked for the other bits by the environment.  Passed
-on an H200 (docs/attention.md); on AMD: not run.
+on an H200 (docs/attention.md); D = 192 and 256, and on AMD: not run.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def test_drawn_cases_against_float64(seed):
 
 
 @pytest.mark.parametrize("mask", cpu_battery.MASKS)
-@pytest.mark.parametrize(("dim", "softcap"), [(64, 0.0), (96, 4.0), (128, 0.0)])
+@pytest.mark.parametrize(
+    ("dim", "softcap"), [(64, 0.0), (96, 4.0), (128, 0.0), (192, 0.0), (256, 4.0)]
+)
 def test_battery(mask, dim, softcap):
     sequence = SequenceOp(mask, on_gpu, cpu_battery.MASKS[mask], {"softcap": softcap})
     assert cpu_battery.battery(sequence, cpu_battery.sequence(dim=dim)) > 50
@@ -69,7 +71,7 @@ def gradients(x: cases.Inputs, mask: BlockMask, schedule) -> tuple[torch.Tensor,
     return torch.autograd.grad(out, x.leaves(), x.dout)
 
 
-@pytest.fixture(scope="module", params=[64, 128])
+@pytest.fixture(scope="module", params=[64, 128, 192, 256])
 def problem(request) -> cases.Inputs:
     x = cases.inputs(2, 4, 2, SIZE, SIZE, request.param, seed=9)
     leaves = [t.detach().cuda().requires_grad_() for t in x.leaves()]

@@ -156,17 +156,21 @@ def test_turns_that_come_keep_their_bits(limit, name):
                 assert contract.same_bytes(a, b), mode.name
 
 
-def test_whose_turn_it_is_follows_the_lists():
-    """Each visit of a schedule in turn, as the holder and as the one that waits."""
+@pytest.mark.parametrize("parts", [1, 2])
+def test_whose_turn_it_is_follows_the_lists(parts):
+    """Each visit of a schedule in turn, as the holder and as the one that waits; of halves too."""
     mask = BlockMask.causal(384, 384)
     schedule = kinds.permutation(mask, order=[[2, 0, 1], [0, 1, 2]], heads=2)
     lists = masks.order_of(masks.lower(mask), schedule)
     tiles, tile_m, group = 6, 64, 2
+    generator = torch.Generator().manual_seed(parts)
 
     def said(head: int, tile: int, rank: int, landed: int) -> str:
-        record = torch.tensor([1, head * tiles + tile, rank, landed])
+        part = torch.randint(parts, (2,), generator=generator).tolist()
+        both = rank * parts + part[0], landed * parts + part[1]
+        record = torch.tensor([1, head * tiles + tile, *both])
         with pytest.raises(WatchdogError) as caught:
-            watchdog.require_turns(record, lists, tiles, tile_m, group, 7)
+            watchdog.require_turns(record, lists, tiles, tile_m, group, parts, 7)
         return str(caught.value).split("): ", 1)[1]
 
     visits = 0
@@ -186,7 +190,7 @@ def test_whose_turn_it_is_follows_the_lists():
             )
     assert visits == 12
     nothing = torch.zeros(watchdog.FIELDS, dtype=torch.int32)
-    watchdog.require_turns(nothing, lists, tiles, tile_m, group, 7)
+    watchdog.require_turns(nothing, lists, tiles, tile_m, group, parts, 7)
 
 
 def test_the_unordered_kernel_has_no_turns_to_watch(limit):

@@ -43,16 +43,19 @@ def through(launch: ModuleType = triton_launch, **options: bool) -> Iterator[Non
 copy_of = functools.partial(triton_copies.copy_of, package)
 
 
+#: The plan's steps by head size: keys of the forward, query rows of dK and dV, keys of dQ.
+STEPS = {64: (64, 32, 64), 192: (32, 16, 32), 256: (32, 16, 16)}
+
+
 class ByHand:
-    """One attention without softcap, bf16, D = 64, as the kernels' docstring spells it, in numpy.
+    """One attention without softcap, in bf16, as the kernels' docstring spells it, in numpy.
 
     A product here is the one that Triton's interpreter takes, so that bytes can be compared.
-    The plan's steps are written out: 64 keys, or 32 query rows for dK and dV.
     """
 
     def __init__(self, q, k, v, allowed, scale: float):
         self.sizes = q.shape[1], k.shape[1]
-        self.group = q.shape[2] // k.shape[2]
+        self.group, self.steps = q.shape[2] // k.shape[2], STEPS[q.shape[3]]
         self.q, self.k, self.v = (_blocks(t) for t in (q, k, v))
         m, n = self.q.shape[2], self.k.shape[2]
         dense = allowed.expand(q.shape[0], q.shape[2], *self.sizes)
@@ -62,15 +65,17 @@ class ByHand:
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """out and lse; a block without an allowed pair is not visited."""
-        out, lse = np.zeros_like(self.q), np.zeros(self.q.shape[:3], F32)
+        step, width = self.steps[0], self.v.shape[3]
+        lse = np.zeros(self.q.shape[:3], F32)
+        out = np.zeros((*lse.shape, width), F32)
         for b, h, m in np.ndindex(*self.q.shape[:2], self.q.shape[2] // 128):
             rows = np.s_[m * 128 : m * 128 + 128]
             top = np.full(128, -np.inf, F32)
-            total, acc = np.zeros(128, F32), np.zeros((128, 64), F32)
-            for at in range(0, self.k.shape[2], 64):
+            total, acc = np.zeros(128, F32), np.zeros((128, width), F32)
+            for at in range(0, self.k.shape[2], step):
                 if not self.allowed[b, h, rows, at // 128 * 128 : at // 128 * 128 + 128].any():
                     continue
-                cols = np.s_[at : at + 64]
+                cols = np.s_[at : at + step]
                 allowed = self.allowed[b, h, rows, cols]
                 s = product(self.q[b, h, rows], self.k[b, h // self.group, cols].T)
                 above = np.maximum(top, np.where(allowed, s, F32(-np.inf)).max(1) * self.factor)
@@ -92,6 +97,7 @@ class ByHand:
         self.dout = _blocks(dout)
         self.delta = (self.out * self.dout).sum(3)
         dq, dk, dv = np.zeros_like(self.q), np.zeros_like(self.k), np.zeros_like(self.v)
+        _, rows_of_step, keys_of_step = self.steps
         heads, per = self.q.shape[1], self.q.shape[0] * self.q.shape[1] // schedule.heads
         writers: dict[tuple, dict[int, int]] = {}
         for ticket, n, visits in sorted(schedule.tickets(), key=lambda t: t[0]):
@@ -99,15 +105,15 @@ class ByHand:
                 b, h = divmod(ticket * per + inner, heads)
                 kv, cols = h // self.group, np.s_[n * 128 : n * 128 + 128]
                 writers.setdefault((b, h, m), {})[rank] = n
-                for at in range(m * 128, m * 128 + 128, 32):
-                    rows = np.s_[at : at + 32]
+                for at in range(m * 128, m * 128 + 128, rows_of_step):
+                    rows = np.s_[at : at + rows_of_step]
                     p, ds = self._slopes(b, h, rows, cols, flip=True)
                     dv[b, kv, cols] = product(p, self.dout[b, h, rows]) + dv[b, kv, cols]
                     dk[b, kv, cols] = product(ds, self.q[b, h, rows]) + dk[b, kv, cols]
         for (b, h, m), found in writers.items():
             rows = np.s_[m * 128 : m * 128 + 128]
-            for rank, half in itertools.product(sorted(found), (0, 64)):
-                cols = np.s_[found[rank] * 128 + half : found[rank] * 128 + half + 64]
+            for rank, at in itertools.product(sorted(found), range(0, 128, keys_of_step)):
+                cols = np.s_[found[rank] * 128 + at : found[rank] * 128 + at + keys_of_step]
                 _, ds = self._slopes(b, h, rows, cols, flip=False)
                 dq[b, h, rows] = product(ds, self.k[b, h // self.group, cols]) + dq[b, h, rows]
         q_len, kv_len = self.sizes

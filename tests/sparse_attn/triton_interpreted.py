@@ -31,10 +31,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 
 SHARED, BY_HEAD, FULL = "shared mask", "a mask per head", "all"
 HEADS, Q_LEN, KV_LEN, DIM = 2, 200, 300, 64
-SCALE = DIM**-0.5
+#: Padded to 256, with v of 128; and the widest.
+WIDE = (192, 256)
 SHUFFLED = [1, 2, 0]
 #: Every head size, dtype and form, a group, softcap, tails and empty rows.
-DRAWN = (4, 16, 27, 35, 46, 57, 58, 66)
+DRAWN = (28, 31, 42, 57, 58, 59, 67, 80)
 
 
 @functools.cache
@@ -50,14 +51,14 @@ def mask_of(kind: str) -> BlockMask:
 
 
 @functools.cache
-def problem(kind: str) -> cases.Inputs:
-    return cases.inputs(1, 1 if kind == FULL else HEADS, 1, Q_LEN, KV_LEN, DIM, seed=9)
+def problem(kind: str, dim: int = DIM) -> cases.Inputs:
+    return cases.inputs(1, 1 if kind == FULL else HEADS, 1, Q_LEN, KV_LEN, dim, seed=9)
 
 
 @functools.cache
-def by_hand(kind: str) -> tuple[ByHand, torch.Tensor, torch.Tensor]:
-    leaves = problem(kind).leaves()
-    hand = ByHand(*leaves, mask_of(kind).to_dense(), SCALE)
+def by_hand(kind: str, dim: int = DIM) -> tuple[ByHand, torch.Tensor, torch.Tensor]:
+    leaves = problem(kind, dim).leaves()
+    hand = ByHand(*leaves, mask_of(kind).to_dense(), dim**-0.5)
     return (hand, *hand.forward())
 
 
@@ -66,31 +67,31 @@ def lists(kind: str, **options):
     return kinds.permutation(mask_of(kind), heads=HEADS if kind == BY_HEAD else 1, **options)
 
 
-def sums(launch, kind: str, schedule) -> tuple[torch.Tensor, ...]:
+def sums(launch, kind: str, schedule, dim: int = DIM) -> tuple[torch.Tensor, ...]:
     """fp32 dq, dk, dv of the kernels."""
-    lowered, (_, out, lse) = masks.lower(mask_of(kind)), by_hand(kind)
+    lowered, (_, out, lse) = masks.lower(mask_of(kind)), by_hand(kind, dim)
     order = masks.order_of(lowered, schedule)
-    x = problem(kind)
+    x = problem(kind, dim)
     leaves = [t.detach() for t in x.leaves()]
     grads, saved = Grads(x.dout, None), Saved(*leaves, out.bfloat16(), lse)
-    return launch.ordered_sums(grads, saved, lowered, order, SCALE, 0.0, interpret=True)[:3]
+    return launch.ordered_sums(grads, saved, lowered, order, dim**-0.5, 0.0, interpret=True)[:3]
 
 
-def forward_order(launch) -> None:
+def forward_order(launch, dim: int = DIM) -> None:
     """out and lse are what the docstring spells, byte for byte."""
     for kind in (SHARED, BY_HEAD):
-        _, out, lse = by_hand(kind)
+        (_, out, lse), leaves = by_hand(kind, dim), problem(kind, dim).leaves()
         with through(launch, interpret=True):
-            got = block_sparse_attention(*problem(kind).leaves(), mask_of(kind), return_lse=True)
+            got = block_sparse_attention(*leaves, mask_of(kind), return_lse=True)
         assert same_bytes(got[0], out.bfloat16()) and same_bytes(got[1], lse), kind
 
 
-def backward_order(launch) -> None:
+def backward_order(launch, dim: int = DIM) -> None:
     """dQ adds by ranks, dK and dV by visits and heads, byte for byte, before the rounding."""
     for kind in (SHARED, BY_HEAD):
         schedule = lists(kind)
-        want = by_hand(kind)[0].backward(problem(kind).dout, schedule)
-        got = sums(launch, kind, schedule)
+        want = by_hand(kind, dim)[0].backward(problem(kind, dim).dout, schedule)
+        got = sums(launch, kind, schedule, dim)
         names = ("dq", "dk", "dv")
         wrong = [n for n, g, w in zip(names, got, want, strict=True) if not same_bytes(g, w)]
         assert not wrong, (kind, wrong)
@@ -109,6 +110,7 @@ def write_order(launch) -> None:
 WINDOW = BlockMask.sliding_window(100, 200, left=90, right=40)
 CASE = cases.Case(7, "by hand", *(1, 2, 1, 100, 200, 64), torch.bfloat16, 3.0, "lpt", True, WINDOW)
 NO_MASK = cases.Case(8, "none", *(1, 1, 1, 3, 65, 64), torch.float16, 0.0, "spt", False, None)
+OF_192 = cases.Case(9, "none", *(1, 2, 2, 40, 65, 192), torch.bfloat16, 0.0, "spt", True, None)
 
 
 def values(launch, chosen=(CASE,)) -> None:
@@ -124,10 +126,15 @@ def ends(launch) -> None:
     values(launch, [NO_MASK])
 
 
+def two_widths(launch) -> None:
+    """q and k of 192, v of 128."""
+    values(launch, [OF_192])
+
+
 def zeros(launch) -> None:
     """Row 0 sees keys 0 to 127, whose sum underflows to -0; row 1 needs another block, all +0."""
     q, k, v = (torch.zeros(1, n, 1, DIM, dtype=torch.bfloat16) for n in (2, 200, 200))
-    q[0, 0], k[0, :128, 0, 0], v[0, :128] = 8.0, -30.0 / (8 * SCALE * 1.4427), -(2.0**-133)
+    q[0, 0], k[0, :128, 0, 0], v[0, :128] = 8.0, -30.0 / (8 * DIM**-0.5 * 1.4427), -(2.0**-133)
     k[0, 64], v[0, 64] = 0.0, 0.0
     v[0, 128:] = 1.0
     allowed = torch.zeros(2, 200, dtype=torch.bool)
@@ -149,12 +156,18 @@ def neighbours(launch) -> None:
             assert same_bytes(block_sparse_attention(rows, k, v)[:, at : at + 1], want)
 
 
-CHECKS = (forward_order, backward_order, write_order, values, ends, zeros, neighbours)
+CHECKS = (forward_order, backward_order, write_order, values, ends, two_widths, zeros, neighbours)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_kernels(check):
     check(triton_launch)
+
+
+@pytest.mark.parametrize("check", [forward_order, backward_order], ids=lambda check: check.__name__)
+@pytest.mark.parametrize("dim", WIDE)
+def test_the_kernels_of_wide_heads(check, dim):
+    check(triton_launch, dim)
 
 
 @pytest.mark.parametrize("seed", DRAWN)
@@ -174,6 +187,8 @@ def test_the_draw_covers_what_it_claims():
     assert any(c.mask is not None and c.mask.shape[1] > 1 and c.heads > c.kv_heads for c in drawn)
 
 
+#: What follows the bound of a head's columns where rows are loaded, not stored.
+LOADED = "[None, :]\n    return"
 MUTANTS = {
     "ranks backwards": (
         "tl.load(writer_ptr + writers + i // STEPS)",
@@ -223,6 +238,14 @@ MUTANTS = {
     ),
     "no gradient of lse": ("delta -= tl.load", "delta -= 0.0 * tl.load", values),
     "P not rounded": ("tl.dot(_through(p, v, ROUND)", "tl.dot(p.to(v.dtype)", forward_order),
+    "delta over half of v": (
+        "tl.sum(out * dout, axis=1)",
+        "tl.sum(tl.where(tl.arange(0, BLOCK_DV)[None, :] < DV // 2, out * dout, 0.0), axis=1)",
+        two_widths,
+    ),
+    "dK where dV would be": ("dk_ptr + place * D", "dk_ptr + place * DV", two_widths),
+    "scores over v's width": (f"(d < D){LOADED}", f"(d < 128){LOADED}", two_widths),
+    "columns behind a head": (f"(d < D){LOADED}", f"(d < 224){LOADED}", two_widths),
 }
 
 

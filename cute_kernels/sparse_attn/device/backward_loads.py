@@ -10,7 +10,6 @@ from ...schedulers.tiles import ticket_device as tickets
 from ..config import BackwardConfig
 from . import packed, walk
 from .backward_tiles import BLOCK, BackwardTiles
-from .chunks import piece_bytes
 
 
 class Loads:
@@ -18,78 +17,91 @@ class Loads:
 
     def __init__(self, config: BackwardConfig, tiles: BackwardTiles):
         self.config, self.tiles, self.packed = config, tiles, config.packed
-        self.tile_m, size = config.tile_m, tiles.row_bytes
-        self.dq_size = config.tile_m * config.head_dim
-        self.k_bytes, self.q_bytes = BLOCK * size, config.tile_m * (size + 4)
-        self.of_q = self.tile_m, piece_bytes(tiles.dtype, config.head_dim), size
-        self.of_k = tiles.of_k
+        self.tile_m, self.keys = config.tile_m, config.keys
+        self.parts = BLOCK // config.keys
+
+    def rings(self, shared, readers: int):
+        """The rings of Q with lse2, and of dO with delta; readers: warps."""
+        alone = cute.make_layout((1, 1, 1))
+        q = self.config.stages, bytes_of(self.tiles.of_q, 4)
+        do = self.config.do_stages, bytes_of(self.tiles.of_do, 4)
+        return (
+            pipeline.tma_ring(shared.q_ring.data_ptr(), *q, readers, alone),
+            pipeline.tma_ring(shared.do_ring.data_ptr(), *do, readers, alone),
+        )
 
     @cute.jit
     def load(self, loads, shared, rings, barriers, tickets_of, table):
         """Warp 0: K and V of each ticket, then Q, lse2, dO and delta of its visits."""
         (of_q, of_do, (k, v)), (source, lists, sizes) = loads, tickets_of
-        lane = cute.arch.lane_idx()
+        tiles = self.tiles
+        memory = (b.data_ptr() for b in (shared.sQ, shared.sdO, shared.sK, shared.sV))
+        of_lse2, of_delta = (
+            b.get_tensor(cute.make_layout((self.tile_m, n)))
+            for b, n in ((shared.sLse2, self.config.stages), (shared.sDelta, self.config.do_stages))
+        )
+        of_q = *of_q, tiles.q(shared.sQ), next(memory), of_lse2, tiles.of_q
+        of_do = *of_do, tiles.do(shared.sdO), next(memory), of_delta, tiles.of_do
+        of_k = k, tiles.k(shared.sK), next(memory), tiles.of_k, barriers.k_full, barriers.k_empty
+        of_v = v, tiles.v(shared.sV), next(memory), tiles.of_v, barriers.v_full, barriers.v_empty
+        # Rings of as many stages go round together.
+        apart = self.config.stages != self.config.do_stages
         state = pipeline.producer_state(self.config.stages)
+        do_state = pipeline.producer_state(self.config.do_stages)
         received = tickets.ticket_state()
         kv_phase = cutlass.Int32(1)
         phases = cute.make_rmem_tensor((1,), cutlass.Int32)
         phases.fill(0)
-        total = lists.ticket.shape[0]
+        total = lists.total() * self.parts
         ticket = source.receive(received)
         received.advance()
         while ticket < total:
-            head, block, begin, end = lists.column(ticket)
+            head, block, begin, end = lists.column(ticket // self.parts)
+            end_tile, _ = lists.ends(sizes, block, self.tile_m)
             place = None
             if cutlass.const_expr(self.packed):
                 place = packed.place_of(table, block)
             tail = barriers.tail, phases
             batch, kv_head = head // sizes.kv_heads, head % sizes.kv_heads
-            for matrix, buffer, full, empty in (
-                (k, shared.sK, barriers.k_full, barriers.k_empty),
-                (v, shared.sV, barriers.v_full, barriers.v_empty),
-            ):
-                cute.arch.mbarrier_wait(empty, kv_phase)
-                s, g = self.tiles.boxes(matrix, self.tiles.keys(buffer), kv_head, batch, place)
-                if cutlass.const_expr(self.packed):
-                    of_tile = (matrix.atom, g[None, block], s[None, 0]), buffer.data_ptr()
-                    self.load_keys(of_tile, place[1] - block * BLOCK, full, tail)
-                else:
-                    if lane == 0:
-                        cute.arch.mbarrier_arrive_and_expect_tx(full, self.k_bytes)
-                    cute.copy(matrix.atom, g[None, block], s[None, 0], tma_bar_ptr=full)
+            tile = block * self.parts + ticket % self.parts
+            for of_keys in (of_k, of_v):
+                self.load_keys(of_keys, (kv_head, batch, tile, place, tail), kv_phase)
             kv_phase = kv_phase ^ 1
             for member in cutlass.range(sizes.group, unroll=1):
                 for entry in cutlass.range(begin, end, unroll=1):
-                    q_block = lists.entry[entry] >> 1
-                    count, first = walk.visits(sizes, q_block, self.tile_m)
+                    q_block = lists.entry_at(entry, block) >> 1
+                    count, first = walk.visits(end_tile, q_block, self.tile_m)
                     for visit in cutlass.range(count, unroll=1):
                         tile = first + visit
                         row = walk.row_of(sizes, head, member, tile)
                         at = (kv_head * sizes.group + member, batch, tile, row, place, tail)
-                        self.load_rows(of_q, rings[0], (shared.sQ, shared.sLse2), at, state)
-                        self.load_rows(of_do, rings[1], (shared.sdO, shared.sDelta), at, state)
+                        self.load_rows(of_q, rings[0], at, state)
+                        if cutlass.const_expr(apart):
+                            self.load_rows(of_do, rings[1], at, do_state)
+                            do_state.advance()
+                        else:
+                            self.load_rows(of_do, rings[1], at, state)
                         state.advance()
             ticket = source.receive(received)
             received.advance()
 
     @cute.jit
-    def load_rows(self, what, ring, buffers, at, state):
+    def load_rows(self, what, ring, at, state):
         """One tile of Q or dO, and the fp32 statistic of its rows, into one stage."""
-        (matrix, values), (buffer, statistics) = what, buffers
+        matrix, values, view, memory, statistics, sizes = what
         q_head, batch, tile, row, place, tail = at
         full = ring.producer_get_barrier(state)
-        s, g = self.tiles.boxes(matrix, self.tiles.rows(buffer), q_head, batch, place)
+        s, g = self.tiles.boxes(matrix, view, q_head, batch, place)
         copied = matrix.atom, g[None, tile], s[None, state.index]
-        layout = cute.make_layout((self.tile_m, self.config.stages))
-        of_rows = values.iterator + row * self.tile_m, statistics.get_tensor(layout)
+        of_rows = values.iterator + row * self.tile_m, statistics
         if cutlass.const_expr(self.packed):
             inside = place[1] - tile * self.tile_m
             if inside < self.tile_m:
                 ring.sync_object_empty.wait(state.index, state.phase)
-                packed.expect(tail[0], self.q_bytes)
+                packed.expect(tail[0], bytes_of(sizes, 4))
                 self.copy_rows(copied, of_rows, state.index, tail[0])
-                memory = buffer.data_ptr() + state.index * self.dq_size
-                packed.clean(*tail, memory, self.of_q, inside, full)
+                stage = memory + state.index * (bytes_of(sizes) * 8 // self.tiles.dtype.width)
+                packed.clean(*tail, stage, sizes, inside, full)
             else:
                 ring.producer_acquire(state)
                 self.copy_rows(copied, of_rows, state.index, full)
@@ -112,14 +124,30 @@ class Loads:
             cute.copy(copy, whole_g, whole_s, mbar_ptr=barrier)
 
     @cute.jit
-    def load_keys(self, of_tile, inside, full, tail):
-        """K or V of a pack, of which so many rows are of its sequence."""
-        (atom, g, s), memory = of_tile
-        if inside < BLOCK:
-            packed.expect(tail[0], self.k_bytes)
-            cute.copy(atom, g, s, tma_bar_ptr=tail[0])
-            packed.clean(*tail, memory, self.of_k, inside, full)
+    def load_keys(self, what, at, phase):
+        """A ticket's tile of K or V."""
+        matrix, view, memory, sizes, full, empty = what
+        kv_head, batch, tile, place, tail = at
+        size = bytes_of(sizes)
+        cute.arch.mbarrier_wait(empty, phase)
+        s, g = self.tiles.boxes(matrix, view, kv_head, batch, place)
+        if cutlass.const_expr(self.packed):
+            inside = place[1] - tile * self.keys
+            if inside < self.keys:
+                packed.expect(tail[0], size)
+                cute.copy(matrix.atom, g[None, tile], s[None, 0], tma_bar_ptr=tail[0])
+                packed.clean(*tail, memory, sizes, inside, full)
+            else:
+                if cute.arch.lane_idx() == 0:
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+                cute.copy(matrix.atom, g[None, tile], s[None, 0], tma_bar_ptr=full)
         else:
             if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(full, self.k_bytes)
-            cute.copy(atom, g, s, tma_bar_ptr=full)
+                cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+            cute.copy(matrix.atom, g[None, tile], s[None, 0], tma_bar_ptr=full)
+
+
+def bytes_of(sizes: tuple[int, int, int], beside: int = 0) -> int:
+    """Of a tile as ``packed`` has it, with so many bytes beside each row."""
+    rows, _, row_bytes = sizes
+    return rows * (row_bytes + beside)

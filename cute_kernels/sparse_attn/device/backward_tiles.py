@@ -13,26 +13,38 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from ...dsl import mma, smem, tma
+from ...schedulers.tiles.ticket_device import STAGES
+from ..config import VALUE_DIMS, BackwardConfig
 from .chunks import piece_bytes
 
 WARPGROUPS = 2
-#: Keys of a block: 64 a warpgroup.
-BLOCK = 64 * WARPGROUPS
+#: Keys of a block of the mask.
+BLOCK = 128
 
 
 @dataclass(frozen=True)
 class BackwardTiles:
-    """Tiles of ``tile_m`` query rows against blocks of 128 keys.
+    """Tiles of ``tile_m`` query rows against tiles of ``keys`` keys, 64 a warpgroup of scores.
 
-    K, V [128, D] in one stage; Q, dO [tile_m, D] in ``stages``; dS [128, tile_m] in ``ds_stages``.
-    Views by ``major``: ``"k"`` is [rows, contiguous], ``"mn"`` the same bytes transposed.
+    K [keys, D] and V [keys, Dv] in one stage; Q [tile_m, D] in ``stages``, dO [tile_m, Dv] in
+    ``do_stages``; dS [keys, tile_m] in ``ds_stages``.  Views by ``major``: ``"k"`` is [rows,
+    contiguous], ``"mn"`` the same bytes transposed.
     """
 
     dtype: type
     head_dim: int
+    value_dim: int
+    keys: int
     tile_m: int
     stages: int
+    do_stages: int
     ds_stages: int
+
+    @classmethod
+    def of(cls, config: BackwardConfig, dtype: type) -> "BackwardTiles":
+        stages = config.stages, config.do_stages, config.ds_stages
+        widths = config.head_dim, VALUE_DIMS[config.head_dim]
+        return cls(dtype, *widths, config.keys, config.tile_m, *stages)
 
     @property
     def dq_columns(self) -> int:
@@ -40,19 +52,42 @@ class BackwardTiles:
         return self.head_dim * self.tile_m // (64 * WARPGROUPS)
 
     @property
-    def row_bytes(self) -> int:
-        return self.head_dim * self.dtype.width // 8
+    def dq_size(self) -> int:
+        """Of a tile of the fp32 dQ."""
+        return self.tile_m * self.head_dim
 
     @property
     def of_k(self) -> tuple[int, int, int]:
         """K's tile, as ``packed`` has it."""
-        return BLOCK, piece_bytes(self.dtype, self.dq_columns), self.row_bytes
+        return self.keys, piece_bytes(self.dtype, self.dq_columns), self._bytes(self.head_dim)
 
-    def score_mma(self, warpgroups: int = WARPGROUPS) -> cute.TiledMma:
+    @property
+    def of_v(self) -> tuple[int, int, int]:
+        """V's likewise: its swizzle is K's where their rows are equal."""
+        return self.keys, piece_bytes(self.dtype, self._part_of_v), self._bytes(self.value_dim)
+
+    @property
+    def of_q(self) -> tuple[int, int, int]:
+        """A stage of Q likewise."""
+        return self.tile_m, piece_bytes(self.dtype, self.head_dim), self._bytes(self.head_dim)
+
+    @property
+    def of_do(self) -> tuple[int, int, int]:
+        """And of dO."""
+        return self.tile_m, piece_bytes(self.dtype, self.value_dim), self._bytes(self.value_dim)
+
+    def _bytes(self, columns: int) -> int:
+        return columns * self.dtype.width // 8
+
+    @property
+    def _part_of_v(self) -> int | None:
+        return self.dq_columns if self.keys == BLOCK else self.value_dim
+
+    def score_mma(self, warpgroups: int | None = None) -> cute.TiledMma:
         """K Qᵀ and V dOᵀ: 64 keys a warpgroup by the rows, both from shared memory."""
-        return mma.tiled_mma(self.dtype, "k", "k", warpgroups, self.tile_m)
+        return mma.tiled_mma(self.dtype, "k", "k", warpgroups or self.keys // 64, self.tile_m)
 
-    def kv_mma(self, warpgroups: int = WARPGROUPS) -> cute.TiledMma:
+    def kv_mma(self, columns: int, warpgroups: int | None = None) -> cute.TiledMma:
         """Pᵀ dO and dSᵀ Q: 64 keys a warpgroup by D; A from registers, B's rows are reduced."""
         return hopper_helpers.make_trivial_tiled_mma(
             self.dtype,
@@ -60,8 +95,8 @@ class BackwardTiles:
             OperandMajorMode.K,
             OperandMajorMode.MN,
             cutlass.Float32,
-            (warpgroups, 1, 1),
-            (64, self.head_dim),
+            (warpgroups or self.keys // 64, 1, 1),
+            (64, columns),
             warpgroup.OperandSource.RMEM,
         )
 
@@ -82,55 +117,67 @@ class BackwardTiles:
         """From accumulators to a row-major view."""
         return hopper_helpers.get_smem_store_op(LayoutEnum.ROW_MAJOR, self.dtype, cutlass.Float32)
 
-    def key_layout(self, major: str = "k") -> cute.ComposedLayout:
-        """Of K or V: [128, D, 1]."""
-        return self._layout(BLOCK, 1, major, self.dq_columns)
+    def k_layout(self, major: str = "k") -> cute.ComposedLayout:
+        """Of K: [keys, D, 1]."""
+        return self._layout(self.keys, self.head_dim, 1, major, self.dq_columns)
 
-    def row_layout(self, major: str = "k") -> cute.ComposedLayout:
-        """Of Q or dO: [tile_m, D, stages]."""
-        return self._layout(self.tile_m, self.stages, major)
+    def v_layout(self, major: str = "k") -> cute.ComposedLayout:
+        """Of V: [keys, Dv, 1]."""
+        return self._layout(self.keys, self.value_dim, 1, major, self._part_of_v)
+
+    def q_layout(self, major: str = "k") -> cute.ComposedLayout:
+        """Of Q: [tile_m, D, stages]."""
+        return self._layout(self.tile_m, self.head_dim, self.stages, major)
+
+    def do_layout(self, major: str = "k") -> cute.ComposedLayout:
+        """Of dO: [tile_m, Dv, stages]."""
+        return self._layout(self.tile_m, self.value_dim, self.do_stages, major)
 
     def _layout(
-        self, rows: int, stages: int, major: str, part: int | None = None
+        self, rows: int, columns: int, stages: int, major: str, part: int | None = None
     ) -> cute.ComposedLayout:
-        size = (rows, self.head_dim) if major == "k" else (self.head_dim, rows)
+        size = (rows, columns) if major == "k" else (columns, rows)
         return smem.operand_layout(self.dtype, *size, major, stages, part)
 
-    def keys(self, buffer, major: str = "k") -> cute.Tensor:
-        """K or V."""
-        return _view(buffer, self.key_layout(major))
+    def k(self, buffer, major: str = "k") -> cute.Tensor:
+        return _view(buffer, self.k_layout(major))
 
-    def rows(self, buffer, major: str = "k") -> cute.Tensor:
-        """Q or dO."""
-        return _view(buffer, self.row_layout(major))
+    def v(self, buffer, major: str = "k") -> cute.Tensor:
+        return _view(buffer, self.v_layout(major))
+
+    def q(self, buffer, major: str = "k") -> cute.Tensor:
+        return _view(buffer, self.q_layout(major))
+
+    def do(self, buffer, major: str = "k") -> cute.Tensor:
+        return _view(buffer, self.do_layout(major))
 
     def ds(self, buffer, major: str) -> cute.Tensor:
         """dS: [keys, rows], or ("mn") [rows, keys]."""
-        size = (BLOCK, self.tile_m) if major == "k" else (self.tile_m, BLOCK)
+        size = (self.keys, self.tile_m) if major == "k" else (self.tile_m, self.keys)
         return _view(buffer, smem.operand_layout(self.dtype, *size, major, self.ds_stages))
 
     def boxes(self, source: tma.Source, s: cute.Tensor, head, batch, place=None):
         """(shared, global) views of one head's matrix, a box of the buffer's rows first."""
-        rows, matrix = cute.size(s, mode=[0]), source.tensor[None, None, head, batch]
+        size, matrix = cute.shape(s)[:2], source.tensor[None, None, head, batch]
         if place is not None:
             matrix = cute.domain_offset((-place[0], 0), matrix)
-        tiles = cute.local_tile(matrix, (rows, self.head_dim), (None, 0))
+        tiles = cute.local_tile(matrix, tuple(cute.size(n) for n in size), (None, 0))
         return tma.partition(source.atom, 0, cute.make_layout(1), s, tiles)
 
-    def statistics(self, buffer, stage, lane) -> cute.Tensor:
+    def statistics(self, buffer, stages: int, stage, lane) -> cute.Tensor:
         """[(2, 2), tile_m / 16]: the fp32 values of the query rows that a lane holds of a score.
 
         In the order of ``statistics_place``, so that a lane reads 16 bytes at once.
         """
-        layout = cute.make_layout(((2, 2), 4, self.tile_m // 16, self.stages))
+        layout = cute.make_layout(((2, 2), 4, self.tile_m // 16, stages))
         return buffer.get_tensor(layout)[None, lane % 4, None, stage]
 
-    def storage(self, dq_stages: int, ticket_stages: int, others: int) -> type:
-        """All of a CTA's shared memory.
+    def storage(self, of_dq: int, dq_barriers: int, others: int) -> type:
+        """All of a CTA's shared memory, with room for ``of_dq`` fp32 of dQ.
 
         Barriers and row statistics first, so that the buffers behind them need no padding.
         """
-        rows = self.tile_m * self.stages
+        rows, of_do = self.tile_m * self.stages, self.tile_m * self.do_stages
 
         def barriers(count: int):
             return cute.struct.MemRange[cutlass.Int64, count]
@@ -141,19 +188,19 @@ class BackwardTiles:
         @cute.struct
         class Storage:
             q_ring: barriers(2 * self.stages)
-            do_ring: barriers(2 * self.stages)
+            do_ring: barriers(2 * self.do_stages)
             singles: barriers(others)
-            dq: barriers(2 * dq_stages)
-            tickets: barriers(2 * ticket_stages)
-            slots: cute.struct.MemRange[cutlass.Int32, ticket_stages]
+            dq: barriers(dq_barriers)
+            tickets: barriers(2 * STAGES)
+            slots: cute.struct.MemRange[cutlass.Int32, STAGES]
             sLse2: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, rows], 128]
-            sDelta: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, rows], 128]
-            sK: buffer(self.dtype, BLOCK * self.head_dim)
-            sV: buffer(self.dtype, BLOCK * self.head_dim)
+            sDelta: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, of_do], 128]
+            sK: buffer(self.dtype, self.keys * self.head_dim)
+            sV: buffer(self.dtype, self.keys * self.value_dim)
             sQ: buffer(self.dtype, rows * self.head_dim)
-            sdO: buffer(self.dtype, rows * self.head_dim)
-            sdS: buffer(self.dtype, BLOCK * self.tile_m * self.ds_stages)
-            sdQ: buffer(cutlass.Float32, self.tile_m * self.head_dim * dq_stages)
+            sdO: buffer(self.dtype, of_do * self.value_dim)
+            sdS: buffer(self.dtype, self.keys * self.tile_m * self.ds_stages)
+            sdQ: buffer(cutlass.Float32, of_dq)
 
         return Storage
 

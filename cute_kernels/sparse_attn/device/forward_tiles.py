@@ -18,15 +18,18 @@ ROWS = BLOCK // 2
 
 @dataclass(frozen=True)
 class ForwardTiles:
-    """Q [64 consumers, D] against ``stages`` of K and V [128, D] each.
+    """Q [64 consumers, D] against ``stages`` of K [128, D / parts] and of V [128 / parts, Dv].
 
+    parts: what a block of K, and of V, comes in: K by columns, V by keys, each in WGMMA's order.
     packed: whether rows and keys are those of sequences where they lie (``packed``).
     """
 
     dtype: type
     head_dim: int
+    value_dim: int
     consumers: int
     stages: int
+    parts: int
     packed: bool
 
     @property
@@ -40,8 +43,20 @@ class ForwardTiles:
         return ROWS if self.packed and self.consumers == 3 else self.rows
 
     @property
-    def row_bytes(self) -> int:
-        return self.head_dim * self.dtype.width // 8
+    def k_box(self) -> tuple[int, int]:
+        """Of one stage: keys, columns."""
+        return BLOCK, self.head_dim // self.parts
+
+    @property
+    def v_box(self) -> tuple[int, int]:
+        """Likewise."""
+        return BLOCK // self.parts, self.value_dim
+
+    @property
+    def stage_bytes(self) -> tuple[int, int, int]:
+        """Of Q, of K and of V."""
+        boxes = (self.rows, self.head_dim), self.k_box, self.v_box
+        return tuple(rows * columns * self.dtype.width // 8 for rows, columns in boxes)
 
     @property
     def barriers(self) -> int:
@@ -50,13 +65,24 @@ class ForwardTiles:
 
     @property
     def of_o(self) -> tuple[int, int, int]:
-        """O's tile, as ``packed`` has it."""
-        return self.rows, piece_bytes(self.dtype, self.head_dim), self.row_bytes
+        """A consumer's tile of O, as ``packed`` has it."""
+        row_bytes = self.value_dim * self.dtype.width // 8
+        return ROWS, piece_bytes(self.dtype, self.value_dim), row_bytes
+
+    @property
+    def o_per_stage(self) -> int:
+        """Such tiles that a stage of V has room for."""
+        return self.v_box[0] // ROWS
+
+    @property
+    def o_stages(self) -> int:
+        """Stages of V that O of all consumers takes."""
+        return -(-self.consumers // self.o_per_stage)
 
     @property
     def of_v(self) -> tuple[int, int, int]:
         """A stage of V likewise."""
-        return BLOCK, *self.of_o[1:]
+        return self.v_box[0], *self.of_o[1:]
 
     def qk_mma(self) -> cute.TiledMma:
         """Q K^T: both operands from shared memory, the consumers stacked along the rows."""
@@ -71,25 +97,29 @@ class ForwardTiles:
             OperandMajorMode.MN,
             cutlass.Float32,
             (1, 1, 1),
-            (ROWS, self.head_dim),
+            (ROWS, self.value_dim),
             warpgroup.OperandSource.RMEM,
         )
 
     def layouts(self) -> tuple[cute.ComposedLayout, ...]:
-        """Of Q, which is O's too, and of the stages of K and V."""
-        dtype, width, stages = self.dtype, self.head_dim, self.stages
+        """Of Q and of the stages of K and V."""
+        keys, columns = self.v_box
         return (
-            smem.operand_layout(dtype, self.rows, width, "k", 1),
-            smem.operand_layout(dtype, BLOCK, width, "k", stages),
-            smem.operand_layout(dtype, width, BLOCK, "mn", stages),
+            smem.operand_layout(self.dtype, self.rows, self.head_dim, "k", 1),
+            smem.operand_layout(self.dtype, *self.k_box, "k", self.stages),
+            smem.operand_layout(self.dtype, columns, keys, "mn", self.stages),
         )
 
+    def o_layout(self) -> cute.ComposedLayout:
+        """Of a consumer's O."""
+        return smem.operand_layout(self.dtype, ROWS, self.value_dim, "k", 1)
+
     def box_layout(self) -> cute.ComposedLayout:
-        """Of the rows of Q or O that lie side by side."""
+        """Of the rows of Q that lie side by side."""
         return smem.operand_layout(self.dtype, self.box_rows, self.head_dim, "k", 1)
 
     def box(self, source, buffer, row, n: int):
-        """(shared, global) views of the ``n``-th rows of a tile, which lie from ``row`` on."""
+        """(shared, global) views of the ``n``-th rows of a tile of Q, which lie from ``row`` on."""
         shape = (self.box_rows, self.head_dim)
         moved = cute.domain_offset((row, 0), source.tensor)
         s = cute.local_tile(buffer, (*shape, 1), (n, 0, 0))
@@ -105,6 +135,9 @@ class ForwardTiles:
         class Storage:
             barriers: cute.struct.MemRange[cutlass.Int64, self.barriers]
             words: cute.struct.MemRange[cutlass.Int32, 4 * (1 + self.stages)]
+            of_o: cute.struct.MemRange[cutlass.Int64, 2 * self.consumers]
+            told: cute.struct.MemRange[cutlass.Int32, 5]
+            told_o: cute.struct.MemRange[cutlass.Int32, 4 * self.consumers]
             sQ: cute.struct.Align[
                 cute.struct.MemRange[self.dtype, cute.cosize(sQ_layout)], smem.ALIGN
             ]

@@ -3,10 +3,14 @@
 The producer alone reads the lists.  For each step, a block of keys, it leaves one word per list
 where the consumers find it a step earlier, so that no two of them can disagree on what comes.
 
-    word    4 * entry  the block is on the list (an entry is 2 * block + is_partial)
-            ABSENT     it is not
-            + ENDS     no other block of this list follows
-            + LAST     no step follows
+    word    BLOCK_SHIFT and on: the block, if it is on the list; below 0 (ABSENT): it is not
+            PARTIAL    the block is partial
+            ENDS       no other block of this list follows
+            LAST       no step follows
+            PLACE_SHIFT and on: where in their rings K and V of the step are (``place_code``)
+
+A consumer that counted its way through the rings itself, from tile to tile, would compute the
+addresses of its products in every thread: ptxas does not see that they are equal.
 
 A consumer holds V of its last block until its next one.  So that the ring can go on meanwhile, a
 list that has been absent for ``patience`` steps in a row is given a step of its own: its last block
@@ -15,13 +19,15 @@ more of V than the visit before.
 """
 
 import cutlass
-from cutlass import cute
+from cutlass import cute, pipeline
 
 from .spans import Run
 
-LAST, ENDS, ABSENT = 1, 2, -4
-#: In a word: is_partial, and how far to the left the block is.
-PARTIAL, BLOCK_SHIFT = 4, 3
+LAST, ENDS, PARTIAL, ABSENT = 1, 2, 4, -(2**31)
+#: In a word: how far to the left the place in the rings is, and the block.
+PLACE_SHIFT, BLOCK_SHIFT = 3, 7
+#: In the code of a place: the phase; below it is the stage.
+PHASE = 8
 #: A block beyond all keys, and an entry beyond all blocks.
 BEYOND, END = 2**23, 2**30
 #: The columns of a cursor; that of the next ``LANES`` entries differs by lane.
@@ -47,11 +53,29 @@ def cursor(lists) -> cute.Tensor:
     return at
 
 
+def place_code(stage, phase):
+    """The code of a reader's place in rings that go round together."""
+    return stage + PHASE * phase
+
+
+def state_at(code, stages: int):
+    """The place in a ring with a code."""
+    stage = cute.arch.make_warp_uniform(code & (PHASE - 1))
+    phase = code // PHASE & 1
+    return pipeline.PipelineState(stages, cutlass.Int32(0), stage, phase)
+
+
+def state_of(word, stages: int):
+    """The place of a step in its rings."""
+    return state_at(word >> PLACE_SHIFT, stages)
+
+
 @cute.jit
-def step(lists, at: cute.Tensor, words: cute.Tensor, patience: cutlass.Constexpr):
+def step(lists, at: cute.Tensor, words: cute.Tensor, patience: cutlass.Constexpr, code):
     """Goes on by a step and returns its block, or ``END``; by one warp, which may then tell others.
 
     words  [lists, 2]: the word of this step, and the mask tile of the step before it
+    code   of this step's place in the rings
     """
     tell_tiles(lists, at, words)
     block, repeated = END >> 1, cutlass.Int32(-1)
@@ -69,7 +93,8 @@ def step(lists, at: cute.Tensor, words: cute.Tensor, patience: cutlass.Constexpr
             word[n] = BEYOND << BLOCK_SHIFT
             at[n, AWAY] = 0
         elif repeated < 0 and at[n, ENTRY] >> 1 == block:
-            word[n] = 4 * at[n, ENTRY]
+            entry = at[n, ENTRY]
+            word[n] = (entry >> 1 << BLOCK_SHIFT) + (entry & 1) * PARTIAL
             if cutlass.const_expr(lists[n][2] is not None):
                 # For the next step, when it will have come.
                 at[n, TILE] = lists[n][2][cutlass.min(at[n, PLACE], cute.size(lists[n][2]) - 1)]
@@ -84,7 +109,7 @@ def step(lists, at: cute.Tensor, words: cute.Tensor, patience: cutlass.Constexpr
             last = cutlass.Int32(0)
     if cute.arch.lane_idx() == 0:
         for n in cutlass.range_constexpr(len(lists)):
-            words[n, 0] = word[n] + last
+            words[n, 0] = word[n] + last + (code << PLACE_SHIFT)
     cute.arch.sync_warp()
     return END if block == END >> 1 else block
 

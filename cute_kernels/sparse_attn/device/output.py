@@ -1,37 +1,73 @@
-"""What a forward leaves: O = acc / sum, rounded once, and LSE = ln(sum) + ln 2 c max."""
+"""What a forward leaves: O = acc / sum, rounded once, and LSE = ln(sum) + ln 2 c max.
+
+A consumer's O goes out through a stage of V, or half of one, that the loading warp has left it.  A
+warp of warpgroup 0 for each consumer stores it and gives the stage back, so that the consumer goes
+on with its next tile.
+"""
 
 import math
+from dataclasses import dataclass
 
 import cutlass
 from cutlass import cute
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
-from ...dsl import mma, softmax, tma
+from ...dsl import smem, softmax, tma
 from . import packed
+from .forward_loads import matrix_of
 from .forward_tiles import BLOCK, ROWS, ForwardTiles
 
-#: The consumers meet at it.
-BARRIER = 1
+#: Of a consumer.
+WARPS = 4
+
+
+@dataclass(frozen=True)
+class Handover:
+    """From a consumer to its warp: mbarriers by consumer; int32 [4, consumers]: the number of its
+    64 rows in their matrix, or -1 behind the last; the head, the batch, the stage of V."""
+
+    full: cute.Pointer
+    empty: cute.Pointer
+    told: cute.Tensor
+
+    def init(self, consumers: int):
+        """By one thread, before the CTA's barrier."""
+        for consumer in range(consumers):
+            cute.arch.mbarrier_init(self.full + consumer, WARPS)
+            cute.arch.mbarrier_init(self.empty + consumer, 1)
+
+    @cute.jit
+    def await_room(self, consumer, phase):
+        """By a consumer, before it tells."""
+        cute.arch.mbarrier_wait(self.empty + consumer, phase ^ 1)
+
+    @cute.jit
+    def tell(self, consumer, lane, at, head, batch, stage):
+        """By a consumer: what of it is written."""
+        if lane == 0:
+            numbers = at, head, batch, stage
+            for n in cutlass.range_constexpr(4):
+                self.told[n, consumer] = numbers[n]
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        if lane % 32 == 0:
+            cute.arch.mbarrier_arrive(self.full + consumer)
 
 
 class Output:
-    """By the consumers' threads, through the buffer of Q."""
+    """Of one configuration of the kernel."""
 
     def __init__(self, tiles: ForwardTiles):
         self.tiles = tiles
 
     @cute.jit
-    def normalise(self, state, rows, tile, end, c, table=None):
-        """O = acc / sum; LSE = ln(sum) + ln 2 c max of rows before ``end``."""
+    def normalise(self, state, rows, row, lane, end, c, shift):
+        """O = acc / sum; LSE = ln(sum) + ln 2 c max of rows before ``end``, in their places.
+
+        row: this thread's first, its second is 8 below; shift: how far in front of it its place is.
+        """
         acc_o, row_max, row_sum = state
-        tidx, _, _ = cute.arch.thread_idx()
-        consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
-        lane = tidx % mma.WARPGROUP
-        row = tile * self.tiles.rows + consumer * ROWS + lane // 32 * 16 + lane % 32 // 4
-        shift = 0
-        if cutlass.const_expr(table is not None):
-            shift, _ = packed.place_of(table, row // BLOCK)
         for half in cutlass.range_constexpr(softmax.ROWS):
             empty = row_sum[half] == 0.0
             divide(acc_o, half, empty, cute.arch.rcp_approx(row_sum[half]))
@@ -40,62 +76,69 @@ class Output:
             if lane % 4 == 0 and row + 8 * half < end:
                 rows[row + 8 * half - shift] = lse
 
-    def keep(self, acc_o, sQ):
-        """O, rounded, in the buffer of Q: a warpgroup writes over rows that it alone has read."""
-        tidx, _, _ = cute.arch.thread_idx()
-        consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
+    def place(self, memory, consumer, stage):
+        """Where a consumer's O is in the stages of V."""
+        number = consumer % self.tiles.o_per_stage + stage * self.tiles.o_per_stage
+        return (memory + number * ROWS * self.tiles.value_dim).align(smem.ALIGN)
+
+    def view(self, place):
+        """It, in its layout."""
+        layout = self.tiles.o_layout()
+        pointer = cute.recast_ptr(place, layout.inner, dtype=self.tiles.dtype)
+        return cute.make_tensor(pointer, layout.outer)
+
+    def keep(self, acc_o, place, lane):
+        """By a consumer: O, rounded, at its place."""
         rO = cute.make_rmem_tensor(acc_o.layout, self.tiles.dtype)
         rO.store(acc_o.load().to(self.tiles.dtype))
         row_major, fp32 = LayoutEnum.ROW_MAJOR, cutlass.Float32
         atom = hopper_helpers.get_smem_store_op(row_major, self.tiles.dtype, fp32)
-        tiled_copy = cute.make_tiled_copy_C(atom, self.tiles.pv_mma())
-        copy = tiled_copy.get_slice(tidx % mma.WARPGROUP)
-        sO = cute.local_tile(sQ, (ROWS, self.tiles.head_dim, 1), (consumer, 0, 0))
-        cute.copy(tiled_copy, copy.retile(rO), copy.partition_D(sO)[None, None, None, 0])
-        cute.arch.fence_proxy("async.shared", space="cta")
-        self.sync()
+        copy = cute.make_tiled_copy_C(atom, self.tiles.pv_mma()).get_slice(lane)
+        part = copy.partition_D(self.view(place))
+        cute.copy(copy, copy.retile(rO), part[None, None, None, 0])
 
     @cute.jit
-    def store(self, o, sQ, tile):
-        """The tile of O, from the buffer of Q."""
-        tidx, _, _ = cute.arch.thread_idx()
-        gO_tile = cute.local_tile(o.tensor, (self.tiles.rows, self.tiles.head_dim), (None, 0))
-        tOsO, tOgO = tma.partition(o.atom, 0, cute.make_layout(1), sQ, gO_tile)
-        if tidx == mma.WARPGROUP:
-            cute.copy(o.atom, tOsO[None, 0], tOgO[None, tile])
-            cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+    def store(self, o, pack, memory, handover, v_ring, consumer):
+        """By a consumer's warp, until there are no tiles.
+
+        pack: (O [B, T, H, Dv], table) of a pack, or None.
+        """
+        lane, phase = cute.arch.lane_idx(), cutlass.Int32(0)
+        told = handover.told[None, consumer]
+        cute.arch.mbarrier_wait(handover.full + consumer, phase)
+        while cute.arch.make_warp_uniform(told[0]) >= 0:
+            at, head, batch, stage = (cute.arch.make_warp_uniform(told[n]) for n in range(4))
+            row = at * ROWS
+            own, matrix = self.place(memory, consumer, stage), matrix_of(o, head, batch)
+            if cutlass.const_expr(self.tiles.packed):
+                mO, table = pack
+                shift, end = packed.place_of(table, row // BLOCK)
+                inside = end - row
+                if inside >= ROWS:
+                    self.copy_out(matrix, self.view(own), row - shift)
+                elif inside > 0:
+                    place, rows = (0, row - shift, head), (cutlass.Int32(0), inside)
+                    packed.store_rows(own, self.tiles.of_o, mO, place, rows, lane, packed.WARP)
+            else:
+                self.copy_out(matrix, self.view(own), row)
+            cute.arch.sync_warp()
+            # In place of each warp of the consumer.
+            if lane < WARPS:
+                cute.arch.mbarrier_arrive(v_ring.sync_object_empty.get_barrier(stage))
+            if lane == 0:
+                cute.arch.mbarrier_arrive(handover.empty + consumer)
+            phase = phase ^ 1
+            cute.arch.mbarrier_wait(handover.full + consumer, phase)
 
     @cute.jit
-    def store_of_pack(self, o, sQ, what, tile):
-        """Likewise, no row behind its sequence's last."""
-        memory, mO, table, head = what
-        tidx, _, _ = cute.arch.thread_idx()
-        for n in cutlass.range_constexpr(self.tiles.rows // self.tiles.box_rows):
-            row, inside = self.box_place(table, tile, n)
-            s, g = self.tiles.box(o, sQ, row, n)
-            first = n * self.tiles.box_rows
-            if inside >= self.tiles.box_rows:
-                if tidx == mma.WARPGROUP:
-                    cute.copy(o.atom, s, g)
-                    cute.arch.cp_async_bulk_commit_group()
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-            elif inside > 0:
-                threads = self.tiles.consumers * mma.WARPGROUP
-                rows, at = (first, first + inside), (0, row - first, head)
-                thread = tidx - mma.WARPGROUP
-                packed.store_rows(memory, self.tiles.of_o, mO, at, rows, thread, threads)
-
-    def box_place(self, table, tile, n: int):
-        """(where its first row is in the buffer, how many rows of its sequence follow) of a box."""
-        row = tile * self.tiles.rows + n * self.tiles.box_rows
-        shift, end = packed.place_of(table, row // BLOCK)
-        return row - shift, end - row
-
-    def sync(self):
-        """The consumers meet."""
-        threads = self.tiles.consumers * mma.WARPGROUP
-        cute.arch.barrier(barrier_id=BARRIER, number_of_threads=threads)
+    def copy_out(self, o, sO, row):
+        """By a warp: the rows from ``row`` of the matrix on; those outside are clipped."""
+        moved = cute.domain_offset((row, 0), o.tensor)
+        g = cute.local_tile(moved, (ROWS, self.tiles.value_dim), (None, 0))
+        s, g = tma.partition(o.atom, 0, cute.make_layout(1), sO, g)
+        cute.copy(o.atom, s[None, 0], g[None, 0])
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
 @cute.jit

@@ -3,7 +3,8 @@
 Loading, multiplying and adding all walk the same list with the functions here, so they cannot
 disagree.  The query heads of a group come one after another, each with the whole list: CTAs of one
 KV head then read the same Q and dO at about the same time.  An entry (a query block of 128 rows) is
-one visit per tile of ``tile_m`` rows that begins inside Sq, ascending.
+one visit per tile of ``tile_m`` rows that begins inside Sq (of a pack: inside its sequence),
+ascending.
 
 Every query head has its own turns.  What waits for what is as in the schedule, once per head; that
 is safe for schedules that need no residency, and for no others if there is a group: a ticket that
@@ -29,11 +30,16 @@ class Lists:
     """Three tensors of schedulers/order/schedule.py's ``ScheduleTensors``, for heads b * Hkv + h.
 
     ``entry`` and ``rank`` of a schedule without visits need one element, which is not read.
+    ``packed.Columns`` has the same functions.
     """
 
     ticket: cute.Tensor
     entry: cute.Tensor
     rank: cute.Tensor
+
+    def total(self):
+        """How many tickets there are."""
+        return self.ticket.shape[0]
 
     @cute.jit
     def column(self, ticket):
@@ -41,20 +47,39 @@ class Lists:
         record = copy.vector(self.ticket, (ticket, 0), FIELDS).load()
         return tuple(record[i] for i in range(FIELDS))
 
-    @cute.jit
-    def window(self, first):
-        """The next ``WINDOW`` entries from ``first`` on, one in each lane of the warp.
+    def ends(self, sizes, block, tile_m: int):
+        """(the tile of rows, the key) behind the last one that a column has to do with."""
+        return sizes.q_tiles, sizes.kv_len
 
-        A consumer that loaded each entry when it comes to it would wait for global memory, about
-        500 cycles, between two products.
+    def entry_at(self, at, block):
+        """The entry at a place of the list of a ticket with this KV block."""
+        return self.entry[at]
+
+    def who(self, block):
+        """What `rank_at` needs of a column."""
+        return None
+
+    def rank_at(self, at, who):
+        """The rank of the visit at a place."""
+        return self.rank[at]
+
+    @cute.jit
+    def ahead(self, window, at, begin):
+        """What `entry_ahead` reads at a place, behind the same for the place before it.
+
+        ``WINDOW`` entries at a time, one in each lane of the warp: a consumer that loaded each
+        entry when it comes to it would wait for global memory, about 500 cycles, between two
+        products.
         """
-        index = cutlass.min(first + cute.arch.lane_idx(), self.entry.shape[0] - 1)
-        return self.entry[index]
+        if (at - begin) & (WINDOW - 1) == 0:
+            index = cutlass.min(at + cute.arch.lane_idx(), self.entry.shape[0] - 1)
+            window = self.entry[index]
+        return window
 
     @cute.jit
-    def of_window(self, window, place):
-        """The entry at ``place`` (modulo ``WINDOW``), in every lane."""
-        return cute.arch.shuffle_sync(window, place & (WINDOW - 1))
+    def entry_ahead(self, window, at, begin, block):
+        """The entry at a place of a list that starts at ``begin``, in every lane."""
+        return cute.arch.shuffle_sync(window, (at - begin) & (WINDOW - 1))
 
 
 @dataclass(frozen=True)
@@ -68,11 +93,11 @@ class Sizes:
 
 
 @cute.jit
-def visits(sizes: Sizes, q_block, tile_m: cutlass.Constexpr):
-    """(visits of an entry by one query head, the tile of its first)."""
+def visits(end, q_block, tile_m: cutlass.Constexpr):
+    """(visits of an entry by one query head, the tile of its first); no tile from ``end`` on."""
     per_block = BLOCK // tile_m
     first = q_block * per_block
-    return cutlass.min(sizes.q_tiles - first, cutlass.Int32(per_block)), first
+    return cutlass.min(end - first, cutlass.Int32(per_block)), first
 
 
 @cute.jit

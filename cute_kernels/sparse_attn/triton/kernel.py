@@ -6,14 +6,15 @@
     dkdv_kernel       dK, dV          one program per (batch, KV head, key block)
     dq_kernel         dQ              one program per (batch, query head, query block)
 
-Summation order.  A score is one `tl.dot` over D (96 is padded to 128 with zeros).  Forward: key
-blocks ascending by absolute index, online softmax in base 2, P in the input dtype, one division at
-the end.  dK and dV: query blocks in the schedule's visiting order, in each the query heads of the
-group ascending; a group whose heads have lists of their own adds head after head.  dQ: key blocks
-in the order of ranks.  A block of 128 is taken in steps, ascending, of the rows that the plan
-names.  Every sum is one fp32 chain that a program carries from its first step to its last, rounded
-once.  No atomics, no split sums, no autotuning; the launch order, and so a schedule's tickets,
-decides only when a program runs.
+Summation order.  A score is one `tl.dot` over D, the head size of q and k (96 is padded to 128 with
+zeros, 192 to 256); out and delta have DV, that of v.  Forward: key blocks ascending by absolute
+index, online softmax in base 2, P in the input dtype, one division at the end.  dK and dV: query
+blocks in the schedule's visiting order, in each the query heads of the group ascending; a group
+whose heads have lists of their own adds head after head.  dQ: key blocks in the order of ranks.  A
+block of 128 is taken in steps, ascending, of the rows that the plan names.  Every sum is one fp32
+chain that a program carries from its first step to its last, rounded once.  No atomics, no split
+sums, no autotuning; the launch order, and so a schedule's tickets, decides only when a program
+runs.
 
 A row's bits in the forward do not depend on which steps its neighbours need.  A step that allows a
 row nothing leaves the maximum as it is, scales by exp2(0) = 1 and adds zeros; this can turn a -0 of
@@ -88,7 +89,7 @@ def _allowed(
     if FORM == "bits":
         ptrs = words_ptr + tile.to(tl.int64) * (BLOCK * WORDS) + q % BLOCK * WORDS
         ptrs += n % BLOCK // 32
-        bits = kv - n
+        bits = kv - n // 32 * 32
         for w in tl.static_range(WIDE):
             word = tl.load(ptrs + w, mask=(q < q_len) & partial, other=-1)
             here = ((word >> (bits % 32)) & 1) != 0
@@ -149,6 +150,8 @@ def forward_kernel(
     bend,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STEPS: tl.constexpr,
@@ -157,7 +160,7 @@ def forward_kernel(
     SOFTCAP: tl.constexpr,
     ROUND: tl.constexpr,
 ):
-    """BLOCK_M rows of out [B, Sq, Hq, D] and lse [B, Hq, Sq], both contiguous.
+    """BLOCK_M rows of out [B, Sq, Hq, DV] and lse [B, Hq, Sq], both contiguous.
 
     sinks_ptr: fp32 [HEADS] or None.
     Query block m of (b, h) visits the count[r] entries [r, LISTED], r = b mask_b + h mask_h + m.
@@ -180,7 +183,7 @@ def forward_kernel(
         # As behind a key of the sink's score with a value of zeros.
         top = tl.zeros((BLOCK_M,), tl.float32) + tl.load(sinks_ptr + h) * LOG2E
         total += 1.0
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     for i in tl.range(0, tl.load(count_ptr + row) * STEPS):
         entry = tl.load(entry_ptr + row * LISTED + i // STEPS)
         tile = _tile_of(tile_ptr, row * LISTED + i // STEPS, FORM)
@@ -198,14 +201,14 @@ def forward_kernel(
         p = tl.exp2(tl.fma(s, factor, -base[:, None]))
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(p, axis=1)
-        v = _rows(v_ptr, n, v_strides[1], KV_LEN, D, BLOCK_D)
+        v = _rows(v_ptr, n, v_strides[1], KV_LEN, DV, BLOCK_DV)
         acc = tl.dot(_through(p, v, ROUND), v, acc * shrink[:, None], input_precision="ieee")
         top = above
 
     # Neither the zeros of steps that a row took no part in nor a division by 0 may show.
     out = tl.where(acc == 0.0, 0.0, acc / total[:, None])
-    first_out = out_ptr + (b * Q_LEN * HEADS + h) * D
-    _put_rows(first_out, out, m, tl.cast(HEADS, tl.int64) * D, Q_LEN, D, BLOCK_D)
+    first_out = out_ptr + (b * Q_LEN * HEADS + h) * DV
+    _put_rows(first_out, out, m, tl.cast(HEADS, tl.int64) * DV, Q_LEN, DV, BLOCK_DV)
     lse = (top + tl.log2(total)) * LN2
     tl.store(lse_ptr + head.to(tl.int64) * Q_LEN + m, lse, mask=m < Q_LEN)
 
@@ -220,8 +223,8 @@ def delta_kernel(
     dout_strides,
     HEADS,
     Q_LEN,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     """delta [B, Hq, Sq] fp32, dlse the same shape or None: both contiguous."""
@@ -232,8 +235,8 @@ def delta_kernel(
     h = (head % HEADS).to(tl.int64)
     out_ptr += b * out_strides[0] + h * out_strides[2]
     dout_ptr += b * dout_strides[0] + h * dout_strides[2]
-    out = _rows(out_ptr, m, out_strides[1], Q_LEN, D, BLOCK_D).to(tl.float32)
-    dout = _rows(dout_ptr, m, dout_strides[1], Q_LEN, D, BLOCK_D).to(tl.float32)
+    out = _rows(out_ptr, m, out_strides[1], Q_LEN, DV, BLOCK_DV).to(tl.float32)
+    dout = _rows(dout_ptr, m, dout_strides[1], Q_LEN, DV, BLOCK_DV).to(tl.float32)
     delta = tl.sum(out * dout, axis=1)
     place = head.to(tl.int64) * Q_LEN + m
     if dlse_ptr is not None:
@@ -304,6 +307,8 @@ def dkdv_kernel(
     bend,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STEPS: tl.constexpr,
@@ -315,7 +320,7 @@ def dkdv_kernel(
     SOFTCAP: tl.constexpr,
     ROUND: tl.constexpr,
 ):
-    """BLOCK_N rows of dK and dV [B, Sk, Hkv, D], contiguous, for one ticket of the schedule.
+    """BLOCK_N rows of dK [B, Sk, Hkv, D] and dV [B, Sk, Hkv, DV], contiguous, for one ticket.
 
     A KV head's query heads share one list (LISTS = 1, INNER = group) or have one each (LISTS =
     group, INNER = 1); then the ticket of the first head does the work of all.
@@ -334,10 +339,10 @@ def dkdv_kernel(
         k_ptr + b * k_strides[0] + kv_head * k_strides[2], n, k_strides[1], KV_LEN, D, BLOCK_D
     )
     v = _rows(
-        v_ptr + b * v_strides[0] + kv_head * v_strides[2], n, v_strides[1], KV_LEN, D, BLOCK_D
+        v_ptr + b * v_strides[0] + kv_head * v_strides[2], n, v_strides[1], KV_LEN, DV, BLOCK_DV
     )
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
     for own in tl.range(0, LISTS):
         which = tl.load(list_ptr + lists + own) * COLUMNS + column
         begin = tl.load(offset_ptr + which)
@@ -353,7 +358,7 @@ def dkdv_kernel(
                 q_ptr + b * q_strides[0] + h * q_strides[2], m, q_strides[1], Q_LEN, D, BLOCK_D
             )
             dout_start = dout_ptr + b * dout_strides[0] + h * dout_strides[2]
-            dout = _rows(dout_start, m, dout_strides[1], Q_LEN, D, BLOCK_D)
+            dout = _rows(dout_start, m, dout_strides[1], Q_LEN, DV, BLOCK_DV)
             place = (b * HEADS + h) * Q_LEN + m
             lse = tl.load(lse_ptr + place, mask=m < Q_LEN, other=0.0)
             delta = tl.load(delta_ptr + place, mask=m < Q_LEN, other=0.0)
@@ -382,10 +387,10 @@ def dkdv_kernel(
             dk = tl.dot(_through(ds, q, ROUND), q, dk, input_precision="ieee")
 
     kv_heads = HEADS // GROUP
-    place = (b * KV_LEN * kv_heads + kv_head) * D
-    stride = tl.cast(kv_heads, tl.int64) * D
-    _put_rows(dk_ptr + place, dk * scale, n, stride, KV_LEN, D, BLOCK_D)
-    _put_rows(dv_ptr + place, dv, n, stride, KV_LEN, D, BLOCK_D)
+    place = b * KV_LEN * kv_heads + kv_head
+    stride = tl.cast(kv_heads, tl.int64)
+    _put_rows(dk_ptr + place * D, dk * scale, n, stride * D, KV_LEN, D, BLOCK_D)
+    _put_rows(dv_ptr + place * DV, dv, n, stride * DV, KV_LEN, DV, BLOCK_DV)
 
 
 @triton.jit(do_not_specialize=[*_SIZES, *_MASK, "Q_BLOCKS", "scale", "factor", "bend"])
@@ -421,6 +426,8 @@ def dq_kernel(
     bend,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STEPS: tl.constexpr,
@@ -445,7 +452,7 @@ def dq_kernel(
     m = first + tl.arange(0, BLOCK_M)
     q = _rows(q_ptr + b * q_strides[0] + h * q_strides[2], m, q_strides[1], Q_LEN, D, BLOCK_D)
     dout_start = dout_ptr + b * dout_strides[0] + h * dout_strides[2]
-    dout = _rows(dout_start, m, dout_strides[1], Q_LEN, D, BLOCK_D)
+    dout = _rows(dout_start, m, dout_strides[1], Q_LEN, DV, BLOCK_DV)
     place = head.to(tl.int64) * Q_LEN + m
     lse = tl.load(lse_ptr + place, mask=m < Q_LEN, other=0.0)
     delta = tl.load(delta_ptr + place, mask=m < Q_LEN, other=0.0)
@@ -457,7 +464,7 @@ def dq_kernel(
         start = (entry >> 1) * BLOCK + i % STEPS * BLOCK_N
         n = start + tl.arange(0, BLOCK_N)
         k = _rows(k_ptr, n, k_strides[1], KV_LEN, D, BLOCK_D)
-        v = _rows(v_ptr, n, v_strides[1], KV_LEN, D, BLOCK_D)
+        v = _rows(v_ptr, n, v_strides[1], KV_LEN, DV, BLOCK_DV)
         s = _product(q, k, bend, SOFTCAP)
         allowed = _allowed(
             m[:, None], n[None, :], start, Q_LEN, KV_LEN, entry, tile, words_ptr, lo, hi, FORM, WIDE

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ... import log
 from ..masks import BLOCK, LoweredMask, Order
-from ..tensors import LOG2E, Grads, Saved, sinks_gradient
+from ..tensors import LOG2E, Grads, Saved, shape_of_out, sinks_gradient
 from . import kernel as kernels
 from .plan import TRITON, Tile, TritonPlan
 
@@ -33,14 +33,14 @@ def forward(
     *,
     interpret: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(out [B, Sq, Hq, D], lse fp32 [B, Hq, Sq]) of q [B, Sq, Hq, D], k and v [B, Sk, Hkv, D].
+    """(out [B, Sq, Hq, Dv], lse fp32 [B, Hq, Sq]) of q [B, Sq, Hq, D], k and v [B, Sk, Hkv, ..].
 
     ``interpret``: for Triton's interpreter, fp32 operands and the last rounding outside.
     """
     batch, q_len, heads, dim = q.shape
     dtype, plan = q.dtype, TRITON[dim]
     q, k, v = (_loadable(t, interpret, name) for name, t in zip("qkv", (q, k, v), strict=True))
-    out = torch.empty(batch, q_len, heads, dim, dtype=q.dtype, device=q.device)
+    out = torch.empty(shape_of_out(q, v), dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, q_len, dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
         kernels.forward_kernel[(_tiles(q_len, plan.forward.block_m) * batch * heads,)](
@@ -58,9 +58,9 @@ def forward(
             *_sizes(q, k),
             **_mask_rows(mask),
             **_rule(mask, scale, softcap, dtype, interpret),
-            **_dims(dim, plan),
+            **_dims(q, v, plan),
             STEPS=BLOCK[1] // plan.forward.block_n,
-            WIDE=plan.forward.block_n // 32,
+            WIDE=_words(plan.forward),
             **_compiled(plan, plan.forward),
         )
     return out.to(dtype), lse
@@ -113,7 +113,7 @@ def ordered_sums(
         operands = (q, k, v, dout, lse, delta)
         common = {
             **_rule(mask, scale, softcap, dtype, interpret),
-            **_dims(dim, plan),
+            **_dims(q, v, plan),
             "scale": scale,
             "INNER": inner,
         }
@@ -136,7 +136,7 @@ def ordered_sums(
             STEPS=BLOCK[0] // plan.dkdv.block_m,
             LISTS=heads // k.shape[2] // inner,
             **common,
-            WIDE=plan.dkdv.block_n // 32,
+            WIDE=_words(plan.dkdv),
             **_compiled(plan, plan.dkdv),
         )
         kernels.dq_kernel[(_tiles(q_len, plan.dq.block_m) * batch * heads,)](
@@ -153,7 +153,7 @@ def ordered_sums(
             **_mask_rows(mask),
             **common,
             STEPS=BLOCK[1] // plan.dq.block_n,
-            WIDE=plan.dq.block_n // 32,
+            WIDE=_words(plan.dq),
             **_compiled(plan, plan.dq),
         )
     return dq, dk, dv, delta
@@ -161,7 +161,7 @@ def ordered_sums(
 
 def _delta(out: Tensor, dout: Tensor, dlse: Tensor | None, plan: TritonPlan) -> Tensor:
     """rowsum(dO * O) - dlse, fp32 [B, Hq, Sq]."""
-    batch, q_len, heads, dim = out.shape
+    batch, q_len, heads, width = out.shape
     delta = torch.empty(batch, heads, q_len, dtype=torch.float32, device=out.device)
     options = _compiled(plan, plan.delta)
     del options["BLOCK_N"]
@@ -174,7 +174,8 @@ def _delta(out: Tensor, dout: Tensor, dlse: Tensor | None, plan: TritonPlan) -> 
         _strides(dout),
         heads,
         q_len,
-        **_dims(dim, plan),
+        DV=width,
+        BLOCK_DV=plan.block_dv,
         **options,
     )
     return delta
@@ -248,8 +249,10 @@ def _rule(
     }
 
 
-def _dims(dim: int, plan: TritonPlan) -> dict[str, int]:
-    return {"D": dim, "BLOCK_D": plan.block_d}
+def _dims(q: Tensor, v: Tensor, plan: TritonPlan) -> dict[str, int]:
+    """Head sizes, and what they are padded to."""
+    widths = {"D": q.shape[3], "DV": v.shape[3]}
+    return widths | {"BLOCK_D": plan.block_d, "BLOCK_DV": plan.block_dv}
 
 
 def _compiled(plan: TritonPlan, tile: Tile) -> dict[str, int | bool]:
@@ -269,6 +272,11 @@ def _options(plan: TritonPlan, tile: Tile) -> dict[str, int | bool]:
         options["matrix_instr_nonkdim"] = plan.hip_matrix_instr_nonkdim
         options["kpack"] = plan.hip_kpack
     return options
+
+
+def _words(tile: Tile) -> int:
+    """int32 words of bits that the keys of a step lie in."""
+    return _tiles(tile.block_n, 32)
 
 
 def _tiles(size: int, block: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tile:
-    """One kernel: the query and key rows of a step, at most 128 each, and how it is compiled."""
+    """One kernel: the query and key rows of a step, which divide 128, and how it is compiled."""
 
     block_m: int
     block_n: int
@@ -26,6 +26,7 @@ class TritonPlan:
     """
 
     block_d: int
+    block_dv: int
     forward: Tile
     dkdv: Tile
     dq: Tile
@@ -38,6 +39,7 @@ class TritonPlan:
 
 _64 = TritonPlan(
     block_d=64,
+    block_dv=64,
     forward=Tile(128, 64),
     dkdv=Tile(32, 128, hip_stages=1),
     dq=Tile(128, 64),
@@ -45,10 +47,28 @@ _64 = TritonPlan(
 )
 _128 = TritonPlan(
     block_d=128,
+    block_dv=128,
     forward=Tile(128, 64),
     dkdv=Tile(32, 128, hip_stages=1),
     dq=Tile(128, 32),
     delta=Tile(64, 128, num_warps=4),
 )
-#: By head size; 96 is padded with zeros.
-TRITON = {64: _64, 96: _128, 128: _128}
+# Steps are as wide as 99 KiB of shared memory and 255 registers let them be.
+_192 = TritonPlan(
+    block_d=256,
+    block_dv=128,
+    forward=Tile(64, 32),
+    dkdv=Tile(16, 64, hip_stages=1),
+    dq=Tile(64, 32, hip_stages=1),
+    delta=Tile(64, 128, num_warps=4),
+)
+_256 = TritonPlan(
+    block_d=256,
+    block_dv=256,
+    forward=Tile(64, 32),
+    dkdv=Tile(16, 64, hip_stages=1),
+    dq=Tile(64, 16, hip_stages=1),
+    delta=Tile(32, 128, num_warps=4),
+)
+#: By head size of q and k; 96 and 192 are padded with zeros.
+TRITON = {64: _64, 96: _128, 128: _128, 192: _192, 256: _256}

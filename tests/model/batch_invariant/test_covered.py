@@ -10,6 +10,8 @@ import cute_kernels as ck
 from cute_kernels import torch_ops
 from cute_kernels.model import aten_covered, aten_ops
 from cute_kernels.model.aten_refused import REFUSED
+from cute_kernels.sparse_attn import api
+from cute_kernels.sparse_attn.config import VALUE_DIMS
 from tests import contract
 from tests.contract import ContractViolation, same_bytes
 from tests.model.batch_invariant.cases import BF16, CASES, FP32, ON_GPUS, drawn, inside, row_op
@@ -284,8 +286,47 @@ def test_attention_of_padded_sequences_is_that_of_each_alone():
         assert same_bytes(got[:, :, before : before + 21], alone)
 
 
+#: Of q and k, of v -> the room of q and k that both are filled up to, if a kernel has one.
+ROOMS = {
+    (40, 40): 64,
+    (64, 96): 96,
+    (100, 24): 128,
+    (128, 129): 256,
+    (160, 128): 192,
+    (192, 128): 192,
+    (192, 192): 256,
+    (256, 8): 256,
+    (257, 8): None,
+    (8, 257): None,
+}
+
+
+@pytest.mark.parametrize(("sizes", "room"), ROOMS.items(), ids=str)
+def test_heads_are_filled_up_to_a_size_that_kernels_have(monkeypatch, sizes, room):
+    """Without a bit of it in the values; a size that fits no room is torch's composition."""
+    given = []
+    true = api.block_sparse_attention
+
+    def run(q, k, v, *args, **options):
+        given.append((q.shape[3], k.shape[3], v.shape[3]))
+        return true(q, k, v, *args, **options)
+
+    monkeypatch.setattr(api, "block_sparse_attention", run)
+    dim, value_dim = sizes
+    q, k = (drawn(1, 2, 19, dim, seed=s, dtype=BF16) for s in (1, 2))
+    v = drawn(1, 2, 19, value_dim, seed=3, dtype=BF16)
+    got = attend(q, k, v)
+    want = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    assert got.shape == want.shape and (got.double() - want).abs().max() < 2.0**-6
+    assert given == ([] if room is None else [(room, room, VALUE_DIMS[room])])
+
+
 @pytest.mark.parametrize(
-    "name", ["none", "causal", "longer keys", "gaps", "heads", "numbers", "grouped", "wide", "3-D"]
+    "name",
+    [
+        *("none", "causal", "longer keys", "gaps", "heads", "numbers", "grouped"),
+        *("wide", "wider", "deep", "3-D"),
+    ],
 )
 def test_values_of_attention(name):
     q, k, v = (drawn(2, 4, 21, 40, seed=s) for s in (1, 2, 3))
@@ -303,6 +344,11 @@ def test_values_of_attention(name):
         k, v, options = k[:, :2], v[:, :2], {"enable_gqa": True}
     elif name == "wide":
         q, k, v = (drawn(2, 2, 9, 160, seed=s) for s in (1, 2, 3))
+    elif name == "wider":
+        q, k, v = (drawn(2, 2, 9, 300, seed=s) for s in (1, 2, 3))
+    elif name == "deep":
+        q, k, v = (drawn(2, 2, 9, d, seed=s) for s, d in ((1, 192), (2, 192), (3, 128)))
+        options = {"is_causal": True}
     elif name == "3-D":
         q, k, v = q[0], k[0], v[0]
     half = [t.to(BF16) for t in (q, k, v)]

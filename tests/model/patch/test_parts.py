@@ -283,7 +283,14 @@ def test_flags():
 
 @pytest.mark.parametrize(
     ("settings", "fragment"),
-    [({"head_dim": 32}, "head sizes [32]"), ({"head_dim": 256}, "head sizes [256]")],
+    [
+        (
+            {"head_dim": 32},
+            "head sizes [32]; ck.block_sparse_attention takes [64, 96, 128, 192/128",
+        ),
+        ({"head_dim": 192}, "head sizes [192]"),
+        ({"head_dim": 320}, "head sizes [320]"),
+    ],
 )
 def test_head_sizes_that_the_attention_does_not_take(settings, fragment):
     net = families.model("llama", **settings)
@@ -291,6 +298,40 @@ def test_head_sizes_that_the_attention_does_not_take(settings, fragment):
     assert net.config._attn_implementation == "sdpa"
     assert [fragment in left.known for left in report.left] == [True]
     families.logits(net, families.ids())
+
+
+def deepseek(**settings) -> nn.Module:
+    """Latent attention, one layer without experts and one with."""
+    sizes = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    sizes |= {"kv_lora_rank": 32, "q_lora_rank": 48, "first_k_dense_replace": 1}
+    sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    sizes |= {"moe_intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = {**families._SIZES, **sizes, **settings}
+    del config["head_dim"]
+    torch.manual_seed(0)
+    made = transformers.DeepseekV3Config(**config)
+    return transformers.AutoModelForCausalLM.from_config(made).to(torch.bfloat16).eval()
+
+
+def test_an_attention_whose_values_are_narrower_is_ours():
+    """DeepSeek's: its config's head_dim is 64, of which nothing is attended."""
+    net, tokens = deepseek(), families.ids(2, 30)
+    before = families.logits(net, tokens)
+    report = ck.patch(net)
+    assert net.config._attn_implementation == "cute_kernels"
+    assert not [left for left in report.left if left.part.startswith("attention")]
+    after = families.logits(net, tokens)
+    assert not same_bytes(after, before) and (after - before).norm() < 0.02 * before.norm()
+    (left,) = (x for x in ck.patch(deepseek(v_head_dim=64)).left if "head sizes" in x.known)
+    assert "head sizes [192/64]; " in left.known
+
+
+def test_wide_heads_are_taken():
+    net = families.model("llama", head_dim=256)
+    assert ck.patch(net).complete and net.config._attn_implementation == "cute_kernels"
+    (left,) = ck.patch(families.model("llama", head_dim=320)).left
+    taken = "[64, 96, 128, 192/128, 256]"
+    assert f"head sizes [320]; ck.block_sparse_attention takes {taken}" in left.known
 
 
 def test_float32_keeps_its_attention():

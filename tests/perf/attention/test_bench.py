@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from perf.attention import bench, rivals
+from perf.attention.cases import Case
 from perf.core import record, timing
 from perf.core.rival import Rival
 from perf.core.watch import Lost
@@ -60,6 +61,18 @@ def test_a_run_writes_one_record_per_system_and_pass(known, tmp_path):
         ["off", "bwd"],
     ]
     assert all(bench.line(body) for body in bodies)
+
+
+def test_heads_whose_v_is_narrower_are_checked_whole_and_in_samples(known):
+    names = ["ours", "ours_unordered", "right", "shifted"]
+    bodies, _ = run([Case("causal", 256, 192, 2, 1, 512)], options(names))
+    status = {(b["system"], b["pass"]): b["status"] for b in bodies}
+    assert status.pop(("shifted", "fwd")) == status.pop(("shifted", "bwd")) == "failed"
+    assert len(status) == 5 and set(status.values()) == {"ok"}
+    ours = next(b for b in bodies if (b["system"], b["pass"]) == ("ours", "bwd"))
+    assert ours["check"]["sampled_error"] < 0.01 and ours["check"]["of_bound"] <= 1
+    work = 2 * (3 * 192 + 2 * 128) * ours["elements"]
+    assert ours["tflops"] == pytest.approx(work / ours["median_us"] / 1e6)
 
 
 def test_a_record_says_what_was_measured(known):

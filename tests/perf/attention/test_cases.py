@@ -116,6 +116,59 @@ def test_the_suite_is_the_acceptance_tables():
     assert {c.mask for c in quick} == set(MASKS) and len(quick) == 7
 
 
+def test_wide_heads_are_measured_where_they_are_asked_for():
+    sizes = {"s": [], "heads": [], "group": []}
+    assert not {c.dim for c in suite.chosen([], d=[], **sizes)} - {64, 128}
+    todo = suite.chosen([], d=[192, 256], **sizes)
+    assert len(todo) == len(targets.WIDE) == 18 == len(set(todo))
+    assert {(c.dim, c.value_dim, c.heads, c.kv_heads) for c in todo} == {
+        (192, 128, 16, 16),
+        (256, 256, 16, 16),
+        (256, 256, 16, 4),
+    }
+    assert {(c.mask, c.s) for c in todo} == {(mask, 8192) for mask in MASKS}
+    assert suite.chosen([], d=[192], **sizes, quick=True) == []
+    assert [
+        c.label for c in suite.chosen(["causal"], d=[128, 192], s=[4096], heads=[16], group=[1])
+    ] == [
+        "causal/s4096/d128/h16/kv16",
+        "causal/s4096/d192/h16/kv16",
+    ]
+    wanted = targets.rival_wanted
+    assert wanted("fa4", "causal", (192, 16, 16)) and not wanted("fa4", "random", (192, 16, 16))
+    assert not wanted("flex", "causal", (256, 16, 16))
+
+
+def test_held_out_cases_are_a_suite_of_their_own():
+    sizes = {"d": [], "heads": [], "group": []}
+    todo = suite.chosen([], s=[], held_out=True, **sizes)
+    assert [c.label for c in todo] == [Case(*size).label for size in targets.HELD_OUT]
+    assert not set(targets.HELD_OUT) & {*targets.cases(), *targets.WIDE}
+    assert {c.mask for c in todo} < set(MASKS) and all(c.batch >= 1 for c in todo)
+    assert {c.dim for c in todo} >= {64, 96, 128} and {c.s for c in todo} >= {3000, 16384, 32768}
+    one = suite.chosen(["causal"], s=[], d=[96], heads=[], group=[], held_out=True)
+    assert [c.label for c in one] == ["causal/s8192/d96/h16/kv16"]
+    assert targets.rival_wanted("fa4", "causal", (96, 16, 16))
+    assert not targets.rival_wanted("fa4", "document", (96, 16, 16))
+
+
+def test_cudnn_is_measured_where_sdpa_takes_the_mask():
+    wanted = targets.rival_wanted
+    every = [s for s in (*targets.cases(), *targets.HELD_OUT) if wanted("cudnn", s[0], s[2:])]
+    assert {s[0] for s in every} == {"full", "causal"} and len(every) == 24 + 8
+    assert not wanted("cudnn", targets.PACK, (128, 16, 16))
+
+
+def test_the_work_of_heads_whose_v_is_narrower():
+    """S, dQ and dK multiply over 192 columns, O, dP and dV over 128."""
+    problem = Problem(Case("causal", 256, 192, 4, 2, 256), "cpu")
+    pairs = 4 * 256 * 257 // 2
+    assert problem.flops("fwd") == 2 * (192 + 128) * pairs
+    assert problem.flops("bwd") == 2 * (3 * 192 + 2 * 128) * pairs
+    assert problem.case.bytes("fwd") == 2 * 256 * (4 + 2) * (192 + 128)
+    assert [t.shape[2:] for t in problem.drawn(0)] == [(4, 192), (2, 192), (2, 128), (4, 128)]
+
+
 def test_packs_are_measured_where_they_are_asked_for():
     sizes = {"s": [], "d": [], "heads": [], "group": []}
     assert targets.PACK not in {c.mask for c in suite.chosen([], **sizes)}

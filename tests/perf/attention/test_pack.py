@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 
-from cute_kernels.sparse_attn import config, packs, passes, prepare, reference
+from cute_kernels.sparse_attn import launch, packs, passes, prepare, reference
 from perf.attention import bench, check, fa4, flex, pack, rivals, targets
 from perf.attention.cases import Case, Problem, drawn_lengths
 from perf.core.bits import same_bytes
@@ -61,7 +61,7 @@ def test_a_run_measures_a_pack_its_sequences_and_one_mask(launches):
         assert one["elements"] == 2 * sum(n * (n + 1) // 2 for n in lengths)
         assert set(one["ratio"]) == {"ours", "ours_runs"}
         assert 0 < one["check"]["of_bound"] <= 1 and one["check"]["sampled_error"] < 0.01
-        assert ("new_pack_host_us" in one) == (which == "bwd")
+        assert ("new_pack_host_us" in one) == (which == "bwd") and "table_us" not in one
     told = by["pack", "ours_pack", "bwd"]
     assert told["sequences"] == len(lengths) and told["new_pack_host_us"] > 0
     assert f"{len(lengths)} sequences; the host takes" in bench.line(told)
@@ -227,13 +227,19 @@ def test_fa4_needs_its_package_and_a_gpu(monkeypatch):
 
 
 def test_what_a_new_pack_costs_has_its_schedules_and_nothing_else(monkeypatch):
-    """Between two readings of the clock a layout, lists and an order are made, and no schedule."""
+    """Between two readings of the clock a layout, lists and an order are made, and no schedule.
+
+    Where kernels read copies.
+    """
     events, ticks = [], itertools.count()
-    for owner, name in ((packs, "_layout"), (packs, "_on_host"), (config, "auto")):
+    for owner, name in ((packs, "_layout"), (packs, "_on_host"), (prepare, "spt")):
         whole = getattr(owner, name)
-        monkeypatch.setattr(
-            owner, name, lambda *a, name=name, whole=whole: events.append(name) or whole(*a)
-        )
+
+        def told(*a, name=name, whole=whole, **k):
+            events.append(name)
+            return whole(*a, **k)
+
+        monkeypatch.setattr(owner, name, told)
     prepare.cache.clear()
 
     def now() -> float:
@@ -246,8 +252,55 @@ def test_what_a_new_pack_costs_has_its_schedules_and_nothing_else(monkeypatch):
     parts = [part.split() for part in text.split("clock")]
     outside, timed = parts[::2], parts[1::2]
     assert len(timed) == 20 and all(part[-1] == "finish" for part in outside[:-1])
-    assert all(part[0] == "_layout" and "auto" not in part for part in timed)
-    assert "auto" in outside[0]
+    assert all(part[0] == "_layout" and "spt" not in part for part in timed)
+    assert "spt" in outside[0]
+
+
+@pytest.fixture
+def placing(monkeypatch):
+    """This CPU's kernels read offsets where they lie; (clock, what was placed and when)."""
+    clock, placed = FakeClock(), []
+
+    def places(bounds, q, kv_heads=0, window=(None, None)):
+        placed.append((bounds.tolist(), tuple(q.shape), kv_heads, window))
+        clock.now += 7.0 if kv_heads else 3.0
+
+    monkeypatch.setattr(launch, "places", places)
+    monkeypatch.setattr(passes, "in_place", lambda t: True)
+    return clock, placed
+
+
+def test_in_place_the_device_takes_what_its_kernel_takes(placing):
+    clock, placed = placing
+    problem = Problem(stand_ins.case("pack", heads=4, kv_heads=2), "cpu")
+    found = pack.facts(problem, {"ours_pack": 700.0}, lambda: None, clock)
+    assert found["table_us"] == 7.0 and found["table_share"] == 0.01
+    assert found["sequences"] == len(problem.offsets) - 1 and found["new_pack_host_us"] > 0
+    own = [list(at) for at in itertools.pairwise(problem.offsets.tolist())]
+    assert placed[-1] == (own, (1, 512, 4, 64), 2, (None, 0))
+
+
+def test_in_place_a_new_pack_is_two_launches(placing):
+    """Its own, between two readings of the clock: one for each pass."""
+    clock, placed = placing
+    problem, seen = Problem(CASE, "cpu"), []
+
+    def now() -> float:
+        seen.append(len(placed))
+        return clock.now
+
+    assert pack.new_pack_host_us(problem, lambda: None, now) == 10e6
+    assert [b - a for a, b in zip(seen[::2], seen[1::2], strict=True)] == [2] * 20
+    assert [each[2:] for each in placed[seen[0] : seen[1]]] == [(0, (None, None)), (1, (None, 0))]
+    packs_timed = [str(placed[at][0]) for at in seen[::2]]
+    assert len(set(packs_timed)) == 20
+
+
+def test_offsets_are_where_kernels_read_them(placing):
+    """And on the CPU for a launch for each sequence."""
+    problem = Problem(CASE, "cpu")
+    one, each = (pack._options(problem, each)[0] for each in (False, True))
+    assert one.dtype == torch.int32 and each.dtype == torch.int64 and one.equal(each.int())
 
 
 def test_a_pack_that_reads_the_same_from_behind_is_refused():
@@ -258,7 +311,7 @@ def test_a_pack_that_reads_the_same_from_behind_is_refused():
 
 
 def test_a_failure_of_the_hosts_part_leaves_the_times(monkeypatch):
-    def fails(problem, finish):
+    def fails(*given):
         raise RuntimeError("no list")
 
     monkeypatch.setattr(pack, "facts", fails)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 import warnings
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from cute_kernels.sparse_attn import reference
-from perf.attention import fa4, flex, targets
+from perf.attention import cudnn, fa4, flex, targets
 from perf.attention.cases import BLOCK, Case, Problem
 from perf.attention.rivals import RIVALS
 from perf.core.bits import same_bytes
@@ -205,3 +206,36 @@ def test_flex_itself_takes_what_the_adapter_gives(monkeypatch):
     assert lse.shape == t.lse.shape
     want = stand_ins.dense(problem, t, "fwd", problem.mask.to_dense())[0].double()
     assert (out.double() - want).norm() < 1e-2 * want.norm()
+
+
+@pytest.fixture
+def any_backend(monkeypatch):
+    """SDPA by whatever torch has on a CPU, where cuDNN is not."""
+    monkeypatch.setattr(cudnn, "_needs_cuda", lambda problem: None)
+    monkeypatch.setattr(cudnn, "sdpa_kernel", lambda backend: contextlib.nullcontext())
+
+
+@pytest.mark.parametrize(("mask", "kv_heads"), [("full", 2), ("causal", 2), ("causal", 1)])
+def test_cudnn_is_given_the_same_mask(mask, kv_heads, any_backend):
+    problem = Problem(stand_ins.case(mask, kv_heads=kv_heads), "cpu")
+    backward = RIVALS["cudnn"].start["bwd"](problem)
+    for seed in (0, 1, 0):
+        t = stand_ins.inputs(problem, seed)
+        want = stand_ins.right("bwd")(problem)(t)
+        for got, exact in zip(backward(t), want, strict=True):
+            assert got.shape == exact.shape
+            assert (got - exact).double().norm() < 1e-2 * exact.double().norm()
+
+
+def test_cudnn_has_two_masks_and_needs_a_gpu(any_backend, monkeypatch):
+    for mask in MASKS:
+        problem = Problem(stand_ins.case(mask), "cpu")
+        if mask not in targets.CUDNN_MASKS:
+            with pytest.raises(Absent, match=f"no {mask} mask without a dense bias"):
+                cudnn.backward(problem)(stand_ins.inputs(problem))
+    monkeypatch.undo()
+    with pytest.raises(Absent, match="needs a CUDA GPU"):
+        cudnn.backward(problem)
+    t = stand_ins.inputs(Problem(stand_ins.case("full"), "cpu"))
+    with pytest.raises(RuntimeError):
+        cudnn.attention(Problem(stand_ins.case("full"), "cpu"), *t[:3])

@@ -131,7 +131,7 @@ def grouped(mask, heads: int, told) -> selection.Selection:
     return selection.select(mask, heads=heads, machine=told, group=4)
 
 
-@pytest.mark.parametrize("name", ["cute_sm90_d128", "cute_sm90_d64"])
+@pytest.mark.parametrize("name", [f"cute_sm90_d{d}" for d in (64, 128, 192, 256)])
 def test_documents_with_a_group_wait_for_no_longer_column(name):
     """A block that two documents share has the longest column.  One head after another, those of
     its documents that come later in the order wait for it in every head; so it comes last.

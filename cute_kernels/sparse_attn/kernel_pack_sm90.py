@@ -1,0 +1,273 @@
+"""Where the sequences of a pack lie, and the tickets of its backward, made on the device: SM90.
+
+Sequence i is the tokens from b_i to e_i of T.  Its rows are counted from a multiple of 128:
+
+    s_i = e_i - b_i     n_i = ceil(s_i / 128) blocks, from block f_i = n_0 + .. + n_(i - 1) on
+
+Behind the last sequence come the tokens that are left, T - e_(N - 1) of them, as one more that
+pairs with nothing; then the blocks that are not in use.
+
+Layouts      bounds [N, 2]: (b_i, e_i), int32 or int64, any strides, as of offsets that each end one
+             sequence and begin the next.  table int32 [blocks + 1, 4]: (shift, end, first, last)
+             of each block, as in ``device/packed``; T // 128 + N + 1 are enough for any bounds.
+             tickets int32 [Hkv blocks + 1, 4]: (head, block, first query block, end of them); the
+             last row begins with how many of those before it are in use, the others are not
+             written.
+Any bounds   stay inside: they are cut to 0 .. T, and a sequence begins no earlier than the one
+             before it ends.  Tokens in front of a sequence that are of none have no block.
+Tickets      in the order in which they are taken: of every 256 sequences, in pack order, those with
+             most blocks first, tokens of none last; of a sequence sections of ``in_flight`` heads;
+             of a section the columns from right to left, each of all its heads.  So all that a
+             ticket waits for, the columns right of its own, are in earlier tickets.
+Roles        one CTA per 256 sequences and slice; a thread finds where one begins.  A CTA looks at
+             all sequences before its own too.  Slices share the blocks and tickets of theirs.
+Limits       SM90a; T below 2^30.  No floating point.
+Measured     docs/notes/attention_sm90.md
+"""
+
+import operator
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_tensor
+from cutlass.memory import SmemAllocator
+
+from ..compile import fake
+from ..dsl import copy
+from .config import SEQUENCES, PackConfig
+from .device import packed
+from .device.walk import BLOCK
+
+#: A CTA has a thread for each of its sequences.
+CHUNK = SEQUENCES
+WARP = 32
+WARPS = CHUNK // WARP
+OFFSETS = {"int32": cutlass.Int32, "int64": cutlass.Int64}
+#: (first, last) of blocks that pair with nothing.
+NOTHING = 1, 0
+
+
+@cute.struct
+class Storage:
+    """Of the scans, each warp's sum; by sequence; and by the order in which tickets are taken."""
+
+    sums: cute.struct.MemRange[cutlass.Int32, 2 * WARPS]
+    first: cute.struct.MemRange[cutlass.Int32, CHUNK]
+    blocks: cute.struct.MemRange[cutlass.Int32, CHUNK]
+    shift: cute.struct.MemRange[cutlass.Int32, CHUNK]
+    end: cute.struct.MemRange[cutlass.Int32, CHUNK]
+    before: cute.struct.MemRange[cutlass.Int32, CHUNK]
+    which: cute.struct.MemRange[cutlass.Int32, CHUNK]
+
+
+class PackSm90:
+    """One configuration; ``__call__`` is what is compiled."""
+
+    def __init__(self, config: PackConfig):
+        self.tickets = config.tickets
+
+    @cute.jit
+    def __call__(
+        self,
+        mBounds: cute.Tensor,
+        mTable: cute.Tensor,
+        mTicket: cute.Tensor | None,
+        tokens: cutlass.Int32,
+        lo: cutlass.Int32,
+        hi: cutlass.Int32,
+        heads: cutlass.Int32,
+        in_flight: cutlass.Int32,
+        slices: cutlass.Int32,
+        stream,
+    ):
+        # The tokens that are left are one sequence more.
+        chunks = cute.ceil_div(mBounds.shape[0] + 1, CHUNK)
+        self.kernel(mBounds, mTable, mTicket, tokens, lo, hi, heads, in_flight).launch(
+            grid=(chunks, slices, 1), block=(CHUNK, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mBounds: cute.Tensor,
+        mTable: cute.Tensor,
+        mTicket: cute.Tensor | None,
+        tokens: cutlass.Int32,
+        lo: cutlass.Int32,
+        hi: cutlass.Int32,
+        heads: cutlass.Int32,
+        in_flight: cutlass.Int32,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        chunk, slice_, _ = cute.arch.block_idx()
+        chunks, slices, _ = cute.arch.grid_dim()
+        storage = SmemAllocator().allocate(Storage)
+        of_item = {
+            name: getattr(storage, name).get_tensor(cute.make_layout(CHUNK))
+            for name in ("first", "blocks", "shift", "end", "before", "which")
+        }
+        sums = storage.sums.get_tensor(cute.make_layout((2, WARPS)))
+        base, used = self.place(mBounds, of_item, sums, tokens, chunk, tidx)
+
+        own, step = slice_ * CHUNK + tidx, slices * CHUNK
+        count = cutlass.min(mBounds.shape[0] + 1 - chunk * CHUNK, CHUNK)
+        # The last sequence of the last chunk is the tokens that are left.
+        rest = count - 1 if chunk == chunks - 1 else cutlass.Int32(CHUNK)
+        for block in cutlass.range(base + own, used, step, unroll=1):
+            at = find(of_item["first"], count, block)
+            first = of_item["first"][at]
+            ends = first, first + of_item["blocks"][at] - 1
+            first = ends[0] if at < rest else cutlass.Int32(NOTHING[0])
+            last = ends[1] if at < rest else cutlass.Int32(NOTHING[1])
+            write(mTable, block, of_item["shift"][at], of_item["end"][at], first, last)
+        if cutlass.const_expr(self.tickets):
+            self.order(of_item, count, rest, tidx)
+            numbers = (heads, in_flight, *packed.reach(lo, hi))
+            self.write_tickets(mTicket, of_item, (base, used), (count, rest), numbers, (own, step))
+        if chunk == chunks - 1:
+            rows = mTable.shape[0] - 1
+            for block in cutlass.range(used + own, rows, step, unroll=1):
+                write(mTable, block, 0, 0, *NOTHING)
+            if own == 0:
+                write(mTable, rows, 0, 0, used, -1)
+            if cutlass.const_expr(self.tickets):
+                if own == 0:
+                    write(mTicket, mTicket.shape[0] - 1, heads * used, 0, 0, 0)
+
+    @cute.jit
+    def place(self, mBounds, of_item, sums, tokens, chunk, tidx):
+        """Where this chunk's sequences lie; (blocks before them, and with them)."""
+        behind, base, used = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
+        begin, size, blocks, earlier = (cutlass.Int32(0) for _ in range(4))
+        for part in cutlass.range(chunk + 1, unroll=1):
+            begin, end = self.bounds_of(mBounds, part * CHUNK + tidx, tokens)
+            # b_i = max(b_i, e_0, .., e_(i - 1))
+            last, most = scanned(end, cutlass.max, sums[0, None], tidx)
+            begin = cutlass.max(begin, cutlass.max(behind, last))
+            behind = cutlass.max(behind, most)
+            size = cutlass.max(end - begin, 0)
+            # f_i = n_0 + .. + n_(i - 1)
+            blocks = (size + BLOCK - 1) // BLOCK
+            earlier, total = scanned(blocks, operator.add, sums[1, None], tidx)
+            base, used = used, used + total
+        first = base + earlier
+        of_item["first"][tidx] = first
+        of_item["blocks"][tidx] = blocks
+        of_item["shift"][tidx] = first * BLOCK - begin
+        of_item["end"][tidx] = first * BLOCK + size
+        cute.arch.sync_threads()
+        return base, used
+
+    @cute.jit
+    def bounds_of(self, mBounds, item, tokens):
+        """(begin, end) of a sequence, inside; of all that is left; or of nothing."""
+        begin, end = cutlass.Int32(0), cutlass.Int32(0)
+        count = mBounds.shape[0]
+        if item < count:
+            limit = mBounds.element_type(tokens)
+            begin = cutlass.Int32(cutlass.max(cutlass.min(mBounds[item, 0], limit), 0))
+            end = cutlass.Int32(cutlass.max(cutlass.min(mBounds[item, 1], limit), 0))
+        elif item == count:
+            end = tokens
+        return begin, end
+
+    @cute.jit
+    def order(self, of_item, count, rest, tidx):
+        """``which``: the sequences, most blocks first; ``before``: the blocks before each."""
+        blocks = of_item["blocks"]
+        own = blocks[tidx] if tidx < rest else cutlass.Int32(0)
+        place, before = cutlass.Int32(0), cutlass.Int32(0)
+        for other in cutlass.range(count, unroll=8):
+            theirs = blocks[other]
+            key = theirs if other < rest else cutlass.Int32(0)
+            first = (key > own) | ((key == own) & (other < tidx))
+            place += cutlass.Int32(first)
+            before += theirs if first else cutlass.Int32(0)
+        if tidx < count:
+            of_item["before"][place] = before
+            of_item["which"][place] = tidx
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def write_tickets(self, mTicket, of_item, span, counts, numbers, own_step):
+        """Those of this chunk, behind those of the chunks before it."""
+        (base, used), (count, rest), (own, step) = span, counts, own_step
+        heads, in_flight, left, right = numbers
+        behind = cutlass.Int64(heads) * base
+        for ticket in cutlass.range(own, heads * (used - base), step, unroll=1):
+            place = find(of_item["before"], count, ticket // heads)
+            at = of_item["which"][place]
+            first, blocks = of_item["first"][at], of_item["blocks"][at]
+            # Of the sequence's tickets: the section's, then the column's, then the head's.
+            number = ticket - of_item["before"][place] * heads
+            section = number // (in_flight * blocks)
+            number -= section * in_flight * blocks
+            width = cutlass.min(heads - section * in_flight, in_flight)
+            column = number // width
+            head = section * in_flight + number - column * width
+            last = first + blocks - 1
+            block = last - column
+            begin = cutlass.max(first, block - right)
+            end = cutlass.min(last, block + left) + 1
+            begin, end = (x if at < rest else cutlass.Int32(0) for x in (begin, end))
+            write(mTicket, behind + ticket, head, block, begin, end)
+
+
+@cute.jit
+def scanned(value, add: cutlass.Constexpr, sums, tidx):
+    """(the sum over the threads before this one, that over all); none is negative, 0 is neutral.
+
+    sums: a number for each warp.
+    """
+    lane, warp = tidx % WARP, tidx // WARP
+    inclusive = value
+    for power in cutlass.range_constexpr(5):
+        other = cute.arch.shuffle_sync_up(inclusive, 1 << power, mask_and_clamp=0)
+        inclusive = add(inclusive, other) if lane >= 1 << power else inclusive
+    if lane == WARP - 1:
+        sums[warp] = inclusive
+    before = cute.arch.shuffle_sync_up(inclusive, 1, mask_and_clamp=0)
+    before = before if lane > 0 else cutlass.Int32(0)
+    cute.arch.sync_threads()
+    total = cutlass.Int32(0)
+    for other in cutlass.range_constexpr(WARPS):
+        before = add(before, sums[other]) if other < warp else before
+        total = add(total, sums[other])
+    cute.arch.sync_threads()
+    return before, total
+
+
+@cute.jit
+def find(values, count, value):
+    """The last of ``count`` ascending values that is not above ``value``; the first never is."""
+    low = cutlass.Int32(0)
+    for power in cutlass.range_constexpr(CHUNK.bit_length() - 1):
+        at = low + (CHUNK >> 1 + power)
+        if at < count:
+            low = at if values[at] <= value else low
+    return low
+
+
+@cute.jit
+def write(tensor, row, a, b, c, d):
+    """A row of four numbers, at once."""
+    made = cute.make_rmem_tensor(4, cutlass.Int32)
+    made[0], made[1], made[2], made[3] = a, b, c, d
+    cute.autovec_copy(made, copy.vector(tensor, (row, 0), 4))
+
+
+def build(config: PackConfig, compile=cute.compile):
+    """Compiles one configuration against fake tensors; no GPU needed."""
+    element = OFFSETS[config.offsets]
+    strides = cute.sym_int64(), cute.sym_int64()
+    align = element.width // 8
+    bounds = make_fake_tensor(element, (fake.size(), 2), strides, assumed_align=align)
+    return compile(
+        PackSm90(config),
+        bounds,
+        packed.fake_table(),
+        packed.fake_table() if config.tickets else None,
+        *(cutlass.Int32(1),) * 6,
+        fake.stream(),
+        options=fake.SM90_OPTIONS,
+    )

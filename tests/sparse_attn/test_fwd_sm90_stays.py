@@ -1,0 +1,294 @@
+"""A forward whose CTAs stay: tile after tile, with loads of the next one under the end of this one.
+
+Which CTA takes which tile is no row's business; few CTAs have the bytes of one for each tile.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from unittest import mock
+
+import pytest
+import torch
+
+from cute_kernels.schedulers import BlockMask
+from cute_kernels.sparse_attn import launch
+from cute_kernels.sparse_attn.config import HEAD_DIMS
+from tests import contract, ptxsim, sim
+from tests.kernels.edited import changed
+from tests.kernels.ring_defects import LIMITS, SETTINGS
+from tests.ptxsim import available
+from tests.sparse_attn import simulated
+from tests.sparse_attn.fwd_masks import MASKS, dense
+from tests.sparse_attn.simulated_fwd import Case, case, run
+
+pytestmark = [available.requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
+available.import_module("cute_kernels.sparse_attn.kernel_fwd_sm90")
+NIGHT = pytest.mark.nightly
+#: CTAs of one tile after another; with the last there are some left over.
+FEW = (1, 2, 3, 7)
+
+
+def same(got, want) -> bool:
+    return all(map(contract.same_bytes, got, want))
+
+
+def tiles_of(given: Case) -> int:
+    rows = 192 if given.q.shape[3] == 64 else 128
+    return given.q.shape[0] * given.q.shape[2] * -(-given.q.shape[1] // rows)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", ["causal", "random", pytest.param("full", marks=NIGHT)])
+def test_few_ctas(name, head_dim):
+    """Long tiles and short ones, tiles without blocks, tails."""
+    given = case(MASKS[name](520, 400), (1, 2, 1, head_dim), seed=head_dim)
+    assert tiles_of(given) > max(FEW[:3])
+    want = run(given)
+    for ctas in FEW:
+        assert same(run(given, ctas=ctas), want), ctas
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_mode(head_dim):
+    """Two CTAs of many tiles: late and early data, random warps, any residency, races."""
+    given = case(dense(300, 383), (1, 2, 1, head_dim), seed=3)
+    sim.run_modes(lambda: run(given, ctas=2), sim.MODES)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_counter_is_zero_for_each_launch(head_dim):
+    """Or tiles are left out; where each tile has a CTA there is none."""
+    given = case(BlockMask.causal(400, 400), (1, 3, 1, head_dim), seed=1)
+    want, made = run(given), []
+    true = torch.zeros
+
+    def ones(*size, **options):
+        made.append(size)
+        return true(*size, **options) + 1
+
+    with mock.patch.object(launch.torch, "zeros", ones):
+        assert same(run(given, ctas=tiles_of(given)), want) and not made[1:]
+        assert not same(run(given, ctas=2), want) and made[-1] == (1,)
+    again = launch.torch.zeros is true and run(given, ctas=2)
+    assert same(again, want)
+
+
+# ---- mutants -------------------------------------------------------------------------------------
+
+LOADS, OUTPUT, PLACE = "device.forward_loads", "device.output", "device.place"
+KERNEL, WIDE = "kernel_fwd_sm90", "kernel_fwd_wide_sm90"
+_READ = "            tile, head, batch = told.place()\n"
+
+#: (head sizes, a module, what is replaced, by what, ..)
+MUTANTS = {
+    "a tile left out": ((64,), PLACE, "following = ctas + ", "following = ctas + 1 + "),
+    "tiles of another head": ((64,), PLACE, "of_head % heads, of_head // heads", "of_head % 1, 0"),
+    "told before the tile before is done": (
+        (128, 64, 256),
+        LOADS,
+        "            q_ring.sync_object_empty.wait(q_state.index, q_state.phase)\n"
+        "            told.tell((tile",
+        "            told.tell((tile",
+    ),
+    "the end told before the last tile is done": (
+        (256, 128),
+        LOADS,
+        "        q_ring.sync_object_empty.wait(q_state.index, q_state.phase)\n"
+        "        told.tell((cutlass",
+        "        told.tell((cutlass",
+    ),
+    "a place of the other phase": (
+        (64, 128),
+        LOADS,
+        "place_code(state_k.index, state_k.phase ^ 1)",
+        "place_code(state_k.index, state_k.phase)",
+    ),
+    "phases of K and V swapped": (
+        (256,),
+        LOADS,
+        "place_code(state_v.phase ^ 1, state_k.phase ^ 1)",
+        "place_code(state_k.phase ^ 1, state_v.phase ^ 1)",
+    ),
+    "a stage left while it is read": (
+        (64, 128, 256),
+        LOADS,
+        "    ring.sync_object_empty.wait(state.index, state.phase)\n    if cute",
+        "    if cute",
+    ),
+    "a stage of V too few left": (
+        (64, 128),
+        LOADS,
+        "range_constexpr(self.tiles.o_stages)",
+        "range_constexpr(self.tiles.o_stages - 1)",
+    ),
+    "K first where it comes in parts": (
+        (256,),
+        LOADS,
+        "if cutlass.const_expr(parts == 1):\n                    if before",
+        "if cutlass.const_expr(parts > 0):\n                    if before",
+    ),
+    "the words of the block before": (
+        (64, 128),
+        KERNEL,
+        "word = following\n                while self",
+        "word = word\n                while self",
+    ),
+    "O written over V that is multiplied": (
+        (192,),
+        KERNEL,
+        "        rings[2].consumer_wait(place)\n",
+        "",
+    ),
+    "Q given back before what came with it is read": (
+        (128, 64),
+        KERNEL,
+        f"{_READ}            rings[0].consumer_release(q_state)\n",
+        f"            rings[0].consumer_release(q_state)\n{_READ}",
+    ),
+    "O given back while it is read": (
+        (256, 64),
+        OUTPUT,
+        "        cute.arch.cp_async_bulk_wait_group(0, read=True)\n",
+        "",
+    ),
+    "O stored when a warp has written": (
+        (128, 64),
+        OUTPUT,
+        "mbarrier_init(self.full + consumer, WARPS)",
+        "mbarrier_init(self.full + consumer, 1)",
+    ),
+    "no fence before O is stored": (
+        (128, 256),
+        OUTPUT,
+        '        cute.arch.fence_proxy("async.shared", space="cta")\n',
+        "",
+    ),
+    "the end without room for it": (
+        (64, 128),
+        KERNEL,
+        "        handover.await_room(consumer, o_phase)\n        handover",
+        "        handover",
+    ),
+    "a stage of O of the block before": (
+        (256,),
+        WIDE,
+        "place = self.parts_at(behind & 1)[step]",
+        "place = self.parts_at(behind & 1 ^ 1)[step]",
+    ),
+    "the second half of K not awaited": (
+        (256,),
+        WIDE,
+        "                ring.consumer_wait(states[part])\n            warpgroup.fence()\n"
+        "            for group in cutlass.range_constexpr(groups):\n                mma.set",
+        "                pass\n            warpgroup.fence()\n"
+        "            for group in cutlass.range_constexpr(groups):\n                mma.set",
+    ),
+    "the second half of V not awaited": (
+        (256,),
+        WIDE,
+        "                ring.consumer_wait(states[part])\n            warpgroup.fence()\n"
+        "            for group in cutlass.range_constexpr(groups):\n                a =",
+        "                pass\n            warpgroup.fence()\n"
+        "            for group in cutlass.range_constexpr(groups):\n                a =",
+    ),
+    "a half given back while it is multiplied": (
+        (256,),
+        WIDE,
+        "wait_group(PARTS - 1 - part)",
+        "wait_group(PARTS - part)",
+    ),
+    "the halves of K in one place": (
+        (256,),
+        WIDE,
+        "tSrK[None, None, group, states[part].index]",
+        "tSrK[None, None, group, states[0].index]",
+    ),
+    "the halves of V in the other order": (
+        (256,),
+        WIDE,
+        "tOrP[None, None, part * groups + group]",
+        "tOrP[None, None, (1 - part) * groups + group]",
+    ),
+    "the last V of the block before": (
+        (256,),
+        WIDE,
+        "        # O += P_last V_last\n        _, of_v = self.places(word)\n"
+        "        v_ring.consumer_wait(of_v[0])\n",
+        "        # O += P_last V_last\n        _, of_v = self.places(word)\n",
+    ),
+}
+
+
+def listed():
+    """Each at its first head size for every commit, and at the others by night."""
+    for name, (dims, *_) in MUTANTS.items():
+        for dim in dims:
+            yield pytest.param(name, dim, marks=() if dim == dims[0] else NIGHT)
+
+
+def mutated(folder, name: str):
+    """From a configuration to a forward with a defect."""
+    where, *pieces = MUTANTS[name][1:]
+    package = "cute_kernels.sparse_attn"
+    made = changed(folder, f"sparse_attn.{where}", *pieces)
+
+    @functools.cache
+    def kernel(chosen):
+        if where == WIDE:
+            return made.build(chosen, compile=ptxsim.compile)
+        wide = importlib.import_module(f"{package}.{WIDE}") if chosen.parts > 1 else None
+        if where == KERNEL:
+            assert wide is None
+            return made.build(chosen, compile=ptxsim.compile)
+        # Whoever has the module, or a class of it.
+        original = importlib.import_module(f"{package}.{where}")
+        users = [importlib.import_module(f"{package}.{at}") for at in (KERNEL, LOADS, OUTPUT)]
+        with pytest.MonkeyPatch.context() as patch:
+            for user in users:
+                for key, value in list(vars(user).items()):
+                    if value is original:
+                        patch.setattr(user, key, made)
+                    elif getattr(value, "__module__", "") == original.__name__ and user != original:
+                        patch.setattr(user, key, getattr(made, key))
+            return (wide or users[0]).build(chosen, compile=ptxsim.compile)
+
+    return kernel
+
+
+@functools.cache
+def cases(head_dim: int) -> list[tuple[Case, tuple]]:
+    """More blocks than stages, and tiles of few blocks, one and none."""
+    made = [
+        case(BlockMask.full(520, 900), (1, 4, 2, head_dim), seed=1),
+        case(BlockMask.causal(520, 600), (2, 2, 1, head_dim), seed=2),
+        case(dense(520, 600), (1, 4, 2, head_dim), seed=4),
+    ]
+    return [(given, run(given)) for given in made]
+
+
+def survives(kernel, head_dim: int) -> bool:
+    for given, want in cases(head_dim):
+        for ctas, options in zip((2, 1, 3, 5), SETTINGS, strict=True):
+            simulator = {**LIMITS, **options, "check_races": int(ctas == 5)}
+            try:
+                got = run(given, ctas=ctas, forward=kernel, **simulator)
+            except (ptxsim.PtxsimError, AssertionError):
+                return False
+            report = ptxsim.report()
+            if not same(got, want) or report["fence_warnings"]["count"] or report["races"]:
+                return False
+    return True
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_the_intact_kernel_survives(head_dim):
+    assert survives(simulated.forward_kernel, head_dim)
+
+
+@pytest.mark.parametrize(("name", "head_dim"), list(listed()))
+def test_mutants_are_killed(tmp_path, name, head_dim):
+    kernel = mutated(tmp_path, name)
+    cases(head_dim)
+    assert not survives(kernel, head_dim)
