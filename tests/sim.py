@@ -30,25 +30,25 @@ class ModeFailure(AssertionError):
     or a missing fence.  Mutants are to raise it; a mistake in the test raises something else."""
 
 
-_LATE = {"async_mode": "late", "wgmma_mode": "late"}  # data that arrives too late
-_EARLY = {"async_mode": "now", "wgmma_mode": "late", "warp_order": "random"}  # refilled too early
-_RANDOM = {"async_mode": "random", "wgmma_mode": "random", "warp_order": "random"}
-_ANY_CTA = _RANDOM | {"cta_order": "random"}
+LATE = {"async_mode": "late", "wgmma_mode": "late"}  # data that arrives too late
+EARLY = {"async_mode": "now", "wgmma_mode": "late", "warp_order": "random"}  # refilled too early
+RANDOM = {"async_mode": "random", "wgmma_mode": "random", "warp_order": "random"}
+ANY_CTA = RANDOM | {"cta_order": "random"}
 
 
 def _modes(seeds: Sequence[int]) -> list[Mode]:
-    named: dict[str, dict[str, int | str]] = {"default": {}, "late": _LATE}
+    named: dict[str, dict[str, int | str]] = {"default": {}, "late": LATE}
     for seed in seeds:
-        named[f"early-{seed}"] = _EARLY | {"seed": seed}
-        named[f"random-{seed}"] = _ANY_CTA | {"seed": seed}
+        named[f"early-{seed}"] = EARLY | {"seed": seed}
+        named[f"random-{seed}"] = ANY_CTA | {"seed": seed}
         for ctas in (1, 2, 132):
-            named[f"resident-{ctas}-{seed}"] = _RANDOM | {"resident_ctas": ctas, "seed": seed}
-    named["descending"] = _LATE | {"cta_order": "descending"}
-    named["descending-2"] = _LATE | {"cta_order": "descending", "resident_ctas": 2}
-    named["races"] = _RANDOM | {"check_races": 1, "seed": seeds[0]}
+            named[f"resident-{ctas}-{seed}"] = RANDOM | {"resident_ctas": ctas, "seed": seed}
+    named["descending"] = LATE | {"cta_order": "descending"}
+    named["descending-2"] = LATE | {"cta_order": "descending", "resident_ctas": 2}
+    named["races"] = RANDOM | {"check_races": 1, "seed": seeds[0]}
     for math in ("fma", "hopper"):
-        named[f"{math}-late"] = _LATE | {"wgmma_math": math}
-        named[f"{math}-random"] = _ANY_CTA | {"wgmma_math": math, "seed": seeds[0]}
+        named[f"{math}-late"] = LATE | {"wgmma_math": math}
+        named[f"{math}-random"] = ANY_CTA | {"wgmma_math": math, "seed": seeds[0]}
     return [Mode(name, options) for name, options in named.items()]
 
 

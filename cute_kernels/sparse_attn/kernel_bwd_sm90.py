@@ -105,7 +105,7 @@ class BackwardSm90:
         # Whether each consumer has code of its own, in which the places of its operands are
         # constants.  In code that both share, ptxas computes them in every thread at D = 128.
         self.apart = config.head_dim >= 128
-        self.parts = BLOCK // config.keys
+        self.parts = config.parts
 
     @cute.jit
     def __call__(

@@ -71,8 +71,7 @@ class ForwardSm90:
         assert config.consumers == 2 or (config.consumers, config.head_dim) == (3, 64)
         assert config.kv_stages >= config.consumers, "V is awaited while V of another block is held"
         self.stages, self.parts = config.kv_stages, config.parts
-        self.consumers = config.consumers
-        self.rows = self.consumers * ROWS
+        self.consumers, self.rows = config.consumers, config.rows
         what = self.dtype, self.head_dim, self.value_dim, self.consumers, self.stages, self.parts
         self.tiles = ForwardTiles(*what, self.packed)
         self.loads = Loads(self.tiles, config.form)

@@ -203,16 +203,16 @@ def prepare_forward(
     batch, q_len, heads, dim = q.shape
     chosen = config.configure_forward(config.DTYPE_NAMES[q.dtype], dim, mask.form, softcap > 0)
     kernel = _forward_kernel(chosen)
-    lists = mask.kv_count, not_empty(mask.kv_entry), not_empty(mask.kv_tile), mask.words, None
-    rest = *lists, None, None, mask.lo, mask.hi, *config.factors(scale, softcap)
-    of_out = shape_of_out(q, v)
+    lists = mask.kv_count, not_empty(mask.kv_entry), not_empty(mask.kv_tile), mask.words
+    given = *lists, None, None, None
+    numbers = mask.lo, mask.hi, *config.factors(scale, softcap)
     counter, ctas = _tiles(chosen, q_len, batch * heads, q.device)
-    before, numbers = rest[:7], rest[7:]
+    of_out = shape_of_out(q, v)
 
     def run(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
         out = q.new_empty(of_out)
         lse = q.new_empty((batch, heads, q_len), dtype=torch.float32)
-        call(q.device, kernel, q, k, v, out, lse, *before, counter(), *numbers, ctas)
+        call(q.device, kernel, q, k, v, out, lse, *given, counter(), *numbers, ctas)
         return out, lse
 
     return run

@@ -1,18 +1,19 @@
 """cuDNN's attention through torch's SDPA: the backward that most trainers on Hopper run today.
 
-It has no block lists: full and causal masks alone.  Its backward runs through autograd on a graph
-that the first call of each input set leaves, so that later calls are the backward alone.
+It has no block lists: full and causal masks alone.
 """
 
 from __future__ import annotations
 
-import torch
+import functools
+
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..core.rival import Absent, Call
-from .cases import Inputs, Problem
+from . import graphs
+from .cases import Problem
 from .targets import CUDNN_MASKS
 
 
@@ -38,15 +39,4 @@ def _needs_cuda(problem: Problem) -> None:
 def backward(problem: Problem) -> Call:
     """(dq, dk, dv) of an input set."""
     _needs_cuda(problem)
-    graphs: dict[int, tuple[list[Tensor], Tensor]] = {}
-
-    def call(t: Inputs) -> tuple[Tensor, ...]:
-        key = t.q.data_ptr()
-        if key not in graphs:
-            with torch.enable_grad():
-                leaves = [x.detach().requires_grad_() for x in (t.q, t.k, t.v)]
-                graphs[key] = leaves, attention(problem, *leaves)
-        leaves, out = graphs[key]
-        return torch.autograd.grad(out, leaves, t.dout, retain_graph=True)
-
-    return call
+    return graphs.backward(functools.partial(attention, problem))

@@ -1,18 +1,14 @@
-"""FlexAttention (torch, compiled to Triton) on a problem: today's deterministic sparse backward.
-
-Its backward runs through autograd on a graph that the first call of each input set leaves, so that
-later calls are the backward alone.
-"""
+"""FlexAttention (torch, compiled to Triton) on a problem: today's deterministic sparse backward."""
 
 from __future__ import annotations
 
 import functools
 
-import torch
 from torch import Tensor
 
 from ..core.rival import Absent
-from .cases import BLOCK, Inputs, Problem
+from . import graphs
+from .cases import BLOCK, Problem
 from .targets import PACK
 
 
@@ -68,15 +64,5 @@ def forward(problem: Problem):
 
 def backward(problem: Problem):
     """(dq, dk, dv) of an input set."""
-    run, graphs = _call(problem), {}
-
-    def call(t: Inputs) -> tuple[Tensor, ...]:
-        key = t.q.data_ptr()
-        if key not in graphs:
-            with torch.enable_grad():
-                leaves = [x.detach().requires_grad_() for x in (t.q, t.k, t.v)]
-                graphs[key] = leaves, run(*leaves)[0]
-        leaves, out = graphs[key]
-        return torch.autograd.grad(out, leaves, t.dout, retain_graph=True)
-
-    return call
+    run = _call(problem)
+    return graphs.backward(lambda *operands: run(*operands)[0])

@@ -5,18 +5,13 @@ Each replaces one helper while a kernel is compiled; ``module`` is the kernel's.
 
 from __future__ import annotations
 
+from tests.sim import ANY_CTA, EARLY, LATE
+
 #: The three settings of tests/ptxsim/README.md that find most missing waits.
 SETTINGS = [
-    {"async_mode": "late", "wgmma_mode": "late"},
-    {"async_mode": "now", "wgmma_mode": "late", "warp_order": "random", "seed": 1},
-    {"async_mode": "now", "wgmma_mode": "late", "warp_order": "random", "seed": 2},
-    {
-        "async_mode": "random",
-        "wgmma_mode": "random",
-        "warp_order": "random",
-        "cta_order": "random",
-        "seed": 3,
-    },
+    LATE,
+    *(EARLY | {"seed": seed} for seed in (1, 2)),
+    ANY_CTA | {"seed": 3},
 ]
 LIMITS = {"max_steps": 20_000_000}
 

@@ -13,23 +13,22 @@ from cute_kernels.schedulers.masks.mask import BlockMask
 from cute_kernels.schedulers.order import kinds
 from cute_kernels.sparse_attn import reference
 from tests import contract, ptxsim
+from tests.kernels import ring_defects
 from tests.ptxsim import available
+from tests.sim import ANY_CTA, RANDOM
 
 simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
 module = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
 cute, turnstile = module.cute, module.turnstile
 
-#: The settings of tests/ptxsim/README.md that find most missing waits, with few CTAs and with all.
-_EARLY = {"async_mode": "now", "wgmma_mode": "late", "warp_order": "random"}
-_RANDOM = {"async_mode": "random", "wgmma_mode": "random", "warp_order": "random"}
+#: The settings that find most missing waits, with few CTAs and with all, and races.
 SETTINGS = [
-    {"async_mode": "late", "wgmma_mode": "late"},
-    *(_EARLY | {"seed": seed} for seed in (1, 2)),
-    *(_RANDOM | {"cta_order": "random", "seed": seed} for seed in (3, 4)),
-    _RANDOM | {"resident_ctas": 2, "seed": 5},
-    _RANDOM | {"check_races": 1, "seed": 6},
+    *ring_defects.SETTINGS,
+    ANY_CTA | {"seed": 4},
+    RANDOM | {"resident_ctas": 2, "seed": 5},
+    RANDOM | {"check_races": 1, "seed": 6},
 ]
-LIMITS = {"max_steps": 20_000_000}
+LIMITS = ring_defects.LIMITS
 
 
 def of_bits() -> BlockMask:

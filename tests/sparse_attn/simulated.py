@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Iterator
 
 from cute_kernels.sparse_attn import launch
@@ -15,17 +16,18 @@ from tests import ptxsim, sim
 
 
 def forward_module(config):
-    """The kernel of a configuration."""
-    from cute_kernels.sparse_attn import kernel_fwd_sm90, kernel_fwd_wide_sm90
-
-    return kernel_fwd_wide_sm90 if config.parts > 1 else kernel_fwd_sm90
+    """The kernel that the launcher takes for a configuration."""
+    return _module(launch.forward_entry(config))
 
 
 def backward_module(config):
     """Likewise."""
-    from cute_kernels.sparse_attn import kernel_bwd_sm90, kernel_bwd_wide_sm90
+    return _module(launch.backward_entry(config))
 
-    return kernel_bwd_wide_sm90 if config.parts > 1 else kernel_bwd_sm90
+
+def _module(entry):
+    name = entry.name.removeprefix("sparse_attn_")
+    return importlib.import_module(f"{launch.__package__}.kernel_{name}")
 
 
 @functools.cache

@@ -238,9 +238,8 @@ def mutated(folder, name: str):
     def kernel(chosen):
         if where == WIDE:
             return made.build(chosen, compile=ptxsim.compile)
-        wide = importlib.import_module(f"{package}.{WIDE}") if chosen.parts > 1 else None
         if where == KERNEL:
-            assert wide is None
+            assert chosen.parts == 1
             return made.build(chosen, compile=ptxsim.compile)
         # Whoever has the module, or a class of it.
         original = importlib.import_module(f"{package}.{where}")
@@ -252,7 +251,7 @@ def mutated(folder, name: str):
                         patch.setattr(user, key, made)
                     elif getattr(value, "__module__", "") == original.__name__ and user != original:
                         patch.setattr(user, key, getattr(made, key))
-            return (wide or users[0]).build(chosen, compile=ptxsim.compile)
+            return simulated.forward_module(chosen).build(chosen, compile=ptxsim.compile)
 
     return kernel
 

@@ -9,7 +9,7 @@ from ...dsl import pipeline
 from ...schedulers.tiles import ticket_device as tickets
 from ..config import BackwardConfig
 from . import packed, walk
-from .backward_tiles import BLOCK, BackwardTiles
+from .backward_tiles import BackwardTiles
 
 
 class Loads:
@@ -17,8 +17,7 @@ class Loads:
 
     def __init__(self, config: BackwardConfig, tiles: BackwardTiles):
         self.config, self.tiles, self.packed = config, tiles, config.packed
-        self.tile_m, self.keys = config.tile_m, config.keys
-        self.parts = BLOCK // config.keys
+        self.tile_m, self.keys, self.parts = config.tile_m, config.keys, config.parts
 
     def rings(self, shared, readers: int):
         """The rings of Q with lse2, and of dO with delta; readers: warps."""
@@ -138,13 +137,17 @@ class Loads:
                 cute.copy(matrix.atom, g[None, tile], s[None, 0], tma_bar_ptr=tail[0])
                 packed.clean(*tail, memory, sizes, inside, full)
             else:
-                if cute.arch.lane_idx() == 0:
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, size)
-                cute.copy(matrix.atom, g[None, tile], s[None, 0], tma_bar_ptr=full)
+                copy_keys(matrix.atom, g, tile, s, full, size)
         else:
-            if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(full, size)
-            cute.copy(matrix.atom, g[None, tile], s[None, 0], tma_bar_ptr=full)
+            copy_keys(matrix.atom, g, tile, s, full, size)
+
+
+@cute.jit
+def copy_keys(atom, g, tile, s, full, size: cutlass.Constexpr):
+    """By a warp: a tile, all of it one sequence's, into a buffer that is free."""
+    if cute.arch.lane_idx() == 0:
+        cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+    cute.copy(atom, g[None, tile], s[None, 0], tma_bar_ptr=full)
 
 
 def bytes_of(sizes: tuple[int, int, int], beside: int = 0) -> int:

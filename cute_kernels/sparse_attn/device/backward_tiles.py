@@ -59,28 +59,29 @@ class BackwardTiles:
     @property
     def of_k(self) -> tuple[int, int, int]:
         """K's tile, as ``packed`` has it."""
-        return self.keys, piece_bytes(self.dtype, self.dq_columns), self._bytes(self.head_dim)
+        return self._tile(self.keys, self.head_dim, self.dq_columns)
 
     @property
     def of_v(self) -> tuple[int, int, int]:
         """V's likewise: its swizzle is K's where their rows are equal."""
-        return self.keys, piece_bytes(self.dtype, self._part_of_v), self._bytes(self.value_dim)
+        return self._tile(self.keys, self.value_dim, self._part_of_v)
 
     @property
     def of_q(self) -> tuple[int, int, int]:
         """A stage of Q likewise."""
-        return self.tile_m, piece_bytes(self.dtype, self.head_dim), self._bytes(self.head_dim)
+        return self._tile(self.tile_m, self.head_dim, self.head_dim)
 
     @property
     def of_do(self) -> tuple[int, int, int]:
         """And of dO."""
-        return self.tile_m, piece_bytes(self.dtype, self.value_dim), self._bytes(self.value_dim)
+        return self._tile(self.tile_m, self.value_dim, self.value_dim)
 
-    def _bytes(self, columns: int) -> int:
-        return columns * self.dtype.width // 8
+    def _tile(self, rows: int, columns: int, part: int) -> tuple[int, int, int]:
+        """(rows, bytes that a row has in a piece, bytes of a row); part: columns of an operand."""
+        return rows, piece_bytes(self.dtype, part), columns * self.dtype.width // 8
 
     @property
-    def _part_of_v(self) -> int | None:
+    def _part_of_v(self) -> int:
         return self.dq_columns if self.keys == BLOCK else self.value_dim
 
     def score_mma(self, warpgroups: int | None = None) -> cute.TiledMma:

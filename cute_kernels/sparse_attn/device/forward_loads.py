@@ -174,13 +174,9 @@ class Loads:
                 full = ring.producer_get_barrier(state)
                 packed.clean(barrier, phases, memory, self.tiles.of_v, inside, full)
             else:
-                ring.producer_acquire(state)
-                full = ring.producer_get_barrier(state)
-                cute.copy(source.atom, g[None, at], s[None, state.index], tma_bar_ptr=full)
+                load_whole(source.atom, g, at, s, ring, state)
         else:
-            ring.producer_acquire(state)
-            full = ring.producer_get_barrier(state)
-            cute.copy(source.atom, g[None, at], s[None, state.index], tma_bar_ptr=full)
+            load_whole(source.atom, g, at, s, ring, state)
 
     def boxes(self, source, buffer, column, part: int, values: bool):
         """(shared, global) views of K, of some columns, or of V; key 0 is in ``column``."""
@@ -192,6 +188,13 @@ class Loads:
             tensor = cute.domain_offset(moved, tensor)
         tiles = cute.local_tile(tensor, shape, boxes)
         return tma.partition(source.atom, 0, cute.make_layout(1), buffer, tiles)
+
+
+def load_whole(atom, g, at, s, ring, state):
+    """By a warp: the box ``at``, all of it one sequence's, into the ring's next free stage."""
+    ring.producer_acquire(state)
+    full = ring.producer_get_barrier(state)
+    cute.copy(atom, g[None, at], s[None, state.index], tma_bar_ptr=full)
 
 
 def behind(state, parts: int):
