@@ -7,14 +7,16 @@ alone counts, not those before and after it.
 from __future__ import annotations
 
 import functools
+import re
 
 from ..core import ncu, record, timing
 from .cases import PASSES, Case, Inputs, Problem
 from .rivals import RIVALS
 
 LENGTH, HEADS, DEVICE = 8_192, 16, "cuda"
-#: The kernels' names hold those of their modules, which those around a backward do not match.
-KERNELS = {"fwd": "kernel_fwd_sm90", "bwd": "kernel_bwd_sm90"}
+#: The kernels' names hold those of their modules, of narrow and of wide heads; which those around
+#: a backward do not match.
+KERNELS = {"fwd": "kernel_fwd_(wide_)?sm90", "bwd": "kernel_bwd_(wide_)?sm90"}
 
 
 def cases(masks: list[str], dims: list[int]) -> list[Case]:
@@ -44,7 +46,7 @@ def attention(
     common = record.environment(commit) | {"kind": "profile", "kernel": "attention"}
     bodies = []
     for (case, which), launch in zip(pairs, launches, strict=True):
-        if KERNELS[which] not in launch.kernel:
+        if not re.search(KERNELS[which], launch.kernel):
             what = f"{KERNELS[which]} for {case.label}"
             raise ncu.ProfileError(f"ncu output: expected {what}, got {launch.kernel}")
         work = Problem(case, DEVICE).work(which)

@@ -17,8 +17,8 @@ PREFIX = "kernel_cutlass_kernel_cute_kernelssparse_attn"
 TIME = shared.METRICS["time_ns"]
 
 
-def launch(which: str, us: float) -> dict:
-    return MAIN | {"kernel": f"{PREFIX}{profile.KERNELS[which]}Attention_0", TIME: str(us)}
+def launch(which: str, us: float, module: str = "kernel_{}_sm90") -> dict:
+    return MAIN | {"kernel": f"{PREFIX}{module.format(which)}Attention_0", TIME: str(us)}
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_each_launch_becomes_a_record(asked, small):
     bodies, command = asked(launches, small)
     text = " ".join(command)
     assert "--clock-control none" in text
-    assert "--kernel-name regex:kernel_fwd_sm90|kernel_bwd_sm90 " in text
+    assert "--kernel-name regex:kernel_fwd_(wide_)?sm90|kernel_bwd_(wide_)?sm90 " in text
     assert text.endswith(
         "-m perf profile attention-target --mask full,causal --d 64 --pass bwd,fwd"
     )
@@ -79,13 +79,24 @@ def test_each_launch_becomes_a_record(asked, small):
     assert next(shared.lines(last)).startswith("ours bwd causal/s256/d64/h2/kv2: kernel_cutlass")
 
 
+def test_wide_heads_have_kernels_of_their_own(asked, small):
+    launches = [launch(w, 1.0, "kernel_{}_wide_sm90") for _ in range(2) for w in ("fwd", "bwd")]
+    assert [b["product"] for b in asked(launches, small)[0]] == ["fwd", "bwd"] * 2
+
+
+def test_what_runs_around_a_backward_is_not_the_backward(asked, small):
+    before = launch("bwd", 1.0, "kernel_{}_pre_sm90")
+    with pytest.raises(shared.ProfileError, match="got kernel_cutlass"):
+        asked([launch("fwd", 1.0), before, launch("fwd", 1.0), launch("bwd", 1.0)], small)
+
+
 @pytest.mark.parametrize(
     ("launches", "message"),
     [
         ([launch("fwd", 1.0)], "expected one launch of each of 4 cases, got 1"),
         (
             [launch(which, 1.0) for which in ("fwd", "fwd", "bwd", "bwd")],
-            "expected kernel_bwd_sm90 for full/s256/d64/h2/kv2, got kernel_cutlass",
+            r"expected kernel_bwd_\(wide_\)\?sm90 for full/s256/d64/h2/kv2, got kernel_cutlass",
         ),
     ],
 )
