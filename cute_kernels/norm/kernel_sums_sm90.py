@@ -4,7 +4,9 @@
 
 Layout       parts fp32 [P, 8 ⌈D / 8⌉]; into fp32 [D], made [D] in its dtype.
 Order        one chain, ascending, from ``into`` or from zero.
-Work         a CTA for 32 columns: its warps load 128 parts while one adds those before.
+Work         a CTA for 8 columns, so that narrow rows have some for many SMs: its threads copy 128
+             parts a stage into a ring of shared memory, and lanes of one warp add them, one for
+             each column.
 Measured     docs/status.md.
 """
 
@@ -14,10 +16,17 @@ from cutlass.memory import SmemAllocator
 
 from ..compile import fake
 from ..dsl import copy
+from ..dsl.ring import Slots
 from .config import UNIT, SumConfig
 
 WARP, WARPS = 32, 8
-#: Parts that a warp loads at once.
+#: Columns that a thread copies of a part, of which a warp copies some at once, and a CTA's stage.
+COPIED = 4
+OF_WARP = WARP * COPIED // UNIT
+OF_STAGE = OF_WARP * WARPS
+#: Of which all but one are under way while one is added: 1024 parts want no second trip.
+STAGES = 9
+#: Parts that are read from shared memory before those read earlier are added.
 AHEAD = 16
 
 
@@ -27,11 +36,12 @@ class NormSumsSm90:
     def __init__(self, config: SumConfig):
         self.add = config.into == "add"
         self.dtype = cutlass.Float32 if self.add else fake.DTYPES[config.into]
+        self.slots = Slots((4 * COPIED,))
 
     @cute.jit
     def __call__(self, mParts: cute.Tensor, mInto: cute.Tensor, stream):
         self.kernel(mParts, mInto).launch(
-            grid=(cute.ceil_div(mInto.shape[0], WARP), 1, 1),
+            grid=(cute.ceil_div(mInto.shape[0], UNIT), 1, 1),
             block=(WARP * WARPS, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
@@ -41,38 +51,66 @@ class NormSumsSm90:
     def kernel(self, mParts: cute.Tensor, mInto: cute.Tensor):
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        warp, lane = tidx // WARP, tidx % WARP
+        warp, lane = cute.arch.make_warp_uniform(tidx // WARP), tidx % WARP
         parts, width = mParts.shape[0], mInto.shape[0]
-        # A lane behind the last column reads the last one instead; nobody stores its sum.
-        column = block * WARP + lane
-        source = cutlass.min(column, width - 1)
-        layout = cute.make_ordered_layout((2, WARPS * AHEAD, WARP), order=(2, 1, 0))
+        # A lane behind the last column has the last one instead, and stores nothing.
+        column = block * UNIT + lane
+        layout = cute.make_ordered_layout((STAGES, OF_STAGE, UNIT), order=(2, 1, 0))
         sParts = SmemAllocator().allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
         total = cutlass.Float32(0.0)
         if cutlass.const_expr(self.add):
-            total = mInto[source]
-        slot = cutlass.Int32(0)
-        for first in cutlass.range(0, parts, WARPS * AHEAD, unroll=1):
-            for a in cutlass.range_constexpr(AHEAD):
-                part = first + warp * AHEAD + a
-                if part < parts:
-                    at = cutlass.Int64(part) * mParts.stride[0] + source
-                    sParts[slot, warp * AHEAD + a, lane] = copy.aligned(mParts, at, 1)[0]
+            total = mInto[cutlass.min(column, width - 1)]
+        for stage in cutlass.range_constexpr(STAGES - 1):
+            self.fetch(mParts, sParts, stage, stage * OF_STAGE, (block, warp, lane))
+        stage = cutlass.Int32(0)
+        for first in cutlass.range(0, parts, OF_STAGE, unroll=1):
+            cute.arch.cp_async_wait_group(STAGES - 2)
+            # Everybody's copies have come, and the stage before this one is added.
             cute.arch.sync_threads()
-            # Warps other than the first load what comes next meanwhile, into the other slot.
+            free = STAGES - 1 if stage == 0 else stage - 1
+            next_one = first + (STAGES - 1) * OF_STAGE
+            self.fetch(mParts, sParts, free, next_one, (block, warp, lane))
             if warp == 0:
-                count = cutlass.min(parts - first, WARPS * AHEAD)
-                whole = count // AHEAD * AHEAD
-                for begin in cutlass.range(0, whole, AHEAD, unroll=1):
-                    # All of them are asked for before the first is added.
-                    values = [sParts[slot, begin + a, lane] for a in range(AHEAD)]
-                    for value in values:
-                        total = total + value
-                for i in cutlass.range(whole, count, unroll=1):
-                    total = total + sParts[slot, i, lane]
-            slot = slot ^ 1
-        if (warp == 0) & (column < width):
+                count = cutlass.min(parts - first, OF_STAGE)
+                total = self.added(total, sParts[stage, None, lane % UNIT], count)
+            stage = 0 if stage == STAGES - 1 else stage + 1
+        if (warp == 0) & (lane < UNIT) & (column < width):
             mInto[column] = total.to(self.dtype)
+
+    @cute.jit
+    def fetch(self, mParts: cute.Tensor, sParts: cute.Tensor, stage, first, thread: tuple):
+        """A stage of parts from ``first`` on, one batch of copies; zeros for what is not there."""
+        block, warp, lane = thread
+        part = first + warp * OF_WARP + lane * COPIED // UNIT
+        there = part < mParts.shape[0]
+        row = part if there else cutlass.Int32(0)
+        at = cutlass.Int64(row) * mParts.stride[0] + block * UNIT + lane * COPIED % UNIT
+        rows = cute.recast_ptr(sParts[stage, None, None].iterator, dtype=cutlass.Uint8)
+        target = rows + warp * self.slots.size
+        self.slots.fetch(target, 0, copy.aligned(mParts, at, COPIED), there)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def added(self, total, sColumn: cute.Tensor, count):
+        """The sum and ``count`` parts of a column, ascending."""
+        whole = count // AHEAD * AHEAD
+        now = self.read(sColumn, 0)
+        for begin in cutlass.range(0, whole, AHEAD, unroll=1):
+            following = self.read(sColumn, cutlass.min(begin + AHEAD, OF_STAGE - AHEAD))
+            for a in cutlass.range_constexpr(AHEAD):
+                total = total + now[a]
+            now.store(following.load())
+        for i in cutlass.range(whole, count, unroll=1):
+            total = total + sColumn[i]
+        return total
+
+    @cute.jit
+    def read(self, sColumn: cute.Tensor, begin) -> cute.Tensor:
+        """Some parts of a column, in registers."""
+        values = cute.make_rmem_tensor(cute.make_layout(AHEAD), cutlass.Float32)
+        for a in cutlass.range_constexpr(AHEAD):
+            values[a] = sColumn[begin + a]
+        return values
 
 
 def build(config: SumConfig, compile=cute.compile):

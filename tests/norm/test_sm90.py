@@ -203,6 +203,8 @@ def sums(count: int):
     def check(kernel):
         g = torch.Generator().manual_seed(count)
         parts, state = torch.randn(count, 40, generator=g), torch.randn(40, generator=g)
+        # A sum that is -0 shows zeros that are added to it.
+        parts[:, 3], state[3] = -0.0, -0.0
         want = state.clone()
         for part in parts:
             want += part
@@ -268,13 +270,18 @@ MUTANTS = {
     "warps_descending": (ROWS, "value = value + sPartials[slot, group, w]",
         "value = value + sPartials[slot, group, self.warps - w]", other_bytes(
             Case(3, 4104, dtype=FP32, weight=FP32))),
-    "parts_descending": (SUMS, "sParts[slot, begin + a, lane]",
-        "sParts[slot, whole - 1 - begin - a, lane]", sums(300)),
+    "parts_descending": (SUMS, "total = total + now[a]", "total = total + now[AHEAD - 1 - a]",
+        sums(300)),
     "last_parts_twice": (SUMS, "cutlass.range(whole, count, unroll=1)",
         "cutlass.range(whole - 1, count, unroll=1)", sums(300)),
-    "sums_do_not_meet": (SUMS, "            cute.arch.sync_threads()\n            # Warps",
-        "            # Warps", sums(300)),
-    "one_slot_for_all_parts": (SUMS, "slot = slot ^ 1", "slot = slot ^ 0", sums(1500)),
+    "absent_parts_added": (SUMS, "count = cutlass.min(parts - first, OF_STAGE)",
+        "count = cutlass.Int32(OF_STAGE)", sums(300)),
+    "parts_added_before_they_come": (SUMS, "cp_async_wait_group(STAGES - 2)",
+        "cp_async_wait_group(STAGES - 1)", sums(300)),
+    "sums_do_not_meet": (SUMS, "            cute.arch.sync_threads()\n            free",
+        "            free", sums(300)),
+    "stage_filled_while_it_is_added": (SUMS,
+        "free = STAGES - 1 if stage == 0 else stage - 1", "free = stage", sums(1500)),
 }  # fmt: skip
 BY_DAY = (
     "eps_outside_the_root",
