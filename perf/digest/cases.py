@@ -1,4 +1,4 @@
-"""What is digested: eight products and four attentions, forward and backward, by the public API.
+"""What is digested: products and attentions, forward and backward, by the public API.
 
 A case is a name, inputs by name (CPU tensors) and results by name.  The name says everything that
 its bytes depend on besides the contract id, so a case that changes gets another name.
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import cute_kernels as ck
+from cute_kernels.sparse_attn.config import VALUE_DIMS
 
 from .inputs import SEED, Draw
 
@@ -85,8 +86,10 @@ class Attention:
     def inputs(self, seed: int = SEED) -> Tensors:
         draw, found = Draw(self.name, seed), {}
         heads = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads, "dout": self.heads}
+        of_values = VALUE_DIMS[self.dim]
+        widths = {"q": self.dim, "k": self.dim, "v": of_values, "dout": of_values}
         for name, count in heads.items():
-            shape = (self.batch, self.s, count, self.dim)
+            shape = (self.batch, self.s, count, widths[name])
             found[name] = draw.numbers(name, shape, self.dtype)
         if self.mask == "document":
             starts = draw.below("mask", 200, (self.batch, self.s)) == 0
@@ -131,6 +134,10 @@ CASES: tuple[Case, ...] = (
     Attention(BF16, "document", 1000, 128, 8, 2, batch=2, schedule="shortest_first"),
     Attention(FP16, "causal", 1500, 64, 16, 4, batch=2, schedule="auto"),
     Attention(FP16, "random", 300, 64, 4, 4),
+    Attention(BF16, "causal", 700, 96, 4, 4, schedule="auto"),
+    Attention(BF16, "causal", 700, 192, 8, 2, batch=2, schedule="auto"),
+    Attention(FP16, "document", 500, 192, 4, 4),
+    Attention(BF16, "window", 500, 256, 8, 4, schedule="left_to_right"),
 )
 
 

@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import cute_kernels as ck
+from cute_kernels.sparse_attn import config
 from perf.__main__ import app
 from perf.core import record
 from perf.digest import cases, inputs, run
@@ -105,15 +106,15 @@ def test_the_cases_are_those_of_the_guarantees_page():
     products = [case for case in CASES if isinstance(case, Linear)]
     attentions = [case for case in CASES if isinstance(case, Attention)]
     text = " ".join((record.ROOT / "docs/guarantees.md").read_text().split())
-    assert (len(products), len(attentions)) == (8, 4)
-    assert "SHA-256 digests of eight products and four attentions, forward and backward" in text
+    assert (len(products), len(attentions)) == (8, 8)
+    assert "SHA-256 digests of eight products and eight attentions, forward and backward" in text
     assert {case.dtype for case in products} == {case.dtype for case in attentions}
     assert any(case.bias for case in products) and not all(case.bias for case in products)
     assert any(case.k % 16 and case.k % 8 for case in products)  # rows that TMA cannot address
     assert max(case.m * case.k * case.n for case in products) > 1e10
-    assert {case.mask for case in attentions} == {"full", "causal", "document", "random"}
-    assert {case.dim for case in attentions} == {64, 128}
-    assert {case.heads // case.kv_heads for case in attentions} == {1, 4}
+    assert {case.mask for case in attentions} == {"full", "causal", "window", "document", "random"}
+    assert {case.dim for case in attentions} == set(config.HEAD_DIMS)
+    assert {case.heads // case.kv_heads for case in attentions} == {1, 2, 4}
     assert len({case.name for case in CASES}) == len(CASES)
 
 
