@@ -69,7 +69,8 @@ _PACKS = [
 def _text(size: Size) -> str:
     mask, s, dim, heads, _ = size
     length = f"{s:,}" if s % 1024 else f"{s // 1024}k"
-    return _kept_together(f"{mask} {length}", f"D = {dim}", f"{heads} heads {_group(size)}")
+    kept = _kept_together(f"{mask} {length}", f"D = {dim}", f"{heads} heads")
+    return f"{kept} {_kept_together(_group(size))}"
 
 
 def _group(size: Size) -> str:
@@ -101,7 +102,8 @@ def slowdown(bench: Bench, which: str, size: Size, system: str, rival: str) -> f
 def _rate(item: dict | None) -> str:
     if item is None or "tflops" not in item:
         return NOT_RUN
-    return _kept_together(f"{item['median_us']:,.0f} us", f"{item['tflops']:.0f} TFLOP/s")
+    # The rate may break: two columns have it.
+    return _kept_together(f"{item['median_us']:,.0f} us") + f", {item['tflops']:.0f} TFLOP/s"
 
 
 def _time_row(bench: Bench, size: Size) -> list[str]:
