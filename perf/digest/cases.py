@@ -85,12 +85,10 @@ class Attention:
 
     def inputs(self, seed: int = SEED) -> Tensors:
         draw, found = Draw(self.name, seed), {}
-        heads = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads, "dout": self.heads}
-        of_values = VALUE_DIMS[self.dim]
-        widths = {"q": self.dim, "k": self.dim, "v": of_values, "dout": of_values}
-        for name, count in heads.items():
-            shape = (self.batch, self.s, count, widths[name])
-            found[name] = draw.numbers(name, shape, self.dtype)
+        keys, values = (self.kv_heads, self.dim), (self.kv_heads, VALUE_DIMS[self.dim])
+        of_q, of_out = (self.heads, self.dim), (self.heads, VALUE_DIMS[self.dim])
+        for name, sizes in {"q": of_q, "k": keys, "v": values, "dout": of_out}.items():
+            found[name] = draw.numbers(name, (self.batch, self.s, *sizes), self.dtype)
         if self.mask == "document":
             starts = draw.below("mask", 200, (self.batch, self.s)) == 0
             found["mask"] = starts.cumsum(1, dtype=torch.int32)
