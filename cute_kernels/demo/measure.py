@@ -21,7 +21,7 @@ class Setup:
 
     size: Size = field(default_factory=Size)
     prompts: tuple[int, ...] = (96, 23, 57, 80, 7, 64, 41, 112)
-    new: tuple[int, ...] = (64, 80, 48, 72, 40, 76, 44, 60)
+    new: tuple[int, ...] = (40, 50, 30, 45, 25, 48, 27, 37)
     plans: tuple[Plan, ...] = (
         Plan("8 at once, left-padded", batch=8, chunk=None),
         Plan("3 at once, chunks of 32", batch=3, chunk=32),

@@ -24,8 +24,9 @@ WARP, WARPS = 32, 8
 COPIED = 4
 OF_WARP = WARP * COPIED // UNIT
 OF_STAGE = OF_WARP * WARPS
-#: Of which all but one are under way while one is added: 1024 parts want no second trip.
-STAGES = 9
+#: All but one are under way while one is added: four take as long to add as a copy takes to come.
+#: With more, fewer CTAs would fit on the card than rows of 8192 columns have.
+STAGES = 5
 #: Parts that are read from shared memory before those read earlier are added.
 AHEAD = 16
 
