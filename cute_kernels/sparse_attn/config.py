@@ -60,8 +60,24 @@ class ForwardConfig:
     def kv_stages(self) -> int:
         """Parts of K, and of V, in shared memory: as many as fit, up to four for two consumers."""
         if self.consumers == 3:
-            return 6
+            return {64: 6, 96: 3}[self.head_dim]
         return {64: 4, 96: 4, 128: 3}.get(self.head_dim, 2)
+
+    @property
+    def apart(self) -> bool:
+        """Whether O += P V of a block ends before S of the next one begins.
+
+        A thread of three consumers has 160 registers, and O, S and P of heads of 96 take 144.
+        """
+        return self.consumers == 3 and self.head_dim > 64
+
+    @property
+    def patience(self) -> int | None:
+        """Steps that a consumer with V of its last block may be without one (``device/merge``).
+
+        Who awaits V holds that of another block, in another stage.  None: it never does.
+        """
+        return None if self.apart else self.kv_stages - 2
 
 
 @dataclass(frozen=True)
@@ -171,8 +187,8 @@ def configure_forward(
     sinks: bool = False,
     packed: bool = False,
 ) -> ForwardConfig:
-    """Three consumers at D = 64: there exponentials take as long as products, and need company."""
-    consumers = 3 if head_dim == 64 else 2
+    """Three consumers of heads below 128: their exponentials take as long as products."""
+    consumers = 3 if head_dim < 128 else 2
     return ForwardConfig(dtype, head_dim, form, softcap, sinks, packed, consumers)
 
 

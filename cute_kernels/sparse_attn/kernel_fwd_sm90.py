@@ -68,13 +68,13 @@ class ForwardSm90:
         self.by_rows = config.packed or config.form == SPANS
         self.head_dim, self.value_dim = config.head_dim, VALUE_DIMS[config.head_dim]
         self.dtype = fake.DTYPES[config.dtype]
-        assert config.consumers == 2 or (config.consumers, config.head_dim) == (3, 64)
+        assert config.consumers == 2 or config.head_dim <= 96
         assert config.kv_stages >= config.consumers, "V is awaited while V of another block is held"
         self.stages, self.parts = config.kv_stages, config.parts
         self.consumers, self.rows = config.consumers, config.rows
         what = self.dtype, self.head_dim, self.value_dim, self.consumers, self.stages, self.parts
         self.tiles = ForwardTiles(*what, self.packed)
-        self.loads = Loads(self.tiles, config.form)
+        self.loads = Loads(self.tiles, config.form, config.patience)
         self.output = output.Output(self.tiles)
 
     @cute.jit
@@ -417,6 +417,11 @@ class ForwardSm90:
         state = merge.state_of(word, self.stages)
         k_ring.consumer_wait(state)
         self.await_turn(consumer)
+        return self.give_on(k_ring, v_ring, consumer, state, words)
+
+    @cute.jit
+    def give_on(self, k_ring, v_ring, consumer, state, words):
+        """The end of ``skip``, in the step's turn."""
         self.give_turn(consumer)
         following = word_of(words, state.index)
         k_ring.consumer_release(state)

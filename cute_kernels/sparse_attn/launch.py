@@ -29,7 +29,7 @@ _NAME = "block_sparse_attention"
 # What the certificates hold the kernels to.  By consumers, the registers that 384 and 512 threads
 # can start with; the roles then trade theirs.  Bytes of shared memory and products by head size.
 _REGISTERS = {2: 168, 3: 128}
-_FORWARD_SHARED = {64: 222208, 96: 222208, 128: 230400, 192: 214016, 256: 197632}
+_FORWARD_SHARED = {64: 222208, 96: 185344, 128: 230400, 192: 214016, 256: 197632}
 _BACKWARD_SHARED = {64: 232448, 96: 182272, 128: 231424, 192: 198656, 256: 222208}
 _BACKWARD_MMA = {
     64: ("64x64x16", "64x128x16"),
@@ -426,7 +426,7 @@ def _post_kernel(chosen: PostConfig) -> Callable:
 
 def forward_entry(chosen: ForwardConfig) -> Kernel:
     """One forward as the cache and the catalogue know it."""
-    name = "fwd_wide_sm90" if chosen.parts > 1 else "fwd_sm90"
+    name = "fwd_wide_sm90" if chosen.parts > 1 else "fwd_apart_sm90" if chosen.apart else "fwd_sm90"
     return Kernel.of(f"sparse_attn_{name}", f"{__package__}.kernel_{name}", chosen)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import launch
-from cute_kernels.sparse_attn.config import HEAD_DIMS
+from cute_kernels.sparse_attn.config import HEAD_DIMS, configure_forward
 from tests import contract, ptxsim, sim
 from tests.kernels.edited import changed
 from tests.kernels.ring_defects import LIMITS, SETTINGS
@@ -35,7 +35,7 @@ def same(got, want) -> bool:
 
 
 def tiles_of(given: Case) -> int:
-    rows = 192 if given.q.shape[3] == 64 else 128
+    rows = configure_forward("bf16", given.q.shape[3], "none").rows
     return given.q.shape[0] * given.q.shape[2] * -(-given.q.shape[1] // rows)
 
 

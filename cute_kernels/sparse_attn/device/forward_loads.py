@@ -52,10 +52,14 @@ class Told:
 
 
 class Loads:
-    """Of one configuration of the kernel; ``spans``: whether key 0 is anywhere in K and V."""
+    """Of one configuration of the kernel; ``spans``: whether key 0 is anywhere in K and V.
 
-    def __init__(self, tiles: ForwardTiles, form: str):
+    patience: of ``merge.step``.
+    """
+
+    def __init__(self, tiles: ForwardTiles, form: str, patience: int | None):
         self.tiles, self.packed, self.spans = tiles, tiles.packed, form == SPANS
+        self.patience = patience
 
     @cute.jit
     def load(self, sources, shared, rings, lists_of, sizes, counter):
@@ -63,9 +67,7 @@ class Loads:
         (q, k, v), (q_ring, k_ring, v_ring) = sources, rings
         (sQ, sK, sV), words, told, tail, table = shared
         total, q_len, heads, kv_heads = sizes
-        parts = self.tiles.parts
-        # A consumer awaits V while it holds V of its last block, which is in another stage then.
-        patience = self.tiles.stages - 2
+        parts, patience = self.tiles.parts, self.patience
         q_state = pipeline.producer_state(1)
         state_k, state_v = (pipeline.producer_state(self.tiles.stages) for _ in range(2))
         phases = cute.make_rmem_tensor((1,), cutlass.Int32)

@@ -12,10 +12,10 @@ where the consumers find it a step earlier, so that no two of them can disagree 
 A consumer that counted its way through the rings itself, from tile to tile, would compute the
 addresses of its products in every thread: ptxas does not see that they are equal.
 
-A consumer holds V of its last block until its next one.  So that the ring can go on meanwhile, a
-list that has been absent for ``patience`` steps in a row is given a step of its own: its last block
-again, under a word whose keys are all beyond the end.  That changes no bit of its rows, and asks no
-more of V than the visit before.
+A consumer holds V of its last block until its next one (with no ``patience``: until the next step).
+So that the ring can go on meanwhile, a list that has been absent for ``patience`` steps in a row is
+given a step of its own: its last block again, under a word whose keys are all beyond the end.  That
+changes no bit of its rows, and asks no more of V than the visit before.
 """
 
 import cutlass
@@ -81,7 +81,7 @@ def step(lists, at: cute.Tensor, words: cute.Tensor, patience: cutlass.Constexpr
     block, repeated = END >> 1, cutlass.Int32(-1)
     for n in cutlass.range_constexpr(len(lists)):
         block = cutlass.min(block, at[n, ENTRY] >> 1)
-    if cutlass.const_expr(len(lists) > 1):
+    if cutlass.const_expr(len(lists) > 1 and patience is not None):
         for n in cutlass.range_constexpr(len(lists)):
             if at[n, AWAY] == patience and at[n, ENTRY] < END:
                 repeated, block = cutlass.Int32(n), entry_at(lists[n][1], at[n, PLACE] - 1) >> 1
