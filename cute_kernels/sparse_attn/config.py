@@ -65,11 +65,11 @@ class ForwardConfig:
 
     @property
     def apart(self) -> bool:
-        """Whether O += P V of a block ends before S of the next one begins.
+        """Whether O += P V of a block ends before S of the next one begins, for want of registers.
 
-        A thread of three consumers has 160 registers, and O, S and P of heads of 96 take 144.
+        O, S and P of heads of 256 take 224 of 240; those of 96 take 144 of three consumers' 160.
         """
-        return self.consumers == 3 and self.head_dim > 64
+        return self.parts > 1 or (self.consumers == 3 and self.head_dim > 64)
 
     @property
     def patience(self) -> int | None:

@@ -27,7 +27,7 @@ class ForwardApartSm90(ForwardSm90):
 
     def __init__(self, config: ForwardConfig):
         super().__init__(config)
-        assert config.apart and config.patience is None
+        assert config.apart and self.parts == 1
 
     @cute.jit
     def walk(self, operands, rings, of_rows, where, mask, c, inner):

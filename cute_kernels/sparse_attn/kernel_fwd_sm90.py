@@ -28,10 +28,10 @@ Roles        warpgroup 0: one warp loads what either block lists (``merge``), of
              warpgroups 1, 2 (and 3): 64 rows each, against what their own block lists.  Q K^T of
              the next block is in flight with P V of this one, and the warpgroups take turns at
              issuing them.  O leaves through stages of V, by a warp of warpgroup 0 for each.
-Limits       SM90a only; bf16 and fp16; D = Dv in {64, 96, 128}, and D = 192 with Dv = 128 (256:
-             ``kernel_fwd_wide_sm90``); lengths below 2^30; scale > 0.  P = 0
-             times a V that is Inf or NaN is NaN: V of a masked key in a visited block must be
-             finite, V in other blocks need not.
+Limits       SM90a only; bf16 and fp16; D = Dv in {64, 96, 128}, and D = 192 with Dv = 128 (what
+             ships for 96: ``kernel_fwd_apart_sm90``, for 256: ``kernel_fwd_wide_sm90``); lengths
+             below 2^30; scale > 0.  P = 0 times a V that is Inf or NaN is NaN: V of a masked key in
+             a visited block must be finite, V in other blocks need not.
 Measured     on an H200: docs/status.md, docs/notes/attention_sm90.md.
 """
 

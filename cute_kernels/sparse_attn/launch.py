@@ -426,7 +426,8 @@ def _post_kernel(chosen: PostConfig) -> Callable:
 
 def forward_entry(chosen: ForwardConfig) -> Kernel:
     """One forward as the cache and the catalogue know it."""
-    name = "fwd_wide_sm90" if chosen.parts > 1 else "fwd_apart_sm90" if chosen.apart else "fwd_sm90"
+    way = "_wide" if chosen.parts > 1 else "_apart" if chosen.apart else ""
+    name = f"fwd{way}_sm90"
     return Kernel.of(f"sparse_attn_{name}", f"{__package__}.kernel_{name}", chosen)
 
 
