@@ -19,7 +19,7 @@ from ..dsl import softmax
 from . import kernel_fwd_sm90
 from .config import ForwardConfig
 from .device import merge
-from .kernel_fwd_sm90 import ForwardSm90, word_of
+from .kernel_fwd_sm90 import ForwardSm90
 
 
 class ForwardApartSm90(ForwardSm90):
@@ -30,78 +30,49 @@ class ForwardApartSm90(ForwardSm90):
         assert config.apart and self.parts == 1
 
     @cute.jit
-    def walk(self, operands, rings, of_rows, where, mask, c, inner):
-        """Every block on the list of a consumer; returns the place behind them."""
-        (tSrQ, tSrK, tOrP, tOrV), (k_ring, v_ring) = operands, rings
-        acc_s, acc_o, row_max, row_sum, factor, shift, bits = of_rows
-        consumer, lane, m, row, words, first = where
-        k_ring.consumer_wait(merge.state_at(first, self.stages))
-        word = word_of(words, self.stages)
-        while self.absent(word) and word & merge.LAST == 0:
-            word = self.skip(k_ring, v_ring, consumer, word, words)
-        if self.absent(word):
-            self.skip(k_ring, v_ring, consumer, word, words)
-        else:
-            # S_0 = Q K_0ᵀ
-            state = merge.state_of(word, self.stages)
-            k_ring.consumer_wait(state)
-            self.fetch(bits, word, words, state.index, row, mask)
-            self.await_turn(consumer)
-            self.scores(acc_s, tSrQ, tSrK, state.index)
-            self.give_turn(consumer)
-            following = word_of(words, state.index)
-            warpgroup.wait_group(0)
-            k_ring.consumer_release(state)
-            # t_0 = S_0 or tanh(S_0 scale / softcap), -inf where masked; m_0 = max t_0
-            self.mask(acc_s, word, bits, row, lane, m, mask, inner)
-            softmax.raise_max(acc_s, row_max, factor, shift, c)
-            # P_0 = exp2(c (t_0 - m_0)); l_0 = Σ P_0
-            softmax.exponentiate(acc_s, row_sum, factor, shift, c)
-            self.round_weights(acc_s, tOrP)
-            while word & merge.ENDS == 0:
-                # O += P_{n-1} V_{n-1}, in the turn of the step behind it
-                state = merge.state_of(word, self.stages)
-                v_ring.consumer_wait(state)
-                self.await_turn(consumer)
-                self.add_values(acc_o, tOrP, tOrV, state.index)
-                warpgroup.wait_group(0)
-                v_ring.consumer_release(state)
-                word = following
-                if self.absent(word):
-                    state = merge.state_of(word, self.stages)
-                    k_ring.consumer_wait(state)
-                    word = self.give_on(k_ring, v_ring, consumer, state, words)
-                    while self.absent(word):
-                        word = self.skip(k_ring, v_ring, consumer, word, words)
-                    self.await_turn(consumer)
-                # S_n = Q K_nᵀ
-                state = merge.state_of(word, self.stages)
-                k_ring.consumer_wait(state)
-                self.fetch(bits, word, words, state.index, row, mask)
-                self.scores(acc_s, tSrQ, tSrK, state.index)
-                self.give_turn(consumer)
-                following = word_of(words, state.index)
-                warpgroup.wait_group(0)
-                k_ring.consumer_release(state)
-                # t_n as t_0; m_n = max(m_{n-1}, max t_n); factor = exp2(c (m_{n-1} - m_n))
-                self.mask(acc_s, word, bits, row, lane, m, mask, inner)
-                softmax.raise_max(acc_s, row_max, factor, shift, c)
-                # P_n = exp2(c (t_n - m_n)); l_n = l_{n-1} factor + Σ P_n; O *= factor
-                softmax.exponentiate(acc_s, row_sum, factor, shift, c)
-                softmax.rescale(acc_o, factor)
-                self.round_weights(acc_s, tOrP)
-            # O += P_last V_last
+    def visit(self, operands, rings, of_rows, where, word, mask, c, inner):
+        """As there: every block on the list, the first of ``word``."""
+        (_, _, tOrP, tOrV), (k_ring, v_ring) = operands, rings
+        acc_s, acc_o, _, row_sum, factor, shift, _ = of_rows
+        consumer, *_, words, _ = where
+        # S_0 = Q K_0ᵀ; m_0 = max t_0
+        state = merge.state_of(word, self.stages)
+        step = (word, state)
+        following = self.maxima(operands, k_ring, of_rows, where, step, mask, (c, inner), True)
+        # P_0 = exp2(c (t_0 - m_0)); l_0 = Σ P_0
+        softmax.exponentiate(acc_s, row_sum, factor, shift, c)
+        self.round_weights(acc_s, tOrP)
+        while word & merge.ENDS == 0:
+            # O += P_{n-1} V_{n-1}, in the turn of the step behind it
             state = merge.state_of(word, self.stages)
             v_ring.consumer_wait(state)
+            self.await_turn(consumer)
             self.add_values(acc_o, tOrP, tOrV, state.index)
             warpgroup.wait_group(0)
             v_ring.consumer_release(state)
-            while word & merge.LAST == 0:
-                word = following
-                following = self.skip(k_ring, v_ring, consumer, word, words)
-        place = merge.state_of(word, self.stages)
-        place.advance()
-        return merge.place_code(place.index, place.phase)
+            word = following
+            if self.absent(word):
+                state = merge.state_of(word, self.stages)
+                k_ring.consumer_wait(state)
+                word = self.give_on(k_ring, v_ring, consumer, state, words)
+                while self.absent(word):
+                    word = self.skip(k_ring, v_ring, consumer, word, words)
+                self.await_turn(consumer)
+            # S_n = Q K_nᵀ; m_n = max(m_{n-1}, max t_n); factor = exp2(c (m_{n-1} - m_n))
+            state = merge.state_of(word, self.stages)
+            step = (word, state)
+            following = self.maxima(operands, k_ring, of_rows, where, step, mask, (c, inner), False)
+            # P_n = exp2(c (t_n - m_n)); l_n = l_{n-1} factor + Σ P_n; O *= factor
+            softmax.exponentiate(acc_s, row_sum, factor, shift, c)
+            softmax.rescale(acc_o, factor)
+            self.round_weights(acc_s, tOrP)
+        # O += P_last V_last
+        state = merge.state_of(word, self.stages)
+        v_ring.consumer_wait(state)
+        self.add_values(acc_o, tOrP, tOrV, state.index)
+        warpgroup.wait_group(0)
+        v_ring.consumer_release(state)
+        return word, following
 
 
 def build(config: ForwardConfig, compile=cute.compile):

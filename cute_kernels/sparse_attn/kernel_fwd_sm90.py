@@ -333,13 +333,8 @@ class ForwardSm90:
 
     @cute.jit
     def walk(self, operands, rings, of_rows, where, mask, c, inner):
-        """Every block on the list of a consumer; returns the place behind them.
-
-        Its blocks with none between them that only the other list has are one pipeline.
-        """
-        (tSrQ, tSrK, tOrP, tOrV), (k_ring, v_ring) = operands, rings
-        acc_s, acc_o, row_max, row_sum, factor, shift, bits = of_rows
-        consumer, lane, m, row, words, first = where
+        """Every block on the list of a consumer; returns the place behind them."""
+        (k_ring, v_ring), (consumer, *_, words, first) = rings, where
         k_ring.consumer_wait(merge.state_at(first, self.stages))
         word = word_of(words, self.stages)
         while self.absent(word) and word & merge.LAST == 0:
@@ -347,65 +342,93 @@ class ForwardSm90:
         if self.absent(word):
             self.skip(k_ring, v_ring, consumer, word, words)
         else:
-            # S_0 = Q K_0ᵀ
-            state = merge.state_of(word, self.stages)
-            k_ring.consumer_wait(state)
-            self.fetch(bits, word, words, state.index, row, mask)
-            self.await_turn(consumer)
-            self.scores(acc_s, tSrQ, tSrK, state.index)
-            self.give_turn(consumer)
-            following = word_of(words, state.index)
-            warpgroup.wait_group(0)
-            k_ring.consumer_release(state)
-            # t_0 = S_0 or tanh(S_0 scale / softcap), -inf where masked; m_0 = max t_0
-            self.mask(acc_s, word, bits, row, lane, m, mask, inner)
-            softmax.raise_max(acc_s, row_max, factor, shift, c)
-            # P_0 = exp2(c (t_0 - m_0)); l_0 = Σ P_0
-            v_ring.consumer_wait(state)
-            softmax.exponentiate(acc_s, row_sum, factor, shift, c)
-            self.round_weights(acc_s, tOrP)
-            # The word of the step whose V P is yet to be multiplied by.
-            of_p = word
-            while word & merge.ENDS == 0:
-                word = following
-                while self.absent(word):
-                    word = self.skip(k_ring, v_ring, consumer, word, words)
-                # S_n = Q K_nᵀ, and behind it O += P_{n-1} V_{n-1}
-                state, held = (merge.state_of(w, self.stages) for w in (word, of_p))
-                k_ring.consumer_wait(state)
-                self.fetch(bits, word, words, state.index, row, mask)
-                self.await_turn(consumer)
-                self.scores(acc_s, tSrQ, tSrK, state.index)
-                self.add_values(acc_o, tOrP, tOrV, held.index)
-                self.give_turn(consumer)
-                following = word_of(words, state.index)
-                warpgroup.wait_group(1)
-                k_ring.consumer_release(state)
-                # t_n as t_0; m_n = max(m_{n-1}, max t_n); factor = exp2(c (m_{n-1} - m_n))
-                self.mask(acc_s, word, bits, row, lane, m, mask, inner)
-                softmax.raise_max(acc_s, row_max, factor, shift, c)
-                # P V has had the time of the maxima; ptxas moves its wait up to the last wait for
-                # an mbarrier, which is therefore here.  What follows then fills the gaps between
-                # exponentials.
-                v_ring.consumer_wait(state)
-                warpgroup.wait_group(0)
-                v_ring.consumer_release(held)
-                # P_n = exp2(c (t_n - m_n)); l_n = l_{n-1} factor + Σ P_n; O *= factor
-                softmax.exponentiate(acc_s, row_sum, factor, shift, c)
-                softmax.rescale(acc_o, factor)
-                self.round_weights(acc_s, tOrP)
-                of_p = word
-            # O += P_last V_last
-            held = merge.state_of(of_p, self.stages)
-            self.add_values(acc_o, tOrP, tOrV, held.index)
-            warpgroup.wait_group(0)
-            v_ring.consumer_release(held)
+            word, following = self.visit(operands, rings, of_rows, where, word, mask, c, inner)
             while word & merge.LAST == 0:
                 word = following
                 following = self.skip(k_ring, v_ring, consumer, word, words)
         place = merge.state_of(word, self.stages)
         place.advance()
         return merge.place_code(place.index, place.phase)
+
+    @cute.jit
+    def visit(self, operands, rings, of_rows, where, word, mask, c, inner):
+        """Every block on the list, the first of ``word``; returns the last one's word and the next.
+
+        Blocks with none between them that only the other list has are one pipeline.
+        """
+        (tSrQ, tSrK, tOrP, tOrV), (k_ring, v_ring) = operands, rings
+        acc_s, acc_o, row_max, row_sum, factor, shift, bits = of_rows
+        consumer, lane, m, row, words, _ = where
+        # S_0 = Q K_0ᵀ; m_0 = max t_0
+        state = merge.state_of(word, self.stages)
+        step = (word, state)
+        following = self.maxima(operands, k_ring, of_rows, where, step, mask, (c, inner), True)
+        # P_0 = exp2(c (t_0 - m_0)); l_0 = Σ P_0
+        v_ring.consumer_wait(state)
+        softmax.exponentiate(acc_s, row_sum, factor, shift, c)
+        self.round_weights(acc_s, tOrP)
+        # The word of the step whose V P is yet to be multiplied by.
+        of_p = word
+        while word & merge.ENDS == 0:
+            word = following
+            while self.absent(word):
+                word = self.skip(k_ring, v_ring, consumer, word, words)
+            # S_n = Q K_nᵀ, and behind it O += P_{n-1} V_{n-1}
+            state, held = (merge.state_of(w, self.stages) for w in (word, of_p))
+            k_ring.consumer_wait(state)
+            self.fetch(bits, word, words, state.index, row, mask)
+            self.await_turn(consumer)
+            self.scores(acc_s, tSrQ, tSrK, state.index)
+            self.add_values(acc_o, tOrP, tOrV, held.index)
+            self.give_turn(consumer)
+            following = word_of(words, state.index)
+            warpgroup.wait_group(1)
+            k_ring.consumer_release(state)
+            # t_n as t_0; m_n = max(m_{n-1}, max t_n); factor = exp2(c (m_{n-1} - m_n))
+            self.mask(acc_s, word, bits, row, lane, m, mask, inner)
+            softmax.raise_max(acc_s, row_max, factor, shift, c)
+            # P V has had the time of the maxima; ptxas moves its wait up to the last wait for
+            # an mbarrier, which is therefore here.  What follows then fills the gaps between
+            # exponentials.
+            v_ring.consumer_wait(state)
+            warpgroup.wait_group(0)
+            v_ring.consumer_release(held)
+            # P_n = exp2(c (t_n - m_n)); l_n = l_{n-1} factor + Σ P_n; O *= factor
+            softmax.exponentiate(acc_s, row_sum, factor, shift, c)
+            softmax.rescale(acc_o, factor)
+            self.round_weights(acc_s, tOrP)
+            of_p = word
+        # O += P_last V_last
+        held = merge.state_of(of_p, self.stages)
+        self.add_values(acc_o, tOrP, tOrV, held.index)
+        warpgroup.wait_group(0)
+        v_ring.consumer_release(held)
+        return word, following
+
+    @cute.jit
+    def maxima(self, operands, k_ring, of_rows, where, step, mask, scales, turn: cutlass.Constexpr):
+        """S of a step, alone at the tensor cores, and the maxima of its rows.
+
+        step: its word and its place.  turn: whether its turn is still to come.  Returns the word
+        behind it.
+        """
+        (tSrQ, tSrK, _, _), (word, state), (c, inner) = operands, step, scales
+        consumer, lane, m, row, words, _ = where
+        acc_s, _, row_max, _, factor, shift, bits = of_rows
+        k_ring.consumer_wait(state)
+        self.fetch(bits, word, words, state.index, row, mask)
+        if cutlass.const_expr(turn):
+            self.await_turn(consumer)
+        # S = Q Kᵀ
+        self.scores(acc_s, tSrQ, tSrK, state.index)
+        self.give_turn(consumer)
+        following = word_of(words, state.index)
+        warpgroup.wait_group(0)
+        k_ring.consumer_release(state)
+        # t = S or tanh(S scale / softcap), -inf where masked; m' = max(m, max t); factor
+        self.mask(acc_s, word, bits, row, lane, m, mask, inner)
+        softmax.raise_max(acc_s, row_max, factor, shift, c)
+        return following
 
     def absent(self, word):
         """Whether only the other list has the block; there is one with three consumers."""

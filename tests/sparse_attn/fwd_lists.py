@@ -9,7 +9,6 @@ import torch
 
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import config
-from tests import contract
 from tests.sparse_attn.simulated_fwd import BLOCK, Case, case, run
 
 #: Blocks of keys.  Tiles have rows of lists 0 and 1, and of 1 and 2.
@@ -52,7 +51,3 @@ def by_two(given: Case, **options) -> tuple:
     )
     with two:
         return run(given, **options)
-
-
-def same(got, want) -> bool:
-    return all(map(contract.same_bytes, got, want))

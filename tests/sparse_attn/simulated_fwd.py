@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import config, launch, masks, reference
+from tests import contract, ptxsim
 from tests.sparse_attn import simulated
 
 BLOCK = 128
@@ -61,6 +62,21 @@ def run(case: Case, **options) -> tuple[Tensor, Tensor]:
         return launch.forward(
             case.q, case.k, case.v, masks.lower(case.mask), case.scale, case.softcap
         )
+
+
+def same(got, want) -> bool:
+    """Whether results have equal bytes, one by one."""
+    return all(map(contract.same_bytes, got, want))
+
+
+def right(case: Case, want, **options) -> bool:
+    """Whether `run` ends, with these bytes, no missing fence and no race."""
+    try:
+        got = run(case, **options)
+    except ptxsim.PtxsimError:
+        return False
+    report = ptxsim.report()
+    return same(got, want) and not report["fence_warnings"]["count"] and not report["races"]
 
 
 # ---- the kernel's order --------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from tests.kernels.edited import changed
 from tests.kernels.ring_defects import LIMITS, SETTINGS
 from tests.ptxsim.available import requires_sim
 from tests.sparse_attn import simulated
-from tests.sparse_attn.fwd_lists import LISTS, OFTEN, by_two, listed, same
+from tests.sparse_attn.fwd_lists import LISTS, OFTEN, by_two, listed
 from tests.sparse_attn.fwd_masks import MASKS
-from tests.sparse_attn.simulated_fwd import Case, case, chain, run
+from tests.sparse_attn.simulated_fwd import Case, case, chain, right, run, same
 
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
 
@@ -58,40 +58,55 @@ def test_schedules(name):
 
 # ---- mutants -------------------------------------------------------------------------------------
 
-_IN = 16 * " "
-_WAIT, _K, _V = (
-    f"{_IN}{line}\n"
+BASE, OWN = "sparse_attn.kernel_fwd_sm90", "sparse_attn.kernel_fwd_apart_sm90"
+_TURN, _WORD, _WAIT, _K, _V = (
+    f"        {line}\n"
     for line in (
+        "self.give_turn(consumer)",
+        "following = word_of(words, state.index)",
         "warpgroup.wait_group(0)",
         "k_ring.consumer_release(state)",
         "v_ring.consumer_release(state)",
     )
 )
-_WORD = f"{_IN}following = word_of(words, state.index)\n"
+_IN = 12 * " "
+_AGAIN = f"    {_WAIT}    {_V}"
 
-#: What is replaced, and by what.
+#: Where, what is replaced, and by what.
 MUTANTS = {
-    "V not awaited": (f"{_IN}v_ring.consumer_wait(state)\n{_IN}self", f"{_IN}self"),
+    "V not awaited": (OWN, f"{_IN}v_ring.consumer_wait(state)\n", ""),
     "the last V not awaited": (
-        "            v_ring.consumer_wait(state)\n            self.add",
-        "            self.add",
+        OWN,
+        "        v_ring.consumer_wait(state)\n        self.add",
+        "        self.add",
     ),
-    "V given back while it is multiplied": (_WAIT + _V, _V + _WAIT),
+    "V given back while it is multiplied": (OWN, _AGAIN, f"    {_V}    {_WAIT}"),
     "K not awaited": (
-        f"{_IN}k_ring.consumer_wait(state)\n{_IN}self.fetch",
-        f"{_IN}self.fetch",
+        BASE,
+        "        k_ring.consumer_wait(state)\n        self.fetch",
+        "        self.fetch",
     ),
-    "K given back while it is multiplied": (_WAIT + _K, _K + _WAIT),
-    "the word read when K is given back": (_WORD + _WAIT + _K, _WAIT + _K + _WORD),
-    "the word of the block before": (f"{_IN}word = following\n{_IN}if", f"{_IN}if"),
-    "O not rescaled": (f"{_IN}softmax.rescale(acc_o, factor)\n", ""),
+    "K given back while it is multiplied": (
+        BASE,
+        _TURN + _WORD + _WAIT + _K,
+        _TURN + _WORD + _K + _WAIT,
+    ),
+    "the word read when K is given back": (
+        BASE,
+        _TURN + _WORD + _WAIT + _K,
+        _TURN + _WAIT + _K + _WORD,
+    ),
+    "the word of the block before": (OWN, f"{_IN}word = following\n", ""),
+    "O not rescaled": (OWN, f"{_IN}softmax.rescale(acc_o, factor)\n", ""),
     "a turn awaited twice": (
+        OWN,
         "word = self.give_on(k_ring, v_ring, consumer, state, words)",
         "word = self.skip(k_ring, v_ring, consumer, word, words)",
     ),
-    "no turn awaited behind others' steps": (f"{_IN}    self.await_turn(consumer)\n", ""),
-    "a turn kept": (f"{_IN}self.give_turn(consumer)\n", ""),
+    "no turn awaited behind others' steps": (OWN, f"{_IN}    self.await_turn(consumer)\n", ""),
+    "a turn kept": (BASE, _TURN + _WORD + _WAIT + _K, _WORD + _WAIT + _K),
     "others' last steps not given on": (
+        BASE,
         "            while word & merge.LAST == 0:\n                word = following\n",
         "            while word & merge.LAST > 1:\n                word = following\n",
     ),
@@ -120,16 +135,29 @@ RUNS = [SETTINGS[-1] | {"check_races": 1, "seed": seed} for seed in (3, 6)] + SE
 
 
 def survives(kernel) -> bool:
-    for given, want in cases():
-        for options in RUNS:
-            try:
-                got = run(given, ctas=2, forward=kernel, **LIMITS, **options)
-            except ptxsim.PtxsimError:
-                return False
-            report = ptxsim.report()
-            if not same(got, want) or report["fence_warnings"]["count"] or report["races"]:
-                return False
-    return True
+    return all(
+        right(given, want, ctas=2, forward=kernel, **LIMITS, **options)
+        for given, want in cases()
+        for options in RUNS
+    )
+
+
+def mutated(folder, name: str):
+    """From a configuration to a forward with a defect, of its own or of the class it is made of."""
+    where, *pieces = MUTANTS[name]
+    made = changed(folder, where, *pieces)
+    if where == OWN:
+        return functools.cache(lambda chosen: made.build(chosen, compile=ptxsim.compile))
+
+    @functools.cache
+    def kernel(chosen):
+        module = simulated.forward_module(chosen)
+        with pytest.MonkeyPatch.context() as patch:
+            for method in ("walk", "maxima"):
+                patch.setattr(module.ForwardApartSm90, method, getattr(made.ForwardSm90, method))
+            return module.build(chosen, compile=ptxsim.compile)
+
+    return kernel
 
 
 def test_the_intact_kernel_survives():
@@ -138,7 +166,6 @@ def test_the_intact_kernel_survives():
 
 @pytest.mark.parametrize("name", often(MUTANTS, BY_DAY))
 def test_mutants_are_killed(tmp_path, name):
-    made = changed(tmp_path, "sparse_attn.kernel_fwd_apart_sm90", *MUTANTS[name])
+    kernel = mutated(tmp_path, name)
     cases()
-    kernel = functools.cache(lambda chosen: made.build(chosen, compile=ptxsim.compile))
     assert not survives(kernel)

@@ -17,9 +17,9 @@ from cute_kernels.sparse_attn import config, masks
 from tests import contract, ptxsim, sim
 from tests.kernels.ring_defects import LIMITS, SETTINGS
 from tests.ptxsim.available import requires_sim
-from tests.sparse_attn.fwd_lists import EVERY, LISTS, OFTEN, by_two, listed, same
+from tests.sparse_attn.fwd_lists import EVERY, LISTS, OFTEN, by_two, listed
 from tests.sparse_attn.fwd_masks import MASKS
-from tests.sparse_attn.simulated_fwd import BLOCK, Case, case, chain, run
+from tests.sparse_attn.simulated_fwd import BLOCK, Case, case, chain, right, run, same
 from tests.sparse_attn.waits import no_wait_for
 
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
@@ -210,15 +210,10 @@ def survives(mutant, name, monkeypatch) -> bool:
         )
     given, want = intact(name)
     # First what needs no deadlock to show: those take up to `max_steps`.
-    for options in (*RACES, *SETTINGS):
-        try:
-            got = run(given, forward=lambda _: made, **LIMITS, **options)
-        except ptxsim.PtxsimError:
-            return False
-        report = ptxsim.report()
-        if not same(got, want) or report["fence_warnings"]["count"] or report["races"]:
-            return False
-    return True
+    return all(
+        right(given, want, forward=lambda _: made, **LIMITS, **options)
+        for options in (*RACES, *SETTINGS)
+    )
 
 
 @functools.cache
