@@ -36,9 +36,7 @@ class ForwardApartSm90(ForwardSm90):
         acc_s, acc_o, _, row_sum, factor, shift, _ = of_rows
         consumer, *_, words, _ = where
         # S_0 = Q K_0ᵀ; m_0 = max t_0
-        state = merge.state_of(word, self.stages)
-        step = (word, state)
-        following = self.maxima(operands, k_ring, of_rows, where, step, mask, (c, inner), True)
+        following = self.maxima(operands, k_ring, of_rows, where, word, mask, (c, inner), True)
         # P_0 = exp2(c (t_0 - m_0)); l_0 = Σ P_0
         softmax.exponentiate(acc_s, row_sum, factor, shift, c)
         self.round_weights(acc_s, tOrP)
@@ -59,9 +57,7 @@ class ForwardApartSm90(ForwardSm90):
                     word = self.skip(k_ring, v_ring, consumer, word, words)
                 self.await_turn(consumer)
             # S_n = Q K_nᵀ; m_n = max(m_{n-1}, max t_n); factor = exp2(c (m_{n-1} - m_n))
-            state = merge.state_of(word, self.stages)
-            step = (word, state)
-            following = self.maxima(operands, k_ring, of_rows, where, step, mask, (c, inner), False)
+            following = self.maxima(operands, k_ring, of_rows, where, word, mask, (c, inner), False)
             # P_n = exp2(c (t_n - m_n)); l_n = l_{n-1} factor + Σ P_n; O *= factor
             softmax.exponentiate(acc_s, row_sum, factor, shift, c)
             softmax.rescale(acc_o, factor)

@@ -360,11 +360,9 @@ class ForwardSm90:
         acc_s, acc_o, row_max, row_sum, factor, shift, bits = of_rows
         consumer, lane, m, row, words, _ = where
         # S_0 = Q K_0ᵀ; m_0 = max t_0
-        state = merge.state_of(word, self.stages)
-        step = (word, state)
-        following = self.maxima(operands, k_ring, of_rows, where, step, mask, (c, inner), True)
+        following = self.maxima(operands, k_ring, of_rows, where, word, mask, (c, inner), True)
         # P_0 = exp2(c (t_0 - m_0)); l_0 = Σ P_0
-        v_ring.consumer_wait(state)
+        v_ring.consumer_wait(merge.state_of(word, self.stages))
         softmax.exponentiate(acc_s, row_sum, factor, shift, c)
         self.round_weights(acc_s, tOrP)
         # The word of the step whose V P is yet to be multiplied by.
@@ -406,15 +404,15 @@ class ForwardSm90:
         return word, following
 
     @cute.jit
-    def maxima(self, operands, k_ring, of_rows, where, step, mask, scales, turn: cutlass.Constexpr):
+    def maxima(self, operands, k_ring, of_rows, where, word, mask, scales, turn: cutlass.Constexpr):
         """S of a step, alone at the tensor cores, and the maxima of its rows.
 
-        step: its word and its place.  turn: whether its turn is still to come.  Returns the word
-        behind it.
+        turn: whether its turn is still to come.  Returns the word behind it.
         """
-        (tSrQ, tSrK, _, _), (word, state), (c, inner) = operands, step, scales
+        (tSrQ, tSrK, _, _), (c, inner) = operands, scales
         consumer, lane, m, row, words, _ = where
         acc_s, _, row_max, _, factor, shift, bits = of_rows
+        state = merge.state_of(word, self.stages)
         k_ring.consumer_wait(state)
         self.fetch(bits, word, words, state.index, row, mask)
         if cutlass.const_expr(turn):
