@@ -77,6 +77,7 @@ def test_the_distributions_are_complete(tmp_path):
     with zipfile.ZipFile(wheel) as opened:
         names = set(opened.namelist())
         (metadata,) = (opened.read(n).decode() for n in names if n.endswith("/METADATA"))
-    assert {name for name in names if ".dist-info" not in name} == want | {"cute_kernels/py.typed"}
+    data = {"cute_kernels/py.typed", "cute_kernels/demo/kernels.json"}
+    assert {name for name in names if ".dist-info" not in name} == want | data
     assert "# cute_kernels" in metadata and not RELATIVE_LINK.search(metadata)
     assert "Typing :: Typed" in metadata and "text/markdown" in metadata

@@ -16,7 +16,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +70,36 @@ def build(kernel: Kernel) -> Any:
         return kernel.build()
 
 
+def fill(kernel: Kernel, arch: str) -> None:
+    """Compiles ``kernel`` into the cache folder, unless it is there or another process is at it."""
+    store, stem = _place(kernel, arch)
+    with store.locked(stem, wait=False) as free:
+        if free and _verified(store, stem, tell=False) is None:
+            _write(store, stem, kernel, arch, build(kernel))
+
+
+def lacking(kernels: Iterable[Kernel], arch: str) -> list[Kernel]:
+    """Those of ``kernels`` that `get` would have to compile now, for the folder to keep."""
+    with _lock:
+        _load_named_folder()
+    if not settings.cache_enabled():
+        return []
+    known = _ahead.keys() | {identity for identity, of in _loaded if of == arch}
+    strange = [kernel for kernel in kernels if kernel.identity not in known]
+    return [k for k in strange if _verified(*_place(k, arch), tell=False) is None]
+
+
 def counts() -> dict[str, int]:
     """How many functions this process has ``built``, loaded from ``disk`` and got ``ahead``."""
     return {source: _counts[source] for source in ("built", "disk", "ahead")}
+
+
+def loaded() -> list[str]:
+    """The identity of every kernel that this process has got, in the order in which it first did.
+
+    Without those that were registered ahead.
+    """
+    return [identity for identity, _ in _loaded if identity not in _ahead]
 
 
 def clear() -> None:
@@ -117,7 +144,7 @@ def _load_named_folder() -> None:
 def _find(kernel: Kernel, arch: str) -> Callable[..., Any]:
     begin = time.perf_counter()
     if settings.cache_enabled():
-        function, source = _stored(_store(settings.cache_dir()), kernel, arch)
+        function, source = _stored(kernel, arch)
     else:
         source = "compiled, not stored"
         function = load.resident(build(kernel), symbol_of(kernel, arch))
@@ -125,9 +152,14 @@ def _find(kernel: Kernel, arch: str) -> Callable[..., Any]:
     return function
 
 
-def _stored(store: Store, kernel: Kernel, arch: str) -> tuple[Callable[..., Any], str]:
+def _place(kernel: Kernel, arch: str) -> tuple[Store, str]:
+    """The cache folder, and the stem of the kernel's files there."""
+    return _store(settings.cache_dir()), f"{kernel.name}-{key(kernel, arch)[:40]}"
+
+
+def _stored(kernel: Kernel, arch: str) -> tuple[Callable[..., Any], str]:
     """The function from the cache folder, compiled into it if it is not there, and which it was."""
-    stem = f"{kernel.name}-{key(kernel, arch)[:40]}"
+    store, stem = _place(kernel, arch)
     entry = _verified(store, stem, tell=False)
     if entry is None:
         with store.locked(stem):
@@ -152,14 +184,21 @@ def _build_into(
     store: Store, stem: str, kernel: Kernel, arch: str
 ) -> tuple[Callable[..., Any], str]:
     compiled = build(kernel)
+    entry = _write(store, stem, kernel, arch, compiled)
+    if entry is None:
+        return load.resident(compiled, symbol_of(kernel, arch)), "compiled, not stored"
+    return load.function(entry.path, entry.symbol), f"compiled into {entry.path}"
+
+
+def _write(store: Store, stem: str, kernel: Kernel, arch: str, compiled: Any) -> Entry | None:
+    """Stores a compile result; None if its source may be another one than the key says."""
     if toolchain.source_digest() != toolchain.SOURCE_AT_IMPORT:
         _LOG.warning("the package's source changed since import: %s is not stored", kernel.identity)
-        return load.resident(compiled, symbol_of(kernel, arch)), "compiled, not stored"
+        return None
     about = {"kernel": kernel.identity, "arch": arch, "facts": toolchain.facts()}
     with store.scratch(stem) as folder:
         binary = load.build_binary(compiled, symbol_of(kernel, arch), folder)
-        entry = store.write(stem, binary, symbol_of(kernel, arch), about)
-    return load.function(entry.path, entry.symbol), f"compiled into {entry.path}"
+        return store.write(stem, binary, symbol_of(kernel, arch), about)
 
 
 @functools.cache

@@ -102,9 +102,10 @@ class Store:
         return Entry(path, symbol)
 
     @contextlib.contextmanager
-    def locked(self, stem: str) -> Iterator[None]:
+    def locked(self, stem: str, wait: bool = True) -> Iterator[bool]:
         """Holds the file lock of ``stem`` against other processes, and sweeps unfinished writes.
 
+        True; or at once False, with no lock, if another process holds it and ``wait`` is false.
         The kernel drops the lock when its holder dies; the empty lock file stays.
         """
         path = self._path(stem, ".lock")
@@ -114,9 +115,10 @@ class Store:
             with _named(path):
                 if why := _not_private(os.fstat(lock)):
                     raise _refusal(path, why)
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                self._sweep(stem)
-            yield
+                free = _flocked(lock, wait)
+                if free:
+                    self._sweep(stem)
+            yield free
         finally:
             # Unlocked by name, not by closing: a process forked meanwhile has a copy of the lock.
             with contextlib.suppress(OSError):
@@ -173,6 +175,14 @@ class Store:
                 shutil.rmtree(path)
             else:
                 path.unlink()
+
+
+def _flocked(lock: int, wait: bool) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _sha256(content: bytes) -> str:

@@ -19,6 +19,7 @@ import cute_kernels as ck
 from ..commands import BROKEN, require
 from ..errors import ArgumentValueError, BackendUnavailable, expected, one_of
 from ..gemm.config import ORDERS
+from . import kernels
 
 if TYPE_CHECKING:
     from .measure import Column, Setup
@@ -84,11 +85,11 @@ def main(
         raise ArgumentValueError(one_of("order", ORDERS, order))
     require("demo", *_NEEDS)
     where = _device(device)
-    from .measure import Setup
+    with kernels.compiling(where, order), _one_cpu_thread(where):
+        from .measure import Setup  # and transformers, which takes seconds
 
-    seconds = SECONDS[where.type] if seconds is None else seconds
-    run = _Run(out, where, seconds, seed, steps, setup or Setup(), order)
-    with _one_cpu_thread(where):
+        seconds = SECONDS[where.type] if seconds is None else seconds
+        run = _Run(out, where, seconds, seed, steps, setup or Setup(), order)
         return _demo(run, Console())
 
 

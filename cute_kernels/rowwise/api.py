@@ -103,8 +103,7 @@ def silu(x: torch.Tensor) -> torch.Tensor:
         UnsupportedTransformError: jvp, ``torch.func.grad``, a double backward.
         BackendUnavailable: the device has no backend.
     """
-    checks.element("silu", x)
-    return op.activation(x, "silu")
+    return op.elements("silu", "silu", x)
 
 
 def gelu(x: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
@@ -119,8 +118,7 @@ def gelu(x: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
 
     Returns, Guarantees, Raises: as `silu`; ArgumentValueError for another ``approximate``.
     """
-    checks.element("gelu", x)
-    return op.activation(x, checks.gelu_kind(approximate))
+    return op.elements("gelu", checks.gelu_kind(approximate), x)
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
@@ -128,8 +126,7 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
 
     Args, Returns, Guarantees, Raises: as `silu`.
     """
-    checks.element("sigmoid", x)
-    return op.activation(x, "sigmoid")
+    return op.elements("sigmoid", "sigmoid", x)
 
 
 def tanh(x: torch.Tensor) -> torch.Tensor:
@@ -137,8 +134,7 @@ def tanh(x: torch.Tensor) -> torch.Tensor:
 
     Args, Returns, Guarantees, Raises: as `silu`.
     """
-    checks.element("tanh", x)
-    return op.activation(x, "tanh")
+    return op.elements("tanh", "tanh", x)
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -150,8 +146,7 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
     Returns, Guarantees, Raises: as `silu`; ShapeError and DeviceError where the two differ.
     """
-    checks.gated("silu_mul", gate, up)
-    return op.gated(gate, up, "silu")
+    return op.elements("silu_mul", "silu", gate, up)
 
 
 def gelu_mul(gate: torch.Tensor, up: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
@@ -159,8 +154,7 @@ def gelu_mul(gate: torch.Tensor, up: torch.Tensor, *, approximate: str = "none")
 
     Args, Returns, Guarantees, Raises: as `silu_mul`, and `gelu` for ``approximate``.
     """
-    checks.gated("gelu_mul", gate, up)
-    return op.gated(gate, up, checks.gelu_kind(approximate))
+    return op.elements("gelu_mul", checks.gelu_kind(approximate), gate, up)
 
 
 def rotary_table(

@@ -18,13 +18,14 @@ import torch
 
 from .. import contracts, dispatch
 from .. import main_grad as destination
+from ..again import Calls
 from ..arch import CPU, TRITON
 from ..cpu_math import ieee_on
 from ..dispatch import Implementation
 from ..errors import UnsupportedTransformError
 from ..operands import flat_rows
 from ..torch_ops import define_op
-from . import config
+from . import checks, config
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
@@ -52,14 +53,17 @@ for _name in ("silu", "gelu"):
     _LAUNCHERS[f"{_name}_mul"] = (f"{_name}_mul", "gated")
     _LAUNCHERS[f"{_name}_mul_backward"] = (f"{_name}_mul", "gated_backward")
 
+#: Launchers whose calls are remembered.
+_PREPARED = ("activation", "gated")
 
 for _entry, (_contract, _function) in _LAUNCHERS.items():
-    _where = {TRITON: f"triton.launch:{_function}", CPU: f"cpu:{_function}"}
+    _prepare = f"{__package__}.triton.launch:prepare_{_function}" if _function in _PREPARED else ""
+    _on_gpu = f"{__package__}.triton.launch:{_function}"
     dispatch.register(
         _entry,
         {
-            backend: Implementation(f"{__package__}.{path}", _DTYPES)
-            for backend, path in _where.items()
+            TRITON: Implementation(_on_gpu, _DTYPES, prepare=_prepare),
+            CPU: Implementation(f"{__package__}.cpu:{_function}", _DTYPES),
         },
         contract=_contract,
     )
@@ -175,6 +179,33 @@ gated_backward = define_op(
     fake=lambda dy, gate, up, kind: (_like(gate), _like(up)),
     vmap=_rows_only(lambda *args: gated_backward(*args)),
 )
+
+
+def _prepare_elements(*args):
+    """`_run_activation` and `_run_gated` for calls like this one."""
+    *tensors, kind = args
+    first = tensors[0]
+    if not first.numel():
+        return None
+    entry = _OP_OF[kind] if len(tensors) == 1 else f"{_OP_OF[kind]}_mul"
+    launch = dispatch.prepared(entry, first.device, first.dtype, *args)
+    return launch and (lambda *args: launch(*args[:-1]))
+
+
+#: Calls of functions of elements, by the name of the public one and the kind.
+calls = Calls(_prepare_elements)
+
+
+def elements(name: str, kind: str, *tensors: torch.Tensor) -> torch.Tensor:
+    """f(x), or f(gate) up, as the public function ``name``."""
+    op, check = (activation, checks.element) if len(tensors) == 1 else (gated, checks.gated)
+    known = calls.find((name, kind), *tensors)
+    if known:
+        return op.computed(known, *tensors, kind)
+    check(name, *tensors)
+    if known is None:
+        calls.keep((name, kind), tensors, kind)
+    return op(*tensors, kind)
 
 
 # ---- softmax -------------------------------------------------------------------------------------

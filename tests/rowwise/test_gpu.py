@@ -13,7 +13,7 @@ from cute_kernels.rowwise.triton import launch
 from tests import contract, on_gpu
 from tests.contract import RowOp, same_bytes
 
-from . import triton_cases
+from . import again_cases, triton_cases
 from .cases import BF16, DTYPES, FP32, RUNS, drawn, indices, spread
 
 pytestmark = [
@@ -85,3 +85,25 @@ def test_rows_beyond_2_31_elements():
     x = torch.randn(2**31 // 8192 + 8, 8192, device="cuda", dtype=BF16)
     for function in (ck.silu, ck.softmax):
         assert same_bytes(function(x)[-8:], function(x[-8:]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1,), (1, 1, 8192), (3, 1030), (70, 4096)], ids=str)
+@pytest.mark.parametrize("name", list(again_cases.CALLS))
+def test_a_remembered_call_has_the_bytes_of_the_whole_way(monkeypatch, name, shape, dtype):
+    """Also in a CUDA graph, and on another stream."""
+    run = again_cases.CALLS[name]
+    one, other = (spread(*shape, seed=s, dtype=dtype).cuda() for s in (1, 2))
+    want = [run(one), run(other)]
+    monkeypatch.setattr(launch, "_prepared", None)  # whoever prepares again fails
+    assert same_bytes(run(one), want[0]) and same_bytes(run(other), want[1])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        assert same_bytes(run(other), want[1])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = run(one)
+    one.copy_(other)
+    graph.replay()
+    assert same_bytes(made, want[1]) and not same_bytes(*want)

@@ -6,11 +6,20 @@ and its current stream, and compiles at its first launch.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 import torch
 
+from ... import arch
+from ...compile.call import call
 from ..config import LANES, SQUARES, lanes
 from . import kernel as kernels
 from .plan import TRITON
+
+#: Whether a compiled kernel takes all of its function's arguments, constants too.  So it is from
+#: Triton 3.6 on; at earlier ones, and at AMD's launcher, nobody has looked.
+_KNOWN = torch.version.hip is None and re.match(r"3\.([6-9]|\d\d)\.", arch.version("triton"))
 
 
 def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
@@ -41,6 +50,16 @@ def gated_backward(
     made = _like(gate), _like(up)
     _elementwise(kernels.gated_backward_kernel, (dy, gate, up), made, KIND=kind)
     return made
+
+
+def prepare_activation(x: torch.Tensor, kind: str) -> Callable | None:
+    """``activation`` of all tensors like x (`again`): one launch and nothing else."""
+    return _prepared(kernels.activation_kernel, (x,), kind)
+
+
+def prepare_gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> Callable | None:
+    """``gated`` of all tensors like these, likewise."""
+    return _prepared(kernels.gated_kernel, (gate, up), kind)
 
 
 def scale_(x: torch.Tensor, factor: torch.Tensor) -> None:
@@ -187,6 +206,29 @@ def _elementwise(kernel, given: tuple, made: tuple, **constants: str) -> None:
             ELEMENTS=TRITON.elements,
             **_options(),
         )
+
+
+def _prepared(kernel, given: tuple, kind: str) -> Callable | None:
+    """`_elementwise` of one result by the kernel that Triton would find, without the search.
+
+    None where an operand would be copied, and of a Triton that is not `_KNOWN`.
+    """
+    like, shape = given[0], given[0].shape
+    if not all(t.is_contiguous() for t in given) or not _KNOWN:
+        return None
+    count = like.numel()
+    grid = _tiles(count, TRITON.elements), 1, 1
+    rest = count, kind, TRITON.elements
+    with torch.cuda.device(like.device):
+        # Pointers to multiples of 16 bytes, which a kernel is compiled for, are what `again` knows.
+        launch = kernel.warmup(*given, _like(like), *rest, grid=grid, **_options())[grid]
+
+    def run(*given: torch.Tensor) -> torch.Tensor:
+        out = given[0].new_empty(shape)
+        call(out.device, launch, *given, out, *rest)
+        return out
+
+    return run
 
 
 def _softmax(x: torch.Tensor, dtype: torch.dtype, log: bool) -> torch.Tensor:

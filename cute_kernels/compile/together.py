@@ -1,0 +1,74 @@
+"""Compiling kernels that will be needed by several processes at once, into the cache folder.
+
+The DSL compiles one kernel at a time in a process.  Each process here goes through the whole list
+and leaves what another one has locked, so the list needs no master; who asks `cache.get` meanwhile
+waits for that one kernel alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+
+from . import cache
+from .kernel import Kernel
+
+#: More would wait for one another's memory and, on most lists, for the longest compile.
+MOST = 8
+
+
+@contextlib.contextmanager
+def compiling(kernels: Iterable[Kernel], arch: str, most: int = MOST) -> Iterator[int]:
+    """While the block runs, processes compile what the cache folder lacks; they end with it.
+
+    Args:
+        kernels: In the order in which they will be needed; of `Kernel.of`, which can be pickled.
+        arch: Such as ``"sm_90a"``.
+        most: Processes; no more than there are CPUs beside this process's own.
+
+    Yields:
+        How many there are: 0 where there is nothing to compile, no folder to compile into
+        (CUTE_KERNELS_CACHE=0), or one CPU.
+
+    Raises:
+        CacheError, AotError: as `cache.get` does.
+    """
+    lacking = cache.lacking(kernels, arch)
+    count = min(most, len(lacking), len(os.sched_getaffinity(0)) - 1)
+    workers: list[subprocess.Popen] = []
+    try:
+        workers.extend(_worker(lacking, arch) for _ in range(count))
+        yield len(workers)
+    finally:
+        for worker in workers:
+            worker.terminate()
+        for worker in workers:
+            worker.wait()
+
+
+def _worker(kernels: list[Kernel], arch: str) -> subprocess.Popen:
+    """A fresh interpreter: a fork would have the locks of this one's threads, and its CUDA."""
+    worker = subprocess.Popen(
+        [sys.executable, "-m", f"{__package__}.together"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+    )
+    with worker.stdin as pipe, contextlib.suppress(BrokenPipeError):
+        pipe.write(pickle.dumps((kernels, arch)))
+    return worker
+
+
+def main() -> None:
+    """What each process does."""
+    kernels, arch = pickle.load(sys.stdin.buffer)
+    for kernel in kernels:
+        cache.fill(kernel, arch)
+
+
+if __name__ == "__main__":
+    main()
