@@ -62,11 +62,12 @@ def define_op(
     if vmap is not None:
         torch.library.register_vmap(qualified, vmap, lib=_LIBRARY)
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    below = _below_autograd(op, run)
     if backward is None:
-        autograd, apply = _no_gradient(op), None
+        autograd, apply = _no_gradient(op, below), None
     else:
         apply = _node(op, setup, backward)
-        autograd = _autograd(op, apply)
+        autograd = _autograd(op, apply, below)
     _LIBRARY.impl(name, untraced(autograd), "Autograd", with_keyset=True)
     for key, device_type in _AUTOCAST.items():
         autocast = _below_autocast(op, device_type, frozenset(autocast_args))
@@ -163,7 +164,31 @@ def _node(op: Callable, setup: Callable, backward: Callable) -> Callable:
     return super(torch.autograd.Function, Differentiable).apply
 
 
-def _autograd(op: Callable, apply: Callable) -> Callable:
+def _below_autograd(op: Callable, run: Callable) -> Callable:
+    """What the op's autograd kernel does where no gradient is asked for.
+
+    It computes by ``run`` at once, where nothing but a backend lies below in the dispatcher's way:
+    a second Python kernel costs the host as much as the first.  An op that writes an argument goes
+    on to the kernel that marks it.
+    """
+    runs = {} if op._schema.is_mutable else {_C.DispatchKey.CPU: run, _C.DispatchKey.CUDA: run}
+    ends: dict[int, Callable | None] = {}  # by keyset; there are few
+
+    def below(keyset, args):
+        raw = keyset.raw_repr()
+        if raw not in ends:
+            ends[raw] = runs.get(
+                (keyset & _C._after_ADInplaceOrView_keyset).highestPriorityTypeId()
+            )
+        if (end := ends[raw]) is not None:
+            return end(*args)
+        with _C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & _C._after_autograd_keyset, *args)
+
+    return untraced(below)
+
+
+def _autograd(op: Callable, apply: Callable, below: Callable) -> Callable:
     """The op's autograd kernel."""
 
     def run(keyset, *args):
@@ -175,20 +200,18 @@ def _autograd(op: Callable, apply: Callable) -> Callable:
                     f"{op}: torch.func.grad and its kin are not supported; use torch.autograd.grad"
                 )
             return apply(*args, keyset)
-        with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+        return below(keyset, args)
 
     return run
 
 
-def _no_gradient(op: Callable) -> Callable:
+def _no_gradient(op: Callable, below: Callable) -> Callable:
     """The autograd kernel of an op without a backward: torch's own would warn, and go on."""
 
     def run(keyset, *args):
         if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
             raise UnsupportedTransformError(f"{op}: no gradient of it is available")
-        with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+        return below(keyset, args)
 
     return run
 

@@ -215,3 +215,48 @@ def test_batch_invariant_takes_the_op():
         assert not torch_ops._plain((x,), x)
         assert all(same_bytes(run(x), want[name]) for name, run in OPS.items())
     assert torch_ops._plain((x,), x)
+
+
+@pytest.fixture(scope="module")
+def noting():
+    """An op without a gradient that notes in whose way it was called, and one that writes."""
+    notes = []
+
+    def run(x):
+        excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+        notes.append(
+            "redispatched" if excluded(torch._C.DispatchKey.AutogradFunctionality) else "at once"
+        )
+        return x.clone()
+
+    def run_(x):
+        run(x.add_(1))
+
+    made = torch_ops.define_op("noting_(Tensor(a!) x) -> ()", run_, fake=lambda x: None)
+    torch_ops.define_op("noting(Tensor x) -> Tensor", run, fake=torch.empty_like)
+    return torch.ops.cute_kernels.noting.default, made, notes
+
+
+def test_a_call_through_the_dispatcher_meets_one_python_kernel(noting):
+    """As a compiled graph calls it.  What sees calls below autograd still does."""
+    op, _, notes = noting
+    x = drawn(3)
+    notes.clear()
+    assert same_bytes(op(x), x) and notes == ["at once"]
+    with torch.no_grad():
+        op(x.clone().requires_grad_())
+    assert notes == ["at once"] * 2
+    with Seen() as seen:
+        op(x)
+    assert seen.names == ["cute_kernels::noting"]
+    with FakeTensorMode() as mode:
+        assert op(mode.from_tensor(x)).shape == x.shape
+    assert len(notes) == 3  # the mode's call, and none with shapes alone
+
+
+def test_an_op_that_writes_goes_on_to_the_kernel_that_marks(noting):
+    _, op, notes = noting
+    x, notes[:] = drawn(3), []
+    before = x._version
+    op(x)
+    assert x._version > before and notes == ["redispatched"]

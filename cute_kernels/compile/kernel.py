@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib
 import json
@@ -52,18 +51,15 @@ class Kernel:
 
     @classmethod
     def of(cls, name: str, module: str, config: Any) -> Kernel:
-        """What ``build(config)`` of a module compiles; ``config``: a frozen dataclass of values.
+        """What ``build(config)`` of a module compiles; ``config``: a frozen dataclass of values."""
 
-        It can be pickled.
-        """
-        return cls(name, tuple(asdict(config).items()), functools.partial(_build, module, config))
+        def build() -> Any:
+            return importlib.import_module(module).build(config)
+
+        return cls(name, tuple(asdict(config).items()), build)
 
     def __str__(self) -> str:
         return f"{self.name} ({', '.join(f'{name}={value}' for name, value in self.constexpr)})"
-
-
-def _build(module: str, config: Any) -> Any:
-    return importlib.import_module(module).build(config)
 
 
 def symbol_of(kernel: Kernel, arch: str) -> str:

@@ -8,8 +8,9 @@ waits for that one kernel alone.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import json
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -22,12 +23,15 @@ MOST = 8
 
 
 @contextlib.contextmanager
-def compiling(kernels: Iterable[Kernel], arch: str, most: int = MOST) -> Iterator[int]:
+def compiling(
+    kernels: Iterable[Kernel], arch: str, catalogue: str, most: int = MOST
+) -> Iterator[int]:
     """While the block runs, processes compile what the cache folder lacks; they end with it.
 
     Args:
-        kernels: In the order in which they will be needed; of `Kernel.of`, which can be pickled.
+        kernels: In the order in which they will be needed.
         arch: Such as ``"sm_90a"``.
+        catalogue: ``"module:function"``, by which a process finds them among others.
         most: Processes; no more than there are CPUs beside this process's own.
 
     Yields:
@@ -37,11 +41,11 @@ def compiling(kernels: Iterable[Kernel], arch: str, most: int = MOST) -> Iterato
     Raises:
         CacheError, AotError: as `cache.get` does.
     """
-    lacking = cache.lacking(kernels, arch)
+    lacking = [kernel.identity for kernel in cache.lacking(kernels, arch)]
     count = min(most, len(lacking), len(os.sched_getaffinity(0)) - 1)
     workers: list[subprocess.Popen] = []
     try:
-        workers.extend(_worker(lacking, arch) for _ in range(count))
+        workers.extend(_worker(lacking, arch, catalogue) for _ in range(count))
         yield len(workers)
     finally:
         for worker in workers:
@@ -50,25 +54,28 @@ def compiling(kernels: Iterable[Kernel], arch: str, most: int = MOST) -> Iterato
             worker.wait()
 
 
-def _worker(kernels: list[Kernel], arch: str) -> subprocess.Popen:
+def _worker(identities: list[str], arch: str, catalogue: str) -> subprocess.Popen:
     """A fresh interpreter: a fork would have the locks of this one's threads, and its CUDA."""
     worker = subprocess.Popen(
-        [sys.executable, "-m", f"{__package__}.together"],
+        [sys.executable, "-m", f"{__package__}.together", arch, catalogue],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
     )
     with worker.stdin as pipe, contextlib.suppress(BrokenPipeError):
-        pipe.write(pickle.dumps((kernels, arch)))
+        pipe.write(json.dumps(identities).encode())
     return worker
 
 
-def main() -> None:
+def main(arch: str, catalogue: str) -> None:
     """What each process does."""
-    kernels, arch = pickle.load(sys.stdin.buffer)
-    for kernel in kernels:
-        cache.fill(kernel, arch)
+    module, function = catalogue.split(":")
+    known = {
+        kernel.identity: kernel for kernel in getattr(importlib.import_module(module), function)()
+    }
+    for identity in json.load(sys.stdin):
+        cache.fill(known[identity], arch)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

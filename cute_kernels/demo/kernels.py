@@ -20,11 +20,16 @@ from ..compile.kernel import Kernel
 FILE = "kernels.json"
 
 
+def known() -> list[Kernel]:
+    """Every kernel there is."""
+    return [kernel for kernel, _, _ in about.catalogue()]
+
+
 def listed(order: str) -> list[Kernel]:
     """The kernels of a demo, in the order in which it asks for them."""
     text = importlib.resources.files(__package__).joinpath(FILE).read_text(encoding="utf-8")
-    known = {kernel.identity: kernel for kernel, _, _ in about.catalogue()}
-    return [known[json.dumps(identity)] for identity in json.loads(text)[order]]
+    of = {kernel.identity: kernel for kernel in known()}
+    return [of[json.dumps(identity)] for identity in json.loads(text)[order]]
 
 
 @contextlib.contextmanager
@@ -32,5 +37,6 @@ def compiling(device: torch.device, order: str) -> Iterator[None]:
     """While the block runs, they are compiled, where the device runs them."""
     with contextlib.ExitStack() as block:
         if dispatch.backend("gemm", device, torch.bfloat16) == arch.CUTE_SM90:
-            block.enter_context(together.compiling(listed(order), arch.describe(device).arch))
+            where = arch.describe(device).arch
+            block.enter_context(together.compiling(listed(order), where, f"{__name__}:known"))
         yield

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import os
-import pickle
 import time
-from functools import partial
 
 import pytest
 
 from cute_kernels.compile import cache, together
-from cute_kernels.compile.kernel import Kernel
 from tests.compile import toy
 from tests.compile.toy import ARCH
+from tests.compile.toy_together import CATALOGUE, COUNT, NOTES, kernels
 
 pytestmark = toy.needs_linker
-COUNT = 6
-
-
-def build(value: int, folder: str) -> toy.Compiled:
-    """Notes who builds; meets one other process inside a build, or waits for it in vain."""
-    (open(f"{folder}/built-{value}-{os.getpid()}", "x")).close()
-    deadline = time.monotonic() + 20
-    while len({name.split("-")[2] for name in os.listdir(folder)}) < 2:
-        assert time.monotonic() < deadline, "one process does all"
-        time.sleep(0.01)
-    return toy.Compiled(value)
 
 
 @pytest.fixture
@@ -37,19 +24,15 @@ def notes(tmp_path, monkeypatch):
     cache.clear()
     folder = tmp_path / "notes"
     folder.mkdir()
+    monkeypatch.setenv(NOTES, str(folder))
     yield folder
     cache.clear()
 
 
-def kernels(folder, count=COUNT) -> list[Kernel]:
-    builds = [partial(build, value, str(folder)) for value in range(count)]
-    return [Kernel("toy", (("value", value),), b) for value, b in enumerate(builds)]
-
-
 def test_two_processes_compile_each_kernel_once(notes):
-    every = kernels(notes)
+    every = kernels()
     assert cache.lacking(every, ARCH) == every
-    with together.compiling(every, ARCH) as workers:
+    with together.compiling(every, ARCH, CATALOGUE) as workers:
         assert workers == 2  # of the three CPUs one is this process's own
         deadline = time.monotonic() + 60
         while cache.lacking(every, ARCH) and time.monotonic() < deadline:
@@ -63,8 +46,8 @@ def test_two_processes_compile_each_kernel_once(notes):
 
 
 def test_who_asks_meanwhile_gets_what_another_process_compiles(notes):
-    every = kernels(notes, 2)
-    with together.compiling(every, ARCH):
+    every = kernels()[:2]
+    with together.compiling(every, ARCH, CATALOGUE):
         while not os.listdir(notes):
             time.sleep(0.01)
         assert [cache.get(kernel, ARCH)() for kernel in every] == [0, 1]
@@ -72,16 +55,16 @@ def test_who_asks_meanwhile_gets_what_another_process_compiles(notes):
 
 
 def test_nothing_is_started_for_what_is_there_or_cannot_be_kept(notes, monkeypatch):
-    every = [toy.kernel(value) for value in range(3)]  # cannot be pickled: a worker would fail
+    every = [toy.kernel(value) for value in range(3)]  # not in it: a worker would fail
     assert [cache.get(kernel, ARCH)() for kernel in every] == [0, 1, 2]
-    with together.compiling(every, ARCH) as workers:
+    with together.compiling(every, ARCH, CATALOGUE) as workers:
         assert workers == 0
     cache.clear()
-    with together.compiling(every, ARCH) as workers:
+    with together.compiling(every, ARCH, CATALOGUE) as workers:
         assert workers == 0  # on disk
     monkeypatch.setenv("CUTE_KERNELS_CACHE", "0")
     cache.clear()
-    with together.compiling(kernels(notes), ARCH) as workers:
+    with together.compiling(kernels(), ARCH, CATALOGUE) as workers:
         assert workers == 0
 
 
@@ -94,23 +77,16 @@ def test_processes_end_with_the_block(notes, monkeypatch):
         return started[-1]
 
     monkeypatch.setattr(together.subprocess, "Popen", spied)
-    with pytest.raises(ZeroDivisionError), together.compiling(kernels(notes), ARCH):
+    with pytest.raises(ZeroDivisionError), together.compiling(kernels(), ARCH, CATALOGUE):
         1 / 0  # noqa: B018
     assert len(started) == 2 and all(worker.poll() is not None for worker in started)
 
 
 def test_what_another_process_compiles_is_left(notes):
-    (kernel,) = kernels(notes, 1)
+    (kernel,) = kernels()[:1]
     store, stem = cache._place(kernel, ARCH)
     with store.locked(stem):
         begin = time.monotonic()
         cache.fill(kernel, ARCH)
     assert time.monotonic() - begin < 5 and not os.listdir(notes)
     assert cache.lacking([kernel], ARCH) == [kernel]
-
-
-def test_kernels_of_the_catalogue_can_be_pickled():
-    from cute_kernels import about
-
-    every = [kernel for kernel, _, _ in about.catalogue()]
-    assert pickle.loads(pickle.dumps(every)) == every
