@@ -61,8 +61,9 @@ def _worker(identities: list[str], arch: str, catalogue: str) -> subprocess.Pope
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for this process, which then ends them
     )
-    with worker.stdin as pipe, contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(BrokenPipeError), worker.stdin as pipe:  # it may have failed at once
         pipe.write(json.dumps(identities).encode())
     return worker
 

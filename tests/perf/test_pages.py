@@ -55,24 +55,24 @@ def test_the_readme_has_the_measured_ratios(bench, product, start):
 
 
 def test_the_readme_tells_what_was_missed():
-    """Its sentence on the host's part of a call goes when a record says otherwise."""
-    measured = latest(
-        [r for r in map(json.loads, (record.RESULTS / "model.jsonl").open()) if "host_us" in r],
-        "model",
-    )
-    found = {
-        product: [
-            measured.get((product, host.SHAPE), name)["host_us"] for name in ("ours", "torch")
-        ]
-        for product in ("host linear", "host linear, grad", "host attention", "host rms_norm")
-    }
-    ratios = {name: ours / theirs for name, (ours, theirs) in found.items()}
-    # A fiftieth is what two runs of one call differ by.
-    missed = [name for name, ratio in ratios.items() if ratio > 1.02]
-    assert missed == ["host linear, grad", "host rms_norm"]
+    """Its sentence on the host's part of a call goes when the last two hosts say otherwise."""
+    lines = map(json.loads, (record.RESULTS / "model.jsonl").open())
+    measured = [r for r in lines if "host_us" in r]
+    hosts = list(dict.fromkeys(r["commit"] for r in measured))[-2:]
+    missed = set()
+    for commit in hosts:
+        of_host = latest([r for r in measured if r["commit"] == commit], "model")
+        for product in ("host linear", "host linear, grad", "host attention", "host rms_norm"):
+            ours, theirs = (
+                of_host.get((product, host.SHAPE), name)["host_us"] for name in ("ours", "torch")
+            )
+            # A fiftieth is what two runs of one call differ by.
+            missed |= {product} if ours > 1.02 * theirs else set()
+    assert missed == {"host linear, grad", "host attention", "host rms_norm"}
     text = " ".join(page("README.md").split())
     claim = (
-        "one call of a norm, or of `ck.linear` under grad, costs the host more than torch's does"
+        "one call of a norm costs the host twice what torch's does, one of `ck.linear` under grad "
+        "or of attention more on some hosts"
     )
     assert claim in text
 
