@@ -19,8 +19,6 @@ import pytest
 
 #: One parameter of a test in so many runs at every commit.
 SAMPLE = 8
-#: Of a file's tests without parameters likewise.
-ALONE = 2
 STORED = Path(__file__).parents[1] / "perf" / "results" / "certificates.json"
 
 
@@ -105,9 +103,8 @@ def proved_system(system: str) -> bool:
 def left_to_the_night(items: Iterable, known: Callable[[str], bool] | None = None) -> list:
     """The tests marked ``simulates(system)`` but one parameter in `SAMPLE` of each function.
 
-    Of the functions without parameters, but one in `ALONE` of each file.  If the system is proved:
-    neither its kernels nor what runs them has changed since all ran.  Of those marked ``mutants``,
-    which test the tests, always.
+    If the system is proved: neither its kernels nor what runs them has changed since all ran.  Of
+    those marked ``mutants``, which test the tests, always.
     """
     known = functools.cache(known or proved_system)
     often: Counter = Counter()
@@ -117,11 +114,10 @@ def left_to_the_night(items: Iterable, known: Callable[[str], bool] | None = Non
         some = item.get_closest_marker("mutants") or (mark is not None and known(*mark.args))
         if not some or item.get_closest_marker("nightly"):
             continue
-        function, parameter, _ = item.nodeid.partition("[")
-        kin, share = (function, SAMPLE) if parameter else (function.split("::")[0], ALONE)
-        if often[kin] % share:
+        function = item.nodeid.split("[")[0]
+        if often[function] % SAMPLE:
             left.append(item)
-        often[kin] += 1
+        often[function] += 1
     return left
 
 

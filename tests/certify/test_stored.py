@@ -126,16 +126,6 @@ def test_one_simulation_in_eight_of_a_proved_system_runs_often():
     assert [i for i in items if i not in left] == [*nightly, *first[::8], plain, *other[::8]]
 
 
-def test_so_does_every_second_test_without_parameters_of_a_file():
-    mark = pytest.mark.simulates("a").mark
-    one, other = (
-        [Item(f"tests/{file}.py::test_{i}", simulates=mark) for i in range(3)] for file in "xy"
-    )
-    left = certified.left_to_the_night([*one, *other], known=lambda name: True)
-    assert left == [one[1], other[1]]
-    assert not certified.left_to_the_night([*one, *other], known=lambda name: False)
-
-
 def test_every_simulation_of_a_changed_system_runs_often():
     first, other = simulations(10, "a"), simulations(10, "b")
     left = certified.left_to_the_night([*first, *other], known=lambda name: name == "a")
