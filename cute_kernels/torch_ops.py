@@ -8,6 +8,7 @@ there is one set of bits.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -66,7 +67,7 @@ def define_op(
     if backward is None:
         autograd, apply = _no_gradient(op, below), None
     else:
-        apply = _node(op, setup, backward)
+        apply = _node(setup, backward)
         autograd = _autograd(op, apply, below)
     _LIBRARY.impl(name, untraced(autograd), "Autograd", with_keyset=True)
     for key, device_type in _AUTOCAST.items():
@@ -132,23 +133,18 @@ def _entrance(op: Callable, run: Callable, apply: Callable | None, at: int) -> C
     return enter
 
 
-def _node(op: Callable, setup: Callable, backward: Callable) -> Callable:
-    """The op's node in autograd graphs: takes the op's arguments, and what computes it.
+def _node(setup: Callable, backward: Callable) -> Callable:
+    """The op's node in autograd graphs: takes the op's arguments, and what computes it of them.
 
-    That is a function of them, or a keyset, for the dispatcher.  It is what
-    ``torch.library.register_autograd`` builds, without its look at the schema's defaults in every
-    call (the ops here have none).
+    It is what ``torch.library.register_autograd`` builds, without its look at the schema's defaults
+    in every call (the ops here have none).
     """
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *args):
-            *args, by = args
-            if type(by) is not _C.DispatchKeySet:
-                output = by(*args)
-            else:
-                with torch._C._AutoDispatchBelowAutograd():
-                    output = op.redispatch(by & torch._C._after_autograd_keyset, *args)
+            *args, compute = args
+            output = compute(*args)
             setup(ctx, args, output)
             return output
 
@@ -165,16 +161,16 @@ def _node(op: Callable, setup: Callable, backward: Callable) -> Callable:
 
 
 def _below_autograd(op: Callable, run: Callable) -> Callable:
-    """What the op's autograd kernel does where no gradient is asked for.
+    """How the op's autograd kernel computes: takes its keyset and the op's arguments.
 
-    It computes by ``run`` at once, where nothing but a backend lies below in the dispatcher's way:
-    a second Python kernel costs the host as much as the first.  An op that writes an argument goes
-    on to the kernel that marks it.
+    By ``run`` at once, where nothing but a backend lies below in the dispatcher's way: a second
+    Python kernel costs the host as much as the first.  An op that writes an argument goes on to the
+    kernel that marks it.
     """
     runs = {} if op._schema.is_mutable else {_C.DispatchKey.CPU: run, _C.DispatchKey.CUDA: run}
     ends: dict[int, Callable | None] = {}  # by keyset; there are few
 
-    def below(keyset, args):
+    def below(keyset, *args):
         raw = keyset.raw_repr()
         if raw not in ends:
             ends[raw] = runs.get(
@@ -199,8 +195,8 @@ def _autograd(op: Callable, apply: Callable, below: Callable) -> Callable:
                 raise UnsupportedTransformError(
                     f"{op}: torch.func.grad and its kin are not supported; use torch.autograd.grad"
                 )
-            return apply(*args, keyset)
-        return below(keyset, args)
+            return apply(*args, functools.partial(below, keyset))
+        return below(keyset, *args)
 
     return run
 
@@ -211,7 +207,7 @@ def _no_gradient(op: Callable, below: Callable) -> Callable:
     def run(keyset, *args):
         if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
             raise UnsupportedTransformError(f"{op}: no gradient of it is available")
-        return below(keyset, args)
+        return below(keyset, *args)
 
     return run
 

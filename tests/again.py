@@ -9,6 +9,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels.gemm import op as gemm_op
 from cute_kernels.norm import op as norm_op
+from cute_kernels.rowwise import checks as rowwise_checks
 from cute_kernels.sparse_attn import api, checks
 from cute_kernels.sparse_attn import op as attention_op
 
@@ -24,7 +25,7 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor
 
 def counted(monkeypatch) -> dict[str, int]:
     """How often each op's calls went the whole way from now on, counted at its checks."""
-    counts = dict.fromkeys(("linear", "norm", "attention"), 0)
+    counts = dict.fromkeys(("linear", "norm", "attention", "elements"), 0)
 
     def count(module, function, name):
         true = getattr(module, function)
@@ -40,6 +41,8 @@ def counted(monkeypatch) -> dict[str, int]:
     count(attention_op.prepare, "operands", "attention")
     count(attention_op.prepare, "by_rule", "attention")
     count(checks, "spans", "attention")
+    count(rowwise_checks, "element", "elements")
+    count(rowwise_checks, "gated", "elements")
     return counts
 
 

@@ -85,8 +85,8 @@ def lacking(kernels: Iterable[Kernel], arch: str) -> list[Kernel]:
     if not settings.cache_enabled():
         return []
     known = _ahead.keys() | {identity for identity, of in _loaded if of == arch}
-    strange = [kernel for kernel in kernels if kernel.identity not in known]
-    return [k for k in strange if _verified(*_place(k, arch), tell=False) is None]
+    others = [kernel for kernel in kernels if kernel.identity not in known]
+    return [k for k in others if _verified(*_place(k, arch), tell=False) is None]
 
 
 def counts() -> dict[str, int]:

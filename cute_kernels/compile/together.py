@@ -23,16 +23,15 @@ MOST = 8
 
 
 @contextlib.contextmanager
-def compiling(
-    kernels: Iterable[Kernel], arch: str, catalogue: str, most: int = MOST
-) -> Iterator[int]:
+def compiling(kernels: Iterable[Kernel], arch: str, catalogue: str) -> Iterator[int]:
     """While the block runs, processes compile what the cache folder lacks; they end with it.
+
+    At most `MOST` of them, and no more than there are CPUs beside this process's own.
 
     Args:
         kernels: In the order in which they will be needed.
         arch: Such as ``"sm_90a"``.
         catalogue: ``"module:function"``, by which a process finds them among others.
-        most: Processes; no more than there are CPUs beside this process's own.
 
     Yields:
         How many there are: 0 where there is nothing to compile, no folder to compile into
@@ -42,7 +41,7 @@ def compiling(
         CacheError, AotError: as `cache.get` does.
     """
     lacking = [kernel.identity for kernel in cache.lacking(kernels, arch)]
-    count = min(most, len(lacking), len(os.sched_getaffinity(0)) - 1)
+    count = min(MOST, len(lacking), len(os.sched_getaffinity(0)) - 1)
     workers: list[subprocess.Popen] = []
     try:
         workers.extend(_worker(lacking, arch, catalogue) for _ in range(count))
@@ -71,9 +70,8 @@ def _worker(identities: list[str], arch: str, catalogue: str) -> subprocess.Pope
 def main(arch: str, catalogue: str) -> None:
     """What each process does."""
     module, function = catalogue.split(":")
-    known = {
-        kernel.identity: kernel for kernel in getattr(importlib.import_module(module), function)()
-    }
+    kernels = getattr(importlib.import_module(module), function)()
+    known = {kernel.identity: kernel for kernel in kernels}
     for identity in json.load(sys.stdin):
         cache.fill(known[identity], arch)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import cute_kernels as ck
@@ -17,8 +16,6 @@ from . import text
 
 #: A token that is not scored.
 IGNORED = -100
-#: torch's attention without cuDNN's, which plans anew for every length of the cache: 20 ms a step.
-_SDPA = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -50,8 +47,7 @@ class Side:
 
     def hidden(self, **inputs: object) -> torch.Tensor:
         """The hidden states [B, T, D] that the head would take."""
-        with sdpa_kernel(_SDPA):
-            return self.model.model(**inputs).last_hidden_state
+        return self.model.model(**inputs).last_hidden_state
 
     def logps(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """The log-probs of tokens after hidden states [..., D]."""

@@ -182,13 +182,12 @@ gated_backward = define_op(
 
 
 def _prepare_elements(*args):
-    """`_run_activation` and `_run_gated` for calls like this one."""
-    *tensors, kind = args
-    first = tensors[0]
+    """`_run_activation` and `_run_gated` for calls like this one, of an entry of `dispatch`."""
+    *call, entry = args
+    first = call[0]
     if not first.numel():
         return None
-    entry = _OP_OF[kind] if len(tensors) == 1 else f"{_OP_OF[kind]}_mul"
-    launch = dispatch.prepared(entry, first.device, first.dtype, *args)
+    launch = dispatch.prepared(entry, first.device, first.dtype, *call)
     return launch and (lambda *args: launch(*args[:-1]))
 
 
@@ -197,14 +196,14 @@ calls = Calls(_prepare_elements)
 
 
 def elements(name: str, kind: str, *tensors: torch.Tensor) -> torch.Tensor:
-    """f(x), or f(gate) up, as the public function ``name``."""
+    """f(x), or f(gate) up, as the public function ``name``, which is an entry of `dispatch` too."""
     op, check = (activation, checks.element) if len(tensors) == 1 else (gated, checks.gated)
     known = calls.find((name, kind), *tensors)
     if known:
         return op.computed(known, *tensors, kind)
     check(name, *tensors)
     if known is None:
-        calls.keep((name, kind), tensors, kind)
+        calls.keep((name, kind), tensors, kind, name)
     return op(*tensors, kind)
 
 

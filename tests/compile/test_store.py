@@ -64,7 +64,7 @@ def test_refuses_a_root_that_others_can_write(root, bits):
 def test_takes_a_root_that_others_can_read(root):
     root.mkdir()
     root.chmod(0o755)
-    Store(root)
+    assert Store(root).read("toy") is None
 
 
 def test_refuses_a_symbolic_link_as_root(root, tmp_path):

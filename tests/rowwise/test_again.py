@@ -8,7 +8,8 @@ import torch
 import cute_kernels as ck
 from cute_kernels import again, dispatch
 from cute_kernels.errors import DtypeError, ShapeError
-from cute_kernels.rowwise import checks, cpu, op
+from cute_kernels.rowwise import cpu, op
+from tests.again import counted
 from tests.contract import same_bytes
 
 from .again_cases import CALLS
@@ -16,16 +17,20 @@ from .cases import BF16, FP16, drawn
 
 
 class Way:
-    """How often calls went the whole way, were prepared, and were launched as prepared."""
+    """How often calls went the whole way and were launched as prepared, and which were prepared."""
 
-    def __init__(self):
-        self.whole, self.prepared, self.launched = 0, [], 0
+    def __init__(self, counts: dict[str, int]):
+        self.counts, self.prepared, self.launched = counts, [], 0
+
+    @property
+    def whole(self) -> int:
+        return self.counts["elements"]
 
 
 @pytest.fixture
 def way(monkeypatch):
     """CPU tensors are remembered, with the CPU's functions for what launches them."""
-    made = Way()
+    made = Way(counted(monkeypatch))
 
     def prepared(entry, device, dtype, *call):
         made.prepared.append((entry, call[-1]))
@@ -37,17 +42,8 @@ def way(monkeypatch):
 
         return launch if call[0].is_contiguous() else None
 
-    def counted(check):
-        def count(*args):
-            made.whole += 1
-            return check(*args)
-
-        return count
-
     monkeypatch.setattr(again, "remembers", lambda t: True)
     monkeypatch.setattr(dispatch, "prepared", prepared)
-    for name in ("element", "gated"):
-        monkeypatch.setattr(checks, name, counted(getattr(checks, name)))
     again.forget()
     yield made
     again.forget()

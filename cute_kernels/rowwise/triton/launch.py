@@ -17,9 +17,9 @@ from ..config import LANES, SQUARES, lanes
 from . import kernel as kernels
 from .plan import TRITON
 
-#: Whether a compiled kernel takes all of its function's arguments, constants too.  So it is from
-#: Triton 3.6 on; at earlier ones, and at AMD's launcher, nobody has looked.
-_KNOWN = torch.version.hip is None and re.match(r"3\.([6-9]|\d\d)\.", arch.version("triton"))
+#: Whether a compiled kernel is known to take all of its function's arguments, constants too: run
+#: with Triton 3.6, read of 3.7.  At others, and at AMD's launcher, nobody has looked.
+_TAKES_ALL = torch.version.hip is None and re.match(r"3\.[67]\.", arch.version("triton"))
 
 
 def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
@@ -211,10 +211,10 @@ def _elementwise(kernel, given: tuple, made: tuple, **constants: str) -> None:
 def _prepared(kernel, given: tuple, kind: str) -> Callable | None:
     """`_elementwise` of one result by the kernel that Triton would find, without the search.
 
-    None where an operand would be copied, and of a Triton that is not `_KNOWN`.
+    None where an operand would be copied, and of a Triton that is not known to `_TAKES_ALL`.
     """
     like, shape = given[0], given[0].shape
-    if not all(t.is_contiguous() for t in given) or not _KNOWN:
+    if not all(t.is_contiguous() for t in given) or not _TAKES_ALL:
         return None
     count = like.numel()
     grid = _tiles(count, TRITON.elements), 1, 1
