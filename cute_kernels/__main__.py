@@ -52,7 +52,9 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
         print(json.dumps(facts, indent=1))
         return
     console.print(_pairs(f"cute_kernels {__version__}", facts["versions"]))
-    settings = facts["settings"] | {"cache folder": facts["cache_dir"]}
+    where = facts["extension"]
+    remembered = "in C" if where is None else f"in Python: {where}"
+    settings = facts["settings"] | {"cache folder": facts["cache_dir"], "known calls": remembered}
     console.print(_pairs("Settings (CUTE_KERNELS_...)", settings))
     for name, device in facts["devices"].items():
         console.print(_pairs(f"Device {name}", device))

@@ -8,6 +8,7 @@ import platform
 import torch
 
 from . import arch, caching, dispatch, reduction, settings
+from .compile import extension
 from .contracts import contract_id, guarantees, ops
 from .errors import ArgumentValueError, nearest
 from .systems import SYSTEMS
@@ -28,12 +29,13 @@ def info() -> dict[str, object]:
 
     Returns:
         A dictionary that JSON can hold: ``versions``, ``settings``, ``reduction`` (see
-        `set_reduction`), ``cache_dir``, ``devices`` (facts); ``ops``: per op and device the
-        ``backends`` (None or the reason), the ``guarantees`` kept and the ``contract_id``, for bf16
-        inputs; and ``ran``, which is no prediction: what was launched in this process so far, in
-        the order of first launches, each with ``op``, ``kernel`` (the part of it), ``backend``,
-        ``device``, ``dtype``, the ``contract_id`` then and the time ``first`` (UTC).  ``matmul`` is
-        the op ``linear`` there.
+        `set_reduction`), ``cache_dir``, ``extension`` (None, or why remembered calls are looked up
+        in Python; with a GPU, C is compiled now if it was not), ``devices`` (facts); ``ops``: per
+        op and device the ``backends`` (None or the reason), the ``guarantees`` kept and the
+        ``contract_id``, for bf16 inputs; and ``ran``, which is no prediction: what was launched in
+        this process so far, in the order of first launches, each with ``op``, ``kernel`` (the part
+        of it), ``backend``, ``device``, ``dtype``, the ``contract_id`` then and the time ``first``
+        (UTC).  ``matmul`` is the op ``linear`` there.
 
     Raises:
         SettingError: an environment variable of the library has a value that it does not take.
@@ -44,6 +46,7 @@ def info() -> dict[str, object]:
         "settings": {s.name: settings.get(s.name) for s in settings.TABLE},
         "reduction": reduction.now(),
         "cache_dir": str(settings.cache_dir()),
+        "extension": extension.missing() if devices != ["cpu"] else "there is no CUDA device",
         "devices": {name: vars(arch.describe(name)) for name in devices},
         "ops": {
             op: {name: _support(op, name) for name in devices} for op in ops() if op in _KERNEL_OF

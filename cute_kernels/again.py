@@ -12,6 +12,7 @@ has to be copied.  Nothing is remembered of tensors on a CPU, where a call's own
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Hashable
 
@@ -20,6 +21,7 @@ from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
 from . import data_parallel, settings
+from .compile import extension
 
 _C = torch._C
 _ALIGN = 16
@@ -114,18 +116,35 @@ def remembers(t: torch.Tensor) -> bool:
 
 def _key(options: tuple, tensors: tuple) -> tuple | None:
     """All that checks and choices read, or None if they may read more."""
-    key = options, settings.get("BACKEND"), settings.get("MAX_CTAS")
-    try:
-        for t in tensors:
-            if t is None:
-                key += (None,)
-            elif type(t) not in _TYPES or t.is_neg() or t.data_ptr() % _ALIGN:
-                return None
-            else:
-                key += t.shape, t.stride(), t.dtype, t.device
-    except RuntimeError:  # sparse and nested tensors have no strides
-        return None
     # The others of a call that checks let pass are on the device of the first, which is no None.
     # An owner of parameters has a say in each of them.
     first = tensors[0]
-    return None if first is None or not remembers(first) or data_parallel.sharding() else key
+    if type(first) not in _TYPES or not remembers(first) or data_parallel.sharding():
+        return None
+    seen = _describe()(*tensors)
+    if seen is None:
+        return None
+    return options, settings.get("BACKEND"), settings.get("MAX_CTAS"), seen
+
+
+@functools.cache
+def _describe() -> Callable:
+    """`described`, by C where that can be had."""
+    calls = extension.calls()
+    return described if calls is None else calls.describe
+
+
+def described(*tensors: torch.Tensor | None) -> tuple | None:
+    """What a call's tensors are known by, or None if they may have more of a say in it."""
+    seen = ()
+    try:
+        for t in tensors:
+            if t is None:
+                seen += (None,)
+            elif type(t) not in _TYPES or t.is_neg() or t.data_ptr() % _ALIGN:
+                return None
+            else:
+                seen += t.shape, t.stride(), t.dtype, t.device
+    except RuntimeError:  # sparse and nested tensors have no strides
+        return None
+    return seen

@@ -83,6 +83,9 @@ TABLE = (
         "folder",
     ),
     Setting("BACKEND", "", ("", "cute_sm90", "triton", "cpu"), "force one backend, or fail"),
+    Setting(
+        "EXTENSION", "1", ("0", "1"), "0 looks remembered calls up in Python and compiles no C"
+    ),
     Setting("LOG", "0", ("0", "1"), "1 says what runs, is copied and is compiled, each once"),
     Setting(
         "SKINNY",
@@ -178,6 +181,11 @@ def aot_dir() -> Path | None:
 def forced_backend() -> str:
     """The backend that every op must take, or the empty string."""
     return get("BACKEND")
+
+
+def extension() -> bool:
+    """Whether remembered calls are looked up and launched in C, where that can be compiled."""
+    return get("EXTENSION") == "1"
 
 
 def max_ctas() -> int:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_kernels as ck
 from cute_kernels import again, arch, dispatch, errors, settings
+from cute_kernels.compile import extension
 from cute_kernels.gemm import launch as gemm_launch
 from cute_kernels.gemm import op as gemm_op
 from cute_kernels.norm import launch as norm_launch
@@ -24,6 +25,7 @@ from cute_kernels.sparse_attn import launch as attention_launch
 from cute_kernels.sparse_attn import op as attention_op
 from cute_kernels.sparse_attn import sequence_op
 from tests.again import CASES, counted, drawn, one_mask
+from tests.compile.toy import needs_linker
 from tests.contract import same_bytes
 from tests.gemm.simulated import simulated as simulated_gemm
 from tests.norm.simulated import simulated as simulated_norm
@@ -78,7 +80,7 @@ def idle():
 
     with contextlib.ExitStack() as stack:
         for module, names in (
-            (gemm_launch, ("_gemm_kernel", "_skinny_kernel", "most_ctas", "max_clusters")),
+            (gemm_launch, ("gemm_kernel", "skinny_kernel", "most_ctas", "max_clusters")),
             (norm_launch, ("_kernel", "most_ctas")),
             (attention_launch, ("_forward_kernel", "most_ctas")),
         ):
@@ -363,6 +365,7 @@ WATCHED = {
     "fully_shard": owned,
     "vmap": lambda: torch.func.vmap(lambda rows: ck.linear(rows, W))(X.view(2, 4, 48)),
     "subclass": lambda: ck.linear(X.as_subclass(Subclass), W),
+    "subclass of another": lambda: ck.linear(X, W.as_subclass(Subclass)),
     "address": lambda: ck.linear(moved(X), W),
     "negated": lambda: ck.linear(torch._neg_view(X), W),
     "a CPU": on_a_cpu,
@@ -415,15 +418,42 @@ def test_what_was_refused_is_refused_after_good_calls(on_sm90, bad, error):
 # ---- mutants -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", ["t.shape, ", "t.stride(), ", "t.dtype, ", "options, "])
-def test_a_key_without_a_part_is_killed(on_sm90, whole_way, monkeypatch, part):
-    source = inspect.getsource(again._key)
+def without(part: str, function, monkeypatch) -> None:
+    """A function of `again` loses a part of its source."""
+    source = inspect.getsource(function)
     assert source.count(part) == 1
+    # Its globals are a copy, in which `remembers` is patched as it is in the module.
     changed = dict(vars(again))
     exec(source.replace(part, ""), changed)
-    monkeypatch.setattr(again, "_key", changed["_key"])
+    monkeypatch.setattr(again, function.__name__, changed[function.__name__])
+
+
+@pytest.fixture
+def in_python(monkeypatch):
+    monkeypatch.setattr(again, "_describe", lambda: again.described)
+
+
+def test_a_key_without_options_is_killed(on_sm90, whole_way, monkeypatch):
+    without("options, ", again._key, monkeypatch)
+    with pytest.raises(AssertionError):
+        test_another_kind_of_call_is_not_taken_for_a_known_one(on_sm90, whole_way, "linear")
+
+
+@pytest.mark.parametrize("part", ["t.shape, ", "t.stride(), ", "t.dtype, "])
+def test_a_key_without_a_part_is_killed(on_sm90, whole_way, in_python, monkeypatch, part):
+    without(part, again.described, monkeypatch)
     with pytest.raises((AssertionError, TypeError)):
         test_another_kind_of_call_is_not_taken_for_a_known_one(on_sm90, whole_way, "linear")
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [(" or data_parallel.sharding()", "fully_shard"), (" or not remembers(first)", "a CPU")],
+)
+def test_a_key_that_asks_less_is_killed(on_sm90, whole_way, monkeypatch, part, name):
+    without(part, again._key, monkeypatch)
+    with pytest.raises(AssertionError):
+        test_nobody_is_passed_by(on_sm90, whole_way, name)
 
 
 @pytest.mark.parametrize(
@@ -431,17 +461,41 @@ def test_a_key_without_a_part_is_killed(on_sm90, whole_way, monkeypatch, part):
     [
         (" or t.is_neg()", "negated"),
         (" or t.data_ptr() % _ALIGN", "address"),
-        (" or data_parallel.sharding()", "fully_shard"),
-        ("not remembers(first) or ", "a CPU"),
-        ("type(t) not in _TYPES or ", "subclass"),
+        ("type(t) not in _TYPES or ", "subclass of another"),
     ],
 )
-def test_a_key_that_asks_less_is_killed(on_sm90, whole_way, monkeypatch, part, name):
-    source = inspect.getsource(again._key)
-    assert source.count(part) == 1
-    changed = dict(vars(again))
-    exec(source.replace(part, ""), changed)
-    # Its globals are this copy's, where `remembers` is patched like in the module.
-    monkeypatch.setattr(again, "_key", changed["_key"])
+def test_tensors_of_which_less_is_asked_are_killed(
+    on_sm90, whole_way, in_python, monkeypatch, part, name
+):
+    without(part, again.described, monkeypatch)
     with pytest.raises(AssertionError):
         test_nobody_is_passed_by(on_sm90, whole_way, name)
+
+
+#: What calls.c loses, and the call that kills it: one of `OTHER`, or of `WATCHED`.
+OF_C = {
+    "  for (int i = 0; i < t.ndim; i++) *at++ = t.shape[i];": "linear",
+    "  for (int i = 0; i < t.ndim; i++) *at++ = t.strides[i];": "linear",
+    "t.dtype.code | (int64_t)t.dtype.bits << 8 | (int64_t)t.dtype.lanes << 16": "linear",
+    "((uintptr_t)t.data + t.byte_offset) % ALIGNMENT || ": "address",
+    "negative != Py_False || ": "negated",
+    "  if (Py_TYPE(tensor) != tensor_type && Py_TYPE(tensor) != parameter_type) return NULL;": (
+        "subclass of another"
+    ),
+}
+
+
+@needs_linker
+@pytest.mark.parametrize("part", OF_C)
+def test_so_are_those_in_c(on_sm90, whole_way, monkeypatch, tmp_path, part):
+    text = extension.SOURCE.read_text()
+    assert text.count(part) == 1
+    source = tmp_path / "calls.c"
+    source.write_text(text.replace(part, "0" if part.startswith("t.dtype") else ""))
+    changed = extension.imported(extension.build(source, tmp_path))
+    monkeypatch.setattr(again, "_describe", lambda: changed.describe)
+    with pytest.raises((AssertionError, TypeError)):
+        if OF_C[part] in OTHER:
+            test_another_kind_of_call_is_not_taken_for_a_known_one(on_sm90, whole_way, OF_C[part])
+        else:
+            test_nobody_is_passed_by(on_sm90, whole_way, OF_C[part])

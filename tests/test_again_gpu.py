@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
+import cute_kernels as ck
 from cute_kernels import again
+from cute_kernels.compile import extension
 from tests.again import CASES, counted, drawn
 from tests.contract import same_bytes
 
@@ -38,3 +42,72 @@ def test_a_known_call_has_the_bytes_of_the_first(name, monkeypatch):
             alone = [run(x), run(x)]
     assert all(map(same_bytes, first, later)) and all(map(same_bytes, first, whole))
     assert all(same_bytes(y, first[0]) for y in alone)
+
+
+def on_cuda() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """Calls of [2, 3, 64] that allocate nothing else, so that a graph can be captured of them."""
+    with torch.device("cuda"):
+        weight, scale, shift = drawn(64, 64, seed=1), drawn(64, seed=2), drawn(64, seed=3)
+        one = drawn(2, 3, 64, seed=4)
+    return {
+        "linear": lambda x: ck.linear(x, weight),
+        "linear, bias": lambda x: ck.linear(x, weight, shift, order="tree"),
+        "rms_norm": lambda x: ck.rms_norm(x, scale),
+        "rms_norm, residual": lambda x: ck.rms_norm(x, scale, residual=one)[0],
+        "layer_norm": lambda x: ck.layer_norm(x, scale, shift),
+        "silu_mul": lambda x: ck.silu_mul(x, one),
+    }
+
+
+NAMES = ["linear", "linear, bias", "rms_norm", "rms_norm, residual", "layer_norm", "silu_mul"]
+
+
+@pytest.fixture
+def rows():
+    with torch.device("cuda"):
+        return [drawn(2, 3, 64, seed=seed) for seed in (5, 6)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_known_call_is_in_the_order_of_its_stream(name, rows):
+    """On another one it would read the rows while the stream sleeps, before they are written."""
+    run, (one, other) = on_cuda()[name], rows
+    again.forget()
+    x = one.clone()
+    run(x)
+    want, old = run(other), run(one)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)
+        x.copy_(other)
+        y = run(x)
+    assert not side.query()
+    side.synchronize()
+    assert same_bytes(y, want) and not same_bytes(y, old)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_graph_of_a_known_call_replays_it(name, rows, monkeypatch):
+    run, (one, other) = on_cuda()[name], rows
+    again.forget()
+    counts = counted(monkeypatch)
+    x = one.clone()
+    run(x), run(x)
+    want = run(other)
+    graph = torch.cuda.CUDAGraph()
+    before = sum(counts.values())
+    with torch.cuda.graph(graph):
+        y = run(x)
+    assert sum(counts.values()) == before
+    for rows_now, bytes_now in ((other, want), (one, run(one)), (other, want)):
+        x.copy_(rows_now)
+        graph.replay()
+        assert same_bytes(y, bytes_now)
+
+
+def test_a_call_is_known_by_its_device_and_launched_in_c():
+    calls = extension.calls()
+    assert calls is not None, extension.missing()
+    x = torch.randn(8, 8)
+    assert calls.describe(x) != calls.describe(x.cuda()) == calls.describe(torch.randn(8, 8).cuda())

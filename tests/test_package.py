@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 import cute_kernels as ck
 from cute_kernels import __main__ as cli
-from cute_kernels import arch, dispatch, settings
+from cute_kernels import about, arch, dispatch, settings
+from cute_kernels.compile import extension
 from cute_kernels.systems import SYSTEMS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -130,9 +131,19 @@ def test_info_is_json_and_complete():
     assert {s.name for s in settings.TABLE} == set(found["settings"])
 
 
+def test_info_says_why_calls_are_looked_up_in_python(monkeypatch):
+    why = [None, "no C compiler"]
+    monkeypatch.setattr(extension, "missing", lambda: why[-1])
+    assert torch.cuda.is_available() or ck.info()["extension"] == "there is no CUDA device"
+    monkeypatch.setattr(about, "_devices", lambda: ["cpu", "cpu:0"])
+    assert ck.info()["extension"] == why.pop()
+    assert ck.info()["extension"] is None
+
+
 def test_command_line_info():
     shown = CliRunner().invoke(cli.app, ["info"])
     assert shown.exit_code == 0 and "linear/cpu/" in shown.output
+    assert "known calls" in shown.output
     as_json = CliRunner().invoke(cli.app, ["info", "--json"])
     assert json.loads(as_json.output)["ops"]["matmul"]["cpu"]["guarantees"]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+
+from . import extension
 
 
 def call(device: torch.device, kernel: Callable, *args: object) -> None:
@@ -15,3 +17,31 @@ def call(device: torch.device, kernel: Callable, *args: object) -> None:
             kernel(*args)
     else:
         kernel(*args)
+
+
+def prepared(device: torch.device, kernel: Callable, rows: Sequence[int] = ()) -> Callable:
+    """``run(*args)`` is ``call(device, kernel, *args)``, and spends less of the host's time.
+
+    rows: Positions of tensors [..., D], contiguous, that the kernel takes as [rows, D].
+    """
+    calls = extension.calls() if hasattr(kernel, "__chandle__") else None
+    if calls is None:
+        return lambda *args: call(device, kernel, *_flattened(args, rows))
+    launch, bits, index = calls.launch, sum(1 << i for i in rows), device.index
+
+    def run(*args):
+        if index != torch.accelerator.current_device_index():
+            with torch.cuda.device(device):
+                launch(kernel, bits, *args)
+        else:
+            launch(kernel, bits, *args)
+
+    return run
+
+
+def _flattened(args: Sequence[object], rows: Sequence[int]) -> list[object]:
+    args = list(args)
+    for at in rows:
+        if args[at] is not None:
+            args[at] = args[at].view(-1, args[at].shape[-1])
+    return args

@@ -44,8 +44,7 @@ def gemm(
         bias = log.contiguous("gemm", "bias", bias, "a stride of 1")
     if order != ORDER and a_major != "k":
         a, a_major = padded_copy(a, "gemm", "a"), "k"
-    choose = tiles.choose if a_major == "k" else tiles.dense
-    tile = choose(*size, order, most_ctas(a.device))
+    tile = choose_tile(size, order, a_major, a.device)
     if isinstance(tile, Dense):
         direct = out if out is not None and storable(out) else None
         y = _dense((a, a_major), (b, b_major), bias, tile, order, direct)
@@ -55,40 +54,12 @@ def gemm(
     return y if out is None or y is out else out.copy_(y)
 
 
-def prepare_gemm(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, order: str
-) -> Callable | None:
-    """``gemm(a, b, bias)`` for all operands like these (`again`): one launch and nothing else.
-
-    None where an operand would be copied or the result has padding.
-    """
-    (m, k), n = a.shape, b.shape[0]
-    (own_a, a_major), (own_b, b_major) = matrix(a, "gemm", "a"), matrix(b, "gemm", "b")
-    copied = own_a is not a or own_b is not b or (order != ORDER and a_major != "k")
-    if copied or n * a.itemsize % ALIGN:
-        return None
-    if bias is not None and bias.stride(0) != 1:
-        return None
+def choose_tile(
+    size: tuple[int, int, int], order: str, a_major: str, device: torch.device
+) -> Dense | Skinny:
+    """The tile of a product of ``size`` (M, N, K) that starts from nothing."""
     choose = tiles.choose if a_major == "k" else tiles.dense
-    tile = choose(m, n, k, order, most_ctas(a.device))
-    if isinstance(tile, Dense):
-        epilogue = "plain" if bias is None else "bias"
-        kernel = _gemm_kernel(a.dtype, a_major, b_major, epilogue, tile, order)
-        clusters = max_clusters(a.device)
-
-        def run(a, b, bias):
-            out = a.new_empty(m, n)
-            call(a.device, kernel, a, b, out, bias, clusters)
-            return out
-    else:
-        kernel = _skinny_kernel(a.dtype, b_major, bias is not None, tile, order)
-
-        def run(a, b, bias):
-            out = a.new_empty(m, n)
-            call(a.device, kernel, b, a, out, None if bias is None else bias.expand(m, n))
-            return out
-
-    return run
+    return choose(*size, order, most_ctas(device))
 
 
 def skinny(
@@ -119,7 +90,7 @@ def leaf_sums(a: torch.Tensor, b: torch.Tensor, length: int) -> torch.Tensor:
         # A leaf begins at a multiple of 16 elements, so its slice is addressable as well.
         span = slice(first, first + length)
         tile = tiles.dense(m, n, min(length, k - first), ORDER, most_ctas(a.device))
-        kernel = _gemm_kernel(a.dtype, a_major, b_major, "accumulate", tile, ORDER)
+        kernel = gemm_kernel(a.dtype, a_major, b_major, "accumulate", tile, ORDER)
         call(a.device, kernel, a[:, span], b[:, span], leaf, None, max_clusters(a.device))
     return _without_padding(out[:, :, :n])
 
@@ -130,7 +101,7 @@ def _dense(a, b, bias, tile: Dense, order: str, out: torch.Tensor | None) -> tor
     if given is None:
         out = padded_empty(a, a.shape[0], b.shape[0])
     epilogue = "plain" if bias is None else "bias"
-    kernel = _gemm_kernel(a.dtype, a_major, b_major, epilogue, tile, order)
+    kernel = gemm_kernel(a.dtype, a_major, b_major, epilogue, tile, order)
     call(a.device, kernel, a, b, out, bias, max_clusters(a.device))
     return _without_padding(out) if given is None else given
 
@@ -140,7 +111,7 @@ def _accumulate(a, b, accumulator, tile: Dense, order: str) -> torch.Tensor:
     out = accumulator
     if not storable(out):
         out = padded_copy(out, "gemm", "accumulator")
-    kernel = _gemm_kernel(a.dtype, a_major, b_major, "accumulate", tile, order)
+    kernel = gemm_kernel(a.dtype, a_major, b_major, "accumulate", tile, order)
     call(a.device, kernel, a, b, out, None, max_clusters(a.device))
     return accumulator if out is accumulator else accumulator.copy_(out)
 
@@ -150,7 +121,7 @@ def _skinny(x, w, bias, tile: Skinny, order: str) -> torch.Tensor:
         order = "tree"  # one CTA adds all leaves, and has no reason to add them otherwise
     weight, w_major = w
     out = padded_empty(x, x.shape[0], weight.shape[0])
-    kernel = _skinny_kernel(x.dtype, w_major, bias is not None, tile, order)
+    kernel = skinny_kernel(x.dtype, w_major, bias is not None, tile, order)
     call(x.device, kernel, weight, x, out, bias)
     return _without_padding(out)
 
@@ -187,13 +158,13 @@ def skinny_config(
 
 
 @functools.cache
-def _gemm_kernel(*chosen: torch.dtype | str | Dense) -> Callable:
+def gemm_kernel(*chosen: torch.dtype | str | Dense) -> Callable:
     """The compiled kernel for the arguments of `dense_config`."""
     return cache.get(gemm_entry(dense_config(*chosen)), "sm_90a")
 
 
 @functools.cache
-def _skinny_kernel(*chosen: torch.dtype | str | bool | Skinny) -> Callable:
+def skinny_kernel(*chosen: torch.dtype | str | bool | Skinny) -> Callable:
     """The compiled kernel for the arguments of `skinny_config`."""
     return cache.get(skinny_entry(skinny_config(*chosen)), "sm_90a")
 

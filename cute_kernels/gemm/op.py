@@ -50,7 +50,7 @@ for _kernel, _contract in (
                 f"{__package__}.launch:{_kernel}",
                 _HALF,
                 _FP32_ELSEWHERE,
-                f"{__package__}.launch:prepare_gemm" if _kernel == "gemm" else "",
+                f"{__package__}.prepared:gemm" if _kernel == "gemm" else "",
             ),
             TRITON: Implementation(f"{__package__}.triton.launch:{_kernel}", _ALL),
             CPU: Implementation(f"{__package__}.cpu:{_kernel}", _ALL),
@@ -96,12 +96,8 @@ def _prepare_linear(x, weight, bias, order):
     """`_run_linear` without a main_grad, for calls like this one."""
     if 0 in (*x.shape, *weight.shape) or (x.dim() > 2 and not x.is_contiguous()):
         return None
-    rows = x.view(-1, x.shape[-1])
-    launch = dispatch.prepared("gemm", x.device, x.dtype, rows, weight, bias, order)
-    if launch is None or x.dim() == 2:
-        return launch and (lambda x, weight, bias, main_grad, order: launch(x, weight, bias))
-    flat, shape = rows.shape, (*x.shape[:-1], weight.shape[0])
-    return lambda x, weight, bias, main_grad, order: launch(x.view(flat), weight, bias).view(shape)
+    launch = dispatch.prepared("gemm", x.device, x.dtype, x, weight, bias, order)
+    return launch and (lambda x, weight, bias, main_grad, order: launch(x, weight, bias))
 
 
 #: Calls of `linear` without a main_grad, by their order.

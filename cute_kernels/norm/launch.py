@@ -35,46 +35,31 @@ _DENSE = torch.contiguous_format
 def forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: Rule) -> Normed:
     """As `cpu.forward`."""
     m, width = x.shape
-    x, residual = _rows(x, "x"), None if residual is None else _rows(residual, "residual")
+    x, residual, weight, bias = taken(x, residual, scale, rule)
     y = torch.empty_like(x, memory_format=_DENSE)
     h = None if residual is None else torch.empty_like(y)
     rstd = x.new_empty(m, dtype=torch.float32)
     mean = torch.empty_like(rstd) if rule.kind == LAYER else None
-    weight, bias = _scale(scale, x, rule)
-    chosen, at_once, held = _forward(rule.kind, x.dtype, weight.dtype, residual is not None, width)
-    ctas = _forward_ctas(m, at_once, held, x.device)
+    kernel, ctas = forward_kernel(x, residual, weight, rule.kind, width)
     args = (x, residual, weight, bias, h, y, mean, rstd)
-    call(x.device, _kernel(chosen), *args, rule.eps, rule.offset, width, ctas)
+    call(x.device, kernel, *args, rule.eps, rule.offset, width, ctas)
     return Normed(_whole(y, width), None if h is None else _whole(h, width), mean, rstd)
 
 
-def prepare_forward(
+def taken(
     x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: Rule
-) -> Callable | None:
-    """`forward` of all operands like these (`again`): one launch and nothing else.
-
-    None where an operand would be copied or made.
-    """
-    m, width = x.shape
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+    """x, residual, weight and bias as the kernels take them; themselves where they need no copy."""
     added = None if residual is None else _rows(residual, "residual")
-    taken = _rows(x, "x"), added, *_scale(scale, x, rule)
-    if any(one is not other for one, other in zip(taken, (x, residual, *scale), strict=True)):
-        return None
-    dtype, layer = scale.weight.dtype, rule.kind == LAYER
-    chosen, at_once, held = _forward(rule.kind, x.dtype, dtype, residual is not None, width)
-    kernel, ctas = _kernel(chosen), _forward_ctas(m, at_once, held, x.device)
-    eps, offset = rule.eps, rule.offset
+    return _rows(x, "x"), added, *_scale(scale, x, rule)
 
-    def run(x, residual, weight, bias):
-        y = x.new_empty(m, width)
-        h = None if residual is None else x.new_empty(m, width)
-        rstd = x.new_empty(m, dtype=torch.float32)
-        mean = torch.empty_like(rstd) if layer else None
-        args = (x, residual, weight, bias, h, y, mean, rstd)
-        call(x.device, kernel, *args, eps, offset, width, ctas)
-        return y, h, mean, rstd
 
-    return run
+def forward_kernel(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, kind: str, width: int
+) -> tuple[Callable, int]:
+    """The compiled kernel, and its CTAs, for operands that were `taken`, of rows of ``width``."""
+    chosen, at_once, held = _forward(kind, x.dtype, weight.dtype, residual is not None, width)
+    return _kernel(chosen), _forward_ctas(x.shape[0], at_once, held, x.device)
 
 
 @functools.cache

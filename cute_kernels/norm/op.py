@@ -32,7 +32,7 @@ for _function in ("forward", "backward", "add_parts"):
             CUTE_SM90: Implementation(
                 f"{__package__}.launch:{_function}",
                 frozenset(DTYPES),
-                prepare=f"{__package__}.launch:prepare_forward" if _function == "forward" else "",
+                prepare=f"{__package__}.prepared:forward" if _function == "forward" else "",
             ),
             TRITON: Implementation(f"{__package__}.triton.launch:{_function}", frozenset(DTYPES)),
             CPU: Implementation(f"{__package__}.cpu:{_function}", frozenset(DTYPES)),
@@ -92,19 +92,9 @@ def _prepare(x, residual, weight, bias, rule):
     strided = all(t is None or t.is_contiguous() for t in (x, residual))
     if x.numel() == 0 or not strided:
         return None
-    rows, added = (None if t is None else t.view(-1, x.shape[-1]) for t in (x, residual))
-    scale, flat, shape = Scale(weight, bias), (x.numel() // x.shape[-1], x.shape[-1]), x.shape
-    launch = dispatch.prepared("norm_forward", x.device, x.dtype, rows, added, scale, rule)
-    if launch is None:
-        return None
-
-    def flattened(x, residual, weight, bias):
-        added = None if residual is None else residual.view(flat)
-        y, h, mean, rstd = launch(x.view(flat), added, weight, bias)
-        return y.view(shape), None if h is None else h.view(shape), mean, rstd
-
-    of = launch if len(shape) == 2 else flattened
-    return lambda x, residual, weight, bias, *_: of(x, residual, weight, bias)
+    scale = Scale(weight, bias)
+    launch = dispatch.prepared("norm_forward", x.device, x.dtype, x, residual, scale, rule)
+    return launch and (lambda x, residual, weight, bias, *_: launch(x, residual, weight, bias))
 
 
 #: Calls of both functions without a main_grad, by kind, eps and offset.

@@ -54,8 +54,8 @@ def simulated(
     """
     skinny = isinstance(tile, tiles.Skinny)
     patches = {
-        (launch, "_gemm_kernel"): gemm_kernel if skinny or kernel is None else kernel,
-        (launch, "_skinny_kernel"): kernel if skinny and kernel is not None else skinny_kernel,
+        (launch, "gemm_kernel"): gemm_kernel if skinny or kernel is None else kernel,
+        (launch, "skinny_kernel"): kernel if skinny and kernel is not None else skinny_kernel,
         (launch, "_column_sum_kernel"): column_sum_kernel,
         (launch, "max_clusters"): lambda device: clusters,
         (launch, "most_ctas"): lambda device: 2 * clusters,

@@ -1,0 +1,43 @@
+"""The SM90 launcher for calls like an earlier one (`again`): one launch and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..compile.call import prepared
+from . import launch
+from .tensors import LAYER, Rule, Scale
+
+#: Where the rows are among the kernel's arguments: x, residual, h and y.
+_ROWS = (0, 1, 4, 5)
+
+
+def forward(
+    x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: Rule
+) -> Callable | None:
+    """``run(x, residual, weight, bias)`` of all operands like these: (y, h, mean, rstd).
+
+    x and residual: contiguous [..., D].  None where an operand would be copied or made.
+    """
+    shape, width = x.shape, x.shape[-1]
+    rows, added = (None if t is None else t.view(-1, width) for t in (x, residual))
+    given = rows, added, *scale
+    taken = launch.taken(rows, added, scale, rule)
+    if any(one is not other for one, other in zip(taken, given, strict=True)):
+        return None
+    kernel, ctas = launch.forward_kernel(rows, added, scale.weight, rule.kind, width)
+    m, layer = rows.shape[0], rule.kind == LAYER
+    run_kernel = prepared(x.device, kernel, rows=() if x.dim() == 2 else _ROWS)
+    numbers = rule.eps, rule.offset, width, ctas
+
+    def run(x, residual, weight, bias):
+        y = x.new_empty(shape)
+        h = None if residual is None else x.new_empty(shape)
+        rstd = x.new_empty(m, dtype=torch.float32)
+        mean = torch.empty_like(rstd) if layer else None
+        run_kernel(x, residual, weight, bias, h, y, mean, rstd, *numbers)
+        return y, h, mean, rstd
+
+    return run

@@ -1,0 +1,271 @@
+"""calls.c: it says of tensors what Python says and gives kernels what tvm_ffi gives; its builds.
+
+Kernels are C functions here, with tvm_ffi's calling convention, on CPU tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import re
+import sys
+
+import pytest
+import torch
+
+from cute_kernels import again, settings
+from cute_kernels.compile import extension
+from cute_kernels.compile.call import prepared
+from tests.compile import reporting
+from tests.compile.toy import needs_linker
+from tests.contract import same_bytes
+
+pytestmark = needs_linker
+
+NUMBERS = torch.arange(96.0)
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory):
+    return extension.imported(extension.build(extension.SOURCE, tmp_path_factory.mktemp("calls")))
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    return reporting.reporter(tmp_path_factory.mktemp("report"))
+
+
+# ---- describe ------------------------------------------------------------------------------------
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+#: Calls' tensors; no two are of one kind.
+KINDS = {
+    "matrix": (NUMBERS.view(8, 12),),
+    "turned": (NUMBERS.view(8, 12).mT.contiguous().mT,),
+    "of another shape": (NUMBERS.view(12, 8),),
+    "of another rank": (NUMBERS.view(2, 4, 12),),
+    "of other strides where a size is 1": (NUMBERS.view(8, 12)[:1],),
+    "one row": (NUMBERS[:12].view(1, 12),),
+    "one row in a wider one": (NUMBERS[:24].view(1, 24)[:, :12],),
+    "empty": (NUMBERS[:0].view(0, 12),),
+    "scalar": (NUMBERS[0],),
+    "bf16": (NUMBERS.bfloat16().view(8, 12),),
+    "fp16": (NUMBERS.half().view(8, 12),),
+    "int32": (NUMBERS.int().view(8, 12),),
+    "expanded": (NUMBERS[:12].expand(8, 12),),
+    "two": (NUMBERS.view(8, 12), NUMBERS),
+    "two, the first missing": (None, NUMBERS.view(8, 12)),
+    "two, the second missing": (NUMBERS.view(8, 12), None),
+    "none": (None,),
+    "nothing": (),
+}
+#: What has more of a say than its memory's description.
+UNKNOWN = {
+    "subclass": NUMBERS.as_subclass(Subclass),
+    "negated": torch._neg_view(NUMBERS),
+    "address": NUMBERS[1:],
+    "sparse": NUMBERS.view(8, 12).to_sparse(),
+    "sparse rows": NUMBERS.view(8, 12).to_sparse_csr(),
+    "nested": torch.nested.nested_tensor([NUMBERS[:3], NUMBERS[:4]]),
+    "no tensor": 3.0,
+    "class": torch.Tensor,
+}
+
+
+def test_two_kinds_differ_in_c_where_they_do_in_python(calls):
+    for one, other in itertools.combinations(KINDS.values(), 2):
+        same = again.described(*one) == again.described(*other)
+        assert (calls.describe(*one) == calls.describe(*other)) is same, (one, other)
+    assert len({calls.describe(*tensors) for tensors in KINDS.values()}) >= len(KINDS) - 1
+
+
+def other_values(t):
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).fill_(7)
+
+
+def test_the_same_kind_is_the_same_whatever_the_values_are(calls):
+    for tensors in KINDS.values():
+        copies = [t if t is None else other_values(t) for t in tensors]
+        assert calls.describe(*tensors) == calls.describe(*copies) is not None
+    parameter = torch.nn.Parameter(NUMBERS)
+    assert calls.describe(parameter) == calls.describe(NUMBERS)
+    assert calls.describe(parameter[:12]) == calls.describe(NUMBERS[:12])
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_may_have_more_of_a_say_is_not_described(calls, name):
+    for tensors in ((UNKNOWN[name],), (NUMBERS, UNKNOWN[name]), (None, UNKNOWN[name], NUMBERS)):
+        assert calls.describe(*tensors) is None
+        if isinstance(UNKNOWN[name], torch.Tensor):
+            assert again.described(*tensors) is None
+
+
+def test_tensors_without_end_are_not_described(calls):
+    assert calls.describe(*[NUMBERS.view(8, 12)] * 16) is not None
+    assert calls.describe(*[NUMBERS.view(8, 12)] * 400) is None
+    assert calls.describe(NUMBERS.view([1] * 16 + [96])) is None
+    assert calls.describe(*[None] * 400) is None
+
+
+# ---- launch --------------------------------------------------------------------------------------
+
+
+def reported(report, *args):
+    """What tvm_ffi's own call hands over."""
+    out = reporting.empty(len(args))
+    report(out, *args)
+    return out
+
+
+def test_a_kernel_is_given_what_tvm_ffi_would_give_it(calls, report):
+    x, turned = torch.randn(2, 3, 4), torch.randn(4, 6).half().mT
+    args = (x, turned, None, -7, 2.5, torch.nn.Parameter(x[0]), turned[1:, 1:], NUMBERS[:0])
+    out = reporting.empty(len(args))
+    calls.launch(report, 0, out, *args)
+    assert same_bytes(out, reported(report, *args))
+    assert out[:5, 0].tolist() == [reporting.TENSOR] * 2 + [0, reporting.INTEGER, reporting.FLOAT]
+    # fp16 on a CPU, and its layout.
+    assert out[1, 1:9].tolist() == [turned.data_ptr(), 2, 16, 1, 1, 2, 6, 4]
+    assert out[1, 11:13].tolist() == [1, 6] and out[3, 1] == -7
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4), (3, 4), (4,), (1, 2, 3, 5), (0, 3, 4), (2, 0)])
+def test_rows_are_flattened_where_that_is_asked(calls, report, shape):
+    x, other = torch.randn(shape), torch.randn(2, 2, 2)
+    out = reporting.empty(2)
+    calls.launch(report, 0b10, out, x, other)
+    flat = x.view(math.prod(shape[:-1]), shape[-1])
+    assert same_bytes(out, reported(report, flat, other))
+
+
+def test_errors_have_their_words(calls, report):
+    out = reporting.empty(1)
+    before = out.clone()
+    with pytest.raises(RuntimeError, match=r"^ValueError: the first argument is no tensor$"):
+        calls.launch(report, 0, 3)
+    for bad in ("text", True, [1], 1j):
+        with pytest.raises(TypeError, match=f"^a kernel takes no {type(bad).__name__}$"):
+            calls.launch(report, 0, out, bad)
+    with pytest.raises(TypeError, match="at most 24 arguments"):
+        calls.launch(report, 0, out, *[None] * 24)
+    with pytest.raises(TypeError, match="launch takes"):
+        calls.launch(report)
+    with pytest.raises(OverflowError):
+        calls.launch(report, 0, out, 1 << 63)
+    with pytest.raises(AttributeError, match="__chandle__"):
+        calls.launch(print, 0, out)
+    with pytest.raises((RuntimeError, NotImplementedError, BufferError)):
+        calls.launch(report, 0, out, UNKNOWN["sparse"])
+    assert same_bytes(out, before)
+
+
+def test_no_reference_is_lost_or_kept(calls, report):
+    """One that is kept keeps a step's activations, one that is lost ends the process."""
+    x, out = torch.randn(2, 3, 4), reporting.empty(3)
+    watched = (x, out, report, torch.Tensor, torch.nn.Parameter, UNKNOWN["negated"])
+    before = [sys.getrefcount(thing) for thing in watched]
+    for _ in range(1000):
+        calls.launch(report, 0b10, out, x, None, 2.5)
+        calls.describe(x, None, UNKNOWN["negated"])
+        with pytest.raises(RuntimeError):
+            calls.launch(report, 0, 3)
+    assert [sys.getrefcount(thing) for thing in watched] == before
+
+
+def test_a_prepared_call_hands_over_the_same_in_c_and_in_python(calls, report, monkeypatch):
+    x, outs = torch.randn(2, 3, 4), []
+    for module in (calls, None):
+        monkeypatch.setattr(extension, "calls", lambda module=module: module)
+        # A CPU has no index; the current device is asked for a GPU's alone.
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: None)
+        outs.append(reporting.empty(3))
+        prepared(x.device, report, rows=(1, 2))(outs[-1], x, None, 1.5)
+    assert same_bytes(*outs) and outs[0][0, 6:9].tolist() == [2, 6, 4]
+
+
+# ---- when it is built ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """Nothing is found yet, and the cache folder is empty."""
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(extension, "_find", extension._find.__wrapped__)
+    return tmp_path / "cache"
+
+
+def test_it_is_built_once_and_kept(fresh, monkeypatch):
+    assert extension.missing() is None and extension.calls().describe(NUMBERS)
+    assert len(list(fresh.glob("calls-*.so"))) == 1
+
+    def build(*_):
+        raise AssertionError("built again")
+
+    monkeypatch.setattr(extension, "build", build)
+    assert extension.calls().describe(NUMBERS)
+
+
+def test_a_damaged_library_is_built_again(fresh, caplog):
+    assert extension.missing() is None
+    (library,) = fresh.glob("calls-*.so")
+    whole = library.read_bytes()
+    # Another file in its place: this process has the first one open.
+    library.unlink()
+    library.write_bytes(whole[:-1])
+    library.chmod(0o600)
+    with caplog.at_level(logging.WARNING):
+        assert extension.missing() is None
+    assert "compiling again" in caplog.text and library.read_bytes()[:4] == whole[:4]
+    assert len(library.read_bytes()) == len(whole)
+
+
+def test_nothing_is_written_without_a_cache(fresh, monkeypatch):
+    monkeypatch.setenv("CUTE_KERNELS_CACHE", "0")
+    assert extension.calls().describe(NUMBERS) and not fresh.exists()
+
+
+def no_compiler(monkeypatch, _):
+    monkeypatch.setattr(extension.shutil, "which", lambda name: None)
+
+
+def bad_source(monkeypatch, tmp_path):
+    (tmp_path / "calls.c").write_text("#error of another age\n")
+    monkeypatch.setattr(extension, "SOURCE", tmp_path / "calls.c")
+
+
+def open_folder(monkeypatch, tmp_path):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+
+
+WITHOUT = {
+    "switched off": (
+        lambda patch, _: patch.setenv("CUTE_KERNELS_EXTENSION", "0"),
+        "CUTE_KERNELS_EXTENSION=0",
+    ),
+    "no compiler": (no_compiler, r"no C compiler \(cc, gcc, clang\)"),
+    "a compiler that fails": (bad_source, "could not compile calls.c: .*of another age"),
+    "no tvm_ffi": (
+        lambda patch, _: patch.setattr(extension.toolchain, "ffi_version", lambda: "none"),
+        "apache-tvm-ffi is not installed",
+    ),
+    "a folder that others write": (open_folder, "lets group or others write"),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_where_it_cannot_be_had_python_does_it_and_the_reason_is_known(
+    fresh, monkeypatch, tmp_path, name
+):
+    prepare, reason = WITHOUT[name]
+    prepare(monkeypatch, tmp_path)
+    assert extension.calls() is None
+    assert re.search(reason, extension.missing())
+    monkeypatch.setattr(again, "_describe", again._describe.__wrapped__)
+    assert again._describe() is again.described
+    assert settings.get("EXTENSION") in ("0", "1")
