@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.autograd import forward_ad
 
-from .again import MODE, watched
+from .again import MODE, Calls, watched
 from .errors import UnsupportedTransformError
 from .untraced import untraced
 
@@ -40,6 +40,7 @@ def define_op(
     backward: Callable | None = None,
     vmap: Callable | None = None,
     autocast_args: Sequence[int] = (),
+    prepare: Callable | None = None,
 ) -> Callable:
     """Registers one op in the namespace ``torch.ops.cute_kernels``; returns what calls it.
 
@@ -53,17 +54,24 @@ def define_op(
         vmap: ``vmap(info, in_dims, *args)`` as in ``torch.library.register_vmap``.
         autocast_args: Positions of the arguments that autocast casts to its dtype; all others
             pass as they are, and no product inside the op is ever cast.
+        prepare: ``prepare(*args)`` returns what computes all calls like one that ``run`` has
+            computed, or None (`again`): the dispatcher's calls are remembered then, those of
+            compiled graphs among them.  The op's tensors are its first arguments.
     """
     name = schema.split("(", 1)[0]
     qualified = f"{NAMESPACE}::{name}"
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, untraced(run), "CPU")
-    _LIBRARY.impl(name, run, "CUDA")
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    types = [str(argument.type) for argument in op._schema.arguments]
+    asked = untraced(run)
+    if prepare is not None:
+        asked = untraced(_remembering(run, prepare, sum("Tensor" in t for t in types)))
+    _LIBRARY.impl(name, asked, "CPU")
+    _LIBRARY.impl(name, asked, "CUDA")
     torch.library.register_fake(qualified, fake, lib=_LIBRARY)
     if vmap is not None:
         torch.library.register_vmap(qualified, vmap, lib=_LIBRARY)
-    op = getattr(getattr(torch.ops, NAMESPACE), name).default
-    below = _below_autograd(op, run)
+    below = _below_autograd(op, asked)
     if backward is None:
         autograd, apply = _no_gradient(op, below), None
     else:
@@ -74,7 +82,6 @@ def define_op(
         autocast = _below_autocast(op, device_type, frozenset(autocast_args))
         _LIBRARY.impl(name, untraced(autocast), key)
     _LIBRARY.impl(name, untraced(_below_mode(op)), "DeferredInit", with_keyset=True)
-    types = [str(argument.type) for argument in op._schema.arguments]
     # Whoever writes an argument leaves a mark on it, which the dispatcher sees to.
     if op._schema.is_mutable or "Tensor" not in types:
         return op
@@ -131,6 +138,26 @@ def _entrance(op: Callable, run: Callable, apply: Callable | None, at: int) -> C
 
     enter.computed = computed
     return enter
+
+
+def _remembering(run: Callable, prepare: Callable, count: int) -> Callable:
+    """``run`` of an op whose first ``count`` arguments are its tensors, by `again` where it can be.
+
+    It remembers apart from the public function, whose calls `again` lets pass its checks.
+    """
+    calls = Calls(prepare)
+
+    def run_again(*args):
+        tensors, options = args[:count], args[count:]
+        known = calls.find(options, *tensors)
+        if known:
+            return known(*args)
+        results = run(*args)
+        if known is None:
+            calls.keep(options, tensors, *options)
+        return results
+
+    return run_again
 
 
 def _node(setup: Callable, backward: Callable) -> Callable:

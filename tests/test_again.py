@@ -16,11 +16,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_kernels as ck
-from cute_kernels import again, arch, dispatch, errors, settings
+from cute_kernels import again, arch, dispatch, errors, settings, torch_ops
 from cute_kernels.compile import extension
 from cute_kernels.gemm import launch as gemm_launch
 from cute_kernels.gemm import op as gemm_op
 from cute_kernels.norm import launch as norm_launch
+from cute_kernels.norm import op as norm_op
 from cute_kernels.sparse_attn import launch as attention_launch
 from cute_kernels.sparse_attn import op as attention_op
 from cute_kernels.sparse_attn import sequence_op
@@ -138,6 +139,89 @@ def test_so_have_the_gradients_of_a_norms_weight(on_sm90, whole_way, norm, added
     with simulated():
         first, later = results(), results()
     assert all(map(same_bytes, first, later)) and sum(whole_way.values()) == 1
+
+
+# ---- what the dispatcher calls: an op in a compiled graph --------------------------------------
+
+
+@pytest.fixture
+def launched(on_sm90, monkeypatch):
+    """The launchers that were looked up: those of calls that went the whole way."""
+    names, true = [], dispatch.launcher
+    monkeypatch.setattr(dispatch, "launcher", lambda name, *at: names.append(name) or true(name))
+    return names
+
+
+def composed(x, weight):
+    """Of four ops two are alike; some results are not there."""
+    y, h = ck.rms_norm(ck.linear(x, weight), weight[2], residual=x)
+    return ck.layer_norm(ck.linear(y, weight), weight[0], weight[1]) + h
+
+
+@requires_sim
+def test_ops_of_a_compiled_graph_have_the_bytes_of_the_first(launched):
+    weight = drawn(64, 64, seed=1)
+    one, other = drawn(2, 3, 64, seed=5), drawn(2, 3, 64, seed=6)
+    graph = torch.compile(composed, fullgraph=True, backend="aot_eager")
+    with simulated():
+        first = graph(one, weight)
+        # The second product is like the first.
+        assert launched == ["gemm", "norm_forward", "norm_forward"]
+        later = [graph(one, weight), graph(other, weight)]
+        assert len(launched) == 3
+        again.forget()
+        assert same_bytes(later[1], graph(other, weight)) and len(launched) == 6
+        assert same_bytes(first, composed(one, weight))
+    assert same_bytes(first, later[0]) and not same_bytes(first, later[1])
+
+
+@requires_sim
+def test_a_training_step_of_a_compiled_graph_has_those_of_the_whole_way(launched):
+    graph = torch.compile(composed, fullgraph=True, backend="aot_eager")
+
+    def step():
+        x, weight = drawn(3, 64, seed=5).requires_grad_(), drawn(64, 64, seed=1).requires_grad_()
+        y = graph(x, weight)
+        return y.detach(), *torch.autograd.grad(y, (x, weight), drawn(3, 64, seed=9))
+
+    with simulated():
+        first, later = step(), step()
+        again.forget()
+        whole = step()
+    assert all(map(same_bytes, first, later)) and all(map(same_bytes, first, whole))
+
+
+def test_what_an_op_remembers_passes_no_check(launched):
+    with idle():
+        for _ in range(2):
+            norm_op.norm(X, None, W[0], None, None, None, "rms", -1.0, 0.0)
+            torch.ops.cute_kernels.norm(X, None, W[0], None, None, None, "rms", -1.0, 0.0)
+        with pytest.raises(errors.ArgumentValueError, match="eps"):
+            ck.rms_norm(X, W[0], -1.0)
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_an_ops_call_with_a_main_grad_goes_the_whole_way(launched, monkeypatch, forgotten):
+    """What it may not share memory with is looked at each time; the mutant remembers it."""
+    memory = torch.zeros(64 * 48 + 8 * 24)
+    target, x = memory[: 64 * 48].view(64, 48), memory[-8 * 24 :].view(torch.bfloat16).view(8, 48)
+    linear = torch.ops.cute_kernels.linear
+    if forgotten:
+        source = inspect.getsource(gemm_op._prepare_op)
+        changed = dict(vars(gemm_op))
+        exec(source.replace("main_grad is not None", "False"), changed)
+        prepare = torch_ops._remembering(gemm_op._run_linear, changed["_prepare_op"], 4)
+        linear = prepare
+    with idle():
+        for _ in range(2):
+            linear(x, W, None, target, "chain")
+        assert len(launched) == (1 if forgotten else 2)
+        shared = memory[-64 * 48 :].view(64, 48)
+        if forgotten:
+            linear(x, W, None, shared, "chain")
+        else:
+            with pytest.raises(errors.AliasError):
+                linear(x, W, None, shared, "chain")
 
 
 # ---- what a call is known by ---------------------------------------------------------------------

@@ -106,6 +106,18 @@ def test_a_graph_of_a_known_call_replays_it(name, rows, monkeypatch):
         assert same_bytes(y, bytes_now)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_compiled_graph_remembers_and_has_the_bytes_of_eager(name, rows):
+    run, (one, other) = on_cuda()[name], rows
+    again.forget()
+    graph = torch.compile(run, fullgraph=True)
+    first, later, third = graph(one), graph(one), graph(other)
+    assert any(calls._known for calls in again._all)
+    again.forget()
+    assert same_bytes(first, later) and same_bytes(first, run(one))
+    assert same_bytes(third, run(other))
+
+
 def test_a_call_is_known_by_its_device_and_launched_in_c():
     calls = extension.calls()
     assert calls is not None, extension.missing()

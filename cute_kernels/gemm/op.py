@@ -100,6 +100,10 @@ def _prepare_linear(x, weight, bias, order):
     return launch and (lambda x, weight, bias, main_grad, order: launch(x, weight, bias))
 
 
+def _prepare_op(x, weight, bias, main_grad, order):
+    return None if main_grad is not None else _prepare_linear(x, weight, bias, order)
+
+
 #: Calls of `linear` without a main_grad, by their order.
 calls = Calls(_prepare_linear)
 
@@ -281,6 +285,7 @@ linear = define_op(
     backward=_backward_linear,
     vmap=_vmap_rows(lambda *args: linear(*args)),
     autocast_args=(0, 1, 2),
+    prepare=_prepare_op,
 )
 skinny_linear = define_op(
     "skinny_linear(Tensor x, Tensor weight, Tensor? bias, bool deterministic) -> Tensor",

@@ -97,6 +97,19 @@ def _prepare(x, residual, weight, bias, rule):
     return launch and (lambda x, residual, weight, bias, *_: launch(x, residual, weight, bias))
 
 
+def _prepare_op(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offset):
+    if main_grad is not None or bias_main_grad is not None:
+        return None
+    launch = _prepare(x, residual, weight, bias, Rule(kind, eps, offset))
+
+    def run(x, *others):
+        y, h, mean, rstd = launch(x, *others)
+        h = x.new_empty(0) if h is None else h
+        return y, h, rstd.new_empty(0) if mean is None else mean, rstd
+
+    return launch and run
+
+
 #: Calls of both functions without a main_grad, by kind, eps and offset.
 calls = Calls(_prepare)
 
@@ -202,6 +215,7 @@ norm = define_op(
     setup=_setup,
     backward=_backward,
     vmap=_vmap_refused,
+    prepare=_prepare_op,
 )
 norm_backward = define_op(
     "norm_backward(Tensor dy, Tensor? dh, Tensor h, Tensor mean, Tensor rstd, Tensor? weight, "

@@ -151,6 +151,16 @@ def _backward_gated(ctx, dy):
     return *(g if need else None for g, need in zip(made, ctx.needs_input_grad, strict=False)), None
 
 
+def _prepare_elements(*args):
+    """`_run_activation` and `_run_gated` for calls like this one, of an entry of `dispatch`."""
+    *call, entry = args
+    first = call[0]
+    if not first.numel():
+        return None
+    launch = dispatch.prepared(entry, first.device, first.dtype, *call)
+    return launch and (lambda *args: launch(*args[:-1]))
+
+
 activation = define_op(
     "activation(Tensor x, str kind) -> Tensor",
     _run_activation,
@@ -158,6 +168,7 @@ activation = define_op(
     setup=_setup_activation,
     backward=_backward_activation,
     vmap=_rows_only(lambda *args: activation(*args)),
+    prepare=lambda x, kind: _prepare_elements(x, kind, _OP_OF[kind]),
 )
 activation_backward = define_op(
     "activation_backward(Tensor dy, Tensor x, str kind) -> Tensor",
@@ -172,6 +183,7 @@ gated = define_op(
     setup=_setup_gated,
     backward=_backward_gated,
     vmap=_rows_only(lambda *args: gated(*args)),
+    prepare=lambda gate, up, kind: _prepare_elements(gate, up, kind, f"{_OP_OF[kind]}_mul"),
 )
 gated_backward = define_op(
     "gated_backward(Tensor dy, Tensor gate, Tensor up, str kind) -> (Tensor, Tensor)",
@@ -179,16 +191,6 @@ gated_backward = define_op(
     fake=lambda dy, gate, up, kind: (_like(gate), _like(up)),
     vmap=_rows_only(lambda *args: gated_backward(*args)),
 )
-
-
-def _prepare_elements(*args):
-    """`_run_activation` and `_run_gated` for calls like this one, of an entry of `dispatch`."""
-    *call, entry = args
-    first = call[0]
-    if not first.numel():
-        return None
-    launch = dispatch.prepared(entry, first.device, first.dtype, *call)
-    return launch and (lambda *args: launch(*args[:-1]))
 
 
 #: Calls of functions of elements, by the name of the public one and the kind.
