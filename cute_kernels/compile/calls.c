@@ -188,6 +188,7 @@ static int bind_torch(void) {
   PyObject *capsule = tensor ? PyObject_GetAttrString(tensor, "__dlpack_c_exchange_api__") : NULL;
   Py_XDECREF(torch);
   Py_XDECREF(nn);
+  if (tensor != NULL && capsule == NULL) PyErr_SetString(PyExc_ImportError, "torch has no table of DLPack functions");
   if (capsule == NULL || parameter == NULL) return -1;
   torch_table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api"); /* as long as the process */
   if (torch_table == NULL) return -1;

@@ -243,6 +243,10 @@ def open_folder(monkeypatch, tmp_path):
     (tmp_path / "cache").chmod(0o777)
 
 
+def old_torch(monkeypatch, _):
+    monkeypatch.delattr(torch.Tensor, "__dlpack_c_exchange_api__")
+
+
 WITHOUT = {
     "switched off": (
         lambda patch, _: patch.setenv("CUTE_KERNELS_EXTENSION", "0"),
@@ -254,6 +258,7 @@ WITHOUT = {
         lambda patch, _: patch.setattr(extension.toolchain, "ffi_version", lambda: "none"),
         "apache-tvm-ffi is not installed",
     ),
+    "an old torch": (old_torch, "torch has no table of DLPack functions"),
     "a folder that others write": (open_folder, "lets group or others write"),
 }
 
