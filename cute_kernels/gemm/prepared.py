@@ -16,9 +16,10 @@ from .tiles import Dense
 def gemm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, order: str
 ) -> Callable | None:
-    """``run(x, weight, bias)`` of all operands like these: x Wᵀ + b, the bits of `launch.gemm`.
+    """``run(x, weight, bias, ...)`` of all operands like these: the bits of `launch.gemm`.
 
     x: [M, K], or contiguous [..., K] of another number of dimensions; the result is [..., N].
+    What else a call has is left alone.
 
     None where an operand would be copied or the result has padding.
     """
@@ -39,7 +40,7 @@ def gemm(
         run_dense = prepared(x.device, kernel, rows=(0, 2) if flat else ())
         clusters = launch.max_clusters(x.device)
 
-        def run(x, weight, bias):
+        def run(x, weight, bias, *_):
             out = x.new_empty(shape)
             run_dense(x, weight, out, bias, clusters)
             return out
@@ -47,7 +48,7 @@ def gemm(
         kernel = launch.skinny_kernel(x.dtype, weight_major, bias is not None, tile, order)
         run_skinny = prepared(x.device, kernel, rows=(1, 2) if flat else ())
 
-        def run(x, weight, bias):
+        def run(x, weight, bias, *_):
             out = x.new_empty(shape)
             run_skinny(weight, x, out, None if bias is None else bias.expand(m, n))
             return out

@@ -93,8 +93,7 @@ def _prepare(x, residual, weight, bias, rule):
     if x.numel() == 0 or not strided:
         return None
     scale = Scale(weight, bias)
-    launch = dispatch.prepared("norm_forward", x.device, x.dtype, x, residual, scale, rule)
-    return launch and (lambda x, residual, weight, bias, *_: launch(x, residual, weight, bias))
+    return dispatch.prepared("norm_forward", x.device, x.dtype, x, residual, scale, rule)
 
 
 def _prepare_op(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offset):

@@ -17,9 +17,10 @@ _ROWS = (0, 1, 4, 5)
 def forward(
     x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: Rule
 ) -> Callable | None:
-    """``run(x, residual, weight, bias)`` of all operands like these: (y, h, mean, rstd).
+    """``run(x, residual, weight, bias, ...)`` of all operands like these: (y, h, mean, rstd).
 
-    x and residual: contiguous [..., D].  None where an operand would be copied or made.
+    x and residual: contiguous [..., D].  What else a call has is left alone.  None where an operand
+    would be copied or made.
     """
     shape, width = x.shape, x.shape[-1]
     rows, added = (None if t is None else t.view(-1, width) for t in (x, residual))
@@ -32,7 +33,7 @@ def forward(
     run_kernel = prepared(x.device, kernel, rows=() if x.dim() == 2 else _ROWS)
     numbers = rule.eps, rule.offset, width, ctas
 
-    def run(x, residual, weight, bias):
+    def run(x, residual, weight, bias, *_):
         y = x.new_empty(shape)
         h = None if residual is None else x.new_empty(shape)
         rstd = x.new_empty(m, dtype=torch.float32)

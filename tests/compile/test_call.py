@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import types
 
 import pytest
 import torch
 
-from cute_kernels.compile.call import call
+from cute_kernels.compile import extension
+from cute_kernels.compile.call import call, prepared
 
 
 @pytest.mark.parametrize(
@@ -27,3 +29,13 @@ def test_the_inputs_device_is_current(monkeypatch, device, current, entered):
     monkeypatch.setattr(torch.cuda, "device", make_current)
     call(torch.device(device), lambda *args: log.append(args), 1, "x")
     assert log == [*entered, (1, "x"), *["left" for _ in entered]]
+
+    # Where C launches, likewise; CPU tensors are a simulator's, which has no such kernels.
+    log.clear()
+    kernel = types.SimpleNamespace(__chandle__=None)
+    calls = types.SimpleNamespace(launch=lambda kernel, rows, *args: log.append((rows, *args)))
+    monkeypatch.setattr(extension, "calls", lambda: calls)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    if device != "cpu":
+        prepared(torch.device(device), kernel, rows=(0, 2))(1, "x")
+        assert log == [*entered, (0b101, 1, "x"), *["left" for _ in entered]]

@@ -179,13 +179,14 @@ def test_no_reference_is_lost_or_kept(calls, report):
 
 def test_a_prepared_call_hands_over_the_same_in_c_and_in_python(calls, report, monkeypatch):
     x, outs = torch.randn(2, 3, 4), []
-    for module in (calls, None):
+    # A CPU has no index; the current device is asked for a GPU's alone.
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: None)
+    for module, devices in ((calls, 1), (calls, 2), (None, 2)):
         monkeypatch.setattr(extension, "calls", lambda module=module: module)
-        # A CPU has no index; the current device is asked for a GPU's alone.
-        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: None)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda devices=devices: devices)
         outs.append(reporting.empty(3))
         prepared(x.device, report, rows=(1, 2))(outs[-1], x, None, 1.5)
-    assert same_bytes(*outs) and outs[0][0, 6:9].tolist() == [2, 6, 4]
+    assert same_bytes(*outs[:2]) and same_bytes(*outs[1:]) and outs[0][0, 6:9].tolist() == [2, 6, 4]
 
 
 # ---- when it is built ----------------------------------------------------------------------------
