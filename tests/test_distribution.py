@@ -77,7 +77,7 @@ def test_the_distributions_are_complete(tmp_path):
     with zipfile.ZipFile(wheel) as opened:
         names = set(opened.namelist())
         (metadata,) = (opened.read(n).decode() for n in names if n.endswith("/METADATA"))
-    data = {"cute_kernels/py.typed", "cute_kernels/demo/kernels.json"}
+    data = {f"cute_kernels/{name}" for name in ("py.typed", "compile/calls.c", "demo/kernels.json")}
     assert {name for name in names if ".dist-info" not in name} == want | data
     assert "# cute_kernels" in metadata and not RELATIVE_LINK.search(metadata)
     assert "Typing :: Typed" in metadata and "text/markdown" in metadata
