@@ -141,7 +141,7 @@ def described(*tensors: torch.Tensor | None) -> tuple | None:
         for t in tensors:
             if t is None:
                 seen += (None,)
-            elif type(t) not in _TYPES or t.is_neg() or t.data_ptr() % _ALIGN:
+            elif type(t) not in _TYPES or t.is_neg() or t.data_ptr() % _ALIGN or not t.data_ptr():
                 return None
             else:
                 seen += t.shape, t.stride(), t.dtype, t.device

@@ -237,6 +237,13 @@ def moved(t, by: int = 1):
     return memory[by:].view(t.shape).copy_(t)
 
 
+def freed(t):
+    """As `fully_shard` leaves a parameter that is gathered again later."""
+    t = t.clone()
+    t.untyped_storage().resize_(0)
+    return t
+
+
 X, W = drawn(8, 48), drawn(64, 48, seed=1)
 Q, K = drawn(1, 130, 2, 64), drawn(1, 130, 1, 64, seed=1)
 #: Calls of which each is of another kind than the first of its row.
@@ -451,6 +458,7 @@ WATCHED = {
     "subclass": lambda: ck.linear(X.as_subclass(Subclass), W),
     "subclass of another": lambda: ck.linear(X, W.as_subclass(Subclass)),
     "address": lambda: ck.linear(moved(X), W),
+    "no memory": lambda: ck.linear(freed(X), W),
     "negated": lambda: ck.linear(torch._neg_view(X), W),
     "a CPU": on_a_cpu,
 }
@@ -545,6 +553,7 @@ def test_a_key_that_asks_less_is_killed(on_sm90, whole_way, monkeypatch, part, n
     [
         (" or t.is_neg()", "negated"),
         (" or t.data_ptr() % _ALIGN", "address"),
+        (" or not t.data_ptr()", "no memory"),
         ("type(t) not in _TYPES or ", "subclass of another"),
     ],
 )
@@ -562,6 +571,7 @@ OF_C = {
     "  for (int i = 0; i < t.ndim; i++) *at++ = t.strides[i];": "linear",
     "t.dtype.code | (int64_t)t.dtype.bits << 8 | (int64_t)t.dtype.lanes << 16": "linear",
     "((uintptr_t)t.data + t.byte_offset) % ALIGNMENT || ": "address",
+    "t.data == NULL || ": "no memory",
     "negative != Py_False || ": "negated",
     "  if (Py_TYPE(tensor) != tensor_type && Py_TYPE(tensor) != parameter_type) return NULL;": (
         "subclass of another"

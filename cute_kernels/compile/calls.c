@@ -46,7 +46,8 @@ static int64_t *describe_one(PyObject *tensor, int64_t *at, const int64_t *end) 
     PyErr_Clear(); /* sparse, nested and functional tensors have no such memory */
     return NULL;
   }
-  if (((uintptr_t)t.data + t.byte_offset) % ALIGNMENT || t.ndim > MOST_DIMENSIONS) return NULL;
+  /* No memory: empty, freed for a while, a ZeroTensor. */
+  if (t.data == NULL || ((uintptr_t)t.data + t.byte_offset) % ALIGNMENT || t.ndim > MOST_DIMENSIONS) return NULL;
   /* Negation that has not been done yet is not in the memory's description. */
   PyObject *negative = PyObject_CallMethodNoArgs(tensor, is_neg);
   if (negative == NULL) return NULL;
