@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import functools
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
-#: One parameter of a test in so many runs at every commit.
-SAMPLE = 8
 STORED = Path(__file__).parents[1] / "perf" / "results" / "certificates.json"
 
 
@@ -101,23 +98,22 @@ def proved_system(system: str) -> bool:
 
 
 def left_to_the_night(items: Iterable, known: Callable[[str], bool] | None = None) -> list:
-    """The tests marked ``simulates(system)`` but one parameter in `SAMPLE` of each function.
+    """The tests marked ``simulates(system)`` but the first parameter of each function.
 
     If the system is proved: neither its kernels nor what runs them has changed since all ran.  Of
     those marked ``mutants``, which test the tests, always.
     """
     known = functools.cache(known or proved_system)
-    often: Counter = Counter()
-    left = []
+    often, left = set(), []
     for item in items:
         mark = item.get_closest_marker("simulates")
         some = item.get_closest_marker("mutants") or (mark is not None and known(*mark.args))
         if not some or item.get_closest_marker("nightly"):
             continue
         function = item.nodeid.split("[")[0]
-        if often[function] % SAMPLE:
+        if function in often:
             left.append(item)
-        often[function] += 1
+        often.add(function)
     return left
 
 

@@ -26,7 +26,7 @@ from tests.ptxsim import available
 simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
 order = available.import_module("tests.sparse_attn.test_bwd_sm90_order")
 module = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
-pytestmark = [available.requires_sim, pytest.mark.sim]
+pytestmark = [available.requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
 
 #: Milliseconds: more than any wait here for a turn that comes.
 LIMIT = 4
