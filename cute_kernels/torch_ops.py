@@ -54,9 +54,9 @@ def define_op(
         vmap: ``vmap(info, in_dims, *args)`` as in ``torch.library.register_vmap``.
         autocast_args: Positions of the arguments that autocast casts to its dtype; all others
             pass as they are, and no product inside the op is ever cast.
-        prepare: ``prepare(*args)`` returns what computes all calls like one that ``run`` has
-            computed, or None (`again`): the dispatcher's calls are remembered then, those of
-            compiled graphs among them.  The op's tensors are its first arguments.
+        prepare: ``prepare(*tensors, *others)`` returns what computes all calls like one that
+            ``run`` has computed, or None (`again`): the dispatcher's calls are remembered then,
+            those of compiled graphs among them.
     """
     name = schema.split("(", 1)[0]
     qualified = f"{NAMESPACE}::{name}"
@@ -65,7 +65,7 @@ def define_op(
     types = [str(argument.type) for argument in op._schema.arguments]
     asked = untraced(run)
     if prepare is not None:
-        asked = untraced(_remembering(run, prepare, sum("Tensor" in t for t in types)))
+        asked = untraced(_remembering(run, prepare, types))
     _LIBRARY.impl(name, asked, "CPU")
     _LIBRARY.impl(name, asked, "CUDA")
     torch.library.register_fake(qualified, fake, lib=_LIBRARY)
@@ -140,21 +140,24 @@ def _entrance(op: Callable, run: Callable, apply: Callable | None, at: int) -> C
     return enter
 
 
-def _remembering(run: Callable, prepare: Callable, count: int) -> Callable:
-    """``run`` of an op whose first ``count`` arguments are its tensors, by `again` where it can be.
+def _remembering(run: Callable, prepare: Callable, types: Sequence[str]) -> Callable:
+    """``run`` of an op with arguments of these types, by `again` where it can be.
 
     It remembers apart from the public function, whose calls `again` lets pass its checks.
     """
     calls = Calls(prepare)
+    of_tensors = [i for i, kind in enumerate(types) if "Tensor" in kind]
+    of_others = [i for i, kind in enumerate(types) if "Tensor" not in kind]
 
     def run_again(*args):
-        tensors, options = args[:count], args[count:]
-        known = calls.find(options, *tensors)
+        take = args.__getitem__
+        tensors, others = tuple(map(take, of_tensors)), tuple(map(take, of_others))
+        known = calls.find(others, *tensors)
         if known:
             return known(*args)
         results = run(*args)
         if known is None:
-            calls.keep(options, tensors, *options)
+            calls.keep(others, tensors, *others)
         return results
 
     return run_again

@@ -63,14 +63,14 @@ def attention(x, **options):
     )
 
 
-def spanned(x):
+def spanned(x, kv_heads=1, sinks=None):
     """Rows of a cache of 150 keys, each at its own place, half of them behind padding."""
-    q = x.view(2, -1, 2, 64)
-    keys = drawn(2, 150, 1, 64, seed=7)
+    q = x.view(2, -1, 2 * kv_heads, 64)
+    keys = drawn(2, 150, kv_heads, 64, seed=7)
     row = torch.arange(q.shape[1]).expand(2, -1) + 100
     first = torch.tensor([[0], [40]]).expand_as(row)
     spans = torch.stack((first, torch.zeros_like(row), first, row + 1), -1).int()[:, None]
-    return api.sequence_attention(q, keys, keys * 0.5, spans.to(x.device), scale=0.2)
+    return api.sequence_attention(q, keys, keys * 0.5, spans.to(x.device), scale=0.2, sinks=sinks)
 
 
 CASES = {
@@ -91,5 +91,6 @@ CASES = {
     "attention, rule": (lambda x: attention(x, causal=True, scale=0.3), (130, 2 * 64)),
     "spans": (spanned, (2, 5 * 2 * 64)),
     "spans of one row": (spanned, (2, 2 * 64)),
+    "spans of one row, groups": (lambda x: spanned(x, kv_heads=3), (2, 6 * 64)),
     "attention, lse": (lambda x: attention(x, causal=True, return_lse=True)[1], (130, 2 * 64)),
 }

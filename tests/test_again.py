@@ -5,7 +5,6 @@ The SM90 launchers run here in the simulator, on CPU tensors that are taken for 
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import inspect
 from unittest import mock
@@ -16,22 +15,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_kernels as ck
-from cute_kernels import again, arch, dispatch, errors, settings, torch_ops
+from cute_kernels import again, dispatch, errors, settings
 from cute_kernels.compile import extension
-from cute_kernels.gemm import launch as gemm_launch
 from cute_kernels.gemm import op as gemm_op
-from cute_kernels.norm import launch as norm_launch
-from cute_kernels.norm import op as norm_op
-from cute_kernels.sparse_attn import launch as attention_launch
 from cute_kernels.sparse_attn import op as attention_op
-from cute_kernels.sparse_attn import sequence_op
 from tests.again import CASES, counted, drawn, one_mask
+from tests.again_sm90 import idle, pretended, simulated
 from tests.compile.toy import needs_linker
 from tests.contract import same_bytes
-from tests.gemm.simulated import simulated as simulated_gemm
-from tests.norm.simulated import simulated as simulated_norm
 from tests.ptxsim.available import requires_sim
-from tests.sparse_attn.simulated import simulated as simulated_attention
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -42,53 +34,13 @@ MASK = one_mask(torch.device("cpu"))
 
 @pytest.fixture
 def on_sm90(monkeypatch):
-    """CPU tensors are remembered, and an SM90 GPU is what they are on; no kernel runs yet."""
-    launchers = {
-        "gemm": gemm_launch.gemm,
-        "column_sum": gemm_launch.column_sum,
-        "norm_forward": norm_launch.forward,
-        "norm_backward": norm_launch.backward,
-        "norm_add_parts": norm_launch.add_parts,
-        attention_op.NAME: attention_launch.forward,
-        f"{attention_op.NAME}_backward": attention_launch.backward,
-        sequence_op.SPANS_NAME: attention_launch.forward_of_spans,
-    }
-    monkeypatch.setattr(again, "remembers", lambda t: True)
-    monkeypatch.setattr(dispatch, "backend", lambda *asked: arch.CUTE_SM90)
-    monkeypatch.setattr(dispatch, "launcher", lambda name, *where: launchers[name])
-    again.forget()
-    yield
-    again.forget()
+    with pretended(monkeypatch):
+        yield
 
 
 @pytest.fixture
 def whole_way(monkeypatch):
     return counted(monkeypatch)
-
-
-@contextlib.contextmanager
-def simulated():
-    with simulated_gemm(), simulated_norm(), simulated_attention(ctas=4):
-        yield
-
-
-@contextlib.contextmanager
-def idle():
-    """Kernels that do nothing: what is asked of a call is all that counts."""
-
-    def nothing(*args):
-        pass
-
-    with contextlib.ExitStack() as stack:
-        for module, names in (
-            (gemm_launch, ("gemm_kernel", "skinny_kernel", "most_ctas", "max_clusters")),
-            (norm_launch, ("_kernel", "most_ctas")),
-            (attention_launch, ("_forward_kernel", "most_ctas")),
-        ):
-            for name in names:
-                value = (lambda *a: 8) if name[0] == "m" else (lambda *a: nothing)
-                stack.enter_context(mock.patch.object(module, name, value))
-        yield
 
 
 @requires_sim
@@ -139,89 +91,6 @@ def test_so_have_the_gradients_of_a_norms_weight(on_sm90, whole_way, norm, added
     with simulated():
         first, later = results(), results()
     assert all(map(same_bytes, first, later)) and sum(whole_way.values()) == 1
-
-
-# ---- what the dispatcher calls: an op in a compiled graph --------------------------------------
-
-
-@pytest.fixture
-def launched(on_sm90, monkeypatch):
-    """The launchers that were looked up: those of calls that went the whole way."""
-    names, true = [], dispatch.launcher
-    monkeypatch.setattr(dispatch, "launcher", lambda name, *at: names.append(name) or true(name))
-    return names
-
-
-def composed(x, weight):
-    """Of four ops two are alike; some results are not there."""
-    y, h = ck.rms_norm(ck.linear(x, weight), weight[2], residual=x)
-    return ck.layer_norm(ck.linear(y, weight), weight[0], weight[1]) + h
-
-
-@requires_sim
-def test_ops_of_a_compiled_graph_have_the_bytes_of_the_first(launched):
-    weight = drawn(64, 64, seed=1)
-    one, other = drawn(2, 3, 64, seed=5), drawn(2, 3, 64, seed=6)
-    graph = torch.compile(composed, fullgraph=True, backend="aot_eager")
-    with simulated():
-        first = graph(one, weight)
-        # The second product is like the first.
-        assert launched == ["gemm", "norm_forward", "norm_forward"]
-        later = [graph(one, weight), graph(other, weight)]
-        assert len(launched) == 3
-        again.forget()
-        assert same_bytes(later[1], graph(other, weight)) and len(launched) == 6
-        assert same_bytes(first, composed(one, weight))
-    assert same_bytes(first, later[0]) and not same_bytes(first, later[1])
-
-
-@requires_sim
-def test_a_training_step_of_a_compiled_graph_has_those_of_the_whole_way(launched):
-    graph = torch.compile(composed, fullgraph=True, backend="aot_eager")
-
-    def step():
-        x, weight = drawn(3, 64, seed=5).requires_grad_(), drawn(64, 64, seed=1).requires_grad_()
-        y = graph(x, weight)
-        return y.detach(), *torch.autograd.grad(y, (x, weight), drawn(3, 64, seed=9))
-
-    with simulated():
-        first, later = step(), step()
-        again.forget()
-        whole = step()
-    assert all(map(same_bytes, first, later)) and all(map(same_bytes, first, whole))
-
-
-def test_what_an_op_remembers_passes_no_check(launched):
-    with idle():
-        for _ in range(2):
-            norm_op.norm(X, None, W[0], None, None, None, "rms", -1.0, 0.0)
-            torch.ops.cute_kernels.norm(X, None, W[0], None, None, None, "rms", -1.0, 0.0)
-        with pytest.raises(errors.ArgumentValueError, match="eps"):
-            ck.rms_norm(X, W[0], -1.0)
-
-
-@pytest.mark.parametrize("forgotten", [False, True])
-def test_an_ops_call_with_a_main_grad_goes_the_whole_way(launched, monkeypatch, forgotten):
-    """What it may not share memory with is looked at each time; the mutant remembers it."""
-    memory = torch.zeros(64 * 48 + 8 * 24)
-    target, x = memory[: 64 * 48].view(64, 48), memory[-8 * 24 :].view(torch.bfloat16).view(8, 48)
-    linear = torch.ops.cute_kernels.linear
-    if forgotten:
-        source = inspect.getsource(gemm_op._prepare_op)
-        changed = dict(vars(gemm_op))
-        exec(source.replace("main_grad is not None", "False"), changed)
-        prepare = torch_ops._remembering(gemm_op._run_linear, changed["_prepare_op"], 4)
-        linear = prepare
-    with idle():
-        for _ in range(2):
-            linear(x, W, None, target, "chain")
-        assert len(launched) == (1 if forgotten else 2)
-        shared = memory[-64 * 48 :].view(64, 48)
-        if forgotten:
-            linear(x, W, None, shared, "chain")
-        else:
-            with pytest.raises(errors.AliasError):
-                linear(x, W, None, shared, "chain")
 
 
 # ---- what a call is known by ---------------------------------------------------------------------

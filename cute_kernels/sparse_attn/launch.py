@@ -24,7 +24,7 @@ from .config import BackwardConfig, ForwardConfig, PackConfig, PostConfig, PreCo
 from .masks import BLOCK, FAR, FORMS, FORWARD_FORMS, SPANS, LoweredMask, Order
 from .tensors import Grads, Saved, shape_of_out, sinks_gradient
 
-_NAME = "block_sparse_attention"
+NAME = "block_sparse_attention"
 
 # What the certificates hold the kernels to.  By consumers, the registers that 384 and 512 threads
 # can start with; the roles then trade theirs.  Bytes of shared memory and products by head size.
@@ -41,7 +41,7 @@ _BACKWARD_MMA = {
 
 
 #: Of a kernel that reads spans, and of one whose lists are formulas.
-_NO_LISTS = None, None, None, None
+NO_LISTS = None, None, None, None
 #: Of the kernel that places sequences: blocks or tickets to a slice, and slices to a CTA's.
 _SLICE, _MOST_SLICES = 512, 64
 
@@ -109,7 +109,7 @@ def forward_of_pack(
     last sequence see nothing; others of none are not written.
     """
     table, _ = places(bounds, q)
-    rule = config.FORM_OF_PACKS, _NO_LISTS, table, band(window)
+    rule = config.FORM_OF_PACKS, NO_LISTS, table, band(window)
     return _forward(q, k, v, rule, scale, softcap, sinks)
 
 
@@ -127,20 +127,20 @@ def _forward(
     form, lists, table, ends = rule
     dtype, sunk, packed = config.DTYPE_NAMES[q.dtype], sinks is not None, table is not None
     chosen = config.configure_forward(dtype, dim, form, softcap > 0, sunk, packed)
-    kernel = _forward_kernel(chosen)
+    kernel = forward_kernel(chosen)
     out = empty(shape_of_out(q, v), q.dtype, q.device)
     lse = empty((batch, heads, q_len), torch.float32, q.device)
     by_row = sinks.float()[:, None].expand(heads, q_len) if sunk else None
-    operands = [addressable(t, _NAME, name) for name, t in (("q", q), ("k", k), ("v", v))]
+    operands = [addressable(t, NAME, name) for name, t in (("q", q), ("k", k), ("v", v))]
     numbers = *ends, *config.factors(scale, softcap)
     rows = rows_of(table) if packed else q_len
-    counter, ctas = _tiles(chosen, rows, batch * heads, q.device)
+    counter, ctas = grid(chosen, rows, batch * heads, q.device)
     given = *operands, out, lse, *lists, None, by_row, table, counter()
     call(q.device, kernel, *given, *numbers, ctas)
     return out, lse
 
 
-def _tiles(
+def grid(
     chosen: ForwardConfig, rows: int, heads: int, device: torch.device
 ) -> tuple[Callable[[], Tensor], int]:
     """(what makes the counter of tiles for a launch, its CTAs); heads: of all batches."""
@@ -191,33 +191,6 @@ def rows_of(table: Tensor) -> int:
     return (len(table) - 1) * BLOCK[0]
 
 
-def prepare_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: LoweredMask, scale: float, softcap: float
-) -> Callable | None:
-    """`forward` of all operands like these (`again`), without sinks: one launch and nothing else.
-
-    None where an operand would be copied.
-    """
-    if any(addressable(t, _NAME, name) is not t for t, name in ((q, "q"), (k, "k"), (v, "v"))):
-        return None
-    batch, q_len, heads, dim = q.shape
-    chosen = config.configure_forward(config.DTYPE_NAMES[q.dtype], dim, mask.form, softcap > 0)
-    kernel = _forward_kernel(chosen)
-    lists = mask.kv_count, not_empty(mask.kv_entry), not_empty(mask.kv_tile), mask.words
-    given = *lists, None, None, None
-    numbers = mask.lo, mask.hi, *config.factors(scale, softcap)
-    counter, ctas = _tiles(chosen, q_len, batch * heads, q.device)
-    of_out = shape_of_out(q, v)
-
-    def run(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        out = q.new_empty(of_out)
-        lse = q.new_empty((batch, heads, q_len), dtype=torch.float32)
-        call(q.device, kernel, q, k, v, out, lse, *given, counter(), *numbers, ctas)
-        return out, lse
-
-    return run
-
-
 def forward_of_spans(
     q: Tensor,
     k: Tensor,
@@ -235,55 +208,25 @@ def forward_of_spans(
     dtype = config.DTYPE_NAMES[q.dtype]
     sunk = sinks is not None
     chosen = config.configure_forward(dtype, dim, SPANS, softcap > 0, sunk)
-    kernel = _forward_kernel(chosen)
+    kernel = forward_kernel(chosen)
     out = empty(shape_of_out(q, v), q.dtype, q.device)
     lse = empty((batch, heads, q_len), torch.float32, q.device)
     rows, stored, sums = q, out, lse
     by_row = sinks.float()[:, None].expand(heads, q_len) if sunk else None
     if q_len == 1:
         # The query heads of a group are rows of one tile: K and V come once for all of them.
-        rows, stored = (_rows_of_groups(t, k.shape[2]) for t in (q, out))
+        rows, stored = (rows_of_groups(t, k.shape[2]) for t in (q, out))
         sums = lse.view(batch, k.shape[2], -1)
         by_row = by_row.view(k.shape[2], -1) if sunk else None
-    operands = (addressable(t, _NAME, name) for name, t in zip("qkv", (rows, k, v), strict=True))
+    operands = (addressable(t, NAME, name) for name, t in zip("qkv", (rows, k, v), strict=True))
     numbers = 0, 0, *config.factors(scale, softcap)
-    counter, ctas = _tiles(chosen, rows.shape[1], batch * rows.shape[2], q.device)
-    given = *operands, stored, sums, *_NO_LISTS, spans, by_row, None, counter()
+    counter, ctas = grid(chosen, rows.shape[1], batch * rows.shape[2], q.device)
+    given = *operands, stored, sums, *NO_LISTS, spans, by_row, None, counter()
     call(q.device, kernel, *given, *numbers, ctas)
     return out, lse
 
 
-def prepare_forward_of_spans(
-    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, scale: float, softcap: float
-) -> Callable | None:
-    """`forward_of_spans` of all operands like these (`again`), without sinks, likewise."""
-    batch, q_len, heads, dim = q.shape
-    grouped = functools.partial(_rows_of_groups, kv_heads=k.shape[2]) if q_len == 1 else None
-    rows = grouped(q) if grouped else q
-    given = (rows, "q"), (k, "k"), (v, "v")
-    if any(addressable(t, _NAME, name) is not t for t, name in given) or not spans.is_contiguous():
-        return None
-    dtype = config.DTYPE_NAMES[q.dtype]
-    chosen = config.configure_forward(dtype, dim, SPANS, softcap > 0)
-    kernel = _forward_kernel(chosen)
-    numbers = 0, 0, *config.factors(scale, softcap)
-    counter, ctas = _tiles(chosen, rows.shape[1], batch * rows.shape[2], q.device)
-    of_groups, of_out = (batch, k.shape[2], heads // k.shape[2]), shape_of_out(q, v)
-
-    def run(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        out = q.new_empty(of_out)
-        lse = q.new_empty((batch, heads, q_len), dtype=torch.float32)
-        rows, stored, sums = q, out, lse
-        if grouped:
-            rows, stored, sums = grouped(q), grouped(out), lse.view(of_groups)
-        given = rows, k, v, stored, sums, *_NO_LISTS, spans, None, None, counter()
-        call(q.device, kernel, *given, *numbers, ctas)
-        return out, lse
-
-    return run
-
-
-def _rows_of_groups(t: Tensor, kv_heads: int) -> Tensor:
+def rows_of_groups(t: Tensor, kv_heads: int) -> Tensor:
     """[B, 1, Hq, D] as [B, Hq / Hkv, Hkv, D]."""
     return t[:, 0].unflatten(1, (kv_heads, -1)).transpose(1, 2)
 
@@ -326,7 +269,7 @@ def backward_of_pack(
     """`backward` of what `forward_of_pack` made, ordered; likewise, by four launches."""
     table, tickets = places(bounds, saved.q, saved.k.shape[2], window)
     rows = rows_of(table)
-    lists = tickets, *_NO_LISTS
+    lists = tickets, *NO_LISTS
     walk = Walk(config.FORM_OF_PACKS, rows, lists, band(window), None, table)
     dq, dk, dv, space = _backward(grads, saved, walk, scale, softcap, True)
     return dq, dk, dv, *_of_sinks(saved.sinks, saved.q.shape[2], space)
@@ -357,9 +300,9 @@ def _backward(
     chosen = config.configure(dtype, dim, walk.form, deterministic, softcap > 0, limit, packed)
     record = watchdog.record(device) if chosen.watchdog_ms else None
     given = {"dout": dout, "q": q, "k": k, "v": v, "out": out}
-    dout, q, k, v, out = (addressable(t, _NAME, name) for name, t in given.items())
-    dlse = None if dlse is None else log.contiguous(_NAME, "dlse", dlse, "contiguous")
-    lse = log.contiguous(_NAME, "lse", lse, "contiguous")
+    dout, q, k, v, out = (addressable(t, NAME, name) for name, t in given.items())
+    dlse = None if dlse is None else log.contiguous(NAME, "dlse", dlse, "contiguous")
+    lse = log.contiguous(NAME, "lse", lse, "contiguous")
     tiles, turns = -(-walk.rows // chosen.tile_m), chosen.turns
     space = workspace((batch, heads, tiles), chosen.tile_m, dim, turns, device)
 
@@ -400,7 +343,8 @@ def workspace(
 
 
 @functools.cache
-def _forward_kernel(chosen: ForwardConfig) -> Callable:
+def forward_kernel(chosen: ForwardConfig) -> Callable:
+    """The compiled forward of a configuration."""
     return cache.get(forward_entry(chosen), "sm_90a")
 
 

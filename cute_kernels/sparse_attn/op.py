@@ -47,7 +47,7 @@ for _name, _function in ((NAME, "forward"), (f"{NAME}_backward", "backward")):
             CUTE_SM90: Implementation(
                 f"{__package__}.launch:{_function}",
                 HALF,
-                prepare=f"{__package__}.launch:prepare_forward" if _function == "forward" else "",
+                prepare=f"{__package__}.prepared:forward" if _function == "forward" else "",
             ),
             TRITON: Implementation(f"{__package__}.triton.launch:{_function}", HALF),
             CPU: Implementation(f"{__package__}.cpu:{_function}", HALF),

@@ -43,7 +43,7 @@ dispatch.register(
         CUTE_SM90: Implementation(
             f"{__package__}.launch:forward_of_spans",
             HALF,
-            prepare=f"{__package__}.launch:prepare_forward_of_spans",
+            prepare=f"{__package__}.prepared:forward_of_spans",
         )
     },
     contract=NAME,
@@ -108,20 +108,17 @@ def attend(q, k, v, spans, scale, softcap, sinks):
     return out, lse
 
 
-def _prepare(q, k, v, spans, scale, softcap):
+def _prepare_op(q, k, v, spans, sinks, scale, softcap):
     """`attend` for calls like this one."""
     # Spans on the CPU, as a step of training has them, are read here and on no device.
-    if q.numel() == 0 or k.numel() == 0 or not again.remembers(spans):
+    if q.numel() == 0 or k.numel() == 0 or sinks is not None or not again.remembers(spans):
         return None
-    at_once = (q, k, v, spans[:, 0], scale, softcap)
-    launch = dispatch.prepared(SPANS_NAME, q.device, q.dtype, *at_once)
-    if launch is None:
-        return None
+    return dispatch.prepared(SPANS_NAME, q.device, q.dtype, q, k, v, spans, scale, softcap)
 
-    def run(q, k, v, spans, *_):
-        return launch(q, k, v, spans[:, 0])
 
-    return Known(run, (scale, softcap, None))
+def _prepare(q, k, v, spans, scale, softcap):
+    run = _prepare_op(q, k, v, spans, None, scale, softcap)
+    return run and Known(run, (scale, softcap, None))
 
 
 #: Calls with spans on a GPU and without sinks, by scale and softcap.
@@ -216,6 +213,7 @@ sequence_attention = define_op(
     backward=_backward,
     vmap=refuse_vmap,
     autocast_args=(0, 1, 2),
+    prepare=_prepare_op,
 )
 sequence_attention_backward = define_op(
     "sequence_attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, "

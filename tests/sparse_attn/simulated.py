@@ -99,7 +99,7 @@ def simulated(
 
     names = {
         "_pack_kernel": pack or pack_kernel,
-        "_forward_kernel": forward or forward_kernel,
+        "forward_kernel": forward or forward_kernel,
         "_pre_kernel": pre or pre_kernel,
         "_backward_kernel": backward or backward_kernel,
         "_post_kernel": post or post_kernel,

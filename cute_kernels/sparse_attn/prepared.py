@@ -1,0 +1,92 @@
+"""The SM90 launchers for calls like an earlier one (`again`): one launch and nothing else.
+
+Each is None where an operand would be copied.  What else a call has is left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..compile.call import prepared
+from ..operands import addressable, not_empty
+from . import config, launch
+from .masks import SPANS, LoweredMask
+from .tensors import shape_of_out
+
+_Made = tuple[Tensor, Tensor]
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: LoweredMask, scale: float, softcap: float
+) -> Callable[..., _Made] | None:
+    """``run(q, k, v, ...)`` of all operands like these: `launch.forward` without sinks."""
+    if _copied(q, k, v):
+        return None
+    batch, q_len, heads, dim = q.shape
+    chosen = config.configure_forward(config.DTYPE_NAMES[q.dtype], dim, mask.form, softcap > 0)
+    run_kernel = prepared(q.device, launch.forward_kernel(chosen))
+    lists = mask.kv_count, not_empty(mask.kv_entry), not_empty(mask.kv_tile), mask.words
+    counter, ctas = launch.grid(chosen, q_len, batch * heads, q.device)
+    numbers = mask.lo, mask.hi, *config.factors(scale, softcap), ctas
+    of_out, of_lse = shape_of_out(q, v), (batch, heads, q_len)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *_: object) -> _Made:
+        out, lse = q.new_empty(of_out), q.new_empty(of_lse, dtype=torch.float32)
+        run_kernel(q, k, v, out, lse, *lists, None, None, None, counter(), *numbers)
+        return out, lse
+
+    return run
+
+
+def forward_of_spans(
+    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, scale: float, softcap: float
+) -> Callable[..., _Made] | None:
+    """``run(q, k, v, spans, ...)`` of all operands like these: `launch.forward_of_spans`, likewise.
+
+    spans: [B, 1, T, 4], contiguous.
+    """
+    (batch, q_len, heads, dim), kv_heads = q.shape, k.shape[2]
+    of_out, of_lse = shape_of_out(q, v), (batch, heads, q_len)
+    # A step of decoding has the query heads of a group in one tile.
+    grouped = q_len == 1
+    rows = launch.rows_of_groups(q, kv_heads) if grouped else q
+    if _copied(rows, k, v) or not spans.is_contiguous():
+        return None
+    chosen = config.configure_forward(config.DTYPE_NAMES[q.dtype], dim, SPANS, softcap > 0)
+    run_kernel = prepared(q.device, launch.forward_kernel(chosen))
+    counter, ctas = launch.grid(chosen, rows.shape[1], batch * rows.shape[2], q.device)
+    numbers = 0, 0, *config.factors(scale, softcap), ctas
+
+    def run(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, *_: object) -> _Made:
+        out, lse = q.new_empty(of_out), q.new_empty(of_lse, dtype=torch.float32)
+        rest = *launch.NO_LISTS, spans.squeeze(1), None, None, counter(), *numbers
+        run_kernel(q, k, v, out, lse, *rest)
+        return out, lse
+
+    if not grouped:
+        return run
+    stored = launch.rows_of_groups(torch.empty(of_out, device="meta"), kv_heads)
+    as_rows, as_stored = _view_like(rows), _view_like(stored)
+    of_sums = batch, kv_heads, heads // kv_heads
+
+    def run_grouped(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, *_: object) -> _Made:
+        out, lse = q.new_empty(of_out), q.new_empty(of_lse, dtype=torch.float32)
+        rest = *launch.NO_LISTS, spans.squeeze(1), None, None, counter(), *numbers
+        run_kernel(as_rows(q), k, v, as_stored(out), lse.view(of_sums), *rest)
+        return out, lse
+
+    return run_grouped
+
+
+def _copied(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    given = (q, "q"), (k, "k"), (v, "v")
+    return any(addressable(t, launch.NAME, name) is not t for t, name in given)
+
+
+def _view_like(t: Tensor) -> Callable[[Tensor], Tensor]:
+    """What views another tensor's memory with the sizes and strides of ``t``, in one step."""
+    return functools.partial(torch.as_strided, size=t.shape, stride=t.stride())
