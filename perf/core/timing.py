@@ -140,6 +140,31 @@ def interleave(
     return {name: Timing(tuple(values), backlog) for name, values in samples.items()}
 
 
+def awaited(
+    calls: Mapping[str, Callable[[int], object]],
+    *,
+    rounds: int = MIN_ROUNDS,
+    clock=None,
+    now: Callable[[], float] = time.perf_counter,
+) -> dict[str, Timing]:
+    """Times every call `rounds` times, in turns, from an idle device until it is idle again.
+
+    What a caller waits who needs each result before the next call: the host's part is in it.
+    """
+    clock = clock or CudaClock()
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    number = 0
+    for _ in range(rounds):
+        for name, call in calls.items():
+            clock.finish()
+            start = now()
+            call(number)
+            clock.finish()
+            samples[name].append((now() - start) * 1e6)
+            number += 1
+    return {name: Timing(tuple(values), False) for name, values in samples.items()}
+
+
 def host_cost(
     call: Callable[[], object],
     *,

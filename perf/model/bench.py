@@ -53,14 +53,18 @@ def timed(product: str, starts: dict[str, object], label: str, rounds: int) -> I
             calls.pop(name, None)
             failed[name] = watch.words(error)
     turned = {name: lambda number, call=call: call() for name, call in calls.items()}
-    times = timing.interleave(turned, rounds=rounds, chunk=2)
+    if product in shapes.AWAITED:
+        times = timing.awaited(turned, rounds=rounds)
+    else:
+        times = timing.interleave(turned, rounds=rounds, chunk=2)
     medians = {name: taken.median for name, taken in times.items()}
     common = {"product": product, "shape": label, "dtype": "bf16"}
     same = {name: _same(call) for name, call in calls.items() if hasattr(call, "in_one_pass")}
     for name, taken in times.items():
         others = {other: t / medians[name] for other, t in medians.items() if other != name}
         spread = {"median_us": taken.median, "p10_us": taken.p10, "p90_us": taken.p90}
-        # A step whose host is slower than its device is part of the truth: backlog says so.
+        # A step whose host is slower than its device is part of the truth: backlog says so, of
+        # steps that are awaited it is all of the truth.
         more = {"samples": len(taken.samples), "backlog": taken.backlog, "ratio": others}
         if name in same:
             more["bitwise"] = {"as in one pass": same[name]}
@@ -123,5 +127,6 @@ def line(body: dict) -> str:
     if "host_us" in body:
         return f"{head} {body['host_us']:10.1f} us of the host"
     ratios = " ".join(f"{name} {ratio:.2f}" for name, ratio in body["ratio"].items())
-    late = "" if body["backlog"] else "  (the device waited for the host)"
+    hidden = body["backlog"] or body["product"] in shapes.AWAITED
+    late = "" if hidden else "  (the device waited for the host)"
     return f"{head} {body['median_us']:10.0f} us  [{ratios}]{late}"

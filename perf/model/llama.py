@@ -81,7 +81,7 @@ def training(size: Size, device: str, system: str, batch: int, length: int) -> C
     return step
 
 
-def decoding(size: Size, device: str, system: str, batch: int, past: int) -> Callable:
+def generating(size: Size, device: str, system: str, batch: int, past: int) -> Callable:
     """One token more for each sequence, behind ``past`` tokens in a dynamic cache."""
     from transformers import DynamicCache
 

@@ -67,6 +67,28 @@ def test_a_backlog_that_never_holds_is_reported():
     assert len(times["a"].samples) == 20
 
 
+def test_what_is_awaited_has_the_hosts_part_and_the_devices():
+    state, log = {"now": 0.0, "device": 0.0}, []
+
+    class Clock:
+        def finish(self):
+            state["now"], state["device"] = max(state["now"], state["device"]), 0.0
+
+    def call(name, host, device):
+        def run(number):
+            log.append((name, number))
+            state["now"] += host * 1e-6
+            state["device"] = state["now"] + device * 1e-6
+
+        return run
+
+    calls = {"a": call("a", 3.0, 10.0), "b": call("b", 5.0, 0.0)}
+    times = timing.awaited(calls, rounds=4, clock=Clock(), now=lambda: state["now"])
+    assert times["a"].samples == pytest.approx([13.0] * 4)
+    assert times["b"].samples == pytest.approx([5.0] * 4)
+    assert log == [(name, 2 * i + (name == "b")) for i in range(4) for name in "ab"]
+
+
 def test_host_cost_leaves_the_wait_for_the_device_out():
     state = {"now": 0.0, "finished": 0}
 
