@@ -16,7 +16,7 @@ STEPS = [(part, f"{b}x{n}") for part, sizes in shapes.TIMED.items() for b, n in 
 PROMISES = [("audit", shapes.AUDIT), *(case for case in STEPS if case[0] == "replaying")]
 COUNTS = (timed("steps of a whole model timed", "model", set(STEPS)),)
 _MEASURE = "`python -m perf bench model`"
-_STEP = "look remembered calls (docs/cache.md) up in C, by torch's stable ABI"
+_STEP = "time the parts of a call on that host: the node, the look for a known call, the launch"
 
 
 def _bench(records: list[dict]) -> Bench:

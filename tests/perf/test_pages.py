@@ -10,7 +10,7 @@ from perf.core import record
 from perf.core.tables import Bench, latest
 from perf.gemm import targets
 from perf.gemm.page import geomean
-from perf.model import host
+from perf.model import host, shapes
 from perf.probes.questions import MIN_OUTPUTS, QUESTIONS
 
 #: The runs that the pages quote, by file of records.
@@ -75,6 +75,19 @@ def test_the_readme_tells_what_was_missed():
         "more"
     )
     assert claim in text
+
+
+def test_the_readme_tells_where_a_token_is_late():
+    bench = latest(list(map(json.loads, (record.RESULTS / "model.jsonl").open())), "model")
+    for batch, length in shapes.TIMED["generating"]:
+        case = ("generating", f"{batch}x{length}")
+        assert bench.ratio(case, "torch_compiled", "ours_compiled") < 1
+        assert bench.ratio(case, "torch", "ours") > 1
+    claim = (
+        "outside a CUDA graph a compiled model decodes slower than torch's compiled one "
+        "([limits](docs/model.md#limits)), an eager one faster than torch's"
+    )
+    assert claim in " ".join(page("README.md").split())
 
 
 def answer(probe: str) -> dict:
