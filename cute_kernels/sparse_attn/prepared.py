@@ -69,7 +69,7 @@ def forward_of_spans(
 
     if not grouped:
         return run
-    stored = launch.rows_of_groups(torch.empty(of_out, device="meta"), kv_heads)
+    stored = launch.rows_of_groups(torch.empty(of_out, dtype=q.dtype, device="meta"), kv_heads)
     as_rows, as_stored = _view_like(rows), _view_like(stored)
     of_sums = batch, kv_heads, heads // kv_heads
 
