@@ -6,7 +6,6 @@ The SM90 launchers run here in the simulator, on CPU tensors that are taken for 
 from __future__ import annotations
 
 import gc
-import inspect
 from unittest import mock
 
 import pytest
@@ -19,7 +18,7 @@ from cute_kernels import again, dispatch, errors, settings
 from cute_kernels.compile import extension
 from cute_kernels.gemm import op as gemm_op
 from cute_kernels.sparse_attn import op as attention_op
-from tests.again import CASES, counted, drawn, one_mask
+from tests.again import CASES, counted, drawn, one_mask, rewritten
 from tests.again_sm90 import idle, pretended, simulated
 from tests.compile.toy import needs_linker
 from tests.contract import same_bytes
@@ -381,12 +380,7 @@ def test_what_was_refused_is_refused_after_good_calls(on_sm90, bad, error):
 
 def without(part: str, function, monkeypatch) -> None:
     """A function of `again` loses a part of its source."""
-    source = inspect.getsource(function)
-    assert source.count(part) == 1
-    # Its globals are a copy, in which `remembers` is patched as it is in the module.
-    changed = dict(vars(again))
-    exec(source.replace(part, ""), changed)
-    monkeypatch.setattr(again, function.__name__, changed[function.__name__])
+    monkeypatch.setattr(again, function.__name__, rewritten(function, part))
 
 
 @pytest.fixture

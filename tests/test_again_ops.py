@@ -5,8 +5,6 @@ The SM90 launchers run here in the simulator, on CPU tensors that are taken for 
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ from cute_kernels import again, dispatch, errors, torch_ops
 from cute_kernels.gemm import op as gemm_op
 from cute_kernels.norm import op as norm_op
 from cute_kernels.sparse_attn import api, sequence_op
-from tests.again import drawn
+from tests.again import drawn, rewritten
 from tests.again_sm90 import idle, pretended, simulated
 from tests.contract import same_bytes
 from tests.ptxsim.available import requires_sim
@@ -35,6 +33,12 @@ def launched(on_sm90, monkeypatch):
     names, true = [], dispatch.launcher
     monkeypatch.setattr(dispatch, "launcher", lambda name, *at: names.append(name) or true(name))
     return names
+
+
+def remembering(op, run, prepare):
+    """What the dispatcher would call for an op that is prepared for in another way."""
+    types = [str(argument.type) for argument in op.default._schema.arguments]
+    return torch_ops._remembering(run, prepare, types)
 
 
 def composed(x, weight):
@@ -101,11 +105,8 @@ def test_sinks_go_the_whole_way(launched, monkeypatch, forgotten):
     """Known calls of attention have none; the mutant remembers one with them."""
     attend = torch.ops.cute_kernels.sequence_attention
     if forgotten:
-        source = inspect.getsource(sequence_op._prepare_op)
-        changed = dict(vars(sequence_op))
-        exec(source.replace("sinks is not None", "False"), changed)
-        types = [str(argument.type) for argument in attend.default._schema.arguments]
-        attend = torch_ops._remembering(sequence_op.attend, changed["_prepare_op"], types)
+        prepare = rewritten(sequence_op._prepare_op, "sinks is not None", "False")
+        attend = remembering(attend, sequence_op.attend, prepare)
     q, k = drawn(1, 1, 2, 64), drawn(1, 150, 1, 64, seed=1)
     sinks = torch.tensor([3.0, -1.0])
     spans = torch.tensor([[[[0, 0, 0, 150]]]], dtype=torch.int32)
@@ -130,11 +131,8 @@ def test_an_ops_call_with_a_main_grad_goes_the_whole_way(launched, monkeypatch, 
     target, x = memory[: 64 * 48].view(64, 48), memory[-8 * 24 :].view(torch.bfloat16).view(8, 48)
     linear = torch.ops.cute_kernels.linear
     if forgotten:
-        source = inspect.getsource(gemm_op._prepare_op)
-        changed = dict(vars(gemm_op))
-        exec(source.replace("main_grad is not None", "False"), changed)
-        types = [str(argument.type) for argument in linear.default._schema.arguments]
-        linear = torch_ops._remembering(gemm_op._run_linear, changed["_prepare_op"], types)
+        prepare = rewritten(gemm_op._prepare_op, "main_grad is not None", "False")
+        linear = remembering(linear, gemm_op._run_linear, prepare)
     with idle():
         for _ in range(2):
             linear(x, W, None, target, "chain")

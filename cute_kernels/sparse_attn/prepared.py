@@ -61,25 +61,21 @@ def forward_of_spans(
     counter, ctas = launch.grid(chosen, rows.shape[1], batch * rows.shape[2], q.device)
     numbers = 0, 0, *config.factors(scale, softcap), ctas
 
+    if grouped:
+        stored = launch.rows_of_groups(torch.empty(of_out, dtype=q.dtype, device="meta"), kv_heads)
+        as_rows, as_stored = _view_like(rows), _view_like(stored)
+        of_sums = batch, kv_heads, heads // kv_heads
+
     def run(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, *_: object) -> _Made:
         out, lse = q.new_empty(of_out), q.new_empty(of_lse, dtype=torch.float32)
-        rest = *launch.NO_LISTS, spans.squeeze(1), None, None, counter(), *numbers
-        run_kernel(q, k, v, out, lse, *rest)
+        made = out, lse
+        if grouped:
+            q, made = as_rows(q), (as_stored(out), lse.view(of_sums))
+        of_rows = spans.squeeze(1), None, None, counter()
+        run_kernel(q, k, v, *made, *launch.NO_LISTS, *of_rows, *numbers)
         return out, lse
 
-    if not grouped:
-        return run
-    stored = launch.rows_of_groups(torch.empty(of_out, dtype=q.dtype, device="meta"), kv_heads)
-    as_rows, as_stored = _view_like(rows), _view_like(stored)
-    of_sums = batch, kv_heads, heads // kv_heads
-
-    def run_grouped(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, *_: object) -> _Made:
-        out, lse = q.new_empty(of_out), q.new_empty(of_lse, dtype=torch.float32)
-        rest = *launch.NO_LISTS, spans.squeeze(1), None, None, counter(), *numbers
-        run_kernel(as_rows(q), k, v, as_stored(out), lse.view(of_sums), *rest)
-        return out, lse
-
-    return run_grouped
+    return run
 
 
 def _copied(q: Tensor, k: Tensor, v: Tensor) -> bool:

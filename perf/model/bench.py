@@ -63,8 +63,8 @@ def timed(product: str, starts: dict[str, object], label: str, rounds: int) -> I
     for name, taken in times.items():
         others = {other: t / medians[name] for other, t in medians.items() if other != name}
         spread = {"median_us": taken.median, "p10_us": taken.p10, "p90_us": taken.p90}
-        # A step whose host is slower than its device is part of the truth: backlog says so, of
-        # steps that are awaited it is all of the truth.
+        # A step whose host is slower than its device is part of the truth: backlog says so.  A
+        # step that is awaited has none.
         more = {"samples": len(taken.samples), "backlog": taken.backlog, "ratio": others}
         if name in same:
             more["bitwise"] = {"as in one pass": same[name]}
@@ -127,6 +127,6 @@ def line(body: dict) -> str:
     if "host_us" in body:
         return f"{head} {body['host_us']:10.1f} us of the host"
     ratios = " ".join(f"{name} {ratio:.2f}" for name, ratio in body["ratio"].items())
-    hidden = body["backlog"] or body["product"] in shapes.AWAITED
-    late = "" if hidden else "  (the device waited for the host)"
+    awaited = body["product"] in shapes.AWAITED
+    late = "" if body["backlog"] or awaited else "  (the device waited for the host)"
     return f"{head} {body['median_us']:10.0f} us  [{ratios}]{late}"

@@ -19,8 +19,8 @@ _MEASURE = "`python -m perf bench model`"
 _STEP = "time the parts of a call on that host: the node, the look for a known call, the launch"
 
 
-def _bench(records: list[dict]) -> Bench:
-    """Of the model at its usual size."""
+def bench_of(records: list[dict]) -> Bench:
+    """The latest of the model at its usual size."""
     return latest([r for r in records if r.get("model") == Size().label], "model")
 
 
@@ -45,7 +45,7 @@ HOST_TARGETS = {"host linear": 12.0, "host linear, grad": 22.0, "host attention"
 
 def bits_kept(records: list[dict]) -> list[list[str]]:
     """Of the patched model: the audit, and each decoding step of a CUDA graph."""
-    return [["[bits of a whole model](#a-whole-model)", kept(_bench(records), PROMISES)]]
+    return [["[bits of a whole model](#a-whole-model)", kept(bench_of(records), PROMISES)]]
 
 
 def _target_rows(bench: Bench) -> list[list[str]]:
@@ -72,7 +72,7 @@ def _target_rows(bench: Bench) -> list[list[str]]:
 
 def target_verdicts(records: list[dict]) -> tuple[str, list[str]]:
     """Of each target."""
-    rows = _target_rows(_bench(records))
+    rows = _target_rows(bench_of(records))
     return "[targets of a whole model](#a-whole-model)", [row[2] for row in rows]
 
 
@@ -116,7 +116,7 @@ def images(records: list[dict]) -> list[str]:
 
 def render(records: list[dict]) -> list[str]:
     """The lines of a whole model."""
-    bench = _bench(records)
+    bench = bench_of(records)
     head = ["step, batch x tokens", "system", "ms", ", ".join(SYSTEMS[:2]), "bits", "ran on"]
     rows = _rows(bench)
     return [

@@ -11,6 +11,7 @@ from perf.core.tables import Bench, latest
 from perf.gemm import targets
 from perf.gemm.page import geomean
 from perf.model import host, shapes
+from perf.model.page import bench_of
 from perf.probes.questions import MIN_OUTPUTS, QUESTIONS
 
 #: The runs that the pages quote, by file of records.
@@ -56,8 +57,7 @@ def test_the_readme_has_the_measured_ratios(bench, product, start):
 
 def test_the_readme_tells_what_was_missed():
     """Its sentence on the host's part of a call goes when the last two hosts say otherwise."""
-    lines = map(json.loads, (record.RESULTS / "model.jsonl").open())
-    measured = [r for r in lines if "host_us" in r]
+    measured = [r for r in record.read(record.RESULTS / "model.jsonl") if "host_us" in r]
     hosts = list(dict.fromkeys(r["commit"] for r in measured))[-2:]
     missed = set()
     for commit in hosts:
@@ -78,7 +78,7 @@ def test_the_readme_tells_what_was_missed():
 
 
 def test_the_readme_tells_where_a_token_is_late():
-    bench = latest(list(map(json.loads, (record.RESULTS / "model.jsonl").open())), "model")
+    bench = bench_of(record.read(record.RESULTS / "model.jsonl"))
     for batch, length in shapes.TIMED["generating"]:
         case = ("generating", f"{batch}x{length}")
         assert bench.ratio(case, "torch_compiled", "ours_compiled") < 1
