@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .room import with_room
+
 L2_FACTOR = 4
 MIN_ROUNDS = 50
 _CYCLES_PER_US = 2000  # of torch.cuda._sleep, at the highest clock
@@ -149,7 +151,8 @@ def awaited(
 ) -> dict[str, Timing]:
     """Times every call `rounds` times, in turns, from an idle device until it is idle again.
 
-    What a caller waits who needs each result before the next call: the host's part is in it.
+    What a caller waits who needs each result before the next call: the host's part is in it, at no
+    unlucky depth of Python's stack.
     """
     clock = clock or CudaClock()
     samples: dict[str, list[float]] = {name: [] for name in calls}
@@ -158,7 +161,7 @@ def awaited(
         for name, call in calls.items():
             clock.finish()
             start = now()
-            call(number)
+            with_room(call, number)
             clock.finish()
             samples[name].append((now() - start) * 1e6)
             number += 1
@@ -177,14 +180,18 @@ def host_cost(
 
     A batch is far shorter than the launch queue, so the device never holds the host back.
     """
+
+    def batch() -> float:
+        start = now()
+        for _ in range(calls):
+            call()
+        return (now() - start) / calls * 1e6
+
     call()
     finish()
     costs = []
     for _ in range(batches):
-        start = now()
-        for _ in range(calls):
-            call()
-        costs.append((now() - start) / calls * 1e6)
+        costs.append(with_room(batch))
         finish()
     return quantile(costs, 0.5)
 
