@@ -23,7 +23,7 @@ demo: $(STAMP)
 
 # One thread a worker: two OpenMP pools on two cores wait for each other, and burn both.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -q -n $(WORKERS) -m "not gpu and not nightly" --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -q -n $(WORKERS) -m "not gpu and not nightly" --dist loadfile --no-loadscope-reorder
 
 # Cross products, and all that is left out of `test` because it was proved on these files.
 nightly: $(STAMP)
