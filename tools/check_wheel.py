@@ -1,11 +1,12 @@
-"""Build the distributions, install the wheel alone, and run the README's first example with it.
+"""Build the distributions, install the wheel alone, and run the README's examples with it.
 
     python tools/check_wheel.py [--folder FOLDER]
 
 The wheel is built from the unpacked source distribution.  It goes without extras into a new virtual
-environment under the folder, by that environment's pip with this machine's settings; the example
-runs outside the repository.  Exit status: 0 it printed what the README shows; 1 it did not; 2 a
-step before that failed.
+environment under the folder, by that environment's pip with this machine's settings; the examples
+behind the first one, which is of transformers, run there outside the repository.  Then the extra
+``demo`` brings transformers, and all of them run.  Exit status: 0 they printed what the README
+shows; 1 they did not; 2 a step before that failed.
 """
 
 from __future__ import annotations
@@ -29,6 +30,17 @@ def step(*words: str | Path) -> None:
         sys.exit(2)
 
 
+def agree(python: Path, examples: list[tuple[str, str]], what: str) -> bool:
+    """Whether the examples, run as one program, print what is shown behind them."""
+    code, shown = map("".join, zip(*examples, strict=True))
+    with tempfile.TemporaryDirectory() as elsewhere:
+        run = subprocess.run(
+            [python, "-I", "-c", code], cwd=elsewhere, stdout=subprocess.PIPE, text=True
+        )
+    print(f"{what}: {len(examples)} examples printed {run.stdout!r}, the README shows {shown!r}")
+    return run.returncode == 0 and run.stdout == shown
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "wheel")
@@ -40,15 +52,12 @@ def main(argv: list[str]) -> int:
     (wheel,) = folder.glob("*.whl")
     step(sys.executable, "-m", "venv", folder / "venv")
     python = folder / "venv" / "bin" / "python"
-    step(python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel)
-    code, shown = EXAMPLE.search((ROOT / "README.md").read_text()).groups()
-    with tempfile.TemporaryDirectory() as elsewhere:
-        run = subprocess.run(
-            [python, "-I", "-c", code], cwd=elsewhere, stdout=subprocess.PIPE, text=True
-        )
-    agree = run.returncode == 0 and run.stdout == shown
-    print(f"{wheel.name}: the README's first example printed {run.stdout!r}, it shows {shown!r}")
-    return 0 if agree else 1
+    install = (python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt")
+    examples = EXAMPLE.findall((ROOT / "README.md").read_text())
+    step(*install, wheel)
+    alone = agree(python, examples[1:], wheel.name)
+    step(*install, f"{wheel}[demo]")
+    return 0 if agree(python, examples, f"{wheel.name}[demo]") and alone else 1
 
 
 if __name__ == "__main__":
