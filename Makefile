@@ -4,6 +4,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 WORKERS ?= 2
+# One thread a worker: two OpenMP pools on two cores wait for each other, and burn both.  Files come
+# in their order: by their number of tests, long ones of few tests came last, to one core.
+TESTS   = OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup demo test nightly check pins compile certify certificates bench profile docs \
         gpu-test wheel matrix format clean
@@ -21,13 +24,12 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 demo: $(STAMP)
 	$(BIN)/python -m cute_kernels demo
 
-# One thread a worker: two OpenMP pools on two cores wait for each other, and burn both.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -q -n $(WORKERS) -m "not gpu and not nightly" --dist loadfile --no-loadscope-reorder
+	$(TESTS) -m "not gpu and not nightly"
 
 # Cross products, and all that is left out of `test` because it was proved on these files.
 nightly: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -q -n $(WORKERS) -m "nightly and not gpu" --dist loadfile
+	$(TESTS) -m "nightly and not gpu"
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
