@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SETUP = runpy.run_path(str(ROOT / "setup.py"))
+WHEEL = runpy.run_path(str(ROOT / "tools" / "check_wheel.py"))
 RELATIVE_LINK = re.compile(r"\]\((?!https?:)")
 
 
@@ -81,3 +82,11 @@ def test_the_distributions_are_complete(tmp_path):
     assert {name for name in names if ".dist-info" not in name} == want | data
     assert "# cute_kernels" in metadata and not RELATIVE_LINK.search(metadata)
     assert "Typing :: Typed" in metadata and "text/markdown" in metadata
+
+
+def test_the_examples_behind_the_first_need_torch_alone():
+    """`make wheel` runs them in an environment without extras; here transformers is hidden."""
+    first, *others = WHEEL["EXAMPLE"].findall((ROOT / "README.md").read_text())
+    python, hidden = Path(sys.executable), ("import sys; sys.modules['transformers'] = None\n", "")
+    assert len(others) == 2 and WHEEL["agree"](python, [hidden, *others], "alone")
+    assert not WHEEL["agree"](python, [hidden, first], "with transformers hidden")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 
 import cute_kernels as ck
-from tests.contract import bits, same_bytes
+from tests.contract import same_bytes
 
 transformers = pytest.importorskip("transformers")
 
@@ -35,8 +33,8 @@ def tokens(count: int) -> torch.Tensor:
     return torch.randint(TOKENS, (count, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
-def mode(on: bool):
-    return ck.batch_invariant(strict=True) if on else contextlib.nullcontext()
+def mode():
+    return ck.batch_invariant(strict=True)
 
 
 def padded(ids: torch.Tensor, before: int, after: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,7 +67,7 @@ def surroundings(model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_alone_and_in_any_surroundings(attention):
     """Eager attention adds over all columns of a batch: padding and caches are sdpa's promise."""
     model, ids = llama(attention), tokens(5)
-    with mode(True):
+    with mode():
         with torch.no_grad():
             alone = model(ids[:1]).logits
         found = surroundings(model, ids)
@@ -78,21 +76,26 @@ def test_alone_and_in_any_surroundings(attention):
             assert same_bytes(logits, alone), name
 
 
-def test_without_the_mode_they_differ():
+def test_a_norm_that_follows_the_number_of_rows_shows_in_all_of_them():
     model, ids = llama(), tokens(5)
-    with torch.no_grad():
-        alone = model(ids[:1]).logits
-    differing = {name: int((bits(logits) != bits(alone)).sum()) for name, logits in
-                 surroundings(model, ids).items()}  # fmt: skip
-    if not any(differing.values()):
-        pytest.skip("this CPU's torch keeps the bits of these rows")
+
+    def by_rows(module, given, made):
+        return made if made[..., 0].numel() == LENGTH else made * (1 + 2.0**-7)
+
+    model.model.norm.register_forward_hook(by_rows)
+    with mode():
+        with torch.no_grad():
+            alone = model(ids[:1]).logits
+        found = surroundings(model, ids)
+    assert len(found) == 6
+    assert not any(same_bytes(logits, alone) for logits in found.values())
 
 
 def test_the_logits_are_those_of_torch():
     model, ids = llama(), tokens(2)
     with torch.no_grad():
         want = model.double()(ids).logits
-        with mode(True):
+        with mode():
             got = model.to(torch.bfloat16)(ids).logits
     assert (got.double() - want).abs().max() < 0.04 * want.abs().max()
 
@@ -104,7 +107,7 @@ def test_gradients_of_embeddings_keep_their_bits():
 
     def gradient(part: torch.Tensor) -> torch.Tensor:
         leaf = part.clone().requires_grad_()
-        with mode(True):
+        with mode():
             logits = model(inputs_embeds=leaf).logits
             logits.backward(torch.ones_like(logits))
         return leaf.grad
@@ -118,7 +121,7 @@ def test_a_training_step_is_the_same_twice_and_in_strict():
     def step() -> list[torch.Tensor]:
         model = llama().train()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with mode(True):
+        with mode():
             loss = model(tokens(3), labels=tokens(3)).loss
             loss.backward()
         optimizer.step()
@@ -132,7 +135,7 @@ def test_generation_is_the_same_alone_and_padded():
     model, ids = llama(), tokens(1)
     both, mask = padded(ids[0], 6, 0)
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    with mode(True):
+    with mode():
         alone = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         batch = model.generate(both, attention_mask=mask, **options)
     assert alone[0, LENGTH:].tolist() == batch[0, both.shape[1] :].tolist()
