@@ -31,6 +31,7 @@ _ALONE = 128
 PAD = 4
 #: Bytes of an SM's rows under way, bytes of its shared memory for them, stages of a ring.
 _UNDER_WAY, _SHARED, _MOST_STAGES = 96 << 10, 220 << 10, 8
+_BACKWARD_STAGES = 3
 
 _KEPT = frozenset({RUN_TO_RUN, BATCH_INVARIANT, SPLIT_INVARIANT})
 #: Backend -> what it keeps.
@@ -84,6 +85,12 @@ def row_plan(width: int) -> RowPlan:
     return RowPlan(size // units, units)
 
 
+def backward_plan(width: int) -> RowPlan:
+    """Of an SM90 backward kernel, whose rows of 2048 and 4096 have one unit a thread."""
+    size = room(width) // UNIT
+    return RowPlan(size, 1) if size in (256, 512) else row_plan(width)
+
+
 def plan(backend: str, device: arch.Device) -> dict[str, object]:
     """What a contract id covers."""
     widths = [1 << i for i in range(6, 17)]
@@ -92,7 +99,8 @@ def plan(backend: str, device: arch.Device) -> dict[str, object]:
         return common | {"cpu": asdict(CPU), "threads": device.threads}
     if backend == arch.TRITON:
         return common | asdict(TRITON)
-    return common | {"units": UNIT, "threads": {w: asdict(row_plan(w)) for w in widths}}
+    threads = {w: [asdict(row_plan(w)), asdict(backward_plan(w))] for w in widths}
+    return common | {"units": UNIT, "threads": threads}
 
 
 @dataclass(frozen=True)
@@ -135,10 +143,10 @@ class Residency:
     stages: int
 
 
-def _residency(threads: int, ctas: int, stage: int, other: int = 0) -> Residency:
-    """Of CTAs with stages of so many bytes, and others: enough under way, if there is room."""
+def _residency(threads: int, ctas: int, stage: int) -> Residency:
+    """Of CTAs with stages of so many bytes: enough under way, if there is room."""
     wanted = -(-_UNDER_WAY // (ctas * stage)) + 1
-    stages = min(wanted, _MOST_STAGES, (_SHARED // ctas - other) // stage)
+    stages = min(wanted, _MOST_STAGES, _SHARED // ctas // stage)
     return Residency(threads, ctas, stages if stages > 1 else 0)
 
 
@@ -169,13 +177,18 @@ def forward_residency(config: ForwardConfig) -> Residency:
 
 
 def backward_residency(config: BackwardConfig) -> Residency:
-    """Likewise; one CTA, whose sums take registers."""
+    """Likewise; one CTA, whose sums take registers.
+
+    Two rows are under way.  With more, half of the SMs are served before the other half, which
+    then works on alone at the end (docs/notes/norm_sm90.md, round 9).
+    """
     threads = max(BACKWARD_THREADS, config.threads)
     groups, size = threads // config.threads, config.units * UNIT
     itemsize = 4 if config.dtype == "fp32" else 2
     stage = threads * (size * itemsize * (2 + config.upstream) + 4 * (1 + (config.kind == "layer")))
     sums = groups * size * (config.threads + PAD) * 4 if groups > 1 else 0
-    return _residency(threads, 1, stage, sums)
+    room = (_SHARED - sums) // stage
+    return Residency(threads, 1, min(room, _BACKWARD_STAGES) if room > 1 else 0)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ Order        over a row as in the forward kernel.  Over the rows of a part: its 
              the groups of a CTA in runs of neighbours; a group adds its own ascending, one fma
              each; groups ascending.
 Work         a CTA for a part, of which more than CTAs are walked through; the next rows are under
-             way while one is summed (device/ahead.py), those of the next part among them.
+             way while one is summed (device/ahead.py), those of the next part among them.  The
+             kernel that adds the parts is launched while this one runs.
 Measured     docs/status.md.
 """
 
@@ -77,6 +78,8 @@ class NormBackwardSm90:
         block, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         m, count = mDx.shape[0], parts[0].shape[0]
+        # Who adds the parts may come now, and waits for the end.
+        cute.arch.griddepcontrol_launch_dependents()
         group, lane = tidx // self.group.threads, tidx % self.group.threads
         allocator = SmemAllocator()
         layout = cute.make_ordered_layout((2, 2, self.groups, self.group.warps), order=(3, 2, 1, 0))
@@ -86,7 +89,6 @@ class NormBackwardSm90:
             shape = (self.groups, self.group.size, self.group.threads + PAD)
             layout = cute.make_ordered_layout(shape, order=(2, 1, 0))
             sSums = allocator.allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
-        weight = self.group.load_vector(mWeight, lane)
         read = [t for t in read if t is not None]
         stats = [t for t in stats if t is not None]
         stages, ring = self.ahead.stages, None
@@ -100,6 +102,7 @@ class NormBackwardSm90:
                 early = self.place(asked, number, count, m, group, lane)
                 self.ahead.fetch(ring, d, read, stats, early)
                 asked, number = self.after(asked, number, ctas)
+        weight = self.group.load_vector(mWeight, lane)
         for part in cutlass.range(block, count, ctas, unroll=1):
             sums = [self.zeros(), self.zeros()] if self.layer else [self.zeros()]
             for r in cutlass.range(self.run, unroll=1):
@@ -119,8 +122,9 @@ class NormBackwardSm90:
                 dy, x_hat = rows.widened(raws[0]), rows.widened(raws[1])
                 self.add(dy, x_hat, sums, numbers_of, (lane, numbers[1]))
                 at = (sPartials[slot, None, None, None], group, lane)
-                self.finish(dy, x_hat, raws[2:], weight, numbers_of[-1], at, numbers)
+                means = self.means(dy, x_hat, weight, at, numbers)
                 slot = slot ^ 1
+                self.finish(dy, x_hat, raws[2:], means, numbers_of[-1])
                 self.group.store(rows.narrowed(dy, self.dtype), mDx, row, lane, there)
             for total, tensor in zip(sums, parts):
                 self.give(total, tensor, sSums, part, group, lane)
@@ -168,8 +172,8 @@ class NormBackwardSm90:
                 sums[1][i] = sums[1][i] + dy[i]
 
     @cute.jit
-    def finish(self, dy, x_hat, dh: list, weight, rstd, at: tuple, numbers: tuple):
-        """dy becomes g, and then dx; in fp32."""
+    def means(self, dy, x_hat, weight, at: tuple, numbers: tuple) -> list:
+        """dy becomes g.  mean(g x̂), and of a layer norm mean(g)."""
         sSlots, group, lane = at
         size = cutlass.Float32(numbers[1])
         of_g = cutlass.Float32(0.0)
@@ -179,17 +183,21 @@ class NormBackwardSm90:
             of_products = cute.math.fma(dy[i], x_hat[i], of_products)
             if cutlass.const_expr(self.layer):
                 of_g = of_g + dy[i]
-        of_products = self.group.sum(of_products, sSlots, 0, group, lane) / size
-        if cutlass.const_expr(self.layer):
-            of_g = self.group.sum(of_g, sSlots, 1, group, lane) / size
+        wanted = [of_products, of_g] if self.layer else [of_products]
+        slots = [sSlots[i, None, None] for i in range(len(wanted))]
+        return [total / size for total in self.group.sums(wanted, slots, group, lane)]
+
+    @cute.jit
+    def finish(self, g, x_hat, dh: list, means: list, rstd):
+        """g becomes dx; in fp32."""
         for i in cutlass.range_constexpr(self.group.size):
-            inner = cute.math.fma(-x_hat[i], of_products, dy[i])
+            inner = cute.math.fma(-x_hat[i], means[0], g[i])
             if cutlass.const_expr(self.layer):
-                inner = inner - of_g
+                inner = inner - means[1]
             if cutlass.const_expr(len(dh) > 0):
-                dy[i] = cute.math.fma(inner, rstd, dh[0][i].to(cutlass.Float32))
+                g[i] = cute.math.fma(inner, rstd, dh[0][i].to(cutlass.Float32))
             else:
-                dy[i] = inner * rstd
+                g[i] = inner * rstd
 
     @cute.jit
     def give(self, total: cute.Tensor, mParts: cute.Tensor, sSums, part, group, lane):

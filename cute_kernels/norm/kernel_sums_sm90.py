@@ -6,7 +6,8 @@ Layout       parts fp32 [P, 8 ⌈D / 8⌉]; into fp32 [D], made [D] in its dtype
 Order        one chain, ascending, from ``into`` or from zero.
 Work         a CTA for 8 columns, so that narrow rows have some for many SMs: its threads copy 128
              parts a stage into a ring of shared memory, and lanes of one warp add them, one for
-             each column.
+             each column.  A dependent launch: CTAs come to SMs before the parts are complete, and
+             wait there.
 Measured     docs/status.md.
 """
 
@@ -45,6 +46,7 @@ class NormSumsSm90:
             grid=(cute.ceil_div(mInto.shape[0], UNIT), 1, 1),
             block=(WARP * WARPS, 1, 1),
             min_blocks_per_mp=1,
+            use_pdl=True,
             stream=stream,
         )
 
@@ -58,6 +60,8 @@ class NormSumsSm90:
         column = block * UNIT + lane
         layout = cute.make_ordered_layout((STAGES, OF_STAGE, UNIT), order=(2, 1, 0))
         sParts = SmemAllocator().allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
+        # What lies before it in the stream, the kernel that makes the parts say, ends here.
+        cute.arch.griddepcontrol_wait()
         total = cutlass.Float32(0.0)
         if cutlass.const_expr(self.add):
             total = mInto[cutlass.min(column, width - 1)]

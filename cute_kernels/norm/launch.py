@@ -20,6 +20,7 @@ from .config import (
     BackwardConfig,
     ForwardConfig,
     SumConfig,
+    backward_plan,
     forward_residency,
     part_rows,
     row_plan,
@@ -171,7 +172,7 @@ def backward_config(
     kind: str, dtype: torch.dtype, weight: torch.dtype, upstream: bool, width: int
 ) -> BackwardConfig:
     """The configuration of kernel_bwd_sm90 for rows of ``width``."""
-    names, plan = config.DTYPE_NAMES, row_plan(width)
+    names, plan = config.DTYPE_NAMES, backward_plan(width)
     return BackwardConfig(kind, names[dtype], names[weight], upstream, plan.threads, plan.units)
 
 
@@ -211,4 +212,4 @@ def catalogue() -> Iterator[Entry]:
         yield Entry(entry(chosen), "A", Expect(None, **limits))
     limits = {"max_registers": 64, "max_shared": 40960}
     for into in ("add", *config.DTYPE_NAMES.values()):
-        yield Entry(entry(SumConfig(into)), "A", Expect(None, **limits))
+        yield Entry(entry(SumConfig(into)), "A", Expect(None, pdl=True, **limits))

@@ -9,6 +9,7 @@ import typer
 from ..core import commands as verbs
 from ..core import record
 from ..core.commands import Commit, Output, chosen, counted, need_gpu
+from ..core.passes import DIRECTIONS
 from . import cases
 
 _SIZES = {f"{m}x{d}": (m, d) for m, d in cases.SIZES}
@@ -58,19 +59,22 @@ def bench_norm(
 def tune_norm(
     op: _Op = "rms_norm",
     size: _Size = "8192x4096,32768x2048,4096x7168,16384x8192",
+    direction: Annotated[str, typer.Option(help="fwd or bwd")] = "fwd",
     variant: Annotated[list[str] | None, typer.Option(help="threads=256,ctas=4,stages=0")] = None,
     rounds: Annotated[int, typer.Option(min=50)] = 50,
     output: Output = None,
     commit: Commit = None,
 ) -> None:
-    """Who holds the rows of a norm's forward: the same bits, then their times in turns."""
+    """Who holds the rows of a norm: the same bits, then their times in turns."""
     need_gpu("tune-norm")
     from . import tune
 
+    (wanted,) = chosen("--direction", direction, DIRECTIONS)
     path = output or record.RESULTS / "tune.jsonl"
+    tried = list(variant or (tune.VARIANTS if wanted == "fwd" else tune.BACKWARD_VARIANTS))
     for case in _cases(op, size):
-        if case.direction == "fwd":
-            for text in tune.write(case, list(variant or tune.VARIANTS), path, rounds, commit):
+        if case.direction == wanted:
+            for text in tune.write(case, tried, path, rounds, commit):
                 typer.echo(text)
 
 

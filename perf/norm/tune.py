@@ -1,14 +1,15 @@
-"""`python -m perf tune-norm`: who holds the rows of a forward on an SM, their bits, their times.
+"""`python -m perf tune-norm`: who holds the rows of a norm on an SM, their bits, their times.
 
-A variant replaces what `config.forward_residency` says, of which no bit follows: threads of a CTA,
-CTAs of an SM, stages of each one's ring (0: none, and a CTA for every row or few).  Each must give
-the bytes of the shipped one before it is timed; all are timed in turns with a copy of as many
-bytes.
+A variant replaces what `config.forward_residency` or `config.backward_residency` says, of which no
+bit follows: threads of a CTA, CTAs of an SM, stages of each one's ring (0: none, and a CTA for
+every row or few); of a backward, stages alone.  Each must give the bytes of the shipped one before
+it is timed; all are timed in turns with a copy of as many bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 from unittest import mock
 
@@ -28,6 +29,7 @@ VARIANTS = (
     *(f"threads=256,ctas={n},stages={stages}" for n, stages in ((3, 2), (4, 2), (5, 2), (3, 3))),
     *(f"threads=512,ctas={n},stages={stages}" for n, stages in ((1, 3), (2, 2), (2, 3))),
 )
+BACKWARD_VARIANTS = ("", *(f"stages={n}" for n in (2, 3, 4, 6)))
 _EPS = 1e-6
 
 
@@ -51,8 +53,13 @@ def parse(text: str) -> Variant:
     return Variant(**found)
 
 
-def forward(text: str, case: Case, sms: int, build: Callable | None = None) -> Callable:
-    """y, or h and y, of a case's inputs, by one variant; ``build``: a kernel of a configuration."""
+def started(text: str, case: Case, sms: int, build: Callable | None = None) -> Callable:
+    """The results of a case's inputs, by one variant; ``build``: a kernel of a configuration."""
+    return (forward if case.direction == "fwd" else backward)(text, case, sms, build)
+
+
+def forward(text: str, case: Case, sms: int, build: Callable | None) -> Callable:
+    """y, or h and y."""
     from cute_kernels.norm import config, kernel_fwd_sm90, launch
     from cute_kernels.norm.tensors import LAYER, RMS
 
@@ -70,14 +77,45 @@ def forward(text: str, case: Case, sms: int, build: Callable | None = None) -> C
     ctas = -(-case.rows // (held.threads // chosen.threads))
     ctas = min(ctas, sms * held.ctas) if held.stages else ctas
 
-    def run(t: dict) -> torch.Tensor:
+    def run(t: dict) -> tuple[torch.Tensor, ...]:
         x = t["x"]
         y = x.new_empty(1 + residual, *x.shape)
         numbers = x.new_empty(1 + layer, case.rows, dtype=torch.float32)
         given = x, t.get("residual"), t["weight"], t.get("bias")
         made = y[1] if residual else None, y[0], numbers[1] if layer else None, numbers[0]
         kernel(*given, *made, _EPS, 0.0, case.width, ctas)
-        return y
+        return (y,)
+
+    return run
+
+
+def backward(text: str, case: Case, sms: int, build: Callable | None) -> Callable:
+    """dx, and dweight added up of its parts; of a layer norm dbias too."""
+    from cute_kernels.norm import config, kernel_bwd_sm90, kernel_sums_sm90, launch
+    from cute_kernels.norm.tensors import LAYER, RMS
+
+    tried, dtype = parse(text), torch.bfloat16
+    layer = case.op == "layer_norm"
+    upstream = case.op == "add_rms_norm"
+    chosen = launch.backward_config(LAYER if layer else RMS, dtype, dtype, upstream, case.width)
+    shipped = config.backward_residency(chosen)
+    held = shipped if tried.stages < 0 else replace(shipped, stages=tried.stages)
+    with mock.patch.object(kernel_bwd_sm90, "backward_residency", lambda of: held):
+        kernel = (build or kernel_bwd_sm90.build)(chosen)
+    added = (build or kernel_sums_sm90.build)(config.SumConfig(config.DTYPE_NAMES[dtype]))
+    count = -(-case.rows // config.part_rows(case.width))
+
+    def run(t: dict) -> tuple[torch.Tensor, ...]:
+        x = t["x"]
+        dx = torch.empty_like(x)
+        sums = x.new_empty(1 + layer, count, case.width, dtype=torch.float32)
+        made = x.new_empty(1 + layer, case.width)
+        given = t["d0"], t.get("d1"), x, t["mean"] if layer else None, t["rstd"], t["weight"]
+        of_bias = sums[1] if layer else None
+        kernel(*given, dx, sums[0], of_bias, 0.0, case.width, min(count, sms))
+        for parts, total in zip(sums, made, strict=True):
+            added(parts, total)
+        return dx, made
 
     return run
 
@@ -96,14 +134,16 @@ def norm(
 
     def drawn(seed: int) -> dict:
         made = {name: t.detach() for name, t in case.inputs(seed, device).items()}
+        if case.direction == "bwd":
+            made |= _statistics(made["x"], case.op == "layer_norm")
         # As many bytes as the norm moves: half of them are read.
-        half = ROWS[case.op, "fwd"] // 2 * case.rows
-        return made | {"copied": made["x"].new_empty(half, case.width).normal_()}
+        size = ROWS[case.op, case.direction] * case.rows * case.width // 2
+        return made | {"copied": made["x"].new_empty(size).normal_()}
 
     t = drawn(0)
-    calls = {text: forward(text, case, sms, build) for text in variants}
-    want = forward("", case, sms, build)(t)
-    found = {text: same_bytes(call(t), want) for text, call in calls.items()}
+    calls = {text: started(text, case, sms, build) for text in variants}
+    want = started("", case, sms, build)(t)
+    found = {text: all(map(same_bytes, call(t), want)) for text, call in calls.items()}
     timed = {f"ours[{text}]": call for text, call in calls.items() if found[text]}
     timed["copy"] = lambda t: torch.empty_like(t["copied"]).copy_(t["copied"])
     l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 1 << 10
@@ -120,6 +160,14 @@ def norm(
         share = {"copy_share": times["copy"].median / taken.median, "backlog": taken.backlog}
         same = {} if name == "copy" else {"bits_of_shipped": True}
         yield head | {"system": name, "status": "ok"} | spread | share | same
+
+
+def _statistics(x: torch.Tensor, layer: bool) -> dict[str, torch.Tensor]:
+    """fp32 numbers of a backward's rows."""
+    values = x.float()
+    mean = values.mean(-1) if layer else torch.zeros_like(values[:, 0])
+    variance = (values - mean[:, None]).square().mean(-1)
+    return {"mean": mean, "rstd": (variance + _EPS).rsqrt()}
 
 
 def line(body: dict) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cute_kernels.certify import sass
+from cute_kernels.certify.certificate import check_a
 from cute_kernels.norm import launch
-from cute_kernels.norm.config import part_rows
+from cute_kernels.norm.config import SumConfig, part_rows
 from tests import contract, ptxsim
-from tests.kernels.edited import kernels
+from tests.kernels.edited import changed, kernels
 from tests.norm import cases
 from tests.norm import simulated as system
 from tests.norm.cases import BF16, FP32, Case, Rule
@@ -168,6 +170,17 @@ def test_a_part_is_the_same_wherever_it_begins():
     assert contract.same_bytes(both.weight[1:], one.weight)
 
 
+@pytest.mark.parametrize("wait", ["", "        cute.arch.griddepcontrol_wait()\n"])
+def test_a_sum_that_begins_before_its_parts_are_complete_is_refused(tmp_path, wait):
+    """The simulator runs one kernel after the other; rule R3 of the certificates sees this."""
+    text = "        cute.arch.griddepcontrol_wait()\n"
+    module = changed(tmp_path, "norm.kernel_sums_sm90", text, wait)
+    (entry,) = (e for e in launch.catalogue() if e.kernel == launch.entry(SumConfig("bf16")))
+    made = sass.artefacts(lambda: module.build(SumConfig("bf16")))
+    rules = {finding.rule for finding in check_a(made, entry.expect)}
+    assert rules == (set() if wait else {"R3"})
+
+
 # ---- mutants -------------------------------------------------------------------------------------
 
 FORWARD, BACKWARD, SUMS = "kernel_fwd_sm90", "kernel_bwd_sm90", "kernel_sums_sm90"
@@ -236,9 +249,11 @@ MUTANTS = {
     "offset_forgotten": (FORWARD, "vectors[0][i].to(cutlass.Float32) + offset",
         "vectors[0][i].to(cutlass.Float32)",
         wrong_values(Case(5, 96, Rule(cases.RMS, 1e-6, 1.0)))),
-    "weight_applied_twice_in_dx": (BACKWARD, "dy[i] = inner * rstd",
-        "dy[i] = inner * rstd * weight[i].to(cutlass.Float32)", wrong_values(Case(5, 96))),
-    "mean_of_g_forgotten": (BACKWARD, "inner = inner - of_g", "inner = inner + 0.0",
+    "weight_applied_twice_in_dx": (BACKWARD, "numbers_of[-1])\n",
+        "numbers_of[-1])\n                for i in cutlass.range_constexpr(self.group.size):\n"
+        "                    dy[i] = dy[i] * weight[i].to(cutlass.Float32)\n",
+        wrong_values(Case(5, 96))),
+    "mean_of_g_forgotten": (BACKWARD, "inner = inner - means[1]", "inner = inner + 0.0",
         wrong_values(NARROW)),
     "dh_forgotten": (BACKWARD, "cute.math.fma(inner, rstd, dh[0][i].to(cutlass.Float32))",
         "inner * rstd", wrong_values(MIDDLE)),
@@ -263,12 +278,14 @@ MUTANTS = {
         "                sSums[group, i, lane] = total[i]\n            cute.arch.sync_threads()\n",
         "                sSums[group, i, lane] = total[i]\n", other_bytes(MIDDLE)),
     "warps_do_not_meet": (ROWS,
-        "            cute.arch.sync_threads()\n            value = sPartials",
-        "            value = sPartials", other_bytes(WIDE)),
+        "            cute.arch.sync_threads()\n            totals =", "            totals =",
+        other_bytes(WIDE)),
+    "one_slot_for_both_sums": (ROWS, "for sSlot in sSlots]", "for sSlot in [sSlots[0]] * 2]",
+        wrong_values(Case(5, 1032, LAYER, bias=True))),
     "one_slot_for_every_sum": (BACKWARD, "slot = slot ^ 1", "slot = slot ^ 0", other_bytes(
         Case(67, 1032))),
-    "warps_descending": (ROWS, "value = value + sPartials[slot, group, w]",
-        "value = value + sPartials[slot, group, self.warps - w]", other_bytes(
+    "warps_descending": (ROWS, "total = total + sSlot[group, w]",
+        "total = total + sSlot[group, self.warps - w]", other_bytes(
             Case(3, 4104, dtype=FP32, weight=FP32))),
     "parts_descending": (SUMS, "total = total + now[a]", "total = total + now[AHEAD - 1 - a]",
         sums(300)),

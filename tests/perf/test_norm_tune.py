@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 
 import pytest
@@ -16,6 +17,11 @@ CASES = [
     CASE,
     Case("add_rms_norm", "fwd", 45, 1032),
     Case("layer_norm", "fwd", 13, 4096),
+]
+BACKWARDS = [
+    Case("add_rms_norm", "bwd", 70, 2048),
+    Case("rms_norm", "bwd", 70, 4096),
+    Case("layer_norm", "bwd", 40, 1032),
 ]
 
 
@@ -47,9 +53,11 @@ def measured(variants: list[str], build, case: Case = CASE) -> list[dict]:
 
 
 def simulated(chosen):
-    from cute_kernels.norm import kernel_fwd_sm90
+    from cute_kernels.norm import launch
 
-    return kernel_fwd_sm90.build(chosen, compile=ptxsim.compile)
+    name = launch.entry(chosen).name.removeprefix("norm_")
+    module = importlib.import_module(f"cute_kernels.norm.kernel_{name}")
+    return module.build(chosen, compile=ptxsim.compile)
 
 
 @pytest.mark.parametrize("text", ["cta=3", "ctas", "stages=x", "stays=-1", "ctas=4;"])
@@ -60,7 +68,8 @@ def test_unknown_fields_are_named(text):
 
 def test_the_list_parses():
     assert tune.parse("") == tune.Variant()
-    assert len(set(map(tune.parse, tune.VARIANTS))) == len(tune.VARIANTS)
+    for variants in (tune.VARIANTS, tune.BACKWARD_VARIANTS):
+        assert len(set(map(tune.parse, variants))) == len(variants)
 
 
 @requires_sim
@@ -77,6 +86,20 @@ def test_every_variant_has_the_shipped_bits(case):
     assert [b["system"] for b in bodies] == [*(f"ours[{v}]" for v in variants), "copy"]
     assert all(b["status"] == "ok" and b["median_us"] > 0 for b in bodies)
     assert all(tune.line(body) for body in bodies)
+
+
+@requires_sim
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    "case",
+    [*(pytest.param(case, marks=pytest.mark.nightly) for case in BACKWARDS[1:]), BACKWARDS[0]],
+    ids=lambda case: case.op,
+)
+def test_every_variant_of_a_backward_has_the_shipped_bits(case):
+    variants = list(tune.BACKWARD_VARIANTS)
+    bodies = measured(variants, simulated, case)
+    assert [b["system"] for b in bodies] == [*(f"ours[{v}]" for v in variants), "copy"]
+    assert all(b["status"] == "ok" for b in bodies)
 
 
 @requires_sim

@@ -97,15 +97,27 @@ class Group:
         ``slot``: of [slots, groups, warps], another one than the sum before had.  All of the CTA's
         threads come here.
         """
-        value = reduce.over_threads(value, min(self.threads, WARP))
+        return self.sums([value], [sPartials[slot, None, None]], group, lane)[0]
+
+    @cute.jit
+    def sums(self, values: list, sSlots: list, group, lane) -> list:
+        """`sum` of several numbers in one trip, each in a slot [groups, warps] of its own."""
+        totals = [reduce.over_threads(value, min(self.threads, WARP)) for value in values]
         if cutlass.const_expr(self.threads > WARP):
             if lane % WARP == 0:
-                sPartials[slot, group, lane // WARP] = value
+                for sSlot, value in zip(sSlots, totals, strict=True):
+                    sSlot[group, lane // WARP] = value
             cute.arch.sync_threads()
-            value = sPartials[slot, group, 0]
-            for w in cutlass.range_constexpr(1, self.warps):
-                value = value + sPartials[slot, group, w]
-        return value
+            totals = [self.of_warps(sSlot, group) for sSlot in sSlots]
+        return totals
+
+    @cute.jit
+    def of_warps(self, sSlot: cute.Tensor, group):
+        """Σ over a row's warps, ascending."""
+        total = sSlot[group, 0]
+        for w in cutlass.range_constexpr(1, self.warps):
+            total = total + sSlot[group, w]
+        return total
 
 
 @cute.jit
