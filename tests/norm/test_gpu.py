@@ -128,6 +128,30 @@ def test_streams_and_a_graph():
         assert contract.same_bytes(got, want.y)
 
 
+def test_a_graph_of_a_backward():
+    """The sum of the parts, which is launched while they are made, waits for them there too."""
+    case = Case(8192, 4096)
+    given = moved(cases.inputs_of(case))
+    x, weight = (t.detach().requires_grad_() for t in (given.x, given.scale.weight))
+
+    def gradients():
+        y = ck.rms_norm(x, weight, case.rule.eps, offset=case.rule.offset)
+        return torch.autograd.grad(y, (x, weight), given.upstream.dy)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        want = gradients()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        got = gradients()
+    for _ in range(20):
+        for t in got:
+            t.fill_(torch.nan)
+        graph.replay()
+        assert all(map(contract.same_bytes, got, want))
+
+
 def test_rows_beyond_2_31_elements():
     """The last rows of a tensor of more than 2^31 elements have the bytes that they have alone."""
     x = torch.randn(2**31 // 4096 + 8, 4096, device=DEVICE, dtype=BF16)
