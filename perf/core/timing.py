@@ -1,7 +1,8 @@
 """Device time of several rivals side by side, and host time of one call.
 
-The method: one process; the rivals take turns (A B C A B C ...), so drift of clocks and temperature
-hits all of them; every call reads another input set, and the sets together are several times the
+The method: one process; the rivals take turns, so drift of clocks and temperature hits all of them,
+in an order that is drawn anew for each round: what a call leaves to be written from the L2 is
+written at the next one's cost, and no rival always comes behind the same one; every call reads another input set, and the sets together are several times the
 L2, so no call finds its operands there; calls are queued behind a busy device (the backlog), so
 gaps between launches are not in the numbers; the median is reported with p10 and p90.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -55,8 +57,8 @@ def quantile(samples, q: float) -> float:
 def set_count(set_bytes: int, l2_bytes: int, rivals: int) -> int:
     """How many input sets to rotate: their sum is L2_FACTOR times the L2 or more.
 
-    The number shares no factor with the number of rivals, so call number c reads set c mod sets and
-    every rival meets every set.
+    The number shares no factor with the number of rivals.  Call number c reads set c mod sets, so
+    that rounds begin at every set in turn.
     """
     sets = max(2, math.ceil(L2_FACTOR * l2_bytes / set_bytes))
     while math.gcd(sets, rivals) != 1:
@@ -110,7 +112,7 @@ def interleave(
     backlog_us: float = 5000.0,
     tries: int = 4,
 ) -> dict[str, Timing]:
-    """Times every call `rounds` times, in turns.
+    """Times every call `rounds` times, in turns, in an order that each round draws.
 
     Each call gets a running number, from which it picks its input set; warm it up before.  A chunk
     of rounds is queued behind a sleep of `backlog_us`; if the sleep ended before all of it was
@@ -119,13 +121,15 @@ def interleave(
     clock = clock or CudaClock()
     samples: dict[str, list[float]] = {name: [] for name in calls}
     number, done, attempt, backlog = 0, 0, 1, True
+    order, draw = list(calls.items()), random.Random(0)
     while done < rounds:
         now = min(chunk, rounds - done)
         clock.sleep(backlog_us)
         awake = clock.mark()
         marks = []
         for _ in range(now):
-            for name, call in calls.items():
+            draw.shuffle(order)
+            for name, call in order:
                 start = clock.mark()
                 call(number)
                 marks.append((name, start, clock.mark()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -44,12 +45,24 @@ def test_rivals_take_turns_and_every_call_has_a_new_number():
     clock = FakeClock()
     calls = {"a": clock.call("a", 3.0), "b": clock.call("b", 5.0)}
     times = timing.interleave(calls, rounds=25, clock=clock, chunk=10)
-    assert [name for name, _ in clock.log] == ["a", "b"] * 25
+    names = [name for name, _ in clock.log]
+    assert all(sorted(names[i : i + 2]) == ["a", "b"] for i in range(0, 50, 2))
     assert [number for _, number in clock.log] == list(range(50))
     assert times["a"].samples == (3.0,) * 25
     assert times["b"].samples == (5.0,) * 25
     assert times["a"].backlog
     assert clock.sleeps == [5000.0] * 3
+
+
+def test_a_rival_comes_behind_each_of_the_others():
+    """What one leaves in the L2 to be written is charged to whoever comes next: to all alike."""
+    clock = FakeClock()
+    calls = {name: clock.call(name, 1.0) for name in "abcd"}
+    timing.interleave(calls, rounds=60, clock=clock, chunk=10)
+    names = [name for name, _ in clock.log]
+    assert all(sorted(names[i : i + 4]) == list("abcd") for i in range(0, 240, 4))
+    for one, other in itertools.permutations("abcd", 2):
+        assert 8 <= sum(pair == (one, other) for pair in itertools.pairwise(names)) <= 30
 
 
 def test_a_backlog_that_ran_out_is_repeated_behind_a_longer_sleep():
