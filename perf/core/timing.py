@@ -2,9 +2,10 @@
 
 The method: one process; the rivals take turns, so drift of clocks and temperature hits all of them,
 in an order that is drawn anew for each round: what a call leaves to be written from the L2 is
-written at the next one's cost, and no rival always comes behind the same one; every call reads another input set, and the sets together are several times the
-L2, so no call finds its operands there; calls are queued behind a busy device (the backlog), so
-gaps between launches are not in the numbers; the median is reported with p10 and p90.
+written at the next one's cost, and no rival always comes behind the same one; every call reads
+another input set, and the sets together are several times the L2, so no call finds its operands
+there; calls are queued behind a busy device (the backlog), so gaps between launches are not in the
+numbers; the median is reported with p10 and p90.
 """
 
 from __future__ import annotations
