@@ -128,3 +128,14 @@ def test_the_launch_of_a_call_is_found():
     assert seen == [(1, "two")] * 2 and module.call is None
     with pytest.raises(ValueError, match="not enough"):
         page.host.launch_of(module, lambda: None)
+
+
+def test_a_host_that_is_slow_for_a_while_does_not_show(monkeypatch):
+    """A product's turns are spread over all the time: slow seconds do not cover all of them."""
+    costs = iter([20.0] * 50 + [10.0] * 10_000)
+    products = {name: page.host.Calls(lambda: None, lambda: None) for name in ("linear", "silu")}
+    monkeypatch.setattr(page.host, "calls", lambda device: products)
+    monkeypatch.setattr(page.host.timing, "host_cost", lambda *args, **options: next(costs))
+    found = list(page.host.measured("cpu"))
+    assert [body["product"] for body in found] == ["host linear"] * 2 + ["host silu"] * 2
+    assert all(body["host_us"] == 10.0 for body in found)
