@@ -1,8 +1,8 @@
 """Every constant that the bits of norm depend on, and the configurations of its kernels.
 
-A row is summed in one tree, a function of its width D.  What is summed over rows is cut into parts
-of `part_rows(D)` rows, each added from zero; parts are added one by one, ascending, to what they
-belong to.  Nothing follows the number of rows.
+A row is summed in one tree, a function of its width D, in each direction.  What is summed over rows
+is cut into parts of `part_rows(D)` rows, each added from zero; parts are added one by one,
+ascending, to what they belong to.  Nothing follows the number of rows.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ _ALONE = 128
 PAD = 4
 #: Bytes of an SM's rows under way, bytes of its shared memory for them, stages of a ring.
 _UNDER_WAY, _SHARED, _MOST_STAGES = 96 << 10, 220 << 10, 8
+#: Stages of a backward's ring.
 _BACKWARD_STAGES = 3
 
 _KEPT = frozenset({RUN_TO_RUN, BATCH_INVARIANT, SPLIT_INVARIANT})
@@ -143,11 +144,16 @@ class Residency:
     stages: int
 
 
+def _stages(wanted: int, room: int) -> int:
+    """Of a ring with room for so many; 0 where no row could be under way."""
+    stages = min(wanted, room)
+    return stages if stages > 1 else 0
+
+
 def _residency(threads: int, ctas: int, stage: int) -> Residency:
     """Of CTAs with stages of so many bytes: enough under way, if there is room."""
-    wanted = -(-_UNDER_WAY // (ctas * stage)) + 1
-    stages = min(wanted, _MOST_STAGES, _SHARED // ctas // stage)
-    return Residency(threads, ctas, stages if stages > 1 else 0)
+    wanted = min(-(-_UNDER_WAY // (ctas * stage)) + 1, _MOST_STAGES)
+    return Residency(threads, ctas, _stages(wanted, _SHARED // ctas // stage))
 
 
 def forward_residency(config: ForwardConfig) -> Residency:
@@ -187,8 +193,7 @@ def backward_residency(config: BackwardConfig) -> Residency:
     itemsize = 4 if config.dtype == "fp32" else 2
     stage = threads * (size * itemsize * (2 + config.upstream) + 4 * (1 + (config.kind == "layer")))
     sums = groups * size * (config.threads + PAD) * 4 if groups > 1 else 0
-    room = (_SHARED - sums) // stage
-    return Residency(threads, 1, min(room, _BACKWARD_STAGES) if room > 1 else 0)
+    return Residency(threads, 1, _stages(_BACKWARD_STAGES, (_SHARED - sums) // stage))
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@
 
 Layout       dy, dh, h, dx [M, 8 ⌈D / 8⌉], zeros behind D, rows at multiples of 16 bytes; weight
              likewise; mean, rstd fp32 [M]; parts fp32 [P, 8 ⌈D / 8⌉].
-Order        over a row as in the forward kernel.  Over the rows of a part: its rows are dealt to
-             the groups of a CTA in runs of neighbours; a group adds its own ascending, one fma
-             each; groups ascending.
+Order        over a row as in the forward kernel, by threads and units of its own
+             (`config.backward_plan`).  Over the rows of a part: its rows are dealt to the groups of
+             a CTA in runs of neighbours; a group adds its own ascending, one fma each; groups
+             ascending.
 Work         a CTA for a part, of which more than CTAs are walked through; the next rows are under
              way while one is summed (device/ahead.py), those of the next part among them.  The
              kernel that adds the parts is launched while this one runs.
@@ -78,7 +79,7 @@ class NormBackwardSm90:
         block, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         m, count = mDx.shape[0], parts[0].shape[0]
-        # Who adds the parts may come now, and waits for the end.
+        # The kernel that adds the parts may come to the SMs now; it waits for this one's end.
         cute.arch.griddepcontrol_launch_dependents()
         group, lane = tidx // self.group.threads, tidx % self.group.threads
         allocator = SmemAllocator()

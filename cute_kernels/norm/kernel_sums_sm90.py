@@ -60,7 +60,7 @@ class NormSumsSm90:
         column = block * UNIT + lane
         layout = cute.make_ordered_layout((STAGES, OF_STAGE, UNIT), order=(2, 1, 0))
         sParts = SmemAllocator().allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
-        # What lies before it in the stream, the kernel that makes the parts say, ends here.
+        # The kernel that makes the parts may still run: none of its results is read before this.
         cute.arch.griddepcontrol_wait()
         total = cutlass.Float32(0.0)
         if cutlass.const_expr(self.add):

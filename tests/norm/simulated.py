@@ -12,12 +12,15 @@ from cute_kernels.norm import launch
 from tests import ptxsim
 
 
-@functools.cache
-def compiled(chosen):
-    """A kernel, compiled once per process."""
+def built(chosen):
+    """A kernel as its source, its settings and what is patched of them are now."""
     name = launch.entry(chosen).name.removeprefix("norm_")
     module = importlib.import_module(f"cute_kernels.norm.kernel_{name}")
     return module.build(chosen, compile=ptxsim.compile)
+
+
+#: A kernel, compiled once per process.
+compiled = functools.cache(built)
 
 
 @contextlib.contextmanager

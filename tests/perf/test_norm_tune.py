@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 
 import pytest
 
 from perf.norm import tune
 from perf.norm.cases import Case
-from tests import ptxsim
+from tests.norm.simulated import built
 from tests.ptxsim.available import requires_sim
 
 CASE = Case("rms_norm", "fwd", 45, 2048)
@@ -52,14 +51,6 @@ def measured(variants: list[str], build, case: Case = CASE) -> list[dict]:
     return list(tune.norm(case, variants, **options))
 
 
-def simulated(chosen):
-    from cute_kernels.norm import launch
-
-    name = launch.entry(chosen).name.removeprefix("norm_")
-    module = importlib.import_module(f"cute_kernels.norm.kernel_{name}")
-    return module.build(chosen, compile=ptxsim.compile)
-
-
 @pytest.mark.parametrize("text", ["cta=3", "ctas", "stages=x", "stays=-1", "ctas=4;"])
 def test_unknown_fields_are_named(text):
     with pytest.raises(ValueError, match="variant: expected NAME=NUMBER"):
@@ -82,7 +73,7 @@ def test_the_list_parses():
 def test_every_variant_has_the_shipped_bits(case):
     variants = ["", "threads=256,ctas=4,stages=0", "threads=512,ctas=2,stages=3"]
     variants += ["threads=128,ctas=6,stages=2", "threads=512,ctas=2,stages=0"]
-    bodies = measured(variants, simulated, case)
+    bodies = measured(variants, built, case)
     assert [b["system"] for b in bodies] == [*(f"ours[{v}]" for v in variants), "copy"]
     assert all(b["status"] == "ok" and b["median_us"] > 0 for b in bodies)
     assert all(tune.line(body) for body in bodies)
@@ -97,7 +88,7 @@ def test_every_variant_has_the_shipped_bits(case):
 )
 def test_every_variant_of_a_backward_has_the_shipped_bits(case):
     variants = list(tune.BACKWARD_VARIANTS)
-    bodies = measured(variants, simulated, case)
+    bodies = measured(variants, built, case)
     assert [b["system"] for b in bodies] == [*(f"ours[{v}]" for v in variants), "copy"]
     assert all(b["status"] == "ok" for b in bodies)
 
@@ -105,10 +96,10 @@ def test_every_variant_of_a_backward_has_the_shipped_bits(case):
 @requires_sim
 @pytest.mark.sim
 def test_other_bits_are_not_timed():
-    true, built = simulated, itertools.count()
+    number_of = itertools.count()
 
     def build(chosen):
-        kernel, number = true(chosen), next(built)
+        kernel, number = built(chosen), next(number_of)
 
         def other(*args):
             kernel(*args)
