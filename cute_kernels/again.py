@@ -12,7 +12,6 @@ has to be copied.  Nothing is remembered of tensors on a CPU, where a call's own
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Hashable
 
@@ -49,6 +48,7 @@ def _asked(modes: int) -> bool:
 
 
 def _watched_below() -> bool:
+    # So does `is_watched` in compile/calls.c, and what asks one more here has to be asked there.
     return bool(
         _C._len_torch_dispatch_stack()
         or _C._is_any_autocast_enabled()
@@ -72,6 +72,9 @@ class Calls:
     prepare: is given the tensors of a call that checks let pass, and what else `keep` was given;
         returns what does the work of all calls like it, or None: each has to be looked at.
     most: Calls that are remembered; then it starts anew.
+
+    Where Dynamo may trace a caller of `find`, it asks ``is_dynamo_compiling()`` before: C, which
+    stands for `find` where it can be had, cannot be traced.
     """
 
     def __init__(self, prepare: Callable, most: int = MOST):
@@ -79,10 +82,11 @@ class Calls:
         self._known: dict[Hashable, object] = {}
         _all.add(self)
 
-    def find(self, options: tuple, *tensors: torch.Tensor | None):
+    def find(self, options: Hashable, *tensors: torch.Tensor | None):
         """What does the work; False: such calls go the whole way; None: the first of its kind.
 
-        ``options``: what else is decided by; hashable.
+        ``options``: what else is decided by.  Once a call is known, `find` of compile/calls.c
+        stands for this one.
         """
         modes = _C._len_torch_function_stack()
         if torch.compiler.is_compiling() or (modes and _asked(modes)) or _watched_below():
@@ -93,14 +97,19 @@ class Calls:
         except TypeError:  # what has no hash is refused by checks
             return False
 
-    def keep(self, options: tuple, tensors: tuple[torch.Tensor | None, ...], *given: object):
+    def keep(self, options: Hashable, tensors: tuple[torch.Tensor | None, ...], *given: object):
         """Prepares for calls like this one, of which `find` returned None, once checked."""
         if len(self._known) >= self._most:
             self._known.clear()
         self._known[_key(options, tensors)] = self._prepare(*tensors, *given) or False
+        # Not before: nobody's first import compiles C for calls on a CPU.
+        if (in_c := extension.calls()) is not None:
+            modules = globals(), vars(data_parallel), vars(settings)
+            self.find = in_c.finder(self._known, *modules)
 
     def forget(self) -> None:
         self._known.clear()
+        vars(self).pop("find", None)
 
 
 def forget() -> None:
@@ -114,24 +123,18 @@ def remembers(t: torch.Tensor) -> bool:
     return t.is_cuda
 
 
-def _key(options: tuple, tensors: tuple) -> tuple | None:
+def _key(options: Hashable, tensors: tuple) -> tuple | None:
     """All that checks and choices read, or None if they may read more."""
     # The others of a call that checks let pass are on the device of the first, which is no None.
     # An owner of parameters has a say in each of them.
     first = tensors[0]
     if type(first) not in _TYPES or not remembers(first) or data_parallel.sharding():
         return None
-    seen = _describe()(*tensors)
+    in_c = extension.calls()
+    seen = described(*tensors) if in_c is None else in_c.describe(*tensors)
     if seen is None:
         return None
     return options, settings.get("BACKEND"), settings.get("MAX_CTAS"), seen
-
-
-@functools.cache
-def _describe() -> Callable:
-    """`described`, by C where that can be had."""
-    calls = extension.calls()
-    return described if calls is None else calls.describe
 
 
 def described(*tensors: torch.Tensor | None) -> tuple | None:

@@ -15,6 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 from .again import MODE, Calls, watched
+from .compile import extension
 from .errors import UnsupportedTransformError
 from .untraced import untraced
 
@@ -121,23 +122,43 @@ def _plain(args: Sequence[object], tensor: torch.Tensor) -> bool:
 def _entrance(op: Callable, run: Callable, apply: Callable | None, at: int) -> Callable:
     """What callers call: the op, or the end of its way where nothing lies between.
 
-    Its ``computed`` is that end, by a function that is given (`again`).  ``at``: the position of a
-    tensor.
+    Its ``computer`` makes that end, by a function that is given (`again`).  ``at``: the position of
+    a tensor.
     """
 
     def enter(*args):
         if torch.compiler.is_compiling() or not _plain(args, args[at]):
             return op(*args)
-        return computed(run, *args)
+        return computed(*args)
 
-    def computed(run: Callable, *args):
-        """The op's results by ``run``, with a node in the graph if a gradient is asked for."""
-        if not (_C.is_grad_enabled() and _C._any_requires_grad(*args)):
-            return run(*args)
-        return op(*args) if apply is None else apply(*args, run)
+    def computer(run: Callable | None) -> Callable | None:
+        """``computed(*args)``: the op's results by ``run``, if there is one.
 
-    enter.computed = computed
+        With a node in the graph if a gradient is asked for.
+        """
+        if run is None:
+            return None
+        in_c = extension.calls()
+        make = _computer if in_c is None else in_c.computer
+        return make(run, op if apply is None else lambda *args: apply(*args, run))
+
+    computed = _computer(run, op if apply is None else lambda *args: apply(*args, run))
+    enter.computer = computer
     return enter
+
+
+def _computer(run: Callable, differentiable: Callable) -> Callable:
+    """``computed(*args)``: by ``differentiable`` if a gradient is asked for, otherwise by ``run``.
+
+    calls.c has the same.
+    """
+
+    def computed(*args):
+        if _C.is_grad_enabled() and _C._any_requires_grad(*args):
+            return differentiable(*args)
+        return run(*args)
+
+    return computed
 
 
 def _remembering(run: Callable, prepare: Callable, types: Sequence[str]) -> Callable:

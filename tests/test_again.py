@@ -42,6 +42,18 @@ def whole_way(monkeypatch):
     return counted(monkeypatch)
 
 
+@pytest.fixture(params=[pytest.param("C", marks=needs_linker), "Python"])
+def found_by(request, monkeypatch):
+    """Whether calls.c finds known calls, or `Calls.find`."""
+    if request.param == "Python":
+        monkeypatch.setattr(extension, "calls", lambda: None)
+    yield request.param
+    assert ("find" in vars(gemm_op.calls)) is (request.param == "C" and bool(gemm_op.calls._known))
+
+
+by_both = pytest.mark.usefixtures("found_by")
+
+
 @requires_sim
 @pytest.mark.parametrize("name", CASES)
 def test_a_known_call_has_the_bytes_of_the_first(on_sm90, whole_way, name):
@@ -151,6 +163,7 @@ OTHER = {
 }
 
 
+@by_both
 @pytest.mark.parametrize("name", OTHER)
 def test_another_kind_of_call_is_not_taken_for_a_known_one(on_sm90, whole_way, name):
     with idle():
@@ -162,6 +175,7 @@ def test_another_kind_of_call_is_not_taken_for_a_known_one(on_sm90, whole_way, n
         assert whole_way[name] == len(OTHER[name])
 
 
+@by_both
 @pytest.mark.parametrize("setting", ["BACKEND", "MAX_CTAS"])
 def test_settings_are_part_of_a_call(on_sm90, whole_way, setting):
     values = {"BACKEND": "cute_sm90", "MAX_CTAS": "3"}
@@ -176,6 +190,7 @@ def test_settings_are_part_of_a_call(on_sm90, whole_way, setting):
     assert whole_way["linear"] == 2
 
 
+@by_both
 def test_devices_forgotten_are_calls_forgotten(on_sm90, whole_way):
     with idle():
         ck.linear(X, W)
@@ -207,6 +222,7 @@ def test_spans_on_the_cpu_are_looked_at_each_time(on_sm90, whole_way, monkeypatc
     assert whole_way["attention"] == 3
 
 
+@by_both
 def test_a_default_device_is_no_hindrance(on_sm90, whole_way):
     with idle(), torch.device("cpu"):
         for _ in range(3):
@@ -256,6 +272,7 @@ def test_no_call_keeps_a_tensor_that_left_the_cache(on_sm90, whole_way, monkeypa
 true_mask = attention_op.prepare.mask_of_op
 
 
+@by_both
 def test_so_many_and_no_more(on_sm90, whole_way, monkeypatch):
     monkeypatch.setattr(gemm_op.calls, "_most", 2)
     with idle():
@@ -311,8 +328,9 @@ def owned():
 
 
 def on_a_cpu():
+    # What is known was remembered for its device: only others ask.
     with mock.patch.object(again, "remembers", TRUE_REMEMBERS):
-        ck.linear(X, W)
+        ck.linear(X[:5], W)
 
 
 WATCHED = {
@@ -332,6 +350,7 @@ WATCHED = {
 }
 
 
+@by_both
 @pytest.mark.parametrize("name", WATCHED)
 def test_nobody_is_passed_by(on_sm90, whole_way, name):
     with idle():
@@ -343,6 +362,7 @@ def test_nobody_is_passed_by(on_sm90, whole_way, name):
             assert whole_way["linear"] == before + 1
 
 
+@by_both
 @pytest.mark.parametrize(
     ("bad", "error"),
     [
@@ -385,10 +405,10 @@ def without(part: str, function, monkeypatch) -> None:
 
 @pytest.fixture
 def in_python(monkeypatch):
-    monkeypatch.setattr(again, "_describe", lambda: again.described)
+    monkeypatch.setattr(extension, "calls", lambda: None)
 
 
-def test_a_key_without_options_is_killed(on_sm90, whole_way, monkeypatch):
+def test_a_key_without_options_is_killed(on_sm90, whole_way, in_python, monkeypatch):
     without("options, ", again._key, monkeypatch)
     with pytest.raises(AssertionError):
         test_another_kind_of_call_is_not_taken_for_a_known_one(on_sm90, whole_way, "linear")
@@ -405,7 +425,7 @@ def test_a_key_without_a_part_is_killed(on_sm90, whole_way, in_python, monkeypat
     ("part", "name"),
     [(" or data_parallel.sharding()", "fully_shard"), (" or not remembers(first)", "a CPU")],
 )
-def test_a_key_that_asks_less_is_killed(on_sm90, whole_way, monkeypatch, part, name):
+def test_a_key_that_asks_less_is_killed(on_sm90, whole_way, in_python, monkeypatch, part, name):
     without(part, again._key, monkeypatch)
     with pytest.raises(AssertionError):
         test_nobody_is_passed_by(on_sm90, whole_way, name)
@@ -450,7 +470,7 @@ def test_so_are_those_in_c(on_sm90, whole_way, monkeypatch, tmp_path, part):
     source = tmp_path / "calls.c"
     source.write_text(text.replace(part, "0" if part.startswith("t.dtype") else ""))
     changed = extension.imported(extension.build(source, tmp_path))
-    monkeypatch.setattr(again, "_describe", lambda: changed.describe)
+    monkeypatch.setattr(extension, "calls", lambda: changed)
     with pytest.raises((AssertionError, TypeError)):
         if OF_C[part] in OTHER:
             test_another_kind_of_call_is_not_taken_for_a_known_one(on_sm90, whole_way, OF_C[part])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from .. import reduction
 from . import checks, op
@@ -58,12 +59,13 @@ def linear(
 
     Sizes of zero are valid; K = 0 gives the bias.  NaN and Inf stay in their own rows.
     """
-    known = main_grad is None and op.calls.find((order,), x, weight, bias)
+    plain = main_grad is None and not is_dynamo_compiling()
+    known = plain and op.calls.find(order, x, weight, bias)
     if known:
-        return op.linear.computed(known, x, weight, bias, None, order)
+        return known(x, weight, bias, None, order)
     checks.linear(x, weight, bias, order, main_grad)
     if known is None:
-        op.calls.keep((order,), (x, weight, bias), order)
+        op.calls.keep(order, (x, weight, bias), order)
     return op.linear(x, weight, bias, main_grad, order)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from .. import contracts, dispatch
 from .. import main_grad as destination
@@ -56,9 +57,10 @@ def apply(
     x, weight, bias, residual, *main_grads = given
     tensors = x, residual, weight, bias
     options = kind, eps, offset, type(eps), type(offset)
-    known = main_grads == [None, None] and calls.find(options, *tensors)
+    plain = main_grads == [None, None] and not is_dynamo_compiling()
+    known = plain and calls.find(options, *tensors)
     if known:
-        y, h, _, _ = norm.computed(known, *tensors, None, None, kind, eps, offset)
+        y, h, _, _ = known(*tensors, None, None, kind, eps, offset)
     else:
         rule = checks.norm(name, kind, given, eps, offset)
         if known is None:
@@ -110,7 +112,7 @@ def _prepare_op(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps,
 
 
 #: Calls of both functions without a main_grad, by kind, eps and offset.
-calls = Calls(_prepare)
+calls = Calls(lambda *call: norm.computer(_prepare(*call)))
 
 
 def _fake(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offset):

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from .. import contracts, dispatch
 from .. import main_grad as destination
@@ -194,19 +195,23 @@ gated_backward = define_op(
 
 
 #: Calls of functions of elements, by the name of the public one and the kind.
-calls = Calls(_prepare_elements)
+calls = Calls(lambda *call: _op_of(call[:-2]).computer(_prepare_elements(*call)))
 
 
 def elements(name: str, kind: str, *tensors: torch.Tensor) -> torch.Tensor:
     """f(x), or f(gate) up, as the public function ``name``, which is an entry of `dispatch` too."""
-    op, check = (activation, checks.element) if len(tensors) == 1 else (gated, checks.gated)
-    known = calls.find((name, kind), *tensors)
+    known = not is_dynamo_compiling() and calls.find((name, kind), *tensors)
     if known:
-        return op.computed(known, *tensors, kind)
+        return known(*tensors, kind)
+    check = checks.element if len(tensors) == 1 else checks.gated
     check(name, *tensors)
     if known is None:
         calls.keep((name, kind), tensors, kind, name)
-    return op(*tensors, kind)
+    return _op_of(tensors)(*tensors, kind)
+
+
+def _op_of(tensors: tuple[torch.Tensor, ...]) -> Callable:
+    return activation if len(tensors) == 1 else gated
 
 
 # ---- softmax -------------------------------------------------------------------------------------

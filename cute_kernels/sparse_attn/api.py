@@ -88,7 +88,7 @@ def block_sparse_attention(
     remembered = sinks is None and type(causal) is bool and deterministic is True
     known = remembered and op.find(block_mask, options, q, k, v)
     if known:
-        out, lse = op.block_sparse_attention.computed(known.run, q, k, v, *known.rest)
+        out, lse = known.run(q, k, v, *known.rest)
         return (out, lse) if return_lse else out
     flags = {"causal": causal, "deterministic": deterministic, "return_lse": return_lse}
     given = checks.attention(q, k, v, block_mask, scale, softcap, schedule, flags)
@@ -294,10 +294,10 @@ def sequence_attention(
     are an operand: no length, padding or mask compiles anew.
     """
     options = scale, softcap
-    known = sinks is None and sequence_op.calls.find(options, q, k, v, spans)
+    plain = sinks is None and not torch.compiler.is_dynamo_compiling()
+    known = plain and sequence_op.calls.find(options, q, k, v, spans)
     if known:
-        run = sequence_op.sequence_attention.computed
-        return run(known.run, q, k, v, spans, *known.rest)[0]
+        return known.run(q, k, v, spans, *known.rest)[0]
     given = checks.attention(q, k, v, None, scale, softcap, checks.AUTO, {})
     checks.spans(spans, q)
     checks.sinks(sinks, q)

@@ -75,7 +75,7 @@ def _run(q, k, v, mask, facts, order, kind, scale, softcap, deterministic, sinks
 
 
 class Known(NamedTuple):
-    """The op's forward, ``run`` of its tensors and ``rest``: all its other arguments."""
+    """What computes the op, ``run`` of its tensors and ``rest``: all its other arguments."""
 
     run: Callable
     rest: tuple
@@ -90,7 +90,7 @@ def _prepare(q, k, v, rest):
         return None  # the cache did not keep them
     lowered = prepare.mask_of_op(mask, facts, q.shape[1], k.shape[1], str(q.device))
     run = dispatch.prepared(NAME, q.device, q.dtype, q, k, v, lowered, scale, softcap)
-    return run and Known(run, rest)
+    return run and Known(block_sparse_attention.computer(run), rest)
 
 
 _without_mask = Calls(_prepare, most=64)

@@ -118,7 +118,7 @@ def _prepare_op(q, k, v, spans, sinks, scale, softcap):
 
 def _prepare(q, k, v, spans, scale, softcap):
     run = _prepare_op(q, k, v, spans, None, scale, softcap)
-    return run and Known(run, (scale, softcap, None))
+    return run and Known(sequence_attention.computer(run), (scale, softcap, None))
 
 
 #: Calls with spans on a GPU and without sinks, by scale and softcap.

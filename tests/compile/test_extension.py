@@ -274,6 +274,9 @@ def test_where_it_cannot_be_had_python_does_it_and_the_reason_is_known(
     prepare(monkeypatch, tmp_path)
     assert extension.calls() is None
     assert re.search(reason, extension.missing())
-    monkeypatch.setattr(again, "_describe", again._describe.__wrapped__)
-    assert again._describe() is again.described
+    monkeypatch.setattr(again, "remembers", lambda t: True)
+    calls = again.Calls(lambda *tensors: len)
+    assert calls.find((), NUMBERS) is None
+    calls.keep((), (NUMBERS,))
+    assert calls.find((), NUMBERS) is len and "find" not in vars(calls)
     assert settings.get("EXTENSION") in ("0", "1")
