@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..compile.call import prepared
+from ..compile.call import allocator, prepared
 from ..operands import ALIGN, matrix
 from . import launch
 from .config import ORDER
@@ -33,7 +33,7 @@ def gemm(
     if bias is not None and bias.stride(0) != 1:
         return None
     tile = launch.choose_tile((m, n, k), order, major, x.device)
-    shape, flat = (*x.shape[:-1], n), rows is not x
+    empty, flat = allocator((*x.shape[:-1], n), x.dtype, x.device), rows is not x
     if isinstance(tile, Dense):
         epilogue = "plain" if bias is None else "bias"
         kernel = launch.gemm_kernel(x.dtype, major, weight_major, epilogue, tile, order)
@@ -41,7 +41,7 @@ def gemm(
         clusters = launch.max_clusters(x.device)
 
         def run(x, weight, bias, *_):
-            out = x.new_empty(shape)
+            out = empty()
             run_dense(x, weight, out, bias, clusters)
             return out
     else:
@@ -49,7 +49,7 @@ def gemm(
         run_skinny = prepared(x.device, kernel, rows=(1, 2) if flat else ())
 
         def run(x, weight, bias, *_):
-            out = x.new_empty(shape)
+            out = empty()
             run_skinny(weight, x, out, None if bias is None else bias.expand(m, n))
             return out
 

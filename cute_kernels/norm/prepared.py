@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..compile.call import prepared
+from ..compile.call import allocator, prepared
 from . import launch
 from .tensors import LAYER, Rule, Scale
 
@@ -22,7 +22,7 @@ def forward(
     x and residual: contiguous [..., D].  What else a call has is left alone.  None where an operand
     would be copied or made.
     """
-    shape, width = x.shape, x.shape[-1]
+    width = x.shape[-1]
     rows, added = (None if t is None else t.view(-1, width) for t in (x, residual))
     given = rows, added, *scale
     taken = launch.taken(rows, added, scale, rule)
@@ -32,12 +32,13 @@ def forward(
     m, layer = rows.shape[0], rule.kind == LAYER
     run_kernel = prepared(x.device, kernel, rows=() if x.dim() == 2 else _ROWS)
     numbers = rule.eps, rule.offset, width, ctas
+    empty = allocator(x.shape, x.dtype, x.device)
+    empty_number = allocator((m,), torch.float32, x.device)
 
     def run(x, residual, weight, bias, *_):
-        y = x.new_empty(shape)
-        h = None if residual is None else x.new_empty(shape)
-        rstd = x.new_empty(m, dtype=torch.float32)
-        mean = torch.empty_like(rstd) if layer else None
+        y, rstd = empty(), empty_number()
+        h = None if residual is None else empty()
+        mean = empty_number() if layer else None
         run_kernel(x, residual, weight, bias, h, y, mean, rstd, *numbers)
         return y, h, mean, rstd
 

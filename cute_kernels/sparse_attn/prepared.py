@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..compile.call import prepared
+from ..compile.call import allocator, prepared
 from ..operands import addressable, not_empty
 from . import config, launch
 from .masks import SPANS, LoweredMask
@@ -32,10 +32,11 @@ def forward(
     lists = mask.kv_count, not_empty(mask.kv_entry), not_empty(mask.kv_tile), mask.words
     counter, ctas = launch.grid(chosen, q_len, batch * heads, q.device)
     numbers = mask.lo, mask.hi, *config.factors(scale, softcap), ctas
-    of_out, of_lse = shape_of_out(q, v), (batch, heads, q_len)
+    empty_out = allocator(shape_of_out(q, v), q.dtype, q.device)
+    empty_lse = allocator((batch, heads, q_len), torch.float32, q.device)
 
     def run(q: Tensor, k: Tensor, v: Tensor, *_: object) -> _Made:
-        out, lse = q.new_empty(of_out), q.new_empty(of_lse, dtype=torch.float32)
+        out, lse = empty_out(), empty_lse()
         run_kernel(q, k, v, out, lse, *lists, None, None, None, counter(), *numbers)
         return out, lse
 
@@ -50,7 +51,7 @@ def forward_of_spans(
     spans: [B, 1, T, 4], contiguous.
     """
     (batch, q_len, heads, dim), kv_heads = q.shape, k.shape[2]
-    of_out, of_lse = shape_of_out(q, v), (batch, heads, q_len)
+    of_out = shape_of_out(q, v)
     # A step of decoding has the query heads of a group in one tile.
     grouped = q_len == 1
     rows = launch.rows_of_groups(q, kv_heads) if grouped else q
@@ -60,6 +61,8 @@ def forward_of_spans(
     run_kernel = prepared(q.device, launch.forward_kernel(chosen))
     counter, ctas = launch.grid(chosen, rows.shape[1], batch * rows.shape[2], q.device)
     numbers = 0, 0, *config.factors(scale, softcap), ctas
+    empty_out = allocator(of_out, q.dtype, q.device)
+    empty_lse = allocator((batch, heads, q_len), torch.float32, q.device)
 
     if grouped:
         stored = launch.rows_of_groups(torch.empty(of_out, dtype=q.dtype, device="meta"), kv_heads)
@@ -67,7 +70,7 @@ def forward_of_spans(
         of_sums = batch, kv_heads, heads // kv_heads
 
     def run(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, *_: object) -> _Made:
-        out, lse = q.new_empty(of_out), q.new_empty(of_lse, dtype=torch.float32)
+        out, lse = empty_out(), empty_lse()
         made = out, lse
         if grouped:
             q, made = as_rows(q), (as_stored(out), lse.view(of_sums))

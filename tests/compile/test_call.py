@@ -1,4 +1,4 @@
-"""compile.call: a kernel runs with the device of its inputs current, whichever was."""
+"""compile.call: a kernel runs with the device of its inputs current, whichever was; its results."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import types
 import pytest
 import torch
 
+from cute_kernels.compile import call as call_module
 from cute_kernels.compile import extension
-from cute_kernels.compile.call import call, prepared
+from cute_kernels.compile.call import allocator, call, prepared
 
 
 @pytest.mark.parametrize(
@@ -39,3 +40,56 @@ def test_the_inputs_device_is_current(monkeypatch, device, current, entered):
     if device != "cpu":
         prepared(torch.device(device), kernel, rows=(0, 2))(1, "x")
         assert log == [*entered, (0b101, 1, "x"), *["left" for _ in entered]]
+
+
+CPU = torch.device("cpu")
+
+
+def facts(t: torch.Tensor) -> tuple:
+    return (
+        *(type(t), t.shape, t.stride(), t.dtype, t.device, t.layout, t.storage_offset()),
+        *(t.is_contiguous(), t.is_contiguous(memory_format=torch.channels_last), t.is_leaf),
+        *(t.untyped_storage().nbytes(), t.untyped_storage().resizable(), t.is_pinned()),
+        *(
+            t.requires_grad,
+            t.grad_fn,
+            t.is_inference(),
+            t.data_ptr() % 64,
+            torch._C._dispatch_keys(t),
+        ),
+    )
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (7,), (2, 3, 4, 5), (1, 4, 1), (2, 1, 1, 3), ()])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_results_are_as_torch_allocates_them(shape, dtype):
+    make = allocator(torch.Size(shape), dtype, CPU)
+    like = torch.empty(1, dtype=dtype)
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            made = make()
+            assert facts(made) == facts(like.new_empty(shape))
+            assert made._is_view() is False and (made.is_inference() or made._version == 0)
+    one, other = make(), make()
+    assert one.data_ptr() != other.data_ptr()
+    one.fill_(2).requires_grad_().sum().backward()
+    assert one.grad.shape == one.shape
+
+
+def test_results_are_on_the_inputs_device(monkeypatch):
+    """torch.compile's allocate on the current one."""
+    log = []
+    monkeypatch.setitem(call_module._EMPTY, "cuda", lambda *args: log.append(args))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    empty = torch.empty
+
+    def by_torch(size, *, dtype, device):
+        if device == "meta":
+            return empty(size, dtype=dtype, device=device)
+        return log.append((size, dtype, device))
+
+    monkeypatch.setattr(torch, "empty", by_torch)
+    for index in (0, 1):
+        allocator((3, 4), torch.float16, torch.device("cuda", index))()
+    assert log == [((3, 4), torch.float16, torch.device("cuda:0")), ((3, 4), (4, 1), torch.float16)]
