@@ -126,13 +126,18 @@ def _entrance(op: Callable, run: Callable, apply: Callable | None, at: int) -> C
     a tensor.
     """
 
+    def with_node(run: Callable) -> Callable:
+        return op if apply is None else lambda *args: apply(*args, run)
+
+    computed = _computer(run, with_node(run))
+
     def enter(*args):
         if torch.compiler.is_compiling() or not _plain(args, args[at]):
             return op(*args)
         return computed(*args)
 
     def computer(run: Callable | None) -> Callable | None:
-        """``computed(*args)``: the op's results by ``run``, if there is one.
+        """``computed(*args)``: the op's results by ``run``, or None where that is.
 
         With a node in the graph if a gradient is asked for.
         """
@@ -140,9 +145,8 @@ def _entrance(op: Callable, run: Callable, apply: Callable | None, at: int) -> C
             return None
         in_c = extension.calls()
         make = _computer if in_c is None else in_c.computer
-        return make(run, op if apply is None else lambda *args: apply(*args, run))
+        return make(run, with_node(run))
 
-    computed = _computer(run, op if apply is None else lambda *args: apply(*args, run))
     enter.computer = computer
     return enter
 

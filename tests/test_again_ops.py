@@ -115,6 +115,27 @@ def test_sinks_go_the_whole_way(launched, monkeypatch, forgotten):
     assert same_bytes(first, later) is not forgotten
 
 
+Q, KV = drawn(1, 1, 2, 64), drawn(1, 150, 1, 64, seed=1)
+SPANS = torch.tensor([[[[0, 0, 0, 150]]]], dtype=torch.int32)
+PUBLIC = {
+    "linear": lambda: ck.linear(X, W),
+    "rms_norm": lambda: ck.rms_norm(X, W[0]),
+    "attention": lambda: ck.block_sparse_attention(Q, KV, KV),
+    "spans": lambda: api.sequence_attention(Q, KV, KV, SPANS),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_call_that_is_known_in_eager_is_traced(launched, name):
+    """What finds it may be C, which Dynamo does not trace: it never comes to that."""
+    run = PUBLIC[name]
+    with idle():
+        run(), run()
+        assert len(launched) == 1
+        torch.compile(lambda: run(), fullgraph=True, backend="eager")()
+        assert len(launched) == 2  # the op remembers apart
+
+
 def test_what_an_op_remembers_passes_no_check(launched):
     with idle():
         for _ in range(2):

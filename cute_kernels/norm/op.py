@@ -54,18 +54,17 @@ def apply(
     name: str, kind: str, given: Operands, eps: object, offset: object = 0.0
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """y, or (y, h) of a call with a residual, of the function ``name``."""
-    x, weight, bias, residual, *main_grads = given
-    tensors = x, residual, weight, bias
+    x, weight, bias, residual, main_grad, bias_main_grad = given
     options = kind, eps, offset, type(eps), type(offset)
-    plain = main_grads == [None, None] and not is_dynamo_compiling()
-    known = plain and calls.find(options, *tensors)
+    plain = main_grad is None and bias_main_grad is None and not is_dynamo_compiling()
+    known = plain and calls.find(options, x, residual, weight, bias)
     if known:
-        y, h, _, _ = known(*tensors, None, None, kind, eps, offset)
+        y, h, _, _ = known(x, residual, weight, bias, None, None, kind, eps, offset)
     else:
         rule = checks.norm(name, kind, given, eps, offset)
         if known is None:
-            calls.keep(options, tensors, rule)
-        y, h, _, _ = norm(*tensors, *main_grads, *rule)
+            calls.keep(options, (x, residual, weight, bias), rule)
+        y, h, _, _ = norm(x, residual, weight, bias, main_grad, bias_main_grad, *rule)
     return y if residual is None else (y, h)
 
 

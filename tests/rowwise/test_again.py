@@ -71,6 +71,13 @@ def test_so_has_its_gradient(way, name):
     assert all(map(same_bytes, first, later)) and way.launched == 1
 
 
+def test_a_call_that_is_known_in_eager_is_traced(way):
+    x = drawn(5, 77).to(BF16)
+    first, _ = ck.silu(x), ck.silu(x)
+    graph = torch.compile(lambda: ck.silu(x), fullgraph=True, backend="eager")
+    assert same_bytes(graph(), first)
+
+
 def test_another_kind_shape_or_dtype_is_another_call(way):
     x = drawn(5, 77).to(BF16)
     for run in CALLS.values():
