@@ -9,10 +9,11 @@ import torch
 
 from . import extension
 
-#: What graphs of torch.compile allocate by: it parses no arguments and asks no dispatcher.
+#: By device: what graphs of torch.compile allocate by, which parses no arguments and asks no
+#: dispatcher.  No promise of torch's: where it is missing, `torch.empty` does it.
 _EMPTY = {
-    "cuda": torch._C._dynamo.guards._empty_strided_cuda,
-    "cpu": torch._C._dynamo.guards._empty_strided_cpu,
+    device: getattr(torch._C._dynamo.guards, f"_empty_strided_{device}", None)
+    for device in ("cuda", "cpu")
 }
 
 
@@ -53,19 +54,23 @@ def allocator(
 ) -> Callable[[], torch.Tensor]:
     """``make()`` is ``torch.empty`` of these in a third of the host's time, for `again`'s calls.
 
-    Uninitialised in any case: ``torch.utils.deterministic.fill_uninitialized_memory`` is left out,
-    as all of it is to be written.
+    Kernels write every element, so ``torch.use_deterministic_algorithms`` fills nothing before.
     """
     size = tuple(map(int, shape))
     strides = torch.empty(size, dtype=dtype, device="meta").stride()
+
+    def make_by_torch() -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    if _EMPTY[device.type] is None:
+        return make_by_torch
     make = functools.partial(_EMPTY[device.type], size, strides, dtype)
     if device.index is None or torch.accelerator.device_count() <= 1:
-        return make
+        return make  # no other device can be current
 
-    def make_there():
-        if device.index == torch.accelerator.current_device_index():
-            return make()
-        return torch.empty(size, dtype=dtype, device=device)
+    def make_there() -> torch.Tensor:
+        here = device.index == torch.accelerator.current_device_index()
+        return make() if here else make_by_torch()
 
     return make_there
 

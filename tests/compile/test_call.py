@@ -45,24 +45,23 @@ def test_the_inputs_device_is_current(monkeypatch, device, current, entered):
 CPU = torch.device("cpu")
 
 
-def facts(t: torch.Tensor) -> tuple:
-    return (
+def facts(t: torch.Tensor) -> list:
+    return [
         *(type(t), t.shape, t.stride(), t.dtype, t.device, t.layout, t.storage_offset()),
         *(t.is_contiguous(), t.is_contiguous(memory_format=torch.channels_last), t.is_leaf),
         *(t.untyped_storage().nbytes(), t.untyped_storage().resizable(), t.is_pinned()),
-        *(
-            t.requires_grad,
-            t.grad_fn,
-            t.is_inference(),
-            t.data_ptr() % 64,
-            torch._C._dispatch_keys(t),
-        ),
-    )
+        *(t.requires_grad, t.grad_fn, t.is_inference(), t.data_ptr() % 64),
+        torch._C._dispatch_keys(t),
+    ]
 
 
+@pytest.mark.parametrize("lacking", [False, True])
 @pytest.mark.parametrize("shape", [(3, 5), (7,), (2, 3, 4, 5), (1, 4, 1), (2, 1, 1, 3), ()])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_results_are_as_torch_allocates_them(shape, dtype):
+def test_results_are_as_torch_allocates_them(monkeypatch, shape, dtype, lacking):
+    if lacking:
+        monkeypatch.setitem(call_module._EMPTY, "cpu", None)
+    assert call_module._EMPTY["cuda"] is not None
     make = allocator(torch.Size(shape), dtype, CPU)
     like = torch.empty(1, dtype=dtype)
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
