@@ -1,6 +1,6 @@
 """Every constant that the bits of norm depend on, and the configurations of its kernels.
 
-A row is summed in one tree, a function of its width D, in each direction.  What is summed over rows
+A row is summed in one tree, a function of its width D.  What is summed over rows
 is cut into parts of `part_rows(D)` rows, each added from zero; parts are added one by one,
 ascending, to what they belong to.  Nothing follows the number of rows.
 """
@@ -31,8 +31,8 @@ _ALONE = 128
 PAD = 4
 #: Bytes of an SM's rows under way, bytes of its shared memory for them, stages of a ring.
 _UNDER_WAY, _SHARED, _MOST_STAGES = 96 << 10, 220 << 10, 8
-#: Stages of a backward's ring.
-_BACKWARD_STAGES = 3
+#: Stages of a backward's ring, of rows with one unit a thread and with more.
+_BACKWARD_STAGES = 3, 2
 
 _KEPT = frozenset({RUN_TO_RUN, BATCH_INVARIANT, SPLIT_INVARIANT})
 #: Backend -> what it keeps.
@@ -86,12 +86,6 @@ def row_plan(width: int) -> RowPlan:
     return RowPlan(size // units, units)
 
 
-def backward_plan(width: int) -> RowPlan:
-    """Of an SM90 backward kernel, whose rows of 2048 and 4096 have one unit a thread."""
-    size = room(width) // UNIT
-    return RowPlan(size, 1) if size in (256, 512) else row_plan(width)
-
-
 def plan(backend: str, device: arch.Device) -> dict[str, object]:
     """What a contract id covers."""
     widths = [1 << i for i in range(6, 17)]
@@ -100,8 +94,8 @@ def plan(backend: str, device: arch.Device) -> dict[str, object]:
         return common | {"cpu": asdict(CPU), "threads": device.threads}
     if backend == arch.TRITON:
         return common | asdict(TRITON)
-    threads = {w: [asdict(row_plan(w)), asdict(backward_plan(w))] for w in widths}
-    return common | {"units": UNIT, "threads": threads}
+    threads = {w: asdict(row_plan(w)) for w in widths}
+    return common | {"units": UNIT, "threads": threads, "backward": BACKWARD_THREADS}
 
 
 @dataclass(frozen=True)
@@ -185,19 +179,24 @@ def forward_residency(config: ForwardConfig) -> Residency:
 def backward_residency(config: BackwardConfig) -> Residency:
     """Likewise; one CTA, whose sums take registers.
 
-    Two rows are under way.  With more, half of the SMs are served before the other half, which
-    then works on alone at the end (docs/notes/norm_sm90.md, round 9).
+    Some 32 KB are under way.  With more, half of the SMs are served before the other half, which
+    then works on alone at the end (docs/notes/norm_sm90.md, rounds 9 and 10).
     """
     threads = max(BACKWARD_THREADS, config.threads)
     groups, size = threads // config.threads, config.units * UNIT
     itemsize = 4 if config.dtype == "fp32" else 2
     stage = threads * (size * itemsize * (2 + config.upstream) + 4 * (1 + (config.kind == "layer")))
     sums = groups * size * (config.threads + PAD) * 4 if groups > 1 else 0
-    return Residency(threads, 1, _stages(_BACKWARD_STAGES, (_SHARED - sums) // stage))
+    wanted = _BACKWARD_STAGES[config.units > 1]
+    return Residency(threads, 1, _stages(wanted, (_SHARED - sums) // stage))
 
 
 @dataclass(frozen=True)
 class SumConfig:
-    """The compiled SM90 kernel that adds parts; ``into``: "add" to fp32, else the dtype made."""
+    """The compiled SM90 kernel that adds parts.
+
+    into: "add" to fp32, else the dtype made.  pair: of dweight and dbias in one launch.
+    """
 
     into: str
+    pair: bool

@@ -6,6 +6,8 @@ begin, and no sum is torch's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..cpu_math import halves, ieee
@@ -71,9 +73,18 @@ def backward(
 
 
 def add_parts(
+    parts: Sequence[torch.Tensor],
+    into: Sequence[torch.Tensor | None],
+    like: Sequence[torch.Tensor],
+) -> list[torch.Tensor | None]:
+    """Of each sum: into [D] += parts [P, D], ascending; without ``into`` from zero, a tensor like
+    ``like``."""
+    return [_added(*one) for one in zip(parts, into, like, strict=True)]
+
+
+def _added(
     parts: torch.Tensor, into: torch.Tensor | None, like: torch.Tensor
 ) -> torch.Tensor | None:
-    """into [D] += parts [P, D], ascending; without ``into`` from zero, a tensor like ``like``."""
     with ieee():
         total = into
         if into is None:

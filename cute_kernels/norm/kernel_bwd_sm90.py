@@ -6,10 +6,9 @@
 
 Layout       dy, dh, h, dx [M, 8 ⌈D / 8⌉], zeros behind D, rows at multiples of 16 bytes; weight
              likewise; mean, rstd fp32 [M]; parts fp32 [P, 8 ⌈D / 8⌉].
-Order        over a row as in the forward kernel, by threads and units of its own
-             (`config.backward_plan`).  Over the rows of a part: its rows are dealt to the groups of
-             a CTA in runs of neighbours; a group adds its own ascending, one fma each; groups
-             ascending.
+Order        over a row as in the forward kernel.  Over the rows of a part: its rows are dealt to
+             the groups of a CTA in runs of neighbours; a group adds its own ascending, one fma
+             each; groups ascending.
 Work         a CTA for a part, of which more than CTAs are walked through; the next rows are under
              way while one is summed (device/ahead.py), those of the next part among them.  The
              kernel that adds the parts is launched while this one runs.
@@ -104,6 +103,8 @@ class NormBackwardSm90:
                 self.ahead.fetch(ring, d, read, stats, early)
                 asked, number = self.after(asked, number, ctas)
         weight = self.group.load_vector(mWeight, lane)
+        offset, width = numbers
+        inverse = cutlass.Float32(1.0) / cutlass.Float32(width)
         for part in cutlass.range(block, count, ctas, unroll=1):
             sums = [self.zeros(), self.zeros()] if self.layer else [self.zeros()]
             for r in cutlass.range(self.run, unroll=1):
@@ -121,9 +122,9 @@ class NormBackwardSm90:
                     raws = [self.group.load(t, row, lane, there) for t in read]
                     numbers_of = [self.statistic(t, row, there) for t in stats]
                 dy, x_hat = rows.widened(raws[0]), rows.widened(raws[1])
-                self.add(dy, x_hat, sums, numbers_of, (lane, numbers[1]))
+                self.add(dy, x_hat, sums, numbers_of)
                 at = (sPartials[slot, None, None, None], group, lane)
-                means = self.means(dy, x_hat, weight, at, numbers)
+                means = self.means(dy, x_hat, (weight, offset), at, inverse)
                 slot = slot ^ 1
                 self.finish(dy, x_hat, raws[2:], means, numbers_of[-1])
                 self.group.store(rows.narrowed(dy, self.dtype), mDx, row, lane, there)
@@ -159,44 +160,45 @@ class NormBackwardSm90:
         return value
 
     @cute.jit
-    def add(self, dy, x_hat, sums: list, stats: list, at: tuple):
-        """h becomes x̂; the row's share of dweight and dbias is added."""
+    def add(self, dy, x_hat, sums: list, stats: list):
+        """h becomes x̂; the row's share of dweight and dbias is added.
+
+        Behind the last column dy is 0, and with it each share.
+        """
         rstd = stats[-1]
-        if cutlass.const_expr(self.layer):
-            for i in cutlass.range_constexpr(self.group.size):
-                x_hat[i] = x_hat[i] - stats[0]
-            self.group.without_tail(x_hat, *at)
         for i in cutlass.range_constexpr(self.group.size):
-            x_hat[i] = x_hat[i] * rstd
-            sums[0][i] = cute.math.fma(dy[i], x_hat[i], sums[0][i])
             if cutlass.const_expr(self.layer):
+                x_hat[i] = cute.math.fma(x_hat[i], rstd, -stats[0] * rstd)
                 sums[1][i] = sums[1][i] + dy[i]
+            else:
+                x_hat[i] = x_hat[i] * rstd
+            sums[0][i] = cute.math.fma(dy[i], x_hat[i], sums[0][i])
 
     @cute.jit
-    def means(self, dy, x_hat, weight, at: tuple, numbers: tuple) -> list:
-        """dy becomes g.  mean(g x̂), and of a layer norm mean(g)."""
-        sSlots, group, lane = at
-        size = cutlass.Float32(numbers[1])
+    def means(self, dy, x_hat, scale: tuple, at: tuple, inverse) -> list:
+        """dy becomes g.  mean(g x̂), and of a layer norm mean(g); ``inverse``: 1 / D."""
+        (weight, offset), (sSlots, group, lane) = scale, at
         of_g = cutlass.Float32(0.0)
         of_products = cutlass.Float32(0.0)
         for i in cutlass.range_constexpr(self.group.size):
-            dy[i] = dy[i] * (weight[i].to(cutlass.Float32) + numbers[0])
+            dy[i] = dy[i] * (weight[i].to(cutlass.Float32) + offset)
             of_products = cute.math.fma(dy[i], x_hat[i], of_products)
             if cutlass.const_expr(self.layer):
                 of_g = of_g + dy[i]
         wanted = [of_products, of_g] if self.layer else [of_products]
         slots = [sSlots[i, None, None] for i in range(len(wanted))]
-        return [total / size for total in self.group.sums(wanted, slots, group, lane)]
+        return [total * inverse for total in self.group.sums(wanted, slots, group, lane)]
 
     @cute.jit
     def finish(self, g, x_hat, dh: list, means: list, rstd):
         """g becomes dx; in fp32."""
+        added = [rows.widened(t) for t in dh]
         for i in cutlass.range_constexpr(self.group.size):
             inner = cute.math.fma(-x_hat[i], means[0], g[i])
-            if cutlass.const_expr(self.layer):
-                inner = inner - means[1]
-            if cutlass.const_expr(len(dh) > 0):
-                g[i] = cute.math.fma(inner, rstd, dh[0][i].to(cutlass.Float32))
+            # dx is rstd inner and these.
+            terms = [t[i] for t in added] + [-mean * rstd for mean in means[1:]]
+            if cutlass.const_expr(len(terms) > 0):
+                g[i] = cute.math.fma(inner, rstd, sum(terms[1:], terms[0]))
             else:
                 g[i] = inner * rstd
 

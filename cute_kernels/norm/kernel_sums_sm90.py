@@ -1,8 +1,8 @@
-"""Parts of dweight or dbias, added to what they belong to, on SM90.
+"""Parts of dweight, of dbias or of both, added to what they belong to, on SM90.
 
     into += parts[0] + parts[1] + ...  or  made = parts[0] + parts[1] + ..., rounded
 
-Layout       parts fp32 [P, 8 ⌈D / 8⌉]; into fp32 [D], made [D] in its dtype.
+Layout       parts fp32 [P, 8 ⌈D / 8⌉]; into fp32 [D], made [D] in its dtype; of a pair, two each.
 Order        one chain, ascending, from ``into`` or from zero.
 Work         a CTA for 8 columns, so that narrow rows have some for many SMs: its threads copy 128
              parts a stage into a ring of shared memory, and lanes of one warp add them, one for
@@ -36,14 +36,21 @@ class NormSumsSm90:
     """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
 
     def __init__(self, config: SumConfig):
-        self.add = config.into == "add"
+        self.add, self.pair = config.into == "add", config.pair
         self.dtype = cutlass.Float32 if self.add else fake.DTYPES[config.into]
         self.slots = Slots((4 * COPIED,))
 
     @cute.jit
-    def __call__(self, mParts: cute.Tensor, mInto: cute.Tensor, stream):
-        self.kernel(mParts, mInto).launch(
-            grid=(cute.ceil_div(mInto.shape[0], UNIT), 1, 1),
+    def __call__(
+        self,
+        mParts: cute.Tensor,
+        mInto: cute.Tensor,
+        mOtherParts: cute.Tensor | None,
+        mOtherInto: cute.Tensor | None,
+        stream,
+    ):
+        self.kernel(mParts, mInto, mOtherParts, mOtherInto).launch(
+            grid=(cute.ceil_div(mInto.shape[0], UNIT), 1 + self.pair, 1),
             block=(WARP * WARPS, 1, 1),
             min_blocks_per_mp=1,
             use_pdl=True,
@@ -51,17 +58,35 @@ class NormSumsSm90:
         )
 
     @cute.kernel
-    def kernel(self, mParts: cute.Tensor, mInto: cute.Tensor):
+    def kernel(
+        self,
+        mParts: cute.Tensor,
+        mInto: cute.Tensor,
+        mOtherParts: cute.Tensor | None,
+        mOtherInto: cute.Tensor | None,
+    ):
+        _, of_pair, _ = cute.arch.block_idx()
+        layout = cute.make_ordered_layout((STAGES, OF_STAGE, UNIT), order=(2, 1, 0))
+        sParts = SmemAllocator().allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
+        # The kernel that makes the parts may still run: none of its results is read before this.
+        cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(self.pair):
+            if of_pair == 0:
+                self.sum(mParts, mInto, sParts)
+            else:
+                self.sum(mOtherParts, mOtherInto, sParts)
+        else:
+            self.sum(mParts, mInto, sParts)
+
+    @cute.jit
+    def sum(self, mParts: cute.Tensor, mInto: cute.Tensor, sParts: cute.Tensor):
+        """A CTA's columns of one sum."""
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp, lane = cute.arch.make_warp_uniform(tidx // WARP), tidx % WARP
         parts, width = mParts.shape[0], mInto.shape[0]
         # A lane behind the last column has the last one instead, and stores nothing.
         column = block * UNIT + lane
-        layout = cute.make_ordered_layout((STAGES, OF_STAGE, UNIT), order=(2, 1, 0))
-        sParts = SmemAllocator().allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
-        # The kernel that makes the parts may still run: none of its results is read before this.
-        cute.arch.griddepcontrol_wait()
         total = cutlass.Float32(0.0)
         if cutlass.const_expr(self.add):
             total = mInto[cutlass.min(column, width - 1)]
@@ -121,10 +146,15 @@ class NormSumsSm90:
 def build(config: SumConfig, compile=cute.compile):
     """Compiles one configuration against fake tensors; no GPU needed."""
     into = "fp32" if config.into == "add" else config.into
+    parts, width, columns = fake.size(), fake.size(), fake.size(UNIT)
+
+    def one():
+        return fake.compact(cutlass.Float32, (parts, columns), 16), fake.vector(into, width)
+
     return compile(
         NormSumsSm90(config),
-        fake.compact(cutlass.Float32, (fake.size(), fake.size(UNIT)), 16),
-        fake.vector(into, fake.size()),
+        *one(),
+        *(one() if config.pair else (None, None)),
         fake.stream(),
         options=fake.SM90_OPTIONS,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.nn.functional import pad
@@ -20,7 +20,6 @@ from .config import (
     BackwardConfig,
     ForwardConfig,
     SumConfig,
-    backward_plan,
     forward_residency,
     part_rows,
     row_plan,
@@ -104,16 +103,27 @@ def backward(
 
 
 def add_parts(
-    parts: torch.Tensor, into: torch.Tensor | None, like: torch.Tensor
-) -> torch.Tensor | None:
-    """As `cpu.add_parts`."""
-    made = torch.empty_like(like) if into is None else None
-    name = config.DTYPE_NAMES[like.dtype] if into is None else "add"
-    target = made if into is None else into
-    flat = target.contiguous()
-    call(parts.device, _kernel(SumConfig(name)), parts, flat)
-    if flat is not target:
-        target.copy_(flat)
+    parts: Sequence[torch.Tensor],
+    into: Sequence[torch.Tensor | None],
+    like: Sequence[torch.Tensor],
+) -> list[torch.Tensor | None]:
+    """As `cpu.add_parts`; two sums of one kind in one launch."""
+    made = [torch.empty_like(t) if old is None else None for old, t in zip(into, like, strict=True)]
+    targets = [new if old is None else old for old, new in zip(into, made, strict=True)]
+    flat = [t.contiguous() for t in targets]
+    names = [
+        config.DTYPE_NAMES[t.dtype] if old is None else "add"
+        for old, t in zip(into, like, strict=True)
+    ]
+    sums = list(zip(parts, flat, strict=True))
+    if len(sums) == 2 and names[0] == names[1]:
+        call(parts[0].device, _kernel(SumConfig(names[0], True)), *sums[0], *sums[1])
+    else:
+        for name, one in zip(names, sums, strict=True):
+            call(one[0].device, _kernel(SumConfig(name, False)), *one, None, None)
+    for target, t in zip(targets, flat, strict=True):
+        if t is not target:
+            target.copy_(t)
     return made
 
 
@@ -172,7 +182,7 @@ def backward_config(
     kind: str, dtype: torch.dtype, weight: torch.dtype, upstream: bool, width: int
 ) -> BackwardConfig:
     """The configuration of kernel_bwd_sm90 for rows of ``width``."""
-    names, plan = config.DTYPE_NAMES, backward_plan(width)
+    names, plan = config.DTYPE_NAMES, row_plan(width)
     return BackwardConfig(kind, names[dtype], names[weight], upstream, plan.threads, plan.units)
 
 
@@ -211,5 +221,5 @@ def catalogue() -> Iterator[Entry]:
         limits = {"max_registers": 128, "max_shared": _MOST_SHARED, "spills": spills}
         yield Entry(entry(chosen), "A", Expect(None, **limits))
     limits = {"max_registers": 64, "max_shared": 40960}
-    for into in ("add", *config.DTYPE_NAMES.values()):
-        yield Entry(entry(SumConfig(into)), "A", Expect(None, pdl=True, **limits))
+    for into, pair in itertools.product(("add", *config.DTYPE_NAMES.values()), (False, True)):
+        yield Entry(entry(SumConfig(into, pair)), "A", Expect(None, pdl=True, **limits))

@@ -135,13 +135,14 @@ def _run_backward(
     wanted = any(needs[1:])
     launch = _of_rows("backward", h)
     d_rows, parts = launch(given, rows, stats, Scale(weight, bias), Rule(kind, eps, offset), wanted)
-    add = _of_rows("add_parts", h)
-    if needs[1]:
-        made = add(parts.weight, main_grad, weight)
-        d_weight = d_weight if made is None else made
-    if needs[2]:
-        made = add(parts.bias, bias_main_grad, bias)
-        d_bias = d_bias if made is None else made
+    if wanted:
+        sums = (parts.weight, main_grad, weight), (parts.bias, bias_main_grad, bias)
+        chosen = [at for at in (0, 1) if needs[1 + at]]
+        made = _of_rows("add_parts", h)(*zip(*(sums[at] for at in chosen), strict=True))
+        own = dict(zip(chosen, made, strict=True))
+        d_weight, d_bias = (
+            t if own.get(at) is None else own[at] for at, t in enumerate((d_weight, d_bias))
+        )
     return d_rows.view(h.shape) if needs[0] else d_x, d_weight, d_bias
 
 

@@ -70,7 +70,9 @@ def run(backend, case: Case, given: Inputs) -> Results:
     stats = (made.mean, made.rstd)
     dx, parts = backend.backward(given.upstream, h, stats, given.scale, case.rule, True)
     like = given.x.new_empty(case.width, dtype=FP32)
-    sums = [backend.add_parts(p, None, like) for p in parts if p is not None]
+    apart = [p for p in parts if p is not None]
+    count = len(apart)
+    sums = backend.add_parts(apart, [None] * count, [like] * count)
     return Results(made.y, h, dx, sums[0], sums[1] if case.bias else None)
 
 

@@ -146,10 +146,10 @@ def test_parts_are_added_one_by_one():
         got = state.clone()
         with simulated():
             for piece in parts.split(cut):
-                assert launch.add_parts(piece, got, got) is None
+                assert launch.add_parts([piece], [got], [got]) == [None]
         assert contract.same_bytes(got, want)
     with simulated():
-        made = launch.add_parts(parts, None, torch.empty(40, dtype=BF16))
+        (made,) = launch.add_parts([parts], [None], [torch.empty(40, dtype=BF16)])
     zero = torch.zeros(40)
     for part in parts:
         zero += part
@@ -175,8 +175,9 @@ def test_a_sum_that_begins_before_its_parts_are_complete_is_refused(tmp_path, wa
     """The simulator runs one kernel after the other; rule R3 of the certificates sees this."""
     text = "        cute.arch.griddepcontrol_wait()\n"
     module = changed(tmp_path, "norm.kernel_sums_sm90", text, wait)
-    (entry,) = (e for e in launch.catalogue() if e.kernel == launch.entry(SumConfig("bf16")))
-    made = sass.artefacts(lambda: module.build(SumConfig("bf16")))
+    chosen = SumConfig("bf16", pair=True)
+    (entry,) = (e for e in launch.catalogue() if e.kernel == launch.entry(chosen))
+    made = sass.artefacts(lambda: module.build(chosen))
     rules = {finding.rule for finding in check_a(made, entry.expect)}
     assert rules == (set() if wait else {"R3"})
 
@@ -225,7 +226,7 @@ def sums(count: int):
         def run():
             got = state.clone()
             with simulated(1, kernel=kernel):
-                launch.add_parts(parts, got, got)
+                launch.add_parts([parts], [got], [got])
             return got
 
         assert contract.same_bytes(run_modes(run, QUICK_MODES)["default"], want)
@@ -253,10 +254,9 @@ MUTANTS = {
         "numbers_of[-1])\n                for i in cutlass.range_constexpr(self.group.size):\n"
         "                    dy[i] = dy[i] * weight[i].to(cutlass.Float32)\n",
         wrong_values(Case(5, 96))),
-    "mean_of_g_forgotten": (BACKWARD, "inner = inner - means[1]", "inner = inner + 0.0",
+    "mean_of_g_forgotten": (BACKWARD, "[-mean * rstd for mean in means[1:]]", "[]",
         wrong_values(NARROW)),
-    "dh_forgotten": (BACKWARD, "cute.math.fma(inner, rstd, dh[0][i].to(cutlass.Float32))",
-        "inner * rstd", wrong_values(MIDDLE)),
+    "dh_forgotten": (BACKWARD, "[t[i] for t in added] + ", "", wrong_values(MIDDLE)),
     "rows_of_a_part_by_the_grid": (BACKWARD, "part * self.rows + group * self.run + number",
         "part * self.rows + (self.groups - 1 - group) * self.run + number", other_bytes(MIDDLE)),
     "groups_descending": (BACKWARD, "value = value + sSums[g, i, t]",
@@ -278,8 +278,12 @@ MUTANTS = {
         "                sSums[group, i, lane] = total[i]\n            cute.arch.sync_threads()\n",
         "                sSums[group, i, lane] = total[i]\n", other_bytes(MIDDLE)),
     "warps_do_not_meet": (ROWS,
-        "            cute.arch.sync_threads()\n            totals =", "            totals =",
+        "            cute.arch.barrier(barrier_id=group + 1, number_of_threads=self.threads)\n", "",
         other_bytes(WIDE)),
+    "one_barrier_for_all_rows": (ROWS, "barrier_id=group + 1,", "barrier_id=1,",
+        other_bytes(Case(67, 1032))),
+    "both_of_a_pair_are_one": (SUMS, "self.sum(mOtherParts, mOtherInto, sParts)",
+        "self.sum(mParts, mOtherInto, sParts)", wrong_values(Case(5, 1032, LAYER, bias=True))),
     "one_slot_for_both_sums": (ROWS, "for sSlot in sSlots]", "for sSlot in [sSlots[0]] * 2]",
         wrong_values(Case(5, 1032, LAYER, bias=True))),
     "one_slot_for_every_sum": (BACKWARD, "slot = slot ^ 1", "slot = slot ^ 0", other_bytes(
@@ -306,6 +310,7 @@ BY_DAY = (
     "row_is_not_awaited",
     "warps_do_not_meet",
     "parts_descending",
+    "both_of_a_pair_are_one",
 )
 
 

@@ -52,7 +52,7 @@ def everything(module, case: Case, m: int | None = None):
         made = module.forward(given.x, given.residual, given.scale, case.rule)
         stats = (made.mean, made.rstd)
         _, parts = module.backward(given.upstream, made.h, stats, given.scale, case.rule, True)
-        module.add_parts(parts.weight, None, given.scale.weight)
+        module.add_parts([parts.weight], [None], [given.scale.weight])
 
     return call
 

@@ -86,15 +86,15 @@ def parts_are_added(launch: ModuleType) -> None:
             want += part
             zero += part
         got = start.clone()
-        assert launch.add_parts(parts, got, got) is None
+        assert launch.add_parts([parts], [got], [got]) == [None]
         assert contract.same_bytes(got, want)
         apart = torch.empty(width, 2)[:, 0].copy_(start)
-        assert launch.add_parts(parts, apart, apart) is None
+        assert launch.add_parts([parts], [apart], [apart]) == [None]
         assert contract.same_bytes(apart, want)
         # Parts may have room behind their columns.
         room = torch.nn.functional.pad(parts, (0, 5), value=torch.nan)[:, :width]
         for dtype in (FP32, BF16, FP16):
-            made = launch.add_parts(room, None, torch.empty(width, dtype=dtype))
+            (made,) = launch.add_parts([room], [None], [torch.empty(width, dtype=dtype)])
             assert contract.same_bytes(made, zero.to(dtype))
 
 

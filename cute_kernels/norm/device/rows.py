@@ -94,8 +94,8 @@ class Group:
     def sum(self, value, sPartials: cute.Tensor, slot, group, lane):
         """Σ over a row's threads: a butterfly in a warp, then warps ascending.
 
-        ``slot``: of [slots, groups, warps], another one than the sum before had.  All of the CTA's
-        threads come here.
+        ``slot``: of [slots, groups, warps], another one than the sum before had.  All threads of
+        the row come here, and meet at a barrier of their own.
         """
         return self.sums([value], [sPartials[slot, None, None]], group, lane)[0]
 
@@ -107,7 +107,7 @@ class Group:
             if lane % WARP == 0:
                 for sSlot, value in zip(sSlots, totals, strict=True):
                     sSlot[group, lane // WARP] = value
-            cute.arch.sync_threads()
+            cute.arch.barrier(barrier_id=group + 1, number_of_threads=self.threads)
             totals = [self.of_warps(sSlot, group) for sSlot in sSlots]
         return totals
 
@@ -139,7 +139,14 @@ def piece(raw: cute.Tensor, first: cutlass.Constexpr, size: cutlass.Constexpr) -
 def widened(raw: cute.Tensor) -> cute.Tensor:
     """In fp32; a copy."""
     values = cute.make_rmem_tensor(cute.make_layout(cute.size(raw)), cutlass.Float32)
-    values.store(raw.load().to(cutlass.Float32))
+    if cutlass.const_expr(raw.element_type is cutlass.BFloat16):
+        # One instruction each: the compiler takes two for the upper half of a pair.
+        pairs, bits = (cute.recast_tensor(t, cutlass.Uint32) for t in (raw, values))
+        for i in cutlass.range_constexpr(cute.size(pairs)):
+            bits[2 * i] = pairs[i] << 16
+            bits[2 * i + 1] = pairs[i] & cutlass.Uint32(0xFFFF0000)
+    else:
+        values.store(raw.load().to(cutlass.Float32))
     return values
 
 

@@ -7,6 +7,8 @@ that before a CUDA graph is captured.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ...log import contiguous, copied
@@ -79,9 +81,17 @@ def backward(
 
 
 def add_parts(
+    parts: Sequence[torch.Tensor],
+    into: Sequence[torch.Tensor | None],
+    like: Sequence[torch.Tensor],
+) -> list[torch.Tensor | None]:
+    """As `cpu.add_parts`."""
+    return [_added(*one) for one in zip(parts, into, like, strict=True)]
+
+
+def _added(
     parts: torch.Tensor, into: torch.Tensor | None, like: torch.Tensor
 ) -> torch.Tensor | None:
-    """As `cpu.add_parts`."""
     count, width = len(parts), like.shape[0]
     target = torch.empty_like(like) if into is None else into
     flat = target.contiguous()
