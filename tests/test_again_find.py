@@ -276,9 +276,9 @@ def counts(things) -> list[int]:
     return [sys.getrefcount(thing) for thing in things]
 
 
-def same(before: list[int], things) -> bool:
-    """Whether a few hundred calls kept or lost no reference; Python itself takes some of None."""
-    return all(abs(a - b) < 50 for a, b in zip(before, counts(things), strict=True))
+def same(before: list[int], things, calls: int) -> bool:
+    """Whether so many calls kept or lost no reference each; others in the process take some."""
+    return all(2 * abs(a - b) < calls for a, b in zip(before, counts(things), strict=True))
 
 
 def failing(*args):
@@ -313,7 +313,7 @@ def test_what_a_guard_raises_is_raised(both, monkeypatch, module, name, value):
         before = counts(watched)
         for _ in range(100):
             assert both.find("tree", X, W, None) == (OSError, "it fails")
-        assert same(before, watched)
+        assert same(before, watched, 100)
 
 
 @pytest.mark.parametrize("name", ["sharding", "get", "remembers", "MODE", "_current_level"])
@@ -369,7 +369,7 @@ def test_no_reference_is_lost_or_kept_and_no_memory(both):
         assert abs(tracemalloc.get_traced_memory()[0] - first) < 2000
     finally:
         tracemalloc.stop()
-    assert same(before, watched)
+    assert same(before, watched, 6 * 300)
 
 
 # ---- computer ------------------------------------------------------------------------------------
@@ -417,7 +417,7 @@ def test_a_computer_keeps_no_reference(in_c):
         assert computed(G, X, [X, G], None) is G
         with pytest.raises(OSError):
             computed(X, [X], None)
-    assert same(before, watched)
+    assert same(before, watched, 300)
     before = sys.getrefcount(node)
     del computed
     assert sys.getrefcount(node) == before - 1
