@@ -62,17 +62,17 @@ def test_the_readme_tells_what_was_missed():
     missed = set()
     for commit in hosts:
         of_host = latest([r for r in measured if r["commit"] == commit], "model")
-        for product in ("host linear", "host linear, grad", "host attention", "host rms_norm"):
+        products = "linear", "linear, grad", "attention", "rms_norm", "rms_norm, grad"
+        for product in (f"host {name}" for name in products):
             ours, theirs = (
                 of_host.get((product, host.SHAPE), name)["host_us"] for name in ("ours", "torch")
             )
             # A fiftieth is what two runs of one call differ by.
             missed |= {product} if ours > 1.02 * theirs else set()
-    assert missed == {"host linear, grad", "host rms_norm"}
+    assert missed == {"host rms_norm", "host rms_norm, grad"}
     text = " ".join(page("README.md").split())
     claim = (
-        "one call of a norm costs the host twice what torch's does, one of `ck.linear` under grad "
-        "more"
+        "one call of a norm costs the host a tenth more than torch's, under grad 1.7 times as much"
     )
     assert claim in text
 
@@ -81,11 +81,11 @@ def test_the_readme_tells_where_a_token_is_late():
     bench = bench_of(record.read(record.RESULTS / "model.jsonl"))
     for batch, length in shapes.TIMED["generating"]:
         case = ("generating", f"{batch}x{length}")
-        assert bench.ratio(case, "torch_compiled", "ours_compiled") < 1
+        assert (bench.ratio(case, "torch_compiled", "ours_compiled") < 1) is (batch < 64)
         assert bench.ratio(case, "torch", "ours") > 1
     claim = (
-        "outside a CUDA graph a compiled model decodes slower than torch's compiled one "
-        "([limits](docs/model.md#limits)), an eager one faster than torch's"
+        "outside a CUDA graph a compiled model decodes 1 and 8 sequences slower than torch's "
+        "compiled one ([limits](docs/model.md#limits)), an eager one faster than torch's"
     )
     assert claim in " ".join(page("README.md").split())
 
