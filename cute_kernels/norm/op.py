@@ -139,10 +139,10 @@ def _run_backward(
         sums = (parts.weight, main_grad, weight), (parts.bias, bias_main_grad, bias)
         chosen = [at for at in (0, 1) if needs[1 + at]]
         made = _of_rows("add_parts", h)(*zip(*(sums[at] for at in chosen), strict=True))
-        own = dict(zip(chosen, made, strict=True))
-        d_weight, d_bias = (
-            t if own.get(at) is None else own[at] for at, t in enumerate((d_weight, d_bias))
-        )
+        results = [d_weight, d_bias]
+        for at, own in zip(chosen, made, strict=True):
+            results[at] = results[at] if own is None else own
+        d_weight, d_bias = results
     return d_rows.view(h.shape) if needs[0] else d_x, d_weight, d_bias
 
 

@@ -156,6 +156,26 @@ def test_parts_are_added_one_by_one():
     assert contract.same_bytes(made, zero.bfloat16())
 
 
+@pytest.mark.parametrize("kinds", ["added, made", "made, added", "both added", "both made"])
+def test_two_sums_have_the_bytes_of_one_each(kinds):
+    """In one launch, where both are of one kind, and in two."""
+    g = torch.Generator().manual_seed(4)
+    parts = [torch.randn(150, 40, generator=g) for _ in range(2)]
+    states = [torch.randn(40, generator=g) for _ in range(2)]
+    named = kinds.removeprefix("both ").split(", ")
+    added = [named[0] == "added", named[-1] == "added"]
+
+    def sums(which: list[int]) -> list[torch.Tensor]:
+        into = [states[i].clone() if added[i] else None for i in which]
+        like = [torch.empty(40, dtype=BF16) for _ in which]
+        with simulated():
+            made = launch.add_parts([parts[i] for i in which], into, like)
+        return [old if new is None else new for old, new in zip(into, made, strict=True)]
+
+    assert all(map(contract.same_bytes, sums([0, 1]), sums([0]) + sums([1])))
+    assert not contract.same_bytes(sums([0])[0], sums([1])[0])
+
+
 def test_a_part_is_the_same_wherever_it_begins():
     """Rows of the second part alone have the sums that they have behind the first."""
     rows = part_rows(520)
