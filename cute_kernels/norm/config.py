@@ -1,8 +1,8 @@
 """Every constant that the bits of norm depend on, and the configurations of its kernels.
 
-A row is summed in one tree, a function of its width D.  What is summed over rows
-is cut into parts of `part_rows(D)` rows, each added from zero; parts are added one by one,
-ascending, to what they belong to.  Nothing follows the number of rows.
+A row is summed in one tree, a function of its width D.  What is summed over rows is cut into parts
+of `part_rows(D)` rows, each added from zero; parts are added one by one, ascending, to what they
+belong to.  Nothing follows the number of rows.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ UNIT = 8
 FORWARD_THREADS, BACKWARD_THREADS = 256, 512
 #: Threads of a row that has a CTA to itself, and no ring.
 _ALONE = 128
+#: Threads of an SM whose CTAs have no rings.
+_ALONE_THREADS = 1536
 #: Between the columns of a group in shared memory, so that neighbours lie in other banks.
 PAD = 4
 #: Bytes of an SM's rows under way, bytes of its shared memory for them, stages of a ring.
@@ -154,24 +156,18 @@ def forward_residency(config: ForwardConfig) -> Residency:
     """Bits do not follow it; docs/notes/norm_sm90.md has what was tried."""
     threads = max(FORWARD_THREADS, config.threads)
     layer, wide = config.kind == "layer", config.dtype == "fp32"
-    more = layer + config.residual + wide
-    if not wide and not (layer and config.residual) and config.units <= 2:
-        # Rows need no ring, unless a layer norm's second sum is to be hidden.
-        # 40 registers a thread do for a row that is widened twice, 48 for the sum of two.
-        if config.threads == _ALONE and not layer:
-            return Residency(_ALONE, 10 if config.residual else 12, 0)
-        if threads == FORWARD_THREADS and not layer:
-            return Residency(threads, 5 if config.residual else 6, 0)
-        if threads == 512 and config.residual:
-            return Residency(threads, 2, 0)
-        if config.threads == FORWARD_THREADS:
-            return Residency(threads, 3, 2)
-        # Two CTAs of 512 would have 64 registers a thread, and spill.
-        if threads <= 512 and not more:
-            return Residency(threads, 1, 3)
-    # 64 registers do for a row; 80 or more where more is done with it.
-    ctas = (4, 3, 2, 2)[more] if threads == FORWARD_THREADS and config.units <= 2 else 1
-    itemsize = 4 if config.dtype == "fp32" else 2
+    if not wide and config.units <= 2:
+        if not (layer and config.weight == "fp32"):
+            # 40 registers a thread do for a row that is widened once for each use.
+            threads = _ALONE if config.threads == _ALONE else threads
+            return Residency(threads, _ALONE_THREADS // threads, 0)
+        # Weight and bias would be four times a row's bytes, asked for again with each row.
+        if threads == FORWARD_THREADS:
+            return Residency(threads, 3 - config.residual, 2)
+        return Residency(threads, 1, 3)
+    # Rows of fp32 have 80 registers a thread, or 128 where more is done with them.
+    ctas = (2 if layer or config.residual else 3) if threads == FORWARD_THREADS else 1
+    itemsize = 4 if wide else 2
     stage = threads * config.units * UNIT * itemsize * (1 + config.residual)
     return _residency(threads, ctas, stage)
 

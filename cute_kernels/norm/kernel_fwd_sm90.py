@@ -36,8 +36,9 @@ class NormForwardSm90:
         held = forward_residency(config)
         self.threads, self.ctas = held.threads, held.ctas
         self.rows = held.threads // config.threads
-        # Where many CTAs share the registers, a row is kept in 16 bits while its sum is under way.
-        self.twice = held.stages == 0 and config.kind != LAYER and self.dtype.width == 16
+        self.layer, self.stays = config.kind == LAYER, held.stages > 0
+        # Where many CTAs share the registers, a row is kept in 16 bits while a sum is under way.
+        self.again = not self.stays and self.dtype.width == 16
         self.ahead = Ahead(self.group, self.dtype, 1 + config.residual, 0, held.stages)
 
     @cute.jit
@@ -80,16 +81,14 @@ class NormForwardSm90:
         read = [t for t in read if t is not None]
         scale = [t for t in scale if t is not None]
         first, slot = block * self.rows + group, cutlass.Int32(0)
-        stages = self.ahead.stages
-        if cutlass.const_expr(stages == 0):
+        if cutlass.const_expr(not self.stays):
             there = first < m
-            # The row is asked for before the weights, which other CTAs have brought near.
             raws = [self.group.load(t, first, lane, there) for t in read]
-            vectors = [self.group.load_vector(t, lane) for t in scale]
             at = (sPartials, slot, group, lane)
-            self.finish(raws, vectors, made, stats, (first, there), at, numbers)
+            self.finish(raws, scale, made, stats, (first, there), at, numbers)
         else:
-            vectors = [self.group.load_vector(t, lane) for t in scale]
+            scale = [self.group.load_vector(t, lane) for t in scale]
+            stages = self.ahead.stages
             step, stage = ctas * self.rows, cutlass.Int32(0)
             warp = cute.arch.make_warp_uniform(tidx // WARP)
             ring = self.ahead.allocate(allocator, self.threads, warp)
@@ -105,25 +104,33 @@ class NormForwardSm90:
                 self.ahead.wait()
                 raws = [self.ahead.taken(ring, stage, i) for i in range(len(read))]
                 at = (sPartials, slot, group, lane)
-                self.finish(raws, vectors, made, stats, (row, row < m), at, numbers)
+                self.finish(raws, scale, made, stats, (row, row < m), at, numbers)
                 stage = self.ahead.behind(stage, 1)
                 slot = slot ^ 1
 
     @cute.jit
     def finish(
-        self, raws: list, vectors: list, made: tuple, stats: tuple, row: tuple, at: tuple, numbers
+        self, raws: list, scale: list, made: tuple, stats: tuple, row: tuple, at: tuple, numbers
     ):
         """All that is made of a row that has come.  row: (its number, whether it is there)."""
-        row, there = row
-        lane = at[3]
+        (row, there), (sPartials, slot, group, lane), (eps, offset, width) = row, at, numbers
         raw = self.added(raws)
         if cutlass.const_expr(made[0] is not None):
             self.group.store(raw, made[0], row, lane, there)
-        own = rows.widened(raw)
-        mean, rstd = self.summed(own, at, numbers)
-        if cutlass.const_expr(self.twice):
-            own = rows.widened(rows.unrelated(raw))
-        self.scale(own, rstd, vectors, numbers[1])
+        mean, own = self.centered(raw, at, width)
+        squares = cutlass.Float32(0.0)
+        for i in cutlass.range_constexpr(self.group.size):
+            squares = cute.math.fma(own[i], own[i], squares)
+        if cutlass.const_expr(not self.stays):
+            # Other CTAs have brought them near; before the row they would take its registers.
+            scale = [self.group.load_vector(t, lane) for t in scale]
+        # The second sum of a layer norm has a slot of its own.
+        slot = 1 if self.layer else slot
+        variance = self.group.sum(squares, sPartials, slot, group, lane) / cutlass.Float32(width)
+        rstd = cutlass.Float32(1.0) / cute.math.sqrt(variance + eps)
+        if cutlass.const_expr(self.again):
+            own = self.less(self.renewed(raw, own), mean)
+        self.scale(own, rstd, scale, offset)
         self.group.store(rows.narrowed(own, self.dtype), made[1], row, lane, there)
         if (lane == 0) & there:
             stats[1][row] = rstd
@@ -140,36 +147,43 @@ class NormForwardSm90:
         return rows.narrowed(total, self.dtype)
 
     @cute.jit
-    def summed(self, own: cute.Tensor, at: tuple, numbers: tuple) -> tuple:
-        """A row's mean and rstd; of a layer norm h becomes h - mean."""
-        sPartials, slot, group, lane = at
-        eps, _, width = numbers
-        size = cutlass.Float32(width)
-        mean = cutlass.Float32(0.0)
-        if cutlass.const_expr(self.config.kind == LAYER):
+    def centered(self, raw: cute.Tensor, at: tuple, width) -> tuple:
+        """A row's mean, and h - mean, 0 behind the row's last element."""
+        sPartials, _, group, lane = at
+        own, mean = rows.widened(raw), cutlass.Float32(0.0)
+        if cutlass.const_expr(self.layer):
             total = cutlass.Float32(0.0)
             for i in cutlass.range_constexpr(self.group.size):
                 total = total + own[i]
-            # Two sums a row: each has its slot.
-            mean = self.group.sum(total, sPartials, 0, group, lane) / size
-            for i in cutlass.range_constexpr(self.group.size):
-                own[i] = own[i] - mean
+            mean = self.group.sum(total, sPartials, 0, group, lane) / cutlass.Float32(width)
+            own = self.less(self.renewed(raw, own), mean)
             self.group.without_tail(own, lane, width)
-            slot = 1
-        squares = cutlass.Float32(0.0)
-        for i in cutlass.range_constexpr(self.group.size):
-            squares = cute.math.fma(own[i], own[i], squares)
-        variance = self.group.sum(squares, sPartials, slot, group, lane) / size
-        return mean, cutlass.Float32(1.0) / cute.math.sqrt(variance + eps)
+        return mean, own
 
     @cute.jit
-    def scale(self, own: cute.Tensor, rstd, vectors: list, offset):
-        """h - mean becomes y, in fp32."""
+    def renewed(self, raw: cute.Tensor, own: cute.Tensor) -> cute.Tensor:
+        """h in fp32 behind a sum: ``own``, or widened anew."""
+        if cutlass.const_expr(self.again):
+            own = rows.widened(rows.unrelated(raw))
+        return own
+
+    @cute.jit
+    def less(self, own: cute.Tensor, mean) -> cute.Tensor:
+        """h - mean; of an RMS norm h itself."""
+        if cutlass.const_expr(self.layer):
+            for i in cutlass.range_constexpr(self.group.size):
+                own[i] = own[i] - mean
+        return own
+
+    @cute.jit
+    def scale(self, own: cute.Tensor, rstd, scale: list, offset):
+        """h - mean becomes y, in fp32; scale: weight, and of a layer norm bias."""
+        scale = [rows.widened(t) for t in scale]
         for i in cutlass.range_constexpr(self.group.size):
             x_hat = own[i] * rstd
-            weight = vectors[0][i].to(cutlass.Float32) + offset
-            if cutlass.const_expr(len(vectors) == 2):
-                own[i] = cute.math.fma(x_hat, weight, vectors[1][i].to(cutlass.Float32))
+            weight = scale[0][i] + offset
+            if cutlass.const_expr(self.layer):
+                own[i] = cute.math.fma(x_hat, weight, scale[1][i])
             else:
                 own[i] = x_hat * weight
 

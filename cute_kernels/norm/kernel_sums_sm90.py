@@ -4,10 +4,10 @@
 
 Layout       parts fp32 [P, 8 ⌈D / 8⌉]; into fp32 [D], made [D] in its dtype; of a pair, two each.
 Order        one chain, ascending, from ``into`` or from zero.
-Work         a CTA for 8 columns, so that narrow rows have some for many SMs: its threads copy 128
-             parts a stage into a ring of shared memory, and lanes of one warp add them, one for
-             each column.  A dependent launch: CTAs come to SMs before the parts are complete, and
-             wait there.
+Work         a CTA for 16 columns, 64 bytes of a part, so that narrow rows have some for many SMs:
+             its threads copy 64 parts a stage into a ring of shared memory, and lanes of one warp
+             add them, one for each column.  A dependent launch: CTAs come to SMs before the parts
+             are complete, and wait there.
 Measured     docs/status.md.
 """
 
@@ -21,13 +21,13 @@ from ..dsl.ring import Slots
 from .config import UNIT, SumConfig
 
 WARP, WARPS = 32, 8
-#: Columns that a thread copies of a part, of which a warp copies some at once, and a CTA's stage.
-COPIED = 4
-OF_WARP = WARP * COPIED // UNIT
+#: Columns of a CTA; those that a thread copies of a part.
+COLUMNS, COPIED = 16, 4
+#: Parts that a warp copies at once, and a stage's.
+OF_WARP = WARP * COPIED // COLUMNS
 OF_STAGE = OF_WARP * WARPS
-#: All but one are under way while one is added: four take as long to add as a copy takes to come.
-#: With more, fewer CTAs would fit on the card than rows of 8192 columns have.
-STAGES = 5
+#: All but one are under way while one is added.
+STAGES = 3
 #: Parts that are read from shared memory before those read earlier are added.
 AHEAD = 16
 
@@ -50,7 +50,7 @@ class NormSumsSm90:
         stream,
     ):
         self.kernel(mParts, mInto, mOtherParts, mOtherInto).launch(
-            grid=(cute.ceil_div(mInto.shape[0], UNIT), 1 + self.pair, 1),
+            grid=(cute.ceil_div(mInto.shape[0], COLUMNS), 1 + self.pair, 1),
             block=(WARP * WARPS, 1, 1),
             min_blocks_per_mp=1,
             use_pdl=True,
@@ -66,7 +66,7 @@ class NormSumsSm90:
         mOtherInto: cute.Tensor | None,
     ):
         _, of_pair, _ = cute.arch.block_idx()
-        layout = cute.make_ordered_layout((STAGES, OF_STAGE, UNIT), order=(2, 1, 0))
+        layout = cute.make_ordered_layout((STAGES, OF_STAGE, COLUMNS), order=(2, 1, 0))
         sParts = SmemAllocator().allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
         # The kernel that makes the parts may still run: none of its results is read before this.
         cute.arch.griddepcontrol_wait()
@@ -86,7 +86,7 @@ class NormSumsSm90:
         warp, lane = cute.arch.make_warp_uniform(tidx // WARP), tidx % WARP
         parts, width = mParts.shape[0], mInto.shape[0]
         # A lane behind the last column has the last one instead, and stores nothing.
-        column = block * UNIT + lane
+        column = block * COLUMNS + lane
         total = cutlass.Float32(0.0)
         if cutlass.const_expr(self.add):
             total = mInto[cutlass.min(column, width - 1)]
@@ -102,19 +102,19 @@ class NormSumsSm90:
             self.fetch(mParts, sParts, free, next_one, (block, warp, lane))
             if warp == 0:
                 count = cutlass.min(parts - first, OF_STAGE)
-                total = self.added(total, sParts[stage, None, lane % UNIT], count)
+                total = self.added(total, sParts[stage, None, lane % COLUMNS], count)
             stage = 0 if stage == STAGES - 1 else stage + 1
-        if (warp == 0) & (lane < UNIT) & (column < width):
+        if (warp == 0) & (lane < COLUMNS) & (column < width):
             mInto[column] = total.to(self.dtype)
 
     @cute.jit
     def fetch(self, mParts: cute.Tensor, sParts: cute.Tensor, stage, first, thread: tuple):
         """A stage of parts from ``first`` on, one batch of copies; zeros for what is not there."""
         block, warp, lane = thread
-        part = first + warp * OF_WARP + lane * COPIED // UNIT
-        there = part < mParts.shape[0]
-        row = part if there else cutlass.Int32(0)
-        at = cutlass.Int64(row) * mParts.stride[0] + block * UNIT + lane * COPIED % UNIT
+        part = first + warp * OF_WARP + lane * COPIED // COLUMNS
+        column = block * COLUMNS + lane * COPIED % COLUMNS
+        there = (part < mParts.shape[0]) & (column < mParts.shape[1])
+        at = cutlass.Int64(part) * mParts.stride[0] + column if there else cutlass.Int64(0)
         rows = cute.recast_ptr(sParts[stage, None, None].iterator, dtype=cutlass.Uint8)
         target = rows + warp * self.slots.size
         self.slots.fetch(target, 0, copy.aligned(mParts, at, COPIED), there)

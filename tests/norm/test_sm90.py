@@ -206,6 +206,7 @@ def test_a_sum_that_begins_before_its_parts_are_complete_is_refused(tmp_path, wa
 
 FORWARD, BACKWARD, SUMS = "kernel_fwd_sm90", "kernel_bwd_sm90", "kernel_sums_sm90"
 ROWS, AHEAD = "device.rows", "device.ahead"
+RENEWED = "self.less(self.renewed(raw, own), mean)"
 
 
 def wrong_values(case: Case):
@@ -258,17 +259,23 @@ def sums(count: int):
 MUTANTS = {
     "eps_outside_the_root": (FORWARD, "cute.math.sqrt(variance + eps)",
         "(cute.math.sqrt(variance) + eps)", wrong_values(Case(5, 96, Rule(cases.RMS, 0.25)))),
-    "mean_of_padded_row": (FORWARD, "size = cutlass.Float32(width)",
-        "size = cutlass.Float32(self.group.threads * self.group.size)", wrong_values(NARROW)),
+    "mean_of_padded_row": (FORWARD, "0, group, lane) / cutlass.Float32(width)",
+        "0, group, lane) / cutlass.Float32(self.group.threads * self.group.size)",
+        wrong_values(NARROW)),
     "tail_counts_in_the_variance": (FORWARD,
         "            self.group.without_tail(own, lane, width)\n", "",
         wrong_values(Case(5, 65, LAYER, bias=True))),
     "residual_forgotten": (FORWARD, "total.load() + rows.widened(raws[1]).load()",
         "total.load() + total.load()", wrong_values(MIDDLE)),
-    "y_of_another_row_than_its_sum": (FORWARD, "rows.widened(rows.unrelated(raw))",
-        "rows.widened(rows.unrelated(raws[0]))", wrong_values(MIDDLE)),
-    "offset_forgotten": (FORWARD, "vectors[0][i].to(cutlass.Float32) + offset",
-        "vectors[0][i].to(cutlass.Float32)",
+    "y_of_another_row_than_its_sum": (FORWARD, f"            own = {RENEWED}\n        self.scale",
+        f"            own = {RENEWED.replace('raw', 'raws[0]')}\n        self.scale",
+        wrong_values(MIDDLE)),
+    "mean_forgotten_behind_the_sums": (FORWARD, f"            own = {RENEWED}\n        self.scale",
+        "            own = self.renewed(raw, own)\n        self.scale",
+        wrong_values(Case(5, 1032, LAYER, bias=True))),
+    "second_sum_in_the_slot_of_the_first": (FORWARD, "slot = 1 if self.layer else slot",
+        "slot = slot", other_bytes(Case(3, 4104, LAYER, bias=True))),
+    "offset_forgotten": (FORWARD, "scale[0][i] + offset", "scale[0][i]",
         wrong_values(Case(5, 96, Rule(cases.RMS, 1e-6, 1.0)))),
     "weight_applied_twice_in_dx": (BACKWARD, "numbers_of[-1])\n",
         "numbers_of[-1])\n                for i in cutlass.range_constexpr(self.group.size):\n"
@@ -288,7 +295,7 @@ MUTANTS = {
     "missing_row_is_read": (AHEAD, "source, there & inside)", "source, inside)",
         wrong_values(Case(67, 520, LAYER, bias=True))),
     "columns_behind_the_last_are_read": (AHEAD, "source, there & inside)", "source, there)",
-        wrong_values(Case(5, 96, LAYER, bias=True))),
+        wrong_values(Case(5, 96, LAYER, dtype=FP32, weight=FP32))),
     "columns_behind_the_last_without_a_ring": (ROWS,
         "            if there & (c < tensor.shape[1]):\n                loaded(",
         "            if there:\n                loaded(", wrong_values(Case(5, 96))),
@@ -317,6 +324,7 @@ MUTANTS = {
         "cutlass.range(whole - 1, count, unroll=1)", sums(300)),
     "absent_parts_added": (SUMS, "count = cutlass.min(parts - first, OF_STAGE)",
         "count = cutlass.Int32(OF_STAGE)", sums(300)),
+    "columns_behind_the_parts_are_read": (SUMS, " & (column < mParts.shape[1])", "", sums(300)),
     "parts_added_before_they_come": (SUMS, "cp_async_wait_group(STAGES - 2)",
         "cp_async_wait_group(STAGES - 1)", sums(300)),
     "sums_do_not_meet": (SUMS, "            cute.arch.sync_threads()\n            free",
