@@ -25,10 +25,8 @@ _NARROWEST = 64
 UNIT = 8
 #: Threads of a CTA of an SM90 kernel, unless one row has more.
 FORWARD_THREADS, BACKWARD_THREADS = 256, 512
-#: Threads of a row that has a CTA to itself, and no ring.
-_ALONE = 128
-#: Threads of an SM whose CTAs have no rings.
-_ALONE_THREADS = 1536
+#: Threads of a CTA without a ring -> CTAs of an SM.
+_ALONE = {128: 10, 256: 5, 512: 3}
 #: Between the columns of a group in shared memory, so that neighbours lie in other banks.
 PAD = 4
 #: Bytes of an SM's rows under way, bytes of its shared memory for them, stages of a ring.
@@ -158,9 +156,9 @@ def forward_residency(config: ForwardConfig) -> Residency:
     layer, wide = config.kind == "layer", config.dtype == "fp32"
     if not wide and config.units <= 2:
         if not (layer and config.weight == "fp32"):
-            # 40 registers a thread do for a row that is widened once for each use.
-            threads = _ALONE if config.threads == _ALONE else threads
-            return Residency(threads, _ALONE_THREADS // threads, 0)
+            # 40 or 48 registers a thread do for a row that is widened once for each use.
+            threads = config.threads if config.threads in _ALONE else threads
+            return Residency(threads, _ALONE[threads], 0)
         # Weight and bias would be four times a row's bytes, asked for again with each row.
         if threads == FORWARD_THREADS:
             return Residency(threads, 3 - config.residual, 2)

@@ -39,6 +39,10 @@ class NormForwardSm90:
         self.layer, self.stays = config.kind == LAYER, held.stages > 0
         # Where many CTAs share the registers, a row is kept in 16 bits while a sum is under way.
         self.again = not self.stays and self.dtype.width == 16
+        # Weights come with the row, or behind its sums where both would spill.
+        few = (1 << 16) // (held.threads * held.ctas) < 48
+        spilling = self.layer and (self.dtype is cutlass.Float16 or config.threads <= WARP)
+        self.late = not self.stays and (few or spilling)
         self.ahead = Ahead(self.group, self.dtype, 1 + config.residual, 0, held.stages)
 
     @cute.jit
@@ -83,7 +87,10 @@ class NormForwardSm90:
         first, slot = block * self.rows + group, cutlass.Int32(0)
         if cutlass.const_expr(not self.stays):
             there = first < m
+            # The row is asked for before the weights, which other CTAs have brought near.
             raws = [self.group.load(t, first, lane, there) for t in read]
+            if cutlass.const_expr(not self.late):
+                scale = [self.group.load_vector(t, lane) for t in scale]
             at = (sPartials, slot, group, lane)
             self.finish(raws, scale, made, stats, (first, there), at, numbers)
         else:
@@ -121,8 +128,7 @@ class NormForwardSm90:
         squares = cutlass.Float32(0.0)
         for i in cutlass.range_constexpr(self.group.size):
             squares = cute.math.fma(own[i], own[i], squares)
-        if cutlass.const_expr(not self.stays):
-            # Other CTAs have brought them near; before the row they would take its registers.
+        if cutlass.const_expr(self.late):
             scale = [self.group.load_vector(t, lane) for t in scale]
         # The second sum of a layer norm has a slot of its own.
         slot = 1 if self.layer else slot
