@@ -81,10 +81,10 @@ def test_the_readme_tells_where_a_token_is_late():
     bench = bench_of(record.read(record.RESULTS / "model.jsonl"))
     for batch, length in shapes.TIMED["generating"]:
         case = ("generating", f"{batch}x{length}")
-        assert (bench.ratio(case, "torch_compiled", "ours_compiled") < 1) is (batch < 64)
+        assert bench.ratio(case, "torch_compiled", "ours_compiled") < 1
         assert bench.ratio(case, "torch", "ours") > 1
     claim = (
-        "outside a CUDA graph a compiled model decodes 1 and 8 sequences slower than torch's "
+        "outside a CUDA graph a compiled model decodes slower than torch's "
         "compiled one ([limits](docs/model.md#limits)), an eager one faster than torch's"
     )
     assert claim in " ".join(page("README.md").split())
