@@ -25,8 +25,8 @@ _NARROWEST = 64
 UNIT = 8
 #: Threads of a CTA of an SM90 kernel, unless one row has more.
 FORWARD_THREADS, BACKWARD_THREADS = 256, 512
-#: Threads of a CTA without a ring -> CTAs of an SM.
-_ALONE = {128: 10, 256: 5, 512: 3}
+#: Threads of a CTA without a ring -> CTAs of an SM, which have 40 registers a thread.
+_ALONE = {128: 12, 256: 6, 512: 3}
 #: Between the columns of a group in shared memory, so that neighbours lie in other banks.
 PAD = 4
 #: Bytes of an SM's rows under way, bytes of its shared memory for them, stages of a ring.
@@ -95,7 +95,8 @@ def plan(backend: str, device: arch.Device) -> dict[str, object]:
     if backend == arch.TRITON:
         return common | asdict(TRITON)
     threads = {w: asdict(row_plan(w)) for w in widths}
-    return common | {"units": UNIT, "threads": threads, "backward": BACKWARD_THREADS}
+    tree = {"units": UNIT, "threads": threads, "backward": BACKWARD_THREADS}
+    return common | tree | {"means": "sum * (1 / D)", "x_hat": "fma(h, rstd, -mean * rstd)"}
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def forward_residency(config: ForwardConfig) -> Residency:
     layer, wide = config.kind == "layer", config.dtype == "fp32"
     if not wide and config.units <= 2:
         if not (layer and config.weight == "fp32"):
-            # 40 or 48 registers a thread do for a row that is widened once for each use.
+            # A row that is widened anew for each use, and weights that come behind its sums, fit.
             threads = config.threads if config.threads in _ALONE else threads
             return Residency(threads, _ALONE[threads], 0)
         # Weight and bias would be four times a row's bytes, asked for again with each row.
@@ -180,7 +181,8 @@ def backward_residency(config: BackwardConfig) -> Residency:
     groups, size = threads // config.threads, config.units * UNIT
     itemsize = 4 if config.dtype == "fp32" else 2
     stage = threads * (size * itemsize * (2 + config.upstream) + 4 * (1 + (config.kind == "layer")))
-    sums = groups * size * (config.threads + PAD) * 4 if groups > 1 else 0
+    sums = 4 * groups * size * (config.threads + PAD) if groups > 1 else 0
+    sums *= 1 + (config.kind == "layer")
     wanted = _BACKWARD_STAGES[config.units > 1]
     return Residency(threads, 1, _stages(wanted, (_SHARED - sums) // stage))
 

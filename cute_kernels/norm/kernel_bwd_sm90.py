@@ -5,7 +5,7 @@
     dweight = Σ_m dy x̂;  dbias = Σ_m dy, of the rows of a part
 
 Layout       dy, dh, h, dx [M, 8 ⌈D / 8⌉], zeros behind D, rows at multiples of 16 bytes; weight
-             likewise; mean, rstd fp32 [M]; parts fp32 [P, 8 ⌈D / 8⌉].
+             likewise; mean, rstd fp32 [M]; parts fp32 [P, 8 ⌈D / 8⌉]; inverse: 1 / D.
 Order        over a row as in the forward kernel.  Over the rows of a part: its rows are dealt to
              the groups of a CTA in runs of neighbours; a group adds its own ascending, one fma
              each; groups ascending.
@@ -27,6 +27,9 @@ from .device.ahead import Ahead
 from .device.rows import WARP, Group
 from .tensors import LAYER
 
+#: Elements of a sum that a thread stores at once.
+QUAD = 4
+
 
 class NormBackwardSm90:
     """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
@@ -42,6 +45,8 @@ class NormBackwardSm90:
         # Of a part, and of a group of it.
         self.rows = part_rows(config.threads * self.group.size)
         self.run = self.rows // self.groups
+        # Of a sum in shared memory: (quads of a thread, threads).
+        self.quads = (self.group.size // QUAD, config.threads + PAD)
         tensors, numbers = 2 + config.upstream, 1 + self.layer
         self.ahead = Ahead(self.group, self.dtype, tensors, numbers, held.stages)
 
@@ -58,12 +63,12 @@ class NormBackwardSm90:
         mWeightParts: cute.Tensor,
         mBiasParts: cute.Tensor | None,
         offset: cutlass.Float32,
-        width: cutlass.Int32,
+        inverse: cutlass.Float32,
         ctas: cutlass.Int32,
         stream,
     ):
         parts = (mWeightParts, mBiasParts)
-        self.kernel((mDy, mH, mDh), (mMean, mRstd), mWeight, mDx, parts, (offset, width)).launch(
+        self.kernel((mDy, mH, mDh), (mMean, mRstd), mWeight, mDx, parts, (offset, inverse)).launch(
             grid=(ctas, 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,
@@ -82,12 +87,16 @@ class NormBackwardSm90:
         cute.arch.griddepcontrol_launch_dependents()
         group, lane = tidx // self.group.threads, tidx % self.group.threads
         allocator = SmemAllocator()
-        layout = cute.make_ordered_layout((2, 2, self.groups, self.group.warps), order=(3, 2, 1, 0))
+        # Of a row's one or two sums; another row's are elsewhere.
+        slots = 1 + self.layer
+        layout = cute.make_ordered_layout(
+            (2 * slots, self.groups, self.group.warps), order=(2, 1, 0)
+        )
         sPartials = allocator.allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
         sSums = None
         if cutlass.const_expr(self.groups > 1):
-            shape = (self.groups, self.group.size, self.group.threads + PAD)
-            layout = cute.make_ordered_layout(shape, order=(2, 1, 0))
+            shape = (1 + self.layer, self.groups, *self.quads, QUAD)
+            layout = cute.make_ordered_layout(shape, order=(4, 3, 2, 1, 0))
             sSums = allocator.allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
         read = [t for t in read if t is not None]
         stats = [t for t in stats if t is not None]
@@ -103,8 +112,7 @@ class NormBackwardSm90:
                 self.ahead.fetch(ring, d, read, stats, early)
                 asked, number = self.after(asked, number, ctas)
         weight = self.group.load_vector(mWeight, lane)
-        offset, width = numbers
-        inverse = cutlass.Float32(1.0) / cutlass.Float32(width)
+        offset, inverse = numbers
         for part in cutlass.range(block, count, ctas, unroll=1):
             sums = [self.zeros(), self.zeros()] if self.layer else [self.zeros()]
             for r in cutlass.range(self.run, unroll=1):
@@ -123,13 +131,12 @@ class NormBackwardSm90:
                     numbers_of = [self.statistic(t, row, there) for t in stats]
                 dy, x_hat = rows.widened(raws[0]), rows.widened(raws[1])
                 self.add(dy, x_hat, sums, numbers_of)
-                at = (sPartials[slot, None, None, None], group, lane)
+                at = (sPartials, slot * slots, group, lane)
                 means = self.means(dy, x_hat, (weight, offset), at, inverse)
                 slot = slot ^ 1
                 self.finish(dy, x_hat, raws[2:], means, numbers_of[-1])
                 self.group.store(rows.narrowed(dy, self.dtype), mDx, row, lane, there)
-            for total, tensor in zip(sums, parts):
-                self.give(total, tensor, sSums, part, group, lane)
+            self.give(sums, parts[: len(sums)], sSums, part, group, lane)
 
     @cute.jit
     def place(self, part, number, count, m, group, lane) -> tuple:
@@ -176,8 +183,8 @@ class NormBackwardSm90:
 
     @cute.jit
     def means(self, dy, x_hat, scale: tuple, at: tuple, inverse) -> list:
-        """dy becomes g.  mean(g x̂), and of a layer norm mean(g); ``inverse``: 1 / D."""
-        (weight, offset), (sSlots, group, lane) = scale, at
+        """dy becomes g.  mean(g x̂), and of a layer norm mean(g)."""
+        weight, offset = scale
         of_g = cutlass.Float32(0.0)
         of_products = cutlass.Float32(0.0)
         for i in cutlass.range_constexpr(self.group.size):
@@ -186,8 +193,7 @@ class NormBackwardSm90:
             if cutlass.const_expr(self.layer):
                 of_g = of_g + dy[i]
         wanted = [of_products, of_g] if self.layer else [of_products]
-        slots = [sSlots[i, None, None] for i in range(len(wanted))]
-        return [total * inverse for total in self.group.sums(wanted, slots, group, lane)]
+        return [total * inverse for total in self.group.sums(wanted, *at)]
 
     @cute.jit
     def finish(self, g, x_hat, dh: list, means: list, rstd):
@@ -203,31 +209,34 @@ class NormBackwardSm90:
                 g[i] = inner * rstd
 
     @cute.jit
-    def give(self, total: cute.Tensor, mParts: cute.Tensor, sSums, part, group, lane):
+    def give(self, sums: list, parts: tuple, sSums, part, group, lane):
         """The groups' sums, added ascending, to a row of the parts."""
-        base = cutlass.Int64(part) * mParts.stride[0]
+        columns = parts[0].shape[1]
+        base = cutlass.Int64(part) * parts[0].stride[0]
         if cutlass.const_expr(self.groups == 1):
-            for v in cutlass.range_constexpr(self.group.units):
-                c = self.group.column(v, lane)
-                if c < mParts.shape[1]:
-                    for a in cutlass.range_constexpr(2):
-                        target = copy.aligned(mParts, base + c + 4 * a, 4)
-                        target.store(rows.piece(total, v * UNIT + 4 * a, 4).load())
+            for total, mParts in zip(sums, parts):
+                for v in cutlass.range_constexpr(self.group.units):
+                    c = self.group.column(v, lane)
+                    if c < columns:
+                        for a in cutlass.range_constexpr(UNIT // QUAD):
+                            target = copy.aligned(mParts, base + c + QUAD * a, QUAD)
+                            target.store(rows.piece(total, v * UNIT + QUAD * a, QUAD).load())
         else:
             tidx, _, _ = cute.arch.thread_idx()
             cute.arch.sync_threads()
-            for i in cutlass.range_constexpr(self.group.size):
-                sSums[group, i, lane] = total[i]
+            for s, total in enumerate(sums):
+                for i in cutlass.range_constexpr(self.group.size // QUAD):
+                    sSums[s, group, i, lane, None].store(rows.piece(total, QUAD * i, QUAD).load())
             cute.arch.sync_threads()
-            columns = mParts.shape[1]
-            for c in cutlass.range(tidx, columns, self.threads, unroll=1):
+            for c in cutlass.range(tidx * QUAD, columns, self.threads * QUAD, unroll=1):
                 unit = c // UNIT
-                i = unit // self.group.threads * UNIT + c % UNIT
+                i = unit // self.group.threads * (UNIT // QUAD) + c % UNIT // QUAD
                 t = unit % self.group.threads
-                value = sSums[0, i, t]
-                for g in cutlass.range_constexpr(1, self.groups):
-                    value = value + sSums[g, i, t]
-                copy.aligned(mParts, base + c, 1)[0] = value
+                for s, mParts in enumerate(parts):
+                    total = sSums[s, 0, i, t, None].load()
+                    for g in cutlass.range_constexpr(1, self.groups):
+                        total = total + sSums[s, g, i, t, None].load()
+                    copy.aligned(mParts, base + c, QUAD).store(total)
 
 
 def build(config: BackwardConfig, compile=cute.compile):
@@ -253,7 +262,7 @@ def build(config: BackwardConfig, compile=cute.compile):
         sums(),
         sums() if layer else None,
         cutlass.Float32(0.0),
-        cutlass.Int32(1),
+        cutlass.Float32(1.0),
         cutlass.Int32(1),
         fake.stream(),
         options=fake.SM90_OPTIONS,

@@ -2,10 +2,10 @@
 
     h = x + residual, rounded;  mean = Σ h / D (0 of an RMS norm)
     rstd = 1 / √(Σ (h - mean)² / D + eps)
-    y = (h - mean) rstd (weight + offset) + bias
+    y = x̂ (weight + offset) + bias,  x̂ = h rstd - mean rstd
 
 Layout       x, residual, h, y [M, 8 ⌈D / 8⌉], zeros behind D, rows at multiples of 16 bytes; weight
-             and bias likewise; mean, rstd fp32 [M].
+             and bias likewise; mean, rstd fp32 [M]; inverse: 1 / D.
 Order        of a sum over a row: a thread's elements ascending, one fma each; lanes of a warp,
              nearest first; warps ascending.  Which thread has what follows from D.
 Work         A CTA has one row or more at a time (config.forward_residency).  Either as many CTAs as
@@ -39,10 +39,6 @@ class NormForwardSm90:
         self.layer, self.stays = config.kind == LAYER, held.stages > 0
         # Where many CTAs share the registers, a row is kept in 16 bits while a sum is under way.
         self.again = not self.stays and self.dtype.width == 16
-        # Weights come with the row, or behind its sums where both would spill.
-        few = (1 << 16) // (held.threads * held.ctas) < 48
-        spilling = self.layer and (self.dtype is cutlass.Float16 or config.threads <= WARP)
-        self.late = not self.stays and (few or spilling)
         self.ahead = Ahead(self.group, self.dtype, 1 + config.residual, 0, held.stages)
 
     @cute.jit
@@ -58,11 +54,12 @@ class NormForwardSm90:
         mRstd: cute.Tensor,
         eps: cutlass.Float32,
         offset: cutlass.Float32,
+        inverse: cutlass.Float32,
         width: cutlass.Int32,
         ctas: cutlass.Int32,
         stream,
     ):
-        numbers = (eps, offset, width)
+        numbers = (eps, offset, inverse, width)
         self.kernel((mX, mResidual), (mWeight, mBias), (mH, mY), (mMean, mRstd), numbers).launch(
             grid=(ctas, 1, 1),
             block=(self.threads, 1, 1),
@@ -87,10 +84,7 @@ class NormForwardSm90:
         first, slot = block * self.rows + group, cutlass.Int32(0)
         if cutlass.const_expr(not self.stays):
             there = first < m
-            # The row is asked for before the weights, which other CTAs have brought near.
             raws = [self.group.load(t, first, lane, there) for t in read]
-            if cutlass.const_expr(not self.late):
-                scale = [self.group.load_vector(t, lane) for t in scale]
             at = (sPartials, slot, group, lane)
             self.finish(raws, scale, made, stats, (first, there), at, numbers)
         else:
@@ -120,23 +114,25 @@ class NormForwardSm90:
         self, raws: list, scale: list, made: tuple, stats: tuple, row: tuple, at: tuple, numbers
     ):
         """All that is made of a row that has come.  row: (its number, whether it is there)."""
-        (row, there), (sPartials, slot, group, lane), (eps, offset, width) = row, at, numbers
+        (row, there), (sPartials, slot, group, lane) = row, at
+        eps, offset, inverse, width = numbers
         raw = self.added(raws)
         if cutlass.const_expr(made[0] is not None):
             self.group.store(raw, made[0], row, lane, there)
-        mean, own = self.centered(raw, at, width)
-        squares = cutlass.Float32(0.0)
-        for i in cutlass.range_constexpr(self.group.size):
-            squares = cute.math.fma(own[i], own[i], squares)
-        if cutlass.const_expr(self.late):
+        own, mean = rows.widened(raw), cutlass.Float32(0.0)
+        if cutlass.const_expr(self.layer):
+            mean = self.group.sum(self.total(own), sPartials, 0, group, lane) * inverse
+            own = self.renewed(raw, own)
+        squares = self.squares(own, mean, lane, width)
+        if cutlass.const_expr(not self.stays):
+            # Behind the sums, where registers are free; other CTAs have brought the weights near.
             scale = [self.group.load_vector(t, lane) for t in scale]
         # The second sum of a layer norm has a slot of its own.
         slot = 1 if self.layer else slot
-        variance = self.group.sum(squares, sPartials, slot, group, lane) / cutlass.Float32(width)
-        rstd = cutlass.Float32(1.0) / cute.math.sqrt(variance + eps)
-        if cutlass.const_expr(self.again):
-            own = self.less(self.renewed(raw, own), mean)
-        self.scale(own, rstd, scale, offset)
+        squares = self.group.sum(squares, sPartials, slot, group, lane)
+        rstd = cutlass.Float32(1.0) / cute.math.sqrt(cute.math.fma(squares, inverse, eps))
+        own = self.renewed(raw, own)
+        self.scale(own, mean, rstd, scale, offset)
         self.group.store(rows.narrowed(own, self.dtype), made[1], row, lane, there)
         if (lane == 0) & there:
             stats[1][row] = rstd
@@ -153,20 +149,6 @@ class NormForwardSm90:
         return rows.narrowed(total, self.dtype)
 
     @cute.jit
-    def centered(self, raw: cute.Tensor, at: tuple, width) -> tuple:
-        """A row's mean, and h - mean, 0 behind the row's last element."""
-        sPartials, _, group, lane = at
-        own, mean = rows.widened(raw), cutlass.Float32(0.0)
-        if cutlass.const_expr(self.layer):
-            total = cutlass.Float32(0.0)
-            for i in cutlass.range_constexpr(self.group.size):
-                total = total + own[i]
-            mean = self.group.sum(total, sPartials, 0, group, lane) / cutlass.Float32(width)
-            own = self.less(self.renewed(raw, own), mean)
-            self.group.without_tail(own, lane, width)
-        return mean, own
-
-    @cute.jit
     def renewed(self, raw: cute.Tensor, own: cute.Tensor) -> cute.Tensor:
         """h in fp32 behind a sum: ``own``, or widened anew."""
         if cutlass.const_expr(self.again):
@@ -174,24 +156,37 @@ class NormForwardSm90:
         return own
 
     @cute.jit
-    def less(self, own: cute.Tensor, mean) -> cute.Tensor:
-        """h - mean; of an RMS norm h itself."""
-        if cutlass.const_expr(self.layer):
-            for i in cutlass.range_constexpr(self.group.size):
-                own[i] = own[i] - mean
-        return own
+    def total(self, own: cute.Tensor):
+        """Σ h over a thread's elements."""
+        total = cutlass.Float32(0.0)
+        for i in cutlass.range_constexpr(self.group.size):
+            total = total + own[i]
+        return total
 
     @cute.jit
-    def scale(self, own: cute.Tensor, rstd, scale: list, offset):
-        """h - mean becomes y, in fp32; scale: weight, and of a layer norm bias."""
+    def squares(self, own: cute.Tensor, mean, lane, width):
+        """Σ (h - mean)² over a thread's elements of the row."""
+        apart = own
+        if cutlass.const_expr(self.layer):
+            apart = cute.make_rmem_tensor(cute.make_layout(self.group.size), cutlass.Float32)
+            for i in cutlass.range_constexpr(self.group.size):
+                apart[i] = own[i] - mean
+            self.group.without_tail(apart, lane, width)
+        squares = cutlass.Float32(0.0)
+        for i in cutlass.range_constexpr(self.group.size):
+            squares = cute.math.fma(apart[i], apart[i], squares)
+        return squares
+
+    @cute.jit
+    def scale(self, own: cute.Tensor, mean, rstd, scale: list, offset):
+        """h becomes y, in fp32; scale: weight, and of a layer norm, which has no offset, bias."""
         scale = [rows.widened(t) for t in scale]
         for i in cutlass.range_constexpr(self.group.size):
-            x_hat = own[i] * rstd
-            weight = scale[0][i] + offset
             if cutlass.const_expr(self.layer):
-                own[i] = cute.math.fma(x_hat, weight, scale[1][i])
+                x_hat = cute.math.fma(own[i], rstd, -mean * rstd)
+                own[i] = cute.math.fma(x_hat, scale[0][i], scale[1][i])
             else:
-                own[i] = x_hat * weight
+                own[i] = own[i] * rstd * (scale[0][i] + offset)
 
 
 def build(config: ForwardConfig, compile=cute.compile):
@@ -217,6 +212,7 @@ def build(config: ForwardConfig, compile=cute.compile):
         fake.vector("fp32", m),
         cutlass.Float32(0.0),
         cutlass.Float32(0.0),
+        cutlass.Float32(1.0),
         cutlass.Int32(1),
         cutlass.Int32(1),
         fake.stream(),

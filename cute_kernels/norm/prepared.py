@@ -31,7 +31,7 @@ def forward(
     kernel, ctas = launch.forward_kernel(rows, added, scale.weight, rule.kind, width)
     m, layer = rows.shape[0], rule.kind == LAYER
     run_kernel = prepared(x.device, kernel, rows=() if x.dim() == 2 else _ROWS)
-    numbers = rule.eps, rule.offset, width, ctas
+    numbers = *launch.forward_numbers(rule, width), ctas
     empty = allocator(x.shape, x.dtype, x.device)
     empty_number = allocator((m,), torch.float32, x.device)
 

@@ -83,7 +83,7 @@ def forward(text: str, case: Case, sms: int, build: Callable | None) -> Callable
         numbers = x.new_empty(1 + layer, case.rows, dtype=torch.float32)
         given = x, t.get("residual"), t["weight"], t.get("bias")
         made = y[1] if residual else None, y[0], numbers[1] if layer else None, numbers[0]
-        kernel(*given, *made, _EPS, 0.0, case.width, ctas)
+        kernel(*given, *made, _EPS, 0.0, 1 / case.width, case.width, ctas)
         return (y,)
 
     return run
@@ -113,7 +113,7 @@ def backward(text: str, case: Case, sms: int, build: Callable | None) -> Callabl
         made = x.new_empty(1 + layer, case.width)
         given = t["d0"], t.get("d1"), x, t["mean"] if layer else None, t["rstd"], t["weight"]
         of_bias = sums[1] if layer else None
-        kernel(*given, dx, sums[0], of_bias, 0.0, case.width, min(count, sms))
+        kernel(*given, dx, sums[0], of_bias, 0.0, 1 / case.width, min(count, sms))
         added(sums[0], made[0], *((sums[1], made[1]) if layer else (None, None)))
         return dx, made
 

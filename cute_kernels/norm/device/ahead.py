@@ -57,19 +57,16 @@ class Ahead:
         """
         row, there, lane = at
         target = ring[stage, None].iterator
-        # No address is outside the tensor, and none of a row that is not there is read.
+        # An address behind the columns may be outside the tensor: nothing is read from there.
         row = row if there else cutlass.Int32(0)
-        piece = 0
+        columns, piece = read[0].shape[1], 0
         for tensor in read:
-            base = cutlass.Int64(row) * tensor.stride[0]
+            start = self.group.address(tensor, row, lane)
             for v in cutlass.range_constexpr(self.group.units):
-                c = self.group.column(v, lane)
-                inside = c < tensor.shape[1]
-                c = c if inside else cutlass.Int32(0)
-                for a in cutlass.range_constexpr(self.accesses):
-                    step = UNIT // self.accesses
-                    source = copy.aligned(tensor, base + c + a * step, step)
-                    self.slots.fetch(target, piece, source, there & inside)
+                inside = there & (self.group.column(v, lane) < columns)
+                unit = start + self.group.distance(v, self.dtype)
+                for source in rows.accesses(self.dtype, unit):
+                    self.slots.fetch(target, piece, source, inside)
                     piece += 1
         for tensor in scalars:
             source = copy.aligned(tensor, cutlass.Int64(row), 1)

@@ -12,7 +12,7 @@ from cutlass import cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from ...dsl import copy, reduce
+from ...dsl import reduce
 from ..config import UNIT
 
 WARP = 32
@@ -43,42 +43,55 @@ class Group:
         return (unit * self.threads + lane) * UNIT
 
     @cute.jit
+    def address(self, tensor: cute.Tensor, row, lane):
+        """Of a thread's first unit of a row of a [M, D]; the others are `distance` away."""
+        # In 64 bits before the product: a tensor may have more than 2^31 elements.
+        offset = cutlass.Int64(row) * tensor.stride[0] + lane * UNIT
+        return tensor.iterator.toint() + offset * (tensor.element_type.width // 8)
+
+    def distance(self, unit: int, dtype: type) -> int:
+        """Bytes from a thread's first unit to another one."""
+        return unit * self.threads * UNIT * dtype.width // 8
+
+    @cute.jit
     def load(self, tensor: cute.Tensor, row, lane, there) -> cute.Tensor:
         """A thread's elements of a row of a [M, D]; raw.
 
         ``there``: whether there is such a row; zeros otherwise.
         """
-        raw = cute.make_rmem_tensor(cute.make_layout(self.size), tensor.element_type)
-        raw.fill(0.0)
-        base = cutlass.Int64(row) * tensor.stride[0]
-        for v in cutlass.range_constexpr(self.units):
-            c = self.column(v, lane)
-            if there & (c < tensor.shape[1]):
-                loaded(tensor, base + c, raw, v * UNIT)
-        return raw
+        return self.loaded(tensor, self.address(tensor, row, lane), lane, there)
 
     @cute.jit
     def load_vector(self, tensor: cute.Tensor, lane) -> cute.Tensor:
         """The same of a [D]."""
-        raw = cute.make_rmem_tensor(cute.make_layout(self.size), tensor.element_type)
+        size = UNIT * tensor.element_type.width // 8
+        start = tensor.iterator.toint() + cutlass.Int64(lane * size)
+        return self.loaded(tensor, start, lane, True)
+
+    @cute.jit
+    def loaded(self, tensor: cute.Tensor, start, lane, there) -> cute.Tensor:
+        """A thread's elements whose first unit is at ``start``."""
+        dtype = tensor.element_type
+        raw = cute.make_rmem_tensor(cute.make_layout(self.size), dtype)
         raw.fill(0.0)
+        columns = tensor.shape[cute.rank(tensor) - 1]
         for v in cutlass.range_constexpr(self.units):
-            c = self.column(v, lane)
-            if c < tensor.shape[0]:
-                loaded(tensor, cutlass.Int64(c), raw, v * UNIT)
+            if there & (self.column(v, lane) < columns):
+                unit = start + self.distance(v, dtype)
+                for i, source in enumerate(accesses(dtype, unit)):
+                    count = cute.size(source)
+                    piece(raw, v * UNIT + i * count, count).store(source.load())
         return raw
 
     @cute.jit
     def store(self, raw: cute.Tensor, tensor: cute.Tensor, row, lane, there):
         """A thread's elements of a row, in the row's dtype."""
-        base = cutlass.Int64(row) * tensor.stride[0]
-        step = min(UNIT, ACCESS * 8 // tensor.element_type.width)
+        dtype, start = tensor.element_type, self.address(tensor, row, lane)
         for v in cutlass.range_constexpr(self.units):
-            c = self.column(v, lane)
-            if there & (c < tensor.shape[1]):
-                for a in cutlass.range_constexpr(UNIT // step):
-                    target = copy.aligned(tensor, base + c + a * step, step)
-                    target.store(piece(raw, v * UNIT + a * step, step).load())
+            if there & (self.column(v, lane) < tensor.shape[1]):
+                for i, target in enumerate(accesses(dtype, start + self.distance(v, dtype))):
+                    count = cute.size(target)
+                    target.store(piece(raw, v * UNIT + i * count, count).load())
 
     @cute.jit
     def without_tail(self, values: cute.Tensor, lane, width):
@@ -87,8 +100,8 @@ class Group:
             c = self.column(v, lane)
             if c + UNIT > width:
                 for e in cutlass.range_constexpr(UNIT):
-                    if c + e >= width:
-                        values[v * UNIT + e] = cutlass.Float32(0.0)
+                    i = v * UNIT + e
+                    values[i] = values[i] if c + e < width else cutlass.Float32(0.0)
 
     @cute.jit
     def sum(self, value, sPartials: cute.Tensor, slot, group, lane):
@@ -97,36 +110,56 @@ class Group:
         ``slot``: of [slots, groups, warps], another one than the sum before had.  All threads of
         the row come here, and meet at a barrier of their own.
         """
-        return self.sums([value], [sPartials[slot, None, None]], group, lane)[0]
+        return self.sums([value], sPartials, slot, group, lane)[0]
 
     @cute.jit
-    def sums(self, values: list, sSlots: list, group, lane) -> list:
-        """`sum` of several numbers in one trip, each in a slot [groups, warps] of its own."""
-        totals = [reduce.over_threads(value, min(self.threads, WARP)) for value in values]
-        if cutlass.const_expr(self.threads > WARP):
-            if lane % WARP == 0:
-                for sSlot, value in zip(sSlots, totals, strict=True):
-                    sSlot[group, lane // WARP] = value
-            cute.arch.barrier(barrier_id=group + 1, number_of_threads=self.threads)
-            totals = [self.of_warps(sSlot, group) for sSlot in sSlots]
-        return totals
+    def sums(self, values: list, sPartials: cute.Tensor, slot, group, lane) -> list:
+        """`sum` of one number or two in one trip, in as many slots from ``slot`` on."""
+        if cutlass.const_expr(self.threads <= WARP):
+            return [reduce.over_threads(value, self.threads) for value in values]
+        total = over_warp(values)
+        if lane % WARP < len(values):
+            sPartials[slot + lane % WARP, group, lane // WARP] = total
+        cute.arch.barrier(barrier_id=group + 1, number_of_threads=self.threads)
+        return [self.of_warps(sPartials, slot + i, group) for i in range(len(values))]
 
     @cute.jit
-    def of_warps(self, sSlot: cute.Tensor, group):
+    def of_warps(self, sPartials: cute.Tensor, slot, group):
         """Σ over a row's warps, ascending."""
-        total = sSlot[group, 0]
+        total = sPartials[slot, group, 0]
         for w in cutlass.range_constexpr(1, self.warps):
-            total = total + sSlot[group, w]
+            total = total + sPartials[slot, group, w]
         return total
 
 
 @cute.jit
-def loaded(tensor: cute.Tensor, offset, raw: cute.Tensor, first: cutlass.Constexpr):
-    """A unit from an aligned place, by the widest accesses."""
-    step = min(UNIT, ACCESS * 8 // tensor.element_type.width)
-    for a in cutlass.range_constexpr(UNIT // step):
-        source = copy.aligned(tensor, offset + a * step, step)
-        piece(raw, first + a * step, step).store(source.load())
+def over_warp(values: list):
+    """Σ over a warp of one number, or of two in the shuffles of one: even lanes have the first.
+
+    A butterfly, nearest first, as `reduce.over_threads`.
+    """
+    total, steps = values[0], (1, 2, 4, 8, 16)
+    if cutlass.const_expr(len(values) == 2):
+        # Each of two neighbours keeps the number that it will have the sum of.
+        even = cute.arch.lane_idx() % 2 == 0
+        total = values[0] if even else values[1]
+        other = values[1] if even else values[0]
+        total += cute.arch.shuffle_sync_bfly(other, offset=1)
+        steps = steps[1:]
+    for step in steps:
+        total += cute.arch.shuffle_sync_bfly(total, offset=step)
+    return total
+
+
+def accesses(dtype: type, unit) -> list[cute.Tensor]:
+    """A unit at an address in global memory, by the widest accesses."""
+    count = min(UNIT, ACCESS * 8 // dtype.width)
+    size = count * dtype.width // 8
+    tensors = []
+    for i in range(UNIT // count):
+        pointer = cute.make_ptr(dtype, unit + i * size, cute.AddressSpace.gmem, assumed_align=size)
+        tensors.append(cute.make_tensor(pointer, cute.make_layout(count)))
+    return tensors
 
 
 @cute.jit
