@@ -77,23 +77,36 @@ def bits_kept(records: list[dict]) -> list[list[str]]:
     return [["[bits of norms](#norms)", kept(latest(records, "norm"), CASES)]]
 
 
-def _target_rows(bench: Bench) -> list[list[str]]:
+def _cards(records: list[dict]) -> dict[str, Bench]:
+    """Each GPU that norms were timed on, and its records."""
+    own = [r for r in records if (r["kind"], r.get("kernel")) == ("bench", "norm")]
+    names = sorted({r["gpu"] for r in own if "median_us" in r})
+    return {name: latest([r for r in records if r.get("gpu") == name], "norm") for name in names}
+
+
+def _target_rows(records: list[dict]) -> list[list[str]]:
+    """Of each target on each card."""
+    cards = _cards(records)
+    if not cards:
+        return [[target.text, NOT_RUN, NOT_RUN, NOT_RUN, _MEASURE] for target in TARGETS]
     rows = []
     for target in TARGETS:
-        have = target.values(bench)
-        if not have:
-            rows.append([target.text, NOT_RUN, NOT_RUN, _MEASURE])
-            continue
-        ok = min(have) >= target.at_least
-        form = "{:.0%}" if target.share else "{:.2f}x"
-        shown = f"{form.format(min(have))} to {form.format(max(have))}, {len(have)} sizes"
-        rows.append([target.text, shown, "held" if ok else "missed", "none" if ok else _STEP])
+        for name, bench in cards.items():
+            have = target.values(bench)
+            if not have:
+                rows.append([target.text, name, NOT_RUN, NOT_RUN, _MEASURE])
+                continue
+            ok = min(have) >= target.at_least
+            form = "{:.0%}" if target.share else "{:.2f}x"
+            shown = f"{form.format(min(have))} to {form.format(max(have))}, {len(have)} sizes"
+            verdict = ["held", "none"] if ok else ["missed", _STEP]
+            rows.append([target.text, name, shown, *verdict])
     return rows
 
 
 def target_verdicts(records: list[dict]) -> tuple[str, list[str]]:
-    """Of each target."""
-    return "[targets of norms](#norms)", [row[2] for row in _target_rows(latest(records, "norm"))]
+    """Of each target on each card."""
+    return "[targets of norms](#norms)", [row[3] for row in _target_rows(records)]
 
 
 def _rows(bench: Bench) -> list[list[str]]:
@@ -117,10 +130,9 @@ def images(records: list[dict]) -> list[str]:
 
 def render(records: list[dict]) -> list[str]:
     """The lines of this system."""
-    bench = latest(records, "norm")
     names = map(", ".join, _RIVALS)
     head = ["op", "rows x D", "time, of the copy", *names, "bits", "ran on"]
-    rows = _rows(bench)
+    tables = [folded(head, _rows(bench), ("bits", "ran on")) for bench in _cards(records).values()]
     return [
         "## Norms",
         "",
@@ -128,11 +140,10 @@ def render(records: list[dict]) -> list[str]:
         "at the bandwidth of a large copy in that run.  Rivals: their time over ours; copy: one of",
         "as many bytes, which has a kernel's start and end in it too.",
         "",
-        *(folded(head, rows, ("bits", "ran on")) if rows else [NOT_RUN]),
-        "",
+        *(line for lines in tables or [[NOT_RUN]] for line in (*lines, "")),
         "### Targets of norms",
         "",
-        *table(["target", "measured", "verdict", "next step"], _target_rows(bench)),
+        *table(["target", "on", "measured", "verdict", "next step"], _target_rows(records)),
     ]
 
 
