@@ -64,8 +64,11 @@ def folded(header: list[str], rows: list[list[str]], shared: tuple[str, ...]) ->
 
 
 def commit_of(item: dict) -> str:
-    """The commit of a record; a `+` where the tree had changes."""
-    mark = "+" if item.get("dirty") else ""
+    """The commit of a record; a `+` where the tree had changes.
+
+    A card's tree has no .git: who gives it a commit writes `-dirty` behind that of a changed one.
+    """
+    mark = "+" if item.get("dirty") or item["commit"].endswith("-dirty") else ""
     return item["commit"][:10] + mark
 
 
