@@ -180,9 +180,9 @@ def backward_residency(config: BackwardConfig) -> Residency:
     threads = max(BACKWARD_THREADS, config.threads)
     groups, size = threads // config.threads, config.units * UNIT
     itemsize = 4 if config.dtype == "fp32" else 2
-    stage = threads * (size * itemsize * (2 + config.upstream) + 4 * (1 + (config.kind == "layer")))
-    sums = 4 * groups * size * (config.threads + PAD) if groups > 1 else 0
-    sums *= 1 + (config.kind == "layer")
+    numbers = 1 + (config.kind == "layer")
+    stage = threads * (size * itemsize * (2 + config.upstream) + 4 * numbers)
+    sums = 4 * numbers * groups * size * (config.threads + PAD) if groups > 1 else 0
     wanted = _BACKWARD_STAGES[config.units > 1]
     return Residency(threads, 1, _stages(wanted, (_SHARED - sums) // stage))
 

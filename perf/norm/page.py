@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.counts import timed
+from ..core.models import model
 from ..core.tables import NOT_RUN, Bench, bits, folded, kept, latest, table, times, where
 from . import cases
 
@@ -19,8 +20,6 @@ _STEP = "docs/notes/norm_sm90.md"
 _RIVALS = (("torch", "compiled"), ("liger", "quack"), ("copy",))
 #: The sizes that targets are of.
 _SIZES = ("8192x4096", "32768x2048")
-
-
 #: A copy's bandwidth, as a share of which a norm's is told, and a copy of as many bytes.
 _LARGE, _EQUAL = "large copy", "copy"
 
@@ -78,15 +77,14 @@ def bits_kept(records: list[dict]) -> list[list[str]]:
 
 
 def _cards(records: list[dict]) -> dict[str, Bench]:
-    """Each GPU that norms were timed on, and its records."""
+    """Each GPU model that norms were timed on, and its records."""
     own = [r for r in records if (r["kind"], r.get("kernel")) == ("bench", "norm")]
-    names = sorted({r["gpu"] for r in own if "median_us" in r})
-    return {name: latest([r for r in records if r.get("gpu") == name], "norm") for name in names}
+    names = sorted({model(r["gpu"]) for r in own if "median_us" in r})
+    return {name: latest([r for r in own if model(r["gpu"]) == name], "norm") for name in names}
 
 
-def _target_rows(records: list[dict]) -> list[list[str]]:
+def _target_rows(cards: dict[str, Bench]) -> list[list[str]]:
     """Of each target on each card."""
-    cards = _cards(records)
     if not cards:
         return [[target.text, NOT_RUN, NOT_RUN, NOT_RUN, _MEASURE] for target in TARGETS]
     rows = []
@@ -106,7 +104,7 @@ def _target_rows(records: list[dict]) -> list[list[str]]:
 
 def target_verdicts(records: list[dict]) -> tuple[str, list[str]]:
     """Of each target on each card."""
-    return "[targets of norms](#norms)", [row[3] for row in _target_rows(records)]
+    return "[targets of norms](#norms)", [row[3] for row in _target_rows(_cards(records))]
 
 
 def _rows(bench: Bench) -> list[list[str]]:
@@ -132,7 +130,8 @@ def render(records: list[dict]) -> list[str]:
     """The lines of this system."""
     names = map(", ".join, _RIVALS)
     head = ["op", "rows x D", "time, of the copy", *names, "bits", "ran on"]
-    tables = [folded(head, _rows(bench), ("bits", "ran on")) for bench in _cards(records).values()]
+    cards = _cards(records)
+    tables = [folded(head, _rows(bench), ("bits", "ran on")) for bench in cards.values()]
     return [
         "## Norms",
         "",
@@ -143,7 +142,7 @@ def render(records: list[dict]) -> list[str]:
         *(line for lines in tables or [[NOT_RUN]] for line in (*lines, "")),
         "### Targets of norms",
         "",
-        *table(["target", "on", "measured", "verdict", "next step"], _target_rows(records)),
+        *table(["target", "on", "measured", "verdict", "next step"], _target_rows(cards)),
     ]
 
 

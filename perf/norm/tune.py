@@ -61,11 +61,12 @@ def started(text: str, case: Case, sms: int, build: Callable | None = None) -> C
 def forward(text: str, case: Case, sms: int, build: Callable | None) -> Callable:
     """y, or h and y."""
     from cute_kernels.norm import config, kernel_fwd_sm90, launch
-    from cute_kernels.norm.tensors import LAYER, RMS
+    from cute_kernels.norm.tensors import LAYER, RMS, Rule
 
     tried, dtype = parse(text), torch.bfloat16
     residual, layer = case.op == "add_rms_norm", case.op == "layer_norm"
-    chosen = launch.forward_config(LAYER if layer else RMS, dtype, dtype, residual, case.width)
+    rule = Rule(LAYER if layer else RMS, _EPS)
+    chosen = launch.forward_config(rule.kind, dtype, dtype, residual, case.width)
     shipped = config.forward_residency(chosen)
     held = config.Residency(
         max(tried.threads or shipped.threads, chosen.threads),
@@ -83,7 +84,7 @@ def forward(text: str, case: Case, sms: int, build: Callable | None) -> Callable
         numbers = x.new_empty(1 + layer, case.rows, dtype=torch.float32)
         given = x, t.get("residual"), t["weight"], t.get("bias")
         made = y[1] if residual else None, y[0], numbers[1] if layer else None, numbers[0]
-        kernel(*given, *made, _EPS, 0.0, 1 / case.width, case.width, ctas)
+        kernel(*given, *made, *launch.forward_numbers(rule, case.width), ctas)
         return (y,)
 
     return run

@@ -7,7 +7,8 @@ import pytest
 from perf.core.tables import commit_of
 from perf.norm import page
 
-H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+H100, H200 = "H100", "H200"
+NAMES = {H100: "NVIDIA H100 80GB HBM3", H200: "NVIDIA H200"}
 
 
 def measured(gpu: str, size: str, median_us: float, share: float, ratio: dict, **more) -> dict:
@@ -19,7 +20,7 @@ def measured(gpu: str, size: str, median_us: float, share: float, ratio: dict, *
         "shape": size,
         "system": "ours",
         "status": "ok",
-        "gpu": gpu,
+        "gpu": NAMES[gpu],
         "commit": "c" * 40,
         "dirty": False,
         "date": "2026-11-26T20:00:00+00:00",

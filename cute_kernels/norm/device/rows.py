@@ -138,15 +138,14 @@ def over_warp(values: list):
 
     A butterfly, nearest first, as `reduce.over_threads`.
     """
-    total, steps = values[0], (1, 2, 4, 8, 16)
-    if cutlass.const_expr(len(values) == 2):
-        # Each of two neighbours keeps the number that it will have the sum of.
-        even = cute.arch.lane_idx() % 2 == 0
-        total = values[0] if even else values[1]
-        other = values[1] if even else values[0]
-        total += cute.arch.shuffle_sync_bfly(other, offset=1)
-        steps = steps[1:]
-    for step in steps:
+    if cutlass.const_expr(len(values) == 1):
+        return reduce.over_threads(values[0], WARP)
+    # Each of two neighbours keeps the number that it will have the sum of.
+    even = cute.arch.lane_idx() % 2 == 0
+    total = values[0] if even else values[1]
+    other = values[1] if even else values[0]
+    total += cute.arch.shuffle_sync_bfly(other, offset=1)
+    for step in (2, 4, 8, 16):
         total += cute.arch.shuffle_sync_bfly(total, offset=step)
     return total
 
