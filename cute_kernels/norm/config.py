@@ -33,6 +33,8 @@ PAD = 4
 _UNDER_WAY, _SHARED, _MOST_STAGES = 96 << 10, 220 << 10, 8
 #: Stages of a backward's ring, of rows with one unit a thread and with more.
 _BACKWARD_STAGES = 3, 2
+#: Threads of a backward's row from which on it comes by the copy engine.
+_BULK_THREADS = 64
 
 _KEPT = frozenset({RUN_TO_RUN, BATCH_INVARIANT, SPLIT_INVARIANT})
 #: Backend -> what it keeps.
@@ -132,11 +134,13 @@ class Residency:
     """What of a kernel an SM holds: CTAs of so many threads, and the stages of each one's ring.
 
     stages: 0 of CTAs without a ring.  Such a forward kernel has one for each of its rows.
+    bulk: whether the copy engine fills the ring, not the threads that read it.
     """
 
     threads: int
     ctas: int
     stages: int
+    bulk: bool = False
 
 
 def _stages(wanted: int, room: int) -> int:
@@ -184,7 +188,8 @@ def backward_residency(config: BackwardConfig) -> Residency:
     stage = threads * (size * itemsize * (2 + config.upstream) + 4 * numbers)
     sums = 4 * numbers * groups * size * (config.threads + PAD) if groups > 1 else 0
     wanted = _BACKWARD_STAGES[config.units > 1]
-    return Residency(threads, 1, _stages(wanted, (_SHARED - sums) // stage))
+    stages = _stages(wanted, (_SHARED - sums) // stage)
+    return Residency(threads, 1, stages, stages > 0 and config.threads >= _BULK_THREADS)
 
 
 @dataclass(frozen=True)

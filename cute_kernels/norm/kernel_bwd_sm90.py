@@ -10,8 +10,9 @@ Order        over a row as in the forward kernel.  Over the rows of a part: its 
              the groups of a CTA in runs of neighbours; a group adds its own ascending, one fma
              each; groups ascending.
 Work         a CTA for a part, of which more than CTAs are walked through; the next rows are under
-             way while one is summed (device/ahead.py), those of the next part among them.  The
-             kernel that adds the parts is launched while this one runs.
+             way while one is summed, those of the next part among them: wide ones by the copy
+             engine (device/bulk.py), others by their threads (device/ahead.py).  The kernel that
+             adds the parts is launched while this one runs.
 Measured     docs/status.md.
 """
 
@@ -24,6 +25,7 @@ from ..dsl import copy
 from .config import PAD, UNIT, BackwardConfig, backward_residency, part_rows
 from .device import rows
 from .device.ahead import Ahead
+from .device.bulk import Bulk
 from .device.rows import WARP, Group
 from .tensors import LAYER
 
@@ -48,7 +50,9 @@ class NormBackwardSm90:
         # Of a sum in shared memory: (quads of a thread, threads).
         self.quads = (self.group.size // QUAD, config.threads + PAD)
         tensors, numbers = 2 + config.upstream, 1 + self.layer
-        self.ahead = Ahead(self.group, self.dtype, tensors, numbers, held.stages)
+        self.stages, self.bulk = held.stages, held.bulk
+        ring = self.group, self.dtype, tensors, numbers, held.stages
+        self.ring = Bulk(*ring, self.groups) if self.bulk else Ahead(*ring)
 
     @cute.jit
     def __call__(
@@ -100,32 +104,32 @@ class NormBackwardSm90:
             sSums = allocator.allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
         read = [t for t in read if t is not None]
         stats = [t for t in stats if t is not None]
-        stages, ring = self.ahead.stages, None
-        stage, slot = cutlass.Int32(0), cutlass.Int32(0)
+        stages, ring = self.stages, None
+        # Where the next row comes from; the phase is that of its barrier.
+        stage, phase, slot = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
         # The row that is asked for next: of which part, and its number in the group's run.
         asked, number = block, cutlass.Int32(0)
-        if cutlass.const_expr(stages > 0):
+        if cutlass.const_expr(self.bulk):
+            ring = self.ring.allocate(allocator, group, lane, mDx.shape[1])
+        elif cutlass.const_expr(stages > 0):
             warp = cute.arch.make_warp_uniform(tidx // WARP)
-            ring = self.ahead.allocate(allocator, self.threads, warp)
-            for d in cutlass.range_constexpr(stages - 1):
-                early = self.place(asked, number, count, m, group, lane)
-                self.ahead.fetch(ring, d, read, stats, early)
-                asked, number = self.after(asked, number, ctas)
+            ring = self.ring.allocate(allocator, self.threads, warp)
+        for d in cutlass.range_constexpr(stages):
+            early = self.place(asked, number, count, m, group, lane)
+            self.ring.fetch(ring, d, read, stats, early)
+            asked, number = self.after(asked, number, ctas)
         weight = self.group.load_vector(mWeight, lane)
         offset, inverse = numbers
         for part in cutlass.range(block, count, ctas, unroll=1):
             sums = [self.zeros(), self.zeros()] if self.layer else [self.zeros()]
             for r in cutlass.range(self.run, unroll=1):
                 row, there, _ = self.place(part, r, count, m, group, lane)
-                if cutlass.const_expr(stages > 0):
-                    free = self.ahead.behind(stage, stages - 1)
-                    ask = self.place(asked, number, count, m, group, lane)
-                    self.ahead.fetch(ring, free, read, stats, ask)
-                    asked, number = self.after(asked, number, ctas)
-                    self.ahead.wait()
-                    raws = [self.ahead.taken(ring, stage, i) for i in range(len(read))]
-                    numbers_of = [self.ahead.scalar(ring, stage, i) for i in range(len(stats))]
-                    stage = self.ahead.behind(stage, 1)
+                if cutlass.const_expr(self.bulk):
+                    raws, numbers_of = self.ring.taken(ring, stage, phase, there, lane)
+                elif cutlass.const_expr(stages > 0):
+                    self.ring.wait()
+                    raws = [self.ring.taken(ring, stage, i) for i in range(len(read))]
+                    numbers_of = [self.ring.scalar(ring, stage, i) for i in range(len(stats))]
                 else:
                     raws = [self.group.load(t, row, lane, there) for t in read]
                     numbers_of = [self.statistic(t, row, there) for t in stats]
@@ -134,6 +138,14 @@ class NormBackwardSm90:
                 at = (sPartials, slot * slots, group, lane)
                 means = self.means(dy, x_hat, (weight, offset), at, inverse)
                 slot = slot ^ 1
+                if cutlass.const_expr(stages > 0):
+                    # Behind the sums all threads of the row have taken their elements.
+                    ask = self.place(asked, number, count, m, group, lane)
+                    self.ring.fetch(ring, stage, read, stats, ask)
+                    asked, number = self.after(asked, number, ctas)
+                    last = stage == stages - 1
+                    stage = cutlass.Int32(0) if last else stage + 1
+                    phase = phase ^ 1 if last else phase
                 self.finish(dy, x_hat, raws[2:], means, numbers_of[-1])
                 self.group.store(rows.narrowed(dy, self.dtype), mDx, row, lane, there)
             self.give(sums, parts[: len(sums)], sSums, part, group, lane)

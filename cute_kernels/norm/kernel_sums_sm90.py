@@ -4,10 +4,11 @@
 
 Layout       parts fp32 [P, 8 ⌈D / 8⌉]; into fp32 [D], made [D] in its dtype; of a pair, two each.
 Order        one chain, ascending, from ``into`` or from zero.
-Work         a CTA for 16 columns, 64 bytes of a part, so that narrow rows have some for many SMs:
-             its threads copy 64 parts a stage into a ring of shared memory, and lanes of one warp
-             add them, one for each column.  A dependent launch: CTAs come to SMs before the parts
-             are complete, and wait there.
+Work         a CTA for 32 columns, 128 bytes of a part: its threads copy 256 parts a round into
+             shared memory, two rounds ahead, and lanes of one warp add them, one for each column.
+             A dependent launch: CTAs come to SMs before the parts are complete, and wait there.
+Code         little, and one text for both of a pair: each instruction is run for the first time,
+             behind a kernel that has filled the L2, and so comes from memory.
 Measured     docs/status.md.
 """
 
@@ -20,15 +21,13 @@ from ..dsl import copy
 from ..dsl.ring import Slots
 from .config import UNIT, SumConfig
 
-WARP, WARPS = 32, 8
+WARP, THREADS = 32, 256
 #: Columns of a CTA; those that a thread copies of a part.
-COLUMNS, COPIED = 16, 4
-#: Parts that a warp copies at once, and a stage's.
-OF_WARP = WARP * COPIED // COLUMNS
-OF_STAGE = OF_WARP * WARPS
-#: All but one are under way while one is added.
-STAGES = 3
-#: Parts that are read from shared memory before those read earlier are added.
+COLUMNS, COPIED = 32, 4
+#: Parts that all threads copy at once; a round's, of which two are under way.
+AT_ONCE = THREADS * COPIED // COLUMNS
+ROUND, ROUNDS = 256, 2
+#: Parts that are read from shared memory before the first of them is added.
 AHEAD = 16
 
 
@@ -51,7 +50,7 @@ class NormSumsSm90:
     ):
         self.kernel(mParts, mInto, mOtherParts, mOtherInto).launch(
             grid=(cute.ceil_div(mInto.shape[0], COLUMNS), 1 + self.pair, 1),
-            block=(WARP * WARPS, 1, 1),
+            block=(THREADS, 1, 1),
             min_blocks_per_mp=1,
             use_pdl=True,
             stream=stream,
@@ -65,82 +64,77 @@ class NormSumsSm90:
         mOtherParts: cute.Tensor | None,
         mOtherInto: cute.Tensor | None,
     ):
-        _, of_pair, _ = cute.arch.block_idx()
-        layout = cute.make_ordered_layout((STAGES, OF_STAGE, COLUMNS), order=(2, 1, 0))
+        tidx, _, _ = cute.arch.thread_idx()
+        block, of_pair, _ = cute.arch.block_idx()
+        layout = cute.make_ordered_layout((ROUNDS, ROUND, COLUMNS), order=(2, 1, 0))
         sParts = SmemAllocator().allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
+        if cutlass.const_expr(self.pair):
+            mParts = either(of_pair == 0, mParts, mOtherParts, 16)
+            mInto = either(of_pair == 0, mInto, mOtherInto, self.dtype.width // 8)
+        parts, width = mParts.shape[0], mInto.shape[0]
+        column = block * COLUMNS + tidx
+        adds = (tidx < COLUMNS) & (column < width)
+        total = cutlass.Float32(0.0)
         # The kernel that makes the parts may still run: none of its results is read before this.
         cute.arch.griddepcontrol_wait()
-        if cutlass.const_expr(self.pair):
-            if of_pair == 0:
-                self.sum(mParts, mInto, sParts)
-            else:
-                self.sum(mOtherParts, mOtherInto, sParts)
-        else:
-            self.sum(mParts, mInto, sParts)
-
-    @cute.jit
-    def sum(self, mParts: cute.Tensor, mInto: cute.Tensor, sParts: cute.Tensor):
-        """A CTA's columns of one sum."""
-        tidx, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        warp, lane = cute.arch.make_warp_uniform(tidx // WARP), tidx % WARP
-        parts, width = mParts.shape[0], mInto.shape[0]
-        # A lane behind the last column has the last one instead, and stores nothing.
-        column = block * COLUMNS + lane
-        total = cutlass.Float32(0.0)
+        for early in cutlass.range(ROUNDS, unroll=1):
+            self.fetch(mParts, sParts, early, early * ROUND)
         if cutlass.const_expr(self.add):
-            total = mInto[cutlass.min(column, width - 1)]
-        for stage in cutlass.range_constexpr(STAGES - 1):
-            self.fetch(mParts, sParts, stage, stage * OF_STAGE, (block, warp, lane))
-        stage = cutlass.Int32(0)
-        for first in cutlass.range(0, parts, OF_STAGE, unroll=1):
-            cute.arch.cp_async_wait_group(STAGES - 2)
-            # Everybody's copies have come, and the stage before this one is added.
+            if adds:
+                total = mInto[column]
+        now = cutlass.Int32(0)
+        for first in cutlass.range(0, parts, ROUND, unroll=1):
+            cute.arch.cp_async_wait_group(ROUNDS - 1)
+            # Everybody's copies have come.
             cute.arch.sync_threads()
-            free = STAGES - 1 if stage == 0 else stage - 1
-            next_one = first + (STAGES - 1) * OF_STAGE
-            self.fetch(mParts, sParts, free, next_one, (block, warp, lane))
-            if warp == 0:
-                count = cutlass.min(parts - first, OF_STAGE)
-                total = self.added(total, sParts[stage, None, lane % COLUMNS], count)
-            stage = 0 if stage == STAGES - 1 else stage + 1
-        if (warp == 0) & (lane < COLUMNS) & (column < width):
+            if adds:
+                count = cutlass.min(parts - first, ROUND)
+                total = self.added(total, sParts[now, None, tidx], count)
+            # They are added.
+            cute.arch.sync_threads()
+            self.fetch(mParts, sParts, now, first + ROUNDS * ROUND)
+            now = now ^ 1
+        if adds:
             mInto[column] = total.to(self.dtype)
 
     @cute.jit
-    def fetch(self, mParts: cute.Tensor, sParts: cute.Tensor, stage, first, thread: tuple):
-        """A stage of parts from ``first`` on, one batch of copies; zeros for what is not there."""
-        block, warp, lane = thread
-        part = first + warp * OF_WARP + lane * COPIED // COLUMNS
-        column = block * COLUMNS + lane * COPIED % COLUMNS
-        there = (part < mParts.shape[0]) & (column < mParts.shape[1])
-        at = cutlass.Int64(part) * mParts.stride[0] + column if there else cutlass.Int64(0)
-        rows = cute.recast_ptr(sParts[stage, None, None].iterator, dtype=cutlass.Uint8)
-        target = rows + warp * self.slots.size
-        self.slots.fetch(target, 0, copy.aligned(mParts, at, COPIED), there)
+    def fetch(self, mParts: cute.Tensor, sParts: cute.Tensor, place, first):
+        """A round of parts from ``first`` on, one batch of copies; none of what is not there."""
+        tidx, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        own, column = tidx * COPIED // COLUMNS, block * COLUMNS + tidx * COPIED % COLUMNS
+        end = cutlass.min(first + ROUND, mParts.shape[0])
+        end = end if column < mParts.shape[1] else first
+        start = cute.recast_ptr(sParts[place, None, None].iterator, dtype=cutlass.Uint8)
+        target = start + tidx // WARP * self.slots.size
+        for part in cutlass.range(first + own, end, AT_ONCE, unroll=1):
+            at = cutlass.Int64(part) * mParts.stride[0] + column
+            self.slots.fetch(target, 0, copy.aligned(mParts, at, COPIED))
+            target = target + THREADS // WARP * self.slots.size
         cute.arch.cp_async_commit_group()
 
     @cute.jit
     def added(self, total, sColumn: cute.Tensor, count):
         """The sum and ``count`` parts of a column, ascending."""
         whole = count // AHEAD * AHEAD
-        now = self.read(sColumn, 0)
         for begin in cutlass.range(0, whole, AHEAD, unroll=1):
-            following = self.read(sColumn, cutlass.min(begin + AHEAD, OF_STAGE - AHEAD))
+            now = cute.make_rmem_tensor(cute.make_layout(AHEAD), cutlass.Float32)
+            for a in cutlass.range_constexpr(AHEAD):
+                now[a] = sColumn[begin + a]
             for a in cutlass.range_constexpr(AHEAD):
                 total = total + now[a]
-            now.store(following.load())
         for i in cutlass.range(whole, count, unroll=1):
             total = total + sColumn[i]
         return total
 
-    @cute.jit
-    def read(self, sColumn: cute.Tensor, begin) -> cute.Tensor:
-        """Some parts of a column, in registers."""
-        values = cute.make_rmem_tensor(cute.make_layout(AHEAD), cutlass.Float32)
-        for a in cutlass.range_constexpr(AHEAD):
-            values[a] = sColumn[begin + a]
-        return values
+
+@cute.jit
+def either(first, one: cute.Tensor, other: cute.Tensor, align: cutlass.Constexpr) -> cute.Tensor:
+    """One of two tensors in global memory that have one layout."""
+    address = one.iterator.toint() if first else other.iterator.toint()
+    space = cute.AddressSpace.gmem
+    pointer = cute.make_ptr(one.element_type, address, space, assumed_align=align)
+    return cute.make_tensor(pointer, one.layout)
 
 
 def build(config: SumConfig, compile=cute.compile):

@@ -219,9 +219,9 @@ def catalogue() -> Iterator[Entry]:
         yield Entry(entry(chosen), "A", Expect(None, max_shared=_MOST_SHARED, **limits))
         chosen = backward_config(kind, dtype, weight, more, width)
         # fp32 may spill, and so may threads of wider rows.
-        fast = dtype.itemsize == 2 and width <= (8192 if kind == RMS else 4096)
+        fast = dtype.itemsize == 2 and width <= 8192
         limits = {"max_registers": 128, "spills": 0 if fast else 4096}
         yield Entry(entry(chosen), "A", Expect(None, max_shared=_MOST_SHARED, **limits))
-    limits = {"max_registers": 64, "max_shared": 16384}
+    limits = {"max_registers": 64, "max_shared": 64 << 10}
     for into, pair in itertools.product(("add", *config.DTYPE_NAMES.values()), (False, True)):
         yield Entry(entry(SumConfig(into, pair)), "A", Expect(None, pdl=True, **limits))

@@ -205,7 +205,7 @@ def test_a_sum_that_begins_before_its_parts_are_complete_is_refused(tmp_path, wa
 # ---- mutants -------------------------------------------------------------------------------------
 
 FORWARD, BACKWARD, SUMS = "kernel_fwd_sm90", "kernel_bwd_sm90", "kernel_sums_sm90"
-ROWS, AHEAD = "device.rows", "device.ahead"
+ROWS, AHEAD, BULK = "device.rows", "device.ahead", "device.bulk"
 RENEWED = "        own = self.renewed(raw, own)\n        self.scale"
 
 
@@ -292,14 +292,27 @@ MUTANTS = {
     "next_part_begins_late": (BACKWARD, "cutlass.Int32(0) if last else number",
         "cutlass.Int32(1) if last else number", wrong_values(Case(600, 520))),
     "missing_row_is_read": (AHEAD, "inside = there & (", "inside = (",
-        wrong_values(Case(67, 520, LAYER, bias=True))),
+        wrong_values(Case(67, 264, LAYER, bias=True))),
     "columns_behind_the_last_are_read": (AHEAD,
         "inside = there & (self.group.column(v, lane) < columns)", "inside = there",
         wrong_values(Case(5, 96, LAYER, dtype=FP32, weight=FP32))),
     "columns_behind_the_last_without_a_ring": (ROWS,
         "if there & (self.column(v, lane) < columns):", "if there:", wrong_values(Case(5, 96))),
     "row_is_not_awaited": (AHEAD, "cp_async_wait_group(self.stages - 1)",
-        "cp_async_wait_group(self.stages)", other_bytes(MIDDLE)),
+        "cp_async_wait_group(self.stages)", other_bytes(Case(67, 264, residual=True))),
+    "missing_row_is_copied": (BULK, "if there & (", "if (",
+        wrong_values(Case(67, 520, LAYER, bias=True))),
+    "copied_row_is_not_awaited": (BULK,
+        "            cute.arch.mbarrier_wait(full + stage, phase)\n", "", other_bytes(MIDDLE)),
+    "row_is_there_before_its_numbers": (BULK, "_ARRIVALS = 2", "_ARRIVALS = 1",
+        other_bytes(MIDDLE)),
+    "columns_behind_the_last_are_what_was_there": (BULK,
+        "        self.clear(ring[0], lane, columns)\n", "",
+        wrong_values(Case(5, 520, LAYER, bias=True))),
+    "barrier_of_another_phase": (BACKWARD, "phase = phase ^ 1 if last", "phase = phase if last",
+        other_bytes(MIDDLE)),
+    "stage_filled_while_it_is_read": (BACKWARD, "self.ring.fetch(ring, stage, read, stats, ask)",
+        "self.ring.fetch(ring, stages - 1 - stage, read, stats, ask)", other_bytes(MIDDLE)),
     "groups_do_not_meet": (BACKWARD,
         "            cute.arch.sync_threads()\n            for c in", "            for c in",
         other_bytes(MIDDLE)),
@@ -313,8 +326,8 @@ MUTANTS = {
         other_bytes(WIDE)),
     "one_barrier_for_all_rows": (ROWS, "barrier_id=group + 1,", "barrier_id=1,",
         other_bytes(Case(67, 1032))),
-    "both_of_a_pair_are_one": (SUMS, "self.sum(mOtherParts, mOtherInto, sParts)",
-        "self.sum(mParts, mOtherInto, sParts)", wrong_values(Case(5, 1032, LAYER, bias=True))),
+    "both_of_a_pair_are_one": (SUMS, "mParts, mOtherParts, 16)",
+        "mParts, mParts, 16)", wrong_values(Case(5, 1032, LAYER, bias=True))),
     "one_slot_for_both_sums": (ROWS, "self.of_warps(sPartials, slot + i,",
         "self.of_warps(sPartials, slot,",
         wrong_values(Case(5, 1032, LAYER, bias=True))),
@@ -329,20 +342,22 @@ MUTANTS = {
         sums(300)),
     "last_parts_twice": (SUMS, "cutlass.range(whole, count, unroll=1)",
         "cutlass.range(whole - 1, count, unroll=1)", sums(300)),
-    "absent_parts_added": (SUMS, "count = cutlass.min(parts - first, OF_STAGE)",
-        "count = cutlass.Int32(OF_STAGE)", sums(300)),
-    "columns_behind_the_parts_are_read": (SUMS, " & (column < mParts.shape[1])", "", sums(300)),
-    "parts_added_before_they_come": (SUMS, "cp_async_wait_group(STAGES - 2)",
-        "cp_async_wait_group(STAGES - 1)", sums(300)),
-    "sums_do_not_meet": (SUMS, "            cute.arch.sync_threads()\n            free",
-        "            free", sums(300)),
-    "stage_filled_while_it_is_added": (SUMS,
-        "free = STAGES - 1 if stage == 0 else stage - 1", "free = stage", sums(1500)),
+    "absent_parts_added": (SUMS, "count = cutlass.min(parts - first, ROUND)",
+        "count = cutlass.Int32(ROUND)", sums(300)),
+    "columns_behind_the_parts_are_read": (SUMS,
+        "        end = end if column < mParts.shape[1] else first\n", "", sums(300)),
+    "parts_added_before_they_come": (SUMS, "cp_async_wait_group(ROUNDS - 1)",
+        "cp_async_wait_group(ROUNDS)", sums(300)),
+    "sums_do_not_meet": (SUMS, "have come.\n            cute.arch.sync_threads()\n",
+        "have come.\n", sums(300)),
+    "round_filled_while_it_is_added": (SUMS,
+        "are added.\n            cute.arch.sync_threads()\n", "are added.\n", sums(1500)),
 }  # fmt: skip
 BY_DAY = (
     "eps_outside_the_root",
     "weight_applied_twice_in_dx",
     "row_is_not_awaited",
+    "copied_row_is_not_awaited",
     "warps_do_not_meet",
     "parts_descending",
     "both_of_a_pair_are_one",
@@ -361,7 +376,7 @@ def test_mutants_are_killed(tmp_path, name):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", [FORWARD, BACKWARD, SUMS, ROWS, AHEAD])
+@pytest.mark.parametrize("name", [FORWARD, BACKWARD, SUMS, ROWS, AHEAD, BULK])
 def test_an_unedited_copy_lives(tmp_path, name):
     same_text = "WARP = 32\n" if name == ROWS else "import cutlass\n"
     kernel = kernels(system, tmp_path, name, same_text, same_text)
