@@ -24,7 +24,7 @@ from .config import UNIT, SumConfig
 WARP, THREADS = 32, 256
 #: Columns of a CTA; those that a thread copies of a part.
 COLUMNS, COPIED = 32, 4
-#: Parts that all threads copy at once; a round's, of which two are under way.
+#: Parts that all threads copy at once; a round's; rounds under way, whose places are a bit.
 AT_ONCE = THREADS * COPIED // COLUMNS
 ROUND, ROUNDS = 256, 2
 #: Parts that are read from shared memory before the first of them is added.

@@ -2,8 +2,9 @@
 
 A variant replaces what `config.forward_residency` or `config.backward_residency` says, of which no
 bit follows: threads of a CTA, CTAs of an SM, stages of each one's ring (0: none, and a CTA for
-every row or few); of a backward, stages alone.  Each must give the bytes of the shipped one before
-it is timed; all are timed in turns with a copy of as many bytes.
+every row or few); of a backward, stages, and whether the copy engine fills them (bulk: 0 or 1).
+Each must give the bytes of the shipped one before it is timed; all are timed in turns with a copy
+of as many bytes.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ VARIANTS = (
     *(f"threads=256,ctas={n},stages={stages}" for n, stages in ((3, 2), (4, 2), (5, 2), (3, 3))),
     *(f"threads=512,ctas={n},stages={stages}" for n, stages in ((1, 3), (2, 2), (2, 3))),
 )
-BACKWARD_VARIANTS = ("", *(f"stages={n}" for n in (2, 3)))
+BACKWARD_VARIANTS = ("", *(f"stages={n},bulk={bulk}" for n in (2, 3) for bulk in (0, 1)))
 _EPS = 1e-6
 
 
 class Variant(NamedTuple):
-    """``threads``, ``ctas`` and ``stages`` of a `config.Residency`; 0, 0 and -1: as shipped."""
+    """Of a `config.Residency`; 0, 0, -1 and -1: as shipped."""
 
     threads: int = 0
     ctas: int = 0
     stages: int = -1
+    bulk: int = -1
 
 
 def parse(text: str) -> Variant:
@@ -101,6 +103,7 @@ def backward(text: str, case: Case, sms: int, build: Callable | None) -> Callabl
     chosen = launch.backward_config(LAYER if layer else RMS, dtype, dtype, upstream, case.width)
     shipped = config.backward_residency(chosen)
     held = shipped if tried.stages < 0 else replace(shipped, stages=tried.stages)
+    held = held if tried.bulk < 0 else replace(held, bulk=tried.bulk == 1)
     with mock.patch.object(kernel_bwd_sm90, "backward_residency", lambda of: held):
         kernel = (build or kernel_bwd_sm90.build)(chosen)
     adding = config.SumConfig(config.DTYPE_NAMES[dtype], pair=layer)
