@@ -164,8 +164,7 @@ def forward_residency(config: ForwardConfig) -> Residency:
         if not (layer and config.weight == "fp32"):
             # A row that is widened anew for each use, and weights that come behind its sums, fit.
             threads = config.threads if config.threads in _ALONE else threads
-            # Of rows with a residual, which are twice the bytes, fewer are enough.
-            return Residency(threads, _ALONE[threads] * (5 if config.residual else 6) // 6, 0)
+            return Residency(threads, _ALONE[threads], 0)
         # Weight and bias would be four times a row's bytes, asked for again with each row.
         if threads == FORWARD_THREADS:
             return Residency(threads, 3 - config.residual, 2)
