@@ -33,8 +33,7 @@ PAD = 4
 _UNDER_WAY, _SHARED, _MOST_STAGES = 96 << 10, 220 << 10, 8
 #: Stages of a backward's ring, of rows with one unit a thread and with more.
 _BACKWARD_STAGES = 3, 2
-#: Threads of a row from which on the copy engine brings a backward's: those of one warp do not meet
-#: at a barrier, behind which its stage is free.
+#: Threads of a row from which on the copy engine brings a backward's (device/bulk.py).
 _BULK_THREADS = 64
 
 _KEPT = frozenset({RUN_TO_RUN, BATCH_INVARIANT, SPLIT_INVARIANT})

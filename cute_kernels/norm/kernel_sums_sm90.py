@@ -24,8 +24,9 @@ from .config import UNIT, SumConfig
 WARP, THREADS = 32, 256
 #: Columns of a CTA; those that a thread copies of a part.
 COLUMNS, COPIED = 32, 4
-#: Parts that all threads copy at once; a round's; rounds under way, whose places are a bit.
+#: Parts that all threads copy at once.
 AT_ONCE = THREADS * COPIED // COLUMNS
+#: Parts of a round; rounds under way: one is added while one comes to the memory's other half.
 ROUND, ROUNDS = 256, 2
 #: Parts that are read from shared memory before the first of them is added.
 AHEAD = 16
@@ -73,39 +74,39 @@ class NormSumsSm90:
             mInto = either(of_pair == 0, mInto, mOtherInto, self.dtype.width // 8)
         parts, width = mParts.shape[0], mInto.shape[0]
         column = block * COLUMNS + tidx
-        adds = (tidx < COLUMNS) & (column < width)
+        adder = (tidx < COLUMNS) & (column < width)
         total = cutlass.Float32(0.0)
         # The kernel that makes the parts may still run: none of its results is read before this.
         cute.arch.griddepcontrol_wait()
         for early in cutlass.range(ROUNDS, unroll=1):
             self.fetch(mParts, sParts, early, early * ROUND)
         if cutlass.const_expr(self.add):
-            if adds:
+            if adder:
                 total = mInto[column]
-        now = cutlass.Int32(0)
+        half = cutlass.Int32(0)
         for first in cutlass.range(0, parts, ROUND, unroll=1):
             cute.arch.cp_async_wait_group(ROUNDS - 1)
             # Everybody's copies have come.
             cute.arch.sync_threads()
-            if adds:
+            if adder:
                 count = cutlass.min(parts - first, ROUND)
-                total = self.added(total, sParts[now, None, tidx], count)
+                total = self.added(total, sParts[half, None, tidx], count)
             # They are added.
             cute.arch.sync_threads()
-            self.fetch(mParts, sParts, now, first + ROUNDS * ROUND)
-            now = now ^ 1
-        if adds:
+            self.fetch(mParts, sParts, half, first + ROUNDS * ROUND)
+            half = half ^ 1
+        if adder:
             mInto[column] = total.to(self.dtype)
 
     @cute.jit
-    def fetch(self, mParts: cute.Tensor, sParts: cute.Tensor, place, first):
+    def fetch(self, mParts: cute.Tensor, sParts: cute.Tensor, half, first):
         """A round of parts from ``first`` on, one batch of copies; none of what is not there."""
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         own, column = tidx * COPIED // COLUMNS, block * COLUMNS + tidx * COPIED % COLUMNS
         end = cutlass.min(first + ROUND, mParts.shape[0])
         end = end if column < mParts.shape[1] else first
-        start = cute.recast_ptr(sParts[place, None, None].iterator, dtype=cutlass.Uint8)
+        start = cute.recast_ptr(sParts[half, None, None].iterator, dtype=cutlass.Uint8)
         target = start + tidx // WARP * self.slots.size
         for part in cutlass.range(first + own, end, AT_ONCE, unroll=1):
             at = cutlass.Int64(part) * mParts.stride[0] + column

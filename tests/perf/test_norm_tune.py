@@ -95,6 +95,17 @@ def test_every_variant_of_a_backward_has_the_shipped_bits(case):
 
 @requires_sim
 @pytest.mark.sim
+def test_what_a_row_cannot_have_is_named():
+    """A row of one warp has no barrier behind which a stage of the copy engine would be free."""
+    bodies = measured(["", "bulk=1"], built, Case("rms_norm", "bwd", 9, 128))
+    failed = [b for b in bodies if b["status"] == "failed"]
+    assert [b["system"] for b in failed] == ["ours[bulk=1]"]
+    assert "median_us" not in failed[0]
+    assert "bulk: 16 threads of a row do not meet at a barrier" in tune.line(failed[0])
+
+
+@requires_sim
+@pytest.mark.sim
 def test_other_bits_are_not_timed():
     number_of = itertools.count()
 
@@ -103,7 +114,7 @@ def test_other_bits_are_not_timed():
 
         def other(*args):
             kernel(*args)
-            if number == 1:
+            if number == 2:  # behind the reference and the shipped one
                 args[5][3, 7] += 1.0
 
         return other

@@ -1,8 +1,9 @@
 """Rows under way: a ring in shared memory that the copy engine fills, a row at a time.
 
 One thread of a row asks for all of it, its statistics too, and a barrier in shared memory says when
-all has come.  Beside `Ahead` the other threads issue nothing; but whoever asks has to know that all
-threads of the row have taken what the stage had before, as they have behind the row's sums.
+all has come; the other threads, which with `Ahead` copy their own elements, issue nothing.  Whoever
+asks has to know that all threads of the row have taken what the stage had before.  They have behind
+the row's sums, where they meet at a barrier: a row of one warp has none, and is refused.
 """
 
 from dataclasses import dataclass
@@ -32,6 +33,12 @@ class Bulk:
     scalars: int
     stages: int
     groups: int
+
+    def __post_init__(self):
+        if self.group.threads <= WARP:
+            raise ValueError(
+                f"bulk: {self.group.threads} threads of a row do not meet at a barrier"
+            )
 
     @cute.jit
     def allocate(self, allocator, group, lane, columns) -> tuple:
