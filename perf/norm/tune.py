@@ -144,6 +144,8 @@ def norm(
         size = ROWS[case.op, case.direction] * case.rows * case.width // 2
         return made | {"copied": made["x"].new_empty(size).normal_()}
 
+    for text in variants:
+        parse(text)  # A slip of the caller's ends the run; what a row cannot have is told below.
     t = drawn(0)
     want = started("", case, sms, build)(t)
     failed, timed = {}, {}

@@ -55,6 +55,8 @@ def measured(variants: list[str], build, case: Case = CASE) -> list[dict]:
 def test_unknown_fields_are_named(text):
     with pytest.raises(ValueError, match="variant: expected NAME=NUMBER"):
         tune.parse(text)
+    with pytest.raises(ValueError, match="variant: expected NAME=NUMBER"):
+        measured(["", text], built)
 
 
 def test_the_list_parses():
