@@ -8,18 +8,40 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import systems
 
 __version__ = "0.1.0"
 
-# The folder lies beside this package in the repository, and an installation puts it inside.
-if importlib.util.find_spec(f"{__name__}.schedulers") is None:
-    raise ImportError(
-        f"{__name__} is imported from a checkout that is not installed: run `make setup` in it, "
-        "or `pip install -c constraints.txt -e .`"
+
+def _load_schedulers(package: Path) -> None:
+    """Make ``schedulers`` importable from a checkout, where it lies next to this package.
+
+    An installed package contains the folder, and Python finds it there.  A checkout is also what
+    ``python -m cute_kernels`` imports inside a clone after ``pip install .``: the working
+    directory comes before site-packages.
+    """
+    if (package / "schedulers" / "__init__.py").is_file():
+        return
+    init = package.parent / "schedulers" / "__init__.py"
+    if not init.is_file():
+        raise ImportError(
+            f"{__name__}.schedulers: expected {package / 'schedulers'} (installed package) or "
+            f"{init.parent} (checkout); neither exists: install again"
+        )
+    name = f"{__name__}.schedulers"
+    spec = importlib.util.spec_from_file_location(
+        name, init, submodule_search_locations=[str(init.parent)]
     )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+
+
+_load_schedulers(Path(__file__).resolve().parent)
 
 _PUBLIC = {
     **systems.PUBLIC,

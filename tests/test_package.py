@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,21 +41,46 @@ def test_importing_and_using_the_cpu_needs_torch_only():
 
 def test_import_alone_loads_no_system():
     code = "import sys, cute_kernels; print(sorted(m for m in sys.modules if m[:6] == 'cute_k'))"
-    assert python(code) == "['cute_kernels', 'cute_kernels.systems']"
+    # A checkout loads `schedulers` too: its folder is not inside the package.
+    expected = ["cute_kernels", "cute_kernels.schedulers", "cute_kernels.systems"]
+    assert python(code) == str(expected)
 
 
-def test_a_checkout_that_is_not_installed_says_so(tmp_path):
-    package = tmp_path / "cute_kernels"
-    package.mkdir()
-    for name in ("__init__.py", "systems.py"):
-        (package / name).write_bytes((Path(ck.__file__).parent / name).read_bytes())
-    command = [sys.executable, "-I", "-S", "-c"]
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import cute_kernels"
-    run = subprocess.run([*command, code], capture_output=True, text=True)
-    assert run.returncode == 1 and "`make setup`" in run.stderr.splitlines()[-1]
-    (package / "schedulers").mkdir()
-    run = subprocess.run([*command, code], capture_output=True, text=True)
+def import_without_site(root: Path, code: str) -> subprocess.CompletedProcess:
+    """Run ``code`` with nothing on the path but ``root`` and the standard library."""
+    code = f"import sys; sys.path.insert(0, {str(root)!r}); {code}"
+    command = [sys.executable, "-I", "-S", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def copy_package(root: Path, schedulers: Path | None) -> None:
+    """Copy what ``import cute_kernels`` reads, and ``schedulers`` to this folder, if any."""
+    package = Path(ck.__file__).parent
+    (root / "cute_kernels").mkdir()
+    for name in ("__init__.py", "systems.py", "log.py", "errors.py"):
+        shutil.copyfile(package / name, root / "cute_kernels" / name)
+    if schedulers is not None:
+        shutil.copytree(Path(ck.schedulers.__file__).parent, root / schedulers)
+
+
+@pytest.mark.parametrize("folder", ["schedulers", "cute_kernels/schedulers"])
+def test_schedulers_are_found_in_a_checkout_and_in_an_installation(tmp_path, folder):
+    copy_package(tmp_path, Path(folder))
+    code = (
+        "import cute_kernels.schedulers as s; from cute_kernels.schedulers import handles;"
+        "import cute_kernels as ck; print(ck.schedulers is s, s.__file__)"
+    )
+    run = import_without_site(tmp_path, code)
     assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["True", str(tmp_path / folder / "__init__.py")]
+
+
+def test_a_package_without_schedulers_names_the_two_places(tmp_path):
+    copy_package(tmp_path, None)
+    run = import_without_site(tmp_path, "import cute_kernels")
+    assert run.returncode == 1
+    last = run.stderr.splitlines()[-1]
+    assert str(tmp_path / "schedulers") in last and "cute_kernels/schedulers" in last
 
 
 def test_every_public_name_resolves():
