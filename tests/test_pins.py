@@ -78,12 +78,12 @@ def test_the_resolver_hears_of_no_other_index():
 
 
 ANSWERS = {
-    "all": ("exit 0", 0, "27 of 27 resolve"),
+    "all": ("exit 0", 0, "29 of 29 resolve"),
     "no network": ("echo 'cannot look up the index'; exit 2", 0, "skipped: .*cannot look up"),
     "one refusal": (
         'case "$*" in *--extra=rocm*) echo triton and triton; exit 1;; esac',
         1,
-        r"\.\[rocm\] does not resolve for 3\.10:\ntriton and triton(.|\n)*23 of 27 resolve",
+        r"\.\[rocm\] does not resolve for 3\.10:\ntriton and triton(.|\n)*25 of 29 resolve",
     ),
     "the network goes away": (
         'case "$*" in *--no-cache*) test -e gone && echo timed out && exit 2; touch gone;; '
@@ -141,3 +141,15 @@ def test_killed(tmp_path, uv, name):
     mutant.write_text(text.replace(old, new))
     package = new.partition("=")[0]
     assert package in pins.error(pins.with_uv(uv, python, way, mutant))
+
+
+@pytest.mark.parametrize("engine", pins.ENGINES)
+def test_engine_pins_resolve_only_with_a_low_enough_bound(tmp_path, uv, engine):
+    """The bound that this project had until 0.1.0 must fail: both engines pin 0.1.11."""
+    assert pins.error(pins.beside_engine(uv, engine)) == ""
+    text = (ROOT / "pyproject.toml").read_text()
+    old = "apache-tvm-ffi>=0.1.11"
+    assert text.count(old) == 1
+    project = tmp_path / "pyproject.toml"
+    project.write_text(text.replace(old, "apache-tvm-ffi>=0.1.15"))
+    assert "apache-tvm-ffi" in pins.error(pins.beside_engine(uv, engine, project))

@@ -1,7 +1,10 @@
-"""Do the pins resolve from the public package index alone, for every Python we name?
+"""Check that the pins resolve from the public package index alone, and beside vLLM and SGLang.
 
     python tools/pins.py                          # uv answers, for all of them: seconds
     python tools/pins.py --pip PYTHON [PYTHON]    # pip answers, for these interpreters: minutes
+
+The engines pin torch, the DSL and apache-tvm-ffi themselves, so they are resolved with the extra
+cu13 and without constraints.txt, by uv.
 
 uv resolves for Pythons that are not installed here, and reads a wheel's metadata without fetching
 the wheel; pip does the latter behind a flag.  Neither is told of any other index, of local wheels
@@ -32,6 +35,14 @@ OLDEST = {".[trl]": (3, 11)}
 PLATFORM = "x86_64-manylinux_2_28"
 #: Settings that say how to reach the network, not what is on it.
 KEPT = {"PIP_CERT", "PIP_CLIENT_CERT", "PIP_PROXY", "PIP_DEFAULT_TIMEOUT", "UV_CACHE_DIR"}
+
+#: Engines that must resolve together with ".[cu13]", and the oldest glibc that has wheels of them.
+ENGINES = {
+    "vllm==0.33.0": "x86_64-manylinux_2_31",
+    "sglang==0.5.23": "x86_64-manylinux_2_39",
+}
+#: The Python of the engines' images.
+ENGINE_PYTHON = "3.12"
 
 Command = tuple[list[str], str]  # with its standard input
 
@@ -67,6 +78,13 @@ def with_uv(uv: str, python: str, way: str, constraints: Path) -> Command:
     return [*words, *extras, "pyproject.toml"], ""
 
 
+def beside_engine(uv: str, engine: str, project: Path = ROOT / "pyproject.toml") -> Command:
+    """Resolve the extra cu13 of ``project`` together with an engine."""
+    words = [uv, "pip", "compile", "--no-progress", "--quiet", "--extra=cu13"]
+    words += ["--python-version", ENGINE_PYTHON, "--python-platform", ENGINES[engine]]
+    return [*words, str(project), "-"], engine
+
+
 def with_pip(uv: str, python: str, way: str, constraints: Path) -> Command:
     """The newest pip under an interpreter: older ones fetch whole wheels before a dry run ends."""
     words = [uv, "run", "--quiet", "--no-project", "--isolated", "--python", python, "--with=pip"]
@@ -92,12 +110,23 @@ def asked(pythons: list[str]) -> list[tuple[str, str]]:
     return found
 
 
-def unresolved(command: Callable[[str, str], Command], pythons: list[str]) -> dict:
-    """(python, way) -> what the resolver said, for all that it cannot resolve."""
-    cases = asked(pythons)
+def unresolved(commands: dict[tuple[str, str], Command]) -> dict[tuple[str, str], str]:
+    """(python, way) -> the resolver's message, for all that it cannot resolve."""
     with ThreadPoolExecutor(4) as pool:
-        said = pool.map(lambda case: error(command(*case)), cases)
-    return {case: text for case, text in zip(cases, said, strict=True) if text}
+        messages = pool.map(error, commands.values())
+    return {case: text for case, text in zip(commands, messages, strict=True) if text}
+
+
+def all_commands(
+    command: Callable[[str, str, str, Path], Command], uv: str, pythons: list[str]
+) -> dict[tuple[str, str], Command]:
+    """(python, way) -> its command, the engines included."""
+    commands = {
+        (python, way): command(uv, python, way, CONSTRAINTS) for python, way in asked(pythons)
+    }
+    return commands | {
+        (ENGINE_PYTHON, f".[cu13] {engine}"): beside_engine(uv, engine) for engine in ENGINES
+    }
 
 
 def main(argv: list[str]) -> int:
@@ -115,21 +144,19 @@ def main(argv: list[str]) -> int:
         print(f"pins: skipped: the package index does not answer: {reason}")
         return 0
     start = time.monotonic()
-    if args.pip:
-        wrong = unresolved(lambda python, way: with_pip(uv, python, way, CONSTRAINTS), args.pip)
-    else:
-        wrong = unresolved(lambda python, way: with_uv(uv, python, way, CONSTRAINTS), PYTHONS)
+    pythons = args.pip or PYTHONS
+    commands = all_commands(with_pip if args.pip else with_uv, uv, pythons)
+    wrong = unresolved(commands)
     seconds = time.monotonic() - start
     if wrong and (reason := silence(uv)):
         print(f"pins: skipped: the package index stopped answering: {reason}")
         return 0
     for (python, way), text in wrong.items():
         print(f"pins: {way} does not resolve for {python}:\n{text}\n")
-    pythons = args.pip or PYTHONS
-    count = len(asked(pythons))
     print(
-        f"pins: {count - len(wrong)} of {count} resolve from the"
-        f" public index alone ({', '.join(WAYS)}; Python {', '.join(pythons)}), {seconds:.0f} s"
+        f"pins: {len(commands) - len(wrong)} of {len(commands)} resolve from the public index alone"
+        f" ({', '.join(WAYS)}; Python {', '.join(pythons)}; beside {', '.join(ENGINES)}),"
+        f" {seconds:.0f} s"
     )
     return 1 if wrong else 0
 
