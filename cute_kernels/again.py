@@ -12,6 +12,7 @@ has to be copied.  Nothing is remembered of tensors on a CPU, where a call's own
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Hashable
 
@@ -132,9 +133,16 @@ def _key(options: Hashable, tensors: tuple) -> tuple | None:
         return None
     in_c = extension.calls()
     seen = described(*tensors) if in_c is None else in_c.describe(*tensors)
-    if seen is None:
+    if seen is None or has_negative_zero(options):
         return None
     return options, settings.get("BACKEND"), settings.get("MAX_CTAS"), seen
+
+
+def has_negative_zero(options: object) -> bool:
+    """Whether an option is -0.0, which is equal to 0.0 as a key and computes other bits."""
+    if type(options) is float:
+        return options == 0 and math.copysign(1.0, options) < 0
+    return isinstance(options, tuple) and any(map(has_negative_zero, options))
 
 
 def described(*tensors: torch.Tensor | None) -> tuple | None:

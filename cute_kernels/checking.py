@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from . import arch
 from .errors import (
     ArgumentTypeError,
+    ArgumentValueError,
     BackendUnavailable,
     DeviceError,
     DtypeError,
@@ -31,6 +32,22 @@ def tensor(name: str, value: object) -> None:
         raise ArgumentTypeError(expected(name, "a dense (strided) tensor", "a nested tensor"))
     if value.layout is not torch.strided:
         raise ArgumentTypeError(expected(name, "a dense (strided) tensor", value.layout))
+    if not torch.compiler.is_compiling():
+        _has_storage(name, value)
+
+
+def _has_storage(name: str, value: torch.Tensor) -> None:
+    """Refuse a tensor whose storage ends before its elements, as a resharded parameter's does."""
+    t = in_memory(value)
+    if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.is_meta or not t.numel():
+        return
+    steps = ((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+    last = t.storage_offset() + sum(steps)
+    want, got = (last + 1) * t.itemsize, t.untyped_storage().nbytes()
+    if got < want:
+        raise ArgumentValueError(
+            expected(name, f"a storage of at least {want} bytes", f"{got} (freed or resharded)")
+        )
 
 
 def rank(name: str, t: torch.Tensor, rank: int, shape: str) -> None:

@@ -199,7 +199,7 @@ def _node(setup: Callable, backward: Callable) -> Callable:
         @staticmethod
         def forward(ctx, *args):
             *args, compute = args
-            output = compute(*args)
+            output = without_views(compute(*args))
             setup(ctx, args, output)
             return output
 
@@ -213,6 +213,18 @@ def _node(setup: Callable, backward: Callable) -> Callable:
 
     # Function.apply itself spends 2 us on functorch's wrappers; its transforms never get here.
     return super(torch.autograd.Function, Differentiable).apply
+
+
+def without_views(output: torch.Tensor | tuple | list | None):
+    """Replace views among an op's results by tensors that the caller may change in place.
+
+    torch refuses in-place ops on a view that an autograd.Function returned.  No other result
+    shares the elements, so the tracking that a view needs has no use here.
+    """
+    if isinstance(output, torch.Tensor):
+        unsafe_view = torch.ops.aten._unsafe_view.default
+        return unsafe_view(output, output.shape) if output._is_view() else output
+    return type(output)(map(without_views, output)) if isinstance(output, tuple | list) else output
 
 
 def _below_autograd(op: Callable, run: Callable) -> Callable:

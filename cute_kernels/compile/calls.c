@@ -12,6 +12,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <dlpack/dlpack.h>
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 #include <tvm/ffi/c_api.h>
@@ -160,9 +161,22 @@ static int is_watched(PyObject *again) {
   return said > 0 ? is_true(ask_by_name(again, name.in_mode, NULL)) : said;
 }
 
+/* Whether an option is -0.0, which is equal to 0.0 as a key and computes other bits. */
+static int has_negative_zero(PyObject *options) {
+  if (PyFloat_CheckExact(options)) {
+    double value = PyFloat_AS_DOUBLE(options);
+    return value == 0 && signbit(value);
+  }
+  if (!PyTuple_Check(options)) return 0;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(options); i++)
+    if (has_negative_zero(PyTuple_GET_ITEM(options, i))) return 1;
+  return 0;
+}
+
 /* The key of a call in `known`, again.py's `_key` but for `remembers`; None where there is none. */
 static PyObject *key_of(PyObject *data_parallel, PyObject *settings, PyObject *const *given, Py_ssize_t count) {
   if (Py_TYPE(given[1]) != tensor_type && Py_TYPE(given[1]) != parameter_type) Py_RETURN_NONE;
+  if (has_negative_zero(given[0])) Py_RETURN_NONE;
   int sharding = is_true(ask_by_name(data_parallel, name.sharding, NULL));
   if (sharding < 0) return NULL;
   if (sharding) Py_RETURN_NONE;

@@ -1,0 +1,122 @@
+"""Results belong to the caller: in-place ops on them work, in first and in later calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels import torch_ops
+from cute_kernels.errors import ArgumentValueError
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+X, W, V = randn(2, 6, 32), randn(16, 32), randn(32)
+Q, K = randn(1, 24, 4, 64).bfloat16(), randn(1, 24, 2, 64).bfloat16()
+X24 = randn(1, 24, 3, 32)
+TARGET = torch.arange(12).view(2, 6)
+CUTS = torch.tensor([0, 9, 24], dtype=torch.int32)
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    cos, sin = ck.rotary_table(torch.arange(24)[None], randn(16).abs())
+    return ck.apply_rotary(x, X24, cos, sin, unsqueeze_dim=2)[0]
+
+
+#: Op -> (a function of one tensor that needs a gradient, the tensor).
+CALLS = {
+    "linear": (lambda x: ck.linear(x, W), X),
+    "linear of rows": (lambda x: ck.linear(x, W), X[0]),
+    "matmul": (lambda x: ck.matmul(x, W.T), X[0]),
+    "skinny_linear": (lambda x: ck.skinny_linear(x, W), X),
+    "linear_logp": (lambda x: ck.linear_logp(x, W, TARGET), X),
+    "log_probs": (lambda x: ck.log_probs(x, TARGET), X),
+    "rms_norm": (lambda x: ck.rms_norm(x, V), X),
+    "rms_norm with a residual": (lambda x: ck.rms_norm(x, V, residual=2 * X)[0], X),
+    "layer_norm": (lambda x: ck.layer_norm(x, V), X),
+    "embedding": (lambda w: ck.embedding(TARGET, w), W),
+    "silu": (ck.silu, X),
+    "gelu": (ck.gelu, X),
+    "silu_mul": (lambda x: ck.silu_mul(x, 2 * X), X),
+    "gelu_mul": (lambda x: ck.gelu_mul(x, 2 * X), X),
+    "apply_rotary": (rotated, X24),
+    "softmax": (ck.softmax, X),
+    "log_softmax": (ck.log_softmax, X),
+    "sigmoid": (ck.sigmoid, X),
+    "tanh": (ck.tanh, X),
+    "block_sparse_attention": (lambda q: ck.block_sparse_attention(q, K, K, causal=True), Q),
+    "block_sparse_attention_varlen": (
+        lambda q: ck.block_sparse_attention_varlen(q, K[0], K[0], CUTS, causal=True),
+        Q[0],
+    ),
+}
+#: Their backward reads the result, as torch's do: it refuses one that was changed.
+SAVE_THEIR_RESULT = {
+    "softmax",
+    "block_sparse_attention",
+    "block_sparse_attention_varlen",
+}
+
+
+def gradient(name: str, in_place: bool) -> torch.Tensor:
+    function, x = CALLS[name]
+    x = x.detach().clone().requires_grad_()
+    y = function(x)
+    y = y.mul_(2) if in_place else y * 2
+    y.backward(randn(*y.shape).to(y.dtype))
+    return x.grad.view(torch.uint8)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_result_can_be_changed_in_place(name):
+    expected = gradient(name, in_place=False)
+    for _ in range(3):
+        if name in SAVE_THEIR_RESULT:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                gradient(name, in_place=True)
+        else:
+            assert torch.equal(gradient(name, in_place=True), expected)
+
+
+def test_every_public_op_of_tensors_is_covered():
+    mentioned = {name.split()[0] for name in CALLS}
+    without_results = {"rotary_table", "clip_grad_norm_", "mhc"}  # mhc: tests/mhc
+    assert {op for op in ck.systems.PUBLIC if ck.systems.PUBLIC[op]} <= mentioned | without_results
+
+
+def test_views_are_what_the_test_sees(monkeypatch):
+    """Mutant: the op's node returns its views."""
+    monkeypatch.setattr(torch_ops, "without_views", lambda output: output)
+    with pytest.raises(RuntimeError, match="view"):
+        gradient("linear", in_place=True)
+
+
+def test_relu_in_place_after_a_linear():
+    layer = torch.nn.Linear(32, 16)
+    layer.forward = lambda x: ck.linear(x, layer.weight, layer.bias)
+    model = torch.nn.Sequential(layer, torch.nn.ReLU(inplace=True))
+    model(X).sum().backward()
+    assert layer.weight.grad.abs().sum() > 0
+
+
+FREED = {
+    "linear": lambda w: ck.linear(X, w),
+    "skinny_linear": lambda w: ck.skinny_linear(X, w),
+    "linear_logp": lambda w: ck.linear_logp(X, w, TARGET),
+    "embedding": lambda w: ck.embedding(TARGET, w),
+    "rms_norm": lambda w: ck.rms_norm(w, V),
+    "softmax": lambda w: ck.softmax(w),
+    "attention": lambda w: ck.block_sparse_attention(w.view(1, 1, 8, 64), K, K),
+}
+
+
+@pytest.mark.parametrize("name", FREED)
+@pytest.mark.parametrize("bytes_left", [0, 16 * 32 * 4 - 4])
+def test_a_tensor_with_freed_storage_is_refused(name, bytes_left):
+    weight = torch.nn.Parameter(W.clone())
+    weight.untyped_storage().resize_(bytes_left)
+    with pytest.raises(ArgumentValueError, match="storage"):
+        FREED[name](weight)
