@@ -40,7 +40,8 @@ def linear_logp(
             ``"chain"``, or ``"tree"``, which ranks can share.
         temperature: A number, or a tensor shaped like ``target``; 2^-100 to 2^100.  A number is
             what it is in fp32, so that it has the bits of a tensor of it.
-        softcap: 0 for none (Gemma's final_logit_softcapping).
+        softcap: 0 for none (Gemma's final_logit_softcapping); at most 1024, as a capped logit has
+            an absolute error of up to 2^-21 softcap.
         ignore_index: The target of tokens that count for nothing: log p and entropy are 0, and
             every gradient is exactly 0, whatever the row holds, NaN included.
         return_entropy: Whether the entropy of p comes too.

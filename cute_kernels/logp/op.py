@@ -154,9 +154,10 @@ def _run_linear_logp(
     if target.numel() == 0:
         return nothing(target, entropy)
     head = Head(weight, bias, start, vocab, softcap, order)
-    rows = rows_of(target, temperatures, temperature, ignore_index, vocab)
-    parts = states(flat_rows(hidden, "logp_states"), head, rows, entropy)
-    return _shaped(finish(parts, rows, hidden.dtype), target)
+    with ieee_on(hidden):
+        rows = rows_of(target, temperatures, temperature, ignore_index, vocab)
+        parts = states(flat_rows(hidden, "logp_states"), head, rows, entropy)
+        return _shaped(finish(parts, rows, hidden.dtype), target)
 
 
 def _fake_linear_logp(hidden, weight, bias, target, *others):
@@ -175,10 +176,11 @@ def _run_backward(
             for t, need in zip((hidden, weight, bias), given, strict=True)
         )
     head = Head(weight, bias, start, vocab, softcap, order)
-    rows = rows_of(target, temperatures, temperature, ignore_index, vocab)
-    upstream = upstream_of(d_logp, d_entropy, rows, lse2, entropy)
-    flat = flat_rows(hidden, "logp_gradients")
-    made = chunks.gradients(flat, head, rows, upstream, wanted, main_grad)
+    with ieee_on(hidden):
+        rows = rows_of(target, temperatures, temperature, ignore_index, vocab)
+        upstream = upstream_of(d_logp, d_entropy, rows, lse2, entropy)
+        flat = flat_rows(hidden, "logp_gradients")
+        made = chunks.gradients(flat, head, rows, upstream, wanted, main_grad)
     d_hidden, d_weight, d_bias = (hidden.new_empty(0) if t is None else t for t in made)
     return d_hidden.view(hidden.shape) if wanted.hidden else d_hidden, d_weight, d_bias
 
@@ -221,11 +223,12 @@ def _run_log_probs(
 ):
     if target.numel() == 0:
         return nothing(target, entropy)
-    rows = rows_of(target, temperatures, temperature, ignore_index, vocab)
-    flat = flat_rows(logits, "logit_states")
-    launch = dispatch.launcher("logit_states", logits.device, logits.dtype)
-    parts = launch(flat, Logits(0, vocab, softcap), rows, entropy)
-    return _shaped(finish(parts, rows, logits.dtype), target)
+    with ieee_on(logits):
+        rows = rows_of(target, temperatures, temperature, ignore_index, vocab)
+        flat = flat_rows(logits, "logit_states")
+        launch = dispatch.launcher("logit_states", logits.device, logits.dtype)
+        parts = launch(flat, Logits(0, vocab, softcap), rows, entropy)
+        return _shaped(finish(parts, rows, logits.dtype), target)
 
 
 def _run_log_probs_backward(
@@ -234,11 +237,12 @@ def _run_log_probs_backward(
 ):  # fmt: skip
     if target.numel() == 0:
         return logits.new_empty(logits.shape)
-    rows = rows_of(target, temperatures, temperature, ignore_index, vocab)
-    upstream = upstream_of(d_logp, d_entropy, rows, lse2, entropy)
-    flat = flat_rows(logits, "logit_gradients")
-    launch = dispatch.launcher("logit_gradients", logits.device, logits.dtype)
-    made = launch(flat, Logits(0, vocab, softcap), rows, upstream, logits.dtype)
+    with ieee_on(logits):
+        rows = rows_of(target, temperatures, temperature, ignore_index, vocab)
+        upstream = upstream_of(d_logp, d_entropy, rows, lse2, entropy)
+        flat = flat_rows(logits, "logit_gradients")
+        launch = dispatch.launcher("logit_gradients", logits.device, logits.dtype)
+        made = launch(flat, Logits(0, vocab, softcap), rows, upstream, logits.dtype)
     return made.contiguous().view(logits.shape)
 
 

@@ -117,7 +117,8 @@ def sinkhorn(
 
     Args:
         H_res: fp32 [..., n, n], logits; or [M, n²].
-        iterations: 1 to 64; never "to convergence".
+        iterations: 1 to 24, or to 64 in form ``"epsilon"`` with an eps of 1e-9 or more; never "to
+            convergence".
         form: ``"log"``, without an epsilon, or ``"epsilon"``: softmax over rows + eps, then every
             divisor + eps (DeepSeek).  They differ by about 6e-6 at 1e-6.
 

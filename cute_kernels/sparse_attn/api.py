@@ -95,7 +95,8 @@ def block_sparse_attention(
     checks.sinks(sinks, q)
     if not deterministic:
         op.refuse_unordered()
-    if block_mask is None and isinstance(schedule, str):
+    # A kind that may be unsafe is built here, so that it is refused before the forward runs.
+    if block_mask is None and isinstance(schedule, str) and schedule not in checks.MAY_BE_UNSAFE:
         operands = prepare.by_rule(causal, schedule)
     else:
         # Plain numbers: a mask and a schedule are for one shape, in dynamic graphs too.

@@ -33,11 +33,15 @@ DTYPES = (torch.bfloat16, torch.float16)
 #: Of scale and softcap.  Kernels form scale / softcap and log2(e) times either in fp32, which must
 #: neither overflow (infinity times a score of 0 is NaN) nor vanish.
 LEAST, MOST = 2.0**-40, 2.0**40
+#: A capped score has an absolute error of 2^-21 softcap on SM90: 1 - 2 / (1 + e^x) cancels near 0.
+MOST_SOFTCAP = 1024.0
 #: The last two dimensions of each, for messages.
 _HEADS = {"q": "Hq, D", "k": "Hkv, D", "v": "Hkv, Dv"}
 AUTO = "auto"
 #: The schedules that have a name.
 SCHEDULES = (AUTO, *KINDS)
+#: Of these, the kinds that need several resident CTAs on some masks.
+MAY_BE_UNSAFE = frozenset({"shift", "symmetric_shift"})
 
 
 class Problem(NamedTuple):
@@ -84,6 +88,9 @@ def attention(
     _schedule_type(schedule)
     scale = dim**-0.5 if scale is None else _factor("scale", scale, "")
     softcap = _factor("softcap", softcap, "0 (none) or ")
+    if softcap > MOST_SOFTCAP:
+        want = "0 (none) or a number of at most 1024 (errors are 2^-21 of it)"
+        raise ArgumentValueError(expected("softcap", want, softcap))
     sizes = batch, q_len, kv_len, heads, kv_heads, dim, v.shape[3]
     return Problem(*sizes, q.device, scale, softcap)
 

@@ -20,7 +20,9 @@ def sinks_gradient(sinks: Tensor, lse2: Tensor, delta: Tensor) -> Tensor:
     """
     shape = (-1, *(1,) * (lse2.dim() - 2))
     weight = torch.exp2((sinks.float() * LOG2E).view(shape) - lse2)
-    return -(weight * delta).double().flatten(2).sum((0, 2)).float()
+    # A sink of -inf weighs nothing; beside a row that sees nothing, -inf - -inf is NaN.
+    absent = (sinks == -math.inf).view(shape)
+    return -torch.where(absent, 0.0, weight * delta).double().flatten(2).sum((0, 2)).float()
 
 
 def shape_of_out(q: Tensor, v: Tensor) -> tuple[int, ...]:

@@ -198,6 +198,8 @@ CASES = [
         ["temperature", "requires_grad=False"],
     ),
     ("softcap -1", lin(softcap=-1.0), VALUE, ["softcap", "0 (none)", "got -1.0"]),
+    ("softcap 1025", lin(softcap=1025.0), VALUE, ["softcap", "to 1024", "got 1025.0"]),
+    ("softcap 1e8 of logits", log(softcap=1e8), VALUE, ["softcap", "to 1024"]),
     ("softcap nan", lin(softcap=math.nan), VALUE, ["softcap", "got nan"]),
     ("softcap inf", log(softcap=math.inf), VALUE, ["softcap", "got inf"]),
     ("ignore_index 2^63", lin(ignore_index=2**63), VALUE, ["ignore_index", "64 bits", "922337"]),

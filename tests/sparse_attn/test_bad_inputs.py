@@ -354,6 +354,7 @@ OPTIONS = [
     ("scale nan", masked(None, scale=math.nan), ArgumentValueError, ["scale", "finite", "nan"]),
     ("scale a tensor", masked(None, scale=torch.ones(())), ArgumentTypeError, ["scale", "tensor"]),
     ("scale True", masked(None, scale=True), ArgumentTypeError, ["scale", "number", "True"]),
+    ("softcap 1025", masked(None, softcap=1025), ArgumentValueError, ["softcap", "at most 1024"]),
     ("softcap < 0", masked(None, softcap=-2.0), ArgumentValueError, ["softcap", "-2.0"]),
     ("softcap inf", masked(None, softcap=math.inf), ArgumentValueError, ["softcap", "inf"]),
     ("scale 1e300", masked(None, scale=1e300), ArgumentValueError, ["scale", "2**40", "1e+300"]),

@@ -1,0 +1,58 @@
+"""Wide logits, as many iterations as are allowed, and streams of one channel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels.mhc.checks import MAX_ITERATIONS, MAX_WITHOUT_EPSILON
+
+#: 64 iterations of "log" made a row of sums 1/3 and 3 of it.
+WIDE = [[169, 1, -71, 15], [22, -41, 24, -41], [161, -207, -76, 6], [96, -75, -23, -61]]
+
+
+def normalised(z: torch.Tensor, iterations: int) -> torch.Tensor:
+    """Float64, in the logarithm: no entry vanishes."""
+    z = z.double()
+    for _ in range(iterations):
+        for dim in (-1, -2):
+            z = z - torch.logsumexp(z, dim, keepdim=True)
+    return z.exp()
+
+
+@pytest.mark.parametrize("spread", [1, 30, 300, 3000])
+def test_the_most_iterations_of_wide_logits(spread):
+    z = spread * torch.randn(3000, 4, 4, generator=torch.Generator().manual_seed(spread))
+    z[0] = torch.tensor(WIDE)
+    made = ck.mhc.sinkhorn(z, iterations=MAX_WITHOUT_EPSILON)
+    bound = 2e-6 + 2.0**-22 * spread
+    assert (made - normalised(z, MAX_WITHOUT_EPSILON)).abs().max() < bound
+
+
+def test_an_epsilon_allows_more():
+    """DeepSeek's form: its epsilon keeps the entries of a matrix within a factor of 1 / eps."""
+    z, eps = torch.tensor([WIDE], dtype=torch.float32), 1e-6
+    want = torch.softmax(z.double(), -1) + eps
+    want = want / (want.sum(-2, keepdim=True) + eps)
+    for _ in range(MAX_ITERATIONS - 1):
+        for dim in (-1, -2):
+            want = want / (want.sum(dim, keepdim=True) + eps)
+    made = ck.mhc.sinkhorn(z, iterations=MAX_ITERATIONS, form="epsilon", eps=eps)
+    assert (made - want).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("layout", ["cn", "nc"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_head_leaves_no_dimension_of_streams(layout, channels):
+    generator = torch.Generator().manual_seed(channels)
+    n = 4
+    streams = torch.randn(5, channels, n, generator=generator)
+    x = streams if layout == "cn" else streams.mT.contiguous()
+    phi = torch.randn(n, n * channels, generator=generator)
+    beta = torch.randn(n, generator=generator)
+    options = ck.mhc.Options(layout=layout)
+    out = ck.mhc.head(x, phi, torch.ones(1), beta, options=options)
+    flat = ck.mhc.head(x.flatten(1), phi, torch.ones(1), beta, options=options)
+    assert out.shape == (5, channels)
+    assert torch.equal(out.view(torch.uint8), flat.view(torch.uint8))
