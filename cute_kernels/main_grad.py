@@ -84,11 +84,11 @@ def check_values(
 
 def apart(main_grad: torch.Tensor, **read: torch.Tensor | None) -> None:
     """That no byte of main_grad is one of a tensor that backward reads, whoever allocated it."""
-    start, stop = _addresses(main_grad)
+    start, stop = addresses(main_grad)
     for name, tensor in read.items():
         if tensor is None:
             continue
-        first, end = _addresses(tensor)
+        first, end = addresses(tensor)
         if first < stop and start < end:
             want = f"memory of its own (backward writes it while it reads {name})"
             raise AliasError(expected("main_grad", want, f"an alias of {name}"))
@@ -131,11 +131,18 @@ class Target:
 
 
 def targets(
-    ctx, inputs: Sequence[object], main_grads: dict[int, torch.Tensor | None]
+    ctx,
+    inputs: Sequence[object],
+    main_grads: dict[int, torch.Tensor | None],
+    upstream: Sequence[torch.Tensor | None],
 ) -> dict[int, Target]:
     """The `Target` of each position of a node's inputs that ``main_grads`` names.
 
     ``inputs``: those of the forward, or what says which of them were tensors: None where none was.
+    ``upstream``: the gradients that the backward reads.
+
+    Raises:
+        AliasError: a main_grad that is written shares memory with one of them, or with another.
     """
     edges, made = iter(ctx.next_functions), {}
     for position, value in enumerate(inputs):
@@ -150,7 +157,20 @@ def targets(
         where = of(edge)
         into = main_grad if where == MAIN_GRAD else None
         made[position] = Target(where != NOWHERE, into, edge)
+    _check_written([t.into for t in made.values() if t.into is not None], upstream)
     return made
+
+
+def _check_written(written: list[torch.Tensor], upstream: Sequence[torch.Tensor | None]) -> None:
+    """Refuse main_grads that share memory with an upstream gradient or with each other."""
+    if not written or _traced():
+        return
+    written, upstream = ([checking.in_memory(t) for t in some] for some in (written, upstream))
+    for i, main_grad in enumerate(written):
+        if main_grad is not None:
+            others = {f"main_grad {j}": t for j, t in enumerate(written[:i])}
+            apart(main_grad, **{f"upstream gradient {j}": t for j, t in enumerate(upstream)})
+            apart(main_grad, **others)
 
 
 def mark(edge: object) -> None:
@@ -204,7 +224,34 @@ def _overlaps_itself(t: torch.Tensor) -> bool:
     return False
 
 
-def _addresses(t: torch.Tensor) -> tuple[int, int]:
+def shares_elements(t: torch.Tensor, other: torch.Tensor | None = None) -> bool:
+    """Whether two elements of a tensor, or one of each of two, lie at the same address.
+
+    Counts them, element by element, unless the layout alone tells.
+    """
+    some = [t] if other is None else [t, other]
+    if other is None and (t.is_contiguous() or not _overlaps_itself(t)):
+        return False
+    if all(one.is_contiguous() for one in some):
+        (first, stop), (start, end) = map(addresses, some)
+        return first < end and start < stop
+    begin = min(addresses(one)[0] for one in some)
+    size = max(addresses(one)[1] for one in some) - begin
+    count = torch.zeros(size, dtype=torch.int32, device="cpu")
+    for one in some:
+        steps = [step * one.itemsize for step in one.stride()]
+        offset = addresses(one)[0] - begin
+        spots = torch.zeros(one.shape, dtype=torch.int64, device="cpu")
+        for dim, (length, step) in enumerate(zip(one.shape, steps, strict=True)):
+            index = torch.arange(length, device="cpu") * step
+            spots += index.view(-1, *(1,) * (one.dim() - dim - 1))
+        for byte in range(one.itemsize):
+            flat = spots.view(-1) + (offset + byte)
+            count.index_add_(0, flat, torch.ones(len(flat), dtype=torch.int32, device="cpu"))
+    return bool((count > 1).any())
+
+
+def addresses(t: torch.Tensor) -> tuple[int, int]:
     """Of its first byte and behind its last; storages say less, as each library makes its own."""
     first = t.data_ptr()
     if t.is_contiguous():

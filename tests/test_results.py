@@ -37,6 +37,13 @@ CALLS = {
     "rms_norm": (lambda x: ck.rms_norm(x, V), X),
     "rms_norm with a residual": (lambda x: ck.rms_norm(x, V, residual=2 * X)[0], X),
     "layer_norm": (lambda x: ck.layer_norm(x, V), X),
+    "rms_norm of rows": (lambda x: ck.rms_norm(x, V), X[0]),
+    "rms_norm of rows with a residual": (lambda x: ck.rms_norm(x, V, residual=2 * X[0])[1], X[0]),
+    "layer_norm of rows": (lambda x: ck.layer_norm(x, V, V), X[0]),
+    "silu of rows": (ck.silu, X[0]),
+    "softmax of rows": (ck.softmax, X[0]),
+    "linear_logp of rows": (lambda x: ck.linear_logp(x, W, TARGET[0]), X[0]),
+    "log_probs of rows": (lambda x: ck.log_probs(x, TARGET[0]), X[0]),
     "embedding": (lambda w: ck.embedding(TARGET, w), W),
     "silu": (ck.silu, X),
     "gelu": (ck.gelu, X),
@@ -56,6 +63,8 @@ CALLS = {
 #: Their backward reads the result, as torch's do: it refuses one that was changed.
 SAVE_THEIR_RESULT = {
     "softmax",
+    "softmax of rows",
+    "rms_norm of rows with a residual",  # h
     "block_sparse_attention",
     "block_sparse_attention_varlen",
 }
@@ -120,3 +129,45 @@ def test_a_tensor_with_freed_storage_is_refused(name, bytes_left):
     weight.untyped_storage().resize_(bytes_left)
     with pytest.raises(ArgumentValueError, match="storage"):
         FREED[name](weight)
+
+
+def column_major(t: torch.Tensor) -> torch.Tensor:
+    """The same values, the last two dimensions stored the other way round."""
+    return t.mT.contiguous().mT
+
+
+LAYOUTS = {
+    "column-major": column_major,
+    "every second column": lambda t: torch.stack([t, t], -1)[..., 0],
+    "batch last": lambda t: t.movedim(0, -1).contiguous().movedim(-1, 0),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CALLS)
+def test_results_and_gradients_are_contiguous_whatever_the_operands_are(name, layout):
+    """As fakes say, so that `.view` works and torch.compile has the strides that it planned."""
+    function, x = CALLS[name]
+    changed = LAYOUTS[layout](x).detach().requires_grad_()
+    y = function(changed)
+    assert y.is_contiguous() and torch.equal(bytes_of(y), bytes_of(function(x)))
+    upstream = randn(*y.shape).to(y.dtype)
+    (plain,) = torch.autograd.grad(function(leaf := x.clone().requires_grad_()), leaf, upstream)
+    for dy in (upstream, column_major(upstream) if y.dim() > 1 else upstream):
+        (gradient,) = torch.autograd.grad(y, changed, dy, retain_graph=True)
+        assert gradient.is_contiguous() and torch.equal(bytes_of(gradient), bytes_of(plain))
+
+
+def bytes_of(t: torch.Tensor) -> torch.Tensor:
+    return t.detach().contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+def test_products_of_no_terms_are_contiguous(per_row):
+    x, weight = torch.zeros(6, 0), torch.zeros(4, 0)
+    bias = column_major(randn(6, 4)) if per_row else randn(4)
+    y = ck.skinny_linear(x, weight, bias)
+    assert y.is_contiguous() and torch.equal(bytes_of(y), bytes_of(bias.expand(6, 4)))
+    y.add_(1)
+    if not per_row:
+        assert torch.equal(bytes_of(ck.linear(x, weight, bias) + 1), bytes_of(y))

@@ -75,8 +75,12 @@ def _product(
     if m == 0 or n == 0:
         return a.new_empty(m, n)
     if k == 0:
-        return a.new_zeros(m, n) if bias is None else bias.expand(m, n).clone()
+        return a.new_zeros(m, n) if bias is None else _copy(bias.expand(m, n))
     return dispatch.launcher("gemm", a.device, a.dtype)(a, b, bias, None, order)
+
+
+def _copy(bias: torch.Tensor) -> torch.Tensor:
+    return bias.clone(memory_format=torch.contiguous_format)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -136,7 +140,7 @@ def _run_skinny(x, weight, bias, deterministic):
     if bias is not None:
         bias = bias.expand(rows.shape[0], n)
     if 0 in (*rows.shape, n):
-        out = rows.new_zeros(rows.shape[0], n) if bias is None else bias.clone()
+        out = rows.new_zeros(rows.shape[0], n) if bias is None else _copy(bias)
     else:
         launch = dispatch.launcher("skinny", x.device, x.dtype)
         out = launch(rows, weight, bias, deterministic)
@@ -195,7 +199,7 @@ def weight_gradient(ctx, dy, x):
 
     For a node whose second input is the weight, and that has ``main_grad`` and ``order``.
     """
-    target = destination.targets(ctx, (True, True), {1: ctx.main_grad})[1]
+    target = destination.targets(ctx, (True, True), {1: ctx.main_grad}, (dy,))[1]
     if target.into is not None:
         linear_dw_(dy, x, target.into, ctx.order)
         target.written()

@@ -207,7 +207,7 @@ def _backward_linear_logp(ctx, d_logp, _, d_entropy):
             "cute_kernels.linear_logp: double backward (create_graph=True) is not available"
         )
     needs = list(ctx.needs_input_grad[:3])
-    target = destination.targets(ctx, (True, True), {1: ctx.main_grad})[1]
+    target = destination.targets(ctx, (True, True), {1: ctx.main_grad}, (d_logp, d_entropy))[1]
     needs[1] = target.wanted
     made = linear_logp_backward(
         d_logp, d_entropy if ctx.entropy else None, *ctx.saved_tensors, target.into, *ctx.numbers,

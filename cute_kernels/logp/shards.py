@@ -134,7 +134,7 @@ class _Sharded(torch.autograd.Function):
         upstream = op.upstream_of(d_logp, d_entropy, ctx.rows, lse2, entropy)
         head = Head(weight, bias, *ctx.place)
         flat = flat_rows(hidden, "logp_gradients")
-        target = destination.targets(ctx, (True, True), {1: ctx.main_grad})[1]
+        target = destination.targets(ctx, (True, True), {1: ctx.main_grad}, (d_logp, d_entropy))[1]
         of_own = needs._replace(hidden=False, weight=target.wanted)
         made = chunks.gradients(flat, head, ctx.rows, upstream, of_own, target.into)
         target.written()

@@ -168,10 +168,12 @@ def kept(ctx, inputs, mains: range) -> None:
     ctx.set_materialize_grads(False)
 
 
-def targets(ctx, positions: tuple[int, ...]) -> list[destination.Target]:
+def targets(
+    ctx, positions: tuple[int, ...], *upstream: torch.Tensor | None
+) -> list[destination.Target]:
     """Where the gradients of weights at some positions of a node's inputs go."""
     mains = dict(zip(positions, ctx.main_grads, strict=True))
-    found = destination.targets(ctx, ctx.tensors, mains)
+    found = destination.targets(ctx, ctx.tensors, mains, upstream)
     return [found[position] for position in positions]
 
 

@@ -110,7 +110,7 @@ def _setup_projection(ctx, inputs, output):
 
 def _backward_projection(ctx, d_h, d_ms):
     nodes.refuse_double("projection")
-    phi, weight = nodes.targets(ctx, (1, 2))
+    phi, weight = nodes.targets(ctx, (1, 2), d_h, d_ms)
     needs = [ctx.needs_input_grad[0], phi.wanted, weight.wanted]
     made = projection_backward(
         d_h, d_ms, *ctx.saved_tensors, phi.into, weight.into, *ctx.numbers, needs
@@ -184,7 +184,7 @@ def _setup_scale(ctx, inputs, output):
 
 def _backward_scale(ctx, d_pre, d_post, d_res):
     nodes.refuse_double("scale")
-    alpha, beta = nodes.targets(ctx, (1, 2))
+    alpha, beta = nodes.targets(ctx, (1, 2), d_pre, d_post, d_res)
     needs = [ctx.needs_input_grad[0], alpha.wanted, beta.wanted, ctx.needs_input_grad[3]]
     made = scale_backward(
         d_pre, d_post, d_res, *ctx.saved_tensors, alpha.into, beta.into, *ctx.numbers, needs
@@ -341,7 +341,7 @@ def _backward_expand(ctx, dy):
     nodes.refuse_double("expand_combine")
     if dy is None:
         return (None,) * 9
-    (bias,) = nodes.targets(ctx, (1,))
+    (bias,) = nodes.targets(ctx, (1,), dy)
     needs = list(ctx.needs_input_grad[:5])
     needs[1] = bias.wanted
     made = expand_backward(dy, *ctx.saved_tensors, bias.into, *ctx.numbers, ctx.linked, needs)

@@ -129,7 +129,8 @@ def _setup_mix(ctx, inputs, output):
 
 def _backward_mix(ctx, d_out, d_pre, d_post, d_res, d_h, d_ms, d_link):
     nodes.refuse_double("mix_and_aggregate")
-    targets = dict(zip(range(1, 5), nodes.targets(ctx, (1, 2, 3, 4)), strict=True))
+    upstream = d_out, d_pre, d_post, d_res, d_h, d_ms, d_link
+    targets = dict(zip(range(1, 5), nodes.targets(ctx, (1, 2, 3, 4), *upstream), strict=True))
     needs = [ctx.needs_input_grad[0], *(target.wanted for target in targets.values())]
     into = [target.into for target in targets.values()]
     made = mix_backward(
@@ -230,8 +231,9 @@ def _setup_post_pre(ctx, inputs, output):
 
 def _backward_post_pre(ctx, dy, d_out, d_pre, d_post, d_res, d_h, d_ms):
     nodes.refuse_double("post_pre")
+    upstream = dy, d_out, d_pre, d_post, d_res, d_h, d_ms
     positions = (1, 6, 7, 8, 9)
-    targets = dict(zip(positions, nodes.targets(ctx, positions), strict=True))
+    targets = dict(zip(positions, nodes.targets(ctx, positions, *upstream), strict=True))
     needs = list(ctx.needs_input_grad[:10])
     for position, target in targets.items():
         needs[position] = target.wanted

@@ -17,6 +17,8 @@ from .tensors import LAYER, Normed, Parts, Rule, Scale, Upstream
 
 def forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: Rule) -> Normed:
     """The norm of the rows of x [M, D], or of h = x + residual, rounded to their dtype."""
+    # Elementwise results have the strides of their operands; results are row-major.
+    x = x.contiguous()
     with ieee():
         h = None if residual is None else (x.float() + residual.float()).to(x.dtype)
         own = (x if h is None else h).to(torch.float32)
@@ -48,13 +50,14 @@ def backward(
     ``stats``: mean and rstd of `forward`.
     """
     mean, rstd = stats
+    h = h.contiguous()
     with ieee():
         own = h.to(torch.float32)
         if mean is not None:
             own = own - mean[:, None]
         # x̂ = (h - mean) rstd;  g = dy weight
         x_hat = own * rstd[:, None]
-        dy = upstream.dy.to(torch.float32)
+        dy = upstream.dy.contiguous().to(torch.float32)
         g = dy
         if scale.weight is not None:
             g = dy * (scale.weight.float() + rule.offset)
@@ -69,7 +72,7 @@ def backward(
         if parts:
             of_bias = _parts(dy) if scale.bias is not None else None
             made = Parts(_parts(dy * x_hat), of_bias)
-        return dx.to(h.dtype), made
+        return dx.to(h.dtype).contiguous(), made
 
 
 def add_parts(

@@ -182,7 +182,7 @@ def _backward(ctx, dy, dh, *_):
         # Not left out: 0 + -0 is 0, and compiled graphs have zeros here.
         dh = torch.zeros_like(h)
     inputs = h, h if ctx.residual else None, weight, bias
-    targets = destination.targets(ctx, inputs, ctx.main_grads)
+    targets = destination.targets(ctx, inputs, ctx.main_grads, (dy, dh))
     of_weight, of_bias = targets.get(2), targets.get(3)
     rows = any(ctx.needs_input_grad[:2])
     wanted = [t is not None and t.wanted for t in (of_weight, of_bias)]

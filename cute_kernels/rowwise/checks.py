@@ -191,23 +191,53 @@ def clip(
     if _number("norm_type", norm_type) not in (2.0, math.inf):
         want = "2.0 or inf (other powers have no rounding that a device must keep)"
         raise ArgumentValueError(expected("norm_type", want, norm_type))
-    found: dict[int, torch.Tensor] = {}
-    first = None
+    found: dict[str, torch.Tensor] = {}
+    first, ids = None, set()
     for i, parameter in enumerate(_parameters(parameters)):
         gradient = _gradient(f"parameters[{i}]", parameter, main_grad)
         if gradient is None:
             continue
-        if id(gradient) in found:
+        if id(gradient) in ids:
             want = "each gradient once (it is scaled in place)"
             raise AliasError(expected(f"parameters[{i}]", want, "one that came before"))
-        found[id(gradient)] = gradient
+        ids.add(id(gradient))
+        found[f"parameters[{i}]"] = gradient
         first = gradient if first is None else first
         if gradient.device != first.device:
             want = f"a gradient on {first.device}, where the first one is"
             raise DeviceError(expected(f"parameters[{i}]", want, gradient.device))
     if first is not None:
         checking.supported("clip_grad_norm_", first.device)
+    if not torch.compiler.is_compiling():
+        _scalable(found)
     return Clip(tuple(found.values()), most, norm_type == math.inf)
+
+
+def _scalable(gradients: dict[str, torch.Tensor]) -> None:
+    """Refuse, before any gradient is scaled, those that cannot be scaled in place once each."""
+    seen: list[tuple[int, int, str, torch.Tensor]] = []
+    for name, gradient in gradients.items():
+        t = checking.in_memory(gradient)
+        if t is None or t.is_meta or not t.numel():
+            continue
+        if t.is_neg():
+            want = "a gradient whose memory holds its values (it is scaled in place)"
+            raise ArgumentValueError(expected(name, want, "a negated view"))
+        if torch.is_inference(t) and not torch.is_inference_mode_enabled():
+            want = "a gradient that can be scaled in place"
+            raise ArgumentValueError(expected(name, want, "an inference tensor"))
+        if destination.shares_elements(t):
+            want = "elements at distinct addresses (it is scaled in place)"
+            raise AliasError(expected(name, want, f"strides {t.stride()}"))
+        seen.append((*destination.addresses(t), name, t))
+    seen.sort(key=lambda entry: entry[0])
+    for at, (_, stop, name, t) in enumerate(seen):
+        for start, _, other, u in seen[at + 1 :]:
+            if start >= stop:
+                break
+            if destination.shares_elements(t, u):
+                want = f"memory of its own (each gradient is scaled once), not that of {other}"
+                raise AliasError(expected(name, want, "an overlapping view"))
 
 
 def finite(total: torch.Tensor) -> None:

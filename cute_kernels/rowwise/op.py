@@ -380,7 +380,7 @@ def _backward_embedding(ctx, dy):
             "main_grad"
         )
     (ids,) = ctx.saved_tensors
-    target = destination.targets(ctx, (True, True), {1: ctx.main_grad})[1]
+    target = destination.targets(ctx, (True, True), {1: ctx.main_grad}, (dy,))[1]
     if target.into is not None:
         embedding_gradient_(dy, ids, ctx.padding, target.into)
         target.written()

@@ -12,6 +12,7 @@ from torch.library import opcheck
 
 import cute_kernels as ck
 from cute_kernels.errors import UnsupportedTransformError
+from cute_kernels.logp import op as _op  # noqa: F401  (defines the ops)
 from tests.contract import ROOT, same_bytes
 from tests.logp.cases import BF16, FP16, FP32, IGNORED
 

@@ -1,0 +1,144 @@
+"""A main_grad shares no memory with what a backward reads, nor with another main_grad."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels import main_grad
+from cute_kernels.errors import AliasError
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def square(n: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+    """(a parameter, a main_grad of its shape)."""
+    return randn(n, n).requires_grad_(), torch.zeros(n, n)
+
+
+def linear():
+    weight, total = square()
+    return ck.linear(randn(32, 32), weight, main_grad=total), total
+
+
+def embedding():
+    weight, total = square()
+    return ck.embedding(torch.arange(32), weight, main_grad=total), total
+
+
+def norm():
+    weight, total = randn(32).requires_grad_(), torch.zeros(32)
+    return ck.rms_norm(randn(1, 32), weight, main_grad=total), total
+
+
+def logp():
+    weight, total = square()
+    return ck.linear_logp(randn(32, 32), weight, torch.arange(32), main_grad=total), total
+
+
+CALLS = {"linear": linear, "embedding": embedding, "rms_norm": norm, "linear_logp": logp}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_upstream_gradient_that_is_a_view_of_main_grad_is_refused(name):
+    y, total = CALLS[name]()
+    aliased = total.view(-1)[: y.numel()].view(y.shape)
+    with pytest.raises(AliasError, match="upstream gradient"):
+        y.backward(aliased)
+    assert not total.any()
+    y, total = CALLS[name]()
+    y.backward(randn(*y.shape))
+    assert total.any()
+
+
+def test_one_tensor_as_two_main_grads_is_refused():
+    total = torch.zeros(32)
+    weight, bias = (randn(n).requires_grad_() for n in (32, 32))
+    y = ck.layer_norm(randn(4, 32), weight, bias, main_grad=total, bias_main_grad=total)
+    with pytest.raises(AliasError, match="main_grad"):
+        y.backward(randn(4, 32))
+    assert not total.any()
+
+
+def test_mhc_refuses_both():
+    n, c, total = 4, 8, torch.zeros(24, 32)
+    phi = randn(24, n * c).requires_grad_()
+    h, ms = ck.mhc.projection(randn(6, c, n), phi, main_grads={"phi": total})
+    with pytest.raises(AliasError, match="upstream gradient"):
+        torch.autograd.backward([h, ms], [total.view(-1)[: h.numel()].view(h.shape), randn(6)])
+    assert not total.any()
+
+
+BASE = torch.arange(64.0).view(8, 8)
+PAIRS = {
+    "the same": (BASE, BASE, True),
+    "halves": (BASE[:4], BASE[4:], False),
+    "rows that meet": (BASE[:5], BASE[4:], True),
+    "columns side by side": (BASE[:, :4], BASE[:, 4:], False),
+    "columns that meet": (BASE[:, :5], BASE[:, 4:], True),
+    "even and odd": (BASE.view(-1)[::2], BASE.view(-1)[1::2], False),
+    "a column and its transpose": (BASE[:, 1], BASE.T[0], True),
+    "another tensor": (BASE, BASE.clone(), False),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_shared_elements_are_counted(name):
+    one, other, shared = PAIRS[name]
+    if name == "a column and its transpose":
+        other = BASE.T[1]
+        one = BASE[1:3].T
+    assert main_grad.shares_elements(one, other) == main_grad.shares_elements(other, one)
+    storage = {i for t in (one,) for i in positions(t)} & set(positions(other))
+    assert main_grad.shares_elements(one, other) == bool(storage)
+    if name != "a column and its transpose":
+        assert bool(storage) == shared
+
+
+def positions(t: torch.Tensor) -> list[int]:
+    """Addresses of the elements, one by one."""
+    return [t[tuple(index)].data_ptr() for index in torch.ones_like(t).nonzero().tolist()]
+
+
+def test_an_expanded_tensor_shares_elements_with_itself():
+    assert main_grad.shares_elements(torch.zeros(1).expand(300))
+    assert not main_grad.shares_elements(BASE.T)
+    assert main_grad.shares_elements(BASE.as_strided((3, 3), (2, 1)))
+    assert not main_grad.shares_elements(BASE.as_strided((3, 2), (2, 1)))
+
+
+def parameters(*gradients: torch.Tensor) -> list[torch.nn.Parameter]:
+    made = []
+    for gradient in gradients:
+        parameter = torch.nn.Parameter(torch.zeros(gradient.shape, dtype=gradient.dtype))
+        parameter.grad = gradient
+        made.append(parameter)
+    return made
+
+
+BUFFER = randn(40)
+REFUSED = {
+    "overlapping": lambda b: [b[:24], b[16:]],
+    "inside another": lambda b: [b[:8], b, b[30:]],
+    "negated": lambda b: [b[:8], torch._neg_view(b[8:])],
+    "expanded": lambda b: [b[:8], b[8:9].expand(6)],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_clip_refuses_before_it_scales(name):
+    buffer = BUFFER.clone()
+    with pytest.raises((AliasError, ck.errors.ArgumentValueError), match=r"parameters\[\d\]"):
+        ck.clip_grad_norm_(parameters(*REFUSED[name](buffer)), 0.1)
+    assert torch.equal(buffer.view(torch.uint8), BUFFER.view(torch.uint8))
+
+
+def test_clip_takes_slices_of_one_buffer():
+    buffer = BUFFER.clone()
+    columns = buffer[16:].view(4, 6)
+    norm = ck.clip_grad_norm_(parameters(buffer[:16], columns[:, :3], columns[:, 3:]), 0.1)
+    factor = (0.1 / (norm.double() + 1e-6)).float()
+    assert torch.equal(buffer.view(torch.uint8), (BUFFER * factor).view(torch.uint8))
