@@ -81,7 +81,7 @@ def test_a_table_without_position_ids_refuses_padding_before_tokens():
     one, ids, mask, columns = padded("right")
     got = token_logps(model, ids, attention_mask=mask)[:1, columns]
     assert (got - token_logps(model, one)).abs().max() < 1e-3
-    with pytest.raises(ArgumentValueError, match="attention_mask: .*BartDecoder.*position_ids"):
+    with pytest.raises(ArgumentValueError, match=r"attention_mask: .*BartDecoder.*position_ids"):
         token_logps(model, ids.flip(1), attention_mask=mask.flip(1))
 
 
