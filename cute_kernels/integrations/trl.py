@@ -94,9 +94,11 @@ class SampledLogps:
     def _generate_single_turn(
         self, prompt_ids: Sequence[Sequence[int]], *args: object, **kwargs: object
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """As TRL's, with log p of each token where TRL's has None."""
+        """As TRL's, in training's autocast, with log p of each token where TRL's has None."""
         model = causal_lm.unwrapped(self.accelerator.unwrap_model(self.model_wrapped))[1]
-        with _drawn(model, self.temperature) as draws:
+        # TRL's autocast is around the trainer's forward alone: an fp32 adapter would compute in
+        # fp32 as it samples and in bf16 as it learns.
+        with self.accelerator.autocast(), _drawn(model, self.temperature) as draws:
             completions, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         return completions, draws.logps(completions)
 
@@ -178,9 +180,12 @@ class _Draws:
 
     def _score(self, tokens: torch.Tensor) -> None:
         self.tokens.append(tokens)
-        self.scores.append(
-            logp.log_probs(self.logits, tokens, temperature=self.temperature, ignore_index=_IGNORED)
-        )
+        # Training scores outside of autocast.
+        with torch.autocast(self.logits.device.type, enabled=False):
+            scores = logp.log_probs(
+                self.logits, tokens, temperature=self.temperature, ignore_index=_IGNORED
+            )
+        self.scores.append(scores)
 
     @torch.no_grad()
     def logps(self, completions: list[list[int]]) -> list[list[float]]:

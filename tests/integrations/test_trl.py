@@ -159,19 +159,25 @@ def test_unpatch_of_a_trainers_model(path, tokenizer, tmp_path, bf16):
     assert same_bytes(got, want) and not same_bytes(ours, want)
 
 
-@pytest.mark.parametrize("first", ["trl", "patch"])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_an_adapter(tokenizer, tmp_path, family, first):
+@pytest.mark.parametrize("bf16", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("adapter", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("family", "first"), [("llama", "patch"), ("llama", "trl"), ("gemma2", "trl")]
+)
+def test_an_adapter(tokenizer, tmp_path, family, first, adapter, bf16):
     """TRL adds it, so a patch comes after; with one before, nothing of the model itself is left.
 
-    The adapter's B is random, as after some training.
+    The adapter's B is random, as after some training.  It is fp32 after PEFT's own casts.
     """
     peft = pytest.importorskip("peft", reason=f"peft {INSTALL}")
     path = trl_step.checkpoint(tmp_path / family, family)
     config = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    one = trl_step.trainer(path, tokenizer, tmp_path, patched=first == "patch", peft_config=config)
+    given = {"peft_config": config, "args": {"bf16": bf16}}
+    one = trl_step.trainer(path, tokenizer, tmp_path, patched=first == "patch", **given)
     with torch.no_grad():
         for name, parameter in one.model.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.to(adapter)
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
     report = ck.patch(one.model)
