@@ -88,6 +88,10 @@ class SampledLogps:
         for name in _REFUSED_ARGUMENTS:
             _check_off(f"args.{name}", getattr(self.args, name))
         self._rollout_contracts = rollout_contracts
+        # TRL puts a forward with a head of its own around the models', which is never asked for.
+        for model in (self.model, self.ref_model):
+            if model is not None:
+                vars(causal_lm.unwrapped(model)[1])[causal_lm.SCORED_BY_LOGITS] = True
 
     # ---- rollout --------------------------------------------------------------------------------
 
