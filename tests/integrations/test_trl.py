@@ -412,6 +412,11 @@ class Base:
             r"SampledLogps: .*_generate_single_turn\(prompt_ids.*TRL 1",
         ),
         (
+            lambda: type("Rloo", (integration.SampledLogps, trl.RLOOTrainer), {})(),
+            ArgumentTypeError,
+            r"SampledLogps: expected trl\.GRPOTrainer .*got RLOOTrainer",
+        ),
+        (
             lambda: trl_step.Trainer(rollout_contracts="linear"),
             ArgumentTypeError,
             "rollout_contracts: .*str",
@@ -434,6 +439,18 @@ def test_bad_arguments(call, error, words):
 def test_refused_settings(path, tokenizer, tmp_path, setting):
     with pytest.raises(ArgumentValueError, match=rf"{next(iter(setting))}: expected off"):
         trl_step.trainer(path, tokenizer, tmp_path, args={"beta": 0.0, **setting})
+
+
+@pytest.mark.parametrize("name", [*integration._REFUSED, *integration._REFUSED_ARGUMENTS])
+def test_a_setting_that_is_gone_is_refused(path, tokenizer, tmp_path, monkeypatch, name):
+    """A version of TRL without it may do the same under another name."""
+    checked = {"_REFUSED": (f"{name}_renamed",), "_REFUSED_ARGUMENTS": ()}
+    if name in integration._REFUSED_ARGUMENTS:
+        checked = {"_REFUSED": (), "_REFUSED_ARGUMENTS": (f"{name}_renamed",)}
+    for attribute, names in checked.items():
+        monkeypatch.setattr(integration, attribute, names)
+    with pytest.raises(ArgumentTypeError, match=f"{name}_renamed: expected a setting"):
+        trl_step.trainer(path, tokenizer, tmp_path, args={"beta": 0.0})
 
 
 @pytest.mark.parametrize("kwargs", [{"num_beams": 2}, {"prefill_chunk_size": 4}])
