@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,8 @@ import pytest
 from tests import extras
 
 IMPORTS = re.compile(rf"^\s*(?:import|from) ({'|'.join(extras.PACKAGES)})\b", re.M)
-OPTIONS = ["-pno:cacheprovider", "-q", "--import-mode=importlib", "-c", "/dev/null", "--rootdir"]
+OPTIONS = ["-pno:cacheprovider", "-q", "-c", "/dev/null", "--rootdir"]
+RUN = "import sys; from tests import extras; sys.exit(extras.run(sys.argv[1:]))"
 
 
 def test_every_test_of_an_extra_is_in_it():
@@ -56,4 +59,6 @@ def test_the_target_installs_what_they_need():
 def test_a_missing_package_is_a_failure(tmp_path, body, status):
     file = tmp_path / "test_one.py"
     file.write_text(body)
-    assert extras.run([str(file), *OPTIONS, str(tmp_path)]) == status
+    command = [sys.executable, "-c", RUN, str(file), *OPTIONS, str(tmp_path)]
+    done = subprocess.run(command, cwd=extras.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
