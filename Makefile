@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+EXTRAS ?= .venv-extras
 WORKERS ?= 2
 # One thread a worker: two OpenMP pools on two cores wait for each other, and burn both.  Files come
 # in their order: by their number of tests, long ones of few tests came last, to one core.
 TESTS   = OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test nightly check pins compile certify certificates bench profile docs \
+.PHONY: setup demo test nightly nightly-extras check pins compile certify certificates bench profile docs \
         gpu-test wheel matrix format clean
 
 setup: $(STAMP)
@@ -30,6 +31,19 @@ test: $(STAMP)
 # Cross products, and all that is left out of `test` because it was proved on these files.
 nightly: $(STAMP)
 	$(TESTS) -m "nightly and not gpu"
+
+# The tests that need trl, peft, accelerate, datasets and deepspeed, in an environment with them.
+nightly-extras: $(EXTRAS)/.installed
+	OMP_NUM_THREADS=1 $(EXTRAS)/bin/python -m tests.extras
+
+# deepspeed's setup asks for torch, and for nothing to be compiled.
+$(EXTRAS)/.installed: pyproject.toml setup.py constraints.txt
+	@test -x $(EXTRAS)/bin/python || $(PYTHON) -m venv $(EXTRAS)
+	@echo "Installing the tested pins of all extras into $(EXTRAS) (minutes, once) ..."
+	@$(EXTRAS)/bin/pip install --disable-pip-version-check -c constraints.txt torch pytest
+	@DS_BUILD_OPS=0 $(EXTRAS)/bin/pip install --disable-pip-version-check -c constraints.txt \
+		-e ".[trl,deepspeed,demo]"
+	@touch $(EXTRAS)/.installed
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -33,6 +33,8 @@ _ABOUT_LOGITS = re.compile(r"logit|lm_head|soft_?cap")
 _ELSEWHERE = re.compile(
     r"attn|attention|router|gate|mlp|keep$|^lm_head_bias$|^chunk_size|^output_logits$|renormalize"
 )
+#: Attribute of a causal LM that is only called for its logits, whatever forward is around its own.
+SCORED_BY_LOGITS = "_cute_kernels_scored_by_logits"
 _NEUTRAL = (None, False, 0, 1)
 
 

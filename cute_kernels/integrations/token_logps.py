@@ -9,6 +9,7 @@ what it gathers: DDP, DeepSpeed's ZeRO-3 (deepspeed.py), FSDP2 (fsdp.py).
 from __future__ import annotations
 
 import inspect
+import re
 
 import torch
 
@@ -23,6 +24,8 @@ from . import causal_lm
 from .held_head import Scoring, head_logp
 
 _IDS = (torch.int32, torch.int64)
+#: Names of modules that look positions up.
+_POSITION_TABLE = re.compile(r"(^|\.)(embed_positions|position_embeddings?|wpe)$")
 
 
 def token_logps(
@@ -47,7 +50,8 @@ def token_logps(
         targets: None: the ids themselves, each predicted from those before it.  Else int [B, S]:
             targets[b, t] is scored by the hidden state of position t (nothing is shifted).
         attention_mask: [B, S] or None, for the model.  Without ``targets``, a token is masked where
-            it or the position that predicts it is 0.
+            it or the position that predicts it is 0.  Positions count its tokens, as in
+            ``generate``, unless ``position_ids`` is passed: padding does not move a sequence.
         ignore_index: Targets to mask: log-prob 0, entropy 0, and no gradient.  They are never
             looked up.
         temperature: Logits are divided by it: a number, or a tensor shaped like the result.
@@ -65,7 +69,8 @@ def token_logps(
         ArgumentTypeError: there is no causal LM, base model or plain linear head in it; hidden
             states are not found, or could be several; other hidden states than [B, S, D].
         ArgumentValueError: an id outside of the vocabulary (masked targets are not looked at); a
-            setting of the config that changes logits in a way that is not known.
+            setting of the config that changes logits in a way that is not known; padding before
+            tokens, for a model with learned positions that takes no ``position_ids``.
         ShapeError, DtypeError: ids, targets or a mask of another shape or dtype.
         Others: as ``ck.linear_logp``.
     """
@@ -84,8 +89,12 @@ def token_logps(
         vocab_size=vocab_size,
     )
     given = {"input_ids": input_ids, "attention_mask": attention_mask, **inputs}
-    if "use_cache" in inspect.signature(base.forward).parameters:
+    parameters = inspect.signature(base.forward).parameters
+    if "use_cache" in parameters:
         given.setdefault("use_cache", False)
+    if given.get("position_ids") is None and _has_inner_padding(attention_mask):
+        positions = _positions(base, "position_ids" in parameters, attention_mask, inputs)
+        given.update({} if positions is None else {"position_ids": positions})
 
     def forward(**kwargs):
         # Wrappers add arguments of the causal LM that nobody gave.
@@ -122,6 +131,36 @@ def _targets(ids, targets, mask, ignore_index: int) -> torch.Tensor:
         raise ShapeError(expected("attention_mask", want, list(mask.shape)))
     seen = mask != 0
     return scored.masked_fill(~(seen[:, 1:] & seen[:, :-1]), ignore_index)
+
+
+def _has_inner_padding(mask: torch.Tensor | None) -> bool:
+    """Whether a 2-D mask has padding before a token: then columns are not positions."""
+    if mask is None or mask.dim() != 2:
+        return False
+    seen = mask != 0
+    return bool((seen[:, 1:] & ~seen[:, :-1]).any())
+
+
+def _positions(
+    base: torch.nn.Module, takes_positions: bool, mask: torch.Tensor, inputs: dict[str, object]
+) -> torch.Tensor | None:
+    """The positions that ``generate`` gives these tokens, or None if the model counts them.
+
+    Raises:
+        ArgumentValueError: the model looks columns up in a table of positions.
+    """
+    # Qwen-VL derives the positions of images and text from the mask.
+    if inputs and hasattr(base, "get_rope_index"):
+        return None
+    if takes_positions:
+        seen = mask != 0
+        return (seen.long().cumsum(-1) - 1).masked_fill(~seen, 0)
+    # ALiBi and recurrent models read the mask alone.
+    for name, _ in base.named_modules():
+        if _POSITION_TABLE.search(name):
+            want = f"padding on the right, as {type(base).__name__} takes no position_ids"
+            raise ArgumentValueError(expected("attention_mask", want, "padding before a token"))
+    return None
 
 
 def _check_ids(name: str, ids: object, count: int | None) -> None:

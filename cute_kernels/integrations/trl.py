@@ -80,23 +80,30 @@ class SampledLogps:
         """
         for name, names in _REPLACED.items():
             _check_method(getattr(super(), name, None), name, names)
+        _check_trainer(type(self))
         if rollout_contracts is not None:
             _check_ids("rollout_contracts", rollout_contracts)
         super().__init__(*args, **kwargs)
         for name in _REFUSED:
-            _check_off(name, getattr(self, name))
+            _check_off(name, self, name)
         for name in _REFUSED_ARGUMENTS:
-            _check_off(f"args.{name}", getattr(self.args, name))
+            _check_off(f"args.{name}", self.args, name)
         self._rollout_contracts = rollout_contracts
+        # TRL puts a forward with a head of its own around the models', which is never asked for.
+        for model in (self.model, self.ref_model):
+            if model is not None:
+                vars(causal_lm.unwrapped(model)[1])[causal_lm.SCORED_BY_LOGITS] = True
 
     # ---- rollout --------------------------------------------------------------------------------
 
     def _generate_single_turn(
         self, prompt_ids: Sequence[Sequence[int]], *args: object, **kwargs: object
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """As TRL's, with log p of each token where TRL's has None."""
+        """As TRL's, in training's autocast, with log p of each token where TRL's has None."""
         model = causal_lm.unwrapped(self.accelerator.unwrap_model(self.model_wrapped))[1]
-        with _drawn(model, self.temperature) as draws:
+        # TRL's autocast is around the trainer's forward alone: an fp32 adapter would compute in
+        # fp32 as it samples and in bf16 as it learns.
+        with self.accelerator.autocast(), _drawn(model, self.temperature) as draws:
             completions, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         return completions, draws.logps(completions)
 
@@ -178,9 +185,12 @@ class _Draws:
 
     def _score(self, tokens: torch.Tensor) -> None:
         self.tokens.append(tokens)
-        self.scores.append(
-            logp.log_probs(self.logits, tokens, temperature=self.temperature, ignore_index=_IGNORED)
-        )
+        # Training scores outside of autocast.
+        with torch.autocast(self.logits.device.type, enabled=False):
+            scores = logp.log_probs(
+                self.logits, tokens, temperature=self.temperature, ignore_index=_IGNORED
+            )
+        self.scores.append(scores)
 
     @torch.no_grad()
     def logps(self, completions: list[list[int]]) -> list[list[float]]:
@@ -280,15 +290,34 @@ def _check_ids(name: str, ids: object) -> None:
 def _check_method(method: object, name: str, names: tuple[str, ...]) -> None:
     known = callable(method) and tuple(inspect.signature(method).parameters)[: len(names)] == names
     if not known:
-        try:
-            version = importlib.metadata.version("trl")
-        except importlib.metadata.PackageNotFoundError:
-            version = "none"
-        want = f"trl.GRPOTrainer of a version like {TESTED}, with {name}({', '.join(names)}, ...)"
-        raise ArgumentTypeError(expected("the base after SampledLogps", want, f"TRL {version}"))
+        _refuse_trainer(f"{name}({', '.join(names)}, ...)", f"TRL {_version()}")
 
 
-def _check_off(name: str, value: object) -> None:
-    if value:
+def _check_trainer(cls: type) -> None:
+    """RLOOTrainer and others have the methods, but make ratios of other log-probabilities."""
+    if any(c.__name__ == "GRPOTrainer" and c.__module__.startswith("trl.") for c in cls.__mro__):
+        return
+    theirs = [c.__name__ for c in cls.__mro__ if c.__module__.startswith("trl.")]
+    _refuse_trainer("old_per_token_logps", next(iter(theirs), cls.__name__))
+
+
+def _refuse_trainer(part: str, got: str) -> None:
+    want = f"trl.GRPOTrainer of a version like {TESTED}, with {part}"
+    raise ArgumentTypeError(expected("the base after SampledLogps", want, got))
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("trl")
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _check_off(label: str, holder: object, name: str) -> None:
+    """A setting that is not there may have another name, under which it is on."""
+    if not hasattr(holder, name):
+        want = f"a setting, as TRL {TESTED} has it"
+        raise ArgumentTypeError(expected(label, want, f"none in TRL {_version()}"))
+    if value := getattr(holder, name):
         want = "off, as the log-probabilities are those of the model's own logits"
-        raise ArgumentValueError(expected(name, want, value))
+        raise ArgumentValueError(expected(label, want, value))

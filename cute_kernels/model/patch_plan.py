@@ -360,6 +360,8 @@ def _causal_notes(
         softcap = causal_lm.transform(module).softcap
     except ArgumentValueError as error:
         return f"{torchs}: {error}", None
+    if (own := _scores_itself(module)) is not None:
+        return f"{own} is around its forward and reads the head by itself", Notes(softcap=softcap)
     if options.logits != LOGP:
         return f"{torchs}: logits='{options.logits}'", Notes(softcap=softcap)
     if module.loss_function is not ForCausalLMLoss:
@@ -371,6 +373,19 @@ def _causal_notes(
     if why is None and _calls_another(head, "head"):
         why = f"{torchs}: the head's forward is an attribute of its own"
     return (why, Notes(softcap=softcap)) if why else (None, Notes(softcap=softcap, logp=True))
+
+
+def _scores_itself(module: nn.Module) -> str | None:
+    """The name of a forward around a causal LM's that scores without it, as TRL's fused head does.
+
+    A model whose callers never ask for that is marked so (`causal_lm.SCORED_BY_LOGITS`).
+    """
+    if "forward" not in vars(module) or causal_lm.SCORED_BY_LOGITS in vars(module):
+        return None
+    functions = patch_instance.around(module, patched_class(user_class(module), "causal_lm"))
+    head = module.get_output_embeddings()
+    paths = {name for name, child in module.named_modules() if child is head and name}
+    return patch_scan.reading(functions or [], paths | {"get_output_embeddings"})
 
 
 # ---- what is left -------------------------------------------------------------------------------

@@ -52,6 +52,15 @@ def named_by(
     return found
 
 
+def reading(functions: list[FunctionType], names: set[str]) -> str | None:
+    """The first of the functions that reads one of the names, as 'module.function', or None."""
+    for function in functions:
+        if not names.isdisjoint(_names(function.__code__)):
+            # functools.wraps copies __module__ and __name__ of what is wrapped.
+            return f"{function.__globals__['__name__']}.{function.__code__.co_name}"
+    return None
+
+
 def _op(module: torch.nn.Module, name: str) -> str | None:
     """The function that a name stands for: itself, or what the module keeps under it; else None.
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, ShapeError
-from cute_kernels.integrations.logp_trainer import Trainer
+from cute_kernels.integrations.logp_trainer import Trainer, learnt
 from cute_kernels.integrations.policy_loss import policy_loss
+from cute_kernels.integrations.token_logps import token_logps
 from tests.contract import same_bytes
 from tests.integrations import tiny
 
@@ -38,13 +39,50 @@ def test_a_worker_of_one_process():
     assert all(same_bytes(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
 
 
-@pytest.mark.parametrize("shape", ["sequence", "column", "tokens"])
-def test_advantages_of_sequences_and_of_tokens(shape):
+@pytest.mark.parametrize("shape", ["sequence", "column"])
+def test_advantages_of_sequences(shape):
     batch = tiny.batch(0)
     each = batch["advantages"]
-    shaped = {"sequence": each, "column": each[:, None], "tokens": each[:, None].expand(4, 11)}
+    shaped = {"sequence": each, "column": each[:, None].expand(4, 1)}
     got = Alone(tiny.llama()).step(batch | {"advantages": shaped[shape]})
-    assert got == Alone(tiny.llama()).step(batch)
+    every = each[:, None].expand(4, 11).clone()
+    every[:, 0] = float("nan")  # no token comes before the first
+    assert got == Alone(tiny.llama()).step(batch | {"advantages": every})
+
+
+def test_advantages_of_tokens():
+    """Each token's own: that of column t weighs log p of ``input_ids[:, t]``."""
+    batch, model = tiny.batch(0), tiny.llama()
+    advantages = torch.randn(4, 11, generator=torch.Generator().manual_seed(2))
+    del batch["old_logps"]
+    got = Alone(model).step(batch | {"advantages": advantages})
+    kept = learnt(batch)
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    logps = token_logps(model, batch["input_ids"], attention_mask=batch["attention_mask"])
+    want = policy_loss(logps, advantages[:, 1:], kept, count=int(kept.sum()))
+    want.loss.backward()
+    assert got["loss"] == want.loss.item()
+    assert all(same_bytes(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+    # The formula, of the tokens one by one.
+    exact = -sum(advantages[b, t + 1].item() for b, t in kept.nonzero().tolist()) / int(kept.sum())
+    assert got["policy_loss"] == pytest.approx(exact, rel=1e-5)
+
+
+@pytest.mark.parametrize("side", ["left", "right", "middle", "dtype"])
+def test_tokens_that_count(side):
+    """A token counts if it, and the position that predicts it, are no padding."""
+    ids = torch.arange(8).expand(2, 8)
+    seen = torch.ones(2, 8, dtype=torch.bool if side == "dtype" else torch.long)
+    seen[1, {"left": slice(3), "right": slice(6, 8)}.get(side, slice(3, 5))] = 0
+    mask = torch.tensor([[1, 1, 1, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 2]])
+    got = learnt({"input_ids": ids, "attention_mask": seen, "mask": mask})
+    want = [
+        [bool(mask[b, t]) and bool(seen[b, t]) and bool(seen[b, t - 1]) for t in range(1, 8)]
+        for b in range(2)
+    ]
+    assert got.tolist() == want
+    assert learnt({"input_ids": ids}).all()
 
 
 def test_batches_that_a_worker_refuses():

@@ -62,6 +62,27 @@ def test_the_bytes_come_back(tmp_path):
     assert manifest.tied == {"head": "embed"}
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda w: w.T,
+        lambda w: w[:5, :5],
+        lambda w: w.view(3, 12),
+        lambda w: w.view(torch.int32),
+        lambda w: w.flatten()[::2][:6],
+    ],
+    ids=["transpose", "corner", "shape", "dtype", "stride"],
+)
+def test_views_of_one_storage_are_not_tied(tmp_path, other):
+    """They begin at one address, and hold other elements."""
+    weight = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
+    given = {"weight": weight, "same": weight[:], "other": other(weight)}
+    publish_weights(tmp_path, given)
+    tensors, manifest = read_weights(tmp_path)
+    assert manifest.tied == {"same": "weight"}
+    assert all(same_bytes(tensors[name], t) for name, t in given.items())
+
+
 def test_transformers_can_load_the_file(tmp_path):
     from safetensors import safe_open
 

@@ -159,19 +159,25 @@ def test_unpatch_of_a_trainers_model(path, tokenizer, tmp_path, bf16):
     assert same_bytes(got, want) and not same_bytes(ours, want)
 
 
-@pytest.mark.parametrize("first", ["trl", "patch"])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_an_adapter(tokenizer, tmp_path, family, first):
+@pytest.mark.parametrize("bf16", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("adapter", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("family", "first"), [("llama", "patch"), ("llama", "trl"), ("gemma2", "trl")]
+)
+def test_an_adapter(tokenizer, tmp_path, family, first, adapter, bf16):
     """TRL adds it, so a patch comes after; with one before, nothing of the model itself is left.
 
-    The adapter's B is random, as after some training.
+    The adapter's B is random, as after some training.  It is fp32 after PEFT's own casts.
     """
     peft = pytest.importorskip("peft", reason=f"peft {INSTALL}")
     path = trl_step.checkpoint(tmp_path / family, family)
     config = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    one = trl_step.trainer(path, tokenizer, tmp_path, patched=first == "patch", peft_config=config)
+    given = {"peft_config": config, "args": {"bf16": bf16}}
+    one = trl_step.trainer(path, tokenizer, tmp_path, patched=first == "patch", **given)
     with torch.no_grad():
         for name, parameter in one.model.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.to(adapter)
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
     report = ck.patch(one.model)
@@ -406,6 +412,11 @@ class Base:
             r"SampledLogps: .*_generate_single_turn\(prompt_ids.*TRL 1",
         ),
         (
+            lambda: type("Rloo", (integration.SampledLogps, trl.RLOOTrainer), {})(),
+            ArgumentTypeError,
+            r"SampledLogps: expected trl\.GRPOTrainer .*got RLOOTrainer",
+        ),
+        (
             lambda: trl_step.Trainer(rollout_contracts="linear"),
             ArgumentTypeError,
             "rollout_contracts: .*str",
@@ -428,6 +439,18 @@ def test_bad_arguments(call, error, words):
 def test_refused_settings(path, tokenizer, tmp_path, setting):
     with pytest.raises(ArgumentValueError, match=rf"{next(iter(setting))}: expected off"):
         trl_step.trainer(path, tokenizer, tmp_path, args={"beta": 0.0, **setting})
+
+
+@pytest.mark.parametrize("name", [*integration._REFUSED, *integration._REFUSED_ARGUMENTS])
+def test_a_setting_that_is_gone_is_refused(path, tokenizer, tmp_path, monkeypatch, name):
+    """A version of TRL without it may do the same under another name."""
+    checked = {"_REFUSED": (f"{name}_renamed",), "_REFUSED_ARGUMENTS": ()}
+    if name in integration._REFUSED_ARGUMENTS:
+        checked = {"_REFUSED": (), "_REFUSED_ARGUMENTS": (f"{name}_renamed",)}
+    for attribute, names in checked.items():
+        monkeypatch.setattr(integration, attribute, names)
+    with pytest.raises(ArgumentTypeError, match=f"{name}_renamed: expected a setting"):
+        trl_step.trainer(path, tokenizer, tmp_path, args={"beta": 0.0})
 
 
 @pytest.mark.parametrize("kwargs", [{"num_beams": 2}, {"prefill_chunk_size": 4}])

@@ -196,3 +196,37 @@ def test_trust_in_the_class_is_noticed(monkeypatch):
     monkeypatch.setattr(patch_plan, "_calls_another", trusting)
     with pytest.raises(AssertionError):
         test_a_forward_past_ours_is_said("lm_head")
+
+
+def fused(net: nn.Module, head: str) -> None:
+    """As TRL's fused head: another way through the model, taken by a keyword."""
+    inner = net.forward
+
+    @functools.wraps(type(net).forward)
+    def forward(self, *args, fused=False, **kwargs):
+        if not fused:
+            return inner(*args, **kwargs)
+        weight = self.get_output_embeddings().weight
+        return self.base_model(*args, **kwargs).last_hidden_state @ weight.T
+
+    @functools.wraps(type(net).forward)
+    def by_name(self, *args, fused=False, **kwargs):
+        if not fused:
+            return inner(*args, **kwargs)
+        return self.base_model(*args, **kwargs).last_hidden_state @ self.lm_head.weight.T
+
+    net.forward = types.MethodType({"getter": forward, "name": by_name}[head], net)
+
+
+@pytest.mark.parametrize("head", ["getter", "name"])
+def test_a_forward_that_reads_the_head_is_left(head):
+    net = patched("llama")
+    fused(net, head)
+    report = ck.patch(net)
+    assert not any(one.by == "ck.linear_logp" for one in report.replaced)
+    left = {part.part: part.known for part in report.moving}
+    assert f"{__name__}." in left["LlamaForCausalLM: loss"]
+    with pytest.raises(PatchError, match="LlamaForCausalLM: loss"):
+        ck.patch(net, strict=True)
+    del net.forward
+    assert ck.patch(net, strict=True).complete
