@@ -64,6 +64,7 @@ def define_op(
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
     types = [str(argument.type) for argument in op._schema.arguments]
+    run = _without_views(run)
     asked = untraced(run)
     if prepare is not None:
         asked = untraced(_remembering(run, prepare, types))
@@ -163,6 +164,29 @@ def _computer(run: Callable, differentiable: Callable) -> Callable:
         return run(*args)
 
     return computed
+
+
+def detach_view(value: object) -> object:
+    """Tensor of the same memory that autograd does not track as a view; others as they are.
+
+    Autograd refuses in-place writes to a view that an ``autograd.Function`` returned.
+    """
+    return value.detach() if isinstance(value, torch.Tensor) and value._is_view() else value
+
+
+def _without_views(run: Callable) -> Callable:
+    """``run`` with results that callers may write in place: no result is a view for autograd.
+
+    A launcher computes [rows, columns]; ``run`` gives them the shape of the operands by a view.
+    """
+
+    def run_without_views(*args):
+        results = run(*args)
+        if isinstance(results, (tuple, list)):
+            return type(results)(map(detach_view, results))
+        return detach_view(results)
+
+    return run_without_views
 
 
 def _remembering(run: Callable, prepare: Callable, types: Sequence[str]) -> Callable:
