@@ -12,6 +12,7 @@ has to be copied.  Nothing is remembered of tensors on a CPU, where a call's own
 
 from __future__ import annotations
 
+import struct
 import weakref
 from collections.abc import Callable, Hashable
 
@@ -24,6 +25,8 @@ from .compile import extension
 
 _C = torch._C
 _ALIGN = 16
+#: Capacity for `number_bits`; compile/calls.c has the same.
+_NUMBER_BYTES = 512
 _TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 #: Kinds of calls that an op remembers.
 MOST = 4096
@@ -134,7 +137,24 @@ def _key(options: Hashable, tensors: tuple) -> tuple | None:
     seen = described(*tensors) if in_c is None else in_c.describe(*tensors)
     if seen is None:
         return None
-    return options, settings.get("BACKEND"), settings.get("MAX_CTAS"), seen
+    bits = number_bits(options)
+    if len(bits) > _NUMBER_BYTES:
+        return None
+    return options, bits, settings.get("BACKEND"), settings.get("MAX_CTAS"), seen
+
+
+def number_bits(options: Hashable) -> bytes:
+    """Types and bit patterns of the numbers in ``options``, which compare by value alone.
+
+    0.0 equals -0.0 and 1 equals True, yet kernels and checks tell them apart.
+    """
+    if type(options) is tuple:
+        return b"".join(map(number_bits, options))
+    if isinstance(options, float):
+        return b"f" + struct.pack("d", options)
+    if isinstance(options, int):
+        return b"b" if isinstance(options, bool) else b"i"
+    return b""
 
 
 def described(*tensors: torch.Tensor | None) -> tuple | None:

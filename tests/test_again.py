@@ -143,6 +143,7 @@ OTHER = {
         lambda: ck.rms_norm(X, W[0]),
         lambda: ck.rms_norm(X, W[0], 1e-5),
         lambda: ck.rms_norm(X, W[0], offset=1.0),
+        lambda: ck.rms_norm(X, W[0], offset=-0.0),
         lambda: ck.rms_norm(X, W[0].float()),
         lambda: ck.rms_norm(X, W[0], residual=X),
         lambda: ck.layer_norm(X, W[0], W[1]),

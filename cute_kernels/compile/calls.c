@@ -21,7 +21,7 @@
 #error "a tensor's sizes are read without a lock, which the GIL stands for"
 #endif
 
-enum { MOST_ARGUMENTS = 24, MOST_DIMENSIONS = 16, ALIGNMENT = 16 };
+enum { MOST_ARGUMENTS = 24, MOST_DIMENSIONS = 16, ALIGNMENT = 16, NUMBER_BYTES = 512 };
 
 static const DLPackExchangeAPI *torch_table;
 static PyTypeObject *tensor_type, *parameter_type;
@@ -160,6 +160,24 @@ static int is_watched(PyObject *again) {
   return said > 0 ? is_true(ask_by_name(again, name.in_mode, NULL)) : said;
 }
 
+/* again.py's `number_bits`, appended behind `at`; NULL where there is no capacity left. */
+static char *write_numbers(PyObject *options, char *at, const char *end) {
+  if (PyTuple_CheckExact(options)) {
+    for (Py_ssize_t i = 0; at != NULL && i < PyTuple_GET_SIZE(options); i++)
+      at = write_numbers(PyTuple_GET_ITEM(options, i), at, end);
+  } else if (PyFloat_Check(options)) {
+    double value = PyFloat_AS_DOUBLE(options);
+    if (end - at < 1 + (int)sizeof value) return NULL;
+    *at++ = 'f';
+    memcpy(at, &value, sizeof value);
+    at += sizeof value;
+  } else if (PyLong_Check(options)) {
+    if (at == end) return NULL;
+    *at++ = PyBool_Check(options) ? 'b' : 'i';
+  }
+  return at;
+}
+
 /* The key of a call in `known`, again.py's `_key` but for `remembers`; None where there is none. */
 static PyObject *key_of(PyObject *data_parallel, PyObject *settings, PyObject *const *given, Py_ssize_t count) {
   if (Py_TYPE(given[1]) != tensor_type && Py_TYPE(given[1]) != parameter_type) Py_RETURN_NONE;
@@ -168,10 +186,17 @@ static PyObject *key_of(PyObject *data_parallel, PyObject *settings, PyObject *c
   if (sharding) Py_RETURN_NONE;
   PyObject *seen = describe(NULL, given + 1, count - 1);
   if (seen == NULL || seen == Py_None) return seen;
-  PyObject *of_backend = ask_by_name(settings, name.get, name.backend);
+  char numbers[NUMBER_BYTES], *end = write_numbers(given[0], numbers, numbers + NUMBER_BYTES);
+  if (end == NULL) {
+    Py_DECREF(seen);
+    Py_RETURN_NONE;
+  }
+  PyObject *bits = PyBytes_FromStringAndSize(numbers, end - numbers);
+  PyObject *of_backend = bits ? ask_by_name(settings, name.get, name.backend) : NULL;
   PyObject *of_ctas = of_backend ? ask_by_name(settings, name.get, name.max_ctas) : NULL;
-  PyObject *key = of_ctas ? PyTuple_Pack(4, given[0], of_backend, of_ctas, seen) : NULL;
+  PyObject *key = of_ctas ? PyTuple_Pack(5, given[0], bits, of_backend, of_ctas, seen) : NULL;
   Py_DECREF(seen);
+  Py_XDECREF(bits);
   Py_XDECREF(of_backend);
   Py_XDECREF(of_ctas);
   return key;
