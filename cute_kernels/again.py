@@ -35,7 +35,7 @@ MOST = 4096
 MODE = _C._parse_dispatch_key("DeferredInit")
 #: Included where `torch.autograd.grad(is_grads_batched=True)` runs a backward: its batched tensors
 #: have torch.Tensor's type, and functorch does not know of them.
-_LEGACY_VMAP = _C._parse_dispatch_key("VmapMode")
+LEGACY_VMAP = _C._parse_dispatch_key("VmapMode")
 
 _all: weakref.WeakSet[Calls] = weakref.WeakSet()
 
@@ -56,7 +56,7 @@ def _watched_below() -> bool:
         _C._len_torch_dispatch_stack()
         or _C._is_any_autocast_enabled()
         or _C._are_functorch_transforms_active()
-        or _C._dispatch_tls_is_dispatch_key_included(_LEGACY_VMAP)
+        or _C._dispatch_tls_is_dispatch_key_included(LEGACY_VMAP)
         or _C._autograd._profiler_enabled()
         or (_C._dispatch_tls_is_dispatch_key_included(MODE) and _in_mode())
         or forward_ad._current_level >= 0
@@ -157,6 +157,11 @@ def number_bits(options: Hashable) -> bytes:
     return b""
 
 
+def _allocated(t: torch.Tensor) -> bool:
+    """Whether ``t`` has memory: a view of freed storage is at its offset from address 0."""
+    return bool(t.data_ptr()) and bool(t.untyped_storage().data_ptr())
+
+
 def described(*tensors: torch.Tensor | None) -> tuple | None:
     """What a call's tensors are known by, or None if they may have more of a say in it."""
     seen = ()
@@ -164,7 +169,7 @@ def described(*tensors: torch.Tensor | None) -> tuple | None:
         for t in tensors:
             if t is None:
                 seen += (None,)
-            elif type(t) not in _TYPES or t.is_neg() or t.data_ptr() % _ALIGN or not t.data_ptr():
+            elif type(t) not in _TYPES or t.is_neg() or t.data_ptr() % _ALIGN or not _allocated(t):
                 return None
             else:
                 seen += t.shape, t.stride(), t.dtype, t.device

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from . import arch
 from .errors import (
     ArgumentTypeError,
+    ArgumentValueError,
     BackendUnavailable,
     DeviceError,
     DtypeError,
@@ -21,16 +22,34 @@ from .errors import (
 
 #: Those with a backend, and the one whose tensors have shapes only.
 DEVICE_TYPES = ("cpu", "cuda", "meta")
+#: Subclasses may keep their elements elsewhere.
+_OWN_STORAGE = (torch.Tensor, torch.nn.Parameter)
 
 
 def tensor(name: str, value: object) -> None:
-    """That ``value`` is a tensor of strides."""
+    """That ``value`` is a tensor of strides whose elements are in memory."""
     if not isinstance(value, torch.Tensor):
         raise ArgumentTypeError(expected(name, "a torch.Tensor", type(value).__name__))
     if value.is_nested:
         raise ArgumentTypeError(expected(name, "a dense (strided) tensor", "a nested tensor"))
     if value.layout is not torch.strided:
         raise ArgumentTypeError(expected(name, "a dense (strided) tensor", value.layout))
+    if not torch.compiler.is_compiling():
+        storage(name, value)
+
+
+def storage(name: str, t: torch.Tensor) -> None:
+    """That the storage of a strided ``t`` holds its elements: fully_shard frees that of weights."""
+    t = in_memory(t)
+    if type(t) not in _OWN_STORAGE or t.is_meta or not t.numel() or t._is_zerotensor():
+        return
+    last = t.storage_offset() + sum(
+        (n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)
+    )
+    want, got = (last + 1) * t.itemsize, t.untyped_storage().nbytes()
+    if got < want:
+        shown = f"{got} bytes" + ("" if got else " (freed, as of a resharded parameter)")
+        raise ArgumentValueError(expected(name, f"a storage of at least {want} bytes", shown))
 
 
 def rank(name: str, t: torch.Tensor, rank: int, shape: str) -> None:

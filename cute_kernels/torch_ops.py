@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.autograd import forward_ad
 
-from .again import MODE, Calls, watched
+from . import checking
+from .again import LEGACY_VMAP, MODE, Calls, watched
 from .compile import extension
-from .errors import UnsupportedTransformError
+from .errors import CuteKernelsError, UnsupportedTransformError
 from .untraced import untraced
 
 NAMESPACE = "cute_kernels"
@@ -64,7 +65,7 @@ def define_op(
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
     types = [str(argument.type) for argument in op._schema.arguments]
-    run = _without_views(run)
+    run = _guarded(run, [argument.name for argument in op._schema.arguments])
     asked = untraced(run)
     if prepare is not None:
         asked = untraced(_remembering(run, prepare, types))
@@ -77,7 +78,7 @@ def define_op(
     if backward is None:
         autograd, apply = _no_gradient(op, below), None
     else:
-        apply = _node(setup, backward)
+        apply = _node(op, setup, backward)
         autograd = _autograd(op, apply, below)
     _LIBRARY.impl(name, untraced(autograd), "Autograd", with_keyset=True)
     for key, device_type in _AUTOCAST.items():
@@ -174,19 +175,24 @@ def detach_view(value: object) -> object:
     return value.detach() if isinstance(value, torch.Tensor) and value._is_view() else value
 
 
-def _without_views(run: Callable) -> Callable:
-    """``run`` with results that callers may write in place: no result is a view for autograd.
+def _guarded(run: Callable, names: Sequence[str]) -> Callable:
+    """``run`` of tensors whose storage was checked, with results that are no views for autograd.
 
-    A launcher computes [rows, columns]; ``run`` gives them the shape of the operands by a view.
+    Every call that is not cached comes here, and the cache takes no tensor without storage.  A
+    launcher computes [rows, columns]; ``run`` gives them the operands' shape by a view.
     """
 
-    def run_without_views(*args):
+    def run_guarded(*args):
+        for name, value in zip(names, args, strict=False):
+            for t in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(t, torch.Tensor):
+                    checking.storage(name, t)
         results = run(*args)
         if isinstance(results, (tuple, list)):
             return type(results)(map(detach_view, results))
         return detach_view(results)
 
-    return run_without_views
+    return run_guarded
 
 
 def _remembering(run: Callable, prepare: Callable, types: Sequence[str]) -> Callable:
@@ -212,7 +218,7 @@ def _remembering(run: Callable, prepare: Callable, types: Sequence[str]) -> Call
     return run_again
 
 
-def _node(setup: Callable, backward: Callable) -> Callable:
+def _node(op: Callable, setup: Callable, backward: Callable) -> Callable:
     """The op's node in autograd graphs: takes the op's arguments, and what computes it of them.
 
     It is what ``torch.library.register_autograd`` builds, without its look at the schema's defaults
@@ -231,12 +237,27 @@ def _node(setup: Callable, backward: Callable) -> Callable:
         @untraced
         def backward(ctx, *grads):
             if not torch._C._dispatch_tls_is_dispatch_key_included(MODE):
+                if _C._dispatch_tls_is_dispatch_key_included(LEGACY_VMAP):
+                    return (*_batched(op, backward, ctx, grads), None)
                 return (*backward(ctx, *grads), None)
             with torch._C._ExcludeDispatchKeyGuard(_MODE_ALONE):
                 return (*backward(ctx, *grads), None)
 
     # Function.apply itself spends 2 us on functorch's wrappers; its transforms never get here.
     return super(torch.autograd.Function, Differentiable).apply
+
+
+def _batched(op: Callable, backward: Callable, ctx: object, grads: Sequence) -> tuple:
+    """Gradients of a batch of upstream gradients; torch loops over the batch where it can."""
+    try:
+        return backward(ctx, *grads)
+    except (CuteKernelsError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:
+        raise UnsupportedTransformError(
+            f"{op}: is_grads_batched=True is not supported; call torch.autograd.grad for each "
+            "gradient"
+        ) from error
 
 
 def _below_autograd(op: Callable, run: Callable) -> Callable:

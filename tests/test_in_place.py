@@ -166,6 +166,46 @@ def test_results_without_a_graph_may_take_one(name):
         assert result.requires_grad and same_bytes(result.detach(), (before * factor).detach())
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_batch_of_gradients_is_computed_or_refused_by_name(name):
+    """Either the bytes of one call for each, or UnsupportedTransformError."""
+    leaves = leaves_of(name)
+    out = results_of(name, leaves)[0]
+    grads = drawn(2, *out.shape, seed=9, dtype=out.dtype)
+    want = [torch.autograd.grad(out, leaves, g, True, allow_unused=True) for g in grads]
+    try:
+        got = torch.autograd.grad(
+            out, leaves, grads, True, is_grads_batched=True, allow_unused=True
+        )
+    except ck.errors.UnsupportedTransformError as error:
+        assert "is_grads_batched" in str(error)
+        assert name not in {"linear", "softmax", "silu"}
+        return
+    for batch, *each in zip(got, *want, strict=True):
+        assert batch is None or same_bytes(batch, torch.stack(each))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("size", [0, 8])
+def test_freed_storage_is_refused(name, size):
+    """Of each operand in turn; the last is freed between forward and backward too."""
+    for freed in leaves_of(name):
+        leaves = leaves_of(name)
+        index = next(i for i, t in enumerate(leaves) if t.shape == freed.shape)
+        leaves[index] = freed = freed.detach().clone()
+        freed.untyped_storage().resize_(size if freed.nbytes > size else 0)
+        with pytest.raises(ck.errors.ArgumentValueError):
+            results_of(name, leaves)
+
+
+def test_a_weight_freed_before_the_backward_is_refused():
+    x, weight = drawn(2, 3, 16).requires_grad_(), drawn(8, 16, seed=1)
+    y = ck.linear(x, weight)
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(ck.errors.ArgumentValueError, match=r"^weight: "):
+        y.backward(drawn(2, 3, 8))
+
+
 def test_recomputed_streams_may_be_written():
     f, post, x, res = (_fp32(*s, seed=i) for i, s in enumerate(CASES["mhc.expand_combine"][1:]))
     (stream,) = mhc.multilayer_recompute(x, [(f, None, post, res)], 2)

@@ -22,13 +22,15 @@
 #endif
 
 enum { MOST_ARGUMENTS = 24, MOST_DIMENSIONS = 16, ALIGNMENT = 16, NUMBER_BYTES = 512 };
+/* GPU memory lies above; below, the storage is asked whether it was freed. */
+#define LEAST_ADDRESS ((uintptr_t)1 << 32)
 
 static const DLPackExchangeAPI *torch_table;
 static PyTypeObject *tensor_type, *parameter_type;
 
 /* Names of attributes, of what is looked up in a module at each call, as it may change, and of settings. */
 static struct {
-  PyObject *is_neg, *chandle, *requires_grad;
+  PyObject *is_neg, *chandle, *requires_grad, *untyped_storage, *data_ptr;
   PyObject *is_compiling_flag, *current_level, *asked, *legacy_vmap, *mode, *in_mode, *remembers, *sharding, *get;
   PyObject *backend, *max_ctas;
 } name;
@@ -39,6 +41,16 @@ static int read_tensor(PyObject *tensor, DLTensor *into) {
 }
 
 /* ---- describe ---- */
+
+/* Whether the storage of a tensor has memory; 0 with an exception where torch raises. */
+static int has_storage(PyObject *tensor) {
+  PyObject *storage = PyObject_CallMethodNoArgs(tensor, name.untyped_storage);
+  PyObject *address = storage ? PyObject_CallMethodNoArgs(storage, name.data_ptr) : NULL;
+  int truth = address ? PyObject_IsTrue(address) : 0;
+  Py_XDECREF(storage);
+  Py_XDECREF(address);
+  return truth > 0;
+}
 
 /* One tensor's words, behind `at`; NULL where a call with it is not remembered.  An exception may be set. */
 static int64_t *describe_one(PyObject *tensor, int64_t *at, const int64_t *end) {
@@ -54,8 +66,10 @@ static int64_t *describe_one(PyObject *tensor, int64_t *at, const int64_t *end) 
     PyErr_Clear(); /* sparse, nested and functional tensors have no such memory */
     return NULL;
   }
-  /* No memory: empty, freed for a while, a ZeroTensor. */
-  if (t.data == NULL || ((uintptr_t)t.data + t.byte_offset) % ALIGNMENT || t.ndim > MOST_DIMENSIONS) return NULL;
+  /* No memory: empty, a ZeroTensor, freed for a while (a view of that is at its offset from 0). */
+  uintptr_t address = (uintptr_t)t.data + t.byte_offset;
+  if (t.data == NULL || address % ALIGNMENT || t.ndim > MOST_DIMENSIONS) return NULL;
+  if (address < LEAST_ADDRESS && !has_storage(tensor)) return NULL;
   /* Negation that has not been done yet is not in the memory's description. */
   PyObject *negative = PyObject_CallMethodNoArgs(tensor, name.is_neg);
   if (negative == NULL) return NULL;
@@ -422,12 +436,14 @@ static int bind_names(void) {
     const char *text;
   } names[] = {
       {&name.is_neg, "is_neg"},
+      {&name.untyped_storage, "untyped_storage"},
+      {&name.data_ptr, "data_ptr"},
       {&name.chandle, "__chandle__"},
       {&name.requires_grad, "requires_grad"},
       {&name.is_compiling_flag, "_is_compiling_flag"},
       {&name.current_level, "_current_level"},
       {&name.asked, "_asked"},
-      {&name.legacy_vmap, "_LEGACY_VMAP"},
+      {&name.legacy_vmap, "LEGACY_VMAP"},
       {&name.mode, "MODE"},
       {&name.in_mode, "_in_mode"},
       {&name.remembers, "remembers"},

@@ -63,6 +63,16 @@ KINDS = {
     "none": (None,),
     "nothing": (),
 }
+
+
+def freed(offset: int) -> torch.Tensor:
+    """A view of freed storage, at an address of its offset."""
+    memory = torch.randn(96 + offset)
+    view = memory[offset:].view(8, 12)
+    memory.untyped_storage().resize_(0)
+    return view
+
+
 #: What has more of a say than its memory's description.
 UNKNOWN = {
     "subclass": NUMBERS.as_subclass(Subclass),
@@ -71,6 +81,8 @@ UNKNOWN = {
     "empty": NUMBERS[:0].view(0, 12),
     "empty, without a storage": torch.empty(0, 12),
     "a ZeroTensor": torch._efficientzerotensor((8, 12)),
+    "freed": freed(0),
+    "freed, behind its start": freed(64),
     "sparse": NUMBERS.view(8, 12).to_sparse(),
     "sparse rows": NUMBERS.view(8, 12).to_sparse_csr(),
     "nested": torch.nested.nested_tensor([NUMBERS[:3], NUMBERS[:4]]),
