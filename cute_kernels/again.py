@@ -12,7 +12,7 @@ has to be copied.  Nothing is remembered of tensors on a CPU, where a call's own
 
 from __future__ import annotations
 
-import math
+import struct
 import weakref
 from collections.abc import Callable, Hashable
 
@@ -25,6 +25,8 @@ from .compile import extension
 
 _C = torch._C
 _ALIGN = 16
+#: Capacity for `number_bits`; compile/calls.c has the same.
+_NUMBER_BYTES = 512
 _TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 #: Kinds of calls that an op remembers.
 MOST = 4096
@@ -33,7 +35,7 @@ MOST = 4096
 MODE = _C._parse_dispatch_key("DeferredInit")
 #: Included where `torch.autograd.grad(is_grads_batched=True)` runs a backward: its batched tensors
 #: have torch.Tensor's type, and functorch does not know of them.
-_LEGACY_VMAP = _C._parse_dispatch_key("VmapMode")
+LEGACY_VMAP = _C._parse_dispatch_key("VmapMode")
 
 _all: weakref.WeakSet[Calls] = weakref.WeakSet()
 
@@ -54,7 +56,7 @@ def _watched_below() -> bool:
         _C._len_torch_dispatch_stack()
         or _C._is_any_autocast_enabled()
         or _C._are_functorch_transforms_active()
-        or _C._dispatch_tls_is_dispatch_key_included(_LEGACY_VMAP)
+        or _C._dispatch_tls_is_dispatch_key_included(LEGACY_VMAP)
         or _C._autograd._profiler_enabled()
         or (_C._dispatch_tls_is_dispatch_key_included(MODE) and _in_mode())
         or forward_ad._current_level >= 0
@@ -135,7 +137,29 @@ def _key(options: Hashable, tensors: tuple) -> tuple | None:
     seen = described(*tensors) if in_c is None else in_c.describe(*tensors)
     if seen is None or has_negative_zero(options):
         return None
-    return options, settings.get("BACKEND"), settings.get("MAX_CTAS"), seen
+    bits = number_bits(options)
+    if len(bits) > _NUMBER_BYTES:
+        return None
+    return options, bits, settings.get("BACKEND"), settings.get("MAX_CTAS"), seen
+
+
+def number_bits(options: Hashable) -> bytes:
+    """Types and bit patterns of the numbers in ``options``, which compare by value alone.
+
+    0.0 equals -0.0 and 1 equals True, yet kernels and checks tell them apart.
+    """
+    if type(options) is tuple:
+        return b"".join(map(number_bits, options))
+    if isinstance(options, float):
+        return b"f" + struct.pack("d", options)
+    if isinstance(options, int):
+        return b"b" if isinstance(options, bool) else b"i"
+    return b""
+
+
+def _allocated(t: torch.Tensor) -> bool:
+    """Whether ``t`` has memory: a view of freed storage is at its offset from address 0."""
+    return bool(t.data_ptr()) and bool(t.untyped_storage().data_ptr())
 
 
 def has_negative_zero(options: object) -> bool:
@@ -152,7 +176,7 @@ def described(*tensors: torch.Tensor | None) -> tuple | None:
         for t in tensors:
             if t is None:
                 seen += (None,)
-            elif type(t) not in _TYPES or t.is_neg() or t.data_ptr() % _ALIGN or not t.data_ptr():
+            elif type(t) not in _TYPES or t.is_neg() or t.data_ptr() % _ALIGN or not _allocated(t):
                 return None
             else:
                 seen += t.shape, t.stride(), t.dtype, t.device

@@ -22,10 +22,12 @@ from .errors import (
 
 #: Those with a backend, and the one whose tensors have shapes only.
 DEVICE_TYPES = ("cpu", "cuda", "meta")
+#: Subclasses may keep their elements elsewhere.
+_OWN_STORAGE = (torch.Tensor, torch.nn.Parameter)
 
 
 def tensor(name: str, value: object) -> None:
-    """That ``value`` is a tensor of strides."""
+    """That ``value`` is a tensor of strides whose elements are in memory."""
     if not isinstance(value, torch.Tensor):
         raise ArgumentTypeError(expected(name, "a torch.Tensor", type(value).__name__))
     if value.is_nested:
@@ -33,21 +35,21 @@ def tensor(name: str, value: object) -> None:
     if value.layout is not torch.strided:
         raise ArgumentTypeError(expected(name, "a dense (strided) tensor", value.layout))
     if not torch.compiler.is_compiling():
-        _has_storage(name, value)
+        storage(name, value)
 
 
-def _has_storage(name: str, value: torch.Tensor) -> None:
-    """Refuse a tensor whose storage ends before its elements, as a resharded parameter's does."""
-    t = in_memory(value)
-    if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.is_meta or not t.numel():
+def storage(name: str, t: torch.Tensor) -> None:
+    """That the storage of a strided ``t`` holds its elements: fully_shard frees that of weights."""
+    t = in_memory(t)
+    if type(t) not in _OWN_STORAGE or t.is_meta or not t.numel() or t._is_zerotensor():
         return
-    steps = ((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
-    last = t.storage_offset() + sum(steps)
+    last = t.storage_offset() + sum(
+        (n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)
+    )
     want, got = (last + 1) * t.itemsize, t.untyped_storage().nbytes()
     if got < want:
-        raise ArgumentValueError(
-            expected(name, f"a storage of at least {want} bytes", f"{got} (freed or resharded)")
-        )
+        shown = f"{got} bytes" + ("" if got else " (freed, as of a resharded parameter)")
+        raise ArgumentValueError(expected(name, f"a storage of at least {want} bytes", shown))
 
 
 def rank(name: str, t: torch.Tensor, rank: int, shape: str) -> None:

@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.autograd import forward_ad
 
-from .again import MODE, Calls, watched
+from . import checking
+from .again import LEGACY_VMAP, MODE, Calls, watched
 from .compile import extension
-from .errors import UnsupportedTransformError
+from .errors import CuteKernelsError, UnsupportedTransformError
 from .untraced import untraced
 
 NAMESPACE = "cute_kernels"
@@ -64,6 +65,7 @@ def define_op(
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
     types = [str(argument.type) for argument in op._schema.arguments]
+    run = _guarded(run, [argument.name for argument in op._schema.arguments])
     asked = untraced(run)
     if prepare is not None:
         asked = untraced(_remembering(run, prepare, types))
@@ -76,7 +78,7 @@ def define_op(
     if backward is None:
         autograd, apply = _no_gradient(op, below), None
     else:
-        apply = _node(setup, backward)
+        apply = _node(op, setup, backward)
         autograd = _autograd(op, apply, below)
     _LIBRARY.impl(name, untraced(autograd), "Autograd", with_keyset=True)
     for key, device_type in _AUTOCAST.items():
@@ -165,6 +167,34 @@ def _computer(run: Callable, differentiable: Callable) -> Callable:
     return computed
 
 
+def detach_view(value: object) -> object:
+    """Tensor of the same memory that autograd does not track as a view; others as they are.
+
+    Autograd refuses in-place writes to a view that an ``autograd.Function`` returned.
+    """
+    return value.detach() if isinstance(value, torch.Tensor) and value._is_view() else value
+
+
+def _guarded(run: Callable, names: Sequence[str]) -> Callable:
+    """``run`` of tensors whose storage was checked, with results that are no views for autograd.
+
+    Every call that is not cached comes here, and the cache takes no tensor without storage.  A
+    launcher computes [rows, columns]; ``run`` gives them the operands' shape by a view.
+    """
+
+    def run_guarded(*args):
+        for name, value in zip(names, args, strict=False):
+            for t in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(t, torch.Tensor):
+                    checking.storage(name, t)
+        results = run(*args)
+        if isinstance(results, (tuple, list)):
+            return type(results)(map(detach_view, results))
+        return detach_view(results)
+
+    return run_guarded
+
+
 def _remembering(run: Callable, prepare: Callable, types: Sequence[str]) -> Callable:
     """``run`` of an op with arguments of these types, by `again` where it can be.
 
@@ -188,7 +218,7 @@ def _remembering(run: Callable, prepare: Callable, types: Sequence[str]) -> Call
     return run_again
 
 
-def _node(setup: Callable, backward: Callable) -> Callable:
+def _node(op: Callable, setup: Callable, backward: Callable) -> Callable:
     """The op's node in autograd graphs: takes the op's arguments, and what computes it of them.
 
     It is what ``torch.library.register_autograd`` builds, without its look at the schema's defaults
@@ -207,6 +237,8 @@ def _node(setup: Callable, backward: Callable) -> Callable:
         @untraced
         def backward(ctx, *grads):
             if not torch._C._dispatch_tls_is_dispatch_key_included(MODE):
+                if _C._dispatch_tls_is_dispatch_key_included(LEGACY_VMAP):
+                    return (*_batched(op, backward, ctx, grads), None)
                 return (*backward(ctx, *grads), None)
             with torch._C._ExcludeDispatchKeyGuard(_MODE_ALONE):
                 return (*backward(ctx, *grads), None)
@@ -215,16 +247,17 @@ def _node(setup: Callable, backward: Callable) -> Callable:
     return super(torch.autograd.Function, Differentiable).apply
 
 
-def without_views(output: torch.Tensor | tuple | list | None):
-    """Replace views among an op's results by tensors that the caller may change in place.
-
-    torch refuses in-place ops on a view that an autograd.Function returned.  No other result
-    shares the elements, so the tracking that a view needs has no use here.
-    """
-    if isinstance(output, torch.Tensor):
-        unsafe_view = torch.ops.aten._unsafe_view.default
-        return unsafe_view(output, output.shape) if output._is_view() else output
-    return type(output)(map(without_views, output)) if isinstance(output, tuple | list) else output
+def _batched(op: Callable, backward: Callable, ctx: object, grads: Sequence) -> tuple:
+    """Gradients of a batch of upstream gradients; torch loops over the batch where it can."""
+    try:
+        return backward(ctx, *grads)
+    except (CuteKernelsError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:
+        raise UnsupportedTransformError(
+            f"{op}: is_grads_batched=True is not supported; call torch.autograd.grad for each "
+            "gradient"
+        ) from error
 
 
 def _below_autograd(op: Callable, run: Callable) -> Callable:

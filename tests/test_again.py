@@ -117,13 +117,6 @@ def moved(t, by: int = 1):
     return memory[by:].view(t.shape).copy_(t)
 
 
-def freed(t):
-    """As `fully_shard` leaves a parameter that is gathered again later."""
-    t = t.clone()
-    t.untyped_storage().resize_(0)
-    return t
-
-
 X, W = drawn(8, 48), drawn(64, 48, seed=1)
 Q, K = drawn(1, 130, 2, 64), drawn(1, 130, 1, 64, seed=1)
 #: Calls of which each is of another kind than the first of its row.
@@ -143,6 +136,7 @@ OTHER = {
         lambda: ck.rms_norm(X, W[0]),
         lambda: ck.rms_norm(X, W[0], 1e-5),
         lambda: ck.rms_norm(X, W[0], offset=1.0),
+        lambda: ck.rms_norm(X, W[0], offset=-0.0),
         lambda: ck.rms_norm(X, W[0].float()),
         lambda: ck.rms_norm(X, W[0], residual=X),
         lambda: ck.layer_norm(X, W[0], W[1]),
@@ -344,7 +338,6 @@ WATCHED = {
     "subclass": lambda: ck.linear(X.as_subclass(Subclass), W),
     "subclass of another": lambda: ck.linear(X, W.as_subclass(Subclass)),
     "address": lambda: ck.linear(moved(X), W),
-    "no memory": lambda: ck.linear(freed(X), W),
     "negated": lambda: ck.linear(torch._neg_view(X), W),
     "a CPU": on_a_cpu,
 }
@@ -360,6 +353,23 @@ def test_nobody_is_passed_by(on_sm90, whole_way, name):
             before = whole_way["linear"]
             WATCHED[name]()
             assert whole_way["linear"] == before + 1
+
+
+@by_both
+@pytest.mark.parametrize("offset", [0, 8, 4096])
+@pytest.mark.parametrize("freed", ["x", "weight"])
+def test_freed_storage_is_refused_once_the_call_is_cached(on_sm90, freed, offset):
+    """As fully_shard leaves a parameter; a view of it is at an address of its offset."""
+    call = {"x": X, "weight": W}
+    memory = torch.zeros(W.numel() + offset, dtype=BF16)
+    gone = memory[offset:][: call[freed].numel()].view(call[freed].shape)
+    with idle():
+        ck.linear(**call), ck.linear(**call)
+        assert ck.linear(**call | {freed: gone}).shape == (8, 64)
+        memory.untyped_storage().resize_(0)
+        for _ in range(2):
+            with pytest.raises(errors.ArgumentValueError, match=rf"^{freed}: "):
+                ck.linear(**call | {freed: gone})
 
 
 @by_both

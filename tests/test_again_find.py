@@ -229,6 +229,26 @@ def test_other_calls(both, name):
     assert both.find(*call) == answer
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(0.0, -0.0), (1.0, 1), (1, True), (1.0, True), (0, False), (("a", (0.0,)), ("a", (-0.0,)))],
+)
+def test_numbers_are_known_by_their_bits(both, one, other):
+    """Each pair compares equal, so a dict alone takes one for the other."""
+    assert one == other and again.number_bits(one) != again.number_bits(other)
+    both.calls.keep(("rms", one), (X, W, None))
+    assert both.find(("rms", one), X, W, None) is work
+    assert both.find(("rms", other), X, W, None) is None
+    both.calls.keep(("rms", other), (X, W, None))
+    assert both.find(("rms", other), X, W, None) is work
+
+
+def test_options_of_too_many_numbers_are_not_known(both):
+    most = (1.0,) * (again._NUMBER_BYTES // 9)
+    assert both.find(most, X, W, None) is None
+    assert both.find((*most, 1.0), X, W, None) is False
+
+
 @pytest.mark.parametrize("setting", ["BACKEND", "MAX_CTAS"])
 def test_other_settings(both, monkeypatch, setting):
     monkeypatch.setenv(settings.PREFIX + setting, {"BACKEND": "triton", "MAX_CTAS": "3"}[setting])

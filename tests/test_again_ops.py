@@ -11,7 +11,10 @@ import torch
 import cute_kernels as ck
 from cute_kernels import again, dispatch, errors, torch_ops
 from cute_kernels.gemm import op as gemm_op
+from cute_kernels.gemm import prepared as gemm_prepared
 from cute_kernels.norm import op as norm_op
+from cute_kernels.norm import prepared as norm_prepared
+from cute_kernels.norm.tensors import Rule, Scale
 from cute_kernels.sparse_attn import api, sequence_op
 from tests.again import drawn, rewritten
 from tests.again_sm90 import idle, pretended, simulated
@@ -164,3 +167,48 @@ def test_an_ops_call_with_a_main_grad_goes_the_whole_way(launched, monkeypatch, 
         else:
             with pytest.raises(errors.AliasError):
                 linear(x, W, None, shared, "chain")
+
+
+#: A prepared launcher, a guard of it, and operands that only this guard turns away.
+GUARDED = {
+    "gemm, a copied operand": (gemm_prepared.gemm, "copied or n", (drawn(8, 44), W[:, :44], None)),
+    "gemm, a transposed tree": (
+        gemm_prepared.gemm,
+        'or (order != ORDER and major != "k")',
+        (drawn(48, 8).mT, W, None, "tree"),
+    ),
+    "gemm, rows of no 16 bytes": (
+        gemm_prepared.gemm,
+        " or n * x.itemsize % ALIGN",
+        (X, W[:60], None),
+    ),
+    "gemm, a strided bias": (gemm_prepared.gemm, "bias.stride(0) != 1", (X, W, drawn(128)[::2])),
+    **{
+        f"norm, a copied {name}": (
+            norm_prepared.forward,
+            "one is not other for",
+            (x, residual, Scale(weight, None), Rule("rms", 1e-6)),
+        )
+        for name, x, residual, weight in (
+            ("x", drawn(8, 44), None, drawn(44)),
+            ("residual", X, drawn(9 * 48 + 1)[1 : 8 * 48 + 1].view(8, 48), W[0]),
+            ("weight", X, None, drawn(96)[::2]),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", GUARDED)
+def test_operands_that_would_be_copied_are_not_prepared(name):
+    """A launch of them as they are reads or writes other memory; the mutants would."""
+    prepare, guard, operands = GUARDED[name]
+    if prepare is gemm_prepared.gemm and len(operands) == 3:
+        operands += ("chain",)
+    by = {
+        "copied or n": "n",
+        "one is not other for": "False for",
+        "bias.stride(0) != 1": "False",
+    }.get(guard, "")
+    with idle():
+        assert prepare(*operands) is None
+        assert rewritten(prepare, guard, by)(*operands) is not None

@@ -33,7 +33,7 @@ RANKS: dict[str, float] = {
     "dispatch": 4,
     "torch_ops": 4,
     "caching": 4,
-    "checking": 4,
+    "checking": 3,
     "cpu_math": 4,
     "near": 4,
     "triton_sums": 4,

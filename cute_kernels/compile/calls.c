@@ -22,14 +22,16 @@
 #error "a tensor's sizes are read without a lock, which the GIL stands for"
 #endif
 
-enum { MOST_ARGUMENTS = 24, MOST_DIMENSIONS = 16, ALIGNMENT = 16 };
+enum { MOST_ARGUMENTS = 24, MOST_DIMENSIONS = 16, ALIGNMENT = 16, NUMBER_BYTES = 512 };
+/* GPU memory lies above; below, the storage is asked whether it was freed. */
+#define LEAST_ADDRESS ((uintptr_t)1 << 32)
 
 static const DLPackExchangeAPI *torch_table;
 static PyTypeObject *tensor_type, *parameter_type;
 
 /* Names of attributes, of what is looked up in a module at each call, as it may change, and of settings. */
 static struct {
-  PyObject *is_neg, *chandle, *requires_grad;
+  PyObject *is_neg, *chandle, *requires_grad, *untyped_storage, *data_ptr;
   PyObject *is_compiling_flag, *current_level, *asked, *legacy_vmap, *mode, *in_mode, *remembers, *sharding, *get;
   PyObject *backend, *max_ctas;
 } name;
@@ -40,6 +42,16 @@ static int read_tensor(PyObject *tensor, DLTensor *into) {
 }
 
 /* ---- describe ---- */
+
+/* Whether the storage of a tensor has memory; 0 with an exception where torch raises. */
+static int has_storage(PyObject *tensor) {
+  PyObject *storage = PyObject_CallMethodNoArgs(tensor, name.untyped_storage);
+  PyObject *address = storage ? PyObject_CallMethodNoArgs(storage, name.data_ptr) : NULL;
+  int truth = address ? PyObject_IsTrue(address) : 0;
+  Py_XDECREF(storage);
+  Py_XDECREF(address);
+  return truth > 0;
+}
 
 /* One tensor's words, behind `at`; NULL where a call with it is not remembered.  An exception may be set. */
 static int64_t *describe_one(PyObject *tensor, int64_t *at, const int64_t *end) {
@@ -55,8 +67,10 @@ static int64_t *describe_one(PyObject *tensor, int64_t *at, const int64_t *end) 
     PyErr_Clear(); /* sparse, nested and functional tensors have no such memory */
     return NULL;
   }
-  /* No memory: empty, freed for a while, a ZeroTensor. */
-  if (t.data == NULL || ((uintptr_t)t.data + t.byte_offset) % ALIGNMENT || t.ndim > MOST_DIMENSIONS) return NULL;
+  /* No memory: empty, a ZeroTensor, freed for a while (a view of that is at its offset from 0). */
+  uintptr_t address = (uintptr_t)t.data + t.byte_offset;
+  if (t.data == NULL || address % ALIGNMENT || t.ndim > MOST_DIMENSIONS) return NULL;
+  if (address < LEAST_ADDRESS && !has_storage(tensor)) return NULL;
   /* Negation that has not been done yet is not in the memory's description. */
   PyObject *negative = PyObject_CallMethodNoArgs(tensor, name.is_neg);
   if (negative == NULL) return NULL;
@@ -161,16 +175,22 @@ static int is_watched(PyObject *again) {
   return said > 0 ? is_true(ask_by_name(again, name.in_mode, NULL)) : said;
 }
 
-/* Whether an option is -0.0, which is equal to 0.0 as a key and computes other bits. */
-static int has_negative_zero(PyObject *options) {
-  if (PyFloat_CheckExact(options)) {
+/* again.py's `number_bits`, appended behind `at`; NULL where there is no capacity left. */
+static char *write_numbers(PyObject *options, char *at, const char *end) {
+  if (PyTuple_CheckExact(options)) {
+    for (Py_ssize_t i = 0; at != NULL && i < PyTuple_GET_SIZE(options); i++)
+      at = write_numbers(PyTuple_GET_ITEM(options, i), at, end);
+  } else if (PyFloat_Check(options)) {
     double value = PyFloat_AS_DOUBLE(options);
-    return value == 0 && signbit(value);
+    if (end - at < 1 + (int)sizeof value) return NULL;
+    *at++ = 'f';
+    memcpy(at, &value, sizeof value);
+    at += sizeof value;
+  } else if (PyLong_Check(options)) {
+    if (at == end) return NULL;
+    *at++ = PyBool_Check(options) ? 'b' : 'i';
   }
-  if (!PyTuple_Check(options)) return 0;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(options); i++)
-    if (has_negative_zero(PyTuple_GET_ITEM(options, i))) return 1;
-  return 0;
+  return at;
 }
 
 /* The key of a call in `known`, again.py's `_key` but for `remembers`; None where there is none. */
@@ -182,10 +202,17 @@ static PyObject *key_of(PyObject *data_parallel, PyObject *settings, PyObject *c
   if (sharding) Py_RETURN_NONE;
   PyObject *seen = describe(NULL, given + 1, count - 1);
   if (seen == NULL || seen == Py_None) return seen;
-  PyObject *of_backend = ask_by_name(settings, name.get, name.backend);
+  char numbers[NUMBER_BYTES], *end = write_numbers(given[0], numbers, numbers + NUMBER_BYTES);
+  if (end == NULL) {
+    Py_DECREF(seen);
+    Py_RETURN_NONE;
+  }
+  PyObject *bits = PyBytes_FromStringAndSize(numbers, end - numbers);
+  PyObject *of_backend = bits ? ask_by_name(settings, name.get, name.backend) : NULL;
   PyObject *of_ctas = of_backend ? ask_by_name(settings, name.get, name.max_ctas) : NULL;
-  PyObject *key = of_ctas ? PyTuple_Pack(4, given[0], of_backend, of_ctas, seen) : NULL;
+  PyObject *key = of_ctas ? PyTuple_Pack(5, given[0], bits, of_backend, of_ctas, seen) : NULL;
   Py_DECREF(seen);
+  Py_XDECREF(bits);
   Py_XDECREF(of_backend);
   Py_XDECREF(of_ctas);
   return key;
@@ -411,12 +438,14 @@ static int bind_names(void) {
     const char *text;
   } names[] = {
       {&name.is_neg, "is_neg"},
+      {&name.untyped_storage, "untyped_storage"},
+      {&name.data_ptr, "data_ptr"},
       {&name.chandle, "__chandle__"},
       {&name.requires_grad, "requires_grad"},
       {&name.is_compiling_flag, "_is_compiling_flag"},
       {&name.current_level, "_current_level"},
       {&name.asked, "_asked"},
-      {&name.legacy_vmap, "_LEGACY_VMAP"},
+      {&name.legacy_vmap, "LEGACY_VMAP"},
       {&name.mode, "MODE"},
       {&name.in_mode, "_in_mode"},
       {&name.remembers, "remembers"},

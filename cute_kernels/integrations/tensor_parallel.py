@@ -30,6 +30,7 @@ from ..errors import (
 from ..gemm import checks, config, op
 from ..operands import flat_rows
 from ..schedulers.tiles import leaves
+from ..torch_ops import detach_view
 from ..untraced import untraced
 
 #: Degrees that can cut eight leaves at their edges.
@@ -324,7 +325,7 @@ class _RowParallel(torch.autograd.Function):
         _keep(ctx, x, weight, main_grad, group)
         if main_grad is not None:
             destination.apart(main_grad, x=x, weight=weight, bias=bias)
-        return _sum_over_ranks(x, weight, bias, group)
+        return detach_view(_sum_over_ranks(x, weight, bias, group))
 
     @staticmethod
     def backward(ctx, dy):

@@ -63,6 +63,16 @@ KINDS = {
     "none": (None,),
     "nothing": (),
 }
+
+
+def freed(offset: int) -> torch.Tensor:
+    """A view of freed storage, at an address of its offset."""
+    memory = torch.randn(96 + offset)
+    view = memory[offset:].view(8, 12)
+    memory.untyped_storage().resize_(0)
+    return view
+
+
 #: What has more of a say than its memory's description.
 UNKNOWN = {
     "subclass": NUMBERS.as_subclass(Subclass),
@@ -71,6 +81,8 @@ UNKNOWN = {
     "empty": NUMBERS[:0].view(0, 12),
     "empty, without a storage": torch.empty(0, 12),
     "a ZeroTensor": torch._efficientzerotensor((8, 12)),
+    "freed": freed(0),
+    "freed, behind its start": freed(64),
     "sparse": NUMBERS.view(8, 12).to_sparse(),
     "sparse rows": NUMBERS.view(8, 12).to_sparse_csr(),
     "nested": torch.nested.nested_tensor([NUMBERS[:3], NUMBERS[:4]]),
@@ -189,6 +201,66 @@ def test_a_prepared_call_hands_over_the_same_in_c_and_in_python(calls, report, m
         outs.append(reporting.empty(3))
         prepared(x.device, report, rows=(1, 2))(outs[-1], x, None, 1.5)
     assert same_bytes(*outs[:2]) and same_bytes(*outs[1:]) and outs[0][0, 6:9].tolist() == [2, 6, 4]
+
+
+# ---- as on a GPU ---------------------------------------------------------------------------------
+
+READ = "return torch_table->dltensor_from_py_object_no_sync(tensor, into);"
+#: `read_tensor` as of a tensor on the device whose index is in the environment.
+READ_OF_DEVICE = """
+  int failed = torch_table->dltensor_from_py_object_no_sync(tensor, into);
+  into->device.device_id = (int)strtol(getenv("DEVICE_OF_TEST"), NULL, 10);
+  return failed;
+"""
+ON_DEVICE = {
+    READ: READ_OF_DEVICE,
+    "#include <stdint.h>": "#include <stdint.h>\n#include <stdlib.h>",
+}
+#: CPU tensors have a stream.
+WITH_STREAM = {"tensors[i].device.device_type != kDLCPU": "1"}
+
+
+def built(folder, *changes: dict[str, str]):
+    """calls.c with parts replaced, each of which is there once."""
+    text = extension.SOURCE.read_text()
+    for part, by in (item for change in changes for item in change.items()):
+        assert text.count(part) == 1
+        text = text.replace(part, by)
+    source = folder / "calls.c"
+    source.write_text(text)
+    return extension.imported(extension.build(source, folder))
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_calls_on_two_devices_are_two(tmp_path, monkeypatch, forgotten):
+    """The kernel of one device is launched on its stream alone; the mutant has one key for both."""
+    mutant = {" | (uint32_t)t.device.device_id": ""} if forgotten else {}
+    module, keys = built(tmp_path, ON_DEVICE, mutant), []
+    for device in ("0", "1", "0"):
+        monkeypatch.setenv("DEVICE_OF_TEST", device)
+        keys.append(module.describe(NUMBERS.view(8, 12), None))
+    assert keys[0] == keys[2] is not None
+    assert (keys[0] == keys[1]) is forgotten
+
+
+@pytest.mark.parametrize("inverted", [False, True])
+def test_a_launch_restores_the_stream_of_others(tmp_path, report, inverted):
+    """tvm_ffi's stream of this thread is another library's; the mutant leaves torch's there."""
+    from tvm_ffi import core
+
+    mutant = {"before != stream": "before == stream"} if inverted else {}
+    module, out, of_others = built(tmp_path, WITH_STREAM, mutant), reporting.empty(1), 0x50
+    core._env_set_current_stream(1, 0, of_others)
+    try:
+        module.launch(report, 0, out, 7)
+        assert core._env_get_current_stream(1, 0) == (0 if inverted else of_others)
+        with pytest.raises(RuntimeError, match="the first argument is no tensor"):
+            core._env_set_current_stream(1, 0, of_others)
+            module.launch(report, 0, 3, out)
+        assert core._env_get_current_stream(1, 0) == (0 if inverted else of_others)
+    finally:
+        core._env_set_current_stream(1, 0, 0)
+    assert out[0, 1] == 7
 
 
 # ---- when it is built ----------------------------------------------------------------------------

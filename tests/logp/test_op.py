@@ -337,7 +337,7 @@ def test_transforms_are_refused_by_name(name, function):
 def test_a_batch_of_gradients_is_refused():
     h, w, _ = tensors(FP32)
     logp = ck.linear_logp(h, w, targets())
-    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
+    with pytest.raises(UnsupportedTransformError, match="is_grads_batched"):
         torch.autograd.grad(logp, h, torch.ones(3, T), is_grads_batched=True)
 
 

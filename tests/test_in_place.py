@@ -1,0 +1,252 @@
+"""Results of public ops are the caller's: in-place writes have the gradients of copies."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels import again, mhc, systems
+from cute_kernels.torch_ops import detach_view
+from tests.again import CASES as CACHED
+from tests.again import drawn
+from tests.again_sm90 import pretended, simulated
+from tests.contract import same_bytes
+from tests.ptxsim.available import requires_sim
+
+FP32 = torch.float32
+IDS = torch.tensor([[3, 1, 4], [1, 5, 0]])
+SITE = mhc.Options(iterations=3)
+_fp32 = functools.partial(drawn, dtype=FP32)
+
+#: Name -> a call on leaves, and their shapes; fp32 for mhc.
+CASES = {
+    "linear": (ck.linear, (2, 3, 16), (8, 16), (8,)),
+    "matmul": (ck.matmul, (6, 16), (16, 8)),
+    "skinny_linear": (ck.skinny_linear, (2, 3, 16), (8, 16), (8,)),
+    "linear_logp": (
+        lambda x, w: ck.linear_logp(x, w, IDS, return_entropy=True), (2, 3, 16), (8, 16),
+    ),
+    "log_probs": (lambda x: ck.log_probs(x, IDS, return_entropy=True), (2, 3, 8)),
+    "rms_norm": (lambda x, w: ck.rms_norm(x, w), (2, 3, 16), (16,)),
+    "rms_norm, residual": (
+        lambda x, r, w: ck.rms_norm(x, w, residual=r), (2, 3, 16), (2, 3, 16), (16,),
+    ),
+    "layer_norm": (ck.layer_norm, (2, 3, 16), (16,), (16,)),
+    "layer_norm, residual": (
+        lambda x, r, w: ck.layer_norm(x, w, residual=r), (2, 3, 16), (2, 3, 16), (16,),
+    ),
+    "embedding": (lambda w: ck.embedding(IDS, w), (8, 16)),
+    "softmax": (ck.softmax, (2, 3, 8)),
+    "log_softmax": (ck.log_softmax, (2, 3, 8)),
+    "silu": (ck.silu, (2, 3, 8)),
+    "gelu": (ck.gelu, (2, 3, 8)),
+    "sigmoid": (ck.sigmoid, (2, 3, 8)),
+    "tanh": (ck.tanh, (2, 3, 8)),
+    "silu_mul": (ck.silu_mul, (2, 3, 8), (2, 3, 8)),
+    "gelu_mul": (ck.gelu_mul, (2, 3, 8), (2, 3, 8)),
+    "apply_rotary": (
+        lambda q, k: ck.apply_rotary(q, k, drawn(1, 3, 8, seed=8), drawn(1, 3, 8, seed=9)),
+        (1, 2, 3, 8), (1, 1, 3, 8),
+    ),
+    "block_sparse_attention": (
+        lambda q, k, v: ck.block_sparse_attention(q, k, v, causal=True, return_lse=True),
+        (1, 5, 2, 64), (1, 5, 1, 64), (1, 5, 1, 64),
+    ),
+    "block_sparse_attention_varlen": (
+        lambda q, k, v: ck.block_sparse_attention_varlen(
+            q, k, v, torch.tensor([0, 2, 5]), return_lse=True
+        ),
+        (5, 2, 64), (5, 1, 64), (5, 1, 64),
+    ),
+    "mhc.projection": (mhc.projection, (2, 3, 6, 2), (8, 12)),
+    "mhc.scale": (
+        lambda h, a, b: mhc.scale(h, a, b, torch.tensor([1.0, 2.0, 3.0]), 2), (3, 8), (3,), (8,),
+    ),
+    "mhc.sinkhorn": (lambda z: mhc.sinkhorn(z, 2, iterations=3), (2, 3, 2, 2)),
+    "mhc.aggregate": (lambda x, p: mhc.aggregate(x, p, 2), (2, 3, 6, 2), (2, 3, 2)),
+    "mhc.expand_combine": (
+        lambda f, p, x, r: mhc.expand_combine(f, None, p, x, r, 2),
+        (2, 3, 6), (2, 3, 2), (2, 3, 6, 2), (2, 3, 2, 2),
+    ),
+    "mhc.mix_and_aggregate": (
+        lambda *args: mhc.mix_and_aggregate(*args, options=SITE), (2, 3, 6, 2), (8, 12), (3,), (8,),
+    ),
+    "mhc.connect": (
+        lambda x, *args: mhc.connect(x, lambda f: f * 0.5, *args, options=SITE),
+        (2, 3, 6, 2), (8, 12), (3,), (8,),
+    ),
+    "mhc.post_pre": (
+        lambda f, p, x, r, *args: mhc.post_pre(f, None, p, x, r, *args, options=SITE),
+        (2, 3, 6), (2, 3, 2), (2, 3, 6, 2), (2, 3, 2, 2), (8, 12), (3,), (8,),
+    ),
+    "mhc.head": (
+        lambda *args: mhc.head(*args, options=SITE), (2, 3, 6, 2), (2, 12), (1,), (2,),
+    ),
+    "mhc.expand_from_embedding": (lambda e: mhc.expand_from_embedding(e, 2), (2, 3, 6)),
+}  # fmt: skip
+#: (name, result) that the backward reads: torch refuses a backward after a write, as for its own
+#: softmax and logsumexp.
+SAVED = {
+    ("linear_logp", 1),
+    ("log_probs", 1),
+    ("rms_norm, residual", 1),
+    ("layer_norm, residual", 1),
+    ("softmax", 0),
+    *(("block_sparse_attention", i) for i in range(2)),
+    *(("block_sparse_attention_varlen", i) for i in range(2)),
+    *(("mhc.mix_and_aggregate", i) for i in (1, 2)),
+    *(("mhc.post_pre", i) for i in (0, 2, 3)),
+}
+NOT_DIFFERENTIABLE = {
+    "clip_grad_norm_",
+    "rotary_table",
+    "mhc",
+    "mhc.multilayer_recompute",
+}
+
+
+def leaves_of(name: str) -> list[torch.Tensor]:
+    dtype = FP32 if name.startswith("mhc.") else torch.bfloat16
+    shapes = CASES[name][1:]
+    return [drawn(*s, seed=i, dtype=dtype).requires_grad_() for i, s in enumerate(shapes)]
+
+
+def results_of(name: str, leaves) -> list[torch.Tensor]:
+    results = CASES[name][0](*leaves)
+    return list(results) if isinstance(results, tuple) else [results]
+
+
+def gradients(name: str, index: int, write) -> list[torch.Tensor]:
+    leaves = leaves_of(name)
+    results = results_of(name, leaves)
+    results[index] = write(results[index])
+    inputs = [t for t in results if t.requires_grad]
+    upstream = [drawn(*t.shape, seed=20 + i, dtype=t.dtype) for i, t in enumerate(inputs)]
+    return [t.detach() for t in results] + list(
+        torch.autograd.grad(inputs, leaves, upstream, materialize_grads=True)
+    )
+
+
+def test_every_public_op_has_a_case():
+    names = set(systems.PUBLIC) | {
+        f"mhc.{name}" for name in mhc.__all__ if getattr(mhc, name).__module__ == mhc.api.__name__
+    }
+    assert names - NOT_DIFFERENTIABLE == {name.split(",")[0] for name in CASES}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_may_be_written_in_place(name):
+    for index, result in enumerate(results_of(name, leaves_of(name))):
+        factor = drawn(*result.shape, seed=30, dtype=result.dtype)
+        copied = gradients(name, index, lambda t, by=factor: t * by)
+        if (name, index) in SAVED:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                gradients(name, index, lambda t, by=factor: t.mul_(by))
+            continue
+        written = gradients(name, index, lambda t, by=factor: t.mul_(by))
+        assert all(map(same_bytes, written, copied))
+
+
+#: Public functions that give an op's results another shape: by a view, as torch's reshape.
+RESHAPED = {name for name in CASES if name.startswith("mhc.")} | {"block_sparse_attention_varlen"}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in RESHAPED])
+def test_results_without_a_graph_may_take_one(name):
+    """A view made under no_grad may not be written where gradients are recorded."""
+    with torch.no_grad():
+        results = results_of(name, leaves_of(name))
+    for result in results:
+        factor = drawn(*result.shape, seed=30, dtype=result.dtype).requires_grad_()
+        before = result.clone()
+        result.mul_(factor)
+        assert result.requires_grad and same_bytes(result.detach(), (before * factor).detach())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_batch_of_gradients_is_computed_or_refused_by_name(name):
+    """Either the bytes of one call for each, or UnsupportedTransformError."""
+    leaves = leaves_of(name)
+    out = results_of(name, leaves)[0]
+    grads = drawn(2, *out.shape, seed=9, dtype=out.dtype)
+    want = [torch.autograd.grad(out, leaves, g, True, allow_unused=True) for g in grads]
+    try:
+        got = torch.autograd.grad(
+            out, leaves, grads, True, is_grads_batched=True, allow_unused=True
+        )
+    except ck.errors.UnsupportedTransformError as error:
+        assert "is_grads_batched" in str(error)
+        assert name not in {"linear", "softmax", "silu"}
+        return
+    for batch, *each in zip(got, *want, strict=True):
+        assert batch is None or same_bytes(batch, torch.stack(each))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("size", [0, 8])
+def test_freed_storage_is_refused(name, size):
+    """Of each operand in turn; the last is freed between forward and backward too."""
+    for freed in leaves_of(name):
+        leaves = leaves_of(name)
+        index = next(i for i, t in enumerate(leaves) if t.shape == freed.shape)
+        leaves[index] = freed = freed.detach().clone()
+        freed.untyped_storage().resize_(size if freed.nbytes > size else 0)
+        with pytest.raises(ck.errors.ArgumentValueError):
+            results_of(name, leaves)
+
+
+def test_a_weight_freed_before_the_backward_is_refused():
+    x, weight = drawn(2, 3, 16).requires_grad_(), drawn(8, 16, seed=1)
+    y = ck.linear(x, weight)
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(ck.errors.ArgumentValueError, match=r"^weight: "):
+        y.backward(drawn(2, 3, 8))
+
+
+def test_recomputed_streams_may_be_written():
+    f, post, x, res = (_fp32(*s, seed=i) for i, s in enumerate(CASES["mhc.expand_combine"][1:]))
+    (stream,) = mhc.multilayer_recompute(x, [(f, None, post, res)], 2)
+    stream.mul_(_fp32(*stream.shape).requires_grad_())
+    assert stream.requires_grad
+
+
+def test_a_module_that_works_in_place_trains():
+    class Linear(torch.nn.Linear):
+        def forward(self, x):
+            return ck.linear(x, self.weight, self.bias)
+
+    def step(inplace: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(Linear(16, 16), torch.nn.ReLU(inplace), Linear(16, 4))
+        model(_fp32(2, 3, 16)).backward(_fp32(2, 3, 4, seed=1))
+        return [p.grad for p in model.parameters()]
+
+    assert all(map(same_bytes, step(True), step(False)))
+
+
+@requires_sim
+@pytest.mark.parametrize("name", ["linear of three dimensions", "rms_norm", "layer_norm"])
+def test_first_and_cached_calls_on_sm90(monkeypatch, name):
+    run, shape = CACHED[name]
+
+    def step(write) -> torch.Tensor:
+        x = drawn(*shape, seed=5).requires_grad_()
+        y = run(x)
+        factor = drawn(*y.shape, seed=6)
+        return torch.autograd.grad(write(y, factor), x, drawn(*y.shape, seed=9))[0]
+
+    with pretended(monkeypatch), simulated():
+        copied = step(torch.mul)
+        again.forget()
+        written = [step(torch.Tensor.mul_) for _ in range(2)]
+    assert all(same_bytes(copied, each) for each in written)
+
+
+def test_only_views_are_detached():
+    x = _fp32(2, 3)
+    assert detach_view(x) is x and detach_view(None) is None
+    view = detach_view(x.view(6))
+    assert not view._is_view() and view.data_ptr() == x.data_ptr()
