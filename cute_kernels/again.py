@@ -135,7 +135,7 @@ def _key(options: Hashable, tensors: tuple) -> tuple | None:
         return None
     in_c = extension.calls()
     seen = described(*tensors) if in_c is None else in_c.describe(*tensors)
-    if seen is None or has_negative_zero(options):
+    if seen is None:
         return None
     bits = number_bits(options)
     if len(bits) > _NUMBER_BYTES:
@@ -160,13 +160,6 @@ def number_bits(options: Hashable) -> bytes:
 def _allocated(t: torch.Tensor) -> bool:
     """Whether ``t`` has memory: a view of freed storage is at its offset from address 0."""
     return bool(t.data_ptr()) and bool(t.untyped_storage().data_ptr())
-
-
-def has_negative_zero(options: object) -> bool:
-    """Whether an option is -0.0, which is equal to 0.0 as a key and computes other bits."""
-    if type(options) is float:
-        return options == 0 and math.copysign(1.0, options) < 0
-    return isinstance(options, tuple) and any(map(has_negative_zero, options))
 
 
 def described(*tensors: torch.Tensor | None) -> tuple | None:

@@ -229,7 +229,7 @@ def _node(op: Callable, setup: Callable, backward: Callable) -> Callable:
         @staticmethod
         def forward(ctx, *args):
             *args, compute = args
-            output = without_views(compute(*args))
+            output = compute(*args)
             setup(ctx, args, output)
             return output
 

@@ -12,7 +12,6 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <dlpack/dlpack.h>
-#include <math.h>
 #include <stdint.h>
 #include <string.h>
 #include <tvm/ffi/c_api.h>
@@ -196,7 +195,6 @@ static char *write_numbers(PyObject *options, char *at, const char *end) {
 /* The key of a call in `known`, again.py's `_key` but for `remembers`; None where there is none. */
 static PyObject *key_of(PyObject *data_parallel, PyObject *settings, PyObject *const *given, Py_ssize_t count) {
   if (Py_TYPE(given[1]) != tensor_type && Py_TYPE(given[1]) != parameter_type) Py_RETURN_NONE;
-  if (has_negative_zero(given[0])) Py_RETURN_NONE;
   int sharding = is_true(ask_by_name(data_parallel, name.sharding, NULL));
   if (sharding < 0) return NULL;
   if (sharding) Py_RETURN_NONE;
