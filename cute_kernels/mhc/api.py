@@ -117,8 +117,7 @@ def sinkhorn(
 
     Args:
         H_res: fp32 [..., n, n], logits; or [M, n²].
-        iterations: 1 to 24, or to 64 in form ``"epsilon"`` with an eps of 1e-9 or more; never "to
-            convergence".
+        iterations: 1 to 64; never "to convergence".
         form: ``"log"``, without an epsilon, or ``"epsilon"``: softmax over rows + eps, then every
             divisor + eps (DeepSeek).  They differ by about 6e-6 at 1e-6.
 
@@ -350,7 +349,7 @@ def multilayer_recompute(
     with torch.no_grad():
         for f, bias, post, res in sublayers:
             x = expand_combine(f, bias, post, x, res, n, layout=layout)
-            found.append(x.detach())  # no view for autograd
+            found.append(x)
     return found
 
 

@@ -23,8 +23,6 @@ from .config import DTYPE_NAMES, FORMS, LAYOUTS, PRECISIONS, STREAMS, mappings
 DTYPES = tuple(DTYPE_NAMES)
 #: Iterations whose sums fit the memory of a backward.
 MAX_ITERATIONS = 64
-#: Of Sinkhorn-Knopp without an epsilon of `LEAST_EPSILON` or more: 16^-24 = 2^-96.
-MAX_WITHOUT_EPSILON, LEAST_EPSILON = 24, 1e-9
 _MAX_SIZE = 2**31 - 1
 _ROWS_OF = {mappings(n): n for n in STREAMS}
 
@@ -73,7 +71,7 @@ def options(given: object) -> Options:
     for name in ("eps", "pre_eps"):
         number(name, getattr(given, name), 0.0)
     number("post_scale", given.post_scale, None)
-    sinkhorn(given.iterations, given.form, given.form_eps, "form_eps")
+    sinkhorn(given.iterations, given.form, given.form_eps)
     return given
 
 
@@ -89,20 +87,15 @@ def precision(value: object) -> None:
         raise ArgumentValueError(one_of("precision", PRECISIONS, value))
 
 
-def sinkhorn(iterations: object, form: object, eps: object, eps_name: str = "eps") -> None:
-    """Check the options of Sinkhorn-Knopp; ``eps_name``: how the caller knows ``eps``."""
+def sinkhorn(iterations: object, form: object, eps: object) -> None:
+    """Of Sinkhorn-Knopp."""
     if isinstance(iterations, bool) or not isinstance(iterations, int):
         raise ArgumentTypeError(expected("iterations", "an int", type(iterations).__name__))
     if not 1 <= iterations <= MAX_ITERATIONS:
         raise ArgumentValueError(expected("iterations", f"1 to {MAX_ITERATIONS}", iterations))
     if form not in FORMS:
         raise ArgumentValueError(one_of("form", FORMS, form))
-    number(eps_name, eps, 0.0)
-    # An entry shrinks by up to n² = 16 an iteration while the others converge; it must not reach
-    # zero in fp32 before it is needed.  An epsilon keeps the entries of a matrix together.
-    if iterations > MAX_WITHOUT_EPSILON and (form == "log" or eps < LEAST_EPSILON):
-        want = f"at most {MAX_WITHOUT_EPSILON} (form {form!r} with an eps below {LEAST_EPSILON:g})"
-        raise ArgumentValueError(expected("iterations", want, iterations))
+    number("form_eps", eps, 0.0)
 
 
 def number(name: str, value: object, least: float | None) -> None:
@@ -141,10 +134,7 @@ def x_of(x: object, n: int, layout: str, flat: int | None = None) -> Rows:
     """Streams [..., C, n] or [..., n, C] as rows; or [..., K], if that is ``flat``."""
     mixed_dtype("x", x)
     checking.supported("mhc", x.device)
-    # With C = 1 the last dimension of [..., C, n] has as many elements as a flat row.
-    channel = -2 if layout == "cn" else -1
-    is_streams = flat == n and x.dim() >= 2 and x.shape[channel] == 1
-    if flat is not None and x.dim() >= 1 and x.shape[-1] == flat and not is_streams:
+    if flat is not None and x.dim() >= 1 and x.shape[-1] == flat:
         return _rows("x", x, x.shape[:-1], flat)
     shape = "[..., C, n]" if layout == "cn" else "[..., n, C]"
     place = -1 if layout == "cn" else -2
