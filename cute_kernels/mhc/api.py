@@ -117,7 +117,8 @@ def sinkhorn(
 
     Args:
         H_res: fp32 [..., n, n], logits; or [M, n²].
-        iterations: 1 to 64; never "to convergence".
+        iterations: 1 to 26, or to 64 with ``form="epsilon"``; never "to convergence".  More of the
+            form "log" are refused: logits far apart would lose elements that still matter.
         form: ``"log"``, without an epsilon, or ``"epsilon"``: softmax over rows + eps, then every
             divisor + eps (DeepSeek).  They differ by about 6e-6 at 1e-6.
 
@@ -125,7 +126,7 @@ def sinkhorn(
         fp32, shaped like ``H_res``; columns sum to 1.
     """
     checks.streams(n)
-    checks.sinkhorn(iterations, form, eps)
+    checks.sinkhorn(iterations, form, eps, "eps")
     z = checks.matrices("H_res", H_res, n)
     return op.sinkhorn(z, n, iterations, form, eps).view(H_res.shape)
 

@@ -23,6 +23,13 @@ from .config import DTYPE_NAMES, FORMS, LAYOUTS, PRECISIONS, STREAMS, mappings
 DTYPES = tuple(DTYPE_NAMES)
 #: Iterations whose sums fit the memory of a backward.
 MAX_ITERATIONS = 64
+#: Iterations of the form "log" that are exact for any finite logits.  The matrix that is left after
+#: the first iteration is fp32: elements below 2^-126 are lost from it.  A normalisation multiplies
+#: an element by at most n = 4, as no line's sum is below 1/n, so after 25 more iterations a lost
+#: element is at most 2^(4 * 25 - 126) = 2^-26, below the rounding of 1.
+MAX_LOG_ITERATIONS = 26
+#: The least epsilon of the form "epsilon": it stays above what fp32 loses, for any logits.
+MIN_FORM_EPS = 1e-30
 _MAX_SIZE = 2**31 - 1
 _ROWS_OF = {mappings(n): n for n in STREAMS}
 
@@ -87,15 +94,18 @@ def precision(value: object) -> None:
         raise ArgumentValueError(one_of("precision", PRECISIONS, value))
 
 
-def sinkhorn(iterations: object, form: object, eps: object) -> None:
-    """Of Sinkhorn-Knopp."""
+def sinkhorn(iterations: object, form: object, eps: object, name: str = "form_eps") -> None:
+    """Check the arguments of Sinkhorn-Knopp; ``name``: of the argument that eps came in."""
     if isinstance(iterations, bool) or not isinstance(iterations, int):
         raise ArgumentTypeError(expected("iterations", "an int", type(iterations).__name__))
     if not 1 <= iterations <= MAX_ITERATIONS:
         raise ArgumentValueError(expected("iterations", f"1 to {MAX_ITERATIONS}", iterations))
     if form not in FORMS:
         raise ArgumentValueError(one_of("form", FORMS, form))
-    number("form_eps", eps, 0.0)
+    if form == "log" and iterations > MAX_LOG_ITERATIONS:
+        want = f"1 to {MAX_LOG_ITERATIONS} with form 'log'"
+        raise ArgumentValueError(expected("iterations", want, iterations))
+    number(name, eps, MIN_FORM_EPS if form == "epsilon" else 0.0)
 
 
 def number(name: str, value: object, least: float | None) -> None:
