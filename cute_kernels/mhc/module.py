@@ -122,6 +122,7 @@ class HyperConnection(_Gated):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
+        checks.sublayer(sublayer)
         checks.streams(n)
         super().__init__(mappings(n), 3, channels, n, norm_weight, options, dtype, device)
         self.sublayer = sublayer

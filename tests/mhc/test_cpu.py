@@ -268,11 +268,10 @@ def test_the_most_iterations_are_exact_for_wide_logits(n, form, eps):
     if n == 4:
         lost = [169, 1, -71, 15, 22, -41, 24, -41, 161, -207, -76, 6, 96, -75, -23, -61]
         z = torch.cat([z, torch.tensor(lost, dtype=torch.float32).view(1, 4, 4)])
+    z = z.flatten(1)
     p = sinkhorn(z, n, iterations=MOST[form], form=form, eps=eps)
-    options = Sinkhorn(MOST[form], form, eps)
-    want = reference.sinkhorn(z.double().flatten(1), n, options).view_as(z)
-    # exp of a difference of two logits near 400 has their rounding, 400 * 2^-24 and more.
-    assert (p - want).abs().max() < 1e-4
+    want = reference.sinkhorn(z.double(), n, Sinkhorn(MOST[form], form, eps))
+    assert cases.share(p, want) <= 1
 
 
 @pytest.mark.parametrize("form", ["log", "epsilon"])
