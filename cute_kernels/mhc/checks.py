@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch
@@ -322,6 +322,17 @@ def matrices(name: str, t: object, n: int) -> torch.Tensor:
         return t
     want = f"shape [..., {n}, {n}] or [M, {n * n}]"
     raise ShapeError(expected(name, want, list(t.shape)))
+
+
+def state_options(metadata: Mapping[str, object], mine: Options) -> None:
+    """Check that a state was made under a module's options; ``precision`` may differ."""
+    theirs = metadata.get("mhc_options")
+    if theirs is None:
+        return
+    for name, value in asdict(mine).items():
+        if name != "precision" and theirs.get(name, value) != value:
+            want = f"{theirs[name]!r}, that of the state"
+            raise ArgumentValueError(expected(f"options.{name}", want, repr(value)))
 
 
 def sublayer(value: object) -> None:
