@@ -82,8 +82,10 @@ def check_values(
             raise ArgumentValueError(expected("main_grad", want, "a tensor"))
 
 
-def apart(main_grad: torch.Tensor, **read: torch.Tensor | None) -> None:
-    """That no byte of main_grad is one of a tensor that backward reads, whoever allocated it."""
+def apart(
+    main_grad: torch.Tensor, argument: str = "main_grad", /, **read: torch.Tensor | None
+) -> None:
+    """Check that no byte of main_grad is one of a tensor in use, whoever allocated it."""
     start, stop = addresses(main_grad)
     for name, tensor in read.items():
         if tensor is None:
@@ -91,7 +93,7 @@ def apart(main_grad: torch.Tensor, **read: torch.Tensor | None) -> None:
         first, end = addresses(tensor)
         if first < stop and start < end:
             want = f"memory of its own (backward writes it while it reads {name})"
-            raise AliasError(expected("main_grad", want, f"an alias of {name}"))
+            raise AliasError(expected(argument, want, f"an alias of {name}"))
 
 
 def of(edge: object) -> str:

@@ -31,6 +31,7 @@ _PUBLIC = {
 __all__ = sorted(_PUBLIC)
 
 if TYPE_CHECKING:
+    from . import te as te
     from .api import aggregate as aggregate
     from .api import connect as connect
     from .api import expand_combine as expand_combine
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str):
+    if name == "te":
+        return importlib.import_module(f"{__name__}.te")
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
@@ -59,4 +62,4 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, "te"])

@@ -64,7 +64,7 @@ def projection(
     checks.layout(layout)
     checks.precision(precision)
     n = checks.phi_of(phi)
-    rows = checks.x_of(x, n, layout, phi.shape[1])
+    rows = checks.x_of(x, n, layout, phi.shape[1], flat=True)
     weights = _mapping_weights(phi, norm_weight, rows.x)
     mains = checks.main_grads(main_grads, weights, rows.x)
     return op.projection(rows.x, phi, norm_weight, *mains, n, layout, precision)
@@ -117,7 +117,8 @@ def sinkhorn(
 
     Args:
         H_res: fp32 [..., n, n], logits; or [M, n²].
-        iterations: 1 to 64; never "to convergence".
+        iterations: 1 to 26, or to 64 with ``form="epsilon"``; never "to convergence".  More of the
+            form "log" are refused: logits far apart would lose elements that still matter.
         form: ``"log"``, without an epsilon, or ``"epsilon"``: softmax over rows + eps, then every
             divisor + eps (DeepSeek).  They differ by about 6e-6 at 1e-6.
 
@@ -125,7 +126,7 @@ def sinkhorn(
         fp32, shaped like ``H_res``; columns sum to 1.
     """
     checks.streams(n)
-    checks.sinkhorn(iterations, form, eps)
+    checks.sinkhorn(iterations, form, eps, "eps")
     z = checks.matrices("H_res", H_res, n)
     return op.sinkhorn(z, n, iterations, form, eps).view(H_res.shape)
 
@@ -220,13 +221,10 @@ def connect(
         sublayer: From [..., C] to [..., C], in x's dtype.
         Others: As in those; ``main_grads`` by name: phi, norm_weight, alpha, beta, bias.
     """
-    given = dict(main_grads or {}) if isinstance(main_grads, (Mapping, type(None))) else main_grads
-    of_bias = given.pop("bias", None) if isinstance(given, dict) else None
-    rows, n, mains = _site(x, phi, alpha, beta, norm_weight, options, given)
+    checks.sublayer(sublayer)
+    rows, n, named = _site_weights(x, phi, alpha, beta, norm_weight, options)
     checks.bias(bias, rows, n)
-    (main_bias,) = checks.main_grads(
-        None if of_bias is None else {"bias": of_bias}, {"bias": bias}, rows.x
-    )
+    *mains, main_bias = checks.main_grads(main_grads, {**named, "bias": bias}, rows.x)
     made = site_op.mix(rows.x, phi, norm_weight, alpha, beta, *mains, *options.numbers(n), True)
     out, _, post, res, _, _, link = made
     f = checks.channels("sublayer(out)", sublayer(_collapsed(out, rows)), rows, n)
@@ -365,23 +363,25 @@ def _mapping_weights(phi, norm_weight, x) -> dict[str, torch.Tensor | None]:
     return {"phi": phi, "norm_weight": norm_weight}
 
 
-def _site(x, phi, alpha, beta, norm_weight, options: Options, main_grads):
-    """(rows, n, main_grads) of a site that begins."""
+def _site_weights(x, phi, alpha, beta, norm_weight, options: Options):
+    """Check a site that begins; return (rows, n, its weights by name)."""
     checks.options(options)
     n = checks.phi_of(phi)
-    rows = checks.x_of(x, n, options.layout)
-    checks.x_of(x, n, options.layout, phi.shape[1])
+    rows = checks.x_of(x, n, options.layout, phi.shape[1])
     weights = _mapping_weights(phi, norm_weight, rows.x)
     checks.gates(alpha, beta, rows.x, n)
-    named = {**weights, "alpha": alpha, "beta": beta}
+    return rows, n, {**weights, "alpha": alpha, "beta": beta}
+
+
+def _site(x, phi, alpha, beta, norm_weight, options: Options, main_grads):
+    """(rows, n, main_grads) of a site that begins."""
+    rows, n, named = _site_weights(x, phi, alpha, beta, norm_weight, options)
     return rows, n, checks.main_grads(main_grads, named, rows.x)
 
 
 def _expanded(f, bias, post, x, res, n: int, layout: str, k: int | None = None):
     """(rows, (f, bias, post, x, res)) of a site that ends; ``k``: the K that x must have."""
-    rows = checks.x_of(x, n, layout)
-    if k is not None:
-        checks.x_of(x, n, layout, k)
+    rows = checks.x_of(x, n, layout, k)
     flat = checks.channels("f", f, rows, n)
     checks.bias(bias, rows, n)
     post = checks.tokens("H_post", post, (n,), rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,13 @@ from .config import DTYPE_NAMES, FORMS, LAYOUTS, PRECISIONS, STREAMS, mappings
 DTYPES = tuple(DTYPE_NAMES)
 #: Iterations whose sums fit the memory of a backward.
 MAX_ITERATIONS = 64
+#: Iterations of the form "log" that are exact for any finite logits.  The matrix that is left after
+#: the first iteration is fp32: elements below 2^-126 are lost from it.  A normalisation multiplies
+#: an element by at most n = 4, as no line's sum is below 1/n, so after 25 more iterations a lost
+#: element is at most 2^(4 * 25 - 126) = 2^-26, below the rounding of 1.
+MAX_LOG_ITERATIONS = 26
+#: The least epsilon of the form "epsilon": it stays above what fp32 loses, for any logits.
+MIN_FORM_EPS = 1e-30
 _MAX_SIZE = 2**31 - 1
 _ROWS_OF = {mappings(n): n for n in STREAMS}
 
@@ -87,15 +94,25 @@ def precision(value: object) -> None:
         raise ArgumentValueError(one_of("precision", PRECISIONS, value))
 
 
-def sinkhorn(iterations: object, form: object, eps: object) -> None:
-    """Of Sinkhorn-Knopp."""
+def sinkhorn(
+    iterations: object,
+    form: object,
+    eps: object,
+    name: str = "form_eps",
+    *,
+    iterations_name: str = "iterations",
+) -> None:
+    """Check the arguments of Sinkhorn-Knopp; names: of the arguments that they came in."""
     if isinstance(iterations, bool) or not isinstance(iterations, int):
-        raise ArgumentTypeError(expected("iterations", "an int", type(iterations).__name__))
+        raise ArgumentTypeError(expected(iterations_name, "an int", type(iterations).__name__))
     if not 1 <= iterations <= MAX_ITERATIONS:
-        raise ArgumentValueError(expected("iterations", f"1 to {MAX_ITERATIONS}", iterations))
+        raise ArgumentValueError(expected(iterations_name, f"1 to {MAX_ITERATIONS}", iterations))
     if form not in FORMS:
         raise ArgumentValueError(one_of("form", FORMS, form))
-    number("form_eps", eps, 0.0)
+    if form == "log" and iterations > MAX_LOG_ITERATIONS:
+        want = f"1 to {MAX_LOG_ITERATIONS} with form 'log'"
+        raise ArgumentValueError(expected(iterations_name, want, iterations))
+    number(name, eps, MIN_FORM_EPS if form == "epsilon" else 0.0)
 
 
 def number(name: str, value: object, least: float | None) -> None:
@@ -130,12 +147,15 @@ def fp32(name: str, t: object, like: torch.Tensor) -> None:
     checking.same_device(name, t, "x", like)
 
 
-def x_of(x: object, n: int, layout: str, flat: int | None = None) -> Rows:
-    """Streams [..., C, n] or [..., n, C] as rows; or [..., K], if that is ``flat``."""
+def x_of(x: object, n: int, layout: str, k: int | None = None, flat: bool = False) -> Rows:
+    """Streams [..., C, n] or [..., n, C] as rows, of ``k`` = n C elements if that is given.
+
+    ``flat``: [..., k] may come instead.
+    """
     mixed_dtype("x", x)
     checking.supported("mhc", x.device)
-    if flat is not None and x.dim() >= 1 and x.shape[-1] == flat:
-        return _rows("x", x, x.shape[:-1], flat)
+    if flat and x.dim() >= 1 and x.shape[-1] == k:
+        return _rows("x", x, x.shape[:-1], k)
     shape = "[..., C, n]" if layout == "cn" else "[..., n, C]"
     place = -1 if layout == "cn" else -2
     if x.dim() < 2 or x.shape[place] != n:
@@ -143,11 +163,12 @@ def x_of(x: object, n: int, layout: str, flat: int | None = None) -> Rows:
         raise ShapeError(expected("x", want, list(x.shape)))
     if min(x.shape[-2:]) < 1:
         raise ShapeError(expected("x", f"shape {shape} with C of 1 or more", list(x.shape)))
-    k = x.shape[-1] * x.shape[-2]
-    if flat is not None and k != flat:
-        want = f"shape {shape} with n C = {flat}, the columns of phi, or [..., {flat}]"
+    size = x.shape[-1] * x.shape[-2]
+    if k is not None and size != k:
+        also = f", or [..., {k}]" if flat else ""
+        want = f"shape {shape} with n C = {k}, the columns of phi{also}"
         raise ShapeError(expected("x", want, list(x.shape)))
-    return _rows("x", x, x.shape[:-2], k)
+    return _rows("x", x, x.shape[:-2], size)
 
 
 def _rows(name: str, t: torch.Tensor, leading: torch.Size, columns: int) -> Rows:
@@ -303,6 +324,23 @@ def matrices(name: str, t: object, n: int) -> torch.Tensor:
     raise ShapeError(expected(name, want, list(t.shape)))
 
 
+def state_options(metadata: Mapping[str, object], mine: Options) -> None:
+    """Check that a state was made under a module's options; ``precision`` may differ."""
+    theirs = metadata.get("mhc_options")
+    if theirs is None:
+        return
+    for name, value in asdict(mine).items():
+        if name != "precision" and theirs.get(name, value) != value:
+            want = f"{theirs[name]!r}, that of the state"
+            raise ArgumentValueError(expected(f"options.{name}", want, repr(value)))
+
+
+def sublayer(value: object) -> None:
+    """Check that a sublayer can be called."""
+    if not callable(value):
+        raise ArgumentTypeError(expected("sublayer", "a callable", type(value).__name__))
+
+
 def module(n: object, channels: object, given: object, dtype: torch.dtype) -> None:
     """What a module is made with."""
     streams(n)
@@ -351,3 +389,26 @@ def columns(weight: object, n: object) -> None:
     if weight.dim() < 1 or weight.shape[-1] % n or not weight.shape[-1]:
         want = f"shape [..., n C], a multiple of {n}"
         raise ShapeError(expected("weight", want, list(weight.shape)))
+
+
+def te_phi(phi: object) -> None:
+    """Check a phi of TransformerEngine: n = 4."""
+    if phi_of(phi) != 4:
+        raise ShapeError(expected("phi", "24 rows (n = 4)", list(phi.shape)))
+
+
+def te_streams(n: object) -> None:
+    """Check a number of streams of TransformerEngine: 4."""
+    streams(n)
+    if n != 4:
+        raise ArgumentValueError(expected("n", "4, as TransformerEngine has it", n))
+
+
+def te_options(buffer: object, flags: Mapping[str, object]) -> None:
+    """Check options of TransformerEngine that change no result here."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ArgumentTypeError(expected(name, "a bool", type(value).__name__))
+    if buffer is not None:
+        want = "None (ck.mhc.connect adds the gradients of x in one pass)"
+        raise ArgumentValueError(expected("fused_grad_x_acc_buffer", want, type(buffer).__name__))

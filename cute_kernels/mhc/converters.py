@@ -6,6 +6,9 @@ differ in the order of phi's columns, in epsilons and in the form of Sinkhorn-Kn
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import asdict
+
 import torch
 
 from . import checks
@@ -50,7 +53,7 @@ def from_transformer_engine(
     """
     named = {"phi": phi, "alpha": alpha, "beta": beta, "norm_weight": norm_weight}
     options = checks.options(Options(layout=layout))
-    return _state(checks.converted(named), "cn", layout), options
+    return _state(checks.converted(named), "cn", options), options
 
 
 def from_tilekernels(
@@ -73,7 +76,8 @@ def from_tilekernels(
         scale: [3]; [1] or a scalar of a head.  base: [N]; [n] of a head.
         norm_weight: [K] in fn's order, or None.
         norm_eps, post_mult_value, pre_eps, sinkhorn_eps, sinkhorn_repeat: What ``mhc_pre`` was
-            called with; the defaults are its own.
+            called with; the defaults are its own, not DeepSeek-V4's, which are post_mult_value=2.0
+            and sinkhorn_repeat=20, the epsilons 1e-6.
         layout: Of the streams that the module will take; fn's columns are put in its order.
 
     Returns:
@@ -90,15 +94,19 @@ def from_tilekernels(
         form_eps=sinkhorn_eps,
     )
     options = checks.options(given)
-    return _state(checks.converted(named, head=True), "nc", layout), options
+    return _state(checks.converted(named, head=True), "nc", options), options
 
 
 def _state(
-    found: tuple[int, dict[str, torch.Tensor]], source: str, target: str
+    converted: tuple[int, dict[str, torch.Tensor]], source: str, options: Options
 ) -> dict[str, torch.Tensor]:
-    """Copies, with the columns of ``target``."""
-    n, weights = found
+    """State dict of copies, columns in the layout of the options, which its metadata has."""
+    n, weights = converted
     for name in weights.keys() & {"phi", "norm_weight"}:
-        weights[name] = permute_columns(weights[name], n, source=source, target=target)
+        weights[name] = permute_columns(weights[name], n, source=source, target=options.layout)
     contiguous = torch.contiguous_format
-    return {name: t.detach().clone(memory_format=contiguous) for name, t in weights.items()}
+    state = OrderedDict(
+        (name, t.detach().clone(memory_format=contiguous)) for name, t in weights.items()
+    )
+    state._metadata = OrderedDict({"": {"mhc_options": asdict(options)}})
+    return state

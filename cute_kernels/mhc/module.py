@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 
 import torch
 from torch import nn
@@ -79,6 +80,18 @@ class _Gated(nn.Module):
         found = {name: getattr(weight, "main_grad", None) for name, weight in named}
         return {name: main for name, main in found.items() if main is not None}
 
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        """Note the options in the state's metadata, which adds no key to it."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if hasattr(destination, "_metadata"):
+            own = destination._metadata.setdefault(prefix[:-1], {})
+            own["mhc_options"] = asdict(self.options)
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *others) -> None:
+        """Refuse a state whose options, where it has them, are not the module's."""
+        checks.state_options(local_metadata, self.options)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+
     def extra_repr(self) -> str:
         """Sizes, what there is besides the weights, and options."""
         there = [name for name in ("bias", "norm_weight") if getattr(self, name, None) is not None]
@@ -122,6 +135,7 @@ class HyperConnection(_Gated):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
+        checks.sublayer(sublayer)
         checks.streams(n)
         super().__init__(mappings(n), 3, channels, n, norm_weight, options, dtype, device)
         self.sublayer = sublayer

@@ -190,8 +190,9 @@ def rows(t: torch.Tensor) -> torch.Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def apart(mains: dict[str, torch.Tensor | None], *read: torch.Tensor | None) -> None:
-    """That no main_grad shares memory with a tensor that is read."""
-    for main in mains.values():
-        if main is not None:
-            destination.apart(main, **{f"input {i}": t for i, t in enumerate(read)})
+def apart(mains: dict[str, torch.Tensor | None], **read: torch.Tensor | None) -> None:
+    """Check that no main_grad shares memory with a tensor that is read, or with another one."""
+    named = {f"main_grads[{name!r}]": main for name, main in mains.items() if main is not None}
+    for argument, main in named.items():
+        others = {name: t for name, t in named.items() if name != argument}
+        destination.apart(main, argument, **read, **others)

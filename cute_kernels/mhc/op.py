@@ -72,7 +72,9 @@ contracts.register(contracts.Contract("mhc", config.KEPT, config.plan, _backend)
 
 
 def _run_projection(x, phi, norm_weight, main_phi, main_weight, n, layout, precision):
-    nodes.apart({"phi": main_phi, "norm_weight": main_weight}, x, phi, norm_weight)
+    nodes.apart(
+        {"phi": main_phi, "norm_weight": main_weight}, x=x, phi=phi, norm_weight=norm_weight
+    )
     if len(x) == 0:
         return _fake_projection(x, phi, norm_weight, main_phi, main_weight, n, layout, precision)
     mapping = nodes.mapping(phi, norm_weight, precision, n)
@@ -141,7 +143,7 @@ projection_backward = nodes.define(
 
 
 def _run_scale(h, alpha, beta, ms, main_alpha, main_beta, n, eps, pre_eps, post_scale):
-    nodes.apart({"alpha": main_alpha, "beta": main_beta}, h, alpha, beta, ms)
+    nodes.apart({"alpha": main_alpha, "beta": main_beta}, H=h, alpha=alpha, beta=beta, ms=ms)
     if len(h) == 0:
         return _fake_scale(h, alpha, beta, ms, main_alpha, main_beta, n)
     gates = nodes.gates(alpha, beta, eps, pre_eps, post_scale, n)
@@ -301,7 +303,7 @@ aggregate_backward = nodes.define(
 
 
 def _run_expand(f, bias, post, x, res, link, main_bias, n, layout):
-    nodes.apart({"bias": main_bias}, f, bias, post, x, res)
+    nodes.apart({"bias": main_bias}, f=f, bias=bias, H_post=post, x=x, H_res=res)
     if 0 in x.shape:
         return x.new_empty(x.shape)
     return passes.expand(x, Streams(n, layout), Expand(f, bias, nodes.rows(post), nodes.rows(res)))

@@ -67,6 +67,10 @@ def _upstream(dy, d_out, res, pre) -> Upstream:
     return Upstream(dy, d_out, res, None if d_out is None else pre)
 
 
+#: Names of a site's weights, in the order of the ops' arguments.
+_WEIGHT_NAMES = ("phi", "norm_weight", "alpha", "beta")
+
+
 def _all_rows(given) -> tuple[torch.Tensor | None, ...]:
     return tuple(g if g is None else nodes.rows(g) for g in given)
 
@@ -77,7 +81,8 @@ def _all_rows(given) -> tuple[torch.Tensor | None, ...]:
 def _run_mix(x, phi, norm_weight, alpha, beta, *others):
     mains, numbers, linked = others[:4], others[4:-1], others[-1]
     weights = (phi, norm_weight, alpha, beta)
-    nodes.apart(dict(enumerate(mains)), x, *weights)
+    named = dict(zip(_WEIGHT_NAMES, weights, strict=True))
+    nodes.apart(dict(zip(_WEIGHT_NAMES, mains, strict=True)), x=x, **named)
     if 0 in x.shape:
         return _fake_mix(x, *weights, *others)
     site = _site(weights, numbers)
@@ -162,7 +167,9 @@ mix_backward = nodes.define(
 def _run_post_pre(*args):
     (f, bias, post, x, res, shifted), weights, rest = args[:6], args[6:10], args[10:]
     mains, numbers = rest[:5], rest[5:]
-    nodes.apart(dict(enumerate(mains)), f, bias, x, *weights)
+    read = {"f": f, "bias": bias, "H_post": post, "x": x, "H_res": res, "H_pre": shifted}
+    named = dict(zip(_WEIGHT_NAMES, weights, strict=True))
+    nodes.apart(dict(zip(("bias", *_WEIGHT_NAMES), mains, strict=True)), **read, **named)
     if 0 in x.shape:
         return _fake_post_pre(*args)
     site = _site(weights, numbers)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import io
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from cute_kernels.errors import (
     ShapeError,
 )
 from tests.contract import same_bytes
+from tests.mhc import cases
 
 C = 24
 N = {2: 8, 4: 24}
@@ -266,3 +269,33 @@ def test_what_is_refused_is_named(number):
     assert issubclass(error, CuteKernelsError)
     with pytest.raises(error, match=f"^{named}"):
         make()
+
+
+FIELDS = [("layout", "cn"), ("iterations", 20), ("post_scale", 2.0)]
+
+
+@pytest.mark.parametrize("field, value", FIELDS)
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_state_of_other_options_is_refused(saved, field, value):
+    """Converted, and saved by a module and loaded again, inside another module."""
+    fn, scale, base = (cases.normal(*shape, seed=81) for shape in ((24, 20), (3,), (24,)))
+    state, options = mhc.from_tilekernels(fn, scale, base)
+
+    def module(options):
+        return torch.nn.ModuleList([mhc.HyperConnection(torch.tanh, 5, options=options)])
+
+    source = module(options)
+    source[0].load_state_dict(state)
+    assert same_bytes(source[0].phi, fn)
+    wrong = module(dataclasses.replace(options, **{field: value}))
+    same = module(dataclasses.replace(options, precision="bf16x3"))
+    if saved:
+        file = io.BytesIO()
+        torch.save(source.state_dict(), file)
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+    else:
+        wrong, same = wrong[0], same[0]
+    same.load_state_dict(state)
+    with pytest.raises(ArgumentValueError, match=f"^options.{field}: expected"):
+        wrong.load_state_dict(state)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
+from cute_kernels import mhc
 from cute_kernels.mhc import HyperHead, Options, head, mix_and_aggregate
 from tests.contract import same_bytes
 from tests.mhc import cases, packed
@@ -90,3 +91,20 @@ def test_a_modules_gradients_do_not_follow_the_split():
     # alpha and beta are few numbers, which may be the same by chance.
     elsewhere = of_module([1000, 1500], tokens)
     assert not any(same_bytes(whole[name], elsewhere[name]) for name in ("phi", "norm_weight"))
+
+
+@pytest.mark.parametrize("layout", ["cn", "nc"])
+@pytest.mark.parametrize("n", [2, 4])
+def test_one_channel_keeps_its_dimension(n, layout):
+    """K = n: the last dimension of x [..., 1, n] is as long as a whole row."""
+    options = Options(layout=layout)
+    size = 2 * n + n * n
+    x = cases.normal(5, *((1, n) if layout == "cn" else (n, 1)), seed=71)
+    phi, alpha, beta = (cases.normal(*shape, seed=72) for shape in ((size, n), (3,), (size,)))
+    out = mhc.head(x, phi[:n].clone(), alpha[:1].clone(), beta[:n].clone(), options=options)
+    assert out.shape == (5, 1)
+    mixed, post, res = mhc.mix_and_aggregate(x, phi, alpha, beta, options=options)
+    assert same_bytes(out, mixed)
+    y = mhc.connect(x, torch.tanh, phi, alpha, beta, options=options)
+    both = mhc.post_pre(torch.tanh(mixed), None, post, x, res, phi, alpha, beta, options=options)
+    assert y.shape == x.shape and same_bytes(y, both[0]) and both[1].shape == (5, 1)
