@@ -30,7 +30,8 @@ def rms_norm(
         weight: [D] or None (1); bf16, fp16 or fp32, of the dtype of x or another one.
         eps: Added to the mean of the squares, inside the root.
         residual: [..., D] as x, or None.  If given, h is returned as well.
-        offset: Added to the weight, in fp32; 1.0 for Gemma's norms.
+        offset: Added to the weight, in fp32; 1.0 for Gemma's norms.  A missing weight is 1, so that
+            rows are then scaled by 1 + offset.
         main_grad: fp32 [D] or None.  If given, backward adds dweight into it in place and
             ``weight.grad`` stays None, as in `linear`.
 

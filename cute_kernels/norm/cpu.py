@@ -17,6 +17,7 @@ from .tensors import LAYER, Normed, Parts, Rule, Scale, Upstream
 
 def forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: Rule) -> Normed:
     """The norm of the rows of x [M, D], or of h = x + residual, rounded to their dtype."""
+    scale = scale.with_weight(rule.offset, x)
     with ieee():
         h = None if residual is None else (x.float() + residual.float()).to(x.dtype)
         own = (x if h is None else h).to(torch.float32)
@@ -48,6 +49,7 @@ def backward(
     ``stats``: mean and rstd of `forward`.
     """
     mean, rstd = stats
+    scale = scale.with_weight(rule.offset, h)
     with ieee():
         own = h.to(torch.float32)
         if mean is not None:
