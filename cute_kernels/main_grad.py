@@ -50,7 +50,7 @@ def check(
     if main_grad.requires_grad:
         want = "requires_grad=False (backward adds into it)"
         raise ArgumentValueError(expected(own, want, "requires_grad=True"))
-    if not main_grad.is_contiguous() and _overlaps_itself(main_grad):
+    if not main_grad.is_contiguous() and overlaps_itself(main_grad):
         want = "elements at distinct addresses (it is updated in place)"
         raise AliasError(expected(own, want, f"strides {main_grad.stride()}"))
 
@@ -82,16 +82,21 @@ def check_values(
             raise ArgumentValueError(expected("main_grad", want, "a tensor"))
 
 
-def apart(main_grad: torch.Tensor, **read: torch.Tensor | None) -> None:
-    """That no byte of main_grad is one of a tensor that backward reads, whoever allocated it."""
-    start, stop = _addresses(main_grad)
-    for name, tensor in read.items():
+def apart(
+    main_grad: torch.Tensor, /, *, name: str = "main_grad", **read: torch.Tensor | None
+) -> None:
+    """Check that main_grad shares no byte with the tensors that backward reads or writes.
+
+    ``name``: of the argument main_grad.
+    """
+    start, stop = addresses(main_grad)
+    for other, tensor in read.items():
         if tensor is None:
             continue
-        first, end = _addresses(tensor)
+        first, end = addresses(tensor)
         if first < stop and start < end:
-            want = f"memory of its own (backward writes it while it reads {name})"
-            raise AliasError(expected("main_grad", want, f"an alias of {name}"))
+            want = f"memory of its own (backward writes it while it uses {other})"
+            raise AliasError(expected(name, want, f"an alias of {other}"))
 
 
 def of(edge: object) -> str:
@@ -191,8 +196,8 @@ def _engine_runs(node) -> bool | None:
         return None
 
 
-def _overlaps_itself(t: torch.Tensor) -> bool:
-    """Whether two elements of a 2-D tensor can share an address."""
+def overlaps_itself(t: torch.Tensor) -> bool:
+    """Whether two elements of a tensor can share an address."""
     sized = sorted(
         (stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1
     )
@@ -204,7 +209,27 @@ def _overlaps_itself(t: torch.Tensor) -> bool:
     return False
 
 
-def _addresses(t: torch.Tensor) -> tuple[int, int]:
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether an element of ``a`` has a byte of ``b``; interleaved columns do not."""
+    (first, stop), (other, end) = addresses(a), addresses(b)
+    if first >= end or other >= stop:
+        return False
+    if a.is_contiguous() and b.is_contiguous():
+        return True
+    return bool(torch.isin(_byte_addresses(a), _byte_addresses(b)).any())
+
+
+def _byte_addresses(t: torch.Tensor) -> torch.Tensor:
+    """int64: the address of every byte of every element."""
+    out = torch.tensor(t.data_ptr(), dtype=torch.int64, device="cpu")
+    sizes = (*zip(t.shape, t.stride(), strict=True), (t.element_size(), 0))
+    for size, stride in sizes:
+        step = stride * t.element_size() or 1
+        out = out[..., None] + torch.arange(size, dtype=torch.int64, device="cpu") * step
+    return out.flatten()
+
+
+def addresses(t: torch.Tensor) -> tuple[int, int]:
     """Of its first byte and behind its last; storages say less, as each library makes its own."""
     first = t.data_ptr()
     if t.is_contiguous():

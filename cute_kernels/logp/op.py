@@ -95,7 +95,8 @@ def rows_of(
         rounded = torch.tensor(temperature, dtype=torch.float32, device="cpu").item()
         scale = torch.full_like(place, config.LOG2E / rounded, dtype=torch.float32)
     else:
-        scale = (config.LOG2E / temperatures.reshape(-1).double()).float()
+        with ieee_on(temperatures):
+            scale = (config.LOG2E / temperatures.reshape(-1).double()).float()
     return Rows(place, scale)
 
 
@@ -168,6 +169,8 @@ def _run_backward(
     temperature, start, vocab, ignore_index, softcap, order, needs,
 ):  # fmt: skip
     wanted = Needs(*needs)
+    if main_grad is not None:
+        destination.apart(main_grad, dlogp=d_logp, dentropy=d_entropy)
     if target.numel() == 0:
         given = wanted._replace(weight=wanted.weight and main_grad is None)
         return tuple(
