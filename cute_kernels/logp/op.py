@@ -92,8 +92,9 @@ def rows_of(
     place = torch.where(target == ignore_index, config.MASKED, place)
     if temperatures is None:
         # Rounded to fp32 first, as in a tensor: one temperature has one scale.
-        rounded = torch.tensor(temperature, dtype=torch.float32, device="cpu").item()
-        scale = torch.full_like(place, config.LOG2E / rounded, dtype=torch.float32)
+        with ieee_on(place):
+            rounded = torch.tensor(temperature, dtype=torch.float32, device="cpu").item()
+            scale = torch.full_like(place, config.LOG2E / rounded, dtype=torch.float32)
     else:
         with ieee_on(temperatures):
             scale = (config.LOG2E / temperatures.reshape(-1).double()).float()
