@@ -138,7 +138,11 @@ def _run_skinny(x, weight, bias, deterministic):
     if bias is not None:
         bias = bias.expand(rows.shape[0], n)
     if 0 in (*rows.shape, n):
-        out = rows.new_zeros(rows.shape[0], n) if bias is None else bias.clone()
+        out = (
+            rows.new_zeros(rows.shape[0], n)
+            if bias is None
+            else bias.clone(memory_format=torch.contiguous_format)
+        )
     else:
         launch = dispatch.launcher("skinny", x.device, x.dtype)
         out = launch(rows, weight, bias, deterministic)

@@ -18,6 +18,9 @@ from .tensors import LAYER, Normed, Parts, Rule, Scale, Upstream
 def forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: Rule) -> Normed:
     """The norm of the rows of x [M, D], or of h = x + residual, rounded to their dtype."""
     scale = scale.with_weight(rule.offset, x)
+    # Elementwise results keep the strides of their operands; results are row-major.
+    x = x.contiguous()
+    residual = None if residual is None else residual.contiguous()
     with ieee():
         h = None if residual is None else (x.float() + residual.float()).to(x.dtype)
         own = (x if h is None else h).to(torch.float32)
@@ -71,7 +74,7 @@ def backward(
         if parts:
             of_bias = _parts(dy) if scale.bias is not None else None
             made = Parts(_parts(dy * x_hat), of_bias)
-        return dx.to(h.dtype), made
+        return dx.to(h.dtype).contiguous(), made
 
 
 def add_parts(
