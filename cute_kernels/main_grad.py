@@ -50,7 +50,7 @@ def check(
     if main_grad.requires_grad:
         want = "requires_grad=False (backward adds into it)"
         raise ArgumentValueError(expected(own, want, "requires_grad=True"))
-    if not main_grad.is_contiguous() and _overlaps_itself(main_grad):
+    if not main_grad.is_contiguous() and overlaps_itself(main_grad):
         want = "elements at distinct addresses (it is updated in place)"
         raise AliasError(expected(own, want, f"strides {main_grad.stride()}"))
 
@@ -213,8 +213,8 @@ def _engine_runs(node) -> bool | None:
         return None
 
 
-def _overlaps_itself(t: torch.Tensor) -> bool:
-    """Whether two elements of a 2-D tensor can share an address."""
+def overlaps_itself(t: torch.Tensor) -> bool:
+    """Whether two elements of a tensor can share an address."""
     sized = sorted(
         (stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1
     )

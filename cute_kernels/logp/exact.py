@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import torch
 
+from ..cpu_math import ieee_on
 from .config import (
     BIN,
     BINS,
@@ -96,6 +97,13 @@ def finish(
     0, with an entropy of 0, for a masked token; NaN for a target that the vocabulary has not, and
     where a logit was NaN or out of range.
     """
+    with ieee_on(states):
+        return _finish(states, rows)
+
+
+def _finish(
+    states: torch.Tensor, rows: Rows
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     state = merge(states)
     total = _mantissas(state[:, SUMS:CHOSEN].double())
     known = (state[:, TOP] < LOST) & (total > 0)

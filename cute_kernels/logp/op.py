@@ -92,10 +92,12 @@ def rows_of(
     place = torch.where(target == ignore_index, config.MASKED, place)
     if temperatures is None:
         # Rounded to fp32 first, as in a tensor: one temperature has one scale.
-        rounded = torch.tensor(temperature, dtype=torch.float32, device="cpu").item()
-        scale = torch.full_like(place, config.LOG2E / rounded, dtype=torch.float32)
+        with ieee_on(place):
+            rounded = torch.tensor(temperature, dtype=torch.float32, device="cpu").item()
+            scale = torch.full_like(place, config.LOG2E / rounded, dtype=torch.float32)
     else:
-        scale = (config.LOG2E / temperatures.reshape(-1).double()).float()
+        with ieee_on(temperatures):
+            scale = (config.LOG2E / temperatures.reshape(-1).double()).float()
     return Rows(place, scale)
 
 
@@ -169,6 +171,8 @@ def _run_backward(
     temperature, start, vocab, ignore_index, softcap, order, needs,
 ):  # fmt: skip
     wanted = Needs(*needs)
+    if main_grad is not None:
+        destination.apart(main_grad, dlogp=d_logp, dentropy=d_entropy)
     if target.numel() == 0:
         given = wanted._replace(weight=wanted.weight and main_grad is None)
         return tuple(

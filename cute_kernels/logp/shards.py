@@ -8,6 +8,7 @@ added ascending on every rank.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 
 import torch
@@ -45,6 +46,7 @@ _FIELDS = (
     "temperature",
     "softcap",
     "ignore_index",
+    "temperature (digest of the tensor)",
 )
 _FLOATS = ("temperature", "softcap")
 #: Tokens are exchanged in blocks of at most so many bytes of leaves.
@@ -85,7 +87,7 @@ def linear_logp(
             problem.start, *weight.shape, problem.vocab, problem.tokens,
             checks.DTYPES.index(dtype), config.ORDERS.index(order), entropy,
             bias is not None, asks, _bits(problem.temperature), _bits(problem.softcap),
-            ignore_index,
+            ignore_index, _digest(problem.temperatures),
         ]  # fmt: skip
     except Exception as error:
         refusal = error
@@ -193,6 +195,18 @@ def _at_leaves(start: int, vocab: int, order: str, group: dist.ProcessGroup) -> 
 
 def _bits(number: float) -> int:
     return struct.unpack("<q", struct.pack("<d", number))[0]
+
+
+def _digest(temperatures: torch.Tensor | None) -> int:
+    """63 bits of SHA-256 of temperatures as fp32, so that dtypes of equal values agree; 0: none.
+
+    On a GPU this waits for the values, once a call: a rank with other temperatures would return
+    other log-probabilities without an error.
+    """
+    if temperatures is None:
+        return 0
+    values = temperatures.detach().to(torch.float32).contiguous().cpu()
+    return int.from_bytes(hashlib.sha256(values.numpy().tobytes()).digest()[:8]) >> 1
 
 
 def _shown(name: str, said: int) -> object:

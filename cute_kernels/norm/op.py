@@ -73,10 +73,8 @@ def _of_rows(function: str, like: torch.Tensor):
 
 
 def _run(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offset):
-    for target in (main_grad, bias_main_grad):
-        if target is not None:
-            # Here, for a compiled graph too: a tensor that is traced has no address.
-            destination.apart(target, x=x, residual=residual, weight=weight, bias=bias)
+    # Here, for a compiled graph too: a tensor that is traced has no address.
+    _apart(main_grad, bias_main_grad, x=x, residual=residual, weight=weight, bias=bias)
     if x.numel() == 0:
         return _fake(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offset)
     rows = flat_rows(x, "norm")
@@ -86,6 +84,14 @@ def _run(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offset
     h = x.new_empty(0) if made.h is None else made.h.view(x.shape)
     mean = made.rstd.new_empty(0) if made.mean is None else made.mean
     return made.y if rows is x else made.y.view(x.shape), h, mean, made.rstd
+
+
+def _apart(main_grad, bias_main_grad, **read):
+    """Check that backward can add into both main_grads: neither aliases an operand or the other."""
+    if main_grad is not None:
+        destination.apart(main_grad, bias_main_grad=bias_main_grad, **read)
+    if bias_main_grad is not None:
+        destination.apart(bias_main_grad, name="bias_main_grad", **read)
 
 
 def _prepare(x, residual, weight, bias, rule):
@@ -124,6 +130,7 @@ def _fake(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offse
 def _run_backward(
     dy, dh, h, mean, rstd, weight, bias, main_grad, bias_main_grad, kind, eps, offset, needs
 ):
+    _apart(main_grad, bias_main_grad, dy=dy, dh=dh)
     d_x, d_weight, d_bias = _fake_backward(
         dy, dh, h, mean, rstd, weight, bias, main_grad, bias_main_grad, kind, eps, offset, needs
     )

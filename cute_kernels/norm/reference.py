@@ -24,6 +24,7 @@ _CHAIN = 101
 
 def forward(h: torch.Tensor, scale: Scale, rule: Rule) -> tuple[Near, Near]:
     """(y, x̂) of rows h [M, D], of which h is exact."""
+    scale = scale.with_weight(rule.offset, h)
     x_hat, _ = _standard(exact(h), rule)
     return _scaled(x_hat, scale, rule), x_hat
 
@@ -32,6 +33,7 @@ def backward(
     upstream: Upstream, h: torch.Tensor, scale: Scale, rule: Rule
 ) -> tuple[Near, Near, Near]:
     """(dh, dweight, dbias)."""
+    scale = scale.with_weight(rule.offset, h)
     x_hat, r = _standard(exact(h), rule)
     dy = exact(upstream.dy)
     g = dy

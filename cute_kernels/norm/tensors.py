@@ -23,6 +23,15 @@ class Scale(NamedTuple):
     weight: torch.Tensor | None
     bias: torch.Tensor | None
 
+    def with_weight(self, offset: float, like: torch.Tensor) -> Scale:
+        """The scale with a weight of ones if an offset would be added to a missing weight.
+
+        Without an offset the product is left out, which has the same value.
+        """
+        if self.weight is not None or not offset:
+            return self
+        return self._replace(weight=like.new_ones(like.shape[-1]))
+
 
 class Normed(NamedTuple):
     """Of rows x [M, D]: y; h = x + residual, or None where there was none; fp32 [M] of each row:

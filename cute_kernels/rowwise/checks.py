@@ -206,6 +206,7 @@ def clip(
         if gradient.device != first.device:
             want = f"a gradient on {first.device}, where the first one is"
             raise DeviceError(expected(f"parameters[{i}]", want, gradient.device))
+    _distinct_memory(names, list(found.values()))
     if first is not None:
         checking.supported("clip_grad_norm_", first.device)
     if not torch.compiler.is_compiling():
@@ -307,7 +308,33 @@ def _gradient(name: str, parameter: torch.Tensor, main_grad: bool) -> torch.Tens
     _whole(name, gradient)
     checking.tensor(name, gradient)
     checking.dtype(name, gradient.dtype, DTYPES)
+    if gradient.is_neg():
+        want = "a gradient whose memory holds its values (it is scaled in place)"
+        raise ArgumentValueError(expected(name, want, "a negated view"))
+    if gradient.is_inference() and not torch.is_inference_mode_enabled():
+        want = "a gradient that can be scaled in place"
+        raise ArgumentValueError(expected(name, want, "a tensor of torch.inference_mode()"))
     return gradient
+
+
+def _distinct_memory(names: list[str], gradients: list[torch.Tensor]) -> None:
+    """Check that each element is scaled once: no gradient overlaps itself or another one."""
+    spans = []
+    for name, t in zip(names, gradients, strict=True):
+        if not t.numel() or t.device.type == "meta":
+            continue
+        if not t.is_contiguous() and destination.overlaps_itself(t):
+            want = "elements at distinct addresses (they are scaled in place)"
+            raise AliasError(expected(name, want, f"strides {t.stride()}"))
+        spans.append((*destination.addresses(t), name, t))
+    spans.sort(key=lambda span: span[:2])
+    for i, (_, stop, name, t) in enumerate(spans):
+        for first, _, other, u in spans[i + 1 :]:
+            if first >= stop:
+                break
+            if destination.share_memory(t, u):
+                want = "memory of its own (it is scaled in place)"
+                raise AliasError(expected(other, want, f"memory of {name}"))
 
 
 def _whole(name: str, t: torch.Tensor) -> None:

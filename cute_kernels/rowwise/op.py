@@ -362,6 +362,7 @@ def _run_embedding_gradient(dy, ids, padding, vocab):
 
 
 def _run_embedding_gradient_(dy, ids, padding, main_grad):
+    destination.apart(main_grad, dy=dy)
     _add_gradient(dy, ids, padding, main_grad)
 
 

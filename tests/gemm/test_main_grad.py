@@ -31,6 +31,43 @@ def parameter(*shape: int, dtype: torch.dtype = FP32) -> torch.nn.Parameter:
     return made
 
 
+def linear(x, w, main):
+    return ck.linear(x, w, main_grad=main)
+
+
+def embedding(x, w, main):
+    return ck.embedding(torch.arange(N), w, main_grad=main)
+
+
+def layer_norm(x, w, main):
+    return ck.layer_norm(x[:1], w[0], main_grad=main[0])
+
+
+@pytest.mark.parametrize("function", [linear, embedding, layer_norm])
+def test_an_incoming_gradient_that_is_the_main_grad_is_refused(function):
+    """y.backward(main_grad) would read what it writes; the main_grad stays as it was."""
+    x, w, main = drawn(K, K), drawn(K if function is linear else N, K, seed=1), drawn(K, K, seed=2)
+    main = main[: len(w)]
+    y, before = function(x, w.requires_grad_(), main), main.clone()
+    with pytest.raises(AliasError, match="alias of dy"):
+        y.backward(main[: len(y)])
+    assert same_bytes(main, before)
+
+
+def test_the_gradient_of_log_p_that_is_the_main_grad_is_refused():
+    x, w, main = drawn(K, K), drawn(N, K, seed=1).requires_grad_(), drawn(N, K, seed=2)
+    before = main.clone()
+    with pytest.raises(AliasError, match="alias of dlogp"):
+        ck.linear_logp(x, w, torch.arange(K) % N, main_grad=main).backward(main[0])
+    assert same_bytes(main, before)
+
+
+def test_one_tensor_as_two_main_grads_is_refused():
+    x, w, b, main = drawn(M, K), drawn(K, seed=1), drawn(K, seed=2), drawn(K, seed=3)
+    with pytest.raises(AliasError, match="alias of bias_main_grad"):
+        ck.layer_norm(x, w, b, main_grad=main, bias_main_grad=main)
+
+
 def untouched(weight: torch.nn.Parameter) -> bool:
     start = drawn(*weight.shape, seed=2)
     return same_bytes(weight.main_grad, start) and weight.grad_added_to_main_grad is False

@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 
 import cute_kernels as ck
+import cute_kernels.logp.op  # registers the ops that the cases name
 from cute_kernels.errors import UnsupportedTransformError
 from cute_kernels.logp import op as _op  # noqa: F401  (defines the ops)
 from tests.contract import ROOT, same_bytes

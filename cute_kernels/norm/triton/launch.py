@@ -21,6 +21,7 @@ from .plan import SIZES, TRITON
 def forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: Rule) -> Normed:
     """As `cpu.forward`."""
     m, width = x.shape
+    scale = scale.with_weight(rule.offset, x)
     x, residual = _rows(x, "x"), _rows(residual, "residual")
     y = torch.empty((m, width), dtype=x.dtype, device=x.device)
     h = None if residual is None else torch.empty_like(y)
@@ -66,6 +67,7 @@ def backward(
 ) -> tuple[torch.Tensor, Parts | None]:
     """As `cpu.backward`."""
     m, width = h.shape
+    scale = scale.with_weight(rule.offset, h)
     h, dy, dh = _rows(h, "h"), _rows(upstream.dy, "dy"), _rows(upstream.dh, "dh")
     dx = torch.empty((m, width), dtype=h.dtype, device=h.device)
     made = None

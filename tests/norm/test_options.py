@@ -1,0 +1,65 @@
+"""The option table of the norms on every backend: each combination is near one float64 oracle."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+
+from cute_kernels.norm import cpu, launch
+from cute_kernels.norm.tensors import LAYER, RMS, Rule
+
+from ..contract import same_bytes
+from ..ptxsim.available import requires_core
+from . import cases
+from .cases import BF16, FP32, Case
+from .simulated import simulated
+
+TABLE = [
+    Case(5, 64, Rule(kind, 1e-5, offset), BF16, weight, bias, residual)
+    for kind, offset, weight, bias, residual in itertools.product(
+        (RMS, LAYER), (0.0, 1.0), (None, BF16, FP32), (False, True), (False, True)
+    )
+    if not (bias and (kind == RMS or weight is None)) and not (offset and kind == LAYER)
+]
+
+
+def backend_cpu():
+    return cpu, contextlib.nullcontext()
+
+
+def backend_sm90():
+    return launch, simulated()
+
+
+def backend_triton():
+    pytest.importorskip("triton")
+    from cute_kernels.norm.triton import launch as triton_launch
+
+    from .triton_harness import simulated as triton_simulated
+
+    return triton_launch, triton_simulated()
+
+
+BACKENDS = [
+    backend_cpu,
+    pytest.param(backend_sm90, marks=[pytest.mark.sim, requires_core]),
+    pytest.param(backend_triton, marks=[pytest.mark.sim, requires_core]),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_option(backend):
+    functions, inside = backend()
+    with inside:
+        for case in TABLE:
+            x = cases.inputs_of(case)
+            results = cases.run(functions, case, x)
+            cases.check(results, case, x)
+            if case.weight is None:
+                # A missing weight is a weight of ones, offset included.
+                ones = x._replace(scale=x.scale._replace(weight=torch.ones(case.width, dtype=BF16)))
+                want = cases.run(functions, case, ones)
+                assert same_bytes(results.y, want.y) and same_bytes(results.dx, want.dx)
