@@ -232,7 +232,7 @@ def shares_elements(t: torch.Tensor, other: torch.Tensor | None = None) -> bool:
     Counts them, element by element, unless the layout alone tells.
     """
     some = [t] if other is None else [t, other]
-    if other is None and (t.is_contiguous() or not _overlaps_itself(t)):
+    if other is None and (t.is_contiguous() or not overlaps_itself(t)):
         return False
     if all(one.is_contiguous() for one in some):
         (first, stop), (start, end) = map(addresses, some)

@@ -42,8 +42,6 @@ def norm(op: str, kind: str, given: Operands, eps: object, offset: object = 0.0)
     _main_grad("main_grad", given.main_grad, "weight", given)
     _main_grad("bias_main_grad", given.bias_main_grad, "bias", given)
     rule = Rule(kind, _number("eps", eps), _number("offset", offset))
-    if given.weight is None and rule.offset != 0:
-        raise ArgumentValueError(expected("offset", "0 without a weight to add it to", offset))
     if not (rule.eps == 0 and kind == RMS) and not rule.eps >= _LEAST:
         want = "at least 2^-126" + (", or 0" if kind == RMS else "")
         raise ArgumentValueError(expected("eps", want, eps))

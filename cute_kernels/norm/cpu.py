@@ -18,7 +18,7 @@ from .tensors import LAYER, Normed, Parts, Rule, Scale, Upstream
 def forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: Rule) -> Normed:
     """The norm of the rows of x [M, D], or of h = x + residual, rounded to their dtype."""
     # Elementwise results have the strides of their operands; results are row-major.
-    x = x.contiguous()
+    x, scale = x.contiguous(), scale.with_weight(rule.offset, x)
     with ieee():
         h = None if residual is None else (x.float() + residual.float()).to(x.dtype)
         own = (x if h is None else h).to(torch.float32)
@@ -50,7 +50,7 @@ def backward(
     ``stats``: mean and rstd of `forward`.
     """
     mean, rstd = stats
-    h = h.contiguous()
+    h, scale = h.contiguous(), scale.with_weight(rule.offset, h)
     with ieee():
         own = h.to(torch.float32)
         if mean is not None:

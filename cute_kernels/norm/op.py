@@ -91,7 +91,7 @@ def _apart(main_grad, bias_main_grad, **read):
     if main_grad is not None:
         destination.apart(main_grad, bias_main_grad=bias_main_grad, **read)
     if bias_main_grad is not None:
-        destination.apart(bias_main_grad, name="bias_main_grad", **read)
+        destination.apart(bias_main_grad, "bias_main_grad", **read)
 
 
 def _prepare(x, residual, weight, bias, rule):

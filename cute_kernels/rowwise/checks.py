@@ -206,7 +206,6 @@ def clip(
         if gradient.device != first.device:
             want = f"a gradient on {first.device}, where the first one is"
             raise DeviceError(expected(f"parameters[{i}]", want, gradient.device))
-    _distinct_memory(names, list(found.values()))
     if first is not None:
         checking.supported("clip_grad_norm_", first.device)
     if not torch.compiler.is_compiling():
@@ -221,12 +220,6 @@ def _scalable(gradients: dict[str, torch.Tensor]) -> None:
         t = checking.in_memory(gradient)
         if t is None or t.is_meta or not t.numel():
             continue
-        if t.is_neg():
-            want = "a gradient whose memory holds its values (it is scaled in place)"
-            raise ArgumentValueError(expected(name, want, "a negated view"))
-        if torch.is_inference(t) and not torch.is_inference_mode_enabled():
-            want = "a gradient that can be scaled in place"
-            raise ArgumentValueError(expected(name, want, "an inference tensor"))
         if destination.shares_elements(t):
             want = "elements at distinct addresses (it is scaled in place)"
             raise AliasError(expected(name, want, f"strides {t.stride()}"))
@@ -315,26 +308,6 @@ def _gradient(name: str, parameter: torch.Tensor, main_grad: bool) -> torch.Tens
         want = "a gradient that can be scaled in place"
         raise ArgumentValueError(expected(name, want, "a tensor of torch.inference_mode()"))
     return gradient
-
-
-def _distinct_memory(names: list[str], gradients: list[torch.Tensor]) -> None:
-    """Check that each element is scaled once: no gradient overlaps itself or another one."""
-    spans = []
-    for name, t in zip(names, gradients, strict=True):
-        if not t.numel() or t.device.type == "meta":
-            continue
-        if not t.is_contiguous() and destination.overlaps_itself(t):
-            want = "elements at distinct addresses (they are scaled in place)"
-            raise AliasError(expected(name, want, f"strides {t.stride()}"))
-        spans.append((*destination.addresses(t), name, t))
-    spans.sort(key=lambda span: span[:2])
-    for i, (_, stop, name, t) in enumerate(spans):
-        for first, _, other, u in spans[i + 1 :]:
-            if first >= stop:
-                break
-            if destination.share_memory(t, u):
-                want = "memory of its own (it is scaled in place)"
-                raise AliasError(expected(other, want, f"memory of {name}"))
 
 
 def _whole(name: str, t: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Wide logits, as many iterations as are allowed, and streams of one channel."""
+"""Sinkhorn-Knopp of wide logits, with as many iterations as are allowed."""
 
 from __future__ import annotations
 
@@ -40,19 +40,3 @@ def test_an_epsilon_allows_more():
             want = want / (want.sum(dim, keepdim=True) + eps)
     made = ck.mhc.sinkhorn(z, iterations=MAX_ITERATIONS, form="epsilon", eps=eps)
     assert (made - want).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("layout", ["cn", "nc"])
-@pytest.mark.parametrize("channels", [1, 3])
-def test_head_leaves_no_dimension_of_streams(layout, channels):
-    generator = torch.Generator().manual_seed(channels)
-    n = 4
-    streams = torch.randn(5, channels, n, generator=generator)
-    x = streams if layout == "cn" else streams.mT.contiguous()
-    phi = torch.randn(n, n * channels, generator=generator)
-    beta = torch.randn(n, generator=generator)
-    options = ck.mhc.Options(layout=layout)
-    out = ck.mhc.head(x, phi, torch.ones(1), beta, options=options)
-    flat = ck.mhc.head(x.flatten(1), phi, torch.ones(1), beta, options=options)
-    assert out.shape == (5, channels)
-    assert torch.equal(out.view(torch.uint8), flat.view(torch.uint8))
