@@ -172,7 +172,12 @@ def _patched(model: torch.nn.Module) -> None:
 
     if not hasattr(ck, "patch"):
         raise ArgumentValueError(expected("--patch", "a build that has ck.patch", "one without"))
-    ck.patch(model)
+    ck.patch(model, main_grad=True)
+    for module in model.modules():
+        notes = getattr(module, "_cute_kernels", None)
+        for parameter in module.parameters(recurse=False) if notes is not None else ():
+            if parameter.requires_grad and not hasattr(parameter, "main_grad"):
+                parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
 
 
 def _encoded(name: str, prompts: list[str]) -> list[list[int]]:
