@@ -153,3 +153,13 @@ def test_patch_of_a_bf16_folder_exits_0(tmp_path):
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found["verdict"] == "ok" and found["findings"] == [] and found["gradients"] > 0
+
+
+@pytest.mark.parametrize("name", ["typo_folder", "./typo", "here/typo"])
+def test_a_folder_that_is_absent_asks_no_hub(name, tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    asked = []
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", asked.append)
+    (tmp_path / "here").mkdir()
+    done = run(name)
+    assert done.exit_code == 2 and "MODEL: expected " in done.stderr and not asked
