@@ -77,7 +77,7 @@ format: $(STAMP)
 
 help:
 	@echo "demo test nightly      run the demo; the tests; the long tests"
-	@echo "check pins format      lint and types; version bounds; rewrite the layout"
+	@echo "check pins format      lint and layout; version bounds; format the code"
 	@echo "compile certify        compile every kernel; check its machine code"
 	@echo "certificates           write new certificates"
 	@echo "bench profile gpu-test measure; profile; test (need a GPU)"
