@@ -9,7 +9,8 @@ WORKERS ?= 2
 # in their order: by their number of tests, long ones of few tests came last, to one core.
 TESTS   = OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test nightly nightly-extras check pins compile certify certificates bench profile docs \
+# `make help` lists the targets.
+.PHONY: help setup demo test nightly nightly-extras check pins compile certify certificates bench profile docs \
         gpu-test wheel matrix format clean
 
 setup: $(STAMP)
@@ -87,6 +88,15 @@ matrix: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+help:
+	@echo "demo test nightly      run the demo; the tests; the long tests"
+	@echo "check pins format      lint and layout; version bounds; format the code"
+	@echo "compile certify        compile every kernel; check its machine code"
+	@echo "certificates           write new certificates"
+	@echo "bench profile gpu-test measure; profile; test (need a GPU)"
+	@echo "docs wheel matrix      build the docs; a wheel; test other versions"
+	@echo "setup clean            make .venv; delete what was built"
 
 clean:
 	rm -rf build certify docs/_build demo_output

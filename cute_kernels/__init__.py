@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import sys
@@ -83,7 +84,9 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str):
     if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        near = difflib.get_close_matches(name, _PUBLIC, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     home = _PUBLIC[name]
     module = importlib.import_module(f"{__name__}.{home or name}")
     value = getattr(module, name) if home else module

@@ -30,7 +30,7 @@ _DTYPES = {
     "fp32": torch.float32,
     "fp64": torch.float64,
 }
-_MODEL = "A folder or name for transformers, or MODULE:FUNCTION, which returns a model."
+_MODEL = "A folder, a hub's OWNER/NAME, or MODULE:FUNCTION, which returns a model."
 _TRANSFORMS = f"Only these, with commas: {', '.join(checks.TRANSFORMS)}."
 
 
@@ -157,7 +157,21 @@ def _folder_of_the_user():
         sys.path.remove("")
 
 
+def _could_be_on_a_hub(name: str) -> bool:
+    """Whether it is OWNER/NAME and OWNER is no folder here; one word is taken for a folder."""
+    owner, slash, rest = name.partition("/")
+    return (
+        bool(slash and rest)
+        and "/" not in rest
+        and owner not in ("", ".", "..", "~")
+        and (not Path(owner).is_dir())
+    )
+
+
 def _from_transformers(name: str) -> torch.nn.Module:
+    if not Path(name).is_dir() and not _could_be_on_a_hub(name):
+        want = "a folder that exists, OWNER/NAME of a hub, or MODULE:FUNCTION"
+        raise ArgumentValueError(expected("MODEL", want, f"{name!r}, which is not there"))
     require("demo", "transformers")
     import transformers
 
@@ -172,7 +186,12 @@ def _patched(model: torch.nn.Module) -> None:
 
     if not hasattr(ck, "patch"):
         raise ArgumentValueError(expected("--patch", "a build that has ck.patch", "one without"))
-    ck.patch(model)
+    ck.patch(model, main_grad=True)
+    for module in model.modules():
+        notes = getattr(module, "_cute_kernels", None)
+        for parameter in module.parameters(recurse=False) if notes is not None else ():
+            if parameter.requires_grad and not hasattr(parameter, "main_grad"):
+                parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
 
 
 def _encoded(name: str, prompts: list[str]) -> list[list[int]]:

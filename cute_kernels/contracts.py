@@ -13,7 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from . import arch
-from .errors import ArgumentValueError, NondeterministicError, one_of
+from .errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    NondeterministicError,
+    expected,
+    one_of,
+)
 
 RUN_TO_RUN = "run_to_run"
 BATCH_INVARIANT = "batch_invariant"
@@ -71,11 +77,12 @@ def guarantees(
         A set of the names in docs/guarantees.md, for example ``{"run_to_run", "batch_invariant"}``.
 
     Raises:
-        ArgumentValueError: ``op`` has no contract.
+        ArgumentTypeError: ``op`` is no string, or ``device`` no device or string.
+        ArgumentValueError: ``op`` has no contract, or torch knows no such device.
         BackendUnavailable: no backend runs it there; the message says why, backend by backend.
     """
     contract = _contract(op)
-    return contract.kept[contract.backend(torch.device(device), dtype)]
+    return contract.kept[contract.backend(_device(device), dtype)]
 
 
 def contract_id(
@@ -94,7 +101,8 @@ def contract_id(
         ``"linear/cute_sm90/sm_90a/<16 hex digits>"``.
     """
     contract = _contract(op)
-    backend = contract.backend(torch.device(device), dtype)
+    device = _device(device)
+    backend = contract.backend(device, dtype)
     where = arch.describe(device)
     facts = {
         "op": op,
@@ -116,7 +124,20 @@ def refuse_if_deterministic(what: str, instead: str) -> None:
         )
 
 
+def _device(name: object) -> torch.device:
+    """The device of that name, or an error that names the argument."""
+    want = 'a torch.device or its name, such as "cpu" or "cuda:0"'
+    if not isinstance(name, torch.device | str):
+        raise ArgumentTypeError(expected("device", want, repr(name)))
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise ArgumentValueError(expected("device", want, repr(name))) from None
+
+
 def _contract(op: str) -> Contract:
+    if not isinstance(op, str):
+        raise ArgumentTypeError(expected("op", "the name of one op", repr(op)))
     if op not in _CONTRACTS:
         raise ArgumentValueError(one_of("op", ops(), op))
     return _CONTRACTS[op]

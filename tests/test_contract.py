@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+import cute_kernels as ck
 from tests import contract
 from tests.contract import ContractViolation, RowOp, SumOp
 
@@ -262,3 +263,22 @@ def test_accuracy_passes_one_rounding_and_kills_known_bugs():
     one_off[3, 5] = (a[3, :-1].double() @ b[5, :-1].double() * 0.9).bfloat16()
     with pytest.raises(AssertionError, match="times the bound"):
         contract.check_accuracy(one_off, exact, bound, 0.01)
+
+
+@pytest.mark.parametrize("call", [ck.guarantees, ck.contract_id])
+@pytest.mark.parametrize(
+    ("arguments", "error", "name"),
+    [
+        (("linear", "gpu"), ck.errors.ArgumentValueError, "device"),
+        (("linear", 0.5), ck.errors.ArgumentTypeError, "device"),
+        ((["linear"],), ck.errors.ArgumentTypeError, "op"),
+    ],
+)
+def test_bad_arguments_are_named(call, arguments, error, name):
+    with pytest.raises(error, match=f"^{name}: expected "):
+        call(*arguments)
+
+
+def test_a_misspelt_name_gets_the_near_one():
+    with pytest.raises(AttributeError, match="'linear'"):
+        ck.lienar  # noqa: B018

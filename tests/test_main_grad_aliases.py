@@ -57,10 +57,8 @@ def test_an_upstream_gradient_that_is_a_view_of_main_grad_is_refused(name):
 def test_one_tensor_as_two_main_grads_is_refused():
     total = torch.zeros(32)
     weight, bias = (randn(n).requires_grad_() for n in (32, 32))
-    y = ck.layer_norm(randn(4, 32), weight, bias, main_grad=total, bias_main_grad=total)
     with pytest.raises(AliasError, match="main_grad"):
-        y.backward(randn(4, 32))
-    assert not total.any()
+        ck.layer_norm(randn(4, 32), weight, bias, main_grad=total, bias_main_grad=total)
 
 
 def test_mhc_refuses_both():

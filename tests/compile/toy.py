@@ -98,5 +98,4 @@ def python(script: str, *arguments: object, **environment: str) -> subprocess.Co
         env=kept | environment,
         capture_output=True,
         text=True,
-        timeout=120,
     )

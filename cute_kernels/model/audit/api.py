@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from . import checks, probe, runs
+from . import checks, probe, promises, runs
 from .report import Report
 
 
@@ -45,7 +45,8 @@ def audit(
 
     Returns:
         A `Report`: ``ok``, ``first``, ``findings``, ``victims``, ``skipped``; ``print`` shows it.
-        ``ok`` says that nothing differed in these runs.  It is no proof for other inputs.
+        ``ok`` says that nothing differed in these runs.  It is no proof for other inputs.  Of a
+        model behind ``ck.patch``, ``.grad`` under ``micro_batches`` is ``information``.
 
     Raises:
         ArgumentTypeError, ArgumentValueError, ShapeError, DtypeError, DeviceError: an argument, or
@@ -65,8 +66,9 @@ def audit(
         transform = outcome.case.transform
         cases[transform] = (*cases.get(transform, ()), outcome.case.label)
     verdicts = [verdict for outcome in outcomes for verdict in outcome.verdicts.values()]
+    promised, information = promises.split(model, of_parameters)
     return Report(
-        findings=(*found, *of_parameters),
+        findings=(*found, *promised),
         victims=tuple(runs.victims(outcomes, facts)),
         ran=cases | ran,
         skipped=skipped,
@@ -75,6 +77,8 @@ def audit(
         differing=sum(int(verdict.differs.sum()) for verdict in verdicts),
         gradients=count,
         facts=_facts(given),
+        information=information,
+        unrecognised=checks.unrecognised(skipped, given),
     )
 
 

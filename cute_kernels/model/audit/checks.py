@@ -160,6 +160,17 @@ def names(asked: object) -> None:
         raise ArgumentValueError(expected("transforms", "at least one name", "none"))
 
 
+#: Parameters of a forward that pass a cache other than ``past_key_values``.
+_OTHER_CACHES = frozenset(("use_cache", "cache_params", "state", "mems", "past_buckets_states"))
+
+
+def unrecognised(skipped: Collection[str], problem: Problem) -> tuple[str, ...]:
+    """Skipped transforms whose reason is a cache that the audit cannot drive."""
+    if "past_key_values" in problem.accepts or not problem.accepts & _OTHER_CACHES:
+        return ()
+    return tuple(name for name in ("chunks", "decode") if name in skipped)
+
+
 def _refused(name: str, given: Problem) -> str | None:
     """Why a transform cannot be, or None."""
     masked = "attention_mask" in given.accepts

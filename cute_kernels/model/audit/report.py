@@ -82,6 +82,10 @@ class Report:
         rows: Output rows compared, over all modules and cases; differing: how many of them differ.
         gradients: Gradients compared.
         facts: The versions, the device and the dtypes of the run.
+        information: Differences that a patched model does not promise away: gradients in ``.grad``
+            summed by autograd over micro-batches, and main_grads that several modules add into.
+        unrecognised: Transforms that did not run because the model's cache is not a
+            ``past_key_values``: a verdict on decoding is missing.
     """
 
     findings: tuple[Finding, ...]
@@ -93,11 +97,20 @@ class Report:
     differing: int
     gradients: int
     facts: Mapping[str, str]
+    information: tuple[Finding, ...] = ()
+    unrecognised: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs."""
-        return not self.findings and not self.differing
+        """Whether nothing differs and no cache was left out."""
+        return self.verdict == "ok"
+
+    @property
+    def verdict(self) -> str:
+        """ "differs", "incomplete" (a cache was not recognised, so not tested), or "ok"."""
+        if self.findings or self.differing:
+            return "differs"
+        return "incomplete" if self.unrecognised else "ok"
 
     @property
     def first(self) -> Finding | None:
@@ -107,8 +120,14 @@ class Report:
     def headline(self) -> str:
         """One line: the first culprit, or that there is none."""
         one = self.first
-        if one is None and self.ok:
-            return f"0 differing rows of {self.rows:,}, 0 differing of {self.gradients:,} gradients"
+        if one is None and self.verdict != "differs":
+            none = f"0 differing rows of {self.rows:,}, 0 differing of {self.gradients:,} gradients"
+            if self.information:
+                none += f" that are promised ({len(self.information)} others: below)"
+            skipped = ", ".join(self.unrecognised)
+            return (
+                f"incomplete: {skipped} skipped (cache not recognised); {none}" if skipped else none
+            )
         if one is None:
             return f"{self.differing:,} rows of {self.rows:,} differ, and no module began it"
         ops = f"; ops: {', '.join(one.ops)}" if one.ops else ""
@@ -120,6 +139,8 @@ class Report:
         if self.victims:
             modules = len({victim.module for victim in self.victims})
             made.append(f"{modules} other modules passed a difference on")
+        for one in self.information:
+            made.append(f"information: {one.name}: {one.bytes:,} of {one.of_bytes:,} bytes differ")
         made += [f"not run: {name}: {why}" for name, why in self.skipped.items()]
         if self.unfollowed:
             made.append(f"without rows to compare: {', '.join(self.unfollowed)}")
@@ -130,6 +151,9 @@ class Report:
         made = {
             "version": VERSION,
             "ok": self.ok,
+            "verdict": self.verdict,
+            "unrecognised": list(self.unrecognised),
+            "information": [_plain(one) for one in self.information],
             "digest_bits": DIGEST_BITS,
             "first": None if self.first is None else _plain(self.first),
             "findings": [_plain(one) for one in self.findings],

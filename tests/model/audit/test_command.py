@@ -13,7 +13,7 @@ from cute_kernels import __main__ as cli
 from tests.model.audit import planted
 
 CLEAN, SPOILT = (f"tests.model.audit.planted:{name}" for name in ("clean", "spoilt_norm"))
-KEYS = {
+KEYS = {"verdict", "unrecognised", "information",
     "version", "ok", "digest_bits", "first", "findings", "victim_count", "ran", "skipped",
     "unfollowed", "rows", "differing", "gradients", "facts",
 }  # fmt: skip
@@ -87,7 +87,7 @@ def test_a_folder_of_transformers(tmp_path):
 def test_patch_comes_first(monkeypatch):
     """What --patch asks for is ck.patch, before anything runs."""
     patched = []
-    monkeypatch.setattr(ck, "patch", patched.append, raising=False)
+    monkeypatch.setattr(ck, "patch", lambda model, **_: patched.append(model), raising=False)
     done = run(CLEAN, "--patch", "--lengths", "3,2", "--transforms", "batch")
     assert done.exit_code == 0 and isinstance(patched[0], planted.Model)
 
@@ -132,3 +132,34 @@ def test_random_ids_are_those_of_the_seed():
     line = (SPOILT, "--lengths", "9,4", "--transforms", "batch", "--json", "-", "--seed")
     first, again, other = (run(*line, seed).stdout for seed in "112")
     assert first == again != other
+
+
+def test_patch_of_a_bf16_folder_exits_0(tmp_path):
+    """The command makes the main_grads; what autograd sums in ``.grad`` is information."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        attention_bias=True,
+        attn_implementation="sdpa",
+    )
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "model")
+    options = ["--lengths", "5,3,4", "--transforms", "micro_batches", "--json", "-"]
+    done = run(str(tmp_path / "model"), "--patch", *options)
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["verdict"] == "ok" and found["findings"] == [] and found["gradients"] > 0
+
+
+@pytest.mark.parametrize("name", ["typo_folder", "./typo", "here/typo"])
+def test_a_folder_that_is_absent_asks_no_hub(name, tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    asked = []
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", asked.append)
+    (tmp_path / "here").mkdir()
+    done = run(name)
+    assert done.exit_code == 2 and "MODEL: expected " in done.stderr and not asked

@@ -9,6 +9,8 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.model.audit import compare, gradients, plans, probe, rows, runs, trace
+from cute_kernels.model.audit.probe import ROW
+from cute_kernels.model.audit.trace import Entry, Table
 from tests.contract import bits
 from tests.model.audit import planted
 
@@ -395,3 +397,18 @@ def test_what_rows_depend_on_is_found_by_trying():
     rounding = probe.probe(planted.spoilt("blocks.1.up", planted.AnyOrder), *of_tokens)
     assert rounding.scope == probe.PAST and rounding.scopes["blocks.1.up", 0] == probe.ROW
     assert tuple(FORWARD) == runs.OUTPUTS
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_row_whose_input_is_unknown_is_no_culprit(side):
+    """An input of another shape cannot be compared: the module may only pass a difference on."""
+    seen = torch.ones(3, dtype=torch.bool)
+    entries = []
+    for i in range(2):
+        digests = torch.tensor([[1, 2], [3, 4], [5, 6 + i]])
+        entries.append(Entry(None, {}, {"": Table(digests, seen, 8)}))
+    none = torch.zeros(3, dtype=torch.bool)
+    assert compare._judge(*entries, none, ROW, [0, 3]).culprit.tolist() == [False, False, True]
+    entries[side].unknown = torch.tensor([False, False, True])
+    verdict = compare._judge(*entries, none, ROW, [0, 3])
+    assert verdict.differs.tolist() == [False, False, True] and not verdict.culprit.any()

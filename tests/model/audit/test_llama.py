@@ -168,3 +168,29 @@ def test_ids_may_be_a_batch_a_list_or_numbers():
     batch = torch.stack(ids).int()
     made = [ck.audit(model, given, **options) for given in (ids, batch, batch.tolist())]
     assert all(report == made[0] and report.ok for report in made)
+
+
+def test_a_patched_bf16_model_is_judged_by_what_the_patch_promises():
+    """``.grad`` over micro-batches is information; the same bytes in an unpatched model are not."""
+    model = plain()
+    ck.patch(model)
+    report = ck.audit(model, sequences(19, 7, 12), transforms=["batch", "micro_batches"])
+    assert report.ok and report.verdict == "ok", str(report)
+    assert report.information
+    assert {one.transform for one in report.information} == {"micro_batches"}
+    assert not any(one.tensor.endswith("main_grad") for one in report.information)
+    ck.unpatch(model)
+    bare = ck.audit(model, sequences(19, 7, 12), transforms=["micro_batches"])
+    assert bare.verdict == "differs" and not bare.information
+
+
+def test_a_cache_that_is_not_recognised_is_no_plain_ok():
+    config = transformers.MambaConfig(
+        vocab_size=96, hidden_size=32, state_size=4, num_hidden_layers=1, pad_token_id=0
+    )
+    torch.manual_seed(0)
+    model = transformers.MambaForCausalLM(config).eval()
+    report = ck.audit(model, sequences(5), gradients=False)
+    assert report.unrecognised == ("chunks", "decode") and not report.ok
+    assert report.as_json()["unrecognised"] == ["chunks", "decode"]
+    assert ck.audit(model, sequences(5), transforms=["repeat"]).verdict == "ok"
