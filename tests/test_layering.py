@@ -81,6 +81,7 @@ RANKS: dict[str, float] = {
     "system.api": 11,
     "system.module": 11.2,
     "system.converters": 11.2,
+    "system.te": 11.2,
     "system.namespace": 11.5,
     "systems": 12,
     "about": 13,

@@ -206,7 +206,7 @@ def _digest(temperatures: torch.Tensor | None) -> int:
     if temperatures is None:
         return 0
     values = temperatures.detach().to(torch.float32).contiguous().cpu()
-    return int.from_bytes(hashlib.sha256(values.numpy().tobytes()).digest()[:8]) >> 1
+    return int.from_bytes(hashlib.sha256(values.numpy().tobytes()).digest()[:8], "big") >> 1
 
 
 def _shown(name: str, said: int) -> object:
