@@ -18,8 +18,6 @@ from ..rowwise import op as rowwise_op
 from . import aten_checks
 from .aten_ops import row_sum
 
-_EPS = {dtype: torch.finfo(dtype).eps for dtype in aten_checks.DTYPES}
-
 # ---- softmax -------------------------------------------------------------------------------------
 
 
@@ -154,7 +152,7 @@ def layer_norm(x, shape, weight=None, bias=None, eps=1e-5, cudnn=True) -> torch.
 
 
 def rms_norm(x, shape, weight=None, eps=None) -> torch.Tensor:
-    """Over the last dimensions; eps is the dtype's if there is none."""
+    """RMS norm over the last dimensions; without an eps, fp32's epsilon as torch has it."""
     if len(shape) == 1:
         return norm_api.rms_norm(x, weight, _eps(x, eps))
     rows = (_flat(t, shape) for t in (x, weight))
@@ -198,7 +196,8 @@ def _norm(op, kind, given, shape, eps) -> tuple[torch.Tensor, ...]:
 
 
 def _eps(x: torch.Tensor, eps: float | None) -> float:
-    return _EPS[x.dtype] if eps is None else eps
+    # torch computes bf16 and fp16 in fp32, and takes that dtype's epsilon.
+    return torch.finfo(torch.float32).eps if eps is None else eps
 
 
 def _flat(t: torch.Tensor | None, shape) -> torch.Tensor | None:

@@ -7,7 +7,14 @@ from collections import Counter
 import torch
 
 from ..integrations import transformers as integration
-from . import patch_checks, patch_classes, patch_families, patch_plan, patch_softcaps
+from . import (
+    patch_checks,
+    patch_classes,
+    patch_families,
+    patch_plan,
+    patch_rotary,
+    patch_softcaps,
+)
 from .patch_checks import Options
 from .patch_forwards import OPS, granularity, main_grad_parameters
 from .patch_report import Replaced, Report
@@ -80,6 +87,8 @@ def patch(
     unpatch(model)
     for action in made.actions:
         patch_classes.exchange(action.module, action.kind, action.notes)
+        if action.kind == "rotary":
+            patch_rotary.restore_frequencies(action.module)
     for one in made.attentions:
         _attend(one.modules)
     return report

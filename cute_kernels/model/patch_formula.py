@@ -15,6 +15,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ..errors import ArgumentValueError
+from . import patch_rotary
+
 #: Of results near 1: a float32 inside costs 1e-6, another formula or eps at least 1e-2.
 _TOLERANCE = 3e-5
 #: Inputs: about as large as the root of an eps, and far from it; all with a mean that shows.
@@ -51,6 +54,8 @@ def norm_rule(module: torch.nn.Module) -> NormRule | str:
     """The formula of a norm; or, in words, why there is none."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
     width = _width(module)
+    if others := _optional(module):
+        return f"its forward also takes {', '.join(others)}"
     if width is None:
         return "it is not over the last dimension alone"
     if len(names) > 2:
@@ -76,6 +81,12 @@ def _takes_one(module: torch.nn.Module) -> bool:
         return False
     needed = [p for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD]
     return len([p for p in needed if p.kind != p.VAR_POSITIONAL]) == 1
+
+
+def _optional(module: torch.nn.Module) -> list[str]:
+    """Arguments that a forward may be given besides its first, as the gate of Mamba-2's norm."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return [p.name for p in parameters if p.default is not p.empty]
 
 
 def _width(module: torch.nn.Module) -> int | None:
@@ -206,6 +217,10 @@ def rotary_rule(module: torch.nn.Module) -> RotaryRule | str:
         if not isinstance(kind, str) or "dynamic" in kind or kind == "longrope":
             return f"rope_type {kind!r}: its frequencies follow the longest sequence of the batch"
     try:
+        patch_rotary.exact_frequencies(module)
+    except ArgumentValueError as error:
+        return str(error)
+    try:
         dtypes = {_rotary_dtype(module, layer_type) for layer_type in kinds}
     except Exception as error:  # any code may run here, and fail as it likes
         return f"its forward does not run on random positions ({type(error).__name__}: {error})"
@@ -237,4 +252,21 @@ def _rotary_dtype(module: torch.nn.Module, layer_type: str | None) -> torch.dtyp
             near = table.shape == exact.shape
             if not near or float((table.double() - exact).abs().max()) > bound * max(1, scaling):
                 return None
-    return got[0].dtype
+    mixes = _mixes_sections(probe, frequencies, scaling, positions, of_layer)
+    return None if mixes else got[0].dtype
+
+
+def _mixes_sections(
+    probe, frequencies: torch.Tensor, scaling: float, positions: torch.Tensor, of_layer: tuple
+) -> bool:
+    """Whether a forward makes one table of positions [3, B, T], as Qwen2-VL's does."""
+    sections = torch.stack((positions, positions + 5, positions + 11))
+    x = torch.zeros(1, dtype=torch.float32, device="cpu")
+    try:
+        with torch.no_grad():
+            table = type(probe).forward(probe, x, sections, *of_layer)[0]
+    except Exception:  # any code may run here, and most takes no such positions
+        return False
+    angles = (sections[..., None] * frequencies).to(torch.float64)
+    want = torch.cat((angles, angles), dim=-1).cos()
+    return table.shape != want.shape or float((table - want * scaling).abs().max()) > 1e-3

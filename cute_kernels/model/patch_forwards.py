@@ -16,7 +16,7 @@ from ..integrations.held_head import Scoring
 from ..norm import api as norm
 from ..norm.config import part_rows
 from ..rowwise import api as rowwise
-from . import patch_causal
+from . import patch_causal, patch_rotary
 from .patch_causal import head_scores
 
 #: The attribute of a patched module that its `Notes` are in.
@@ -173,7 +173,10 @@ def _rotary(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # cos and sin of position · frequency, times the scaling of the table
     prefix = "" if layer_type is None else f"{layer_type}_"
-    frequencies = getattr(self, f"{prefix}inv_freq").to(device=x.device, dtype=torch.float32)
+    if getattr(self, f"{prefix}inv_freq").dtype != torch.float32:
+        # After the patch, ``model.to(dtype)`` has rounded them.
+        patch_rotary.restore_frequencies(self)
+    frequencies = getattr(self, f"{prefix}inv_freq").to(x.device)
     scaling = getattr(self, f"{prefix}attention_scaling", 1.0)
     dtype = x.dtype if self._cute_kernels.follows else torch.float32
     return rowwise.rotary_table(position_ids, frequencies, scaling, dtype)

@@ -29,6 +29,11 @@ from .patch_report import Left, Replaced
 
 #: Of the parameters that our ops read.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Attributes of attention modules that say their head size.
+_HEAD_SIZES = ("head_dim", "head_size", "attention_head_size")
+#: Families (config.model_type) whose attention reads the values of its mask: ours is no mask of
+#: scores but the ranges of keys that a row attends.
+_COMPUTE_WITH_THE_MASK = frozenset({"deepseek_v32", "glm_moe_dsa", "doge"})
 #: Parts of transformers' models that are not called while our attention is set.
 _EAGER = frozenset({"eager_attention_forward"})
 
@@ -293,6 +298,8 @@ def _why_not_attention(modules: tuple[nn.Module, ...]) -> str | None:
         return "its models do not take an attention of another library"
     if any(hasattr(m, "sinks") for m in outer.modules()):
         return "attention sinks, which ck.block_sparse_attention does not have"
+    if any(patch_families.model_type(m) in _COMPUTE_WITH_THE_MASK for m in modules):
+        return "its attention computes with the values of the mask"
     sizes = _head_sizes(outer)
     if not sizes <= VALUE_DIMS.items():
         taken = _listed(set(VALUE_DIMS.items()))
@@ -306,7 +313,7 @@ def _head_sizes(model: nn.Module) -> set[tuple[int, int]]:
     """The head sizes (of q and k, of v) of the attention modules of a config, as they or it say."""
     config = model.config
     mine = [m for m in model.modules() if getattr(m, "config", None) is config]
-    said = {getattr(m, a, None) for m in mine for a in ("head_dim", "head_size")}
+    said = {getattr(m, a, None) for m in mine for a in _HEAD_SIZES}
     found = {(size, size) for size in said if isinstance(size, int)}
     # Latent attention, as DeepSeek's: a config's head_dim is there what is rotated.
     pairs = {tuple(getattr(m, a, None) for a in ("qk_head_dim", "v_head_dim")) for m in mine}

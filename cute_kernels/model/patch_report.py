@@ -86,6 +86,9 @@ class Report:
             lines += [f"  {_some(list(self.main_grad_shared))}"]
         return "\n".join(lines)
 
+    #: A notebook shows the table.
+    __repr__ = __str__
+
 
 def _grouped(rows: Iterable[tuple[str, str]]) -> list[str]:
     """A line for each text, with how many parts it is about and their names."""
