@@ -47,7 +47,7 @@ RIVAL_TEXT = {
     "cublas": "cuBLAS",
     "cublas_starved": "cuBLAS without workspace",
     "ours_triton": "the Triton kernel",
-    "quack": "quack",
+    "quack": "quack, tuned",
     "quack_untuned": "quack, untuned",
 }
 
