@@ -213,7 +213,7 @@ def test_blocks_that_begin_with_the_chunk_are_killed():
         sequences.check_chunks(SequenceOp("moved", run, window, {}), x, CUTS)
 
 
-@pytest.mark.parametrize("softcap", [0.0, checks.LEAST, checks.MOST])
+@pytest.mark.parametrize("softcap", [0.0, checks.LEAST, checks.MOST_SOFTCAP])
 @pytest.mark.parametrize("scale", [checks.LEAST, checks.MOST])
 def test_the_limits_of_scale_and_softcap_are_finite(scale, softcap):
     """Scores of zero included: beyond the limits a constant is infinite, and its product NaN."""
