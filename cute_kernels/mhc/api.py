@@ -347,7 +347,7 @@ def multilayer_recompute(
     with torch.no_grad():
         for f, bias, post, res in sublayers:
             x = expand_combine(f, bias, post, x, res, n, layout=layout)
-            found.append(x)
+            found.append(x.detach())  # no view for autograd
     return found
 
 

@@ -43,7 +43,7 @@ def test_a_record_fills_its_row_and_the_latest_counts():
     found, ratios = rates(page, "dx", "qkv/m512"), facts(page, "### Rivals", "dx", "qkv/m512")
     assert found["ran on"] == "NVIDIA H200, 0123456789+, 2026-11-22"
     assert (found["TFLOP/s"], found["of floor"]) == ("700", "90%")
-    assert (ratios["cuBLAS"], ratios["quack"]) == ("0.98x", "not run")
+    assert (ratios["cuBLAS"], ratios["quack, tuned"]) == ("0.98x", "not run")
     assert (found["bits"], found["next step"]) == ("same", "none")
     old_only = rates(report.render([old], []), "dx", "qkv/m512")
     assert old_only["next step"] == "`python -m perf profile gemm --shape qkv --product dx`"
