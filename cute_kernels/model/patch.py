@@ -106,6 +106,7 @@ def unpatch(model: torch.nn.Module) -> None:
     patch_checks.model(model)
     for module in model.modules():
         patch_classes.restore(module)
+        patch_rotary.undo(module)
         if _BEFORE in vars(module):
             module.config._attn_implementation_internal = vars(module).pop(_BEFORE)
 

@@ -6,6 +6,9 @@ import torch
 
 from ..errors import ArgumentValueError, expected
 
+#: Attribute of a module: buffer name -> the rounded frequencies, which ``ck.unpatch`` puts back.
+_ROUNDED = "_cute_kernels_rounded"
+
 
 def exact_frequencies(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Buffer name -> fp32 frequencies on the CPU, of those that ``module.to(dtype)`` has rounded.
@@ -43,4 +46,12 @@ def exact_frequencies(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def restore_frequencies(module: torch.nn.Module) -> None:
     """Give a rotary module back the fp32 frequencies that ``module.to(dtype)`` has rounded."""
     for name, exact in exact_frequencies(module).items():
-        module._buffers[name] = exact.to(module._buffers[name].device)
+        rounded = module._buffers[name]
+        vars(module).setdefault(_ROUNDED, {})[name] = rounded
+        module._buffers[name] = exact.to(rounded.device)
+
+
+def undo(module: torch.nn.Module) -> None:
+    """Give a rotary module the rounded frequencies that it had before ``restore_frequencies``."""
+    for name, rounded in vars(module).pop(_ROUNDED, {}).items():
+        module._buffers[name] = rounded.to(module._buffers[name].device)

@@ -66,3 +66,21 @@ def test_frequencies_that_the_config_does_not_give_are_left(tmp_path):
     with pytest.raises((ArgumentValueError, PatchError), match="inv_freq"):
         ck.patch(model, strict=True)
     assert any("inv_freq" in str(one) for one in ck.patch(model).left)
+
+
+@pytest.mark.parametrize("cast", ["before", "after"])
+def test_unpatch_gives_the_rounded_frequencies_back(tmp_path, cast):
+    folder = checkpoint("llama", tmp_path)
+    want = logits(loaded(folder, dtype=torch.float32).to(torch.bfloat16))
+    model = loaded(folder, dtype=torch.float32)
+    if cast == "before":
+        model.to(torch.bfloat16)
+    ck.patch(model)
+    model.to(torch.bfloat16)
+    ours = logits(model)
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    ck.unpatch(model)
+    assert same_bytes(logits(model), want)
+    assert not [name for m in model.modules() for name in vars(m) if "cute_kernels" in name]
+    ck.patch(model)
+    assert same_bytes(logits(model), ours)
