@@ -15,8 +15,10 @@ from datetime import datetime, timezone
 
 import torch
 
-from . import again, arch, contracts, log, settings
+from . import arch, contracts, log, settings
 from .errors import BackendUnavailable, no_backend
+from .runtime import plan_cache
+from .runtime.plan_cache import Plan
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Implementation:
     launcher: str  # "package.module:function"
     dtypes: frozenset[torch.dtype]
     otherwise: str = ""  # where a dtype that is not taken goes, for the reader of a refusal
-    prepare: str = ""  # likewise: of a call like those to come, what launches them, or None
+    planner: str = ""  # optional, as "package.module:function"; takes what the launcher takes
 
 
 @dataclass(frozen=True)
@@ -92,20 +94,26 @@ def launcher(op: str, device: torch.device, dtype: torch.dtype) -> Callable:
     """The function that runs ``op`` on tensors of ``device`` and ``dtype``; the caller runs it."""
     # The number of threads is part of a CPU's contract id, and costs less to read than the
     # device's type.
-    return _launcher(op, device, dtype, settings.forced_backend(), torch.get_num_threads())
+    forced, threads = settings.forced_backend(), torch.get_num_threads()
+    return _implementation(op, device, dtype, forced, threads)[0]
 
 
-def prepared(op: str, device: torch.device, dtype: torch.dtype, *call: object) -> Callable | None:
-    """What launches ``op`` for all calls like this one (`again`), if one choice does for them."""
-    named = _TABLE[op][backend(op, device, dtype)].prepare
-    return _function(named)(*call) if named else None
+def plan(op: str, device: torch.device, dtype: torch.dtype, *operands: object) -> Plan:
+    """The backend's launch plan of ``op``; its ``run`` takes these operands, as the launcher does.
+
+    A backend without a planner is called as it is.
+    """
+    launch, planner = _implementation(
+        op, device, dtype, settings.forced_backend(), torch.get_num_threads()
+    )
+    return planner(*operands) if planner else Plan(launch, fresh=False)
 
 
 def forget() -> None:
     """Forgets every choice and what ran: devices are described anew."""
     _choose.cache_clear()
-    _launcher.cache_clear()
-    again.forget()
+    _implementation.cache_clear()
+    plan_cache.clear()
     _ran.clear()
 
 
@@ -115,13 +123,16 @@ def ran() -> list[Run]:
 
 
 @functools.cache
-def _launcher(
+def _implementation(
     op: str, device: torch.device, dtype: torch.dtype, forced: str, threads: int
-) -> Callable:
+) -> tuple[Callable, Callable | None]:
+    """(launcher, planner or None)."""
     chosen = _choose(op, device, dtype, forced)
-    launch = _function(_TABLE[op][chosen].launcher)
+    implementation = _TABLE[op][chosen]
+    launch = _function(implementation.launcher)
+    planner = _function(implementation.planner) if implementation.planner else None
     _record(op, chosen, device, dtype)
-    return launch
+    return launch, planner
 
 
 def _function(name: str) -> Callable:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -19,13 +21,51 @@ _MATRIX = "one stride of 1, the other one and the address at multiples of 16 byt
 _ROWS = "a last stride of 1, the others and the address at multiples of 16 bytes"
 
 
-def matrix(t: torch.Tensor, kernel: str, name: str) -> tuple[torch.Tensor, str]:
-    """``t`` [R, K], or a copy, such that TMA can address it, and its major: ``"k"`` or ``"mn"``."""
+class Matrix(NamedTuple):
+    """How a launch gets a matrix [R, K] from an operand of a call.
+
+    major: ``"k"`` or ``"mn"``, of the matrix that the kernel reads.
+    adapt: ``adapt(operand)`` returns that matrix; None: it is the operand.
+    flatten: The operand is a contiguous [..., K], which the launch itself reads as [R, K].
+    """
+
+    major: str
+    adapt: Callable[[torch.Tensor], torch.Tensor] | None = None
+    flatten: bool = False
+
+
+def matrix(t: torch.Tensor, kernel: str, name: str, k_major: bool = False) -> Matrix:
+    """How a launch gets ``t`` [..., K] as a matrix that TMA can address.
+
+    k_major: The kernel takes no other major.
+    """
+    rows = flattened(t)
+    major = _major(rows)
+    if major is None or (k_major and major != "k"):
+        return Matrix("k", lambda t: padded_copy(flat_rows(t, kernel), kernel, name))
+    if t.dim() == 2:
+        return Matrix(major)
+    if t.is_contiguous():
+        return Matrix(major, flatten=True)
+    return Matrix(major, lambda t: flat_rows(t, kernel))
+
+
+def flattened(t: torch.Tensor) -> torch.Tensor:
+    """``t`` as `flat_rows` gives it; without memory where that is a copy."""
+    if t.dim() == 2:
+        return t
+    shape = t.shape[:-1].numel(), t.shape[-1]
+    try:
+        return t.view(shape)
+    except RuntimeError:  # its strides allow no view
+        return torch.empty(shape, dtype=t.dtype, device="meta")
+
+
+def _major(t: torch.Tensor) -> str | None:
+    """The major of a matrix that TMA can address; None for another one."""
     if _rows_addressable(t):
-        return t, "k"
-    if _rows_addressable(t.mT):
-        return t, "mn"
-    return padded_copy(t, kernel, name), "k"
+        return "k"
+    return "mn" if _rows_addressable(t.mT) else None
 
 
 def storable(t: torch.Tensor) -> bool:
@@ -34,17 +74,22 @@ def storable(t: torch.Tensor) -> bool:
 
 
 def addressable(t: torch.Tensor, kernel: str, name: str) -> torch.Tensor:
-    """``t`` [..., D], or a contiguous copy, such that TMA can address it.
+    """``t`` [..., D], or a contiguous copy, such that TMA can address it."""
+    if is_addressable(t):
+        return t
+    log.copied(kernel, name, t, _ROWS)
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
+
+
+def is_addressable(t: torch.Tensor) -> bool:
+    """Whether TMA can address ``t`` [..., D].
 
     The strides of dimensions of size 1 are part of the descriptor too.
     """
     step = ALIGN // t.itemsize
     *outer, last = t.stride()
     unit = math.gcd(*outer) if 0 not in outer else 1
-    if last == 1 and unit % step == 0 and t.data_ptr() % ALIGN == 0:
-        return t
-    log.copied(kernel, name, t, _ROWS)
-    return torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
+    return last == 1 and unit % step == 0 and t.data_ptr() % ALIGN == 0
 
 
 def flat_rows(t: torch.Tensor, kernel: str) -> torch.Tensor:
@@ -59,11 +104,15 @@ def flat_rows(t: torch.Tensor, kernel: str) -> torch.Tensor:
 
 def padded_empty(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """An uninitialised [rows, columns] whose row stride is a multiple of 16 bytes."""
-    step = ALIGN // like.itemsize
-    if columns % step == 0:
-        return like.new_empty(rows, columns)
-    width = (columns // step + 1) * step
-    return like.new_empty(rows, width)[:, :columns]
+    width = padded_width(columns, like.dtype)
+    out = like.new_empty(rows, width)
+    return out if width == columns else out[:, :columns]
+
+
+def padded_width(columns: int, dtype: torch.dtype) -> int:
+    """The least number of columns, not below ``columns``, whose rows are whole 16 bytes."""
+    step = ALIGN // dtype.itemsize
+    return -(-columns // step) * step
 
 
 def padded_copy(t: torch.Tensor, kernel: str, name: str) -> torch.Tensor:

@@ -15,9 +15,8 @@ import torch
 from torch.autograd import forward_ad
 
 from . import checking
-from .again import LEGACY_VMAP, MODE, Calls, watched
-from .compile import extension
 from .errors import CuteKernelsError, UnsupportedTransformError
+from .runtime.plan_cache import LEGACY_VMAP, MODE, Plan, PlanCache, intercepted
 from .untraced import untraced
 
 NAMESPACE = "cute_kernels"
@@ -35,20 +34,22 @@ _MODE_ALONE = torch._C.DispatchKeySet(MODE)
 
 def define_op(
     schema: str,
-    run: Callable,
+    run: Callable | None = None,
     *,
+    plan: Callable[..., Plan] | None = None,
     fake: Callable,
     setup: Callable | None = None,
     backward: Callable | None = None,
     vmap: Callable | None = None,
     autocast_args: Sequence[int] = (),
-    prepare: Callable | None = None,
 ) -> Callable:
     """Registers one op in the namespace ``torch.ops.cute_kernels``; returns what calls it.
 
     Args:
         schema: ``"linear(Tensor x, Tensor weight) -> Tensor"``.
         run: The implementation for CPU and CUDA tensors.  It sees no autograd and no autocast.
+        plan: Instead of ``run``: ``plan(*args)`` returns the `Plan` of a call, which is cached by
+            the call's signature (runtime/plan_cache.py), in eager mode and in compiled graphs.
         fake: The same signature; returns empty outputs, from shapes alone.
         setup: ``setup(ctx, inputs, output)`` saves what backward needs.
         backward: ``backward(ctx, *grads)`` returns a gradient per input.  Without one the op
@@ -56,25 +57,21 @@ def define_op(
         vmap: ``vmap(info, in_dims, *args)`` as in ``torch.library.register_vmap``.
         autocast_args: Positions of the arguments that autocast casts to its dtype; all others
             pass as they are, and no product inside the op is ever cast.
-        prepare: ``prepare(*tensors, *others)`` returns what computes all calls like one that
-            ``run`` has computed, or None (`again`): the dispatcher's calls are remembered then,
-            those of compiled graphs among them.
     """
     name = schema.split("(", 1)[0]
     qualified = f"{NAMESPACE}::{name}"
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
     types = [str(argument.type) for argument in op._schema.arguments]
-    run = _guarded(run, [argument.name for argument in op._schema.arguments])
-    asked = untraced(run)
-    if prepare is not None:
-        asked = untraced(_remembering(run, prepare, types))
-    _LIBRARY.impl(name, asked, "CPU")
-    _LIBRARY.impl(name, asked, "CUDA")
+    names = [argument.name for argument in op._schema.arguments]
+    planned = None if plan is None else Planned(plan, names, types)
+    run = untraced(_guarded(run, names) if planned is None else planned.run_function())
+    _LIBRARY.impl(name, run, "CPU")
+    _LIBRARY.impl(name, run, "CUDA")
     torch.library.register_fake(qualified, fake, lib=_LIBRARY)
     if vmap is not None:
         torch.library.register_vmap(qualified, vmap, lib=_LIBRARY)
-    below = _below_autograd(op, asked)
+    below = _below_autograd(op, run)
     if backward is None:
         autograd, apply = _no_gradient(op, below), None
     else:
@@ -88,7 +85,7 @@ def define_op(
     # Whoever writes an argument leaves a mark on it, which the dispatcher sees to.
     if op._schema.is_mutable or "Tensor" not in types:
         return op
-    return _entrance(op, run, apply, types.index("Tensor"))
+    return _entrance(op, run, apply, types.index("Tensor"), planned)
 
 
 #: Arguments of these types are what they seem; every other tensor has a say in how it is computed.
@@ -110,61 +107,103 @@ _C = torch._C
 
 
 def _plain(args: Sequence[object], tensor: torch.Tensor) -> bool:
-    """Whether nothing but the op has a say in a call (`watched`), and all are true values.
+    """Whether nothing can intercept a call, and all its arguments are plain values.
 
     ``tensor``: one of the arguments.
     """
     return (
-        not (watched() or tensor.is_meta)
+        not (intercepted() or tensor.is_meta)
         and _PLAIN_TYPES.issuperset(map(type, args))
         and not (any(a.is_neg() for a in args if isinstance(a, torch.Tensor)))
     )
 
 
-def _entrance(op: Callable, run: Callable, apply: Callable | None, at: int) -> Callable:
-    """What callers call: the op, or the end of its way where nothing lies between.
+def _entrance(
+    op: Callable, run: Callable, apply: Callable | None, index: int, planned: Planned | None
+) -> Callable:
+    """Eager entry point: bypasses the dispatcher when no dispatch key would intervene.
 
-    Its ``computer`` makes that end, by a function that is given (`again`).  ``at``: the position of
-    a tensor.
+    index: Position of a tensor.  The result has two functions for a cache of checked calls:
+    ``bind(*args)`` returns ``call(*args)``, which runs the plan of calls like this one, with an
+    autograd node if a gradient is asked for; ``bind_plan(plan)`` does so for that plan.  None if
+    the plan cannot be cached.
     """
 
-    def with_node(run: Callable) -> Callable:
-        return op if apply is None else lambda *args: apply(*args, run)
+    def differentiable(run: Callable) -> Callable:
+        node = op if apply is None else lambda *args: apply(*args, run)
 
-    computed = _computer(run, with_node(run))
+        def call(*args):
+            if _C.is_grad_enabled() and _C._any_requires_grad(*args):
+                return node(*args)
+            return run(*args)
+
+        return call
+
+    call = differentiable(run)
 
     def enter(*args):
-        if torch.compiler.is_compiling() or not _plain(args, args[at]):
+        if torch.compiler.is_compiling() or not _plain(args, args[index]):
             return op(*args)
-        return computed(*args)
+        return call(*args)
 
-    def computer(run: Callable | None) -> Callable | None:
-        """``computed(*args)``: the op's results by ``run``, or None where that is.
+    def bind(*args) -> Callable | None:
+        run = planned.cached(*args)
+        return run and differentiable(run)
 
-        With a node in the graph if a gradient is asked for.
-        """
-        if run is None:
-            return None
-        in_c = extension.calls()
-        make = _computer if in_c is None else in_c.computer
-        return make(run, with_node(run))
-
-    enter.computer = computer
+    enter.bind = bind
+    enter.bind_plan = lambda plan: differentiable(_run_of(plan)) if plan.cacheable else None
     return enter
 
 
-def _computer(run: Callable, differentiable: Callable) -> Callable:
-    """``computed(*args)``: by ``differentiable`` if a gradient is asked for, otherwise by ``run``.
+def _run_of(plan: Plan) -> Callable:
+    """What runs a plan, with results that are no views for autograd."""
+    return plan.run if plan.fresh else _detaching(plan.run)
 
-    calls.c has the same.
-    """
 
-    def computed(*args):
-        if _C.is_grad_enabled() and _C._any_requires_grad(*args):
-            return differentiable(*args)
-        return run(*args)
+class Planned:
+    """The plans of one op with arguments of these names and types."""
 
-    return computed
+    def __init__(self, plan: Callable[..., Plan], names: Sequence[str], types: Sequence[str]):
+        self._plan, self._names, self._cache = plan, names, PlanCache()
+        self._tensors = [i for i, kind in enumerate(types) if "Tensor" in kind]
+        self._options = [i for i, kind in enumerate(types) if "Tensor" not in kind]
+        self._lists = any("List" in types[i] for i in self._options)
+
+    def run_function(self) -> Callable:
+        """``run(*args)``: by the cached plan, or a new one."""
+
+        def run(*args):
+            signature = self._signature(args)
+            known = self._cache.find(*signature)
+            return (known or self._new(known, signature, args)[0])(*args)
+
+        return run
+
+    def cached(self, *args) -> Callable | None:
+        """What runs the cached plan of calls like this one; None if it cannot be cached."""
+        signature = self._signature(args)
+        known = self._cache.find(*signature)
+        if known is None:
+            run, cacheable = self._new(known, signature, args)
+            return run if cacheable else None
+        return known or None
+
+    def _signature(self, args: tuple) -> tuple:
+        """(options, *tensors)."""
+        options = [args[i] for i in self._options]
+        if self._lists:
+            options = [tuple(one) if type(one) is list else one for one in options]
+        return tuple(options), *[args[i] for i in self._tensors]
+
+    def _new(self, known, signature: tuple, args: tuple) -> tuple[Callable, bool]:
+        """(what runs a new plan, whether it is cacheable); known: what the cache answered."""
+        _require_storage(self._names, args)
+        plan = self._plan(*args)
+        run = _run_of(plan)
+        if known is None:
+            options, *tensors = signature
+            self._cache.add(options, tuple(tensors), run if plan.cacheable else None)
+        return run, plan.cacheable
 
 
 def detach_view(value: object) -> object:
@@ -175,47 +214,38 @@ def detach_view(value: object) -> object:
     return value.detach() if isinstance(value, torch.Tensor) and value._is_view() else value
 
 
-def _guarded(run: Callable, names: Sequence[str]) -> Callable:
-    """``run`` of tensors whose storage was checked, with results that are no views for autograd.
+def _require_storage(names: Sequence[str], args: Sequence[object]) -> None:
+    """Refuse tensors whose storage was freed; plans are cached for none of those."""
+    for name, value in zip(names, args, strict=False):
+        for t in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(t, torch.Tensor):
+                checking.storage(name, t)
 
-    Every call that is not cached comes here, and the cache takes no tensor without storage.  A
-    launcher computes [rows, columns]; ``run`` gives them the operands' shape by a view.
+
+def _detaching(run: Callable) -> Callable:
+    """``run`` with results that are no views for autograd.
+
+    A launcher computes [rows, columns]; ``run`` gives them the operands' shape by a view.
     """
 
-    def run_guarded(*args):
-        for name, value in zip(names, args, strict=False):
-            for t in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(t, torch.Tensor):
-                    checking.storage(name, t)
+    def run_detached(*args):
         results = run(*args)
         if isinstance(results, (tuple, list)):
             return type(results)(map(detach_view, results))
         return detach_view(results)
 
+    return run_detached
+
+
+def _guarded(run: Callable, names: Sequence[str]) -> Callable:
+    """``run`` of tensors whose storage was checked, with results that are no views for autograd."""
+    detached = _detaching(run)
+
+    def run_guarded(*args):
+        _require_storage(names, args)
+        return detached(*args)
+
     return run_guarded
-
-
-def _remembering(run: Callable, prepare: Callable, types: Sequence[str]) -> Callable:
-    """``run`` of an op with arguments of these types, by `again` where it can be.
-
-    It remembers apart from the public function, whose calls `again` lets pass its checks.
-    """
-    calls = Calls(prepare)
-    of_tensors = [i for i, kind in enumerate(types) if "Tensor" in kind]
-    of_others = [i for i, kind in enumerate(types) if "Tensor" not in kind]
-
-    def run_again(*args):
-        take = args.__getitem__
-        tensors, others = tuple(map(take, of_tensors)), tuple(map(take, of_others))
-        known = calls.find(others, *tensors)
-        if known:
-            return known(*args)
-        results = run(*args)
-        if known is None:
-            calls.keep(others, tensors, *others)
-        return results
-
-    return run_again
 
 
 def _node(op: Callable, setup: Callable, backward: Callable) -> Callable:

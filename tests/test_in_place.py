@@ -8,13 +8,14 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import again, mhc, systems
+from cute_kernels import mhc, systems
+from cute_kernels.runtime import plan_cache
 from cute_kernels.torch_ops import detach_view
-from tests.again import CASES as CACHED
-from tests.again import drawn
-from tests.again_sm90 import pretended, simulated
 from tests.contract import same_bytes
 from tests.ptxsim.available import requires_sim
+from tests.runtime.cached_calls import CASES as CACHED
+from tests.runtime.cached_calls import drawn
+from tests.runtime.pretended_sm90 import pretended, simulated
 
 FP32 = torch.float32
 IDS = torch.tensor([[3, 1, 4], [1, 5, 0]])
@@ -240,7 +241,7 @@ def test_first_and_cached_calls_on_sm90(monkeypatch, name):
 
     with pretended(monkeypatch), simulated():
         copied = step(torch.mul)
-        again.forget()
+        plan_cache.clear()
         written = [step(torch.Tensor.mul_) for _ in range(2)]
     assert all(same_bytes(copied, each) for each in written)
 

@@ -9,8 +9,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_kernels as ck
-from cute_kernels import again, torch_ops
+from cute_kernels import torch_ops
 from cute_kernels.gemm import op
+from cute_kernels.runtime import plan_cache
 from tests.contract import same_bytes
 
 BF16 = torch.bfloat16
@@ -129,8 +130,13 @@ def test_a_subclass_sees_the_op():
 def test_a_view_that_negates_is_read_as_what_it_stands_for(monkeypatch):
     """Its memory holds other values; a launcher that reads memory must be given a true copy."""
     seen = []
-    true = op._product
-    monkeypatch.setattr(op, "_product", lambda a, *rest: seen.append(a.is_neg()) or true(a, *rest))
+    true = op._plan_product
+
+    def plan(a, *rest):
+        seen.append(a.is_neg())
+        return true(a, *rest)
+
+    monkeypatch.setattr(op, "_plan_product", plan)
     x, weight = drawn(6, 32, dtype=torch.float32), drawn(24, 32, dtype=torch.float32)
     assert same_bytes(ck.linear(torch._neg_view(x), weight), ck.linear(-x, weight))
     assert same_bytes(ck.linear(x, torch._neg_view(weight)), ck.linear(x, -weight))
@@ -182,16 +188,17 @@ def test_a_trace_holds_the_op():
 
 
 @pytest.mark.parametrize(
-    "mutant", ["_len_torch_dispatch_stack", "_len_torch_function_stack", "_is_any_autocast_enabled"]
+    "mutant",
+    [
+        torch._C._len_torch_dispatch_stack,
+        plan_cache._function_mode,
+        torch._C._is_any_autocast_enabled,
+    ],
 )
 def test_an_entrance_that_does_not_ask_is_killed(mutant, monkeypatch):
-    class Deaf:
-        """torch._C, but for one answer."""
-
-        def __getattr__(self, name):
-            return (lambda: 0) if name == mutant else getattr(torch._C, name)
-
-    monkeypatch.setattr(again, "_C", Deaf())
+    rest = tuple(ask for ask in plan_cache.INTERCEPTORS if ask is not mutant)
+    assert len(rest) == len(plan_cache.INTERCEPTORS) - 1
+    monkeypatch.setattr(plan_cache, "INTERCEPTORS", rest)
     with pytest.raises((AssertionError, ck.errors.DtypeError, RuntimeError)):
         test_nothing_goes_past_a_mode("linear")
         test_autocast_casts()

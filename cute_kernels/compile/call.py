@@ -27,15 +27,15 @@ def call(device: torch.device, kernel: Callable, *args: object) -> None:
         kernel(*args)
 
 
-def prepared(device: torch.device, kernel: Callable, rows: Sequence[int] = ()) -> Callable:
-    """``run(*args)`` is ``call(device, kernel, *args)``, and spends less of the host's time.
+def bind(device: torch.device, kernel: Callable, flatten: Sequence[int] = ()) -> Callable:
+    """``launch(*args)`` is ``call(device, kernel, *args)`` with less host time, for a plan.
 
-    rows: Positions of tensors [..., D], contiguous, that the kernel takes as [rows, D].
+    flatten: Positions of contiguous tensors [..., D] that the kernel takes as [rows, D].
     """
     calls = extension.calls() if hasattr(kernel, "__chandle__") else None
     if calls is None:
-        return lambda *args: call(device, kernel, *_flattened(args, rows))
-    launch, bits, index = calls.launch, sum(1 << i for i in rows), device.index
+        return lambda *args: call(device, kernel, *_flattened(args, flatten))
+    launch, bits, index = calls.launch, sum(1 << i for i in flatten), device.index
     if torch.accelerator.device_count() <= 1:
         return functools.partial(launch, kernel, bits)  # no other device can be current
 
@@ -52,7 +52,7 @@ def prepared(device: torch.device, kernel: Callable, rows: Sequence[int] = ()) -
 def allocator(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Callable[[], torch.Tensor]:
-    """``make()`` is ``torch.empty`` of these in a third of the host's time, for `again`'s calls.
+    """``make()`` is ``torch.empty`` of these in a third of the host's time, for a plan.
 
     Kernels write every element, so ``torch.use_deterministic_algorithms`` fills nothing before.
     """
@@ -75,9 +75,9 @@ def allocator(
     return make_there
 
 
-def _flattened(args: Sequence[object], rows: Sequence[int]) -> list[object]:
+def _flattened(args: Sequence[object], flatten: Sequence[int]) -> list[object]:
     args = list(args)
-    for at in rows:
-        if args[at] is not None:
-            args[at] = args[at].view(-1, args[at].shape[-1])
+    for i in flatten:
+        if args[i] is not None:
+            args[i] = args[i].view(-1, args[i].shape[-1])
     return args

@@ -1,8 +1,7 @@
-/* What a remembered call (again.py) asks of its tensors, without a Python object for each answer.
+/* The part of the plan cache (runtime/plan_cache.py) that runs in every call.
 
-   describe(*tensors)                 what decides how a call is computed, as bytes; None: do not remember it
-   finder(known, ...)                 find(options, *tensors): again.py's `Calls.find` of what is `known`
-   computer(run, differentiable)      computed(*arguments): torch_ops.py's, by one of the two functions
+   describe(*tensors)                 the signature of tensors, as bytes; None: such a call cannot be cached
+   finder(plans, ...)                 find(options, *tensors): `PlanCache.find`
    launch(kernel, rows, *arguments)   calls a compiled kernel's function as tvm_ffi does
 
    Tensors are read through torch's own table of C functions for DLPack, and kernels are called through
@@ -28,11 +27,9 @@ enum { MOST_ARGUMENTS = 24, MOST_DIMENSIONS = 16, ALIGNMENT = 16, NUMBER_BYTES =
 static const DLPackExchangeAPI *torch_table;
 static PyTypeObject *tensor_type, *parameter_type;
 
-/* Names of attributes, of what is looked up in a module at each call, as it may change, and of settings. */
+/* Names of attributes. */
 static struct {
-  PyObject *is_neg, *chandle, *requires_grad, *untyped_storage, *data_ptr;
-  PyObject *is_compiling_flag, *current_level, *asked, *legacy_vmap, *mode, *in_mode, *remembers, *sharding, *get;
-  PyObject *backend, *max_ctas;
+  PyObject *is_neg, *chandle, *untyped_storage, *data_ptr;
 } name;
 
 /* 0, or -1 with an exception. */
@@ -98,32 +95,6 @@ static PyObject *describe(PyObject *self, PyObject *const *tensors, Py_ssize_t c
 
 /* ---- find ---- */
 
-/* What again.py asks in each call, functions of torch._C; and modules, where no function tells. */
-static PyObject *function_modes, *dispatch_modes, *autocast, *transforms, *key_included, *profiler, *tracing;
-static PyObject *torch_compiler, *forward_ad;
-
-/* Borrowed; NULL with an exception. */
-static PyObject *look_up(PyObject *module, PyObject *what) {
-  PyObject *value = PyDict_GetItemWithError(module, what);
-  if (value == NULL && !PyErr_Occurred()) PyErr_SetObject(PyExc_AttributeError, what);
-  return value;
-}
-
-/* A result of `function`; `argument` may be NULL. */
-static PyObject *ask(PyObject *function, PyObject *argument) {
-  return argument == NULL ? PyObject_CallNoArgs(function) : PyObject_CallOneArg(function, argument);
-}
-
-/* As `ask`, of a function that has a name in a module. */
-static PyObject *ask_by_name(PyObject *module, PyObject *what, PyObject *argument) {
-  PyObject *function = look_up(module, what);
-  if (function == NULL) return NULL;
-  Py_INCREF(function); /* it may be replaced while it runs */
-  PyObject *answer = ask(function, argument);
-  Py_DECREF(function);
-  return answer;
-}
-
 /* Whether an answer, which is given away, is true: 1, 0, or -1 with an exception. */
 static int is_true(PyObject *answer) {
   if (answer == NULL) return -1;
@@ -132,49 +103,15 @@ static int is_true(PyObject *answer) {
   return truth;
 }
 
-/* Whether a mode wants to see calls, which torch.set_default_device does not; likewise. */
-static int asked_by_mode(PyObject *again) {
-  PyObject *modes = ask(function_modes, NULL);
-  if (modes == NULL) return -1;
-  int some = PyObject_IsTrue(modes);
-  if (some > 0) some = is_true(ask_by_name(again, name.asked, modes));
-  Py_DECREF(modes);
-  return some;
+/* Whether one of the interceptors answers with a true value; likewise. */
+static int is_intercepted(PyObject *interceptors) {
+  int answer = 0;
+  for (Py_ssize_t i = 0; !answer && i < PyTuple_GET_SIZE(interceptors); i++)
+    answer = is_true(PyObject_CallNoArgs(PyTuple_GET_ITEM(interceptors, i)));
+  return answer;
 }
 
-/* Whether the key of such a name in again.py is included in this thread; likewise. */
-static int includes(PyObject *again, PyObject *what) {
-  PyObject *key = look_up(again, what);
-  return key == NULL ? -1 : is_true(ask(key_included, key));
-}
-
-/* Whether this thread is inside of forward-mode differentiation; likewise. */
-static int has_tangents(void) {
-  PyObject *level = look_up(forward_ad, name.current_level);
-  if (level == NULL) return -1;
-  long value = PyLong_AsLong(level);
-  return value == -1 && PyErr_Occurred() ? -1 : value >= 0;
-}
-
-/* Whether torch.compiler.is_compiling(): it is never scripted here, and dynamo traces no C; likewise. */
-static int is_compiling(void) {
-  PyObject *flag = look_up(torch_compiler, name.is_compiling_flag);
-  return flag == NULL ? -1 : PyObject_IsTrue(flag);
-}
-
-/* Whether anything else than its tensors has a say in a call of this thread; likewise. */
-static int is_watched(PyObject *again) {
-  int said;
-  if ((said = is_compiling()) || (said = asked_by_mode(again))) return said;
-  PyObject *const functions[] = {dispatch_modes, autocast, transforms, profiler, tracing};
-  for (size_t i = 0; i < sizeof functions / sizeof *functions; i++)
-    if ((said = is_true(ask(functions[i], NULL)))) return said;
-  if ((said = includes(again, name.legacy_vmap)) || (said = has_tangents())) return said;
-  said = includes(again, name.mode);
-  return said > 0 ? is_true(ask_by_name(again, name.in_mode, NULL)) : said;
-}
-
-/* again.py's `number_bits`, appended behind `at`; NULL where there is no capacity left. */
+/* plan_cache.py's `number_bits`, appended behind `at`; NULL where there is no capacity left. */
 static char *write_numbers(PyObject *options, char *at, const char *end) {
   if (PyTuple_CheckExact(options)) {
     for (Py_ssize_t i = 0; at != NULL && i < PyTuple_GET_SIZE(options); i++)
@@ -192,110 +129,55 @@ static char *write_numbers(PyObject *options, char *at, const char *end) {
   return at;
 }
 
-/* The key of a call in `known`, again.py's `_key` but for `remembers`; None where there is none. */
-static PyObject *key_of(PyObject *data_parallel, PyObject *settings, PyObject *const *given, Py_ssize_t count) {
+/* plan_cache.py's `_key` but for `is_cacheable`; None where the call cannot be cached. */
+static PyObject *key_of(PyObject *settings, PyObject *const *given, Py_ssize_t count) {
   if (Py_TYPE(given[1]) != tensor_type && Py_TYPE(given[1]) != parameter_type) Py_RETURN_NONE;
-  int sharding = is_true(ask_by_name(data_parallel, name.sharding, NULL));
-  if (sharding < 0) return NULL;
-  if (sharding) Py_RETURN_NONE;
-  PyObject *seen = describe(NULL, given + 1, count - 1);
-  if (seen == NULL || seen == Py_None) return seen;
   char numbers[NUMBER_BYTES], *end = write_numbers(given[0], numbers, numbers + NUMBER_BYTES);
-  if (end == NULL) {
-    Py_DECREF(seen);
-    Py_RETURN_NONE;
-  }
+  if (end == NULL) Py_RETURN_NONE;
+  PyObject *described = describe(NULL, given + 1, count - 1);
+  if (described == NULL || described == Py_None) return described;
   PyObject *bits = PyBytes_FromStringAndSize(numbers, end - numbers);
-  PyObject *of_backend = bits ? ask_by_name(settings, name.get, name.backend) : NULL;
-  PyObject *of_ctas = of_backend ? ask_by_name(settings, name.get, name.max_ctas) : NULL;
-  PyObject *key = of_ctas ? PyTuple_Pack(5, given[0], bits, of_backend, of_ctas, seen) : NULL;
-  Py_DECREF(seen);
+  PyObject *values = bits ? PyObject_CallNoArgs(settings) : NULL;
+  PyObject *key = values ? PyTuple_Pack(4, given[0], bits, values, described) : NULL;
+  Py_DECREF(described);
   Py_XDECREF(bits);
-  Py_XDECREF(of_backend);
-  Py_XDECREF(of_ctas);
+  Py_XDECREF(values);
   return key;
 }
 
-/* given: options, and the call's tensors.  A call that is known was remembered for its device, which is
-   in its key: `remembers` is asked of the others alone. */
+/* self: (plans, interceptors, settings, is_cacheable); given: options, and the call's tensors. */
 static PyObject *find(PyObject *self, PyObject *const *given, Py_ssize_t count) {
   if (count < 2) {
     PyErr_SetString(PyExc_TypeError, "find takes options and tensors");
     return NULL;
   }
-  PyObject *known = PyTuple_GET_ITEM(self, 0), *again = PyTuple_GET_ITEM(self, 1);
-  int watched = is_watched(again);
-  if (watched < 0) return NULL;
-  if (watched) Py_RETURN_FALSE;
-  PyObject *key = key_of(PyTuple_GET_ITEM(self, 2), PyTuple_GET_ITEM(self, 3), given, count);
+  int intercepted = is_intercepted(PyTuple_GET_ITEM(self, 1));
+  if (intercepted < 0) return NULL;
+  if (intercepted) Py_RETURN_FALSE;
+  PyObject *key = key_of(PyTuple_GET_ITEM(self, 2), given, count);
   if (key == NULL) return NULL;
-  if (key == Py_None) {
-    Py_DECREF(key);
-    Py_RETURN_FALSE;
-  }
-  PyObject *run = PyDict_GetItemWithError(known, key);
-  Py_XINCREF(run);
+  int cacheable = key == Py_None ? 0 : is_true(PyObject_CallOneArg(PyTuple_GET_ITEM(self, 3), given[1]));
+  PyObject *plan = cacheable > 0 ? PyDict_GetItemWithError(PyTuple_GET_ITEM(self, 0), key) : NULL;
+  Py_XINCREF(plan);
   Py_DECREF(key);
-  if (run != NULL) return run;
-  if (PyErr_Occurred()) { /* what has no hash is refused by checks */
-    if (!PyErr_ExceptionMatches(PyExc_TypeError)) return NULL;
+  if (plan != NULL) return plan;
+  if (PyErr_Occurred()) { /* unhashable options are refused by checks */
+    if (cacheable < 0 || !PyErr_ExceptionMatches(PyExc_TypeError)) return NULL;
     PyErr_Clear();
     Py_RETURN_FALSE;
   }
-  int remembered = is_true(ask_by_name(again, name.remembers, given[1]));
-  if (remembered < 0) return NULL;
-  if (remembered) Py_RETURN_NONE;
+  if (cacheable) Py_RETURN_NONE;
   Py_RETURN_FALSE;
 }
 
 static PyMethodDef find_method = {"find", (PyCFunction)(void (*)(void))find, METH_FASTCALL, NULL};
 
-/* known: the calls, by their keys; then what again, data_parallel and settings have by name. */
-static PyObject *finder(PyObject *self, PyObject *dictionaries) {
-  PyObject *known, *again, *data_parallel, *settings;
-  if (!PyArg_ParseTuple(dictionaries, "O!O!O!O!", &PyDict_Type, &known, &PyDict_Type, &again, &PyDict_Type,
-                        &data_parallel, &PyDict_Type, &settings))
+/* plans: a dict by key; interceptors: functions; settings(); is_cacheable(tensor). */
+static PyObject *finder(PyObject *self, PyObject *parts) {
+  PyObject *plans, *interceptors, *settings, *cacheable;
+  if (!PyArg_ParseTuple(parts, "O!O!OO", &PyDict_Type, &plans, &PyTuple_Type, &interceptors, &settings, &cacheable))
     return NULL;
-  return PyCFunction_New(&find_method, dictionaries);
-}
-
-/* ---- computed ---- */
-
-static PyObject *grad_enabled, *any_requires_grad; /* functions of torch._C */
-
-/* Whether one of the items requires a gradient: 1, 0, or -1 with an exception; 2: torch is to say. */
-static int one_requires_grad(PyObject *const *items, Py_ssize_t count) {
-  for (Py_ssize_t i = 0; i < count; i++) {
-    PyTypeObject *type = Py_TYPE(items[i]);
-    int requires = 0;
-    if (type == tensor_type || type == parameter_type)
-      requires = is_true(PyObject_GetAttr(items[i], name.requires_grad));
-    else if (type == &PyTuple_Type || type == &PyList_Type) {
-      requires = one_requires_grad(PySequence_Fast_ITEMS(items[i]), PySequence_Fast_GET_SIZE(items[i]));
-      if (requires > 0) requires = 2;
-    } else if (items[i] != Py_None && type != &PyUnicode_Type && type != &PyLong_Type && type != &PyFloat_Type &&
-               type != &PyBool_Type)
-      requires = 2;
-    if (requires) return requires;
-  }
-  return 0;
-}
-
-/* self: what computes a call that no gradient is asked of, and one that does have to have a node. */
-static PyObject *computed(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
-  int differentiable = is_true(PyObject_CallNoArgs(grad_enabled));
-  if (differentiable > 0) differentiable = one_requires_grad(arguments, count);
-  if (differentiable == 2) differentiable = is_true(PyObject_Vectorcall(any_requires_grad, arguments, count, NULL));
-  if (differentiable < 0) return NULL;
-  return PyObject_Vectorcall(PyTuple_GET_ITEM(self, differentiable), arguments, count, NULL);
-}
-
-static PyMethodDef computed_method = {"computed", (PyCFunction)(void (*)(void))computed, METH_FASTCALL, NULL};
-
-static PyObject *computer(PyObject *self, PyObject *functions) {
-  PyObject *run, *differentiable;
-  if (!PyArg_ParseTuple(functions, "OO", &run, &differentiable)) return NULL;
-  return PyCFunction_New(&computed_method, functions);
+  return PyCFunction_New(&find_method, parts);
 }
 
 /* ---- launch ---- */
@@ -400,7 +282,6 @@ static PyObject *launch(PyObject *self, PyObject *const *given, Py_ssize_t count
 static PyMethodDef methods[] = {
     {"describe", (PyCFunction)(void (*)(void))describe, METH_FASTCALL, NULL},
     {"finder", finder, METH_VARARGS, NULL},
-    {"computer", computer, METH_VARARGS, NULL},
     {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -439,54 +320,12 @@ static int bind_names(void) {
       {&name.untyped_storage, "untyped_storage"},
       {&name.data_ptr, "data_ptr"},
       {&name.chandle, "__chandle__"},
-      {&name.requires_grad, "requires_grad"},
-      {&name.is_compiling_flag, "_is_compiling_flag"},
-      {&name.current_level, "_current_level"},
-      {&name.asked, "_asked"},
-      {&name.legacy_vmap, "LEGACY_VMAP"},
-      {&name.mode, "MODE"},
-      {&name.in_mode, "_in_mode"},
-      {&name.remembers, "remembers"},
-      {&name.sharding, "sharding"},
-      {&name.get, "get"},
-      {&name.backend, "BACKEND"},
-      {&name.max_ctas, "MAX_CTAS"},
   };
   for (size_t i = 0; i < sizeof names / sizeof *names; i++)
     if ((*names[i].into = PyUnicode_InternFromString(names[i].text)) == NULL) return -1;
   return 0;
 }
 
-/* torch's functions and modules; 0, or -1 with an exception: a torch without one is of another version. */
-static int bind_functions(void) {
-  const struct {
-    PyObject **into;
-    const char *module, *text;
-  } values[] = {
-      {&function_modes, "torch._C", "_len_torch_function_stack"},
-      {&dispatch_modes, "torch._C", "_len_torch_dispatch_stack"},
-      {&autocast, "torch._C", "_is_any_autocast_enabled"},
-      {&transforms, "torch._C", "_are_functorch_transforms_active"},
-      {&key_included, "torch._C", "_dispatch_tls_is_dispatch_key_included"},
-      {&profiler, "torch._C._autograd", "_profiler_enabled"},
-      {&tracing, "torch._C", "_is_tracing"},
-      {&grad_enabled, "torch._C", "is_grad_enabled"},
-      {&any_requires_grad, "torch._C", "_any_requires_grad"},
-      {&torch_compiler, "torch.compiler", "__dict__"},
-      {&forward_ad, "torch.autograd.forward_ad", "__dict__"},
-  };
-  for (size_t i = 0; i < sizeof values / sizeof *values; i++) {
-    PyObject *module = PyImport_ImportModule(values[i].module);
-    *values[i].into = module ? PyObject_GetAttrString(module, values[i].text) : NULL;
-    Py_XDECREF(module);
-    if (*values[i].into == NULL) break;
-  }
-  if (!PyErr_Occurred() && look_up(torch_compiler, name.is_compiling_flag) && look_up(forward_ad, name.current_level))
-    return 0;
-  PyErr_SetString(PyExc_ImportError, "torch lacks a function that says who has a say in a call");
-  return -1;
-}
-
 PyMODINIT_FUNC PyInit_calls(void) {
-  return bind_names() || bind_torch() || bind_functions() ? NULL : PyModule_Create(&module);
+  return bind_names() || bind_torch() ? NULL : PyModule_Create(&module);
 }

@@ -60,12 +60,13 @@ def linear(
     Sizes of zero are valid; K = 0 gives the bias.  NaN and Inf stay in their own rows.
     """
     plain = main_grad is None and not is_dynamo_compiling()
-    known = plain and op.calls.find(order, x, weight, bias)
-    if known:
-        return known(x, weight, bias, None, order)
+    run = plain and op.checked.find(order, x, weight, bias)
+    if run:
+        return run(x, weight, bias, None, order)
     checks.linear(x, weight, bias, order, main_grad)
-    if known is None:
-        op.calls.keep(order, (x, weight, bias), order)
+    if run is None:
+        bound = op.linear.bind(x, weight, bias, None, order)
+        op.checked.add(order, (x, weight, bias), bound)
     return op.linear(x, weight, bias, main_grad, order)
 
 

@@ -26,6 +26,7 @@ import torch
 
 from ..cpu_math import ieee, mm
 from ..errors import BackendUnavailable
+from ..operands import flat_rows
 from ..schedulers.tiles import leaves
 from .config import CPU, K_GROUP, ORDER
 
@@ -40,7 +41,7 @@ def gemm(
     order: str = ORDER,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a [M, K] · b [N, K]ᵀ (+ bias [N]), or accumulator [M, N] fp32 += the same, in place.
+    """a [..., K] · b [N, K]ᵀ (+ bias [N]), or accumulator [M, N] fp32 += the same, in place.
 
     ``order``: of ``ORDERS``; an accumulator is a chain's.  ``out``: where the product goes, or
     None: into a new tensor.
@@ -48,7 +49,8 @@ def gemm(
     with ieee() as team:
         if accumulator is not None:
             return _accumulate(a, b, accumulator)
-        return _blocked(a, b, bias, order, team, out)
+        y = _blocked(flat_rows(a, "gemm"), b, bias, order, team, out)
+        return y if a.dim() == 2 else y.view(*a.shape[:-1], b.shape[0])
 
 
 def skinny(

@@ -4,22 +4,72 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from .. import log
 from ..compile import cache
-from ..compile.call import call
+from ..compile.call import allocator, bind
 from ..compile.kernel import Entry, Expect, Kernel
-from ..operands import ALIGN, matrix, most_ctas, padded_copy, padded_empty, storable
+from ..operands import ALIGN, matrix, most_ctas, padded_copy, padded_width, storable
+from ..runtime.plan_cache import Plan
 from . import config, tiles
 from .config import DTYPE_NAMES, ORDER, UNORDERED, Config, SkinnyConfig
 from .tiles import Dense, Skinny
 
 _CTAS_PER_CLUSTER = Config.cluster_m * Config.cluster_n
-#: Elements of fp32 that a row of a tensor that TMA stores to is a multiple of.
-_FP32_STEP = ALIGN // torch.float32.itemsize
+
+
+def plan_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    accumulator: torch.Tensor | None,
+    order: str = ORDER,
+    out: torch.Tensor | None = None,
+) -> Plan:
+    """Launch plan of a [..., K] · b [N, K]ᵀ (+ bias [N]) -> [..., N].
+
+    accumulator: fp32 [M, N], to which the product is added in place instead; ``a`` is [M, K] then.
+    out: [M, N] of the dtype of ``a``, contiguous or not: the destination; None: a new tensor.
+    """
+    if accumulator is not None:
+        return _plan_accumulate(a, b, accumulator)
+    rows = matrix(a, "gemm", "a", k_major=order != ORDER)
+    columns = matrix(b, "gemm", "b")
+    m, n, device = a.shape[:-1].numel(), b.shape[0], a.device
+    tile = choose_tile((m, n, a.shape[-1]), order, rows.major, device)
+    dense = isinstance(tile, Dense)
+    result = _result(a, n, out if dense and out is not None and storable(out) else None)
+    if dense:
+        epilogue = "plain" if bias is None else "bias"
+        kernel = gemm_kernel(a.dtype, rows.major, columns.major, epilogue, tile, order)
+        flatten, clusters = (0, 2), max_clusters(device)
+    else:
+        kernel = skinny_kernel(a.dtype, columns.major, bias is not None, tile, order)
+        flatten = 1, 2
+    launch = bind(device, kernel, _chosen(flatten, (rows.flatten, result.flatten)))
+    adapt_a, adapt_b, new, finish = rows.adapt, columns.adapt, result.new, result.finish
+    copy_bias = dense and bias is not None and bias.stride(0) != 1
+    copy_out = out is not None and new is not None
+
+    def run(a, b, bias, accumulator=None, order=ORDER, out=None):
+        a = a if adapt_a is None else adapt_a(a)
+        b = b if adapt_b is None else adapt_b(b)
+        y = out if new is None else new()
+        if dense:
+            if copy_bias:
+                bias = log.contiguous("gemm", "bias", bias, "a stride of 1")
+            launch(a, b, y, bias, clusters)
+        else:
+            launch(b, a, y, None if bias is None else bias.expand(m, n))
+        if finish is not None:
+            y = finish(y)
+        return out.copy_(y) if copy_out else y
+
+    return Plan(run, fresh=finish is None)
 
 
 def gemm(
@@ -30,28 +80,58 @@ def gemm(
     order: str = ORDER,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a [M, K] · b [N, K]ᵀ (+ bias [N]), or ``accumulator`` [M, N] fp32 += the same, in place.
+    """Run the plan of `plan_gemm`."""
+    args = a, b, bias, accumulator, order, out
+    return plan_gemm(*args).run(*args)
 
-    ``out`` [M, N] of the dtype of ``a``: where the product goes; None: into a new tensor.
+
+def _plan_accumulate(a: torch.Tensor, b: torch.Tensor, accumulator: torch.Tensor) -> Plan:
+    """Launch plan of accumulator [M, N] fp32 += a [M, K] · b [N, K]ᵀ, as one chain."""
+    rows, columns = matrix(a, "gemm", "a"), matrix(b, "gemm", "b")
+    device = a.device
+    tile = tiles.dense(a.shape[0], b.shape[0], a.shape[1], ORDER, most_ctas(device))
+    kernel = gemm_kernel(a.dtype, rows.major, columns.major, "accumulate", tile, ORDER)
+    launch, clusters = bind(device, kernel), max_clusters(device)
+    adapt_a, adapt_b, direct = rows.adapt, columns.adapt, storable(accumulator)
+
+    def run(a, b, bias, accumulator, *_):
+        a = a if adapt_a is None else adapt_a(a)
+        b = b if adapt_b is None else adapt_b(b)
+        total = accumulator if direct else padded_copy(accumulator, "gemm", "accumulator")
+        launch(a, b, total, None, clusters)
+        return accumulator if direct else accumulator.copy_(total)
+
+    return Plan(run)
+
+
+class _Result(NamedTuple):
+    """Where a product [..., N] goes.
+
+    new: Allocates what the kernel writes; None: it writes the caller's tensor.
+    finish: ``finish(y)`` returns the contiguous [..., N]; None: ``y`` is that.
+    flatten: ``y`` is [..., N], which the launch reads as [M, N].
     """
-    a, a_major = matrix(a, "gemm", "a")
-    b, b_major = matrix(b, "gemm", "b")
-    size = a.shape[0], b.shape[0], a.shape[1]
-    if accumulator is not None:
-        tile = tiles.dense(*size, order, most_ctas(a.device))
-        return _accumulate((a, a_major), (b, b_major), accumulator, tile, order)
-    if bias is not None:
-        bias = log.contiguous("gemm", "bias", bias, "a stride of 1")
-    if order != ORDER and a_major != "k":
-        a, a_major = padded_copy(a, "gemm", "a"), "k"
-    tile = choose_tile(size, order, a_major, a.device)
-    if isinstance(tile, Dense):
-        direct = out if out is not None and storable(out) else None
-        y = _dense((a, a_major), (b, b_major), bias, tile, order, direct)
-    else:
-        bias = None if bias is None else bias.expand(size[0], size[1])
-        y = _skinny(a, (b, b_major), bias, tile, order)
-    return y if out is None or y is out else out.copy_(y)
+
+    new: Callable[[], torch.Tensor] | None
+    finish: Callable[[torch.Tensor], torch.Tensor] | None = None
+    flatten: bool = False
+
+
+def _result(a: torch.Tensor, n: int, out: torch.Tensor | None) -> _Result:
+    """Where the product of ``a`` [..., K] goes: ``out``, or a new tensor."""
+    if out is not None:
+        return _Result(None)
+    dtype, device, shape = a.dtype, a.device, (*a.shape[:-1], n)
+    if n * dtype.itemsize % ALIGN == 0:
+        return _Result(allocator(shape, dtype, device), flatten=a.dim() != 2)
+    m, width = a.shape[:-1].numel(), padded_width(n, dtype)
+    new = allocator((m, width), dtype, device)
+    finish = _without_padding if a.dim() == 2 else lambda y: _without_padding(y).view(shape)
+    return _Result(lambda: new()[:, :n], finish)
+
+
+def _chosen(positions: Sequence[int], wanted: Sequence[bool]) -> tuple[int, ...]:
+    return tuple(itertools.compress(positions, wanted))
 
 
 def choose_tile(
@@ -62,80 +142,94 @@ def choose_tile(
     return choose(*size, order, most_ctas(device))
 
 
+def plan_skinny(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, deterministic: bool
+) -> Plan:
+    """Launch plan of x [M, K] · weight [N, K]ᵀ (+ bias [M, N]) in the order ``tree``, few rows."""
+    columns = matrix(weight, "skinny", "weight")
+    rows = matrix(x, "skinny", "x", k_major=True)
+    tile = tiles.skinny(x.shape[0], weight.shape[0], x.shape[1], "tree", most_ctas(x.device))
+    # One CTA adds all leaves, and has no reason to add them otherwise.
+    order = "tree" if deterministic or tile.split == 1 else UNORDERED
+    kernel = skinny_kernel(x.dtype, columns.major, bias is not None, tile, order)
+    launch, (new, finish, _) = bind(x.device, kernel), _result(x, weight.shape[0], None)
+    adapt_x, adapt_weight = rows.adapt, columns.adapt
+    copy_bias = bias is not None and bias.stride(1) != 1
+
+    def run(x, weight, bias, *_):
+        x = x if adapt_x is None else adapt_x(x)
+        weight = weight if adapt_weight is None else adapt_weight(weight)
+        if copy_bias:
+            bias = log.contiguous("skinny", "bias", bias, "a last stride of 1")
+        out = new()
+        launch(weight, x, out, bias)
+        return out if finish is None else finish(out)
+
+    return Plan(run, fresh=finish is None)
+
+
 def skinny(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, deterministic: bool
 ) -> torch.Tensor:
-    """x [M, K] · weight [N, K]ᵀ (+ bias [M, N]) in the order ``tree``, for few rows."""
-    w, w_major = matrix(weight, "skinny", "weight")
-    x, x_major = matrix(x, "skinny", "x")
-    if x_major != "k":
-        x = padded_copy(x, "skinny", "x")
-    if bias is not None and bias.stride(1) != 1:
-        bias = log.contiguous("skinny", "bias", bias, "a last stride of 1")
-    tile = tiles.skinny(x.shape[0], w.shape[0], x.shape[1], "tree", most_ctas(x.device))
-    return _skinny(x, (w, w_major), bias, tile, "tree" if deterministic else UNORDERED)
+    """Run the plan of `plan_skinny`."""
+    return plan_skinny(x, weight, bias, deterministic).run(x, weight, bias)
+
+
+def plan_leaf_sums(a: torch.Tensor, b: torch.Tensor, length: int) -> Plan:
+    """Launch plan of the chains over leaves of ``length`` of a [M, K] · b [N, K]ᵀ.
+
+    The result is fp32 [leaves, M, N], not added.  An accumulator that starts from zeros in memory
+    equals one that is filled with them: each leaf has the bits that it has in ``order="tree"``.
+    """
+    rows, columns = matrix(a, "leaf_sums", "a"), matrix(b, "leaf_sums", "b")
+    (m, k), n, device = a.shape, b.shape[0], a.device
+    launches = []
+    # A leaf begins at a multiple of 16 elements, so its slice is addressable as well.
+    for first in range(0, k, length):
+        tile = tiles.dense(m, n, min(length, k - first), ORDER, most_ctas(device))
+        kernel = gemm_kernel(a.dtype, rows.major, columns.major, "accumulate", tile, ORDER)
+        launches.append((slice(first, first + length), bind(device, kernel)))
+    # Rows of whole 16 bytes, that TMA can store to; columns beyond n are not added to.
+    shape = len(launches), m, padded_width(n, torch.float32)
+    clusters = max_clusters(device)
+
+    def run(a, b, length):
+        a = a if rows.adapt is None else rows.adapt(a)
+        b = b if columns.adapt is None else columns.adapt(b)
+        out = a.new_zeros(shape, dtype=torch.float32)[:, :, :n]
+        for leaf, (span, launch) in zip(out, launches, strict=True):
+            launch(a[:, span], b[:, span], leaf, None, clusters)
+        return _without_padding(out)
+
+    return Plan(run, fresh=False)
 
 
 def leaf_sums(a: torch.Tensor, b: torch.Tensor, length: int) -> torch.Tensor:
-    """The chains over leaves of ``length`` of a [M, K] · b [N, K]ᵀ: fp32 [leaves, M, N], not added.
-
-    An accumulator that starts from zeros in memory is one that is filled with them: each leaf has
-    the bits that it has inside ``order="tree"``.
-    """
-    (a, a_major), (b, b_major) = matrix(a, "leaf_sums", "a"), matrix(b, "leaf_sums", "b")
-    (m, k), n = a.shape, b.shape[0]
-    # Rows of whole 16 bytes, that TMA can store to; columns beyond n are not added to.
-    out = a.new_zeros(-(-k // length), m, -(-n // _FP32_STEP) * _FP32_STEP, dtype=torch.float32)
-    for leaf, first in zip(out[:, :, :n], range(0, k, length), strict=True):
-        # A leaf begins at a multiple of 16 elements, so its slice is addressable as well.
-        span = slice(first, first + length)
-        tile = tiles.dense(m, n, min(length, k - first), ORDER, most_ctas(a.device))
-        kernel = gemm_kernel(a.dtype, a_major, b_major, "accumulate", tile, ORDER)
-        call(a.device, kernel, a[:, span], b[:, span], leaf, None, max_clusters(a.device))
-    return _without_padding(out[:, :, :n])
-
-
-def _dense(a, b, bias, tile: Dense, order: str, out: torch.Tensor | None) -> torch.Tensor:
-    (a, a_major), (b, b_major) = a, b
-    given = out
-    if given is None:
-        out = padded_empty(a, a.shape[0], b.shape[0])
-    epilogue = "plain" if bias is None else "bias"
-    kernel = gemm_kernel(a.dtype, a_major, b_major, epilogue, tile, order)
-    call(a.device, kernel, a, b, out, bias, max_clusters(a.device))
-    return _without_padding(out) if given is None else given
-
-
-def _accumulate(a, b, accumulator, tile: Dense, order: str) -> torch.Tensor:
-    (a, a_major), (b, b_major) = a, b
-    out = accumulator
-    if not storable(out):
-        out = padded_copy(out, "gemm", "accumulator")
-    kernel = gemm_kernel(a.dtype, a_major, b_major, "accumulate", tile, order)
-    call(a.device, kernel, a, b, out, None, max_clusters(a.device))
-    return accumulator if out is accumulator else accumulator.copy_(out)
-
-
-def _skinny(x, w, bias, tile: Skinny, order: str) -> torch.Tensor:
-    if tile.split == 1 and order == UNORDERED:
-        order = "tree"  # one CTA adds all leaves, and has no reason to add them otherwise
-    weight, w_major = w
-    out = padded_empty(x, x.shape[0], weight.shape[0])
-    kernel = skinny_kernel(x.dtype, w_major, bias is not None, tile, order)
-    call(x.device, kernel, weight, x, out, bias)
-    return _without_padding(out)
+    """Run the plan of `plan_leaf_sums`."""
+    return plan_leaf_sums(a, b, length).run(a, b, length)
 
 
 def _without_padding(out: torch.Tensor) -> torch.Tensor:
     return log.contiguous("gemm", "out", out, "contiguous; its rows were padded for TMA")
 
 
+def plan_column_sum(rows: torch.Tensor) -> Plan:
+    """Launch plan of Σ over the rows of [M, N] -> [N], rounded once to the dtype of ``rows``."""
+    direct, device = storable(rows), rows.device
+    launch = bind(device, _column_sum_kernel(config.DTYPE_NAMES[rows.dtype]))
+    new = allocator(rows.shape[1:], rows.dtype, device)
+
+    def run(rows):
+        out = new()
+        launch(rows if direct else padded_copy(rows, "gemm", "rows"), out)
+        return out
+
+    return Plan(run)
+
+
 def column_sum(rows: torch.Tensor) -> torch.Tensor:
-    """Σ over the rows of [M, N] -> [N], rounded once to the dtype of ``rows``."""
-    rows = rows if storable(rows) else padded_copy(rows, "gemm", "rows")
-    out = rows.new_empty(rows.shape[1])
-    call(rows.device, _column_sum_kernel(config.DTYPE_NAMES[rows.dtype]), rows, out)
-    return out
+    """Run the plan of `plan_column_sum`."""
+    return plan_column_sum(rows).run(rows)
 
 
 def max_clusters(device: torch.device) -> int:

@@ -12,7 +12,7 @@
     add_leaves  their sum, ascending   parts [L, M, N], b [N]        -> [M, N]
 
 The set is closed under differentiation, so double backward works.  Every product is one launcher,
-``gemm(a [M, K], b [N, K], bias, accumulator, order)``, on views: no transposing copy; but for
+``gemm(a [..., K], b [N, K], bias, accumulator, order)``, on views: no transposing copy; but for
 ``skinny(x, weight, bias [M, N], deterministic)``, whose order is ``tree``.
 
 A sum over tokens is a chain under either order: a tree's leaves would follow their number, and a
@@ -21,15 +21,17 @@ chain is what a token stream can be cut in.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from .. import contracts, cpu_math, dispatch
 from .. import main_grad as destination
-from ..again import Calls
 from ..arch import CPU, CUTE_SM90, TRITON
 from ..dispatch import Implementation
 from ..errors import UnsupportedTransformError
 from ..operands import flat_rows
+from ..runtime.plan_cache import Plan, PlanCache
 from ..torch_ops import define_op
 from . import checks, config
 
@@ -50,7 +52,7 @@ for _kernel, _contract in (
                 f"{__package__}.launch:{_kernel}",
                 _HALF,
                 _FP32_ELSEWHERE,
-                f"{__package__}.prepared:gemm" if _kernel == "gemm" else "",
+                f"{__package__}.launch:plan_{_kernel}",
             ),
             TRITON: Implementation(f"{__package__}.triton.launch:{_kernel}", _ALL),
             CPU: Implementation(f"{__package__}.cpu:{_kernel}", _ALL),
@@ -67,56 +69,57 @@ for _name in ("linear", "matmul", "skinny_linear"):
     contracts.register(contracts.Contract(_name, config.KEPT, config.plan, _backend))
 
 
-def _product(
-    a: torch.Tensor, b: torch.Tensor, order: str, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """a [M, K] · b [N, K]ᵀ + bias; sizes of zero need no kernel."""
-    (m, k), n = a.shape, b.shape[0]
-    if m == 0 or n == 0:
-        return a.new_empty(m, n)
-    if k == 0:
-        return a.new_zeros(m, n) if bias is None else _copy(bias.expand(m, n))
-    return dispatch.launcher("gemm", a.device, a.dtype)(a, b, bias, None, order)
-
-
-def _copy(bias: torch.Tensor) -> torch.Tensor:
-    return bias.clone(memory_format=torch.contiguous_format)
-
-
 def _rows(x: torch.Tensor) -> torch.Tensor:
     return flat_rows(x, "gemm")
 
 
-def _run_linear(x, weight, bias, main_grad, order):
-    if main_grad is not None:
+def _plan_product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, order: str) -> Plan:
+    """Plan of a [..., K] · b [N, K]ᵀ + bias -> [..., N]; sizes of zero need no kernel."""
+    shape = *a.shape[:-1], b.shape[0]
+    if 0 in shape:
+        return Plan(lambda a, *_: a.new_empty(shape), cacheable=False)
+    if a.shape[-1] == 0:
+        return Plan(lambda a, b, bias, *_: _without_products(a, bias, shape), cacheable=False)
+    return dispatch.plan("gemm", a.device, a.dtype, a, b, bias, None, order)
+
+
+def _without_products(a, bias, shape) -> torch.Tensor:
+    """The result for K = 0."""
+    out = a.new_zeros(shape)
+    return out if bias is None else out.copy_(bias)
+
+
+def _plan_linear(x, weight, bias, main_grad, order):
+    """Plan of `linear`."""
+    plan = _plan_product(x, weight, bias, order)
+    run_product = plan.run
+    if main_grad is None:
+        return replace(plan, run=lambda x, w, bias, *_: run_product(x, w, bias, None, order))
+
+    def run(x, weight, bias, main_grad, order):
         # Here, for a compiled graph too: a tensor that is traced has no address.
         destination.apart(main_grad, x=x, weight=weight, bias=bias)
-    if x.dim() == 2:
-        return _product(x, weight, order, bias)
-    return _product(_rows(x), weight, order, bias).view(*x.shape[:-1], weight.shape[0])
+        return run_product(x, weight, bias, None, order)
+
+    return replace(plan, run=run)
 
 
-def _prepare_linear(x, weight, bias, order):
-    """`_run_linear` without a main_grad, for calls like this one."""
-    if 0 in (*x.shape, *weight.shape) or (x.dim() > 2 and not x.is_contiguous()):
-        return None
-    return dispatch.prepared("gemm", x.device, x.dtype, x, weight, bias, order)
+def _plan_dx(dy, weight, order):
+    """Plan of `linear_dx`."""
+    plan = _plan_product(dy, weight.mT, None, order)
+    run_product = plan.run
+    return replace(plan, run=lambda dy, w, order: run_product(dy, w.mT, None, None, order))
 
 
-def _prepare_op(x, weight, bias, main_grad, order):
-    return None if main_grad is not None else _prepare_linear(x, weight, bias, order)
+def _plan_dw(dy, x, order):
+    """Plan of `linear_dw`: the sum over tokens is a chain under either order."""
+    plan = _plan_product(_rows(dy).mT, _rows(x).mT, None, config.ORDER)
+    run_product = plan.run
 
+    def run(dy, x, order):
+        return run_product(_rows(dy).mT, _rows(x).mT, None, None, config.ORDER)
 
-#: Calls of `linear` without a main_grad, by their order.
-calls = Calls(lambda *call: linear.computer(_prepare_linear(*call)))
-
-
-def _run_dx(dy, weight, order):
-    return _product(_rows(dy), weight.mT, order).view(*dy.shape[:-1], weight.shape[1])
-
-
-def _run_dw(dy, x, order):
-    return _product(_rows(dy).mT, _rows(x).mT, config.ORDER)
+    return replace(plan, run=run)
 
 
 def _run_dw_(dy, x, main_grad, order):
@@ -127,26 +130,38 @@ def _run_dw_(dy, x, main_grad, order):
         launch(_rows(dy).mT, _rows(x).mT, None, main_grad, config.ORDER)
 
 
-def _run_dbias(dy, order):
-    rows = _rows(dy)
-    if rows.numel() == 0:
-        return dy.new_zeros(dy.shape[-1])
-    return dispatch.launcher("column_sum", dy.device, dy.dtype)(rows)
+def _plan_dbias(dy, order):
+    """Plan of `linear_dbias`."""
+    if dy.numel() == 0:
+        return Plan(lambda dy, order: dy.new_zeros(dy.shape[-1]), cacheable=False)
+    plan = dispatch.plan("column_sum", dy.device, dy.dtype, _rows(dy))
+    run_sum = plan.run
+    return replace(plan, run=lambda dy, order: run_sum(_rows(dy)))
 
 
-def _run_skinny(x, weight, bias, deterministic):
-    if not deterministic:
-        # Here, for a compiled graph too: torch's flag is read at every call.
-        contracts.refuse_if_deterministic(*checks.FAST)
-    rows, n = _rows(x), weight.shape[0]
-    if bias is not None:
-        bias = bias.expand(rows.shape[0], n)
+def _plan_skinny(x, weight, bias, deterministic):
+    """Plan of `skinny_linear`."""
+    n = weight.shape[0]
+    rows = _rows(x)
+    shape, m = (*x.shape[:-1], n), rows.shape[0]
+    expanded = None if bias is None else bias.expand(m, n)
     if 0 in (*rows.shape, n):
-        out = rows.new_zeros(rows.shape[0], n) if bias is None else _copy(bias)
+        plan = Plan(lambda rows, weight, bias, _: _without_products(rows, bias, (m, n)))
+        plan = replace(plan, cacheable=False)
     else:
-        launch = dispatch.launcher("skinny", x.device, x.dtype)
-        out = launch(rows, weight, bias, deterministic)
-    return out.view(*x.shape[:-1], n)
+        operands = rows, weight, expanded, deterministic
+        plan = dispatch.plan("skinny", x.device, x.dtype, *operands)
+    run_product, flat = plan.run, x.dim() == 2
+
+    def run(x, weight, bias, deterministic):
+        if not deterministic:
+            # Here, for a compiled graph too: torch's flag is read at every call.
+            contracts.refuse_if_deterministic(*checks.FAST)
+        bias = None if bias is None else bias.expand(m, n)
+        y = run_product(_rows(x), weight, bias, deterministic)
+        return y if flat else y.view(shape)
+
+    return replace(plan, run=run, fresh=plan.fresh and flat)
 
 
 def _run_leaf_sums(a, b, length):
@@ -282,19 +297,21 @@ def _vmap_refused_of_rows(info, in_dims, *args):
     )
 
 
+#: Calls of ``ck.linear`` that passed its checks, without a main_grad, by their order.
+checked = PlanCache()
+
 linear = define_op(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? main_grad, str order) -> Tensor",
-    _run_linear,
+    plan=_plan_linear,
     fake=lambda x, w, bias, main_grad, order: x.new_empty(*x.shape[:-1], w.shape[0]),
     setup=_setup_linear,
     backward=_backward_linear,
     vmap=_vmap_rows(lambda *args: linear(*args)),
     autocast_args=(0, 1, 2),
-    prepare=_prepare_op,
 )
 skinny_linear = define_op(
     "skinny_linear(Tensor x, Tensor weight, Tensor? bias, bool deterministic) -> Tensor",
-    _run_skinny,
+    plan=_plan_skinny,
     fake=lambda x, w, bias, deterministic: x.new_empty(*x.shape[:-1], w.shape[0]),
     setup=_setup_skinny,
     backward=_backward_skinny,
@@ -303,7 +320,7 @@ skinny_linear = define_op(
 )
 linear_dx = define_op(
     "linear_dx(Tensor dy, Tensor weight, str order) -> Tensor",
-    _run_dx,
+    plan=_plan_dx,
     fake=lambda dy, w, order: dy.new_empty(*dy.shape[:-1], w.shape[1]),
     setup=_setup_two,
     backward=_backward_dx,
@@ -311,7 +328,7 @@ linear_dx = define_op(
 )
 linear_dw = define_op(
     "linear_dw(Tensor dy, Tensor x, str order) -> Tensor",
-    _run_dw,
+    plan=_plan_dw,
     fake=lambda dy, x, order: dy.new_empty(dy.shape[-1], x.shape[-1]),
     setup=_setup_two,
     backward=_backward_dw,
@@ -325,7 +342,7 @@ linear_dw_ = define_op(
 )
 linear_dbias = define_op(
     "linear_dbias(Tensor dy, str order) -> Tensor",
-    _run_dbias,
+    plan=_plan_dbias,
     fake=lambda dy, order: dy.new_empty(dy.shape[-1]),
     setup=_setup_dbias,
     backward=_backward_dbias,

@@ -12,7 +12,7 @@ from .. import log
 from ..compile import cache
 from ..compile.call import call
 from ..compile.kernel import Entry, Expect, Kernel
-from ..operands import matrix, most_ctas, padded_copy, padded_empty
+from ..operands import matrix, most_ctas, padded_empty
 from . import config, tiles
 from .config import Config, FewConfig, FinishConfig
 from .tensors import Head, Rows, Upstream
@@ -77,8 +77,8 @@ def _operands(hidden: torch.Tensor, head: Head):
 
 
 def _rows(t: torch.Tensor, name: str) -> torch.Tensor:
-    t, major = matrix(t, "logp", name)
-    return t if major == "k" else padded_copy(t, "logp", name)
+    adapt = matrix(t, "logp", name, k_major=True).adapt
+    return t if adapt is None else adapt(t)
 
 
 def _options(dtype: torch.dtype, head: Head, entropy: bool) -> tuple:

@@ -11,14 +11,17 @@ from collections.abc import Sequence
 import torch
 
 from ..cpu_math import halves, ieee
+from ..operands import flat_rows
 from .config import part_rows, room
 from .tensors import LAYER, Normed, Parts, Rule, Scale, Upstream
 
 
 def forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: Rule) -> Normed:
-    """The norm of the rows of x [M, D], or of h = x + residual, rounded to their dtype."""
+    """The norm of the rows of x [..., D], or of h = x + residual, rounded to their dtype."""
+    shape, scale = x.shape, scale.with_weight(rule.offset, x)
     # Elementwise results have the strides of their operands; results are row-major.
-    x, scale = x.contiguous(), scale.with_weight(rule.offset, x)
+    x = flat_rows(x, "norm").contiguous()
+    residual = None if residual is None else flat_rows(residual, "norm")
     with ieee():
         h = None if residual is None else (x.float() + residual.float()).to(x.dtype)
         own = (x if h is None else h).to(torch.float32)
@@ -34,7 +37,8 @@ def forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: 
             y = y * (scale.weight.float() + rule.offset)
         if scale.bias is not None:
             y = y + scale.bias.float()
-        return Normed(y.to(x.dtype), h, mean, rstd)
+        h = None if h is None else h.view(shape)
+        return Normed(y.to(x.dtype).view(shape), h, mean, rstd)
 
 
 def backward(
@@ -45,12 +49,13 @@ def backward(
     rule: Rule,
     parts: bool,
 ) -> tuple[torch.Tensor, Parts | None]:
-    """(dx [M, D] = dh + the gradient through the norm, parts of dweight and dbias).
+    """(dx [..., D] = dh + the gradient through the norm, parts of dweight and dbias).
 
     ``stats``: mean and rstd of `forward`.
     """
     mean, rstd = stats
-    h, scale = h.contiguous(), scale.with_weight(rule.offset, h)
+    shape, scale = h.shape, scale.with_weight(rule.offset, h)
+    h, upstream = flat_rows(h, "norm").contiguous(), upstream.flat()
     with ieee():
         own = h.to(torch.float32)
         if mean is not None:
@@ -72,7 +77,7 @@ def backward(
         if parts:
             of_bias = _parts(dy) if scale.bias is not None else None
             made = Parts(_parts(dy * x_hat), of_bias)
-        return dx.to(h.dtype).contiguous(), made
+        return dx.to(h.dtype).contiguous().view(shape), made
 
 
 def add_parts(

@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
 from ..compile import cache
-from ..compile.call import call
+from ..compile.call import allocator, bind
 from ..compile.kernel import Entry, Expect, Kernel
 from ..log import contiguous, copied
-from ..operands import most_ctas
+from ..operands import flat_rows, flattened, most_ctas
+from ..runtime.plan_cache import Plan
 from . import config
 from .config import (
     UNIT,
@@ -32,26 +34,60 @@ _MOST_SHARED = 227 << 10
 _DENSE = torch.contiguous_format
 
 
+def plan_forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: Rule) -> Plan:
+    """Launch plan of the norm of the rows of x [..., D], or of h = x + residual: a `Normed`."""
+    width, layer = x.shape[-1], rule.kind == LAYER
+    rows = [None if t is None else _rows(t, name) for t, name in ((x, "x"), (residual, "residual"))]
+    (adapt_x, flat_x), (adapt_residual, flat_residual) = (one or Rows() for one in rows)
+    weight, bias = _scale(scale, x, rule)
+    adapt_scale = weight is not scale.weight or bias is not scale.bias
+    m, added = x.shape[:-1].numel(), residual is not None
+    kernel, ctas = forward_kernel(m, x, added, weight, rule.kind, width)
+    new, finish, flat = _output(x)
+    new_number = allocator((m,), torch.float32, x.device)
+    flatten = itertools.compress((0, 1, 4, 5), (flat_x, flat_residual, flat, flat))
+    launch = bind(x.device, kernel, tuple(flatten))
+    numbers = *forward_numbers(rule, width), ctas
+
+    def run(x, residual, scale, rule):
+        weight, bias = _scale(scale, x, rule) if adapt_scale else scale
+        x = x if adapt_x is None else adapt_x(x)
+        residual = residual if adapt_residual is None else adapt_residual(residual)
+        y, rstd = new(), new_number()
+        h, mean = new() if added else None, new_number() if layer else None
+        launch(x, residual, weight, bias, h, y, mean, rstd, *numbers)
+        if finish is not None:
+            y, h = finish(y), finish(h) if added else None
+        return y, h, mean, rstd
+
+    return Plan(run, fresh=finish is None)
+
+
 def forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: Rule) -> Normed:
-    """As `cpu.forward`."""
-    m, width = x.shape
-    x, residual, weight, bias = taken(x, residual, scale, rule)
-    y = torch.empty_like(x, memory_format=_DENSE)
-    h = None if residual is None else torch.empty_like(y)
-    rstd = x.new_empty(m, dtype=torch.float32)
-    mean = torch.empty_like(rstd) if rule.kind == LAYER else None
-    kernel, ctas = forward_kernel(x, residual, weight, rule.kind, width)
-    args = (x, residual, weight, bias, h, y, mean, rstd)
-    call(x.device, kernel, *args, *forward_numbers(rule, width), ctas)
-    return Normed(_whole(y, width), None if h is None else _whole(h, width), mean, rstd)
+    """Run the plan of `plan_forward`."""
+    args = x, residual, scale, rule
+    return Normed(*plan_forward(*args).run(*args))
 
 
-def taken(
-    x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: Rule
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
-    """x, residual, weight and bias as the kernels take them; themselves where they need no copy."""
-    added = None if residual is None else _rows(residual, "residual")
-    return _rows(x, "x"), added, *_scale(scale, x, rule)
+class _Output(NamedTuple):
+    """A result like rows [..., D].
+
+    new: Allocates what the kernel writes, rows of whole units of 8.
+    finish: ``finish(t)`` returns the contiguous [..., D]; None: ``t`` is that.
+    flatten: It is [..., D], which the launch reads as [M, D].
+    """
+
+    new: Callable[[], torch.Tensor]
+    finish: Callable[[torch.Tensor], torch.Tensor] | None
+    flatten: bool
+
+
+def _output(x: torch.Tensor) -> _Output:
+    shape, width = x.shape, x.shape[-1]
+    if width % UNIT == 0:
+        return _Output(allocator(shape, x.dtype, x.device), None, x.dim() != 2)
+    new = allocator((shape[:-1].numel(), width + -width % UNIT), x.dtype, x.device)
+    return _Output(new, lambda t: _whole(t, width).view(shape), False)
 
 
 def forward_numbers(rule: Rule, width: int) -> tuple[float, float, float, int]:
@@ -60,11 +96,11 @@ def forward_numbers(rule: Rule, width: int) -> tuple[float, float, float, int]:
 
 
 def forward_kernel(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, kind: str, width: int
+    m: int, x: torch.Tensor, added: bool, weight: torch.Tensor, kind: str, width: int
 ) -> tuple[Callable, int]:
-    """The compiled kernel, and its CTAs, for operands that were `taken`, of rows of ``width``."""
-    chosen, at_once, held = _forward(kind, x.dtype, weight.dtype, residual is not None, width)
-    return _kernel(chosen), _forward_ctas(x.shape[0], at_once, held, x.device)
+    """The compiled kernel, and its CTAs, for m rows of ``width``; added: with a residual."""
+    chosen, at_once, held = _forward(kind, x.dtype, weight.dtype, added, width)
+    return _kernel(chosen), _forward_ctas(m, at_once, held, x.device)
 
 
 @functools.cache
@@ -82,64 +118,112 @@ def _forward_ctas(m: int, at_once: int, held: int | None, device: torch.device) 
     return ctas if held is None else min(ctas, most_ctas(device) * held)
 
 
-def backward(
+def plan_backward(
     upstream: Upstream,
     h: torch.Tensor,
     stats: tuple[torch.Tensor | None, torch.Tensor],
     scale: Scale,
     rule: Rule,
     parts: bool,
-) -> tuple[torch.Tensor, Parts | None]:
-    """As `cpu.backward`; the parts are made whether wanted or not."""
-    m, width = h.shape
-    h, dy = _rows(h, "h"), _rows(upstream.dy, "dy")
-    dh = None if upstream.dh is None else _rows(upstream.dh, "dh")
-    dx = torch.empty_like(h, memory_format=_DENSE)
-    count = -(-m // part_rows(width))
-    shape = (2 if rule.kind == LAYER else 1, count, h.shape[1])
-    sums = h.new_empty(shape, dtype=torch.float32)
-    of_bias = sums[1] if rule.kind == LAYER else None
+) -> Plan:
+    """Launch plan of `cpu.backward` for rows [..., D]; the parts are made whether wanted or not."""
+    width, layer, upper = h.shape[-1], rule.kind == LAYER, upstream.dh is not None
+    (adapt_dy, flat_dy), (adapt_h, flat_h) = _rows(upstream.dy, "dy"), _rows(h, "h")
+    adapt_dh, flat_dh = _rows(upstream.dh, "dh") if upper else Rows()
     weight, _ = _scale(scale, h, rule)
-    chosen = backward_config(rule.kind, h.dtype, weight.dtype, dh is not None, width)
-    ctas = min(count, most_ctas(h.device))
-    args = (dy, dh, h, *stats, weight, dx, sums[0], of_bias)
-    call(h.device, _kernel(chosen), *args, rule.offset, 1 / width, ctas)
-    return _whole(dx, width), Parts(sums[0], of_bias)
+    adapt_scale = weight is not scale.weight
+    new, finish, flat = _output(h)
+    count = -(-h.shape[:-1].numel() // part_rows(width))
+    shape = 2 if layer else 1, count, width + -width % UNIT
+    new_sums = allocator(shape, torch.float32, h.device)
+    chosen = backward_config(rule.kind, h.dtype, weight.dtype, upper, width)
+    flatten = itertools.compress((0, 1, 2, 6), (flat_dy, flat_dh, flat_h, flat))
+    launch = bind(h.device, _kernel(chosen), tuple(flatten))
+    numbers = rule.offset, 1 / width, min(count, most_ctas(h.device))
+
+    def run(upstream, h, stats, scale, rule, parts):
+        weight = _scale(scale, h, rule)[0] if adapt_scale else scale.weight
+        dy, dh = upstream
+        dy = dy if adapt_dy is None else adapt_dy(dy)
+        dh = dh if adapt_dh is None else adapt_dh(dh)
+        h = h if adapt_h is None else adapt_h(h)
+        dx, sums = new(), new_sums()
+        of_bias = sums[1] if layer else None
+        launch(dy, dh, h, *stats, weight, dx, sums[0], of_bias, *numbers)
+        return dx if finish is None else finish(dx), Parts(sums[0], of_bias)
+
+    return Plan(run, fresh=finish is None)
 
 
-def add_parts(
+def backward(*args: object) -> tuple[torch.Tensor, Parts | None]:
+    """Run the plan of `plan_backward`."""
+    return plan_backward(*args).run(*args)
+
+
+def plan_add_parts(
     parts: Sequence[torch.Tensor],
     into: Sequence[torch.Tensor | None],
     like: Sequence[torch.Tensor],
-) -> list[torch.Tensor | None]:
-    """As `cpu.add_parts`; two sums of one kind in one launch."""
-    made = [torch.empty_like(t) if old is None else None for old, t in zip(into, like, strict=True)]
-    targets = [new if old is None else old for old, new in zip(into, made, strict=True)]
-    flat = [t.contiguous() for t in targets]
+) -> Plan:
+    """Launch plan of `cpu.add_parts`; two sums of one kind take one launch."""
+    device = parts[0].device
     names = [
         config.DTYPE_NAMES[t.dtype] if old is None else "add"
         for old, t in zip(into, like, strict=True)
     ]
-    sums = list(zip(parts, flat, strict=True))
-    if len(sums) == 2 and names[0] == names[1]:
-        call(parts[0].device, _kernel(SumConfig(names[0], True)), *sums[0], *sums[1])
-    else:
-        for name, one in zip(names, sums, strict=True):
-            call(one[0].device, _kernel(SumConfig(name, False)), *one, None, None)
-    for target, t in zip(targets, flat, strict=True):
-        if t is not target:
-            target.copy_(t)
-    return made
+    pair = len(parts) == 2 and names[0] == names[1]
+    launches = [bind(device, _kernel(SumConfig(name, pair))) for name in names]
+
+    def run(parts, into, like):
+        sums = [
+            torch.empty_like(t) if old is None else None for old, t in zip(into, like, strict=True)
+        ]
+        targets = [new if old is None else old for old, new in zip(into, sums, strict=True)]
+        flat = [t.contiguous() for t in targets]
+        if pair:
+            launches[0](parts[0], flat[0], parts[1], flat[1])
+        else:
+            for launch, part, t in zip(launches, parts, flat, strict=True):
+                launch(part, t, None, None)
+        for target, t in zip(targets, flat, strict=True):
+            if t is not target:
+                target.copy_(t)
+        return sums
+
+    return Plan(run)
 
 
-def _rows(t: torch.Tensor, name: str) -> torch.Tensor:
-    """[M, 8 ⌈D / 8⌉] whose rows begin at multiples of 16 bytes, zeros behind D."""
-    row, column = t.stride()
-    whole = t.shape[1] % UNIT == 0
-    if whole and column == 1 and (row * t.itemsize | t.data_ptr()) % _ALIGN == 0:
-        return t
+def add_parts(*args: object) -> list[torch.Tensor | None]:
+    """Run the plan of `plan_add_parts`."""
+    return plan_add_parts(*args).run(*args)
+
+
+class Rows(NamedTuple):
+    """How a launch gets rows [M, 8 ⌈D / 8⌉], at multiples of 16 bytes, zeros past D.
+
+    adapt: ``adapt(operand)`` returns them; None: they are the operand.
+    flatten: The operand is a contiguous [..., D], which the launch itself reads as [M, D].
+    """
+
+    adapt: Callable[[torch.Tensor], torch.Tensor] | None = None
+    flatten: bool = False
+
+
+def _rows(t: torch.Tensor, name: str) -> Rows:
+    """How a launch gets the rows of ``t`` [..., D]."""
+    rows = flattened(t)
+    row, column = rows.stride()
+    addressable = column == 1 and (row * t.itemsize | rows.data_ptr()) % _ALIGN == 0
+    if t.shape[-1] % UNIT or not addressable:
+        return Rows(lambda t: _copied_rows(t, name))
+    if t.dim() == 2:
+        return Rows()
+    return Rows(flatten=True) if t.is_contiguous() else Rows(lambda t: flat_rows(t, "norm"))
+
+
+def _copied_rows(t: torch.Tensor, name: str) -> torch.Tensor:
     copied("norm", name, t, "whole units of 8, rows at multiples of 16 bytes")
-    return _padded(t)
+    return _padded(flat_rows(t, "norm"))
 
 
 def _vector(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -166,7 +250,7 @@ def _scale(scale: Scale, x: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, tor
     if bias is None and rule.kind == RMS and weight is not None and weight.dtype == x.dtype:
         return _vector(weight, x.dtype), None
     if weight is None:
-        weight = x.new_ones(x.shape[1])
+        weight = x.new_ones(x.shape[-1])
     if rule.kind == LAYER and bias is None:
         bias = torch.zeros_like(weight)
     given = [t for t in (weight, bias) if t is not None]

@@ -9,17 +9,17 @@ What is not there is empty: the mean of an RMS norm, a gradient that goes elsewh
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from .. import contracts, dispatch
 from .. import main_grad as destination
-from ..again import Calls
 from ..arch import CPU, CUTE_SM90, TRITON
 from ..dispatch import Implementation
 from ..errors import UnsupportedTransformError
-from ..operands import flat_rows
+from ..runtime.plan_cache import Plan, PlanCache
 from ..torch_ops import define_op
 from . import checks, config
 from .checks import DTYPES, Operands
@@ -33,7 +33,7 @@ for _function in ("forward", "backward", "add_parts"):
             CUTE_SM90: Implementation(
                 f"{__package__}.launch:{_function}",
                 frozenset(DTYPES),
-                prepare=f"{__package__}.prepared:forward" if _function == "forward" else "",
+                planner=f"{__package__}.launch:plan_{_function}",
             ),
             TRITON: Implementation(f"{__package__}.triton.launch:{_function}", frozenset(DTYPES)),
             CPU: Implementation(f"{__package__}.cpu:{_function}", frozenset(DTYPES)),
@@ -57,33 +57,16 @@ def apply(
     x, weight, bias, residual, main_grad, bias_main_grad = given
     options = kind, eps, offset, type(eps), type(offset)
     plain = main_grad is None and bias_main_grad is None and not is_dynamo_compiling()
-    known = plain and calls.find(options, x, residual, weight, bias)
-    if known:
-        y, h, _, _ = known(x, residual, weight, bias, None, None, kind, eps, offset)
+    run = plain and checked.find(options, x, residual, weight, bias)
+    if run:
+        y, h, _, _ = run(x, residual, weight, bias, None, None, kind, eps, offset)
     else:
         rule = checks.norm(name, kind, given, eps, offset)
-        if known is None:
-            calls.keep(options, (x, residual, weight, bias), rule)
+        if run is None:
+            bound = norm.bind_plan(_plan_bare(x, residual, Scale(weight, bias), rule))
+            checked.add(options, (x, residual, weight, bias), bound)
         y, h, _, _ = norm(x, residual, weight, bias, main_grad, bias_main_grad, *rule)
     return y if residual is None else (y, h)
-
-
-def _of_rows(function: str, like: torch.Tensor):
-    return dispatch.launcher(f"norm_{function}", like.device, like.dtype)
-
-
-def _run(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offset):
-    # Here, for a compiled graph too: a tensor that is traced has no address.
-    _apart(main_grad, bias_main_grad, x=x, residual=residual, weight=weight, bias=bias)
-    if x.numel() == 0:
-        return _fake(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offset)
-    rows = flat_rows(x, "norm")
-    added = None if residual is None else flat_rows(residual, "norm")
-    rule, scale = Rule(kind, eps, offset), Scale(weight, bias)
-    made = _of_rows("forward", x)(rows, added, scale, rule)
-    h = x.new_empty(0) if made.h is None else made.h.view(x.shape)
-    mean = made.rstd.new_empty(0) if made.mean is None else made.mean
-    return made.y if rows is x else made.y.view(x.shape), h, mean, made.rstd
 
 
 def _apart(main_grad, bias_main_grad, **read):
@@ -94,30 +77,43 @@ def _apart(main_grad, bias_main_grad, **read):
         destination.apart(bias_main_grad, "bias_main_grad", **read)
 
 
-def _prepare(x, residual, weight, bias, rule):
-    """`_run` without main_grads, for calls like this one."""
-    strided = all(t is None or t.is_contiguous() for t in (x, residual))
-    if x.numel() == 0 or not strided:
-        return None
-    scale = Scale(weight, bias)
-    return dispatch.prepared("norm_forward", x.device, x.dtype, x, residual, scale, rule)
+def _plan_bare(x, residual, scale, rule):
+    """Plan of `norm` without main_grads, with None for results that a norm does not have."""
+    if x.numel() == 0:
+        return Plan(_run_empty, cacheable=False)
+    plan = dispatch.plan("norm_forward", x.device, x.dtype, x, residual, scale, rule)
+    launch = plan.run
+
+    def run(x, residual, weight, bias, *_):
+        return launch(x, residual, Scale(weight, bias), rule)
+
+    return replace(plan, run=run)
 
 
-def _prepare_op(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offset):
-    if main_grad is not None or bias_main_grad is not None:
-        return None
-    launch = _prepare(x, residual, weight, bias, Rule(kind, eps, offset))
+def _plan(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offset):
+    """Plan of `norm`."""
+    if x.numel() == 0:
+        return Plan(_run_empty, cacheable=False)
+    plan = _plan_bare(x, residual, Scale(weight, bias), Rule(kind, eps, offset))
+    launch = plan.run
 
-    def run(x, *others):
-        y, h, mean, rstd = launch(x, *others)
+    def run(x, residual, weight, bias, main_grad, bias_main_grad, *_):
+        # Here, for a compiled graph too: a tensor that is traced has no address.
+        _apart(main_grad, bias_main_grad, x=x, residual=residual, weight=weight, bias=bias)
+        y, h, mean, rstd = launch(x, residual, weight, bias)
         h = x.new_empty(0) if h is None else h
         return y, h, rstd.new_empty(0) if mean is None else mean, rstd
 
-    return launch and run
+    return replace(plan, run=run)
 
 
-#: Calls of both functions without a main_grad, by kind, eps and offset.
-calls = Calls(lambda *call: norm.computer(_prepare(*call)))
+def _run_empty(x, residual, weight, bias, main_grad, bias_main_grad, *numbers):
+    _apart(main_grad, bias_main_grad, x=x, residual=residual, weight=weight, bias=bias)
+    return _fake(x, residual, weight, bias, main_grad, bias_main_grad, *numbers)
+
+
+#: Calls of both functions that passed their checks, without a main_grad, by kind, eps and offset.
+checked = PlanCache()
 
 
 def _fake(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offset):
@@ -127,30 +123,46 @@ def _fake(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offse
     return x.new_empty(x.shape), h, mean, x.new_empty(rows, dtype=torch.float32)
 
 
-def _run_backward(
+def _plan_backward(
     dy, dh, h, mean, rstd, weight, bias, main_grad, bias_main_grad, kind, eps, offset, needs
 ):
-    _apart(main_grad, bias_main_grad, dy=dy, dh=dh)
-    d_x, d_weight, d_bias = _fake_backward(
-        dy, dh, h, mean, rstd, weight, bias, main_grad, bias_main_grad, kind, eps, offset, needs
-    )
+    """Plan of `norm_backward`: the gradient of rows, then the sums of dweight's and dbias' parts."""
     if h.numel() == 0:
-        return d_x, d_weight.zero_(), d_bias.zero_()
-    rows = flat_rows(h, "norm")
-    given = Upstream(*(None if g is None else flat_rows(g, "norm") for g in (dy, dh)))
-    stats = (mean if kind == LAYER else None, rstd)
-    wanted = any(needs[1:])
-    launch = _of_rows("backward", h)
-    d_rows, parts = launch(given, rows, stats, Scale(weight, bias), Rule(kind, eps, offset), wanted)
-    if wanted:
-        sums = (parts.weight, main_grad, weight), (parts.bias, bias_main_grad, bias)
-        chosen = [at for at in (0, 1) if needs[1 + at]]
-        made = _of_rows("add_parts", h)(*zip(*(sums[at] for at in chosen), strict=True))
-        results = [d_weight, d_bias]
-        for at, own in zip(chosen, made, strict=True):
-            results[at] = results[at] if own is None else own
-        d_weight, d_bias = results
-    return d_rows.view(h.shape) if needs[0] else d_x, d_weight, d_bias
+        return Plan(_run_backward_of_nothing, cacheable=False)
+    rule, wanted = Rule(kind, eps, offset), any(needs[1:])
+    where, layer = (h.device, h.dtype), kind == LAYER
+    stats = mean if layer else None, rstd
+    operands = Upstream(dy, dh), h, stats, Scale(weight, bias), rule, wanted
+    rows = dispatch.plan("norm_backward", *where, *operands)
+    indices = [i for i in (0, 1) if needs[1 + i]]
+    add: Plan | None = None
+
+    def run(dy, dh, h, mean, rstd, weight, bias, main_grad, bias_main_grad, *_):
+        nonlocal add
+        _apart(main_grad, bias_main_grad, dy=dy, dh=dh)
+        stats = mean if layer else None, rstd
+        scale = Scale(weight, bias)
+        d_x, parts = rows.run(Upstream(dy, dh), h, stats, scale, rule, wanted)
+        sums = [None, None]
+        if wanted:
+            all_sums = (parts.weight, main_grad, weight), (parts.bias, bias_main_grad, bias)
+            chosen = [list(one) for one in zip(*(all_sums[i] for i in indices), strict=True)]
+            if add is None:
+                # Parts are alike in all calls of this signature.
+                add = dispatch.plan("norm_add_parts", *where, *chosen)
+            for i, one in zip(indices, add.run(*chosen), strict=True):
+                sums[i] = one
+        d_weight, d_bias = (h.new_empty(0) if t is None else t for t in sums)
+        return d_x if needs[0] else h.new_empty(0), d_weight, d_bias
+
+    return replace(rows, run=run)
+
+
+def _run_backward_of_nothing(*args):
+    _, _, h, _, _, weight, bias, main_grad, bias_main_grad, *_ = args
+    _apart(main_grad, bias_main_grad, dy=args[0], dh=args[1])
+    d_x, d_weight, d_bias = _fake_backward(*args)
+    return d_x, d_weight.zero_(), d_bias.zero_()
 
 
 def _fake_backward(
@@ -218,18 +230,17 @@ norm = define_op(
     "norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? main_grad, "
     "Tensor? bias_main_grad, str kind, float eps, float offset) -> "
     "(Tensor, Tensor, Tensor, Tensor)",
-    _run,
+    plan=_plan,
     fake=_fake,
     setup=_setup,
     backward=_backward,
     vmap=_vmap_refused,
-    prepare=_prepare_op,
 )
 norm_backward = define_op(
     "norm_backward(Tensor dy, Tensor? dh, Tensor h, Tensor mean, Tensor rstd, Tensor? weight, "
     "Tensor? bias, Tensor(a!)? main_grad, Tensor(b!)? bias_main_grad, str kind, float eps, "
     "float offset, bool[] needs) -> (Tensor, Tensor, Tensor)",
-    _run_backward,
+    plan=_plan_backward,
     fake=_fake_backward,
     vmap=_vmap_refused,
 )

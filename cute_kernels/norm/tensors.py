@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..operands import flat_rows
+
 RMS, LAYER = "rms", "layer"
 
 
@@ -34,7 +36,7 @@ class Scale(NamedTuple):
 
 
 class Normed(NamedTuple):
-    """Of rows x [M, D]: y; h = x + residual, or None where there was none; fp32 [M] of each row:
+    """Of rows x [..., D]: y; h = x + residual, or None where there was none; fp32 [M] of each row:
     its mean (None of an RMS norm) and 1 / √(variance + eps)."""
 
     y: torch.Tensor
@@ -44,10 +46,14 @@ class Normed(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """Gradients that come in, [M, D]: of y, and of h if it was given away."""
+    """Gradients that come in, [..., D]: of y, and of h if it was given away."""
 
     dy: torch.Tensor
     dh: torch.Tensor | None
+
+    def flat(self) -> Upstream:
+        """The gradients as [M, D]."""
+        return Upstream(*(None if t is None else flat_rows(t, "norm") for t in self))
 
 
 class Parts(NamedTuple):

@@ -19,12 +19,12 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import contracts, dispatch
 from .. import main_grad as destination
-from ..again import Calls
 from ..arch import CPU, TRITON
 from ..cpu_math import ieee_on
 from ..dispatch import Implementation
 from ..errors import UnsupportedTransformError
 from ..operands import flat_rows
+from ..runtime.plan_cache import Plan, PlanCache
 from ..torch_ops import define_op
 from . import checks, config
 
@@ -54,16 +54,16 @@ for _name in ("silu", "gelu"):
     _LAUNCHERS[f"{_name}_mul"] = (f"{_name}_mul", "gated")
     _LAUNCHERS[f"{_name}_mul_backward"] = (f"{_name}_mul", "gated_backward")
 
-#: Launchers whose calls are remembered.
-_PREPARED = ("activation", "gated")
+#: Launchers with a planner.
+_PLANNED = ("activation", "activation_backward", "gated", "gated_backward")
 
 for _entry, (_contract, _function) in _LAUNCHERS.items():
-    _prepare = f"{__package__}.triton.launch:prepare_{_function}" if _function in _PREPARED else ""
+    _planner = f"{__package__}.triton.launch:plan_{_function}" if _function in _PLANNED else ""
     _on_gpu = f"{__package__}.triton.launch:{_function}"
     dispatch.register(
         _entry,
         {
-            TRITON: Implementation(_on_gpu, _DTYPES, prepare=_prepare),
+            TRITON: Implementation(_on_gpu, _DTYPES, planner=_planner),
             CPU: Implementation(f"{__package__}.cpu:{_function}", _DTYPES),
         },
         contract=_contract,
@@ -112,14 +112,22 @@ def _like(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
 
-def _run_activation(x, kind):
-    return _launcher(_OP_OF[kind], x)(x, kind) if x.numel() else _like(x)
+def _plan_elements(entry: str, *args) -> Plan:
+    """Plan of a launcher of tensors that are alike; args: the op's."""
+    first = args[0]
+    if not first.numel():
+        two = entry.endswith("_mul_backward")
+        run = lambda *args: (_like(args[1]), _like(args[2])) if two else _like(args[0])  # noqa: E731
+        return Plan(run, cacheable=False)
+    return dispatch.plan(entry, first.device, first.dtype, *args)
 
 
-def _run_activation_backward(dy, x, kind):
-    if not x.numel():
-        return _like(x)
-    return _launcher(f"{_OP_OF[kind]}_backward", x)(dy, x, kind)
+def _plan_activation(x, kind):
+    return _plan_elements(_OP_OF[kind], x, kind)
+
+
+def _plan_activation_backward(dy, x, kind):
+    return _plan_elements(f"{_OP_OF[kind]}_backward", dy, x, kind)
 
 
 def _setup_activation(ctx, inputs, output):
@@ -132,14 +140,12 @@ def _backward_activation(ctx, dy):
     return activation_backward(dy, x, ctx.kind), None
 
 
-def _run_gated(gate, up, kind):
-    return _launcher(f"{_OP_OF[kind]}_mul", gate)(gate, up, kind) if gate.numel() else _like(gate)
+def _plan_gated(gate, up, kind):
+    return _plan_elements(f"{_OP_OF[kind]}_mul", gate, up, kind)
 
 
-def _run_gated_backward(dy, gate, up, kind):
-    if not gate.numel():
-        return _like(gate), _like(up)
-    return _launcher(f"{_OP_OF[kind]}_mul_backward", gate)(dy, gate, up, kind)
+def _plan_gated_backward(dy, gate, up, kind):
+    return _plan_elements(f"{_OP_OF[kind]}_mul_backward", dy, gate, up, kind)
 
 
 def _setup_gated(ctx, inputs, output):
@@ -152,62 +158,51 @@ def _backward_gated(ctx, dy):
     return *(g if need else None for g, need in zip(made, ctx.needs_input_grad, strict=False)), None
 
 
-def _prepare_elements(*args):
-    """`_run_activation` and `_run_gated` for calls like this one, of an entry of `dispatch`."""
-    *call, entry = args
-    first = call[0]
-    if not first.numel():
-        return None
-    launch = dispatch.prepared(entry, first.device, first.dtype, *call)
-    return launch and (lambda *args: launch(*args[:-1]))
-
-
 activation = define_op(
     "activation(Tensor x, str kind) -> Tensor",
-    _run_activation,
+    plan=_plan_activation,
     fake=lambda x, kind: _like(x),
     setup=_setup_activation,
     backward=_backward_activation,
     vmap=_rows_only(lambda *args: activation(*args)),
-    prepare=lambda x, kind: _prepare_elements(x, kind, _OP_OF[kind]),
 )
 activation_backward = define_op(
     "activation_backward(Tensor dy, Tensor x, str kind) -> Tensor",
-    _run_activation_backward,
+    plan=_plan_activation_backward,
     fake=lambda dy, x, kind: _like(x),
     vmap=_rows_only(lambda *args: activation_backward(*args)),
 )
 gated = define_op(
     "gated(Tensor gate, Tensor up, str kind) -> Tensor",
-    _run_gated,
+    plan=_plan_gated,
     fake=lambda gate, up, kind: _like(gate),
     setup=_setup_gated,
     backward=_backward_gated,
     vmap=_rows_only(lambda *args: gated(*args)),
-    prepare=lambda gate, up, kind: _prepare_elements(gate, up, kind, f"{_OP_OF[kind]}_mul"),
 )
 gated_backward = define_op(
     "gated_backward(Tensor dy, Tensor gate, Tensor up, str kind) -> (Tensor, Tensor)",
-    _run_gated_backward,
+    plan=_plan_gated_backward,
     fake=lambda dy, gate, up, kind: (_like(gate), _like(up)),
     vmap=_rows_only(lambda *args: gated_backward(*args)),
 )
 
 
-#: Calls of functions of elements, by the name of the public one and the kind.
-calls = Calls(lambda *call: _op_of(call[:-2]).computer(_prepare_elements(*call)))
+#: Calls of elementwise functions that passed their checks, by public name and kind.
+checked = PlanCache()
 
 
 def elements(name: str, kind: str, *tensors: torch.Tensor) -> torch.Tensor:
     """f(x), or f(gate) up, as the public function ``name``, which is an entry of `dispatch` too."""
-    known = not is_dynamo_compiling() and calls.find((name, kind), *tensors)
-    if known:
-        return known(*tensors, kind)
+    run = not is_dynamo_compiling() and checked.find((name, kind), *tensors)
+    if run:
+        return run(*tensors, kind)
     check = checks.element if len(tensors) == 1 else checks.gated
     check(name, *tensors)
-    if known is None:
-        calls.keep((name, kind), tensors, kind, name)
-    return _op_of(tensors)(*tensors, kind)
+    op = _op_of(tensors)
+    if run is None:
+        checked.add((name, kind), tensors, op.bind(*tensors, kind))
+    return op(*tensors, kind)
 
 
 def _op_of(tensors: tuple[torch.Tensor, ...]) -> Callable:

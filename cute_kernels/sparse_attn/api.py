@@ -88,10 +88,10 @@ def block_sparse_attention(
     wants_grad = any(getattr(t, "requires_grad", False) for t in (q, k, v, sinks))
     needs_order = torch.is_grad_enabled() and wants_grad
     options = causal, scale, softcap, schedule, needs_order
-    remembered = sinks is None and type(causal) is bool and deterministic is True
-    known = remembered and op.find(block_mask, options, q, k, v)
-    if known:
-        out, lse = known.run(q, k, v, *known.rest)
+    cacheable = sinks is None and type(causal) is bool and deterministic is True
+    bound = cacheable and op.find(block_mask, options, q, k, v)
+    if bound:
+        out, lse = bound.call(q, k, v, *bound.rest)
         return (out, lse) if return_lse else out
     flags = {"causal": causal, "deterministic": deterministic, "return_lse": return_lse}
     given = checks.attention(q, k, v, block_mask, scale, softcap, schedule, flags)
@@ -113,8 +113,8 @@ def block_sparse_attention(
             str(given.device),
         )
     rest = *operands, given.scale, given.softcap, deterministic, sinks
-    if known is None:
-        op.calls_of(block_mask).keep(options, (q, k, v), rest)
+    if bound is None:
+        op.cache_of(block_mask).add(options, (q, k, v), op.bind(q, k, v, rest))
     out, lse = op.block_sparse_attention(q, k, v, *rest)
     return (out, lse) if return_lse else out
 
@@ -299,14 +299,15 @@ def sequence_attention(
     """
     options = scale, softcap
     plain = sinks is None and not torch.compiler.is_dynamo_compiling()
-    known = plain and sequence_op.calls.find(options, q, k, v, spans)
-    if known:
-        return known.run(q, k, v, spans, *known.rest)[0]
+    bound = plain and sequence_op.checked.find(options, q, k, v, spans)
+    if bound:
+        return bound.call(q, k, v, spans, *bound.rest)[0]
     given = checks.attention(q, k, v, None, scale, softcap, checks.AUTO, {})
     checks.spans(spans, q)
     checks.sinks(sinks, q)
-    if known is None:
-        numbers = given.scale, given.softcap
-        sequence_op.calls.keep(options, (q, k, v, spans), *numbers)
+    if bound is None:
+        rest = given.scale, given.softcap, None
+        call = sequence_op.sequence_attention.bind(q, k, v, spans, *rest)
+        sequence_op.checked.add(options, (q, k, v, spans), call and op.Bound(call, rest))
     out, _ = sequence_op.sequence_attention(q, k, v, spans, given.scale, given.softcap, sinks)
     return out

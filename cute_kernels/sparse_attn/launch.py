@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from .. import log, settings
 from ..compile import cache
-from ..compile.call import call
+from ..compile.call import allocator, bind
 from ..compile.kernel import Entry, Expect, Kernel
-from ..operands import addressable, most_ctas, not_empty
+from ..operands import addressable, is_addressable, most_ctas, not_empty
+from ..runtime.plan_cache import Plan
 from . import config, stacked, watchdog
 from .config import BackwardConfig, ForwardConfig, PackConfig, PostConfig, PreConfig
 from .masks import BLOCK, FAR, FORMS, FORWARD_FORMS, SPANS, LoweredMask, Order
@@ -40,25 +41,13 @@ _BACKWARD_MMA = {
 }
 
 
+#: (left, right) of a sliding window, in keys; None: no bound.
+Window = tuple[int | None, int | None]
+
 #: Of a kernel that reads spans, and of one whose lists are formulas.
 NO_LISTS = None, None, None, None
 #: Of the kernel that places sequences: blocks or tickets to a slice, and slices to a CTA's.
 _SLICE, _MOST_SLICES = 512, 64
-
-
-class Walk(NamedTuple):
-    """What the fused pass of a backward walks, over ``rows`` query rows.
-
-    lists  ticket, entry, rank, tile and the words of bits, as the kernel takes them
-    order  what they were made of; None for a pack, whose ``table`` says where it lies
-    """
-
-    form: str
-    rows: int
-    lists: tuple
-    band: tuple[int, int]
-    order: Order | None
-    table: Tensor | None = None
 
 
 class Workspace(NamedTuple):
@@ -77,7 +66,7 @@ class Workspace(NamedTuple):
     counter: Tensor
 
 
-def forward(
+def plan_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -85,59 +74,92 @@ def forward(
     scale: float,
     softcap: float,
     sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of ``op``; tiles of 128 or 192 query rows of a head."""
+) -> Plan:
+    """Launch plan of (out, lse) of ``op``; tiles of 128 or 192 query rows of a head.
+
+    It holds the lists of ``mask``: cache it no longer than those.
+    """
     lists = mask.kv_count, not_empty(mask.kv_entry), not_empty(mask.kv_tile), mask.words
-    band = mask.lo, mask.hi
-    return _forward(q, k, v, (mask.form, lists, None, band), scale, softcap, sinks)
+    rule = mask.form, q.shape[1], (mask.lo, mask.hi)
+    launch = _plan_forward(q, k, v, sinks, rule, (scale, softcap))
+
+    def run(q, k, v, mask, scale, softcap, sinks=None):
+        return launch(q, k, v, sinks, lists, None)
+
+    return Plan(run)
 
 
-def forward_of_pack(
+def forward(*args: object) -> tuple[Tensor, Tensor]:
+    """Run the plan of `plan_forward`."""
+    return plan_forward(*args).run(*args)
+
+
+def plan_forward_of_pack(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     bounds: Tensor,
-    window: tuple[int | None, int | None],
+    window: Window,
     scale: float,
     softcap: float,
     sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of sequences where they lie in q, k, v [1, T, H, D], by two launches.
+) -> Plan:
+    """Launch plan of (out, lse) of sequences where they lie in q, k, v [1, T, H, D]: two launches.
 
-    bounds: [N, 2], int32 or int64, where each begins and ends, one behind another; the host reads
-    none, see ``kernel_pack_sm90``.  window: (left, right), None for no bound.  Tokens behind the
-    last sequence see nothing; others of none are not written.
+    bounds: [N, 2], int32 or int64, where each begins and ends, in ascending order; the host reads
+    none, see ``kernel_pack_sm90``.  window: (left, right), None for no bound.  Tokens after the
+    last sequence see nothing; tokens of no sequence are not written.
     """
-    table, _ = places(bounds, q)
-    rule = config.FORM_OF_PACKS, NO_LISTS, table, band(window)
-    return _forward(q, k, v, rule, scale, softcap, sinks)
+    place = plan_places(bounds, q)
+    rule = config.FORM_OF_PACKS, place.rows, band(window)
+    launch = _plan_forward(q, k, v, sinks, rule, (scale, softcap), packed=True)
+
+    def run(q, k, v, bounds, window, scale, softcap, sinks=None):
+        table, _ = place.run(bounds)
+        return launch(q, k, v, sinks, NO_LISTS, table)
+
+    return Plan(run)
 
 
-def _forward(
+def forward_of_pack(*args: object) -> tuple[Tensor, Tensor]:
+    """Run the plan of `plan_forward_of_pack`."""
+    return plan_forward_of_pack(*args).run(*args)
+
+
+def _plan_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    rule: tuple,
-    scale: float,
-    softcap: float,
     sinks: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """rule: (form, lists, table of a pack, band)."""
-    batch, q_len, heads, dim = q.shape
-    form, lists, table, ends = rule
-    dtype, sunk, packed = config.DTYPE_NAMES[q.dtype], sinks is not None, table is not None
-    chosen = config.configure_forward(dtype, dim, form, softcap > 0, sunk, packed)
-    kernel = forward_kernel(chosen)
-    out = empty(shape_of_out(q, v), q.dtype, q.device)
-    lse = empty((batch, heads, q_len), torch.float32, q.device)
-    by_row = sinks.float()[:, None].expand(heads, q_len) if sunk else None
-    operands = [addressable(t, NAME, name) for name, t in (("q", q), ("k", k), ("v", v))]
-    numbers = *ends, *config.factors(scale, softcap)
-    rows = rows_of(table) if packed else q_len
-    counter, ctas = grid(chosen, rows, batch * heads, q.device)
-    given = *operands, out, lse, *lists, None, by_row, table, counter()
-    call(q.device, kernel, *given, *numbers, ctas)
-    return out, lse
+    rule: tuple[str, int, tuple[int, int]],
+    factors: tuple[float, float],
+    packed: bool = False,
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """``run(q, k, v, sinks, lists, table)`` of a forward; rule: (form, query rows, band)."""
+    (batch, q_len, heads, dim), device = q.shape, q.device
+    (form, rows, ends), (scale, softcap) = rule, factors
+    dtype = config.DTYPE_NAMES[q.dtype]
+    chosen = config.configure_forward(dtype, dim, form, softcap > 0, sinks is not None, packed)
+    launch = bind(device, forward_kernel(chosen))
+    counter, ctas = grid(chosen, rows, batch * heads, device)
+    numbers = *ends, *config.factors(scale, softcap), ctas
+    new_out = allocator(shape_of_out(q, v), q.dtype, device)
+    new_lse = allocator((batch, heads, q_len), torch.float32, device)
+    direct = all(map(is_addressable, (q, k, v)))
+
+    def run(q, k, v, sinks, lists, table):
+        if not direct:
+            q, k, v = _addressed({"q": q, "k": k, "v": v})
+        out, lse = new_out(), new_lse()
+        by_row = None if sinks is None else sinks.float()[:, None].expand(heads, q_len)
+        launch(q, k, v, out, lse, *lists, None, by_row, table, counter(), *numbers)
+        return out, lse
+
+    return run
+
+
+def _addressed(tensors: dict[str, Tensor]) -> list[Tensor]:
+    return [addressable(t, NAME, name) for name, t in tensors.items()]
 
 
 def grid(
@@ -157,41 +179,50 @@ def _unread(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
-def band(window: tuple[int | None, int | None]) -> tuple[int, int]:
+def band(window: Window) -> tuple[int, int]:
     """(lo, hi) of keys less queries."""
     left, right = window
     return -FAR if left is None else -left, FAR if right is None else right
 
 
-def places(
-    bounds: Tensor,
-    q: Tensor,
-    kv_heads: int = 0,
-    window: tuple[int | None, int | None] = (None, None),
-) -> tuple[Tensor, Tensor | None]:
-    """The table of a pack, on the device of ``q`` [1, T, Hq, D]; for ``kv_heads`` tickets too.
+class Placing(NamedTuple):
+    """Launch plan of the kernel that says where the sequences of a pack lie.
 
-    Their sizes are bounds that the host knows; the last row of either says what is in use.
+    run: ``run(bounds)`` returns (table, tickets or None).
+    rows: The most query rows that the blocks of the table have.
     """
-    bounds = not_empty(bounds).to(q.device, non_blocking=True)
-    tokens, count = q.shape[1], len(bounds)
+
+    run: Callable[[Tensor], tuple[Tensor, Tensor | None]]
+    rows: int
+
+
+def plan_places(
+    bounds: Tensor, q: Tensor, kv_heads: int = 0, window: Window = (None, None)
+) -> Placing:
+    """Plan of the table of a pack, on the device of ``q`` [1, T, Hq, D]; tickets for ``kv_heads``.
+
+    Sizes are bounds that the host knows; the last row of either says how many are in use.
+    """
+    tokens, count, device = q.shape[1], max(1, len(bounds)), q.device
     blocks = tokens // BLOCK[0] + count + 1
-    table = empty((blocks + 1, 4), torch.int32, q.device)
-    tickets = empty((kv_heads * blocks + 1, 4), torch.int32, q.device) if kv_heads else None
     chosen = PackConfig(str(bounds.dtype).removeprefix("torch."), kv_heads > 0)
     slices = -(-blocks * max(kv_heads, 1) // (_SLICE * -(-(count + 1) // config.SEQUENCES)))
     in_flight = config.in_flight(q.shape[2] // max(kv_heads, 1))
     numbers = tokens, *band(window), kv_heads, in_flight, min(slices, _MOST_SLICES)
-    call(q.device, _pack_kernel(chosen), bounds, table, tickets, *numbers)
-    return table, tickets
+    launch = bind(device, _pack_kernel(chosen))
+    new_table = allocator((blocks + 1, 4), torch.int32, device)
+    new_tickets = allocator((kv_heads * blocks + 1, 4), torch.int32, device)
+
+    def run(bounds):
+        bounds = not_empty(bounds).to(device, non_blocking=True)
+        table, tickets = new_table(), new_tickets() if kv_heads else None
+        launch(bounds, table, tickets, *numbers)
+        return table, tickets
+
+    return Placing(run, blocks * BLOCK[0])
 
 
-def rows_of(table: Tensor) -> int:
-    """The most rows that the blocks of a pack have."""
-    return (len(table) - 1) * BLOCK[0]
-
-
-def forward_of_spans(
+def plan_forward_of_spans(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -199,31 +230,54 @@ def forward_of_spans(
     scale: float,
     softcap: float,
     sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of ``sequence_op``, for spans on the device: one launch, nothing is read back.
+) -> Plan:
+    """Launch plan of (out, lse) of ``sequence_op``, for spans on the device: one launch.
 
-    spans: int32 [B, T, 4], contiguous; all of a batch row with one begin and one position.
+    spans: int32 [B, 1, T, 4]; all of a batch row with one begin and one position.
     """
-    batch, q_len, heads, dim = q.shape
+    (batch, q_len, heads, dim), kv_heads, device = q.shape, k.shape[2], q.device
+    # In a step of decoding the query heads of a group are rows of one tile: K and V come once.
+    grouped = q_len == 1
+    rows = rows_of_groups(q, kv_heads) if grouped else q
     dtype = config.DTYPE_NAMES[q.dtype]
-    sunk = sinks is not None
-    chosen = config.configure_forward(dtype, dim, SPANS, softcap > 0, sunk)
-    kernel = forward_kernel(chosen)
-    out = empty(shape_of_out(q, v), q.dtype, q.device)
-    lse = empty((batch, heads, q_len), torch.float32, q.device)
-    rows, stored, sums = q, out, lse
-    by_row = sinks.float()[:, None].expand(heads, q_len) if sunk else None
-    if q_len == 1:
-        # The query heads of a group are rows of one tile: K and V come once for all of them.
-        rows, stored = (rows_of_groups(t, k.shape[2]) for t in (q, out))
-        sums = lse.view(batch, k.shape[2], -1)
-        by_row = by_row.view(k.shape[2], -1) if sunk else None
-    operands = (addressable(t, NAME, name) for name, t in zip("qkv", (rows, k, v), strict=True))
-    numbers = 0, 0, *config.factors(scale, softcap)
-    counter, ctas = grid(chosen, rows.shape[1], batch * rows.shape[2], q.device)
-    given = *operands, stored, sums, *NO_LISTS, spans, by_row, None, counter()
-    call(q.device, kernel, *given, *numbers, ctas)
-    return out, lse
+    chosen = config.configure_forward(dtype, dim, SPANS, softcap > 0, sinks is not None)
+    launch = bind(device, forward_kernel(chosen))
+    counter, ctas = grid(chosen, rows.shape[1], batch * rows.shape[2], device)
+    numbers = 0, 0, *config.factors(scale, softcap), ctas
+    shape = shape_of_out(q, v)
+    new_out = allocator(shape, q.dtype, device)
+    new_lse = allocator((batch, heads, q_len), torch.float32, device)
+    direct = all(map(is_addressable, (rows, k, v)))
+    dense_spans = spans.is_contiguous()
+    if grouped:
+        stored = rows_of_groups(torch.empty(shape, dtype=q.dtype, device="meta"), kv_heads)
+        as_rows, as_stored = _view_like(rows), _view_like(stored)
+        sums_shape = batch, kv_heads, heads // kv_heads
+
+    def run(q, k, v, spans, scale, softcap, sinks=None):
+        out, lse = new_out(), new_lse()
+        results = out, lse
+        by_row = None if sinks is None else sinks.float()[:, None].expand(heads, q_len)
+        if grouped:
+            q, results = as_rows(q), (as_stored(out), lse.view(sums_shape))
+            by_row = None if sinks is None else by_row.view(kv_heads, -1)
+        if not direct:
+            q, k, v = _addressed({"q": q, "k": k, "v": v})
+        spans = spans.squeeze(1) if dense_spans else spans[:, 0].contiguous()
+        launch(q, k, v, *results, *NO_LISTS, spans, by_row, None, counter(), *numbers)
+        return out, lse
+
+    return Plan(run)
+
+
+def forward_of_spans(*args: object) -> tuple[Tensor, Tensor]:
+    """Run the plan of `plan_forward_of_spans`."""
+    return plan_forward_of_spans(*args).run(*args)
+
+
+def _view_like(t: Tensor) -> Callable[[Tensor], Tensor]:
+    """View of another tensor's memory with the sizes and strides of ``t``, in one step."""
+    return functools.partial(torch.as_strided, size=t.shape, stride=t.stride())
 
 
 def rows_of_groups(t: Tensor, kv_heads: int) -> Tensor:
@@ -231,7 +285,7 @@ def rows_of_groups(t: Tensor, kv_heads: int) -> Tensor:
     return t[:, 0].unflatten(1, (kv_heads, -1)).transpose(1, 2)
 
 
-def backward(
+def plan_backward(
     grads: Grads,
     saved: Saved,
     mask: LoweredMask,
@@ -239,40 +293,64 @@ def backward(
     scale: float,
     softcap: float,
     deterministic: bool,
-) -> tuple[Tensor, ...]:
-    """(dq, dk, dv) of ``op``: dK and dV by visits, and dQ by ranks unless not ``deterministic``.
+) -> Plan:
+    """Launch plan of (dq, dk, dv) of ``op``, and of the sinks' gradient if there are sinks.
 
-    With sinks their gradient too.
+    dK and dV are added by visits, dQ by ranks unless not ``deterministic``.  It holds the lists of
+    ``mask`` and ``order``: cache it no longer than those.
     """
     (_, q_len, heads, _), kv_heads = saved.q.shape, saved.k.shape[2]
     lists = order.ticket, *(not_empty(t) for t in (order.entry, order.rank, order.tile))
-    walk = Walk(mask.form, q_len, (*lists, mask.key_words), (mask.lo, mask.hi), order)
-    rest = scale, softcap, deterministic
+    lists = *lists, mask.key_words
+    sizes = None
     if stacked.wanted(mask.kv_count.shape[1], heads, kv_heads):
         sizes = stacked.Sizes(q_len, heads, kv_heads)
-        walk = walk._replace(rows=sizes.rows)
-        dq, dk, dv, space = _backward(*stacked.operands(grads, saved, sizes), walk, *rest)
-        dq = stacked.gradient(dq, sizes)
-    else:
-        dq, dk, dv, space = _backward(grads, saved, walk, *rest)
-    return dq, dk, dv, *_of_sinks(saved.sinks, heads, space)
+    rows = q_len if sizes is None else sizes.rows
+    operands = (grads, saved) if sizes is None else stacked.operands(grads, saved, sizes)
+    rule = mask.form, rows, (mask.lo, mask.hi)
+    numbers = scale, softcap, deterministic
+    launch = _plan_backward(*operands, rule, len(lists[0]), numbers)
+
+    def run(grads, saved, *_):
+        operands = (grads, saved) if sizes is None else stacked.operands(grads, saved, sizes)
+        dq, dk, dv, space = launch(*operands, lists, None, order)
+        dq = dq if sizes is None else stacked.gradient(dq, sizes)
+        return dq, dk, dv, *_of_sinks(saved.sinks, heads, space)
+
+    return Plan(run)
 
 
-def backward_of_pack(
+def backward(*args: object) -> tuple[Tensor, ...]:
+    """Run the plan of `plan_backward`."""
+    return plan_backward(*args).run(*args)
+
+
+def plan_backward_of_pack(
     grads: Grads,
     saved: Saved,
     bounds: Tensor,
-    window: tuple[int | None, int | None],
+    window: Window,
     scale: float,
     softcap: float,
-) -> tuple[Tensor, ...]:
-    """`backward` of what `forward_of_pack` made, ordered; likewise, by four launches."""
-    table, tickets = places(bounds, saved.q, saved.k.shape[2], window)
-    rows = rows_of(table)
-    lists = tickets, *NO_LISTS
-    walk = Walk(config.FORM_OF_PACKS, rows, lists, band(window), None, table)
-    dq, dk, dv, space = _backward(grads, saved, walk, scale, softcap, True)
-    return dq, dk, dv, *_of_sinks(saved.sinks, saved.q.shape[2], space)
+) -> Plan:
+    """Launch plan of the backward of `plan_forward_of_pack`, ordered: four launches."""
+    kv_heads, heads = saved.k.shape[2], saved.q.shape[2]
+    place = plan_places(bounds, saved.q, kv_heads, window)
+    rule = config.FORM_OF_PACKS, place.rows, band(window)
+    tickets = kv_heads * (place.rows // BLOCK[0]) + 1
+    launch = _plan_backward(grads, saved, rule, tickets, (scale, softcap, True), packed=True)
+
+    def run(grads, saved, bounds, *_):
+        table, tickets = place.run(bounds)
+        dq, dk, dv, space = launch(grads, saved, (tickets, *NO_LISTS), table, None)
+        return dq, dk, dv, *_of_sinks(saved.sinks, heads, space)
+
+    return Plan(run)
+
+
+def backward_of_pack(*args: object) -> tuple[Tensor, ...]:
+    """Run the plan of `plan_backward_of_pack`."""
+    return plan_backward_of_pack(*args).run(*args)
 
 
 def _of_sinks(sinks: Tensor | None, heads: int, space: Workspace) -> tuple[Tensor, ...]:
@@ -283,63 +361,74 @@ def _of_sinks(sinks: Tensor | None, heads: int, space: Workspace) -> tuple[Tenso
     return (sinks_gradient(sinks, *of_head),)
 
 
-def _backward(
+def _plan_backward(
     grads: Grads,
     saved: Saved,
-    walk: Walk,
-    scale: float,
-    softcap: float,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Workspace]:
-    """The three kernels: (dq, dk, dv), and what they handed on."""
-    (dout, dlse), (q, k, v, out, lse, _) = grads, saved
-    batch, _, heads, dim = q.shape
-    dtype, device = config.DTYPE_NAMES[q.dtype], q.device
+    rule: tuple[str, int, tuple[int, int]],
+    tickets: int,
+    numbers: tuple[float, float, bool],
+    packed: bool = False,
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Workspace]]:
+    """``run(grads, saved, lists, table, order)`` of the three kernels: (dq, dk, dv, workspace).
+
+    rule: (form, query rows, band).  lists: ticket, entry, rank, tile and the words of bits, as the
+    kernel takes them; order: what they were made of, None for a pack.
+    """
+    (batch, _, heads, dim), device = saved.q.shape, saved.q.device
+    (form, rows, ends), (scale, softcap, deterministic) = rule, numbers
+    kv_heads, dtype = saved.k.shape[2], config.DTYPE_NAMES[saved.q.dtype]
     limit = settings.watchdog_ms()
-    table, packed = walk.table, walk.table is not None
-    chosen = config.configure(dtype, dim, walk.form, deterministic, softcap > 0, limit, packed)
-    record = watchdog.record(device) if chosen.watchdog_ms else None
-    given = {"dout": dout, "q": q, "k": k, "v": v, "out": out}
-    dout, q, k, v, out = (addressable(t, NAME, name) for name, t in given.items())
-    dlse = None if dlse is None else log.contiguous(NAME, "dlse", dlse, "contiguous")
-    lse = log.contiguous(NAME, "lse", lse, "contiguous")
-    tiles, turns = -(-walk.rows // chosen.tile_m), chosen.turns
-    space = workspace((batch, heads, tiles), chosen.tile_m, dim, turns, device)
-
-    pre = _pre_kernel(PreConfig(dtype, dim, chosen.tile_m, dlse is not None, packed, turns))
-    of_rows = space.lse2.flatten(2), space.delta.flatten(2)
-    call(device, pre, out, dout, lse, dlse, *of_rows, *space[2:], table)
-
-    dk, dv = (empty(t.shape, t.dtype, device) for t in (k, v))
-    numbers = scale, *config.factors(scale, softcap), *walk.band
+    chosen = config.configure(dtype, dim, form, deterministic, softcap > 0, limit, packed)
+    tiles, turns = -(-rows // chosen.tile_m), chosen.turns
+    pre = PreConfig(dtype, dim, chosen.tile_m, grads.dlse is not None, packed, turns)
+    launch_pre = bind(device, _pre_kernel(pre))
+    launch_main = bind(device, _backward_kernel(chosen))
+    launch_post = bind(device, _post_kernel(PostConfig(dtype, dim, chosen.tile_m, packed)))
+    new_workspace = plan_workspace((batch, heads, tiles), chosen.tile_m, dim, turns, device)
+    new_dq, new_dk, new_dv = (
+        allocator(t.shape, t.dtype, device) for t in (saved.q, saved.k, saved.v)
+    )
     # A CTA takes tickets until there are none: more CTAs than tickets have nothing to do.
-    ctas = min(most_ctas(device), chosen.parts * len(walk.lists[0]))
-    operands = q, k, v, dout, *space[:3], dk, dv, *space[3:]
-    call(device, _backward_kernel(chosen), *operands, *walk.lists, record, table, *numbers, ctas)
+    ctas = min(most_ctas(device), chosen.parts * tickets)
+    scalars = scale, *config.factors(scale, softcap), *ends, ctas
 
-    dq = empty(q.shape, q.dtype, device)
-    post = _post_kernel(PostConfig(dtype, dim, chosen.tile_m, packed))
-    call(device, post, space.total, dq, table, scale)
-    if record is not None:
-        sizes = space.semaphore.shape[2], chosen.tile_m, heads // k.shape[2]
-        order = walk.order or watchdog.order_of_pack(walk.lists[0], table, walk.band[1])
-        watchdog.require_turns(record, order, *sizes, chosen.parts, limit)
-    return dq, dk, dv, space
+    def run(grads, saved, lists, table, order):
+        (dout, dlse), (q, k, v, out, lse, _) = grads, saved
+        tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out}
+        dout, q, k, v, out = _addressed(tensors)
+        dlse = None if dlse is None else log.contiguous(NAME, "dlse", dlse, "contiguous")
+        lse = log.contiguous(NAME, "lse", lse, "contiguous")
+        record = watchdog.record(device) if chosen.watchdog_ms else None
+        space = new_workspace()
+        of_rows = space.lse2.flatten(2), space.delta.flatten(2)
+        launch_pre(out, dout, lse, dlse, *of_rows, *space[2:], table)
+        dk, dv = new_dk(), new_dv()
+        operands = q, k, v, dout, *space[:3], dk, dv, *space[3:]
+        launch_main(*operands, *lists, record, table, *scalars)
+        dq = new_dq()
+        launch_post(space.total, dq, table, scale)
+        if record is not None:
+            sizes = space.semaphore.shape[2], chosen.tile_m, heads // kv_heads
+            order = order or watchdog.order_of_pack(lists[0], table, ends[1])
+            watchdog.require_turns(record, order, *sizes, chosen.parts, limit)
+        return dq, dk, dv, space
+
+    return run
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised output."""
-    return torch.empty(shape, dtype=dtype, device=device)
-
-
-def workspace(
+def plan_workspace(
     tiles: tuple[int, int, int], tile_m: int, dim: int, turns: int, device: torch.device
-) -> Workspace:
-    """Uninitialised; the first kernel of a backward writes all of it.  tiles: B, Hq, of a head."""
-    fp32 = functools.partial(torch.empty, dtype=torch.float32, device=device)
-    ints = functools.partial(torch.empty, dtype=torch.int32, device=device)
+) -> Callable[[], Workspace]:
+    """``new()`` allocates an uninitialised workspace; the first kernel of a backward writes it.
+
+    tiles: B, Hq, and the tiles of a head.
+    """
     rows, semaphores = (*tiles, tile_m), (*tiles, turns) if turns > 1 else tiles
-    return Workspace(fp32(rows), fp32(rows), fp32(*tiles, tile_m * dim), ints(semaphores), ints(1))
+    new_rows = allocator(rows, torch.float32, device)
+    new_total = allocator((*tiles, tile_m * dim), torch.float32, device)
+    new_semaphore = allocator(semaphores, torch.int32, device)
+    new_counter = allocator((1,), torch.int32, device)
+    return lambda: Workspace(new_rows(), new_rows(), new_total(), new_semaphore(), new_counter())
 
 
 @functools.cache

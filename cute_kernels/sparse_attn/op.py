@@ -22,15 +22,16 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from .. import contracts, dispatch
-from ..again import Calls
 from ..arch import CPU, CUTE_SM90, TRITON
 from ..dispatch import Implementation
 from ..errors import ArgumentValueError, UnsupportedTransformError, expected
+from ..runtime.plan_cache import Plan, PlanCache
 from ..schedulers.masks.mask import BlockMask
 from ..torch_ops import define_op
 from . import config, prepare
@@ -47,7 +48,7 @@ for _name, _function in ((NAME, "forward"), (f"{NAME}_backward", "backward")):
             CUTE_SM90: Implementation(
                 f"{__package__}.launch:{_function}",
                 HALF,
-                prepare=f"{__package__}.prepared:forward" if _function == "forward" else "",
+                planner=f"{__package__}.launch:plan_{_function}",
             ),
             TRITON: Implementation(f"{__package__}.triton.launch:{_function}", HALF),
             CPU: Implementation(f"{__package__}.cpu:{_function}", HALF),
@@ -66,87 +67,103 @@ for _name in (NAME, f"{NAME}_varlen"):
     )
 
 
-def _run(q, k, v, mask, facts, order, kind, scale, softcap, deterministic, sinks):
+def _plan(q, k, v, mask, facts, order, kind, scale, softcap, deterministic, sinks):
+    """Plan of ``block_sparse_attention``."""
     if q.numel() == 0 or k.numel() == 0:
-        return nothing(q, v, sinks)
-    launch = dispatch.launcher(NAME, q.device, q.dtype)
+        return Plan(lambda q, k, v, *rest: nothing(q, v, rest[-1]), cacheable=False)
     lowered = prepare.mask_of_op(mask, facts, q.shape[1], k.shape[1], str(q.device))
-    return launch(q, k, v, lowered, scale, softcap, sinks)
+    plan = dispatch.plan(NAME, q.device, q.dtype, q, k, v, lowered, scale, softcap, sinks)
+    launch = plan.run
+    # The cache of masks does not keep what is larger than it.
+    kept = sum(t.nbytes for t in (*mask, *order)) <= prepare.cache.limit
+
+    def run(q, k, v, *rest):
+        return launch(q, k, v, lowered, scale, softcap, rest[-1])
+
+    return replace(plan, run=run, cacheable=kept)
 
 
-class Known(NamedTuple):
-    """What computes the op, ``run`` of its tensors and ``rest``: all its other arguments."""
+class Bound(NamedTuple):
+    """A cached call of the op: ``call(q, k, v, *rest)``; rest: all its other arguments."""
 
-    run: Callable
+    call: Callable
     rest: tuple
 
 
-def _prepare(q, k, v, rest):
-    """`_run` for calls like this one."""
-    mask, facts, order, _, scale, softcap, _, sinks = rest
-    if q.numel() == 0 or k.numel() == 0 or sinks is not None:
-        return None
-    if sum(t.nbytes for t in (*mask, *order)) > prepare.cache.limit:
-        return None  # the cache did not keep them
-    lowered = prepare.mask_of_op(mask, facts, q.shape[1], k.shape[1], str(q.device))
-    run = dispatch.prepared(NAME, q.device, q.dtype, q, k, v, lowered, scale, softcap)
-    return run and Known(block_sparse_attention.computer(run), rest)
+def bind(q, k, v, rest: tuple) -> Bound | None:
+    """The cached call of the op with these arguments; None if it cannot be cached."""
+    call = None
+    if q.numel() and k.numel():
+        call = block_sparse_attention.bind_plan(_plan(q, k, v, *rest))
+    return call and Bound(call, rest)
 
 
-_without_mask = Calls(_prepare, most=64)
-_of_mask: weakref.WeakKeyDictionary[BlockMask, Calls] = weakref.WeakKeyDictionary()
+_without_mask = PlanCache(capacity=64)
+_of_mask: weakref.WeakKeyDictionary[BlockMask, PlanCache] = weakref.WeakKeyDictionary()
 
 
-def find(mask: object, options: tuple, q, k, v) -> Known | bool | None:
-    """As `Calls.find`, of the calls with ``mask`` or, for None, without one."""
+def find(mask: object, options: tuple, q, k, v) -> Bound | bool | None:
+    """As `PlanCache.find`, for the calls with ``mask`` or, for None, without one."""
     if torch.compiler.is_compiling() or type(options[3]) is not str or _capturing():
         return False
     if mask is None or type(mask) is BlockMask:
-        return calls_of(mask).find(options, q, k, v)
+        return cache_of(mask).find(options, q, k, v)
     return False
 
 
 def _capturing() -> bool:
-    """Whether a CUDA graph is: the whole way keeps the lists, which replays read, for good."""
+    """Whether a CUDA graph is captured: the slow path keeps the lists, which replays read."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def _forget() -> None:
-    """Calls keep no tensor longer than the cache, which waits for all streams before one goes."""
-    for calls in (_without_mask, *_of_mask.values()):
-        calls.forget()
+def _clear() -> None:
+    """Plans keep no tensor longer than the cache, which waits for all streams before one goes."""
+    for cache in (_without_mask, *_of_mask.values()):
+        cache.clear()
 
 
-prepare.cache.on_drop.append(_forget)
+prepare.cache.on_drop.append(_clear)
 
 
-def calls_of(mask: BlockMask | None) -> Calls:
-    """The calls with a mask, kept as long as it is; of those without, few, as they keep lists."""
+def cache_of(mask: BlockMask | None) -> PlanCache:
+    """The checked calls with a mask, kept as long as it is; a few without, as they keep lists."""
     if mask is None:
         return _without_mask
-    calls = _of_mask.get(mask)
-    if calls is None:
-        calls = _of_mask[mask] = Calls(_prepare, most=64)
-    return calls
+    cache = _of_mask.get(mask)
+    if cache is None:
+        cache = _of_mask[mask] = PlanCache(capacity=64)
+    return cache
 
 
-def _run_backward(
+def _plan_backward(
     dout, dlse, q, k, v, out, lse, mask, facts, order, kind, scale, softcap, deterministic, sinks
 ):
+    """Plan of ``block_sparse_attention_backward``."""
     if not deterministic:
         refuse_unordered()
     if q.numel() == 0 or k.numel() == 0:
-        return gradients_of_nothing(dlse, q, k, v, sinks)
-    launch = dispatch.launcher(f"{NAME}_backward", q.device, q.dtype)
+        return Plan(_gradients_of_nothing, cacheable=False)
     (batch, q_len, heads, dim), (_, kv_len, kv_heads, _) = q.shape, k.shape
     lowered = prepare.mask_of_op(mask, facts, q_len, kv_len, str(q.device))
     if order:
         turns = Order(*order)
     else:
         turns = prepare.order_of(lowered, kind, (batch, q_len, kv_len, heads, kv_heads, dim))
-    grads, saved = Grads(dout, dlse), Saved(q, k, v, out, lse, sinks)
-    made = launch(grads, saved, lowered, turns, scale, softcap, deterministic)
-    return with_sinks(made, q, sinks)
+    options = lowered, turns, scale, softcap, deterministic
+    operands = Grads(dout, dlse), Saved(q, k, v, out, lse, sinks)
+    plan = dispatch.plan(f"{NAME}_backward", q.device, q.dtype, *operands, *options)
+    launch = plan.run
+
+    def run(dout, dlse, q, k, v, out, lse, *rest):
+        sinks = rest[-1]
+        gradients = launch(Grads(dout, dlse), Saved(q, k, v, out, lse, sinks), *options)
+        return with_sinks(gradients, q, sinks)
+
+    return replace(plan, run=run, cacheable=False)
+
+
+def _gradients_of_nothing(dout, dlse, q, k, v, *rest):
+    return gradients_of_nothing(dlse, q, k, v, rest[-1])
 
 
 def nothing(q, v, sinks):
@@ -249,7 +266,7 @@ _OPERANDS = (
 )
 block_sparse_attention = define_op(
     f"{NAME}(Tensor q, Tensor k, Tensor v, {_OPERANDS}) -> (Tensor, Tensor)",
-    _run,
+    plan=_plan,
     fake=_fake,
     setup=_setup,
     backward=_backward,
@@ -259,7 +276,7 @@ block_sparse_attention = define_op(
 block_sparse_attention_backward = define_op(
     f"{NAME}_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
     f"Tensor lse, {_OPERANDS}) -> (Tensor, Tensor, Tensor, Tensor)",
-    _run_backward,
+    plan=_plan_backward,
     fake=_fake_backward,
     setup=_setup_nothing,
     backward=refuse_double_backward,

@@ -16,16 +16,17 @@ from __future__ import annotations
 
 import torch
 
-from .. import again, dispatch
+from .. import dispatch
 from ..arch import CUTE_SM90
 from ..dispatch import Implementation
+from ..runtime import plan_cache
+from ..runtime.plan_cache import Plan, PlanCache
 from ..torch_ops import define_op
 from ..untraced import untraced
 from . import device_spans, packs, passes, prepare, sequences
 from .op import (
     HALF,
     NAME,
-    Known,
     fake_gradients,
     refuse_double_backward,
     refuse_vmap,
@@ -43,7 +44,7 @@ dispatch.register(
         CUTE_SM90: Implementation(
             f"{__package__}.launch:forward_of_spans",
             HALF,
-            prepare=f"{__package__}.prepared:forward_of_spans",
+            planner=f"{__package__}.launch:plan_forward_of_spans",
         )
     },
     contract=NAME,
@@ -88,11 +89,21 @@ def _fake_spans(seen, padding, q_offset, kv_offset, batch, rows, columns, packed
     return torch.empty((batch, 1, rows, 4), dtype=torch.int32, device=device)
 
 
-def attend(q, k, v, spans, scale, softcap, sinks):
-    """(out, lse): what the op runs."""
-    if spans.device.type != "cpu" and q.numel() and k.numel():
-        launch = dispatch.launcher(SPANS_NAME, q.device, q.dtype)
-        return launch(q, k, v, spans[:, 0].contiguous(), scale, softcap, sinks)
+def _plan(q, k, v, spans, scale, softcap, sinks):
+    """Plan of ``sequence_attention``: of spans on the CPU the values are read in each call."""
+    if not (plan_cache.on_gpu(spans) and q.numel() and k.numel()):
+        return Plan(_attend_runs, fresh=False, cacheable=False)
+    operands = q, k, v, spans, scale, softcap, sinks
+    return dispatch.plan(SPANS_NAME, q.device, q.dtype, *operands)
+
+
+def attend(*args):
+    """(out, lse): run the plan of the op."""
+    return _plan(*args).run(*args)
+
+
+def _attend_runs(q, k, v, spans, scale, softcap, sinks):
+    """(out, lse) for spans on the CPU, cut into runs."""
     pack = _pack(q, k, spans)
     if pack is not None:
         return passes.forward(*pack, q, k, v, scale, softcap, sinks)
@@ -108,21 +119,8 @@ def attend(q, k, v, spans, scale, softcap, sinks):
     return out, lse
 
 
-def _prepare_op(q, k, v, spans, sinks, scale, softcap):
-    """`attend` for calls like this one."""
-    # Spans on the CPU, as a step of training has them, are read here and on no device.
-    if q.numel() == 0 or k.numel() == 0 or sinks is not None or not again.remembers(spans):
-        return None
-    return dispatch.prepared(SPANS_NAME, q.device, q.dtype, q, k, v, spans, scale, softcap)
-
-
-def _prepare(q, k, v, spans, scale, softcap):
-    run = _prepare_op(q, k, v, spans, None, scale, softcap)
-    return run and Known(sequence_attention.computer(run), (scale, softcap, None))
-
-
-#: Calls with spans on a GPU and without sinks, by scale and softcap.
-calls = again.Calls(_prepare)
+#: Calls that passed their checks, with spans on a GPU and without sinks, by scale and softcap.
+checked = PlanCache()
 
 
 def _pack(q, k, spans):
@@ -207,13 +205,12 @@ sequence_spans = define_op(
 )
 sequence_attention = define_op(
     f"sequence_attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
-    attend,
+    plan=_plan,
     fake=_fake,
     setup=_setup,
     backward=_backward,
     vmap=refuse_vmap,
     autocast_args=(0, 1, 2),
-    prepare=_prepare_op,
 )
 sequence_attention_backward = define_op(
     "sequence_attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, "

@@ -65,7 +65,7 @@ def calls(device: str) -> dict[str, Calls]:
 
 def launch_of(module: object, run: Callable[[], object]) -> Callable[[], object]:
     """The one call of a compiled kernel that ``run`` makes through ``module``, as a call."""
-    from cute_kernels import again
+    from cute_kernels.runtime import plan_cache
 
     found = []
 
@@ -73,7 +73,7 @@ def launch_of(module: object, run: Callable[[], object]) -> Callable[[], object]
         found.append(functools.partial(kernel, *args))
         kernel(*args)
 
-    again.forget()  # a known call does not come by there
+    plan_cache.clear()  # a known call does not come by there
     with mock.patch.object(module, "call", call):
         run()
     (only,) = found

@@ -14,9 +14,10 @@ import sys
 import pytest
 import torch
 
-from cute_kernels import again, settings
+from cute_kernels import settings
 from cute_kernels.compile import extension
 from cute_kernels.compile.call import prepared
+from cute_kernels.runtime import plan_cache
 from tests.compile import reporting
 from tests.compile.toy import needs_linker
 from tests.contract import same_bytes
@@ -93,7 +94,7 @@ UNKNOWN = {
 
 def test_two_kinds_differ_in_c_where_they_do_in_python(calls):
     for one, other in itertools.combinations(KINDS.values(), 2):
-        same = again.described(*one) == again.described(*other)
+        same = plan_cache.described(*one) == plan_cache.described(*other)
         assert (calls.describe(*one) == calls.describe(*other)) is same, (one, other)
     assert len({calls.describe(*tensors) for tensors in KINDS.values()}) >= len(KINDS) - 1
 
@@ -116,7 +117,7 @@ def test_what_may_have_more_of_a_say_is_not_described(calls, name):
     for tensors in ((UNKNOWN[name],), (NUMBERS, UNKNOWN[name]), (None, UNKNOWN[name], NUMBERS)):
         assert calls.describe(*tensors) is None
         if isinstance(UNKNOWN[name], torch.Tensor):
-            assert again.described(*tensors) is None
+            assert plan_cache.described(*tensors) is None
 
 
 def test_tensors_without_end_are_not_described(calls):
@@ -346,8 +347,8 @@ def test_where_it_cannot_be_had_python_does_it_and_the_reason_is_known(
     prepare(monkeypatch, tmp_path)
     assert extension.calls() is None
     assert re.search(reason, extension.missing())
-    monkeypatch.setattr(again, "remembers", lambda t: True)
-    calls = again.Calls(lambda *tensors: len)
+    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
+    calls = plan_cache.Calls(lambda *tensors: len)
     assert calls.find((), NUMBERS) is None
     calls.keep((), (NUMBERS,))
     assert calls.find((), NUMBERS) is len and "find" not in vars(calls)

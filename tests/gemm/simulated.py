@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from cute_kernels.gemm import config, launch, tiles
+from cute_kernels.operands import padded_empty
 from tests import ptxsim
 
 #: The tile that tests of kernel_sm90 take, whatever the launcher would.
@@ -79,7 +80,7 @@ def operand(rows: int, columns: int, dtype: torch.dtype, major: str, seed: int) 
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(rows, columns, generator=generator).to(dtype)
     shape = (rows, columns) if major == "k" else (columns, rows)
-    held = launch.padded_empty(values, *shape)
+    held = padded_empty(values, *shape)
     held.copy_(values if major == "k" else values.mT)
     return held if major == "k" else held.mT
 
@@ -101,5 +102,5 @@ def cancelling(rows: int, n: int, k: int, dtype: torch.dtype, seed: int):
 
 def operand_of(values: torch.Tensor) -> torch.Tensor:
     """``values`` as TMA can address them, row-major."""
-    held = launch.padded_empty(values, *values.shape)
+    held = padded_empty(values, *values.shape)
     return held.copy_(values)

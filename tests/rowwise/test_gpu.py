@@ -13,7 +13,7 @@ from cute_kernels.rowwise.triton import launch
 from tests import contract, on_gpu
 from tests.contract import RowOp, same_bytes
 
-from . import again_cases, triton_cases
+from . import cached_cases, triton_cases
 from .cases import BF16, DTYPES, FP32, RUNS, drawn, indices, spread
 
 pytestmark = [
@@ -89,10 +89,10 @@ def test_rows_beyond_2_31_elements():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1,), (1, 1, 8192), (3, 1030), (70, 4096)], ids=str)
-@pytest.mark.parametrize("name", list(again_cases.CALLS))
+@pytest.mark.parametrize("name", list(cached_cases.CALLS))
 def test_a_remembered_call_has_the_bytes_of_the_whole_way(monkeypatch, name, shape, dtype):
     """Also in a CUDA graph, and on another stream."""
-    run = again_cases.CALLS[name]
+    run = cached_cases.CALLS[name]
     one, other = (spread(*shape, seed=s, dtype=dtype).cuda() for s in (1, 2))
     want = [run(one), run(other)]
     monkeypatch.setattr(launch, "_prepared", None)  # whoever prepares again fails

@@ -83,19 +83,22 @@ def simulated(
     ``forward`` and so on: in place of the functions above.
     """
     used: list[launch.Workspace] = []
-    true_workspace = launch.workspace
+    true_plan = launch.plan_workspace
 
-    def workspace(*args) -> launch.Workspace:
-        lse2, delta, total, semaphore, counter = true_workspace(*args)
-        for t in (lse2, delta, total):
-            t.copy_(sim.poisoned(t.shape, t.dtype, poison))
-        used.append(
-            launch.Workspace(lse2, delta, total, semaphore.fill_(-77), counter.fill_(12345))
-        )
-        return used[-1]
+    def plan_workspace(*args):
+        new = true_plan(*args)
 
-    def empty(shape, dtype, device):
-        return sim.poisoned(shape, dtype, poison if dtype.is_floating_point else "0x7f")
+        def new_poisoned() -> launch.Workspace:
+            lse2, delta, total, semaphore, counter = new()
+            semaphore.fill_(-77), counter.fill_(12345)
+            used.append(launch.Workspace(lse2, delta, total, semaphore, counter))
+            return used[-1]
+
+        return new_poisoned
+
+    def allocator(shape, dtype, device):
+        pattern = poison if dtype.is_floating_point else "0x7f"
+        return lambda: sim.poisoned(shape, dtype, pattern)
 
     names = {
         "_pack_kernel": pack or pack_kernel,
@@ -104,8 +107,8 @@ def simulated(
         "_backward_kernel": backward or backward_kernel,
         "_post_kernel": post or post_kernel,
         "most_ctas": lambda device: ctas,
-        "empty": empty,
-        "workspace": workspace,
+        "allocator": allocator,
+        "plan_workspace": plan_workspace,
     }
     before = {name: getattr(launch, name) for name in names}
     for name, value in names.items():

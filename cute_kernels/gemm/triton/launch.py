@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ... import arch
-from ...operands import most_ctas
+from ...operands import flat_rows, most_ctas
 from ...schedulers.tiles import leaves
 from .. import config
 from . import kernel as kernels
@@ -29,7 +29,7 @@ def gemm(
     order: str = config.ORDER,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a [M, K] · b [N, K]ᵀ + bias [N], or accumulator [M, N] += a · bᵀ in place.
+    """a [..., K] · b [N, K]ᵀ + bias [N], or accumulator [M, N] += a · bᵀ in place.
 
     Args:
         a, b: bf16, fp16 or fp32, of one dtype and device; any strides, sizes above zero.
@@ -39,17 +39,20 @@ def gemm(
         out: Where the product goes, [M, N] of the dtype of ``a``; None: into a new tensor.
 
     Returns:
-        [M, N], contiguous, the dtype of ``a``; or ``accumulator``, or ``out``.
+        [..., N], contiguous, the dtype of ``a``; or ``accumulator``, or ``out``.
 
     Runs on the device of ``a`` and its current stream.  The first launch of a (dtype, major,
     alignment) class compiles; do that before a CUDA graph is captured.
     """
+    rows = flat_rows(a, "gemm")
     with torch.cuda.device(a.device):
         if order != config.ORDER and accumulator is None:
-            y = _launch_tree(a, b, bias, most_ctas(a.device))
+            y = _launch_tree(rows, b, bias, most_ctas(a.device))
         else:
-            y = _launch(a, b, bias, accumulator, most_ctas(a.device))
-        return y if out is None else out.copy_(y)
+            y = _launch(rows, b, bias, accumulator, most_ctas(a.device))
+        if out is not None:
+            return out.copy_(y)
+        return y if a.dim() == 2 else y.view(*a.shape[:-1], b.shape[0])
 
 
 def skinny(

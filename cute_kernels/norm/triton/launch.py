@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from ...log import contiguous, copied
+from ...operands import flat_rows
 from ..config import part_rows, room
 from ..tensors import LAYER, Normed, Parts, Rule, Scale, Upstream
 from . import kernel as kernels
@@ -20,10 +21,10 @@ from .plan import SIZES, TRITON
 
 def forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: Rule) -> Normed:
     """As `cpu.forward`."""
-    m, width = x.shape
+    m, width = x.shape[:-1].numel(), x.shape[-1]
     scale = scale.with_weight(rule.offset, x)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, residual = _rows(x, "x"), _rows(residual, "residual")
-    y = torch.empty((m, width), dtype=x.dtype, device=x.device)
     h = None if residual is None else torch.empty_like(y)
     rstd = _fp32(x, m)
     mean = _fp32(x, m) if rule.kind == LAYER else None
@@ -66,10 +67,10 @@ def backward(
     parts: bool,
 ) -> tuple[torch.Tensor, Parts | None]:
     """As `cpu.backward`."""
-    m, width = h.shape
+    m, width = h.shape[:-1].numel(), h.shape[-1]
     scale = scale.with_weight(rule.offset, h)
+    dx = torch.empty(h.shape, dtype=h.dtype, device=h.device)
     h, dy, dh = _rows(h, "h"), _rows(upstream.dy, "dy"), _rows(upstream.dh, "dh")
-    dx = torch.empty((m, width), dtype=h.dtype, device=h.device)
     made = None
     if parts:
         count = _tiles(m, part_rows(width))
@@ -214,7 +215,8 @@ def _apart(
 
 
 def _rows(t: torch.Tensor | None, name: str) -> torch.Tensor | None:
-    """[M, D] whose neighbours lie side by side."""
+    """[..., D] as [M, D] whose neighbours lie side by side."""
+    t = None if t is None else flat_rows(t, "norm")
     if t is None or t.stride(1) == 1:
         return t
     copied("norm", name, t, "a last stride of 1")

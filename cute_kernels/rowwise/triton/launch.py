@@ -12,7 +12,8 @@ from collections.abc import Callable
 import torch
 
 from ... import arch
-from ...compile.call import call
+from ...compile.call import allocator, call
+from ...runtime.plan_cache import Plan
 from ..config import LANES, SQUARES, lanes
 from . import kernel as kernels
 from .plan import TRITON
@@ -52,14 +53,25 @@ def gated_backward(
     return made
 
 
-def prepare_activation(x: torch.Tensor, kind: str) -> Callable | None:
-    """``activation`` of all tensors like x (`again`): one launch and nothing else."""
-    return _prepared(kernels.activation_kernel, (x,), kind)
+def plan_activation(x: torch.Tensor, kind: str) -> Plan:
+    """Launch plan of `activation`."""
+    return _plan_elements(activation, kernels.activation_kernel, (x,), 1, kind)
 
 
-def prepare_gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> Callable | None:
-    """``gated`` of all tensors like these, likewise."""
-    return _prepared(kernels.gated_kernel, (gate, up), kind)
+def plan_activation_backward(dy: torch.Tensor, x: torch.Tensor, kind: str) -> Plan:
+    """Launch plan of `activation_backward`."""
+    kernel = kernels.activation_backward_kernel
+    return _plan_elements(activation_backward, kernel, (dy, x), 1, kind)
+
+
+def plan_gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> Plan:
+    """Launch plan of `gated`."""
+    return _plan_elements(gated, kernels.gated_kernel, (gate, up), 1, kind)
+
+
+def plan_gated_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str) -> Plan:
+    """Launch plan of `gated_backward`."""
+    return _plan_elements(gated_backward, kernels.gated_backward_kernel, (dy, gate, up), 2, kind)
 
 
 def scale_(x: torch.Tensor, factor: torch.Tensor) -> None:
@@ -208,27 +220,37 @@ def _elementwise(kernel, given: tuple, made: tuple, **constants: str) -> None:
         )
 
 
-def _prepared(kernel, given: tuple, kind: str) -> Callable | None:
-    """`_elementwise` of one result by the kernel that Triton would find, without the search.
+def _plan_elements(
+    launcher: Callable, kernel: object, operands: tuple, results: int, kind: str
+) -> Plan:
+    """Launch plan of an elementwise kernel by the compiled kernel that Triton would look up.
 
-    None where an operand would be copied, and of a Triton that is not known to `_TAKES_ALL`.
+    ``launcher`` itself where an operand has to be copied, and for a Triton that `_TAKES_ALL` does
+    not know.  results: the number of outputs, each like the last operand.
     """
-    like, shape = given[0], given[0].shape
-    if not all(t.is_contiguous() for t in given) or not _TAKES_ALL:
-        return None
-    count = like.numel()
+    like = operands[-1]
+    if not all(t.is_contiguous() for t in operands) or not _TAKES_ALL:
+        return Plan(launcher, fresh=False)
+    count, device = like.numel(), like.device
     grid = _tiles(count, TRITON.elements), 1, 1
     rest = count, kind, TRITON.elements
-    with torch.cuda.device(like.device):
-        # Pointers to multiples of 16 bytes, which a kernel is compiled for, are what `again` knows.
-        launch = kernel.warmup(*given, _like(like), *rest, grid=grid, **_options())[grid]
+    outputs = [_like(like) for _ in range(results)]
+    with torch.cuda.device(device):
+        # A kernel is compiled for pointers at multiples of 16 bytes, which signatures include.
+        launch = kernel.warmup(*operands, *outputs, *rest, grid=grid, **_options())[grid]
+    new = allocator(like.shape, like.dtype, device)
 
-    def run(*given: torch.Tensor) -> torch.Tensor:
-        out = given[0].new_empty(shape)
-        call(out.device, launch, *given, out, *rest)
+    def run_one(*args: object) -> torch.Tensor:
+        out = new()
+        call(device, launch, *args[:-1], out, *rest)
         return out
 
-    return run
+    def run_two(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
+        out = new(), new()
+        call(device, launch, *args[:-1], *out, *rest)
+        return out
+
+    return Plan(run_one if results == 1 else run_two)
 
 
 def _softmax(x: torch.Tensor, dtype: torch.dtype, log: bool) -> torch.Tensor:

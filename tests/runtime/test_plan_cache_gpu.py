@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import again
 from cute_kernels.compile import extension
-from tests.again import CASES, counted, drawn
+from cute_kernels.runtime import plan_cache
 from tests.contract import same_bytes
+from tests.runtime.cached_calls import CASES, counted, drawn
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +22,7 @@ pytestmark = [
 @pytest.mark.parametrize("name", CASES)
 def test_a_known_call_has_the_bytes_of_the_first(name, monkeypatch):
     run, shape = CASES[name]
-    again.forget()
+    plan_cache.clear()
     counts = counted(monkeypatch)
     with torch.device("cuda"):
         x = drawn(*shape, seed=5).requires_grad_()
@@ -32,11 +32,11 @@ def test_a_known_call_has_the_bytes_of_the_first(name, monkeypatch):
             y = run(x)
             return [y.detach(), torch.autograd.grad(y, x, cotangent.to(y.dtype))[0]]
 
-        again.forget()
+        plan_cache.clear()
         before = sum(counts.values())
         first, later = results(), results()
         assert sum(counts.values()) == before + 1
-        again.forget()
+        plan_cache.clear()
         whole = results()
         with torch.no_grad():
             alone = [run(x), run(x)]
@@ -72,7 +72,7 @@ def rows():
 def test_a_known_call_is_in_the_order_of_its_stream(name, rows):
     """On another one it would read the rows while the stream sleeps, before they are written."""
     run, (one, other) = on_cuda()[name], rows
-    again.forget()
+    plan_cache.clear()
     x = one.clone()
     run(x)
     want, old = run(other), run(one)
@@ -90,7 +90,7 @@ def test_a_known_call_is_in_the_order_of_its_stream(name, rows):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_graph_of_a_known_call_replays_it(name, rows, monkeypatch):
     run, (one, other) = on_cuda()[name], rows
-    again.forget()
+    plan_cache.clear()
     counts = counted(monkeypatch)
     x = one.clone()
     run(x), run(x)
@@ -109,11 +109,11 @@ def test_a_graph_of_a_known_call_replays_it(name, rows, monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_compiled_graph_remembers_and_has_the_bytes_of_eager(name, rows):
     run, (one, other) = on_cuda()[name], rows
-    again.forget()
+    plan_cache.clear()
     graph = torch.compile(run, fullgraph=True)
     first, later, third = graph(one), graph(one), graph(other)
-    assert any(calls._known for calls in again._all)
-    again.forget()
+    assert any(calls._plans for calls in plan_cache._caches)
+    plan_cache.clear()
     assert same_bytes(first, later) and same_bytes(first, run(one))
     assert same_bytes(third, run(other))
 

@@ -1,4 +1,4 @@
-"""Calls that the dispatcher makes, as from a compiled graph: ops remember those as well.
+"""Plans of calls that the dispatcher makes, as from a compiled graph.
 
 The SM90 launchers run here in the simulator, on CPU tensors that are taken for those of a GPU.
 """
@@ -9,17 +9,18 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import again, dispatch, errors, torch_ops
+from cute_kernels import dispatch, errors, torch_ops
+from cute_kernels.gemm import launch as gemm_launch
 from cute_kernels.gemm import op as gemm_op
-from cute_kernels.gemm import prepared as gemm_prepared
+from cute_kernels.norm import launch as norm_launch
 from cute_kernels.norm import op as norm_op
-from cute_kernels.norm import prepared as norm_prepared
 from cute_kernels.norm.tensors import Rule, Scale
-from cute_kernels.sparse_attn import api, sequence_op
-from tests.again import drawn, rewritten
-from tests.again_sm90 import idle, pretended, simulated
+from cute_kernels.runtime import plan_cache
+from cute_kernels.sparse_attn import api
 from tests.contract import same_bytes
 from tests.ptxsim.available import requires_sim
+from tests.runtime.cached_calls import drawn, rewritten
+from tests.runtime.pretended_sm90 import idle, pretended, simulated
 
 X, W = drawn(8, 48), drawn(64, 48, seed=1)
 
@@ -32,16 +33,22 @@ def on_sm90(monkeypatch):
 
 @pytest.fixture
 def launched(on_sm90, monkeypatch):
-    """The launchers that were looked up: those of calls that went the whole way."""
-    names, true = [], dispatch.launcher
-    monkeypatch.setattr(dispatch, "launcher", lambda name, *at: names.append(name) or true(name))
+    """The ops of forward passes that were planned."""
+    names, true = [], dispatch.plan
+
+    def plan(name, *operands):
+        names.append(name)
+        return true(name, *operands)
+
+    monkeypatch.setattr(dispatch, "plan", plan)
     return names
 
 
-def remembering(op, run, prepare):
-    """What the dispatcher would call for an op that is prepared for in another way."""
-    types = [str(argument.type) for argument in op.default._schema.arguments]
-    return torch_ops._remembering(run, prepare, types)
+def planned(op, plan):
+    """The implementation of an op with another ``plan``."""
+    arguments = op.default._schema.arguments
+    names, types = [a.name for a in arguments], [str(a.type) for a in arguments]
+    return torch_ops.Planned(plan, names, types).run_function()
 
 
 def composed(x, weight):
@@ -61,7 +68,7 @@ def test_ops_of_a_compiled_graph_have_the_bytes_of_the_first(launched):
         assert launched == ["gemm", "norm_forward", "norm_forward"]
         later = [graph(one, weight), graph(other, weight)]
         assert len(launched) == 3
-        again.forget()
+        plan_cache.clear()
         assert same_bytes(later[1], graph(other, weight)) and len(launched) == 6
         assert same_bytes(first, composed(one, weight))
     assert same_bytes(first, later[0]) and not same_bytes(first, later[1])
@@ -78,7 +85,7 @@ def test_a_training_step_of_a_compiled_graph_has_those_of_the_whole_way(launched
 
     with simulated():
         first, later = step(), step()
-        again.forget()
+        plan_cache.clear()
         whole = step()
     assert all(map(same_bytes, first, later)) and all(map(same_bytes, first, whole))
 
@@ -97,25 +104,22 @@ def test_so_has_attention_with_spans(launched):
         first, count = graph(one, *rest), len(launched)
         later = [graph(one, *rest), graph(other, *rest)]
         assert len(launched) == count > 0
-        again.forget()
+        plan_cache.clear()
         assert same_bytes(later[1], graph(other, *rest)) and len(launched) == 2 * count
     assert same_bytes(first, later[0]) and not same_bytes(first, later[1])
 
 
 @requires_sim
-@pytest.mark.parametrize("forgotten", [False, True])
-def test_sinks_go_the_whole_way(launched, monkeypatch, forgotten):
-    """Known calls of attention have none; the mutant remembers one with them."""
+def test_sinks_are_operands_of_a_plan(launched):
     attend = torch.ops.cute_kernels.sequence_attention
-    if forgotten:
-        prepare = rewritten(sequence_op._prepare_op, "sinks is not None", "False")
-        attend = remembering(attend, sequence_op.attend, prepare)
     q, k = drawn(1, 1, 2, 64), drawn(1, 150, 1, 64, seed=1)
-    sinks = torch.tensor([3.0, -1.0])
     spans = torch.tensor([[[[0, 0, 0, 150]]]], dtype=torch.int32)
+    one, other = torch.tensor([3.0, -1.0]), torch.tensor([-1.0, 3.0])
     with simulated():
-        first, later = (attend(q, k, k, spans, 0.2, 0.0, sinks)[0] for _ in range(2))
-    assert same_bytes(first, later) is not forgotten
+        results = [attend(q, k, k, spans, 0.2, 0.0, sinks)[0] for sinks in (one, one, other, None)]
+    assert launched == ["sequence_attention"] * 2
+    assert same_bytes(results[0], results[1])
+    assert not any(same_bytes(results[0], result) for result in results[2:])
 
 
 Q, KV = drawn(1, 1, 2, 64), drawn(1, 150, 1, 64, seed=1)
@@ -129,14 +133,15 @@ PUBLIC = {
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_a_call_that_is_known_in_eager_is_traced(launched, name):
+def test_a_call_that_is_cached_in_eager_mode_is_traced(launched, name):
     """What finds it may be C, which Dynamo does not trace: it never comes to that."""
     run = PUBLIC[name]
     with idle():
         run(), run()
-        assert len(launched) == 1
+        before = len(launched)
         torch.compile(lambda: run(), fullgraph=True, backend="eager")()
-        assert len(launched) == 2  # the op remembers apart
+        # Attention with a mask's lists is planned in each call of a graph.
+        assert len(launched) == before + (name == "attention")
 
 
 def test_what_an_op_remembers_passes_no_check(launched):
@@ -149,18 +154,18 @@ def test_what_an_op_remembers_passes_no_check(launched):
 
 
 @pytest.mark.parametrize("forgotten", [False, True])
-def test_an_ops_call_with_a_main_grad_goes_the_whole_way(launched, monkeypatch, forgotten):
-    """What it may not share memory with is looked at each time; the mutant remembers it."""
+def test_a_cached_plan_looks_at_main_grad_in_each_call(launched, forgotten):
+    """Which memory it shares is no part of the signature; the mutant looks once."""
     memory = torch.zeros(64 * 48 + 8 * 24)
     target, x = memory[: 64 * 48].view(64, 48), memory[-8 * 24 :].view(torch.bfloat16).view(8, 48)
     linear = torch.ops.cute_kernels.linear
     if forgotten:
-        prepare = rewritten(gemm_op._prepare_op, "main_grad is not None", "False")
-        linear = remembering(linear, gemm_op._run_linear, prepare)
+        part = "        destination.apart(main_grad, x=x, weight=weight, bias=bias)\n"
+        linear = planned(linear, rewritten(gemm_op._plan_linear, part))
     with idle():
         for _ in range(2):
             linear(x, W, None, target, "chain")
-        assert len(launched) == (1 if forgotten else 2)
+        assert launched == ["gemm"]
         shared = memory[-64 * 48 :].view(64, 48)
         if forgotten:
             linear(x, W, None, shared, "chain")
@@ -169,46 +174,52 @@ def test_an_ops_call_with_a_main_grad_goes_the_whole_way(launched, monkeypatch, 
                 linear(x, W, None, shared, "chain")
 
 
-#: A prepared launcher, a guard of it, and operands that only this guard turns away.
-GUARDED = {
-    "gemm, a copied operand": (gemm_prepared.gemm, "copied or n", (drawn(8, 44), W[:, :44], None)),
+#: Operands that a launch cannot take as they are: name -> (call, the same operands, dense).
+ADAPTED = {
+    "gemm, a": (lambda x, w: gemm_launch.gemm(x, w, None, None), (drawn(8, 44), W[:, :44])),
+    "gemm, three dimensions": (
+        lambda x, w: gemm_launch.gemm(x, w, None, None),
+        (drawn(3, 8, 48).transpose(0, 1), W),
+    ),
     "gemm, a transposed tree": (
-        gemm_prepared.gemm,
-        'or (order != ORDER and major != "k")',
-        (drawn(48, 8).mT, W, None, "tree"),
+        lambda x, w: gemm_launch.gemm(x, w, None, None, "tree"),
+        (drawn(48, 8).mT, W),
     ),
-    "gemm, rows of no 16 bytes": (
-        gemm_prepared.gemm,
-        " or n * x.itemsize % ALIGN",
-        (X, W[:60], None),
+    "gemm, rows of no 16 bytes": (lambda x, w: gemm_launch.gemm(x, w, None, None), (X, W[:60])),
+    "gemm, a strided bias": (
+        lambda x, w, b: gemm_launch.gemm(x, w, b, None),
+        (X, W, drawn(128)[::2]),
     ),
-    "gemm, a strided bias": (gemm_prepared.gemm, "bias.stride(0) != 1", (X, W, drawn(128)[::2])),
-    **{
-        f"norm, a copied {name}": (
-            norm_prepared.forward,
-            "one is not other for",
-            (x, residual, Scale(weight, None), Rule("rms", 1e-6)),
-        )
-        for name, x, residual, weight in (
-            ("x", drawn(8, 44), None, drawn(44)),
-            ("residual", X, drawn(9 * 48 + 1)[1 : 8 * 48 + 1].view(8, 48), W[0]),
-            ("weight", X, None, drawn(96)[::2]),
-        )
-    },
+    "gemm, out": (
+        lambda x, w: gemm_launch.gemm(x, w, None, None, "chain", torch.zeros(64, 8).bfloat16().mT),
+        (X, W),
+    ),
+    "gemm, a strided accumulator": (
+        lambda x, w: gemm_launch.gemm(x, w, None, torch.ones(64, 8).mT),
+        (X, W),
+    ),
+    "norm, x of no whole units": (
+        lambda x, w: norm_launch.forward(x, None, Scale(w, None), Rule("rms", 1e-6)).y,
+        (drawn(8, 44), drawn(44)),
+    ),
+    "norm, a residual at another address": (
+        lambda x, r, w: norm_launch.forward(x, r, Scale(w, None), Rule("rms", 1e-6)).h,
+        (X, drawn(9 * 48 + 1)[1 : 8 * 48 + 1].view(8, 48), W[0]),
+    ),
+    "norm, a strided weight": (
+        lambda x, w: norm_launch.forward(x, None, Scale(w, None), Rule("rms", 1e-6)).y,
+        (X, drawn(96)[::2]),
+    ),
 }
 
 
-@pytest.mark.parametrize("name", GUARDED)
-def test_operands_that_would_be_copied_are_not_prepared(name):
-    """A launch of them as they are reads or writes other memory; the mutants would."""
-    prepare, guard, operands = GUARDED[name]
-    if prepare is gemm_prepared.gemm and len(operands) == 3:
-        operands += ("chain",)
-    by = {
-        "copied or n": "n",
-        "one is not other for": "False for",
-        "bias.stride(0) != 1": "False",
-    }.get(guard, "")
-    with idle():
-        assert prepare(*operands) is None
-        assert rewritten(prepare, guard, by)(*operands) is not None
+@requires_sim
+@pytest.mark.parametrize("name", ADAPTED)
+def test_operands_of_every_layout_have_the_bytes_of_dense_ones(name):
+    """The product of dense copies, computed beside zeros up to whole units where there are some."""
+    call, operands = ADAPTED[name]
+    dense = [t.clone(memory_format=torch.contiguous_format) for t in operands]
+    with simulated():
+        result, want = call(*operands), call(*dense)
+    assert same_bytes(result.contiguous(), want.contiguous())
+    assert result.float().abs().sum() > 0

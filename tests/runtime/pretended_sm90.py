@@ -1,4 +1,4 @@
-"""An SM90 GPU that is none: its calls are remembered, its launchers run on CPU tensors.
+"""A pretended SM90 GPU: plans are cached, and its launchers run on CPU tensors.
 
 Their kernels run in the simulator (`simulated`), or do nothing (`idle`).
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 from unittest import mock
 
-from cute_kernels import again, arch, dispatch
+from cute_kernels import arch, dispatch
 from cute_kernels.gemm import launch as gemm_launch
 from cute_kernels.norm import launch as norm_launch
+from cute_kernels.runtime import plan_cache
 from cute_kernels.sparse_attn import launch as attention_launch
 from cute_kernels.sparse_attn import op as attention_op
 from cute_kernels.sparse_attn import sequence_op
@@ -21,23 +22,30 @@ from tests.sparse_attn.simulated import simulated as simulated_attention
 
 @contextlib.contextmanager
 def pretended(monkeypatch):
-    """CPU tensors are remembered, and an SM90 GPU is what they are on; no kernel runs yet."""
-    launchers = {
-        "gemm": gemm_launch.gemm,
-        "column_sum": gemm_launch.column_sum,
-        "norm_forward": norm_launch.forward,
-        "norm_backward": norm_launch.backward,
-        "norm_add_parts": norm_launch.add_parts,
-        attention_op.NAME: attention_launch.forward,
-        f"{attention_op.NAME}_backward": attention_launch.backward,
-        sequence_op.SPANS_NAME: attention_launch.forward_of_spans,
+    """CPU tensors count as those of an SM90 GPU; no kernel runs yet."""
+    planners = {
+        "gemm": gemm_launch.plan_gemm,
+        "column_sum": gemm_launch.plan_column_sum,
+        "norm_forward": norm_launch.plan_forward,
+        "norm_backward": norm_launch.plan_backward,
+        "norm_add_parts": norm_launch.plan_add_parts,
+        attention_op.NAME: attention_launch.plan_forward,
+        f"{attention_op.NAME}_backward": attention_launch.plan_backward,
+        sequence_op.SPANS_NAME: attention_launch.plan_forward_of_spans,
     }
-    monkeypatch.setattr(again, "remembers", lambda t: True)
+
+    def launcher(name, *where):
+        return lambda *operands: planners[name](*operands).run(*operands)
+
+    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
     monkeypatch.setattr(dispatch, "backend", lambda *asked: arch.CUTE_SM90)
-    monkeypatch.setattr(dispatch, "launcher", lambda name, *where: launchers[name])
-    again.forget()
+    monkeypatch.setattr(dispatch, "launcher", launcher)
+    monkeypatch.setattr(
+        dispatch, "plan", lambda name, device, dtype, *operands: planners[name](*operands)
+    )
+    plan_cache.clear()
     yield
-    again.forget()
+    plan_cache.clear()
 
 
 @contextlib.contextmanager

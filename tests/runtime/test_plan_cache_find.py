@@ -1,4 +1,4 @@
-"""`Calls.find` by calls.c and by Python: one answer, whoever has a say; and `computer` of both."""
+"""`PlanCache.find` by calls.c and by Python: one answer, whatever can intercept a call."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_kernels as ck
-from cute_kernels import again, data_parallel, settings, torch_ops
+from cute_kernels import data_parallel, settings, torch_ops
 from cute_kernels.compile import extension
+from cute_kernels.runtime import plan_cache
 from tests.compile.toy import needs_linker
 
 pytestmark = needs_linker
@@ -38,16 +39,16 @@ class Both:
     """One `Calls` that knows one call, found by C and by Python."""
 
     def __init__(self, module, monkeypatch):
-        monkeypatch.setattr(again, "remembers", lambda t: True)
+        monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
         monkeypatch.setattr(extension, "calls", lambda: module)
-        self.calls = again.Calls(lambda *tensors: work)
-        self.calls.keep("chain", (X, W, None))
+        self.calls = plan_cache.PlanCache()
+        self.calls.add("chain", (X, W, None), work)
         assert type(self.calls.find) is types.BuiltinFunctionType
 
     def find(self, *call):
         """The answer of both, an error's type and words among them."""
         answers = []
-        for find in (self.calls.find, lambda *call: again.Calls.find(self.calls, *call)):
+        for find in (self.calls.find, lambda *call: plan_cache.PlanCache.find(self.calls, *call)):
             try:
                 answers.append(find(*call))
             except Exception as error:
@@ -114,24 +115,23 @@ def traced(ask):
     torch.jit.trace(lambda x: (x + 1, ask())[0], X, check_trace=False)
 
 
-#: What calls ``ask`` where somebody has a say; a piece of calls.c that sees to it; what is left.
+#: Name -> (what calls ``ask`` where such a thing can intercept calls, its index in INTERCEPTORS).
 SITUATIONS = {
-    "a compiler": (within(compiling), "(said = is_compiling()) || "),
-    "a mode above autograd": (within(Asked), " || (said = asked_by_mode(again))"),
-    "a mode below it": (within(Dispatched), "{dispatch_modes, ", "{"),
-    "autocast": (
-        within(lambda: torch.autocast("cpu", torch.bfloat16)),
-        "{dispatch_modes, autocast, ",
-        "{dispatch_modes, ",
-    ),
-    "a transform": (transformed, "transforms, profiler, ", "profiler, "),
-    "a batched backward": (within(legacy_vmap), "(said = includes(again, name.legacy_vmap)) || "),
-    "a profiler": (within(profiled), ", profiler, tracing}", ", tracing}"),
-    "a trace": (traced, ", tracing}", "}"),
-    "batch_invariant": (within(ck.batch_invariant), "  said = includes(again, name.mode);\n"),
-    "forward-mode differentiation": (within(forward_ad.dual_level), " || (said = has_tangents())"),
-    "fully_shard": (within(sharded), "  if (sharding) Py_RETURN_NONE;\n"),
+    "a compiler": (within(compiling), 0),
+    "a mode above autograd": (within(Asked), 1),
+    "a mode below it": (within(Dispatched), 2),
+    "autocast": (within(lambda: torch.autocast("cpu", torch.bfloat16)), 3),
+    "a transform": (transformed, 4),
+    "a batched backward": (within(legacy_vmap), 5),
+    "a profiler": (within(profiled), 6),
+    "batch_invariant": (within(ck.batch_invariant), 7),
+    "forward-mode differentiation": (within(forward_ad.dual_level), 8),
+    "a trace": (traced, 9),
 }
+
+
+def test_every_interceptor_has_a_situation():
+    assert [at for _, at in SITUATIONS.values()] == list(range(len(plan_cache.INTERCEPTORS)))
 
 
 def answers(both, situation) -> list:
@@ -149,16 +149,30 @@ def test_nobody_is_passed_by(both, name):
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
-def test_nobody_that_c_does_not_ask(monkeypatch, tmp_path, name):
-    """The mutants."""
-    situation, part, *less = SITUATIONS[name]
-    text = extension.SOURCE.read_text()
+def test_no_interceptor_can_be_left_out(in_c, monkeypatch, name):
+    """The mutants: C and Python ask one tuple."""
+    situation, index = SITUATIONS[name]
+    rest = plan_cache.INTERCEPTORS[:index] + plan_cache.INTERCEPTORS[index + 1 :]
+    monkeypatch.setattr(plan_cache, "INTERCEPTORS", rest)
+    with pytest.raises(AssertionError):
+        assert set(answers(Both(in_c, monkeypatch), situation)) == {False}
+
+
+def test_c_that_asks_none_is_killed(monkeypatch, tmp_path):
+    text, part = extension.SOURCE.read_text(), "  if (intercepted) Py_RETURN_FALSE;\n"
     assert text.count(part) == 1
     source = tmp_path / "calls.c"
-    source.write_text(text.replace(part, *less or [""]))
+    source.write_text(text.replace(part, ""))
     both = Both(extension.imported(extension.build(source, tmp_path)), monkeypatch)
     with pytest.raises(AssertionError):
-        answers(both, situation)
+        answers(both, SITUATIONS["autocast"][0])
+
+
+def test_no_plan_is_cached_under_fully_shard(both, monkeypatch):
+    monkeypatch.undo()
+    assert plan_cache.is_cacheable(mock.Mock(is_cuda=True))
+    with sharded():
+        assert not plan_cache.is_cacheable(mock.Mock(is_cuda=True))
 
 
 @pytest.mark.parametrize(
@@ -235,16 +249,16 @@ def test_other_calls(both, name):
 )
 def test_numbers_are_known_by_their_bits(both, one, other):
     """Each pair compares equal, so a dict alone takes one for the other."""
-    assert one == other and again.number_bits(one) != again.number_bits(other)
-    both.calls.keep(("rms", one), (X, W, None))
+    assert one == other and plan_cache.number_bits(one) != plan_cache.number_bits(other)
+    both.calls.add(("rms", one), (X, W, None), work)
     assert both.find(("rms", one), X, W, None) is work
     assert both.find(("rms", other), X, W, None) is None
-    both.calls.keep(("rms", other), (X, W, None))
+    both.calls.add(("rms", other), (X, W, None), work)
     assert both.find(("rms", other), X, W, None) is work
 
 
 def test_options_of_too_many_numbers_are_not_known(both):
-    most = (1.0,) * (again._NUMBER_BYTES // 9)
+    most = (1.0,) * (plan_cache._NUMBER_BYTES // 9)
     assert both.find(most, X, W, None) is None
     assert both.find((*most, 1.0), X, W, None) is False
 
@@ -260,33 +274,32 @@ def test_other_settings(both, monkeypatch, setting):
 
 
 def test_a_device_that_is_not_remembered(both, monkeypatch):
-    monkeypatch.setattr(again, "remembers", lambda t: t.is_cuda)
+    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: t.is_cuda)
     assert both.find("chain", X[:2], W, None) is False
 
 
 def test_what_is_refused_is_known_and_what_is_forgotten_is_not(both):
-    both.calls._known[again._key("tree", (X, W, None))] = False
+    both.calls._plans[plan_cache._key("tree", (X, W, None))] = False
     assert both.find("tree", X, W, None) is False
-    both.calls._known.clear()
+    both.calls._plans.clear()
     assert both.find("chain", X, W, None) is None
-    both.calls.forget()
+    both.calls.clear()
     assert "find" not in vars(both.calls)
 
 
 def test_no_calls_outlive_their_owner(in_c, monkeypatch):
     """Those with a mask hold its lists until it goes."""
     monkeypatch.setattr(extension, "calls", lambda: in_c)
-    calls = again.Calls(lambda *tensors: lambda: held)
-    held = torch.ones(3)
-    calls.keep("chain", (X, W))
+    calls, held = plan_cache.PlanCache(), torch.ones(3)
+    calls.add("chain", (X, W), lambda: held)
     before = sys.getrefcount(held)
-    again_all = len(again._all)
+    number = len(plan_cache._caches)
     gc.disable()
     try:
         del calls
     finally:
         gc.enable()
-    assert len(again._all) == again_all - 1 and sys.getrefcount(held) == before
+    assert len(plan_cache._caches) == number - 1 and sys.getrefcount(held) == before
 
 
 # ---- what fails, and references ------------------------------------------------------------------
@@ -317,11 +330,8 @@ class NoTruth:
 
 FAILING = [
     (data_parallel, "sharding", failing),
-    (data_parallel, "sharding", NoTruth),
     (settings, "get", failing),
-    (again, "remembers", failing),
-    (again, "_asked", failing),
-    (again, "_in_mode", failing),
+    (plan_cache, "on_gpu", failing),
     (torch.compiler, "_is_compiling_flag", NoTruth()),
 ]
 
@@ -330,49 +340,36 @@ FAILING = [
 def test_what_a_guard_raises_is_raised(both, monkeypatch, module, name, value):
     watched = (value, X, W, None)
     monkeypatch.setattr(module, name, value)
-    with contextlib.ExitStack() as stack:
-        if name == "_asked":
-            stack.enter_context(Asked())
-        if name == "_in_mode":
-            stack.enter_context(ck.batch_invariant())
-        before = counts(watched)
-        for _ in range(100):
-            assert both.find("tree", X, W, None) == (OSError, "it fails")
-        assert not lost(before, watched, 100)
+    before = counts(watched)
+    for _ in range(100):
+        assert both.find("tree", X, W, None) == (OSError, "it fails")
+    assert not lost(before, watched, 100)
 
 
-@pytest.mark.parametrize("name", ["sharding", "get", "remembers", "MODE", "_current_level"])
-def test_what_is_missing_is_an_error(in_c, name):
-    """As in a test that patches too much; nothing falls over."""
-    names = [{}] + [dict(vars(module)) for module in (again, data_parallel, settings)]
-    for one in names:
-        one.pop(name, None)
-    if name == "_current_level":
-        with mock.patch.object(forward_ad, name, "none"), pytest.raises(TypeError):
-            in_c.finder(*names)("chain", X, W)
-    else:
-        with pytest.raises(AttributeError, match=name):
-            in_c.finder(*names)("chain", X, W)
+@pytest.mark.parametrize("index", [1, 2, 3])
+def test_a_part_that_fails_is_an_error(in_c, index):
+    parts = [{}, plan_cache.INTERCEPTORS, plan_cache.key_settings, plan_cache.is_cacheable]
+    parts[index] = (failing,) if index == 1 else failing
+    with pytest.raises(OSError, match="it fails"):
+        in_c.finder(*parts)("chain", X, W)
 
 
 def test_bad_arguments_of_the_module(in_c):
-    for bad in ((), ({},), ({}, {}, {}, []), ({}, {}, {}, {}, {})):
+    for bad in ((), ({},), ({}, [], len, len), ([], (), len, len), ({}, (), len, len, len)):
         with pytest.raises(TypeError):
             in_c.finder(*bad)
-    find = in_c.finder({}, vars(again), vars(data_parallel), vars(settings))
+    find = in_c.finder({}, (), plan_cache.key_settings, plan_cache.is_cacheable)
     for bad in ((), ("chain",)):
         with pytest.raises(TypeError, match="options and tensors"):
             find(*bad)
-    with pytest.raises(TypeError):
-        in_c.computer(len)
 
 
 def test_no_reference_is_lost_or_kept_and_no_memory(both):
     options = "chain" * 3, 1.5
-    both.calls.keep(options, (X, W, None))
-    find, known, modules = both.calls.find, both.calls._known, (again, data_parallel, settings)
-    names = [vars(module) for module in modules]
-    watched = X, W, options, work, known, *names, None, True, False, again.MODE, settings.get
+    both.calls.add(options, (X, W, None), work)
+    find, plans = both.calls.find, both.calls._plans
+    functions = *plan_cache.INTERCEPTORS, plan_cache.key_settings, plan_cache.is_cacheable
+    watched = X, W, options, work, plans, *functions, None, True, False
 
     def hammer():
         for _ in range(300):
@@ -400,54 +397,3 @@ def test_no_reference_is_lost_or_kept_and_no_memory(both):
         hammer()
         times.append(lost(before, watched, 300))
     assert not all(times), times
-
-
-# ---- computer ------------------------------------------------------------------------------------
-
-G = torch.randn(3, requires_grad=True)
-#: Arguments -> whether a gradient is asked for.
-ARGUMENTS = {
-    "plain": ((X, W, None, "chain", 1, 1.5, True), False),
-    "a parameter": ((X, torch.nn.Parameter(W), None, "chain"), True),
-    "a frozen parameter": ((X, torch.nn.Parameter(W, requires_grad=False)), False),
-    "a leaf": ((X, None, G), True),
-    "a result": ((G * 2, "chain"), True),
-    "a list": ((X, [W, G]), True),
-    "a list without": ((X, [W, X], [1, 2], (1.0,)), False),
-    "a list of a few": ((X, [None, G]), None),
-    "a tuple": ((X, (W, G)), None),
-    "a list in a list": ((X, [[G]]), None),
-    "a subclass": ((G.detach().as_subclass(Subclass).requires_grad_(),), True),
-    "a subclass without": ((X.as_subclass(Subclass), torch.float32), False),
-    "nothing": ((), False),
-}
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_gradients_are_asked_for_where_torch_says_so(in_c, name):
-    arguments, wanted = ARGUMENTS[name]
-    made = [
-        make(lambda *args: ("run", args), lambda *args: ("node", args))
-        for make in (in_c.computer, torch_ops._computer)
-    ]
-    one, other = (computed(*arguments) for computed in made)
-    assert one[0] == other[0] and all(a is b for a, b in zip(one[1], arguments, strict=True))
-    assert wanted is None or one[0] == ("node" if wanted else "run")
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            assert [computed(*arguments)[0] for computed in made] == ["run", "run"]
-
-
-def test_a_computer_keeps_no_reference(in_c):
-    node = object.__new__(type("Node", (), {"__call__": lambda self, *args: args[0]}))
-    computed = in_c.computer(failing, node)
-    watched = X, G, node, failing, None
-    before = counts(watched)
-    for _ in range(300):
-        assert computed(G, X, [X, G], None) is G
-        with pytest.raises(OSError):
-            computed(X, [X], None)
-    assert not lost(before, watched, 300)
-    before = sys.getrefcount(node)
-    del computed
-    assert sys.getrefcount(node) == before - 1

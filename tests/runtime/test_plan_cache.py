@@ -14,20 +14,21 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_kernels as ck
-from cute_kernels import again, dispatch, errors, settings
+from cute_kernels import dispatch, errors, settings
 from cute_kernels.compile import extension
 from cute_kernels.gemm import op as gemm_op
+from cute_kernels.runtime import plan_cache
 from cute_kernels.sparse_attn import op as attention_op
-from tests.again import CASES, counted, drawn, one_mask, rewritten
-from tests.again_sm90 import idle, pretended, simulated
 from tests.compile.toy import needs_linker
 from tests.contract import same_bytes
 from tests.ptxsim.available import requires_sim
+from tests.runtime.cached_calls import CASES, counted, drawn, one_mask, rewritten
+from tests.runtime.pretended_sm90 import idle, pretended, simulated
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-TRUE_REMEMBERS = again.remembers
+TRUE_ON_GPU = plan_cache.on_gpu
 MASK = one_mask(torch.device("cpu"))
 
 
@@ -44,11 +45,13 @@ def whole_way(monkeypatch):
 
 @pytest.fixture(params=[pytest.param("C", marks=needs_linker), "Python"])
 def found_by(request, monkeypatch):
-    """Whether calls.c finds known calls, or `Calls.find`."""
+    """Whether calls.c finds known calls, or `PlanCache.find`."""
     if request.param == "Python":
         monkeypatch.setattr(extension, "calls", lambda: None)
     yield request.param
-    assert ("find" in vars(gemm_op.calls)) is (request.param == "C" and bool(gemm_op.calls._known))
+    assert ("find" in vars(gemm_op.checked)) is (
+        request.param == "C" and bool(gemm_op.checked._plans)
+    )
 
 
 by_both = pytest.mark.usefixtures("found_by")
@@ -64,7 +67,7 @@ def test_a_known_call_has_the_bytes_of_the_first(on_sm90, whole_way, name):
         count = sum(whole_way.values())
         later = [run(x) for x in (one, other)]
         assert sum(whole_way.values()) == count == 1
-        again.forget()
+        plan_cache.clear()
         assert all(map(same_bytes, later, [run(one), first[1]]))
     assert same_bytes(first[0], later[0]) and not same_bytes(first[0], first[1])
 
@@ -209,7 +212,7 @@ def test_a_mask_takes_its_calls_with_it(on_sm90):
 def test_spans_on_the_cpu_are_looked_at_each_time(on_sm90, whole_way, monkeypatch):
     """A step of training has them there, whatever its tensors are on."""
     run, shape = CASES["spans"]
-    monkeypatch.setattr(again, "remembers", lambda t: t.dtype != torch.int32)
+    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: t.dtype != torch.int32)
     with idle():
         for _ in range(3):
             run(drawn(*shape))
@@ -255,7 +258,7 @@ def test_no_call_keeps_a_tensor_that_left_the_cache(on_sm90, whole_way, monkeypa
         # The next of that size fits alone, and not beside all that is there.
         monkeypatch.setattr(cache, "limit", cache.size()["bytes"])
         call_with_bits()
-        assert not attention_op._without_mask._known and not attention_op._of_mask[MASK]._known
+        assert not attention_op._without_mask._plans and not attention_op._of_mask[MASK]._plans
         monkeypatch.setattr(cache, "limit", 1)
         before = whole_way["attention"]
         for _ in range(2):
@@ -268,11 +271,11 @@ true_mask = attention_op.prepare.mask_of_op
 
 @by_both
 def test_so_many_and_no_more(on_sm90, whole_way, monkeypatch):
-    monkeypatch.setattr(gemm_op.calls, "_most", 2)
+    monkeypatch.setattr(gemm_op.checked, "_capacity", 2)
     with idle():
         for rows in (1, 2, 3, 1):
             ck.linear(X[:rows], W)
-    assert whole_way["linear"] == 4 and len(gemm_op.calls._known) == 2
+    assert whole_way["linear"] == 4 and len(gemm_op.checked._plans) == 2
 
 
 # ---- who watches, and what is asked of each ------------------------------------------------------
@@ -317,13 +320,13 @@ def asked():
 
 
 def owned():
-    with mock.patch.object(again.data_parallel, "sharding", lambda: True):
+    with mock.patch.object(plan_cache.data_parallel, "sharding", lambda: True):
         ck.linear(X, W)
 
 
 def on_a_cpu():
     # What is known was remembered for its device: only others ask.
-    with mock.patch.object(again, "remembers", TRUE_REMEMBERS):
+    with mock.patch.object(plan_cache, "on_gpu", TRUE_ON_GPU):
         ck.linear(X[:5], W)
 
 
@@ -409,8 +412,8 @@ def test_what_was_refused_is_refused_after_good_calls(on_sm90, bad, error):
 
 
 def without(part: str, function, monkeypatch) -> None:
-    """A function of `again` loses a part of its source."""
-    monkeypatch.setattr(again, function.__name__, rewritten(function, part))
+    """A function of `plan_cache` loses a part of its source."""
+    monkeypatch.setattr(plan_cache, function.__name__, rewritten(function, part))
 
 
 @pytest.fixture
@@ -419,24 +422,24 @@ def in_python(monkeypatch):
 
 
 def test_a_key_without_options_is_killed(on_sm90, whole_way, in_python, monkeypatch):
-    without("options, ", again._key, monkeypatch)
+    without("options, ", plan_cache._key, monkeypatch)
     with pytest.raises(AssertionError):
         test_another_kind_of_call_is_not_taken_for_a_known_one(on_sm90, whole_way, "linear")
 
 
 @pytest.mark.parametrize("part", ["t.shape, ", "t.stride(), ", "t.dtype, "])
 def test_a_key_without_a_part_is_killed(on_sm90, whole_way, in_python, monkeypatch, part):
-    without(part, again.described, monkeypatch)
+    without(part, plan_cache.describe, monkeypatch)
     with pytest.raises((AssertionError, TypeError)):
         test_another_kind_of_call_is_not_taken_for_a_known_one(on_sm90, whole_way, "linear")
 
 
 @pytest.mark.parametrize(
     ("part", "name"),
-    [(" or data_parallel.sharding()", "fully_shard"), (" or not remembers(first)", "a CPU")],
+    [(" and not data_parallel.sharding()", "fully_shard"), ("on_gpu(t) and ", "a CPU")],
 )
 def test_a_key_that_asks_less_is_killed(on_sm90, whole_way, in_python, monkeypatch, part, name):
-    without(part, again._key, monkeypatch)
+    without(part, plan_cache.is_cacheable, monkeypatch)
     with pytest.raises(AssertionError):
         test_nobody_is_passed_by(on_sm90, whole_way, name)
 
@@ -452,7 +455,7 @@ def test_a_key_that_asks_less_is_killed(on_sm90, whole_way, in_python, monkeypat
 def test_tensors_of_which_less_is_asked_are_killed(
     on_sm90, whole_way, in_python, monkeypatch, part, name
 ):
-    without(part, again.described, monkeypatch)
+    without(part, plan_cache.describe, monkeypatch)
     with pytest.raises(AssertionError):
         test_nobody_is_passed_by(on_sm90, whole_way, name)
 
@@ -461,9 +464,9 @@ def test_freed_storage_is_not_described(monkeypatch):
     """Without the question it is: 0 is a multiple of 16.  calls.c: tests/compile/test_extension."""
     freed = drawn(4, 16)
     freed.untyped_storage().resize_(0)
-    assert again.described(freed) is None
-    monkeypatch.setattr(again, "_allocated", lambda t: True)
-    assert again.described(freed) is not None
+    assert plan_cache.describe(freed) is None
+    monkeypatch.setattr(plan_cache, "_has_storage", lambda t: True)
+    assert plan_cache.describe(freed) is not None
 
 
 #: What calls.c loses, and the call that kills it: one of `OTHER`, or of `WATCHED`.

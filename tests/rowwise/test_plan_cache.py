@@ -1,4 +1,4 @@
-"""Functions of elements whose calls are remembered: the bytes of the whole way, and who is not."""
+"""Plans of elementwise functions: the bytes of the slow path, and calls that are not cached."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import again, dispatch
+from cute_kernels import dispatch
 from cute_kernels.compile import extension
 from cute_kernels.errors import DtypeError, ShapeError
 from cute_kernels.rowwise import cpu, op
-from tests.again import counted
+from cute_kernels.runtime import plan_cache
+from cute_kernels.runtime.plan_cache import Plan
 from tests.contract import same_bytes
+from tests.runtime.cached_calls import counted
 
-from .again_cases import CALLS
+from .cached_cases import CALLS
 from .cases import BF16, FP16, drawn
 
 
 class Way:
-    """How often calls went the whole way and were launched as prepared, and which were prepared."""
+    """How often calls were checked, planned and run by a plan, and what was planned."""
 
     def __init__(self, counts: dict[str, int]):
-        self.counts, self.prepared, self.launched = counts, [], 0
+        self.counts, self.planned, self.launched = counts, [], 0
 
     @property
     def whole(self) -> int:
@@ -30,33 +32,34 @@ class Way:
 
 @pytest.fixture
 def way(monkeypatch):
-    """CPU tensors are remembered, with the CPU's functions for what launches them."""
-    made = Way(counted(monkeypatch))
+    """Plans of CPU tensors are cached; the CPU's functions are what they launch."""
+    way = Way(counted(monkeypatch))
 
-    def prepared(entry, device, dtype, *call):
-        made.prepared.append((entry, call[-1]))
-        run = cpu.activation if len(call) == 2 else cpu.gated
+    def plan(entry, device, dtype, *call):
+        way.planned.append((entry, call[-1]))
+        name = "gated" if "_mul" in entry else "activation"
+        run = getattr(cpu, name + ("_backward" if entry.endswith("_backward") else ""))
 
-        def launch(*tensors):
-            made.launched += 1
-            return run(*tensors, call[-1])
+        def launch(*args):
+            way.launched += 1
+            return run(*args[:-1], call[-1])  # as a kernel that was compiled for its kind
 
-        return launch if call[0].is_contiguous() else None
+        return Plan(launch, cacheable=call[0].is_contiguous())
 
-    monkeypatch.setattr(again, "remembers", lambda t: True)
-    monkeypatch.setattr(dispatch, "prepared", prepared)
-    again.forget()
-    yield made
-    again.forget()
+    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
+    monkeypatch.setattr(dispatch, "plan", plan)
+    plan_cache.clear()
+    yield way
+    plan_cache.clear()
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_known_call_has_the_bytes_of_the_first(way, name):
     run, x, other = CALLS[name], drawn(5, 77).to(BF16), drawn(5, 77, seed=3).to(BF16)
     first, later, third = run(x), run(x), run(other)
-    assert (way.whole, way.launched) == (1, 2)
+    assert (way.whole, way.launched, len(way.planned)) == (1, 3, 1)
     assert same_bytes(first, later) and not same_bytes(first, third)
-    again.forget()
+    plan_cache.clear()
     assert same_bytes(third, run(other)) and way.whole == 2
 
 
@@ -68,7 +71,8 @@ def test_so_has_its_gradient(way, name):
         return y.detach(), torch.autograd.grad(y, x, drawn(5, 77, seed=9).to(BF16))[0]
 
     first, later = results(), results()
-    assert all(map(same_bytes, first, later)) and way.launched == 1
+    assert all(map(same_bytes, first, later))
+    assert (way.launched, len(way.planned)) == (4, 2)  # forward and backward, twice
 
 
 def test_a_call_that_is_known_in_eager_is_traced(way):
@@ -83,17 +87,17 @@ def test_another_kind_shape_or_dtype_is_another_call(way):
     for run in CALLS.values():
         for one in (x, x[:4], x.to(FP16), x.view(77, 5)):
             run(one)
-    assert way.launched == 0 and way.whole == 4 * len(CALLS)
-    names = [entry for entry, _ in way.prepared[::4]]
+    assert len(way.planned) == way.whole == 4 * len(CALLS)
+    names = [entry for entry, _ in way.planned[::4]]
     assert names == ["silu", "gelu", "gelu", "sigmoid", "tanh", "silu_mul", "gelu_mul"]
-    assert len(set(way.prepared)) == len(CALLS)
+    assert len(set(way.planned)) == len(CALLS)
 
 
-def test_what_is_not_prepared_goes_the_whole_way(way):
+def test_calls_that_are_not_cached(way):
     x = drawn(77, 5).to(BF16)
     for one in (x.mT, x[:0]):
         assert same_bytes(ck.silu(one), ck.silu(one))
-    assert way.launched == 0 and way.whole == 4
+    assert way.whole == 4
 
 
 def test_bad_calls_are_refused_behind_known_ones(way):
@@ -110,7 +114,7 @@ def test_bad_calls_are_refused_behind_known_ones(way):
 @pytest.mark.parametrize("forgotten", ["kind", "dtype"])
 def test_a_key_without_it_is_seen(way, monkeypatch, forgotten):
     """The mutant: a call is known by too little."""
-    true = again._key
+    true = plan_cache._key
     monkeypatch.setattr(extension, "calls", lambda: None)
 
     def key(options, tensors):
@@ -118,20 +122,20 @@ def test_a_key_without_it_is_seen(way, monkeypatch, forgotten):
             return true((), tensors)
         return options, tuple(t.shape for t in tensors)
 
-    monkeypatch.setattr(again, "_key", key)
+    monkeypatch.setattr(plan_cache, "_key", key)
     x = drawn(5, 77).to(BF16)
     first = ck.silu(x)
     if forgotten == "kind":
         assert same_bytes(ck.tanh(x), first)
     else:
         ck.silu(x.to(FP16))
-    assert way.launched == 1
+    assert len(way.planned) == 1
 
 
-def test_the_op_registers_what_prepares():
+def test_every_elementwise_launcher_has_a_planner():
     for name in ("silu", "gelu", "sigmoid", "tanh", "silu_mul", "gelu_mul"):
-        assert dispatch._TABLE[name]["triton"].prepare.endswith(
-            ":prepare_gated" if "mul" in name else ":prepare_activation"
-        )
-    assert not dispatch._TABLE["silu_backward"]["triton"].prepare
-    assert op.calls in again._all
+        for entry in (name, f"{name}_backward"):
+            function = "gated" if "mul" in name else "activation"
+            planner = f":plan_{function}" + "_backward" * entry.endswith("_backward")
+            assert dispatch._TABLE[entry]["triton"].planner.endswith(planner)
+    assert op.checked in plan_cache._caches

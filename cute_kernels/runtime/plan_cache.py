@@ -1,0 +1,223 @@
+"""Cache of launch plans: calls with a known signature skip checks and kernel selection.
+
+Checks and the choice of backend, kernel and grid read the shapes, strides, dtypes, devices and
+options of a call, whether its memory begins at multiples of 16 bytes, and settings; never values.
+A `Plan` is what they come to: a function that allocates outputs and launches kernels.  A first call
+plans and runs; a later call with the same signature runs.  There is no other way to a kernel.
+
+Plans are cached for CUDA tensors only.  A call that something can intercept (`INTERCEPTORS`) is
+planned anew and goes through the dispatcher.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
+
+from .. import data_parallel, settings
+from ..compile import extension
+
+_C = torch._C
+_ALIGN = 16
+#: Capacity for `number_bits`; compile/calls.c has the same.
+_NUMBER_BYTES = 512
+_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
+#: Default capacity of a cache.
+MAX_PLANS = 4096
+
+#: The dispatch key of `model.batch_invariant`, included in a thread where that mode is on.
+MODE = _C._parse_dispatch_key("DeferredInit")
+#: Included where `torch.autograd.grad(is_grads_batched=True)` runs a backward: its batched tensors
+#: have torch.Tensor's type, and functorch does not know of them.
+LEGACY_VMAP = _C._parse_dispatch_key("VmapMode")
+
+_caches: weakref.WeakSet[PlanCache] = weakref.WeakSet()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Launch plan of one call signature.
+
+    run: ``run(*args)`` allocates outputs and launches kernels, for all calls of this signature.
+    fresh: Each result is a tensor of its own; False: results may be views of padded memory.
+    cacheable: False if the plan holds memory or data that outlives the call's signature.
+    """
+
+    run: Callable[..., object]
+    fresh: bool = True
+    cacheable: bool = True
+
+
+# ---- what can intercept a call -------------------------------------------------------------------
+
+
+def _function_mode() -> bool:
+    """Whether a TorchFunctionMode other than ``torch.set_default_device`` is active."""
+    depth = _C._len_torch_function_stack()
+    return depth > 0 and any(
+        type(_C._get_function_stack_at(i)) is not DeviceContext for i in range(depth)
+    )
+
+
+def _batch_invariant_mode() -> bool:
+    """Whether torch's ops that are called here reach `model.batch_invariant`."""
+    included, excluded = (
+        _C._dispatch_tls_is_dispatch_key_included,
+        _C._dispatch_tls_is_dispatch_key_excluded,
+    )
+    return included(MODE) and not excluded(MODE)
+
+
+def _forward_differentiation() -> bool:
+    return forward_ad._current_level >= 0
+
+
+#: What can intercept a call of this thread.  Each is asked in every call, by Python or by
+#: compile/calls.c; one that answers with a true value sends the call to the dispatcher.
+INTERCEPTORS: tuple[Callable[[], object], ...] = (
+    torch.compiler.is_compiling,
+    _function_mode,
+    _C._len_torch_dispatch_stack,
+    _C._is_any_autocast_enabled,
+    _C._are_functorch_transforms_active,
+    functools.partial(_C._dispatch_tls_is_dispatch_key_included, LEGACY_VMAP),
+    _C._autograd._profiler_enabled,
+    _batch_invariant_mode,
+    _forward_differentiation,
+    _C._is_tracing,
+)
+
+
+def intercepted() -> bool:
+    """Whether a mode, a transform, a trace, a profiler or autocast can intercept calls here."""
+    return any(ask() for ask in INTERCEPTORS)
+
+
+# ---- the cache -----------------------------------------------------------------------------------
+
+
+class PlanCache:
+    """Plans of one op by the signature of a call.
+
+    capacity: Number of plans; a full cache starts over.
+
+    Where Dynamo may trace a caller of `find`, it asks ``is_dynamo_compiling()`` before: `find` may
+    be C, which cannot be traced.
+    """
+
+    def __init__(self, capacity: int = MAX_PLANS):
+        self._capacity = capacity
+        self._plans: dict[Hashable, object] = {}
+        _caches.add(self)
+
+    def find(self, options: Hashable, *tensors: torch.Tensor | None):
+        """The cached entry; None: no entry yet; False: the call cannot be cached.
+
+        ``options``: all that a plan depends on besides the tensors.  After the first `add`, `find`
+        of compile/calls.c replaces this one.
+        """
+        if intercepted():
+            return False
+        key = _key(options, tensors)
+        try:
+            return False if key is None else self._plans.get(key)
+        except TypeError:  # unhashable options are refused by checks
+            return False
+
+    def add(self, options: Hashable, tensors: tuple[torch.Tensor | None, ...], entry: object):
+        """Caches ``entry`` for calls of this signature, for which `find` returned None.
+
+        None and False: such calls are not cached.
+        """
+        if len(self._plans) >= self._capacity:
+            self._plans.clear()
+        self._plans[_key(options, tensors)] = entry or False
+        # Only now: the first import of a CPU user compiles no C.
+        if (in_c := extension.calls()) is not None:
+            self.find = in_c.finder(self._plans, INTERCEPTORS, key_settings, is_cacheable)
+
+    def clear(self) -> None:
+        self._plans.clear()
+        vars(self).pop("find", None)
+
+
+def clear() -> None:
+    """Clears the plan caches of all ops."""
+    for cache in _caches:
+        cache.clear()
+
+
+def on_gpu(t: torch.Tensor) -> bool:
+    """Whether ``t`` is in GPU memory."""
+    return t.is_cuda
+
+
+def is_cacheable(t: torch.Tensor) -> bool:
+    """Whether plans for calls whose first tensor is ``t`` are cached."""
+    # Parameters under fully_shard change their storage, and their gradient hooks are looked up.
+    return on_gpu(t) and not data_parallel.sharding()
+
+
+def key_settings() -> tuple[str, str]:
+    """The settings that plans depend on."""
+    return settings.get("BACKEND"), settings.get("MAX_CTAS")
+
+
+def _key(options: Hashable, tensors: tuple) -> tuple | None:
+    """The signature of a call, or None if it cannot be cached."""
+    first = tensors[0]
+    # Checks put all tensors on the device of the first one, which is never None.
+    if type(first) not in _TYPES or not is_cacheable(first):
+        return None
+    in_c = extension.calls()
+    described = describe(*tensors) if in_c is None else in_c.describe(*tensors)
+    if described is None:
+        return None
+    bits = number_bits(options)
+    if len(bits) > _NUMBER_BYTES:
+        return None
+    return options, bits, key_settings(), described
+
+
+def number_bits(options: Hashable) -> bytes:
+    """Types and bit patterns of the numbers in ``options``, which compare by value alone.
+
+    0.0 equals -0.0 and 1 equals True, yet kernels and checks tell them apart.
+    """
+    if type(options) is tuple:
+        return b"".join(map(number_bits, options))
+    if isinstance(options, float):
+        return b"f" + struct.pack("d", options)
+    if isinstance(options, int):
+        return b"b" if isinstance(options, bool) else b"i"
+    return b""
+
+
+def _has_storage(t: torch.Tensor) -> bool:
+    """Whether ``t`` has memory: a view of freed storage is at its offset from address 0."""
+    return bool(t.data_ptr()) and bool(t.untyped_storage().data_ptr())
+
+
+def describe(*tensors: torch.Tensor | None) -> tuple | None:
+    """Shapes, strides, dtypes and devices, or None if a tensor cannot be part of a signature."""
+    described = ()
+    try:
+        for t in tensors:
+            if t is None:
+                described += (None,)
+            elif (
+                type(t) not in _TYPES or t.is_neg() or t.data_ptr() % _ALIGN or not _has_storage(t)
+            ):
+                return None
+            else:
+                described += t.shape, t.stride(), t.dtype, t.device
+    except RuntimeError:  # sparse and nested tensors have no strides
+        return None
+    return described
