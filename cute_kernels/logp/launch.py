@@ -10,9 +10,10 @@ import torch
 
 from .. import log
 from ..compile import cache
-from ..compile.call import call
+from ..compile.call import allocator, bind
 from ..compile.kernel import Entry, Expect, Kernel
-from ..operands import matrix, most_ctas, padded_empty
+from ..operands import matrix, most_ctas, padded_width
+from ..runtime.plan_cache import Plan
 from . import config, tiles
 from .config import Config, FewConfig, FinishConfig
 from .tensors import Head, Rows, Upstream
@@ -21,64 +22,98 @@ from .tensors import Head, Rows, Upstream
 TILE_N, NARROW_N = 256, 128
 
 
-def states(hidden: torch.Tensor, head: Head, rows: Rows, entropy: bool) -> torch.Tensor:
-    """int64 [P, T, C] of the head's rows, in P runs."""
-    h, w, bias = _operands(hidden, head)
-    tokens, columns = h.shape[0], config.columns_of_state(entropy)
-    place = head.start, head.vocab, head.softcap
+def plan_states(hidden: torch.Tensor, head: Head, rows: Rows, entropy: bool) -> Plan:
+    """Launch plan of int64 [P, T, C]: states of the head's rows, in P runs."""
+    device, adapt = hidden.device, _adapter(hidden, head)
+    tokens, vocab = hidden.shape[0], len(head.weight)
+    scalars = head.start, head.vocab, head.softcap
     plain = head.order == "chain" and not entropy and not head.softcap
     tile = tiles.few(tokens, plain)
     if tile is not None:
         few = FewConfig(*_options(hidden.dtype, head, entropy), *tile)
-        count = min(-(-len(w) // tile.tile_n), most_ctas(hidden.device) * tile.ctas_per_sm)
-        parts = rows.target.new_empty(count, tokens, columns)
-        call(hidden.device, _few(few), h, w, bias, *rows, parts, *place)
+        count = min(-(-vocab // tile.tile_n), most_ctas(device) * tile.ctas_per_sm)
+        kernel = _few(few)
+    else:
+        chosen, workers = config_of(*_options(hidden.dtype, head, entropy)), max_clusters(device)
+        of_cluster = (chosen.tile_m * chosen.cluster_m, chosen.tile_n)
+        count = tiles.runs(tokens, vocab, of_cluster, workers)
+        kernel, scalars = _forward(chosen), (*scalars, workers)
+    launch = bind(device, kernel)
+    shape = count, tokens, config.columns_of_state(entropy)
+    new = allocator(shape, rows.target.dtype, device)
+
+    def run(hidden, head, rows, entropy):
+        parts = new()
+        launch(*adapt(hidden, head), *rows, parts, *scalars)
         return parts
-    chosen = config_of(*_options(hidden.dtype, head, entropy))
-    workers = max_clusters(hidden.device)
-    of_cluster = (chosen.tile_m * chosen.cluster_m, chosen.tile_n)
-    count = tiles.runs(tokens, len(w), of_cluster, workers)
-    parts = rows.target.new_empty(count, tokens, columns)
-    call(hidden.device, _forward(chosen), h, w, bias, *rows, parts, *place, workers)
-    return parts
+
+    return Plan(run)
 
 
-def gradients(hidden: torch.Tensor, head: Head, rows: Rows, upstream: Upstream) -> torch.Tensor:
-    """[T, V] of the dtype of ``hidden``: the gradient of the head's logits; rows are padded."""
-    h, w, bias = _operands(hidden, head)
+def states(*args: object) -> torch.Tensor:
+    """Run the plan of `plan_states`."""
+    return plan_states(*args).run(*args)
+
+
+def plan_gradients(hidden: torch.Tensor, head: Head, rows: Rows, upstream: Upstream) -> Plan:
+    """Launch plan of [T, V] of the dtype of ``hidden``: the gradient of the head's logits.
+
+    Rows of the result are padded to multiples of 16 bytes.
+    """
+    device, adapt = hidden.device, _adapter(hidden, head)
     chosen = config_of(*_options(hidden.dtype, head, upstream.of_entropy is not None))
-    out = padded_empty(h, h.shape[0], w.shape[0])
-    place = head.start, head.vocab, head.softcap
-    tokens = (*rows, *upstream)
-    workers = max_clusters(hidden.device)
-    call(hidden.device, _gradient(chosen), h, w, bias, *tokens, out, *place, workers)
-    return out
+    workers, vocab = max_clusters(device), len(head.weight)
+    launch = bind(device, _gradient(chosen))
+    new = allocator((len(hidden), padded_width(vocab, hidden.dtype)), hidden.dtype, device)
+    scalars = head.start, head.vocab, head.softcap, workers
+
+    def run(hidden, head, rows, upstream):
+        out = new()[:, :vocab]
+        launch(*adapt(hidden, head), *rows, *upstream, out, *scalars)
+        return out
+
+    return Plan(run, fresh=False)
 
 
-def finish(
-    parts: torch.Tensor, rows: Rows
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(log p, lse2, entropy or None) of states [P, T, C], as `exact.finish`."""
-    results = [torch.empty_like(rows.scale) for _ in range(3)]
-    if parts.shape[2] == config.WEIGHTED:
-        results[2] = None
-    chosen = FinishConfig(results[2] is not None)
-    call(parts.device, _finish(chosen), parts, *rows, *results)
-    return tuple(results)
+def gradients(*args: object) -> torch.Tensor:
+    """Run the plan of `plan_gradients`."""
+    return plan_gradients(*args).run(*args)
 
 
-def _operands(hidden: torch.Tensor, head: Head):
-    """(hidden, weight, bias), as the kernels take them: row-major."""
-    h, w = (_rows(t, name) for t, name in ((hidden, "hidden"), (head.weight, "weight")))
-    bias = head.bias
-    if bias is not None:
-        bias = log.contiguous("logp", "bias", bias, "a stride of 1")
-    return h, w, bias
+def plan_finish(parts: torch.Tensor, rows: Rows) -> Plan:
+    """Launch plan of (log p, lse2, entropy or None) of states [P, T, C], as `exact.finish`."""
+    entropy = parts.shape[2] != config.WEIGHTED
+    launch = bind(parts.device, _finish(FinishConfig(entropy)))
+    new = allocator(rows.scale.shape, rows.scale.dtype, parts.device)
+
+    def run(parts, rows):
+        results = new(), new(), new() if entropy else None
+        launch(parts, *rows, *results)
+        return results
+
+    return Plan(run)
 
 
-def _rows(t: torch.Tensor, name: str) -> torch.Tensor:
-    adapt = matrix(t, "logp", name, k_major=True).adapt
-    return t if adapt is None else adapt(t)
+def finish(*args: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Run the plan of `plan_finish`."""
+    return plan_finish(*args).run(*args)
+
+
+def _adapter(hidden: torch.Tensor, head: Head) -> Callable[..., tuple]:
+    """``adapt(hidden, head)`` returns row-major (hidden, weight, bias), as the kernels take them."""
+    adapt_h, adapt_w = (
+        matrix(t, "logp", name, k_major=True).adapt
+        for t, name in ((hidden, "hidden"), (head.weight, "weight"))
+    )
+
+    def adapt(hidden, head):
+        bias = head.bias
+        if bias is not None:
+            bias = log.contiguous("logp", "bias", bias, "a stride of 1")
+        h = hidden if adapt_h is None else adapt_h(hidden)
+        return h, head.weight if adapt_w is None else adapt_w(head.weight), bias
+
+    return adapt
 
 
 def _options(dtype: torch.dtype, head: Head, entropy: bool) -> tuple:

@@ -117,7 +117,8 @@ def table_us(problem: Problem, clock: object = None) -> float:
     """Device time of the kernel that makes a backward's table and tickets, microseconds."""
     bounds = packs.between(_where(problem, offsets(problem))).bounds
     given = bounds, _queries(problem), problem.case.kv_heads, CAUSAL
-    calls = {"table": lambda number: launch.places(*given)}
+    place = launch.plan_places(*given).run
+    calls = {"table": lambda number: place(bounds)}
     timing.warm_up(calls, 1)
     return timing.interleave(calls, clock=clock)["table"].median
 
@@ -152,8 +153,8 @@ def _made(problem: Problem, where: Tensor) -> None:
     case, device, of = problem.case, str(problem.device), packs.between(where)
     if _in_place(problem):
         q = _queries(problem)
-        launch.places(of.bounds, q)
-        launch.places(of.bounds, q, case.kv_heads, CAUSAL)
+        launch.plan_places(of.bounds, q).run(of.bounds)
+        launch.plan_places(of.bounds, q, case.kv_heads, CAUSAL).run(of.bounds)
         return
     at = packs.layout(of, case.batch * case.s, device)
     packs.lowered(at, CAUSAL, device)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import settings
+from cute_kernels.runtime import plan_cache
 
 from . import record
 from .watch import failure, watched, within
@@ -44,7 +45,7 @@ class Case(Protocol):
     """What is repeated.
 
     outputs: their names.  may_differ: those that a control may differ in; none of other cases.
-    launcher: the module whose `empty` and `workspace` allocate what the kernels write.
+    launcher: the module whose `allocator` allocates what the kernels write.
     """
 
     label: str
@@ -104,22 +105,19 @@ def _bytes(t: Tensor) -> Tensor:
 @contextlib.contextmanager
 def poisoned(launcher: ModuleType, fill: int):
     """What a launcher allocates within this block holds `fill` in every byte."""
-    kept = launcher.empty, launcher.workspace
+    kept = launcher.allocator
 
-    def empty(*args, **options):
-        return _filled(kept[0](*args, **options), fill)
+    def allocator(*args):
+        new = kept(*args)
+        return lambda: _filled(new(), fill)
 
-    def workspace(*args, **options):
-        held = kept[1](*args, **options)
-        for t in held:
-            _filled(t, fill)
-        return held
-
-    launcher.empty, launcher.workspace = empty, workspace
+    launcher.allocator = allocator
+    plan_cache.clear()
     try:
         yield
     finally:
-        launcher.empty, launcher.workspace = kept
+        launcher.allocator = kept
+        plan_cache.clear()
 
 
 def _filled(t: Tensor, fill: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from cute_kernels.compile import call as call_module
 from cute_kernels.compile import extension
-from cute_kernels.compile.call import allocator, call, prepared
+from cute_kernels.compile.call import allocator, bind, call
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_the_inputs_device_is_current(monkeypatch, device, current, entered):
     monkeypatch.setattr(extension, "calls", lambda: calls)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     if device != "cpu":
-        prepared(torch.device(device), kernel, rows=(0, 2))(1, "x")
+        bind(torch.device(device), kernel, flatten=(0, 2))(1, "x")
         assert log == [*entered, (0b101, 1, "x"), *["left" for _ in entered]]
 
 

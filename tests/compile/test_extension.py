@@ -16,7 +16,7 @@ import torch
 
 from cute_kernels import settings
 from cute_kernels.compile import extension
-from cute_kernels.compile.call import prepared
+from cute_kernels.compile.call import bind
 from cute_kernels.runtime import plan_cache
 from tests.compile import reporting
 from tests.compile.toy import needs_linker
@@ -200,7 +200,7 @@ def test_a_prepared_call_hands_over_the_same_in_c_and_in_python(calls, report, m
         monkeypatch.setattr(extension, "calls", lambda module=module: module)
         monkeypatch.setattr(torch.accelerator, "device_count", lambda devices=devices: devices)
         outs.append(reporting.empty(3))
-        prepared(x.device, report, rows=(1, 2))(outs[-1], x, None, 1.5)
+        bind(x.device, report, flatten=(1, 2))(outs[-1], x, None, 1.5)
     assert same_bytes(*outs[:2]) and same_bytes(*outs[1:]) and outs[0][0, 6:9].tolist() == [2, 6, 4]
 
 

@@ -18,6 +18,7 @@ from cute_kernels import settings
 from cute_kernels.errors import NondeterministicError, WatchdogError
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.order import kinds
+from cute_kernels.runtime import plan_cache
 from cute_kernels.sparse_attn import launch, masks
 from cute_kernels.sparse_attn.tensors import Grads, Saved
 from tests import contract
@@ -160,19 +161,29 @@ def poisoned(dim: int) -> None:
     """Whatever outputs and workspace held: NaN, and counters and semaphores of a killed launch."""
     given = problem(BlockMask.sliding_window(500, 500, left=100, right=0), dim, heads=4, kv_heads=2)
     want = gradients(given)
-    true_empty, true_workspace = launch.empty, launch.workspace
-    launch.empty = lambda *args: true_empty(*args).fill_(torch.nan)
+    true_allocator, true_workspace = launch.allocator, launch.plan_workspace
+
+    def allocator(*args):
+        new = true_allocator(*args)
+        return lambda: new().fill_(torch.nan if args[1].is_floating_point else 0)
+
+    launch.allocator = allocator
     for fill in (-77, 1, 2**31 - 1):
 
-        def workspace(*args, fill=fill):
-            held = true_workspace(*args)
-            for t in held[:3]:
-                t.fill_(torch.nan)
-            return held._replace(semaphore=held[3].fill_(fill), counter=held[4].fill_(fill))
+        def plan_workspace(*args, fill=fill):
+            new = true_workspace(*args)
 
-        launch.workspace = workspace
+            def new_poisoned():
+                held = new()
+                return held._replace(semaphore=held[3].fill_(fill), counter=held[4].fill_(fill))
+
+            return new_poisoned
+
+        launch.plan_workspace = plan_workspace
+        plan_cache.clear()
         require_same(gradients(given), want, f"poison {fill}")
-    launch.empty, launch.workspace = true_empty, true_workspace
+    launch.allocator, launch.plan_workspace = true_allocator, true_workspace
+    plan_cache.clear()
 
 
 def graph(dim: int) -> None:

@@ -51,8 +51,9 @@ def table(seed: int, device: str) -> None:
         return
     want = pack_tables.oracle(case)
     q = torch.empty(1, case.tokens, case.kv_heads * case.group, 1, device=device)
-    made, tickets = launch.places(case.bounds, q, case.kv_heads, case.window)
-    alone, _ = launch.places(case.bounds, q)
+    plan = launch.plan_places(case.bounds, q, case.kv_heads, case.window)
+    made, tickets = plan.run(case.bounds)
+    alone, _ = launch.plan_places(case.bounds, q).run(case.bounds)
     tickets = tickets.cpu()
     used = int(tickets[-1, 0])
     assert same_bytes(made.cpu(), torch.from_numpy(want.table)), case

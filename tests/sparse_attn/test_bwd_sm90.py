@@ -244,7 +244,8 @@ def test_delta_is_added_in_its_order(head_dim):
     case = simulated_bwd.case(BlockMask.full(70, 128), head_dim=head_dim, heads=2, kv_heads=1)
     chosen = config.configure("bf16", head_dim, "none", True)
     tile_m, tiles = chosen.tile_m, -(-70 // chosen.tile_m)
-    held = launch.workspace((1, 2, tiles), tile_m, head_dim, chosen.turns, case.q.device)
+    sizes = (1, 2, tiles), tile_m, head_dim, chosen.turns
+    held = launch.plan_workspace(*sizes, case.q.device)()
     pre = simulated.pre_kernel(config.PreConfig("bf16", head_dim, tile_m, turns=chosen.turns))
     of_rows = (t.flatten(2) for t in held[:2])
     pre(case.out, case.dout, case.lse, None, *of_rows, *held[2:], None)

@@ -31,7 +31,8 @@ def placed(case: known.Case, tickets: bool = True, pack=None, **options):
     """(table, tickets, how many of them are in use) of the launcher."""
     q = torch.empty(1, case.tokens, case.kv_heads * case.group, 1)
     with simulated.simulated(pack=pack, **options):
-        table, made = launch.places(case.bounds, q, case.kv_heads * tickets, case.window)
+        plan = launch.plan_places(case.bounds, q, case.kv_heads * tickets, case.window)
+        table, made = plan.run(case.bounds)
     if made is None:
         return table, None, 0
     used = int(made[-1, 0])

@@ -41,13 +41,13 @@ def test_packs_hold_on_the_cpu():
 
 def test_junk_fills_outputs_and_workspace():
     device = torch.device("cpu")
-    before = launch.empty, launch.workspace
+    before = launch.allocator, launch.plan_workspace
     with soak.poisoned(launch, 0xFF):
-        made = launch.empty((3, 4), torch.bfloat16, device)
-        held = launch.workspace((1, 2, 3), 64, 64, 1, device)
+        made = launch.allocator((3, 4), torch.bfloat16, device)()
+        held = launch.plan_workspace((1, 2, 3), 64, 64, 1, device)()
     assert made.isnan().all() and held.total.isnan().all()
     assert (held.semaphore == -1).all() and (held.counter == -1).all()
-    assert before == (launch.empty, launch.workspace)
+    assert before == (launch.allocator, launch.plan_workspace)
 
 
 def test_records_are_written_and_the_budget_is_kept(tmp_path):
