@@ -274,7 +274,9 @@ def certifying(monkeypatch):
     monkeypatch.setattr(certify_command, "_prove_all", lambda identities, jobs: made)
     monkeypatch.setattr(certify_command, "require", lambda *_: None)
     monkeypatch.setattr("cute_kernels.certify.sass.nvdisasm", lambda: None)
-    monkeypatch.setattr("cute_kernels.certify.sources.digest", lambda name: "of nothing")
+    monkeypatch.setattr(
+        "cute_kernels.certify_command.certificate_sources", lambda name: "of nothing"
+    )
     monkeypatch.setattr(certify_command.console, "_width", 80)
     return made
 
@@ -328,7 +330,7 @@ def test_a_report_says_what_each_certificate_was_made_from(certifying, tmp_path)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(certify_command, "_prove_all", prove_all)
-        patch.setattr("cute_kernels.certify.sources.digest", digest)
+        patch.setattr(certify_command, "certificate_sources", digest)
         assert run("certify").exit_code == 0
     found = json.loads((tmp_path / "certify" / "certificates.json").read_text())
     assert found and all(one["sources"] == f"of {one['name']}" for one in found)
@@ -351,7 +353,9 @@ def test_a_worker_that_was_killed_is_one_line(monkeypatch):
     monkeypatch.setattr(certify_command, "ProcessPoolExecutor", Pool)
     monkeypatch.setattr(certify_command, "require", lambda *_: None)
     monkeypatch.setattr("cute_kernels.certify.sass.nvdisasm", lambda: None)
-    monkeypatch.setattr("cute_kernels.certify.sources.digest", lambda name: "of nothing")
+    monkeypatch.setattr(
+        "cute_kernels.certify_command.certificate_sources", lambda name: "of nothing"
+    )
     result = run("certify", "--only", "column_sum")
     assert result.exit_code == 2
     assert (
@@ -365,5 +369,7 @@ def test_a_report_that_cannot_be_written_is_known_before_the_work(monkeypatch, t
     monkeypatch.setattr(certify_command, "_prove_all", lambda *_: pytest.fail("compiled"))
     monkeypatch.setattr(certify_command, "require", lambda *_: None)
     monkeypatch.setattr("cute_kernels.certify.sass.nvdisasm", lambda: None)
-    monkeypatch.setattr("cute_kernels.certify.sources.digest", lambda name: "of nothing")
+    monkeypatch.setattr(
+        "cute_kernels.certify_command.certificate_sources", lambda name: "of nothing"
+    )
     refused(run("certify"), "certify: [Errno 17] File exists: 'certify'")

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from ..cpu_math import halves, ieee
-from .config import part_rows, room
-from .tensors import LAYER, Normed, Parts, Rule, Scale, Upstream
+from .config import LAYER, part_rows, room
+from .tensors import Normed, Parts, Rule, Scale, Upstream
 
 
 def forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: Rule) -> Normed:

@@ -16,6 +16,8 @@ from ..log import contiguous, copied
 from ..operands import most_ctas
 from . import config
 from .config import (
+    LAYER,
+    RMS,
     UNIT,
     BackwardConfig,
     ForwardConfig,
@@ -24,7 +26,7 @@ from .config import (
     part_rows,
     row_plan,
 )
-from .tensors import LAYER, RMS, Normed, Parts, Rule, Scale, Upstream
+from .tensors import Normed, Parts, Rule, Scale, Upstream
 
 _ALIGN = 16
 #: Bytes of shared memory that a CTA may have.

@@ -23,7 +23,8 @@ from ..operands import flat_rows
 from ..torch_ops import define_op
 from . import checks, config
 from .checks import DTYPES, Operands
-from .tensors import LAYER, RMS, Rule, Scale, Upstream
+from .config import LAYER, RMS
+from .tensors import Rule, Scale, Upstream
 
 _OPS = {"rms_norm": RMS, "layer_norm": LAYER}
 for _function in ("forward", "backward", "add_parts"):

@@ -8,7 +8,8 @@ import torch
 
 from ..compile.call import allocator, prepared
 from . import launch
-from .tensors import LAYER, Rule, Scale
+from .config import LAYER
+from .tensors import Rule, Scale
 
 #: Where the rows are among the kernel's arguments: x, residual, h and y.
 _ROWS = (0, 1, 4, 5)

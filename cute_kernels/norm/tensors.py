@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-RMS, LAYER = "rms", "layer"
-
 
 class Rule(NamedTuple):
     """A norm: of ``kind`` RMS or LAYER; ``offset`` is added to the weight."""

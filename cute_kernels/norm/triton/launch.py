@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from ...log import contiguous, copied
-from ..config import part_rows, room
-from ..tensors import LAYER, Normed, Parts, Rule, Scale, Upstream
+from ..config import LAYER, part_rows, room
+from ..tensors import Normed, Parts, Rule, Scale, Upstream
 from . import kernel as kernels
 from .plan import SIZES, TRITON
 
