@@ -198,9 +198,9 @@ def test_info_says_why_calls_are_looked_up_in_python(monkeypatch):
 
 
 def test_command_line_info():
-    shown = CliRunner().invoke(cli.app, ["info"])
+    shown = CliRunner().invoke(cli.app, ["info", "--all"])
     assert shown.exit_code == 0 and "linear/cpu/" in shown.output
-    assert "known calls" in shown.output
+    assert "launch plans" in shown.output
     as_json = CliRunner().invoke(cli.app, ["info", "--json"])
     assert json.loads(as_json.output)["ops"]["matmul"]["cpu"]["guarantees"]
 
