@@ -116,7 +116,7 @@ def test_help_does_not_need_good_settings(monkeypatch):
 
 def test_a_backend_that_cannot_run_the_demo_is_one_line(monkeypatch):
     monkeypatch.setenv("CUTE_KERNELS_BACKEND", "triton")
-    refused(run("demo"), "demo: gemm: no backend for", "; cute_sm90: CUTE_KERNELS_BACKEND=triton")
+    refused(run("demo"), "demo: linear: no backend for", "; cute_sm90: CUTE_KERNELS_BACKEND=triton")
 
 
 @pytest.mark.parametrize(
