@@ -12,6 +12,7 @@ from perf.core.models import MODELS
 from perf.core.tables import NOT_RUN, by_card, latest
 from perf.gemm import targets
 from perf.gemm.page import geomean
+from perf.model.llama import Size
 
 #: First words of a header in docs/support.md -> rows of `cards.render` for its times.
 TIMED = {
@@ -70,6 +71,18 @@ def test_the_records_have_the_cards_that_the_readme_names(ran):
     assert all(ran["norms timed"][name] != NOT_RUN for name in MODELS)
     single = [row for row in TIMED.values() if row != "norms timed"]
     assert all(ran[row]["H100"] == NOT_RUN for row in single)
+
+
+def test_the_audit_found_nothing_on_either_card(records):
+    for card in MODELS:
+        audits = [
+            r
+            for r in records
+            if (r.get("kernel"), r.get("product")) == ("model", "audit") and card in r["gpu"]
+        ]
+        usual = [r for r in audits if r["model"] == Size().label]
+        newest = max(usual, key=lambda r: r["date"])
+        assert newest["ours"]["differing"] == 0 < newest["torch"]["differing"]
 
 
 def test_the_readmes_share_of_the_copy_is_that_of_decoding(records):
