@@ -31,6 +31,8 @@ def report(
     """Writes docs/status.md and the plots beside it from the records."""
     from . import report as page
 
+    if not results.is_dir():
+        raise stop("report", f"--results: expected a folder that exists, got {results}")
     try:
         records = record.read_all(results)
     except record.RecordError as error:
