@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from .about import catalogue, matching
-from .commands import BROKEN, require
+from .commands import BROKEN, folded, one_line, require, writing
 from .errors import ArgumentValueError, CertificateError, expected
 
 console = Console()
@@ -23,6 +23,7 @@ console = Console()
 _MOST_JOBS = 8
 
 
+@one_line
 def certify(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the report.")] = Path(
         "certify"
@@ -46,11 +47,12 @@ def certify(
     made_from = {name: certificate_sources(name) for name in names}
     certificates = _prove_all(chosen, jobs or min(_MOST_JOBS, len(os.sched_getaffinity(0))))
     certificates = [replace(one, sources=made_from[one.name]) for one in certificates]
-    report.write_report(certificates, out)
+    with writing(out / report.REPORT):
+        report.write_report(certificates, out)
     for table in report.tables(certificates):
         console.print(table)
     for line in report.broken_rules(certificates):
-        console.print(line, style="red", markup=False, soft_wrap=True)
+        console.print(folded(line), style="red", markup=False, soft_wrap=True)
     if unordered := len(named) - len(chosen):
         console.print(f"{unordered} kernels add in arrival order: no certificate is claimed")
     raise typer.Exit(0 if all(one.ok for one in certificates) else BROKEN)
