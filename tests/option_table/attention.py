@@ -106,7 +106,8 @@ TABLE = {
     "block_sparse_attention": _cases(
         blocks,
         plain={}, block_mask={"block_mask": MASK}, causal={"causal": True}, scale={"scale": 0.2},
-        softcap={"softcap": 2.0}, sinks={"sinks": SINKS}, lse={"return_lse": True},
+        softcap={"softcap": 2.0}, largest_cap={"softcap": 1024.0}, sinks={"sinks": SINKS},
+        lse={"return_lse": True},
         named={"schedule": "left_to_right"}, permutation={"schedule": [1, 0]},
         heads={"schedule": torch.tensor([[1, 0]])}, unordered={"deterministic": False},
         schedule={"block_mask": MASK, "schedule": shortest_first(MASK)},
@@ -119,7 +120,8 @@ TABLE = {
     "block_sparse_attention_varlen": _cases(
         pack,
         plain={}, causal={"causal": True}, window={"window_size": (9, 4)}, scale={"scale": 0.2},
-        softcap={"softcap": 2.0}, sinks={"sinks": SINKS}, lse={"return_lse": True},
+        softcap={"softcap": 2.0}, largest_cap={"softcap": 1024.0}, sinks={"sinks": SINKS},
+        lse={"return_lse": True},
         all={
             "causal": True, "window_size": (9, None), "scale": 0.2, "softcap": 2.0, "sinks": SINKS,
             "return_lse": True,
