@@ -33,7 +33,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 #: Of scale and softcap.  Kernels form scale / softcap and log2(e) times either in fp32, which must
 #: neither overflow (infinity times a score of 0 is NaN) nor vanish.
 LEAST, MOST = 2.0**-40, 2.0**40
-#: A capped score has an absolute error of 2^-21 softcap on SM90: 1 - 2 / (1 + e^x) cancels near 0.
+#: A capped score has an absolute error of 2^-21 softcap on GPUs: 1 - 2 / (1 + e^x) cancels near 0.
 MOST_SOFTCAP = 1024.0
 #: The last two dimensions of each, for messages.
 _HEADS = {"q": "Hq, D", "k": "Hkv, D", "v": "Hkv, Dv"}
@@ -86,11 +86,8 @@ def attention(
     if block_mask is not None:
         _mask(block_mask, batch, heads, q_len, kv_len, q.device)
     _schedule_type(schedule)
-    scale = dim**-0.5 if scale is None else _factor("scale", scale, "")
-    softcap = _factor("softcap", softcap, "0 (none) or ")
-    if softcap > MOST_SOFTCAP:
-        want = "0 (none) or a number of at most 1024 (errors are 2^-21 of it)"
-        raise ArgumentValueError(expected("softcap", want, softcap))
+    scale = dim**-0.5 if scale is None else _factor("scale", scale)
+    softcap = _softcap(softcap)
     sizes = batch, q_len, kv_len, heads, kv_heads, dim, v.shape[3]
     return Problem(*sizes, q.device, scale, softcap)
 
@@ -272,12 +269,22 @@ def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             raise ShapeError(expected(name, f"a length below {FAR}", size))
 
 
-def _factor(name: str, value: object, or_zero: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ArgumentTypeError(expected(name, "a number", repr(value)))
-    if or_zero and value == 0:
-        return 0.0
+def _factor(name: str, value: object) -> float:
+    _number(name, value)
     if not LEAST <= value <= MOST:
-        want = f"{or_zero}a finite number above 0, from 2**-40 to 2**40"
+        want = "a finite number above 0, from 2**-40 to 2**40"
         raise ArgumentValueError(expected(name, want, value))
     return float(value)
+
+
+def _softcap(value: object) -> float:
+    _number("softcap", value)
+    if value != 0 and not LEAST <= value <= MOST_SOFTCAP:
+        want = "0 (none), or a number of 2^-40 to 1024 (errors are 2^-21 of it)"
+        raise ArgumentValueError(expected("softcap", want, value))
+    return float(value)
+
+
+def _number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ArgumentTypeError(expected(name, "a number", repr(value)))
