@@ -88,7 +88,9 @@ def block_sparse_attention(
     wants_grad = any(getattr(t, "requires_grad", False) for t in (q, k, v, sinks))
     needs_order = torch.is_grad_enabled() and wants_grad
     options = causal, scale, softcap, schedule, needs_order
-    remembered = sinks is None and type(causal) is bool and deterministic is True
+    # Equal keys are equal options: 1 is True to a dict, and return_lse is no part of the key.
+    remembered = sinks is None and type(causal) is type(return_lse) is bool
+    remembered = remembered and deterministic is True
     known = remembered and op.find(block_mask, options, q, k, v)
     if known:
         out, lse = known.run(q, k, v, *known.rest)
@@ -236,8 +238,10 @@ def sequence_spans(
         int32 [B, 1, T, 4] on ``device``; see ``sparse_attn.sequences``.
 
     Raises:
-        ArgumentValueError: a gap in ``padding``; ``packed`` on a GPU.
+        ArgumentValueError: a gap in ``padding``; ``packed`` on a GPU; an offset or a size that is
+            no number from 0 to 2**30 - 1.  ArgumentTypeError: one that is no integer.
     """
+    checks.key_buffer(q_offset, kv_offset, sizes)
     if not isinstance(q_offset, torch.Tensor):
         q_offset = torch.full((), q_offset, dtype=torch.int64, device="cpu")
     where = torch.device(device)

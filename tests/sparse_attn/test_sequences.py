@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from cute_kernels.errors import ArgumentValueError, DeviceError, ShapeError
+from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, DeviceError, ShapeError
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.spans import Spans
 from cute_kernels.sparse_attn import api, config, device_spans, sequence_op, sequences
@@ -245,6 +245,30 @@ def test_refusals():
     q, k, v, _ = inputs(8)
     with pytest.raises(ShapeError, match="spans"):
         api.sequence_attention(q, k, v, torch.zeros(1, 1, 7, 4, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "name"),
+    [
+        ({"packed": "False"}, ArgumentTypeError, "packed"),
+        ({"packed": 1}, ArgumentTypeError, "packed"),
+        ({"q_offset": 0.5}, ArgumentTypeError, "q_offset"),
+        ({"q_offset": torch.zeros(2, dtype=torch.int64)}, ArgumentTypeError, "q_offset"),
+        ({"q_offset": 10**12}, ArgumentValueError, "q_offset"),
+        ({"kv_offset": True}, ArgumentTypeError, "kv_offset"),
+        ({"kv_offset": 2**32}, ArgumentValueError, "kv_offset"),
+        ({"kv_offset": -1}, ArgumentValueError, "kv_offset"),
+        ({"sizes": 3}, ArgumentTypeError, "sizes"),
+        ({"sizes": (3, 3)}, ArgumentTypeError, "sizes"),
+        ({"sizes": (1, 2**31, 3)}, ArgumentValueError, r"sizes\[1\]"),
+    ],
+)
+def test_key_buffers_that_are_none_are_refused_by_name(changes, error, name):
+    """Each number and flag; a text would be true, and 2**32 would wrap to 0 in an int32."""
+    good = {"q_offset": 0, "kv_offset": 0, "sizes": (1, 3, 3), "packed": False}
+    assert api.sequence_spans(None, None, **good).shape == (1, 1, 3, 4)
+    with pytest.raises(error, match=f"^{name}: expected .*, got "):
+        api.sequence_spans(None, None, **good | changes)
 
 
 def test_sequences_of_padding_only():
