@@ -10,7 +10,7 @@ import torch
 from ..schedulers.masks.mask import BlockMask
 from ..schedulers.model.selection import Selection
 from ..schedulers.order.schedule import Schedule
-from . import checks, op, pack_op, prepare, sequence_op
+from . import checks, op, pack_op, prepare, sequence_op, sequences
 
 
 def block_sparse_attention(
@@ -247,6 +247,22 @@ def sequence_spans(
     where = torch.device(device)
     checks.spans_apart(packed, where)
     return sequence_op.sequence_spans(seen, padding, q_offset, kv_offset, *sizes, packed, where)
+
+
+def spans_from_first_key(seen: torch.Tensor) -> torch.Tensor:
+    """Spans of queries whose positions are counted from the first key that each of them sees.
+
+    A row's bits then depend on its query and the keys it sees, and on no key in front of them: for
+    callers who do not know where a buffer's columns lie in their sequences.
+
+    Args:
+        seen: What `seen_columns` returned, on the CPU.
+
+    Returns:
+        int32 [B, 1, T, 4]; see ``sparse_attn.sequences``.  Rows whose first keys differ by no
+        multiple of 128 take a launch each: under a sliding window up to 128 launches.
+    """
+    return sequences.anchored(seen)
 
 
 def spans_of_pack(
