@@ -243,7 +243,10 @@ def _mask(
     mask: BlockMask, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device
 ) -> None:
     if not isinstance(mask, BlockMask):
-        want = "a cute_kernels.BlockMask or None (BlockMask.from_flex takes FlexAttention's)"
+        want = (
+            "a cute_kernels.BlockMask or None (BlockMask.from_dense makes one of a bool tensor, "
+            "BlockMask.from_flex of FlexAttention's)"
+        )
         raise ArgumentTypeError(expected("block_mask", want, type(mask).__name__))
     if (mask.q_len, mask.kv_len) != (q_len, kv_len):
         want = f"lengths {(q_len, kv_len)} of q and k"

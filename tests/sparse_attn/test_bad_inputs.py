@@ -134,7 +134,7 @@ MASKS = [
         "mask a tensor",
         masked(t(S, S, dtype=torch.bool)),
         ArgumentTypeError,
-        ["block_mask", "Tensor"],
+        ["block_mask", "from_dense", "Tensor"],
     ),
     ("mask a string", masked("causal"), ArgumentTypeError, ["block_mask", "str"]),
     ("mask True", masked(True), ArgumentTypeError, ["block_mask", "bool"]),
