@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import interpreter as interpreter  # first of the package: it refuses old Pythons
 from . import systems
 
 __version__ = "0.1.0"

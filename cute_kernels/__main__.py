@@ -5,23 +5,23 @@ python -m cute_kernels info
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from . import __version__, about
 from .audit_command import audit
 from .certify_command import certify
-from .commands import one_line, require
+from .commands import one_line, require, say
 from .errors import ArgumentValueError, one_of
+from .info_command import info
 from .schedule_command import schedule
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__.split(":")[0] + ".")
+# Without rich's markup a flag has no `<bool>` in the help, and an error of usage no frame.
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 console = Console()
 
 Arch = Annotated[str, typer.Option(help=f"What to compile for: {', '.join(about.ARCHES)}.")]
@@ -43,27 +43,10 @@ def _root(version: Annotated[bool, Version] = False) -> None:
     """GPU kernels whose bits you can rely on."""
 
 
-@app.command()
-@one_line
-def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Versions, devices, the backend of each op on each device and why others were refused."""
-    facts = about.info()
-    if as_json:
-        print(json.dumps(facts, indent=1))
-        return
-    console.print(_pairs(f"cute_kernels {__version__}", facts["versions"]))
-    where = facts["extension"]
-    remembered = "in C" if where is None else f"in Python: {where}"
-    settings = facts["settings"] | {"cache folder": facts["cache_dir"], "known calls": remembered}
-    console.print(_pairs("Settings (CUTE_KERNELS_...)", settings))
-    for name, device in facts["devices"].items():
-        console.print(_pairs(f"Device {name}", device))
-    for op, devices in facts["ops"].items():
-        for device, support in devices.items():
-            console.print(_backends(op, device, support))
+app.command(short_help="What runs here, and what is not as tested.")(info)
 
 
-@app.command()
+@app.command(short_help="Train a small model; compare rollout and training bits.")
 @one_line
 def demo(
     out: Annotated[Path, typer.Option("--out", "-o")] = Path("demo_output"),
@@ -81,7 +64,7 @@ def demo(
     raise typer.Exit(run(out, device, seconds, seed, steps, order=order))
 
 
-@app.command()
+@app.command(short_help="Compile the catalogue for another machine to load.")
 @one_line
 def aot(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")],
@@ -98,27 +81,12 @@ def aot(
     with Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"compiling for {arch}", total=len(chosen))
         records = ahead.export(chosen, arch, out, progress=lambda *_: bar.advance(task))
-    console.print(f"{len(records)} kernels in {out}; load them with CUTE_KERNELS_AOT_DIR={out}")
+    say(f"{len(records)} kernels in {out}; load them with CUTE_KERNELS_AOT_DIR={out}")
 
 
-app.command()(one_line(audit))
-app.command()(one_line(certify))
-app.command()(one_line(schedule))
-
-
-def _pairs(title: str, rows: dict) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False)
-    for name, value in rows.items():
-        table.add_row(str(name), str(value) if value != "" else "-")
-    return table
-
-
-def _backends(op: str, device: str, support: dict) -> Table:
-    reasons = support["backends"]
-    rows = {"runs on": next((name for name, why in reasons.items() if why is None), "nothing")}
-    rows |= {f"not {name}": why for name, why in reasons.items() if why}
-    rows |= {"guarantees": ", ".join(support["guarantees"]), "contract id": support["contract_id"]}
-    return _pairs(f"{op} on {device} (bf16)", rows)
+app.command(short_help="Name the modules whose bits follow the batch.")(audit)
+app.command(short_help="Prove the rules of docs/certificate.md on compiled kernels.")(certify)
+app.command(short_help="Predict what each order of work takes on a mask.")(schedule)
 
 
 def main() -> None:

@@ -18,6 +18,15 @@ __all__ = ["ARCHES", "catalogue", "contract_id", "guarantees", "info", "matching
 #: What the catalogue's kernels are compiled for; no other device is given one.
 ARCHES = ("sm_90a",)
 
+#: Tested versions, the pins of constraints.txt first.  docs/support.md says which tests.
+TESTED = {
+    "python": ("3.11",),
+    "torch": ("2.13.0", "2.11.0", "2.15.0"),
+    "nvidia-cutlass-dsl": ("4.8.1", "4.8.0"),
+    "apache-tvm-ffi": ("0.1.15.post2", "0.1.11"),
+    "triton": ("3.7.1", "3.6.0", "3.9.0"),
+}
+
 _KERNEL_OF = {op: kernel for system in SYSTEMS for op, kernel in system.ops.items()}
 
 for _system in SYSTEMS:

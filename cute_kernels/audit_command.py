@@ -18,7 +18,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from .commands import BROKEN, require
+from .commands import BROKEN, folded, one_line, renamed, require, writing
 from .errors import ArgumentTypeError, ArgumentValueError, expected, one_of
 from .model.audit import api, checks, report
 
@@ -30,10 +30,18 @@ _DTYPES = {
     "fp32": torch.float32,
     "fp64": torch.float64,
 }
+#: Headings of the table, and the cells of a finding that stand below each other in a column.
+_COLUMNS = (
+    ("module\nclass", ("module", "class")),
+    ("transform\nfirst", ("transform", "first")),
+    ("bytes\nof", ("bytes", "of")),
+    ("want\ngot", ("want", "got")),
+)
 _MODEL = "A folder, a hub's OWNER/NAME, or MODULE:FUNCTION, which returns a model."
 _TRANSFORMS = f"Only these, with commas: {', '.join(checks.TRANSFORMS)}."
 
 
+@one_line
 def audit(
     model: Annotated[str, typer.Argument(help=_MODEL, show_default=False)],
     prompt: Annotated[
@@ -79,34 +87,36 @@ def audit(
         _patched(loaded)
     inputs = given or (_encoded(model, prompt) if prompt else _drawn(loaded, sizes, seed))
     options = {"transforms": asked, "gradients": gradients, "compile": compile}
-    found = api.audit(loaded, inputs, **options)
+    source = "--tokens" if given else "--prompt" if prompt else "--lengths"
+    with renamed(inputs=source):
+        found = api.audit(loaded, inputs, **options)
     if str(as_json) == "-":
         typer.echo(json.dumps(found.as_json(victims), indent=1))
     else:
         show(found, victims)
         if as_json is not None:
-            as_json.write_text(json.dumps(found.as_json(victims), indent=1) + "\n")
+            with writing(as_json):
+                as_json.write_text(json.dumps(found.as_json(victims), indent=1) + "\n")
     raise typer.Exit(0 if found.ok else BROKEN)
 
 
 def show(found: report.Report, victims: bool) -> None:
-    """Prints the first culprit, the table of all, and what was not looked at."""
-    console = Console(highlight=False)
-    console.print(found.headline(), markup=False, soft_wrap=True)
+    """Print the first culprit, the table of all, and what was not compared."""
+    typer.echo(folded(found.headline()))
     if found.findings:
-        table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for name in report.HEADER:
-            side = "right" if name in report.NUMBERS else "left"
-            table.add_column(name, justify=side, overflow="fold")
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        for heading, names in _COLUMNS:
+            side = "right" if set(names) <= set(report.NUMBERS) else "left"
+            table.add_column(heading, justify=side, overflow="fold")
         for one in found.findings:
-            table.add_row(*report.cells(one))
-        console.width = max(120, console.width)
-        console.print(table, markup=False)
+            texts = dict(zip(report.HEADER, report.cells(one), strict=True))
+            table.add_row(*("\n".join(texts[name] for name in names) for _, names in _COLUMNS))
+        Console(highlight=False).print(table, markup=False)
     for one in found.victims if victims else ():
         line = f"passed on: {one.module or '(the model)'} ({one.kind}) under {one.transform}"
-        console.print(f"{line}: {one.rows:,} rows", markup=False, soft_wrap=True)
+        typer.echo(folded(f"{line}: {one.rows:,} rows"))
     for line in found.lines():
-        console.print(line, markup=False, soft_wrap=True)
+        typer.echo(folded(line))
 
 
 def _check_device(name: str | None) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from .about import catalogue, matching
-from .commands import BROKEN, require
+from .commands import BROKEN, folded, one_line, require, writing
 from .errors import ArgumentValueError, CertificateError, expected
 
 console = Console()
@@ -23,6 +23,7 @@ console = Console()
 _MOST_JOBS = 8
 
 
+@one_line
 def certify(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the report.")] = Path(
         "certify"
@@ -31,7 +32,7 @@ def certify(
     jobs: Annotated[int, typer.Option(help="Processes; 0: one for each core.")] = 0,
 ) -> None:
     """Compile the catalogue, disassemble it, prove the rules of docs/certificate.md."""
-    from .certify import report, sass, sources
+    from .certify import report, sass
 
     if jobs < 0:
         raise ArgumentValueError(expected("--jobs", "a number of processes, or 0", jobs))
@@ -42,17 +43,26 @@ def certify(
     out.mkdir(parents=True, exist_ok=True)  # before minutes of work, not after
     # Taken before the workers import anything: an edit during minutes of work leaves a digest that
     # is no longer the tree's, never one that claims what was not compiled.
-    made_from = {name: sources.digest(name) for name in {kernel.name for kernel, _, _ in named}}
+    names = {kernel.name for kernel, _, _ in named}
+    made_from = {name: certificate_sources(name) for name in names}
     certificates = _prove_all(chosen, jobs or min(_MOST_JOBS, len(os.sched_getaffinity(0))))
     certificates = [replace(one, sources=made_from[one.name]) for one in certificates]
-    report.write_report(certificates, out)
+    with writing(out / report.REPORT):
+        report.write_report(certificates, out)
     for table in report.tables(certificates):
         console.print(table)
     for line in report.broken_rules(certificates):
-        console.print(line, style="red", markup=False, soft_wrap=True)
+        console.print(folded(line), style="red", markup=False, soft_wrap=True)
     if unordered := len(named) - len(chosen):
         console.print(f"{unordered} kernels add in arrival order: no certificate is claimed")
     raise typer.Exit(0 if all(one.ok for one in certificates) else BROKEN)
+
+
+def certificate_sources(name: str) -> str:
+    """Digest of what the certificates of the kernels called ``name`` depend on."""
+    from .certify import sources
+
+    return sources.digest(name, entries=[one for one in catalogue() if one.kernel.name == name])
 
 
 def _prove_all(identities: list[str], jobs: int) -> list:

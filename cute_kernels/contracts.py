@@ -16,6 +16,7 @@ from . import arch
 from .errors import (
     ArgumentTypeError,
     ArgumentValueError,
+    BackendUnavailable,
     NondeterministicError,
     expected,
     one_of,
@@ -51,6 +52,8 @@ class Contract:
 
 
 _CONTRACTS: dict[str, Contract] = {}
+#: torch keeps an index in eight bits, and wraps larger ones.
+_MAX_INDEX = 127
 
 
 def register(contract: Contract) -> None:
@@ -64,29 +67,29 @@ def ops() -> tuple[str, ...]:
 
 
 def guarantees(
-    op: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
+    op: str, device: torch.device | str | int = "cpu", dtype: torch.dtype = torch.bfloat16
 ) -> frozenset[str]:
     """The guarantees that ``op`` keeps on ``device`` for inputs of ``dtype``.
 
     Args:
         op: A public name, such as ``"linear"``.
-        device: Where the inputs live.
+        device: Where the inputs live.  An integer is the index of a CUDA device.
         dtype: Their dtype; it can decide the backend (fp32 runs on Triton on SM90).
 
     Returns:
         A set of the names in docs/guarantees.md, for example ``{"run_to_run", "batch_invariant"}``.
 
     Raises:
-        ArgumentTypeError: ``op`` is no string, or ``device`` no device or string.
+        ArgumentTypeError: ``op`` is no string, or ``device`` no device, string or integer.
         ArgumentValueError: ``op`` has no contract, or torch knows no such device.
         BackendUnavailable: no backend runs it there; the message says why, backend by backend.
     """
     contract = _contract(op)
-    return contract.kept[contract.backend(_device(device), dtype)]
+    return contract.kept[_backend(contract, _device(device), dtype)]
 
 
 def contract_id(
-    op: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
+    op: str, device: torch.device | str | int = "cpu", dtype: torch.dtype = torch.bfloat16
 ) -> str:
     """A hash of everything the bits of ``op`` on ``device`` depend on besides its inputs.
 
@@ -102,7 +105,7 @@ def contract_id(
     """
     contract = _contract(op)
     device = _device(device)
-    backend = contract.backend(device, dtype)
+    backend = _backend(contract, device, dtype)
     where = arch.describe(device)
     facts = {
         "op": op,
@@ -124,13 +127,27 @@ def refuse_if_deterministic(what: str, instead: str) -> None:
         )
 
 
-def _device(name: object) -> torch.device:
-    """The device of that name, or an error that names the argument."""
-    want = 'a torch.device or its name, such as "cpu" or "cuda:0"'
-    if not isinstance(name, torch.device | str):
-        raise ArgumentTypeError(expected("device", want, repr(name)))
+def _backend(contract: Contract, device: torch.device, dtype: torch.dtype) -> str:
+    """The contract's backend; an error names the op of the contract."""
     try:
-        return torch.device(name)
+        return contract.backend(device, dtype)
+    except BackendUnavailable as error:
+        _, colon, why = str(error).partition(": no backend")
+        raise BackendUnavailable(f"{contract.op}{colon}{why}") from None
+
+
+def _device(name: object) -> torch.device:
+    """The device of that name or index, or an error that names the argument.
+
+    An integer is the index of a CUDA device, as in torch, whether the device exists or not.
+    """
+    want = 'a torch.device, its name, such as "cpu" or "cuda:0", or an index of a CUDA device'
+    if isinstance(name, bool) or not isinstance(name, torch.device | str | int):
+        raise ArgumentTypeError(expected("device", want, repr(name)))
+    if isinstance(name, int) and not 0 <= name <= _MAX_INDEX:
+        raise ArgumentValueError(expected("device", f"an index from 0 to {_MAX_INDEX}", name))
+    try:
+        return torch.device("cuda", name) if isinstance(name, int) else torch.device(name)
     except RuntimeError:
         raise ArgumentValueError(expected("device", want, repr(name))) from None
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -46,6 +48,9 @@ class Run:
     contract_id: str
     first: str  # UTC, ISO 8601
 
+
+#: A module with the public functions of a system.
+_API = re.compile(rf"{re.escape(__package__)}\.(\w+)\.api")
 
 _TABLE: dict[str, dict[str, Implementation]] = {}
 _CONTRACT: dict[str, str] = {}
@@ -154,4 +159,24 @@ def _choose(op: str, device: torch.device, dtype: torch.dtype, forced: str) -> s
     for name, why in refusals.items():
         if why is None:
             return name
-    raise BackendUnavailable(no_backend(op, device, {k: str(v) for k, v in refusals.items()}))
+    why = {name: str(reason) for name, reason in refusals.items()}
+    raise BackendUnavailable(no_backend(_called_op(_CONTRACT[op]), device, why))
+
+
+def _called_op(contract: str) -> str:
+    """Public name of the op that the user called, for an error; else the op of the contract.
+
+    Several public ops share one entry (`matmul` and `linear` are one product), so the name comes
+    from the frames: the outermost function of an ``api`` module before the user's code.  A backward
+    has none.
+    """
+    frame, name = sys._getframe(), None
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if match := _API.fullmatch(module):
+            function, package = frame.f_code.co_name, match[1]
+            name = f"{package}.{function}" if package == contract else function
+        elif name is not None and not module.startswith(f"{__package__}."):
+            break
+        frame = frame.f_back
+    return name or contract

@@ -6,7 +6,6 @@ python -m cute_kernels schedule --mask sliding_window:1024 --seqlen 8192 --heads
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +16,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from .errors import ArgumentValueError, CuteKernelsError, expected, one_of
+from .commands import one_line, say, writing
+from .errors import ArgumentValueError, expected, one_of
 from .schedulers.masks import rules
 from .schedulers.masks.mask import BlockMask
 from .schedulers.model.machines import TABLE, machine
@@ -40,8 +40,18 @@ _KIND = f"Only these kinds (repeat the option): {', '.join(KINDS)}, select."
 _WALK = f"Visits of {', '.join(report.WALKED)}: one of {', '.join(WALKS)}."
 _MACHINE = f"The model's constants: {', '.join(TABLE)}."
 _TAKEN = "what select takes, or the fastest of the kinds asked for"
+# Headings of two lines, so that the table has 80 columns.
+_SHORT = {"in flight": "in\nflight", "/ unordered": "/ un-\nordered", "/ bound": "/\nbound"}
 
 
+@one_line(
+    path="--plot",
+    block_mask="--seqlen, --heads",
+    block_size="--block",
+    left="--mask left",
+    right="--mask right",
+    prefix="--mask prefix",
+)
 def schedule(
     mask: Annotated[str, typer.Option(help=_MASK)] = "causal",
     seqlen: Annotated[str, typer.Option(metavar="N", help="Queries and keys.")] = "8192",
@@ -77,33 +87,29 @@ def schedule(
 
     Needs no GPU.  Times are a model's.
     """
-    try:
-        kinds = tuple(dict.fromkeys(kind or report.CHOICES))
-        _names(machine_name, walk, kinds)
-        changes = {} if slots is None else {"slots": _whole("--slots", slots, 1, MAX_SLOTS)}
-        chosen = machine(machine_name, **changes)
-        block_mask = parse_mask(mask, _whole("--seqlen", seqlen, 1), _pair("--block", block))
-        count = _whole("--heads", heads, 1, MAX_HEADS)
-        flights = {min(count, _whole("--flight", each, 1)) for each in flight or ()}
-        _paths(plot, compare, save)
-        options = {"heads": count, "machine": chosen}
-        rows = report.compare(
-            block_mask, kinds=kinds, flights=tuple(sorted(flights)) or None, walk=walk, **options
-        )
-        selection = select(block_mask, **options) if "select" in kinds else None
-        if as_json:
-            head = {"mask": mask, "seqlen": int(seqlen), "heads": count, "walk": walk}
-            typer.echo(json.dumps(head | _facts(block_mask, chosen, rows, selection), indent=1))
-        else:
-            typer.echo(f"{mask}: {seqlen} tokens, {count} heads, {_blocks(block_mask)}")
-            typer.echo(f"{chosen.name}: {chosen.slots} slots; times by the model, not measured")
-            typer.echo(f"walk of {', '.join(report.WALKED)}: {walk}")
-            _print_rows(rows)
-            _print_choice(selection, rows)
-        _write(plot, compare, save, rows, quiet=as_json)
-    except CuteKernelsError as error:
-        typer.echo(f"schedule: {error}", err=True)
-        raise typer.Exit(2) from None
+    kinds = tuple(dict.fromkeys(kind or report.CHOICES))
+    _names(machine_name, walk, kinds)
+    changes = {} if slots is None else {"slots": _whole("--slots", slots, 1, MAX_SLOTS)}
+    chosen = machine(machine_name, **changes)
+    block_mask = parse_mask(mask, _whole("--seqlen", seqlen, 1), _pair("--block", block))
+    count = _whole("--heads", heads, 1, MAX_HEADS)
+    flights = {min(count, _whole("--flight", each, 1)) for each in flight or ()}
+    _paths(plot, compare, save)
+    options = {"heads": count, "machine": chosen}
+    rows = report.compare(
+        block_mask, kinds=kinds, flights=tuple(sorted(flights)) or None, walk=walk, **options
+    )
+    selection = select(block_mask, **options) if "select" in kinds else None
+    if as_json:
+        head = {"mask": mask, "seqlen": int(seqlen), "heads": count, "walk": walk}
+        typer.echo(json.dumps(head | _facts(block_mask, chosen, rows, selection), indent=1))
+    else:
+        say(f"{mask}: {seqlen} tokens, {count} heads, {_blocks(block_mask)}")
+        say(f"{chosen.name}: {chosen.slots} slots; times by the model, not measured")
+        say(f"walk of {', '.join(report.WALKED)}: {walk}")
+        _print_rows(rows)
+        _print_choice(selection, rows)
+    _write(plot, compare, save, rows, quiet=as_json)
 
 
 def _names(machine_name: str, walk: str, kinds: tuple[str, ...]) -> None:
@@ -152,22 +158,23 @@ def _blocks(block_mask: BlockMask) -> str:
 
 
 def _print_rows(rows) -> None:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
     for name in report.HEADER:
-        table.add_column(name, justify="right" if name in report.NUMBERS else "left", no_wrap=True)
+        last = name == report.HEADER[-1]
+        side = "right" if name in report.NUMBERS else "left"
+        heading = _SHORT.get(name, name)
+        table.add_column(heading, justify=side, no_wrap=not last, overflow="fold")
     for row in rows:
         table.add_row(*report.cells(row))
-    console = Console(highlight=False)
-    console.width = max(110, console.width)
-    console.print(table)
+    Console(highlight=False).print(table)
 
 
 def _print_choice(selection: Selection | None, rows) -> None:
     if selection is None:
         return
     for line in report.reasons(selection, rows):
-        typer.echo(line)
-    typer.echo(f"\nTried:\n{selection}")
+        say(line)
+    say(f"\nTried:\n{selection}")
 
 
 def _write(plot: str | None, every: bool, save: str | None, rows, quiet: bool) -> None:
@@ -184,20 +191,15 @@ def _write(plot: str | None, every: bool, save: str | None, rows, quiet: bool) -
     if plot is not None:
         panels = {row.title: row.simulation for row in (timed if every else [taken])}
         look = {"bound_ns": rows[0].bound.lower_ns, "columns": 2 if len(panels) > 1 else 1}
-        _to_file("--plot", lambda: picture.gantt(plot, panels, **look))
+        with writing(plot):
+            picture.gantt(plot, panels, **look)
         said.append(f"{plot}: {len(panels)} drawn")
     if save is not None:
-        _to_file("--save", lambda: taken.schedule.save(save))
+        with writing(save):
+            taken.schedule.save(save)
         said.append(f"{save}: {taken.title}; hash {taken.schedule.hash}")
     if not quiet:
-        typer.echo("\n" + "\n".join(said))
-
-
-def _to_file(option: str, write: Callable[[], None]) -> None:
-    try:
-        write()
-    except OSError as error:
-        raise ArgumentValueError(expected(option, "a file to write", error)) from None
+        say("\n" + "\n".join(said))
 
 
 def parse_mask(text: str, seqlen: int, block_size: tuple[int, int]) -> BlockMask:

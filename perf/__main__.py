@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from cute_kernels.commands import writing
+
 from .core import record
-from .core.commands import Commit, app, chosen, need_gpu, stop
+from .core.commands import Commit, app, chosen, need_gpu, say, stop
 from .core.systems import modules
 from .digest import commands as digests
 from .probes import commands as probes
@@ -28,6 +31,8 @@ def report(
     """Writes docs/status.md and the plots beside it from the records."""
     from . import report as page
 
+    if not results.is_dir():
+        raise stop("report", f"--results: expected a folder that exists, got {results}")
     try:
         records = record.read_all(results)
     except record.RecordError as error:
@@ -36,9 +41,10 @@ def report(
     page.adopt_certificates(kept)
     path = output or page.STATUS
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page.render(records, page.load_certificates(kept)))
+    with writing(path):
+        path.write_text(page.render(records, page.load_certificates(kept)))
     drawn = page.draw(records, path.parent / "plots")
-    typer.echo(f"{path}: {len(records)} records; plots: {len(drawn) or 'none, nothing was timed'}")
+    say(f"{path}: {len(records)} records; plots: {len(drawn) or 'none, nothing was timed'}")
 
 
 @app.command()
@@ -51,17 +57,22 @@ def compare(a: Path, b: Path) -> None:
         rows, gone, new = compared(record.read(a), record.read(b))
     except (record.RecordError, Unusable) as error:
         raise stop("compare", error) from None
-    table = Table("system", "product", "shape", "GPU", "A us", "B us", "change", "noise", "verdict")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in ("system", "product", "shape\nGPU"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("A us\nB us", "change\nnoise"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("verdict", overflow="fold")
     for row in rows:
         _, system, product, shape, _, gpu = row.key
         times = [f"{t:.1f}" if t else "-" for t in (row.before, row.after)]
         shares = ["-" if x is None else f"{x:+.1%}" for x in (row.change, row.noise)]
-        table.add_row(system, product, shape, gpu, *times, *shares, row.verdict)
-    console = Console(width=None if Console().is_terminal else 160)
-    console.print(table)
+        pairs = ("\n".join(pair) for pair in ((shape, gpu), times, shares))
+        table.add_row(system, product, *pairs, row.verdict)
+    Console(highlight=False).print(table, markup=False)
     for name, keys in (("only in A", gone), ("only in B", new)):
         for key in keys:
-            typer.echo(f"{name}: {' '.join(key)}")
+            say(f"{name}: {' '.join(key)}")
     if any(row.regressed for row in rows):
         raise typer.Exit(1)
 
@@ -80,10 +91,10 @@ def h200(
     known = {stage.name: stage for stage in machine.stages(out.resolve(), commit)}
     wanted = chosen("--stages", stages, known) or list(known)
     outcomes = machine.run([known[name] for name in wanted], out.resolve(), budget)
-    typer.echo("\n".join(machine.tail(out.resolve(), outcomes)))
+    say("\n".join(machine.tail(out.resolve(), outcomes)))
     for outcome in outcomes:
         head = f"{outcome.stage:<12} {outcome.status:<18} {outcome.seconds:7.1f} s"
-        typer.echo(f"{head}  {outcome.last}")
+        say(f"{head}  {outcome.last}")
     if any(outcome.status != "ok" for outcome in outcomes):
         raise typer.Exit(1)
 

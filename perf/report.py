@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from cute_kernels.commands import writing
+
 from . import cards, verdict
 from .core import record
 from .core.systems import SYSTEMS, Page, modules
@@ -43,7 +45,8 @@ def adopt_certificates(kept: Path = CERTIFICATES, built: tuple[Path, ...] = BUIL
     facts += [c for c in load_certificates(kept) if _system(c["name"]) not in anew]
     kept.parent.mkdir(parents=True, exist_ok=True)
     facts.sort(key=lambda item: json.dumps([item["name"], item.get("constexpr")]))
-    kept.write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
+    with writing(kept):
+        kept.write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
     return True
 
 

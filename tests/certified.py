@@ -67,10 +67,16 @@ def proved(name: str, store: Path | None = None) -> bool:
     No record, a record that does not say what it was made from, or that broke a rule: they were
     not.
     """
-    from cute_kernels.certify import sources
-
     made = [(item["ok"], item.get("sources")) for item in records(store) if item["name"] == name]
-    return set(made) == {(True, sources.digest(name))}
+    return set(made) == {(True, sources_of(name))}
+
+
+@functools.cache
+def sources_of(name: str) -> str:
+    """`certificate_sources`, once a process."""
+    from cute_kernels.certify_command import certificate_sources
+
+    return certificate_sources(name)
 
 
 def cases(entries: Iterable, sample, store: Path | None = None) -> Iterator:

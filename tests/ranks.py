@@ -16,11 +16,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from tests.hang import HANG_SECONDS
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def reports(module: str, world: int, folder: Path, seconds: int) -> list[dict]:
-    """What each of ``world`` processes reports; all must end well, within ``seconds`` each."""
+def reports(module: str, world: int, folder: Path) -> list[dict]:
+    """What each of ``world`` processes reports; all must end well."""
     store = folder / "store"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", module]
@@ -31,7 +33,7 @@ def reports(module: str, world: int, folder: Path, seconds: int) -> list[dict]:
         for rank in range(world)
     ]
     try:
-        said = [process.communicate(timeout=seconds)[0] for process in started]
+        said = [process.communicate(timeout=HANG_SECONDS)[0] for process in started]
     finally:
         for process in started:
             process.kill()
@@ -40,14 +42,14 @@ def reports(module: str, world: int, folder: Path, seconds: int) -> list[dict]:
 
 
 @contextlib.contextmanager
-def joined(rank: int, store: str, world: int, seconds: int) -> Iterator[None]:
-    """Inside, this process is ``rank`` of the group; a collective may take ``seconds``."""
+def joined(rank: int, store: str, world: int) -> Iterator[None]:
+    """Inside, this process is ``rank`` of the group."""
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
         rank=rank,
         world_size=world,
-        timeout=datetime.timedelta(seconds=seconds),
+        timeout=datetime.timedelta(seconds=HANG_SECONDS),
     )
     try:
         yield

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
+from cute_kernels import contracts
 from tests import contract
 from tests.contract import ContractViolation, RowOp, SumOp
 
@@ -271,12 +272,87 @@ def test_accuracy_passes_one_rounding_and_kills_known_bugs():
     [
         (("linear", "gpu"), ck.errors.ArgumentValueError, "device"),
         (("linear", 0.5), ck.errors.ArgumentTypeError, "device"),
+        (("linear", True), ck.errors.ArgumentTypeError, "device"),
+        (("linear", -1), ck.errors.ArgumentValueError, "device"),
+        (("linear", 256), ck.errors.ArgumentValueError, "device"),
         ((["linear"],), ck.errors.ArgumentTypeError, "op"),
     ],
 )
 def test_bad_arguments_are_named(call, arguments, error, name):
     with pytest.raises(error, match=f"^{name}: expected "):
         call(*arguments)
+
+
+@pytest.mark.parametrize("call", [ck.guarantees, ck.contract_id])
+@pytest.mark.parametrize("index", [0, 1])
+def test_an_integer_is_the_index_of_a_cuda_device(call, index, monkeypatch):
+    if not torch.cuda.is_available():
+        with pytest.raises(
+            ck.errors.BackendUnavailable, match=f"linear: no backend for cuda:{index}"
+        ):
+            call("linear", index)
+    seen = []
+    monkeypatch.setattr(
+        contracts, "_backend", lambda contract, device, dtype: seen.append(device) or "triton"
+    )
+    assert call("linear", index) == call("linear", f"cuda:{index}")
+    assert seen == [torch.device("cuda", index)] * 2
+
+
+def calls_without_a_backend() -> dict:
+    """Public op -> a call of it that reaches a backend, and its contract if it has another name."""
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    x, w, ids = draw(4, 8), draw(6, 8), torch.tensor([0, 1, 2, 3])
+    half = [draw(64, 2, 64).bfloat16() for _ in "qkv"]
+    offsets = torch.tensor([0, 64], dtype=torch.int32)
+    parameter = torch.nn.Parameter(draw(3))
+    parameter.grad = draw(3)
+    mhc = draw(3, 4, 4)
+    return {
+        "linear": lambda: ck.linear(x, w),
+        "matmul": lambda: ck.matmul(x, w.T),
+        "skinny_linear": lambda: ck.skinny_linear(x, w),
+        "linear_logp": lambda: ck.linear_logp(x, w, ids),
+        "log_probs": lambda: ck.log_probs(x, ids),
+        "rms_norm": lambda: ck.rms_norm(x, w[0]),
+        "layer_norm": lambda: ck.layer_norm(x, w[0], w[1]),
+        "embedding": lambda: ck.embedding(ids, w),
+        "softmax": lambda: ck.softmax(x),
+        "silu_mul": lambda: ck.silu_mul(x, x),
+        "clip_grad_norm_": lambda: ck.clip_grad_norm_([parameter], 1.0),
+        "block_sparse_attention": lambda: ck.block_sparse_attention(
+            *(t[None] for t in half), causal=True
+        ),
+        "block_sparse_attention_varlen": lambda: ck.block_sparse_attention_varlen(
+            *half, cu_seqlens=offsets, causal=True
+        ),
+        "mhc.sinkhorn": lambda: ck.mhc.sinkhorn(mhc),
+    }
+
+
+@pytest.mark.parametrize("name", calls_without_a_backend())
+def test_a_missing_backend_names_the_op_that_was_called(name, monkeypatch):
+    call = calls_without_a_backend()[name]
+    monkeypatch.setenv("CUTE_KERNELS_BACKEND", "triton")
+    with pytest.raises(ck.errors.BackendUnavailable, match=f"^{name}: no backend for cpu\n"):
+        call()
+    op = name.partition(".")[0]
+    for ask in (ck.guarantees, ck.contract_id):
+        with pytest.raises(ck.errors.BackendUnavailable, match=f"^{op}: no backend for cpu\n"):
+            ask(op, "cpu")
+
+
+def test_a_missing_backend_of_a_gradient_names_the_contract(monkeypatch):
+    """No frame of the backward is the public function's."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(6)).requires_grad_()
+    y = ck.rms_norm(x, None)
+    monkeypatch.setenv("CUTE_KERNELS_BACKEND", "triton")
+    with pytest.raises(ck.errors.BackendUnavailable, match=r"^rms_norm: no backend for cpu\n"):
+        y.sum().backward()
 
 
 def test_a_misspelt_name_gets_the_near_one():

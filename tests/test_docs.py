@@ -210,7 +210,7 @@ def test_attention_runs_where_the_matrix_says(monkeypatch):
                 assert chosen(op, dtype) == backend, device
             assert chosen(op, torch.float32) == "none", device
         if backend == "`cute_sm90`":
-            assert state == "compiled, simulated, [run](#h100-and-h200), timed"
+            assert state == "compiled, simulated, [run](#h100-and-h200), timed on an H200"
             assert "tests/sparse_attn/test_gpu.py`" in read("docs/attention.md")
     assert [row[1] for row in rows] == ["`cute_sm90`", *["`triton`"] * 4, "`cpu`"]
 

@@ -151,11 +151,11 @@ def test_results_may_be_written_in_place(name):
         assert all(map(same_bytes, written, copied))
 
 
-#: Public functions that give an op's results another shape: by a view, as torch's reshape.
-RESHAPED = {name for name in CASES if name.startswith("mhc.")} | {"block_sparse_attention_varlen"}
+#: Public functions that index an op's results: by a view.
+INDEXED = {"block_sparse_attention_varlen"}
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in RESHAPED])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in INDEXED])
 def test_results_without_a_graph_may_take_one(name):
     """A view made under no_grad may not be written where gradients are recorded."""
     with torch.no_grad():
@@ -165,6 +165,42 @@ def test_results_without_a_graph_may_take_one(name):
         before = result.clone()
         result.mul_(factor)
         assert result.requires_grad and same_bytes(result.detach(), (before * factor).detach())
+
+
+#: Of mhc, with the function of ck.mhc.te that reshapes.
+MHC = {name: CASES[name] for name in CASES if name.startswith("mhc.")} | {
+    "mhc.te.mhc_fused_scale": (
+        lambda *args: mhc.te.mhc_fused_scale(*args, _fp32(3, seed=3).abs(), 4),
+        (3, 32), (3,), (1, 24),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MHC)
+@pytest.mark.parametrize("mode", ["no_grad", "no leaf", "inference"])
+def test_mhc_results_of_every_mode_may_be_written(name, mode):
+    """Where no graph is made too: in the mode itself, and with gradients recorded after it."""
+    run, *shapes = MHC[name]
+    leaves = [_fp32(*s, seed=i) for i, s in enumerate(shapes)]
+    inference = mode == "inference"
+    with torch.inference_mode(inference), torch.set_grad_enabled(mode == "no leaf"):
+        results = run(*leaves)
+        results = results if isinstance(results, tuple) else (results,)
+        for result in results:
+            before = result.clone()
+            assert same_bytes(result.mul_(0.5), before * 0.5)
+    for result in () if inference else results:
+        result.mul_(_fp32(*result.shape).requires_grad_())
+        assert result.requires_grad
+
+
+@pytest.mark.parametrize("name", ["mhc.sinkhorn", "mhc.mix_and_aggregate", "mhc.post_pre"])
+def test_mhc_without_gradients_is_one_graph(name):
+    leaves = [_fp32(*s, seed=i) for i, s in enumerate(CASES[name][1:])]
+    with torch.no_grad():
+        compiled = torch.compile(CASES[name][0], backend="aot_eager", fullgraph=True)(*leaves)
+    compiled = compiled if isinstance(compiled, tuple) else (compiled,)
+    assert all(map(same_bytes, compiled, results_of(name, leaves)))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -20,6 +20,7 @@ DERIVED = re.compile("_(apart|wide)_")
 #: A module may import only from layers of a lower rank; modules of one rank do not meet.
 RANKS: dict[str, float] = {
     "errors": 0,
+    "interpreter": 0,
     "settings": 1,
     "c_library": 1,
     "untraced": 1,
@@ -85,7 +86,8 @@ RANKS: dict[str, float] = {
     "systems": 12,
     "about": 13,
     "commands": 13,
-    "schedule_command": 13,
+    "schedule_command": 14,
+    "info_command": 14,
     "certify_command": 14,
     "integrations": 14,
     "model": 14.5,

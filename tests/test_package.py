@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 import cute_kernels as ck
 from cute_kernels import __main__ as cli
-from cute_kernels import about, arch, dispatch, settings
+from cute_kernels import about, arch, dispatch, interpreter, settings
 from cute_kernels.compile import extension
 from cute_kernels.systems import SYSTEMS
 
@@ -42,8 +43,38 @@ def test_importing_and_using_the_cpu_needs_torch_only():
 def test_import_alone_loads_no_system():
     code = "import sys, cute_kernels; print(sorted(m for m in sys.modules if m[:6] == 'cute_k'))"
     # A checkout loads `schedulers` too: its folder is not inside the package.
-    expected = ["cute_kernels", "cute_kernels.schedulers", "cute_kernels.systems"]
-    assert python(code) == str(expected)
+    names = ("interpreter", "schedulers", "systems")
+    assert python(code) == str(["cute_kernels", *(f"cute_kernels.{name}" for name in names)])
+
+
+@pytest.mark.parametrize("name", ["__init__", "__main__", "interpreter"])
+def test_an_old_python_can_read_the_files_that_refuse_it(name):
+    path = ROOT / "cute_kernels" / f"{name}.py"
+    ast.parse(path.read_text(), str(path), feature_version=(3, 7))
+
+
+@pytest.mark.parametrize("version", [(3, 9, 18, "final", 0), (3, 7, 16), (2, 7, 18)])
+def test_an_old_python_is_refused_by_name(version):
+    message = f"^cute_kernels needs Python >= 3.10, found {version[0]}.{version[1]}$"
+    with pytest.raises(ImportError, match=message):
+        interpreter.check(version, ["script.py"])
+    with pytest.raises(SystemExit, match=message):
+        interpreter.check(version, ["-m", "info"])
+    interpreter.check((3, 10, 0), ["-m"])
+    need = ".".join(map(str, interpreter.OLDEST))
+    assert f'requires-python = ">={need}' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_interpreter_is_checked_before_any_other_module_loads():
+    """A faked version in a fresh process: nothing of the package but the check is imported."""
+    code = (
+        "import sys; sys.version_info = (3, 9, 18)\n"
+        "try:\n    import cute_kernels\n"
+        "except ImportError as error:\n"
+        "    print(error, sorted(m for m in sys.modules if m[:6] == 'cute_k'))"
+    )
+    want = "cute_kernels needs Python >= 3.10, found 3.9"
+    assert python(code) == f"{want} []"
 
 
 def import_without_site(root: Path, code: str) -> subprocess.CompletedProcess:
@@ -57,7 +88,7 @@ def copy_package(root: Path, schedulers: Path | None) -> None:
     """Copy what ``import cute_kernels`` reads, and ``schedulers`` to this folder, if any."""
     package = Path(ck.__file__).parent
     (root / "cute_kernels").mkdir()
-    for name in ("__init__.py", "systems.py", "log.py", "errors.py"):
+    for name in ("__init__.py", "interpreter.py", "systems.py", "log.py", "errors.py"):
         shutil.copyfile(package / name, root / "cute_kernels" / name)
     if schedulers is not None:
         shutil.copytree(Path(ck.schedulers.__file__).parent, root / schedulers)
@@ -167,9 +198,9 @@ def test_info_says_why_calls_are_looked_up_in_python(monkeypatch):
 
 
 def test_command_line_info():
-    shown = CliRunner().invoke(cli.app, ["info"])
+    shown = CliRunner().invoke(cli.app, ["info", "--all"])
     assert shown.exit_code == 0 and "linear/cpu/" in shown.output
-    assert "known calls" in shown.output
+    assert "launch plans" in shown.output
     as_json = CliRunner().invoke(cli.app, ["info", "--json"])
     assert json.loads(as_json.output)["ops"]["matmul"]["cpu"]["guarantees"]
 

@@ -78,12 +78,12 @@ def test_the_resolver_hears_of_no_other_index():
 
 
 ANSWERS = {
-    "all": ("exit 0", 0, "29 of 29 resolve"),
+    "all": ("exit 0", 0, "31 of 31 resolve"),
     "no network": ("echo 'cannot look up the index'; exit 2", 0, "skipped: .*cannot look up"),
     "one refusal": (
         'case "$*" in *--extra=rocm*) echo triton and triton; exit 1;; esac',
         1,
-        r"\.\[rocm\] does not resolve for 3\.10:\ntriton and triton(.|\n)*25 of 29 resolve",
+        r"\.\[rocm\] does not resolve for 3\.10:\ntriton and triton(.|\n)*27 of 31 resolve",
     ),
     "the network goes away": (
         'case "$*" in *--no-cache*) test -e gone && echo timed out && exit 2; touch gone;; '
@@ -141,6 +141,15 @@ def test_killed(tmp_path, uv, name):
     mutant.write_text(text.replace(old, new))
     package = new.partition("=")[0]
     assert package in pins.error(pins.with_uv(uv, python, way, mutant))
+
+
+@pytest.mark.parametrize("way", pins.ON_AARCH64)
+def test_wheels_of_aarch64_exist_and_those_of_another_platform_do_not(uv, way):
+    words, given = pins.on_aarch64(uv, way)
+    assert pins.AARCH64 in words and pins.PLATFORM not in words
+    assert pins.error((words, given)) == ""
+    windows = ["x86_64-pc-windows-msvc" if word == pins.AARCH64 else word for word in words]
+    assert ("triton" in pins.error((windows, given))) == (way == ".[cu13]")
 
 
 @pytest.mark.parametrize("engine", pins.ENGINES)

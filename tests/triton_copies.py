@@ -7,6 +7,8 @@ import itertools
 from pathlib import Path
 from types import ModuleType
 
+from tests.anchors import replaced
+
 _FILES = ("kernel", "launch")
 _NUMBERS = itertools.count()
 
@@ -19,10 +21,7 @@ def copy_of(package: ModuleType, folder: Path, *edits: tuple[str, str]) -> Modul
     home, number = Path(package.__file__).parent, next(_NUMBERS)
     texts = {name: (home / f"{name}.py").read_text() for name in _FILES}
     for old, new in edits:
-        counts = {name: text.count(old) for name, text in texts.items()}
-        assert sum(counts.values()) == 1, f"{counts}: {old!r}"
-        (name,) = (name for name, count in counts.items() if count)
-        texts[name] = texts[name].replace(old, new)
+        texts = replaced(texts, old, new)
     kernels, launch = (
         _imported(package, folder / f"{name}_copy_{number}.py", text)
         for name, text in texts.items()

@@ -33,6 +33,9 @@ WAYS = ["torch", ".", ".[cu13]", ".[rocm]", ".[deepspeed]", ".[trl]", ".[dev]"]
 OLDEST = {".[trl]": (3, 11)}
 #: glibc 2.28, as torch's own wheels.
 PLATFORM = "x86_64-manylinux_2_28"
+AARCH64 = "aarch64-manylinux_2_28"
+#: What docs/install.md says has wheels on aarch64.
+ON_AARCH64 = [".", ".[cu13]"]
 #: Settings that say how to reach the network, not what is on it.
 KEPT = {"PIP_CERT", "PIP_CLIENT_CERT", "PIP_PROXY", "PIP_DEFAULT_TIMEOUT", "UV_CACHE_DIR"}
 
@@ -76,6 +79,13 @@ def with_uv(uv: str, python: str, way: str, constraints: Path) -> Command:
         return [*words, "-"], way
     extras = [f"--extra={name}" for name in re.findall(r"\w+", way)]
     return [*words, *extras, "pyproject.toml"], ""
+
+
+def on_aarch64(uv: str, way: str) -> Command:
+    """Resolve a way on aarch64 with wheels alone: nothing is built there."""
+    words, given = with_uv(uv, ENGINE_PYTHON, way, CONSTRAINTS)
+    words = [AARCH64 if word == PLATFORM else word for word in words]
+    return [*words[:3], "--only-binary", ":all:", *words[3:]], given
 
 
 def beside_engine(uv: str, engine: str, project: Path = ROOT / "pyproject.toml") -> Command:
@@ -124,6 +134,7 @@ def all_commands(
     commands = {
         (python, way): command(uv, python, way, CONSTRAINTS) for python, way in asked(pythons)
     }
+    commands |= {(ENGINE_PYTHON, f"{way} on aarch64"): on_aarch64(uv, way) for way in ON_AARCH64}
     return commands | {
         (ENGINE_PYTHON, f".[cu13] {engine}"): beside_engine(uv, engine) for engine in ENGINES
     }
@@ -155,7 +166,8 @@ def main(argv: list[str]) -> int:
         print(f"pins: {way} does not resolve for {python}:\n{text}\n")
     print(
         f"pins: {len(commands) - len(wrong)} of {len(commands)} resolve from the public index alone"
-        f" ({', '.join(WAYS)}; Python {', '.join(pythons)}; beside {', '.join(ENGINES)}),"
+        f" ({', '.join(WAYS)}; Python {', '.join(pythons)}; beside {', '.join(ENGINES)};"
+        f" {', '.join(ON_AARCH64)} on aarch64),"
         f" {seconds:.0f} s"
     )
     return 1 if wrong else 0

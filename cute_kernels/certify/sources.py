@@ -1,4 +1,4 @@
-"""What a kernel's certificate depends on, as one digest: our files, the compiler, the disassembler.
+"""Digest of what a kernel's certificate depends on: our files, its limits, compiler, disassembler.
 
 As long as the digest stays, compiling the kernel again would prove what is proved already.  It is
 over bytes, so a comment changes it: cheap to be wrong in that direction.
@@ -9,26 +9,24 @@ from __future__ import annotations
 import functools
 import hashlib
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ..compile import toolchain
+from ..compile.kernel import Entry
 from ..errors import CertificateError
 from ..schedulers import tiles
 from . import sass
 
 PACKAGE = Path(__file__).parents[1]
 #: Of every kernel, under the package.
-SHARED = ("certify/*.py", "compile/fake.py", "compile/kernel.py", "dsl/*.py", "operands.py")
+SHARED = ("certify/*.py", "compile/fake.py", "compile/kernel.py", "dsl/*.py")
 #: Of a kernel's own system, under its folder.  Not every system has every one of them.
 OWN = (
     "config.py",
     "device/*.py",
     "kernel_*.py",
-    "launch.py",
     "masks.py",
-    "tensors.py",
-    "tiles.py",
     "watchdog.py",
 )
 
@@ -77,9 +75,16 @@ def digest(
     package: Path = PACKAGE,
     tile_orders: Path | None = None,
     installed: Mapping[str, str] | None = None,
+    *,
+    entries: Iterable[Entry] = (),
 ) -> str:
-    """SHA-256 over the names and bytes of `files`, and over `versions` or those given."""
+    """SHA-256 over the names and bytes of `files`, `versions` or those given, and ``entries``.
+
+    entries: The kernel's in the catalogue, with the limits that its certificates are held to.
+    """
     total = hashlib.sha256()
+    for line in sorted(f"{kernel.identity} {kind} {expect}" for kernel, kind, expect in entries):
+        total.update(f"{line}\0".encode())
     for name, text in sorted((versions() if installed is None else installed).items()):
         total.update(f"{name}\0{text}\0".encode())
     for name, path in sorted(files(kernel, package, tile_orders).items()):

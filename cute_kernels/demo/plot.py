@@ -7,6 +7,7 @@ from pathlib import Path
 import matplotlib
 import torch
 
+from ..commands import writing
 from .measure import Column
 
 matplotlib.use("Agg")
@@ -35,7 +36,8 @@ def drift(columns: tuple[Column, Column], folder: Path) -> list[Path]:
         axis.spines[["top", "right"]].set_visible(False)
     top.legend(loc="upper left", frameon=False)
     paths = [folder / "drift.png", folder / "drift.svg"]
-    figure.savefig(paths[0], dpi=150)
-    figure.savefig(paths[1], metadata={"Date": None})
+    for path, options in zip(paths, ({"dpi": 150}, {"metadata": {"Date": None}}), strict=True):
+        with writing(path):
+            figure.savefig(path, **options)
     plt.close(figure)
     return paths

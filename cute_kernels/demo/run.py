@@ -170,10 +170,11 @@ def _device(name: str | None) -> torch.device:
     """The device asked for; BackendUnavailable if torch knows no such name or has no such GPU."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise BackendUnavailable(str(error)) from error
+    except RuntimeError:
+        raise BackendUnavailable(expected("device", "a device of torch", repr(name))) from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise BackendUnavailable(f"{device}: this machine has {torch.cuda.device_count()} GPUs")
+        want = f"one of this machine's {torch.cuda.device_count()} GPUs, or cpu"
+        raise BackendUnavailable(expected("device", want, device))
     for op in _OPS:
         ck.contract_id(op, device)  # refuses a device without a backend, by name
     return device

@@ -41,7 +41,8 @@ def linear_logp(
         temperature: A number, or a tensor shaped like ``target``; 2^-100 to 2^100.  A number is
             what it is in fp32, so that it has the bits of a tensor of it.
         softcap: 0 for none (Gemma's final_logit_softcapping); at most 1024, as a capped logit has
-            an absolute error of up to 2^-21 softcap.
+            an absolute error of up to 2^-21 softcap (1.4e-5 at 30, 4.9e-4 at 1024), and log p twice
+            that, over the temperature.
         ignore_index: The target of tokens that count for nothing: log p and entropy are 0, and
             every gradient is exactly 0, whatever the row holds, NaN included.
         return_entropy: Whether the entropy of p comes too.
@@ -102,7 +103,7 @@ def log_probs(
 
     Args:
         logits: [..., V]; bf16, fp16 or fp32; any strides.
-        Others: As in `linear_logp`.
+        Others: As in `linear_logp`, the error that ``softcap`` brings included.
 
     Returns, Raises: As `linear_logp`; differentiable in logits, whose gradient has their dtype.
 

@@ -25,7 +25,7 @@ _MAX_SIZE = 2**31 - 1
 #: Of a temperature and a softcap: log2(e) / τ, and logits over it, are then normal in fp32.
 _LEAST, _MOST, _RANGE = 2.0**-100, 2.0**100, "2^-100 to 2^100"
 #: A capped logit has an absolute error of 2^-21 softcap: 1 - 2 / (1 + e^x) cancels near 0.
-_MOST_CAP = 1024.0
+MOST_SOFTCAP = 1024.0
 
 
 class Problem(NamedTuple):
@@ -198,7 +198,7 @@ def _temperature(value: object, target: torch.Tensor) -> tuple[torch.Tensor | No
 
 def _softcap(value: object) -> float:
     number = _number("softcap", value, "a number, 0 for none")
-    if number != 0 and not _LEAST <= number <= _MOST_CAP:
+    if number != 0 and not _LEAST <= number <= MOST_SOFTCAP:
         want = "0 (none), or a number of 2^-100 to 1024 (errors are 2^-21 of it)"
         raise ArgumentValueError(expected("softcap", want, value))
     return number

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from . import checks, op, site_op
+from . import checks, nodes, op, site_op
 from .checks import Options
 from .config import mappings
 
@@ -107,7 +107,7 @@ def scale(
     flat = checks.flat_ms(ms, len(h))
     mains = checks.main_grads(main_grads, {"alpha": alpha, "beta": beta}, H)
     pre, post, res = op.scale(h, alpha, beta, flat, *mains, n, eps, pre_eps, post_scale)
-    return pre, post, res.view(-1, n, n)
+    return pre, post, nodes.shaped(res, -1, n, n)
 
 
 def sinkhorn(
@@ -128,7 +128,7 @@ def sinkhorn(
     checks.streams(n)
     checks.sinkhorn(iterations, form, eps, "eps")
     z = checks.matrices("H_res", H_res, n)
-    return op.sinkhorn(z, n, iterations, form, eps).view(H_res.shape)
+    return nodes.shaped(op.sinkhorn(z, n, iterations, form, eps), *H_res.shape)
 
 
 def aggregate(x: torch.Tensor, H_pre: torch.Tensor, n: int, *, layout: str = "cn") -> torch.Tensor:
@@ -168,7 +168,7 @@ def expand_combine(
     checks.streams(n)
     rows, tensors = _expanded(f, bias, H_post, x, H_res, n, layout)
     mains = checks.main_grads(main_grads, {"bias": bias}, rows.x)
-    return op.expand_combine(*tensors, None, *mains, n, layout).view(x.shape)
+    return nodes.shaped(op.expand_combine(*tensors, None, *mains, n, layout), *x.shape)
 
 
 def mix_and_aggregate(
@@ -194,8 +194,8 @@ def mix_and_aggregate(
     out, _, post, res, *_ = found
     return (
         _collapsed(out, rows),
-        post.view(*rows.leading, n),
-        res.view(*rows.leading, n, n),
+        nodes.shaped(post, *rows.leading, n),
+        nodes.shaped(res, *rows.leading, n, n),
     )
 
 
@@ -230,7 +230,7 @@ def connect(
     f = checks.channels("sublayer(out)", sublayer(_collapsed(out, rows)), rows, n)
     streams = (rows.x.detach(), res.detach(), link)
     y = op.expand_combine(f, bias, post, *streams, main_bias, n, options.layout)
-    return y.view(x.shape)
+    return nodes.shaped(y, *x.shape)
 
 
 def post_pre(
@@ -276,12 +276,12 @@ def post_pre(
     )
     y, out, pre, post, res, *_ = made
     found = (
-        y.view(x.shape),
+        nodes.shaped(y, *x.shape),
         _collapsed(out, rows),
-        post.view(*rows.leading, n),
-        res.view(*rows.leading, n, n),
+        nodes.shaped(post, *rows.leading, n),
+        nodes.shaped(res, *rows.leading, n, n),
     )
-    return found if H_pre is None else (*found, pre.view(*rows.leading, n))
+    return found if H_pre is None else (*found, nodes.shaped(pre, *rows.leading, n))
 
 
 def head(
@@ -322,7 +322,7 @@ def expand_from_embedding(embedding: torch.Tensor, n: int, *, layout: str = "cn"
     leading = embedding.shape[:-1]
     made = op.repeat(embedding.reshape(leading.numel(), embedding.shape[-1]), n, layout)
     c = embedding.shape[-1]
-    return made.view(*leading, *((c, n) if layout == "cn" else (n, c)))
+    return nodes.shaped(made, *leading, *((c, n) if layout == "cn" else (n, c)))
 
 
 def multilayer_recompute(
@@ -347,13 +347,13 @@ def multilayer_recompute(
     with torch.no_grad():
         for f, bias, post, res in sublayers:
             x = expand_combine(f, bias, post, x, res, n, layout=layout)
-            found.append(x.detach())  # no view for autograd
+            found.append(x)
     return found
 
 
 def _collapsed(out: torch.Tensor, rows: checks.Rows) -> torch.Tensor:
     """[M, C] as [..., C]; C is named, as no tokens leave it open."""
-    return out.view(*rows.leading, out.shape[1])
+    return nodes.shaped(out, *rows.leading, out.shape[1])
 
 
 def _mapping_weights(phi, norm_weight, x) -> dict[str, torch.Tensor | None]:

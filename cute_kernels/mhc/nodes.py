@@ -42,6 +42,15 @@ def _whole(t: torch.Tensor, rows: int) -> torch.Tensor:
     return t if len(t) == rows else torch.cat([t, t.new_zeros(rows - len(t), *t.shape[1:])])
 
 
+def shaped(result: torch.Tensor, *shape: int) -> torch.Tensor:
+    """The result of an op in the shape of the operands, which the caller may write in place.
+
+    Autograd refuses to record a write to a view that was made without a graph.
+    """
+    view = result.view(*shape)
+    return view if torch.is_grad_enabled() else view.detach()
+
+
 def nothing(like: torch.Tensor) -> torch.Tensor:
     """In place of a gradient that an op does not return: of one dtype, which its fake has too."""
     return like.new_empty(0, dtype=torch.float32)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from . import api, checks
+from . import api, checks, nodes
 
 
 def mhc_generate_mix_and_aggregate(
@@ -75,7 +75,9 @@ def mhc_fused_scale(
     """
     checks.te_streams(n)
     made = api.scale(_fp32("H", H), alpha, beta, _fp32("ms", ms), n)
-    return tuple(t.flatten(1).to(H.dtype) for t in made)
+    pre, post, res = made
+    logits = nodes.shaped(res, res.shape[0], n * n)
+    return tuple(t.to(H.dtype) for t in (pre, post, logits))
 
 
 def mhc_fused_sinkhorn(

@@ -1,8 +1,12 @@
 """The override of scaled_dot_product_attention.
 
-bf16 and fp16 with heads of up to 256 are `ck.block_sparse_attention`, each sequence
-at its own positions where a mask says where it begins.  All else (fp32, larger heads, masks of
-numbers, dropout) is torch's composition of two products and a softmax, which are ours.
+A call knows columns of a key buffer and no positions: padding, a pack, or a cache that dropped its
+oldest keys may lie in front.  So blocks of 128 keys are counted from the first key that a row sees,
+and a row's bits are a function of its query and of the keys it sees.
+
+bf16 and fp16 with heads of up to 256 are `ck.block_sparse_attention`.  All else (fp32, larger
+heads, masks of numbers) is made of products of 128 keys in ascending order, fp32 throughout.
+Dropout is torch's composition, whose products are ours.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from ..errors import ArgumentValueError
 from ..schedulers.masks.mask import BlockMask
 from ..sparse_attn import api
 from ..sparse_attn.config import VALUE_DIMS
-from . import aten_checks
+from . import aten_checks, attention_by_products, mode
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -22,26 +26,41 @@ _HALF = (torch.bfloat16, torch.float16)
 def why_attention(
     q, k, v, mask=None, dropout=0.0, is_causal=False, *, scale=None, enable_gqa=False
 ) -> str | None:
-    """Of an attention; what its mask is decides how it is computed."""
-    return aten_checks.tensors(q, k, v)
+    """Reason of an attention: None if its rows' bits follow the keys that they see alone."""
+    why = aten_checks.tensors(q, k, v)
+    if why is None and mask is not None and mode.strict() and torch.compiler.is_compiling():
+        if mask.dtype != torch.bool or _fits(q, k, v, enable_gqa):
+            return None
+        return "in a graph, a bool mask of fp32 or of heads above 256 counts columns, not keys seen"
+    return why
 
 
 def attention(
     q, k, v, mask=None, dropout=0.0, is_causal=False, *, scale=None, enable_gqa=False
 ) -> torch.Tensor:
     """softmax(scale q kᵀ + mask) v of q [B, H, L, D]."""
-    plain = not dropout and (scale is None or scale > 0) and not (is_causal and mask is not None)
-    if not plain or not _fits(q, k, v, enable_gqa) or not _selects(mask, q, k):
+    scale = q.shape[-1] ** -0.5 if scale is None and q.shape[-1] else scale
+    if dropout or scale is None or not _well_formed(q, k, v, mask, is_causal):
         return torch.ops.aten._scaled_dot_product_attention_math(
             q, k, v, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
+    if not scale > 0 or not _fits(q, k, v, enable_gqa) or not _selects(mask, q, k):
+        return attention_by_products.attention(q, k, v, mask, is_causal, scale, enable_gqa)
     room = _room(q, v)
     # Zeros behind a head add zeros to its scores, and columns of zeros to its output.
     rooms = zip((q, k, v), (room, room, VALUE_DIMS[room]), strict=True)
     heads = (F.pad(t, (0, wide - t.shape[-1])).transpose(1, 2) for t, wide in rooms)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     made = _attend(*heads, mask, is_causal, scale)
     return made.transpose(1, 2)[..., : v.shape[-1]]
+
+
+def _well_formed(q, k, v, mask, is_causal) -> bool:
+    """Whether torch would take these arguments; its own composition says what is wrong."""
+    if mask is not None and (
+        is_causal or not (mask.dtype == torch.bool or mask.is_floating_point())
+    ):
+        return False
+    return q.dtype == k.dtype == v.dtype and min(t.dim() for t in (q, k, v)) >= 2
 
 
 def _attend(q, k, v, mask, is_causal, scale) -> torch.Tensor:
@@ -53,12 +72,12 @@ def _attend(q, k, v, mask, is_causal, scale) -> torch.Tensor:
         # torch's causal mask begins at the first key, whatever the lengths are.
         end = torch.arange(1, rows + 1, dtype=torch.int32, device="cpu").clamp(max=columns)
         seen = torch.stack((torch.zeros_like(end), end), -1).expand(batch, 1, rows, 2)
-        return api.sequence_attention(q, k, v, _spans(seen), scale=scale)
+        return api.sequence_attention(q, k, v, api.spans_from_first_key(seen), scale=scale)
     mask = mask.expand(batch, *_heads_of(mask, heads), rows, columns)
     if mask.shape[1] == 1:
         seen = _runs(mask)
         if seen is not None:
-            return api.sequence_attention(q, k, v, _spans(seen), scale=scale)
+            return api.sequence_attention(q, k, v, api.spans_from_first_key(seen), scale=scale)
     return api.block_sparse_attention(q, k, v, BlockMask.from_dense(mask), scale=scale)
 
 
@@ -70,16 +89,6 @@ def _runs(mask: torch.Tensor) -> torch.Tensor | None:
         return api.seen_columns(mask)
     except ArgumentValueError:
         return None
-
-
-def _spans(seen: torch.Tensor) -> torch.Tensor:
-    """Spans (sparse_attn.sequences) of sequences that begin where a query first sees a key."""
-    first, end = seen.unbind(-1)
-    some = end > first
-    none = torch.iinfo(torch.int32).max
-    begin = torch.where(some, first, none).amin(-1, keepdim=True)
-    begin = torch.where(begin == none, 0, begin).expand_as(first)
-    return torch.stack((begin, torch.zeros_like(begin), first, end), -1).to(torch.int32)
 
 
 def _heads_of(mask: torch.Tensor, heads: int) -> tuple[int]:

@@ -134,7 +134,10 @@ def _loss(
 def _output(loss: torch.Tensor | None, logits: torch.Tensor | None, outputs):
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
-    return CausalLMOutputWithPast(
+    from .patch_outputs import LossWithoutLogits
+
+    kind = LossWithoutLogits if logits is None else CausalLMOutputWithPast
+    return kind(
         loss=loss,
         logits=logits,
         past_key_values=outputs.past_key_values,

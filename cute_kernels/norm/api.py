@@ -6,7 +6,7 @@ import torch
 
 from . import op
 from .checks import Operands
-from .tensors import LAYER, RMS
+from .config import LAYER, RMS
 
 
 def rms_norm(

@@ -9,8 +9,8 @@ import torch
 from .. import checking
 from .. import main_grad as destination
 from ..errors import ArgumentTypeError, ArgumentValueError, ShapeError, expected
-from .config import MAX_WIDTH
-from .tensors import RMS, Rule
+from .config import MAX_WIDTH, RMS
+from .tensors import Rule
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Below the least normal fp32 a device may take an eps for zero.

@@ -16,7 +16,8 @@ from .. import arch
 from ..contracts import BATCH_INVARIANT, RUN_TO_RUN, SCHEDULE_INVARIANT, SPLIT_INVARIANT
 from .triton.plan import TRITON
 
-KINDS = ("rms", "layer")
+RMS, LAYER = "rms", "layer"
+KINDS = RMS, LAYER
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 #: The widest row that there are kernels for.
 MAX_WIDTH = 65536

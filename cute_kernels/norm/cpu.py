@@ -12,8 +12,8 @@ import torch
 
 from ..cpu_math import halves, ieee
 from ..operands import flat_rows
-from .config import part_rows, room
-from .tensors import LAYER, Normed, Parts, Rule, Scale, Upstream
+from .config import LAYER, part_rows, room
+from .tensors import Normed, Parts, Rule, Scale, Upstream
 
 
 def forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: Rule) -> Normed:

@@ -22,12 +22,11 @@ from cutlass.memory import SmemAllocator
 
 from ..compile import fake
 from ..dsl import copy
-from .config import PAD, UNIT, BackwardConfig, backward_residency, part_rows
+from .config import LAYER, PAD, UNIT, BackwardConfig, backward_residency, part_rows
 from .device import rows
 from .device.ahead import Ahead
 from .device.bulk import Bulk
 from .device.rows import WARP, Group
-from .tensors import LAYER
 
 #: Elements of a sum that a thread stores at once.
 QUAD = 4

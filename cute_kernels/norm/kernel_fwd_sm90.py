@@ -19,11 +19,10 @@ import cutlass.cute as cute
 from cutlass.memory import SmemAllocator
 
 from ..compile import fake
-from .config import UNIT, ForwardConfig, forward_residency
+from .config import LAYER, UNIT, ForwardConfig, forward_residency
 from .device import rows
 from .device.ahead import Ahead
 from .device.rows import WARP, Group
-from .tensors import LAYER
 
 
 class NormForwardSm90:

@@ -18,6 +18,8 @@ from ..operands import flat_rows, flattened, most_ctas
 from ..runtime.plan_cache import Plan
 from . import config
 from .config import (
+    LAYER,
+    RMS,
     UNIT,
     BackwardConfig,
     ForwardConfig,
@@ -26,7 +28,7 @@ from .config import (
     part_rows,
     row_plan,
 )
-from .tensors import LAYER, RMS, Normed, Parts, Rule, Scale, Upstream
+from .tensors import Normed, Parts, Rule, Scale, Upstream
 
 _ALIGN = 16
 #: Bytes of shared memory that a CTA may have.

@@ -23,7 +23,8 @@ from ..runtime.plan_cache import Plan, PlanCache
 from ..torch_ops import define_op
 from . import checks, config
 from .checks import DTYPES, Operands
-from .tensors import LAYER, RMS, Rule, Scale, Upstream
+from .config import LAYER, RMS
+from .tensors import Rule, Scale, Upstream
 
 _OPS = {"rms_norm": RMS, "layer_norm": LAYER}
 for _function in ("forward", "backward", "add_parts"):
@@ -126,7 +127,7 @@ def _fake(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offse
 def _plan_backward(
     dy, dh, h, mean, rstd, weight, bias, main_grad, bias_main_grad, kind, eps, offset, needs
 ):
-    """Plan of `norm_backward`: the gradient of rows, then the sums of dweight's and dbias' parts."""
+    """Plan of `norm_backward`: the gradient of rows, then the sums of the parts."""
     if h.numel() == 0:
         return Plan(_run_backward_of_nothing, cacheable=False)
     rule, wanted = Rule(kind, eps, offset), any(needs[1:])
@@ -158,10 +159,9 @@ def _plan_backward(
     return replace(rows, run=run)
 
 
-def _run_backward_of_nothing(*args):
-    _, _, h, _, _, weight, bias, main_grad, bias_main_grad, *_ = args
-    _apart(main_grad, bias_main_grad, dy=args[0], dh=args[1])
-    d_x, d_weight, d_bias = _fake_backward(*args)
+def _run_backward_of_nothing(dy, dh, *args):
+    _apart(*args[5:7], dy=dy, dh=dh)
+    d_x, d_weight, d_bias = _fake_backward(dy, dh, *args)
     return d_x, d_weight.zero_(), d_bias.zero_()
 
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 
 from ..near import Near, exact
-from .config import part_rows, room
-from .tensors import LAYER, Rule, Scale, Upstream
+from .config import LAYER, part_rows, room
+from .tensors import Rule, Scale, Upstream
 
 #: Additions that an element of a row goes through: 64 in a thread, 5 levels of a warp, 32 warps.
 _CHAIN = 101

@@ -8,8 +8,6 @@ import torch
 
 from ..operands import flat_rows
 
-RMS, LAYER = "rms", "layer"
-
 
 class Rule(NamedTuple):
     """A norm: of ``kind`` RMS or LAYER; ``offset`` is added to the weight."""

@@ -10,7 +10,7 @@ import torch
 from ..schedulers.masks.mask import BlockMask
 from ..schedulers.model.selection import Selection
 from ..schedulers.order.schedule import Schedule
-from . import checks, op, pack_op, prepare, sequence_op
+from . import checks, op, pack_op, prepare, sequence_op, sequences
 
 
 def block_sparse_attention(
@@ -38,7 +38,8 @@ def block_sparse_attention(
             128 x 128, once per mask.
         causal: Also require key <= query + Sk - Sq (the last query sees all).
         scale: Factor of the scores, above 0; None is 1 / sqrt(D).
-        softcap: If not 0, a score s is softcap * tanh(s / softcap).
+        softcap: If not 0, a score s is softcap * tanh(s / softcap).  At most 1024: on GPUs a capped
+            score has an absolute error of up to 2^-21 softcap (2.4e-5 at 50, 4.9e-4 at 1024).
         sinks: [Hq]; fp32, bf16 or fp16: a score of each query head that every row's sum has besides
             its keys', with a value of zeros (attention sinks, arXiv:2309.17453, as gpt-oss learns
             them).  Not scaled and not capped.
@@ -88,7 +89,9 @@ def block_sparse_attention(
     wants_grad = any(getattr(t, "requires_grad", False) for t in (q, k, v, sinks))
     needs_order = torch.is_grad_enabled() and wants_grad
     options = causal, scale, softcap, schedule, needs_order
-    cacheable = sinks is None and type(causal) is bool and deterministic is True
+    # Equal keys are equal options: 1 is True to a dict, and return_lse is no part of the key.
+    cacheable = sinks is None and type(causal) is type(return_lse) is bool
+    cacheable = cacheable and deterministic is True
     bound = cacheable and op.find(block_mask, options, q, k, v)
     if bound:
         out, lse = bound.call(q, k, v, *bound.rest)
@@ -236,13 +239,31 @@ def sequence_spans(
         int32 [B, 1, T, 4] on ``device``; see ``sparse_attn.sequences``.
 
     Raises:
-        ArgumentValueError: a gap in ``padding``; ``packed`` on a GPU.
+        ArgumentValueError: a gap in ``padding``; ``packed`` on a GPU; an offset or a size that is
+            no number from 0 to 2**30 - 1.  ArgumentTypeError: one that is no integer.
     """
+    checks.key_buffer(q_offset, kv_offset, sizes)
     if not isinstance(q_offset, torch.Tensor):
         q_offset = torch.full((), q_offset, dtype=torch.int64, device="cpu")
     where = torch.device(device)
     checks.spans_apart(packed, where)
     return sequence_op.sequence_spans(seen, padding, q_offset, kv_offset, *sizes, packed, where)
+
+
+def spans_from_first_key(seen: torch.Tensor) -> torch.Tensor:
+    """Spans of queries whose positions are counted from the first key that each of them sees.
+
+    A row's bits then depend on its query and the keys it sees, and on no key in front of them: for
+    callers who do not know where a buffer's columns lie in their sequences.
+
+    Args:
+        seen: What `seen_columns` returned, on the CPU.
+
+    Returns:
+        int32 [B, 1, T, 4]; see ``sparse_attn.sequences``.  Rows whose first keys differ by no
+        multiple of 128 take a launch each: under a sliding window up to 128 launches.
+    """
+    return sequences.anchored(seen)
 
 
 def spans_of_pack(

@@ -33,7 +33,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 #: Of scale and softcap.  Kernels form scale / softcap and log2(e) times either in fp32, which must
 #: neither overflow (infinity times a score of 0 is NaN) nor vanish.
 LEAST, MOST = 2.0**-40, 2.0**40
-#: A capped score has an absolute error of 2^-21 softcap on SM90: 1 - 2 / (1 + e^x) cancels near 0.
+#: A capped score has an absolute error of 2^-21 softcap on GPUs: 1 - 2 / (1 + e^x) cancels near 0.
 MOST_SOFTCAP = 1024.0
 #: The last two dimensions of each, for messages.
 _HEADS = {"q": "Hq, D", "k": "Hkv, D", "v": "Hkv, Dv"}
@@ -80,17 +80,13 @@ def attention(
     kv_len, kv_heads = k.shape[1], k.shape[2]
     _shapes(q, k, v)
     checking.supported("block_sparse_attention", q.device)
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise ArgumentTypeError(expected(name, "True or False", repr(flag)))
+    for name, value in flags.items():
+        _flag(name, value)
     if block_mask is not None:
         _mask(block_mask, batch, heads, q_len, kv_len, q.device)
     _schedule_type(schedule)
-    scale = dim**-0.5 if scale is None else _factor("scale", scale, "")
-    softcap = _factor("softcap", softcap, "0 (none) or ")
-    if softcap > MOST_SOFTCAP:
-        want = "0 (none) or a number of at most 1024 (errors are 2^-21 of it)"
-        raise ArgumentValueError(expected("softcap", want, softcap))
+    scale = dim**-0.5 if scale is None else _factor("scale", scale)
+    softcap = _softcap(softcap)
     sizes = batch, q_len, kv_len, heads, kv_heads, dim, v.shape[3]
     return Problem(*sizes, q.device, scale, softcap)
 
@@ -132,6 +128,7 @@ def pack(
 
 def dense_mask(dense: torch.Tensor) -> None:
     """That ``dense`` is a bool mask which all heads share."""
+    checking.tensor("attention_mask", dense)
     if dense.dtype != torch.bool:
         raise ArgumentTypeError(expected("attention_mask", "a bool tensor", dense.dtype))
     if dense.dim() != 4 or dense.shape[1] != 1:
@@ -141,6 +138,7 @@ def dense_mask(dense: torch.Tensor) -> None:
 
 def spans(spans: torch.Tensor, q: torch.Tensor) -> None:
     """That ``spans`` are for the queries ``q`` [B, T, Hq, D], on the CPU or beside them."""
+    checking.tensor("spans", spans)
     want = [q.shape[0], 1, q.shape[1], 4]
     if spans.dtype != torch.int32 or list(spans.shape) != want:
         got = f"{spans.dtype} {list(spans.shape)}"
@@ -152,6 +150,8 @@ def spans(spans: torch.Tensor, q: torch.Tensor) -> None:
 
 def spans_of_one(spans: torch.Tensor) -> None:
     """That a batch is one row."""
+    checking.tensor("spans", spans)
+    checking.rank("spans", spans, 4, "[1, 1, T, 4]")
     if spans.shape[0] != 1:
         want = "a batch of 1, in which all sequences lie one behind another"
         raise ShapeError(expected("cu_seqlens", want, spans.shape[0]))
@@ -166,8 +166,38 @@ def cu_seqlens_of_a_pack(cu_seqlens: object) -> None:
         raise ShapeError(expected("cu_seqlens", "at least 1 number", "none"))
 
 
+def key_buffer(q_offset: object, kv_offset: object, sizes: object) -> None:
+    """Check the offsets and the sizes (B, T, S) of a key buffer: numbers below 2**30."""
+    for name, value in (("q_offset", q_offset), ("kv_offset", kv_offset)):
+        if not isinstance(value, torch.Tensor):
+            _length(name, value)
+        elif value.numel() != 1 or value.dtype not in (torch.int32, torch.int64):
+            got = f"{value.dtype} {list(value.shape)}"
+            raise ArgumentTypeError(expected(name, "an int or a tensor of one", got))
+    if not isinstance(sizes, tuple | list) or len(sizes) != 3:
+        want = "(B, T, S): sequences, queries of each, columns of the buffer"
+        raise ArgumentTypeError(expected("sizes", want, repr(sizes)))
+    for i, size in enumerate(sizes):
+        _length(f"sizes[{i}]", size)
+
+
+def _length(name: str, value: object) -> None:
+    """Check a count of tokens or of sequences."""
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+        raise ArgumentTypeError(expected(name, "an int", repr(value)))
+    if not 0 <= value < FAR:
+        raise ArgumentValueError(expected(name, f"a number from 0 to {FAR - 1}", value))
+
+
+def _flag(name: str, value: object) -> None:
+    """Check for True or False: a text is true whatever it says, so nothing else is taken."""
+    if not isinstance(value, bool):
+        raise ArgumentTypeError(expected(name, "True or False", repr(value)))
+
+
 def spans_apart(packed: bool, device: torch.device) -> None:
     """That documents of a pack are told apart on the CPU."""
+    _flag("packed", packed)
     if packed and device.type != "cpu":
         raise ArgumentValueError(expected("packed", f"False for spans on {device}", packed))
 
@@ -210,7 +240,10 @@ def _mask(
     mask: BlockMask, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device
 ) -> None:
     if not isinstance(mask, BlockMask):
-        want = "a cute_kernels.BlockMask or None (BlockMask.from_flex takes FlexAttention's)"
+        want = (
+            "a cute_kernels.BlockMask or None (BlockMask.from_dense makes one of a bool tensor, "
+            "BlockMask.from_flex of FlexAttention's)"
+        )
         raise ArgumentTypeError(expected("block_mask", want, type(mask).__name__))
     if (mask.q_len, mask.kv_len) != (q_len, kv_len):
         want = f"lengths {(q_len, kv_len)} of q and k"
@@ -272,12 +305,22 @@ def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             raise ShapeError(expected(name, f"a length below {FAR}", size))
 
 
-def _factor(name: str, value: object, or_zero: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ArgumentTypeError(expected(name, "a number", repr(value)))
-    if or_zero and value == 0:
-        return 0.0
+def _factor(name: str, value: object) -> float:
+    _number(name, value)
     if not LEAST <= value <= MOST:
-        want = f"{or_zero}a finite number above 0, from 2**-40 to 2**40"
+        want = "a finite number above 0, from 2**-40 to 2**40"
         raise ArgumentValueError(expected(name, want, value))
     return float(value)
+
+
+def _softcap(value: object) -> float:
+    _number("softcap", value)
+    if value != 0 and not LEAST <= value <= MOST_SOFTCAP:
+        want = "0 (none), or a number of 2^-40 to 1024 (errors are 2^-21 of it)"
+        raise ArgumentValueError(expected("softcap", want, value))
+    return float(value)
+
+
+def _number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ArgumentTypeError(expected(name, "a number", repr(value)))

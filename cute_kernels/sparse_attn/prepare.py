@@ -21,7 +21,7 @@ from ..errors import ScheduleError, expected
 from ..schedulers import handles
 from ..schedulers.masks.mask import BlockMask
 from ..schedulers.order.kinds import KINDS, permutation, spt
-from ..schedulers.order.ranks import block_grid
+from ..schedulers.order.ranks import block_grid, column_order
 from ..schedulers.order.safety import admit
 from ..schedulers.order.schedule import Schedule
 from ..untraced import untraced
@@ -168,11 +168,12 @@ def admitted(
 def _made(
     mask: BlockMask, schedule: object, heads: int, head_dim: int, group: int, device_type: str
 ) -> Schedule:
-    block_grid(mask, heads)
+    grid = block_grid(mask, heads)
     if isinstance(schedule, Schedule):
         return schedule
     if not isinstance(schedule, str):
-        return permutation(mask, order=schedule, heads=heads)
+        order = column_order("schedule", schedule, grid.num_kv_blocks, heads)
+        return permutation(mask, order=order, heads=heads)
     if schedule == checks.AUTO:
         return config.auto(mask, heads, head_dim, device_type, group)
     if schedule == OF_SEQUENCES:

@@ -81,7 +81,8 @@ def error_bounds(
     """First-order rounding bounds of a kernel that multiplies in fp32 and stores P and dS in ``u``.
 
     u is half an ulp of the input dtype (relative), t its least positive value (fp16 underflows).
-    With e_s the error of a score, P has the relative error e_p = 2 e_s + e_lse + 8 U32, and
+    With e_s the error of a score (a cap brings 2^-21 softcap), P has the relative error
+    e_p = 2 e_s + e_lse + 8 U32, and
 
         out:  (u + 2 e_s + n U32) P|V| + t 1|V|
         delta: dO . err(out) + ..., dP: (Dv + 8) U32 |dO||V|
@@ -112,6 +113,8 @@ def error_bounds(
     p = torch.exp(seen - lse).nan_to_num(0.0)
     size = capped.abs().masked_fill(~allowed, 0.0)
     e_score = U32 * ((d * (q.abs() @ k.abs().mT) * scale).masked_fill(~allowed, 0.0) + 12 * size)
+    if softcap:
+        e_score = e_score + (2.0**-21 * softcap) * allowed  # 1 - 2 / (1 + e^x) cancels near 0
     e_row = e_score.amax(-1, keepdim=True) if k.shape[2] else lse * 0
     finite = lse.masked_fill(lse.isinf(), 0.0)
     e_lse = e_row + U32 * (n + 8 * finite.abs() + 8)

@@ -109,7 +109,7 @@ def _attend_runs(q, k, v, spans, scale, softcap, sinks):
         return passes.forward(*pack, q, k, v, scale, softcap, sinks)
     runs = sequences.runs_of(spans, str(q.device))
     parts = ((run, _attend_run(run, q, k, v, scale, softcap, sinks)) for run in runs)
-    if [run[:2] for run in runs] == [(slice(0, q.shape[0]), slice(0, q.shape[1]))]:
+    if len(runs) == 1 and runs[0].is_whole(q):
         return next(parts)[1]
     out, lse = _fake(q, k, v, spans, scale, softcap, sinks)
     out.zero_()
@@ -151,10 +151,15 @@ def differentiate(dout, dlse, q, k, v, out, lse, spans, scale, softcap, sinks):
     if pack is not None:
         given = Grads(dout, dlse), Saved(q, k, v, out, lse, sinks)
         return with_sinks(passes.backward(*pack, *given, scale, softcap), q, sinks)
-    dq, dk, dv = (t.new_zeros(t.shape) for t in (q, k, v))
+    dq = q.new_zeros(q.shape)
+    runs = sequences.runs_of(spans, str(q.device))
+    shared = sequences.share_keys(runs)
+    # Where a key is one of several runs, their gradients are added in fp32, in the runs' order.
+    wide = torch.float32 if shared else None
+    dk, dv = (t.new_zeros(t.shape, dtype=wide) for t in (k, v))
     dsinks = None if sinks is None else sinks.new_zeros(sinks.shape, dtype=torch.float32)
     launch = dispatch.launcher(f"{NAME}_backward", q.device, q.dtype)
-    for run in sequences.runs_of(spans, str(q.device)):
+    for run in runs:
         of_rows = [None if t is None else t[run.batch, :, run.queries] for t in (dlse, lse)]
         queries, keys, values = run.cut_queries(q), run.cut_keys(k), run.cut_keys(v)
         (batch, q_len, heads, dim), (_, kv_len, kv_heads, _) = queries.shape, keys.shape
@@ -165,10 +170,12 @@ def differentiate(dout, dlse, q, k, v, out, lse, spans, scale, softcap, sinks):
         saved = Saved(queries, keys, values, run.cut_queries(out), of_rows[1], sinks)
         parts = launch(grads, saved, lowered, order, scale, softcap, True)
         dq[run.batch, run.queries] = parts[0]
-        dk[run.batch, run.keys], dv[run.batch, run.keys] = (t[:, run.shift :] for t in parts[1:3])
+        for whole, part in zip((dk, dv), parts[1:3], strict=True):
+            into, part = whole[run.batch, run.keys], part[:, run.shift :]
+            into.add_(part) if shared else into.copy_(part)
         if sinks is not None:
             dsinks += parts[3]
-    return with_sinks((dq, dk, dv, dsinks), q, sinks)
+    return with_sinks((dq, dk.to(k.dtype), dv.to(v.dtype), dsinks), q, sinks)
 
 
 def _fake_backward(dout, dlse, q, k, v, out, lse, spans, scale, softcap, sinks):

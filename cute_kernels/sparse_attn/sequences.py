@@ -36,14 +36,20 @@ from .masks import BLOCK
 class Run(NamedTuple):
     """One attention: ``queries`` of the ``batch`` rows over their ``keys``, behind ``shift`` zeros.
 
-    ``mask`` is in the coordinates of what ``cut_queries`` and ``cut_keys`` return.
+    ``mask`` is in the coordinates of what ``cut_queries`` and ``cut_keys`` return.  ``queries`` is
+    int64 [n] on the CPU where rows of other positions lie between them.
     """
 
     batch: slice
-    queries: slice
+    queries: slice | Tensor
     keys: slice
     shift: int
     mask: BlockMask
+
+    def is_whole(self, t: Tensor) -> bool:
+        """Whether the queries are all of ``t`` [B, T, H, D], in order."""
+        all_rows = slice(0, t.shape[0]), slice(0, t.shape[1])
+        return isinstance(self.queries, slice) and (self.batch, self.queries) == all_rows
 
     def cut_queries(self, t: Tensor) -> Tensor:
         """The run's part of a tensor [B, T, H, D]."""
@@ -147,6 +153,22 @@ def cut_spans(spans: Tensor, offsets: Tensor) -> Tensor:
     return torch.from_numpy(cut[None, None].astype(np.int32))
 
 
+def anchored(seen: Tensor) -> Tensor:
+    """The spans [B, 1, T, 4] of queries whose positions are counted from the first key they see.
+
+    seen: int32 [B, 1, T, 2], what ``seen_of`` returns.  A row's bits then depend on the keys that
+    it sees and on nothing in front of them: neither padding, nor a document of a pack, nor keys
+    that a sliding window's cache has dropped.
+    """
+    first, end = seen.unbind(-1)
+    some = end > first
+    none = torch.iinfo(torch.int32).max
+    begin = torch.where(some, first, none).amin(-1, keepdim=True)
+    begin = torch.where(begin == none, 0, begin).expand_as(first)
+    position = torch.where(some, (begin - first) % BLOCK[1], 0)
+    return torch.stack((begin, position, first, end), -1).to(torch.int32)
+
+
 def _real(padding: Tensor, own: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """First real column and end [B, 1] of each sequence, and whether the columns ``own`` are."""
     table = padding.cpu().numpy().astype(bool)
@@ -189,21 +211,36 @@ def _runs(table: np.ndarray, device: str) -> tuple[Run, ...]:
     return tuple(_run(rows, cut, device) for rows, cut in cuts)
 
 
-def _cuts(rows: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
-    """The queries of each sequence of one batch row, from the first to the last that sees a key."""
+def _cuts(rows: np.ndarray) -> Iterator[tuple[slice | Tensor, np.ndarray]]:
+    """The queries of each sequence of one batch row, from the first to the last that sees a key.
+
+    Queries with one beginning and one position are a sequence.  Where sequences take turns, as
+    those of `anchored` do, the rows of each are listed.
+    """
     seeing = (rows[:, 3] > rows[:, 2]).nonzero()[0]
     same = (rows[seeing[1:], :2] == rows[seeing[:-1], :2]).all(axis=1)
-    for part in np.split(seeing, (~same).nonzero()[0] + 1):
-        if len(part):
-            queries = slice(int(part[0]), int(part[-1]) + 1)
+    parts = [part for part in np.split(seeing, (~same).nonzero()[0] + 1) if len(part)]
+    groups: dict[tuple[int, ...], list[np.ndarray]] = {}
+    for part in parts:
+        groups.setdefault(tuple(rows[part[0], :2].tolist()), []).append(part)
+    for group in groups.values():
+        if len(group) == 1:
+            queries = slice(int(group[0][0]), int(group[0][-1]) + 1)
             yield queries, rows[queries]
+        else:
+            listed = np.concatenate(group)
+            yield torch.from_numpy(listed), rows[listed]
 
 
-def _run(batch: slice, cut: tuple[slice, np.ndarray], device: str) -> Run:
+def _run(batch: slice, cut: tuple[slice | Tensor, np.ndarray], device: str) -> Run:
     queries, rows = cut
     seeing = rows[:, 3] > rows[:, 2]
     begin, position = (int(x) for x in rows[seeing][0, :2])
     shift = position % BLOCK[1]
+    skipped = (int(rows[seeing, 2].min()) - begin + shift) // BLOCK[1] * BLOCK[1]
+    if skipped:
+        # Whole blocks that none of these queries sees are no part of any row's bits.
+        begin, shift = begin + skipped - shift, 0
     first, end = (np.where(seeing, rows[:, i] - begin + shift, 0) for i in (2, 3))
     keys = slice(begin, begin + int(end.max()) - shift)
     mask = BlockMask.from_rule(
@@ -230,6 +267,17 @@ def _band(first: np.ndarray, end: np.ndarray) -> Band | None:
     return None
 
 
+def share_keys(runs: tuple[Run, ...]) -> bool:
+    """Whether a key is one of several runs, so that its gradient is a sum over them."""
+    ends: dict[int, int] = {}
+    for run in sorted(runs, key=lambda run: run.keys.start):
+        for row in range(run.batch.start, run.batch.stop):
+            if run.keys.start < ends.get(row, 0):
+                return True
+            ends[row] = run.keys.stop
+    return False
+
+
 class Pack(NamedTuple):
     """Whole sequences of a buffer [B, T] with one window: (left, right), None for no bound.
 
@@ -254,6 +302,8 @@ def _pack_of(table: np.ndarray) -> Pack | None:
         return None
     places, bands = [], []
     for b, queries, rows in cuts:
+        if isinstance(queries, Tensor):
+            return None
         begin, position, first, end = rows.T
         whole = (begin == queries.start).all() and end.max() == queries.stop
         band = _band(first - begin, end - begin)

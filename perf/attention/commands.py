@@ -17,6 +17,7 @@ from ..core.commands import (
     numbers,
     printed,
     sanitized,
+    say,
     soaked,
     stop,
 )
@@ -106,7 +107,7 @@ def profile_attention(
         raise stop("profile", error) from None
     for body in bodies:
         record.append(output or record.RESULTS / "profile.jsonl", body)
-        typer.echo("\n".join(ncu.lines(body)))
+        say("\n".join(ncu.lines(body)))
 
 
 @verbs.profile.command("attention-target", hidden=True)
@@ -179,4 +180,4 @@ def refit(
     except record.RecordError as error:
         raise stop("refit", error) from None
     for text in fitting.lines(records):
-        typer.echo(text)
+        say(text)

@@ -8,14 +8,32 @@ from typing import Annotated
 
 import typer
 
+from cute_kernels.commands import flushed, say
+
 from . import record
 
 
+class OneLine(typer.core.TyperGroup):
+    """A group whose commands say in one line that a disk is full, with the file's name."""
+
+    def invoke(self, ctx):
+        try:
+            with flushed():
+                return super().invoke(ctx)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            if error.filename is None:
+                raise
+            typer.echo(f"perf: {error.filename}: {error.strerror}", err=True)
+            raise typer.Exit(2) from None
+
+
 def _verb(text: str) -> typer.Typer:
-    return typer.Typer(no_args_is_help=True, help=text)
+    return typer.Typer(no_args_is_help=True, help=text, rich_markup_mode=None)
 
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, cls=OneLine)
 bench = _verb("Time kernels against their rivals.")
 profile = _verb("Hardware counters through Nsight Compute.")
 soak = _verb("The same bytes, thousands of times.")
@@ -68,7 +86,7 @@ def printed(what: str, found: Iterable[dict | str], line: Callable[[dict], str])
     bodies = []
     try:
         for body in found:
-            typer.echo(body if isinstance(body, str) else line(body))
+            say(body if isinstance(body, str) else line(body))
             bodies += [] if isinstance(body, str) else [body]
     except Lost as error:
         raise stop(what, f"the device is lost: {error}", 1) from None
@@ -80,7 +98,7 @@ def soaked(found: Iterable[dict | str]) -> None:
     from . import soak as soaking
 
     text, holds = soaking.verdict(printed("soak", found, soaking.line))
-    typer.echo(text)
+    say(text)
     if not holds:
         raise typer.Exit(1)
 
@@ -95,7 +113,7 @@ def counted(profile: Callable[[], list[dict]], output: Path | None) -> None:
         raise stop("profile", error) from None
     for body in bodies:
         record.append(output or record.RESULTS / "profile.jsonl", body)
-        typer.echo("\n".join(counters.lines(body)))
+        say("\n".join(counters.lines(body)))
 
 
 def sanitized(bodies: Iterable[dict], path: Path) -> None:
@@ -105,7 +123,7 @@ def sanitized(bodies: Iterable[dict], path: Path) -> None:
     good = True
     for body in bodies:
         record.append(path, body)
-        typer.echo(sanitizing.line(body))
+        say(sanitizing.line(body))
         good &= body["status"] == "ok"
     if not good:
         raise typer.Exit(1)

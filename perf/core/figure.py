@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cute_kernels.commands import writing
+
 from .tables import Bench
 
 OURS, OTHER = "#1f5fa8", "#c2572b"
@@ -26,8 +28,10 @@ def save(figure, folder: Path, name: str) -> list[Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.svg", folder / f"{name}.png"]
-    figure.savefig(paths[0], metadata={"Date": None})
-    figure.savefig(paths[1], dpi=160, metadata={"Software": None})
+    with writing(paths[0]):
+        figure.savefig(paths[0], metadata={"Date": None})
+    with writing(paths[1]):
+        figure.savefig(paths[1], dpi=160, metadata={"Software": None})
     pyplot.close(figure)
     return paths
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from cute_kernels.commands import writing
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "perf" / "results"
 SCHEMA = 1
@@ -37,7 +39,7 @@ def append(path: Path | str, record: dict) -> None:
     """Writes one record as the last line of `path`; the folder is made if there is none."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as out:
+    with writing(path), path.open("a") as out:
         out.write(json.dumps(record, sort_keys=True) + "\n")
 
 

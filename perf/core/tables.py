@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from .models import model
+
 NOT_RUN = "not run"
 
 Case = tuple[str, str]  # product, shape label
@@ -42,6 +44,14 @@ def latest(records: list[dict], kernel: str) -> Bench:
         ):
             kept[key] = item
     return Bench(kept)
+
+
+def by_card(records: list[dict], kernel: str) -> dict[str, Bench]:
+    """The latest records of one kernel on each GPU model that has one, by the model's name."""
+    own = [r for r in records if (r["kind"], r.get("kernel")) == ("bench", kernel)]
+    timed = [r for r in own if "median_us" in r or "host_us" in r]
+    names = sorted({model(r["gpu"]) for r in timed})
+    return {name: latest([r for r in own if model(r["gpu"]) == name], kernel) for name in names}
 
 
 def table(header: list[str], rows: list[list[str]]) -> list[str]:

@@ -9,7 +9,7 @@ import typer
 
 from ..core import commands as verbs
 from ..core import record
-from ..core.commands import Commit, chosen, need_gpu, stop
+from ..core.commands import Commit, chosen, need_gpu, say, stop
 
 
 @verbs.app.command()
@@ -43,12 +43,12 @@ def digest(
         known = record.read_all(results) if check else []
         for body in run.measure(todo, device, commit):
             verdicts.append(run.against(body, known))
-            typer.echo(run.line(body, verdicts[-1] if check else None))
+            say(run.line(body, verdicts[-1] if check else None))
             if path:
                 record.append(path, body)
     except (record.RecordError, BackendUnavailable) as error:
         raise stop("digest", error) from None
     if check:
         text, code = run.summary(verdicts)
-        typer.echo(text)
+        say(text)
         raise typer.Exit(code)

@@ -10,7 +10,7 @@ import typer
 
 from ..core import commands as verbs
 from ..core import record
-from ..core.commands import Commit, Output, chosen, need_gpu, numbers, stop
+from ..core.commands import Commit, Output, chosen, need_gpu, numbers, say, stop
 from . import targets
 
 
@@ -46,7 +46,7 @@ def bench_gemm(
     )
     failed = 0
     for body in measured:
-        typer.echo(json.dumps(body) if as_json else bench.line(body))
+        typer.echo(json.dumps(body)) if as_json else say(bench.line(body))
         failed += body["system"] == "ours" and body["status"] != "ok"
     if failed:
         raise typer.Exit(1)
@@ -71,7 +71,7 @@ def bench_decode(
     measured = decode.bench(todo, output=path, rounds=rounds, commit=commit)
     for _, bodies in itertools.groupby(measured, key=lambda body: body["shape"]):
         case = list(bodies)
-        typer.echo(decode.lines(case))
+        say(decode.lines(case))
         failed += any(b["status"] != "ok" or not all(b["bitwise"].values()) for b in case)
     if failed:
         raise typer.Exit(1)
@@ -101,13 +101,13 @@ def tune_gemm(
 
         path = output or record.RESULTS / "tiles.jsonl"
         for line in tile_costs.measure(path, rounds, commit):
-            typer.echo(line)
+            say(line)
         return
     shapes = chosen("--shape", shape, targets.SHAPES)
     products = chosen("--product", product, targets.PRODUCTS)
     variants, path = list(variant or tune.VARIANTS), output or record.RESULTS / "tune.jsonl"
     for case in cases(shapes, [], products):
-        typer.echo("\n".join(tune.write(case, variants, path, rounds, commit)))
+        say("\n".join(tune.write(case, variants, path, rounds, commit)))
 
 
 @verbs.profile.command("gemm")
@@ -132,7 +132,7 @@ def profile_gemm(
     except ncu.ProfileError as error:
         raise stop("profile", error) from None
     record.append(output or record.RESULTS / "profile.jsonl", body)
-    typer.echo("\n".join(profile.lines(body)))
+    say("\n".join(profile.lines(body)))
 
 
 @verbs.profile.command("target", hidden=True)

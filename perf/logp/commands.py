@@ -8,7 +8,7 @@ import typer
 
 from ..core import commands as verbs
 from ..core import record
-from ..core.commands import Commit, Output, chosen, need_gpu
+from ..core.commands import Commit, Output, chosen, need_gpu, say
 from . import cases
 
 
@@ -33,7 +33,7 @@ def bench_logp(
     todo = [case for case in todo if decode or case.label in cases.SHAPES]
     failed, path = 0, output or record.RESULTS / "logp.jsonl"
     for body in bench.logp(todo, names, output=path, rounds=rounds, commit=commit):
-        typer.echo(bench.line(body))
+        say(bench.line(body))
         ours = RIVALS[body["system"]].promised
         failed += ours and (body["status"] != "ok" or not all(body["bitwise"].values()))
     if failed:

@@ -8,7 +8,7 @@ import typer
 
 from ..core import commands as verbs
 from ..core import record
-from ..core.commands import Commit, Output, chosen, counted, need_gpu
+from ..core.commands import Commit, Output, chosen, counted, need_gpu, say
 from . import cases
 
 _TOKENS = {str(m): m for m in cases.TOKENS}
@@ -49,7 +49,7 @@ def bench_mhc(
     todo = _cases(op, tokens, channels, layout)
     failed, path = 0, output or record.RESULTS / "mhc.jsonl"
     for body in bench.mhc(todo, names, output=path, rounds=rounds, commit=commit):
-        typer.echo(line(body))
+        say(line(body))
         ours = RIVALS[body["system"]].promised
         failed += ours and (body["status"] != "ok" or not all(body["bitwise"].values()))
     if failed:

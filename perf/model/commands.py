@@ -8,7 +8,7 @@ import typer
 
 from ..core import commands as verbs
 from ..core import record
-from ..core.commands import Commit, Output, chosen, need_gpu
+from ..core.commands import Commit, Output, chosen, need_gpu, say
 from . import llama, shapes
 
 PARTS = ("host", "audit", *shapes.TIMED)
@@ -34,7 +34,7 @@ def bench_model(
     names, wanted = chosen("--systems", systems, llama.SYSTEMS), chosen("--parts", parts, PARTS)
     failed = 0
     for body in bench.model(llama.Size(layers=layers), names, parts=wanted, **options):
-        typer.echo(bench.line(body))
+        say(bench.line(body))
         own = body["system"].startswith("ours")
         failed += own and (body["status"] != "ok" or not all(body.get("bitwise", {}).values()))
     if failed:

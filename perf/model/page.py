@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..core.counts import timed
-from ..core.tables import NOT_RUN, Bench, bits, folded, kept, latest, table, times, where
+from ..core.models import model
+from ..core.tables import NOT_RUN, Bench, bits, by_card, folded, kept, latest, table, times, where
 from . import host, shapes
 from .llama import SYSTEMS, Size
 
@@ -17,6 +18,11 @@ PROMISES = [("audit", shapes.AUDIT), *(case for case in STEPS if case[0] == "rep
 COUNTS = (timed("steps of a whole model timed", "model", set(STEPS)),)
 _MEASURE = "`python -m perf bench model`"
 _STEP = "time the parts of a call on that host: the node, the look for a known call, the launch"
+
+
+def cards_of(records: list[dict]) -> dict[str, Bench]:
+    """The latest of the model at its usual size on each GPU model."""
+    return by_card([r for r in records if r.get("model") == Size().label], "model")
 
 
 def bench_of(records: list[dict]) -> Bench:
@@ -48,50 +54,74 @@ def bits_kept(records: list[dict]) -> list[list[str]]:
     return [["[bits of a whole model](#a-whole-model)", kept(bench_of(records), PROMISES)]]
 
 
-def _target_rows(bench: Bench) -> list[list[str]]:
+def _target_rows(cards: dict[str, Bench]) -> list[list[str]]:
+    """Target, GPU model, measured, verdict, next step; of each target on each card."""
+    if not cards:
+        texts = [target.text for target in TARGETS] + [_host_text(name) for name in HOST_TARGETS]
+        return [[text, NOT_RUN, NOT_RUN, NOT_RUN, _MEASURE] for text in texts]
     rows = []
     for target in TARGETS:
-        rival = bench.ratio(("training", "4x2048"), target.rival, target.system)
-        if rival is None:
-            rows.append([target.text, NOT_RUN, NOT_RUN, _MEASURE])
-            continue
-        ok = 1 / rival <= target.at_most
-        measured = f"{1 / rival:.2f}x"
-        rows.append([target.text, measured, *(("held", "none") if ok else ("missed", _MEASURE))])
+        for card, bench in cards.items():
+            rival = bench.ratio(("training", "4x2048"), target.rival, target.system)
+            if rival is None:
+                rows.append([target.text, card, NOT_RUN, NOT_RUN, _MEASURE])
+                continue
+            verdict = ("held", "none") if 1 / rival <= target.at_most else ("missed", _MEASURE)
+            rows.append([target.text, card, f"{1 / rival:.2f}x", *verdict])
     for product, most in HOST_TARGETS.items():
-        text = f"{product}: at most {most:.0f} us"
-        own, rival = (bench.get((product, host.SHAPE), name) for name in ("ours", "torch"))
-        if own is None or rival is None:
-            rows.append([text, NOT_RUN, NOT_RUN, _MEASURE])
-            continue
-        ok = own["host_us"] <= most
-        measured = f"{own['host_us']:.1f} us; torch {rival['host_us']:.1f} us"
-        rows.append([text, measured, "held" if ok else "missed", "none" if ok else _STEP])
+        for card, bench in cards.items():
+            own, rival = (bench.get((product, host.SHAPE), name) for name in ("ours", "torch"))
+            if own is None or rival is None:
+                rows.append([_host_text(product), card, NOT_RUN, NOT_RUN, _MEASURE])
+                continue
+            verdict = ("held", "none") if own["host_us"] <= most else ("missed", _STEP)
+            measured = f"{own['host_us']:.1f} us; torch {rival['host_us']:.1f} us"
+            rows.append([_host_text(product), card, measured, *verdict])
+    return rows
+
+
+def _host_text(product: str) -> str:
+    return f"{product}: at most {HOST_TARGETS[product]:.0f} us"
+
+
+def _host_rows(bench: Bench) -> list[list[str]]:
+    """Microseconds of the host for a call of ours, of its launch alone, and of torch's."""
+    products = sorted({key[1] for key in bench.records if key[1].startswith("host ")})
+    rows = []
+    for product in products:
+        case = (product, host.SHAPE)
+        found = [bench.get(case, name) for name in ("ours", "ours, launch", "torch")]
+        shown = ["-" if one is None else f"{one['host_us']:.1f}" for one in found]
+        ours, _, torch = found
+        share = "-" if None in (ours, torch) else times(torch["host_us"] / ours["host_us"])
+        rows.append([product.removeprefix("host "), *shown, share, where(ours)])
     return rows
 
 
 def target_verdicts(records: list[dict]) -> tuple[str, list[str]]:
     """Of each target."""
-    rows = _target_rows(bench_of(records))
-    return "[targets of a whole model](#a-whole-model)", [row[2] for row in rows]
+    rows = _target_rows(cards_of(records))
+    return "[targets of a whole model](#targets-of-a-whole-model)", [row[3] for row in rows]
 
 
 def _audits(records: list[dict]) -> list[str]:
-    """A line for each size of the model, the usual one first."""
-    sizes = {r["model"] for r in records if r.get("kernel") == "model" and "model" in r}
-    lines = []
-    for size in sorted(sizes | {Size().label}, key=lambda size: size != Size().label):
-        bench = latest([r for r in records if r.get("model") == size], "model")
-        own = bench.get(("audit", shapes.AUDIT))
-        if own is None and size != Size().label:
-            continue
-        head = f"Audit of {size}, patched and as it is"
-        if own is None:
-            lines += [f"{head}: {NOT_RUN}.", ""]
-            continue
-        said = [f"{name}: {own[name]['differing']} rows differ" for name in ("ours", "torch")]
-        lines += [f"{head} ({where(own)}): {'; '.join(said)}.", ""]
+    """A line for each size of the model, the usual one first, and each GPU model."""
+    own = [r for r in records if r.get("kernel") == "model" and r.get("product") == "audit"]
+    usual = Size().label
+    found = {(r["model"] != usual, r["model"], model(r["gpu"])) for r in own}
+    lines = [] if any(not other for other, *_ in found) else _audit(usual, None)
+    for _, size, card in sorted(found):
+        chosen = [r for r in own if r["model"] == size and model(r["gpu"]) == card]
+        lines += _audit(size, latest(chosen, "model").get(("audit", shapes.AUDIT)))
     return lines
+
+
+def _audit(size: str, own: dict | None) -> list[str]:
+    head = f"Audit of {size}, patched and as it is"
+    if own is None:
+        return [f"{head}: {NOT_RUN}.", ""]
+    said = [f"{name}: {own[name]['differing']} rows differ" for name in ("ours", "torch")]
+    return [f"{head} ({where(own)}): {'; '.join(said)}.", ""]
 
 
 def _rows(bench: Bench) -> list[list[str]]:
@@ -116,9 +146,11 @@ def images(records: list[dict]) -> list[str]:
 
 def render(records: list[dict]) -> list[str]:
     """The lines of a whole model."""
-    bench = bench_of(records)
+    cards = cards_of(records)
     head = ["step, batch x tokens", "system", "ms", ", ".join(SYSTEMS[:2]), "bits", "ran on"]
-    rows = _rows(bench)
+    steps = [rows for bench in cards.values() if (rows := _rows(bench))]
+    call = ["call", "ours, us", "its launch, us", "torch, us", "torch over ours", "ran on"]
+    calls = [rows for bench in cards.values() if (rows := _host_rows(bench))]
     return [
         "## A whole model",
         "",
@@ -129,9 +161,19 @@ def render(records: list[dict]) -> list[str]:
         "logits are those of one pass.",
         "",
         *_audits(records),
-        *(folded(head, rows, ("ran on",)) if rows else [f"Steps: {NOT_RUN}."]),
+        *(line for rows in steps for line in (*folded(head, rows, ("ran on",)), "")),
+        *([] if steps else [f"Steps: {NOT_RUN}.", ""]),
+        "### What a call costs the host",
         "",
-        *table(["target", "measured", "verdict", "next step"], _target_rows(bench)),
+        f"Microseconds of one call at {host.TOKENS} tokens and {host.HIDDEN} columns, the least of",
+        "many turns, ours and torch's in one process; grad: with the node of the graph.  Hosts",
+        "differ: compare within a table.",
+        "",
+        *(line for rows in calls for line in (*folded(call, rows, ("ran on",)), "")),
+        *([] if calls else [f"Calls: {NOT_RUN}.", ""]),
+        "### Targets of a whole model",
+        "",
+        *table(["target", "on", "measured", "verdict", "next step"], _target_rows(cards)),
     ]
 
 

@@ -8,7 +8,7 @@ import typer
 
 from ..core import commands as verbs
 from ..core import record
-from ..core.commands import Commit, Output, chosen, counted, need_gpu
+from ..core.commands import Commit, Output, chosen, counted, need_gpu, say
 from ..core.passes import DIRECTIONS
 from . import cases
 
@@ -48,7 +48,7 @@ def bench_norm(
     path = output or record.RESULTS / "norm.jsonl"
     options = {"output": path, "rounds": rounds, "commit": commit}
     for body in bench(suite, _cases(op, size), names, **options):
-        typer.echo(line(body))
+        say(line(body))
         ours = suite.rivals[body["system"]].promised
         failed += ours and (body["status"] != "ok" or not all(body["bitwise"].values()))
     if failed:
@@ -75,7 +75,7 @@ def tune_norm(
     for case in _cases(op, size):
         if case.direction == wanted:
             for text in tune.write(case, tried, path, rounds, commit):
-                typer.echo(text)
+                say(text)
 
 
 @verbs.profile.command("norm")

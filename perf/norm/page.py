@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.counts import timed
-from ..core.models import model
-from ..core.tables import NOT_RUN, Bench, bits, folded, kept, latest, table, times, where
+from ..core.tables import NOT_RUN, Bench, bits, by_card, folded, kept, latest, table, times, where
 from . import cases
 
 KERNELS = ("norm_fwd_sm90", "norm_bwd_sm90", "norm_sums_sm90")
@@ -78,9 +77,7 @@ def bits_kept(records: list[dict]) -> list[list[str]]:
 
 def _cards(records: list[dict]) -> dict[str, Bench]:
     """Each GPU model that norms were timed on, and its records."""
-    own = [r for r in records if (r["kind"], r.get("kernel")) == ("bench", "norm")]
-    names = sorted({model(r["gpu"]) for r in own if "median_us" in r})
-    return {name: latest([r for r in own if model(r["gpu"]) == name], "norm") for name in names}
+    return by_card(records, "norm")
 
 
 def _target_rows(cards: dict[str, Bench]) -> list[list[str]]:

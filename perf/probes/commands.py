@@ -9,7 +9,7 @@ import typer
 
 from ..core import commands as verbs
 from ..core import record
-from ..core.commands import Commit, Output, chosen, need_gpu
+from ..core.commands import Commit, Output, chosen, need_gpu, say
 
 
 @verbs.app.command()
@@ -30,7 +30,7 @@ def probe(
     bad = 0
     path = output or record.RESULTS / "probes.jsonl"
     for body in runner.run(wanted, output=path, golden=golden or runner.GOLDEN, commit=commit):
-        typer.echo(runner.line(body))
+        say(runner.line(body))
         smoke = body["probe"] == "smoke" and body["case"] == "answer"
         bad += body.get("verdict") == "failed" or (smoke and body["verdict"] != "yes")
     if bad:

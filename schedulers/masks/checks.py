@@ -12,7 +12,8 @@ from cute_kernels.errors import MaskError, MaskTypeError, expected
 
 from .bits import Bits
 from .document import SameDocument
-from .rules import Grid, Rule, indices
+from .rules import Band, Dilated, Grid, Prefix, Rule, indices
+from .spans import Spans
 
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 LARGEST = 2**31 - 1
@@ -51,13 +52,34 @@ def block_size(value: object) -> tuple[int, int]:
 
 def bound(name: str, value: object) -> int | None:
     """A window side: an int that is not negative, or None for no bound."""
+    return _integer_or_none(name, value, 0)
+
+
+def _integer_or_none(name: str, value: object, least: int) -> int | None:
+    """An int in [least, LARGEST], or None for no bound."""
     if value is None:
         return None
     try:
-        return integer(name, value)
+        return integer(name, value, least=least)
     except MaskError:
-        want = "0 or more, or None for no bound"
+        want = f"an int from {least} to {LARGEST}, or None for no bound"
         raise MaskError(expected(name, want, value)) from None
+
+
+def flag(name: str, value: object) -> bool:
+    """True or False: a text is true whatever it says, so nothing else is taken."""
+    if not isinstance(value, bool):
+        raise MaskTypeError(expected(name, "True or False", repr(value)))
+    return value
+
+
+def window(value: object) -> tuple[int | None, int | None]:
+    """Both sides of a window, each an int that is not negative, or None for no bound."""
+    if not isinstance(value, tuple | list):
+        raise MaskTypeError(expected("window_size", "a pair (left, right)", repr(value)))
+    if len(value) != 2:
+        raise MaskError(expected("window_size", "a pair (left, right)", repr(value)))
+    return bound("window_size[0]", value[0]), bound("window_size[1]", value[1])
 
 
 def device(value: torch.device | str | None) -> torch.device:
@@ -109,7 +131,12 @@ def extent(a: tuple[int, int], b: tuple[int, int], name: str) -> tuple[int, int]
 def rule(value: object, grid: Grid) -> tuple[int, int]:
     """A rule that fits the lengths and whose parts broadcast; its (batch, heads)."""
     if not isinstance(value, Rule):
-        raise MaskTypeError(expected("rule", "a rule of mask_rules", type(value).__name__))
+        want = (
+            "a Rule, as BlockMask.rule holds (BlockMask.from_dense takes a bool tensor, "
+            "BlockMask.from_flex a mask of torch's create_block_mask, which takes a mask_mod)"
+        )
+        raise MaskTypeError(expected("rule", want, type(value).__name__))
+    _numbers(value)
     shape = (1, 1)
     for part in getattr(value, "parts", ()):
         shape = extent(shape, rule(part, grid), "rule")
@@ -126,8 +153,25 @@ def rule(value: object, grid: Grid) -> tuple[int, int]:
     return extent(shape, value.extent, "rule")
 
 
+def _numbers(value: Rule) -> None:
+    """Check the fields of one leaf, which a caller may have written by hand."""
+    if isinstance(value, Band):
+        _integer_or_none("rule.lo", value.lo, -LARGEST)
+        _integer_or_none("rule.hi", value.hi, -LARGEST)
+    elif isinstance(value, Dilated):
+        step = integer("rule.step", value.step, least=1)
+        integer("rule.phase", value.phase, most=step - 1)
+    elif isinstance(value, Prefix):
+        tensor("rule.length", value.length, (torch.int32,), (1,))
+    elif isinstance(value, SameDocument):
+        tensor("rule.ids", value.ids, (torch.int32,), (2,))
+    elif isinstance(value, Spans):
+        tensor("rule.first", value.first, (torch.int32,), (2,))
+        tensor("rule.end", value.end, (torch.int32,), (2,))
+
+
 def cu_seqlens(value: object) -> Tensor:
-    """Offsets [D + 1] that start at 0 and do not descend."""
+    """Offsets [D + 1] that start at 0, do not descend and fit into an int32."""
     offsets = tensor("cu_seqlens", value, INTEGERS, (1,))
     if offsets.numel() == 0 or int(offsets[0]) != 0:
         got = offsets[:1].tolist()
@@ -137,6 +181,8 @@ def cu_seqlens(value: object) -> Tensor:
         at = int(down[0])
         got = f"{int(offsets[at])} then {int(offsets[at + 1])} at {at}"
         raise MaskError(expected("cu_seqlens", "offsets that do not descend", got))
+    if int(offsets[-1]) > LARGEST:
+        raise MaskError(expected("cu_seqlens", f"offsets up to {LARGEST}", int(offsets[-1])))
     return offsets
 
 

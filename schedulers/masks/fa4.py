@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.errors import MaskError, MaskTypeError, expected
+from cute_kernels.errors import MaskError, expected
 
 from . import bits, checks
 from . import lists as mask_lists
@@ -57,6 +57,7 @@ def to_fa4(
     for kernels that mask the tail in partial blocks only.
     """
     side = _side(direction)
+    checks.flag("tail_partial", tail_partial)
     if (write_order is None) != (spt is None):
         want = "both or neither (FA4 requires spt with a write order)"
         got = "write_order alone" if spt is None else "spt alone"
@@ -64,7 +65,7 @@ def to_fa4(
     if write_order is not None:
         if side == "kv":
             raise MaskError(expected("write_order", "none in direction 'forward'", "a tensor"))
-        _bool("spt", spt)
+        checks.flag("spt", spt)
         checks.tensor("write_order", write_order, (torch.int32,), (4,))
         if write_order.shape != mask.q_index.shape:
             want = f"shape {list(mask.q_index.shape)} like mask.q_index"
@@ -118,12 +119,6 @@ def _side(direction: str) -> str:
     if direction not in _SIDES:
         raise MaskError(expected("direction", "'forward' or 'backward'", repr(direction)))
     return _SIDES[direction]
-
-
-def _bool(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise MaskTypeError(expected(name, "True or False", repr(value)))
-    return value
 
 
 def _block_size(theirs: object, ours: object) -> tuple[int, int]:
@@ -180,7 +175,7 @@ def _write_orders(given: dict, side: str) -> list[Tensor | None]:
         raise MaskError(expected("dq_write_order", "None in direction 'forward'", "a tensor"))
     if orders[1] is None and not bool(given["full_block_cnt"].any()):
         orders[1] = torch.zeros_like(given["full_block_idx"])
-    _bool("spt", given["spt"])
+    checks.flag("spt", given["spt"])
     for name, order, kind in zip(
         ("dq_write_order", "dq_write_order_full"), orders, ("mask", "full"), strict=True
     ):

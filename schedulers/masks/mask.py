@@ -2,7 +2,7 @@
 
 A mask is two sets of lists, one per query block and one per key block (the transpose), and the
 element rule for the blocks that are not entirely allowed.  Data flows one way: arguments ->
-``mask_checks`` -> a rule (``mask_rules``, ``mask_bits``) -> exact lists (``mask_build``).
+``checks`` -> a rule (``rules``, ``bits``) -> exact lists (``build``).
 """
 
 from __future__ import annotations
@@ -228,9 +228,9 @@ class BlockMask:
         Blocks are counted from the pack's start, so that a sequence's bits follow where it lies;
         those of ``block_sparse_attention_varlen`` do not.
         """
+        left, right = checks.window(window_size)
+        right = 0 if checks.flag("causal", causal) else right
         mask = cls.document(cu_seqlens=cu_seqlens, block_size=block_size)
-        left, right = window_size
-        right = 0 if causal else right
         if left is None and right is None:
             return mask
         size, device = mask.q_len, mask.device
@@ -280,7 +280,7 @@ class BlockMask:
 
     @classmethod
     def from_flex(cls, flex) -> BlockMask:
-        """From a ``torch.nn.attention.flex_attention.BlockMask``; see ``mask_flex``."""
+        """From a ``torch.nn.attention.flex_attention.BlockMask``; see ``masks.flex``."""
         from .flex import rule_of
 
         rule = rule_of(flex)

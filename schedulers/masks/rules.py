@@ -1,7 +1,7 @@
 """The element rule of a block mask: a small tree that every backend can lower.
 
-Leaves say which (query, key) pairs are allowed (here, in ``mask_document`` and in ``mask_bits``),
-``And`` and ``Or`` (``mask_algebra``) combine them.  A rule answers three questions: ``evaluate``
+Leaves say which (query, key) pairs are allowed (here, in ``document``, ``spans`` and ``bits``),
+``And`` and ``Or`` (``algebra``) combine them.  A rule answers three questions: ``evaluate``
 (element by element), ``classify`` (whole blocks at once, analytic and exact for a leaf) and
 ``digest`` (a hash that does not depend on device, or on the order of the parts of ``And`` and
 ``Or``).
@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-# Block classes.  Only And, Or and Bits answer UNKNOWN; mask_build then looks at the elements.
+# Block classes.  Only And, Or and Bits answer UNKNOWN; build then looks at the elements.
 EMPTY, PARTIAL, FULL, UNKNOWN = 0, 1, 2, 3
 
 # The most elements that one temporary of a mask computation has (unless one block is larger).

@@ -44,10 +44,10 @@ def outside(module: str) -> bool:
 
 
 def reached(kernel: str) -> set[str]:
-    """The files that the kernel's module, its launcher and the certifier import, and theirs."""
+    """The files that the kernel's module and the certifier import, and theirs."""
     graph, paths = import_graph(), modules()
     system = sources.system_of(kernel)
-    left = [f"{system}.kernel_{kernel.removeprefix(f'{system}_')}", f"{system}.launch"]
+    left = [f"{system}.kernel_{kernel.removeprefix(f'{system}_')}"]
     left += ["certify.certificate", "certify.sources"]
     seen: set[str] = set()
     while left:

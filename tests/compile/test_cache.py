@@ -20,6 +20,7 @@ from cute_kernels.compile.kernel import Kernel, symbol_of
 from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, CacheError
 from tests.compile import toy
 from tests.compile.toy import ARCH
+from tests.hang import HANG_SECONDS
 
 pytestmark = toy.needs_linker
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
@@ -372,12 +373,12 @@ def test_builds_never_overlap_in_a_process(place, tmp_path):
 
 
 def in_child(work) -> int:
-    """Forks; the exit status is 0 if ``work()`` returned true within its 20 seconds."""
+    """Forks; the exit status is 0 if ``work()`` returned true."""
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            threading.Timer(20, os._exit, (2,)).start()
+            threading.Timer(HANG_SECONDS, os._exit, (2,)).start()
             status = 0 if work() else 1
         finally:
             os._exit(status)

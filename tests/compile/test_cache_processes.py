@@ -12,6 +12,7 @@ PRELUDE = """
     sys.modules["torch"] = None  # nothing here takes tensors, and each process would import it
     from cute_kernels.compile import cache, store, toolchain
     from tests.compile import toy
+    from tests.hang import HANG_SECONDS
 
     # Someone may be editing the package while its tests run.
     toolchain.source_digest = lambda: toolchain.SOURCE_AT_IMPORT
@@ -75,8 +76,9 @@ def test_the_race_test_sees_a_missing_lock(run):
 
     def meet():
         counter.with_name(f"inside{os.getpid()}").touch()
-        deadline = time.monotonic() + 30
-        while len(list(counter.parent.glob("inside*"))) < 2 and time.monotonic() < deadline:
+        for _ in range(100 * HANG_SECONDS):
+            if len(list(counter.parent.glob("inside*"))) >= 2:
+                break
             time.sleep(0.01)
 
     def work():
@@ -109,9 +111,7 @@ KILLED = """
     assert [path for path in root.glob(".toy-*") if path.is_file()], "killed before the temp file"
     (lock,) = [path for path in root.glob("*.lock") if not path.with_suffix(".manifest").exists()]
     assert not toy.is_locked(lock)
-    started = time.monotonic()
     assert cache.get(toy.kernel(7, counter), toy.ARCH)() == 7
-    assert time.monotonic() - started < 10
     assert not list(root.glob(".*"))
     cache.clear()
     assert cache.get(toy.kernel(7, counter), toy.ARCH)() == 7
@@ -154,7 +154,7 @@ def test_a_waiter_takes_over_when_the_builder_is_killed(run):
         def before():
             toy.note(counter)
             started.touch()
-            time.sleep(60)
+            time.sleep(HANG_SECONDS)
         cache.get(toy.kernel(7, counter, before), toy.ARCH)
 
     def waiter():

@@ -11,6 +11,7 @@ from cute_kernels.compile import cache, together
 from tests.compile import toy
 from tests.compile.toy import ARCH
 from tests.compile.toy_together import CATALOGUE, COUNT, NOTES, kernels
+from tests.hang import HANG_SECONDS
 
 pytestmark = toy.needs_linker
 
@@ -34,8 +35,9 @@ def test_two_processes_compile_each_kernel_once(notes):
     assert cache.lacking(every, ARCH) == every
     with together.compiling(every, ARCH, CATALOGUE) as workers:
         assert workers == 2  # of the three CPUs one is this process's own
-        deadline = time.monotonic() + 60
-        while cache.lacking(every, ARCH) and time.monotonic() < deadline:
+        for _ in range(20 * HANG_SECONDS):
+            if not cache.lacking(every, ARCH):
+                break
             time.sleep(0.05)
     made = [name.split("-")[1:] for name in os.listdir(notes)]
     assert sorted(int(value) for value, _ in made) == list(range(COUNT))
@@ -86,7 +88,6 @@ def test_what_another_process_compiles_is_left(notes):
     (kernel,) = kernels()[:1]
     store, stem = cache._place(kernel, ARCH)
     with store.locked(stem):
-        begin = time.monotonic()
         cache.fill(kernel, ARCH)
-    assert time.monotonic() - begin < 5 and not os.listdir(notes)
+    assert not os.listdir(notes)
     assert cache.lacking([kernel], ARCH) == [kernel]

@@ -152,7 +152,7 @@ CASES = (ddp_refused, ddp_recipe, ddp_elsewhere, fsdp_refused, fsdp_without)
 
 
 def main(rank: int, store: str) -> None:
-    with joined(rank, store, WORLD, seconds=60):
+    with joined(rank, store, WORLD):
         print(json.dumps({case.__name__: case(rank) for case in CASES}))
 
 

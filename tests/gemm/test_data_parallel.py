@@ -10,8 +10,6 @@ import torch
 
 from tests.ranks import reports
 
-SECONDS = 150
-
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
     reason="needs torch.distributed with gloo",
@@ -22,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 def ranks(tmp_path_factory) -> list[dict]:
     """What each of the two ranks reports: tests/gemm/data_parallel_rank.py."""
     folder = tmp_path_factory.mktemp("ranks")
-    return reports("tests.gemm.data_parallel_rank", 2, folder, SECONDS)
+    return reports("tests.gemm.data_parallel_rank", 2, folder)
 
 
 def test_ddp_is_refused_with_the_recipe(ranks):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.hang import HANG_SECONDS
+
 pytest.importorskip("triton")
 
 
@@ -27,7 +29,7 @@ def test_interpreted(chosen, least):
     for name in [name for name in environment if name.startswith(("PYTEST", "CUTE_KERNELS"))]:
         del environment[name]
     done = subprocess.run(
-        command, cwd=root, env=environment, capture_output=True, text=True, timeout=300
+        command, cwd=root, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     counts = re.search(r"(\d+) passed", done.stdout)

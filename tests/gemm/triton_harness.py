@@ -67,6 +67,7 @@ def simulated(launch: ModuleType, **options: int) -> Iterator[list]:
         _simulate(kernel, grid, values, options)
 
     def poisoned(*shape, **kwargs):
+        shape = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         return torch.full(shape, torch.nan, **kwargs)
 
     h200 = arch.Device("cuda:0", "cuda", "sm_90a", 132)

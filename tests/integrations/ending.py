@@ -7,17 +7,17 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+from tests.hang import HANG_SECONDS
 from tests.ranks import ROOT
 
 
-def after_a_kill(module: str, world: int, folder: Path, seconds: int) -> list[tuple[int, str]]:
+def after_a_kill(module: str, world: int, folder: Path) -> list[tuple[int, str]]:
     """(exit code, standard error) of each rank of a script that kills one; none may hang.
 
     Raises:
-        subprocess.TimeoutExpired: a rank did not end by itself within ``seconds``.
+        subprocess.TimeoutExpired: a rank did not end by itself.
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "KILL": "1"}
     started = [
@@ -31,9 +31,8 @@ def after_a_kill(module: str, world: int, folder: Path, seconds: int) -> list[tu
         )
         for rank in range(world)
     ]
-    until = time.monotonic() + seconds
     try:
-        said = [p.communicate(timeout=max(1, until - time.monotonic()))[1] for p in started]
+        said = [p.communicate(timeout=HANG_SECONDS)[1] for p in started]
     finally:
         for process in started:
             process.kill()

@@ -148,7 +148,7 @@ def published(trainer, single, path: Path) -> dict:
 
 def main(rank: int, store: str) -> None:
     torch.set_num_threads(1)
-    with joined(rank, store, tiny.RANKS, seconds=60):
+    with joined(rank, store, tiny.RANKS):
         cases = CASES[2:3] if os.environ.get("KILL") else CASES
         reports = [trained(*case, rank, Path(store).parent) for case in cases]
         # Modules and their hooks are cycles, and hold the group.

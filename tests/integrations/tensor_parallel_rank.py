@@ -258,7 +258,7 @@ def after(mesh) -> list[str]:
 
 
 def main(rank: int, store: str) -> None:
-    with joined(rank, store, WORLD, seconds=120):
+    with joined(rank, store, WORLD):
         every = meshes(rank)
         report = {"bytes": bytes_compared(every), "modules": modules(every[0])}
         report |= {"refused": refused(rank, every[0]), "after": after(every[0])}

@@ -26,7 +26,7 @@ CASES = [(stage, tied) for stage, heads in STAGES.items() for tied in heads]
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     """What both ranks report."""
-    return reports(SCRIPT, tiny.RANKS, tmp_path_factory.mktemp("zero"), seconds=240)
+    return reports(SCRIPT, tiny.RANKS, tmp_path_factory.mktemp("zero"))
 
 
 def each(ran, case) -> list[dict]:
@@ -128,14 +128,14 @@ def test_mixed_precision_with_checkpointing_and_accumulation(ran):
 
 @needs_deepspeed
 def test_a_killed_rank_ends_the_others(tmp_path):
-    assert_error_not_hang(after_a_kill(SCRIPT, tiny.RANKS, tmp_path, seconds=100), killed=1)
+    assert_error_not_hang(after_a_kill(SCRIPT, tiny.RANKS, tmp_path), killed=1)
 
 
 @needs_deepspeed
 @pytest.mark.nightly
 def test_twenty_steps(tmp_path, monkeypatch):
     monkeypatch.setenv("STEPS", "20")
-    for found in reports(SCRIPT, tiny.RANKS, tmp_path, seconds=600):
+    for found in reports(SCRIPT, tiny.RANKS, tmp_path):
         of_rank = found["trained"]
         assert [(r["stage"], r["tied"]) for r in of_rank if r["steps"] == 20] == [
             (0, False), (1, False), (2, False), (3, False), (3, True), (2, True),

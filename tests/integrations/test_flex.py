@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxOutput,
+    AuxRequest,
+    create_block_mask,
+    create_mask,
+    flex_attention,
+)
 
 from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, ShapeError
 from cute_kernels.integrations import flex
@@ -73,11 +81,59 @@ def test_a_mask_is_converted_once():
     assert flex.mask_of(MASKS["causal"]()) is not flex.mask_of(mask)
 
 
-def test_refusals():
+def test_the_signature_begins_as_torch_s():
+    """By position and by name: arguments of torch's function mean the same here."""
+    theirs = inspect.signature(flex_attention).parameters
+    ours = inspect.signature(flex.flex_attention).parameters
+    assert list(ours)[: len(theirs)] == list(theirs)
+    for name, parameter in theirs.items():
+        assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default), name
+
+
+def test_options_that_are_unset_and_results_that_are_requested():
     q, k, v = heads_first()
-    with pytest.raises(ArgumentTypeError, match="score_mod"):
-        flex.flex_attention(q, k, v, lambda s, b, h, i, j: s, enable_gqa=True)
-    with pytest.raises(ShapeError, match="enable_gqa"):
-        flex.flex_attention(q, k, v)
-    with pytest.raises(ArgumentValueError, match="kernel_options"):
-        flex.flex_attention(q, k, v, enable_gqa=True, kernel_options={"BLOCK_M": 64})
+    out, lse = flex.flex_attention(q, k, v, None, None, None, True, True)
+    named = flex.flex_attention(q, k, v, enable_gqa=True, kernel_options=None, return_aux=None)
+    assert same_bytes(named, out)
+    assert same_bytes(flex.flex_attention(q, k, v, enable_gqa=True, kernel_options={}), out)
+    for request in (AuxRequest(lse=True), AuxRequest()):
+        got, aux = flex.flex_attention(q, k, v, enable_gqa=True, return_aux=request)
+        assert same_bytes(got, out) and isinstance(aux, AuxOutput) and aux.max_scores is None
+        assert same_bytes(aux.lse, lse) if request.lse else aux.lse is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"score_mod": lambda s, b, h, i, j: s}, ArgumentTypeError, "score_mod: expected None"),
+        ({"enable_gqa": False}, ShapeError, "key: .*enable_gqa=True"),
+        ({"enable_gqa": "no"}, ArgumentTypeError, "enable_gqa: expected True or False"),
+        ({"return_lse": 1}, ArgumentTypeError, "return_lse: expected True or False"),
+        ({"kernel_options": {"BLOCK_M": 64}}, ArgumentValueError, "kernel_options: .*BLOCK_M"),
+        ({"return_aux": True}, ArgumentTypeError, "return_aux: .*AuxRequest.*bool"),
+        (
+            {"return_aux": AuxRequest(max_scores=True)},
+            ArgumentValueError,
+            r"return_aux\.max_scores: ",
+        ),
+        (
+            {"return_aux": AuxRequest(lse=True), "return_lse": True},
+            ArgumentValueError,
+            "return_lse: expected False",
+        ),
+        (
+            {"block_mask": torch.ones(S, S, dtype=torch.bool).tril()},
+            ArgumentTypeError,
+            r"block_mask: .*BlockMask\.from_dense.*got Tensor",
+        ),
+        ({"block_mask": "causal"}, ArgumentTypeError, "block_mask: .*got str"),
+        ({"query": [1.0]}, ArgumentTypeError, "query: .*got list"),
+        ({"value": torch.ones(S, D)}, ShapeError, r"value: expected 4 dimensions \[B, H, S, D\]"),
+    ],
+)
+def test_refusals(changes, error, says):
+    q, k, v = heads_first()
+    good = {"query": q, "key": k, "value": v, "enable_gqa": True}
+    assert flex.flex_attention(**good).shape == q.shape
+    with pytest.raises(error, match=f"^{says}"):
+        flex.flex_attention(**good | changes)

@@ -17,7 +17,7 @@ CASES = [["model", False], ["layers", False], ["layers and head", False], ["laye
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     """What both ranks report, case by case."""
-    return reports(SCRIPT, tiny.RANKS, tmp_path_factory.mktemp("fsdp"), seconds=240)
+    return reports(SCRIPT, tiny.RANKS, tmp_path_factory.mktemp("fsdp"))
 
 
 def each(ran, number: int) -> list[dict]:
@@ -71,13 +71,13 @@ def test_metrics_and_publication(ran, number):
 
 @pytest.mark.nightly
 def test_a_killed_rank_ends_the_others(tmp_path):
-    assert_error_not_hang(after_a_kill(SCRIPT, tiny.RANKS, tmp_path, seconds=100), killed=1)
+    assert_error_not_hang(after_a_kill(SCRIPT, tiny.RANKS, tmp_path), killed=1)
 
 
 @pytest.mark.nightly
 def test_twenty_steps(tmp_path, monkeypatch):
     monkeypatch.setenv("STEPS", "20")
-    for of_rank in reports(SCRIPT, tiny.RANKS, tmp_path, seconds=600):
+    for of_rank in reports(SCRIPT, tiny.RANKS, tmp_path):
         assert [r["steps"] for r in of_rank] == [20] * len(CASES)
         assert all(r["differing"] == [] and r["kept"] == [] for r in of_rank)
 

@@ -23,6 +23,7 @@ from cute_kernels.integrations import manifest as manifests
 from cute_kernels.integrations import publish
 from cute_kernels.integrations.publish import Layout, publish_weights, read_weights, versions
 from tests.contract import ROOT, same_bytes
+from tests.hang import HANG_SECONDS
 
 pytest.importorskip("safetensors", reason="needs safetensors: pip install 'cute-kernels[demo]'")
 
@@ -349,7 +350,9 @@ def test_bad_arguments_leave_nothing(tmp_path, tensors, options, error, said):
 
 def test_a_kill_at_any_step_leaves_the_old_version_or_the_new(tmp_path):
     command = [sys.executable, "-m", "tests.integrations.killed_writer", str(tmp_path)]
-    run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, timeout=120, check=True)
+    run = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, timeout=HANG_SECONDS, check=True
+    )
     steps = json.loads(run.stdout.splitlines()[-1])
     *killed, last = steps
     assert len(killed) > 10 and all(step["killed"] for step in killed) and not last["killed"]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cute_kernels.integrations.publish import read_weights
+from tests.hang import HANG_SECONDS
 from tests.ranks import ROOT
 
 PAGE = Path("docs/linear_logp.md")
@@ -37,7 +38,7 @@ def run(name: str, folder: Path, *launcher: str) -> None:
         command,
         cwd=folder,
         env=os.environ | settings,
-        timeout=240,
+        timeout=HANG_SECONDS,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

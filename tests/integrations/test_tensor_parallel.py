@@ -34,7 +34,7 @@ from tests.integrations.parallel_cases import (
 )
 from tests.ranks import reports
 
-WORLD, SECONDS = 4, 240
+WORLD = 4
 
 
 @pytest.fixture
@@ -361,7 +361,7 @@ def ranks(tmp_path_factory) -> list[dict]:
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         pytest.skip("needs torch.distributed with gloo")
     folder = tmp_path_factory.mktemp("ranks")
-    return reports("tests.integrations.tensor_parallel_rank", WORLD, folder, SECONDS)
+    return reports("tests.integrations.tensor_parallel_rank", WORLD, folder)
 
 
 def test_processes_have_the_bytes_of_one(ranks):

@@ -192,7 +192,7 @@ def test_ddp(tmp_path):
     """Its forward is called: gradients are reduced when the backward ends."""
     model = tiny.llama()
     want = token_logps(model, IDS)
-    with joined(0, str(tmp_path / "store"), 1, seconds=30):
+    with joined(0, str(tmp_path / "store"), 1):
         wrapped = DistributedDataParallel(model)
         assert same_bytes(token_logps(wrapped, IDS), want)
         reduced = []

@@ -10,8 +10,7 @@ import torch
 
 from cute_kernels import groups
 from cute_kernels.integrations import tensor_parallel as tp
-
-SECONDS = 60
+from tests.hang import HANG_SECONDS
 
 
 class Board:
@@ -19,7 +18,7 @@ class Board:
 
     def __init__(self, degree: int):
         self.slots: list[torch.Tensor | None] = [None] * degree
-        self.barrier = threading.Barrier(degree, timeout=SECONDS)
+        self.barrier = threading.Barrier(degree, timeout=HANG_SECONDS)
 
 
 class Rank:

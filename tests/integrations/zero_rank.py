@@ -260,7 +260,7 @@ def published(trainer, single, folder: Path) -> dict:
 def main(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(tiny.RANKS)}
-    with joined(rank, store, tiny.RANKS, seconds=60):
+    with joined(rank, store, tiny.RANKS):
         folder = Path(store).parent
         cases = [(3, False)] if os.environ.get("KILL") else CASES
         reports = [trained(*case, rank, folder) | {"tied": case[1]} for case in cases]

@@ -13,6 +13,7 @@ from unittest import mock
 
 import cute_kernels
 from tests import ptxsim
+from tests.anchors import replaced
 
 PACKAGE = Path(cute_kernels.__file__).parent
 
@@ -24,8 +25,7 @@ def changed(folder: Path, name: str, *pieces: str) -> ModuleType:
     """
     text = PACKAGE.joinpath(*name.split(".")).with_suffix(".py").read_text()
     for old, new in zip(pieces[::2], pieces[1::2], strict=True):
-        assert text.count(old) == 1, f"{text.count(old)} times in {name}: {old}"
-        text = text.replace(old, new)
+        text = replaced({name: text}, old, new)[name]
     copy = folder / f"{name}.py"
     copy.write_text(text)
     own = f"cute_kernels.{name}_changed"

@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import cute_kernels as ck
+from tests.hang import HANG_SECONDS
 from tests.logp.shard_cases import cuts_of, differing, forward_cuts_of
 from tests.ranks import joined
 
-WORLD, SECONDS = 4, 60
+WORLD = 4
 VOCAB, ROWS, WIDTH = 256, 64, 8  # leaves of 32
 
 
@@ -186,7 +187,7 @@ def killed(rank: int, store: str) -> None:
     """Rank 1 is gone after the forward; the backward of the others exchanges leaves."""
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD - 1,
-        timeout=datetime.timedelta(seconds=SECONDS // 2),
+        timeout=datetime.timedelta(seconds=HANG_SECONDS),
     )  # fmt: skip
     hidden = torch.ones(5, WIDTH).requires_grad_()
     logp = ck.linear_logp(
@@ -206,7 +207,7 @@ def killed(rank: int, store: str) -> None:
 
 
 def main(rank: int, store: str) -> None:
-    with joined(rank, store, WORLD, SECONDS):
+    with joined(rank, store, WORLD):
         every = groups_of(rank)
         report = {"bytes": bytes_compared(every), "refused": refused(rank, every[0])}
         after = [differing(cut, every[0], rank) for cut in cuts_of(WORLD)[:2]]

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from cute_kernels import groups
 from cute_kernels.errors import UnsupportedTransformError
 from cute_kernels.logp import shards
 from tests.contract import ROOT, same_bytes
+from tests.hang import HANG_SECONDS
 from tests.integrations import threaded_ranks
 from tests.logp.cases import FP32
 from tests.logp.shard_cases import (
@@ -33,7 +33,7 @@ from tests.logp.shard_cases import (
 )
 from tests.ranks import reports
 
-WORLD, SECONDS = 4, 240
+WORLD = 4
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def ranks(tmp_path_factory) -> list[dict]:
     """What each of four processes reports: shards_rank.py."""
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         pytest.skip("needs torch.distributed with gloo")
-    return reports("tests.logp.shards_rank", WORLD, tmp_path_factory.mktemp("ranks"), SECONDS)
+    return reports("tests.logp.shards_rank", WORLD, tmp_path_factory.mktemp("ranks"))
 
 
 def test_processes_have_the_bytes_of_one(ranks):
@@ -206,12 +206,11 @@ def test_no_tokens(ranks):
 
 
 def test_a_rank_that_is_killed_ends_the_others(tmp_path):
-    """With an error, and soon: no gradient is made of two thirds of a vocabulary."""
+    """With an error: no gradient is made of two thirds of a vocabulary."""
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         pytest.skip("needs torch.distributed with gloo")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "tests.logp.shards_rank"]
-    began = time.monotonic()
     started = [
         subprocess.Popen(
             [*command, str(rank), str(tmp_path / "store"), "killed"], cwd=ROOT, env=environment,
@@ -220,11 +219,10 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path):
         for rank in range(WORLD - 1)
     ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=90)[0] for process in started]
+        said = [process.communicate(timeout=HANG_SECONDS)[0] for process in started]
     finally:
         for process in started:
             process.kill()
-    assert time.monotonic() - began < 90
     assert started[1].returncode < 0 and not said[1]
     for rank in (0, 2):
         found = json.loads(said[rank].splitlines()[-1])

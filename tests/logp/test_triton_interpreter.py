@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.hang import HANG_SECONDS
+
 pytest.importorskip("triton")
 
 
@@ -45,7 +47,7 @@ def test_interpreted(marked, chosen, least):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     counts = re.search(r"(\d+) passed", done.stdout)

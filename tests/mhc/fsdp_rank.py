@@ -38,7 +38,7 @@ def main(rank: int, store: str) -> None:
     alone = HyperConnection(nn.Linear(C, C), C, bias=True, norm_weight=True)
     x, cotangent = torch.randn(2, 33, C, 4)
     module = copy.deepcopy(alone)
-    with joined(rank, store, WORLD, 60):
+    with joined(rank, store, WORLD):
         fully_shard(module, mesh=init_device_mesh("cpu", (WORLD,)))
         made = [one(x) for one in (alone, module)]
         for y in made:

@@ -274,7 +274,7 @@ def test_weights_travel():
 
 @pytest.mark.nightly
 def test_sharded_by_fsdp2_it_has_the_bytes_of_one_process(tmp_path):
-    first, second = ranks.reports("tests.mhc.fsdp_rank", 2, tmp_path, 120)
+    first, second = ranks.reports("tests.mhc.fsdp_rank", 2, tmp_path)
     assert first == second
     assert first == {"outputs": "same", "gradients": [], "refused": "main_grad: expected none"}
 

@@ -27,6 +27,7 @@ import cute_kernels.mhc.triton as package
 from cute_kernels import cpu_math
 from cute_kernels.mhc.triton import launch as triton_launch
 
+from ..anchors import replaced
 from ..gemm import triton_harness as gemm
 from ..gemm import triton_inspect as inspect
 from ..sparse_attn import triton_harness as attention
@@ -75,10 +76,7 @@ def copy_of(folder: Path, *edits: tuple[str, str]) -> ModuleType:
     home, number = Path(package.__file__).parent, next(_NUMBERS)
     texts = {name: (home / f"{name}.py").read_text() for name in _FILES}
     for old, new in edits:
-        counts = {name: text.count(old) for name, text in texts.items()}
-        assert sum(counts.values()) == 1, f"{counts}: {old!r}"
-        (name,) = (name for name, count in counts.items() if count)
-        texts[name] = texts[name].replace(old, new)
+        texts = replaced(texts, old, new)
     modules = []
     for name, text in texts.items():
         path = folder / f"{name}_copy_{number}.py"

@@ -8,7 +8,8 @@ import torch
 
 from cute_kernels.near import Near
 from cute_kernels.norm import reference
-from cute_kernels.norm.tensors import LAYER, RMS, Rule, Scale, Upstream
+from cute_kernels.norm.config import LAYER, RMS
+from cute_kernels.norm.tensors import Rule, Scale, Upstream
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

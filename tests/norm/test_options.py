@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from cute_kernels.norm import cpu, launch
-from cute_kernels.norm.tensors import LAYER, RMS, Rule
+from cute_kernels.norm.config import LAYER, RMS
+from cute_kernels.norm.tensors import Rule
 
 from ..contract import same_bytes
 from ..ptxsim.available import requires_core

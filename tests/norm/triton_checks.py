@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from cute_kernels.norm import op
-from cute_kernels.norm.config import part_rows
-from cute_kernels.norm.tensors import LAYER
+from cute_kernels.norm.config import LAYER, part_rows
 from cute_kernels.norm.triton import launch as triton_launch
 
 from .. import contract

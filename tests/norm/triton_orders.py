@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from cute_kernels.norm.config import part_rows
-from cute_kernels.norm.tensors import LAYER
+from cute_kernels.norm.config import LAYER, part_rows
 from cute_kernels.norm.triton import launch
 
 from .cases import FP32, Case, Inputs, Results

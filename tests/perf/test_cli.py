@@ -185,8 +185,13 @@ def test_report_writes_the_page_and_a_broken_file_stops_it(tmp_path):
     results, page = tmp_path / "results", tmp_path / "docs" / "status.md"
     results.mkdir()
     done = run(app, ["report", "--results", str(results), "-o", str(page)])
-    assert done.exit_code == 0 and "0 records" in done.output
+    assert done.exit_code == 0 and "0 records" in " ".join(done.output.split())
     assert page.read_text().startswith("# Status\n")
+    absent = run(
+        app, ["report", "--results", str(tmp_path / "typo"), "-o", str(tmp_path / "other")]
+    )
+    assert absent.exit_code == 2 and not (tmp_path / "other").exists()
+    assert absent.output.startswith("perf report: --results: expected a folder that exists, got ")
     (results / "x.jsonl").write_text("{broken\n")
     done = run(app, ["report", "--results", str(results), "-o", str(page)])
     assert done.exit_code == 2

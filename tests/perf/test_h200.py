@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import time
 
 import pytest
@@ -15,9 +16,10 @@ from perf import h200
 from perf.__main__ import app
 from perf.core import record
 from perf.core.stage import Stage
+from tests.hang import HANG_SECONDS
 
 
-def python(name: str, code: str, limit_s: float = 30.0) -> Stage:
+def python(name: str, code: str, limit_s: float = HANG_SECONDS) -> Stage:
     return Stage(name, ("-c", code), limit_s)
 
 
@@ -41,16 +43,30 @@ def test_each_stage_has_its_outcome(tmp_path):
     assert shown[0].startswith("---- bad: failed (3)") and shown[-1] == "about to fail"
 
 
-def test_a_hanging_stage_ends_with_its_children_and_costs_itself_only(tmp_path):
+def test_a_hanging_stage_ends_with_its_children_and_costs_itself_only(tmp_path, monkeypatch):
+    started = tmp_path / "started"
+
+    class Process(subprocess.Popen):
+        """Its limit of 2 s is over when its child has started, however long that takes."""
+
+        def wait(self, timeout=None):
+            if timeout == 2.0:
+                for _ in range(100 * HANG_SECONDS):
+                    if started.exists():
+                        raise subprocess.TimeoutExpired(self.args, timeout)
+                    time.sleep(0.01)
+            return super().wait(timeout)
+
     code = (
         "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"sleeper = 'import time; time.sleep({HANG_SECONDS})'\n"
+        "child = subprocess.Popen([sys.executable, '-c', sleeper])\n"
         "print(child.pid, flush=True)\n"
-        "time.sleep(60)\n"
+        f"open({str(started)!r}, 'x').close()\n"
+        f"time.sleep({HANG_SECONDS})\n"
     )
-    start = time.monotonic()
+    monkeypatch.setattr(h200.subprocess, "Popen", Process)
     hung, after = h200.run([python("hung", code, 2.0), python("after", "print(1)")], tmp_path)
-    assert time.monotonic() - start < 20
     assert hung.status == "timed out (2 s)"
     assert after.status == "ok"
     assert not running(int(hung.last))

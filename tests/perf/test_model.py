@@ -50,7 +50,7 @@ def audit(differing: int) -> dict:
 def test_without_records_nothing_was_run():
     text = "\n".join(page.render([]))
     targets = len(page.TARGETS) + len(page.HOST_TARGETS)
-    assert text.count("not run") == 2 + 2 * targets
+    assert text.count("not run") == 3 + 3 * targets
     assert page.bits_kept([])[0][1] == "not run"
     assert page.target_verdicts([])[1] == ["not run"] * targets
 
@@ -82,6 +82,34 @@ def test_targets_are_of_the_hosts_part_of_a_call():
     ]
     assert page.target_verdicts(records)[1][-3:] == ["held", "missed", "not run"]
     assert "11.9 us; torch 7.0 us" in "\n".join(page.render(records))
+
+
+def test_every_gpu_model_has_its_rows_audit_and_host_times():
+    """The newest record of each card, whichever ran last."""
+    cards = ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
+    records = []
+    for day, (card, factor) in enumerate(zip(cards, (3.0, 1.0), strict=True)):
+        steps = training(torch=100.0 * factor, ours=50.0 * factor)
+        costs = [
+            record(f"host {name}", page.host.SHAPE, system, host_us=factor * us)
+            for name, us in (("rms_norm", 5.0), ("rms_norm, grad", 8.0))
+            for system, us in (("ours", us), ("torch", 4.0))
+        ]
+        more = {"gpu": card, "date": f"2026-11-2{day}"}
+        records += [r | more for r in (*steps, *costs, audit(day))]
+    text = "\n".join(page.render(records))
+    for card, factor, rows in zip(cards, (3.0, 1.0), (0, 1), strict=True):
+        assert f"({card}, 0123456789, 2026-11-2{rows}): ours: {rows} rows differ" in text
+        assert row(text, "training 4x2048", "ours", f"{50 * factor:.2f}")
+    host_rows = [line for line in text.splitlines() if line.startswith("| rms_norm")]
+    assert host_rows == [
+        "| rms_norm | 15.0 | - | 12.0 | 0.80x |",
+        "| rms_norm, grad | 24.0 | - | 12.0 | 0.50x |",
+        "| rms_norm | 5.0 | - | 4.0 | 0.80x |",
+        "| rms_norm, grad | 8.0 | - | 4.0 | 0.50x |",
+    ]
+    verdicts = page.target_verdicts(records)[1]
+    assert len(verdicts) == 2 * (len(page.TARGETS) + len(page.HOST_TARGETS))
 
 
 def test_a_model_of_another_size_is_no_record():

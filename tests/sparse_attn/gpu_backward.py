@@ -16,9 +16,9 @@ import torch
 
 from cute_kernels import settings
 from cute_kernels.errors import NondeterministicError, WatchdogError
+from cute_kernels.runtime import plan_cache
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.order import kinds
-from cute_kernels.runtime import plan_cache
 from cute_kernels.sparse_attn import launch, masks
 from cute_kernels.sparse_attn.tensors import Grads, Saved
 from tests import contract

@@ -134,7 +134,7 @@ MASKS = [
         "mask a tensor",
         masked(t(S, S, dtype=torch.bool)),
         ArgumentTypeError,
-        ["block_mask", "Tensor"],
+        ["block_mask", "from_dense", "Tensor"],
     ),
     ("mask a string", masked("causal"), ArgumentTypeError, ["block_mask", "str"]),
     ("mask True", masked(True), ArgumentTypeError, ["block_mask", "bool"]),
@@ -214,21 +214,36 @@ SCHEDULES = [
     ("schedule None", ordered(lambda: None), ArgumentTypeError, ["schedule", "NoneType"]),
     ("schedule a number", ordered(3), ArgumentTypeError, ["schedule", "int"]),
     ("schedule a dict", ordered({}), ArgumentTypeError, ["schedule", "dict"]),
-    ("order too short", ordered([0, 1]), ScheduleError, ["order", "[3]", "[2]"]),
-    ("order too long", ordered([0, 1, 2, 3]), ScheduleError, ["order", "[3]", "[4]"]),
-    ("order repeats", ordered([0, 1, 1]), ScheduleError, ["order", "permutation of 0..2", "twice"]),
-    ("order beyond", ordered([0, 1, 3]), ScheduleError, ["order", "permutation of 0..2", "3"]),
-    ("order negative", ordered([0, 1, -1]), ScheduleError, ["order", "permutation", "-1"]),
-    ("order of floats", ordered([0.0, 1.0, 2.0]), ScheduleError, ["order", "integers", "float64"]),
+    ("order too short", ordered([0, 1]), ScheduleError, ["schedule", "[3]", "[2]"]),
+    ("order too long", ordered([0, 1, 2, 3]), ScheduleError, ["schedule", "[3]", "[4]"]),
+    (
+        "order repeats",
+        ordered([0, 1, 1]),
+        ScheduleError,
+        ["schedule", "permutation of 0..2", "twice"],
+    ),
+    ("order beyond", ordered([0, 1, 3]), ScheduleError, ["schedule", "permutation of 0..2", "3"]),
+    ("order negative", ordered([0, 1, -1]), ScheduleError, ["schedule", "permutation", "-1"]),
+    (
+        "order of floats",
+        ordered([0.0, 1.0, 2.0]),
+        ScheduleError,
+        ["schedule", "integers", "float64"],
+    ),
     ("order ragged", ordered([[0, 1, 2], [0, 1]]), ScheduleError, ["schedule", "ragged"]),
-    ("order by 3 heads", ordered([[0, 1, 2]] * 3), ScheduleError, ["order", "1 or 4 heads", "3"]),
+    (
+        "order by 3 heads",
+        ordered([[0, 1, 2]] * 3),
+        ScheduleError,
+        ["schedule", "1 or 4 heads", "3"],
+    ),
     (
         "order wrong in one head",
         ordered(torch.tensor([[0, 1, 2]] * 3 + [[0, 0, 2]])),
         ScheduleError,
-        ["order (head 3)", "column 0 twice"],
+        ["schedule (head 3)", "column 0 twice"],
     ),
-    ("order [3, 1]", ordered(np.arange(3)[:, None]), ScheduleError, ["order", "[3]", "[3, 1]"]),
+    ("order [3, 1]", ordered(np.arange(3)[:, None]), ScheduleError, ["schedule", "[3]", "[3, 1]"]),
     (
         "of another mask",
         ordered(lambda: kinds.spt(FULL, heads=B * HKV)),
@@ -354,12 +369,12 @@ OPTIONS = [
     ("scale nan", masked(None, scale=math.nan), ArgumentValueError, ["scale", "finite", "nan"]),
     ("scale a tensor", masked(None, scale=torch.ones(())), ArgumentTypeError, ["scale", "tensor"]),
     ("scale True", masked(None, scale=True), ArgumentTypeError, ["scale", "number", "True"]),
-    ("softcap 1025", masked(None, softcap=1025), ArgumentValueError, ["softcap", "at most 1024"]),
+    ("softcap 1025", masked(None, softcap=1025), ArgumentValueError, ["softcap", "to 1024"]),
     ("softcap < 0", masked(None, softcap=-2.0), ArgumentValueError, ["softcap", "-2.0"]),
     ("softcap inf", masked(None, softcap=math.inf), ArgumentValueError, ["softcap", "inf"]),
     ("scale 1e300", masked(None, scale=1e300), ArgumentValueError, ["scale", "2**40", "1e+300"]),
     ("scale 1e-300", masked(None, scale=1e-300), ArgumentValueError, ["scale", "2**-40"]),
-    ("softcap 1e300", masked(None, softcap=1e300), ArgumentValueError, ["softcap", "0 (none) or"]),
+    ("softcap 1e300", masked(None, softcap=1e300), ArgumentValueError, ["softcap", "0 (none), or"]),
     ("softcap 1e-300", masked(None, softcap=1e-300), ArgumentValueError, ["softcap", "1e-300"]),
     ("softcap None", masked(None, softcap=None), ArgumentTypeError, ["softcap", "None"]),
     ("causal 1", masked(None, causal=1), ArgumentTypeError, ["causal", "True or False", "1"]),
@@ -411,6 +426,18 @@ def test_good_input_is_launched():
     ):
         with pytest.raises(AssertionError, match="launched"):
             call()
+
+
+def test_flags_of_a_call_that_is_known_are_checked(monkeypatch):
+    """The second call of a signature runs a cached plan: its flags are no part of the key."""
+    monkeypatch.undo()
+    tensors = q(), kv(), kv()
+    for _ in range(2):
+        assert block_sparse_attention(*tensors).shape == (B, S, H, D)
+    for name in ("causal", "deterministic", "return_lse"):
+        for value in ("False", 0, 1, None):
+            with pytest.raises(ArgumentTypeError, match=f"^{name}: expected True or False, got "):
+                block_sparse_attention(*tensors, **{name: value})
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu", "hpu"])

@@ -21,6 +21,7 @@ pytestmark = [available.requires_sim, pytest.mark.sim, pytest.mark.simulates("sp
 
 _FENCE = 'cute.arch.fence_proxy("async.shared", space="cta")\n'
 _DEEP, _FLAT = 24 * " ", 8 * " "
+_DQ_WRITTEN = "by_fours(rdQ), cute.make_tensor(memory, layout)[None, lane, None])\n"
 
 #: (head sizes, what is replaced, by what, ..)
 BOTH, OF_192, OF_256 = (192, 256), (192,), (256,)
@@ -93,8 +94,8 @@ MUTANTS = {
     ),
     "no fence behind dQ": (
         BOTH,
-        f"{_FLAT}{_FENCE}{_FLAT}cute.arch.sync_warp()",
-        f"{_FLAT}cute.arch.sync_warp()",
+        f"{_DQ_WRITTEN}{_FLAT}{_FENCE}",
+        _DQ_WRITTEN,
     ),
     "dQ told by a warp too few": (
         BOTH,
@@ -115,6 +116,7 @@ MUTANTS = {
     "both halves with one turn": (OF_256, "self.config.turns + half", "self.config.turns"),
 }
 NIGHT = pytest.mark.nightly
+KERNEL = "sparse_attn.kernel_bwd_wide_sm90"
 
 
 def listed():
@@ -144,9 +146,15 @@ def test_the_intact_kernel_survives(head_dim, form):
     assert survives(simulated.backward_kernel, head_dim, form)
 
 
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_text_of_each_is_there(tmp_path, name):
+    """Those of the night too: a changed kernel takes its mutants along."""
+    changed(tmp_path, KERNEL, *MUTANTS[name][1:])
+
+
 @pytest.mark.parametrize(("name", "head_dim"), list(listed()))
 def test_mutants_are_killed(tmp_path, name, head_dim):
-    made = changed(tmp_path, "sparse_attn.kernel_bwd_wide_sm90", *MUTANTS[name][1:])
+    made = changed(tmp_path, KERNEL, *MUTANTS[name][1:])
     kernel = functools.cache(lambda chosen: made.build(chosen, compile=ptxsim.compile))
     common.cases(head_dim)
     without_visits(head_dim)

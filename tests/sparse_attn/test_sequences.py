@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from cute_kernels.errors import ArgumentValueError, DeviceError, ShapeError
+from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, DeviceError, ShapeError
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.spans import Spans
 from cute_kernels.sparse_attn import api, config, device_spans, sequence_op, sequences
@@ -191,6 +191,7 @@ def test_spans_made_on_a_device_are_the_same():
     def drawn(least: int, most: int, *shape: int) -> torch.Tensor:
         return torch.randint(least, most + 1, shape or (1,), generator=generator)
 
+    behind = 0
     for case in range(300):
         batch, rows, more = (int(drawn(*at)) for at in ((1, 3), (1, 5), (0, 6)))
         total = rows + int(drawn(0, 9))
@@ -201,6 +202,11 @@ def test_spans_made_on_a_device_are_the_same():
             left = drawn(0, total, batch, 1)
             column = torch.arange(total)
             padding = (left <= column) & (column < left + drawn(0, total, batch, 1))
+            if case % 4 == 3:
+                # A static cache's mask may end before the queries do: those columns are not real.
+                width = int(drawn(1, total))
+                padding = padding[:, :width]
+                behind += width < total
         seen = None
         if case % 5 > 2:
             first, end = drawn(0, columns, batch, 1, rows, 2).int().sort(-1).values.unbind(-1)
@@ -213,6 +219,7 @@ def test_spans_made_on_a_device_are_the_same():
         want = sequences.spans_of(seen, padding, offset, dropped, sizes, False)
         got = device_spans.spans_of(seen, padding, torch.tensor(offset), dropped, sizes)
         assert got.dtype == torch.int32 and torch.equal(got, want), case
+    assert behind > 20
 
 
 def test_where_spans_serve_best(monkeypatch):
@@ -245,6 +252,30 @@ def test_refusals():
     q, k, v, _ = inputs(8)
     with pytest.raises(ShapeError, match="spans"):
         api.sequence_attention(q, k, v, torch.zeros(1, 1, 7, 4, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "name"),
+    [
+        ({"packed": "False"}, ArgumentTypeError, "packed"),
+        ({"packed": 1}, ArgumentTypeError, "packed"),
+        ({"q_offset": 0.5}, ArgumentTypeError, "q_offset"),
+        ({"q_offset": torch.zeros(2, dtype=torch.int64)}, ArgumentTypeError, "q_offset"),
+        ({"q_offset": 10**12}, ArgumentValueError, "q_offset"),
+        ({"kv_offset": True}, ArgumentTypeError, "kv_offset"),
+        ({"kv_offset": 2**32}, ArgumentValueError, "kv_offset"),
+        ({"kv_offset": -1}, ArgumentValueError, "kv_offset"),
+        ({"sizes": 3}, ArgumentTypeError, "sizes"),
+        ({"sizes": (3, 3)}, ArgumentTypeError, "sizes"),
+        ({"sizes": (1, 2**31, 3)}, ArgumentValueError, r"sizes\[1\]"),
+    ],
+)
+def test_key_buffers_that_are_none_are_refused_by_name(changes, error, name):
+    """Each number and flag; a text would be true, and 2**32 would wrap to 0 in an int32."""
+    good = {"q_offset": 0, "kv_offset": 0, "sizes": (1, 3, 3), "packed": False}
+    assert api.sequence_spans(None, None, **good).shape == (1, 1, 3, 4)
+    with pytest.raises(error, match=f"^{name}: expected .*, got "):
+        api.sequence_spans(None, None, **good | changes)
 
 
 def test_sequences_of_padding_only():

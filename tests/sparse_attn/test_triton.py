@@ -29,6 +29,7 @@ from cute_kernels.sparse_attn.api import block_sparse_attention
 from cute_kernels.sparse_attn.triton import launch
 from tests import contract
 from tests.contract import ContractViolation, same_bytes
+from tests.hang import HANG_SECONDS
 
 from ..ptxsim.available import requires_core
 from . import against_float64, cases, cpu_battery, pack_cases, sequences
@@ -89,7 +90,12 @@ def test_interpreted(marked, chosen, least):
     for name in [name for name in environment if name.startswith(("PYTEST", "CUTE_KERNELS"))]:
         del environment[name]
     done = subprocess.run(
-        command, cwd=file.parents[2], env=environment, capture_output=True, text=True, timeout=300
+        command,
+        cwd=file.parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     counts = re.search(r"(\d+) passed", done.stdout)

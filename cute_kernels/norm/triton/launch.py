@@ -13,8 +13,8 @@ import torch
 
 from ...log import contiguous, copied
 from ...operands import flat_rows
-from ..config import part_rows, room
-from ..tensors import LAYER, Normed, Parts, Rule, Scale, Upstream
+from ..config import LAYER, part_rows, room
+from ..tensors import Normed, Parts, Rule, Scale, Upstream
 from . import kernel as kernels
 from .plan import SIZES, TRITON
 

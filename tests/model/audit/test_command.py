@@ -43,12 +43,16 @@ def test_nothing_differs_in_a_clean_model(tmp_path):
 def test_a_culprit_is_named_and_the_exit_code_is_1():
     done = run(SPOILT, "--lengths", "9,4", "--transforms", "batch", "--victims", "--device", "cpu")
     assert done.exit_code == 1
-    head, *rest = done.output.splitlines()
-    assert head.startswith("first: blocks.1.norm (LanesByRows; ops: mul, ")
-    assert head.endswith("under batch, all in one batch")
-    (line,) = [text for text in rest if text.strip().startswith("blocks.1.norm")]
-    assert "LanesByRows" in line and "batch" in line and line.count("0x") == 2
-    assert any(text.startswith("passed on: blocks.1.up (Linear)") for text in rest)
+    lines = done.output.splitlines()
+    assert max(map(len, lines)) <= 80
+    text = " ".join(done.output.split())
+    assert text.startswith("first: blocks.1.norm (LanesByRows; ops: mul, ")
+    assert " under batch, all in one batch " in text
+    (start,) = [i for i, line in enumerate(lines) if line.strip().startswith("blocks.1.norm ")]
+    cells, more = lines[start].split(), lines[start + 1].split()
+    assert cells[1] == "batch" and cells[3].startswith("0x")
+    assert more[0] == "LanesByRows" and more[-1].startswith("0x") and more[-1] != cells[3]
+    assert any(line.startswith("passed on: blocks.1.up (Linear)") for line in lines)
 
 
 def test_the_json_is_that_of_the_report():
@@ -102,10 +106,10 @@ BAD = {
     f"{CLEAN} --lengths 3,x": "--lengths: expected whole numbers of at least 1",
     f"{CLEAN} --lengths 0": "--lengths: expected whole numbers of at least 1",
     f"{CLEAN} --tokens 1;2": "--tokens: expected whole numbers of at least 0",
-    f"{CLEAN} --tokens 1,61": "inputs[0]: expected ids from 0 to 60, got 61",
+    f"{CLEAN} --tokens 1,61": "--tokens: expected ids from 0 to 60, got 61",
     f"{CLEAN} --tokens 1 --prompt a": "--tokens: expected --prompt or --tokens, got both",
     f"{CLEAN} --prompt hello": "--prompt: expected --tokens or --lengths for a model of a function",
-    f"{CLEAN} --transforms batch,all": "transforms: expected one of 'repeat', 'batch', ",
+    f"{CLEAN} --transforms batch,all": "--transforms: expected one of 'repeat', 'batch', ",
     f"{CLEAN} --json no/such/folder.json": "--json: expected a file in a folder that exists",
     "no_such_folder_of_a_model/x/y": "",
 }

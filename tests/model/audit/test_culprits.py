@@ -412,3 +412,31 @@ def test_a_row_whose_input_is_unknown_is_no_culprit(side):
     entries[side].unknown = torch.tensor([False, False, True])
     verdict = compare._judge(*entries, none, ROW, [0, 3])
     assert verdict.differs.tolist() == [False, False, True] and not verdict.culprit.any()
+
+
+class Centred(torch.nn.Module):
+    """Looks at the whole sequence, and writes its input."""
+
+    def forward(self, x):
+        return x.sub_(x.mean(1, keepdim=True))
+
+
+class InPlace(torch.nn.Module):
+    """Every module writes what the one before it returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(30, 8)
+        self.parts = torch.nn.Sequential(Centred(), torch.nn.ReLU(inplace=True), Centred())
+
+    def forward(self, ids):
+        return self.parts(self.embed(ids))
+
+
+def test_modules_that_write_their_input_are_run_again_on_what_it_was():
+    with torch.no_grad():
+        facts = probe.probe(InPlace().eval(), torch.arange(30), frozenset())
+    scopes = {key[0]: scope for key, scope in facts.scopes.items()}
+    assert scopes.pop("embed") == scopes.pop("parts.1") == ROW
+    assert set(scopes) == {"", "parts", "parts.0", "parts.2"}
+    assert set(scopes.values()) == {probe.SEQUENCE}

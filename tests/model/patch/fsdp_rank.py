@@ -101,7 +101,7 @@ def ran(order: str, rank: int) -> dict:
 
 def main(rank: int, store: str) -> None:
     torch.set_num_threads(1)
-    with joined(rank, store, RANKS, seconds=60):
+    with joined(rank, store, RANKS):
         reports = [ran(order, rank) for order in ("patch first", "fully_shard first")]
         reports.append(under_ddp(rank))
         # Modules and their hooks are cycles, and hold the group.

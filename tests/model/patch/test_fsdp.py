@@ -12,7 +12,7 @@ ORDERS = ["patch first", "fully_shard first"]
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     folder = tmp_path_factory.mktemp("patched_fsdp")
-    return reports("tests.model.patch.fsdp_rank", 2, folder, seconds=120)
+    return reports("tests.model.patch.fsdp_rank", 2, folder)
 
 
 @pytest.mark.parametrize("at", range(2), ids=ORDERS)

@@ -93,6 +93,22 @@ def test_evaluation_gives_logits_as_well():
     assert same_bytes(out.loss, trained.loss) and trained.logits is None
 
 
+def test_the_place_of_the_logits_is_kept_in_training():
+    """By index as by name; transformers drops what is None, and the cache would be next."""
+    from torch.utils import _pytree
+
+    net = families.model("llama").train()
+    ck.patch(net)
+    out = net(TOKENS, labels=TOKENS, use_cache=True)
+    assert out[1] is None and out[2] is out.past_key_values is not None
+    loss, logits, cache = net(TOKENS, labels=TOKENS, use_cache=True, return_dict=False)
+    assert same_bytes(loss, out.loss) and logits is None and type(cache) is type(out[2])
+    again = _pytree.tree_map_only(torch.Tensor, torch.clone, out)  # as FSDP2 and accelerate do
+    assert type(again) is type(out) and again[1] is None and same_bytes(again.loss, out.loss)
+    logits = net.eval()(TOKENS, labels=TOKENS, use_cache=True)[1]
+    assert logits.shape[:2] == TOKENS.shape
+
+
 def test_items_in_batch_shifted_labels_and_tuples():
     net = families.model("llama")
     ck.patch(net)

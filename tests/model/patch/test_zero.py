@@ -13,7 +13,7 @@ pytestmark = pytest.mark.nightly
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     folder = tmp_path_factory.mktemp("patched_zero")
-    return reports("tests.model.patch.zero_rank", 2, folder, seconds=240)
+    return reports("tests.model.patch.zero_rank", 2, folder)
 
 
 @pytest.mark.parametrize("at", range(2), ids=["patch first", "engine first"])

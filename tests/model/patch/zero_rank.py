@@ -78,7 +78,7 @@ def ran(order: str, rank: int) -> dict:
 def main(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
-    with joined(rank, store, RANKS, seconds=60):
+    with joined(rank, store, RANKS):
         reports = [ran(order, rank) for order in ("patch first", "engine first")]
         # Modules and their hooks are cycles, and hold the group.
         gc.collect()

@@ -9,6 +9,7 @@ import pytest
 
 from perf.core import record, watch
 from perf.core.rival import Absent, module
+from tests.hang import HANG_SECONDS
 
 
 def test_a_step_that_hangs_ends_the_process(tmp_path):
@@ -17,17 +18,26 @@ def test_a_step_that_hangs_ends_the_process(tmp_path):
         "import time\n"
         "from perf.core.watch import watched\n"
         "with watched(0.5):\n"
-        "    pass\n"
-        "time.sleep(1.0)\n"
-        "print('done in time', flush=True)\n"
-        "with watched(0.5):\n"
-        "    time.sleep(60)\n"
+        f"    time.sleep({HANG_SECONDS})\n"
     )
+    command = [sys.executable, "-c", code]
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=record.ROOT, capture_output=True, text=True, timeout=60
+        command, cwd=record.ROOT, capture_output=True, text=True, timeout=HANG_SECONDS
     )
-    assert done.returncode == 1 and done.stdout == "done in time\n"
+    assert done.returncode == 1
     assert "Timeout" in done.stderr and "watched" not in done.stdout
+
+
+def test_a_step_in_time_ends_its_watch(monkeypatch):
+    calls = []
+    later = lambda seconds, exit: calls.append((seconds, exit))  # noqa: E731
+    monkeypatch.setattr(watch.faulthandler, "dump_traceback_later", later)
+    cancel = lambda: calls.append("cancelled")  # noqa: E731
+    monkeypatch.setattr(watch.faulthandler, "cancel_dump_traceback_later", cancel)
+    with pytest.raises(ZeroDivisionError), watch.watched(0.5):
+        calls.append("step")
+        1 / 0  # noqa: B018
+    assert calls == [(0.5, True), "step", "cancelled"]
 
 
 def test_an_exception_is_told_and_an_absent_rival_is_not_a_failure():

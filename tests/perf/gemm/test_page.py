@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from perf import report
+from perf.core.tables import where
 from perf.gemm import targets
 from perf.probes.questions import QUESTIONS
 from tests.perf.gemm.records import bench, forward
@@ -110,11 +111,32 @@ def test_host_targets_read_the_worst_cost():
     slow = bench("fwd", "qkv", 4096, 1.0, {}, host_us={"grad": 14.0, "inference": 9.0})
     page = report.render([slow], [])
     grad, inference = (f"host time of one forward call, {mode}" for mode in ("grad", "inference"))
-    assert row(page, f"{grad}: <= 15 us")[1:] == ["14.0 us", "held", "none"]
-    assert row(page, f"{inference}: <= 8 us")[1:] == ["9.0 us", "missed", targets.HOST_NEXT]
+    assert row(page, f"{grad}: <= 15 us")[1:] == [f"14.0 us ({where(slow)})", "held", "none"]
+    assert row(page, f"{inference}: <= 8 us")[1:] == [
+        f"9.0 us ({where(slow)})",
+        "missed",
+        targets.HOST_NEXT,
+    ]
     torchs = bench("fwd", "qkv", 4096, 1.0, {}, system="cublas", host_us={"inference": 11.6})
     cells = row(report.render([slow, torchs], []), f"{inference}: <= 8 us")
-    assert cells[1] == "9.0 us (`torch.mm`: 11.6 us)"
+    assert cells[1] == f"9.0 us; torch 11.6 us ({where(slow)})"
+
+
+def test_host_targets_are_of_the_newest_record_also_if_a_model_has_it():
+    old = bench("fwd", "qkv", 4096, 1.0, {}, host_us={"grad": 38.0, "inference": 20.0})
+    new = [
+        old | {"kernel": "model", "system": system, "product": "host linear", "host_us": cost}
+        for system, cost in (("ours", 7.5), ("torch", 13.0), ("ours, launch", 4.0))
+    ]
+    later = [r | {"date": f"{old['date'][:4]}-12-31", "commit": "f" * 10} for r in new]
+    grad, inference = (f"host time of one forward call, {mode}" for mode in ("grad", "inference"))
+    for records in ([old, *later], [*later, old]):
+        page = report.render(records, [])
+        cells = row(page, f"{inference}: <= 8 us")
+        assert cells[1:3] == [f"7.5 us; torch 13.0 us ({where(later[0])})", "held"]
+        assert row(page, f"{grad}: <= 15 us")[1] == f"38.0 us ({where(old)})"
+    earlier = [r | {"date": "2020-01-01", "commit": "f" * 10} for r in new]
+    assert "20.0 us" in row(report.render([old, *earlier], []), f"{inference}: <= 8 us")[1]
 
 
 def test_absent_rivals_are_listed():

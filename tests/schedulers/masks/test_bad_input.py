@@ -11,6 +11,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from cute_kernels.errors import MaskError, MaskTypeError
 from cute_kernels.schedulers import BlockMask, from_fa4, to_fa4
+from cute_kernels.schedulers.masks.algebra import And
+from cute_kernels.schedulers.masks.rules import Band, Dilated, Prefix
 
 NAN = float("nan")
 
@@ -60,6 +62,14 @@ def offsets(cu_seqlens):
     return BlockMask.document(cu_seqlens=cu_seqlens)
 
 
+def packed(**kwargs):
+    return BlockMask.from_cu_seqlens(ints([0, 3, 64]), **kwargs)
+
+
+def of_rule(rule):
+    return BlockMask.from_rule(rule, 64, 64)
+
+
 def dense(tensor, **kwargs):
     return BlockMask.from_dense(tensor, **kwargs)
 
@@ -88,6 +98,65 @@ CASES = [
     ("left below 0", lambda: window(left=-1), MaskError, "left: None for no bound got -1"),
     ("right below 0", lambda: window(right=-7), MaskError, "right: None got -7"),
     ("left NaN", lambda: window(left=NAN), MaskTypeError, "left: int got nan"),
+    (
+        "right beyond int32",
+        lambda: window(right=10**12),
+        MaskError,
+        "right: 0 to 2147483647, or None got 1000000000000",
+    ),
+    ("left beyond int32", lambda: window(left=2**31), MaskError, "left: None got 2147483648"),
+    (
+        "dilation beyond int32",
+        lambda: BlockMask.dilated_window(64, 64, left=8, right=0, dilation=2**40),
+        MaskError,
+        "dilation: 2147483647 got 1099511627776",
+    ),
+    ("causal text", lambda: packed(causal="False"), MaskTypeError, "causal: True got 'False'"),
+    ("causal 1", lambda: packed(causal=1), MaskTypeError, "causal: True or False got 1"),
+    ("window a number", lambda: packed(window_size=7), MaskTypeError, "window_size: pair got 7"),
+    ("window text", lambda: packed(window_size="ab"), MaskTypeError, "window_size: pair got 'ab'"),
+    ("window triple", lambda: packed(window_size=(1, 2, 3)), MaskError, "window_size: (1, 2, 3)"),
+    (
+        "window beyond int32",
+        lambda: packed(window_size=(None, 10**12)),
+        MaskError,
+        "window_size[1]: 2147483647 got 1000000000000",
+    ),
+    (
+        "offsets beyond int32",
+        lambda: offsets(ints([0, 2**31], dtype=torch.int64)),
+        MaskError,
+        "cu_seqlens: 2147483647 got 2147483648",
+    ),
+    (
+        "a function for a rule",
+        lambda: of_rule(lambda b, h, q, k: q >= k),
+        MaskTypeError,
+        "rule: BlockMask.from_dense BlockMask.from_flex got function",
+    ),
+    ("a tensor for a rule", lambda: of_rule(TRUE), MaskTypeError, "rule: from_dense got Tensor"),
+    ("band of text", lambda: of_rule(Band("a", 1)), MaskTypeError, "rule.lo: int got 'a'"),
+    ("band beyond", lambda: of_rule(Band(None, 2**70)), MaskError, f"rule.hi: None got {2**70}"),
+    (
+        "band beyond in a part",
+        lambda: of_rule(And((Band(-(2**31), 0), Prefix(ints([3]))))),
+        MaskError,
+        "rule.lo: None got -2147483648",
+    ),
+    ("dilation of 0 steps", lambda: of_rule(Dilated(0, 0)), MaskError, "rule.step: got 0"),
+    ("phase of a step", lambda: of_rule(Dilated(3, 3)), MaskError, "rule.phase: got 3"),
+    (
+        "prefix of floats",
+        lambda: of_rule(Prefix(torch.tensor([3.0]))),
+        MaskTypeError,
+        "rule.length: torch.int32 got torch.float32",
+    ),
+    (
+        "tail_partial text",
+        lambda: to_fa4(MASK, tail_partial="no"),
+        MaskTypeError,
+        "tail_partial: True or False got 'no'",
+    ),
     (
         "dilation 0",
         lambda: BlockMask.dilated_window(64, 64, left=8, right=0, dilation=0),

@@ -5,16 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
+import tracemalloc
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
+from cute_kernels import schedulers
 from cute_kernels.schedulers.masks.mask import BlockMask
 from cute_kernels.schedulers.model import candidates
 from cute_kernels.schedulers.model import selection as module
@@ -28,11 +31,11 @@ from cute_kernels.schedulers.order.ranks import block_grid
 from cute_kernels.schedulers.order.safety import check
 from cute_kernels.schedulers.report import quality
 from cute_kernels.schedulers.report.fit import Observation, observations, refit
+from tests.steps import lines
 
 TILE = (64, 128)
 NAMED = ("left_to_right", "spt", "lpt")
-# What `yardstick` takes where the limits were set: one core of an AMD EPYC, NumPy 2.4.
-YARDSTICK_S = 0.0090
+PACKAGE = str(Path(schedulers.__file__).parent)
 
 
 def afresh(blocks, **options) -> Selection:
@@ -327,45 +330,27 @@ def test_a_plan_given_up_is_slower(seed):
         assert time_ns == whole[index] if whole[index] <= best else time_ns in (None, whole[index])
 
 
-def yardstick() -> None:
-    """Small NumPy operations of the kinds that a selection is made of, for about as long."""
-    random = np.random.default_rng(0)
-    spots = np.argsort(random.random((64, 192)), axis=1)
-    moves = random.integers(0, 9, (64, 192, 1), np.int32)
-    turns, ends = np.zeros((192, 16), np.int32), np.zeros((3, 132), np.int32)
-    for place in 6 * list(range(64)):
-        taken = turns.take(spots[place], axis=0)
-        taken += moves[place]
-        for step in (3, 6, 12, 24, 48, 96):
-            np.maximum(taken[step:], taken[:-step], out=taken[step:])
-        turns[spots[place]] = taken
-        ends[:, :16] = taken[:3] + place
-        ends.sort(axis=1)
+class Work(NamedTuple):
+    """Lines of Python that a selection runs, and bytes that it holds at once: the same anywhere."""
+
+    lines: int
+    held: int
 
 
-def seconds(work) -> float:
-    """Of this process, so that it counts little what else runs."""
-    start = time.process_time()
-    work()
-    return time.process_time() - start
+def work_of(select_once) -> Work:
+    count = lines(select_once, PACKAGE)
+    tracemalloc.start()
+    try:
+        select_once()
+        return Work(count, tracemalloc.get_traced_memory()[1])
+    finally:
+        tracemalloc.stop()
 
 
-def missed(cases, limit_s: float, runs: int) -> dict[str, float]:
-    """The cases that took longer than the limit, in seconds of a quiet host.
-
-    cases: makes name -> work, anew for each run.  Takes the best of the runs, over the best of the
-    yardstick between them, which other load slows as well.  Ends when no case is left.
-    """
-    best, unit, late = {}, np.inf, {}
-    for _ in range(runs):
-        for name, work in cases().items():
-            unit = min(seconds(yardstick), unit)
-            best[name] = min(seconds(work), best.get(name, np.inf))
-        times = {name: took / unit * YARDSTICK_S for name, took in best.items()}
-        late = {name: took for name, took in times.items() if took > limit_s}
-        if not late:
-            break
-    return late
+def missed(cases, most: Work) -> dict[str, Work]:
+    """The cases that do more than ``most``.  cases: name -> work."""
+    done = {name: work_of(once) for name, once in cases.items()}
+    return {n: w for n, w in done.items() if w.lines > most.lines or w.held > most.held}
 
 
 def first_calls(tokens: int, heads: int):
@@ -374,36 +359,32 @@ def first_calls(tokens: int, heads: int):
     return {name: partial(afresh, mask, heads=heads) for name, mask in masks.items()}
 
 
-def test_time_limit_at_64_by_64():
-    assert missed(lambda: first_calls(4096, 64), 0.020, runs=30) == {}
+#: What takes 20 ms on a quiet host, 1 s and 0.5 s.
+AT_64, AT_512, GROUPED = Work(50_000, 2 << 20), Work(300_000, 96 << 20), Work(750_000, 16 << 20)
 
 
-def test_time_limit_at_512_by_512():
-    def longest():
-        cases = first_calls(32768, 64)
-        return {name: cases[name] for name in ("full", "causal", "random 25%")}
-
-    assert missed(longest, 1.0, runs=4) == {}
+def test_work_at_64_by_64():
+    assert missed(first_calls(4096, 64), AT_64) == {}
 
 
-def test_time_limit_with_query_heads():
+def test_work_at_512_by_512():
+    cases = first_calls(32768, 64)
+    longest = {name: cases[name] for name in ("full", "causal", "random 25%")}
+    assert missed(longest, AT_512) == {}
+
+
+def test_work_with_query_heads():
     """64 x 64 blocks of 128, 16 key/value heads of 4 query heads: 8 steps a block."""
-
-    def grouped():
-        masks = quality.usual_masks(8192, (128, 128))
-        options = {"heads": 16, "machine": "cute_sm90_d128", "group": 4}
-        names = ("full", "causal", "8 documents, split 0", "random 25%")
-        return {name: partial(afresh, masks[name], **options) for name in names}
-
-    assert missed(grouped, 0.5, runs=20) == {}
+    masks = quality.usual_masks(8192, (128, 128))
+    options = {"heads": 16, "machine": "cute_sm90_d128", "group": 4}
+    names = ("full", "causal", "8 documents, split 0", "random 25%")
+    assert missed({name: partial(afresh, masks[name], **options) for name in names}, GROUPED) == {}
 
 
-def test_a_selection_twice_as_slow_misses_the_time_limit():
-    def twice():
-        cases = first_calls(4096, 64).items()
-        return {name: lambda once=once: (once(), once()) for name, once in cases}
-
-    assert {"causal", "random 25%"} <= set(missed(twice, 0.020, runs=6))
+def test_a_selection_of_twice_the_work_is_seen():
+    cases = first_calls(4096, 64)
+    twice = {name: lambda once=once: (once(), once()) for name, once in cases.items()}
+    assert missed(twice, AT_64).keys() == cases.keys()
 
 
 def test_refit_finds_the_machine_that_the_times_came_from():

@@ -1,0 +1,130 @@
+"""Cases of attention, of blocks and of packed sequences."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from cute_kernels.schedulers import BlockMask, select, shortest_first
+from cute_kernels.sparse_attn import reference
+from tests.mhc.cases import normal
+from tests.option_table.calls import call
+
+BF16 = torch.bfloat16
+#: Two query heads of one KV head; one block of queries, two of keys.
+QUERIES, KEYS, HEADS, DIM = 70, 150, 2, 64
+SINKS = torch.tensor([0.7, -1.2])
+
+
+def leaf(*shape: int, seed: int) -> torch.Tensor:
+    return normal(*shape, seed=seed, dtype=BF16).requires_grad_()
+
+
+def compare(made, leaves, allowed, options, sinks) -> dict[str, float]:
+    """Errors of out, lse and gradients in parts of their bounds; tensors have a batch."""
+    out, lse = made if isinstance(made, tuple) else (made, None)
+    dout = normal(*out.shape, seed=5, dtype=BF16)
+    dlse = None if lse is None else normal(*lse.shape, seed=6)
+    own = [*leaves, *([] if sinks is None else [sinks])]
+    results, upstream = ([out], [dout]) if lse is None else ([out, lse], [dout, dlse])
+    grads = torch.autograd.grad(results, own, upstream)
+    numbers = {name: options[name] for name in ("scale", "softcap") if name in options}
+    plain = [t.detach() for t in leaves]
+    exact_leaves = [t.double().requires_grad_() for t in plain]
+    sinks64 = None if sinks is None else sinks.detach().double().requires_grad_()
+    want = reference.attention(*exact_leaves, allowed, **numbers, sinks=sinks64)
+    exact_own = exact_leaves + ([] if sinks is None else [sinks64])
+    up = [t.double() for t in upstream]
+    want_grads = torch.autograd.grad(want[: len(results)], exact_own, up)
+    kept = None if sinks is None else sinks.detach()
+    scores = reference.Scores(**numbers, sinks=kept)
+    bounds = reference.error_bounds(*plain, dout, allowed, dlse=dlse, scores=scores)
+    rows = [("out", out, want[0], bounds.out)]
+    rows += [] if lse is None else [("lse", lse, want[1], bounds.lse)]
+    rows += zip(("dq", "dk", "dv"), grads, want_grads, bounds[2:], strict=False)
+    if sinks is not None:
+        bound = reference.sinks_bound(bounds, [t.detach() for t in want], (dout, dlse), kept)
+        rows.append(("dsinks", grads[3], want_grads[3], bound))
+    return {name: _share(got.detach(), w.detach(), bound) for name, got, w, bound in rows}
+
+
+def _share(got, want, bound) -> float:
+    error = torch.where(got == want, 0.0, (got.double() - want).abs())
+    return torch.where(error == 0, 0.0, error / bound).nan_to_num(nan=1e9).max().item()
+
+
+def blocks(block_mask=None, sinks=None, **options) -> dict[str, float]:
+    shapes = (QUERIES, HEADS), (KEYS, 1), (KEYS, 1)
+    leaves = [leaf(1, *shape, DIM, seed=i) for i, shape in enumerate(shapes)]
+    given = options | ({} if sinks is None else {"sinks": sinks})
+    if sinks is not None:
+        sinks = given["sinks"] = sinks.clone().requires_grad_()
+    made = call("block_sparse_attention", *leaves, block_mask, **given)
+    allowed = torch.ones(1, 1, QUERIES, KEYS, dtype=torch.bool)
+    if block_mask is not None:
+        allowed = block_mask.to_dense()
+    if options.get("causal"):
+        allowed = allowed & (torch.arange(KEYS) <= torch.arange(QUERIES)[:, None] + KEYS - QUERIES)
+    return compare(made, leaves, allowed, options, sinks)
+
+
+CU_SEQLENS = torch.tensor([0, 30, 30, 100])
+TOKENS = 100
+
+
+def pack(sinks=None, cu_seqlens=CU_SEQLENS, **options) -> dict[str, float]:
+    leaves = [leaf(1, TOKENS, heads, DIM, seed=10 + i) for i, heads in enumerate((HEADS, 1, 1))]
+    given = dict(options)
+    if sinks is not None:
+        sinks = given["sinks"] = sinks.clone().requires_grad_()
+    made = call("block_sparse_attention_varlen", *(t[0] for t in leaves), cu_seqlens, **given)
+    made = tuple(t[None] for t in made) if isinstance(made, tuple) else made[None]
+    i = torch.arange(TOKENS)
+    document = torch.bucketize(i, cu_seqlens, right=True)
+    distance = i - i[:, None]
+    allowed = document == document[:, None]
+    left, right = options.get("window_size", (None, None))
+    allowed &= distance >= -(TOKENS if left is None else left)
+    allowed &= distance <= (TOKENS if right is None else right)
+    allowed &= (distance <= 0) | (not options.get("causal", False))
+    return compare(made, leaves, allowed[None, None], options, sinks)
+
+
+def _cases(run, **named: dict) -> dict:
+    return {label: functools.partial(run, **options) for label, options in named.items()}
+
+
+def mask() -> BlockMask:
+    chosen = torch.rand(1, 1, QUERIES, KEYS, generator=torch.Generator().manual_seed(7)) < 0.4
+    chosen[..., 11, :] = False
+    return BlockMask.from_dense(chosen)
+
+
+MASK = mask()
+TABLE = {
+    "block_sparse_attention": _cases(
+        blocks,
+        plain={}, block_mask={"block_mask": MASK}, causal={"causal": True}, scale={"scale": 0.2},
+        softcap={"softcap": 2.0}, largest_cap={"softcap": 1024.0}, sinks={"sinks": SINKS},
+        lse={"return_lse": True},
+        named={"schedule": "left_to_right"}, permutation={"schedule": [1, 0]},
+        heads={"schedule": torch.tensor([[1, 0]])}, unordered={"deterministic": False},
+        schedule={"block_mask": MASK, "schedule": shortest_first(MASK)},
+        selection={"block_mask": MASK, "schedule": select(MASK)},
+        all={
+            "block_mask": MASK, "causal": True, "scale": 0.2, "softcap": 2.0, "sinks": SINKS,
+            "schedule": "lpt", "return_lse": True,
+        },
+    ),
+    "block_sparse_attention_varlen": _cases(
+        pack,
+        plain={}, causal={"causal": True}, window={"window_size": (9, 4)}, scale={"scale": 0.2},
+        softcap={"softcap": 2.0}, largest_cap={"softcap": 1024.0}, sinks={"sinks": SINKS},
+        lse={"return_lse": True},
+        all={
+            "causal": True, "window_size": (9, None), "scale": 0.2, "softcap": 2.0, "sinks": SINKS,
+            "return_lse": True,
+        },
+    ),
+}  # fmt: skip
