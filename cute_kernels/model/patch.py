@@ -6,10 +6,10 @@ from collections import Counter
 
 import torch
 
-from ..integrations import transformers as integration
 from . import (
     patch_checks,
     patch_classes,
+    patch_configs,
     patch_families,
     patch_plan,
     patch_rotary,
@@ -18,9 +18,6 @@ from . import (
 from .patch_checks import Options
 from .patch_forwards import OPS, granularity, main_grad_parameters
 from .patch_report import Replaced, Report
-
-#: The attribute of a transformers model that says how it attended before.
-_BEFORE = "_cute_kernels_attention"
 
 
 def patch(
@@ -89,13 +86,12 @@ def patch(
         patch_classes.exchange(action.module, action.kind, action.notes)
         if action.kind == "rotary":
             patch_rotary.restore_frequencies(action.module)
-    for one in made.attentions:
-        _attend(one.modules)
+    patch_configs.attend(model, [one.modules for one in made.attentions])
     return report
 
 
 def unpatch(model: torch.nn.Module) -> None:
-    """Gives every module inside a model its own class back, and the model its attention.
+    """Gives every module inside a model its own class back, and the model its config.
 
     What was not patched is left alone.  Modules that wrap a patched model, or lie in it, may be
     given as well; parts of one transformers model share its attention.
@@ -107,18 +103,7 @@ def unpatch(model: torch.nn.Module) -> None:
     for module in model.modules():
         patch_classes.restore(module)
         patch_rotary.undo(module)
-        if _BEFORE in vars(module):
-            module.config._attn_implementation_internal = vars(module).pop(_BEFORE)
-
-
-def _attend(modules: tuple[torch.nn.Module, ...]) -> None:
-    """Has the models of one config attend by our op."""
-    integration.register()
-    config = modules[0].config
-    for module in modules:
-        vars(module)[_BEFORE] = config._attn_implementation
-    # Not by the property, which sets it in the configs of parts that may be unable to.
-    config._attn_implementation_internal = integration.NAME
+    patch_configs.restore(model)
 
 
 def _report(model: torch.nn.Module, made: patch_plan.Plan, main_grad: bool) -> Report:

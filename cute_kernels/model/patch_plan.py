@@ -14,6 +14,7 @@ from ..errors import ArgumentValueError
 from ..integrations import causal_lm
 from ..sparse_attn.config import VALUE_DIMS
 from . import (
+    patch_configs,
     patch_families,
     patch_formula,
     patch_instance,
@@ -48,7 +49,7 @@ class Action(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Modules of one config that attend by ``attn_implementation="cute_kernels"``."""
+    """Modules of one config and one root that attend by ``attn_implementation="cute_kernels"``."""
 
     name: str
     modules: tuple[nn.Module, ...]
@@ -70,7 +71,7 @@ class _Here(NamedTuple):
     """What all decisions about one model share.
 
     heads: output layers of causal LMs whose loss is to come from them.  outputs: of all models.
-    attends: ids of the configs whose attention is going to be ours.
+    attends: ids of the modules whose config is going to name our attention.
     """
 
     options: Options
@@ -87,7 +88,7 @@ def plan(model: nn.Module, options: Options) -> Plan:
     """What is to become of each module of a model."""
     made = Plan([], [], [], [])
     _attentions(model, options, made)
-    attends = {id(m.config) for one in made.attentions for m in one.modules}
+    attends = _attending(model, made.attentions)
     replaced, left = patch_softcaps.scores(model, attends)
     made.softcaps.extend(replaced)
     made.left.extend(left)
@@ -253,11 +254,8 @@ def _is_activation(cls: type) -> bool:
 
 def _pretrained(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The modules that are models of transformers, the outermost first."""
-    library = sys.modules.get("transformers.modeling_utils")
-    if library is None:
-        return []
-    cls = library.PreTrainedModel
-    return [(name, m) for name, m in model.named_modules() if isinstance(m, cls)]
+    found = {id(module) for module in patch_configs.pretrained(model)}
+    return [(name, module) for name, module in model.named_modules() if id(module) in found]
 
 
 def _output_layer(model: nn.Module) -> nn.Module | None:
@@ -267,9 +265,11 @@ def _output_layer(model: nn.Module) -> nn.Module | None:
 
 def _attentions(model: nn.Module, options: Options, made: Plan) -> None:
     """Which configs get our attention, and why not."""
-    by_config: dict[int, list[tuple[str, nn.Module]]] = {}
+    by_config: dict[tuple[int, int], list[tuple[str, nn.Module]]] = {}
+    roots = patch_configs.roots(model)
     for name, module in _pretrained(model):
-        by_config.setdefault(id(module.config), []).append((name, module))
+        key = id(roots[id(module)]), id(patch_configs.original(module))
+        by_config.setdefault(key, []).append((name, module))
     for group in by_config.values():
         name, modules = group[0][0], tuple(m for _, m in group)
         why = _why_not_attention(modules) if options.attention else "attention=False"
@@ -289,6 +289,17 @@ def _attentions(model: nn.Module, options: Options, made: Plan) -> None:
         if family in patch_families.NOT_COVERED:
             why = f"{family}: {patch_families.NOT_COVERED[family]}"
             made.left.append(Left(name, user_class(modules[0]).__name__, why))
+
+
+def _attending(model: nn.Module, attentions: list[Attention]) -> set[int]:
+    """Ids of the modules whose config is going to name our attention."""
+    roots = patch_configs.roots(model)
+
+    def key(module: nn.Module) -> tuple[int, int]:
+        return id(roots.get(id(module))), id(patch_configs.original(module))
+
+    chosen = {key(one.modules[0]) for one in attentions}
+    return {id(module) for module in model.modules() if key(module) in chosen}
 
 
 def _why_not_attention(modules: tuple[nn.Module, ...]) -> str | None:
@@ -311,8 +322,8 @@ def _why_not_attention(modules: tuple[nn.Module, ...]) -> str | None:
 
 def _head_sizes(model: nn.Module) -> set[tuple[int, int]]:
     """The head sizes (of q and k, of v) of the attention modules of a config, as they or it say."""
-    config = model.config
-    mine = [m for m in model.modules() if getattr(m, "config", None) is config]
+    config = patch_configs.original(model)
+    mine = [m for m in model.modules() if patch_configs.original(m) is config]
     said = {getattr(m, a, None) for m in mine for a in _HEAD_SIZES}
     found = {(size, size) for size in said if isinstance(size, int)}
     # Latent attention, as DeepSeek's: a config's head_dim is there what is rotated.
@@ -410,7 +421,7 @@ def _searched(name: str, module: nn.Module, cls: type, here: _Here) -> list[Left
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return _dropout(name, module, cls)
     gone_through = cls.__module__.startswith("torch.nn.") or patch_families.known(cls)
-    but = _EAGER if id(getattr(module, "config", None)) in here.attends else frozenset()
+    but = _EAGER if id(module) in here.attends else frozenset()
     found = {} if gone_through else patch_scan.named(cls, module, but)
     found |= patch_scan.named_by(own, cls, module, but)
     return [here.left(name, cls, Known(f"{op}: {k.text}", k.where)) for op, k in found.items()]
