@@ -11,6 +11,7 @@ from . import (
     patch_classes,
     patch_configs,
     patch_families,
+    patch_guards,
     patch_plan,
     patch_rotary,
     patch_softcaps,
@@ -70,8 +71,10 @@ def patch(
         PatchError: ``strict``, and parts are left; the message names them.  The model is unchanged.
 
     A second patch of a model, or of a part of it, counts for every module inside, and forgets what
-    the first had been told.  Logits are not those of the unpatched model, byte for byte: a norm of
-    ours rounds once where transformers' rounds twice.
+    the first had been told.  A module that is registered in a patched model later raises
+    ``PatchError`` when it is called, if a patch would replace it or name it as moving bits: patch
+    again after ``resize_token_embeddings``.  Logits are not those of the unpatched model, byte for
+    byte: a norm of ours rounds once where transformers' rounds twice.
     """
     options = Options(linear, norm, attention, embedding, logits, order, main_grad)
     patch_checks.model(model)
@@ -87,6 +90,7 @@ def patch(
         if action.kind == "rotary":
             patch_rotary.restore_frequencies(action.module)
     patch_configs.attend(model, [one.modules for one in made.attentions])
+    patch_guards.mark(model, options)
     return report
 
 
@@ -103,6 +107,7 @@ def unpatch(model: torch.nn.Module) -> None:
     for module in model.modules():
         patch_classes.restore(module)
         patch_rotary.undo(module)
+        patch_guards.clear(module)
     patch_configs.restore(model)
 
 

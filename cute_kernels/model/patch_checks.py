@@ -63,3 +63,10 @@ def complete(moving: tuple[Left, ...]) -> None:
         more = [f"  and {len(moving) - 20} more"] if len(moving) > 20 else []
         want = f"no part left whose bits follow the batch, got {len(moving)}"
         raise PatchError("\n".join([f"strict: expected {want}:", *shown, *more]))
+
+
+def not_patched(name: str, module: torch.nn.Module, args: tuple) -> None:
+    """The forward pre-hook of a module that was put into a patched model: it must not run."""
+    want = "a module that ck.patch has seen (patch the model again after resize_token_embeddings,"
+    want += " adapters or an assignment)"
+    raise PatchError(expected(name, want, f"a new {type(module).__name__}"))

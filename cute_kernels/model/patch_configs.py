@@ -83,14 +83,16 @@ def restore(model: torch.nn.Module) -> None:
     """
     if not any(_SWAPS in vars(module) for module in pretrained(model)):
         return
-    written: set[int] = set()
-    for module in model.modules():
-        for name, swap in vars(module).pop(_SWAPS, {}).items():
-            if id(swap.copied) not in written:
-                written.add(id(swap.copied))
-                _write_back(*swap)
-            if vars(module).get(name) is swap.copied:
-                vars(module)[name] = swap.original
+    modules = list(model.modules())
+    saved = [vars(module).pop(_SWAPS, {}) for module in modules]
+    swaps = {id(swap.copied): swap for swaps in saved for swap in swaps.values()}
+    for swap in swaps.values():
+        _write_back(*swap)
+    # Modules that were made from the copy hold it as well.
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if id(value) in swaps:
+                vars(module)[name] = swaps[id(value)].original
 
 
 def _configs(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, object]]:
