@@ -30,6 +30,8 @@ from .patch_report import Left, Replaced
 
 #: Of the parameters that our ops read.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Options of nn.Embedding that ck.embedding does not have -> their value where they are not set.
+_EMBEDDING_OPTIONS = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
 #: Attributes of attention modules that say their head size.
 _HEAD_SIZES = ("head_dim", "head_size", "attention_head_size")
 #: Families (config.model_type) whose attention reads the values of its mask: ours is no mask of
@@ -155,11 +157,12 @@ def _replacement(name, module: nn.Module, cls: type, here: _Here) -> Action | Le
     if isinstance(module, nn.Embedding):
         why = _why_not_embedding(module, cls) if options.embedding else "embedding=False"
         kind = "embedding" if cls.forward is nn.Embedding.forward else "embedding_step"
-        return action(kind) if why is None else left(why)
+        reads = tuple(_EMBEDDING_OPTIONS.items())
+        return action(kind, reads=reads) if why is None else left(why)
     if _is_activation(cls):
-        kind = patch_formula.activation(module, patch_formula.ACTIVATIONS)
-        if kind is not None:
-            return action(kind) if options.norm else left("norm=False")
+        rule = patch_formula.activation(module, patch_formula.ACTIVATIONS)
+        if rule is not None:
+            return action(rule.kind, reads=rule.reads) if options.norm else left("norm=False")
         return here.left(name, cls, patch_known.NAMES["gelu"])
     if patch_formula.is_rotary(module):
         rule = patch_formula.rotary_rule(module)
@@ -175,7 +178,7 @@ def _norm(module: nn.Module, cls: type, options: Options, action, left) -> Actio
     rule = patch_formula.norm_rule(module)
     if isinstance(rule, str):
         torchs = isinstance(module, nn.LayerNorm | nn.RMSNorm) or "norm" in cls.__name__.lower()
-        return left(rule) if torchs else None
+        return left(rule) if torchs or rule.startswith(patch_formula.A_NORM_THAT) else None
     refused = [why for p in module.parameters(recurse=False) if (why := _why_not_weight(p))]
     if refused or not options.norm:
         return left(refused[0] if refused else "norm=False")
@@ -218,7 +221,7 @@ def _sharded_by_fsdp(weight: torch.Tensor) -> bool:
 
 
 def _why_not_embedding(module: nn.Embedding, cls: type) -> str | None:
-    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+    for option in _EMBEDDING_OPTIONS:
         if getattr(module, option):
             return f"{option} is set, which ck.embedding does not have"
     if cls.forward is not nn.Embedding.forward and not _looks_up_by_super(cls, module):
