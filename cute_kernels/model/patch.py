@@ -13,6 +13,7 @@ from . import (
     patch_families,
     patch_guards,
     patch_plan,
+    patch_positions,
     patch_rotary,
     patch_softcaps,
 )
@@ -119,6 +120,7 @@ def _report(model: torch.nn.Module, made: patch_plan.Plan, main_grad: bool) -> R
     replaced += made.softcaps
     missed: list[str] = []
     shared: list[str] = []
+    broadcast: list[str] = []
     if main_grad:
         written = Counter(
             id(p) for a in made.actions for p in main_grad_parameters(a.module, a.kind)
@@ -126,8 +128,12 @@ def _report(model: torch.nn.Module, made: patch_plan.Plan, main_grad: bool) -> R
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         missed = [name for name, p in named if id(p) not in written]
         shared = [name for name, p in named if written[id(p)] > 1]
+        looked_up = [(a.name, a.module) for a in made.actions if a.kind.startswith("embedding")]
+        known = [a.module for a in made.actions if a.kind == "positions"]
+        ids = {id(m.weight) for _, m in patch_positions.broadcast(looked_up, known)}
+        broadcast = [name for name, p in named if id(p) in ids]
     tokens = max((granularity(a.module, a.kind) for a in made.actions), default=1)
-    parts = tuple(replaced), tuple(made.left), tuple(missed), tuple(shared)
+    parts = map(tuple, (replaced, made.left, missed, shared, broadcast))
     return Report(patch_families.of(model), *parts, granularity=tokens)
 
 

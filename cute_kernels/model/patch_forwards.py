@@ -16,7 +16,7 @@ from ..integrations.held_head import Scoring
 from ..norm import api as norm
 from ..norm.config import part_rows
 from ..rowwise import api as rowwise
-from . import patch_causal, patch_checks, patch_rotary
+from . import patch_causal, patch_checks, patch_positions, patch_rotary
 from .patch_causal import head_scores
 
 #: The attribute of a patched module that its `Notes` are in.
@@ -225,6 +225,7 @@ FORWARDS: dict[str, Callable[[type], Callable]] = {
     "embedding": _same(_embedding),
     "rotary": _same(_rotary),
     "causal_lm": patch_causal.forward_of,
+    "positions": patch_positions.forward_of,
 }
 #: Name -> the class that goes below the author's.
 STEPS: dict[str, type] = {"embedding_step": EmbeddingStep}
@@ -245,5 +246,6 @@ OPS = {
     "embedding": "ck.embedding",
     "embedding_step": "ck.embedding",
     "rotary": "ck.rotary_table",
+    "positions": "ck.embedding for each sequence, where gradients go to main_grad",
     "causal_lm": "ck.tanh, and in the loss ck.linear_logp(softcap=)",
 }

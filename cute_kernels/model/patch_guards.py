@@ -48,7 +48,8 @@ def clear(module: torch.nn.Module) -> None:
 def _registered(parent: torch.nn.Module, name: str, new: torch.nn.Module | None) -> None:
     """The registration hook: guard the parts of a new module that the patch does not know."""
     before = parent._modules.get(name)
-    options = vars(parent).get(_OPTIONS) or vars(before or parent).get(_OPTIONS)
+    inside = parent if before is None or _OPTIONS in vars(parent) else before
+    options = vars(inside).get(_OPTIONS)
     if options is None or not isinstance(new, torch.nn.Module) or new is before:
         return
     plan = patch_plan.plan(new, options)

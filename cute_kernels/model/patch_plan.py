@@ -19,6 +19,7 @@ from . import (
     patch_formula,
     patch_instance,
     patch_known,
+    patch_positions,
     patch_scan,
     patch_softcaps,
 )
@@ -109,9 +110,21 @@ def plan(model: nn.Module, options: Options) -> Plan:
             made.left.extend(decided)
         if isinstance(module, nn.MultiheadAttention):
             inside |= {id(child) for child in module.modules()}
+    if options.main_grad and options.embedding:
+        made.actions.extend(_positions(model, options))
     order = {id(m): at for at, m in enumerate(model.modules())}
     made.actions.sort(key=lambda action: order[id(action.module)])
     return made
+
+
+def _positions(model: nn.Module, options: Options) -> list[Action]:
+    """The modules that are to look positions up for each sequence."""
+    notes = Notes(options.order, options.main_grad)
+    return [
+        Action(name, module, "positions", notes)
+        for name, module in model.named_modules()
+        if patch_positions.is_known(user_class(module)) and not _calls_another(module, "positions")
+    ]
 
 
 def _decided(name: str, module: nn.Module, here: _Here) -> Action | list[Left] | None:
