@@ -79,7 +79,7 @@ MET = "bar.warp.sync 0xffffffff;"
         (MET, False),
         ("bar.sync 0;", False),
         ("", True),
-        # It makes lanes meet, and orders no memory.
+        # It makes lanes meet, and publishes no store.
         ("shfl.sync.idx.b32 %r9, %r1, 0, 31, -1;", True),
         # Half of the warp: lanes 16 to 31 are not among those that meet.
         ("setp.ge.u32 %p1, %r1, 16; @%p1 bra L; bar.warp.sync 0xffff; L:", True),
@@ -98,6 +98,24 @@ cvt.u16.u32 %h1, %r1; st.shared.b16 [%r3], %h1; ld.shared.b16 %h2, [%r3];
 st.shared.b16 [%r3], %h2; st.shared.b32 [sm+64], %r2;"""
     report = launch(entry(own + sync, [], sm(128)), [], check_races=2)
     assert report["races"] == 0
+
+
+@pytest.mark.parametrize(
+    "meet, races",
+    [
+        (MET, False),
+        ("shfl.sync.idx.b32 %r9, %r5, 0, 31, -1;", False),
+        ("setp.eq.u32 %p3, %r5, 7; vote.sync.any.pred %p4, %p3, -1;", False),
+        ("redux.sync.or.b32 %r9, %r5, -1;", False),
+        ("elect.sync _|%p3, -1;", True),
+        ("", True),
+    ],
+)
+def test_values_that_lanes_hand_over_have_been_read(meet, races):
+    """All lanes read a word, and lane 0 stores another one."""
+    body = f"""mov.u32 %r1, %tid.x; setp.eq.u32 %p1, %r1, 0; @%p1 st.shared.u32 [sm], 7;
+bar.sync 0; ld.shared.u32 %r5, [sm]; {meet} @%p1 st.shared.u32 [sm], 8;"""
+    assert (launch(entry(body, [], sm(16)), [], check_races=2)["races"] > 0) == races
 
 
 ARRIVE = "setp.ne.u32 %p2, %r1, 0; @!%p2 mbarrier.arrive.shared.b64 _, [sm+256];"
