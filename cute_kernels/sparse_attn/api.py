@@ -61,9 +61,11 @@ def block_sparse_attention(
         bits depend on its query, its allowed keys at their absolute positions, and their values;
         not on the other rows, batches and heads, on padding, or on how a prefill is cut into
         chunks.  (NaN or Inf in ``v`` reaches every row of a query block that visits its key block.)
-        In a backward NaN or Inf of a masked row or key is multiplied by a weight of 0, which gives
-        NaN: q's and dout's of a row reach dk and dv of the key blocks that its query block visits,
-        k's of a key reaches dq of the query blocks that visit its block.  Padding must be finite.
+        In a backward on a GPU NaN or Inf of a masked row or key is multiplied by a weight of 0,
+        which gives NaN: q's of a row reaches dk, dout's dv (on SM90 without softcap also dk and dq
+        of the row) of the key blocks that its query block visits, k's of a key reaches dq of the
+        query blocks that visit its block.  Padding must be finite there.  On a CPU a row or key
+        that a block masks whole reaches nothing of it.
         The gradients' bits also depend on the schedule: dQ adds key blocks in the order of ranks,
         dK and dV add query blocks in the order of visits.  ``Schedule.hash`` names both.  The
         gradient of ``sinks`` is a sum over all rows in fp64: ``run_to_run``.
