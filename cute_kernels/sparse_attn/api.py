@@ -10,6 +10,7 @@ import torch
 from ..schedulers.masks.mask import BlockMask
 from ..schedulers.model.selection import Selection
 from ..schedulers.order.schedule import Schedule
+from ..torch_ops import own_result
 from . import checks, op, pack_op, prepare, sequence_op, sequences
 
 
@@ -180,7 +181,8 @@ def block_sparse_attention_varlen(
     offsets = pack_op.offsets_of(cu_seqlens, q)
     numbers = left, 0 if causal else right, given.scale, given.softcap
     out, lse = pack_op.pack_attention(q, k, v, offsets, *numbers, sinks)
-    return (out[0], lse[0]) if return_lse else out[0]
+    out, lse = own_result(out[0]), own_result(lse[0])
+    return (out, lse) if return_lse else out
 
 
 def seen_columns(dense: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
