@@ -39,7 +39,8 @@ def block_sparse_attention(
             128 x 128, once per mask.
         causal: Also require key <= query + Sk - Sq (the last query sees all).
         scale: Factor of the scores, above 0; None is 1 / sqrt(D).
-        softcap: If not 0, a score s is softcap * tanh(s / softcap).
+        softcap: If not 0, a score s is softcap * tanh(s / softcap); from 2**-40 to 1024, more is
+            refused: on a GPU a capped score has an absolute error of up to 2**-21 softcap.
         sinks: [Hq]; fp32, bf16 or fp16: a score of each query head that every row's sum has besides
             its keys', with a value of zeros (attention sinks, arXiv:2309.17453, as gpt-oss learns
             them).  Not scaled and not capped.
