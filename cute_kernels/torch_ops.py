@@ -175,6 +175,14 @@ def detach_view(value: object) -> object:
     return value.detach() if isinstance(value, torch.Tensor) and value._is_view() else value
 
 
+def own_result(view: torch.Tensor) -> torch.Tensor:
+    """Result for a caller: of a view without a graph, a tensor that is no view for autograd.
+
+    Autograd refuses in-place writes with gradients to a view that was made under ``no_grad``.
+    """
+    return view if view.requires_grad else view.detach()
+
+
 def _guarded(run: Callable, names: Sequence[str]) -> Callable:
     """``run`` of tensors whose storage was checked, with results that are no views for autograd.
 
