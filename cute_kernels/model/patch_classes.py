@@ -105,11 +105,8 @@ def _while_patched(ours: Callable, author: Callable) -> FunctionType:
 
 def _anew(cls: type, kind: str) -> torch.nn.Module:
     """An empty module, whose state a pickle or a copy then brings."""
-    from . import patch_guards
-
     if "transformers" in sys.modules:
         integration.register()
-    patch_guards.watch()  # a process that only loads a pickle has patched nothing
     new = patched_class(cls, kind)
     return new.__new__(new)
 

@@ -18,10 +18,21 @@ from .patch_checks import Options
 from .patch_classes import kind_of
 from .patch_report import Left
 
-#: Attribute of every module inside a patched model: the options of the patch.
-_OPTIONS = "_cute_kernels_options"
+#: Attribute of every module inside a patched model: its `Mark`.
+_MARK = "_cute_kernels_options"
 #: Attribute of a module that must not run: the id of its hook.
 _GUARD = "_cute_kernels_guard"
+
+
+class Mark:
+    """The options of the patch of a module; a process that loads one watches as well."""
+
+    def __init__(self, options: Options) -> None:
+        watch()
+        self.options = options
+
+    def __reduce__(self) -> tuple[type, tuple[Options]]:
+        return Mark, (self.options,)
 
 
 @functools.cache
@@ -32,14 +43,14 @@ def watch() -> None:
 
 def mark(model: torch.nn.Module, options: Options) -> None:
     """Watch what is put into a model, or in the place of it."""
-    watch()
+    shared = Mark(options)
     for module in model.modules():
-        vars(module)[_OPTIONS] = options
+        vars(module)[_MARK] = shared
 
 
 def clear(module: torch.nn.Module) -> None:
     """Let a module run and be changed again."""
-    vars(module).pop(_OPTIONS, None)
+    vars(module).pop(_MARK, None)
     guard = vars(module).pop(_GUARD, None)
     if guard is not None:
         module._forward_pre_hooks.pop(guard, None)
@@ -48,10 +59,11 @@ def clear(module: torch.nn.Module) -> None:
 def _registered(parent: torch.nn.Module, name: str, new: torch.nn.Module | None) -> None:
     """The registration hook: guard the parts of a new module that the patch does not know."""
     before = parent._modules.get(name)
-    inside = parent if before is None or _OPTIONS in vars(parent) else before
-    options = vars(inside).get(_OPTIONS)
-    if options is None or not isinstance(new, torch.nn.Module) or new is before:
+    inside = parent if before is None or _MARK in vars(parent) else before
+    known = vars(inside).get(_MARK)
+    if known is None or not isinstance(new, torch.nn.Module) or new is before:
         return
+    options = known.options
     plan = patch_plan.plan(new, options)
     parts = [(action.name, action.module) for action in plan.actions]
     parts += [(one.name, one.modules[0]) for one in plan.attentions]
@@ -59,7 +71,7 @@ def _registered(parent: torch.nn.Module, name: str, new: torch.nn.Module | None)
     named = dict(new.named_modules())
     parts += [(one.name, named[one.name]) for one in plan.left if _moves(one, chosen)]
     for path, part in parts:
-        if kind_of(part) is None and _GUARD not in vars(part) and _OPTIONS not in vars(part):
+        if kind_of(part) is None and _GUARD not in vars(part) and _MARK not in vars(part):
             refuse = functools.partial(patch_checks.not_patched, f"{name}.{path}" if path else name)
             vars(part)[_GUARD] = part.register_forward_pre_hook(refuse).id
 

@@ -14,7 +14,7 @@ from cute_kernels.errors import PatchError
 from cute_kernels.model import patch_classes, patch_formula
 from tests.contract import same_bytes
 from tests.model.patch import families
-from tests.model.patch.test_norm_rule import Base, Centred, D, Rescale
+from tests.model.patch.norms import Base, Centred, D, Rescale
 
 
 class OnlyInTraining(Base):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -178,3 +180,23 @@ def test_a_patched_part_of_a_model():
     assert patch_classes.kind_of(net.model.layers[0].mlp.up_proj) is None
     with pytest.raises(PatchError, match=r"mlp\.gate_proj"):
         families.logits(net, TOKENS)
+
+
+def test_a_process_that_loads_a_pickle_watches(tmp_path):
+    """It has patched nothing by itself."""
+    net = nn.Sequential(nn.Linear(8, 8))
+    ck.patch(net)
+    torch.save(net, tmp_path / "net")
+    code = f"""
+import torch
+from torch import nn
+net = torch.load({str(tmp_path / "net")!r}, weights_only=False)
+net(torch.zeros(1, 8))
+net[0] = nn.Linear(8, 8)
+try:
+    net(torch.zeros(1, 8))
+except RuntimeError as error:
+    print(type(error).__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["PatchError"]
