@@ -214,6 +214,14 @@ def detach_view(value: object) -> object:
     return value.detach() if isinstance(value, torch.Tensor) and value._is_view() else value
 
 
+def own_result(view: torch.Tensor) -> torch.Tensor:
+    """Result for a caller: of a view without a graph, a tensor that is no view for autograd.
+
+    Autograd refuses in-place writes with gradients to a view that was made under ``no_grad``.
+    """
+    return view if view.requires_grad else view.detach()
+
+
 def _require_storage(names: Sequence[str], args: Sequence[object]) -> None:
     """Refuse tensors whose storage was freed; plans are cached for none of those."""
     for name, value in zip(names, args, strict=False):

@@ -45,7 +45,7 @@ def _modes(seeds: Sequence[int]) -> list[Mode]:
             named[f"resident-{ctas}-{seed}"] = RANDOM | {"resident_ctas": ctas, "seed": seed}
     named["descending"] = LATE | {"cta_order": "descending"}
     named["descending-2"] = LATE | {"cta_order": "descending", "resident_ctas": 2}
-    named["races"] = RANDOM | {"check_races": 1, "seed": seeds[0]}
+    named["races"] = RANDOM | {"check_races": 2, "seed": seeds[0]}
     for math in ("fma", "hopper"):
         named[f"{math}-late"] = LATE | {"wgmma_math": math}
         named[f"{math}-random"] = ANY_CTA | {"wgmma_math": math, "seed": seeds[0]}
@@ -54,6 +54,10 @@ def _modes(seeds: Sequence[int]) -> list[Mode]:
 
 MODES = _modes((1, 2, 3))
 QUICK_MODES = _modes((1,))  # the same classes, one seed each
+
+
+#: The mode that finds accesses of shared memory that nothing orders, alone.
+RACES = [mode for mode in QUICK_MODES if mode.name == "races"]
 
 
 def ordered(modes: Iterable[Mode]) -> list[Mode]:

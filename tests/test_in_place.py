@@ -6,9 +6,11 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import cute_kernels as ck
 from cute_kernels import mhc, systems
+from cute_kernels.integrations import flex
 from cute_kernels.runtime import plan_cache
 from cute_kernels.torch_ops import detach_view
 from tests.contract import same_bytes
@@ -151,16 +153,35 @@ def test_results_may_be_written_in_place(name):
         assert all(map(same_bytes, written, copied))
 
 
-#: Public functions that index an op's results: by a view.
-INDEXED = {"block_sparse_attention_varlen"}
+def in_the_mode(q, k, v):
+    with ck.batch_invariant(strict=True):
+        heads = (t.transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(*heads, is_causal=True)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in INDEXED])
-def test_results_without_a_graph_may_take_one(name):
+#: Functions around a public op that give its results another shape.
+AROUND = {
+    "flex_attention": (
+        lambda q, k, v: flex.flex_attention(q, k, v, return_lse=True), *[(1, 2, 5, 64)] * 3,
+    ),
+    "scaled_dot_product_attention": (in_the_mode, *[(1, 5, 2, 40)] * 3),
+}  # fmt: skip
+#: Public functions that give an op's results another shape: by a view where gradients are recorded.
+RESHAPED = {name for name in CASES if name.startswith("mhc.")}
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "enable_grad"])
+@pytest.mark.parametrize("name", CASES | AROUND)
+def test_results_without_a_graph_may_take_one(name, mode):
     """A view made under no_grad may not be written where gradients are recorded."""
-    with torch.no_grad():
-        results = results_of(name, leaves_of(name))
-    for result in results:
+    call, *shapes = (CASES | AROUND)[name]
+    with getattr(torch, mode)():
+        dtype = FP32 if name in RESHAPED else torch.bfloat16
+        leaves = [drawn(*s, seed=i, dtype=dtype) for i, s in enumerate(shapes)]
+        leaves[0].requires_grad_(mode == "no_grad")
+        results = call(*leaves)
+    for result in results if isinstance(results, tuple) else [results]:
+        assert name in RESHAPED or not result._is_view()
         factor = drawn(*result.shape, seed=30, dtype=result.dtype).requires_grad_()
         before = result.clone()
         result.mul_(factor)

@@ -17,7 +17,8 @@ from cute_kernels.gemm import tiles
 from cute_kernels.logp import launch as logp_launch
 from cute_kernels.logp.tensors import Head, Rows, Upstream
 from cute_kernels.norm import launch as norm_launch
-from cute_kernels.norm.tensors import LAYER, RMS, Rule, Scale
+from cute_kernels.norm.config import LAYER, RMS
+from cute_kernels.norm.tensors import Rule, Scale
 from cute_kernels.operands import ALIGN
 from tests.contract import same_bytes
 

@@ -10,6 +10,7 @@ from .. import checking
 from ..errors import ArgumentTypeError, ArgumentValueError, ShapeError, expected
 from ..schedulers.masks.mask import BlockMask
 from ..sparse_attn.api import block_sparse_attention
+from ..torch_ops import own_result
 
 _converted: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -43,8 +44,8 @@ def flex_attention(
         softcap, **options: As in ``block_sparse_attention`` (schedule, deterministic).
 
     Returns:
-        [B, Hq, Sq, Dv] (a view of [B, Sq, Hq, Dv]); with ``return_lse`` also fp32 [B, Hq, Sq]; with
-        ``return_aux`` an ``AuxOutput``, whose ``lse`` it is if that was requested.
+        [B, Hq, Sq, Dv] with the strides of [B, Sq, Hq, Dv]; with ``return_lse`` also fp32
+        [B, Hq, Sq]; with ``return_aux`` an ``AuxOutput``, whose ``lse`` it is if requested.
 
     Raises:
         ArgumentTypeError: a ``score_mod``, or an argument of another type.  ArgumentValueError:
@@ -64,11 +65,12 @@ def flex_attention(
     options |= {"scale": scale, "softcap": softcap, "return_lse": with_lse}
     results = block_sparse_attention(q, k, v, mask_of(block_mask), **options)
     out, lse = results if with_lse else (results, None)
+    out = own_result(out.transpose(1, 2))
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
-        return out.transpose(1, 2), AuxOutput(lse=lse, max_scores=None)
-    return (out.transpose(1, 2), lse) if return_lse else out.transpose(1, 2)
+        return out, AuxOutput(lse=lse, max_scores=None)
+    return (out, lse) if return_lse else out
 
 
 def _check_options(score_mod, enable_gqa, return_lse, kernel_options, return_aux) -> None:

@@ -18,6 +18,7 @@ from ..errors import ArgumentValueError
 from ..schedulers.masks.mask import BlockMask
 from ..sparse_attn import api
 from ..sparse_attn.config import VALUE_DIMS
+from ..torch_ops import own_result
 from . import aten_checks, attention_by_products, mode
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -51,7 +52,7 @@ def attention(
     rooms = zip((q, k, v), (room, room, VALUE_DIMS[room]), strict=True)
     heads = (F.pad(t, (0, wide - t.shape[-1])).transpose(1, 2) for t, wide in rooms)
     made = _attend(*heads, mask, is_causal, scale)
-    return made.transpose(1, 2)[..., : v.shape[-1]]
+    return own_result(made.transpose(1, 2)[..., : v.shape[-1]])
 
 
 def _well_formed(q, k, v, mask, is_causal) -> bool:

@@ -11,8 +11,7 @@ from ..norm import api as norm_api
 from ..norm import checks as norm_checks
 from ..norm import op as norm_op
 from ..norm.checks import Operands
-from ..norm.config import MAX_WIDTH
-from ..norm.tensors import LAYER, RMS
+from ..norm.config import LAYER, MAX_WIDTH, RMS
 from ..rowwise import api as rowwise
 from ..rowwise import op as rowwise_op
 from . import aten_checks

@@ -6,21 +6,20 @@ from collections import Counter
 
 import torch
 
-from ..integrations import transformers as integration
 from . import (
     patch_checks,
     patch_classes,
+    patch_configs,
     patch_families,
+    patch_guards,
     patch_plan,
+    patch_positions,
     patch_rotary,
     patch_softcaps,
 )
 from .patch_checks import Options
 from .patch_forwards import OPS, granularity, main_grad_parameters
 from .patch_report import Replaced, Report
-
-#: The attribute of a transformers model that says how it attended before.
-_BEFORE = "_cute_kernels_attention"
 
 
 def patch(
@@ -73,8 +72,10 @@ def patch(
         PatchError: ``strict``, and parts are left; the message names them.  The model is unchanged.
 
     A second patch of a model, or of a part of it, counts for every module inside, and forgets what
-    the first had been told.  Logits are not those of the unpatched model, byte for byte: a norm of
-    ours rounds once where transformers' rounds twice.
+    the first had been told.  A module that is registered in a patched model later raises
+    ``PatchError`` when it is called, if a patch would replace it or name it as moving bits: patch
+    again after ``resize_token_embeddings``.  Logits are not those of the unpatched model, byte for
+    byte: a norm of ours rounds once where transformers' rounds twice.
     """
     options = Options(linear, norm, attention, embedding, logits, order, main_grad)
     patch_checks.model(model)
@@ -89,13 +90,13 @@ def patch(
         patch_classes.exchange(action.module, action.kind, action.notes)
         if action.kind == "rotary":
             patch_rotary.restore_frequencies(action.module)
-    for one in made.attentions:
-        _attend(one.modules)
+    patch_configs.attend(model, [one.modules for one in made.attentions])
+    patch_guards.mark(model, options)
     return report
 
 
 def unpatch(model: torch.nn.Module) -> None:
-    """Gives every module inside a model its own class back, and the model its attention.
+    """Gives every module inside a model its own class back, and the model its config.
 
     What was not patched is left alone.  Modules that wrap a patched model, or lie in it, may be
     given as well; parts of one transformers model share its attention.
@@ -107,18 +108,8 @@ def unpatch(model: torch.nn.Module) -> None:
     for module in model.modules():
         patch_classes.restore(module)
         patch_rotary.undo(module)
-        if _BEFORE in vars(module):
-            module.config._attn_implementation_internal = vars(module).pop(_BEFORE)
-
-
-def _attend(modules: tuple[torch.nn.Module, ...]) -> None:
-    """Has the models of one config attend by our op."""
-    integration.register()
-    config = modules[0].config
-    for module in modules:
-        vars(module)[_BEFORE] = config._attn_implementation
-    # Not by the property, which sets it in the configs of parts that may be unable to.
-    config._attn_implementation_internal = integration.NAME
+        patch_guards.clear(module)
+    patch_configs.restore(model)
 
 
 def _report(model: torch.nn.Module, made: patch_plan.Plan, main_grad: bool) -> Report:
@@ -129,6 +120,7 @@ def _report(model: torch.nn.Module, made: patch_plan.Plan, main_grad: bool) -> R
     replaced += made.softcaps
     missed: list[str] = []
     shared: list[str] = []
+    broadcast: list[str] = []
     if main_grad:
         written = Counter(
             id(p) for a in made.actions for p in main_grad_parameters(a.module, a.kind)
@@ -136,8 +128,12 @@ def _report(model: torch.nn.Module, made: patch_plan.Plan, main_grad: bool) -> R
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         missed = [name for name, p in named if id(p) not in written]
         shared = [name for name, p in named if written[id(p)] > 1]
+        looked_up = [(a.name, a.module) for a in made.actions if a.kind.startswith("embedding")]
+        known = [a.module for a in made.actions if a.kind == "positions"]
+        ids = {id(m.weight) for _, m in patch_positions.broadcast(looked_up, known)}
+        broadcast = [name for name, p in named if id(p) in ids]
     tokens = max((granularity(a.module, a.kind) for a in made.actions), default=1)
-    parts = tuple(replaced), tuple(made.left), tuple(missed), tuple(shared)
+    parts = map(tuple, (replaced, made.left, missed, shared, broadcast))
     return Report(patch_families.of(model), *parts, granularity=tokens)
 
 

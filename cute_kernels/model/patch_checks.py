@@ -16,6 +16,10 @@ LOGP, LOGITS = "linear_logp", "linear"
 CHOICES = {"logits": (LOGP, LOGITS), "order": ORDERS}
 
 
+class Absent:
+    """Stands for the value of an attribute that a module does not have."""
+
+
 class Options(NamedTuple):
     """What is to be replaced; see `patch.patch`."""
 
@@ -63,3 +67,23 @@ def complete(moving: tuple[Left, ...]) -> None:
         more = [f"  and {len(moving) - 20} more"] if len(moving) > 20 else []
         want = f"no part left whose bits follow the batch, got {len(moving)}"
         raise PatchError("\n".join([f"strict: expected {want}:", *shown, *more]))
+
+
+def not_patched(name: str, module: torch.nn.Module, args: tuple) -> None:
+    """The forward pre-hook of a module that was put into a patched model: it must not run."""
+    want = "a module that ck.patch has seen (patch the model again after resize_token_embeddings,"
+    want += " adapters or an assignment)"
+    raise PatchError(expected(name, want, f"a new {type(module).__name__}"))
+
+
+def unchanged(module: torch.nn.Module, reads: tuple[tuple[str, object], ...]) -> None:
+    """That attributes which the author's forward reads are as the patch found them."""
+    for name, value in reads:
+        now = getattr(module, name, Absent)
+        if now is not value and now != value:
+            want = f"{_shown(value)}, as when it was patched (patch again)"
+            raise PatchError(expected(f"{type(module).__name__}.{name}", want, _shown(now)))
+
+
+def _shown(value: object) -> str:
+    return "no value" if value is Absent else repr(value)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,8 @@ import torch.nn.functional as F
 
 from ..errors import ArgumentValueError
 from . import patch_rotary
+from .patch_checks import Absent
+from .patch_classes import user_class
 
 #: Of results near 1: a float32 inside costs 1e-6, another formula or eps at least 1e-2.
 _TOLERANCE = 3e-5
@@ -25,20 +28,45 @@ _SIZES = (3e-4, 3e-3, 1.0, 30.0)
 _ROWS = 4
 
 
+#: How the reason begins why a module is left whose results are those of a formula.
+A_NORM_THAT = "a norm whose forward reads"
+#: Attributes that every module has.
+_OF_ANY_MODULE = frozenset(dir(torch.nn.Module())) | {"__class__", "__dict__"}
+#: Values that can be compared later, with tuples, lists and dicts of them.
+_COMPARED = (bool, int, float, str, torch.dtype, types.FunctionType, types.BuiltinFunctionType)
+
+#: Attributes that a forward reads, and their values: with others the formula may not hold.
+Reads = tuple[tuple[str, object], ...]
+
+
 class NormRule(NamedTuple):
-    """A norm's formula: ``kind`` is ``rms_norm`` or ``layer_norm``; names of its parameters."""
+    """A norm's formula: ``kind`` is ``rms_norm`` or ``layer_norm``; names of its parameters.
+
+    eps_name: The attribute that holds eps; None: it is a constant in the code.
+    reads: The other attributes that the forward reads.
+    """
 
     kind: str
     eps: float
     offset: float
     weight: str | None
     bias: str | None
+    eps_name: str | None = None
+    reads: Reads = ()
+
+
+class ActivationRule(NamedTuple):
+    """The name of an activation's function, and the attributes that its forward reads."""
+
+    kind: str
+    reads: Reads
 
 
 class RotaryRule(NamedTuple):
     """A rotary table's: whether it has the dtype of its input, or fp32 always."""
 
     follows: bool
+    reads: Reads = ()
 
 
 def is_norm_like(module: torch.nn.Module) -> bool:
@@ -62,10 +90,72 @@ def norm_rule(module: torch.nn.Module) -> NormRule | str:
         return f"it has {len(names)} parameters"
     try:
         probe = _Probe(module, width)
-        found = [rule for rule in _rules(module, names) if probe.agrees(rule)]
+        results = probe.results()
+        found = [rule for rule in _rules(module, names) if probe.agrees(rule, results)]
     except Exception as error:  # any code may run here, and fail as it likes
         return f"its forward does not run on a random input ({type(error).__name__}: {error})"
-    return found[0] if found else "its forward agrees with no formula of ck.rms_norm or layer_norm"
+    if not found:
+        return "its forward agrees with no formula of ck.rms_norm or layer_norm"
+    return _with_reads(found[0], module, probe)
+
+
+def _with_reads(rule: NormRule, module: torch.nn.Module, probe: _Probe) -> NormRule | str:
+    """The rule, with where its eps is read and what else the forward reads; or why it is left."""
+    eps_name, reads = None, []
+    for name, value in _values(module, probe.names):
+        if not _can_compare(value):
+            return f"{A_NORM_THAT} {name}, a {type(value).__name__}, which may change"
+        held = torch.finfo(torch.float32).eps if value is None else value
+        if eps_name is None and type(held) is float and held == rule.eps:
+            others = [held * 8, held / 8] if held else [1e-3]
+            if all(probe.still(rule._replace(eps=eps), name, eps) for eps in others):
+                eps_name = name
+                continue
+        if isinstance(value, bool) and probe.still(rule, name, not value):
+            continue
+        reads.append((name, copy.deepcopy(value)))
+    return rule._replace(eps_name=eps_name, reads=tuple(reads))
+
+
+# ---- what a forward reads -----------------------------------------------------------------------
+
+
+def _recorder(module: torch.nn.Module, names: set[str]) -> torch.nn.Module:
+    """A shallow copy that writes down the names of its own that a forward reads."""
+    cls = user_class(module)
+
+    def recorded(self, name: str) -> object:
+        if name not in _OF_ANY_MODULE and not name.startswith("_cute_kernels"):
+            names.add(name)
+        return cls.__getattribute__(self, name)
+
+    probe = copy.copy(module)
+    probe.__class__ = type(cls.__name__, (cls,), {"__getattribute__": recorded})
+    return probe
+
+
+def _values(module: torch.nn.Module, names: set[str]) -> Iterator[tuple[str, object]]:
+    """Those of the names that are values, not parameters, children, methods or properties."""
+    held = {**module._parameters, **module._buffers, **module._modules}
+    for name in sorted(names - set(held)):
+        static = inspect.getattr_static(module, name, Absent)
+        if name in vars(module) or static is Absent or _can_compare(static):
+            function = isinstance(static, types.FunctionType) and name not in vars(module)
+            if not function:
+                yield name, static
+
+
+def _can_compare(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_can_compare, value))
+    if isinstance(value, dict):
+        return all(map(_can_compare, (*value, *value.values())))
+    return value is None or value is Absent or isinstance(value, _COMPARED)
+
+
+def _reads(module: torch.nn.Module, names: set[str], but: tuple[str, ...] = ()) -> Reads:
+    values = [(name, value) for name, value in _values(module, names) if _can_compare(value)]
+    return tuple((name, copy.deepcopy(value)) for name, value in values if name not in but)
 
 
 def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -76,7 +166,7 @@ def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
 def _takes_one(module: torch.nn.Module) -> bool:
     """Whether a forward can be called with one tensor."""
     try:
-        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+        parameters = list(inspect.signature(user_class(module).forward).parameters.values())[1:]
     except (TypeError, ValueError):
         return False
     needed = [p for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD]
@@ -85,7 +175,7 @@ def _takes_one(module: torch.nn.Module) -> bool:
 
 def _optional(module: torch.nn.Module) -> list[str]:
     """Arguments that a forward may be given besides its first, as the gate of Mamba-2's norm."""
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    parameters = list(inspect.signature(user_class(module).forward).parameters.values())[1:]
     return [p.name for p in parameters if p.default is not p.empty]
 
 
@@ -116,28 +206,52 @@ def _rules(module: torch.nn.Module, names: list[str]) -> list[NormRule]:
 
 
 class _Probe:
-    """A module with random parameters on the CPU, run on random inputs: [ROWS, D], and others."""
+    """A module with random parameters on the CPU, run on random inputs: [ROWS, D], and others.
+
+    names: of the attributes that its forward has read.
+    """
 
     def __init__(self, module: torch.nn.Module, width: int) -> None:
         generator = torch.Generator(device="cpu").manual_seed(width)
-        self.module, self.values = _with_random_parameters(module, generator)
-        self.results = []
+        self.names: set[str] = set()
+        self.module, self.values = _with_random_parameters(module, generator, self.names)
+        self.forward = user_class(module).forward
+        self.inputs = []
         for at, size in enumerate(_SIZES):
             shape = (_ROWS, width) if at % 2 else (2, 1, 3, width)
             x = _random(shape, generator)
-            x = (x + _random((*shape[:-1], 1), generator)) * size
-            with torch.no_grad():
-                y = type(module).forward(self.module, x)
-            self.results.append((x, y))
+            self.inputs.append((x + _random((*shape[:-1], 1), generator)) * size)
 
-    def agrees(self, rule: NormRule) -> bool:
+    def results(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(x, y) for each input, in training and in evaluation."""
+        return [
+            (x, y)
+            for x in self.inputs
+            for y in _in_both_modes(self.module, lambda m, x=x: self.forward(m, x.clone()))
+        ]
+
+    def agrees(self, rule: NormRule, results: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
         """Whether every result is that of the formula."""
         return all(
             isinstance(y, torch.Tensor)
             and y.shape == x.shape
             and bool(((y.double() - self._formula(rule, x)).abs() <= _TOLERANCE).all())
-            for x, y in self.results
+            for x, y in results
         )
+
+    def still(self, rule: NormRule, name: str, value: object) -> bool:
+        """Whether the rule holds where an attribute has another value."""
+        names, before = set(self.names), vars(self.module).get(name, Absent)
+        vars(self.module)[name] = value
+        try:
+            return self.agrees(rule, self.results())
+        except Exception:  # any code may run here, and fail as it likes
+            return False
+        finally:
+            self.names.intersection_update(names)
+            vars(self.module).pop(name)
+            if before is not Absent:
+                vars(self.module)[name] = before
 
     def _formula(self, rule: NormRule, x: torch.Tensor) -> torch.Tensor:
         x = x.to(torch.float64)
@@ -149,11 +263,21 @@ class _Probe:
         return y if rule.bias is None else y + self.values[rule.bias].to(torch.float64)
 
 
+def _in_both_modes(probe: torch.nn.Module, call: Callable) -> list:
+    """What a call of a module gives in training and in evaluation; torch's generator stays."""
+    results = []
+    for training in (True, False):
+        vars(probe)["training"] = training
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            results.append(call(probe))
+    return results
+
+
 def _with_random_parameters(
-    module: torch.nn.Module, generator: torch.Generator
+    module: torch.nn.Module, generator: torch.Generator, names: set[str]
 ) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """A shallow copy on the CPU, so that sharded, frozen or unmade parameters do not matter."""
-    probe = copy.copy(module)
+    probe = _recorder(module, names)
     values = {
         name: _random(_shape(p), generator) for name, p in module.named_parameters(recurse=False)
     }
@@ -172,19 +296,39 @@ def _random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 # ---- activations --------------------------------------------------------------------------------
 
 
-def activation(module: torch.nn.Module, candidates: dict[str, Callable]) -> str | None:
-    """The name of the function that a module computes, of those given; None: another one."""
+def activation(module: torch.nn.Module, candidates: dict[str, Callable]) -> ActivationRule | None:
+    """The function that a module computes, of those given; None: another one."""
     generator = torch.Generator(device="cpu").manual_seed(0)
-    x = _random((8, 256), generator) * 3
-    try:
-        with torch.no_grad():
-            y = type(module).forward(module, x)
-    except Exception:  # any code may run here, and fail as it likes
+    x, names = _random((8, 256), generator) * 3, set()
+    probe, forward = _recorder(module, names), user_class(module).forward
+
+    def kind() -> str | None:
+        try:
+            results = _in_both_modes(probe, lambda m: forward(m, x.clone()))
+        except Exception:  # any code may run here, and fail as it likes
+            return None
+        if not all(isinstance(y, torch.Tensor) and y.shape == x.shape for y in results):
+            return None
+        exact = {name: function(x.double()) for name, function in candidates.items()}
+        return next((n for n, e in exact.items() if all(_gap(y, e) <= 1e-5 for y in results)), None)
+
+    found = kind()
+    if found is None:
         return None
-    if not isinstance(y, torch.Tensor) or y.shape != x.shape:
-        return None
-    near = ((y.double() - function(x.double())).abs().max() for function in candidates.values())
-    return next((n for n, gap in zip(candidates, near, strict=True) if float(gap) <= 1e-5), None)
+    reads = []
+    for name, value in _reads(module, names):
+        if isinstance(value, bool):
+            vars(probe)[name] = not value
+            unread = kind() == found
+            vars(probe)[name] = value
+            if unread:
+                continue
+        reads.append((name, value))
+    return ActivationRule(found, tuple(reads))
+
+
+def _gap(y: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((y.double() - exact).abs().max())
 
 
 #: Name of our forward -> the function in torch, in float64.
@@ -206,7 +350,7 @@ def is_rotary(module: torch.nn.Module) -> bool:
     buffers = [name for name, _ in module.named_buffers(recurse=False)]
     if not any(name.endswith("inv_freq") for name in buffers):
         return False
-    return "position_ids" in inspect.signature(type(module).forward).parameters
+    return "position_ids" in inspect.signature(user_class(module).forward).parameters
 
 
 def rotary_rule(module: torch.nn.Module) -> RotaryRule | str:
@@ -220,21 +364,26 @@ def rotary_rule(module: torch.nn.Module) -> RotaryRule | str:
         patch_rotary.exact_frequencies(module)
     except ArgumentValueError as error:
         return str(error)
+    names: set[str] = set()
     try:
-        dtypes = {_rotary_dtype(module, layer_type) for layer_type in kinds}
+        dtypes = {_rotary_dtype(module, layer_type, names) for layer_type in kinds}
     except Exception as error:  # any code may run here, and fail as it likes
         return f"its forward does not run on random positions ({type(error).__name__}: {error})"
     if dtypes <= {torch.bfloat16} or dtypes <= {torch.float32}:
-        return RotaryRule(follows=torch.bfloat16 in dtypes)
+        scalings = [f"{kind}_attention_scaling" for kind in kinds if kind is not None]
+        reads = _reads(module, names, but=("attention_scaling", *scalings))
+        return RotaryRule(follows=torch.bfloat16 in dtypes, reads=reads)
     return "its forward agrees with no formula of ck.rotary_table"
 
 
-def _rotary_dtype(module: torch.nn.Module, layer_type: str | None) -> torch.dtype | None:
+def _rotary_dtype(
+    module: torch.nn.Module, layer_type: str | None, names: set[str]
+) -> torch.dtype | None:
     """The dtype of a table asked for with a bf16 input; None: it is not the formula's."""
     prefix = "" if layer_type is None else f"{layer_type}_"
     of_layer = () if layer_type is None else (layer_type,)
     generator = torch.Generator(device="cpu").manual_seed(1)
-    probe = copy.copy(module)
+    probe, forward = _recorder(module, names), user_class(module).forward
     held = getattr(module, f"{prefix}inv_freq")
     # Frequencies of its own: the model's may not be made yet.
     frequencies = torch.rand(held.shape, generator=generator, dtype=torch.float32, device="cpu")
@@ -246,12 +395,12 @@ def _rotary_dtype(module: torch.nn.Module, layer_type: str | None) -> torch.dtyp
     want = angles.cos() * scaling, angles.sin() * scaling
     for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 2.0**-7)):
         x = torch.zeros(1, dtype=dtype, device="cpu")
-        with torch.no_grad():
-            got = type(module).forward(probe, x, positions, *of_layer)
-        for table, exact in zip(got, want, strict=True):
-            near = table.shape == exact.shape
-            if not near or float((table.double() - exact).abs().max()) > bound * max(1, scaling):
-                return None
+        tables = _in_both_modes(probe, lambda m, x=x: forward(m, x, positions, *of_layer))
+        for got in tables:
+            for table, exact in zip(got, want, strict=True):
+                near = table.shape == exact.shape
+                if not near or _gap(table, exact) > bound * max(1, scaling):
+                    return None
     mixes = _mixes_sections(probe, frequencies, scaling, positions, of_layer)
     return None if mixes else got[0].dtype
 
@@ -264,7 +413,7 @@ def _mixes_sections(
     x = torch.zeros(1, dtype=torch.float32, device="cpu")
     try:
         with torch.no_grad():
-            table = type(probe).forward(probe, x, sections, *of_layer)[0]
+            table = user_class(probe).forward(probe, x, sections, *of_layer)[0]
     except Exception:  # any code may run here, and most takes no such positions
         return False
     angles = (sections[..., None] * frequencies).to(torch.float64)

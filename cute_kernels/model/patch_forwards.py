@@ -16,7 +16,7 @@ from ..integrations.held_head import Scoring
 from ..norm import api as norm
 from ..norm.config import part_rows
 from ..rowwise import api as rowwise
-from . import patch_causal, patch_rotary
+from . import patch_causal, patch_checks, patch_positions, patch_rotary
 from .patch_causal import head_scores
 
 #: The attribute of a patched module that its `Notes` are in.
@@ -29,7 +29,10 @@ class Notes(NamedTuple):
     order: of linear products.
     main_grad: whether gradients go to the ``main_grad`` of parameters that have one.
     weight, bias: the names of a norm's parameters; None: it has none.
-    eps, offset: of a norm.  follows: whether a rotary table has the dtype of its input, or fp32.
+    eps, offset: of a norm.  eps_name: the attribute that its eps is read from at each call; None:
+    it is ``eps``.  reads: (attribute, value) that the author's forward reads and ours does not: a
+    call with another value is refused.
+    follows: whether a rotary table has the dtype of its input, or fp32.
     softcap: of a causal LM's logits, 0: none.  logp: whether its loss is
     ck.linear_logp's; of a head, whether it can score targets.
     """
@@ -43,6 +46,8 @@ class Notes(NamedTuple):
     follows: bool = True
     softcap: float = 0.0
     logp: bool = False
+    eps_name: str | None = None
+    reads: tuple[tuple[str, object], ...] = ()
 
 
 def main_grad_of(module: torch.nn.Module, parameter: torch.Tensor | None) -> torch.Tensor | None:
@@ -109,12 +114,22 @@ def _parameter(module: torch.nn.Module, name: str | None) -> torch.Tensor | None
     return None if name is None else getattr(module, name)
 
 
+def _eps(module: torch.nn.Module) -> float:
+    """The eps of a norm, which may have been changed since the patch."""
+    notes = module._cute_kernels
+    patch_checks.unchanged(module, notes.reads)
+    if notes.eps_name is None:
+        return notes.eps
+    eps = getattr(module, notes.eps_name)
+    return torch.finfo(torch.float32).eps if eps is None else eps  # None: nn.RMSNorm's default
+
+
 def _rms_norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
     # y = x / √(mean(x²) + eps) · (w + offset)
     notes = self._cute_kernels
     weight = _parameter(self, notes.weight)
     into = main_grad_of(self, weight)
-    return norm.rms_norm(hidden_states, weight, notes.eps, offset=notes.offset, main_grad=into)
+    return norm.rms_norm(hidden_states, weight, _eps(self), offset=notes.offset, main_grad=into)
 
 
 def _layer_norm(self, input: torch.Tensor) -> torch.Tensor:
@@ -122,31 +137,37 @@ def _layer_norm(self, input: torch.Tensor) -> torch.Tensor:
     notes = self._cute_kernels
     weight, bias = _parameter(self, notes.weight), _parameter(self, notes.bias)
     into = {"main_grad": main_grad_of(self, weight), "bias_main_grad": main_grad_of(self, bias)}
-    return norm.layer_norm(input, weight, bias, notes.eps, **into)
+    return norm.layer_norm(input, weight, bias, _eps(self), **into)
 
 
 def _silu(self, input: torch.Tensor) -> torch.Tensor:
+    patch_checks.unchanged(self, self._cute_kernels.reads)
     return rowwise.silu(input)
 
 
 def _gelu(self, input: torch.Tensor) -> torch.Tensor:
+    patch_checks.unchanged(self, self._cute_kernels.reads)
     return rowwise.gelu(input)
 
 
 def _gelu_tanh(self, input: torch.Tensor) -> torch.Tensor:
+    patch_checks.unchanged(self, self._cute_kernels.reads)
     return rowwise.gelu(input, approximate="tanh")
 
 
 def _tanh(self, input: torch.Tensor) -> torch.Tensor:
+    patch_checks.unchanged(self, self._cute_kernels.reads)
     return rowwise.tanh(input)
 
 
 def _sigmoid(self, input: torch.Tensor) -> torch.Tensor:
+    patch_checks.unchanged(self, self._cute_kernels.reads)
     return rowwise.sigmoid(input)
 
 
 def _quick_gelu(self, input: torch.Tensor) -> torch.Tensor:
     # y = x σ(1.702 x), in the steps of transformers
+    patch_checks.unchanged(self, self._cute_kernels.reads)
     return input * rowwise.sigmoid(1.702 * input)
 
 
@@ -154,6 +175,7 @@ def _quick_gelu(self, input: torch.Tensor) -> torch.Tensor:
 
 
 def _embedding(self, input: torch.Tensor) -> torch.Tensor:
+    patch_checks.unchanged(self, self._cute_kernels.reads)
     into = main_grad_of(self, self.weight)
     return rowwise.embedding(input, self.weight, padding_idx=self.padding_idx, main_grad=into)
 
@@ -172,6 +194,7 @@ def _rotary(
     layer_type: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # cos and sin of position · frequency, times the scaling of the table
+    patch_checks.unchanged(self, self._cute_kernels.reads)
     prefix = "" if layer_type is None else f"{layer_type}_"
     if getattr(self, f"{prefix}inv_freq").dtype != torch.float32:
         # After the patch, ``model.to(dtype)`` has rounded them.
@@ -202,6 +225,7 @@ FORWARDS: dict[str, Callable[[type], Callable]] = {
     "embedding": _same(_embedding),
     "rotary": _same(_rotary),
     "causal_lm": patch_causal.forward_of,
+    "positions": patch_positions.forward_of,
 }
 #: Name -> the class that goes below the author's.
 STEPS: dict[str, type] = {"embedding_step": EmbeddingStep}
@@ -222,5 +246,6 @@ OPS = {
     "embedding": "ck.embedding",
     "embedding_step": "ck.embedding",
     "rotary": "ck.rotary_table",
+    "positions": "ck.embedding for each sequence, where gradients go to main_grad",
     "causal_lm": "ck.tanh, and in the loss ck.linear_logp(softcap=)",
 }

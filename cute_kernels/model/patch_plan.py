@@ -14,10 +14,12 @@ from ..errors import ArgumentValueError
 from ..integrations import causal_lm
 from ..sparse_attn.config import VALUE_DIMS
 from . import (
+    patch_configs,
     patch_families,
     patch_formula,
     patch_instance,
     patch_known,
+    patch_positions,
     patch_scan,
     patch_softcaps,
 )
@@ -29,6 +31,8 @@ from .patch_report import Left, Replaced
 
 #: Of the parameters that our ops read.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Options of nn.Embedding that ck.embedding does not have -> their value where they are not set.
+_EMBEDDING_OPTIONS = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
 #: Attributes of attention modules that say their head size.
 _HEAD_SIZES = ("head_dim", "head_size", "attention_head_size")
 #: Families (config.model_type) whose attention reads the values of its mask: ours is no mask of
@@ -48,7 +52,7 @@ class Action(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Modules of one config that attend by ``attn_implementation="cute_kernels"``."""
+    """Modules of one config and one root that attend by ``attn_implementation="cute_kernels"``."""
 
     name: str
     modules: tuple[nn.Module, ...]
@@ -70,7 +74,7 @@ class _Here(NamedTuple):
     """What all decisions about one model share.
 
     heads: output layers of causal LMs whose loss is to come from them.  outputs: of all models.
-    attends: ids of the configs whose attention is going to be ours.
+    attends: ids of the modules whose config is going to name our attention.
     """
 
     options: Options
@@ -87,7 +91,7 @@ def plan(model: nn.Module, options: Options) -> Plan:
     """What is to become of each module of a model."""
     made = Plan([], [], [], [])
     _attentions(model, options, made)
-    attends = {id(m.config) for one in made.attentions for m in one.modules}
+    attends = _attending(model, made.attentions)
     replaced, left = patch_softcaps.scores(model, attends)
     made.softcaps.extend(replaced)
     made.left.extend(left)
@@ -106,9 +110,21 @@ def plan(model: nn.Module, options: Options) -> Plan:
             made.left.extend(decided)
         if isinstance(module, nn.MultiheadAttention):
             inside |= {id(child) for child in module.modules()}
+    if options.main_grad and options.embedding:
+        made.actions.extend(_positions(model, options))
     order = {id(m): at for at, m in enumerate(model.modules())}
     made.actions.sort(key=lambda action: order[id(action.module)])
     return made
+
+
+def _positions(model: nn.Module, options: Options) -> list[Action]:
+    """The modules that are to look positions up for each sequence."""
+    notes = Notes(options.order, options.main_grad)
+    return [
+        Action(name, module, "positions", notes)
+        for name, module in model.named_modules()
+        if patch_positions.is_known(user_class(module)) and not _calls_another(module, "positions")
+    ]
 
 
 def _decided(name: str, module: nn.Module, here: _Here) -> Action | list[Left] | None:
@@ -154,11 +170,12 @@ def _replacement(name, module: nn.Module, cls: type, here: _Here) -> Action | Le
     if isinstance(module, nn.Embedding):
         why = _why_not_embedding(module, cls) if options.embedding else "embedding=False"
         kind = "embedding" if cls.forward is nn.Embedding.forward else "embedding_step"
-        return action(kind) if why is None else left(why)
+        reads = tuple(_EMBEDDING_OPTIONS.items())
+        return action(kind, reads=reads) if why is None else left(why)
     if _is_activation(cls):
-        kind = patch_formula.activation(module, patch_formula.ACTIVATIONS)
-        if kind is not None:
-            return action(kind) if options.norm else left("norm=False")
+        rule = patch_formula.activation(module, patch_formula.ACTIVATIONS)
+        if rule is not None:
+            return action(rule.kind, reads=rule.reads) if options.norm else left("norm=False")
         return here.left(name, cls, patch_known.NAMES["gelu"])
     if patch_formula.is_rotary(module):
         rule = patch_formula.rotary_rule(module)
@@ -174,7 +191,7 @@ def _norm(module: nn.Module, cls: type, options: Options, action, left) -> Actio
     rule = patch_formula.norm_rule(module)
     if isinstance(rule, str):
         torchs = isinstance(module, nn.LayerNorm | nn.RMSNorm) or "norm" in cls.__name__.lower()
-        return left(rule) if torchs else None
+        return left(rule) if torchs or rule.startswith(patch_formula.A_NORM_THAT) else None
     refused = [why for p in module.parameters(recurse=False) if (why := _why_not_weight(p))]
     if refused or not options.norm:
         return left(refused[0] if refused else "norm=False")
@@ -217,7 +234,7 @@ def _sharded_by_fsdp(weight: torch.Tensor) -> bool:
 
 
 def _why_not_embedding(module: nn.Embedding, cls: type) -> str | None:
-    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+    for option in _EMBEDDING_OPTIONS:
         if getattr(module, option):
             return f"{option} is set, which ck.embedding does not have"
     if cls.forward is not nn.Embedding.forward and not _looks_up_by_super(cls, module):
@@ -253,11 +270,8 @@ def _is_activation(cls: type) -> bool:
 
 def _pretrained(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The modules that are models of transformers, the outermost first."""
-    library = sys.modules.get("transformers.modeling_utils")
-    if library is None:
-        return []
-    cls = library.PreTrainedModel
-    return [(name, m) for name, m in model.named_modules() if isinstance(m, cls)]
+    found = {id(module) for module in patch_configs.pretrained(model)}
+    return [(name, module) for name, module in model.named_modules() if id(module) in found]
 
 
 def _output_layer(model: nn.Module) -> nn.Module | None:
@@ -267,9 +281,11 @@ def _output_layer(model: nn.Module) -> nn.Module | None:
 
 def _attentions(model: nn.Module, options: Options, made: Plan) -> None:
     """Which configs get our attention, and why not."""
-    by_config: dict[int, list[tuple[str, nn.Module]]] = {}
+    by_config: dict[tuple[int, int], list[tuple[str, nn.Module]]] = {}
+    roots = patch_configs.roots(model)
     for name, module in _pretrained(model):
-        by_config.setdefault(id(module.config), []).append((name, module))
+        key = id(roots[id(module)]), id(patch_configs.original(module))
+        by_config.setdefault(key, []).append((name, module))
     for group in by_config.values():
         name, modules = group[0][0], tuple(m for _, m in group)
         why = _why_not_attention(modules) if options.attention else "attention=False"
@@ -289,6 +305,17 @@ def _attentions(model: nn.Module, options: Options, made: Plan) -> None:
         if family in patch_families.NOT_COVERED:
             why = f"{family}: {patch_families.NOT_COVERED[family]}"
             made.left.append(Left(name, user_class(modules[0]).__name__, why))
+
+
+def _attending(model: nn.Module, attentions: list[Attention]) -> set[int]:
+    """Ids of the modules whose config is going to name our attention."""
+    roots = patch_configs.roots(model)
+
+    def key(module: nn.Module) -> tuple[int, int]:
+        return id(roots.get(id(module))), id(patch_configs.original(module))
+
+    chosen = {key(one.modules[0]) for one in attentions}
+    return {id(module) for module in model.modules() if key(module) in chosen}
 
 
 def _why_not_attention(modules: tuple[nn.Module, ...]) -> str | None:
@@ -311,8 +338,8 @@ def _why_not_attention(modules: tuple[nn.Module, ...]) -> str | None:
 
 def _head_sizes(model: nn.Module) -> set[tuple[int, int]]:
     """The head sizes (of q and k, of v) of the attention modules of a config, as they or it say."""
-    config = model.config
-    mine = [m for m in model.modules() if getattr(m, "config", None) is config]
+    config = patch_configs.original(model)
+    mine = [m for m in model.modules() if patch_configs.original(m) is config]
     said = {getattr(m, a, None) for m in mine for a in _HEAD_SIZES}
     found = {(size, size) for size in said if isinstance(size, int)}
     # Latent attention, as DeepSeek's: a config's head_dim is there what is rotated.
@@ -410,7 +437,7 @@ def _searched(name: str, module: nn.Module, cls: type, here: _Here) -> list[Left
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return _dropout(name, module, cls)
     gone_through = cls.__module__.startswith("torch.nn.") or patch_families.known(cls)
-    but = _EAGER if id(getattr(module, "config", None)) in here.attends else frozenset()
+    but = _EAGER if id(module) in here.attends else frozenset()
     found = {} if gone_through else patch_scan.named(cls, module, but)
     found |= patch_scan.named_by(own, cls, module, but)
     return [here.left(name, cls, Known(f"{op}: {k.text}", k.where)) for op, k in found.items()]

@@ -51,6 +51,10 @@ class Report:
         main_grad_shared: With ``main_grad=True``, parameters that several modules add into, as tied
             embeddings are.  A sum of theirs follows the split into micro-batches: in one batch all
             of one module's tokens come first, in two those of both modules in turn.
+        main_grad_broadcast: With ``main_grad=True``, parameters of learned positions that the model
+            may look up once and broadcast over the batch: their sums follow the split as well,
+            unless position_ids [B, T] are given.  GPT-2's, GPT-BigCode's, GPT-Neo's and BERT's are
+            looked up for each sequence.
         granularity: Micro-batches that are cut at multiples of this many tokens leave the bits of
             one batch in every other ``main_grad``.
     """
@@ -60,6 +64,7 @@ class Report:
     left: tuple[Left, ...]
     main_grad_left: tuple[str, ...] = ()
     main_grad_shared: tuple[str, ...] = ()
+    main_grad_broadcast: tuple[str, ...] = ()
     granularity: int = 1
 
     @property
@@ -84,6 +89,9 @@ class Report:
         if self.main_grad_shared:
             lines += ["main_grad follows the micro-batches (several modules add into it):"]
             lines += [f"  {_some(list(self.main_grad_shared))}"]
+        if self.main_grad_broadcast:
+            lines += ["main_grad may follow the micro-batches (give position_ids [B, T]):"]
+            lines += [f"  {_some(list(self.main_grad_broadcast))}"]
         return "\n".join(lines)
 
     #: A notebook shows the table.

@@ -32,7 +32,7 @@ def of_scores(module: torch.nn.Module) -> float:
 
 
 def scores(model: torch.nn.Module, attends: set[int]) -> tuple[list[Replaced], list[Left]]:
-    """The caps of scores in a model; ``attends``: ids of the configs with our attention."""
+    """The caps of scores in a model; ``attends``: ids of the modules with our attention."""
     replaced, left = [], []
     for name, module in model.named_modules():
         cap = of_scores(module)
@@ -42,7 +42,7 @@ def scores(model: torch.nn.Module, attends: set[int]) -> tuple[list[Replaced], l
         if patch_instance.around(module, user_class(module)) is None:
             why = f"{patch_instance.REASON}: whether it caps, and by what, is not known"
             left.append(Left(name, part, why))
-        elif id(getattr(module, "config", None)) in attends:
+        elif id(module) in attends:
             replaced.append(Replaced(name, part, "attn_implementation='cute_kernels'"))
         else:
             left.append(Left(name, part, "part of the attention, which is left"))

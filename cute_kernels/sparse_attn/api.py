@@ -10,6 +10,7 @@ import torch
 from ..schedulers.masks.mask import BlockMask
 from ..schedulers.model.selection import Selection
 from ..schedulers.order.schedule import Schedule
+from ..torch_ops import own_result
 from . import checks, op, pack_op, prepare, sequence_op, sequences
 
 
@@ -38,8 +39,9 @@ def block_sparse_attention(
             128 x 128, once per mask.
         causal: Also require key <= query + Sk - Sq (the last query sees all).
         scale: Factor of the scores, above 0; None is 1 / sqrt(D).
-        softcap: If not 0, a score s is softcap * tanh(s / softcap).  At most 1024: on GPUs a capped
-            score has an absolute error of up to 2^-21 softcap (2.4e-5 at 50, 4.9e-4 at 1024).
+        softcap: If not 0, a score s is softcap * tanh(s / softcap); from 2**-40 to 1024, more is
+            refused: on a GPU a capped score has an absolute error of up to 2**-21 softcap (2.4e-5
+            at 50, 4.9e-4 at 1024).
         sinks: [Hq]; fp32, bf16 or fp16: a score of each query head that every row's sum has besides
             its keys', with a value of zeros (attention sinks, arXiv:2309.17453, as gpt-oss learns
             them).  Not scaled and not capped.
@@ -62,9 +64,11 @@ def block_sparse_attention(
         bits depend on its query, its allowed keys at their absolute positions, and their values;
         not on the other rows, batches and heads, on padding, or on how a prefill is cut into
         chunks.  (NaN or Inf in ``v`` reaches every row of a query block that visits its key block.)
-        In a backward NaN or Inf of a masked row or key is multiplied by a weight of 0, which gives
-        NaN: q's and dout's of a row reach dk and dv of the key blocks that its query block visits,
-        k's of a key reaches dq of the query blocks that visit its block.  Padding must be finite.
+        In a backward on a GPU NaN or Inf of a masked row or key is multiplied by a weight of 0,
+        which gives NaN: q's of a row reaches dk, dout's dv (on SM90 without softcap also dk and dq
+        of the row) of the key blocks that its query block visits, k's of a key reaches dq of the
+        query blocks that visit its block.  Padding must be finite there.  On a CPU a row or key
+        that a block masks whole reaches nothing of it.
         The gradients' bits also depend on the schedule: dQ adds key blocks in the order of ranks,
         dK and dV add query blocks in the order of visits.  ``Schedule.hash`` names both.  The
         gradient of ``sinks`` is a sum over all rows in fp64: ``run_to_run``.
@@ -179,7 +183,8 @@ def block_sparse_attention_varlen(
     offsets = pack_op.offsets_of(cu_seqlens, q)
     numbers = left, 0 if causal else right, given.scale, given.softcap
     out, lse = pack_op.pack_attention(q, k, v, offsets, *numbers, sinks)
-    return (out[0], lse[0]) if return_lse else out[0]
+    out, lse = own_result(out[0]), own_result(lse[0])
+    return (out, lse) if return_lse else out
 
 
 def seen_columns(dense: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:

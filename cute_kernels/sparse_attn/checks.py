@@ -33,7 +33,9 @@ DTYPES = (torch.bfloat16, torch.float16)
 #: Of scale and softcap.  Kernels form scale / softcap and log2(e) times either in fp32, which must
 #: neither overflow (infinity times a score of 0 is NaN) nor vanish.
 LEAST, MOST = 2.0**-40, 2.0**40
-#: A capped score has an absolute error of 2^-21 softcap on GPUs: 1 - 2 / (1 + e^x) cancels near 0.
+#: A capped score has an absolute error of up to 2^-21 softcap on SM90 and in Triton, whose tanh is
+#: 1 - 2 / (1 + e^x), which cancels near 0.  A CPU's tanh does not; it keeps to the same limit, so
+#: that a call is taken by all backends or by none.
 MOST_SOFTCAP = 1024.0
 #: The last two dimensions of each, for messages.
 _HEADS = {"q": "Hq, D", "k": "Hkv, D", "v": "Hkv, Dv"}

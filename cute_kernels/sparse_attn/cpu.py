@@ -5,7 +5,9 @@ input dtype before its product, one division at the end.  A row that a block doe
 its state bit for bit, so the blocks that its neighbours need are no part of its bits.
 
 Backward, per (KV head, key block) ticket: query blocks in visiting order, in each the query heads
-of the group.  A dQ part is added when its rank comes, whatever the order of tickets.
+of the group.  A dQ part is added when its rank comes, whatever the order of tickets.  Rows of q,
+dout and k that a block masks whole are replaced by zeros in its products: NaN and Inf in them reach
+no gradient.
 
 All sequences are padded with zero rows to whole blocks: every product has one shape.  A BLAS
 promises nothing about row positions, so the first call of each head size proves it on this machine:
@@ -115,6 +117,9 @@ def ordered_sums(
         for e in range(begin, end):
             m, bits = entry[e] >> 1, tile[e] if mask.form == "bits" else -1
             allowed = _allowed(mask, m, n, entry[e] & 1, bits)
+            # A sum adds nothing for a row or key that sees none of the block, be it NaN.
+            queried, keyed = (allowed.any(dim, keepdim=True) for dim in (1, 0))
+            seen_keys = torch.where(keyed.mT, keys, 0.0)
             for head in range(who * shared, (who + 1) * shared):
                 queries, dos_here = qs[head, m], dos[head, m]
                 scores, slope = _scores(queries, keys, scale, softcap)
@@ -122,9 +127,9 @@ def ordered_sums(
                 ds = p * (mm(dos_here, values.mT) - delta[head, m])
                 ds = torch.where(allowed, ds if slope is None else ds * slope, 0.0)
                 p, ds = _through(p, q.dtype), _through(ds, q.dtype)
-                dv[who, n] += mm(p.mT, dos_here)
-                dk[who, n] += mm(ds.mT, queries)
-                dq.add(head, m, rank[e], mm(ds, keys))
+                dv[who, n] += mm(p.mT, torch.where(queried, dos_here, 0.0))
+                dk[who, n] += mm(ds.mT, torch.where(queried, queries, 0.0))
+                dq.add(head, m, rank[e], mm(ds, seen_keys))
     dk, dv = (_over_group(t, batch * k.shape[2]).unflatten(0, (batch, -1)) for t in (dk, dv))
     return dq.total.unflatten(0, (batch, -1)) * scale, dk * scale, dv
 

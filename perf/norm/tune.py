@@ -63,7 +63,8 @@ def started(text: str, case: Case, sms: int, build: Callable | None = None) -> C
 def forward(text: str, case: Case, sms: int, build: Callable | None) -> Callable:
     """y, or h and y."""
     from cute_kernels.norm import config, kernel_fwd_sm90, launch
-    from cute_kernels.norm.tensors import LAYER, RMS, Rule
+    from cute_kernels.norm.config import LAYER, RMS
+    from cute_kernels.norm.tensors import Rule
 
     tried, dtype = parse(text), torch.bfloat16
     residual, layer = case.op == "add_rms_norm", case.op == "layer_norm"
@@ -95,7 +96,7 @@ def forward(text: str, case: Case, sms: int, build: Callable | None) -> Callable
 def backward(text: str, case: Case, sms: int, build: Callable | None) -> Callable:
     """dx, and dweight added up of its parts; of a layer norm dbias too."""
     from cute_kernels.norm import config, kernel_bwd_sm90, kernel_sums_sm90, launch
-    from cute_kernels.norm.tensors import LAYER, RMS
+    from cute_kernels.norm.config import LAYER, RMS
 
     tried, dtype = parse(text), torch.bfloat16
     layer = case.op == "layer_norm"

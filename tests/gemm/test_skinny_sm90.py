@@ -167,6 +167,23 @@ def test_an_unordered_sum_that_is_not_cleared_is_killed(monkeypatch):
         contract.check_accuracy(got, exact, bound, 0.05)
 
 
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_zeros_that_are_not_published_to_the_cluster_are_killed(monkeypatch, lanes):
+    """Mutant: the zeros are stored before a relaxed arrival, and no fence lies between."""
+    from cute_kernels.gemm import kernel_skinny_sm90
+
+    tile = Skinny(16, 64, 128, 1, 8)
+    x, w = operand(16, 512, BF16, "k", 1), operand(64, 512, BF16, "k", 2)
+    chosen = launch.skinny_config(BF16, "k", False, tile, config.UNORDERED)
+    arch = kernel_skinny_sm90.cute.arch
+    with monkeypatch.context() as patch:
+        patch.setattr(arch, "fence_acq_rel_cluster", lambda: None)
+        broken = kernel_skinny_sm90.build(chosen, compile=ptxsim.compile)
+    for kernel, clean in ((None, True), (lambda *_: broken, False)):
+        run(x, w, None, tile, config.UNORDERED, kernel=kernel, check_races=lanes, **sim.RANDOM)
+        assert (ptxsim.report()["races"] == 0) == clean
+
+
 def test_the_output_is_written_everywhere_and_nowhere_else():
     """Poison in the rows' padding survives but for a quad's, and none is left inside."""
     for fill in ("nan", "0x7f"):

@@ -6,9 +6,10 @@ import pytest
 
 from cute_kernels.logp import kernel_few_sm90, kernel_fwd_sm90, kernel_grad_sm90, launch
 from tests import contract, ptxsim
+from tests.kernels import ring_defects
+from tests.kernels.edited import changed
 from tests.kernels.ring_defects import (
     LIMITS,
-    SETTINGS,
     half_the_bytes,
     no_release,
     no_wait_for_empty_stages,
@@ -37,19 +38,29 @@ from tests.logp.sm90_defects import (
     padding_not_masked,
 )
 from tests.ptxsim.available import requires_sim
+from tests.sim import RACES
 
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("logp")]
 
 WIDE = launch.config_of("bf16", "chain", False, False, False)
 FEW = next(c for c in launch.few_configs() if c.tile_m == 16)
+#: Two warpgroups, of which one may still multiply when the other has its states.
+FEW_OF_TWO = next(c for c in launch.few_configs() if c.tile_n == 128)
 #: Kernel -> (its module, a configuration, the name of the launcher's getter, its double).
 KERNELS = {
     "fwd": (kernel_fwd_sm90, WIDE, "_forward", doubles.forward),
     "few": (kernel_few_sm90, FEW, "_few", doubles.few),
+    "few of two": (kernel_few_sm90, FEW_OF_TWO, "_few", doubles.few),
     "grad": (kernel_grad_sm90, WIDE, "_gradient", doubles.gradient),
 }
+SETTINGS = [*ring_defects.SETTINGS, *(mode.options for mode in RACES)]
 #: Several tiles and D blocks; more of them than a ring has stages.
-SHAPES = {"fwd": (130, 520, 328), "few": (13, 520, 712), "grad": (130, 520, 328)}
+SHAPES = {
+    "fwd": (130, 520, 328),
+    "few": (13, 520, 712),
+    "few of two": (90, 200, 192),
+    "grad": (130, 520, 328),
+}
 
 
 def survives(which: str, kernel, monkeypatch) -> bool:
@@ -64,7 +75,10 @@ def survives(which: str, kernel, monkeypatch) -> bool:
     for options in SETTINGS:
         options = {"wgmma_math": "exact", "clusters": 1, **LIMITS, **options}
         try:
-            with monkeypatch.context() as patch, simulated(wide=which != "few", **options):
+            with (
+                monkeypatch.context() as patch,
+                simulated(wide=which in ("fwd", "grad"), **options),
+            ):
                 patch.setattr(launch, getter, lambda chosen: kernel)
                 if which == "grad":
                     got = launch.gradients(given.hidden, given.head, given.rows, of)
@@ -72,7 +86,7 @@ def survives(which: str, kernel, monkeypatch) -> bool:
                     got = states_of(given, False)
         except ptxsim.PtxsimError:
             return False
-        if ptxsim.report()["fence_warnings"]["count"]:
+        if ptxsim.report()["fence_warnings"]["count"] or ptxsim.report()["races"]:
             return False
         if which == "grad":
             if not contract.same_bytes(got[known], gradients[known]):
@@ -115,4 +129,21 @@ def test_mutants_are_killed(mutant, which, monkeypatch):
     with monkeypatch.context() as patch:
         mutant(patch, module)
         kernel = module.build(chosen, compile=ptxsim.compile)
+    assert not survives(which, kernel, monkeypatch)
+
+
+#: Of the kernel for few tokens: states written over what the other warpgroup still multiplies;
+#: states added before every warp has written its own.
+MEETINGS = {
+    "states over the ring": ("        self.meet()\n        column.keep", "        column.keep"),
+    "states of others not awaited": ("self.columns)\n        self.meet()\n", "self.columns)\n"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "which"), [*((name, "few of two") for name in MEETINGS), (list(MEETINGS)[1], "few")]
+)
+def test_meetings_of_warps_are_needed(tmp_path, monkeypatch, name, which):
+    made = changed(tmp_path, "logp.kernel_few_sm90", *MEETINGS[name])
+    kernel = made.build(KERNELS[which][1], compile=ptxsim.compile)
     assert not survives(which, kernel, monkeypatch)

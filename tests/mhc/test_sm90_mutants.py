@@ -12,7 +12,7 @@ from tests.mhc import sm90_orders as orders
 from tests.mhc.simulated import compiled, simulated
 from tests.mhc.triton_cases import BF16, FP32, Shape, given
 from tests.ptxsim.available import requires_sim
-from tests.sim import QUICK_MODES
+from tests.sim import QUICK_MODES, RACES, run_modes
 
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("mhc")]
 
@@ -51,6 +51,19 @@ def timing(name: str, ctas: int = 1):
     return check
 
 
+def races(name: str):
+    """Accesses of shared memory that nothing orders, between lanes too, in one timing."""
+
+    def check(kernel):
+        def run():
+            with simulated(1, kernel), cases.poisoned():
+                return orders.KERNELS[name](given(WIDE))
+
+        run_modes(run, RACES)
+
+    return check
+
+
 PROJECT, BACK = "kernel_project_sm90", "kernel_project_bwd_sm90"
 REDUCE, COEFFICIENTS = "kernel_reduce_sm90", "kernel_coefficients_sm90"
 COEFFICIENTS_BACK, SUMS = "kernel_coefficients_bwd_sm90", "kernel_sums_sm90"
@@ -65,20 +78,20 @@ MUTANTS = {
         "free = stage + self.stages", timing("projected_back")),
     "psi_used_before_it_is_there": (PROJECT,
         f"self.fill(sPsi, mPsi, chunk, tidx)\n            {SYNC}",
-        "self.fill(sPsi, mPsi, chunk, tidx)", timing("projected")),
+        "self.fill(sPsi, mPsi, chunk, tidx)", races("projected")),
     "psi_filled_while_it_is_used": (PROJECT,
         f"{SYNC}\n            self.fill(sPsi, mPsi, chunk, tidx)",
-        "self.fill(sPsi, mPsi, chunk, tidx)", timing("projected")),
+        "self.fill(sPsi, mPsi, chunk, tidx)", races("projected")),
     "sums_of_warps_not_awaited": (REDUCE, f"{SYNC}\n        if tidx < self.sums:",
-        "if tidx < self.sums:", timing("reduced")),
+        "if tidx < self.sums:", races("reduced")),
     "sums_of_warps_overwritten": (REDUCE,
         f"# The next token's sums are not written before these are read.\n        {SYNC}",
-        "pass", timing("reduced")),
+        "pass", races("reduced")),
     "h_not_awaited": (COEFFICIENTS,
         f"sH, block * TOKENS, size)\n            {SYNC}", "sH, block * TOKENS, size)",
-        timing("of_coefficients")),
+        races("of_coefficients")),
     "parts_of_warps_not_awaited": (COEFFICIENTS_BACK, f"{SYNC}\n        if tidx < parts:",
-        "if tidx < parts:", timing("of_coefficients")),
+        "if tidx < parts:", races("of_coefficients")),
     "second_term_dropped": (MATRIX, "rest.store(rest.load() - term.load().to(cutlass.Float32))",
         "rest.fill(0.0)", value("projection")),
     "second_chunk_begins_early": (PROJECT,
@@ -158,7 +171,18 @@ MUTANTS = {
 
 
 #: Those of every commit; the others take half a minute.
-BY_DAY = ("eps_outside_the_root", "one_iteration_more", "parts_descending", "warps_descending")
+BY_DAY = (
+    "eps_outside_the_root",
+    "one_iteration_more",
+    "parts_descending",
+    "warps_descending",
+    "psi_used_before_it_is_there",
+    "psi_filled_while_it_is_used",
+    "sums_of_warps_not_awaited",
+    "sums_of_warps_overwritten",
+    "h_not_awaited",
+    "parts_of_warps_not_awaited",
+)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +194,11 @@ def test_killed(tmp_path, name):
     kernel = kernels(system, tmp_path, *edit)
     with pytest.raises((AssertionError, ptxsim.PtxsimError)):
         check(kernel)
+
+
+@pytest.mark.parametrize("name", ["projected", "reduced", "of_coefficients"])
+def test_the_intact_kernels_have_no_race(name):
+    races(name)(compiled)
 
 
 @pytest.mark.nightly

@@ -13,7 +13,8 @@ from cute_kernels.gemm import reference as products
 from cute_kernels.logp import reference as logps
 from cute_kernels.near import Near, U, exact
 from cute_kernels.norm import reference as norms
-from cute_kernels.norm.tensors import LAYER, RMS, Rule, Scale, Upstream
+from cute_kernels.norm.config import LAYER, RMS
+from cute_kernels.norm.tensors import Rule, Scale, Upstream
 from cute_kernels.rowwise import reference as rowwise
 from tests.contract import half_ulp
 from tests.integrations import threaded_ranks

@@ -26,7 +26,7 @@ SETTINGS = [
     *ring_defects.SETTINGS,
     ANY_CTA | {"seed": 4},
     RANDOM | {"resident_ctas": 2, "seed": 5},
-    RANDOM | {"check_races": 1, "seed": 6},
+    RANDOM | {"check_races": 2, "seed": 6},
 ]
 LIMITS = ring_defects.LIMITS
 

@@ -13,7 +13,7 @@ from cute_kernels.schedulers.order import kinds
 from cute_kernels.sparse_attn import config, launch
 from tests import contract, ptxsim
 from tests.ptxsim import available
-from tests.sparse_attn import simulated
+from tests.sparse_attn import simulated, wild
 
 simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
 module = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
@@ -279,3 +279,23 @@ def test_the_check_can_fail():
     shifted = BlockMask.sliding_window(200, 200, left=None, right=1)
     with pytest.raises(AssertionError):
         simulated_bwd.check(case._replace(mask=shifted), found)
+
+
+NIGHT = pytest.mark.nightly
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "softcap"),
+    [(64, 0.0), *(pytest.param(*at, marks=NIGHT) for at in ((64, 5.0), (192, 0.0), (192, 5.0)))],
+)
+def test_nan_in_masked_rows_reaches_the_blocks_that_are_visited(head_dim, softcap):
+    """With lse and out of the finite operands: no masked row or key is in them."""
+    case = simulated_bwd.case(wild.mask(), head_dim=head_dim, softcap=softcap)
+    schedule = kinds.spt(case.lowered.mask, heads=1)
+
+    def gradients(q, k, v, dout):
+        changed = case._replace(q=q, k=k, v=v, dout=dout)
+        return simulated_bwd.backward(changed, schedule)[:3]
+
+    reaches = wild.REACHES if softcap else wild.REACHES_BY_DS
+    wild.check(gradients, (case.q, case.k, case.v, case.dout), reaches)

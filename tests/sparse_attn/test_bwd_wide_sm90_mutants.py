@@ -97,6 +97,11 @@ MUTANTS = {
         f"{_DQ_WRITTEN}{_FLAT}{_FENCE}",
         _DQ_WRITTEN,
     ),
+    "dQ told by lane 0 before other lanes have written theirs": (
+        BOTH,
+        f"{_FLAT}cute.arch.sync_warp()\n",
+        "",
+    ),
     "dQ told by a warp too few": (
         BOTH,
         "CONSUMER_WARPS // HALVES if self.by_halves else CONSUMER_WARPS",

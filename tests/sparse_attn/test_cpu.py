@@ -248,6 +248,30 @@ def test_a_masked_key_beyond_range_sends_back_nothing(softcap):
     assert not dk[:, 30].any()
 
 
+#: What is NaN or Inf at a position that the mask takes out of every block.
+MASKED = {"q": 0, "k": 1, "dout": 3}
+
+
+@pytest.mark.parametrize("fill", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_masked_rows_of_any_content_reach_no_gradient(name, fill, softcap):
+    """The bytes of gradients beside zeros there; 0 for the masked rows and keys themselves."""
+    at = slice(120, 140)
+    dense = torch.ones(300, 300, dtype=torch.bool).tril()
+    dense[at], dense[:, at] = False, False
+    dense[200:, :128] = False
+    mask, found = BlockMask.from_dense(dense), []
+    for value in (0.0, 7.0, fill):
+        x = cases.inputs(1, 4, 2, 300, 300, 64)
+        with torch.no_grad():
+            (x.q, x.k, x.v, x.dout)[MASKED[name]][:, at] = value
+        found.append(gradients(x, mask, softcap))
+    for zeros, finite, wild in zip(*found, strict=True):
+        assert same_bytes(wild, zeros) and same_bytes(finite, zeros)
+        assert not wild[:, at].any() and wild.abs().max() > 0
+
+
 def no_key(at: int) -> BlockMask:
     dense = torch.ones(150, 150, dtype=torch.bool)
     dense[:, at] = False

@@ -32,7 +32,7 @@ from tests.contract import ContractViolation, same_bytes
 from tests.hang import HANG_SECONDS
 
 from ..ptxsim.available import requires_core
-from . import against_float64, cases, cpu_battery, pack_cases, sequences
+from . import against_float64, cases, cpu_battery, pack_cases, sequences, wild
 from .triton_engines import copy_of, through
 from .triton_harness import complaints, simulated
 
@@ -275,6 +275,19 @@ def shifted(t: torch.Tensor) -> torch.Tensor:
     """Odd strides, an odd address, NaN between."""
     room = t.new_full((*t.shape[:-1], t.shape[-1] + 1), torch.nan)
     return room[..., 1:].copy_(t.detach()).detach().requires_grad_(t.requires_grad)
+
+
+@pytest.mark.sim
+@requires_core
+def test_nan_in_masked_rows_reaches_the_blocks_that_are_visited():
+    x = cases.inputs(1, 1, 1, wild.SIZE, wild.SIZE, 64)
+
+    def gradients(q, k, v, dout):
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        with through(), simulated(**HOPPER):
+            return torch.autograd.grad(block_sparse_attention(*leaves, wild.mask()), leaves, dout)
+
+    wild.check(gradients, (*x.leaves(), x.dout), wild.REACHES)
 
 
 @pytest.mark.sim

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
+from .. import patch_classes, patch_positions
 from .report import Finding
 
 
@@ -15,26 +16,40 @@ def split(
 ) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
     """(findings that break a promise, findings that are information).
 
-    A model that is not patched is held to every gradient.  A patched one promises that a main_grad
-    does not depend on the micro-batches; autograd rounds ``.grad`` after each of them.
+    A parameter of modules that are not patched is held to every gradient.  A patched module
+    promises that a main_grad does not depend on the micro-batches; autograd rounds ``.grad`` after
+    each of them.
     """
-    if not any(hasattr(module, "_cute_kernels") for module in model.modules()):
-        return tuple(findings), ()
-    shared = _shared(model)
+    excused = _excused(model)
     information = tuple(
-        one
-        for one in findings
-        if one.transform == "micro_batches"
-        and (not one.tensor.endswith(".main_grad") or one.tensor in shared)
+        one for one in findings if one.transform == "micro_batches" and one.tensor in excused
     )
     return tuple(one for one in findings if one not in information), information
 
 
-def _shared(model: nn.Module) -> set[str]:
-    """Names of main_grads that several modules add into."""
-    uses = Counter(
-        id(parameter)
-        for module in model.modules()
-        for parameter in module.parameters(recurse=False)
-    )
-    return {f"{name}.main_grad" for name, p in model.named_parameters() if uses[id(p)] > 1}
+def _excused(model: nn.Module) -> set[str]:
+    """Names of gradients that follow the micro-batches, as ``ck.patch`` says.
+
+    They are ``.grad`` of the parameters that patched modules alone hold, and those main_grads of
+    theirs that several modules add into, or that hold broadcast positions.
+    """
+    holders: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append(module)
+    named = dict(model.named_modules())
+    looked_up = [(n, m) for n, m in named.items() if "embedding" in (_kind(m) or "")]
+    known = [module for module in named.values() if _kind(module) == "positions"]
+    ids = {id(module.weight) for _, module in patch_positions.broadcast(looked_up, known)}
+    excused: set[str] = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not all(_kind(module) for module in holders[id(parameter)]):
+            continue
+        excused.add(name)
+        if len(holders[id(parameter)]) > 1 or id(parameter) in ids:
+            excused.add(f"{name}.main_grad")
+    return excused
+
+
+def _kind(module: nn.Module) -> str | None:
+    return None if isinstance(module, torch.jit.ScriptModule) else patch_classes.kind_of(module)

@@ -82,8 +82,9 @@ class Report:
         rows: Output rows compared, over all modules and cases; differing: how many of them differ.
         gradients: Gradients compared.
         facts: The versions, the device and the dtypes of the run.
-        information: Differences that a patched model does not promise away: gradients in ``.grad``
-            summed by autograd over micro-batches, and main_grads that several modules add into.
+        information: Differences that patched modules do not promise away: gradients of theirs in
+            ``.grad``, summed by autograd over micro-batches, and main_grads that several of them
+            add into or that hold broadcast positions.
         unrecognised: Transforms that did not run because the model's cache is not a
             ``past_key_values``: a verdict on decoding is missing.
     """

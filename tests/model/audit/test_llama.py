@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import cute_kernels as ck
+from cute_kernels.errors import PatchError
 from tests.contract import same_bytes
 
 transformers = pytest.importorskip("transformers")
@@ -89,6 +90,9 @@ def test_a_norm_planted_among_our_ops_is_named(place):
     was = model.get_submodule(place)
     parent, _, name = place.rpartition(".")
     setattr(model.get_submodule(parent), name, NormByRows(was.weight, was.variance_epsilon).eval())
+    with pytest.raises(PatchError, match=f"^{name}: expected"):
+        ck.audit(model, sequences(19, 7), transforms=["batch", "decode"])
+    assert [left.name for left in ck.patch(model).moving] == [place]
     report = ck.audit(model, sequences(19, 7), transforms=["batch", "decode"])
     assert {(one.module, one.kind) for one in report.findings} == {(place, "NormByRows")}
     assert {one.transform for one in report.findings} == {"batch", "decode"}

@@ -159,9 +159,12 @@ def test_a_norm_that_is_left_is_noticed(monkeypatch):
 def test_another_eps_is_noticed(monkeypatch):
     """The mutant: every norm gets ten times its eps."""
     rule_of = patch_formula.norm_rule
-    monkeypatch.setattr(
-        patch_formula, "norm_rule", lambda m: rule_of(m)._replace(eps=10 * rule_of(m).eps)
-    )
+
+    def larger(module):
+        rule = rule_of(module)
+        return rule._replace(eps=10 * rule.eps, eps_name=None)
+
+    monkeypatch.setattr(patch_formula, "norm_rule", larger)
     with pytest.raises(AssertionError):
         test_norms_compute_their_own_formula("llama")
 

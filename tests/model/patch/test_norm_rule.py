@@ -10,45 +10,7 @@ import cute_kernels as ck
 from cute_kernels.model import patch_classes, patch_formula
 from tests.contract import same_bytes
 from tests.model.patch import families
-
-D = 96
-
-
-class Base(nn.Module):
-    """A norm of nobody's library: weight, eps, and a formula below."""
-
-    def __init__(self, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.randn(D, generator=torch.Generator().manual_seed(1)))
-        self.tiny = eps
-
-    def scaled(self, x):
-        return x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.tiny).to(x.dtype)
-
-
-class Rescale(Base):
-    def forward(self, x):
-        return self.scaled(x) * self.gain
-
-
-class GainPlusOne(Base):
-    def forward(self, values):
-        return self.scaled(values) * (1 + self.gain)
-
-
-class Centred(nn.Module):
-    """A layer norm whose parameters have other names and another order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(2)
-        self.shift = nn.Parameter(torch.randn(D, generator=generator))
-        self.gain = nn.Parameter(torch.randn(D, generator=generator))
-        self.small = 1e-6
-
-    def forward(self, x):
-        x = x - x.mean(-1, keepdim=True)
-        return x / (x.square().mean(-1, keepdim=True) + self.small).sqrt() * self.gain + self.shift
+from tests.model.patch.norms import Base, Centred, D, GainPlusOne, Rescale
 
 
 class EpsOutside(Base):
@@ -121,7 +83,7 @@ def test_by_formula(which):
     make, rule = REPLACED[which]
     module = make()
     if which != "width 1":  # where a layer norm is its bias alone, whatever the rest
-        assert patch_formula.norm_rule(module) == rule
+        assert patch_formula.norm_rule(module)[:5] == rule
     width = module.gain.shape[0] if hasattr(module, "gain") else module.normalized_shape[0]
     x = torch.randn(7, width, generator=torch.Generator().manual_seed(3)) * 3e-3
     want = module(x).double()

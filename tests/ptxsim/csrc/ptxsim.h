@@ -18,7 +18,7 @@ struct PtxsimOptions {
   int32_t wgmma_math;     // 0 fp64 dot per instruction then one rounding, 1 sequential fp32 fma, 2 Hopper truncation model
   int32_t check_memory;   // 1: global accesses must lie in registered regions; shared accesses in the CTA's allocation
   int32_t poison_shared;  // 1: shared memory and unwritten registers start as NaN patterns
-  int32_t check_races;    // 1: report shared-memory races found by vector clocks over barriers and mbarriers (0 if not built)
+  int32_t check_races;    // 1: report shared-memory races found by vector clocks over barriers and mbarriers; 2: between lanes of a warp too
   int64_t max_steps;      // per launch, 0 = 2e9 warp instructions: past it the launch fails as a hang
   int64_t stall_steps;    // no progress for this many scheduler rounds = deadlock report; 0 = default
   int32_t check_fences;   // missing proxy fences, bulk stores pending at exit: 0 off, 1 in the report, 2 the launch fails

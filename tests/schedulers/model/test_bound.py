@@ -91,7 +91,7 @@ def test_no_schedule_beats_its_bound(seed):
 
 @pytest.fixture
 def counted(monkeypatch):
-    """The solver's limit is its own count of work, in units of about a second, not a clock."""
+    """The solver's limit is its own count of work, in units of about two seconds, not a clock."""
     cp_model = pytest.importorskip("ortools.sat.python.cp_model")
 
     class Counted(cp_model.CpSolver):
@@ -126,7 +126,7 @@ def test_select_is_within_five_percent_of_the_optimum(counted):
 
 @pytest.mark.nightly
 def test_select_is_within_five_percent_of_the_optimum_to_8_by_8(counted):
-    proven = sum(within_five_percent(seed, 8, 10) for seed in range(1000, 1200))
+    proven = sum(within_five_percent(seed, 8, 5) for seed in range(1000, 1200))
     assert proven >= 180
 
 

@@ -1,0 +1,84 @@
+"""Meetings of a warp before a lane acts for it: each dropped one is a race between lanes.
+
+What lane 0 stores, or reads, and another lane, or another warp, uses after a lane's arrival.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import pytest
+
+from tests import ptxsim, sim
+from tests.kernels.ring_defects import LIMITS
+from tests.ptxsim import available
+from tests.sparse_attn import simulated
+from tests.sparse_attn.fwd_lists import LISTS, listed
+from tests.sparse_attn.simulated_fwd import run
+
+edited = available.import_module("tests.kernels.dropped")
+common = available.import_module("tests.sparse_attn.bwd_defects")
+packs = available.import_module("tests.sparse_attn.test_packs_in_place_sm90")
+pytestmark = [available.requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
+
+OPTIONS = {**sim.RACES[0].options, **LIMITS}
+
+
+def forward(module_of=simulated.forward_module):
+    """A getter of kernels that compiles them as they are traced now."""
+    return functools.cache(lambda chosen: module_of(chosen).build(chosen, compile=ptxsim.compile))
+
+
+def three_consumers() -> None:
+    """Lists of blocks that differ by consumer, with masks."""
+    run(listed(LISTS["alternate"], bits=True), ctas=2, forward=forward(), **OPTIONS)
+
+
+def pack() -> None:
+    """Sequences that end anywhere."""
+    kernels = {"forward": forward(), "backward": forward(simulated.backward_module)}
+    packs.attended(64, packs.RULE, **kernels, **OPTIONS)
+
+
+def backward() -> None:
+    """Its dQ goes to the adding thread through a buffer."""
+    case, schedule, _ = common.cases(128)[0]
+    kernel = forward(lambda chosen: common.module)
+    with ptxsim.options(**OPTIONS):
+        common.simulated_bwd.backward(case, schedule, ctas=3, backward=kernel)
+
+
+#: (the run, the end of the file's path, the function in it; None: any).
+SITES = [
+    (three_consumers, "device/output.py", "tell"),
+    (three_consumers, "device/merge.py", "step"),
+    (three_consumers, "device/forward_loads.py", "tell"),
+    (pack, "device/packed.py", None),
+    (backward, "kernel_bwd_sm90.py", "hand_over"),
+]
+
+
+def races(call, dropped) -> int:
+    """Number of races that the simulator reports, also of a run that then fails."""
+    ptxsim.clear_launches()
+    with dropped as lines, contextlib.suppress(ptxsim.PtxsimError):
+        call()
+    assert lines, "nothing was dropped"
+    return sum(launch["report"].get("races", 0) for launch in ptxsim.launches())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(c, marks=pytest.mark.nightly if c is pack else ())
+        for c in (three_consumers, pack, backward)
+    ],
+)
+def test_the_intact_kernels_have_no_race(call):
+    assert races(call, contextlib.nullcontext(["nothing"])) == 0
+
+
+@pytest.mark.parametrize(("call", "file", "function"), SITES)
+def test_a_dropped_meeting_is_a_race(call, file, function):
+    assert races(call, edited.dropped("sync_warp", file, function)) > 0
