@@ -100,7 +100,7 @@ def finish(*args: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | No
 
 
 def _adapter(hidden: torch.Tensor, head: Head) -> Callable[..., tuple]:
-    """``adapt(hidden, head)`` returns row-major (hidden, weight, bias), as the kernels take them."""
+    """``adapt(hidden, head)`` returns (hidden, weight, bias) as the kernels take them."""
     adapt_h, adapt_w = (
         matrix(t, "logp", name, k_major=True).adapt
         for t, name in ((hidden, "hidden"), (head.weight, "weight"))
