@@ -38,7 +38,7 @@ def info() -> dict[str, object]:
 
     Returns:
         A dictionary that JSON can hold: ``versions``, ``settings``, ``reduction`` (see
-        `set_reduction`), ``cache_dir``, ``extension`` (None, or why remembered calls are looked up
+        `set_reduction`), ``cache_dir``, ``extension`` (None, or why launch plans are looked up
         in Python; with a GPU, C is compiled now if it was not), ``devices`` (facts); ``ops``: per
         op and device the ``backends`` (None or the reason), the ``guarantees`` kept and the
         ``contract_id``, for bf16 inputs; and ``ran``, which is no prediction: what was launched in

@@ -83,9 +83,7 @@ TABLE = (
         "folder",
     ),
     Setting("BACKEND", "", ("", "cute_sm90", "triton", "cpu"), "force one backend, or fail"),
-    Setting(
-        "EXTENSION", "1", ("0", "1"), "0 looks remembered calls up in Python and compiles no C"
-    ),
+    Setting("EXTENSION", "1", ("0", "1"), "0 looks launch plans up in Python and compiles no C"),
     Setting("LOG", "0", ("0", "1"), "1 says what runs, is copied and is compiled, each once"),
     Setting(
         "SKINNY",
@@ -184,7 +182,7 @@ def forced_backend() -> str:
 
 
 def extension() -> bool:
-    """Whether remembered calls are looked up and launched in C, where that can be compiled."""
+    """Whether launch plans are looked up and launched in C, where that can be compiled."""
     return get("EXTENSION") == "1"
 
 

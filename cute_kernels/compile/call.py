@@ -34,7 +34,7 @@ def bind(device: torch.device, kernel: Callable, flatten: Sequence[int] = ()) ->
     """
     calls = extension.calls() if hasattr(kernel, "__chandle__") else None
     if calls is None:
-        return lambda *args: call(device, kernel, *_flattened(args, flatten))
+        return lambda *args: call(device, kernel, *flattened(args, flatten))
     launch, bits, index = calls.launch, sum(1 << i for i in flatten), device.index
     if torch.accelerator.device_count() <= 1:
         return functools.partial(launch, kernel, bits)  # no other device can be current
@@ -75,7 +75,8 @@ def allocator(
     return make_there
 
 
-def _flattened(args: Sequence[object], flatten: Sequence[int]) -> list[object]:
+def flattened(args: Sequence[object], flatten: Sequence[int]) -> list[object]:
+    """Arguments with the contiguous [..., D] at these positions as [rows, D]."""
     args = list(args)
     for i in flatten:
         if args[i] is not None:

@@ -49,7 +49,7 @@ static int has_storage(PyObject *tensor) {
   return truth > 0;
 }
 
-/* One tensor's words, behind `at`; NULL where a call with it is not remembered.  An exception may be set. */
+/* One tensor's words, behind `at`; NULL where a call with it cannot be cached.  An exception may be set. */
 static int64_t *describe_one(PyObject *tensor, int64_t *at, const int64_t *end) {
   DLTensor t;
   if (at == end) return NULL;

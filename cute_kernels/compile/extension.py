@@ -52,7 +52,7 @@ def _find() -> tuple[ModuleType | None, str | None]:
     try:
         module = _load()
     except Missing as why:
-        log.say("remembered calls are looked up in Python: %s", why)
+        log.say("launch plans are looked up in Python: %s", why)
         return None, str(why)
     return module, None
 

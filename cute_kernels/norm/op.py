@@ -178,7 +178,7 @@ def _setup(ctx, inputs, output):
     _, h, mean, rstd = output
     ctx.residual = residual is not None
     ctx.save_for_backward(h if ctx.residual else x, mean, rstd, weight, bias)
-    # What is not there is empty, and None of a remembered call, which has no schema.
+    # A missing result is empty, or None of a bound plan, which has no schema.
     numbers = (mean, rstd) if ctx.residual else (h, mean, rstd)
     # Not saved tensors: backward of an earlier micro-batch may write them before ours reads them.
     ctx.main_grads = {2: main_grad, 3: bias_main_grad}

@@ -65,17 +65,23 @@ def calls(device: str) -> dict[str, Calls]:
 
 def launch_of(module: object, run: Callable[[], object]) -> Callable[[], object]:
     """The one call of a compiled kernel that ``run`` makes through ``module``, as a call."""
+    from cute_kernels.compile.call import flattened
     from cute_kernels.runtime import plan_cache
 
     found = []
 
-    def call(device: torch.device, kernel: Callable, *args: object) -> None:
-        found.append(functools.partial(kernel, *args))
-        kernel(*args)
+    def bind(device: torch.device, kernel: Callable, flatten: tuple = ()) -> Callable:
+        def launch(*args: object) -> None:
+            args = flattened(args, flatten)
+            found.append(functools.partial(kernel, *args))
+            kernel(*args)
 
-    plan_cache.clear()  # a known call does not come by there
-    with mock.patch.object(module, "call", call):
+        return launch
+
+    plan_cache.clear()
+    with mock.patch.object(module, "bind", bind):
         run()
+    plan_cache.clear()  # the plan of that call launches through the patched function
     (only,) = found
     return only
 

@@ -1,4 +1,4 @@
-"""Calls that are remembered: one of each kind, and how often one goes the whole way."""
+"""Calls whose plans are cached: one of each kind, and how often one takes the slow path."""
 
 from __future__ import annotations
 

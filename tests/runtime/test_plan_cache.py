@@ -45,7 +45,7 @@ def whole_way(monkeypatch):
 
 @pytest.fixture(params=[pytest.param("C", marks=needs_linker), "Python"])
 def found_by(request, monkeypatch):
-    """Whether calls.c finds known calls, or `PlanCache.find`."""
+    """Whether calls.c finds cached plans, or `PlanCache.find`."""
     if request.param == "Python":
         monkeypatch.setattr(extension, "calls", lambda: None)
     yield request.param
@@ -325,7 +325,7 @@ def owned():
 
 
 def on_a_cpu():
-    # What is known was remembered for its device: only others ask.
+    # A signature that is in no cache: whether its device has cached plans is asked.
     with mock.patch.object(plan_cache, "on_gpu", TRUE_ON_GPU):
         ck.linear(X[:5], W)
 

@@ -273,7 +273,7 @@ def test_other_settings(both, monkeypatch, setting):
     assert both.find("chain", X, W, None) is work
 
 
-def test_a_device_that_is_not_remembered(both, monkeypatch):
+def test_a_device_without_cached_plans(both, monkeypatch):
     monkeypatch.setattr(plan_cache, "on_gpu", lambda t: t.is_cuda)
     assert both.find("chain", X[:2], W, None) is False
 

@@ -1,4 +1,4 @@
-"""Calls that are remembered, on a GPU: the bytes of the whole way."""
+"""Cached plans on a GPU: the bytes of the slow path."""
 
 from __future__ import annotations
 
