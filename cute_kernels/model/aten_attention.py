@@ -41,6 +41,8 @@ def attention(
 ) -> torch.Tensor:
     """softmax(scale q kᵀ + mask) v of q [B, H, L, D]."""
     scale = q.shape[-1] ** -0.5 if scale is None and q.shape[-1] else scale
+    # In a graph whose sizes vary it is symbolic; kernels take a number, which the graph is for.
+    scale = None if scale is None else float(scale)
     if dropout or scale is None or not _well_formed(q, k, v, mask, is_causal):
         return torch.ops.aten._scaled_dot_product_attention_math(
             q, k, v, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa

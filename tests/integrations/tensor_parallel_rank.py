@@ -187,7 +187,7 @@ def bad_inputs(rank: int, mesh) -> list[tuple]:
         ("x a list", row([1.0], w), kind, ["x", "torch.Tensor", "list"]),
         ("x a DTensor", row(dtensor(x), w), kind, ["x", "to_local()", "DTensor"]),
         ("weight a DTensor", column(x, dtensor(w)), kind, ["weight", "to_local()"]),
-        ("meta", row(x.to("meta"), w.to("meta")), "BackendUnavailable", ["leaf_sums", "meta"]),
+        ("meta", row(x.to("meta"), w.to("meta")), "BackendUnavailable", ["linear", "meta"]),
         ("unverified", row(x, w, t(3), verify=False), shape, ["bias", "[48]", "[3]"]),
         # what ranks have not alike: all raise, those that have nothing wrong themselves too
         ("bias on one rank", row(x, w, t(3) if last else b), any_rank + shape, ["expected"]),

@@ -151,7 +151,7 @@ def test_pictures_are_written(tmp_path, monkeypatch):
         assert result.exit_code == 0, result.stderr
         assert seen.pop() == want
         assert (tmp_path / name).stat().st_size > 4000
-        assert f"{name}: {len(want)} drawn" in result.stdout
+        assert f"{name}: {len(want)} drawn" in " ".join(result.stdout.split())
 
 
 def test_every_row_that_has_a_time_is_compared(tmp_path):
@@ -159,7 +159,7 @@ def test_every_row_that_has_a_time_is_compared(tmp_path):
     result = run(*SMALL, "--plot", str(tmp_path / "a.svg"), "--compare")
     timed = [cells for cells in table(result.stdout).values() if cells[0] != "-"]
     assert len(timed) < len(table(result.stdout))
-    assert f"a.svg: {len(timed)} drawn" in result.stdout
+    assert f"a.svg: {len(timed)} drawn" in " ".join(result.stdout.split())
 
 
 def test_json_is_the_table_and_the_choice():

@@ -152,6 +152,16 @@ def test_rows_in_a_graph(dtype):
         assert same_bytes(run(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, mask))
 
 
+def test_heads_of_several_sizes_in_one_graph():
+    """Sizes that vary are symbolic in the second graph, and so is the scale."""
+    run = torch.compile(F.scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
+    for size in (24, 40, 56):
+        q, k, v = (drawn(1, 2, 30, size, seed=s, dtype=BF16) for s in (1, 2, 3))
+        mask = windowed(30, 7)
+        with strict(), torch.no_grad():
+            assert same_bytes(run(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, mask))
+
+
 @pytest.mark.parametrize("fault", ["both", "shape"])
 def test_what_torch_refuses_is_refused(fault):
     q, k, v = (drawn(1, 2, 5, 24, seed=s, dtype=FP32) for s in (1, 2, 3))
