@@ -108,10 +108,11 @@ def plan(op: str, device: torch.device, dtype: torch.dtype, *operands: object) -
 
     A backend without a planner is called as it is.
     """
-    launch, planner = _implementation(
-        op, device, dtype, settings.forced_backend(), torch.get_num_threads()
-    )
-    return planner(*operands) if planner else Plan(launch, fresh=False)
+    forced, threads = settings.forced_backend(), torch.get_num_threads()
+    planner = _implementation(op, device, dtype, forced, threads)[1]
+    if planner is not None:
+        return planner(*operands)
+    return Plan(launcher(op, device, dtype), fresh=False)
 
 
 def forget() -> None:

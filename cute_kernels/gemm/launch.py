@@ -37,37 +37,67 @@ def plan_gemm(
     """
     if accumulator is not None:
         return _plan_accumulate(a, b, accumulator)
-    rows = matrix(a, "gemm", "a", k_major=order != ORDER)
-    columns = matrix(b, "gemm", "b")
-    m, n, device = a.shape[:-1].numel(), b.shape[0], a.device
-    tile = choose_tile((m, n, a.shape[-1]), order, rows.major, device)
-    dense = isinstance(tile, Dense)
-    result = _result(a, n, out if dense and out is not None and storable(out) else None)
-    if dense:
-        epilogue = "plain" if bias is None else "bias"
-        kernel = gemm_kernel(a.dtype, rows.major, columns.major, epilogue, tile, order)
-        flatten, clusters = (0, 2), max_clusters(device)
-    else:
-        kernel = skinny_kernel(a.dtype, columns.major, bias is not None, tile, order)
-        flatten = 1, 2
-    launch = bind(device, kernel, _chosen(flatten, (rows.flatten, result.flatten)))
-    adapt_a, adapt_b, new, finish = rows.adapt, columns.adapt, result.new, result.finish
-    copy_bias = dense and bias is not None and bias.stride(0) != 1
-    copy_out = out is not None and new is not None
+    major = matrix(a, "gemm", "a", k_major=order != ORDER).major
+    m, n = a.shape[:-1].numel(), b.shape[0]
+    tile = choose_tile((m, n, a.shape[-1]), order, major, a.device)
+    if isinstance(tile, Dense):
+        direct = out is not None and storable(out)
+        plan = _plan_dense(a, b, bias, tile, order, out if direct else None)
+        launch = plan.run
 
-    def run(a, b, bias, accumulator=None, order=ORDER, out=None):
+        def run(a, b, bias, accumulator=None, order=ORDER, out=None):
+            y = launch(a, b, bias, out)
+            return y if direct or out is None else out.copy_(y)
+    else:
+        plan = _plan_skinny(a, b, None if bias is None else bias.expand(m, n), tile, order)
+        launch = plan.run
+
+        def run(a, b, bias, accumulator=None, order=ORDER, out=None):
+            y = launch(a, b, None if bias is None else bias.expand(m, n))
+            return y if out is None else out.copy_(y)
+
+    return Plan(run, fresh=plan.fresh)
+
+
+def _plan_dense(a, b, bias, tile: Dense, order: str, out: torch.Tensor | None) -> Plan:
+    """Launch plan of ``run(a, b, bias, out)`` by kernel_sm90; out: as in `_result`."""
+    rows, columns = matrix(a, "gemm", "a", k_major=order != ORDER), matrix(b, "gemm", "b")
+    result = _result(a, b.shape[0], out)
+    epilogue = "plain" if bias is None else "bias"
+    kernel = gemm_kernel(a.dtype, rows.major, columns.major, epilogue, tile, order)
+    launch = bind(a.device, kernel, _chosen((0, 2), (rows.flatten, result.flatten)))
+    clusters = max_clusters(a.device)
+    adapt_a, adapt_b, new, finish = rows.adapt, columns.adapt, result.new, result.finish
+    copy_bias = bias is not None and bias.stride(0) != 1
+
+    def run(a, b, bias, out):
         a = a if adapt_a is None else adapt_a(a)
         b = b if adapt_b is None else adapt_b(b)
+        if copy_bias:
+            bias = log.contiguous("gemm", "bias", bias, "a stride of 1")
         y = out if new is None else new()
-        if dense:
-            if copy_bias:
-                bias = log.contiguous("gemm", "bias", bias, "a stride of 1")
-            launch(a, b, y, bias, clusters)
-        else:
-            launch(b, a, y, None if bias is None else bias.expand(m, n))
-        if finish is not None:
-            y = finish(y)
-        return out.copy_(y) if copy_out else y
+        launch(a, b, y, bias, clusters)
+        return y if finish is None else finish(y)
+
+    return Plan(run, fresh=finish is None)
+
+
+def _plan_skinny(x, w, bias, tile: Skinny, order: str) -> Plan:
+    """Launch plan of ``run(x, w, bias)`` by kernel_skinny_sm90; bias [M, N] or None."""
+    if tile.split == 1 and order == UNORDERED:
+        order = "tree"  # one CTA adds all leaves, and has no reason to add them otherwise
+    rows, columns = matrix(x, "gemm", "a", k_major=True), matrix(w, "gemm", "b")
+    result = _result(x, w.shape[0], None)
+    kernel = skinny_kernel(x.dtype, columns.major, bias is not None, tile, order)
+    launch = bind(x.device, kernel, _chosen((1, 2), (rows.flatten, result.flatten)))
+    adapt_x, adapt_w, new, finish = rows.adapt, columns.adapt, result.new, result.finish
+
+    def run(x, w, bias):
+        x = x if adapt_x is None else adapt_x(x)
+        w = w if adapt_w is None else adapt_w(w)
+        y = new()
+        launch(w, x, y, bias)
+        return y if finish is None else finish(y)
 
     return Plan(run, fresh=finish is None)
 
@@ -146,26 +176,16 @@ def plan_skinny(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, deterministic: bool
 ) -> Plan:
     """Launch plan of x [M, K] · weight [N, K]ᵀ (+ bias [M, N]) in the order ``tree``, few rows."""
-    columns = matrix(weight, "skinny", "weight")
-    rows = matrix(x, "skinny", "x", k_major=True)
     tile = tiles.skinny(x.shape[0], weight.shape[0], x.shape[1], "tree", most_ctas(x.device))
-    # One CTA adds all leaves, and has no reason to add them otherwise.
-    order = "tree" if deterministic or tile.split == 1 else UNORDERED
-    kernel = skinny_kernel(x.dtype, columns.major, bias is not None, tile, order)
-    launch, (new, finish, _) = bind(x.device, kernel), _result(x, weight.shape[0], None)
-    adapt_x, adapt_weight = rows.adapt, columns.adapt
-    copy_bias = bias is not None and bias.stride(1) != 1
+    plan = _plan_skinny(x, weight, bias, tile, "tree" if deterministic else UNORDERED)
+    launch, copy_bias = plan.run, bias is not None and bias.stride(1) != 1
 
     def run(x, weight, bias, *_):
-        x = x if adapt_x is None else adapt_x(x)
-        weight = weight if adapt_weight is None else adapt_weight(weight)
         if copy_bias:
             bias = log.contiguous("skinny", "bias", bias, "a last stride of 1")
-        out = new()
-        launch(weight, x, out, bias)
-        return out if finish is None else finish(out)
+        return launch(x, weight, bias)
 
-    return Plan(run, fresh=finish is None)
+    return Plan(run, fresh=plan.fresh)
 
 
 def skinny(

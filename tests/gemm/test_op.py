@@ -12,6 +12,7 @@ from torch.library import opcheck
 import cute_kernels as ck
 from cute_kernels import dispatch
 from cute_kernels.gemm import op, reference
+from cute_kernels.runtime.plan_cache import Plan
 from tests.contract import same_bytes
 
 M, N, K = 21, 24, 40
@@ -306,11 +307,12 @@ def test_the_order_reaches_every_launcher(monkeypatch):
     """
     orders = []
 
-    def product(a, b, bias, accumulator, order):
+    def product(a, b, bias, accumulator, order, out=None):
         orders.append(order)
         return a.new_empty(a.shape[0], b.shape[0]) if accumulator is None else accumulator
 
     monkeypatch.setattr(dispatch, "launcher", lambda *_: product)
+    monkeypatch.setattr(dispatch, "plan", lambda *_: Plan(product))
     x, w, dy = torch.randn(5, 8), torch.randn(6, 8), torch.randn(5, 6)
     op.linear(x, w, None, None, "one")
     op.linear_dx(dy, w, "two")

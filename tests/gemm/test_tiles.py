@@ -87,7 +87,7 @@ def test_only_the_tile_of_the_kernel_follows_m(monkeypatch):
     asked = set()
     monkeypatch.setattr(launch, "max_clusters", lambda device: 66)
     monkeypatch.setattr(launch, "most_ctas", lambda device: 132)
-    monkeypatch.setattr(launch, "call", lambda *args: None)
+    monkeypatch.setattr(launch, "bind", lambda *args: lambda *args: None)
     for name in ("gemm_kernel", "skinny_kernel"):
         monkeypatch.setattr(launch, name, lambda *chosen, name=name: asked.add((name, *chosen)))
     weight = torch.empty(4096, 16, dtype=torch.bfloat16)

@@ -11,9 +11,10 @@ from unittest import mock
 import pytest
 import torch
 
-from cute_kernels.norm import op
+from cute_kernels import dispatch
 from cute_kernels.norm.config import LAYER, part_rows
 from cute_kernels.norm.triton import launch as triton_launch
+from cute_kernels.runtime.plan_cache import Plan
 
 from .. import contract
 from . import cases, contracts, triton_orders
@@ -170,7 +171,11 @@ def no_address_shows(launch: ModuleType, case: Case) -> None:
 
 def through_the_op(launch: ModuleType):
     """While it lasts, ``ck.rms_norm`` and ``ck.layer_norm`` run on this launcher."""
-    return mock.patch.object(op, "_of_rows", lambda function, like: getattr(launch, function))
+
+    def plan(name, device, dtype, *operands):
+        return Plan(getattr(launch, name.removeprefix("norm_")), fresh=False)
+
+    return mock.patch.object(dispatch, "plan", plan)
 
 
 def battery(launch: ModuleType, at: int, dtype: torch.dtype, m: int = 40) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cute_kernels import arch, dispatch
+from cute_kernels.runtime.plan_cache import Plan
 
 
 @contextlib.contextmanager
@@ -20,8 +21,16 @@ def through(backend: str) -> Iterator[None]:
     def launcher(op, device, dtype):
         return dispatch._function(dispatch._TABLE[op][backend].launcher)
 
+    def plan(op, device, dtype, *operands):
+        planner = dispatch._TABLE[op][backend].planner
+        # Triton's planners look compiled kernels up, which the interpreter has none of.
+        if planner and backend == arch.CUTE_SM90:
+            return dispatch._function(planner)(*operands)
+        return Plan(launcher(op, device, dtype), fresh=False)
+
     with (
         mock.patch.object(dispatch, "launcher", launcher),
+        mock.patch.object(dispatch, "plan", plan),
         mock.patch.object(dispatch, "backend", lambda *asked: backend),
     ):
         yield

@@ -144,11 +144,16 @@ def test_dtypes_softcap_and_groups(options):
 @pytest.mark.parametrize("heads", [(8, 2), (3, 3), (20, 1)], ids=str)
 def test_a_step_of_decoding_reads_keys_once_a_group(dim, heads, monkeypatch):
     """The heads of a group are rows: a CTA for each KV head, and the bytes of a CTA for each."""
-    called, true_call = [], launch.call
-    monkeypatch.setattr(launch, "call", lambda *args: (called.append(args), true_call(*args)))
+    called, true_bind = [], launch.bind
+
+    def bind(device, kernel, flatten=()):
+        run = true_bind(device, kernel, flatten)
+        return lambda *args: (called.append(args), run(*args))
+
+    monkeypatch.setattr(launch, "bind", bind)
     one = given(*TABLES["decode"], dim=dim, heads=heads)
     got = at_once(one)
-    ((_, _, rows, *_),) = called
+    ((rows, *_),) = called
     assert rows.shape == (4, heads[0] // heads[1], heads[1], dim)
     assert rows.untyped_storage().data_ptr() == one.q.untyped_storage().data_ptr()
     assert all(map(contract.same_bytes, got, by_runs(one)))

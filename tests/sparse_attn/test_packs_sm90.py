@@ -74,12 +74,13 @@ def test_one_launch_a_pass(monkeypatch):
     """And one before it, and no copies."""
     calls = []
     monkeypatch.setattr(packs.Layout, "spread", lambda of, t, fill=0.0: pytest.fail("a copy"))
-    true = launch.call
-    monkeypatch.setattr(
-        launch,
-        "call",
-        lambda device, kernel, *args: (calls.append(kernel), true(device, kernel, *args)),
-    )
+    true = launch.bind
+
+    def bind(device, kernel, flatten=()):
+        run = true(device, kernel, flatten)
+        return lambda *args: (calls.append(kernel), run(*args))
+
+    monkeypatch.setattr(launch, "bind", bind)
     tensors = known.drawn(sum(LENGTHS), dim=128)
     with known.on_sm90():
         known.packed(tensors, LENGTHS)
