@@ -93,7 +93,7 @@ def product_kernel(dtype, a_major, b_major, epilogue, tile, order="chain"):
 def skinny_kernel(dtype, w_major, bias, tile, order):
     def run(weight, x, out, bias, *rest):
         assert addressable(weight if w_major == "k" else weight.mT)
-        assert addressable(x) and addressable(out)
+        assert addressable(x) and addressable(out) and (bias is None or bias.stride(1) == 1)
         made = x.float() @ weight.float().mT
         out.copy_(made if bias is None else made + bias.float())
 

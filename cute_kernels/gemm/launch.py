@@ -50,9 +50,11 @@ def plan_gemm(
             return y if direct or out is None else out.copy_(y)
     else:
         plan = _plan_skinny(a, b, None if bias is None else bias.expand(m, n), tile, order)
-        launch = plan.run
+        launch, copy_bias = plan.run, bias is not None and bias.stride(0) != 1
 
         def run(a, b, bias, accumulator=None, order=ORDER, out=None):
+            if copy_bias:
+                bias = log.contiguous("gemm", "bias", bias, "a stride of 1")
             y = launch(a, b, None if bias is None else bias.expand(m, n))
             return y if out is None else out.copy_(y)
 

@@ -68,7 +68,9 @@ def product(text: str, which: str, units: int) -> Callable[[Inputs], torch.Tenso
             "dx": lambda: (t["dy"], t["w"].mT),
             "dw": lambda: (t["dy"].mT, t["x"].mT),
         }[which]()
-        (a, a_major), (b, b_major) = (matrix(t, "gemm", "operand") for t in (a, b))
+        how = [matrix(t, "gemm", "operand") for t in (a, b)]
+        a, b = (t if h.adapt is None else h.adapt(t) for t, h in zip((a, b), how, strict=True))
+        a_major, b_major = (h.major for h in how)
         out = t["main_grad"] if which == "dw" else a.new_empty(a.shape[0], b.shape[0])
         epilogue = "accumulate" if which == "dw" else "plain"
         call, cluster = kernel(text, a_major, b_major, epilogue)

@@ -94,7 +94,7 @@ UNKNOWN = {
 
 def test_two_kinds_differ_in_c_where_they_do_in_python(calls):
     for one, other in itertools.combinations(KINDS.values(), 2):
-        same = plan_cache.described(*one) == plan_cache.described(*other)
+        same = plan_cache.describe(*one) == plan_cache.describe(*other)
         assert (calls.describe(*one) == calls.describe(*other)) is same, (one, other)
     assert len({calls.describe(*tensors) for tensors in KINDS.values()}) >= len(KINDS) - 1
 
@@ -117,7 +117,7 @@ def test_what_may_have_more_of_a_say_is_not_described(calls, name):
     for tensors in ((UNKNOWN[name],), (NUMBERS, UNKNOWN[name]), (None, UNKNOWN[name], NUMBERS)):
         assert calls.describe(*tensors) is None
         if isinstance(UNKNOWN[name], torch.Tensor):
-            assert plan_cache.described(*tensors) is None
+            assert plan_cache.describe(*tensors) is None
 
 
 def test_tensors_without_end_are_not_described(calls):
@@ -348,8 +348,8 @@ def test_where_it_cannot_be_had_python_does_it_and_the_reason_is_known(
     assert extension.calls() is None
     assert re.search(reason, extension.missing())
     monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
-    calls = plan_cache.Calls(lambda *tensors: len)
-    assert calls.find((), NUMBERS) is None
-    calls.keep((), (NUMBERS,))
-    assert calls.find((), NUMBERS) is len and "find" not in vars(calls)
+    plans = plan_cache.PlanCache()
+    assert plans.find((), NUMBERS) is None
+    plans.add((), (NUMBERS,), len)
+    assert plans.find((), NUMBERS) is len and "find" not in vars(plans)
     assert settings.get("EXTENSION") in ("0", "1")

@@ -68,8 +68,7 @@ def test_every_configuration(chosen, tile):
         if chosen.order == config.UNORDERED:
             got = run(x, w, bias, tile, chosen.order)
             bound = (
-                reference.error_bound(x, w)
-                + 8 * 2.0**-24 * x.float().abs() @ w.mT.float().abs()
+                reference.error_bound(x, w) + 8 * 2.0**-24 * x.float().abs() @ w.mT.float().abs()
             )
             exact = reference.gemm(x, w, None) + (0 if bias is None else bias.double())
             # Of the 40 outputs of one row a single one may be misrounded, or two.

@@ -146,14 +146,14 @@ def test_each_part_has_its_step():
 
 def test_the_launch_of_a_call_is_found():
     seen = []
-    module = SimpleNamespace(call=None)
+    module = SimpleNamespace(bind=None)
 
     def run():
-        module.call(torch.device("cpu"), lambda *args: seen.append(args), 1, "two")
+        module.bind(torch.device("cpu"), lambda *args: seen.append(args))(1, "two")
 
     launch = page.host.launch_of(module, run)
     launch()
-    assert seen == [(1, "two")] * 2 and module.call is None
+    assert seen == [(1, "two")] * 2 and module.bind is None
     with pytest.raises(ValueError, match="not enough"):
         page.host.launch_of(module, lambda: None)
 

@@ -12,12 +12,15 @@ import cute_kernels as ck
 from cute_kernels import dispatch, errors, torch_ops
 from cute_kernels.gemm import launch as gemm_launch
 from cute_kernels.gemm import op as gemm_op
+from cute_kernels.gemm import tiles
 from cute_kernels.norm import launch as norm_launch
 from cute_kernels.norm import op as norm_op
 from cute_kernels.norm.tensors import Rule, Scale
 from cute_kernels.runtime import plan_cache
 from cute_kernels.sparse_attn import api
 from tests.contract import same_bytes
+from tests.gemm.simulated import WIDE
+from tests.gemm.simulated import simulated as simulated_gemm
 from tests.ptxsim.available import requires_sim
 from tests.runtime.cached_calls import drawn, rewritten
 from tests.runtime.pretended_sm90 import idle, pretended, simulated
@@ -214,12 +217,15 @@ ADAPTED = {
 
 
 @requires_sim
+@pytest.mark.parametrize("tile", [WIDE, tiles.Skinny(16, 64, 128, 1, 1)], ids=["dense", "skinny"])
 @pytest.mark.parametrize("name", ADAPTED)
-def test_operands_of_every_layout_have_the_bytes_of_dense_ones(name):
+def test_operands_of_every_layout_have_the_bytes_of_dense_ones(name, tile):
     """The product of dense copies, computed beside zeros up to whole units where there are some."""
     call, operands = ADAPTED[name]
     dense = [t.clone(memory_format=torch.contiguous_format) for t in operands]
-    with simulated():
+    if tile is not WIDE and name.startswith("norm"):
+        pytest.skip("products have tiles")
+    with simulated(), simulated_gemm(tile=tile):
         result, want = call(*operands), call(*dense)
     assert same_bytes(result.contiguous(), want.contiguous())
     assert result.float().abs().sum() > 0

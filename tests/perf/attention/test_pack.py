@@ -261,11 +261,14 @@ def placing(monkeypatch):
     """This CPU's kernels read offsets where they lie; (clock, what was placed and when)."""
     clock, placed = FakeClock(), []
 
-    def places(bounds, q, kv_heads=0, window=(None, None)):
-        placed.append((bounds.tolist(), tuple(q.shape), kv_heads, window))
-        clock.now += 7.0 if kv_heads else 3.0
+    def plan_places(bounds, q, kv_heads=0, window=(None, None)):
+        def run(bounds):
+            placed.append((bounds.tolist(), tuple(q.shape), kv_heads, window))
+            clock.now += 7.0 if kv_heads else 3.0
 
-    monkeypatch.setattr(launch, "places", places)
+        return launch.Placing(run, 0)
+
+    monkeypatch.setattr(launch, "plan_places", plan_places)
     monkeypatch.setattr(passes, "in_place", lambda t: True)
     return clock, placed
 
