@@ -34,6 +34,19 @@ class Matrix(NamedTuple):
     flatten: bool = False
 
 
+class Output(NamedTuple):
+    """How a launch makes a result [..., N].
+
+    new: Allocates what the kernel writes; None: it writes a tensor of the caller.
+    finish: ``finish(y)`` returns the contiguous [..., N]; None: ``y`` is that.
+    flatten: ``y`` is [..., N], which the launch itself reads as [M, N].
+    """
+
+    new: Callable[[], torch.Tensor] | None
+    finish: Callable[[torch.Tensor], torch.Tensor] | None = None
+    flatten: bool = False
+
+
 def matrix(t: torch.Tensor, kernel: str, name: str, k_major: bool = False) -> Matrix:
     """How a launch gets ``t`` [..., K] as a matrix that TMA can address.
 

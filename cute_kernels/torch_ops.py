@@ -171,39 +171,28 @@ class Planned:
 
     def run_function(self) -> Callable:
         """``run(*args)``: by the cached plan, or a new one."""
-
-        def run(*args):
-            signature = self._signature(args)
-            known = self._cache.find(*signature)
-            return (known or self._new(known, signature, args)[0])(*args)
-
-        return run
+        return lambda *args: self._find(args)[0](*args)
 
     def cached(self, *args) -> Callable | None:
         """What runs the cached plan of calls like this one; None if it cannot be cached."""
-        signature = self._signature(args)
-        known = self._cache.find(*signature)
-        if known is None:
-            run, cacheable = self._new(known, signature, args)
-            return run if cacheable else None
-        return known or None
+        run, is_cached = self._find(args)
+        return run if is_cached else None
 
-    def _signature(self, args: tuple) -> tuple:
-        """(options, *tensors)."""
+    def _find(self, args: tuple) -> tuple[Callable, bool]:
+        """(what runs the plan of a call, planned now if there is none, whether it is cached)."""
         options = [args[i] for i in self._options]
         if self._lists:
             options = [tuple(one) if type(one) is list else one for one in options]
-        return tuple(options), *[args[i] for i in self._tensors]
-
-    def _new(self, known, signature: tuple, args: tuple) -> tuple[Callable, bool]:
-        """(what runs a new plan, whether it is cacheable); known: what the cache answered."""
+        options, tensors = tuple(options), tuple(args[i] for i in self._tensors)
+        known = self._cache.find(options, *tensors)
+        if known:
+            return known, True
         _require_storage(self._names, args)
         plan = self._plan(*args)
         run = _run_of(plan)
         if known is None:
-            options, *tensors = signature
-            self._cache.add(options, tuple(tensors), run if plan.cacheable else None)
-        return run, plan.cacheable
+            self._cache.add(options, tensors, run if plan.cacheable else None)
+        return run, known is None and plan.cacheable
 
 
 def detach_view(value: object) -> object:
@@ -238,8 +227,10 @@ def _detaching(run: Callable) -> Callable:
 
     def run_detached(*args):
         results = run(*args)
-        if isinstance(results, (tuple, list)):
-            return type(results)(map(detach_view, results))
+        if isinstance(results, tuple):
+            return tuple(map(detach_view, results))
+        if isinstance(results, list):
+            return list(map(detach_view, results))
         return detach_view(results)
 
     return run_detached

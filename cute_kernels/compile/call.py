@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -27,11 +27,12 @@ def call(device: torch.device, kernel: Callable, *args: object) -> None:
         kernel(*args)
 
 
-def bind(device: torch.device, kernel: Callable, flatten: Sequence[int] = ()) -> Callable:
+def bind(device: torch.device, kernel: Callable, flatten: Iterable[int] = ()) -> Callable:
     """``launch(*args)`` is ``call(device, kernel, *args)`` with less host time, for a plan.
 
     flatten: Positions of contiguous tensors [..., D] that the kernel takes as [rows, D].
     """
+    flatten = tuple(flatten)
     calls = extension.calls() if hasattr(kernel, "__chandle__") else None
     if calls is None:
         return lambda *args: call(device, kernel, *flattened(args, flatten))

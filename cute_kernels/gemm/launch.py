@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -13,8 +12,17 @@ from .. import log
 from ..compile import cache
 from ..compile.call import allocator, bind
 from ..compile.kernel import Entry, Expect, Kernel
-from ..operands import ALIGN, matrix, most_ctas, padded_copy, padded_width, storable
-from ..runtime.plan_cache import Plan
+from ..operands import (
+    ALIGN,
+    Matrix,
+    Output,
+    matrix,
+    most_ctas,
+    padded_copy,
+    padded_width,
+    storable,
+)
+from ..runtime.plan_cache import Plan, launcher
 from . import config, tiles
 from .config import DTYPE_NAMES, ORDER, UNORDERED, Config, SkinnyConfig
 from .tiles import Dense, Skinny
@@ -37,19 +45,20 @@ def plan_gemm(
     """
     if accumulator is not None:
         return _plan_accumulate(a, b, accumulator)
-    major = matrix(a, "gemm", "a", k_major=order != ORDER).major
+    how = _matrices(a, b, order)
     m, n = a.shape[:-1].numel(), b.shape[0]
-    tile = choose_tile((m, n, a.shape[-1]), order, major, a.device)
+    tile = choose_tile((m, n, a.shape[-1]), order, how[0].major, a.device)
     if isinstance(tile, Dense):
         direct = out is not None and storable(out)
-        plan = _plan_dense(a, b, bias, tile, order, out if direct else None)
+        plan = _plan_dense(a, b, bias, how, tile, order, out if direct else None)
         launch = plan.run
 
         def run(a, b, bias, accumulator=None, order=ORDER, out=None):
             y = launch(a, b, bias, out)
             return y if direct or out is None else out.copy_(y)
     else:
-        plan = _plan_skinny(a, b, None if bias is None else bias.expand(m, n), tile, order)
+        wide = None if bias is None else bias.expand(m, n)
+        plan = _plan_skinny(a, b, wide, how, tile, order)
         launch, copy_bias = plan.run, bias is not None and bias.stride(0) != 1
 
         def run(a, b, bias, accumulator=None, order=ORDER, out=None):
@@ -61,13 +70,26 @@ def plan_gemm(
     return Plan(run, fresh=plan.fresh)
 
 
-def _plan_dense(a, b, bias, tile: Dense, order: str, out: torch.Tensor | None) -> Plan:
-    """Launch plan of ``run(a, b, bias, out)`` by kernel_sm90; out: as in `_result`."""
-    rows, columns = matrix(a, "gemm", "a", k_major=order != ORDER), matrix(b, "gemm", "b")
-    result = _result(a, b.shape[0], out)
+def _matrices(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    order: str,
+    kernel: str = "gemm",
+    names: tuple[str, str] = ("a", "b"),
+) -> tuple[Matrix, Matrix]:
+    """How a launch gets both factors of a product; ``names``: of the kernel's arguments."""
+    return matrix(a, kernel, names[0], k_major=order != ORDER), matrix(b, kernel, names[1])
+
+
+def _plan_dense(
+    a, b, bias, how: tuple[Matrix, Matrix], tile: Dense, order: str, out: torch.Tensor | None
+) -> Plan:
+    """Launch plan of ``run(a, b, bias, out)`` by kernel_sm90; out: as in `_output`."""
+    rows, columns = how
+    result = _output(a, b.shape[0], out)
     epilogue = "plain" if bias is None else "bias"
     kernel = gemm_kernel(a.dtype, rows.major, columns.major, epilogue, tile, order)
-    launch = bind(a.device, kernel, _chosen((0, 2), (rows.flatten, result.flatten)))
+    launch = bind(a.device, kernel, itertools.compress((0, 2), (rows.flatten, result.flatten)))
     clusters = max_clusters(a.device)
     adapt_a, adapt_b, new, finish = rows.adapt, columns.adapt, result.new, result.finish
     copy_bias = bias is not None and bias.stride(0) != 1
@@ -84,14 +106,14 @@ def _plan_dense(a, b, bias, tile: Dense, order: str, out: torch.Tensor | None) -
     return Plan(run, fresh=finish is None)
 
 
-def _plan_skinny(x, w, bias, tile: Skinny, order: str) -> Plan:
+def _plan_skinny(x, w, bias, how: tuple[Matrix, Matrix], tile: Skinny, order: str) -> Plan:
     """Launch plan of ``run(x, w, bias)`` by kernel_skinny_sm90; bias [M, N] or None."""
     if tile.split == 1 and order == UNORDERED:
         order = "tree"  # one CTA adds all leaves, and has no reason to add them otherwise
-    rows, columns = matrix(x, "gemm", "a", k_major=True), matrix(w, "gemm", "b")
-    result = _result(x, w.shape[0], None)
+    rows, columns = how
+    result = _output(x, w.shape[0])
     kernel = skinny_kernel(x.dtype, columns.major, bias is not None, tile, order)
-    launch = bind(x.device, kernel, _chosen((1, 2), (rows.flatten, result.flatten)))
+    launch = bind(x.device, kernel, itertools.compress((1, 2), (rows.flatten, result.flatten)))
     adapt_x, adapt_w, new, finish = rows.adapt, columns.adapt, result.new, result.finish
 
     def run(x, w, bias):
@@ -104,22 +126,12 @@ def _plan_skinny(x, w, bias, tile: Skinny, order: str) -> Plan:
     return Plan(run, fresh=finish is None)
 
 
-def gemm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    accumulator: torch.Tensor | None,
-    order: str = ORDER,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Run the plan of `plan_gemm`."""
-    args = a, b, bias, accumulator, order, out
-    return plan_gemm(*args).run(*args)
+gemm = launcher(plan_gemm)
 
 
 def _plan_accumulate(a: torch.Tensor, b: torch.Tensor, accumulator: torch.Tensor) -> Plan:
     """Launch plan of accumulator [M, N] fp32 += a [M, K] · b [N, K]ᵀ, as one chain."""
-    rows, columns = matrix(a, "gemm", "a"), matrix(b, "gemm", "b")
+    rows, columns = _matrices(a, b, ORDER)
     device = a.device
     tile = tiles.dense(a.shape[0], b.shape[0], a.shape[1], ORDER, most_ctas(device))
     kernel = gemm_kernel(a.dtype, rows.major, columns.major, "accumulate", tile, ORDER)
@@ -136,34 +148,15 @@ def _plan_accumulate(a: torch.Tensor, b: torch.Tensor, accumulator: torch.Tensor
     return Plan(run)
 
 
-class _Result(NamedTuple):
-    """Where a product [..., N] goes.
-
-    new: Allocates what the kernel writes; None: it writes the caller's tensor.
-    finish: ``finish(y)`` returns the contiguous [..., N]; None: ``y`` is that.
-    flatten: ``y`` is [..., N], which the launch reads as [M, N].
-    """
-
-    new: Callable[[], torch.Tensor] | None
-    finish: Callable[[torch.Tensor], torch.Tensor] | None = None
-    flatten: bool = False
-
-
-def _result(a: torch.Tensor, n: int, out: torch.Tensor | None) -> _Result:
-    """Where the product of ``a`` [..., K] goes: ``out``, or a new tensor."""
+def _output(a: torch.Tensor, n: int, out: torch.Tensor | None = None) -> Output:
+    """How a launch makes the product [..., N] of ``a`` [..., K]: in ``out``, or in a new tensor."""
     if out is not None:
-        return _Result(None)
+        return Output(None)
     dtype, device, shape = a.dtype, a.device, (*a.shape[:-1], n)
     if n * dtype.itemsize % ALIGN == 0:
-        return _Result(allocator(shape, dtype, device), flatten=a.dim() != 2)
-    m, width = a.shape[:-1].numel(), padded_width(n, dtype)
-    new = allocator((m, width), dtype, device)
-    finish = _without_padding if a.dim() == 2 else lambda y: _without_padding(y).view(shape)
-    return _Result(lambda: new()[:, :n], finish)
-
-
-def _chosen(positions: Sequence[int], wanted: Sequence[bool]) -> tuple[int, ...]:
-    return tuple(itertools.compress(positions, wanted))
+        return Output(allocator(shape, dtype, device), flatten=a.dim() != 2)
+    new = allocator((a.shape[:-1].numel(), padded_width(n, dtype)), dtype, device)
+    return Output(lambda: new()[:, :n], lambda y: _without_padding(y).view(shape))
 
 
 def choose_tile(
@@ -178,8 +171,9 @@ def plan_skinny(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, deterministic: bool
 ) -> Plan:
     """Launch plan of x [M, K] · weight [N, K]ᵀ (+ bias [M, N]) in the order ``tree``, few rows."""
+    how = _matrices(x, weight, "tree", "skinny", ("x", "weight"))
     tile = tiles.skinny(x.shape[0], weight.shape[0], x.shape[1], "tree", most_ctas(x.device))
-    plan = _plan_skinny(x, weight, bias, tile, "tree" if deterministic else UNORDERED)
+    plan = _plan_skinny(x, weight, bias, how, tile, "tree" if deterministic else UNORDERED)
     launch, copy_bias = plan.run, bias is not None and bias.stride(1) != 1
 
     def run(x, weight, bias, *_):
@@ -190,11 +184,7 @@ def plan_skinny(
     return Plan(run, fresh=plan.fresh)
 
 
-def skinny(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, deterministic: bool
-) -> torch.Tensor:
-    """Run the plan of `plan_skinny`."""
-    return plan_skinny(x, weight, bias, deterministic).run(x, weight, bias)
+skinny = launcher(plan_skinny)
 
 
 def plan_leaf_sums(a: torch.Tensor, b: torch.Tensor, length: int) -> Plan:
@@ -203,7 +193,7 @@ def plan_leaf_sums(a: torch.Tensor, b: torch.Tensor, length: int) -> Plan:
     The result is fp32 [leaves, M, N], not added.  An accumulator that starts from zeros in memory
     equals one that is filled with them: each leaf has the bits that it has in ``order="tree"``.
     """
-    rows, columns = matrix(a, "leaf_sums", "a"), matrix(b, "leaf_sums", "b")
+    rows, columns = _matrices(a, b, ORDER, "leaf_sums")
     (m, k), n, device = a.shape, b.shape[0], a.device
     launches = []
     # A leaf begins at a multiple of 16 elements, so its slice is addressable as well.
@@ -226,9 +216,7 @@ def plan_leaf_sums(a: torch.Tensor, b: torch.Tensor, length: int) -> Plan:
     return Plan(run, fresh=False)
 
 
-def leaf_sums(a: torch.Tensor, b: torch.Tensor, length: int) -> torch.Tensor:
-    """Run the plan of `plan_leaf_sums`."""
-    return plan_leaf_sums(a, b, length).run(a, b, length)
+leaf_sums = launcher(plan_leaf_sums)
 
 
 def _without_padding(out: torch.Tensor) -> torch.Tensor:
@@ -249,9 +237,7 @@ def plan_column_sum(rows: torch.Tensor) -> Plan:
     return Plan(run)
 
 
-def column_sum(rows: torch.Tensor) -> torch.Tensor:
-    """Run the plan of `plan_column_sum`."""
-    return plan_column_sum(rows).run(rows)
+column_sum = launcher(plan_column_sum)
 
 
 def max_clusters(device: torch.device) -> int:

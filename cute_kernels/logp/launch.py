@@ -13,7 +13,7 @@ from ..compile import cache
 from ..compile.call import allocator, bind
 from ..compile.kernel import Entry, Expect, Kernel
 from ..operands import matrix, most_ctas, padded_width
-from ..runtime.plan_cache import Plan
+from ..runtime.plan_cache import Plan, launcher
 from . import config, tiles
 from .config import Config, FewConfig, FinishConfig
 from .tensors import Head, Rows, Upstream
@@ -50,9 +50,7 @@ def plan_states(hidden: torch.Tensor, head: Head, rows: Rows, entropy: bool) -> 
     return Plan(run)
 
 
-def states(*args: object) -> torch.Tensor:
-    """Run the plan of `plan_states`."""
-    return plan_states(*args).run(*args)
+states = launcher(plan_states)
 
 
 def plan_gradients(hidden: torch.Tensor, head: Head, rows: Rows, upstream: Upstream) -> Plan:
@@ -75,9 +73,7 @@ def plan_gradients(hidden: torch.Tensor, head: Head, rows: Rows, upstream: Upstr
     return Plan(run, fresh=False)
 
 
-def gradients(*args: object) -> torch.Tensor:
-    """Run the plan of `plan_gradients`."""
-    return plan_gradients(*args).run(*args)
+gradients = launcher(plan_gradients)
 
 
 def plan_finish(parts: torch.Tensor, rows: Rows) -> Plan:
@@ -94,9 +90,7 @@ def plan_finish(parts: torch.Tensor, rows: Rows) -> Plan:
     return Plan(run)
 
 
-def finish(*args: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Run the plan of `plan_finish`."""
-    return plan_finish(*args).run(*args)
+finish = launcher(plan_finish)
 
 
 def _adapter(hidden: torch.Tensor, head: Head) -> Callable[..., tuple]:

@@ -10,7 +10,7 @@ import torch
 
 from .. import main_grad as destination
 from ..errors import UnsupportedTransformError
-from ..torch_ops import define_op
+from ..torch_ops import define_op, own_result
 from .config import mappings
 from .passes import launcher
 from .tensors import Gates, Mapping, Parts
@@ -43,12 +43,8 @@ def _whole(t: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def shaped(result: torch.Tensor, *shape: int) -> torch.Tensor:
-    """The result of an op in the shape of the operands, which the caller may write in place.
-
-    Autograd refuses to record a write to a view that was made without a graph.
-    """
-    view = result.view(*shape)
-    return view if torch.is_grad_enabled() else view.detach()
+    """The result of an op in the shape of the operands, which the caller may write in place."""
+    return own_result(result.view(*shape))
 
 
 def nothing(like: torch.Tensor) -> torch.Tensor:

@@ -68,7 +68,7 @@ def forward_of(cls: type) -> Callable:
     @functools.wraps(author)
     def forward(self, *args, **kwargs):
         scored = kwargs.get("labels") is not None or len(args) > place
-        if _softcap(self) or (scored and _logp(self)):
+        if causal_lm.softcap(self) or (scored and _logp(self)):
             return ours(self, *args, **kwargs)
         return author(self, *args, **kwargs)
 
@@ -80,11 +80,6 @@ def _logp(model: torch.nn.Module) -> bool:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     return model._cute_kernels.logp and model.loss_function is ForCausalLMLoss
-
-
-def _softcap(model: torch.nn.Module) -> float:
-    """The soft cap of logits that the config sets now, as the author's forward reads it."""
-    return causal_lm.softcap(model)
 
 
 def _kept(hidden: torch.Tensor, keep: int | torch.Tensor) -> torch.Tensor:
@@ -103,7 +98,7 @@ def _kept(hidden: torch.Tensor, keep: int | torch.Tensor) -> torch.Tensor:
 
 
 def _logits(model: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    logits, cap = model.get_output_embeddings()(hidden), _softcap(model)
+    logits, cap = model.get_output_embeddings()(hidden), causal_lm.softcap(model)
     # cap · tanh(logits / cap)
     return rowwise.tanh(logits / cap) * cap if cap else logits
 
@@ -123,7 +118,8 @@ def _loss(
     if not (hasattr(head, "_cute_kernels") and head._cute_kernels.logp):
         want = "the head that ck.patch replaced (patch the whole model again, adapters included)"
         raise ArgumentTypeError(expected("get_output_embeddings()", want, type(head).__name__))
-    scoring = Scoring(head._cute_kernels.order, softcap=_softcap(model), ignore_index=ignored)
+    cap = causal_lm.softcap(model)
+    scoring = Scoring(head._cute_kernels.order, softcap=cap, ignore_index=ignored)
     scores = head(hidden, target=target, scoring=scoring).reshape(1, -1)
     count = given.get("num_items_in_batch")
     if isinstance(count, torch.Tensor):

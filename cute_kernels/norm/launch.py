@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -14,8 +13,8 @@ from ..compile import cache
 from ..compile.call import allocator, bind
 from ..compile.kernel import Entry, Expect, Kernel
 from ..log import contiguous, copied
-from ..operands import flat_rows, flattened, most_ctas
-from ..runtime.plan_cache import Plan
+from ..operands import Matrix, Output, flat_rows, flattened, most_ctas
+from ..runtime.plan_cache import Plan, launcher
 from . import config
 from .config import (
     LAYER,
@@ -39,8 +38,8 @@ _DENSE = torch.contiguous_format
 def plan_forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: Rule) -> Plan:
     """Launch plan of the norm of the rows of x [..., D], or of h = x + residual: a `Normed`."""
     width, layer = x.shape[-1], rule.kind == LAYER
-    rows = [None if t is None else _rows(t, name) for t, name in ((x, "x"), (residual, "residual"))]
-    (adapt_x, flat_x), (adapt_residual, flat_residual) = (one or Rows() for one in rows)
+    _, adapt_x, flat_x = _rows(x, "x")
+    _, adapt_residual, flat_residual = _rows(residual, "residual")
     weight, bias = _scale(scale, x, rule)
     adapt_scale = weight is not scale.weight or bias is not scale.bias
     m, added = x.shape[:-1].numel(), residual is not None
@@ -48,7 +47,7 @@ def plan_forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, r
     new, finish, flat = _output(x)
     new_number = allocator((m,), torch.float32, x.device)
     flatten = itertools.compress((0, 1, 4, 5), (flat_x, flat_residual, flat, flat))
-    launch = bind(x.device, kernel, tuple(flatten))
+    launch = bind(x.device, kernel, flatten)
     numbers = *forward_numbers(rule, width), ctas
 
     def run(x, residual, scale, rule):
@@ -60,36 +59,21 @@ def plan_forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, r
         launch(x, residual, weight, bias, h, y, mean, rstd, *numbers)
         if finish is not None:
             y, h = finish(y), finish(h) if added else None
-        return y, h, mean, rstd
+        return Normed(y, h, mean, rstd)
 
     return Plan(run, fresh=finish is None)
 
 
-def forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: Rule) -> Normed:
-    """Run the plan of `plan_forward`."""
-    args = x, residual, scale, rule
-    return Normed(*plan_forward(*args).run(*args))
+forward = launcher(plan_forward)
 
 
-class _Output(NamedTuple):
-    """A result like rows [..., D].
-
-    new: Allocates what the kernel writes, rows of whole units of 8.
-    finish: ``finish(t)`` returns the contiguous [..., D]; None: ``t`` is that.
-    flatten: It is [..., D], which the launch reads as [M, D].
-    """
-
-    new: Callable[[], torch.Tensor]
-    finish: Callable[[torch.Tensor], torch.Tensor] | None
-    flatten: bool
-
-
-def _output(x: torch.Tensor) -> _Output:
+def _output(x: torch.Tensor) -> Output:
+    """How a launch makes a result like the rows of ``x``; kernels write whole units of 8."""
     shape, width = x.shape, x.shape[-1]
     if width % UNIT == 0:
-        return _Output(allocator(shape, x.dtype, x.device), None, x.dim() != 2)
+        return Output(allocator(shape, x.dtype, x.device), flatten=x.dim() != 2)
     new = allocator((shape[:-1].numel(), width + -width % UNIT), x.dtype, x.device)
-    return _Output(new, lambda t: _whole(t, width).view(shape), False)
+    return Output(new, lambda t: _whole(t, width).view(shape))
 
 
 def forward_numbers(rule: Rule, width: int) -> tuple[float, float, float, int]:
@@ -130,8 +114,9 @@ def plan_backward(
 ) -> Plan:
     """Launch plan of `cpu.backward` for rows [..., D]; the parts are made whether wanted or not."""
     width, layer, upper = h.shape[-1], rule.kind == LAYER, upstream.dh is not None
-    (adapt_dy, flat_dy), (adapt_h, flat_h) = _rows(upstream.dy, "dy"), _rows(h, "h")
-    adapt_dh, flat_dh = _rows(upstream.dh, "dh") if upper else Rows()
+    _, adapt_dy, flat_dy = _rows(upstream.dy, "dy")
+    _, adapt_h, flat_h = _rows(h, "h")
+    _, adapt_dh, flat_dh = _rows(upstream.dh, "dh")
     weight, _ = _scale(scale, h, rule)
     adapt_scale = weight is not scale.weight
     new, finish, flat = _output(h)
@@ -140,7 +125,7 @@ def plan_backward(
     new_sums = allocator(shape, torch.float32, h.device)
     chosen = backward_config(rule.kind, h.dtype, weight.dtype, upper, width)
     flatten = itertools.compress((0, 1, 2, 6), (flat_dy, flat_dh, flat_h, flat))
-    launch = bind(h.device, _kernel(chosen), tuple(flatten))
+    launch = bind(h.device, _kernel(chosen), flatten)
     numbers = rule.offset, 1 / width, min(count, most_ctas(h.device))
 
     def run(upstream, h, stats, scale, rule, parts):
@@ -157,9 +142,7 @@ def plan_backward(
     return Plan(run, fresh=finish is None)
 
 
-def backward(*args: object) -> tuple[torch.Tensor, Parts | None]:
-    """Run the plan of `plan_backward`."""
-    return plan_backward(*args).run(*args)
+backward = launcher(plan_backward)
 
 
 def plan_add_parts(
@@ -195,32 +178,23 @@ def plan_add_parts(
     return Plan(run)
 
 
-def add_parts(*args: object) -> list[torch.Tensor | None]:
-    """Run the plan of `plan_add_parts`."""
-    return plan_add_parts(*args).run(*args)
+add_parts = launcher(plan_add_parts)
 
 
-class Rows(NamedTuple):
-    """How a launch gets rows [M, 8 ⌈D / 8⌉], at multiples of 16 bytes, zeros past D.
-
-    adapt: ``adapt(operand)`` returns them; None: they are the operand.
-    flatten: The operand is a contiguous [..., D], which the launch itself reads as [M, D].
-    """
-
-    adapt: Callable[[torch.Tensor], torch.Tensor] | None = None
-    flatten: bool = False
-
-
-def _rows(t: torch.Tensor, name: str) -> Rows:
-    """How a launch gets the rows of ``t`` [..., D]."""
+def _rows(t: torch.Tensor | None, name: str) -> Matrix:
+    """How a launch gets ``t`` [..., D] as [M, 8 ⌈D / 8⌉]: zeros past D, rows at 16 bytes."""
+    if t is None:
+        return Matrix("k")
     rows = flattened(t)
     row, column = rows.stride()
     addressable = column == 1 and (row * t.itemsize | rows.data_ptr()) % _ALIGN == 0
     if t.shape[-1] % UNIT or not addressable:
-        return Rows(lambda t: _copied_rows(t, name))
+        return Matrix("k", lambda t: _copied_rows(t, name))
     if t.dim() == 2:
-        return Rows()
-    return Rows(flatten=True) if t.is_contiguous() else Rows(lambda t: flat_rows(t, "norm"))
+        return Matrix("k")
+    if t.is_contiguous():
+        return Matrix("k", flatten=True)
+    return Matrix("k", lambda t: flat_rows(t, "norm"))
 
 
 def _copied_rows(t: torch.Tensor, name: str) -> torch.Tensor:

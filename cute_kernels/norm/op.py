@@ -86,7 +86,7 @@ def _plan_bare(x, residual, scale, rule):
     launch = plan.run
 
     def run(x, residual, weight, bias, *_):
-        return launch(x, residual, Scale(weight, bias), rule)
+        return tuple(launch(x, residual, Scale(weight, bias), rule))
 
     return replace(plan, run=run)
 

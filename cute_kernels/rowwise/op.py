@@ -116,10 +116,17 @@ def _plan_elements(entry: str, *args) -> Plan:
     """Plan of a launcher of tensors that are alike; args: the op's."""
     first = args[0]
     if not first.numel():
-        two = entry.endswith("_mul_backward")
-        run = lambda *args: (_like(args[1]), _like(args[2])) if two else _like(args[0])  # noqa: E731
+        run = _two_of_nothing if entry.endswith("_mul_backward") else _one_of_nothing
         return Plan(run, cacheable=False)
     return dispatch.plan(entry, first.device, first.dtype, *args)
+
+
+def _one_of_nothing(x, *_):
+    return _like(x)
+
+
+def _two_of_nothing(dy, gate, up, kind):
+    return _like(gate), _like(up)
 
 
 def _plan_activation(x, kind):

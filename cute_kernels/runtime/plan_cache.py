@@ -55,6 +55,16 @@ class Plan:
     cacheable: bool = True
 
 
+def launcher(planner: Callable[..., Plan]) -> Callable:
+    """The launcher of a planner: ``launch(*operands)`` plans and runs."""
+
+    @functools.wraps(planner)
+    def launch(*operands):
+        return planner(*operands).run(*operands)
+
+    return launch
+
+
 # ---- what can intercept a call -------------------------------------------------------------------
 
 

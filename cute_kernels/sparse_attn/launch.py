@@ -19,7 +19,7 @@ from ..compile import cache
 from ..compile.call import allocator, bind
 from ..compile.kernel import Entry, Expect, Kernel
 from ..operands import addressable, is_addressable, most_ctas, not_empty
-from ..runtime.plan_cache import Plan
+from ..runtime.plan_cache import Plan, launcher
 from . import config, stacked, watchdog
 from .config import BackwardConfig, ForwardConfig, PackConfig, PostConfig, PreConfig
 from .masks import BLOCK, FAR, FORMS, FORWARD_FORMS, SPANS, LoweredMask, Order
@@ -89,9 +89,7 @@ def plan_forward(
     return Plan(run)
 
 
-def forward(*args: object) -> tuple[Tensor, Tensor]:
-    """Run the plan of `plan_forward`."""
-    return plan_forward(*args).run(*args)
+forward = launcher(plan_forward)
 
 
 def plan_forward_of_pack(
@@ -121,9 +119,7 @@ def plan_forward_of_pack(
     return Plan(run)
 
 
-def forward_of_pack(*args: object) -> tuple[Tensor, Tensor]:
-    """Run the plan of `plan_forward_of_pack`."""
-    return plan_forward_of_pack(*args).run(*args)
+forward_of_pack = launcher(plan_forward_of_pack)
 
 
 def _plan_forward(
@@ -270,9 +266,7 @@ def plan_forward_of_spans(
     return Plan(run)
 
 
-def forward_of_spans(*args: object) -> tuple[Tensor, Tensor]:
-    """Run the plan of `plan_forward_of_spans`."""
-    return plan_forward_of_spans(*args).run(*args)
+forward_of_spans = launcher(plan_forward_of_spans)
 
 
 def _view_like(t: Tensor) -> Callable[[Tensor], Tensor]:
@@ -320,9 +314,7 @@ def plan_backward(
     return Plan(run)
 
 
-def backward(*args: object) -> tuple[Tensor, ...]:
-    """Run the plan of `plan_backward`."""
-    return plan_backward(*args).run(*args)
+backward = launcher(plan_backward)
 
 
 def plan_backward_of_pack(
@@ -348,9 +340,7 @@ def plan_backward_of_pack(
     return Plan(run)
 
 
-def backward_of_pack(*args: object) -> tuple[Tensor, ...]:
-    """Run the plan of `plan_backward_of_pack`."""
-    return plan_backward_of_pack(*args).run(*args)
+backward_of_pack = launcher(plan_backward_of_pack)
 
 
 def _of_sinks(sinks: Tensor | None, heads: int, space: Workspace) -> tuple[Tensor, ...]:

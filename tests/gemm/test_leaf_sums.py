@@ -230,7 +230,8 @@ def test_sm90_ranks_give_the_tree():
     bias = torch.randn(n, generator=torch.Generator().manual_seed(3)).bfloat16()
     with simulated(wgmma_math="hopper", tile=tiles.Dense(64)):
         chosen = tiles.dense()
-        want = launch._plan_dense(a, b, bias, chosen, "tree", None).run(a, b, bias, None)
+        how = launch._matrices(a, b, "tree")
+        want = launch._plan_dense(a, b, bias, how, chosen, "tree", None).run(a, b, bias, None)
         for degree in (2, 4):
             step = k // degree
             spans = [slice(first, first + step) for first in range(0, k, step)]

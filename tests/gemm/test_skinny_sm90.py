@@ -32,8 +32,9 @@ def run(x, w, bias, tile, order, **options):
     """One product; bias [M, N] or None."""
     with simulated(tile=tile, **options):
         if order == config.UNORDERED:
-            return launch.skinny(x, w, bias, deterministic=False)
-        return launch._plan_skinny(x, w, bias, tile, order).run(x, w, bias)
+            return launch.skinny(x, w, bias, False)
+        how = launch._matrices(x, w, order)
+        return launch._plan_skinny(x, w, bias, how, tile, order).run(x, w, bias)
 
 
 def shapes(tile: Skinny):

@@ -22,6 +22,8 @@ from tests.contract import same_bytes
 from tests.gemm.simulated import WIDE
 from tests.gemm.simulated import simulated as simulated_gemm
 from tests.ptxsim.available import requires_sim
+from tests.public_calls import CASES as PUBLIC_CALLS
+from tests.public_calls import leaves_of, results_of
 from tests.runtime.cached_calls import drawn, rewritten
 from tests.runtime.pretended_sm90 import idle, pretended, simulated
 
@@ -154,6 +156,19 @@ def test_what_an_op_remembers_passes_no_check(launched):
             torch.ops.cute_kernels.norm(X, None, W[0], None, None, None, "rms", -1.0, 0.0)
         with pytest.raises(errors.ArgumentValueError, match="eps"):
             ck.rms_norm(X, W[0], -1.0)
+
+
+@pytest.mark.parametrize("name", sorted(set(PUBLIC_CALLS) - {"block_sparse_attention_varlen"}))
+def test_backends_without_planners_repeat_their_bytes(monkeypatch, name):
+    """As on a Triton GPU; without varlen, which takes a pretended GPU for an SM90 one."""
+    first = results_of(name, leaves_of(name))
+    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
+    plan_cache.clear()
+    later = [results_of(name, leaves_of(name)) for _ in range(3)]
+    plan_cache.clear()
+    for results in later:
+        assert [type(t) for t in results] == [type(t) for t in first]
+        assert all(map(same_bytes, results, first))
 
 
 @pytest.mark.parametrize("forgotten", [False, True])

@@ -1,0 +1,91 @@
+"""A differentiable call of each public op, on small leaves."""
+
+from __future__ import annotations
+
+import torch
+
+import cute_kernels as ck
+from cute_kernels import mhc
+from tests.runtime.cached_calls import drawn
+
+FP32 = torch.float32
+IDS = torch.tensor([[3, 1, 4], [1, 5, 0]])
+SITE = mhc.Options(iterations=3)
+
+#: Name -> a call on leaves, and their shapes; fp32 for mhc.
+CASES = {
+    "linear": (ck.linear, (2, 3, 16), (8, 16), (8,)),
+    "matmul": (ck.matmul, (6, 16), (16, 8)),
+    "skinny_linear": (ck.skinny_linear, (2, 3, 16), (8, 16), (8,)),
+    "linear_logp": (
+        lambda x, w: ck.linear_logp(x, w, IDS, return_entropy=True), (2, 3, 16), (8, 16),
+    ),
+    "log_probs": (lambda x: ck.log_probs(x, IDS, return_entropy=True), (2, 3, 8)),
+    "rms_norm": (lambda x, w: ck.rms_norm(x, w), (2, 3, 16), (16,)),
+    "rms_norm, residual": (
+        lambda x, r, w: ck.rms_norm(x, w, residual=r), (2, 3, 16), (2, 3, 16), (16,),
+    ),
+    "layer_norm": (ck.layer_norm, (2, 3, 16), (16,), (16,)),
+    "layer_norm, residual": (
+        lambda x, r, w: ck.layer_norm(x, w, residual=r), (2, 3, 16), (2, 3, 16), (16,),
+    ),
+    "embedding": (lambda w: ck.embedding(IDS, w), (8, 16)),
+    "softmax": (ck.softmax, (2, 3, 8)),
+    "log_softmax": (ck.log_softmax, (2, 3, 8)),
+    "silu": (ck.silu, (2, 3, 8)),
+    "gelu": (ck.gelu, (2, 3, 8)),
+    "sigmoid": (ck.sigmoid, (2, 3, 8)),
+    "tanh": (ck.tanh, (2, 3, 8)),
+    "silu_mul": (ck.silu_mul, (2, 3, 8), (2, 3, 8)),
+    "gelu_mul": (ck.gelu_mul, (2, 3, 8), (2, 3, 8)),
+    "apply_rotary": (
+        lambda q, k: ck.apply_rotary(q, k, drawn(1, 3, 8, seed=8), drawn(1, 3, 8, seed=9)),
+        (1, 2, 3, 8), (1, 1, 3, 8),
+    ),
+    "block_sparse_attention": (
+        lambda q, k, v: ck.block_sparse_attention(q, k, v, causal=True, return_lse=True),
+        (1, 5, 2, 64), (1, 5, 1, 64), (1, 5, 1, 64),
+    ),
+    "block_sparse_attention_varlen": (
+        lambda q, k, v: ck.block_sparse_attention_varlen(
+            q, k, v, torch.tensor([0, 2, 5]), return_lse=True
+        ),
+        (5, 2, 64), (5, 1, 64), (5, 1, 64),
+    ),
+    "mhc.projection": (mhc.projection, (2, 3, 6, 2), (8, 12)),
+    "mhc.scale": (
+        lambda h, a, b: mhc.scale(h, a, b, torch.tensor([1.0, 2.0, 3.0]), 2), (3, 8), (3,), (8,),
+    ),
+    "mhc.sinkhorn": (lambda z: mhc.sinkhorn(z, 2, iterations=3), (2, 3, 2, 2)),
+    "mhc.aggregate": (lambda x, p: mhc.aggregate(x, p, 2), (2, 3, 6, 2), (2, 3, 2)),
+    "mhc.expand_combine": (
+        lambda f, p, x, r: mhc.expand_combine(f, None, p, x, r, 2),
+        (2, 3, 6), (2, 3, 2), (2, 3, 6, 2), (2, 3, 2, 2),
+    ),
+    "mhc.mix_and_aggregate": (
+        lambda *args: mhc.mix_and_aggregate(*args, options=SITE), (2, 3, 6, 2), (8, 12), (3,), (8,),
+    ),
+    "mhc.connect": (
+        lambda x, *args: mhc.connect(x, lambda f: f * 0.5, *args, options=SITE),
+        (2, 3, 6, 2), (8, 12), (3,), (8,),
+    ),
+    "mhc.post_pre": (
+        lambda f, p, x, r, *args: mhc.post_pre(f, None, p, x, r, *args, options=SITE),
+        (2, 3, 6), (2, 3, 2), (2, 3, 6, 2), (2, 3, 2, 2), (8, 12), (3,), (8,),
+    ),
+    "mhc.head": (
+        lambda *args: mhc.head(*args, options=SITE), (2, 3, 6, 2), (2, 12), (1,), (2,),
+    ),
+    "mhc.expand_from_embedding": (lambda e: mhc.expand_from_embedding(e, 2), (2, 3, 6)),
+}  # fmt: skip
+
+
+def leaves_of(name: str) -> list[torch.Tensor]:
+    dtype = FP32 if name.startswith("mhc.") else torch.bfloat16
+    shapes = CASES[name][1:]
+    return [drawn(*s, seed=i, dtype=dtype).requires_grad_() for i, s in enumerate(shapes)]
+
+
+def results_of(name: str, leaves) -> list[torch.Tensor]:
+    results = CASES[name][0](*leaves)
+    return list(results) if isinstance(results, tuple) else [results]
