@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from . import c_library, settings
+from . import settings
+from .cpu import c_library
 from .errors import AotError
 
 CUTE_SM90 = "cute_sm90"

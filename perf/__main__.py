@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from cute_kernels.commands import writing
+from cute_kernels.cli.common import writing
 
 from .core import record
 from .core.commands import Commit, app, chosen, need_gpu, say, stop

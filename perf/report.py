@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from cute_kernels.commands import writing
+from cute_kernels.cli.common import writing
 
 from . import cards, verdict
 from .core import record

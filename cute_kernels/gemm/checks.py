@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from .. import checking, contracts
-from .. import main_grad as destination
+from .. import contracts
 from ..errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -19,6 +18,8 @@ from ..errors import (
     expected,
     one_of,
 )
+from ..runtime import checking
+from ..runtime import main_grad as destination
 from .config import ORDERS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

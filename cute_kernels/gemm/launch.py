@@ -12,7 +12,7 @@ from .. import log
 from ..compile import cache
 from ..compile.call import allocator, bind
 from ..compile.kernel import Entry, Expect, Kernel
-from ..operands import (
+from ..runtime.operands import (
     ALIGN,
     Matrix,
     Output,

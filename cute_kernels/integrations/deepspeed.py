@@ -17,8 +17,8 @@ from collections.abc import Mapping
 
 import torch
 
-from ..commands import require
 from ..errors import ArgumentTypeError, expected
+from ..runtime.optional import require
 from . import exporting, gathering, logp_trainer
 from .held_head import Scoring, head_logp
 from .manifest import Manifest

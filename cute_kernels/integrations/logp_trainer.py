@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 import torch
 import torch.distributed as dist
 
-from .. import checking, contracts
+from .. import contracts
 from ..errors import ArgumentTypeError, ArgumentValueError, expected
+from ..runtime import checking
 from . import causal_lm, gathering
 from .policy_loss import policy_loss
 from .token_logps import token_logps

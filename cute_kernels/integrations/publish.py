@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..commands import require
 from ..errors import ArgumentTypeError, ArgumentValueError, ManifestError, ShapeError, expected
+from ..runtime.optional import require
 from . import manifest as manifests
 from .manifest import Manifest
 

@@ -19,9 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from .. import contracts, dispatch
+from .. import contracts
 from ..errors import ArgumentTypeError, ArgumentValueError, ContractError, expected
 from ..logp import api as logp
+from ..runtime import dispatch
 from . import causal_lm
 
 __all__ = ["SampledLogps", "contracts_in_use", "require_same_contracts"]

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from .. import checking
-from .. import main_grad as destination
 from ..errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -17,6 +15,8 @@ from ..errors import (
     expected,
     one_of,
 )
+from ..runtime import checking
+from ..runtime import main_grad as destination
 from .config import MAX_VOCAB, ORDERS, UNIT
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from .. import dispatch, products
-from ..cpu_math import ieee_on
+from ..cpu.ieee import ieee_on
+from ..runtime import dispatch, products
 from ..schedulers.tiles import leaves
 from .config import CPU
 from .tensors import Head, Rows, Upstream

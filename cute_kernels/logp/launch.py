@@ -12,7 +12,7 @@ from .. import log
 from ..compile import cache
 from ..compile.call import allocator, bind
 from ..compile.kernel import Entry, Expect, Kernel
-from ..operands import matrix, most_ctas, padded_width
+from ..runtime.operands import matrix, most_ctas, padded_width
 from ..runtime.plan_cache import Plan, launcher
 from . import config, tiles
 from .config import Config, FewConfig, FinishConfig

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import torch
 
-from .. import contracts, dispatch
-from .. import main_grad as destination
+from .. import contracts
 from ..arch import CPU, CUTE_SM90, TRITON
-from ..cpu_math import ieee_on
-from ..dispatch import Implementation
+from ..cpu.ieee import ieee_on
 from ..errors import UnsupportedTransformError
-from ..operands import flat_rows
-from ..torch_ops import define_op
+from ..runtime import dispatch
+from ..runtime import main_grad as destination
+from ..runtime.dispatch import Implementation
+from ..runtime.operands import flat_rows
+from ..runtime.torch_ops import define_op
 from . import chunks, config
 from .chunks import Needs
 from .tensors import Head, Logits, Rows, Upstream

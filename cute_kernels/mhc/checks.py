@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from .. import checking
-from .. import main_grad as destination
 from ..errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -18,6 +16,8 @@ from ..errors import (
     expected,
     one_of,
 )
+from ..runtime import checking
+from ..runtime import main_grad as destination
 from .config import DTYPE_NAMES, FORMS, LAYOUTS, PRECISIONS, STREAMS, mappings
 
 DTYPES = tuple(DTYPE_NAMES)

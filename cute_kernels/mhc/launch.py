@@ -13,7 +13,7 @@ from .. import settings
 from ..compile import cache
 from ..compile.call import call
 from ..compile.kernel import Entry, Expect, Kernel
-from ..operands import most_ctas
+from ..runtime.operands import most_ctas
 from . import config
 from .config import (
     DTYPE_NAMES,

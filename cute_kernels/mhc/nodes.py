@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from .. import main_grad as destination
 from ..errors import UnsupportedTransformError
-from ..torch_ops import define_op, own_result
+from ..runtime import main_grad as destination
+from ..runtime.torch_ops import define_op, own_result
 from .config import mappings
 from .passes import launcher
 from .tensors import Gates, Mapping, Parts

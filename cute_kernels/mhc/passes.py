@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from .. import dispatch
+from ..runtime import dispatch
 from .tensors import (
     Coefficients,
     Expand,

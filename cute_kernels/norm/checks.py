@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from .. import checking
-from .. import main_grad as destination
 from ..errors import ArgumentTypeError, ArgumentValueError, ShapeError, expected
+from ..runtime import checking
+from ..runtime import main_grad as destination
 from .config import MAX_WIDTH, RMS
 from .tensors import Rule
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..cpu_math import halves, ieee
-from ..operands import flat_rows
+from ..cpu.ieee import halves, ieee
+from ..runtime.operands import flat_rows
 from .config import LAYER, part_rows, room
 from .tensors import Normed, Parts, Rule, Scale, Upstream
 

@@ -13,7 +13,7 @@ from ..compile import cache
 from ..compile.call import allocator, bind
 from ..compile.kernel import Entry, Expect, Kernel
 from ..log import contiguous, copied
-from ..operands import Matrix, Output, flat_rows, flattened, most_ctas
+from ..runtime.operands import Matrix, Output, flat_rows, flattened, most_ctas
 from ..runtime.plan_cache import Plan, launcher
 from . import config
 from .config import (

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..operands import flat_rows
+from ..runtime.operands import flat_rows
 
 
 class Rule(NamedTuple):

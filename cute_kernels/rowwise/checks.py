@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from .. import checking
-from .. import main_grad as destination
 from ..errors import (
     AliasError,
     ArgumentTypeError,
@@ -25,6 +23,8 @@ from ..errors import (
     expected,
     one_of,
 )
+from ..runtime import checking
+from ..runtime import main_grad as destination
 from .config import APPROXIMATE
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

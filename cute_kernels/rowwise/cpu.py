@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..cpu_math import ieee
+from ..cpu.ieee import ieee
 from . import functions
 from .config import SQUARES, lanes
 

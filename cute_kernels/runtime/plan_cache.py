@@ -21,8 +21,9 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
-from .. import data_parallel, settings
+from .. import settings
 from ..compile import extension
+from . import data_parallel
 
 _C = torch._C
 _ALIGN = 16

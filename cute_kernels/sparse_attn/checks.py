@@ -1,6 +1,6 @@
 """Tensors, a mask and a schedule -> a Problem, or one error that names the argument.
 
-Nothing below this file checks again, but for what a schedule must be on its mask (``prepare``).
+Nothing below this file checks again, but for what a schedule must be on its mask (``lowering``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .. import arch, checking
+from .. import arch
 from ..errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -21,13 +21,14 @@ from ..errors import (
     expected,
     one_of,
 )
+from ..runtime import checking
+from ..runtime.dynamo import untraced
 from ..schedulers.masks.mask import BlockMask
 from ..schedulers.order.kinds import KINDS
 from ..schedulers.order.schedule import Schedule
-from ..untraced import untraced
 from . import config
 from .masks import FAR
-from .stacked import Sizes, wanted
+from .pack_gqa import Sizes, wanted
 
 DTYPES = (torch.bfloat16, torch.float16)
 #: Of scale and softcap.  Kernels form scale / softcap and log2(e) times either in fp32, which must

@@ -14,10 +14,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_kernels as ck
-from cute_kernels import dispatch, errors, settings
+from cute_kernels import errors, settings
 from cute_kernels.compile import extension
 from cute_kernels.gemm import op as gemm_op
-from cute_kernels.runtime import plan_cache
+from cute_kernels.runtime import dispatch, plan_cache
 from cute_kernels.sparse_attn import op as attention_op
 from tests.compile.toy import needs_linker
 from tests.contract import same_bytes
@@ -231,7 +231,7 @@ def test_a_graph_that_is_captured_keeps_the_lists_it_reads(on_sm90, whole_way, m
     """Attention's come from a cache, which must know of the graph; other calls hold no memory."""
     pinned = []
     monkeypatch.setattr(
-        attention_op.prepare, "mask_of_op", lambda *given: pinned.append(1) or true_mask(*given)
+        attention_op.lowering, "mask_of_op", lambda *given: pinned.append(1) or true_mask(*given)
     )
     with idle():
         for mask in (None, MASK):
@@ -246,7 +246,7 @@ def test_a_graph_that_is_captured_keeps_the_lists_it_reads(on_sm90, whole_way, m
 
 def test_no_call_keeps_a_tensor_that_left_the_cache(on_sm90, whole_way, monkeypatch):
     """The cache waits for every stream before it gives memory away; a call could not."""
-    cache = attention_op.prepare.cache
+    cache = attention_op.lowering.cache
 
     def call_with_bits():
         ck.block_sparse_attention(Q, K, K, ck.BlockMask.from_dense(torch.rand(130, 130) < 0.5))
@@ -266,7 +266,7 @@ def test_no_call_keeps_a_tensor_that_left_the_cache(on_sm90, whole_way, monkeypa
         assert whole_way["attention"] == before + 2
 
 
-true_mask = attention_op.prepare.mask_of_op
+true_mask = attention_op.lowering.mask_of_op
 
 
 @by_both

@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_kernels as ck
-from cute_kernels import data_parallel, settings, torch_ops
+from cute_kernels import settings
 from cute_kernels.compile import extension
-from cute_kernels.runtime import plan_cache
+from cute_kernels.runtime import data_parallel, plan_cache, torch_ops
 from tests.anchors import replaced
 from tests.compile.toy import needs_linker
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ... import arch
-from ...operands import flat_rows, most_ctas
+from ...runtime.operands import flat_rows, most_ctas
 from ...schedulers.tiles import leaves
 from .. import config
 from . import kernel as kernels

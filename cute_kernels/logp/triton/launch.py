@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from ... import products
-from ...operands import most_ctas
+from ...runtime import products
+from ...runtime.operands import most_ctas
 from ...schedulers.tiles import leaves
 from .. import config
 from ..tensors import Head, Logits, Rows, Upstream

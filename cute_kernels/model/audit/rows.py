@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...caching import ByteCache
+from ...runtime.caching import ByteCache
 
 #: What a digest is wide, in bits.  It is no cryptographic hash.
 DIGEST_BITS = 128

@@ -37,7 +37,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...triton_sums import halves, pairs, rows_of
+from ...runtime.triton_sums import halves, pairs, rows_of
 
 
 @triton.jit

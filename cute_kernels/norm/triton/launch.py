@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from ...log import contiguous, copied
-from ...operands import flat_rows
+from ...runtime.operands import flat_rows
 from ..config import LAYER, part_rows, room
 from ..tensors import Normed, Parts, Rule, Scale, Upstream
 from . import kernel as kernels
