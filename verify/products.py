@@ -45,13 +45,13 @@ def serialised(module: Iterable[ptx.Function], code: Iterable[sass.Function]) ->
 
 
 def _written(function: ptx.Function) -> Products:
-    """Of a function of PTX."""
+    """WGMMA batches of a function of PTX."""
     kinds = [i.opcode.split(".")[1] for i in function.instructions if i.base == "wgmma"]
     return Products(*(kinds.count(kind) for kind in ("mma_async", "commit_group", "wait_group")))
 
 
 def _found(function: sass.Function) -> Products:
-    """Of a function of SASS: the product that ends a batch names the scoreboard of its group."""
+    """WGMMA batches of SASS: the product that ends a batch names its group's scoreboard."""
     products = [i for i in function.instructions if i.base.endswith("GMMA")]
     batches = sum(any(o.startswith("gsb") for o in i.operands) for i in products)
     waits = sum(i.opcode.startswith("WARPGROUP.DEPBAR") for i in function.instructions)

@@ -355,7 +355,7 @@ def _back_edges(blocks: list[Block]) -> list[tuple[int, int]]:
 
 
 def _immediate_postdominators(blocks: list[Block]) -> dict[int, int]:
-    """By the iteration of Cooper, Harvey and Kennedy (2001), on the reversed graph from EXIT."""
+    """Post-dominators by the iteration of Cooper, Harvey and Kennedy (2001), from EXIT."""
     before: dict[int, list[int]] = {}
     for block in blocks:
         for edge in block.edges:

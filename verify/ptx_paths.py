@@ -25,7 +25,7 @@ _OPPOSITE = {"ne": "eq", "ge": "lt", "gt": "le", "hs": "lo", "hi": "ls"}
 
 
 class Values:
-    """Which registers of a function are fixed for a thread, and when two of them are the same."""
+    """Registers of a function that are fixed for a thread, and equality between them."""
 
     def __init__(self, function: Function):
         self.function = function

@@ -15,7 +15,7 @@ WARPGROUP = 128  # threads
 
 
 class Registers(NamedTuple):
-    """What a thread holds on a path: now, the most since its first setmaxnreg, and the last one."""
+    """Registers of a thread on a path: now, the most since its first setmaxnreg, the last one."""
 
     now: int
     most: int | None = None
@@ -52,7 +52,7 @@ class Pool:
         self._conditions = self._choices()
 
     def read(self) -> tuple[RegisterPool | None, list[Finding]]:
-        """What the warpgroups hold, and what is wrong."""
+        """Registers of the warpgroups, and findings."""
         if self.function.threads is None:
             why = "setmaxnreg without .reqntid: how many warpgroups there are is not known"
             return None, [Finding("R6", self.function.name, why)]
@@ -125,7 +125,7 @@ class Pool:
         return frozenset(ends)
 
     def _after(self, block: ptx.Block, held: Registers, facts: Mapping[str, bool]) -> set:
-        """What a thread may hold after a block."""
+        """Registers that a thread may hold after a block."""
         ways = {held}
         for i in block.instructions:
             if i.base != "setmaxnreg" or (i.guard and not _agrees(facts, i.guard)):

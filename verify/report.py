@@ -1,4 +1,4 @@
-"""What a certificate is asked and what it says: expectations, records, JSON and tables."""
+"""Expectations and results of certificates: records, JSON and tables."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RegisterPool:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What was read from one compiled configuration of a kernel; `ok` when no rule is broken.
+    """Certificate of one compiled configuration of a kernel; `ok` when no rule is broken.
 
     Attributes:
         name: the kernel, by the name its caller gives it.
@@ -154,7 +154,7 @@ def tables(certs: Iterable[Certificate]) -> list[Table]:
 
 
 def broken_rules(certs: Iterable[Certificate]) -> list[str]:
-    """For each rule that a certificate breaks, one line: where first, and how often."""
+    """List one line for each broken rule: where first, and how often."""
     lines = []
     for certificate in certs:
         for rule, count in _counts(certificate):

@@ -1,4 +1,4 @@
-"""What one compile leaves, its SASS and resources, and the rules that one instruction can break.
+"""Artefacts of a compile, SASS and resources, and the rules that one instruction can break.
 
 Instructions come from ``nvdisasm``; registers, stack and shared memory are read from the cubin's
 own ELF sections, so no second tool is needed.
@@ -87,7 +87,7 @@ class Function:
 
 @dataclass(frozen=True)
 class Usage:
-    """What one kernel takes: registers per thread, stack bytes per thread, static shared bytes."""
+    """Resources of a kernel: registers and stack bytes per thread, static shared bytes."""
 
     registers: int
     stack: int
@@ -96,7 +96,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Artefacts:
-    """What one compile left: PTX and SASS as text, the cubin, bytes of dynamic shared memory."""
+    """Artefacts of a compile: PTX and SASS as text, the cubin, bytes of dynamic shared memory."""
 
     ptx: str
     cubin: bytes = field(repr=False)

@@ -20,7 +20,7 @@ class Turn(NamedTuple):
 
 
 class Thread(NamedTuple):
-    """What one thread holds and waits for; turns and bulk groups oldest first."""
+    """Turns and bulk groups that one thread holds and waits for, oldest first."""
 
     turns: tuple[Turn, ...] = ()
     groups: tuple[int, ...] = ()  # per pending bulk group, the bits of the turns it adds under
@@ -66,7 +66,7 @@ class Thread(NamedTuple):
 
 
 def _trimmed(groups: tuple[int, ...]) -> tuple[int, ...]:
-    """Without empty oldest groups; of more than 8 the oldest two count as one: a longer wait."""
+    """Drop empty oldest groups; of more than 8 join the oldest two: a longer wait."""
     while groups and groups[0] == 0:
         groups = groups[1:]
     return groups if len(groups) <= 8 else (groups[0] | groups[1], *groups[2:])
@@ -91,7 +91,7 @@ def _semaphore(i: ptx.Instruction) -> str | None:
 
 
 def event_of(i: ptx.Instruction) -> str | None:
-    """What an instruction means to the turnstile."""
+    """Event of the turnstile that an instruction causes."""
     if i.is_float_atomic:
         return "add_async" if i.base == "cp" else "add"
     if i.opcode.startswith("cp.async.bulk.commit_group"):

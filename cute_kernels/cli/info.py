@@ -27,7 +27,7 @@ def info(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: all there is.")] = False,
 ) -> None:
-    """What runs on this machine, and what differs from the tested configuration."""
+    """Show what runs on this machine, and what differs from the tested configuration."""
     facts = about.info()
     if as_json:
         typer.echo(json.dumps(facts, indent=1))

@@ -120,7 +120,7 @@ def _names(machine_name: str, walk: str, kinds: tuple[str, ...]) -> None:
 
 
 def _paths(plot: str | None, compare: bool, save: str | None) -> None:
-    """That both files can be, before anything is computed."""
+    """Check that both files can be written, before anything is computed."""
     if plot is not None:
         picture.check_path(plot)
     elif compare:
@@ -131,7 +131,7 @@ def _paths(plot: str | None, compare: bool, save: str | None) -> None:
 
 
 def _facts(block_mask: BlockMask, chosen, rows, selection: Selection | None) -> dict[str, object]:
-    """What is printed, as plain values."""
+    """Return the printed facts as plain values."""
     bound = rows[0].bound
     taken = selection and {
         "name": selection.schedule.name,

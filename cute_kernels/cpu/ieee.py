@@ -139,7 +139,7 @@ def _everywhere(environment: ctypes.Array, threads: int) -> None:
 
 @functools.cache
 def _default_environment() -> ctypes.Array:
-    """To nearest, nothing flushed, nothing trapped."""
+    """Default floating-point environment: round to nearest, nothing flushed, nothing trapped."""
     c = functions()
     before, made = (ctypes.create_string_buffer(_ENVIRONMENT_BYTES) for _ in range(2))
     c.fegetenv(before)

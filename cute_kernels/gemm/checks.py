@@ -125,7 +125,7 @@ def _common(problem: Problem, order: str) -> None:
 
 
 def _same_kind(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """Both floating, on one device and, unless autocast casts them, of one dtype."""
+    """Check that both are floating, on one device and, unless autocast casts them, of one dtype."""
     checking.dtype(name, tensor.dtype, DTYPES)
     checking.dtype(other_name, other.dtype, DTYPES)
     checking.same_device(other_name, other, name, tensor)

@@ -49,7 +49,7 @@ class LogpTrainer(logp_trainer.Trainer):
     """
 
     def __init__(self, engine, reference: torch.nn.Module | None = None, **options: object):
-        """As the parent; ``engine`` is a DeepSpeedEngine, ``reference`` a model or an engine.
+        """Arguments of the parent; ``engine``: DeepSpeedEngine, ``reference``: model or engine.
 
         Raises:
             ArgumentTypeError: ``engine`` is none.  MissingPackageError: deepspeed is absent.

@@ -165,7 +165,7 @@ class _ParallelLinear(torch.nn.Module):
         *,
         verify: bool = True,
     ):
-        """This rank's part of a linear that every rank has whole; parameters are copied.
+        """Make this rank's part of a linear that every rank has whole; parameters are copied.
 
         Raises:
             ArgumentTypeError: ``linear`` is no torch.nn.Linear.
@@ -183,7 +183,7 @@ class _ParallelLinear(torch.nn.Module):
         return cls(weight, bias, mesh=mesh, verify=verify)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As the function of the same name."""
+        """Apply the function of the same name."""
         return self.function(x, self.weight, self.bias, mesh=self.mesh, verify=self.verify)
 
     def extra_repr(self) -> str:
@@ -256,7 +256,7 @@ def _group(mesh) -> dist.ProcessGroup:
 
 
 def _check(tensors: tuple, order: str, group: dist.ProcessGroup) -> None:
-    """What one rank can see of its own arguments."""
+    """Check the arguments of one rank by themselves."""
     if order != _ORDER:
         want = f"{_ORDER!r}, the only one that ranks can cut"
         raise ArgumentValueError(expected("order", want, repr(order)))
@@ -280,7 +280,7 @@ def _cast_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def _told(name: str, tensors: tuple, refusal: Exception | None) -> list[int]:
-    """What this rank says of its call: `_FIELDS`."""
+    """Description of this rank's call, compared between ranks: `_FIELDS`."""
     if refusal is not None:
         return [0] * len(_FIELDS)
     x, weight, bias, _ = tensors
@@ -300,7 +300,7 @@ def _agree(told: list[int], refusal: Exception | None, group: dist.ProcessGroup)
 
 
 def _cut_at_leaves(name: str, size: int, degree: int) -> None:
-    """That so many ranks cut a sum over ``size`` elements where leaves of it begin."""
+    """Check that so many ranks cut a sum over ``size`` elements where leaves of it begin."""
     if size == 0:
         return
     length = leaves.length(size)
@@ -345,7 +345,7 @@ class _ColumnParallel(torch.autograd.Function):
 
 
 def _keep(ctx, x, weight, main_grad, group) -> None:
-    """What backward reads; the attributes are those of `op.weight_gradient`."""
+    """Save what backward reads; the attributes are those of `op.weight_gradient`."""
     needs_weight = ctx.needs_input_grad[1]
     ctx.save_for_backward(x if needs_weight else None, weight)
     ctx.main_grad = main_grad if needs_weight else None

@@ -81,7 +81,7 @@ KEPT: Mapping[str, Mapping[str, frozenset[str]]] = {
 
 
 def columns_of_state(entropy: bool) -> int:
-    """Of a token's state: int64."""
+    """Number of int64 columns of a token's state."""
     return WEIGHTED + BINS * entropy
 
 
@@ -144,7 +144,7 @@ CPU = CpuPlan()
 
 
 def plan(backend: str, device: arch.Device) -> dict[str, object]:
-    """What a contract id covers, besides the products' own plan."""
+    """Constants that a contract id covers, besides the products' own plan."""
     common: dict[str, object] = {
         "unit": UNIT,
         "unit_sum": "v + 8, then 1, 2, 4 apart",

@@ -163,7 +163,7 @@ def gradient_entry(chosen: Config) -> Kernel:
 
 
 def finish_entry(chosen: FinishConfig) -> Kernel:
-    """What states end in, likewise."""
+    """Kernel of `finish`."""
     return Kernel.of("logp_finish_sm90", f"{__package__}.kernel_finish_sm90", chosen)
 
 

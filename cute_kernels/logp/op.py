@@ -122,7 +122,7 @@ def upstream_of(
     lse2: torch.Tensor,
     entropy: torch.Tensor | None,
 ) -> Upstream:
-    """What a token's gradient of the logits is made of, flat; 1 / τ = scale ln 2."""
+    """Flat terms of a token's gradient of the logits; 1 / τ = scale ln 2."""
     given = (d_logp, d_entropy if d_entropy is not None and d_entropy.numel() else None)
     # A CPU may have been told to take subnormals for zero.
     with ieee_on(lse2):

@@ -178,7 +178,7 @@ def _exchangeable(hidden: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _at_leaves(start: int, vocab: int, order: str, group: dist.ProcessGroup) -> None:
-    """That dHidden can be made of whole leaves of every rank."""
+    """Check that dHidden consists of whole leaves of every rank."""
     if group.size() == 1:
         return
     if order != "tree":
@@ -210,7 +210,7 @@ def _digest(temperatures: torch.Tensor | None) -> int:
 
 
 def _shown(name: str, said: int) -> object:
-    """What a rank has said, for the reader of a message."""
+    """Description of a rank's call, for an error message."""
     if name in _FLOATS:
         return struct.unpack("<d", struct.pack("<q", said))[0]
     names = {"dtype": checks.DTYPES, "order": config.ORDERS}.get(name)

@@ -68,7 +68,7 @@ CPU = CpuPlan()
 
 
 def plan(backend: str, device: arch.Device) -> dict[str, object]:
-    """What a contract id covers."""
+    """Constants that a contract id covers."""
     common: dict[str, object] = {
         "tokens of a chunk": TOKENS,
         "channels of a chunk": {

@@ -197,7 +197,7 @@ def reduce_channels(
     expand: Expand | None = None,
     want_dx: bool = False,
 ) -> Reduced:
-    """What one pass over the streams x [M, K] and the gradients that come in gives back.
+    """Results of one pass over the streams x [M, K] and the incoming gradients.
 
     df, d_post, d_bias: with an ``expand`` (and ``upstream.dy``).
     d_res: with x and ``upstream.dy``.  d_pre: with x and ``upstream.d_out``.

@@ -77,7 +77,7 @@ def _output(x: torch.Tensor) -> Output:
 
 
 def forward_numbers(rule: Rule, width: int) -> tuple[float, float, float, int]:
-    """What a forward kernel takes between its tensors and its CTAs."""
+    """Scalar arguments of a forward kernel."""
     return rule.eps, rule.offset, 1 / width, width
 
 
@@ -99,7 +99,7 @@ def _forward(*what: object) -> tuple[ForwardConfig, int, int | None]:
 
 
 def _forward_ctas(m: int, at_once: int, held: int | None, device: torch.device) -> int:
-    """Of m rows."""
+    """Grid size for m rows."""
     ctas = -(-m // at_once)
     return ctas if held is None else min(ctas, most_ctas(device) * held)
 

@@ -27,7 +27,7 @@ _OWN_STORAGE = (torch.Tensor, torch.nn.Parameter)
 
 
 def tensor(name: str, value: object) -> None:
-    """That ``value`` is a tensor of strides whose elements are in memory."""
+    """Check that ``value`` is a strided tensor whose elements are in memory."""
     if not isinstance(value, torch.Tensor):
         raise ArgumentTypeError(expected(name, "a torch.Tensor", type(value).__name__))
     if value.is_nested:
@@ -39,7 +39,7 @@ def tensor(name: str, value: object) -> None:
 
 
 def storage(name: str, t: torch.Tensor) -> None:
-    """That the storage of a strided ``t`` holds its elements: fully_shard frees that of weights."""
+    """Check that the storage of a strided ``t`` holds its elements: fully_shard frees it."""
     t = in_memory(t)
     if type(t) not in _OWN_STORAGE or t.is_meta or not t.numel() or t._is_zerotensor():
         return
@@ -53,14 +53,14 @@ def storage(name: str, t: torch.Tensor) -> None:
 
 
 def rank(name: str, t: torch.Tensor, rank: int, shape: str) -> None:
-    """That ``t`` has ``rank`` dimensions; ``shape`` names them: ``"[N, K]"``."""
+    """Check that ``t`` has ``rank`` dimensions; ``shape`` names them: ``"[N, K]"``."""
     if t.dim() != rank:
         got = f"{t.dim()} (shape {list(t.shape)})"
         raise ShapeError(expected(name, f"{rank} dimension{'s' * (rank > 1)} {shape}", got))
 
 
 def dtype(name: str, given: torch.dtype, allowed: Collection[torch.dtype]) -> None:
-    """That a dtype is one of those allowed."""
+    """Check that a dtype is one of those allowed."""
     if given not in allowed:
         raise DtypeError(expected(name, "one of " + ", ".join(map(str, allowed)), given))
 
@@ -87,7 +87,7 @@ def in_memory(t: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def supported(op: str, device: torch.device) -> None:
-    """That some backend may run ``op`` on a device of this type; the error names each and why not.
+    """Check that some backend may run ``op`` on this device; the error names each and why not.
 
     Which one does, `dispatch` finds, where the op runs.
     """

@@ -1,4 +1,4 @@
-"""Who reduces a parameter's gradient over ranks, where torch does it and from ``parameter.grad``.
+"""Find parameters whose gradient torch reduces over ranks, from ``parameter.grad``.
 
 A gradient that goes to ``main_grad`` instead never reaches such a reducer.
 """
@@ -60,7 +60,7 @@ def sharded(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def _gathered(states):
-    """What FSDP2 keeps of each parameter of this process."""
+    """FSDP2's records of the parameters of this process."""
     for reference in tuple(states._module_state_mapping.values()):
         state = reference()
         groups = getattr(state, "_fsdp_param_groups", None)

@@ -25,7 +25,7 @@ from .plan_cache import Plan
 
 @dataclass(frozen=True)
 class Implementation:
-    """Where one op lives on one backend, and the dtypes it takes there."""
+    """Launcher of one op on one backend, and the dtypes it takes there."""
 
     launcher: str  # "package.module:function"
     dtypes: frozenset[torch.dtype]
@@ -35,7 +35,7 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Run:
-    """What has run in this process: a launcher on a device and a dtype, and when it first did.
+    """Record of a launcher that ran in this process: device, dtype, and when it first did.
 
     ``op`` is the op whose contract covers the launcher, ``contract_id`` its id at that time.
     """
@@ -132,7 +132,7 @@ def forget() -> None:
 
 
 def ran() -> list[Run]:
-    """What `launcher` was asked for in this process, in the order in which it first was."""
+    """Launchers that ran in this process, in the order of their first use."""
     return list(_ran.values())
 
 

@@ -35,7 +35,7 @@ def check(
     name: str = "x",
     names: tuple[str, str] = ("main_grad", "weight"),
 ) -> None:
-    """That ``main_grad`` is fp32, of the weight's shape, beside x, and can be updated in place.
+    """Check that ``main_grad`` is fp32, of the weight's shape, on x's device, and writable.
 
     ``name``: of the argument x; ``names``: of main_grad and of the weight.
     """
@@ -62,7 +62,7 @@ def check_values(
     main_grad: torch.Tensor | None,
     name: str = "x",
 ) -> None:
-    """What can be seen of true tensors only, and costs nothing where there is no main_grad."""
+    """Check values that only true tensors have; costs nothing without a main_grad."""
     if main_grad is None:
         sharded = data_parallel.sharded(weight)
         if sharded is not None and getattr(sharded, "main_grad", None) is not None:
@@ -97,7 +97,7 @@ def apart(
 
 
 def of(edge: object) -> str:
-    """Where a weight's gradient goes, inside a backward: MAIN_GRAD, GRAD or NOWHERE.
+    """Destination of a weight's gradient, inside a backward: MAIN_GRAD, GRAD or NOWHERE.
 
     ``edge``: the autograd node behind the weight.  main_grad is written where ``grad`` would be:
     not by ``autograd.grad``, which returns dW, and not by ``backward(inputs=...)`` without the
@@ -112,7 +112,7 @@ def of(edge: object) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """Where one weight's gradient goes in a backward that runs.
+    """Destination of one weight's gradient in a running backward.
 
     wanted: whether to make it.  into: the main_grad to add it to; None: to a tensor of its own.
     """
@@ -127,7 +127,7 @@ class Target:
         return self.wanted and self.into is None
 
     def written(self) -> None:
-        """To be called once the gradient has been added."""
+        """Mark the gradient as added."""
         if self.into is not None:
             mark(self.edge)
 
@@ -254,7 +254,7 @@ def shares_elements(t: torch.Tensor, other: torch.Tensor | None = None) -> bool:
 
 
 def addresses(t: torch.Tensor) -> tuple[int, int]:
-    """Of its first byte and behind its last; storages say less, as each library makes its own."""
+    """Addresses of the first byte and after the last; each library makes its own storages."""
     first = t.data_ptr()
     if t.is_contiguous():
         return first, first + t.numel() * t.element_size()

@@ -62,7 +62,7 @@ def all_gather(t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def agree(
     numbers: Sequence[int], refusal: Exception | None, group: dist.ProcessGroup, name: str
 ) -> list[list[int]]:
-    """What every rank says of its call, rank by rank; raises on every rank if one refuses its own.
+    """Gather each rank's description of its call; raises on every rank if one refuses its own.
 
     Args:
         numbers: As many on every rank, also on one that refuses.
@@ -83,7 +83,7 @@ def agree(
 
 
 def alike(name: str, values: Sequence[object], group: str) -> None:
-    """That all ranks have said the same."""
+    """Check that all ranks described the same call."""
     if len(set(values)) > 1:
         shown = ", ".join(map(str, values))
         raise RankError(expected(name, f"the same on every rank of {group}", shown))

@@ -47,7 +47,7 @@ def now() -> dict[str, str]:
 
 
 def skinny_is_ordered(deterministic: bool | None) -> bool:
-    """What ``deterministic`` of `skinny_linear` means now."""
+    """Resolve the default of ``deterministic`` of `skinny_linear`."""
     return now()["skinny"] == DETERMINISTIC if deterministic is None else deterministic
 
 

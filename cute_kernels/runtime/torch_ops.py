@@ -156,7 +156,7 @@ def _entrance(
 
 
 def _run_of(plan: Plan) -> Callable:
-    """What runs a plan, with results that are no views for autograd."""
+    """Function that runs a plan, with results that are no views for autograd."""
     return plan.run if plan.fresh else _detaching(plan.run)
 
 
@@ -174,7 +174,7 @@ class Planned:
         return lambda *args: self._find(args)[0](*args)
 
     def cached(self, *args) -> Callable | None:
-        """What runs the cached plan of calls like this one; None if it cannot be cached."""
+        """Function that runs the cached plan of such calls; None if it cannot be cached."""
         run, is_cached = self._find(args)
         return run if is_cached else None
 

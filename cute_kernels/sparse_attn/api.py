@@ -229,7 +229,7 @@ def sequence_spans(
     packed: bool = True,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Where each query's sequence lies in a key buffer, and what the query sees of it.
+    """Compute each query's KV range: its sequence in a key buffer, and the keys that it sees.
 
     Args:
         seen: What `seen_columns` returned; None: causal.

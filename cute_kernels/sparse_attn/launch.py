@@ -51,7 +51,7 @@ _SLICE, _MOST_SLICES = 512, 64
 
 
 class Workspace(NamedTuple):
-    """What the backward's kernels hand on; a tile is ``tile_m`` query rows of one head.
+    """Workspace passed between the backward's kernels; a tile is ``tile_m`` query rows of one head.
 
     lse2, delta  fp32 [B, Hq, tiles, tile_m]
     total        fp32 [B, Hq, tiles, tile_m * D]: dQ, in the order of the accumulators
@@ -171,7 +171,7 @@ def grid(
 
 @functools.cache
 def _unread(device: torch.device) -> Tensor:
-    """For a kernel that is given a tensor and does not read it."""
+    """Placeholder for a tensor that a kernel takes and does not read."""
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 

@@ -94,12 +94,12 @@ operands._dynamo_marked_constant = True
 
 
 def by_rule(causal: bool, schedule: str) -> tuple[list, list, list, str]:
-    """The same for no mask and a schedule by name: the op prepares, whatever the lengths are."""
+    """Lower a call without a mask, with a schedule by name: the op prepares for any lengths."""
     return [], CAUSAL if causal else FULL, [], schedule
 
 
 def mask_of_op(tensors: list, facts: list[int], q_len: int, kv_len: int, device: str):
-    """What ``facts`` and ``tensors`` of an op stand for."""
+    """Lowered mask that the ``facts`` and ``tensors`` of an op describe."""
     if tensors:
         return masks.restored(tensors, facts)
     return lower(whole(None, facts == CAUSAL, q_len, kv_len, device))
@@ -208,5 +208,5 @@ def _lists_of_one_mask(schedule: Schedule, shape: tuple[int, int]) -> None:
 
 
 def _where(device: str) -> str:
-    """Where the lists of a mask that is not given are: a meta device holds no data."""
+    """Device of the lists of an absent mask: a meta device holds no data."""
     return "cpu" if device == "meta" else device

@@ -104,7 +104,7 @@ _of_mask: weakref.WeakKeyDictionary[BlockMask, PlanCache] = weakref.WeakKeyDicti
 
 
 def find(mask: object, options: tuple, q, k, v) -> Bound | bool | None:
-    """As `PlanCache.find`, for the calls with ``mask`` or, for None, without one."""
+    """Apply `PlanCache.find` to the calls with ``mask`` or, for None, without one."""
     if torch.compiler.is_compiling() or type(options[3]) is not str or _capturing():
         return False
     if mask is None or type(mask) is BlockMask:
@@ -210,7 +210,7 @@ def _fake_backward(
 
 
 def fake_gradients(q, k, v, sinks):
-    """Of the results of every backward here."""
+    """Fake of the results of every backward here."""
     dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return *(t.new_empty(t.shape) for t in (q, k, v)), dsinks
 
@@ -236,7 +236,7 @@ def _backward(ctx, dout, dlse):
 
 
 def wanted_gradients(ctx, grads, between: int):
-    """Of q, k, v, then ``between`` arguments without one, then of sinks."""
+    """Gradients of q, k, v, then None for ``between`` arguments, then that of sinks."""
     wanted = *ctx.needs_input_grad[:3], ctx.needs_input_grad[3 + between]
     dq, dk, dv, dsinks = (g if w else None for g, w in zip(grads, wanted, strict=True))
     return dq, dk, dv, *(None,) * between, dsinks

@@ -33,7 +33,7 @@ def wanted(mask_heads: int, heads: int, kv_heads: int) -> bool:
 
 
 class Sizes(NamedTuple):
-    """Of query rows, and of what they are here."""
+    """Shapes before and after packing a GQA group into one head."""
 
     q_len: int
     heads: int
@@ -71,7 +71,7 @@ def mask_of(mask: BlockMask, of: Sizes) -> BlockMask:
 
 
 def operands(grads: Grads, saved: Saved, of: Sizes) -> tuple[Grads, Saved]:
-    """Those of one head for each KV head; without sinks."""
+    """Operands with one query head for each KV head; without sinks."""
     (dout, dlse), (q, k, v, out, lse, _) = grads, saved
     dlse = None if dlse is None else _sums(dlse, of, 0.0)
     dout, q, out = (_rows(t, of) for t in (dout, q, out))

@@ -40,7 +40,7 @@ class Near:
         return iter((self.value, self.error))
 
     def rounded(self, roundings: float = U) -> Near:
-        """With so large a relative rounding error."""
+        """Add a relative rounding error of this size."""
         error = self.error + roundings * (self.value.abs() + self.error)
         return Near(self.value, error)
 
@@ -75,7 +75,7 @@ class Near:
         return Near(self.value.mT, self.error.mT)
 
     def reshape(self, *shape: int) -> Near:
-        """As torch has it."""
+        """Reshape, as torch does."""
         return Near(self.value.reshape(*shape), self.error.reshape(*shape))
 
     def sqrt(self) -> Near:

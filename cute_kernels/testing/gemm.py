@@ -68,7 +68,7 @@ def error_bound(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def tree_error_bound(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The same for ``tree``: 5.25 · ⌈n/8⌉ · 2⁻²³ · S, and 2⁻²⁴ · S for each leaf added.
+    """Error bound of ``tree``: 5.25 · ⌈n/8⌉ · 2⁻²³ · S, and 2⁻²⁴ · S for each leaf added.
 
     Source: docs/numerics.md; n = ⌈K/16⌉, S = Σ|a_k b_k|.
     """

@@ -20,7 +20,7 @@ _SLACK = 1 + 2.0**-7
 
 
 class Options(NamedTuple):
-    """What a call has besides its tensors."""
+    """Options of a call, besides its tensors."""
 
     temperature: float | torch.Tensor = 1.0
     softcap: float = 0.0
@@ -100,7 +100,7 @@ def gradients(tensors, target, upstream, options: Options = Options()):
 
 
 def error_bounds(tensors, target, upstream, options: Options = Options()) -> Bounds:
-    """What a correct kernel of any backend keeps within, before the last rounding of a gradient.
+    """Error bounds of a correct kernel of any backend, before the last rounding of a gradient.
 
     A logit is wrong by T = 5.25 ⌈D/16⌉ 2⁻²³ Σ|h w| (a Hopper chain: reliability.md section 5; for
     ``tree`` of a leaf, and 2⁻²⁴ for each leaf added), by a rounding where a bias is added, and by

@@ -43,7 +43,7 @@ def _flat(x: Near, streams: Streams) -> Near:
 
 
 class ProjectionGradients(NamedTuple):
-    """Of `projection`; norm_weight: None without one."""
+    """Gradients of `projection`; norm_weight: None without one."""
 
     x: Near
     phi: Near
@@ -67,7 +67,7 @@ def projection(x, mapping: Mapping, streams: Streams) -> tuple[Near, Near]:
 
 
 def projection_backward(x, d_h, d_ms, mapping: Mapping) -> ProjectionGradients:
-    """Of dH [M, N] and dms [M].
+    """Backward of `projection` from dH [M, N] and dms [M].
 
     dx = dH ψ + (2 / K) dms x;  dψ = dHᵀ x;  dφ = dψ ⊙ w;  dw_k = Σ_j dψ_jk φ_jk
     """
@@ -86,7 +86,7 @@ def projection_backward(x, d_h, d_ms, mapping: Mapping) -> ProjectionGradients:
 
 
 class ScaleGradients(NamedTuple):
-    """Of `scale`: dH [M, N], dms [M], dalpha [3], dbeta [N]."""
+    """Gradients of `scale`: dH [M, N], dms [M], dalpha [3], dbeta [N]."""
 
     h: Near
     ms: Near
@@ -117,7 +117,7 @@ def scale(h, ms, gates: Gates, n: int) -> tuple[Near, Near, Near]:
 
 
 def scale_backward(h, ms, gates: Gates, n: int, upstream: tuple) -> ScaleGradients:
-    """Of dpre, dpost and dres [M, ...].
+    """Backward of `scale` from dpre, dpost and dres [M, ...].
 
     g_pre = dpre p (1 - p);  g_post = dpost post_scale s (1 - s);  g_res = dres;  of σ(z)
     dβ = Σ_m g;  dα_b = Σ_m Σ_(j ∈ b) g H / r;  dH = α g / r;  dms = -½ r⁻³ Σ_j g_j α_j H_j
@@ -311,7 +311,7 @@ def _backward_error(
     of_d_p: torch.Tensor,
     form: Sinkhorn,
 ) -> torch.Tensor:
-    """Of dz [M, n, n], to first order: L of every step, last to first, is L - y Σ_line L.
+    """Error of dz [M, n, n], to first order: L of every step, last to first, is L - y Σ_line L.
 
     An error of L of a step goes to dz through the steps before it, with its sign.
     """
@@ -387,7 +387,7 @@ def expand_combine(x, by: Expand, streams: Streams) -> Near:
 
 
 class ExpandGradients(NamedTuple):
-    """Of `expand_combine`; bias: None without one."""
+    """Gradients of `expand_combine`; bias: None without one."""
 
     f: Near
     bias: Near | None
@@ -397,7 +397,7 @@ class ExpandGradients(NamedTuple):
 
 
 def expand_combine_backward(x, by: Expand, dy, streams: Streams) -> ExpandGradients:
-    """Of dy [M, K].
+    """Backward of `expand_combine` from dy [M, K].
 
     df = Σ_j dy_j post_j;  dbias = Σ_m df;  dpost_j = Σ_c dy_cj (f + bias)_c
     dx_i = Σ_j dy_j R_ij;  dR_ij = Σ_c x_ci dy_cj
@@ -428,7 +428,7 @@ def repeat_backward(dx, streams: Streams) -> Near:
 
 
 class Site(NamedTuple):
-    """What a site is made with."""
+    """Weights and options of a site."""
 
     streams: Streams
     mapping: Mapping
@@ -437,7 +437,7 @@ class Site(NamedTuple):
 
 
 class Made(NamedTuple):
-    """Of a site's forward: out [M, C], pre, post, res, H [M, N], ms."""
+    """Results of a site's forward: out [M, C], pre, post, res, H [M, N], ms."""
 
     out: Near
     pre: Near
@@ -461,7 +461,7 @@ class Given(NamedTuple):
 
 
 class SiteGradients(NamedTuple):
-    """Of a site; norm_weight: None without one; shifted: of the pre of the site before."""
+    """Gradients of a site; norm_weight: None without one; shifted: of the previous pre."""
 
     x: Near
     phi: Near
@@ -522,7 +522,7 @@ def post_pre(x, by: Expand, site: Site, dtype: torch.dtype, shifted=None) -> tup
 def post_pre_backward(
     x, by: Expand, site: Site, given: Given, dtype: torch.dtype, shifted=None
 ) -> tuple[ExpandGradients, SiteGradients]:
-    """Of ``given``, whose x is dy; y's whole gradient is rounded to ``dtype`` on its way."""
+    """Backward of ``given``, whose x is dy; y's whole gradient is rounded to ``dtype``."""
     y = expand_combine(x, by, site.streams).stored(dtype)
     of_site = mix_and_aggregate_backward(y, site, given, shifted)
     return expand_combine_backward(x, by, of_site.x.stored(dtype), site.streams), of_site

@@ -16,7 +16,7 @@ from ..rowwise.config import GELU_CUBE, GELU_SCALE
 
 
 def value(kind: str, x: torch.Tensor) -> torch.Tensor:
-    """One of `config.KINDS`."""
+    """Evaluate one of `config.KINDS`."""
     x = x.double()
     if kind == "gelu":
         return x * 0.5 * torch.special.erfc(-x / math.sqrt(2.0))
@@ -26,7 +26,7 @@ def value(kind: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def slope(kind: str, x: torch.Tensor) -> torch.Tensor:
-    """Its derivative."""
+    """Derivative of `value`."""
     x = x.double()
     s, other = torch.sigmoid(x), torch.sigmoid(-x)
     if kind == "silu":
@@ -42,13 +42,13 @@ def slope(kind: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def softmax_gradient(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Of softmax, from its result."""
+    """Gradient of softmax, from its result."""
     dy, y = dy.double(), y.double()
     return y * (dy - (y * dy).sum(-1, keepdim=True))
 
 
 def log_softmax_gradient(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Of log_softmax, from x."""
+    """Gradient of log_softmax, from x."""
     dy = dy.double()
     return dy - x.double().softmax(-1) * dy.sum(-1, keepdim=True)
 

@@ -61,7 +61,7 @@ class Bounds(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What `attention` makes of q kᵀ: its arguments of these names."""
+    """Score options of `attention`: its arguments of these names."""
 
     scale: float | None = None
     softcap: float = 0.0

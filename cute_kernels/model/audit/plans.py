@@ -42,7 +42,7 @@ class Call:
         return tuple(self.ids.shape)
 
     def options(self, past: object) -> dict[str, object]:
-        """What the model takes besides ids."""
+        """Model options besides ids."""
         given = {
             "position_ids": self.positions,
             "attention_mask": self.mask,

@@ -52,7 +52,7 @@ def batch_invariant(*, strict: bool = False) -> Iterator[None]:
 
 
 def enable_batch_invariant(*, strict: bool = False) -> None:
-    """As `batch_invariant`, for the calling thread until `disable_batch_invariant`.
+    """Turn `batch_invariant` on for the calling thread, until `disable_batch_invariant`.
 
     Args, Guarantees, Raises: as `batch_invariant`.
     """

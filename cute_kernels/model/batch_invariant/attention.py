@@ -67,7 +67,7 @@ def _well_formed(q, k, v, mask, is_causal) -> bool:
 
 
 def _attend(q, k, v, mask, is_causal, scale) -> torch.Tensor:
-    """Of q [B, L, H, D]: the mask is None or of bools."""
+    """Attention of q [B, L, H, D]; the mask is None or of bools."""
     (batch, rows, heads, _), columns = q.shape, k.shape[1]
     if mask is None and (not is_causal or rows == columns):
         return api.block_sparse_attention(q, k, v, causal=is_causal, scale=scale)

@@ -1,4 +1,4 @@
-"""What the overrides of aten take, and every refusal of `batch_invariant`.
+"""Calls that the overrides of aten accept, and every refusal of `batch_invariant`.
 
 A reason is None (covered), EXACT (torch's own, whose bits no batch changes or whose parts come here
 again), or why the call is not covered.
@@ -28,7 +28,7 @@ EXACT = ""
 
 
 def entering(strict: object) -> None:
-    """That the mode can be entered or left here."""
+    """Check that the mode can be entered or left here."""
     if not isinstance(strict, bool):
         raise ArgumentTypeError(expected("strict", "True or False", type(strict).__name__))
     if torch.compiler.is_compiling():
@@ -99,7 +99,7 @@ def rows(x: torch.Tensor, shape: Sequence[int], most: int) -> str | None:
 
 
 def batch(a: torch.Tensor, b: torch.Tensor) -> None:
-    """That ``a`` [B, M, K] and ``b`` [B, K, N] are matrices to multiply one by one."""
+    """Check that ``a`` [B, M, K] and ``b`` [B, K, N] are batches of matrices."""
     checking.rank("a", a, 3, "[B, M, K]")
     checking.rank("b", b, 3, "[B, K, N]")
     if a.shape[0] != b.shape[0] or a.shape[2] != b.shape[1]:

@@ -30,7 +30,7 @@ _NAME = "cute_kernels.batch_invariant"
 
 
 class State(NamedTuple):
-    """Of one thread."""
+    """State of one thread."""
 
     on: bool
     strict: bool

@@ -22,22 +22,22 @@ def why_linear(x, weight, bias=None) -> str | None:
 
 
 def why_two(a, b) -> str | None:
-    """Of a product of two."""
+    """Why a product of two is not covered, or None."""
     return checks.tensors(a, b)
 
 
 def why_three(base, a, b, *, beta=1, alpha=1) -> str | None:
-    """Of a product that is added to something."""
+    """Why a product that is added to a tensor is not covered, or None."""
     return checks.tensors(a, b, base)
 
 
 def why_vector(a, v) -> str | None:
-    """Of a matrix or vector times a vector."""
+    """Why a product with a vector is not covered, or None."""
     return checks.tensors(a, v) if v.dim() == 1 else checks.EXACT
 
 
 def why_addmv(base, a, v, *, beta=1, alpha=1) -> str | None:
-    """Of one that is added to a vector."""
+    """Why a product that is added to a vector is not covered, or None."""
     return why_vector(a, v) if base.dim() < 2 else checks.EXACT
 
 

@@ -21,12 +21,12 @@ from .ops import row_sum
 
 
 def why_softmax(x, dim, half_to_float) -> str | None:
-    """Of a softmax over any dimension."""
+    """Why a softmax over a dimension is not covered, or None."""
     return checks.tensors(x) if _there(x, dim) else checks.EXACT
 
 
 def why_softmax_backward(dy, y, dim, dtype) -> str | None:
-    """Of its gradient."""
+    """Why a softmax's gradient is not covered, or None."""
     return checks.tensors(dy, y) if dtype in checks.DTYPES else checks.EXACT
 
 
@@ -71,12 +71,12 @@ def _over(dim, function, *given: torch.Tensor) -> torch.Tensor:
 
 
 def why_all(x, *, dtype=None) -> str | None:
-    """Of a sum or mean of all elements."""
+    """Why a sum or mean of all elements is not covered, or None."""
     return checks.summed(x, None, dtype)
 
 
 def why_dims(x, dim, keepdim=False, *, dtype=None) -> str | None:
-    """Of a sum or mean over dimensions; none means all."""
+    """Why a sum or mean over dimensions (none: all) is not covered, or None."""
     return checks.summed(x, dim, dtype)
 
 
@@ -123,22 +123,22 @@ def _total(x, dims, keepdim, dtype, mean) -> torch.Tensor:
 
 
 def why_layer_norm(x, shape, weight=None, bias=None, eps=1e-5, cudnn=True) -> str | None:
-    """Of a layer norm over the last dimensions."""
+    """Why a layer norm over the last dimensions is not covered, or None."""
     return _why_norm(shape, x, weight, bias)
 
 
 def why_rms_norm(x, shape, weight=None, eps=None) -> str | None:
-    """Of an RMS norm over the last dimensions."""
+    """Why an RMS norm over the last dimensions is not covered, or None."""
     return _why_norm(shape, x, weight)
 
 
 def why_layer_backward(dy, x, shape, mean, rstd, weight, bias, needs) -> str | None:
-    """Of a layer norm's gradients."""
+    """Why a layer norm's gradients are not covered, or None."""
     return _why_norm(shape, x, dy, weight, bias)
 
 
 def why_rms_backward(dy, x, shape, rstd, weight, needs) -> str | None:
-    """Of an RMS norm's gradients."""
+    """Why an RMS norm's gradients are not covered, or None."""
     return _why_norm(shape, x, dy, weight)
 
 
@@ -228,22 +228,22 @@ def _norm_backward(kind, given, stats, scale, needs) -> tuple:
 
 
 def why_element(x) -> str | None:
-    """Of a function of each element."""
+    """Why a function of each element is not covered, or None."""
     return checks.tensors(x)
 
 
 def why_gelu(x, *, approximate="none") -> str | None:
-    """Of gelu."""
+    """Why gelu is not covered, or None."""
     return checks.tensors(x)
 
 
 def why_silu_backward(dy, x) -> str | None:
-    """Of its gradient."""
+    """Why silu's gradient is not covered, or None."""
     return checks.tensors(dy, x)
 
 
 def why_gelu_backward(dy, x, *, approximate="none") -> str | None:
-    """Of its gradient."""
+    """Why gelu's gradient is not covered, or None."""
     return checks.tensors(dy, x)
 
 
@@ -284,7 +284,7 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 def why_embedding(weight, ids, padding=-1, by_frequency=False, sparse=False) -> str | None:
-    """Of a lookup, whose gradient is a sum over the tokens of an entry."""
+    """Why a lookup, whose gradient is a sum over tokens, is not covered, or None."""
     if weight.dim() != 2 or ids.dtype not in _INTEGERS:
         return checks.EXACT
     if by_frequency or sparse:
@@ -293,7 +293,7 @@ def why_embedding(weight, ids, padding=-1, by_frequency=False, sparse=False) -> 
 
 
 def why_embedding_backward(dy, ids, entries, padding, by_frequency) -> str | None:
-    """Of a lookup's gradient."""
+    """Why a lookup's gradient is not covered, or None."""
     return "scale_grad_by_freq is not covered" if by_frequency else checks.tensors(dy)
 
 

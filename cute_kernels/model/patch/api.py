@@ -128,7 +128,7 @@ def _report(model: torch.nn.Module, made: plan.Plan, main_grad: bool) -> Report:
 
 
 def _replaced(action: plan.Action) -> list[Replaced]:
-    """What an action replaces: a module's forward, or, of a causal LM, what is behind its head."""
+    """Entries of the report for an action: a module's forward, or a causal LM's loss."""
     cls, notes = classes.user_class(action.module), action.notes
     if action.kind != "causal_lm":
         return [Replaced(action.name, cls.__name__, OPS[action.kind])]

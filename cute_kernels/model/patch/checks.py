@@ -21,7 +21,7 @@ class Absent:
 
 
 class Options(NamedTuple):
-    """What is to be replaced; see `patch.patch`."""
+    """Options of a patch; see `patch.patch`."""
 
     linear: bool
     norm: bool
@@ -33,7 +33,7 @@ class Options(NamedTuple):
 
 
 def model(value: object) -> None:
-    """That it is a module whose forward is Python's, on devices that we have backends for."""
+    """Check that the model is a module with a Python forward, on devices with a backend."""
     if not isinstance(value, torch.nn.Module):
         raise ArgumentTypeError(expected("model", "a torch.nn.Module", type(value).__name__))
     if isinstance(value, torch.jit.ScriptModule):
@@ -42,7 +42,7 @@ def model(value: object) -> None:
 
 
 def options(given: Options, strict: object) -> None:
-    """That each option is of its type, and one of its values."""
+    """Check that each option has its type, and one of its values."""
     for name, value in {**given._asdict(), "strict": strict}.items():
         if name not in CHOICES and not isinstance(value, bool):
             raise ArgumentTypeError(expected(name, "True or False", repr(value)))
@@ -55,13 +55,13 @@ def options(given: Options, strict: object) -> None:
 
 
 def devices(value: torch.nn.Module) -> None:
-    """That a backend may run our ops where the parameters are."""
+    """Check that a backend may run our ops on the parameters' devices."""
     for device in {p.device for p in value.parameters()}:
         checking.supported("linear", device)
 
 
 def complete(moving: tuple[Left, ...]) -> None:
-    """What ``strict`` asks: that no part is left whose bits follow the batch."""
+    """Check, for ``strict``, that no part is left whose bits follow the batch."""
     if moving:
         shown = [f"  {one.name or 'the model'} ({one.part}): {one.known}" for one in moving[:20]]
         more = [f"  and {len(moving) - 20} more"] if len(moving) > 20 else []
@@ -77,7 +77,7 @@ def not_patched(name: str, module: torch.nn.Module, args: tuple) -> None:
 
 
 def unchanged(module: torch.nn.Module, reads: tuple[tuple[str, object], ...]) -> None:
-    """That attributes which the author's forward reads are as the patch found them."""
+    """Check that attributes which the author's forward reads are unchanged since the patch."""
     for name, value in reads:
         now = getattr(module, name, Absent)
         if now is not value and now != value:

@@ -115,7 +115,7 @@ def _anew(cls: type, kind: str) -> torch.nn.Module:
 
 
 def _wraps(cls: type) -> int | None:
-    """Which base of a wrapper class is the one inside; None: ``cls`` is no wrapper."""
+    """Return the inner base of a wrapper class; None: ``cls`` is no wrapper."""
     fsdp = sys.modules.get(_FSDP2)
     if fsdp is not None and len(cls.__bases__) == 2 and cls.__bases__[0] is fsdp.FSDPModule:
         return 1

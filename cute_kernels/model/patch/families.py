@@ -1,4 +1,4 @@
-"""Which architectures of transformers were gone through, module by module, and which were not.
+"""Architectures of transformers that were reviewed module by module.
 
 A family in `FAMILIES` has, in transformers 5.23, nothing left that `patch` does not replace: the
 rest of its forwards are look-ups, additions, multiplications and comparisons of elements.  The

@@ -1,4 +1,4 @@
-"""Which formula a module computes, found by running its forward on random inputs.
+"""Identify the formula of a module by running its forward on random inputs.
 
 Names prove nothing: a class called RMSNorm may add one to its weight, or take its eps outside of
 the root.  So a norm is replaced if its own forward, with random weights in its parameters' places,
@@ -135,7 +135,7 @@ def _recorder(module: torch.nn.Module, names: set[str]) -> torch.nn.Module:
 
 
 def _values(module: torch.nn.Module, names: set[str]) -> Iterator[tuple[str, object]]:
-    """Those of the names that are values, not parameters, children, methods or properties."""
+    """Select the names of values: no parameters, children, methods or properties."""
     held = {**module._parameters, **module._buffers, **module._modules}
     for name in sorted(names - set(held)):
         static = inspect.getattr_static(module, name, Absent)
@@ -264,7 +264,7 @@ class _Probe:
 
 
 def _in_both_modes(probe: torch.nn.Module, call: Callable) -> list:
-    """What a call of a module gives in training and in evaluation; torch's generator stays."""
+    """Call a module in training and in evaluation mode; torch's generator is restored."""
     results = []
     for training in (True, False):
         vars(probe)["training"] = training

@@ -24,7 +24,7 @@ NOTES = "_cute_kernels"
 
 
 class Notes(NamedTuple):
-    """What the forward of one module reads.
+    """Options that the forward of one module reads.
 
     order: of linear products.
     main_grad: whether gradients go to the ``main_grad`` of parameters that have one.
@@ -51,7 +51,7 @@ class Notes(NamedTuple):
 
 
 def main_grad_of(module: torch.nn.Module, parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """Where the gradient of a parameter goes, if there will be one, and not to its ``grad``."""
+    """Destination of a parameter's gradient other than its ``grad``, or None."""
     if not (module._cute_kernels.main_grad and torch.is_grad_enabled()):
         return None
     return getattr(parameter, "main_grad", None)

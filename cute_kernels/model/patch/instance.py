@@ -52,7 +52,7 @@ def around(module: torch.nn.Module, cls: type) -> list[FunctionType] | None:
 
 
 def _held(one: object, module: torch.nn.Module) -> Iterator[object]:
-    """What a function, a method or an object that can be called holds."""
+    """Objects that a function, a method or a callable object holds."""
     if isinstance(one, MethodType):
         # A method of another module says nothing of this one's.
         if one.__self__ is module or not isinstance(one.__self__, torch.nn.Module):

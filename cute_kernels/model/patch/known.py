@@ -1,4 +1,4 @@
-"""What is known of the bits of torch's own ops: which follow the rest of the batch, and where.
+"""Table of torch's own ops whose bits depend on the rest of the batch, and where.
 
 Sources: ATen's kernels as of torch 2.13, and the threads that docs/model.md names.
 """
@@ -12,7 +12,7 @@ from torch import nn
 
 
 class Known(NamedTuple):
-    """What is known of an op.
+    """Facts about an op.
 
     text: in words.  where: the types of device on which bits follow the batch, or may.
     """
@@ -78,7 +78,7 @@ MODULES: tuple[tuple[tuple[type, ...], Known], ...] = (
 
 
 def of_module(module: nn.Module) -> Known | None:
-    """What is known of one of torch's own modules, if something is."""
+    """Facts about one of torch's own modules, or None."""
     return next((known for types, known in MODULES if isinstance(module, types)), None)
 
 

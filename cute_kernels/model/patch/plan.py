@@ -1,4 +1,4 @@
-"""What is to become of each module: a forward of ours, or a reason to leave it."""
+"""Decide for each module: replace it, or report why not."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Attention(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What `patch` is going to do.
+    """Plan of a patch.
 
     softcaps: of scores, that our attention applies.
     """
@@ -64,7 +64,7 @@ class Plan(NamedTuple):
 
 
 class _Here(NamedTuple):
-    """What all decisions about one model share.
+    """Facts shared by all decisions about one model.
 
     heads: output layers of causal LMs whose loss is to come from them.  outputs: of all models.
     attends: ids of the modules whose config is going to name our attention.
@@ -81,7 +81,7 @@ class _Here(NamedTuple):
 
 
 def plan(model: nn.Module, options: Options) -> Plan:
-    """What is to become of each module of a model."""
+    """Decide for each module of a model: replace it, or report why not."""
     made = Plan([], [], [], [])
     _attentions(model, options, made)
     attends = _attending(model, made.attentions)
@@ -142,7 +142,7 @@ def _calls_another(module: nn.Module, kind: str) -> bool:
 
 
 def _replacement(name, module: nn.Module, cls: type, here: _Here) -> Action | Left | None:
-    """What could replace a module of a kind that we know; None: it is of none."""
+    """Replacement of a module of a known kind; None: its kind is not known."""
     options = here.options
 
     def action(kind: str, **notes: object) -> Action:
@@ -273,7 +273,7 @@ def _output_layer(model: nn.Module) -> nn.Module | None:
 
 
 def _attentions(model: nn.Module, options: Options, made: Plan) -> None:
-    """Which configs get our attention, and why not."""
+    """Configs that get our attention, and reasons for the others."""
     by_config: dict[tuple[int, int], list[tuple[str, nn.Module]]] = {}
     roots = configs.roots(model)
     for name, module in _pretrained(model):
@@ -419,7 +419,7 @@ def _scores_itself(module: nn.Module) -> str | None:
 
 
 def _searched(name: str, module: nn.Module, cls: type, here: _Here) -> list[Left]:
-    """What is known of a module that stays as it is."""
+    """Report of a module that stays as it is."""
     own = instance.around(module, cls)
     if own is None:
         why = f"{instance.REASON}: what it computes is not known"

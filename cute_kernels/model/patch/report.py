@@ -1,4 +1,4 @@
-"""What a patch did: what was replaced, what was left, and what is known of what was left."""
+"""Report of a patch: what was replaced, what was left, and what is known of the rest."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Report:
-    """What `patch` returns; printed, it is a table.
+    """Result of `patch`; printed, it is a table.
 
     Attributes:
         family: transformers' name of the architecture if it is one that we know; else None.

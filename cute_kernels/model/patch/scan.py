@@ -1,4 +1,4 @@
-"""Which ops of torch a module's own forward names, read off its bytecode.
+"""Find the ops of torch that a module's own forward names, from its bytecode.
 
 A module that nobody knows may call anything.  What is read is the forward, the methods that it
 calls on itself, and the functions of its own file that it names; calls into other files are not
@@ -34,7 +34,7 @@ def named(cls: type, module: torch.nn.Module, but: frozenset[str]) -> dict[str, 
 def named_by(
     functions: list[FunctionType], cls: type, module: torch.nn.Module, but: frozenset[str]
 ) -> dict[str, Known]:
-    """As `named`, of ``functions`` in place of the class's forward."""
+    """Apply `named` to ``functions`` in place of the class's forward."""
     found: dict[str, Known] = {}
     seen: set[CodeType] = set()
     ahead = list(functions)

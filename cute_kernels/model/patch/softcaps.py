@@ -51,7 +51,7 @@ def scores(model: torch.nn.Module, attends: set[int]) -> tuple[list[Replaced], l
 
 
 def part_of_logits(cls: type, cap: float) -> str:
-    """What a report calls the cap of a causal LM's logits."""
+    """Name of the soft cap of a causal LM's logits in a report."""
     return f"{cls.__name__}: soft cap {cap:g} of logits"
 
 

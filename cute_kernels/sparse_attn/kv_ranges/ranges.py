@@ -186,7 +186,7 @@ def _real(padding: Tensor, own: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def _starts(first: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Of each column the start of its sequence, which no query sees across."""
+    """Start of the sequence of each column; no query sees across it."""
     size = len(first)
     none = first >= end
     ahead = np.maximum.accumulate(np.where(none, 0, end))

@@ -37,7 +37,7 @@ Window = tuple[int | None, int | None]
 
 
 class Where(NamedTuple):
-    """Where sequences lie among the tokens of a buffer [B, T].
+    """Bounds of the sequences among the tokens of a buffer [B, T].
 
     bounds  [N, 2], int32 or int64: where each begins and ends, one behind another
     places  the same as numbers that the host knows; there may be tokens of no sequence then
@@ -65,13 +65,13 @@ class Where(NamedTuple):
 
 
 def between(offsets: Tensor) -> Where:
-    """Of sequences from offsets[i] to offsets[i + 1]."""
+    """Bounds of sequences from offsets[i] to offsets[i + 1]."""
     step = offsets.stride(0)
     return Where(offsets.as_strided((len(offsets) - 1, 2), (step, step)))
 
 
 def at_places(places: tuple[tuple[int, int], ...]) -> Where:
-    """Of sequences from places[i][0] to places[i][1]."""
+    """Bounds of sequences from places[i][0] to places[i][1]."""
     return Where(torch.tensor(places, dtype=torch.int32, device="cpu").view(-1, 2), places)
 
 
@@ -83,7 +83,7 @@ def _holes(first: np.ndarray, end: np.ndarray, tokens: int) -> Tensor:
 
 
 class Copies(NamedTuple):
-    """Of a buffer's tokens to the rows of a layout and back, on the device; all int64.
+    """Indices from a buffer's tokens to the rows of a layout and back, on the device; all int64.
 
     origin  [length] the place in the buffer of each row's token, 0 for a gap
     gaps    the rows of none
@@ -96,7 +96,7 @@ class Copies(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Where the tokens of sequences go, which a buffer [B, T] holds.
+    """Rows of the tokens of all sequences of a buffer [B, T].
 
     begins   int64 [N] first row of each sequence; lengths  int64 [N], none of them 0
     places   int64 [N] where each begins in the buffer, whose tokens are ``tokens``
@@ -135,7 +135,7 @@ class Layout(NamedTuple):
 
 
 def layout(of: Where, tokens: int, device: str) -> Layout:
-    """Of sequences of a buffer of so many tokens; ``bounds`` on the CPU."""
+    """Layout of the sequences of a buffer of so many tokens; ``bounds`` on the CPU."""
     bounds = of.bounds.numpy().astype(np.int64)
     key = "layout", bounds.tobytes(), tokens, device
     return lowering.cache.get(key, lambda: _layout(*bounds.T, tokens, device))
@@ -220,7 +220,7 @@ def _sizes(of: Layout) -> Iterator[tuple[int, int]]:
 
 
 def _blocks(band: Band, rows: int) -> Lists:
-    """Of a band of so many rows and keys; sequences of as many blocks share them."""
+    """Block lists of a band of so many rows and keys; sequences of as many blocks share them."""
 
     def make() -> Lists:
         mask = BlockMask.from_rule(band, rows, rows, block_size=BLOCK, device="cpu")

@@ -62,7 +62,7 @@ reads_offsets._dynamo_marked_constant = True
 
 
 def offsets_of(cu_seqlens, q):
-    """What `pack_attention` takes: on the CPU, but where kernels of ``q`` read those of a GPU."""
+    """Offsets as `pack_attention` takes them: on the CPU, unless kernels read them on a GPU."""
     if cu_seqlens.is_cuda and reads_offsets(str(q.device)):
         return cu_seqlens
     return pack_offsets(cu_seqlens, q.shape[1])
@@ -95,7 +95,7 @@ def _fake_cut(spans, offsets):
 
 
 def _where(q, offsets):
-    """Where a launch of all sequences finds them."""
+    """Bounds of the sequences for one launch."""
     if passes.in_place(q) and not offsets.is_cuda and _capturing():
         want = f"on {q.device} while a CUDA graph is captured, whose replays read it there"
         raise DeviceError(expected("cu_seqlens", want, offsets.device))
