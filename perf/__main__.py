@@ -48,6 +48,26 @@ def report(
 
 
 @app.command()
+def prune(
+    results: Annotated[Path, typer.Option(help="folder of the records")] = record.RESULTS,
+) -> None:
+    """Keeps the newest record of each case, and adds a table of the older ones to older.md."""
+    from . import prune as pruning
+
+    if not results.is_dir():
+        raise stop("prune", f"--results: expected a folder that exists, got {results}")
+    try:
+        dropped = pruning.prune(results)
+    except record.RecordError as error:
+        raise stop("prune", error) from None
+    if dropped:
+        path = results / pruning.SUMMARY
+        with writing(path):
+            path.write_text(pruning.summary(dropped))
+    say(f"{sum(map(len, dropped.values()))} older records dropped of {len(dropped)} files")
+
+
+@app.command()
 def compare(a: Path, b: Path) -> None:
     """Exit code 1 if B is slower than A beyond their noise or lost a promise, 2 if unusable."""
     from .core.compare import Unusable

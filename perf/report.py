@@ -46,7 +46,8 @@ def adopt_certificates(kept: Path = CERTIFICATES, built: tuple[Path, ...] = BUIL
     kept.parent.mkdir(parents=True, exist_ok=True)
     facts.sort(key=lambda item: json.dumps([item["name"], item.get("constexpr")]))
     with writing(kept):
-        kept.write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
+        lines = ",\n".join(json.dumps(item, sort_keys=True) for item in facts)
+        kept.write_text(f"[\n{lines}\n]\n")
     return True
 
 
