@@ -41,7 +41,7 @@ def sharding() -> bool:
     return states is not None and len(states._module_state_mapping) > 0
 
 
-def sharded(parameter: torch.Tensor) -> torch.Tensor | None:
+def sharded(parameter: torch.Tensor | None) -> torch.Tensor | None:
     """The sharded parameter that ``fully_shard`` gathered into ``parameter``, if it did."""
     states = sys.modules.get(_FSDP2_STATES)
     if states is None or not isinstance(parameter, torch.nn.Parameter):
@@ -57,6 +57,11 @@ def sharded(parameter: torch.Tensor) -> torch.Tensor | None:
         )
     reference = _sharded[parameter]
     return None if reference is None else reference()
+
+
+def has_sharded_main_grad(tensor: torch.Tensor | None) -> bool:
+    """Whether ``tensor`` is a parameter that ``fully_shard`` gathered from one with a main_grad."""
+    return getattr(sharded(tensor), "main_grad", None) is not None
 
 
 def _gathered(states):

@@ -64,8 +64,7 @@ def check_values(
 ) -> None:
     """Check values that only true tensors have; costs nothing without a main_grad."""
     if main_grad is None:
-        sharded = data_parallel.sharded(weight)
-        if sharded is not None and getattr(sharded, "main_grad", None) is not None:
+        if data_parallel.has_sharded_main_grad(weight):
             raise ArgumentValueError(expected("main_grad", _FSDP2, "weight.main_grad"))
         return
     if main_grad.is_neg():

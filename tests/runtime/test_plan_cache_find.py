@@ -97,7 +97,10 @@ def profiled():
 
 
 def sharded():
-    return mock.patch.object(data_parallel, "sharding", lambda: True)
+    """fully_shard has gathered W from a parameter with a main_grad."""
+    return mock.patch.multiple(
+        data_parallel, sharding=lambda: True, has_sharded_main_grad=lambda t: t is W
+    )
 
 
 def within(context):
@@ -168,11 +171,12 @@ def test_c_that_asks_none_is_killed(monkeypatch, tmp_path):
         answers(both, SITUATIONS["autocast"][0])
 
 
-def test_no_plan_is_cached_under_fully_shard(both, monkeypatch):
+def test_a_main_grad_under_fully_shard_is_looked_for_in_each_call(both, monkeypatch):
     monkeypatch.undo()
-    assert plan_cache.is_cacheable(mock.Mock(is_cuda=True))
+    x = mock.Mock(is_cuda=True)
+    assert plan_cache.is_cacheable(x, W, None)
     with sharded():
-        assert not plan_cache.is_cacheable(mock.Mock(is_cuda=True))
+        assert plan_cache.is_cacheable(x, X, None) and not plan_cache.is_cacheable(x, W)
 
 
 @pytest.mark.parametrize(
