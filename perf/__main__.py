@@ -28,7 +28,8 @@ def report(
     results: Annotated[Path, typer.Option(help="folder of the records")] = record.RESULTS,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="the page")] = None,
 ) -> None:
-    """Writes docs/status.md and the plots beside it from the records."""
+    """Writes docs/status.md, the plots beside it and the README's table from the records."""
+    from . import readme
     from . import report as page
 
     if not results.is_dir():
@@ -44,6 +45,8 @@ def report(
     with writing(path):
         path.write_text(page.render(records, page.load_certificates(kept)))
     drawn = page.draw(records, path.parent / "plots")
+    if path == page.STATUS:
+        readme.write(records)
     say(f"{path}: {len(records)} records; plots: {len(drawn) or 'none, nothing was timed'}")
 
 

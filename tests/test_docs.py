@@ -29,7 +29,7 @@ README = ROOT / "README.md"
 PAGES = [README, *(p for p in sorted(DOCS.rglob("*.md")) if "_build" not in p.parts)]
 FENCE = re.compile(r"^```(\S*)\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"(?<!!)\[[^\]\n]*\]\(([^)\s]+)\)")
-MARKER = re.compile(r"<!-- ([\w-]+) -->")
+MARKER = re.compile(r"<!-- generated: ([\w-]+) -->")
 
 
 def page_id(page: Path) -> str:
@@ -85,13 +85,30 @@ def test_every_command_is_in_the_api():
 
 
 def test_every_setting_is_in_the_generated_table():
-    made = runpy.run_path(str(DOCS / "conf.py"))
+    made = runpy.run_path(str(ROOT / "tools" / "generate_docs.py"))
     text = made["settings_table"]()
     for setting in settings.TABLE:
         (line,) = [x for x in text.splitlines() if f"`{settings.PREFIX}{setting.name}`" in x]
         assert setting.help in line and all(choice in line for choice in setting.choices)
     asked = {name for page in PAGES for name in MARKER.findall(page.read_text())}
     assert asked == set(made["GENERATED"])
+
+
+def test_generated_parts_are_up_to_date():
+    fill_in = runpy.run_path(str(ROOT / "tools" / "generate_docs.py"))["fill_in"]
+    stale = [page_id(page) for page in PAGES if fill_in(page.read_text()) != page.read_text()]
+    assert not stale, "python tools/generate_docs.py"
+
+
+def test_pages_hold_no_placeholders_and_no_dead_pictures():
+    allowed = re.compile(r"<!-- (generated: [\w-]+|end|Written by [^>]*) -->")
+    for page in PAGES:
+        text = FENCE.sub("", page.read_text())
+        assert not [x for x in re.findall(r"<!--.*?-->", text, re.S) if not allowed.fullmatch(x)]
+        assert "<!-- end -->" not in re.sub(r"<!-- generated.*?<!-- end -->", "", text, flags=re.S)
+        pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)
+        assert all((page.parent / picture).is_file() for picture in pictures)
+        assert "_build/" not in " ".join(pictures)
 
 
 # ---- links --------------------------------------------------------------------------------------
@@ -131,17 +148,25 @@ def test_a_broken_link_is_found():
 # ---- code ---------------------------------------------------------------------------------------
 
 
+#: First line of a block that needs the names of the blocks before it.
+CONTINUES = "# Continues the block above.\n"
+
+
 def run_blocks(text: str) -> int:
-    """Runs a page's python blocks in one namespace; what one prints must be the next block's text.
+    """Run a page's python blocks; what one prints must be the next block's text.
+
+    A block has a namespace of its own, or that of the block which it says it continues.
 
     Returns the number of blocks run.
     """
-    namespace: dict[str, object] = {"__name__": "docs"}
+    namespace: dict[str, object] = {}
     fences = FENCE.findall(text)
     done = 0
     for i, (language, code) in enumerate(fences):
         if language != "python":
             continue
+        if not code.startswith(CONTINUES):
+            namespace = {"__name__": "docs"}
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(code, f"block {i}", "exec"), namespace)
@@ -156,6 +181,13 @@ def test_code_runs_and_prints_what_the_page_shows(page):
     assert run_blocks(page.read_text()) >= 1
 
 
+def test_a_block_that_continues_says_so():
+    first, second = "```python\nx = 1\n```\n", "```python\ny = x + 1\n```\n"
+    with pytest.raises(NameError):
+        run_blocks(first + second)
+    assert run_blocks(first + second.replace("y =", CONTINUES + "y =")) == 2
+
+
 def test_a_wrong_output_is_found():
     text = "```python\nprint(1 + 1)\n```\n\n```output\n3\n```\n"
     with pytest.raises(AssertionError):
@@ -163,11 +195,15 @@ def test_a_wrong_output_is_found():
     assert run_blocks(text.replace("3", "2")) == 1
 
 
-def test_the_readme_starts_with_a_comparison_that_holds():
-    blocks = [code for language, code in FENCE.findall(read("README.md")) if language == "python"]
-    model, op = (code.strip().splitlines() for code in blocks[:2])
-    assert len(model) - model.count("") <= 10 and len(op) <= 10
-    assert "ck.patch" in blocks[0] and "ck.audit" in blocks[0] and "torch.uint8" in blocks[1]
+def test_the_readme_is_short_and_its_example_needs_torch_alone():
+    text = read("README.md")
+    assert len(re.sub(r"[|#`-]+", " ", text).split()) <= 900
+    (code,) = [code for language, code in FENCE.findall(text) if language == "python"]
+    assert len(code.strip().splitlines()) <= 10 and "torch.uint8" in code
+    imports = {line.split()[1] for line in code.splitlines() if line.startswith(("import", "from"))}
+    assert imports == {"torch", "cute_kernels"}
+    paragraphs = [p for p in FENCE.sub("", text).split("\n\n") if not p.lstrip().startswith("|")]
+    assert max(len(p.strip().splitlines()) for p in paragraphs if not p.startswith("- ")) <= 4
 
 
 # ---- tables -------------------------------------------------------------------------------------
@@ -322,7 +358,7 @@ def test_the_map_names_every_folder():
     want |= {"/".join(parts[:2]) + "/" for parts in paths if parts[:1] == ("cute_kernels",)} - {
         "cute_kernels/"
     }
-    found = [row[0].strip("`") for row in rows_of(read("README.md"), "folder", "holds")]
+    found = [row[0].strip("`") for row in rows_of(read("docs/naming.md"), "folder", "holds")]
     assert want <= set(found), want - set(found)
     assert all((ROOT / folder).is_dir() for folder in found) and len(set(found)) == len(found)
 

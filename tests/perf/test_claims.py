@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import pytest
 
-from perf import cards
+from perf import cards, readme
 from perf.core import record
 from perf.core.models import MODELS
 from perf.core.tables import NOT_RUN, by_card, latest
-from perf.gemm import targets
-from perf.gemm.page import geomean
+from perf.mhc import page as mhc_page
 from perf.model.llama import Size
 
 #: First words of a header in docs/support.md -> rows of `cards.render` for its times.
@@ -73,6 +73,50 @@ def test_the_records_have_the_cards_that_the_readme_names(ran):
     assert all(ran[row]["H100"] == NOT_RUN for row in single)
 
 
+def test_the_readme_has_the_table_of_these_records(records):
+    page = (record.ROOT / "README.md").read_text()
+    assert readme.written(page, records) == page and "\n".join(readme.lines(records)) in page
+
+
+def test_a_time_that_changed_changes_the_table(records):
+    case = ("model", "ours", "training", "4x2048")
+    changed = [
+        one | {"ratio": {"torch": 9.87}}
+        if tuple(one.get(k) for k in ("kernel", "system", "product", "shape")) == case
+        else one
+        for one in records
+    ]
+    assert "9.87" in "\n".join(readme.lines(changed)) != "\n".join(readme.lines(records))
+
+
+def gap(what: str) -> str:
+    """The number of a row of the README's known gaps."""
+    rows = (record.ROOT / "README.md").read_text().partition("## Known gaps")[2].splitlines()
+    (row,) = [row for row in rows if row.startswith(f"| {what}")]
+    return row.split("|")[2].strip()
+
+
+def ratios(records, kernel: str, product: str, rival: str, ours: str = "ours") -> list[float]:
+    bench = latest(records, kernel)
+    shapes = {s for _, p, s in bench.records if p == product}
+    found = [bench.ratio((product, shape), rival, ours) for shape in shapes]
+    return [ratio for ratio in found if ratio is not None]
+
+
+def test_the_gaps_have_the_numbers_of_the_records(records):
+    backward = min(ratios(records, "attention", "bwd", "fa4"))
+    assert gap("attention's ordered backward").startswith(f"down to {backward:.2f} of")
+    both = ratios(records, "logp", "both", "quack")
+    assert gap("`linear_logp`").startswith(f"{min(both):.2f} to {max(both):.2f}:")
+    words = Counter(mhc_page.target_verdicts(records)[1])
+    assert gap("mHC") == f"{words['missed']} of {sum(words.values())} targets missed"
+    for card in MODELS:
+        host = by_card(records, "model")[card]
+        case = ("host rms_norm, grad", "64x2048")
+        ours, torchs = (host.get(case, name)["host_us"] for name in ("ours", "torch"))
+        assert abs(ours / torchs - float(gap("a norm's call").split()[0])) < 0.15
+
+
 def test_the_audit_found_nothing_on_either_card(records):
     for card in MODELS:
         audits = [
@@ -85,71 +129,11 @@ def test_the_audit_found_nothing_on_either_card(records):
         assert newest["ours"]["differing"] == 0 < newest["torch"]["differing"]
 
 
-def test_the_readmes_share_of_the_copy_is_that_of_decoding(records):
-    bench = latest(records, "logp")
-    shares = [
-        one["of_copy"]
-        for (system, _, shape), one in bench.records.items()
-        if system == "ours" and "/t" in shape and "of_copy" in one
-    ]
-    claim = f"reads the head at {100 * min(shares):.0f} to {100 * max(shares):.0f}% of the copy"
-    assert len(shares) == 10 and claim in text("README.md")
-
-
 def test_most_passes_of_linear_logp_take_at_most_ligers_time(records):
     bench = latest(records, "logp")
     cases = [(name, size) for name in ("fwd", "bwd", "both") for size in ("128k", "152k")]
     ratios = [bench.ratio(case, "liger") for case in cases]
     assert sum(round(ratio, 2) >= 1 for ratio in ratios) > len(ratios) / 2
-
-
-def test_the_readme_names_the_norms_that_rivals_do_faster(records):
-    """Liger's and quack's forward of rms_norm, and quack's backward with a residual."""
-    bench = by_card(records, "norm")
-
-    def faster(card: str, product: str, sizes: tuple[str, ...]) -> list[float]:
-        ratios = [bench[card].ratio((product, s), r) for s in sizes for r in ("liger", "quack")]
-        return [1 - ratio for ratio in ratios if ratio is not None]
-
-    narrow = [x for card in MODELS for x in faster(card, "rms_norm fwd", ("262144x128",))]
-    wide = faster("H200", "rms_norm fwd", ("4096x7168", "16384x8192"))
-    page = text("README.md")
-    span = f"at 128 columns, by {100 * min(narrow):.0f} to {100 * max(narrow):.0f}%"
-    assert span in page
-    assert f"at 7168 and more, by {100 * min(wide):.0f} to {100 * max(wide):.0f}%" in page
-    assert all(share < 0.005 for share in faster("H100", "rms_norm fwd", ("4096x7168",)))
-    case = ("add_rms_norm bwd", "16384x8192")
-    assert bench["H100"].ratio(case, "quack") < 1 < bench["H200"].ratio(case, "quack")
-
-
-def test_the_readme_names_the_products_that_rivals_do_faster(records):
-    bench = latest(records, "gemm")
-    starved = geomean([bench.ratio(("fwd", shape), "cublas_starved") for shape in targets.SHAPES])
-    assert f"was {100 * (1 - starved):.0f}% faster forward" in text("README.md")
-    assert all(bench.ratio(("dw", shape), "quack_untuned") < 1 for shape in targets.SHAPES)
-
-
-def rivals_of_attention() -> list[list[str]]:
-    """The rows of docs/status.md, which a test compares with the records."""
-    page = (record.ROOT / "docs" / "status.md").read_text().replace("\N{NO-BREAK SPACE}", " ")
-    part = page.partition("### Rivals of attention\n")[2].partition("\n###")[0]
-    rows = [line for line in part.splitlines() if line.startswith("| ") and " D = " in line]
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-
-
-def test_the_readme_says_which_backward_of_attention_is_faster():
-    rows = rivals_of_attention()
-    dims = [int(re.search(r"D = (\d+)", row[0])[1]) for row in rows]
-    cudnn, fa4 = ([row[column].rstrip("x") for row in rows] for column in (5, 3))
-    narrow = [float(x) for x, dim in zip(cudnn, dims, strict=True) if x != NOT_RUN and dim <= 128]
-    assert min(narrow) >= 1 and len(narrow) > 20
-    kinds = [row[0].split()[0] for row in rows]
-    both = list(zip(kinds, dims, fa4, strict=True))
-    documents = [float(x) for kind, _, x in both if kind == "document" and x != NOT_RUN]
-    dense = [
-        float(x) for kind, d, x in both if kind in ("full", "causal") and d <= 192 and x != NOT_RUN
-    ]
-    assert min(documents) > 1 and max(dense) < 1
 
 
 def test_guarantees_do_not_deny_a_run_that_support_records():

@@ -1,4 +1,4 @@
-"""Numbers in prose: the README, docs/numerics.md and the GEMM note say what the records say."""
+"""Numbers in prose: docs/numerics.md and the GEMM note say what the records say."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ import json
 import pytest
 
 from perf.core import record
-from perf.core.tables import Bench, latest
-from perf.gemm import targets
-from perf.gemm.page import geomean
-from perf.model import host, shapes
-from perf.model.page import bench_of
 from perf.probes.questions import MIN_OUTPUTS, QUESTIONS
 
 #: The runs that the pages quote, by file of records.
-COMMITS = dict.fromkeys(("bench", "probes", "tune", "profile"), "d59b64c")
+COMMITS = dict.fromkeys(("probes", "tune", "profile"), "d59b64c")
 TILES = ("64x128", "128x128", "128x192")  # of the promotion probe
 
 
@@ -32,65 +27,6 @@ def row(text: str, start: str) -> str:
     found = [line for line in text.splitlines() if line.startswith(f"| {start}")]
     assert len(found) == 1, (start, found)
     return found[0]
-
-
-@pytest.fixture(scope="module")
-def bench() -> Bench:
-    return latest(records("bench"), "gemm")
-
-
-def mean(bench: Bench, product: str, rival: str) -> float:
-    return geomean([bench.ratio((product, shape), rival) for shape in targets.SHAPES])
-
-
-@pytest.mark.parametrize(
-    ("product", "start"), [("fwd", "forward"), ("dx", "dx |"), ("dw", "dW into fp32")]
-)
-def test_the_readme_has_the_measured_ratios(product, start):
-    """Those of docs/status.md: the newest record of each shape."""
-    lines = (record.RESULTS / "bench.jsonl").read_text().splitlines()
-    bench = latest([json.loads(line) for line in lines], "gemm")
-    cells = row(page("README.md"), start)
-    rates = [bench.get((product, shape))["tflops"] for shape in targets.SHAPES]
-    assert f"| {min(rates):.0f} to {max(rates):.0f} |" in cells
-    rivals = ("cublas", "ours_triton", "quack_untuned")
-    found = [cell.split("x")[0].strip() for cell in cells.strip("|").split("|")[2:]]
-    assert found == [f"{mean(bench, product, rival):.2f}" for rival in rivals]
-
-
-def test_the_readme_tells_what_was_missed():
-    """Its sentence on the host's part of a call goes when the last two hosts say otherwise."""
-    measured = [r for r in record.read(record.RESULTS / "model.jsonl") if "host_us" in r]
-    hosts = list(dict.fromkeys(r["commit"] for r in measured))[-2:]
-    missed = set()
-    for commit in hosts:
-        of_host = latest([r for r in measured if r["commit"] == commit], "model")
-        products = "linear", "linear, grad", "attention", "rms_norm", "rms_norm, grad"
-        for product in (f"host {name}" for name in products):
-            ours, theirs = (
-                of_host.get((product, host.SHAPE), name)["host_us"] for name in ("ours", "torch")
-            )
-            # A fiftieth is what two runs of one call differ by.
-            missed |= {product} if ours > 1.02 * theirs else set()
-    assert missed == {"host rms_norm", "host rms_norm, grad"}
-    text = " ".join(page("README.md").split())
-    claim = (
-        "one call of a norm costs the host a tenth more than torch's, under grad 1.7 times as much"
-    )
-    assert claim in text
-
-
-def test_the_readme_tells_where_a_token_is_late():
-    bench = bench_of(record.read(record.RESULTS / "model.jsonl"))
-    for batch, length in shapes.TIMED["generating"]:
-        case = ("generating", f"{batch}x{length}")
-        assert bench.ratio(case, "torch_compiled", "ours_compiled") < 1
-        assert bench.ratio(case, "torch", "ours") > 1
-    claim = (
-        "outside a CUDA graph a compiled model decodes slower than torch's "
-        "compiled one ([limits](docs/model.md#limits)), an eager one faster than torch's"
-    )
-    assert claim in " ".join(page("README.md").split())
 
 
 def answer(probe: str) -> dict:

@@ -1,0 +1,246 @@
+"""Write the generated parts of the documentation: tables of pages, and pictures of schedules.
+
+    python tools/generate_docs.py [--check] [--pictures]
+
+A page has a generated part between ``<!-- generated: NAME -->`` and ``<!-- end -->``.  ``--check``
+writes nothing and exits with 1 if a part is not what the sources and records say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+sys.path.insert(0, str(ROOT))
+
+from cute_kernels import arch, settings  # noqa: E402
+from cute_kernels.cli.schedule import parse_mask  # noqa: E402
+from cute_kernels.gemm import config, tiles  # noqa: E402
+from cute_kernels.model.batch_invariant import covered, refused  # noqa: E402
+from cute_kernels.schedulers.model import machines as machine_table  # noqa: E402
+from cute_kernels.schedulers.model.selection import select  # noqa: E402
+from cute_kernels.schedulers.order.kinds import left_to_right, spt  # noqa: E402
+from cute_kernels.schedulers.report import picture, quality  # noqa: E402
+from cute_kernels.schedulers.report import rows as report  # noqa: E402
+from perf import cards, readme  # noqa: E402
+from perf.core import record  # noqa: E402
+from perf.core.tables import latest  # noqa: E402
+from perf.digest import page as digests  # noqa: E402
+from perf.gemm import decode_page  # noqa: E402
+
+#: A generated part of a page: its name, and its text.
+PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.S)
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def code(value: object) -> str:
+    return f"`{value}`" if str(value) else "empty"
+
+
+def settings_table() -> str:
+    """Every environment variable, from settings.TABLE."""
+    rows = []
+    for setting in settings.TABLE:
+        values = ", ".join(map(code, setting.choices)) or setting.kind
+        rows.append([code(settings.PREFIX + setting.name), code(setting.default), values])
+        rows[-1].append(setting.help)
+    return table(["variable", "default", "values", "meaning"], rows)
+
+
+def gemm_plans() -> str:
+    """Every constant that a contract id of gemm covers, backend by backend."""
+    devices = {
+        arch.CUTE_SM90: arch.Device("cuda:0", "cuda", "sm_90a", 132),
+        arch.TRITON: arch.Device("cuda:0", "hip", "gfx942", 304),
+        arch.CPU: arch.describe("cpu"),
+    }
+    rows = []
+    for backend, device in devices.items():
+        for name, value in config.plan(backend, device).items():
+            value = "torch's thread count" if name == "threads" else value
+            rows += [[code(backend), *cells] for cells in _cells(name, value)]
+    return table(["backend", "of", "constants"], rows)
+
+
+def tile_costs() -> str:
+    """What the launcher takes an SM to need for each tile of gemm, in ns per element of K."""
+    rows = [
+        [f"`kernel_sm90`, {config.Config.tile_m} rows by {width} columns", "–", f"{cost:.1f}"]
+        for width, cost in tiles.DENSE_COST.items()
+    ]
+    rows += [
+        [
+            f"`kernel_skinny_sm90`, {n} rows of W by {m} tokens{', pairs' * (pair > 1)}",
+            f"{half:.2f}",
+            f"{full:.2f}",
+        ]
+        for (n, m, pair), (half, full) in tiles.SKINNY_COST.items()
+    ]
+    return table(["tile", "half", "all"], rows)
+
+
+def few_rows() -> str:
+    """The times of few rows, from the records."""
+    bench = latest(record.read_all(), "decode")
+    return "\n".join([*decode_page.both_orders(bench), "", *decode_page.both_variants(bench)])
+
+
+def _cells(name: str, value: object) -> Iterator[list[str]]:
+    """(name, value) of a constant; of a group of constants one pair, of groups one for each."""
+    if not isinstance(value, dict):
+        yield [name, code(value)]
+    elif all(isinstance(inner, dict) for inner in value.values()):
+        for key, inner in value.items():
+            yield from _cells(f"{name}, {key}", inner)
+    else:
+        yield [name, ", ".join(code(f"{key}={inner}") for key, inner in value.items())]
+
+
+def machines() -> str:
+    """Every constant of the scheduler's model and its source; of later machines what differs."""
+    (first, constants), *others = machine_table.TABLE.items()
+    rows = [[code(first), code(name), *map(str, told)] for name, told in constants.items()]
+    for other, told in others:
+        kept = {name: value for name, value in told.items() if value != constants[name]}
+        rows += [[code(other), code(name), *map(str, value)] for name, value in kept.items()]
+    return table(["machine", "constant", "value", "source"], rows)
+
+
+def covered_ops() -> str:
+    """The ops of aten that batch_invariant covers."""
+    rows = [[code(row.op), row.by] for row in covered.COVERED]
+    return table(["op", "made of"], rows)
+
+
+def refused_ops() -> str:
+    """The ops of aten that batch_invariant refuses in strict."""
+    rows = [
+        [", ".join(map(code, row.ops)), ", ".join(row.devices), row.why, row.instead, row.source]
+        for row in refused.REFUSED
+    ]
+    return table(["op", "on", "why", "instead", "source"], rows)
+
+
+def trials() -> str:
+    """What ``select`` tried for one mask, as it prints it."""
+    return f"```text\n{select(parse_mask('causal', 2048, (64, 128)), heads=32)}\n```"
+
+
+def what_ran() -> str:
+    """What each GPU model has a record of."""
+    return "\n".join(cards.render(record.read_all()))
+
+
+def speed() -> str:
+    """The README's table of speed."""
+    return "\n".join(readme.lines(record.read_all()))
+
+
+def digest_state() -> str:
+    """Which GPU models have digests, and whether they agree."""
+    return "\n".join(digests.state(record.read_all()))
+
+
+#: Name of a part -> its text.
+GENERATED: dict[str, Callable[[], str]] = {
+    "settings-table": settings_table,
+    "gemm-plans": gemm_plans,
+    "tile-costs": tile_costs,
+    "few-rows": few_rows,
+    "schedule-machines": machines,
+    "schedule-trials": trials,
+    "schedule-quality": quality.quality_table,
+    "what-ran": what_ran,
+    "speed": speed,
+    "digest-state": digest_state,
+    "aten-covered": covered_ops,
+    "aten-refused": refused_ops,
+}
+
+#: Picture -> mask of 8192 tokens and 16 heads, and its panels (kind, heads in flight, walk).
+PICTURES = {
+    "causal": (
+        "causal",
+        ("left_to_right", 1, "ascending"),
+        ("left_to_right", 16, "ascending"),
+        ("spt", 16, "ascending"),
+        ("select", 16, "ascending"),
+    ),
+    "window": (
+        "sliding_window:1024",
+        ("spt", 16, "partial_then_full"),
+        ("spt", 16, "ascending"),
+    ),
+    "random": (
+        "random:0.25",
+        ("left_to_right", 1, "ascending"),
+        ("select", 16, "ascending"),
+    ),
+}
+
+
+def draw_pictures(folder: Path = DOCS / "plots") -> None:
+    """Draw the pictures of schedulers.md."""
+    _draw_steps(folder / "schedule_steps.png")
+    for name, panels in PICTURES.items():
+        _draw_launches(folder / f"schedule_{name}.png", *panels)
+
+
+def _draw_steps(path: Path) -> None:
+    mask = parse_mask("causal", 384, (64, 64))
+    tile = machine_table.Machine("six slots", 6, 2200, 2200, 1200, 2000, tile=(64, 64))
+    panels = {"left_to_right": left_to_right(mask), "spt (right to left)": spt(mask)}
+    picture.steps(path, panels, machine=tile)
+
+
+def _draw_launches(path: Path, text: str, *panels: tuple[str, int, str]) -> None:
+    mask = parse_mask(text, 8192, (64, 128))
+    rows = [
+        report.evaluate(mask, kind, heads=16, heads_in_flight=flight, walk=walk)
+        for kind, flight, walk in panels
+    ]
+    drawn = {row.title: row.simulation for row in rows}
+    picture.gantt(path, drawn, bound_ns=rows[0].bound.lower_ns, columns=2)
+
+
+def fill_in(text: str, only: set[str] | None = None) -> str:
+    """The page with its generated parts made anew; ``only``: the names of those."""
+
+    def part(match: re.Match) -> str:
+        start, name, _, end = match.groups()
+        if only is not None and name not in only:
+            return match[0]
+        return f"{start}{GENERATED[name]()}\n{end}"
+
+    return PART.sub(part, text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--pictures", action="store_true")
+    options = parser.parse_args()
+    stale = False
+    for path in sorted(DOCS.glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        made = fill_in(text)
+        stale |= made != text
+        if made != text and not options.check:
+            path.write_text(made, encoding="utf-8")
+    if options.pictures:
+        draw_pictures()
+    return int(stale and options.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
