@@ -83,6 +83,7 @@ RANKS: dict[str, float] = {
     "system.converters": 11.2,
     "system.te": 11.2,
     "system.namespace": 11.5,
+    "nn": 11.7,
     "systems": 12,
     "about": 13,
     "commands": 13,

@@ -173,7 +173,7 @@ MAX_PARAMETERS = 8
 #: torch ops.
 GIVEN = re.compile(
     r"/(api|op|patch|sequence_op|pack_op|converters|te)\.py$|/integrations/|commands?\.py$"
-    r"|^cute_kernels/__main__\.py$"
+    r"|^cute_kernels/(__main__|nn)\.py$"
 )
 
 
