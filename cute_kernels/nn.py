@@ -92,7 +92,7 @@ class Linear(_Ordered, nn.Linear):
         device: Device = None,
         dtype: torch.dtype | None = None,
         *,
-        order: Literal["chain", "tree"] = "chain",
+        order: str = "chain",
         main_grad: bool = False,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
@@ -132,7 +132,7 @@ class LinearLogp(_Ordered, nn.Linear):
         device: Device = None,
         dtype: torch.dtype | None = None,
         *,
-        order: Literal["chain", "tree"] = "chain",
+        order: str = "chain",
         temperature: float = 1.0,
         softcap: float = 0.0,
         ignore_index: int = -100,
@@ -311,6 +311,11 @@ class RMSNorm(_Norm, nn.RMSNorm):
         self, x: torch.Tensor, *, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
+    @overload
+    def forward(
+        self, x: torch.Tensor, *, residual: torch.Tensor | None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
     def forward(
         self, x: torch.Tensor, *, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -364,6 +369,11 @@ class LayerNorm(_Norm, nn.LayerNorm):
     def forward(
         self, input: torch.Tensor, *, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    @overload
+    def forward(
+        self, input: torch.Tensor, *, residual: torch.Tensor | None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
     def forward(
         self, input: torch.Tensor, *, residual: torch.Tensor | None = None
