@@ -52,7 +52,7 @@ class _Module(nn.Module):
 
     def extra_repr(self) -> str:
         """The arguments of torch's class, and those options of ours that are not the default."""
-        return super().extra_repr() + ", main_grad=True" * self.main_grad
+        return super().extra_repr() + ", main_grad=False" * (not self.main_grad)
 
 
 class _Ordered(_Module):
@@ -93,7 +93,7 @@ class Linear(_Ordered, nn.Linear):
         dtype: torch.dtype | None = None,
         *,
         order: str = "chain",
-        main_grad: bool = False,
+        main_grad: bool = True,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self._set_order(order)
@@ -138,7 +138,7 @@ class LinearLogp(_Ordered, nn.Linear):
         ignore_index: int = -100,
         vocab_start: int = 0,
         vocab_size: int | None = None,
-        main_grad: bool = False,
+        main_grad: bool = True,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self._set_order(order)
@@ -298,7 +298,7 @@ class RMSNorm(_Norm, nn.RMSNorm):
         device: Device = None,
         dtype: torch.dtype | None = None,
         *,
-        main_grad: bool = False,
+        main_grad: bool = True,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self._set_main_grad(main_grad)
@@ -357,7 +357,7 @@ class LayerNorm(_Norm, nn.LayerNorm):
         device: Device = None,
         dtype: torch.dtype | None = None,
         *,
-        main_grad: bool = False,
+        main_grad: bool = True,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self._set_main_grad(main_grad)
@@ -427,7 +427,7 @@ class Embedding(_Module, nn.Embedding):
         device: Device = None,
         dtype: torch.dtype | None = None,
         *,
-        main_grad: bool = False,
+        main_grad: bool = True,
     ) -> None:
         super().__init__(
             num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq,
