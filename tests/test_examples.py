@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.hang import HANG_SECONDS
 
@@ -56,6 +57,18 @@ def test_an_example_holds_what_it_says(path, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert 1 <= len(lines) <= 2 and lines[0].startswith(("cpu: ", "gloo: "))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_an_example_holds_on_a_gpu(path, tmp_path):
+    """Two ranks take NCCL where there are two GPUs."""
+    gpus = ",".join(map(str, range(torch.cuda.device_count())))
+    done = run(path, tmp_path, CUDA_VISIBLE_DEVICES=gpus)
+    assert done.returncode == 0, done.stdout + done.stderr
+    where = "cuda: " if path.stem != "two_ranks" else "nccl: " if "," in gpus else "gloo: "
+    assert done.stdout.startswith(where)
 
 
 @pytest.mark.nightly
