@@ -6,6 +6,7 @@ keys, ``isinstance`` and pickling are torch's.  Options of ours are keyword-only
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
@@ -464,5 +465,5 @@ def kind_of(module: nn.Module) -> str | None:
 
     A subclass with a forward of its own is of none.
     """
-    forward = type(module).forward
+    forward = inspect.getattr_static(type(module), "forward", None)  # TorchScript's has a __get__
     return next((kind for cls, kind in _KINDS.items() if cls.forward is forward), None)
