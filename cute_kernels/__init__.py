@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import interpreter as interpreter  # first of the package: it refuses old Pythons
+from .runtime import python_version as python_version  # isort: skip  # it refuses old Pythons
 from . import systems
 
 __version__ = "0.1.0"
@@ -51,14 +51,14 @@ _PUBLIC = {
     "guarantees": "about",
     "contract_id": "about",
     "info": "about",
-    "set_reduction": "reduction",
+    "set_reduction": "runtime.reduction",
     "audit": "model.audit.api",
-    "patch": "model.patch",
-    "unpatch": "model.patch",
+    "patch": "model.patch.api",
+    "unpatch": "model.patch.api",
     "compile_options": "model.compiling",
-    "batch_invariant": "model.batch_invariant",
-    "enable_batch_invariant": "model.batch_invariant",
-    "disable_batch_invariant": "model.batch_invariant",
+    "batch_invariant": "model.batch_invariant.api",
+    "enable_batch_invariant": "model.batch_invariant.api",
+    "disable_batch_invariant": "model.batch_invariant.api",
     "errors": None,
     "nn": None,
     "schedulers": None,
@@ -74,13 +74,13 @@ if TYPE_CHECKING:
     from .about import guarantees as guarantees
     from .about import info as info
     from .model.audit.api import audit as audit
-    from .model.batch_invariant import batch_invariant as batch_invariant
-    from .model.batch_invariant import disable_batch_invariant as disable_batch_invariant
-    from .model.batch_invariant import enable_batch_invariant as enable_batch_invariant
+    from .model.batch_invariant.api import batch_invariant as batch_invariant
+    from .model.batch_invariant.api import disable_batch_invariant as disable_batch_invariant
+    from .model.batch_invariant.api import enable_batch_invariant as enable_batch_invariant
     from .model.compiling import compile_options as compile_options
-    from .model.patch import patch as patch
-    from .model.patch import unpatch as unpatch
-    from .reduction import set_reduction as set_reduction
+    from .model.patch.api import patch as patch
+    from .model.patch.api import unpatch as unpatch
+    from .runtime.reduction import set_reduction as set_reduction
     from .schedulers.masks.mask import BlockMask as BlockMask
     from .systems import *  # noqa: F403
 

@@ -13,12 +13,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from . import __version__, about
-from .audit_command import audit
-from .certify_command import certify
-from .commands import one_line, require, say
+from .cli.audit import audit
+from .cli.certify import certify
+from .cli.common import one_line, say
+from .cli.info import info
+from .cli.schedule import schedule
 from .errors import ArgumentValueError, one_of
-from .info_command import info
-from .schedule_command import schedule
+from .runtime.optional import require
 
 # Without rich's markup a flag has no `<bool>` in the help, and an error of usage no frame.
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)

@@ -7,10 +7,11 @@ import platform
 
 import torch
 
-from . import arch, caching, dispatch, reduction, settings
+from . import arch, settings, systems
 from .compile import extension
 from .contracts import contract_id, guarantees, ops
 from .errors import ArgumentValueError, nearest
+from .runtime import caching, dispatch, reduction
 from .systems import SYSTEMS
 
 __all__ = ["ARCHES", "catalogue", "contract_id", "guarantees", "info", "matching"]
@@ -29,8 +30,7 @@ TESTED = {
 
 _KERNEL_OF = {op: kernel for system in SYSTEMS for op, kernel in system.ops.items()}
 
-for _system in SYSTEMS:
-    importlib.import_module(f"{__package__}.{_system.package}.op")
+systems.load()
 
 
 def info() -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""What a device is, and which backends it can run: facts and reasons, no choice of kernel."""
+"""Device facts, and the backends that a device can run; no kernel is chosen here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from . import c_library, settings
+from . import settings
+from .cpu import c_library
 from .errors import AotError
 
 CUTE_SM90 = "cute_sm90"
@@ -106,7 +107,7 @@ def toolchain(backend: str) -> dict[str, str]:
 
 
 def _facts(manifest: Path) -> dict[str, str]:
-    """What the kernels of a folder were compiled with; `compile.aot` checks the rest of it."""
+    """Toolchain facts of a folder of compiled kernels; `compile.aot` checks the others."""
     try:
         return dict(json.loads(manifest.read_text())["facts"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -39,7 +39,7 @@ MEANING = {
 
 @dataclass(frozen=True)
 class Contract:
-    """What one op promises.
+    """Guarantees of one op.
 
     ``kept`` maps a backend to its guarantees.  ``plan`` maps a backend and a device to every
     constant that its bits depend on; nothing else may enter, or ids would differ for no reason.

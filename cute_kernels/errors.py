@@ -130,7 +130,7 @@ def one_of(argument: str, choices, got: object) -> str:
 
 
 def nearest(argument: str, choices, got: str) -> str:
-    """As `one_of`, with the choices that look like what came, or all if none does."""
+    """Message of `one_of` with the choices that resemble the value, or all if none does."""
     return one_of(argument, difflib.get_close_matches(got, choices, cutoff=0.5) or choices, got)
 
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import nn
 
-from . import checking
 from .errors import ArgumentTypeError, ArgumentValueError, ShapeError, expected, one_of
 from .gemm import api as gemm
 from .gemm.config import ORDERS
 from .logp import api as logp
 from .norm import api as norm
 from .rowwise import api as rowwise
+from .runtime import checking
 
 if TYPE_CHECKING:
     from torch.types import Device

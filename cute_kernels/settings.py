@@ -142,7 +142,7 @@ def _warn_of_unknown_names() -> None:
 
 
 def _unknown_names() -> list[str]:
-    """What is wrong with each variable of the environment that looks like a setting and is none."""
+    """Problems of the environment variables that look like a setting and are none."""
     known = [PREFIX + setting.name for setting in TABLE]
     unknown = [name for name in os.environ if name.startswith(_STEM) and name not in known]
     return [nearest("environment variable", known, name) for name in sorted(unknown)]
@@ -159,7 +159,7 @@ def cache_enabled() -> bool:
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept: never under the shared temporary folder by default.
+    """Folder of compiled kernels: never under the shared temporary folder by default.
 
     Raises:
         SettingError: no folder is named, and this user has no home folder.

@@ -6,6 +6,7 @@ package is imported, and loads nothing: names become modules where they are firs
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -70,6 +71,13 @@ SYSTEMS = (
         perf="attention",
     ),
 )
+
+
+def load() -> None:
+    """Import the ops of every system, which registers their backends and contracts."""
+    for system in SYSTEMS:
+        importlib.import_module(f"{__package__}.{system.package}.op")
+
 
 #: Public name -> its module; None: it is one.
 PUBLIC = {

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import cute_kernels
 from cute_kernels import arch, settings
+from cute_kernels.cli.schedule import parse_mask
 from cute_kernels.gemm import config, tiles
-from cute_kernels.model import aten_covered, aten_refused
-from cute_kernels.schedule_command import parse_mask
+from cute_kernels.model.batch_invariant import covered, refused
 from cute_kernels.schedulers.model import machines as machine_table
 from cute_kernels.schedulers.model.selection import select
 from cute_kernels.schedulers.order.kinds import left_to_right, spt
@@ -123,7 +123,7 @@ def machines() -> str:
 
 def covered_ops() -> str:
     """The ops of aten that batch_invariant covers."""
-    rows = [[code(row.op), row.by] for row in aten_covered.COVERED]
+    rows = [[code(row.op), row.by] for row in covered.COVERED]
     return table(["op", "made of"], rows)
 
 
@@ -131,7 +131,7 @@ def refused_ops() -> str:
     """The ops of aten that batch_invariant refuses in strict."""
     rows = [
         [", ".join(map(code, row.ops)), ", ".join(row.devices), row.why, row.instead, row.source]
-        for row in aten_refused.REFUSED
+        for row in refused.REFUSED
     ]
     return table(["op", "on", "why", "instead", "source"], rows)
 
@@ -162,8 +162,8 @@ GENERATED = {
     "schedule-quality": (quality.quality_table, (quality,)),
     "what-ran": (what_ran, (cards,)),
     "digest-state": (digest_state, (digests,)),
-    "aten-covered": (covered_ops, (aten_covered,)),
-    "aten-refused": (refused_ops, (aten_refused,)),
+    "aten-covered": (covered_ops, (covered,)),
+    "aten-refused": (refused_ops, (refused,)),
 }
 #: Made from the records too.
 RECORDED = ("what-ran", "digest-state", "few-rows")

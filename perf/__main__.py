@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from cute_kernels.commands import writing
+from cute_kernels.cli.common import writing
 
 from .core import record
 from .core.commands import Commit, app, chosen, need_gpu, say, stop
@@ -45,6 +45,26 @@ def report(
         path.write_text(page.render(records, page.load_certificates(kept)))
     drawn = page.draw(records, path.parent / "plots")
     say(f"{path}: {len(records)} records; plots: {len(drawn) or 'none, nothing was timed'}")
+
+
+@app.command()
+def prune(
+    results: Annotated[Path, typer.Option(help="folder of the records")] = record.RESULTS,
+) -> None:
+    """Keeps the newest record of each case, and adds a table of the older ones to older.md."""
+    from . import prune as pruning
+
+    if not results.is_dir():
+        raise stop("prune", f"--results: expected a folder that exists, got {results}")
+    try:
+        dropped = pruning.prune(results)
+    except record.RecordError as error:
+        raise stop("prune", error) from None
+    if dropped:
+        path = results / pruning.SUMMARY
+        with writing(path):
+            path.write_text(pruning.summary(dropped))
+    say(f"{sum(map(len, dropped.values()))} older records dropped of {len(dropped)} files")
 
 
 @app.command()

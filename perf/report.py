@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from cute_kernels.commands import writing
+from cute_kernels.cli.common import writing
 
 from . import cards, verdict
 from .core import record
@@ -46,7 +46,8 @@ def adopt_certificates(kept: Path = CERTIFICATES, built: tuple[Path, ...] = BUIL
     kept.parent.mkdir(parents=True, exist_ok=True)
     facts.sort(key=lambda item: json.dumps([item["name"], item.get("constexpr")]))
     with writing(kept):
-        kept.write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
+        lines = ",\n".join(json.dumps(item, sort_keys=True) for item in facts)
+        kept.write_text(f"[\n{lines}\n]\n")
     return True
 
 

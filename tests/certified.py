@@ -21,7 +21,7 @@ STORED = Path(__file__).parents[1] / "perf" / "results" / "certificates.json"
 
 def certify(kernel, kind: str, expect):
     """The certificate of a `compile.Kernel`."""
-    from cute_kernels.certify import certificate
+    from verify import certificate
 
     constexpr = dict(kernel.constexpr)
     return certificate.certify(
@@ -32,14 +32,14 @@ def certify(kernel, kind: str, expect):
 @functools.cache
 def compiled(kernel):
     """What compiling a `compile.Kernel` leaves, once a process: for tests of what is expected."""
-    from cute_kernels.certify import sass
+    from verify import sass
 
     return sass.artefacts(kernel.build)
 
 
 def read(kernel, kind: str, expect):
     """`certify` of the kernel as it was first compiled: not for a patched one."""
-    from cute_kernels.certify import certificate
+    from verify import certificate
 
     constexpr = dict(kernel.constexpr)
     return certificate.certificate(
@@ -74,7 +74,7 @@ def proved(name: str, store: Path | None = None) -> bool:
 @functools.cache
 def sources_of(name: str) -> str:
     """`certificate_sources`, once a process."""
-    from cute_kernels.certify_command import certificate_sources
+    from cute_kernels.cli.certify import certificate_sources
 
     return certificate_sources(name)
 

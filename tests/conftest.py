@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_kernels import dispatch, settings
+from cute_kernels import settings
+from cute_kernels.runtime import dispatch
 from tests import certified
 
 

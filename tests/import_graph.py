@@ -10,13 +10,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "cute_kernels"
 SCHEDULERS = ROOT / "schedulers"
+VERIFY = ROOT / "verify"
 
 
 @functools.cache
 def modules() -> dict[str, Path]:
     """Dotted name inside the package -> file."""
     found = {}
-    for base, prefix in ((PACKAGE, ()), (SCHEDULERS, ("schedulers",))):
+    for base, prefix in ((PACKAGE, ()), (SCHEDULERS, ("schedulers",)), (VERIFY, ("verify",))):
         for path in base.rglob("*.py"):
             found[".".join((*prefix, *path.relative_to(base).with_suffix("").parts))] = path
     return found
@@ -46,7 +47,9 @@ def imports_of(name: str, path: Path, known: set[str]) -> set[str]:
             continue
         for target in targets:
             inside = target.removeprefix("cute_kernels.")
-            if inside != target and (inside in known or f"{inside}.__init__" in known):
+            if (inside != target or target.partition(".")[0] == "verify") and (
+                inside in known or f"{inside}.__init__" in known
+            ):
                 found.add(inside if inside in known else f"{inside}.__init__")
     return found
 

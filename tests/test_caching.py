@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import caching
-from cute_kernels.caching import ByteCache
-from cute_kernels.sparse_attn import prepare
+from cute_kernels.runtime import caching
+from cute_kernels.runtime.caching import ByteCache
+from cute_kernels.sparse_attn import lowering
 
 
 def tensor(size: int) -> torch.Tensor:
@@ -52,9 +52,9 @@ def test_bytes_count_once():
 
 def test_nothing_but_the_cache_keeps_a_mask_and_what_is_made_of_it(monkeypatch):
     """No circle of references: a mask that is dropped goes at once, not when the collector runs."""
-    monkeypatch.setattr(prepare, "cache", ByteCache("test", 1))
+    monkeypatch.setattr(lowering, "cache", ByteCache("test", 1))
     mask = ck.BlockMask.from_dense(torch.rand(200, 200) < 0.5)
-    lowered = weakref.ref(prepare.lower(mask))
+    lowered = weakref.ref(lowering.lower(mask))
     known = weakref.ref(mask)
     del mask
     assert known() is None and lowered() is None
@@ -62,7 +62,7 @@ def test_nothing_but_the_cache_keeps_a_mask_and_what_is_made_of_it(monkeypatch):
 
 def test_many_masks_stay_within_the_bound(monkeypatch):
     cache = ByteCache("test", 300_000)
-    monkeypatch.setattr(prepare, "cache", cache)
+    monkeypatch.setattr(lowering, "cache", cache)
     q = torch.randn(1, 256, 1, 64).bfloat16().requires_grad_()
     generator = torch.Generator().manual_seed(0)
     for _ in range(30):
@@ -73,7 +73,7 @@ def test_many_masks_stay_within_the_bound(monkeypatch):
 
 
 def test_info_tells_the_size():
-    found = ck.info()["caches"][prepare.cache.name]
+    found = ck.info()["caches"][lowering.cache.name]
     assert set(found) == {"entries", "bytes", "limit"}
 
 

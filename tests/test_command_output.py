@@ -14,8 +14,9 @@ import torch
 from typer.testing import CliRunner
 
 import cute_kernels
-from cute_kernels import about, commands, info_command, settings
+from cute_kernels import about, settings
 from cute_kernels.__main__ import app
+from cute_kernels.cli import common, info
 from perf.__main__ import app as perf_app
 from perf.core import record
 from tests.model.audit import planted
@@ -108,7 +109,7 @@ def test_lines_of_measurements_are_folded(kind, monkeypatch, capsys):
             texts.append(line(body))
     assert texts and any(len(text) > 80 for text in texts)
     for text in texts:
-        commands.say(text)
+        common.say(text)
     printed = capsys.readouterr().out
     assert not wide(printed)
     assert printed.split() == " ".join(texts).split()
@@ -144,12 +145,12 @@ def test_a_full_disk_is_one_line_with_the_path(line, name, message, monkeypatch)
         from tests.demo.tiny import SETUP
 
         monkeypatch.setattr(measure, "Setup", lambda: SETUP)
-    from cute_kernels import certify_command
+    from cute_kernels.cli import certify
 
-    monkeypatch.setattr(certify_command, "_prove_all", lambda *_: [])
-    monkeypatch.setattr(certify_command, "require", lambda *_: None)
-    monkeypatch.setattr("cute_kernels.certify.sass.nvdisasm", lambda: None)
-    monkeypatch.setattr("cute_kernels.certify_command.certificate_sources", lambda _: "")
+    monkeypatch.setattr(certify, "_prove_all", lambda *_: [])
+    monkeypatch.setattr(certify, "require", lambda *_: None)
+    monkeypatch.setattr("verify.sass.nvdisasm", lambda: None)
+    monkeypatch.setattr("cute_kernels.cli.certify.certificate_sources", lambda _: "")
     Path(name).parent.mkdir(exist_ok=True)
     Path(name).symlink_to(FULL)
     done = CliRunner().invoke(app, line.split())
@@ -207,25 +208,25 @@ def facts(**changes) -> dict:
 
 
 def test_info_names_what_is_not_as_tested():
-    usual = info_command.summary(facts())
+    usual = info.summary(facts())
     assert any(line.startswith("versions: as tested (python 3.11, torch ") for line in usual)
     assert "settings: all at their defaults" in usual
     assert "cuda:0: sm_90a: 1 ops on cute_sm90" in usual
 
-    other = info_command.summary(facts(versions={"torch": "2.12.1+cu130", "python": "3.13.2"}))
+    other = info.summary(facts(versions={"torch": "2.12.1+cu130", "python": "3.13.2"}))
     told = [line for line in other if line.startswith("version")]
     assert told == [
         "version: python 3.13.2, tested with 3.11",
         f"version: torch 2.12.1+cu130, tested with {', '.join(about.TESTED['torch'])}",
     ]
-    built = info_command.summary(facts(versions={"torch": f"{about.TESTED['torch'][1]}+cu130"}))
+    built = info.summary(facts(versions={"torch": f"{about.TESTED['torch'][1]}+cu130"}))
     assert not [line for line in built if line.startswith("version:")]
 
-    told = info_command.summary(facts(settings={"BACKEND": "triton"}))
+    told = info.summary(facts(settings={"BACKEND": "triton"}))
     assert f"setting: {settings.PREFIX}BACKEND=triton, default ''" in told
 
     lost = {"linear": {"cuda:0": {"backends": {"cute_sm90": "no DSL", "cpu": "cpu only"}}}}
-    told = info_command.summary(facts(ops=lost, extension="no compiler"))
+    told = info.summary(facts(ops=lost, extension="no compiler"))
     assert "  no backend for linear: cute_sm90: no DSL; cpu: cpu only" in told
     assert "launch plans: looked up in Python (no compiler)" in told
 

@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 
 import cute_kernels
 from cute_kernels import __main__ as cli
-from cute_kernels import about, certify_command
-from cute_kernels.certify.report import Certificate, Finding, RegisterPool, tables
+from cute_kernels import about
+from cute_kernels.cli import certify
 from cute_kernels.compile import aot, cache, toolchain
 from tests.compile import toy
+from verify.report import Certificate, Finding, RegisterPool, tables
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {
@@ -139,7 +140,7 @@ def test_a_missing_extra_is_named(monkeypatch, tmp_path, command, absent, words)
 
 @toy.needs_dsl
 def test_a_disassembler_is_looked_for_before_anything_is_compiled(monkeypatch, tmp_path):
-    from cute_kernels.certify import sass
+    from verify import sass
 
     sass.nvdisasm.cache_clear()
     monkeypatch.setattr(sass.shutil, "which", lambda name: None)
@@ -276,13 +277,11 @@ def certificates() -> list[Certificate]:
 def certifying(monkeypatch):
     """``certify`` is given these certificates; nothing is compiled."""
     made = certificates()
-    monkeypatch.setattr(certify_command, "_prove_all", lambda identities, jobs: made)
-    monkeypatch.setattr(certify_command, "require", lambda *_: None)
-    monkeypatch.setattr("cute_kernels.certify.sass.nvdisasm", lambda: None)
-    monkeypatch.setattr(
-        "cute_kernels.certify_command.certificate_sources", lambda name: "of nothing"
-    )
-    monkeypatch.setattr(certify_command.console, "_width", 80)
+    monkeypatch.setattr(certify, "_prove_all", lambda identities, jobs: made)
+    monkeypatch.setattr(certify, "require", lambda *_: None)
+    monkeypatch.setattr("verify.sass.nvdisasm", lambda: None)
+    monkeypatch.setattr("cute_kernels.cli.certify.certificate_sources", lambda name: "of nothing")
+    monkeypatch.setattr(certify.console, "_width", 80)
     return made
 
 
@@ -334,8 +333,8 @@ def test_a_report_says_what_each_certificate_was_made_from(certifying, tmp_path)
         return certifying
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(certify_command, "_prove_all", prove_all)
-        patch.setattr(certify_command, "certificate_sources", digest)
+        patch.setattr(certify, "_prove_all", prove_all)
+        patch.setattr(certify, "certificate_sources", digest)
         assert run("certify").exit_code == 0
     found = json.loads((tmp_path / "certify" / "certificates.json").read_text())
     assert found and all(one["sources"] == f"of {one['name']}" for one in found)
@@ -355,12 +354,10 @@ def test_a_worker_that_was_killed_is_one_line(monkeypatch):
         def map(self, *_):
             raise BrokenProcessPool("A process in the process pool was terminated abruptly")
 
-    monkeypatch.setattr(certify_command, "ProcessPoolExecutor", Pool)
-    monkeypatch.setattr(certify_command, "require", lambda *_: None)
-    monkeypatch.setattr("cute_kernels.certify.sass.nvdisasm", lambda: None)
-    monkeypatch.setattr(
-        "cute_kernels.certify_command.certificate_sources", lambda name: "of nothing"
-    )
+    monkeypatch.setattr(certify, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(certify, "require", lambda *_: None)
+    monkeypatch.setattr("verify.sass.nvdisasm", lambda: None)
+    monkeypatch.setattr("cute_kernels.cli.certify.certificate_sources", lambda name: "of nothing")
     result = run("certify", "--only", "column_sum")
     assert result.exit_code == 2
     assert (
@@ -371,8 +368,8 @@ def test_a_worker_that_was_killed_is_one_line(monkeypatch):
 
 def test_a_report_that_cannot_be_written_is_known_before_the_work(monkeypatch, tmp_path):
     (tmp_path / "certify").write_text("a file")
-    monkeypatch.setattr(certify_command, "_prove_all", lambda *_: pytest.fail("compiled"))
-    monkeypatch.setattr(certify_command, "require", lambda *_: None)
-    monkeypatch.setattr("cute_kernels.certify.sass.nvdisasm", lambda: None)
-    monkeypatch.setattr(certify_command, "certificate_sources", lambda name: "of nothing")
+    monkeypatch.setattr(certify, "_prove_all", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(certify, "require", lambda *_: None)
+    monkeypatch.setattr("verify.sass.nvdisasm", lambda: None)
+    monkeypatch.setattr(certify, "certificate_sources", lambda name: "of nothing")
     refused(run("certify"), "certify: --out certify: File exists")

@@ -17,8 +17,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_kernels as ck
-from cute_kernels import c_library, cpu_math
+from cute_kernels.cpu import c_library, ieee
 from cute_kernels.gemm import cpu, op
+from cute_kernels.runtime import dispatch
 from tests.contract import same_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,14 +67,14 @@ def test_mm_has_the_bits_of_torch():
     """In the shapes and layouts that the backends use: blocks of rows, groups of tokens, tiles."""
     for m, n, k in itertools.product((64, 128, 256), (16, 64, 208), (16, 128, 160)):
         for a, b in itertools.product((drawn(m, k), drawn(k, m).mT), (drawn(k, n), drawn(n, k).mT)):
-            assert same_bytes(cpu_math.mm(a, b), torch.mm(a, b)), (m, n, k)
+            assert same_bytes(ieee.mm(a, b), torch.mm(a, b)), (m, n, k)
     for m, n in itertools.product((1, 2, 15, 40, 129), (1, 3, 16, 65)):
         a, b, start = drawn(16, m + 7)[:, :m].mT, drawn(16, n), drawn(m, n, seed=1)
         want = start.clone().addmm_(a, b)
-        assert same_bytes(cpu_math.mm(a, b, start, add=True), want), (m, n)
+        assert same_bytes(ieee.mm(a, b, start, add=True), want), (m, n)
     with threads(2):
         a, b = drawn(64, 1024), drawn(1024, 512)
-        assert same_bytes(cpu_math.mm(a, b), torch.mm(a, b))
+        assert same_bytes(ieee.mm(a, b), torch.mm(a, b))
 
 
 class Products(TorchDispatchMode):
@@ -196,7 +197,7 @@ def results_after(flush: bool, inputs: list[torch.Tensor]) -> tuple[bool, list[t
 
     def run():
         switch(flush)
-        return cpu_math._flushes(), results(*inputs)
+        return ieee._flushes(), results(*inputs)
 
     return in_a_thread(run)
 
@@ -219,7 +220,7 @@ def test_a_product_without_the_environment_is_killed(monkeypatch, flush):
     """Mutant: no environment for the team.  Rows that were equal are not."""
     with threads(2):
         inputs = subnormal()
-        monkeypatch.setattr(cpu_math, "_everywhere", lambda environment, count: None)
+        monkeypatch.setattr(ieee, "_everywhere", lambda environment, count: None)
         _, (y, *_) = results_after(flush, inputs)
     assert not same_bytes(y, y[:1].expand(64, 512))
 
@@ -230,7 +231,7 @@ def test_the_team_has_the_callers_environment_afterwards(flush):
 
     def flushed() -> list[torch.Tensor]:
         switch(flush)
-        with cpu_math.ieee():
+        with ieee.ieee():
             inside = values * 1.5
         return [inside.view(torch.int32), (values * 1.5).view(torch.int32)]
 
@@ -246,11 +247,11 @@ def test_the_guard_puts_everything_back_after_an_error(flush):
         c.fesetround(upward)
         c.omp_set_dynamic(1)
         try:
-            with pytest.raises(KeyError), cpu_math.ieee():
-                assert not cpu_math._flushes() and not c.omp_get_dynamic()
+            with pytest.raises(KeyError), ieee.ieee():
+                assert not ieee._flushes() and not c.omp_get_dynamic()
                 assert 1.0 + 2.0**-60 == 1.0
                 raise KeyError
-            assert cpu_math._flushes() == flush and c.omp_get_dynamic()
+            assert ieee._flushes() == flush and c.omp_get_dynamic()
             assert float("1") + 2.0**-60 > 1.0
         finally:
             c.fesetround(0)
@@ -271,7 +272,7 @@ def counted() -> tuple[int, ...]:
     """(threads asked for, threads given, threads that ran) of a product's team."""
     c, ran = c_library.functions(), []
     note = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: ran.append(1))
-    with cpu_math.ieee() as team:
+    with ieee.ieee() as team:
         c.GOMP_parallel(ctypes.cast(note, ctypes.c_void_p).value, None, team[0], 0)
     return *team, len(ran)
 
@@ -306,12 +307,12 @@ def test_a_build_without_the_functions_is_refused_by_name(monkeypatch):
     monkeypatch.setitem(c_library._SIGNATURES, "no_such_function_", (None, (), False))
     for cached in (c_library.functions, c_library.missing):
         cached.cache_clear()
-    ck.dispatch._choose.cache_clear()
+    dispatch._choose.cache_clear()
     try:
         with pytest.raises(ck.errors.BackendUnavailable, match=r"cpu: .*no_such_function"):
             ck.linear(drawn(2, K), drawn(N, K))
         assert ck.info()
     finally:
         monkeypatch.undo()
-        for cached in (c_library.functions, c_library.missing, ck.dispatch._choose):
+        for cached in (c_library.functions, c_library.missing, dispatch._choose):
             cached.cache_clear()

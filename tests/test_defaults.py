@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.gemm import reference as gemm_reference
 from cute_kernels.schedulers import BlockMask
+from cute_kernels.testing import gemm as gemm_reference
 from tests.contract import same_bytes
 from tests.sparse_attn import cases
 

@@ -17,9 +17,10 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import about, arch, contracts, dispatch, schedulers, settings
+from cute_kernels import about, arch, contracts, schedulers, settings
 from cute_kernels.gemm import checks, config, tiles
 from cute_kernels.integrations import tensor_parallel
+from cute_kernels.runtime import dispatch
 from cute_kernels.sparse_attn import config as attention
 
 ROOT = Path(__file__).resolve().parent.parent

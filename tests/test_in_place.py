@@ -12,7 +12,7 @@ import cute_kernels as ck
 from cute_kernels import mhc, systems
 from cute_kernels.integrations import flex
 from cute_kernels.runtime import plan_cache
-from cute_kernels.torch_ops import detach_view
+from cute_kernels.runtime.torch_ops import detach_view
 from tests.contract import same_bytes
 from tests.ptxsim.available import requires_sim
 from tests.public_calls import CASES, leaves_of, results_of

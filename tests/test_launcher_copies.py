@@ -19,7 +19,7 @@ from cute_kernels.logp.tensors import Head, Rows, Upstream
 from cute_kernels.norm import launch as norm_launch
 from cute_kernels.norm.config import LAYER, RMS
 from cute_kernels.norm.tensors import Rule, Scale
-from cute_kernels.operands import ALIGN
+from cute_kernels.runtime.operands import ALIGN
 from tests.contract import same_bytes
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -4,128 +4,74 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 
 from cute_kernels.systems import SYSTEMS
-from tests.import_graph import import_graph, imports_of, modules
+from tests.import_graph import ROOT, import_graph, imports_of, modules
 
 FOLDERS = {system.package for system in SYSTEMS}
 NAMESPACES = {system.package for system in SYSTEMS if system.namespace}
 
-#: A kernel whose class is derived from that of another one.
-DERIVED = re.compile("_(apart|wide)_")
-
-#: A module may import only from layers of a lower rank; modules of one rank do not meet.
-RANKS: dict[str, float] = {
+#: A module imports from lower floors, and from its own where `MEETS` says so.
+FLOORS: dict[str, int] = {
     "errors": 0,
-    "interpreter": 0,
     "settings": 1,
-    "c_library": 1,
-    "untraced": 1,
+    "systems": 1,
+    "cpu": 1,
+    "schedulers.host": 1,
     "arch": 2,
-    "data_parallel": 2,
     "log": 2,
-    "reduction": 2,
-    "compile": 2.5,
+    "compile": 3,
     "contracts": 3,
-    "runtime": 3,
-    "dispatch": 4,
-    "torch_ops": 4,
-    "caching": 4,
-    "checking": 3,
-    "cpu_math": 4,
-    "near": 4,
-    "triton_sums": 4,
-    "main_grad": 5,
-    "products": 5,
-    "groups": 5,
-    "operands": 4,
-    "dsl": 4,
-    "schedulers.host": 4,
-    "schedulers.device": 5,
-    "certify": 6,
-    "system.plan": 5,
+    "runtime": 4,
+    "dsl": 5,
+    "schedulers.device": 6,
     "system.config": 6,
-    "system.tiles": 7,
-    "system.masks": 6,
-    "system.stacked": 6.5,
-    "system.tensors": 5,
     "system.checks": 7,
-    "system.functions": 7,
-    "system.exact": 7,
-    "system.chunks": 8,
-    "system.shards": 10.5,
-    "system.watchdog": 7,
-    "system.device": 7,
-    "system.prepare": 8,
     "system.kernel": 8,
-    "system.derived_kernel": 8.2,
-    "system.triton_sums": 7,
-    "system.triton_kernel": 8,
-    "system.triton_kernel_tokens": 8,
-    "system.device_spans": 7,
-    "system.sequences": 9,
     "system.launch": 9,
-    "system.triton_launch": 9,
-    "system.cpu": 9,
-    "system.reference": 9,
-    "system.passes": 9,
-    "system.nodes": 9.5,
     "system.op": 10,
-    "system.site_op": 10.5,
-    "system.packs": 8.5,
-    "system.sequence_op": 10.5,
-    "system.pack_op": 10.7,
     "system.api": 11,
-    "system.module": 11.2,
-    "system.converters": 11.2,
-    "system.te": 11.2,
-    "system.namespace": 11.5,
-    "nn": 11.7,
-    "systems": 12,
-    "about": 13,
-    "commands": 13,
-    "schedule_command": 14,
-    "info_command": 14,
-    "certify_command": 14,
-    "integrations": 14,
-    "model": 14.5,
-    "audit_command": 14.7,
+    "about": 12,
+    "nn": 12,
+    "testing": 12,
+    "verify": 12,
+    "integrations": 12,
+    "model": 13,
+    "cli": 14,
     "demo": 15,
     "__main__": 16,
     "__init__": 17,
 }
 
-#: Imports inside one layer that are part of its design.
-SAME_LAYER = {
-    "compile",
-    "certify",
-    "schedulers.host",
-    "schedulers.device",
-    "dsl",
-    "system.device",
-    "demo",
-    "integrations",
-    "model",
+#: Layers whose modules import each other.  No circle of imports is allowed there either.
+MEETS = set(FLOORS) - {"errors", "settings", "systems", "arch", "log", "contracts", "about"}
+
+#: Modules of a system's folder, by layer.  Folders in it count with their modules.
+ROLES = {
+    "system.config": "__init__ config tensors masks tiles triton triton.plan kv_ranges varlen",
+    "system.checks": "checks functions exact watchdog pack_gqa",
+    "system.launch": "launch cpu triton.launch chunks lowering passes kv_ranges.ranges "
+    "kv_ranges.on_device varlen.layout varlen.passes",
+    "system.op": "op nodes site_op shards kv_ranges.op varlen.op",
+    "system.api": "api module converters te",
 }
+LAYER_OF = {role: name for name, roles in ROLES.items() for role in roles.split()}
 
 
 def layer(name: str) -> str:
     """The layer of a dotted module name such as ``gemm.kernel_sm90``."""
     first, *rest = name.split(".")
     if first in FOLDERS:
-        role = "_".join(rest[:2]) if rest[0] == "triton" else rest[0]
+        role = ".".join(rest).removesuffix(".__init__")
         if role == "__init__" and first in NAMESPACES:
-            return "system.namespace"
-        if role == "__init__" or role == "triton___init__":
-            return "system.plan"
-        if role == "triton_plan":
-            return "system.plan"
-        if role.startswith("kernel_"):
-            return "system.derived_kernel" if DERIVED.search(role) else "system.kernel"
-        return f"system.{role}"
+            return "system.api"
+        if rest[0] == "device" or rest[-1].startswith(("kernel", "sums")):
+            return "system.kernel"
+        return LAYER_OF.get(role, f"system.{role}")
     if first == "schedulers":
         return "schedulers.device" if name.endswith("_device") else "schedulers.host"
     return first
@@ -156,13 +102,13 @@ def violations(name: str, path: Path, files: dict[str, Path]) -> list[str]:
         theirs, other = layer(target), target.split(".")[0]
         if target.endswith("__init__") and empty(files[target]):
             continue
-        if own == other and layer(target) == "system.namespace":
+        if own == other and own in NAMESPACES and target == f"{own}.__init__":
             continue  # ``from . import op``: its names are loaded at their first use
         if {own, other} <= FOLDERS and own != other:
             wrong.append(f"{name} imports {target}: what two systems share moves down")
-        elif theirs == mine and mine in SAME_LAYER:
+        elif theirs == mine and mine in MEETS:
             continue
-        elif theirs == "__init__" or RANKS[theirs] >= RANKS[mine]:
+        elif theirs == "__init__" or FLOORS[theirs] >= FLOORS[mine]:
             wrong.append(f"{name} ({mine}) imports {target} ({theirs})")
     return wrong
 
@@ -195,8 +141,8 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def test_every_module_has_a_layer():
-    missing = [name for name in modules() if layer(name) not in RANKS]
-    assert not missing, f"give these a rank in RANKS: {missing}"
+    missing = [name for name in modules() if layer(name) not in FLOORS]
+    assert not missing, f"give these a row in FLOORS or ROLES: {missing}"
 
 
 def test_imports_go_down():
@@ -206,7 +152,7 @@ def test_imports_go_down():
 
 
 def test_the_import_graph_has_no_circles():
-    graph = import_graph()
+    graph = dict(import_graph())
     del graph["__init__"]  # which loads public names at their first use
     graph = {name: targets & set(graph) for name, targets in graph.items()}
     assert len(graph) > 100 and circles(graph) == []
@@ -218,22 +164,8 @@ def test_the_import_graph_has_no_circles():
 @pytest.mark.parametrize(
     ("package", "allowed"),
     [
-        (
-            "cutlass",
-            {
-                *("dsl", "compile", "certify", "schedulers.device"),
-                *("system.kernel", "system.derived_kernel", "system.device"),
-            },
-        ),
-        (
-            "triton",
-            {
-                "triton_sums",
-                "system.triton_kernel",
-                "system.triton_kernel_tokens",
-                "system.triton_sums",
-            },
-        ),
+        ("cutlass", {"dsl", "compile", "verify", "schedulers.device", "system.kernel"}),
+        ("triton", {"runtime", "system.kernel"}),
     ],
 )
 def test_who_imports_the_compilers(package: str, allowed: set[str]):
@@ -252,14 +184,32 @@ def test_schedulers_host_half_stands_alone():
             assert own <= {"errors"}, f"{name} imports {own}"
 
 
-def test_certificates_are_not_for_run_time():
-    """Nothing but their command reads them."""
-    users = {
+@pytest.mark.parametrize(("package", "users"), [("verify", {"cli.certify"}), ("testing", set())])
+def test_what_is_not_for_run_time(package: str, users: set[str]):
+    """Certificates are read by their command alone, float64 references by tests and perf."""
+    inside = f"{package}."
+    importers = {
         name
         for name, targets in import_graph().items()
-        if any(target.startswith("certify.") for target in targets)
+        if any(target.startswith(inside) for target in targets)
     }
-    assert {name for name in users if not name.startswith("certify.")} == {"certify_command"}
+    assert {name for name in importers if not name.startswith(inside)} == users
+
+
+def test_the_page_shows_these_imports():
+    page = runpy.run_path(str(ROOT / "tools" / "import_graph.py"))
+    assert page["PAGE"].read_text(encoding="utf-8") == page["page"]()
+
+
+def test_tests_of_a_system_import_no_other_systems_tests():
+    wrong = []
+    for path in (ROOT / "tests").rglob("*.py"):
+        mine = path.relative_to(ROOT / "tests").parts[0]
+        text = path.read_text()
+        theirs = set(re.findall(r"^ *from tests\.(\w+)", text, re.M)) & FOLDERS - {mine}
+        if mine in FOLDERS and theirs:
+            wrong.append((str(path.relative_to(ROOT)), sorted(theirs)))
+    assert not wrong
 
 
 #: Imports that go up, sideways, or from one system into another, in either direction.
@@ -269,9 +219,9 @@ PLANTED = [
     ("errors", "from . import settings"),
     ("arch", "import cute_kernels.gemm.api"),
     ("compile.cache", "from ..gemm import config"),
-    ("compile.cache", "from ..certify import sass"),
-    ("gemm.reference", "from ..sparse_attn import masks"),
-    ("sparse_attn.reference", "from ..gemm import reference"),
+    ("compile.cache", "from verify import sass"),
+    ("gemm.launch", "from ..sparse_attn import masks"),
+    ("sparse_attn.op", "from ..testing import gemm"),
     ("gemm.kernel_sm90", "from ..sparse_attn.device import walk"),
     ("sparse_attn.kernel_fwd_sm90", "from ..gemm.kernel_sm90 import GemmSm90"),
     ("gemm.triton.launch", "from ...sparse_attn.triton import plan"),
@@ -280,7 +230,7 @@ PLANTED = [
     ("gemm.api", "from ..model.audit import api"),
     ("integrations.transformers", "from ..model.audit import probe"),
     ("model.audit.rows", "from ...demo import model"),
-    ("schedulers.tiles.raster", "from cute_kernels import caching"),
+    ("schedulers.tiles.raster", "from cute_kernels.runtime import caching"),
 ]
 
 

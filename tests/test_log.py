@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import dispatch, log, operands
+from cute_kernels import log
 from cute_kernels.compile import aot, cache, toolchain
 from cute_kernels.gemm import launch as gemm_launch
+from cute_kernels.runtime import dispatch, operands
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import launch, masks
 from cute_kernels.sparse_attn.api import block_sparse_attention
@@ -131,7 +132,7 @@ def test_a_second_call_asks_nothing_of_the_record_or_the_log():
         ck.linear(x, weight)
     finally:
         sys.setprofile(None)
-    assert ("cute_kernels.dispatch", "launcher") in called
+    assert ("cute_kernels.runtime.dispatch", "launcher") in called
     asked = {"cute_kernels.log", "cute_kernels.contracts", "cute_kernels.arch", "logging"}
     assert not [call for call in called if call[0] in asked]
 

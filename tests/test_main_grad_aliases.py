@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import main_grad
 from cute_kernels.errors import AliasError
+from cute_kernels.runtime import main_grad
 
 
 def randn(*shape: int) -> torch.Tensor:

@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 import cute_kernels as ck
 from cute_kernels import __main__ as cli
-from cute_kernels import about, arch, dispatch, interpreter, settings
+from cute_kernels import about, arch, settings
 from cute_kernels.compile import extension
+from cute_kernels.runtime import dispatch, python_version
 from cute_kernels.systems import SYSTEMS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,11 +58,11 @@ def test_an_old_python_can_read_the_files_that_refuse_it(name):
 def test_an_old_python_is_refused_by_name(version):
     message = f"^cute_kernels needs Python >= 3.10, found {version[0]}.{version[1]}$"
     with pytest.raises(ImportError, match=message):
-        interpreter.check(version, ["script.py"])
+        python_version.check(version, ["script.py"])
     with pytest.raises(SystemExit, match=message):
-        interpreter.check(version, ["-m", "info"])
-    interpreter.check((3, 10, 0), ["-m"])
-    need = ".".join(map(str, interpreter.OLDEST))
+        python_version.check(version, ["-m", "info"])
+    python_version.check((3, 10, 0), ["-m"])
+    need = ".".join(map(str, python_version.OLDEST))
     assert f'requires-python = ">={need}' in (ROOT / "pyproject.toml").read_text()
 
 

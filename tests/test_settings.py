@@ -8,8 +8,9 @@ import warnings
 
 import pytest
 
-from cute_kernels import reduction, settings
+from cute_kernels import settings
 from cute_kernels.errors import SettingError, SettingWarning
+from cute_kernels.runtime import reduction
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import arch, dispatch
+from cute_kernels import arch
 from cute_kernels.errors import ArgumentValueError
 from cute_kernels.logp import checks as logp_checks
+from cute_kernels.runtime import dispatch
 from cute_kernels.sparse_attn import checks as attention_checks
 from cute_kernels.sparse_attn.api import sequence_attention, sequence_spans
 from tests.contract import same_bytes

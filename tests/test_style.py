@@ -177,7 +177,7 @@ MAX_PARAMETERS = 8
 #: Signatures that somebody else's call gives: public functions, other libraries' hooks, commands,
 #: torch ops.
 GIVEN = re.compile(
-    r"/(api|op|patch|sequence_op|pack_op|converters|te)\.py$|/integrations/|commands?\.py$"
+    r"/(api|op|converters|te)\.py$|/integrations/|/cli/|commands?\.py$"
     r"|^cute_kernels/(__main__|nn)\.py$"
 )
 

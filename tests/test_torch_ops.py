@@ -9,9 +9,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_kernels as ck
-from cute_kernels import torch_ops
 from cute_kernels.gemm import op
-from cute_kernels.runtime import plan_cache
+from cute_kernels.runtime import plan_cache, torch_ops
 from tests.contract import same_bytes
 
 BF16 = torch.bfloat16

@@ -10,9 +10,9 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.gemm import op as gemm
+from cute_kernels.runtime.dynamo import untraced
 from cute_kernels.schedulers.order import kinds
 from cute_kernels.sparse_attn import op as attention
-from cute_kernels.untraced import untraced
 from tests.contract import same_bytes
 
 PACKAGE = Path(ck.__file__).parent

@@ -29,7 +29,7 @@ def _named() -> dict:
 
 def digest(name: str) -> tuple[str, str]:
     """(name, digest) of one kernel, compiled here."""
-    from cute_kernels.certify import sass
+    from verify import sass
 
     made = sass.artefacts(_named()[name].build)
     return name, sass.digest(sass.parse(made.sass))

@@ -52,7 +52,7 @@ def read(folder: Path, arch: str | None = None) -> dict[tuple[str, str], Callabl
 
 
 def digest(body: dict[str, Any]) -> str:
-    """Of a manifest without its digest."""
+    """Digest of a manifest without its digest field."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 

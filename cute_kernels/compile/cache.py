@@ -64,7 +64,7 @@ def key(kernel: Kernel, arch: str) -> str:
 
 
 def build(kernel: Kernel) -> Any:
-    """What ``kernel.build`` returns; one compile at a time in this process."""
+    """Compile a kernel: the result of ``kernel.build``; one compile at a time in this process."""
     with _lock:
         _counts["built"] += 1
         return kernel.build()
@@ -79,7 +79,7 @@ def fill(kernel: Kernel, arch: str) -> None:
 
 
 def lacking(kernels: Iterable[Kernel], arch: str) -> list[Kernel]:
-    """Those of ``kernels`` that `get` would have to compile now, for the folder to keep."""
+    """Select the kernels that `get` would have to compile now, for the folder to keep."""
     with _lock:
         _load_named_folder()
     if not settings.cache_enabled():

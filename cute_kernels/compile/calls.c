@@ -156,7 +156,7 @@ static PyObject *find(PyObject *self, PyObject *const *given, Py_ssize_t count) 
   if (intercepted) Py_RETURN_FALSE;
   PyObject *key = key_of(PyTuple_GET_ITEM(self, 2), given, count);
   if (key == NULL) return NULL;
-  int cacheable = key == Py_None ? 0 : is_true(PyObject_CallOneArg(PyTuple_GET_ITEM(self, 3), given[1]));
+  int cacheable = key == Py_None ? 0 : is_true(PyObject_Vectorcall(PyTuple_GET_ITEM(self, 3), given + 1, count - 1, NULL));
   PyObject *plan = cacheable > 0 ? PyDict_GetItemWithError(PyTuple_GET_ITEM(self, 0), key) : NULL;
   Py_XINCREF(plan);
   Py_DECREF(key);
@@ -172,7 +172,7 @@ static PyObject *find(PyObject *self, PyObject *const *given, Py_ssize_t count) 
 
 static PyMethodDef find_method = {"find", (PyCFunction)(void (*)(void))find, METH_FASTCALL, NULL};
 
-/* plans: a dict by key; interceptors: functions; settings(); is_cacheable(tensor). */
+/* plans: a dict by key; interceptors: functions; settings(); is_cacheable(*tensors). */
 static PyObject *finder(PyObject *self, PyObject *parts) {
   PyObject *plans, *interceptors, *settings, *cacheable;
   if (!PyArg_ParseTuple(parts, "O!O!OO", &PyDict_Type, &plans, &PyTuple_Type, &interceptors, &settings, &cacheable))

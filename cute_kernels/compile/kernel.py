@@ -1,4 +1,4 @@
-"""What a compiled kernel is to the cache, to the catalogue and to its certificate."""
+"""Identity, catalogue entry and expected properties of a compiled kernel."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Kernel:
 
     @classmethod
     def of(cls, name: str, module: str, config: Any) -> Kernel:
-        """What ``build(config)`` of a module compiles; ``config``: a frozen dataclass of values."""
+        """Kernel that ``build(config)`` of a module compiles; ``config``: a frozen dataclass."""
 
         def build() -> Any:
             return importlib.import_module(module).build(config)
@@ -70,7 +70,7 @@ def symbol_of(kernel: Kernel, arch: str) -> str:
 
 @dataclass(frozen=True)
 class Expect:
-    """What a kernel was meant to compile to.
+    """Properties that a kernel's machine code must have.
 
     Attributes:
         mma: the matrix instructions meant, by shape (``"64x256x16"``) or from the opcode on

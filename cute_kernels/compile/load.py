@@ -1,4 +1,4 @@
-"""From a compile result to an object file, to a shared library, and back to a function.
+"""Convert a compile result to an object file, a shared library, and a function again.
 
 A stored kernel is a shared library wherever a system linker is found: `tvm_ffi` loads it without
 importing ``cutlass``.  Without a linker the object file itself is stored, and the DSL's own engine

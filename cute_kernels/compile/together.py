@@ -68,7 +68,7 @@ def _worker(identities: list[str], arch: str, catalogue: str) -> subprocess.Pope
 
 
 def main(arch: str, catalogue: str) -> None:
-    """What each process does."""
+    """Compile this process's share of the kernels."""
     module, function = catalogue.split(":")
     kernels = getattr(importlib.import_module(module), function)()
     known = {kernel.identity: kernel for kernel in kernels}

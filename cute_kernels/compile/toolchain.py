@@ -1,4 +1,4 @@
-"""What a compiled object depends on besides its kernel: our source, the DSL, FFI, CUDA, the host.
+"""Toolchain facts that a compiled object depends on: our source, the DSL, FFI, CUDA, the host.
 
 Nothing here imports ``cutlass``: a process that finds its objects on disk never pays for it.
 """
@@ -84,7 +84,7 @@ def ffi_version() -> str:
 
 @functools.cache
 def driver_version() -> str:
-    """What the CUDA driver reports ("13000" for 13.0), or ``"none"`` without one."""
+    """Version that the CUDA driver reports ("13000" for 13.0), or ``"none"`` without one."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         version = ctypes.c_int(0)
@@ -148,7 +148,7 @@ def _runtime_digest(path: Path) -> str:
 
 
 def portable_facts() -> dict[str, str]:
-    """What an object depends on wherever it runs; ahead-of-time objects must match all of it."""
+    """Facts that an object depends on anywhere; ahead-of-time objects must match them all."""
     facts = {
         "source": SOURCE_AT_IMPORT,
         "ffi": ffi_version(),

@@ -12,7 +12,7 @@ from ..errors import ShapeError, expected
 
 @dataclass(frozen=True)
 class Tally:
-    """What a comparison found; `+` joins two."""
+    """Result of a comparison; `+` joins two."""
 
     numbers: int = 0
     differing: int = 0  # numbers with any bit different

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 
 import torch
 
-from .. import about, arch, dispatch
+from .. import about, arch
 from ..compile import together
 from ..compile.kernel import Kernel
+from ..runtime import dispatch
 
 FILE = "kernels.json"
 

@@ -42,7 +42,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Column:
-    """What one model did.  Every tally is against the first of ``Setup.splits``."""
+    """Results of one model.  Every tally is against the first of ``Setup.splits``."""
 
     name: str
     rollouts: dict[str, Tally]  # log-probs, by plan

@@ -20,7 +20,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Size:
-    """What decides the parameter count."""
+    """Sizes that decide the parameter count."""
 
     hidden: int = 256  # 64 per head, a head size of the attention op
     inner: int = 512
@@ -86,7 +86,7 @@ def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _pick(model: LlamaForCausalLM, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """As trainers without a fused head do."""
+    """Log-probabilities as trainers without a fused head compute them."""
     logps = _log_softmax(model.lm_head(hidden))
     picked = logps.gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
     return torch.where(tokens == IGNORED, 0.0, picked)

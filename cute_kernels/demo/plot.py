@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib
 import torch
 
-from ..commands import writing
+from ..cli.common import writing
 from .measure import Column
 
 matplotlib.use("Agg")

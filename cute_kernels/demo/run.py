@@ -16,9 +16,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import cute_kernels as ck
 
-from ..commands import BROKEN, require
+from ..cli.common import BROKEN
 from ..errors import ArgumentValueError, BackendUnavailable, expected, one_of
 from ..gemm.config import ORDERS
+from ..runtime.optional import require
 from . import kernels
 
 if TYPE_CHECKING:

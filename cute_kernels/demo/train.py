@@ -22,7 +22,7 @@ _CLIP = 1.0
 
 @dataclass(frozen=True)
 class Trained:
-    """What training did.  Losses are nats per byte: the first step's, and the last tenth's mean."""
+    """Results of training.  Losses are nats per byte: the first step's, the last tenth's mean."""
 
     steps: int
     tokens: int

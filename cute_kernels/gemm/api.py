@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from .. import reduction
+from ..runtime import reduction
 from . import checks, op
 
 

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from .. import checking, contracts
-from .. import main_grad as destination
+from .. import contracts
 from ..errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -19,6 +18,8 @@ from ..errors import (
     expected,
     one_of,
 )
+from ..runtime import checking
+from ..runtime import main_grad as destination
 from .config import ORDERS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -124,7 +125,7 @@ def _common(problem: Problem, order: str) -> None:
 
 
 def _same_kind(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """Both floating, on one device and, unless autocast casts them, of one dtype."""
+    """Check that both are floating, on one device and, unless autocast casts them, of one dtype."""
     checking.dtype(name, tensor.dtype, DTYPES)
     checking.dtype(other_name, other.dtype, DTYPES)
     checking.same_device(other_name, other, name, tensor)

@@ -116,7 +116,7 @@ COLUMN_SUM = ColumnSumPlan()
 
 
 def plan(backend: str, device: arch.Device) -> dict[str, object]:
-    """What a contract id covers: both orders, and the instruction family.
+    """Constants that a contract id covers: both orders, and the instruction family.
 
     On SM90 no tile is in it, as no bit depends on which one a call takes.
     """

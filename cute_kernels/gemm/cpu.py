@@ -24,9 +24,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..cpu_math import ieee, mm
+from ..cpu.ieee import ieee, mm
 from ..errors import BackendUnavailable
-from ..operands import flat_rows
+from ..runtime.operands import flat_rows
 from ..schedulers.tiles import leaves
 from .config import CPU, K_GROUP, ORDER
 

@@ -12,7 +12,7 @@ from .. import log
 from ..compile import cache
 from ..compile.call import allocator, bind
 from ..compile.kernel import Entry, Expect, Kernel
-from ..operands import (
+from ..runtime.operands import (
     ALIGN,
     Matrix,
     Output,
@@ -331,6 +331,6 @@ def catalogue() -> Iterator[Entry]:
 
 
 def _registers(chosen: SkinnyConfig) -> int:
-    """What a thread may have: each quarter of an SM has 512 for a lane, for every warp it holds."""
+    """Registers a thread may have: 512 a lane of each quarter of an SM, for all its warps."""
     warps = (chosen.tile_n // 16 + 1) * chosen.ctas_per_sm
     return min(248, 512 // -(-warps // 4) // 8 * 8)

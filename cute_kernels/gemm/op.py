@@ -25,14 +25,16 @@ from dataclasses import replace
 
 import torch
 
-from .. import contracts, cpu_math, dispatch
-from .. import main_grad as destination
+from .. import contracts
 from ..arch import CPU, CUTE_SM90, TRITON
-from ..dispatch import Implementation
+from ..cpu import ieee
 from ..errors import UnsupportedTransformError
-from ..operands import flat_rows
+from ..runtime import dispatch
+from ..runtime import main_grad as destination
+from ..runtime.dispatch import Implementation
+from ..runtime.operands import flat_rows
 from ..runtime.plan_cache import Plan, PlanCache
-from ..torch_ops import define_op
+from ..runtime.torch_ops import define_op
 from . import checks, config
 
 _HALF = frozenset({torch.bfloat16, torch.float16})
@@ -177,7 +179,7 @@ def _fake_leaf_sums(a, b, length):
 
 def _run_add_leaves(parts, bias, dtype):
     # Elementwise fp32 adds have one result on every device, unless a CPU thread flushes subnormals.
-    with cpu_math.ieee_on(parts):
+    with ieee.ieee_on(parts):
         total = parts[0].clone()
         for part in parts[1:]:
             total += part

@@ -1,4 +1,4 @@
-"""Which tile of which SM90 kernel a product takes: who adds, never in which order.
+"""Tile heuristics of the SM90 kernels.  They may read M; they cannot change bits.
 
 WGMMA's bits are the same at every width, tile and with operands swapped (docs/numerics.md), and the
 leaves of a tree are the same ones wherever they are added.  So this file, and no other of gemm, may

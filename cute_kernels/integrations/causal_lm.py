@@ -46,7 +46,7 @@ class Head(NamedTuple):
 
 
 class Transform(NamedTuple):
-    """What happens to logits behind the head: cap(scale · logits), cap 0: none."""
+    """Transform of the logits after the head: cap(scale · logits), cap 0: none."""
 
     scale: float
     softcap: float
@@ -78,7 +78,7 @@ def unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.Module]
 
 
 def base_model(model: torch.nn.Module) -> torch.nn.Module:
-    """What makes the hidden states.
+    """Return the module that computes the hidden states.
 
     Raises:
         ArgumentTypeError: there is none, or parameters outside of it and of the head take part.
@@ -140,7 +140,7 @@ def _text_config(model: torch.nn.Module) -> object:
 
 
 def transform(model: torch.nn.Module) -> Transform:
-    """What the model's config does to logits.
+    """Logits transform that the model's config asks for.
 
     Raises:
         ArgumentValueError: a setting about logits that we do not know, or two whose order we do

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 
 import torch
 
-from ..commands import require
 from ..errors import ArgumentTypeError, expected
+from ..runtime.optional import require
 from . import exporting, gathering, logp_trainer
 from .held_head import Scoring, head_logp
 from .manifest import Manifest
@@ -49,7 +49,7 @@ class LogpTrainer(logp_trainer.Trainer):
     """
 
     def __init__(self, engine, reference: torch.nn.Module | None = None, **options: object):
-        """As the parent; ``engine`` is a DeepSpeedEngine, ``reference`` a model or an engine.
+        """Arguments of the parent; ``engine``: DeepSpeedEngine, ``reference``: model or engine.
 
         Raises:
             ArgumentTypeError: ``engine`` is none.  MissingPackageError: deepspeed is absent.

@@ -6,11 +6,11 @@ import weakref
 
 import torch
 
-from .. import checking
 from ..errors import ArgumentTypeError, ArgumentValueError, ShapeError, expected
+from ..runtime import checking
+from ..runtime.torch_ops import own_result
 from ..schedulers.masks.mask import BlockMask
 from ..sparse_attn.api import block_sparse_attention
-from ..torch_ops import own_result
 
 _converted: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 

@@ -35,7 +35,7 @@ class LogpTrainer(logp_trainer.Trainer):
         reference: torch.nn.Module | None = None,
         **options: object,
     ):
-        """As the parent; ``optimizer`` was made of the sharded model's parameters.
+        """Arguments of the parent; ``optimizer`` was made of the sharded model's parameters.
 
         Raises:
             ArgumentTypeError: ``fully_shard`` was not applied to ``model``.

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from ..commands import require
-from ..data_parallel import sharded
 from ..errors import ArgumentTypeError, GatherError, expected
+from ..runtime.data_parallel import sharded
+from ..runtime.optional import require
 
 #: DeepSpeed's names of the states of a partitioned parameter.
 _WHOLE, _PARTS = "AVAILABLE", "NOT_AVAILABLE"

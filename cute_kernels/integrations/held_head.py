@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import checking
 from ..logp import api, checks, op
+from ..runtime import checking
 from . import gathering
 
 

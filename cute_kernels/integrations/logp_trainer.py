@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 import torch
 import torch.distributed as dist
 
-from .. import checking, contracts
+from .. import contracts
 from ..errors import ArgumentTypeError, ArgumentValueError, expected
+from ..runtime import checking
 from . import causal_lm, gathering
 from .policy_loss import policy_loss
 from .token_logps import token_logps
@@ -67,7 +68,7 @@ class Trainer:
 
     @torch.no_grad()
     def reference_logps(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Those of the reference: the batch's own, the reference model's, or None."""
+        """Log-probabilities of the reference: the batch's own, the reference model's, or None."""
         if "ref_logps" in batch or self.reference is None:
             return batch.get("ref_logps")
         mask = batch.get("attention_mask")
@@ -124,7 +125,7 @@ class Trainer:
         return {"loss": loss, "policy_loss": policy, "kl": kl, "tokens": count, **self.path()}
 
     def path(self) -> dict[str, str]:
-        """What log-probabilities go through, of the head's own tensors."""
+        """Op that computes log-probabilities from the head's own tensors."""
         weight = causal_lm.head(causal_lm.unwrapped(self.model)[1]).module.weight
         device, dtype = weight.device, weight.dtype
         if checking.autocast(device):
@@ -137,7 +138,7 @@ class Trainer:
         }
 
     def contract_ids(self) -> dict[str, str]:
-        """Of the op that scores, for a manifest."""
+        """Contract ids of the scoring op, for a manifest."""
         weight = causal_lm.head(causal_lm.unwrapped(self.model)[1]).module.weight
         return {"linear_logp": contracts.contract_id("linear_logp", weight.device, weight.dtype)}
 

@@ -25,7 +25,7 @@ _DIGEST = "sha256"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What was published.
+    """Description of published weights.
 
     Attributes:
         kind: How the tensors are stored: ``"safetensors"``.

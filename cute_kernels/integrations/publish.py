@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..commands import require
 from ..errors import ArgumentTypeError, ArgumentValueError, ManifestError, ShapeError, expected
+from ..runtime.optional import require
 from . import manifest as manifests
 from .manifest import Manifest
 
@@ -47,7 +47,7 @@ class Layout:
 
 
 class Published(NamedTuple):
-    """What a reader gets: name -> tensor, tied names too, and the manifest."""
+    """Published weights as read: name -> tensor, tied names too, and the manifest."""
 
     tensors: dict[str, torch.Tensor]
     manifest: Manifest
@@ -231,7 +231,7 @@ def _verify_file(path: Path, said: Mapping[str, object]) -> None:
 
 
 def _verify_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], made: Manifest) -> None:
-    """That the file holds what the manifest lists: both may be whole, and not each other's."""
+    """Check that the file holds what the manifest lists: both may be whole, but differ."""
     listed = made.tensors
     if absent := sorted(listed.keys() - tensors.keys()):
         raise ManifestError(f"{folder}: tensor {absent[0]} is listed and missing")

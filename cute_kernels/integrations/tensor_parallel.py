@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import checking, contracts, dispatch, groups
-from .. import main_grad as destination
+from .. import contracts
 from ..errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -28,10 +27,12 @@ from ..errors import (
     expected,
 )
 from ..gemm import checks, config, op
-from ..operands import flat_rows
+from ..runtime import checking, dispatch, process_groups
+from ..runtime import main_grad as destination
+from ..runtime.dynamo import untraced
+from ..runtime.operands import flat_rows
+from ..runtime.torch_ops import detach_view
 from ..schedulers.tiles import leaves
-from ..torch_ops import detach_view
-from ..untraced import untraced
 
 #: Degrees that can cut eight leaves at their edges.
 DEGREES = tuple(d for d in range(1, leaves.LEAVES + 1) if leaves.LEAVES % d == 0)
@@ -164,7 +165,7 @@ class _ParallelLinear(torch.nn.Module):
         *,
         verify: bool = True,
     ):
-        """This rank's part of a linear that every rank has whole; parameters are copied.
+        """Make this rank's part of a linear that every rank has whole; parameters are copied.
 
         Raises:
             ArgumentTypeError: ``linear`` is no torch.nn.Linear.
@@ -182,7 +183,7 @@ class _ParallelLinear(torch.nn.Module):
         return cls(weight, bias, mesh=mesh, verify=verify)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As the function of the same name."""
+        """Apply the function of the same name."""
         return self.function(x, self.weight, self.bias, mesh=self.mesh, verify=self.verify)
 
     def extra_repr(self) -> str:
@@ -247,7 +248,7 @@ def _parallel(name: str, tensors: tuple, mesh, order: str, verify: bool) -> torc
 
 def _group(mesh) -> dist.ProcessGroup:
     """The group of a mesh, of a degree that cuts leaves at their edges."""
-    group = groups.group_of(mesh, "mesh")
+    group = process_groups.group_of(mesh, "mesh")
     if group.size() not in DEGREES:
         want = ", ".join(map(str, DEGREES)) + " ranks, which cut eight leaves at their edges"
         raise ArgumentValueError(expected("mesh", want, group.size()))
@@ -255,7 +256,7 @@ def _group(mesh) -> dist.ProcessGroup:
 
 
 def _check(tensors: tuple, order: str, group: dist.ProcessGroup) -> None:
-    """What one rank can see of its own arguments."""
+    """Check the arguments of one rank by themselves."""
     if order != _ORDER:
         want = f"{_ORDER!r}, the only one that ranks can cut"
         raise ArgumentValueError(expected("order", want, repr(order)))
@@ -268,7 +269,7 @@ def _check(tensors: tuple, order: str, group: dist.ProcessGroup) -> None:
     _backend(x.device, _cast_dtype(x))
     if checking.in_memory(x) is None:
         raise ArgumentTypeError(expected("x", "a tensor with memory", type(x).__name__))
-    if group.size() > 1 and x.device.type not in (devices := groups.devices(group)):
+    if group.size() > 1 and x.device.type not in (devices := process_groups.devices(group)):
         want = f"a device that mesh can exchange from ({', '.join(devices)})"
         raise DeviceError(expected("x", want, x.device))
 
@@ -279,7 +280,7 @@ def _cast_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def _told(name: str, tensors: tuple, refusal: Exception | None) -> list[int]:
-    """What this rank says of its call: `_FIELDS`."""
+    """Description of this rank's call, compared between ranks: `_FIELDS`."""
     if refusal is not None:
         return [0] * len(_FIELDS)
     x, weight, bias, _ = tensors
@@ -292,14 +293,14 @@ def _told(name: str, tensors: tuple, refusal: Exception | None) -> list[int]:
 
 def _agree(told: list[int], refusal: Exception | None, group: dist.ProcessGroup) -> None:
     """Raises on every rank if one refuses its arguments, or if they differ."""
-    heard = groups.agree(told, refusal, group, "mesh")
+    heard = process_groups.agree(told, refusal, group, "mesh")
     for name, values in zip(_FIELDS, zip(*heard, strict=True), strict=True):
         names = {"function": (ROW, COLUMN), "dtype": checks.DTYPES}.get(name)
-        groups.alike(name, [names[v] if names else v for v in values], "mesh")
+        process_groups.alike(name, [names[v] if names else v for v in values], "mesh")
 
 
 def _cut_at_leaves(name: str, size: int, degree: int) -> None:
-    """That so many ranks cut a sum over ``size`` elements where leaves of it begin."""
+    """Check that so many ranks cut a sum over ``size`` elements where leaves of it begin."""
     if size == 0:
         return
     length = leaves.length(size)
@@ -344,7 +345,7 @@ class _ColumnParallel(torch.autograd.Function):
 
 
 def _keep(ctx, x, weight, main_grad, group) -> None:
-    """What backward reads; the attributes are those of `op.weight_gradient`."""
+    """Save what backward reads; the attributes are those of `op.weight_gradient`."""
     needs_weight = ctx.needs_input_grad[1]
     ctx.save_for_backward(x if needs_weight else None, weight)
     ctx.main_grad = main_grad if needs_weight else None
@@ -388,7 +389,7 @@ def _exchange(parts: torch.Tensor, bias, dtype: torch.dtype, group) -> torch.Ten
     """The sum of all ranks' leaves, each rank's fp32 [leaves, M, N], on every rank: [M, N]."""
     degree, (count, m, n) = group.size(), parts.shape
     if m < degree or degree * parts.nbytes <= GATHER_BYTES:
-        every = groups.all_gather(parts, group)
+        every = process_groups.all_gather(parts, group)
         return op.add_leaves(every.flatten(0, 1), bias, dtype)
     rows = -(-m // degree)
     # For each rank its rows of all leaves; those behind the last row are zeros that nobody keeps.
@@ -399,4 +400,4 @@ def _exchange(parts: torch.Tensor, bias, dtype: torch.dtype, group) -> torch.Ten
     dist.all_to_all_single(got, sent, group=group)
     # Ranks ascend, and so do the leaves of each: all of them do.
     own = op.add_leaves(got.view(degree * count, rows, n), bias, dtype)
-    return groups.all_gather(own, group).flatten(0, 1)[:m]
+    return process_groups.all_gather(own, group).flatten(0, 1)[:m]

@@ -114,7 +114,7 @@ def token_logps(
 
 
 def _targets(ids, targets, mask, ignore_index: int) -> torch.Tensor:
-    """What is scored, [B, S - 1] or [B, S]."""
+    """Target tokens to score, [B, S - 1] or [B, S]."""
     if mask is not None and not isinstance(mask, torch.Tensor):
         raise ArgumentTypeError(expected("attention_mask", "a tensor", type(mask).__name__))
     if targets is not None:

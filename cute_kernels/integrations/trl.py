@@ -19,9 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from .. import contracts, dispatch
+from .. import contracts
 from ..errors import ArgumentTypeError, ArgumentValueError, ContractError, expected
 from ..logp import api as logp
+from ..runtime import dispatch
 from . import causal_lm
 
 __all__ = ["SampledLogps", "contracts_in_use", "require_same_contracts"]
@@ -50,7 +51,7 @@ _REFUSED_ARGUMENTS = ("cast_lm_head_to_fp32", "use_liger_kernel")
 
 
 class SampledLogps:
-    """What stands before ``trl.GRPOTrainer`` in the bases of a trainer; see the module.
+    """Mixin for ``trl.GRPOTrainer``, first in the bases of a trainer; see the module.
 
     The importance ratio is that of the policy as it learns to the policy as it sampled, also in
     TRL's aligned case, where it takes the ratio for 1.  Log-probabilities are those of
@@ -99,7 +100,7 @@ class SampledLogps:
     def _generate_single_turn(
         self, prompt_ids: Sequence[Sequence[int]], *args: object, **kwargs: object
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """As TRL's, in training's autocast, with log p of each token where TRL's has None."""
+        """TRL's generation in training's autocast, with log p of each token instead of None."""
         model = causal_lm.unwrapped(self.accelerator.unwrap_model(self.model_wrapped))[1]
         # TRL's autocast is around the trainer's forward alone: an fp32 adapter would compute in
         # fp32 as it samples and in bf16 as it learns.
@@ -108,7 +109,7 @@ class SampledLogps:
         return completions, draws.logps(completions)
 
     def _generate_and_score_completions(self, inputs: list) -> dict[str, object]:
-        """As TRL's; the old log p are those of generation."""
+        """TRL's method; the old log p are those of generation."""
         made = super()._generate_and_score_completions(inputs)
         sampled = made.get("sampling_per_token_logps")
         if not isinstance(sampled, torch.Tensor):
@@ -194,7 +195,7 @@ class _Draws:
 
     @torch.no_grad()
     def logps(self, completions: list[list[int]]) -> list[list[float]]:
-        """Those of each completion, as TRL cut it.
+        """Log-probabilities of each completion, as TRL cut it.
 
         Raises:
             ArgumentValueError: the calls of the model were not one for each token.
@@ -254,7 +255,7 @@ def contracts_in_use(device: torch.device | str) -> dict[str, str]:
 
 
 def require_same_contracts(trainer: Mapping[str, str], rollout: Mapping[str, str]) -> None:
-    """That both sides run the same ops, under the same contracts.
+    """Check that both sides run the same ops, under the same contracts.
 
     Args:
         trainer, rollout: Op -> contract id, as `contracts_in_use` gives them on either side.

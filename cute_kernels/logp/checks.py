@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from .. import checking
-from .. import main_grad as destination
 from ..errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -17,6 +15,8 @@ from ..errors import (
     expected,
     one_of,
 )
+from ..runtime import checking
+from ..runtime import main_grad as destination
 from .config import MAX_VOCAB, ORDERS, UNIT
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -100,7 +100,7 @@ def log_probs(logits: torch.Tensor, target: torch.Tensor, options: Options) -> P
 
 
 def _tokens(target, like, name: str, options: Options, start: int, vocab: int) -> Problem:
-    """What every token of ``like`` [..., any] has; ``name``: that argument."""
+    """Check one value for each token of ``like`` [..., any]; ``name``: the argument."""
     _target(target, like, name, options.ignore_index, vocab)
     each, number = _temperature(options.temperature, target)
     if not isinstance(options.return_entropy, bool):
@@ -167,7 +167,7 @@ def _target(target, like, name: str, ignore_index, vocab: int) -> None:
 
 
 def _values(t: torch.Tensor) -> torch.Tensor | None:
-    """What can be looked at: all that torch.func.vmap maps; None on a GPU, and in a graph."""
+    """Values that can be read: all that torch.func.vmap maps; None on a GPU, and in a graph."""
     if torch.compiler.is_compiling() or t.device.type != "cpu":
         return None
     return checking.in_memory(t)

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from .. import dispatch, products
-from ..cpu_math import ieee_on
+from ..cpu.ieee import ieee_on
+from ..runtime import dispatch, products
 from ..schedulers.tiles import leaves
 from .config import CPU
 from .tensors import Head, Rows, Upstream
@@ -33,7 +33,7 @@ _STEP = 256
 
 
 class Needs(NamedTuple):
-    """Which gradients are asked for."""
+    """Flags of the requested gradients."""
 
     hidden: bool
     weight: bool
@@ -79,7 +79,7 @@ class Pass(NamedTuple):
         return self.hidden.numel() * (sums + copy)
 
     def of_tokens(self, some: slice) -> Pass:
-        """For some of the tokens: dHidden is row by row."""
+        """Restrict to some of the tokens: dHidden is row by row."""
         rows = Rows(*(t[some] for t in self.rows))
         upstream = Upstream(*(None if t is None else t[some] for t in self.upstream))
         return self._replace(hidden=self.hidden[some], rows=rows, upstream=upstream)

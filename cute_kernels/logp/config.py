@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from .. import arch, cpu_math
+from .. import arch
 from ..contracts import (
     BATCH_INVARIANT,
     RUN_TO_RUN,
@@ -27,6 +27,7 @@ from ..contracts import (
     SPLIT_INVARIANT,
     TP_INVARIANT,
 )
+from ..cpu import ieee
 from ..schedulers.tiles.leaves import LEAVES
 
 #: Neighbours of the vocabulary whose exponentials are added in fp32.
@@ -80,7 +81,7 @@ KEPT: Mapping[str, Mapping[str, frozenset[str]]] = {
 
 
 def columns_of_state(entropy: bool) -> int:
-    """Of a token's state: int64."""
+    """Number of int64 columns of a token's state."""
     return WEIGHTED + BINS * entropy
 
 
@@ -135,7 +136,7 @@ class CpuPlan:
     dHidden: the vocabulary in blocks of ``columns``, ascending, each a product that is added.
     """
 
-    exp2: tuple[float, ...] = cpu_math.EXP2
+    exp2: tuple[float, ...] = ieee.EXP2
     columns: int = 1024
 
 
@@ -143,7 +144,7 @@ CPU = CpuPlan()
 
 
 def plan(backend: str, device: arch.Device) -> dict[str, object]:
-    """What a contract id covers, besides the products' own plan."""
+    """Constants that a contract id covers, besides the products' own plan."""
     common: dict[str, object] = {
         "unit": UNIT,
         "unit_sum": "v + 8, then 1, 2, 4 apart",

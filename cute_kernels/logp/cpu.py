@@ -1,14 +1,14 @@
 """The CPU backend: units and gradients of logits, element by element, in IEEE arithmetic.
 
-2^y is `cpu_math.exp2`, a polynomial.
+2^y is `ieee.exp2`, a polynomial.
 """
 
 from __future__ import annotations
 
 import torch
 
-from .. import products
-from ..cpu_math import exp2, ieee
+from ..cpu.ieee import exp2, ieee
+from ..runtime import products
 from . import exact
 from .config import CHOSEN, CPU, LN2, LOG2E, MAX_EXPONENT, MIN_POWER, UNIT
 from .tensors import Head, Logits, Rows, Upstream

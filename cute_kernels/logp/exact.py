@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import torch
 
-from ..cpu_math import ieee_on
+from ..cpu.ieee import ieee_on
 from .config import (
     BIN,
     BINS,

@@ -12,7 +12,7 @@ from .. import log
 from ..compile import cache
 from ..compile.call import allocator, bind
 from ..compile.kernel import Entry, Expect, Kernel
-from ..operands import matrix, most_ctas, padded_width
+from ..runtime.operands import matrix, most_ctas, padded_width
 from ..runtime.plan_cache import Plan, launcher
 from . import config, tiles
 from .config import Config, FewConfig, FinishConfig
@@ -163,7 +163,7 @@ def gradient_entry(chosen: Config) -> Kernel:
 
 
 def finish_entry(chosen: FinishConfig) -> Kernel:
-    """What states end in, likewise."""
+    """Kernel of `finish`."""
     return Kernel.of("logp_finish_sm90", f"{__package__}.kernel_finish_sm90", chosen)
 
 

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import torch
 
-from .. import contracts, dispatch
-from .. import main_grad as destination
+from .. import contracts
 from ..arch import CPU, CUTE_SM90, TRITON
-from ..cpu_math import ieee_on
-from ..dispatch import Implementation
+from ..cpu.ieee import ieee_on
 from ..errors import UnsupportedTransformError
-from ..operands import flat_rows
-from ..torch_ops import define_op
+from ..runtime import dispatch
+from ..runtime import main_grad as destination
+from ..runtime.dispatch import Implementation
+from ..runtime.operands import flat_rows
+from ..runtime.torch_ops import define_op
 from . import chunks, config
 from .chunks import Needs
 from .tensors import Head, Logits, Rows, Upstream
@@ -121,7 +122,7 @@ def upstream_of(
     lse2: torch.Tensor,
     entropy: torch.Tensor | None,
 ) -> Upstream:
-    """What a token's gradient of the logits is made of, flat; 1 / τ = scale ln 2."""
+    """Flat terms of a token's gradient of the logits; 1 / τ = scale ln 2."""
     given = (d_logp, d_entropy if d_entropy is not None and d_entropy.numel() else None)
     # A CPU may have been told to take subnormals for zero.
     with ieee_on(lse2):

@@ -14,8 +14,6 @@ import struct
 import torch
 import torch.distributed as dist
 
-from .. import checking, dispatch, groups
-from .. import main_grad as destination
 from ..errors import (
     ArgumentValueError,
     DeviceError,
@@ -24,9 +22,11 @@ from ..errors import (
     UnsupportedTransformError,
     expected,
 )
-from ..operands import flat_rows
+from ..runtime import checking, dispatch, process_groups
+from ..runtime import main_grad as destination
+from ..runtime.dynamo import untraced
+from ..runtime.operands import flat_rows
 from ..schedulers.tiles import leaves
-from ..untraced import untraced
 from . import checks, chunks, config, exact, op
 from .chunks import Needs
 from .tensors import Head
@@ -68,7 +68,7 @@ def linear_logp(
             "linear_logp: with a group, a graph of torch.compile and transforms of torch.func are "
             "not supported; compile around it: torch.compiler.disable(function)"
         )
-    group = groups.group_of(group, "group")
+    group = process_groups.group_of(group, "group")
     order, entropy, ignore_index = options.order, options.return_entropy, options.ignore_index
     refusal, said = None, [0] * len(_FIELDS)
     asks = isinstance(hidden, torch.Tensor) and hidden.requires_grad and torch.is_grad_enabled()
@@ -114,7 +114,7 @@ class _Sharded(torch.autograd.Function):
         rows, place, entropy, main_grad, cuts, group = arguments
         flat = flat_rows(hidden, "logp_states")
         own = exact.merge(op.states(flat, Head(weight, bias, *place), rows, entropy))
-        logp, lse2, made = op.finish(groups.all_gather(own, group), rows, hidden.dtype)
+        logp, lse2, made = op.finish(process_groups.all_gather(own, group), rows, hidden.dtype)
         made = logp.new_empty(0) if made is None else made
         ctx.save_for_backward(hidden, weight, bias, lse2, made)
         ctx.rows, ctx.place, ctx.entropy = rows, place, entropy
@@ -162,7 +162,7 @@ def _hidden_of_all(hidden, head: Head, rows, upstream, cuts: list[tuple[int, int
         sent = hidden.new_zeros(max(counts), *walk.hidden.shape, dtype=torch.float32)
         for leaf, own in zip(sent, walk.leaf_by_leaf(), strict=False):
             leaf.copy_(own)
-        every = groups.all_gather(sent, group)
+        every = process_groups.all_gather(sent, group)
         # Ranks ascend, and so do the leaves of each: all of them do.
         ascending = torch.cat([every[rank, :count] for rank, count in enumerate(counts)])
         total = torch.ops.cute_kernels.add_leaves(ascending, None, torch.float32)
@@ -172,13 +172,13 @@ def _hidden_of_all(hidden, head: Head, rows, upstream, cuts: list[tuple[int, int
 
 
 def _exchangeable(hidden: torch.Tensor, group: dist.ProcessGroup) -> None:
-    if group.size() > 1 and hidden.device.type not in (devices := groups.devices(group)):
+    if group.size() > 1 and hidden.device.type not in (devices := process_groups.devices(group)):
         want = f"a device that group can exchange from ({', '.join(devices)})"
         raise DeviceError(expected("hidden", want, hidden.device))
 
 
 def _at_leaves(start: int, vocab: int, order: str, group: dist.ProcessGroup) -> None:
-    """That dHidden can be made of whole leaves of every rank."""
+    """Check that dHidden consists of whole leaves of every rank."""
     if group.size() == 1:
         return
     if order != "tree":
@@ -210,7 +210,7 @@ def _digest(temperatures: torch.Tensor | None) -> int:
 
 
 def _shown(name: str, said: int) -> object:
-    """What a rank has said, for the reader of a message."""
+    """Description of a rank's call, for an error message."""
     if name in _FLOATS:
         return struct.unpack("<d", struct.pack("<q", said))[0]
     names = {"dtype": checks.DTYPES, "order": config.ORDERS}.get(name)
@@ -219,10 +219,10 @@ def _shown(name: str, said: int) -> object:
 
 def _agree(said: list[int], refusal: Exception | None, group) -> list[tuple[int, int]]:
     """(start, rows) of each rank; raises on every rank unless they are a whole vocabulary."""
-    heard = groups.agree(said, refusal, group, "group")
+    heard = process_groups.agree(said, refusal, group, "group")
     for name, values in zip(_FIELDS, zip(*heard, strict=True), strict=True):
         if name not in ("vocab_start", "rows of weight"):
-            groups.alike(name, [_shown(name, value) for value in values], "group")
+            process_groups.alike(name, [_shown(name, value) for value in values], "group")
     vocab = heard[0][_FIELDS.index("vocab_size")]
     cuts, end = [(row[0], row[1]) for row in heard], 0
     for rank, (start, rows) in enumerate(cuts):

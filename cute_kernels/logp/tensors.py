@@ -1,4 +1,4 @@
-"""What the parts of linear_logp hand each other."""
+"""Tensors and options passed between the parts of linear_logp."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Head(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """Where columns of logits lie in the vocabulary; the fields are those of `Head`."""
+    """Columns of logits in the vocabulary; the fields are those of `Head`."""
 
     start: int
     vocab: int
@@ -42,7 +42,7 @@ class Logits(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a token has besides its hidden state.
+    """Inputs of each token besides its hidden state.
 
     target: int64 [T], its entry of the whole vocabulary; MASKED or OUTSIDE.
     scale: fp32 [T], log2(e) / τ.
@@ -53,7 +53,7 @@ class Rows(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """What the gradient of a token's logits is made of: fp32 [T] each.
+    """Terms of the gradient of a token's logits: fp32 [T] each.
 
     lse2: log2 Σ 2^y.  of_logp: dlogp / τ.  of_entropy: dentropy / τ, and ``entropy``; or None.
     """

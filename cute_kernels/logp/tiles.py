@@ -1,4 +1,4 @@
-"""Who computes which part of a vocabulary: the one file of logp that reads the number of tokens.
+"""Split of a vocabulary over CTAs: the one file of logp that reads the number of tokens.
 
 No bit depends on it: states are exact sums (exact.py).
 """

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from .. import checking
-from .. import main_grad as destination
 from ..errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -18,6 +16,8 @@ from ..errors import (
     expected,
     one_of,
 )
+from ..runtime import checking
+from ..runtime import main_grad as destination
 from .config import DTYPE_NAMES, FORMS, LAYOUTS, PRECISIONS, STREAMS, mappings
 
 DTYPES = tuple(DTYPE_NAMES)
@@ -36,7 +36,7 @@ _ROWS_OF = {mappings(n): n for n in STREAMS}
 
 @dataclass(frozen=True)
 class Options:
-    """What a site computes, besides its weights.
+    """Options of a site, besides its weights.
 
     layout: ``"cn"``, streams [..., C, n] (TransformerEngine's), or ``"nc"``, [..., n, C].
     precision: of phi's bf16 terms, ``"bf16x2"`` (relative error 2^-17) or ``"bf16x3"`` (2^-25).
@@ -55,7 +55,7 @@ class Options:
     form_eps: float = 1e-6
 
     def numbers(self, n: int) -> tuple:
-        """As the ops of a site take them."""
+        """Numbers in the order in which the ops of a site take them."""
         return (
             n, self.layout, self.precision, self.eps, self.pre_eps, self.post_scale,
             self.iterations, self.form, self.form_eps,
@@ -83,13 +83,13 @@ def options(given: object) -> Options:
 
 
 def layout(value: object, name: str = "layout") -> None:
-    """That it is one of `LAYOUTS`."""
+    """Check that the layout is one of `LAYOUTS`."""
     if value not in LAYOUTS:
         raise ArgumentValueError(one_of(name, LAYOUTS, value))
 
 
 def precision(value: object) -> None:
-    """That it is one of `PRECISIONS`."""
+    """Check that the precision is one of `PRECISIONS`."""
     if value not in PRECISIONS:
         raise ArgumentValueError(one_of("precision", PRECISIONS, value))
 
@@ -116,7 +116,7 @@ def sinkhorn(
 
 
 def number(name: str, value: object, least: float | None) -> None:
-    """That it is a finite number, of ``least`` or more."""
+    """Check that a value is a finite number, of ``least`` or more."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ArgumentTypeError(expected(name, "a number", type(value).__name__))
     finite = abs(value) < float("inf")
@@ -126,7 +126,7 @@ def number(name: str, value: object, least: float | None) -> None:
 
 
 def streams(n: object) -> int:
-    """That there are kernels for n streams."""
+    """Check that there are kernels for n streams."""
     if isinstance(n, bool) or not isinstance(n, int):
         raise ArgumentTypeError(expected("n", "an int", type(n).__name__))
     if n not in STREAMS:
@@ -342,7 +342,7 @@ def sublayer(value: object) -> None:
 
 
 def module(n: object, channels: object, given: object, dtype: torch.dtype) -> None:
-    """What a module is made with."""
+    """Check the constructor arguments of a module."""
     streams(n)
     if isinstance(channels, bool) or not isinstance(channels, int):
         raise ArgumentTypeError(expected("channels", "an int", type(channels).__name__))
@@ -383,7 +383,7 @@ def converted(
 
 
 def columns(weight: object, n: object) -> None:
-    """That a weight's last dimension is n C."""
+    """Check that a weight's last dimension is n C."""
     streams(n)
     checking.tensor("weight", weight)
     if weight.dim() < 1 or weight.shape[-1] % n or not weight.shape[-1]:

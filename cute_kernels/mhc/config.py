@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from .. import arch, cpu_math
+from .. import arch
 from ..contracts import BATCH_INVARIANT, RUN_TO_RUN, SCHEDULE_INVARIANT, SPLIT_INVARIANT
+from ..cpu import ieee
 from .triton.plan import TRITON
 
 #: Numbers of residual streams that there are kernels for.
@@ -60,14 +61,14 @@ class CpuPlan:
     """The CPU backend's sums over channels: from zero in chunks of so many, each half onto half."""
 
     channels: int = 512
-    exp2: tuple[float, ...] = cpu_math.EXP2
+    exp2: tuple[float, ...] = ieee.EXP2
 
 
 CPU = CpuPlan()
 
 
 def plan(backend: str, device: arch.Device) -> dict[str, object]:
-    """What a contract id covers."""
+    """Constants that a contract id covers."""
     common: dict[str, object] = {
         "tokens of a chunk": TOKENS,
         "channels of a chunk": {

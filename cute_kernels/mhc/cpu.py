@@ -1,7 +1,7 @@
 """The CPU backend: sums over channels in fixed chunks, each half onto half; IEEE arithmetic.
 
 Products are gemm's: a row's bits do not depend on the rows beside it.  e^x is made of
-`cpu_math.exp2`, so that no bit depends on where a vector register begins.
+`ieee.exp2`, so that no bit depends on where a vector register begins.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import math
 
 import torch
 
-from .. import products
-from ..cpu_math import exp2, halves, ieee
+from ..cpu.ieee import exp2, halves, ieee
+from ..runtime import products
 from .config import CPU, TOKENS, WIDTH, chunk_channels, mappings
 from .tensors import (
     Coefficients,
@@ -197,7 +197,7 @@ def reduce_channels(
     expand: Expand | None = None,
     want_dx: bool = False,
 ) -> Reduced:
-    """What one pass over the streams x [M, K] and the gradients that come in gives back.
+    """Results of one pass over the streams x [M, K] and the incoming gradients.
 
     df, d_post, d_bias: with an ``expand`` (and ``upstream.dy``).
     d_res: with x and ``upstream.dy``.  d_pre: with x and ``upstream.d_out``.

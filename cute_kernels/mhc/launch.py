@@ -13,7 +13,7 @@ from .. import settings
 from ..compile import cache
 from ..compile.call import call
 from ..compile.kernel import Entry, Expect, Kernel
-from ..operands import most_ctas
+from ..runtime.operands import most_ctas
 from . import config
 from .config import (
     DTYPE_NAMES,
@@ -57,7 +57,7 @@ def project(
     expand: Expand | None = None,
     pre: torch.Tensor | None = None,
 ) -> Projected:
-    """As `cpu.project`."""
+    """SM90 implementation of `cpu.project`."""
     (m, k), n = x.shape, streams.n
     psi = mapping.phi
     if mapping.norm_weight is not None:
@@ -84,7 +84,7 @@ def project(
 
 
 def add_chunks(projected: Projected, size: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `cpu.add_chunks`."""
+    """SM90 implementation of `cpu.add_chunks`."""
     h, ms = _of_chunks(projected, n)
     chosen = CoefficientsConfig(n, "chunks", False, False)
     args = (projected.sums, projected.squares, h, ms, *(None,) * 6)
@@ -95,7 +95,7 @@ def add_chunks(projected: Projected, size: int, n: int) -> tuple[torch.Tensor, t
 def gate(
     h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `cpu.gate`."""
+    """SM90 implementation of `cpu.gate`."""
     made = _of_tokens(h, n)
     chosen = CoefficientsConfig(n, "h", True, False)
     args = (None, None, h, ms, gates.alpha, gates.beta, *made[:2], None, made[2])
@@ -104,7 +104,7 @@ def gate(
 
 
 def sinkhorn(z: torch.Tensor, n: int, form: Sinkhorn) -> torch.Tensor:
-    """As `cpu.sinkhorn`."""
+    """SM90 implementation of `cpu.sinkhorn`."""
     p = z.new_empty(z.shape)
     chosen = CoefficientsConfig(n, "z", False, True, form.form)
     numbers = (0.0, 0.0, 0.0, form.eps)
@@ -115,7 +115,7 @@ def sinkhorn(z: torch.Tensor, n: int, form: Sinkhorn) -> torch.Tensor:
 def coefficients(
     projected: Projected, size: int, gates: Gates, n: int, form: Sinkhorn
 ) -> Coefficients:
-    """As `cpu.coefficients`, in one kernel."""
+    """SM90 implementation of `cpu.coefficients`, in one kernel."""
     h, ms = _of_chunks(projected, n)
     pre, post, res = _of_tokens(h, n)
     chosen = CoefficientsConfig(n, "chunks", True, True, form.form)
@@ -129,7 +129,7 @@ def coefficients(
 def combine(
     x: torch.Tensor, streams: Streams, pre: torch.Tensor | None, expand: Expand | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """As `cpu.combine`, of one of the two."""
+    """SM90 implementation of `cpu.combine`, of one of the two."""
     m, channels = len(x), x.shape[1] // streams.n
     if expand is None:
         out = x.new_empty(m, channels)
@@ -155,13 +155,13 @@ def gate_backward(
     d_post: torch.Tensor,
     d_res: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, Parts]:
-    """As `cpu.gate_backward`."""
+    """SM90 implementation of `cpu.gate_backward`."""
     chosen = CoefficientsConfig(n, "h", True, False, backward=True)
     return _gates_backward(chosen, h, ms, gates, (d_pre, d_post, d_res), None)
 
 
 def sinkhorn_backward(z: torch.Tensor, d_p: torch.Tensor, n: int, form: Sinkhorn) -> torch.Tensor:
-    """As `cpu.sinkhorn_backward`."""
+    """SM90 implementation of `cpu.sinkhorn_backward`."""
     d_z = z.new_empty(z.shape)
     chosen = CoefficientsConfig(n, "z", False, True, form.form, True, form.iterations)
     numbers = (0.0, 0.0, 0.0, form.eps)
@@ -180,7 +180,7 @@ def coefficients_backward(
     d_post: torch.Tensor,
     d_res: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, Parts]:
-    """As `cpu.coefficients_backward`, in one kernel."""
+    """SM90 implementation of `cpu.coefficients_backward`, in one kernel."""
     chosen = CoefficientsConfig(n, "h", True, True, form.form, True, form.iterations)
     return _gates_backward(chosen, h, ms, gates, (d_pre, d_post, d_res), form)
 
@@ -204,7 +204,7 @@ def reduce_channels(
     expand: Expand | None = None,
     want_dx: bool = False,
 ) -> Reduced:
-    """As `cpu.reduce_channels`."""
+    """SM90 implementation of `cpu.reduce_channels`."""
     dy, d_out, res, pre = upstream
     like, n = x if x is not None else dy, streams.n
     m, channels = len(like), like.shape[1] // n
@@ -243,7 +243,7 @@ def project_backward(
     upstream: Upstream,
     want: tuple[bool, bool],
 ) -> tuple[torch.Tensor | None, Parts | None]:
-    """As `cpu.project_backward`; both results are made, whatever is wanted."""
+    """SM90 implementation of `cpu.project_backward`; both results are computed in any case."""
     (m, k), n = x.shape, streams.n
     dy, d_out, res, pre = upstream
     psi = mapping.phi
@@ -270,7 +270,7 @@ def project_backward(
 def weights(
     parts: Parts, mapping: Mapping, into_phi: torch.Tensor, into_weight: torch.Tensor | None
 ) -> None:
-    """As `cpu.weights`."""
+    """SM90 implementation of `cpu.weights`."""
     norm = mapping.norm_weight is not None
     others = (None,) * 3
     if norm:
@@ -281,7 +281,7 @@ def weights(
 
 
 def add_parts(parts: Parts, into: torch.Tensor) -> None:
-    """As `cpu.add_parts`."""
+    """SM90 implementation of `cpu.add_parts`."""
     flat = into.view(-1)
     args = (parts.values, flat, None, None, None, parts.group)
     call(into.device, _kernel(SumConfig(False)), *args)
@@ -327,14 +327,14 @@ def _aligned(t: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def project_config(*fields: object) -> ProjectConfig:
-    """Of the fields of a `ProjectConfig` up to ``collapse``, with warps that spill no register."""
+    """`ProjectConfig` of its fields up to ``collapse``, with warps that spill no register."""
     chosen = ProjectConfig(*fields)
     few = chosen.expand or chosen.dtype == "fp32" or chosen.layout == "nc"
     return dataclasses.replace(chosen, warps=8) if few else chosen
 
 
 def project_backward_config(*fields: object) -> ProjectBackwardConfig:
-    """Of the fields of a `ProjectBackwardConfig` up to ``d_out``, with room for its registers."""
+    """`ProjectBackwardConfig` of its fields up to ``d_out``, with enough registers a thread."""
     chosen = ProjectBackwardConfig(*fields)
     plain = chosen.dtype == "bf16" and chosen.precision == "bf16x2" and chosen.dy != "res"
     return chosen if plain else dataclasses.replace(chosen, blocks=4)

@@ -75,7 +75,7 @@ class _Gated(nn.Module):
             self.norm_weight.fill_(1.0)
 
     def _main_grads(self) -> dict[str, torch.Tensor]:
-        """Of the weights that have one (Megatron, TransformerEngine)."""
+        """main_grads of the weights that have one (Megatron, TransformerEngine)."""
         named = self.named_parameters(recurse=False)
         found = {name: getattr(weight, "main_grad", None) for name, weight in named}
         return {name: main for name, main in found.items() if main is not None}

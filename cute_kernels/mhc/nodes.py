@@ -1,4 +1,4 @@
-"""What the autograd nodes of mhc share: weights as kernels take them, and where gradients go.
+"""Shared parts of mhc's autograd nodes: weights as kernels take them, gradient destinations.
 
 A backward op returns a gradient for each tensor; an empty one for those that were not asked for, or
 whose gradient went into a main_grad.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from .. import main_grad as destination
 from ..errors import UnsupportedTransformError
-from ..torch_ops import define_op, own_result
+from ..runtime import main_grad as destination
+from ..runtime.torch_ops import define_op, own_result
 from .config import mappings
 from .passes import launcher
 from .tensors import Gates, Mapping, Parts
@@ -48,12 +48,12 @@ def shaped(result: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def nothing(like: torch.Tensor) -> torch.Tensor:
-    """In place of a gradient that an op does not return: of one dtype, which its fake has too."""
+    """Empty placeholder for a gradient that was not requested; the fake has the same dtype."""
     return like.new_empty(0, dtype=torch.float32)
 
 
 def wanted(made, needs, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of gradients those that were asked for; the others are empty."""
+    """Keep the requested gradients and replace the others by empty tensors."""
     pairs = zip(made, needs, strict=True)
     return tuple(t if need else nothing(like) for t, need in pairs)
 
@@ -120,7 +120,7 @@ def finish_gates(parts: Parts | None, gates: tuple, into: tuple, needs: tuple[bo
 
 
 def _accumulator(of: torch.Tensor, into: torch.Tensor | None, rows: int) -> torch.Tensor:
-    """What sums over tokens are added to: contiguous, fp32, of as many rows as kernels make.
+    """Accumulator for sums over tokens: contiguous, fp32, of as many rows as kernels make.
 
     Of a head's phi the first rows begin as ``into`` does: no element is added to another, so they
     get the bytes that ``into`` itself would get.
@@ -139,7 +139,7 @@ def _returned(total, of, into, need: bool) -> torch.Tensor:
 
 
 def fake_gradients(tensors, needs, into) -> tuple[torch.Tensor, ...]:
-    """Of a backward op: a gradient for each tensor that needs one, and has no main_grad."""
+    """Fake of a backward op: a gradient for each tensor that needs one and has no main_grad."""
     return tuple(
         t.new_empty(t.shape) if need and main is None else nothing(tensors[0])
         for t, need, main in zip(tensors, needs, into, strict=True)
@@ -166,7 +166,7 @@ def define(schema: str, run, **others):
 
 
 def kept(ctx, inputs, mains: range) -> None:
-    """What `_gradients` asks: which inputs were tensors, and the main_grads of weights."""
+    """Facts that `_gradients` reads: which inputs were tensors, and the main_grads of weights."""
     ctx.tensors = [True if isinstance(t, torch.Tensor) else None for t in inputs]
     # Not saved tensors: backward of an earlier micro-batch may write them before ours reads them.
     ctx.main_grads = [inputs[i] for i in mains]
@@ -176,7 +176,7 @@ def kept(ctx, inputs, mains: range) -> None:
 def targets(
     ctx, positions: tuple[int, ...], *upstream: torch.Tensor | None
 ) -> list[destination.Target]:
-    """Where the gradients of weights at some positions of a node's inputs go."""
+    """Gradient destinations of the weights at some positions of a node's inputs."""
     mains = dict(zip(positions, ctx.main_grads, strict=True))
     found = destination.targets(ctx, ctx.tensors, mains, upstream)
     return [found[position] for position in positions]

@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import torch
 
-from .. import contracts, dispatch
+from .. import contracts
 from ..arch import CPU, CUTE_SM90, TRITON
-from ..dispatch import Implementation
+from ..runtime import dispatch
+from ..runtime.dispatch import Implementation
 from . import config, nodes, passes
 from .passes import launcher
 from .tensors import Expand, Sinkhorn, Streams, Upstream

@@ -1,4 +1,4 @@
-"""What the ops of mhc are made of: launchers, one after another, on rows [M, K].
+"""Sequences of launchers that make up the ops of mhc, on rows [M, K].
 
 A pass reads the streams once.  Forward of a site: project, coefficients, collapse.  Backward of
 one: reduce (d_pre, d_res), coefficients, project_backward.  Sums over tokens come as parts, which
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from .. import dispatch
+from ..runtime import dispatch
 from .tensors import (
     Coefficients,
     Expand,
@@ -28,7 +28,7 @@ from .tensors import (
 
 
 class Site(NamedTuple):
-    """What a site of hyper-connections is made with."""
+    """Weights and options of a site of hyper-connections."""
 
     streams: Streams
     mapping: Mapping
@@ -37,7 +37,7 @@ class Site(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of a site: dx [M, K], parts of dpsi, parts of dalpha and dbeta; None if not wanted."""
+    """Gradients of a site: dx [M, K], parts of dpsi, dalpha and dbeta; None if not requested."""
 
     dx: torch.Tensor | None
     d_psi: Parts | None
@@ -45,7 +45,7 @@ class Gradients(NamedTuple):
 
 
 def launcher(name: str, like: torch.Tensor) -> Callable:
-    """One of mhc's launchers, for tensors beside ``like``, in its dtype."""
+    """Launcher of an mhc kernel for the device and dtype of ``like``."""
     return dispatch.launcher(name, like.device, like.dtype)
 
 

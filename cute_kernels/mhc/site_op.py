@@ -30,7 +30,7 @@ _WRITTEN = (
 
 
 def _site(weights: tuple, numbers: tuple) -> Site:
-    """Of (phi, norm_weight, alpha, beta) and `_NUMBERS`."""
+    """`Site` of (phi, norm_weight, alpha, beta) and `_NUMBERS`."""
     phi, norm_weight, alpha, beta = weights
     n, layout, precision, eps, pre_eps, post_scale, *form = numbers
     return Site(
@@ -48,7 +48,7 @@ def _fake_coefficients(x: torch.Tensor, n: int) -> Coefficients:
 
 
 def _in_order(made: Coefficients) -> tuple[torch.Tensor, ...]:
-    """As the ops return them."""
+    """Reorder results as the ops return them."""
     return made.pre, made.post, made.res, made.h, made.ms
 
 

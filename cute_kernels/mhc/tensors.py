@@ -1,4 +1,4 @@
-"""What the parts of mhc hand each other.
+"""Tensors and options passed between the parts of mhc.
 
 M tokens, n streams, C channels; K = n C and N = 2 n + n².
 """
@@ -18,7 +18,7 @@ class Streams(NamedTuple):
 
 
 class Mapping(NamedTuple):
-    """What a row is projected with: psi = phi ⊙ norm_weight.
+    """Weights of the projection: psi = phi ⊙ norm_weight.
 
     phi: fp32 [N, K], contiguous.  norm_weight: fp32 [K], or None.  precision: of `PRECISIONS`.
     """
@@ -29,7 +29,7 @@ class Mapping(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """From H to pre, post and res.
+    """Weights of the gates that make pre, post and res of H.
 
     alpha: fp32 [3], of pre, post, res.  beta: fp32 [N].  eps: under the root of r.
     pre_eps: added to pre.  post_scale: of post.
@@ -77,7 +77,7 @@ class Projected(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """Of every token, fp32: h [M, W], ms [M], pre [M, n], post [M, n], res [M, n²]."""
+    """Coefficients of every token, fp32: h [M, W], ms [M], pre [M, n], post [M, n], res [M, n²]."""
 
     h: torch.Tensor
     ms: torch.Tensor
@@ -110,7 +110,7 @@ class Parts(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """What one pass over the streams gives back; None where it was not asked for.
+    """Results of one pass over the streams; None where not requested.
 
     df: [M, C].  dx: [M, K].  d_pre, d_post: fp32 [M, n].  d_res: fp32 [M, n²].  d_bias: its parts.
     """

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from .. import checking
-from .. import main_grad as destination
 from ..errors import ArgumentTypeError, ArgumentValueError, ShapeError, expected
+from ..runtime import checking
+from ..runtime import main_grad as destination
 from .config import MAX_WIDTH, RMS
 from .tensors import Rule
 
@@ -54,7 +54,7 @@ def _floats(name: str, t: object) -> None:
 
 
 def _vector(name: str, t: object, x: torch.Tensor) -> None:
-    """That a weight or bias is [D], beside x; its dtype may be another one."""
+    """Check that a weight or bias is [D], on the device of x; its dtype may differ."""
     if t is None:
         return
     _floats(name, t)
@@ -76,7 +76,7 @@ def _residual(t: object, x: torch.Tensor) -> None:
 
 
 def _main_grad(name: str, main_grad: object, of: str, given: Operands) -> None:
-    """That an fp32 tensor can be added to; ``of``: the argument whose gradient it has."""
+    """Check that an fp32 tensor can be added to; ``of``: the argument whose gradient it holds."""
     weight = given.weight if of == "weight" else given.bias
     if weight is None:
         if main_grad is not None:

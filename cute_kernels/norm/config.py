@@ -79,7 +79,7 @@ class RowPlan:
 
 
 def row_plan(width: int) -> RowPlan:
-    """Of an SM90 kernel.  Eight warps and more hold what fewer would have no registers for."""
+    """Row plan of an SM90 kernel.  Wide rows take eight warps or more, for their registers."""
     size = room(width) // UNIT
     units = 1 if size <= 32 else 2
     while size // units > 512 and units < 4:
@@ -90,7 +90,7 @@ def row_plan(width: int) -> RowPlan:
 
 
 def plan(backend: str, device: arch.Device) -> dict[str, object]:
-    """What a contract id covers."""
+    """Constants that a contract id covers."""
     widths = [1 << i for i in range(6, 17)]
     common: dict[str, object] = {"rows of a part": {w: part_rows(w) for w in widths}}
     if backend == arch.CPU:
@@ -132,7 +132,7 @@ class BackwardConfig:
 
 @dataclass(frozen=True)
 class Residency:
-    """What of a kernel an SM holds: CTAs of so many threads, and the stages of each one's ring.
+    """Occupancy of a kernel: CTAs an SM, their threads, and the stages of each one's ring.
 
     stages: 0 of CTAs without a ring.  Such a forward kernel has one for each of its rows.
     bulk: whether the copy engine fills the ring, not the threads that read it.
@@ -145,13 +145,13 @@ class Residency:
 
 
 def _stages(wanted: int, room: int) -> int:
-    """Of a ring with room for so many; 0 where no row could be under way."""
+    """Stages of a ring with this capacity; 0 where no row could be in flight."""
     stages = min(wanted, room)
     return stages if stages > 1 else 0
 
 
 def _residency(threads: int, ctas: int, stage: int) -> Residency:
-    """Of CTAs with stages of so many bytes: enough under way, if there is room."""
+    """Occupancy of CTAs with stages of so many bytes: enough bytes in flight, if they fit."""
     wanted = min(-(-_UNDER_WAY // (ctas * stage)) + 1, _MOST_STAGES)
     return Residency(threads, ctas, _stages(wanted, _SHARED // ctas // stage))
 
@@ -177,7 +177,7 @@ def forward_residency(config: ForwardConfig) -> Residency:
 
 
 def backward_residency(config: BackwardConfig) -> Residency:
-    """Likewise; one CTA, whose sums take registers.
+    """Backward occupancy: one CTA an SM, limited by registers.
 
     Some 32 KB are under way.  With more, half of the SMs are served before the other half, which
     then works on alone at the end (docs/notes/norm_sm90.md, rounds 9 and 10).

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..cpu_math import halves, ieee
-from ..operands import flat_rows
+from ..cpu.ieee import halves, ieee
+from ..runtime.operands import flat_rows
 from .config import LAYER, part_rows, room
 from .tensors import Normed, Parts, Rule, Scale, Upstream
 
@@ -85,7 +85,7 @@ def add_parts(
     into: Sequence[torch.Tensor | None],
     like: Sequence[torch.Tensor],
 ) -> list[torch.Tensor | None]:
-    """Of each sum: into [D] += parts [P, D], ascending; without ``into`` from zero, a tensor like
+    """Add parts [P, D] to ``into`` [D], ascending; without ``into`` from zero, a tensor like
     ``like``."""
     return [_added(*one) for one in zip(parts, into, like, strict=True)]
 

@@ -13,7 +13,7 @@ from ..compile import cache
 from ..compile.call import allocator, bind
 from ..compile.kernel import Entry, Expect, Kernel
 from ..log import contiguous, copied
-from ..operands import Matrix, Output, flat_rows, flattened, most_ctas
+from ..runtime.operands import Matrix, Output, flat_rows, flattened, most_ctas
 from ..runtime.plan_cache import Plan, launcher
 from . import config
 from .config import (
@@ -77,7 +77,7 @@ def _output(x: torch.Tensor) -> Output:
 
 
 def forward_numbers(rule: Rule, width: int) -> tuple[float, float, float, int]:
-    """What a forward kernel takes between its tensors and its CTAs."""
+    """Scalar arguments of a forward kernel."""
     return rule.eps, rule.offset, 1 / width, width
 
 
@@ -99,7 +99,7 @@ def _forward(*what: object) -> tuple[ForwardConfig, int, int | None]:
 
 
 def _forward_ctas(m: int, at_once: int, held: int | None, device: torch.device) -> int:
-    """Of m rows."""
+    """Grid size for m rows."""
     ctas = -(-m // at_once)
     return ctas if held is None else min(ctas, most_ctas(device) * held)
 

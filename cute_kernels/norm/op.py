@@ -14,13 +14,14 @@ from dataclasses import replace
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from .. import contracts, dispatch
-from .. import main_grad as destination
+from .. import contracts
 from ..arch import CPU, CUTE_SM90, TRITON
-from ..dispatch import Implementation
 from ..errors import UnsupportedTransformError
+from ..runtime import dispatch
+from ..runtime import main_grad as destination
+from ..runtime.dispatch import Implementation
 from ..runtime.plan_cache import Plan, PlanCache
-from ..torch_ops import define_op
+from ..runtime.torch_ops import define_op
 from . import checks, config
 from .checks import DTYPES, Operands
 from .config import LAYER, RMS

@@ -1,4 +1,4 @@
-"""What passes between the op and its backends."""
+"""Tensors and options passed between the op and its backends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..operands import flat_rows
+from ..runtime.operands import flat_rows
 
 
 class Rule(NamedTuple):
@@ -18,7 +18,7 @@ class Rule(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """What normalised rows are scaled by and moved to, [D] each; None: 1 and 0."""
+    """Weight and bias of normalised rows, [D] each; None: 1 and 0."""
 
     weight: torch.Tensor | None
     bias: torch.Tensor | None
@@ -34,7 +34,7 @@ class Scale(NamedTuple):
 
 
 class Normed(NamedTuple):
-    """Of rows x [..., D]: y; h = x + residual, or None where there was none; fp32 [M] of each row:
+    """Result for rows x [..., D]: y; h = x + residual, or None; fp32 [M] of each row:
     its mean (None of an RMS norm) and 1 / √(variance + eps)."""
 
     y: torch.Tensor

@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from .. import checking
-from .. import main_grad as destination
 from ..errors import (
     AliasError,
     ArgumentTypeError,
@@ -25,6 +23,8 @@ from ..errors import (
     expected,
     one_of,
 )
+from ..runtime import checking
+from ..runtime import main_grad as destination
 from .config import APPROXIMATE
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -235,7 +235,7 @@ def _scalable(gradients: dict[str, torch.Tensor]) -> None:
 
 
 def finite(total: torch.Tensor) -> None:
-    """That a norm is finite, for who asked to know; waits for a GPU."""
+    """Check that a norm is finite, if the caller asked; waits for a GPU."""
     if not bool(total.isfinite()):
         want = "gradients whose norm is finite (error_if_nonfinite=True)"
         raise NonfiniteError(expected("parameters", want, float(total)))
@@ -311,7 +311,7 @@ def _gradient(name: str, parameter: torch.Tensor, main_grad: bool) -> torch.Tens
 
 
 def _whole(name: str, t: torch.Tensor) -> None:
-    """That a tensor is not one of the kinds that hold a part of a parameter."""
+    """Check that a tensor is not one of the kinds that hold a part of a parameter."""
     kinds = {one.__name__ for one in type(t).__mro__}
     for kind in ("DTensor", "ShardedTensor", "FlatParameter"):
         if kind in kinds:
@@ -323,7 +323,7 @@ def _whole(name: str, t: torch.Tensor) -> None:
 
 
 def _values(t: torch.Tensor) -> torch.Tensor | None:
-    """What can be looked at; None on a GPU, and in a graph."""
+    """Values that can be read; None on a GPU, and in a graph."""
     if torch.compiler.is_compiling() or t.device.type != "cpu":
         return None
     return checking.in_memory(t)

@@ -145,12 +145,12 @@ KEPT: Mapping[str, Mapping[str, frozenset[str]]] = {
 
 
 def lanes(width: int) -> int:
-    """Of a sum over ``width`` elements: two at least, so that there is something to add."""
+    """Lanes of a sum over ``width`` elements: two at least, so that there is something to add."""
     return min(LANES, 1 << max(1, width - 1).bit_length())
 
 
 def plan(backend: str, device: arch.Device) -> dict[str, object]:
-    """What a contract id covers.  No thread count: no bit depends on it."""
+    """Constants that a contract id covers.  No thread count: no bit depends on it."""
     common: dict[str, object] = {
         "lanes": (LANES, "l + i L ascending, then halves"),
         "squares": (SQUARES, "in fp64; chunks in lanes, tensors ascending"),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..cpu_math import ieee
+from ..cpu.ieee import ieee
 from . import functions
 from .config import SQUARES, lanes
 
@@ -218,5 +218,5 @@ def _by_row(
 
 
 def _rounded(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """To ``dtype`` by way of fp32; every NaN has one bit pattern, the positive quiet one."""
+    """Round to ``dtype`` through fp32; every NaN has one bit pattern, the positive quiet one."""
     return y.to(torch.float32).to(dtype).masked_fill_(y.isnan(), torch.nan)

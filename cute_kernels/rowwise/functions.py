@@ -82,12 +82,12 @@ def cos_sin(angle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def value(kind: str, x: torch.Tensor) -> torch.Tensor:
-    """One of `config.KINDS` of fp64 numbers that fp32 holds."""
+    """Evaluate one of `config.KINDS` at fp64 numbers that fp32 holds."""
     return _FUNCTIONS[kind][0](x)
 
 
 def derivative(kind: str, x: torch.Tensor) -> torch.Tensor:
-    """Its derivative."""
+    """Derivative of `value`."""
     return _FUNCTIONS[kind][1](x)
 
 

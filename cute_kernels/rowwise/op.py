@@ -17,15 +17,16 @@ from collections.abc import Callable
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from .. import contracts, dispatch
-from .. import main_grad as destination
+from .. import contracts
 from ..arch import CPU, TRITON
-from ..cpu_math import ieee_on
-from ..dispatch import Implementation
+from ..cpu.ieee import ieee_on
 from ..errors import UnsupportedTransformError
-from ..operands import flat_rows
+from ..runtime import dispatch
+from ..runtime import main_grad as destination
+from ..runtime.dispatch import Implementation
+from ..runtime.operands import flat_rows
 from ..runtime.plan_cache import Plan, PlanCache
-from ..torch_ops import define_op
+from ..runtime.torch_ops import define_op
 from . import checks, config
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})

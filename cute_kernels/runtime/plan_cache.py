@@ -21,8 +21,9 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
-from .. import data_parallel, settings
+from .. import settings
 from ..compile import extension
+from . import data_parallel
 
 _C = torch._C
 _ALIGN = 16
@@ -169,10 +170,12 @@ def on_gpu(t: torch.Tensor) -> bool:
     return t.is_cuda
 
 
-def is_cacheable(t: torch.Tensor) -> bool:
-    """Whether plans for calls whose first tensor is ``t`` are cached."""
-    # Parameters under fully_shard change their storage, and their gradient hooks are looked up.
-    return on_gpu(t) and not data_parallel.sharding()
+def is_cacheable(*tensors: torch.Tensor | None) -> bool:
+    """Whether plans for calls of these tensors are cached; the first one is not None."""
+    # A main_grad under fully_shard is refused in each call: it may be set at any time.
+    return on_gpu(tensors[0]) and not (
+        data_parallel.sharding() and any(map(data_parallel.has_sharded_main_grad, tensors))
+    )
 
 
 def key_settings() -> tuple[str, str]:
@@ -184,7 +187,7 @@ def _key(options: Hashable, tensors: tuple) -> tuple | None:
     """The signature of a call, or None if it cannot be cached."""
     first = tensors[0]
     # Checks put all tensors on the device of the first one, which is never None.
-    if type(first) not in _TYPES or not is_cacheable(first):
+    if type(first) not in _TYPES or not is_cacheable(*tensors):
         return None
     in_c = extension.calls()
     described = describe(*tensors) if in_c is None else in_c.describe(*tensors)

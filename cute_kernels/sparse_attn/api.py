@@ -8,11 +8,14 @@ from typing import Literal, overload
 
 import torch
 
+from ..runtime.torch_ops import own_result
 from ..schedulers.masks.mask import BlockMask
 from ..schedulers.model.selection import Selection
 from ..schedulers.order.schedule import Schedule
-from ..torch_ops import own_result
-from . import checks, op, pack_op, prepare, sequence_op, sequences
+from . import checks, lowering, op
+from .kv_ranges import op as kv_ranges_op
+from .kv_ranges import ranges
+from .varlen import op as varlen_op
 
 
 @overload
@@ -159,11 +162,11 @@ def block_sparse_attention(
         op.refuse_unordered()
     # A kind that may be unsafe is built here, so that it is refused before the forward runs.
     if block_mask is None and isinstance(schedule, str) and schedule not in checks.MAY_BE_UNSAFE:
-        operands = prepare.by_rule(causal, schedule)
+        operands = lowering.by_rule(causal, schedule)
     else:
         # Plain numbers: a mask and a schedule are for one shape, in dynamic graphs too.
         sizes = tuple(operator.index(size) for size in given[:6])
-        operands = prepare.operands(
+        operands = lowering.operands(
             block_mask.handle if block_mask is not None else "",
             causal,
             schedule.handle if isinstance(schedule, Schedule) else schedule,
@@ -280,9 +283,9 @@ def block_sparse_attention_varlen(
     flags = {"causal": causal, "return_lse": return_lse}
     given = checks.attention(q, k, v, None, scale, softcap, checks.AUTO, flags)
     checks.sinks(sinks, q)
-    offsets = pack_op.offsets_of(cu_seqlens, q)
+    offsets = varlen_op.offsets_of(cu_seqlens, q)
     numbers = left, 0 if causal else right, given.scale, given.softcap
-    out, lse = pack_op.pack_attention(q, k, v, offsets, *numbers, sinks)
+    out, lse = varlen_op.pack_attention(q, k, v, offsets, *numbers, sinks)
     out, lse = own_result(out[0]), own_result(lse[0])
     return (out, lse) if return_lse else out
 
@@ -302,7 +305,7 @@ def seen_columns(dense: torch.Tensor, device: torch.device | str = "cpu") -> tor
             query (T = 1) with ``device`` a GPU, nor while a CUDA graph is captured: neither waits.
     """
     checks.dense_mask(dense)
-    return sequence_op.seen_columns(dense, torch.device(device))
+    return kv_ranges_op.seen_columns(dense, torch.device(device))
 
 
 def spans_device(device: torch.device | str) -> torch.device:
@@ -313,7 +316,7 @@ def spans_device(device: torch.device | str) -> torch.device:
     where = torch.device(device)
     if where.type != "cuda" or torch.is_grad_enabled():
         return torch.device("cpu")
-    return where if sequence_op.reads_spans(str(where)) else torch.device("cpu")
+    return where if kv_ranges_op.reads_spans(str(where)) else torch.device("cpu")
 
 
 def sequence_spans(
@@ -326,7 +329,7 @@ def sequence_spans(
     packed: bool = True,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Where each query's sequence lies in a key buffer, and what the query sees of it.
+    """Compute each query's KV range: its sequence in a key buffer, and the keys that it sees.
 
     Args:
         seen: What `seen_columns` returned; None: causal.
@@ -352,7 +355,7 @@ def sequence_spans(
         q_offset = torch.full((), q_offset, dtype=torch.int64, device="cpu")
     where = torch.device(device)
     checks.spans_apart(packed, where)
-    return sequence_op.sequence_spans(seen, padding, q_offset, kv_offset, *sizes, packed, where)
+    return kv_ranges_op.sequence_spans(seen, padding, q_offset, kv_offset, *sizes, packed, where)
 
 
 def spans_from_first_key(seen: torch.Tensor) -> torch.Tensor:
@@ -368,7 +371,7 @@ def spans_from_first_key(seen: torch.Tensor) -> torch.Tensor:
         int32 [B, 1, T, 4]; see ``sparse_attn.sequences``.  Rows whose first keys differ by no
         multiple of 128 take a launch each: under a sliding window up to 128 launches.
     """
-    return sequences.anchored(seen)
+    return ranges.anchored(seen)
 
 
 def spans_of_pack(
@@ -392,7 +395,7 @@ def spans_of_pack(
     both = [t for t in (cu_seqlens, cu_seqlens_k) if t is not None]
     for offsets in both:
         checks.cu_seqlens_of_a_pack(offsets)
-    return pack_op.cut_spans(spans, [pack_op.pack_offsets(t, spans.shape[2]) for t in both])
+    return varlen_op.cut_spans(spans, [varlen_op.pack_offsets(t, spans.shape[2]) for t in both])
 
 
 def sequence_attention(
@@ -425,7 +428,7 @@ def sequence_attention(
     """
     options = scale, softcap
     plain = sinks is None and not torch.compiler.is_dynamo_compiling()
-    bound = plain and sequence_op.checked.find(options, q, k, v, spans)
+    bound = plain and kv_ranges_op.checked.find(options, q, k, v, spans)
     if bound:
         return bound.call(q, k, v, spans, *bound.rest)[0]
     given = checks.attention(q, k, v, None, scale, softcap, checks.AUTO, {})
@@ -433,7 +436,7 @@ def sequence_attention(
     checks.sinks(sinks, q)
     if bound is None:
         rest = given.scale, given.softcap, None
-        call = sequence_op.sequence_attention.bind(q, k, v, spans, *rest)
-        sequence_op.checked.add(options, (q, k, v, spans), call and op.Bound(call, rest))
-    out, _ = sequence_op.sequence_attention(q, k, v, spans, given.scale, given.softcap, sinks)
+        call = kv_ranges_op.sequence_attention.bind(q, k, v, spans, *rest)
+        kv_ranges_op.checked.add(options, (q, k, v, spans), call and op.Bound(call, rest))
+    out, _ = kv_ranges_op.sequence_attention(q, k, v, spans, given.scale, given.softcap, sinks)
     return out

@@ -1,6 +1,6 @@
 """Tensors, a mask and a schedule -> a Problem, or one error that names the argument.
 
-Nothing below this file checks again, but for what a schedule must be on its mask (``prepare``).
+Nothing below this file checks again, but for what a schedule must be on its mask (``lowering``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .. import arch, checking
+from .. import arch
 from ..errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -21,13 +21,14 @@ from ..errors import (
     expected,
     one_of,
 )
+from ..runtime import checking
+from ..runtime.dynamo import untraced
 from ..schedulers.masks.mask import BlockMask
 from ..schedulers.order.kinds import KINDS
 from ..schedulers.order.schedule import Schedule
-from ..untraced import untraced
 from . import config
 from .masks import FAR
-from .stacked import Sizes, wanted
+from .pack_gqa import Sizes, wanted
 
 DTYPES = (torch.bfloat16, torch.float16)
 #: Of scale and softcap.  Kernels form scale / softcap and log2(e) times either in fp32, which must
@@ -94,7 +95,7 @@ def attention(
 
 
 def sinks(sinks: torch.Tensor | None, q: torch.Tensor) -> None:
-    """That ``sinks`` are one number for each query head of ``q`` [B, T, Hq, D]."""
+    """Check that ``sinks`` are one number for each query head of ``q`` [B, T, Hq, D]."""
     if sinks is None:
         return
     checking.tensor("sinks", sinks)
@@ -129,7 +130,7 @@ def pack(
 
 
 def dense_mask(dense: torch.Tensor) -> None:
-    """That ``dense`` is a bool mask which all heads share."""
+    """Check that ``dense`` is a bool mask which all heads share."""
     checking.tensor("attention_mask", dense)
     if dense.dtype != torch.bool:
         raise ArgumentTypeError(expected("attention_mask", "a bool tensor", dense.dtype))
@@ -139,7 +140,7 @@ def dense_mask(dense: torch.Tensor) -> None:
 
 
 def spans(spans: torch.Tensor, q: torch.Tensor) -> None:
-    """That ``spans`` are for the queries ``q`` [B, T, Hq, D], on the CPU or beside them."""
+    """Check that ``spans`` fit the queries ``q`` [B, T, Hq, D], on the CPU or on their device."""
     checking.tensor("spans", spans)
     want = [q.shape[0], 1, q.shape[1], 4]
     if spans.dtype != torch.int32 or list(spans.shape) != want:
@@ -151,7 +152,7 @@ def spans(spans: torch.Tensor, q: torch.Tensor) -> None:
 
 
 def spans_of_one(spans: torch.Tensor) -> None:
-    """That a batch is one row."""
+    """Check that a batch is one row."""
     checking.tensor("spans", spans)
     checking.rank("spans", spans, 4, "[1, 1, T, 4]")
     if spans.shape[0] != 1:
@@ -160,7 +161,7 @@ def spans_of_one(spans: torch.Tensor) -> None:
 
 
 def cu_seqlens_of_a_pack(cu_seqlens: object) -> None:
-    """That offsets have the type and the dimensions of some."""
+    """Check the dtype and the dimensions of cu_seqlens."""
     checking.tensor("cu_seqlens", cu_seqlens)
     checking.rank("cu_seqlens", cu_seqlens, 1, "[N + 1]")
     checking.dtype("cu_seqlens", cu_seqlens.dtype, (torch.int32, torch.int64))
@@ -198,7 +199,7 @@ def _flag(name: str, value: object) -> None:
 
 
 def spans_apart(packed: bool, device: torch.device) -> None:
-    """That documents of a pack are told apart on the CPU."""
+    """Check that the documents of a varlen batch are known on the CPU."""
     _flag("packed", packed)
     if packed and device.type != "cpu":
         raise ArgumentValueError(expected("packed", f"False for spans on {device}", packed))

@@ -53,7 +53,7 @@ class ForwardConfig:
 
     @property
     def parts(self) -> int:
-        """What a block of K, and one of V, comes in: two halves where two blocks do not fit."""
+        """Pieces of a block of K, and of one of V: two halves where two blocks do not fit."""
         return 2 if self.head_dim == 256 else 1
 
     @property
@@ -146,7 +146,7 @@ class BackwardConfig:
 
     @property
     def turns(self) -> int:
-        """At a tile of rows: one, or one for each half of its columns."""
+        """Turns at a tile of rows: one, or one for each half of its columns."""
         return 2 if self.dq_stages == 0 else 1
 
 
@@ -246,7 +246,7 @@ def auto(mask: BlockMask, heads: int, head_dim: int, device_type: str, group: in
 
 
 def plan(backend: str, device: arch.Device) -> dict[str, object]:
-    """What a contract id covers: the orders, the roundings and the instruction family."""
+    """Constants that a contract id covers: the orders, the roundings and the instruction family."""
     common: dict[str, object] = {
         "forward": "key blocks ascending, online softmax in base 2, P in the input dtype",
         "backward": "dK, dV by visits, dQ by ranks; dS in the input dtype; one rounding from fp32",
@@ -277,5 +277,5 @@ def plan(backend: str, device: arch.Device) -> dict[str, object]:
 
 
 def _machines() -> dict[str, object]:
-    """What "auto" on a GPU, and with it the order of its gradients, follows from."""
+    """Facts that decide "auto" on a GPU, and with it the order of its gradients."""
     return {name: asdict(resolve(name)) for name in MACHINES.values()}

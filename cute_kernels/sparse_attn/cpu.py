@@ -22,7 +22,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..cpu_math import ieee, mm
+from ..cpu.ieee import ieee, mm
 from ..errors import BackendUnavailable
 from ..schedulers.masks.bits import unpack
 from .config import CPU, VALUE_DIMS

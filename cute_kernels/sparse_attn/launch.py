@@ -18,9 +18,9 @@ from .. import log, settings
 from ..compile import cache
 from ..compile.call import allocator, bind
 from ..compile.kernel import Entry, Expect, Kernel
-from ..operands import addressable, is_addressable, most_ctas, not_empty
+from ..runtime.operands import addressable, is_addressable, most_ctas, not_empty
 from ..runtime.plan_cache import Plan, launcher
-from . import config, stacked, watchdog
+from . import config, pack_gqa, watchdog
 from .config import BackwardConfig, ForwardConfig, PackConfig, PostConfig, PreConfig
 from .masks import BLOCK, FAR, FORMS, FORWARD_FORMS, SPANS, LoweredMask, Order
 from .tensors import Grads, Saved, shape_of_out, sinks_gradient
@@ -51,7 +51,7 @@ _SLICE, _MOST_SLICES = 512, 64
 
 
 class Workspace(NamedTuple):
-    """What the backward's kernels hand on; a tile is ``tile_m`` query rows of one head.
+    """Workspace passed between the backward's kernels; a tile is ``tile_m`` query rows of one head.
 
     lse2, delta  fp32 [B, Hq, tiles, tile_m]
     total        fp32 [B, Hq, tiles, tile_m * D]: dQ, in the order of the accumulators
@@ -171,7 +171,7 @@ def grid(
 
 @functools.cache
 def _unread(device: torch.device) -> Tensor:
-    """For a kernel that is given a tensor and does not read it."""
+    """Placeholder for a tensor that a kernel takes and does not read."""
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
@@ -227,7 +227,7 @@ def plan_forward_of_spans(
     softcap: float,
     sinks: Tensor | None = None,
 ) -> Plan:
-    """Launch plan of (out, lse) of ``sequence_op``, for spans on the device: one launch.
+    """Launch plan of (out, lse) of ``kv_ranges.op``, for spans on the device: one launch.
 
     spans: int32 [B, 1, T, 4]; all of a batch row with one begin and one position.
     """
@@ -297,18 +297,18 @@ def plan_backward(
     lists = order.ticket, *(not_empty(t) for t in (order.entry, order.rank, order.tile))
     lists = *lists, mask.key_words
     sizes = None
-    if stacked.wanted(mask.kv_count.shape[1], heads, kv_heads):
-        sizes = stacked.Sizes(q_len, heads, kv_heads)
+    if pack_gqa.wanted(mask.kv_count.shape[1], heads, kv_heads):
+        sizes = pack_gqa.Sizes(q_len, heads, kv_heads)
     rows = q_len if sizes is None else sizes.rows
-    operands = (grads, saved) if sizes is None else stacked.operands(grads, saved, sizes)
+    operands = (grads, saved) if sizes is None else pack_gqa.operands(grads, saved, sizes)
     rule = mask.form, rows, (mask.lo, mask.hi)
     numbers = scale, softcap, deterministic
     launch = _plan_backward(*operands, rule, len(lists[0]), numbers)
 
     def run(grads, saved, *_):
-        operands = (grads, saved) if sizes is None else stacked.operands(grads, saved, sizes)
+        operands = (grads, saved) if sizes is None else pack_gqa.operands(grads, saved, sizes)
         dq, dk, dv, space = launch(*operands, lists, None, order)
-        dq = dq if sizes is None else stacked.gradient(dq, sizes)
+        dq = dq if sizes is None else pack_gqa.gradient(dq, sizes)
         return dq, dk, dv, *_of_sinks(saved.sinks, heads, space)
 
     return Plan(run)

@@ -27,14 +27,15 @@ from typing import NamedTuple
 
 import torch
 
-from .. import contracts, dispatch
+from .. import contracts
 from ..arch import CPU, CUTE_SM90, TRITON
-from ..dispatch import Implementation
 from ..errors import ArgumentValueError, UnsupportedTransformError, expected
+from ..runtime import dispatch
+from ..runtime.dispatch import Implementation
 from ..runtime.plan_cache import Plan, PlanCache
+from ..runtime.torch_ops import define_op
 from ..schedulers.masks.mask import BlockMask
-from ..torch_ops import define_op
-from . import config, prepare
+from . import config, lowering
 from .masks import Order
 from .tensors import Grads, Saved, shape_of_out
 
@@ -71,11 +72,11 @@ def _plan(q, k, v, mask, facts, order, kind, scale, softcap, deterministic, sink
     """Plan of ``block_sparse_attention``."""
     if q.numel() == 0 or k.numel() == 0:
         return Plan(lambda q, k, v, *rest: nothing(q, v, rest[-1]), cacheable=False)
-    lowered = prepare.mask_of_op(mask, facts, q.shape[1], k.shape[1], str(q.device))
+    lowered = lowering.mask_of_op(mask, facts, q.shape[1], k.shape[1], str(q.device))
     plan = dispatch.plan(NAME, q.device, q.dtype, q, k, v, lowered, scale, softcap, sinks)
     launch = plan.run
     # The cache of masks does not keep what is larger than it.
-    kept = sum(t.nbytes for t in (*mask, *order)) <= prepare.cache.limit
+    kept = sum(t.nbytes for t in (*mask, *order)) <= lowering.cache.limit
 
     def run(q, k, v, *rest):
         return launch(q, k, v, lowered, scale, softcap, rest[-1])
@@ -103,7 +104,7 @@ _of_mask: weakref.WeakKeyDictionary[BlockMask, PlanCache] = weakref.WeakKeyDicti
 
 
 def find(mask: object, options: tuple, q, k, v) -> Bound | bool | None:
-    """As `PlanCache.find`, for the calls with ``mask`` or, for None, without one."""
+    """Apply `PlanCache.find` to the calls with ``mask`` or, for None, without one."""
     if torch.compiler.is_compiling() or type(options[3]) is not str or _capturing():
         return False
     if mask is None or type(mask) is BlockMask:
@@ -122,7 +123,7 @@ def _clear() -> None:
         cache.clear()
 
 
-prepare.cache.on_drop.append(_clear)
+lowering.cache.on_drop.append(_clear)
 
 
 def cache_of(mask: BlockMask | None) -> PlanCache:
@@ -144,11 +145,11 @@ def _plan_backward(
     if q.numel() == 0 or k.numel() == 0:
         return Plan(_gradients_of_nothing, cacheable=False)
     (batch, q_len, heads, dim), (_, kv_len, kv_heads, _) = q.shape, k.shape
-    lowered = prepare.mask_of_op(mask, facts, q_len, kv_len, str(q.device))
+    lowered = lowering.mask_of_op(mask, facts, q_len, kv_len, str(q.device))
     if order:
         turns = Order(*order)
     else:
-        turns = prepare.order_of(lowered, kind, (batch, q_len, kv_len, heads, kv_heads, dim))
+        turns = lowering.order_of(lowered, kind, (batch, q_len, kv_len, heads, kv_heads, dim))
     options = lowered, turns, scale, softcap, deterministic
     operands = Grads(dout, dlse), Saved(q, k, v, out, lse, sinks)
     plan = dispatch.plan(f"{NAME}_backward", q.device, q.dtype, *operands, *options)
@@ -209,7 +210,7 @@ def _fake_backward(
 
 
 def fake_gradients(q, k, v, sinks):
-    """Of the results of every backward here."""
+    """Fake of the results of every backward here."""
     dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return *(t.new_empty(t.shape) for t in (q, k, v)), dsinks
 
@@ -235,7 +236,7 @@ def _backward(ctx, dout, dlse):
 
 
 def wanted_gradients(ctx, grads, between: int):
-    """Of q, k, v, then ``between`` arguments without one, then of sinks."""
+    """Gradients of q, k, v, then None for ``between`` arguments, then that of sinks."""
     wanted = *ctx.needs_input_grad[:3], ctx.needs_input_grad[3 + between]
     dq, dk, dv, dsinks = (g if w else None for g, w in zip(grads, wanted, strict=True))
     return dq, dk, dv, *(None,) * between, dsinks

@@ -12,7 +12,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from cute_kernels.sparse_attn import launch, pack_op, packs, passes
+from cute_kernels.sparse_attn import launch
+from cute_kernels.sparse_attn.varlen import layout, passes
+from cute_kernels.sparse_attn.varlen import op as varlen_op
 
 from ..core import timing
 from ..core.rival import Absent, Call
@@ -44,7 +46,7 @@ def offsets(problem: Problem) -> Tensor:
 def forward(problem: Problem, each: bool = False) -> Call:
     """(out, lse) of an input set; `each`: by a launch for each sequence."""
     options = _options(problem, each)
-    run = _one_by_one(pack_op.pack_attention) if each else pack_op.pack_attention
+    run = _one_by_one(varlen_op.pack_attention) if each else varlen_op.pack_attention
 
     def call(t: Inputs) -> tuple[Tensor, ...]:
         out, lse = run(*(x[None] for x in in_a_row(t.q, t.k, t.v)), *options)
@@ -56,7 +58,7 @@ def forward(problem: Problem, each: bool = False) -> Call:
 def backward(problem: Problem, each: bool = False) -> Call:
     """(dq, dk, dv) of an input set; `each`: by a launch for each sequence."""
     options, sizes = _options(problem, each), (problem.case.batch, problem.case.s)
-    run = pack_op.pack_attention_backward
+    run = varlen_op.pack_attention_backward
     run = _one_by_one(run) if each else run
 
     def call(t: Inputs) -> tuple[Tensor, ...]:
@@ -115,7 +117,7 @@ def facts(
 
 def table_us(problem: Problem, clock: object = None) -> float:
     """Device time of the kernel that makes a backward's table and tickets, microseconds."""
-    bounds = packs.between(_where(problem, offsets(problem))).bounds
+    bounds = layout.between(_where(problem, offsets(problem))).bounds
     given = bounds, _queries(problem), problem.case.kv_heads, CAUSAL
     place = launch.plan_places(*given).run
     calls = {"table": lambda number: place(bounds)}
@@ -150,12 +152,12 @@ def new_pack_host_us(
 
 def _made(problem: Problem, where: Tensor) -> None:
     """What a forward and a backward make, or look up, before their launches."""
-    case, device, of = problem.case, str(problem.device), packs.between(where)
+    case, device, of = problem.case, str(problem.device), layout.between(where)
     if _in_place(problem):
         q = _queries(problem)
         launch.plan_places(of.bounds, q).run(of.bounds)
         launch.plan_places(of.bounds, q, case.kv_heads, CAUSAL).run(of.bounds)
         return
-    at = packs.layout(of, case.batch * case.s, device)
-    packs.lowered(at, CAUSAL, device)
-    packs.order(at, CAUSAL, (case.heads, case.kv_heads), case.dim, device)
+    at = layout.layout(of, case.batch * case.s, device)
+    layout.lowered(at, CAUSAL, device)
+    layout.order(at, CAUSAL, (case.heads, case.kv_heads), case.dim, device)

@@ -11,11 +11,11 @@ from .cases import Problem
 
 
 def _operands(problem: Problem):
-    from cute_kernels.sparse_attn import prepare
+    from cute_kernels.sparse_attn import lowering
 
     case = problem.case
     sizes = (case.batch, case.s, case.s, case.heads, case.kv_heads, case.dim)
-    return prepare.operands(
+    return lowering.operands(
         problem.mask.handle, False, "auto", True, sizes, str(problem.mask.device)
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from cute_kernels.schedulers import Schedule, simulate
-from cute_kernels.sparse_attn import checks, config, masks, prepare
+from cute_kernels.sparse_attn import checks, config, lowering, masks
 
 from ..core.timing import quantile
 from .cases import Problem
@@ -23,10 +23,10 @@ _BUILDS = 9
 def facts(problem: Problem, medians: dict[str, float], finish: Callable[[], None]) -> dict:
     """The record fields of our ordered backward, timed as `medians` (microseconds) say."""
     case = problem.case
-    lowered = prepare.lower(problem.mask)
+    lowered = lowering.lower(problem.mask)
     count = config.schedule_heads(problem.mask.shape[1], case.batch, case.heads, case.kv_heads)
     group = case.batch * case.heads // count
-    made = prepare.admitted(lowered, checks.AUTO, count, case.dim, group)
+    made = lowering.admitted(lowered, checks.AUTO, count, case.dim, group)
     machine = config.MACHINES[case.dim]
     simulated = simulate(made, machine, group=group)
     # A copy has kept nothing yet.

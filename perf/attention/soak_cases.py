@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels.schedulers import BlockMask
-from cute_kernels.sparse_attn import config, launch, op, pack_op, prepare
+from cute_kernels.sparse_attn import config, launch, lowering, op
+from cute_kernels.sparse_attn.varlen import op as varlen_op
 
 REPEATS, MORE_REPEATS = 1_000, 10_000
 MASKS = ("full", "causal", "window", "document", "random")
@@ -78,7 +79,7 @@ class Case:
             return self._packed(q, k, v, dout, dlse)
         sizes = (self.batch, self.s, self.s, self.heads, self.kv_heads, self.dim)
         mask = self._mask(device)
-        made = prepare.operands(mask.handle, False, "auto", True, sizes, str(mask.device))
+        made = lowering.operands(mask.handle, False, "auto", True, sizes, str(mask.device))
         rest = (*made, self.dim**-0.5, self.softcap)
 
         def call() -> tuple[Tensor, ...]:
@@ -97,15 +98,15 @@ class Case:
         offsets = [begin for begin in accumulate(_PACKED, initial=0) if begin < tokens]
         offsets = torch.tensor([*offsets, tokens])
         # Where a CUDA graph can read them.
-        if pack_op.reads_offsets(str(q.device)):
+        if varlen_op.reads_offsets(str(q.device)):
             offsets = offsets.to(q.device)
         rest = (offsets, None, 0, self.dim**-0.5, self.softcap, None)
 
         def call() -> tuple[Tensor, ...]:
             with torch.no_grad():
-                out, lse = pack_op.pack_attention(q, k, v, *rest)
+                out, lse = varlen_op.pack_attention(q, k, v, *rest)
                 given = (dout, dlse, q, k, v, out, lse, *rest)
-                return out, lse, *pack_op.pack_attention_backward(*given)[:3]
+                return out, lse, *varlen_op.pack_attention_backward(*given)[:3]
 
         return call
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from cute_kernels.commands import flushed, say
+from cute_kernels.cli.common import flushed, say
 
 from . import record
 

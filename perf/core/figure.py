@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cute_kernels.commands import writing
+from cute_kernels.cli.common import writing
 
 from .tables import Bench
 

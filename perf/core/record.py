@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from cute_kernels.commands import writing
+from cute_kernels.cli.common import writing
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "perf" / "results"

@@ -42,13 +42,20 @@ def product(tile: object) -> Callable:
     """x [M, K] times w [N, K], both contiguous, through one tile."""
     from cute_kernels.gemm import launch
 
-    run = launch._skinny if isinstance(tile, launch.Skinny) else launch._dense
+    skinny = isinstance(tile, launch.Skinny)
+    plans = {}
 
     def call(t: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         x, w = t
-        if run is launch._skinny:
-            return run(x, (w, "k"), None, tile, "chain")
-        return run((x, "k"), (w, "k"), None, tile, "chain")
+        shape = (*x.shape, *w.shape)
+        if shape not in plans:
+            how = launch._matrices(x, w, "chain")
+            plans[shape] = (
+                launch._plan_skinny(x, w, None, how, tile, "chain")
+                if skinny
+                else launch._plan_dense(x, w, None, how, tile, "chain", None)
+            )
+        return plans[shape].run(x, w, None) if skinny else plans[shape].run(x, w, None, None)
 
     return call
 

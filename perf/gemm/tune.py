@@ -61,7 +61,7 @@ def product(text: str, which: str, units: int) -> Callable[[Inputs], torch.Tenso
     """One product of the bench (fwd, dx, dw) through one variant."""
 
     def run(t: Inputs) -> torch.Tensor:
-        from cute_kernels.operands import matrix
+        from cute_kernels.runtime.operands import matrix
 
         a, b = {
             "fwd": lambda: (t["x"], t["w"]),

@@ -1,4 +1,4 @@
-"""From an element rule to exact block lists, with tensor operations only.
+"""Build exact block lists of an element rule, with tensor operations only.
 
 Blocks are classified in chunks of at most ``CHUNK`` blocks, so that no [B, H, Mb, Nb] tensor exists
 above that size; blocks that the classes of the parts do not decide are settled by their elements,
@@ -39,7 +39,7 @@ def entries_of(rule: Rule, grid: Grid, heads: tuple[int, int], device: torch.dev
 
 
 def on_grid(rule: Rule, grid: Grid) -> Rule:
-    """The same rule with all ``Bits`` stored in the blocks of ``grid``."""
+    """Store all ``Bits`` of a rule in the blocks of ``grid``."""
     if isinstance(rule, And | Or):
         return type(rule)(tuple(on_grid(part, grid) for part in rule.parts))
     if not isinstance(rule, bits.Bits) or rule.grid == grid:
@@ -64,7 +64,7 @@ def _classified(rule: Rule, grid: Grid, heads: tuple[int, int], device: torch.de
 
 
 def transpose(entries: Entries, grid: Grid) -> Entries:
-    """The same entries by key block: row = (b * H + h) * Nb + n, col = m, ascending."""
+    """Transpose entries to key blocks: row = (b * H + h) * Nb + n, col = m, ascending."""
     head = entries.row // max(1, grid.num_q_blocks)
     m = entries.row - head * grid.num_q_blocks
     row = head * grid.num_kv_blocks + entries.col

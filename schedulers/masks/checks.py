@@ -1,4 +1,4 @@
-"""What a block mask may be made of, checked at the door: a value back, or one exception."""
+"""Check the arguments of a block mask: a value back, or one exception."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def integer(name: str, value: object, *, least: int = 0, most: int = LARGEST) ->
 
 
 def lengths(q_len: object, kv_len: object) -> tuple[int, int]:
-    """Both sequence lengths as whole numbers of at least 0, or MaskError."""
+    """Check both sequence lengths: whole numbers of at least 0, or MaskError."""
     return integer("q_len", q_len), integer("kv_len", kv_len)
 
 
@@ -74,7 +74,7 @@ def flag(name: str, value: object) -> bool:
 
 
 def window(value: object) -> tuple[int | None, int | None]:
-    """Both sides of a window, each an int that is not negative, or None for no bound."""
+    """Check both sides of a window: each an int that is not negative, or None for no bound."""
     if not isinstance(value, tuple | list):
         raise MaskTypeError(expected("window_size", "a pair (left, right)", repr(value)))
     if len(value) != 2:

@@ -22,7 +22,7 @@ class Lists(NamedTuple):
 
 
 def lists_of(mask: BlockMask) -> Lists:
-    """Of a mask of one head on the CPU."""
+    """Lists of a mask of one head on the CPU."""
     return Lists(*(tuple(t[0, 0].numpy() for t in mask.lists(side)) for side in ("kv", "q")))
 
 

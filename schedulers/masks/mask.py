@@ -240,7 +240,7 @@ class BlockMask:
 
     @classmethod
     def from_dense(cls, dense: Tensor, *, block_size: int | tuple[int, int] = 128) -> BlockMask:
-        """From a bool tensor [q_len, kv_len] or [B, H, q_len, kv_len]; True is allowed.
+        """Build a mask from a bool tensor [q_len, kv_len] or [B, H, q_len, kv_len] (True: seen).
 
         The rule holds one bit per element of the partial blocks.
         """
@@ -264,7 +264,7 @@ class BlockMask:
         block_size: int | tuple[int, int] = 128,
         rule: Rule | None = None,
     ) -> BlockMask:
-        """From chosen blocks: kv_count int32 [B, H, Mb], kv_index int32 [B, H, Mb, L].
+        """Build a mask of chosen blocks: kv_count int32 [B, H, Mb], kv_index int32 [B, H, Mb, L].
 
         A listed block is allowed entirely, or where ``rule`` allows; the others not at all.
         Indices ascend in each row, without repeats.
@@ -280,7 +280,7 @@ class BlockMask:
 
     @classmethod
     def from_flex(cls, flex) -> BlockMask:
-        """From a ``torch.nn.attention.flex_attention.BlockMask``; see ``masks.flex``."""
+        """Convert a ``torch.nn.attention.flex_attention.BlockMask``; see ``masks.flex``."""
         from .flex import rule_of
 
         rule = rule_of(flex)
@@ -312,7 +312,7 @@ class BlockMask:
         )
 
     def reblock(self, block_size: int | tuple[int, int]) -> BlockMask:
-        """The same elements with other blocks (a backward kernel's, say)."""
+        """Cut the same elements into other blocks (a backward kernel's, say)."""
         return BlockMask.from_rule(
             self.rule, self.q_len, self.kv_len, block_size=block_size, device=self.device
         )
@@ -363,7 +363,7 @@ class BlockMask:
 
     @property
     def partial_rule(self) -> Rule:
-        """What to evaluate inside partial blocks: ``rule`` less its block patterns, true there."""
+        """Rule to evaluate inside partial blocks: ``rule`` less its block patterns, true there."""
         if not isinstance(self.rule, And):
             return self.rule
         kept = [part for part in self.rule.parts if not mask_bits.is_pattern(part, self.grid)]

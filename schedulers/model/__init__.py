@@ -1,1 +1,1 @@
-"""What a schedule takes: machines, simulation, bounds, selection."""
+"""Model of a schedule's time: machines, simulation, bounds, selection."""

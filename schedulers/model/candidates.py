@@ -142,7 +142,7 @@ class Case:
         return self._programs([Plan("", "", order, visits(self.grid.host, "ascending", None))])
 
     def lists(self, table: Programs, which: np.ndarray, start: int, size: int) -> Programs:
-        """What the heads start..start + size run under plans ``which``."""
+        """Lists that the heads start..start + size run under plans ``which``."""
         masks, mine = len(self.grid.blocks), self.grid.mask_of[start : start + size]
         if (mine == mine[0]).all():
             return table.pick(which * masks + mine[0])
@@ -189,7 +189,7 @@ class Case:
         return race
 
     def memory_ns(self, plans: list[Plan], plan: int, makespan_ns: int) -> int:
-        """What tiles that leave L2 between their writers are reckoned to add to plans[plan]."""
+        """Time that tiles which leave L2 between their writers add to plans[plan]."""
         table, gaps, which = self.programs(plans), Gaps(), np.array([plan])
         clock, start = Clock(self.machine, 1, table.cost.dtype, gaps), 0
         for size in self.sections:

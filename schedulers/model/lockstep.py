@@ -82,7 +82,7 @@ class Programs:
         return self.picked[name]
 
     def relaunch(self, order: np.ndarray, source: np.ndarray) -> Programs:
-        """From programs by column: the launch orders [X', N] of the programs ``source`` [X']."""
+        """Launch orders [X', N] of the programs ``source`` [X'], from programs by column."""
         row, cost = (part[order.T, :, source].transpose(0, 2, 1) for part in (self.row, self.cost))
         visits = self.visits[order.T, source]
         return Programs(row, cost, visits, self.num_rows, self.tiles, self.group)
@@ -169,7 +169,7 @@ class Clock:
         self.free = np.zeros((candidates, machine.slots), dtype)
 
     def keep(self, which: np.ndarray) -> None:
-        """Only the candidates ``which`` from here on (repeats allowed)."""
+        """Keep the candidates ``which`` (repeats allowed)."""
         self.free = self.free[which]
 
     def makespan_ns(self) -> np.ndarray:
@@ -480,7 +480,7 @@ def _items(rows: np.ndarray) -> np.ndarray:
 
 
 def _last(visits: np.ndarray) -> np.ndarray:
-    """Of visits [.., lists]: where the last one of each is in [H * lists]."""
+    """Index in [H * lists] of the last visit of each, of visits [.., lists]."""
     lists = visits.shape[-1]
     return np.maximum(visits - 1, 0) * lists + np.arange(lists)
 
@@ -498,7 +498,7 @@ def _in_step(begin: np.ndarray, end: np.ndarray, taken: np.ndarray | None) -> in
 
 
 class Tape:
-    """What one candidate did, ticket by ticket in launch order, in ticks."""
+    """Record of one candidate, ticket by ticket in launch order, in ticks."""
 
     def __init__(self, slots: int):
         self.slot_at = np.arange(slots)

@@ -136,7 +136,7 @@ def _select(grid: BlockGrid, machine: Machine, group: int) -> Selection:
 
 
 def _in_l2(case: Case, floor: Bound) -> _Best:
-    """With a group of query heads and a known L2: the heads in flight, plan and tail with the least
+    """Choose, for a GQA group and a known L2, the heads in flight, plan and tail with the least
     time and memory together.
 
     The group makes CTAs drift apart, so that neither the heads in flight nor the walk alone say

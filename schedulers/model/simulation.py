@@ -1,4 +1,4 @@
-"""What a schedule takes on a machine, by a discrete-event model.
+"""Time of a schedule on a machine, by a discrete-event model.
 
 The machine has ``slots``; a free slot takes the next ticket, in order.  A ticket's visits go
 through a pipeline of two: compute fills one of ``dq_stages`` dQ buffers, then the reduction waits

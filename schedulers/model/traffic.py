@@ -1,4 +1,4 @@
-"""What a launch fetches from memory: query tiles that have left L2 between two of their writers.
+"""Memory traffic of a launch: query tiles that have left L2 between two of their writers.
 
 A visit reads Q and dO of its tile and adds to its dQ, so it finds them in L2 if the tile's previous
 writer was there not long ago.  How long is long enough follows from how fast new tiles come in.
@@ -15,7 +15,7 @@ _SAMPLE = 1 << 15
 
 
 class Gaps:
-    """In place of a ``Tape``: the ticks from one writer of a tile to the next, of all visits."""
+    """Ticks from one writer of a tile to the next, of all visits; replaces a ``Tape``."""
 
     def __init__(self):
         self.gaps: list[np.ndarray] = []
@@ -51,6 +51,6 @@ class Gaps:
 
 
 def memory_ns(machine: Machine, fetched: int, makespan_ns: int) -> int:
-    """What ``fetched`` tiles add to a makespan: each a little, together no less than the memory
+    """Time that ``fetched`` tiles add to a makespan: each a little, together no less than memory
     takes for them."""
     return max(machine.fetch_wait_ns * fetched, machine.fetch_ns * fetched - makespan_ns)

@@ -87,7 +87,7 @@ def shift(block_mask, *, heads=None, heads_in_flight=1) -> Schedule:
 
 
 def symmetric_shift(block_mask, *, heads=None, heads_in_flight=1) -> Schedule:
-    """For causal masks: column i and then column N - 1 - i on one slot, all slots equally long.
+    """Schedule for causal masks: columns i and N - 1 - i on one slot, all slots equally long.
 
     The left half goes round the rows that all of it shares, then up its own; the right half
     goes down (DASH, arXiv 2601.21824).

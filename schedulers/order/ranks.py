@@ -1,4 +1,4 @@
-"""Which blocks, and who writes when: the grid of a mask and the ranks of its dQ writers.
+"""Grid of a mask, and the ranks of its dQ writers.
 
 Everything else in this package works on a ``BlockGrid``; ``block_grid`` is the door that turns a
 ``BlockMask`` (or a plain array of blocks) into one.  Ranks are built where the mask's tensors are.

@@ -40,7 +40,7 @@ _PIECE = 4
 
 
 class ScheduleTensors(NamedTuple):
-    """What kernels read: parts of one allocation, each on a boundary of 16 bytes; int32.
+    """Tensors that kernels read: parts of one allocation, at multiples of 16 bytes; int32.
 
     ticket        [T, 4]      (head, key block, its first entry, the end of its entries)
     list_of_head  [heads]     which set of lists a head uses

@@ -206,7 +206,7 @@ def _visits(axis, schedule: Schedule, simulation: Simulation, colours: list[str]
 
 
 def visit_table(schedule: Schedule, simulation: Simulation) -> dict:
-    """What each visit does when.
+    """Table of the visits and their times.
 
     slot, head, row int64 [V]; compute, buffer (its wait), reduce, turn (its wait) as pairs
     ``(begin_ns, end_ns)`` of [V]; handoffs ``(begin, end, slot, slot)``, those waited for.

@@ -1,1 +1,1 @@
-"""Which tile is next: rasters and tickets, host and device halves."""
+"""Order of the tiles: rasters and tickets, host and device halves."""

@@ -8,10 +8,11 @@ import json
 import pytest
 import torch
 
-from cute_kernels import arch, dispatch
+from cute_kernels import arch
 from cute_kernels.compile import together
 from cute_kernels.demo import kernels
 from cute_kernels.gemm.config import ORDERS
+from cute_kernels.runtime import dispatch
 
 from . import gpu_kernels
 

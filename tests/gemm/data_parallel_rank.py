@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import cute_kernels as ck
 from cute_kernels.errors import ArgumentValueError
+from cute_kernels.gemm import op
+from cute_kernels.runtime import plan_cache
 from tests.ranks import joined
 
 WORLD, N, K, TOKENS = 2, 24, 40, 48
@@ -148,7 +151,44 @@ def fsdp_without(rank: int) -> dict:
     return {"error": (grad - want).abs().max().item(), "size": want.abs().max().item()}
 
 
-CASES = (ddp_refused, ddp_recipe, ddp_elsewhere, fsdp_refused, fsdp_without)
+class Plain(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ck.linear(x, self.weight)
+
+
+def fsdp_with_plans(rank: int) -> dict:
+    """Three steps, whose later ones run cached plans as on a GPU; then a main_grad is set."""
+
+    def steps() -> list[str]:
+        torch.manual_seed(1)
+        made = torch.nn.Sequential(Plain(K, N, bias=False), Plain(N, N, bias=False))
+        for part in (*made, made):
+            fully_shard(part)
+        optimizer, seen = torch.optim.SGD(made.parameters(), lr=0.01), []
+        for step in range(3):
+            loss(made(tokens(rank + step))).backward()
+            seen += [digest(p.grad.to_local()) for p in made.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        made[0].weight.main_grad = torch.zeros(N, K)
+        return [*seen, refusal(lambda: made(tokens(rank)))]
+
+    planned_anew = steps()
+    calls, checked = [0], op.checks.linear
+
+    def counted(*args, **options):
+        calls[0] += 1
+        return checked(*args, **options)
+
+    with (
+        mock.patch.object(plan_cache, "on_gpu", lambda t: True),
+        mock.patch.object(op.checks, "linear", counted),
+    ):
+        cached = steps()
+    return {"steps": planned_anew, "cached": cached, "checked": calls[0]}
+
+
+CASES = (ddp_refused, ddp_recipe, ddp_elsewhere, fsdp_refused, fsdp_without, fsdp_with_plans)
 
 
 def main(rank: int, store: str) -> None:

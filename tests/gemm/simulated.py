@@ -9,10 +9,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 
-import torch
-
 from cute_kernels.gemm import config, launch, tiles
-from cute_kernels.operands import padded_empty
 from tests import ptxsim
 
 #: The tile that tests of kernel_sm90 take, whatever the launcher would.
@@ -73,34 +70,3 @@ def simulated(
     finally:
         for (module, name), value in before.items():
             setattr(module, name, value)
-
-
-def operand(rows: int, columns: int, dtype: torch.dtype, major: str, seed: int) -> torch.Tensor:
-    """Random [rows, columns], row-major (``"k"``) or column-major (``"mn"``), TMA-addressable."""
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(rows, columns, generator=generator).to(dtype)
-    shape = (rows, columns) if major == "k" else (columns, rows)
-    held = padded_empty(values, *shape)
-    held.copy_(values if major == "k" else values.mT)
-    return held if major == "k" else held.mT
-
-
-def cancelling(rows: int, n: int, k: int, dtype: torch.dtype, seed: int):
-    """[rows, k] and [n, k] whose products cancel: 16-bit outputs show the order of a sum.
-
-    The second half of K takes back what the first has added, in another sequence.  What is left is
-    what was lost on the way.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    half = k // 2
-    a, b = (torch.randn(size, k, generator=generator) for size in (rows, n))
-    a[:, 2 * half :] = 0
-    sequence = torch.randperm(half, generator=generator)
-    a[:, half : 2 * half], b[:, half : 2 * half] = -a[:, sequence], b[:, sequence]
-    return operand_of(a.to(dtype)), operand_of(b.to(dtype))
-
-
-def operand_of(values: torch.Tensor) -> torch.Tensor:
-    """``values`` as TMA can address them, row-major."""
-    held = padded_empty(values, *values.shape)
-    return held.copy_(values)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.ptxsim import available
 
-available.import_module("cute_kernels.certify.certificate")
+available.import_module("verify.certificate")
 kernel_sm90 = available.import_module("cute_kernels.gemm.kernel_sm90")
 
 from cute_kernels.compile.kernel import Expect  # noqa: E402

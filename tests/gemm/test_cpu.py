@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from cute_kernels.errors import BackendUnavailable
-from cute_kernels.gemm import cpu, op, reference
+from cute_kernels.gemm import cpu, op
+from cute_kernels.testing import gemm as reference
 from tests import contract
 from tests.contract import ContractViolation, RowOp, SumOp
 

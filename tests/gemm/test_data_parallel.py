@@ -56,3 +56,12 @@ def test_fsdp2_without_main_grad_reduces_as_ever(ranks):
     for rank in ranks:
         case = rank["fsdp_without"]
         assert case["error"] <= 1e-6 * case["size"]
+
+
+def test_fsdp2_runs_cached_plans_and_refuses_a_later_main_grad(ranks):
+    for rank in ranks:
+        case = rank["fsdp_with_plans"]
+        assert case["cached"] == case["steps"] and len(set(case["steps"])) == 7
+        assert case["cached"][-1].startswith("main_grad: expected none under fully_shard")
+        # Two shapes, and the call that is refused; not one of six forwards.
+        assert case["checked"] == 3

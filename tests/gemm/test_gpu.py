@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.gemm import config, launch, op, reference, tiles
+from cute_kernels.gemm import config, launch, op, tiles
+from cute_kernels.testing import gemm as reference
 from tests import contract
 from tests.contract import RowOp, SumOp
 

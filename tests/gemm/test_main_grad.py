@@ -10,9 +10,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import cute_kernels as ck
-from cute_kernels import main_grad
 from cute_kernels.errors import AliasError, UnsupportedTransformError
 from cute_kernels.gemm import op
+from cute_kernels.runtime import main_grad
 from tests.contract import same_bytes
 
 M, N, K = 37, 24, 40

@@ -10,9 +10,10 @@ import torch
 from torch.library import opcheck
 
 import cute_kernels as ck
-from cute_kernels import dispatch
-from cute_kernels.gemm import op, reference
+from cute_kernels.gemm import op
+from cute_kernels.runtime import dispatch
 from cute_kernels.runtime.plan_cache import Plan
+from cute_kernels.testing import gemm as reference
 from tests.contract import same_bytes
 
 M, N, K = 21, 24, 40

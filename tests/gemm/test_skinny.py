@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import reduction
 from cute_kernels.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -18,8 +17,10 @@ from cute_kernels.errors import (
     ShapeError,
     UnsupportedTransformError,
 )
-from cute_kernels.gemm import cpu, op, reference
+from cute_kernels.gemm import cpu, op
+from cute_kernels.runtime import reduction
 from cute_kernels.schedulers.tiles import leaves
+from cute_kernels.testing import gemm as reference
 from tests import contract
 from tests.contract import ContractViolation, RowOp
 

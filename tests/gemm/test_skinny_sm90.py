@@ -11,12 +11,14 @@ from unittest import mock
 import pytest
 import torch
 
-from cute_kernels.gemm import config, launch, reference, tiles
+from cute_kernels.gemm import config, launch, tiles
 from cute_kernels.gemm.tiles import Dense, Skinny
+from cute_kernels.testing import gemm as reference
 from tests import contract, ptxsim, sim
 from tests.contract import RowOp
-from tests.gemm.simulated import WIDE, cancelling, operand, simulated
+from tests.gemm.simulated import WIDE, simulated
 from tests.gemm.skinny_defects import DEFECTS
+from tests.kernels.operands import cancelling, operand
 from tests.kernels.ring_defects import LIMITS, SETTINGS
 from tests.ptxsim.available import requires_sim
 

@@ -8,8 +8,9 @@ import torch
 from cute_kernels.gemm import launch, tiles
 from tests import contract, ptxsim, sim
 from tests.contract import RowOp, SumOp
-from tests.gemm.simulated import WIDE, gemm_kernel, operand, simulated
+from tests.gemm.simulated import WIDE, gemm_kernel, simulated
 from tests.gemm.sm90_defects import k_steps_swapped
+from tests.kernels.operands import operand
 from tests.ptxsim.available import requires_sim
 
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("gemm")]

@@ -10,9 +10,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_kernels.gemm import launch, reference
+from cute_kernels.gemm import launch
+from cute_kernels.testing import gemm as reference
 from tests import contract, ptxsim
-from tests.gemm.simulated import WIDE, operand, simulated
+from tests.gemm.simulated import WIDE, simulated
 from tests.gemm.sm90_defects import (
     k_steps_swapped,
     last_tile_skipped,
@@ -25,6 +26,7 @@ from tests.gemm.sm90_defects import (
     tail_dropped,
     tail_not_predicated,
 )
+from tests.kernels.operands import operand
 from tests.kernels.ring_defects import (
     LIMITS,
     SETTINGS,

@@ -12,9 +12,11 @@ from unittest import mock
 import pytest
 import torch
 
-from cute_kernels.gemm import config, launch, reference, tiles
+from cute_kernels.gemm import config, launch, tiles
+from cute_kernels.testing import gemm as reference
 from tests import contract, ptxsim
-from tests.gemm.simulated import WIDE, operand, simulated
+from tests.gemm.simulated import WIDE, simulated
+from tests.kernels.operands import operand
 from tests.ptxsim.available import requires_sim
 
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("gemm")]

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from cute_kernels import data_parallel
 from cute_kernels.integrations import fsdp as ours
 from cute_kernels.integrations import publish
 from cute_kernels.integrations.held_head import Scoring, head_logp
 from cute_kernels.integrations.token_logps import token_logps
+from cute_kernels.runtime import data_parallel
 from tests.contract import same_bytes
 from tests.integrations import tiny
 from tests.ranks import joined

@@ -17,8 +17,8 @@ from torch.nn.attention.flex_attention import (
 from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, ShapeError
 from cute_kernels.integrations import flex
 from cute_kernels.schedulers import BlockMask
-from cute_kernels.sparse_attn import reference
 from cute_kernels.sparse_attn.api import block_sparse_attention
+from cute_kernels.testing import sparse_attn as reference
 from tests.contract import same_bytes
 from tests.sparse_attn import cases
 

@@ -14,9 +14,10 @@ import torch
 import cute_kernels as ck
 from cute_kernels import contracts
 from cute_kernels.errors import ShapeError, UnsupportedTransformError
-from cute_kernels.gemm import op, reference
+from cute_kernels.gemm import op
 from cute_kernels.integrations import tensor_parallel as tp
 from cute_kernels.schedulers.tiles import leaves
+from cute_kernels.testing import gemm as reference
 from tests import contract
 from tests.integrations import threaded_ranks
 from tests.integrations.parallel_cases import (

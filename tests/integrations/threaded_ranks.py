@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from cute_kernels import groups
 from cute_kernels.integrations import tensor_parallel as tp
+from cute_kernels.runtime import process_groups
 from tests.hang import HANG_SECONDS
 
 
@@ -55,10 +55,10 @@ def all_to_all(out: torch.Tensor, mine: torch.Tensor, *, group: Rank) -> None:
 def collectives(monkeypatch) -> Iterator[None]:
     """Inside, `tensor_parallel` takes a `Rank` for a mesh."""
     with monkeypatch.context() as patch:
-        patch.setattr(groups, "_all_gather", all_gather)
+        patch.setattr(process_groups, "_all_gather", all_gather)
         patch.setattr(tp.dist, "all_to_all_single", all_to_all)
         patch.setattr(tp, "_group", lambda mesh: mesh)
-        patch.setattr(groups, "devices", lambda group: ["cpu"])
+        patch.setattr(process_groups, "devices", lambda group: ["cpu"])
         yield
 
 

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cute_kernels.gemm import reference
 from cute_kernels.logp import cpu, exact, launch, op
 from cute_kernels.logp.tensors import Head, Logits, Rows, Upstream
+from cute_kernels.testing import gemm as reference
 from tests import contract
-from tests.gemm.simulated import operand
+from tests.kernels.operands import operand
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -316,7 +316,7 @@ def test_a_masked_target_is_not_looked_at_and_others_are():
 @pytest.mark.parametrize("device", ["mps", "xpu"])
 def test_devices_without_a_backend_are_refused(device, monkeypatch):
     """No such device is here, so the check is told of one."""
-    from cute_kernels import checking
+    from cute_kernels.runtime import checking
 
     with pytest.raises(BackendUnavailable, match=f"no backend for {device}"):
         checking.supported("linear_logp", torch.device(device))

@@ -10,10 +10,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import cute_kernels as ck
-from cute_kernels import products
 from cute_kernels.logp import chunks, exact, op
 from cute_kernels.logp.config import CPU
 from cute_kernels.logp.tensors import Head
+from cute_kernels.runtime import products
 from tests import contract
 from tests.contract import RowOp, SumOp, same_bytes
 from tests.logp import cases

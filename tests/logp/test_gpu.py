@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import products
 from cute_kernels.logp import chunks, exact, launch, op, tiles
 from cute_kernels.logp.tensors import Head
+from cute_kernels.runtime import products
 from tests import contract
 from tests.contract import RowOp, SumOp
 

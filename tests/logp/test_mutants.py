@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import groups, products
 from cute_kernels.logp import chunks, config, cpu, exact, op, shards
 from cute_kernels.logp.tensors import Head
+from cute_kernels.runtime import process_groups, products
 from tests import contract
 from tests.contract import RowOp, SumOp, same_bytes
 from tests.integrations import threaded_ranks
@@ -133,9 +133,9 @@ def threaded(monkeypatch):
     """For `ranks`: threads that are ranks; what one rank has is computed before a mutant is."""
     team = torch.get_num_threads()
     torch.set_num_threads(1)
-    monkeypatch.setattr(groups, "_all_gather", threaded_ranks.all_gather)
-    monkeypatch.setattr(groups, "group_of", lambda value, name: value)
-    monkeypatch.setattr(groups, "devices", lambda group: ["cpu"])
+    monkeypatch.setattr(process_groups, "_all_gather", threaded_ranks.all_gather)
+    monkeypatch.setattr(process_groups, "group_of", lambda value, name: value)
+    monkeypatch.setattr(process_groups, "devices", lambda group: ["cpu"])
     yield
     torch.set_num_threads(team)
     whole_of.cache_clear()
@@ -274,7 +274,7 @@ def ranks_descending(patch) -> None:
         every = true_all_gather(t, group)
         return every.flip(0) if t.is_floating_point() else every
 
-    patch.setattr(shards.groups, "all_gather", all_gather)
+    patch.setattr(shards.process_groups, "all_gather", all_gather)
 
 
 def padding_is_counted(patch) -> None:
@@ -309,7 +309,7 @@ true_finish, true_of_units = exact.finish, exact.of_units
 true_unit_sum, true_logits, true_whole_units = cpu._unit_sum, cpu._logits, cpu._whole_units
 true_gradients, true_run = cpu.gradients_of_logits, chunks.Pass.run
 true_rows_of, true_upstream_of = op.rows_of, op.upstream_of
-true_all_gather = groups.all_gather
+true_all_gather = process_groups.all_gather
 
 
 def at_most_zero() -> None:

@@ -7,7 +7,7 @@ import collections
 import pytest
 import torch
 
-from cute_kernels.logp import reference
+from cute_kernels.testing import logp as reference
 from tests.logp import cases
 
 DRAWN, PER_TEST = 2000, 200

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.c_library import functions
+from cute_kernels.cpu.c_library import functions
 from cute_kernels.logp import op
 
 #: fesetround's numbers on x86-64.

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import groups
 from cute_kernels.errors import UnsupportedTransformError
 from cute_kernels.logp import shards
+from cute_kernels.runtime import process_groups
 from tests.contract import ROOT, same_bytes
 from tests.hang import HANG_SECONDS
 from tests.integrations import threaded_ranks
@@ -41,9 +41,9 @@ def threaded(monkeypatch):
     """Ranks that are threads, each of which computes alone."""
     team = torch.get_num_threads()
     torch.set_num_threads(1)
-    monkeypatch.setattr(groups, "_all_gather", threaded_ranks.all_gather)
-    monkeypatch.setattr(groups, "group_of", lambda value, name: value)
-    monkeypatch.setattr(groups, "devices", lambda group: ["cpu"])
+    monkeypatch.setattr(process_groups, "_all_gather", threaded_ranks.all_gather)
+    monkeypatch.setattr(process_groups, "group_of", lambda value, name: value)
+    monkeypatch.setattr(process_groups, "devices", lambda group: ["cpu"])
     yield
     torch.set_num_threads(team)
 
@@ -104,9 +104,9 @@ def test_it_is_a_test_that_sees_an_order(threaded, monkeypatch):
     """The control: leaves added the other way round are other bytes."""
     cut = at_leaves(case_of(1024, 1024, FP32, tokens=70), [0, 4])
     whole_of(cut)
-    true = groups.all_gather
+    true = process_groups.all_gather
     monkeypatch.setattr(
-        shards.groups,
+        shards.process_groups,
         "all_gather",
         lambda t, group: (
             true(t, group).flip(0) if t.dim() == 3 and t.is_floating_point() else true(t, group)

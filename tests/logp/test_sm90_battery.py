@@ -11,7 +11,7 @@ from cute_kernels.logp import exact, launch, op
 from cute_kernels.logp.tensors import Head
 from tests import contract
 from tests.contract import RowOp
-from tests.gemm.simulated import operand
+from tests.kernels.operands import operand
 from tests.logp.simulated import simulated
 from tests.ptxsim.available import requires_sim
 

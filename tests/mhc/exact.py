@@ -1,7 +1,7 @@
 """The five ops in float64, written as they are read, with torch's own gradients.
 
-`reference.py` has the same with bounds of errors, backwards written out, and many times the memory:
-too much for the largest sizes on a card.  A test compares the two.
+`cute_kernels.testing.mhc` has the same with bounds of errors, backwards written out, and many times
+the memory: too much for the largest sizes on a card.  A test compares the two.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ from cute_kernels.mhc import (
     mix_and_aggregate,
     post_pre,
     projection,
-    reference,
     scale,
     sinkhorn,
 )
 from cute_kernels.mhc.config import mappings
-from cute_kernels.near import Near, exact
+from cute_kernels.testing import mhc as reference
+from cute_kernels.testing.error_bounds import Near, exact
 from tests.mhc import cases
 from tests.mhc.cases import Case, Inputs
 

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 
 import torch
 
-from cute_kernels.mhc import launch, reference
+from cute_kernels.mhc import launch
 from cute_kernels.mhc.config import TOKENS, WIDTH, mappings
 from cute_kernels.mhc.tensors import Expand, Gates, Mapping, Parts, Sinkhorn, Upstream
-from cute_kernels.near import Near
+from cute_kernels.testing import mhc as reference
+from cute_kernels.testing.error_bounds import Near
 from tests.contract import bits, same_bytes
 from tests.mhc.cases import share
 from tests.mhc.triton_cases import FORMS as OTHER_FORMS

@@ -416,7 +416,7 @@ def test_the_right_ones_are_right():
 @pytest.mark.parametrize("device", ["mps", "xpu"])
 def test_devices_without_a_backend_are_refused(device):
     """No such device is here, so the check is told of one."""
-    from cute_kernels import checking
+    from cute_kernels.runtime import checking
 
     with pytest.raises(BackendUnavailable, match=f"no backend for {device}"):
         checking.supported("mhc", torch.device(device))

@@ -17,13 +17,13 @@ from cute_kernels.mhc import (
     head,
     multilayer_recompute,
     projection,
-    reference,
     scale,
     sinkhorn,
 )
 from cute_kernels.mhc.config import mappings
 from cute_kernels.mhc.tensors import Sinkhorn
-from cute_kernels.near import Near
+from cute_kernels.testing import mhc as reference
+from cute_kernels.testing.error_bounds import Near
 from tests.contract import bits, same_bytes
 from tests.mhc import cases, formulas, runs
 from tests.mhc.cases import BF16, FP32, Case

@@ -13,10 +13,10 @@ from cute_kernels.mhc import (
     mix_and_aggregate,
     post_pre,
     projection,
-    reference,
     scale,
     sinkhorn,
 )
+from cute_kernels.testing import mhc as reference
 from tests.contract import same_bytes
 from tests.mhc import cases, runs
 from tests.mhc.cases import BF16, FP32, Case

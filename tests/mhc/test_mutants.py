@@ -8,8 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_kernels.mhc import Options, cpu, expand_combine, nodes, projection, reference, sinkhorn
+from cute_kernels.mhc import Options, cpu, expand_combine, nodes, projection, sinkhorn
 from cute_kernels.mhc.tensors import Expand
+from cute_kernels.testing import mhc as reference
 from tests import contract
 from tests.contract import same_bytes
 from tests.mhc import cases, formulas, packed, runs

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_kernels.mhc import Options, reference
+from cute_kernels.mhc import Options
 from cute_kernels.mhc.tensors import Expand, Gates, Mapping, Sinkhorn
-from cute_kernels.near import Near, exact
+from cute_kernels.testing import mhc as reference
+from cute_kernels.testing.error_bounds import Near, exact
 from tests.import_graph import import_graph
 from tests.mhc import cases
 from tests.mhc.cases import FP64, Case

@@ -14,10 +14,10 @@ import os
 import pytest
 import torch
 
-from cute_kernels import dispatch
 from cute_kernels.mhc import api, op
 from cute_kernels.mhc.triton import launch
 from cute_kernels.mhc.triton.plan import TRITON, Sizes
+from cute_kernels.runtime import dispatch
 
 from ..triton_in_numpy import same_on_every_machine  # noqa: F401
 from . import triton_cases as cases

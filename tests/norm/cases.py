@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from cute_kernels.near import Near
-from cute_kernels.norm import reference
 from cute_kernels.norm.config import LAYER, RMS
 from cute_kernels.norm.tensors import Rule, Scale, Upstream
+from cute_kernels.testing import norm as reference
+from cute_kernels.testing.error_bounds import Near
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

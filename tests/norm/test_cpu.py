@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import dispatch
 from cute_kernels.norm import cpu
+from cute_kernels.runtime import dispatch
 from tests import contract
 from tests.norm import cases, contracts
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cute_kernels.norm import reference
 from cute_kernels.norm.config import LAYER
+from cute_kernels.testing import norm as reference
 from tests.import_graph import import_graph
 from tests.norm import cases
 from tests.norm.cases import Case

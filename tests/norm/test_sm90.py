@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_kernels.certify import sass
-from cute_kernels.certify.certificate import check_a
 from cute_kernels.norm import launch
 from cute_kernels.norm.config import SumConfig, part_rows
 from tests import contract, ptxsim
@@ -17,6 +15,8 @@ from tests.norm.cases import BF16, FP32, Case, Rule
 from tests.norm.simulated import simulated
 from tests.ptxsim.available import requires_sim
 from tests.sim import MODES, QUICK_MODES, RACES, run_modes
+from verify import sass
+from verify.certificate import check_a
 
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("norm")]
 

@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 import torch
 
-from cute_kernels import dispatch
 from cute_kernels.norm.config import LAYER, part_rows
 from cute_kernels.norm.triton import launch as triton_launch
+from cute_kernels.runtime import dispatch
 from cute_kernels.runtime.plan_cache import Plan
 
 from .. import contract

@@ -7,7 +7,7 @@ import functools
 import torch
 
 from cute_kernels.schedulers import BlockMask, select, shortest_first
-from cute_kernels.sparse_attn import reference
+from cute_kernels.testing import sparse_attn as reference
 from tests.mhc.cases import normal
 from tests.option_table.calls import call
 

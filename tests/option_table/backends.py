@@ -10,7 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from cute_kernels import arch, dispatch
+from cute_kernels import arch
+from cute_kernels.runtime import dispatch
 from cute_kernels.runtime.plan_cache import Plan
 
 

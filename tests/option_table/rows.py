@@ -8,14 +8,14 @@ from unittest import mock
 
 import torch
 
-from cute_kernels import groups
-from cute_kernels.gemm import reference as products
-from cute_kernels.logp import reference as logps
-from cute_kernels.near import Near, U, exact
-from cute_kernels.norm import reference as norms
 from cute_kernels.norm.config import LAYER, RMS
 from cute_kernels.norm.tensors import Rule, Scale, Upstream
-from cute_kernels.rowwise import reference as rowwise
+from cute_kernels.runtime import process_groups
+from cute_kernels.testing import gemm as products
+from cute_kernels.testing import logp as logps
+from cute_kernels.testing import norm as norms
+from cute_kernels.testing import rowwise
+from cute_kernels.testing.error_bounds import Near, U, exact
 from tests.contract import half_ulp
 from tests.integrations import threaded_ranks
 from tests.logp import cases as logp_cases
@@ -174,9 +174,9 @@ def shards() -> dict[str, float]:
 
     team = torch.get_num_threads()
     with (
-        mock.patch.object(groups, "_all_gather", threaded_ranks.all_gather),
-        mock.patch.object(groups, "group_of", lambda value, name: value),
-        mock.patch.object(groups, "devices", lambda group: ["cpu"]),
+        mock.patch.object(process_groups, "_all_gather", threaded_ranks.all_gather),
+        mock.patch.object(process_groups, "group_of", lambda value, name: value),
+        mock.patch.object(process_groups, "devices", lambda group: ["cpu"]),
     ):
         ranks = threaded_ranks.together(2, work)
     torch.set_num_threads(team)

@@ -95,7 +95,7 @@ def test_a_remembered_call_has_the_bytes_of_the_whole_way(monkeypatch, name, sha
     run = cached_cases.CALLS[name]
     one, other = (spread(*shape, seed=s, dtype=dtype).cuda() for s in (1, 2))
     want = [run(one), run(other)]
-    monkeypatch.setattr(launch, "_prepared", None)  # whoever prepares again fails
+    monkeypatch.setattr(launch, "_plan_elements", None)  # a call that plans again fails
     assert same_bytes(run(one), want[0]) and same_bytes(run(other), want[1])
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

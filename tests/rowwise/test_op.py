@@ -11,9 +11,10 @@ from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 
 import cute_kernels as ck
-from cute_kernels import arch, contracts, dispatch
+from cute_kernels import arch, contracts
 from cute_kernels.errors import UnsupportedTransformError
 from cute_kernels.rowwise import config, op
+from cute_kernels.runtime import dispatch
 from tests.contract import same_bytes
 
 from .cases import BF16, DTYPES, FP16, FP32, SOFTMAXES, drawn, indices, threads

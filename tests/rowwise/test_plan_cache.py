@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import dispatch
 from cute_kernels.compile import extension
 from cute_kernels.errors import DtypeError, ShapeError
 from cute_kernels.rowwise import cpu, op
-from cute_kernels.runtime import plan_cache
+from cute_kernels.runtime import dispatch, plan_cache
 from cute_kernels.runtime.plan_cache import Plan
 from tests.contract import same_bytes
 from tests.runtime.cached_calls import counted

@@ -9,7 +9,8 @@ import torch
 from torch.autograd import gradcheck
 
 import cute_kernels as ck
-from cute_kernels.rowwise import config, cpu, functions, op, reference
+from cute_kernels.rowwise import config, cpu, functions, op
+from cute_kernels.testing import rowwise as reference
 from tests.contract import same_bytes
 
 from . import cases

@@ -52,8 +52,8 @@ def counted(monkeypatch) -> dict[str, int]:
 
     count(gemm_op.checks, "linear", "linear")
     count(norm_op.checks, "norm", "norm")
-    count(attention_op.prepare, "operands", "attention")
-    count(attention_op.prepare, "by_rule", "attention")
+    count(attention_op.lowering, "operands", "attention")
+    count(attention_op.lowering, "by_rule", "attention")
     count(checks, "spans", "attention")
     count(rowwise_checks, "element", "elements")
     count(rowwise_checks, "gated", "elements")

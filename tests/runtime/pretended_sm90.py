@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 from unittest import mock
 
-from cute_kernels import arch, dispatch
+from cute_kernels import arch
 from cute_kernels.gemm import launch as gemm_launch
 from cute_kernels.norm import launch as norm_launch
-from cute_kernels.runtime import plan_cache
+from cute_kernels.runtime import dispatch, plan_cache
 from cute_kernels.sparse_attn import launch as attention_launch
 from cute_kernels.sparse_attn import op as attention_op
-from cute_kernels.sparse_attn import sequence_op
+from cute_kernels.sparse_attn.kv_ranges import op as kv_ranges_op
 from tests.gemm.simulated import simulated as simulated_gemm
 from tests.norm.simulated import simulated as simulated_norm
 from tests.sparse_attn.simulated import simulated as simulated_attention
@@ -31,7 +31,7 @@ def pretended(monkeypatch):
         "norm_add_parts": norm_launch.plan_add_parts,
         attention_op.NAME: attention_launch.plan_forward,
         f"{attention_op.NAME}_backward": attention_launch.plan_backward,
-        sequence_op.SPANS_NAME: attention_launch.plan_forward_of_spans,
+        kv_ranges_op.SPANS_NAME: attention_launch.plan_forward_of_spans,
     }
 
     def launcher(name, *where):

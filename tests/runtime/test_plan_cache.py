@@ -5,7 +5,9 @@ The SM90 launchers run here in the simulator, on CPU tensors that are taken for 
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import types
 from unittest import mock
 
 import pytest
@@ -14,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_kernels as ck
-from cute_kernels import dispatch, errors, settings
+from cute_kernels import errors, settings
 from cute_kernels.compile import extension
 from cute_kernels.gemm import op as gemm_op
-from cute_kernels.runtime import plan_cache
+from cute_kernels.runtime import dispatch, plan_cache
 from cute_kernels.sparse_attn import op as attention_op
 from tests.compile.toy import needs_linker
 from tests.contract import same_bytes
@@ -231,7 +233,7 @@ def test_a_graph_that_is_captured_keeps_the_lists_it_reads(on_sm90, whole_way, m
     """Attention's come from a cache, which must know of the graph; other calls hold no memory."""
     pinned = []
     monkeypatch.setattr(
-        attention_op.prepare, "mask_of_op", lambda *given: pinned.append(1) or true_mask(*given)
+        attention_op.lowering, "mask_of_op", lambda *given: pinned.append(1) or true_mask(*given)
     )
     with idle():
         for mask in (None, MASK):
@@ -246,7 +248,7 @@ def test_a_graph_that_is_captured_keeps_the_lists_it_reads(on_sm90, whole_way, m
 
 def test_no_call_keeps_a_tensor_that_left_the_cache(on_sm90, whole_way, monkeypatch):
     """The cache waits for every stream before it gives memory away; a call could not."""
-    cache = attention_op.prepare.cache
+    cache = attention_op.lowering.cache
 
     def call_with_bits():
         ck.block_sparse_attention(Q, K, K, ck.BlockMask.from_dense(torch.rand(130, 130) < 0.5))
@@ -266,7 +268,7 @@ def test_no_call_keeps_a_tensor_that_left_the_cache(on_sm90, whole_way, monkeypa
         assert whole_way["attention"] == before + 2
 
 
-true_mask = attention_op.prepare.mask_of_op
+true_mask = attention_op.lowering.mask_of_op
 
 
 @by_both
@@ -319,8 +321,17 @@ def asked():
         ck.linear(X, W)
 
 
-def owned():
-    with mock.patch.object(plan_cache.data_parallel, "sharding", lambda: True):
+def sharded_by_fsdp(**attributes):
+    """Pretend that fully_shard gathered W from a parameter with these attributes."""
+    of_w = lambda t: types.SimpleNamespace(**attributes) if t is W else None  # noqa: E731
+    return mock.patch.multiple(
+        plan_cache.data_parallel, sharding=lambda: True, sharded=mock.Mock(side_effect=of_w)
+    )
+
+
+def sharded_with_main_grad():
+    refused = contextlib.suppress(errors.ArgumentValueError)
+    with sharded_by_fsdp(main_grad=torch.zeros(2)), refused:
         ck.linear(X, W)
 
 
@@ -336,7 +347,7 @@ WATCHED = {
     "autocast": cast,
     "mode": moded,
     "mode above autograd": asked,
-    "fully_shard": owned,
+    "fully_shard": sharded_with_main_grad,
     "vmap": lambda: torch.func.vmap(lambda rows: ck.linear(rows, W))(X.view(2, 4, 48)),
     "subclass": lambda: ck.linear(X.as_subclass(Subclass), W),
     "subclass of another": lambda: ck.linear(X, W.as_subclass(Subclass)),
@@ -356,6 +367,14 @@ def test_nobody_is_passed_by(on_sm90, whole_way, name):
             before = whole_way["linear"]
             WATCHED[name]()
             assert whole_way["linear"] == before + 1
+
+
+@by_both
+def test_plans_are_cached_under_fully_shard(on_sm90, whole_way):
+    with idle(), sharded_by_fsdp():
+        for _ in range(3):
+            ck.linear(X, W)
+    assert whole_way["linear"] == 1
 
 
 @by_both
@@ -436,7 +455,13 @@ def test_a_key_without_a_part_is_killed(on_sm90, whole_way, in_python, monkeypat
 
 @pytest.mark.parametrize(
     ("part", "name"),
-    [(" and not data_parallel.sharding()", "fully_shard"), ("on_gpu(t) and ", "a CPU")],
+    [
+        (
+            "data_parallel.sharding() and any(map(data_parallel.has_sharded_main_grad, tensors))",
+            "fully_shard",
+        ),
+        ("on_gpu(tensors[0]) and ", "a CPU"),
+    ],
 )
 def test_a_key_that_asks_less_is_killed(on_sm90, whole_way, in_python, monkeypatch, part, name):
     without(part, plan_cache.is_cacheable, monkeypatch)

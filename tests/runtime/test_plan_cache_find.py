@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_kernels as ck
-from cute_kernels import data_parallel, settings, torch_ops
+from cute_kernels import settings
 from cute_kernels.compile import extension
-from cute_kernels.runtime import plan_cache
+from cute_kernels.runtime import data_parallel, plan_cache, torch_ops
 from tests.anchors import replaced
 from tests.compile.toy import needs_linker
 
@@ -97,7 +97,10 @@ def profiled():
 
 
 def sharded():
-    return mock.patch.object(data_parallel, "sharding", lambda: True)
+    """fully_shard has gathered W from a parameter with a main_grad."""
+    return mock.patch.multiple(
+        data_parallel, sharding=lambda: True, has_sharded_main_grad=lambda t: t is W
+    )
 
 
 def within(context):
@@ -168,11 +171,12 @@ def test_c_that_asks_none_is_killed(monkeypatch, tmp_path):
         answers(both, SITUATIONS["autocast"][0])
 
 
-def test_no_plan_is_cached_under_fully_shard(both, monkeypatch):
+def test_a_main_grad_under_fully_shard_is_looked_for_in_each_call(both, monkeypatch):
     monkeypatch.undo()
-    assert plan_cache.is_cacheable(mock.Mock(is_cuda=True))
+    x = mock.Mock(is_cuda=True)
+    assert plan_cache.is_cacheable(x, W, None)
     with sharded():
-        assert not plan_cache.is_cacheable(mock.Mock(is_cuda=True))
+        assert plan_cache.is_cacheable(x, X, None) and not plan_cache.is_cacheable(x, W)
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import dispatch, errors, torch_ops
+from cute_kernels import errors
 from cute_kernels.gemm import launch as gemm_launch
 from cute_kernels.gemm import op as gemm_op
 from cute_kernels.gemm import tiles
 from cute_kernels.norm import launch as norm_launch
 from cute_kernels.norm import op as norm_op
 from cute_kernels.norm.tensors import Rule, Scale
-from cute_kernels.runtime import plan_cache
+from cute_kernels.runtime import dispatch, plan_cache, torch_ops
 from cute_kernels.sparse_attn import api
 from tests.contract import same_bytes
 from tests.gemm.simulated import WIDE

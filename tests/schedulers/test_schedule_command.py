@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 import cute_kernels as ck
 from cute_kernels.__main__ import app
+from cute_kernels.cli.schedule import _MASKS, parse_mask
 from cute_kernels.errors import CuteKernelsError, ScheduleError
-from cute_kernels.schedule_command import _MASKS, parse_mask
 from cute_kernels.schedulers.masks.mask import BlockMask
 from cute_kernels.schedulers.model.bounds import bound
 from cute_kernels.schedulers.model.machines import TABLE, machine

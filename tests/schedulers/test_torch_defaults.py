@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from cute_kernels.schedule_command import _MASKS, parse_mask
+from cute_kernels.cli.schedule import _MASKS, parse_mask
 from cute_kernels.schedulers import BlockMask, bound, simulate, to_fa4
 from cute_kernels.schedulers.masks.fa4 import from_fa4
 from cute_kernels.schedulers.model.machines import machine

@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels.schedulers.masks.mask import BlockMask
 from cute_kernels.schedulers.order import kinds
-from cute_kernels.sparse_attn import reference
+from cute_kernels.testing import sparse_attn as reference
 from tests import contract, ptxsim
 from tests.kernels import ring_defects
 from tests.ptxsim import available

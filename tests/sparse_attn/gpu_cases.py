@@ -8,8 +8,8 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.schedulers import BlockMask
-from cute_kernels.sparse_attn import reference
 from cute_kernels.sparse_attn.config import VALUE_DIMS
+from cute_kernels.testing import sparse_attn as reference
 from tests import contract
 
 SEED = 17

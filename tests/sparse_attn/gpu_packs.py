@@ -15,7 +15,8 @@ from unittest import mock
 import numpy as np
 import torch
 
-from cute_kernels.sparse_attn import config, passes
+from cute_kernels.sparse_attn import config
+from cute_kernels.sparse_attn.varlen import passes
 from tests.sparse_attn import pack_cases as known
 from tests.sparse_attn import sequence_cases
 

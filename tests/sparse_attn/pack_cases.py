@@ -10,12 +10,14 @@ import numpy as np
 import torch
 
 import cute_kernels as ck
-from cute_kernels import dispatch
+from cute_kernels.runtime import dispatch
 from cute_kernels.schedulers import BlockMask
-from cute_kernels.sparse_attn import launch, pack_op, passes
+from cute_kernels.sparse_attn import launch
 from cute_kernels.sparse_attn.config import VALUE_DIMS
 from cute_kernels.sparse_attn.op import NAME as OP
-from cute_kernels.sparse_attn.passes import PACK_NAME as PACK
+from cute_kernels.sparse_attn.varlen import op as varlen_op
+from cute_kernels.sparse_attn.varlen import passes
+from cute_kernels.sparse_attn.varlen.passes import PACK_NAME as PACK
 from tests.contract import same_bytes
 from tests.sparse_attn import simulated
 
@@ -79,7 +81,7 @@ def trusted(tensors, cu_seqlens, window=(None, 0), sinks=None, softcap=0.0):
 
     def run(q, k, v):
         given = (t[None] for t in (q, k, v))
-        out, lse = pack_op.pack_attention(*given, cu_seqlens, *numbers, sinks)
+        out, lse = varlen_op.pack_attention(*given, cu_seqlens, *numbers, sinks)
         return out[0], lse[0]
 
     return differentiated(run, tensors)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels.schedulers import BlockMask
-from cute_kernels.sparse_attn import config, launch, masks, reference
+from cute_kernels.sparse_attn import config, launch, masks
+from cute_kernels.testing import sparse_attn as reference
 from tests import contract, ptxsim
 from tests.sparse_attn import simulated
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels import arch, checking, errors
+from cute_kernels import arch, errors
 from cute_kernels.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -24,6 +24,7 @@ from cute_kernels.errors import (
     ScheduleError,
     ShapeError,
 )
+from cute_kernels.runtime import checking
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.rules import Band
 from cute_kernels.schedulers.order import kinds

@@ -6,7 +6,7 @@ import pytest
 
 from tests.ptxsim import available
 
-available.import_module("cute_kernels.certify.certificate")
+available.import_module("verify.certificate")
 kernel = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
 
 from cute_kernels.sparse_attn import config, launch  # noqa: E402

@@ -13,8 +13,8 @@ import functools
 import pytest
 import torch
 
-from cute_kernels.caching import ByteCache
-from cute_kernels.sparse_attn import masks, prepare
+from cute_kernels.runtime.caching import ByteCache
+from cute_kernels.sparse_attn import lowering, masks
 from tests import contract, ptxsim
 from tests.ptxsim import available
 from tests.sparse_attn import simulated, waits
@@ -136,11 +136,11 @@ def test_mutants_are_killed(monkeypatch, mutant, head_dim, form):
 def test_words_that_are_not_transposed_are_noticed(monkeypatch, head_dim):
     """The backward reads the words of a key, which are not those of a query."""
     ((case, schedule, wanted),) = cases(head_dim, "bits")
-    monkeypatch.setattr(prepare, "cache", ByteCache("of this test", prepare.cache.limit))
+    monkeypatch.setattr(lowering, "cache", ByteCache("of this test", lowering.cache.limit))
     again = case._replace(mask=of_bits())
     for a, b in zip(simulated_bwd.backward(again, schedule), wanted, strict=True):
         assert contract.same_bytes(a, b)
-    monkeypatch.setattr(prepare, "cache", ByteCache("of this test", prepare.cache.limit))
+    monkeypatch.setattr(lowering, "cache", ByteCache("of this test", lowering.cache.limit))
     monkeypatch.setattr(masks, "_transposed", lambda words: words)
     again = case._replace(mask=of_bits())
     found = simulated_bwd.backward(again, schedule)

@@ -20,7 +20,7 @@ from cute_kernels.schedulers.masks.mask import BlockMask
 from cute_kernels.schedulers.order import kinds
 from cute_kernels.schedulers.order.safety import check
 from cute_kernels.schedulers.order.schedule import Schedule
-from cute_kernels.sparse_attn import config, masks, prepare
+from cute_kernels.sparse_attn import config, lowering, masks
 from tests import contract, ptxsim, sim
 from tests.ptxsim import available
 
@@ -220,7 +220,7 @@ def test_the_op_takes_no_schedule_that_needs_residents(name, group):
     block_mask, kind, _ = NEEDY[name]
     lowered = masks.lower(block_mask)
     with pytest.raises(ScheduleError, match="allow_residency"):
-        prepare.admitted(lowered, kind(lowered.mask, heads=1), 1, 128, group)
+        lowering.admitted(lowered, kind(lowered.mask, heads=1), 1, 128, group)
 
 
 @pytest.mark.parametrize("group", [2, 5])

@@ -12,11 +12,11 @@ import pytest
 
 from tests.ptxsim import available
 
-available.import_module("cute_kernels.certify.certificate")
+available.import_module("verify.certificate")
 
-from cute_kernels.certify import sass  # noqa: E402
 from cute_kernels.sparse_attn import kernel_bwd_sm90, kernel_fwd_sm90, launch  # noqa: E402
 from tests import certified  # noqa: E402
+from verify import sass  # noqa: E402
 
 CATALOGUE = list(launch.catalogue())
 

@@ -13,10 +13,9 @@ import pytest
 
 from tests.ptxsim import available
 
-available.import_module("cute_kernels.certify.certificate")
+available.import_module("verify.certificate")
 kernel = available.import_module("cute_kernels.sparse_attn.kernel_fwd_sm90")
 
-from cute_kernels.certify import sass  # noqa: E402
 from cute_kernels.sparse_attn import launch, masks  # noqa: E402
 from cute_kernels.sparse_attn.config import (  # noqa: E402
     FORM_OF_PACKS,
@@ -25,6 +24,7 @@ from cute_kernels.sparse_attn.config import (  # noqa: E402
 )
 from tests import certified  # noqa: E402
 from tests.sparse_attn.waits import no_wait_for  # noqa: E402
+from verify import sass  # noqa: E402
 
 #: Not simulated, but as costly, and proved by the same digests.
 pytestmark = pytest.mark.simulates("sparse_attn")

@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.sparse_attn import kernel_fwd_sm90, launch, prepare, sequences
+from cute_kernels.sparse_attn import kernel_fwd_sm90, launch, lowering
 from cute_kernels.sparse_attn.config import HEAD_DIMS, VALUE_DIMS
 from cute_kernels.sparse_attn.device import merge
+from cute_kernels.sparse_attn.kv_ranges import ranges
 from cute_kernels.sparse_attn.tensors import shape_of_out
 from tests import contract, ptxsim, sim
 from tests.kernels.edited import changed
@@ -66,9 +67,9 @@ def by_runs(one: Given) -> tuple[Tensor, Tensor]:
     out = one.q.new_zeros(shape_of_out(one.q, one.v))
     lse = torch.full((len(out), *out.shape[2:0:-1]), -math.inf)
     with simulated.simulated():
-        for run in sequences.runs_of(one.spans, "cpu"):
+        for run in ranges.runs_of(one.spans, "cpu"):
             cut = run.cut_queries(one.q), run.cut_keys(one.k), run.cut_keys(one.v)
-            part = launch.forward(*cut, prepare.lower(run.mask), SCALE, one.softcap)
+            part = launch.forward(*cut, lowering.lower(run.mask), SCALE, one.softcap)
             out[run.batch, run.queries], lse[run.batch, :, run.queries] = part
     return out, lse
 

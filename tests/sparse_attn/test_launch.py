@@ -7,11 +7,13 @@ import itertools
 import pytest
 import torch
 
-from cute_kernels import arch, dispatch, settings
+from cute_kernels import arch, settings
 from cute_kernels.errors import NondeterministicError
+from cute_kernels.runtime import dispatch
 from cute_kernels.schedulers import BlockMask
-from cute_kernels.sparse_attn import launch, reference
+from cute_kernels.sparse_attn import launch
 from cute_kernels.sparse_attn.api import block_sparse_attention
+from cute_kernels.testing import sparse_attn as reference
 from tests import contract
 from tests.ptxsim import available
 from tests.sparse_attn import cases

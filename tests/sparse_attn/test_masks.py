@@ -15,7 +15,7 @@ from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.bits import unpack
 from cute_kernels.schedulers.masks.rules import Band
 from cute_kernels.schedulers.order import kinds
-from cute_kernels.sparse_attn import masks, prepare
+from cute_kernels.sparse_attn import lowering, masks
 from tests.contract import same_bytes
 from tests.sparse_attn import cases
 
@@ -267,9 +267,9 @@ def test_an_order_without_entries():
 
 def test_lowered_once_per_content():
     one, two = (BlockMask.sliding_window(400, 400, left=71, right=2) for _ in range(2))
-    assert prepare.lower(one) is prepare.lower(one) is prepare.lower(two)
+    assert lowering.lower(one) is lowering.lower(one) is lowering.lower(two)
     other = BlockMask.sliding_window(400, 400, left=72, right=2)
-    assert prepare.lower(other) is not prepare.lower(one)
+    assert lowering.lower(other) is not lowering.lower(one)
 
 
 MUTANTS = {

@@ -15,15 +15,16 @@ import torch
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-from cute_kernels import contracts, dispatch
+from cute_kernels import contracts
 from cute_kernels.errors import (
     ArgumentValueError,
     NondeterministicError,
     UnsupportedTransformError,
 )
+from cute_kernels.runtime import dispatch
 from cute_kernels.schedulers import BlockMask, select
 from cute_kernels.schedulers.order import kinds
-from cute_kernels.sparse_attn import checks, cpu, masks, op, prepare
+from cute_kernels.sparse_attn import checks, cpu, lowering, masks, op
 from cute_kernels.sparse_attn.api import block_sparse_attention
 from tests.contract import ROOT, same_bytes
 from tests.sparse_attn import cases
@@ -50,7 +51,7 @@ MASKS = {
 
 def operands(mask: BlockMask) -> tuple:
     """What follows q, k and v in the ops."""
-    found = prepare.operands(mask.handle, False, "spt", True, (B, SQ, SK, H, HKV, D), "cpu")
+    found = lowering.operands(mask.handle, False, "spt", True, (B, SQ, SK, H, HKV, D), "cpu")
     return (*found, D**-0.5, 0.0, True, None)
 
 
@@ -243,7 +244,7 @@ def test_masks_and_schedules_are_built_once(monkeypatch):
     assert built == {"mask": 1, "schedule": 1}
     block_sparse_attention(*x.leaves(), BlockMask.sliding_window(SQ, SK, left=45, right=4))
     assert built["mask"] == 2
-    words = {id(t) for _ in range(2) for t in prepare.lower(mask).tensors()}
+    words = {id(t) for _ in range(2) for t in lowering.lower(mask).tensors()}
     assert len(words) == len(masks.TENSORS) - 1  # both tile tensors are one where unread
 
 

@@ -10,7 +10,9 @@ from cute_kernels.errors import ScheduleError
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.rules import Band
 from cute_kernels.schedulers.order import kinds
-from cute_kernels.sparse_attn import masks, packs, prepare, sequences
+from cute_kernels.sparse_attn import lowering, masks
+from cute_kernels.sparse_attn.kv_ranges import ranges
+from cute_kernels.sparse_attn.varlen import layout as packs
 from tests.contract import same_bytes
 from tests.sparse_attn.pack_cases import RULES, lengths_of, offsets
 
@@ -162,7 +164,7 @@ def test_orders(rule, dim):
 
 def test_a_schedule_that_misses_a_visit_is_refused(monkeypatch):
     monkeypatch.setattr(packs, "side_by_side", lambda parts, mask: true(parts[:1], mask))
-    monkeypatch.setattr(prepare.cache, "get", lambda key, make: make())
+    monkeypatch.setattr(lowering.cache, "get", lambda key, make: make())
     with pytest.raises(ScheduleError):
         packs.order(layout_of([130, 200]), (None, 0), (1, 1), 128, "cpu")
 
@@ -188,26 +190,26 @@ def spans_of(padding: list[list[int]], left: int | None = None) -> torch.Tensor:
         row = torch.arange(rows)
         dense = (row <= row[:, None]) & (row >= row[:, None] - left)
         dense = dense & real[:, None, None] & real[:, None, :, None]
-        seen = sequences.seen_of(dense)
-    return sequences.spans_of(seen, real, 0, 0, (batch, rows, rows), False)
+        seen = ranges.seen_of(dense)
+    return ranges.spans_of(seen, real, 0, 0, (batch, rows, rows), False)
 
 
 def test_padding_is_a_pack():
-    pack = sequences.pack_of(spans_of([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0], [0, 1, 0, 0, 0]]))
+    pack = ranges.pack_of(spans_of([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0], [0, 1, 0, 0, 0]]))
     assert pack.places == ((2, 5), (5, 9), (11, 12)) and pack.window == (None, 0)
 
 
 def test_windows_are_shared():
     rows = [[1, 1, 1, 1, 1, 0], [0, 0, 0, 0, 1, 1]]
-    assert sequences.pack_of(spans_of(rows, left=2)).window == (2, 0)
-    assert sequences.pack_of(spans_of(rows, left=9)).window == (None, 0)
+    assert ranges.pack_of(spans_of(rows, left=2)).window == (2, 0)
+    assert ranges.pack_of(spans_of(rows, left=9)).window == (None, 0)
 
 
 def test_documents_are_a_pack():
     cut = torch.tensor([0] * 3 + [1] + [2] * 4)
     dense = (cut == cut[:, None]).tril()[None, None]
-    spans = sequences.spans_of(sequences.seen_of(dense), None, 0, 0, (1, 8, 8), True)
-    assert sequences.pack_of(spans) == (((0, 3), (3, 4), (4, 8)), (None, 0))
+    spans = ranges.spans_of(ranges.seen_of(dense), None, 0, 0, (1, 8, 8), True)
+    assert ranges.pack_of(spans) == (((0, 3), (3, 4), (4, 8)), (None, 0))
 
 
 def _changed(at: tuple[int, int], value: int) -> torch.Tensor:
@@ -231,7 +233,7 @@ def _changed(at: tuple[int, int], value: int) -> torch.Tensor:
     ids=["one", "alike", "one of two", "position", "no end", "no band", "sides", "two windows"],
 )
 def test_what_is_no_pack(spans):
-    assert sequences.pack_of(spans) is None
+    assert ranges.pack_of(spans) is None
 
 
 @pytest.mark.parametrize("window", [(None, 0), (None, None), (200, 0), (130, 40)])

@@ -88,7 +88,7 @@ def test_sinks_of_tokens_of_no_sequence_have_no_gradient():
         with known.on_sm90():
             q, k, v, dout, dlse = given
             args = [t[None] for t in (q, k, v)]
-            out, lse = known.pack_op.pack_attention(*args, offsets, None, 0, 0.125, 0.0, sinks)
+            out, lse = known.varlen_op.pack_attention(*args, offsets, None, 0, 0.125, 0.0, sinks)
             found.append(torch.autograd.grad((out[0], lse[0]), sinks, (dout, dlse))[0])
     assert found[0].isfinite().all() and torch.allclose(*found, rtol=1e-6)
 

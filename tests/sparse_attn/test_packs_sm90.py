@@ -11,16 +11,11 @@ import torch
 import cute_kernels as ck
 from cute_kernels.errors import DeviceError
 from cute_kernels.schedulers import BlockMask
-from cute_kernels.sparse_attn import (
-    api,
-    config,
-    launch,
-    pack_op,
-    packs,
-    prepare,
-    sequence_op,
-    sequences,
-)
+from cute_kernels.sparse_attn import api, config, launch, lowering
+from cute_kernels.sparse_attn.kv_ranges import op as kv_ranges_op
+from cute_kernels.sparse_attn.kv_ranges import ranges
+from cute_kernels.sparse_attn.varlen import layout
+from cute_kernels.sparse_attn.varlen import op as varlen_op
 from tests.contract import same_bytes
 from tests.ptxsim.available import requires_sim
 from tests.sparse_attn import pack_cases as known
@@ -73,7 +68,7 @@ def test_options():
 def test_one_launch_a_pass(monkeypatch):
     """And one before it, and no copies."""
     calls = []
-    monkeypatch.setattr(packs.Layout, "spread", lambda of, t, fill=0.0: pytest.fail("a copy"))
+    monkeypatch.setattr(layout.Layout, "spread", lambda of, t, fill=0.0: pytest.fail("a copy"))
     true = launch.bind
 
     def bind(device, kernel, flatten=()):
@@ -90,9 +85,9 @@ def test_one_launch_a_pass(monkeypatch):
 
 def test_nothing_is_read_from_the_host_but_offsets(monkeypatch):
     """No list, no order and no mask is made for a pack, nor kept."""
-    for owner, name in ((packs, "layout"), (packs, "_on_host"), (prepare, "admitted")):
+    for owner, name in ((layout, "layout"), (layout, "_on_host"), (lowering, "admitted")):
         monkeypatch.setattr(owner, name, lambda *a, name=name: pytest.fail(name))
-    monkeypatch.setattr(prepare.cache, "get", lambda key, make: pytest.fail(str(key)))
+    monkeypatch.setattr(lowering.cache, "get", lambda key, make: pytest.fail(str(key)))
     lengths = [256, 128, 77]
     tensors = known.drawn(sum(lengths), dim=128)
     with known.on_sm90():
@@ -102,7 +97,7 @@ def test_nothing_is_read_from_the_host_but_offsets(monkeypatch):
 
 def test_offsets_on_the_cpu_are_refused_in_a_graph(monkeypatch):
     """Whose replays would read what was in that memory."""
-    monkeypatch.setattr(pack_op, "_capturing", lambda: True)
+    monkeypatch.setattr(varlen_op, "_capturing", lambda: True)
     tensors = known.drawn(100)
     with known.on_sm90(), pytest.raises(DeviceError, match=r"cu_seqlens: .* CUDA graph"):
         known.packed(tensors, [60, 40])
@@ -111,15 +106,15 @@ def test_offsets_on_the_cpu_are_refused_in_a_graph(monkeypatch):
 def test_offsets_on_a_gpu_are_left_there_where_kernels_read_them(monkeypatch):
     """Else they come to the CPU, which waits; those on the CPU are looked at."""
     on_gpu, on_cpu = (SimpleNamespace(is_cuda=flag) for flag in (True, False))
-    monkeypatch.setattr(pack_op, "pack_offsets", lambda given, rows: ("looked at", given, rows))
+    monkeypatch.setattr(varlen_op, "pack_offsets", lambda given, rows: ("looked at", given, rows))
     q = torch.empty(1, 90, 2, 64)
     for reads in (True, False):
-        monkeypatch.setattr(pack_op, "reads_offsets", lambda device, reads=reads: reads)
+        monkeypatch.setattr(varlen_op, "reads_offsets", lambda device, reads=reads: reads)
         looked_at = "looked at", on_gpu, 90
-        assert pack_op.offsets_of(on_gpu, q) == (on_gpu if reads else looked_at)
-        assert pack_op.offsets_of(on_cpu, q) == ("looked at", on_cpu, 90)
+        assert varlen_op.offsets_of(on_gpu, q) == (on_gpu if reads else looked_at)
+        assert varlen_op.offsets_of(on_cpu, q) == ("looked at", on_cpu, 90)
     monkeypatch.undo()
-    assert not pack_op.reads_offsets("cpu") and not pack_op.reads_offsets("cuda:0")
+    assert not varlen_op.reads_offsets("cpu") and not varlen_op.reads_offsets("cuda:0")
 
 
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
@@ -168,11 +163,11 @@ def test_padded_batches_take_one_launch(monkeypatch, left):
     """With the bytes of a launch for each sequence."""
     rows = PADDED
     calls = []
-    true = sequence_op._attend_run
-    monkeypatch.setattr(sequence_op, "_attend_run", lambda *a: (calls.append(1), true(*a))[1])
+    true = kv_ranges_op._attend_run
+    monkeypatch.setattr(kv_ranges_op, "_attend_run", lambda *a: (calls.append(1), true(*a))[1])
     made = attended(rows, left)
     assert not calls
-    monkeypatch.setattr(sequences, "pack_of", lambda spans: None)
+    monkeypatch.setattr(ranges, "pack_of", lambda spans: None)
     want = attended(rows, left)
     assert len(calls) == len(rows)
     assert all(map(same_bytes, made, want))
@@ -200,26 +195,26 @@ def test_one_mask_for_the_pack_is_killed():
 
 
 def _gaps_of_nan(monkeypatch):
-    spread = packs.Layout.spread
+    spread = layout.Layout.spread
     monkeypatch.setattr(
-        packs.Layout, "spread", lambda of, t, fill=0.0: spread(of, t, fill or torch.nan)
+        layout.Layout, "spread", lambda of, t, fill=0.0: spread(of, t, fill or torch.nan)
     )
 
 
 def _window_of_one_less(monkeypatch):
-    mask = packs._mask
-    monkeypatch.setattr(packs, "_mask", lambda of, left, right: mask(of, left - 1, right))
+    mask = layout._mask
+    monkeypatch.setattr(layout, "_mask", lambda of, left, right: mask(of, left - 1, right))
 
 
 def _gaps_are_seen(monkeypatch):
     """As if a sequence ended where the next one begins."""
-    mask = packs._mask
+    mask = layout._mask
 
     def seen(of, left, right):
         ends = np.append(of.begins[1:], of.length)
         return mask(of._replace(lengths=ends - of.begins), left, right)
 
-    monkeypatch.setattr(packs, "_mask", seen)
+    monkeypatch.setattr(layout, "_mask", seen)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +233,7 @@ def test_mutants_are_killed(monkeypatch, mutant, rule, names):
     with known.on_sm90():
         want = known.alone(tensors, lengths, *rule)
         mutant(monkeypatch)
-        monkeypatch.setattr(prepare.cache, "get", lambda key, make: make())
+        monkeypatch.setattr(lowering.cache, "get", lambda key, make: make())
         assert names <= set(known.differing(known.packed(tensors, lengths, *rule), want))
 
 
@@ -250,9 +245,9 @@ def test_another_schedule_is_killed(monkeypatch):
     with known.on_sm90():
         want = known.alone(tensors, lengths)
         assert known.differing(known.packed(tensors, lengths), want) == []
-        admitted = prepare.admitted
+        admitted = lowering.admitted
         monkeypatch.setattr(
-            prepare, "admitted", lambda mask, name, *rest: admitted(mask, "lpt", *rest)
+            lowering, "admitted", lambda mask, name, *rest: admitted(mask, "lpt", *rest)
         )
-        monkeypatch.setattr(prepare.cache, "get", lambda key, make: make())
+        monkeypatch.setattr(lowering.cache, "get", lambda key, make: make())
         assert known.differing(known.packed(tensors, lengths), want) == ["dq"]

@@ -10,7 +10,10 @@ from torch.library import opcheck
 from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, DeviceError, ShapeError
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.spans import Spans
-from cute_kernels.sparse_attn import api, config, device_spans, sequence_op, sequences
+from cute_kernels.sparse_attn import api, config
+from cute_kernels.sparse_attn.kv_ranges import on_device as ranges_on_device
+from cute_kernels.sparse_attn.kv_ranges import op as kv_ranges_op
+from cute_kernels.sparse_attn.kv_ranges import ranges
 from tests.contract import same_bytes
 from tests.sparse_attn.sequence_cases import (
     CACHED,
@@ -80,9 +83,9 @@ def _with_mask_of(run, shift):
 @pytest.mark.parametrize("shift", [0, 64])
 def test_keys_in_other_blocks_are_seen(shift, monkeypatch):
     """Mutants: a dropped key's position does not count, or counts wrong."""
-    true = sequences.runs_of
+    true = ranges.runs_of
     monkeypatch.setattr(
-        sequences, "runs_of", lambda *a: [_with_mask_of(run, shift) for run in true(*a)]
+        ranges, "runs_of", lambda *a: [_with_mask_of(run, shift) for run in true(*a)]
     )
     window = 200
     got = cached(window, 1, CHUNKS)
@@ -93,7 +96,7 @@ def test_keys_in_other_blocks_are_seen(shift, monkeypatch):
 
 def test_padding_left_in_place_is_seen(monkeypatch):
     """Mutant: positions are columns."""
-    true = sequences._real
+    true = ranges._real
 
     def real(padding, own):
         first, end, inside = true(padding, own)
@@ -103,24 +106,24 @@ def test_padding_left_in_place_is_seen(monkeypatch):
         dense = padding[:, None, None] & torch.ones(S + 20, S + 20, dtype=torch.bool).tril()
         return spans_of(api.seen_columns(dense), padding, *rest)
 
-    spans_of = sequences.spans_of
-    monkeypatch.setattr(sequences, "_real", real)
-    monkeypatch.setattr(sequences, "spans_of", rule)
+    spans_of = ranges.spans_of
+    monkeypatch.setattr(ranges, "_real", real)
+    monkeypatch.setattr(ranges, "spans_of", rule)
     (found,) = behind((20,), (S,), S + 20)
     assert "out" in differing(found, alone(S))
 
 
 def test_queries_of_padding_are_seen(monkeypatch):
     """Mutant: padding behind a sequence queries it; the schedule of its gradients follows."""
-    true = sequences._real
-    monkeypatch.setattr(sequences, "_real", lambda *a: (*true(*a)[:2], np.array(True)))
+    true = ranges._real
+    monkeypatch.setattr(ranges, "_real", lambda *a: (*true(*a)[:2], np.array(True)))
     with pytest.raises(AssertionError):
         behind((0,), (S,), S + 128)
 
 
 def test_documents_at_columns_are_seen(monkeypatch):
     """Mutant: a pack is one sequence.  At 128 that changes no block, at 60 it does."""
-    monkeypatch.setattr(sequences, "_starts", lambda first, end: np.zeros_like(first))
+    monkeypatch.setattr(ranges, "_starts", lambda first, end: np.zeros_like(first))
     assert "out" in differing(*packed(60, None))
     assert "out" not in differing(*packed(128, None))
 
@@ -139,7 +142,7 @@ def test_starts_by_brute_force():
             if all((t < column) == (c < column) for t, c in pairs):
                 start = column
             want.append(start)
-        assert sequences._starts(first, end).tolist() == want
+        assert ranges._starts(first, end).tolist() == want
         cuts += start > 0
     assert cuts > 50
 
@@ -212,19 +215,19 @@ def test_spans_made_on_a_device_are_the_same():
             first, end = drawn(0, columns, batch, 1, rows, 2).int().sort(-1).values.unbind(-1)
             column = torch.arange(columns)
             seen = (first[..., None] <= column) & (column < end[..., None])
-            mine, theirs = device_spans.seen_of(seen), api.seen_columns(seen)
+            mine, theirs = ranges_on_device.seen_of(seen), api.seen_columns(seen)
             assert torch.equal(mine, theirs)
             seen = theirs
         sizes = (batch, rows, columns)
-        want = sequences.spans_of(seen, padding, offset, dropped, sizes, False)
-        got = device_spans.spans_of(seen, padding, torch.tensor(offset), dropped, sizes)
+        want = ranges.spans_of(seen, padding, offset, dropped, sizes, False)
+        got = ranges_on_device.spans_of(seen, padding, torch.tensor(offset), dropped, sizes)
         assert got.dtype == torch.int32 and torch.equal(got, want), case
     assert behind > 20
 
 
 def test_where_spans_serve_best(monkeypatch):
     """Beside the keys where kernels read them, unless a gradient is asked for."""
-    monkeypatch.setattr(sequence_op, "reads_spans", lambda device: device == "cuda:1")
+    monkeypatch.setattr(kv_ranges_op, "reads_spans", lambda device: device == "cuda:1")
     with torch.no_grad():
         found = [api.spans_device(d).type for d in ("cuda:1", "cuda:0", "cpu", torch.device("mps"))]
         assert found == ["cuda", "cpu", "cpu", "cpu"]

@@ -14,15 +14,15 @@ import pytest
 
 from tests.ptxsim import available
 
-available.import_module("cute_kernels.certify.certificate")
+available.import_module("verify.certificate")
 kernel = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
 forward = available.import_module("cute_kernels.sparse_attn.kernel_fwd_sm90")
 
-from cute_kernels.certify import ptx, sass  # noqa: E402
-from cute_kernels.certify.products import serialised  # noqa: E402
 from cute_kernels.compile.kernel import Kernel  # noqa: E402
 from cute_kernels.sparse_attn import config, launch  # noqa: E402
 from tests import certified  # noqa: E402
+from verify import ptx, sass  # noqa: E402
+from verify.products import serialised  # noqa: E402
 
 CHOSEN = config.configure("bf16", 128, "none", ordered=True)
 ENTRY = launch.backward_entry(CHOSEN)

@@ -12,7 +12,7 @@ import cute_kernels as ck
 from cute_kernels import arch
 from cute_kernels.errors import ScheduleError
 from cute_kernels.schedulers import BlockMask, spt
-from cute_kernels.sparse_attn import masks, prepare, stacked
+from cute_kernels.sparse_attn import lowering, masks, pack_gqa
 from tests.contract import same_bytes
 from tests.ptxsim.available import requires_sim
 from tests.sparse_attn import cases, pack_cases
@@ -35,9 +35,9 @@ NIGHT = [*SIM, pytest.mark.nightly]
 @pytest.fixture(autouse=True)
 def own_cache():
     """What one way made of a mask is not another's."""
-    prepare.cache.clear()
+    lowering.cache.clear()
     yield
-    prepare.cache.clear()
+    lowering.cache.clear()
 
 
 @contextlib.contextmanager
@@ -143,17 +143,17 @@ def reversed_heads(dq, of):
     [("_rows", interleaved), ("_rows", without_gaps), ("gradient", reversed_heads)],
 )
 def test_mutants_are_killed(name, mutant):
-    with mock.patch.object(stacked, name, mutant), pytest.raises(AssertionError):
+    with mock.patch.object(pack_gqa, name, mutant), pytest.raises(AssertionError):
         test_equal_masks_have_the_bytes_of_one()
 
 
 @pytest.mark.parametrize("name", MASKS)
 def test_the_stacked_mask_has_the_same_elements(name):
     mask = MASKS[name]()
-    of = stacked.Sizes(S, HEADS, KV_HEADS)
-    bits = stacked.by_bits(mask)
+    of = pack_gqa.Sizes(S, HEADS, KV_HEADS)
+    bits = pack_gqa.by_bits(mask)
     assert torch.equal(bits.to_dense(), mask.to_dense())
-    whole = stacked.mask_of(bits, of)
+    whole = pack_gqa.mask_of(bits, of)
     assert whole.shape == (mask.shape[0], KV_HEADS) and whole.q_len == 2 * 256
     rows = whole.to_dense().unflatten(2, (2, 256))[:, :, :, :S].transpose(2, 3)
     assert torch.equal(rows.permute(0, 1, 3, 2, 4).flatten(1, 2), mask.to_dense())
@@ -166,17 +166,17 @@ def test_the_stacked_mask_has_the_same_elements(name):
 def test_a_short_mask_is_stacked():
     """Shorter than a block: its bits have fewer rows and words."""
     own = torch.rand(1, HEADS, 40, 50, generator=torch.Generator().manual_seed(5)) < 0.5
-    of = stacked.Sizes(40, HEADS, 1)
-    whole = stacked.mask_of(stacked.by_bits(BlockMask.from_dense(own)), of)
+    of = pack_gqa.Sizes(40, HEADS, 1)
+    whole = pack_gqa.mask_of(pack_gqa.by_bits(BlockMask.from_dense(own)), of)
     rows = whole.to_dense().unflatten(2, (HEADS, 128))[:, 0, :, :40]
     assert torch.equal(rows, own)
 
 
 def test_no_mask_is_stacked_elsewhere():
     """One head's mask, no groups, another backend."""
-    assert not stacked.wanted(1, 4, 2) and not stacked.wanted(4, 4, 4)
+    assert not pack_gqa.wanted(1, 4, 2) and not pack_gqa.wanted(4, 4, 4)
     x, mask = cases.inputs(1, HEADS, KV_HEADS, S, S, 64), MASKS["windows"]()
-    with mock.patch.object(stacked, "mask_of", side_effect=AssertionError("stacked")):
+    with mock.patch.object(pack_gqa, "mask_of", side_effect=AssertionError("stacked")):
         attended(x, mask)
 
 

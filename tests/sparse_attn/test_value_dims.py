@@ -10,18 +10,11 @@ from torch.library import opcheck
 
 import cute_kernels as ck
 from cute_kernels.schedulers import BlockMask
-from cute_kernels.sparse_attn import (
-    api,
-    checks,
-    cpu,
-    op,
-    pack_op,
-    prepare,
-    sequence_op,
-    stacked,
-)
+from cute_kernels.sparse_attn import api, checks, cpu, lowering, op, pack_gqa
 from cute_kernels.sparse_attn.config import VALUE_DIMS
+from cute_kernels.sparse_attn.kv_ranges import op as kv_ranges_op
 from cute_kernels.sparse_attn.tensors import Grads, Saved
+from cute_kernels.sparse_attn.varlen import op as varlen_op
 from tests.contract import same_bytes
 from tests.sparse_attn import cases, pack_cases, sequence_cases
 from tests.sparse_attn.against_float64 import checked
@@ -87,12 +80,12 @@ def every_op(dim: int) -> Iterator[tuple[str, tuple]]:
     batch, heads, kv_heads, q_len, kv_len = SIZES
     sizes = (batch, q_len, kv_len, heads, kv_heads, dim)
     scale, numbers = dim**-0.5, (dim**-0.5, 0.0, None)
-    of_rows = *prepare.operands("", True, "spt", True, sizes, "cpu"), scale, 0.0, True, None
-    of_pack = pack_op.pack_offsets(pack_cases.offsets(LENGTHS), 71), None, 0
+    of_rows = *lowering.operands("", True, "spt", True, sizes, "cpu"), scale, 0.0, True, None
+    of_pack = varlen_op.pack_offsets(pack_cases.offsets(LENGTHS), 71), None, 0
     rest = {
         "rows": (op.block_sparse_attention, "block_sparse_attention", of_rows),
-        "pack": (pack_op.pack_attention, "pack_attention", (*of_pack, *numbers)),
-        "buffer": (sequence_op.sequence_attention, "sequence_attention", (spans(), *numbers)),
+        "pack": (varlen_op.pack_attention, "pack_attention", (*of_pack, *numbers)),
+        "buffer": (kv_ranges_op.sequence_attention, "sequence_attention", (spans(), *numbers)),
     }
     for name, (run, public, more) in rest.items():
         x = cases.inputs(*CALLS[name][1], dim, seed=dim)
@@ -112,8 +105,8 @@ def test_opcheck(dim):
     ("module", "name"),
     [
         (op, "block_sparse_attention"),
-        (pack_op, "pack_attention"),
-        (sequence_op, "sequence_attention"),
+        (varlen_op, "pack_attention"),
+        (kv_ranges_op, "sequence_attention"),
     ],
 )
 def test_a_fake_of_the_width_of_q_is_killed(monkeypatch, module, name):
@@ -188,15 +181,15 @@ def test_v_beside_k_in_one_buffer():
 
 def test_stacked_heads_keep_their_widths():
     """What a backward of SM90 makes of masks by query head: rows of dout have v's columns."""
-    x, of = tensors(192), stacked.Sizes(40, 4, 2)
+    x, of = tensors(192), pack_gqa.Sizes(40, 4, 2)
     q, k, v = (t.detach() for t in x.leaves())
     out, lse = rows(x)
     given = Saved(q, k, v, out.detach(), lse.detach())
-    grads, saved = stacked.operands(Grads(x.dout, x.dlse), given, of)
+    grads, saved = pack_gqa.operands(Grads(x.dout, x.dlse), given, of)
     assert saved.k is k and saved.v is v and saved.q.shape == (1, 256, 2, 192)
     assert saved.out.shape == grads.dout.shape == (1, 256, 2, 128)
     for made, t in ((saved.q, q), (saved.out, given.out), (grads.dout, x.dout)):
-        assert same_bytes(stacked.gradient(made, of), t)
+        assert same_bytes(pack_gqa.gradient(made, of), t)
 
 
 CASE = cases.Case(

@@ -7,7 +7,7 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels import errors
-from cute_kernels.sparse_attn import sequences
+from cute_kernels.sparse_attn.kv_ranges import ranges
 from tests.contract import same_bytes
 from tests.sparse_attn.pack_cases import (
     RULES,
@@ -122,7 +122,7 @@ def _window_of_one_less(offsets, left, right):
     return true_spans(offsets, None if left is None else left - 1, right)
 
 
-true_spans = sequences.spans_of_pack
+true_spans = ranges.spans_of_pack
 
 
 @pytest.mark.parametrize("mutant", [_one_more_key, _positions_in_the_pack, _window_of_one_less])
@@ -131,7 +131,7 @@ def test_mutants_are_killed(monkeypatch, mutant):
     tensors = drawn(sum(lengths))
     want = alone(tensors, lengths, *rule)
     assert differing(packed(tensors, lengths, *rule), want) == []
-    monkeypatch.setattr(sequences, "spans_of_pack", mutant)
+    monkeypatch.setattr(ranges, "spans_of_pack", mutant)
     assert differing(packed(tensors, lengths, *rule), want)
 
 

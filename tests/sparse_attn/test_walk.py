@@ -10,8 +10,8 @@ from tests.ptxsim import available
 
 kernel = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
 
-from cute_kernels.certify import sass  # noqa: E402
 from cute_kernels.sparse_attn import config  # noqa: E402
+from verify import sass  # noqa: E402
 
 cute, cutlass, walk = kernel.cute, kernel.cutlass, kernel.walk
 #: The warp that loads, the thread that adds dQ, the consumers.

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import cute_kernels.sparse_attn.triton as package
-from cute_kernels import dispatch
+from cute_kernels.runtime import dispatch
 from cute_kernels.schedulers.order.schedule import Schedule
 from cute_kernels.sparse_attn.triton import launch as triton_launch
 from tests import triton_copies

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ... import arch
-from ...operands import flat_rows, most_ctas
+from ...runtime.operands import flat_rows, most_ctas
 from ...schedulers.tiles import leaves
 from .. import config
 from . import kernel as kernels
@@ -341,7 +341,7 @@ def _alignment(size: int, *strides: int) -> int:
 
 
 def _k_alignment(k: int, *strides: int) -> int:
-    """The same of K, where 8 is known too: 16 bytes of a 16-bit dtype."""
+    """Alignment of K, where 8 is known too: 16 bytes of a 16-bit dtype."""
     return 8 if k % 16 == 8 and 1 in strides else _alignment(k, *strides)
 
 

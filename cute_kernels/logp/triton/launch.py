@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from ... import products
-from ...operands import most_ctas
+from ...runtime import products
+from ...runtime.operands import most_ctas
 from ...schedulers.tiles import leaves
 from .. import config
 from ..tensors import Head, Logits, Rows, Upstream
@@ -150,7 +150,7 @@ class _Blocks:
 
 
 def _parts(tokens: int, width: int, units: int) -> int:
-    """As many as fill the units; no bit depends on them."""
+    """Number of vocabulary parts that fill the compute units; no bit depends on it."""
     rows, columns = TRITON.tile(tokens, True)
     wanted = _tiles(units * TRITON.programs, _tiles(tokens, rows))
     return max(1, min(wanted, _tiles(width, columns)))
@@ -237,7 +237,7 @@ def _valid(place: Logits, n: int) -> int:
 
 
 def _cap(place: Logits) -> tuple[float, float]:
-    """What z is multiplied with to be 2 log2(e) z / softcap, and softcap."""
+    """Factor that makes z into 2 log2(e) z / softcap, and softcap."""
     return (2.0 * config.LOG2E / place.softcap if place.softcap else 0.0), place.softcap
 
 

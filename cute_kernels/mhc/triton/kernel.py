@@ -34,7 +34,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...triton_sums import halves, over_columns, rows_of
+from ...runtime.triton_sums import halves, over_columns, rows_of
 from .. import config
 from .sums import stack, zeros
 

@@ -15,7 +15,7 @@ part: each half onto half; over a line of a matrix: neighbours first.
 import triton
 import triton.language as tl
 
-from ...triton_sums import halves, over_columns, rows_of
+from ...runtime.triton_sums import halves, over_columns, rows_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
 

@@ -251,7 +251,7 @@ def reduce_channels(
     expand: Expand | None = None,
     want_dx: bool = False,
 ) -> Reduced:
-    """What one pass over the streams x [M, K] and the gradients that come in gives back.
+    """Results of one pass over the streams x [M, K] and the incoming gradients.
 
     df, d_post, d_bias: with an ``expand`` (and ``upstream.dy``).
     d_res: with x and ``upstream.dy``.  d_pre: with x and ``upstream.d_out``.
@@ -401,7 +401,7 @@ def _add(values: torch.Tensor, count: int, out: torch.Tensor, accumulate: bool) 
 
 
 def _parts(like: torch.Tensor, m: int, tokens: int, columns: int) -> Parts:
-    """Of chunks, in parts of ``tokens``; those behind the last token are zeros."""
+    """Partial sums of chunks of ``tokens``; those after the last token are zeros."""
     group = TOKENS // tokens
     values = _fp32(like, _tiles(m, TOKENS) * group, columns)
     values[_tiles(m, tokens) :] = 0.0
@@ -422,20 +422,20 @@ def _streams(streams: Streams) -> dict[str, int | bool]:
 
 
 def _gates(n: int) -> dict[str, int | bool]:
-    """Of a kernel of gates."""
+    """Compile-time options of a kernel of gates."""
     sizes = {"N": n, "COLUMNS": mappings(n), "WIDTH": WIDTH[n], "ROWS": TRITON.gate_tokens}
     return sizes | _options()
 
 
 def _sinkhorn(n: int, form: Sinkhorn) -> dict[str, float]:
-    """Of a kernel of sinkhorn; the form "log" adds 0 to its divisors."""
+    """Compile-time options of a kernel of sinkhorn; the form "log" adds 0 to its divisors."""
     epsilon = form.form == "epsilon"
     chosen = {"eps": form.eps if epsilon else 0.0, "EPSILON": epsilon}
     return chosen | {"N": n, "ROWS": SIZES.sinkhorn_tokens} | _options()
 
 
 def _product(n: int) -> dict[str, object]:
-    """Of a kernel with products: the width of H in them, and what pins the instruction."""
+    """Compile-time options of a kernel with products: the width of H, the instruction."""
     chosen = {"COLUMNS": mappings(n), "WIDTH": DOT_WIDTH[n]}
     chosen |= {"INPUT_PRECISION": TRITON.input_precision} | _options()
     if torch.version.hip is not None:
@@ -450,7 +450,7 @@ def _options(num_warps: int | None = None) -> dict[str, int | bool]:
 
 
 def _backward_warps(x: torch.Tensor) -> int:
-    """Of a pass of a backward over streams."""
+    """Warps of a backward pass over streams."""
     return SIZES.fp32_warps if x.dtype == torch.float32 else SIZES.num_warps
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TritonPlan:
-    """What bits depend on; no measurement has tuned it.
+    """Constants that bits depend on; not tuned by measurement.
 
     ``project``: (tokens, elements of a row) of a step of the projection; the elements are the lanes
     of Σ x², and divide the smallest chunk.
@@ -34,7 +34,7 @@ class TritonPlan:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What no bit depends on; guesses.
+    """Sizes that no bit depends on; not tuned by measurement.
 
     ``combine``: (tokens, channels) of a program.  ``sinkhorn_tokens``: of a program.
     ``segment``: iterations between two that the backward of sinkhorn starts from again.

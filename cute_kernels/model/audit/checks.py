@@ -149,7 +149,7 @@ def _asked(asked: object, gradients: bool, compile: bool, given: Problem) -> tup
 
 
 def names(asked: object) -> None:
-    """That ``transforms`` are names that there are."""
+    """Check that ``transforms`` are known names."""
     if isinstance(asked, str) or not isinstance(asked, Collection):
         want = "a list of names, or None for all that apply"
         raise ArgumentTypeError(expected("transforms", want, repr(asked)))
@@ -206,7 +206,7 @@ _WHOLE = "a token's row depends on tokens behind it, and forward takes no attent
 
 
 def _whole(model: nn.Module) -> None:
-    """That the modules hold whole tensors and run as they are."""
+    """Check that the modules hold whole tensors and run as they are."""
     for name, module in model.named_modules():
         kinds = {base.__name__ for base in type(module).__mro__}
         where = f" at {name!r}" if name else ""
@@ -227,7 +227,7 @@ def _whole(model: nn.Module) -> None:
 
 
 def _still(model: nn.Module) -> None:
-    """That nothing in it is random or changes from call to call by intent."""
+    """Check that nothing in the model is random or changes from call to call by intent."""
     for name, module in model.named_modules():
         if not module.training:
             continue
@@ -341,7 +341,7 @@ def after_probe(given: Problem, facts: Facts) -> Problem:
 
 
 def with_a_way_back(outputs: Sequence[torch.Tensor]) -> None:
-    """That an output with rows leads back to parameters."""
+    """Check that an output with rows leads back to parameters."""
     if not outputs:
         want = "an output with rows that a gradient comes through, or gradients=False"
         raise ArgumentValueError(expected("model", want, "none that requires a gradient"))

@@ -20,7 +20,7 @@ from .trace import Entry, Table, Trace
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one call of a module: masks over tokens [N]."""
+    """Verdict on one call of a module: masks over tokens [N]."""
 
     compared: torch.Tensor
     differs: torch.Tensor

@@ -1,4 +1,4 @@
-"""Where a culprit's bytes differ: counted, and the first of them with both bit patterns."""
+"""Positions where a culprit's bytes differ: their count, and the first with both bit patterns."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def of_rows(
 
 
 def of_gradient(want: torch.Tensor, got: torch.Tensor) -> Count:
-    """Of a parameter's gradient."""
+    """Detail of a parameter's gradient."""
     types = (want.dtype, got.dtype)
     pair = tuple(t.contiguous().flatten().view(torch.uint8) for t in (want, got))
     differing, element = unlike(pair, types)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .. import patch_classes
+from ..patch import classes
 from .checks import Problem
 
 #: The reference: each sequence alone, in one forward pass.
@@ -42,7 +42,7 @@ class Call:
         return tuple(self.ids.shape)
 
     def options(self, past: object) -> dict[str, object]:
-        """What the model takes besides ids."""
+        """Model options besides ids."""
         given = {
             "position_ids": self.positions,
             "attention_mask": self.mask,
@@ -237,7 +237,7 @@ def micro_batches(problem: Problem, groups: Sequence[Sequence[int]]) -> list[Cal
     patched modules ask for, so that every cut is.
     """
     longest = max(map(len, problem.sequences))
-    step = max(CUT, patch_classes.granularity_of(problem.model))
+    step = max(CUT, classes.granularity_of(problem.model))
     width = longest + (-longest % step if problem.pads_right else 0)
     made = []
     for group in groups:

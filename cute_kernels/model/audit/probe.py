@@ -1,4 +1,4 @@
-"""What a few tokens tell of a model: where rows lie, which rows a module mixes, which ops it runs.
+"""Probe of a model by a few tokens: where rows lie, which rows a module mixes, which ops it runs.
 
 Two grids of tokens go through the model.  Their sizes say which dimension of which tensor counts
 tokens.  In the first one, each module runs again with some rows replaced: whose other rows stay as
@@ -50,7 +50,7 @@ Slot = tuple[Key, str, str]
 
 @dataclass(frozen=True)
 class Facts:
-    """What the probe found.
+    """Results of the probe.
 
     layouts: of each tensor with rows.  scopes: what each call's rows depend on.  ops: those that a
     call ran itself, outside its children, in order.  kinds: class names.  caches: whether the model
@@ -65,7 +65,7 @@ class Facts:
 
     @property
     def scope(self) -> str:
-        """Of the whole model."""
+        """Dependencies of the whole model's rows."""
         return self.scopes.get(_MODEL, SEQUENCE)
 
     @property
@@ -173,7 +173,7 @@ def _scopes(
     parents: Mapping[Key, Key | None],
     layouts: Mapping[Slot, rows.Layout],
 ) -> dict[Key, str]:
-    """What each call's rows depend on: never less than those of a call inside it."""
+    """Dependencies of each call's rows: never less than those of a call inside it."""
     found: dict[Key, str] = {}
     for key, parent in parents.items():  # what is inside comes first
         own = _scope(key, kept[key], layouts)
@@ -184,7 +184,7 @@ def _scopes(
 
 
 def _scope(key: Key, call: _Kept, layouts: Mapping[Slot, rows.Layout]) -> str:
-    """What the rows of one call depend on; where it cannot be found out, the sequence."""
+    """Dependencies of the rows of one call; the sequence where they cannot be determined."""
     try:
         if _moved(key, call, layouts, ((), _changed), _bytes):
             # Equal inputs give other bytes: only a NaN that arrives tells of a row's way.  It would
@@ -220,7 +220,7 @@ def _not_a_number(was: torch.Tensor, now: torch.Tensor, dtype: torch.dtype) -> b
 
 
 def _values(was: torch.Tensor, now: torch.Tensor, dtype: torch.dtype) -> bool:
-    """By more than rounding: a sum whose order follows its neighbours looks at none of them."""
+    """Differences beyond rounding: a sum whose order follows its neighbours reads none."""
     if not dtype.is_floating_point or _not_a_number(was, now, dtype):
         return dtype.is_floating_point
     was, now = (t.view(dtype).double().nan_to_num() for t in (was, now))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from .. import patch_classes, patch_positions
+from ..patch import classes, positions
 from .report import Finding
 
 
@@ -40,7 +40,7 @@ def _excused(model: nn.Module) -> set[str]:
     named = dict(model.named_modules())
     looked_up = [(n, m) for n, m in named.items() if "embedding" in (_kind(m) or "")]
     known = [module for module in named.values() if _kind(module) == "positions"]
-    ids = {id(module.weight) for _, module in patch_positions.broadcast(looked_up, known)}
+    ids = {id(module.weight) for _, module in positions.broadcast(looked_up, known)}
     excused: set[str] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not all(_kind(module) for module in holders[id(parameter)]):
@@ -52,4 +52,4 @@ def _excused(model: nn.Module) -> set[str]:
 
 
 def _kind(module: nn.Module) -> str | None:
-    return None if isinstance(module, torch.jit.ScriptModule) else patch_classes.kind_of(module)
+    return None if isinstance(module, torch.jit.ScriptModule) else classes.kind_of(module)

@@ -1,4 +1,4 @@
-"""What an audit found: culprits in the order in which they ran, as text, cells and JSON."""
+"""Report of an audit: culprits in the order in which they ran, as text, cells and JSON."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Report:
         return f"first: {one.name} ({one.kind}{ops}) under {one.transform}, {one.case}"
 
     def lines(self) -> list[str]:
-        """What stands below the table."""
+        """Lines below the table."""
         made = []
         if self.victims:
             modules = len({victim.module for victim in self.victims})

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...caching import ByteCache
+from ...runtime.caching import ByteCache
 
 #: What a digest is wide, in bits.  It is no cryptographic hash.
 DIGEST_BITS = 128
@@ -30,7 +30,7 @@ _FIRST, _SECOND, _KEY = -7046029254386353131, -4658895280553007687, -77235922931
 
 @dataclass(frozen=True)
 class Layout:
-    """Which dimensions of a tensor count sequences and tokens; the others make up a row.
+    """Dimensions of a tensor that count sequences and tokens; the others make up a row.
 
     ``token`` counts the tokens of a sequence; ``batch`` the sequences, None where all share a row.
     With ``flat`` there is one dimension for both, ``token``.  ``rest``: sizes of the others.
@@ -122,7 +122,7 @@ def digest(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _make_keys(width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each lane of a row: what tells its place, and an odd factor."""
+    """Keys of each lane of a row: its position, and an odd factor."""
     place = torch.arange(1, -(-width // 8) + 1, device=device)
     return _mixed(place * _KEY), _mixed(place * _FIRST + width) | 1
 

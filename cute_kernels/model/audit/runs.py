@@ -26,7 +26,7 @@ Runner = Callable[[Case, dict[Key, torch.Tensor]], Trace]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one case showed: a verdict on each call, and how many of its bytes were compared.
+    """Outcome of one case: a verdict on each call, and how many of its bytes were compared.
 
     unfollowed: modules that ran and had no rows to compare.
     """
@@ -208,7 +208,7 @@ def _of_parameter(
 
 
 def _joined(one: Finding, other: Finding) -> Finding:
-    """Of two cases of one transform: counts added, the first place that was seen."""
+    """Join two cases of one transform: counts added, the first position kept."""
     both = {
         name: getattr(one, name) + getattr(other, name)
         for name in ("rows", "of_rows", "bytes", "of_bytes")

@@ -110,7 +110,7 @@ class Recorder:
         return True
 
     def trace(self) -> Trace:
-        """What was recorded, on the CPU."""
+        """Return the record, on the CPU."""
         for entry in self.entries.values():
             for table in (*entry.ins.values(), *entry.outs.values()):
                 table.digests, table.seen = table.digests.cpu(), table.seen.cpu()
@@ -137,7 +137,7 @@ def record(
 def record_whole(
     run: Callable, case: Case, facts: Facts, count: int, keep: Mapping[Key, torch.Tensor]
 ) -> Trace:
-    """The same for what has no modules to follow, a compiled model: its outputs alone."""
+    """Record a model without modules to follow (a compiled one): its outputs alone."""
     recorder = Recorder(facts, count, keep)
     with torch.no_grad():
         for (call,) in case.streams:

@@ -37,7 +37,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...triton_sums import halves, pairs, rows_of
+from ...runtime.triton_sums import halves, pairs, rows_of
 
 
 @triton.jit
@@ -160,7 +160,7 @@ def forward_wide_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """As forward_kernel, block after block; h is made again in each pass, not read back."""
+    """Forward for rows wider than a block: block after block; each pass computes h again."""
     D = D // ALIGN * ALIGN
     x_m = x_m // ALIGN * ALIGN
     residual_m = residual_m // ALIGN * ALIGN

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from ...log import contiguous, copied
-from ...operands import flat_rows
+from ...runtime.operands import flat_rows
 from ..config import LAYER, part_rows, room
 from ..tensors import Normed, Parts, Rule, Scale, Upstream
 from . import kernel as kernels
@@ -20,7 +20,7 @@ from .plan import SIZES, TRITON
 
 
 def forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: Rule) -> Normed:
-    """As `cpu.forward`."""
+    """Triton implementation of `cpu.forward`."""
     m, width = x.shape[:-1].numel(), x.shape[-1]
     scale = scale.with_weight(rule.offset, x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -66,7 +66,7 @@ def backward(
     rule: Rule,
     parts: bool,
 ) -> tuple[torch.Tensor, Parts | None]:
-    """As `cpu.backward`."""
+    """Triton implementation of `cpu.backward`."""
     m, width = h.shape[:-1].numel(), h.shape[-1]
     scale = scale.with_weight(rule.offset, h)
     dx = torch.empty(h.shape, dtype=h.dtype, device=h.device)
@@ -88,7 +88,7 @@ def add_parts(
     into: Sequence[torch.Tensor | None],
     like: Sequence[torch.Tensor],
 ) -> list[torch.Tensor | None]:
-    """As `cpu.add_parts`."""
+    """Triton implementation of `cpu.add_parts`."""
     return [_added(*one) for one in zip(parts, into, like, strict=True)]
 
 
@@ -116,12 +116,12 @@ def _added(
 
 
 def forward_lanes(width: int) -> int:
-    """Of a row in the forward: as many as it has room, or a block's."""
+    """Lanes of a row in the forward: its padded width, or a block's."""
     return room(width) if room(width) <= TRITON.forward_whole else TRITON.lanes
 
 
 def backward_lanes(width: int) -> int:
-    """Of a row in the backward."""
+    """Lanes of a row in the backward."""
     return room(width) if room(width) <= TRITON.backward_whole else TRITON.lanes
 
 
@@ -174,7 +174,7 @@ def _apart(
     dx: torch.Tensor,
     made: Parts | None,
 ) -> None:
-    """The same of rows that registers do not hold: dx row by row, the parts column by column."""
+    """Backward of rows that registers do not hold: dx row by row, the parts column by column."""
     (m, width), lanes = h.shape, backward_lanes(h.shape[1])
     kernels.dx_kernel[(m,)](
         *upstream,

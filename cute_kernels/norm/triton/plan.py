@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TritonPlan:
-    """What bits depend on; no measurement has tuned it.
+    """Constants that bits depend on; not tuned by measurement.
 
     ``forward_whole``, ``backward_whole``: the widest room of a row that registers hold, in the
     forward and the backward; it has as many lanes as `config.room`.  ``lanes``: of a wider row.
@@ -26,7 +26,7 @@ class TritonPlan:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What no bit depends on; guesses.
+    """Sizes that no bit depends on; not tuned by measurement.
 
     ``forward_tile``: elements of a program, if one row has not more.
     ``..._elements``: of a tile, that one thread of warps of 32 has, up to ``most_warps``.

@@ -371,7 +371,7 @@ def rotary_table_kernel(
 
 @triton.jit
 def _row_at(row, B, C, stride_a, stride_b, stride_c):
-    """Where row (a, b, c) of [A, B, C] begins."""
+    """Offset of row (a, b, c) of [A, B, C]."""
     c, ab = row % C, row // C
     return ab // B * stride_a + ab % B * stride_b + c * stride_c
 

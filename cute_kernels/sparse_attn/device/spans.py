@@ -1,6 +1,6 @@
 """Queries that see one run of keys each: the key blocks of a query block, from what its rows see.
 
-``sequences.py`` says what spans are.  Keys are counted as there: key 0 is at the multiple of 128
+``ranges`` says what spans are.  Keys are counted as there: key 0 is at the multiple of 128
 before the first key of the sequence that the buffer holds, so that a key's block follows from its
 position alone.  In the buffer it may be a column of another sequence, or lie in front of them all;
 no row sees it then.

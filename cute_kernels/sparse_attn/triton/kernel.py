@@ -79,7 +79,7 @@ def _product(x, y, bend, SOFTCAP: tl.constexpr):
 def _allowed(
     q, kv, n, q_len, kv_len, entry, tile, words_ptr, lo, hi, FORM: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Which pairs of positions count; q and kv = n, n + 1, ... (WIDE words) broadcast to a tile."""
+    """Mask of the pairs that count; q and kv = n, n + 1, ... (WIDE words) broadcast to a tile."""
     allowed = (q < q_len) & (kv < kv_len)
     partial = (entry & 1) != 0
     if FORM == "band":

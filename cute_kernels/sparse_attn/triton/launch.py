@@ -218,7 +218,7 @@ def _loadable(t: Tensor, interpret: bool, name: str = "operand") -> Tensor:
 
 
 def _strides(t: Tensor) -> tuple[int, int, int]:
-    """Of batch, row and head; 0 for a dimension of size 1, whose stride means nothing."""
+    """Strides of batch, row and head; 0 for a dimension of size 1, whose stride means nothing."""
     return tuple(0 if size == 1 else s for size, s in zip(t.shape[:3], t.stride()[:3], strict=True))
 
 
@@ -228,7 +228,7 @@ def _sizes(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
 
 
 def _mask_rows(mask: LoweredMask) -> dict[str, int]:
-    """Where the lists of (b, h) are; a dimension of size 1 is shared."""
+    """Row of the lists of (b, h); a dimension of size 1 is shared."""
     batches, heads, blocks, listed = mask.kv_entry.shape
     step_b, step_h = heads * blocks * (batches > 1), blocks * (heads > 1)
     return {"LISTED": listed, "mask_b": step_b, "mask_h": step_h}

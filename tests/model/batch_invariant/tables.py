@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_kernels.model import aten_overrides
+from cute_kernels.model.batch_invariant import overrides
 
 
 @contextlib.contextmanager
 def installed(covered: tuple, refused: tuple) -> Iterator[None]:
     """Inside, these tables are registered; afterwards those of the library."""
-    before = aten_overrides.COVERED, aten_overrides.REFUSED
+    before = overrides.COVERED, overrides.REFUSED
     _again(covered, refused)
     try:
         yield
@@ -22,12 +22,12 @@ def installed(covered: tuple, refused: tuple) -> Iterator[None]:
 
 
 def _again(covered: tuple, refused: tuple) -> None:
-    for libraries in aten_overrides._installed.values():
+    for libraries in overrides._installed.values():
         for library in libraries:
             library._destroy()
-    aten_overrides._installed.clear()
-    aten_overrides.COVERED, aten_overrides.REFUSED = covered, refused
-    aten_overrides.install(strict=True)
+    overrides._installed.clear()
+    overrides.COVERED, overrides.REFUSED = covered, refused
+    overrides.install(strict=True)
 
 
 class Seen(TorchDispatchMode):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import cute_kernels as ck
 from cute_kernels.errors import BatchVariantError
-from cute_kernels.sparse_attn import sequences
+from cute_kernels.sparse_attn.kv_ranges import ranges
 from tests.contract import same_bytes
 from tests.model.batch_invariant.cases import BF16, drawn
 
@@ -106,14 +106,14 @@ def test_sequences_of_a_batch_have_windows_of_their_own():
 
 def test_positions_from_a_rows_first_key_are_what_decides(monkeypatch):
     """Positions from the batch's first key, as before: the window shows in the bits."""
-    true = sequences.anchored
+    true = ranges.anchored
 
     def of_the_batch(seen):
         spans = true(seen)
         spans[..., 1] = 0
         return spans
 
-    monkeypatch.setattr(sequences, "anchored", of_the_batch)
+    monkeypatch.setattr(ranges, "anchored", of_the_batch)
     with pytest.raises(AssertionError):
         test_a_row_has_the_bytes_that_its_keys_alone_give(BF16, 24)
 

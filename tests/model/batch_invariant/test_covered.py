@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import cute_kernels as ck
-from cute_kernels import torch_ops
-from cute_kernels.model import aten_covered, aten_ops
-from cute_kernels.model.aten_refused import REFUSED
+from cute_kernels.model.batch_invariant import covered, ops
+from cute_kernels.model.batch_invariant.refused import REFUSED
+from cute_kernels.runtime import torch_ops
 from cute_kernels.sparse_attn import api
 from cute_kernels.sparse_attn.config import VALUE_DIMS
 from tests import contract
@@ -67,10 +67,10 @@ def test_ours_in_the_mode_and_torchs_out_of_it(name):
         assert found & ({op} | PARTS.get(op, set()))
 
 
-@pytest.mark.parametrize("row", aten_covered.COVERED, ids=lambda row: row.op)
+@pytest.mark.parametrize("row", covered.COVERED, ids=lambda row: row.op)
 def test_an_override_left_out_is_noticed(row):
     gone = {row.op, BACKED.get(row.op)}
-    rest = tuple(other for other in aten_covered.COVERED if other.op not in gone)
+    rest = tuple(other for other in covered.COVERED if other.op not in gone)
     names = [name for name, case in CASES.items() if row.op in case.ops]
 
     def check() -> None:
@@ -104,14 +104,14 @@ def lanes_by_rows(x, divisor, dtype):
 def test_a_sum_by_rows_is_noticed(monkeypatch):
     op = row_op("mean", FP32)
     assert contract.check_population(op, 67, 7, [1, 2, 3, 9, 33])
-    monkeypatch.setattr("cute_kernels.model.aten_rows.row_sum", lanes_by_rows)
+    monkeypatch.setattr("cute_kernels.model.batch_invariant.rows.row_sum", lanes_by_rows)
     with pytest.raises(ContractViolation):
         contract.check_population(op, 67, 7, [1, 2, 3, 9, 33])
 
 
 def test_a_product_by_its_place_in_the_batch_is_noticed(monkeypatch):
     def shifted(a, b, base, beta, alpha):
-        made = [aten_ops.batched_product(a[i : i + 1], b[i : i + 1], base, beta, alpha)
+        made = [ops.batched_product(a[i : i + 1], b[i : i + 1], base, beta, alpha)
                 for i in range(len(a))]  # fmt: skip
         if len(made) > 4:  # another order for the last of a large batch
             made[-1] = (a[-1:].flip(-1).float() @ b[-1:].flip(-2).float()).to(a.dtype)
@@ -119,7 +119,7 @@ def test_a_product_by_its_place_in_the_batch_is_noticed(monkeypatch):
 
     op = row_op("bmm", FP32)
     assert contract.check_population(op, 20, 7, [1, 3, 20])
-    monkeypatch.setattr("cute_kernels.model.aten_products.batched_product", shifted)
+    monkeypatch.setattr("cute_kernels.model.batch_invariant.products.batched_product", shifted)
     with pytest.raises(ContractViolation):
         contract.check_population(op, 20, 7, [5, 20])
 

@@ -12,8 +12,8 @@ from torch.autograd import forward_ad
 
 import cute_kernels as ck
 from cute_kernels.errors import BatchVariantError
-from cute_kernels.model import mode
-from cute_kernels.model.mode import State
+from cute_kernels.model.batch_invariant import mode
+from cute_kernels.model.batch_invariant.mode import State
 from tests.contract import same_bytes
 from tests.model.batch_invariant.cases import BF16, CASES, ON_GPUS, drawn, row_op
 from tests.model.batch_invariant.tables import Seen

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 import cute_kernels as ck
-from cute_kernels.model import aten_products, aten_rows
+from cute_kernels.model.batch_invariant import products, rows
 from tests.model.batch_invariant.cases import drawn
 from tests.steps import lines
 
@@ -35,16 +35,16 @@ BATCH = X[None]
 
 #: Case -> (torch's function, who calls what is replaced, its name).
 CASES: dict[str, tuple[Callable, object, str]] = {
-    "linear": (lambda: F.linear(X, WEIGHT), aten_products.api, "linear"),
-    "mm": (lambda: torch.mm(X, RIGHT), aten_products.api, "matmul"),
-    "addmm": (lambda: torch.addmm(BIAS, X, RIGHT), aten_products.api, "linear"),
-    "_softmax": (lambda: torch._softmax(X, -1, False), aten_rows.rowwise, "softmax"),
-    "silu": (lambda: F.silu(X), aten_rows.rowwise, "silu"),
-    "layer_norm": (lambda: torch.layer_norm(X, (64,), SCALE), aten_rows.norm_api, "layer_norm"),
-    "rms_norm": (lambda: torch.rms_norm(X, (64,), SCALE), aten_rows.norm_api, "rms_norm"),
-    "sum": (lambda: X.sum(-1), aten_rows, "row_sum"),
-    "mean": (lambda: X.mean(-1), aten_rows, "row_sum"),
-    "embedding": (lambda: torch.embedding(X, IDS), aten_rows.rowwise, "embedding"),
+    "linear": (lambda: F.linear(X, WEIGHT), products.api, "linear"),
+    "mm": (lambda: torch.mm(X, RIGHT), products.api, "matmul"),
+    "addmm": (lambda: torch.addmm(BIAS, X, RIGHT), products.api, "linear"),
+    "_softmax": (lambda: torch._softmax(X, -1, False), rows.rowwise, "softmax"),
+    "silu": (lambda: F.silu(X), rows.rowwise, "silu"),
+    "layer_norm": (lambda: torch.layer_norm(X, (64,), SCALE), rows.norm_api, "layer_norm"),
+    "rms_norm": (lambda: torch.rms_norm(X, (64,), SCALE), rows.norm_api, "rms_norm"),
+    "sum": (lambda: X.sum(-1), rows, "row_sum"),
+    "mean": (lambda: X.mean(-1), rows, "row_sum"),
+    "embedding": (lambda: torch.embedding(X, IDS), rows.rowwise, "embedding"),
 }
 #: Those that stay torch's: (function, the lines that it may run).
 PASSING: dict[str, tuple[Callable, int]] = {

@@ -11,16 +11,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cute_kernels as ck
 from cute_kernels.errors import BatchVariantError
-from cute_kernels.model import aten_covered, aten_overrides
-from cute_kernels.model.aten_refused import REFUSED
+from cute_kernels.model.batch_invariant import covered, overrides
+from cute_kernels.model.batch_invariant.refused import REFUSED
 from tests.contract import bits
 from tests.model.batch_invariant.cases import BF16, drawn
 from tests.model.batch_invariant.tables import installed
 
 #: (an overload, its row): each is a test.
-OVERLOADS = [
-    (op, row) for row in REFUSED for name in row.ops for op in aten_overrides.overloads(name)
-]
+OVERLOADS = [(op, row) for row in REFUSED for name in row.ops for op in overrides.overloads(name)]
 #: For a schema's type, an argument that its parser takes.
 PLAIN = {"int": 1, "SymInt": 1, "float": 0.5, "number": 0.5, "bool": True, "str": "sum"}
 
@@ -66,7 +64,7 @@ def require_refused(op, row) -> None:
 
 
 def test_the_table_is_long_enough():
-    names = {name for row in REFUSED for name in row.ops} | {row.op for row in aten_covered.COVERED}
+    names = {name for row in REFUSED for name in row.ops} | {row.op for row in covered.COVERED}
     assert len(names) >= 90 and len({name for row in REFUSED for name in row.ops}) >= 60
     assert len(OVERLOADS) >= 120
     assert all(row.why and row.instead and row.source and row.devices for row in REFUSED)
@@ -85,8 +83,8 @@ def test_each_is_refused_in_strict_and_not_elsewhere(op, row):
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.ops[0])
 def test_a_hole_in_the_table_is_noticed(row):
     rest = tuple(other for other in REFUSED if other is not row)
-    op = aten_overrides.overloads(row.ops[0])[0]
-    with installed(aten_covered.COVERED, rest), pytest.raises(AssertionError):
+    op = overrides.overloads(row.ops[0])[0]
+    with installed(covered.COVERED, rest), pytest.raises(AssertionError):
         require_refused(op, row)
 
 

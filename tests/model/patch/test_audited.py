@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.model import patch_plan
+from cute_kernels.model.patch import plan
 from cute_kernels.norm.config import part_rows
 from tests.model.patch import families
 
@@ -72,12 +72,12 @@ def test_gradients_into_main_grad():
 
 def test_an_activation_that_is_left_is_named(monkeypatch):
     """The mutant: torch's GELU stays in the second layer; the report and the audit both see it."""
-    replaced, spared = patch_plan._replacement, "model.layers.1.mlp.act_fn"
+    replaced, spared = plan._replacement, "model.layers.1.mlp.act_fn"
 
     def forgetful(name, module, cls, here):
         return None if name == spared else replaced(name, module, cls, here)
 
-    monkeypatch.setattr(patch_plan, "_replacement", forgetful)
+    monkeypatch.setattr(plan, "_replacement", forgetful)
     net = families.model("gemma3", intermediate_size=161)
     (left,) = ck.patch(net).moving
     assert left.name == spared and "gelu" in left.known

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import cute_kernels as ck
-from cute_kernels import checking
 from cute_kernels.errors import (
     AliasError,
     ArgumentTypeError,
@@ -18,7 +17,8 @@ from cute_kernels.errors import (
     PatchError,
     ShapeError,
 )
-from cute_kernels.model import patch_classes
+from cute_kernels.model.patch import classes
+from cute_kernels.runtime import checking
 from tests.model.patch import families
 
 
@@ -109,7 +109,7 @@ def test_patch(case):
     for fragment in fragments:
         assert fragment in str(caught.value)
     if isinstance(model, nn.Module):
-        assert {patch_classes.kind_of(m) for m in model.modules()} == {None}
+        assert {classes.kind_of(m) for m in model.modules()} == {None}
 
 
 def test_an_option_that_there_is_not():
@@ -134,7 +134,7 @@ def test_a_refused_patch_leaves_an_earlier_one():
     ck.patch(net)
     with pytest.raises(PatchError):
         ck.patch(net, strict=True)
-    assert patch_classes.kind_of(net[0]) == "linear"
+    assert classes.kind_of(net[0]) == "linear"
 
 
 # ---- calls of a patched model -------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import nn
 
 import cute_kernels as ck
 from cute_kernels.errors import PatchError
-from cute_kernels.model import patch_classes, patch_formula
+from cute_kernels.model.patch import classes, formula
 from tests.contract import same_bytes
 from tests.model.patch import families
 from tests.model.patch.norms import Base, Centred, D, Rescale
@@ -84,7 +84,7 @@ def x(size: float = 3e-3) -> torch.Tensor:
 def test_a_norm_in_one_mode_is_left(cls, training):
     module = cls().train(training)
     state = torch.get_rng_state()
-    assert isinstance(patch_formula.norm_rule(module), str)
+    assert isinstance(formula.norm_rule(module), str)
     assert same_bytes(torch.get_rng_state(), state) and module.training is training
     assert ck.patch(nn.Sequential(module)).replaced == ()
 
@@ -96,7 +96,7 @@ def test_an_activation_in_one_mode_is_left(training, monkeypatch):
 
     monkeypatch.setattr(nn.SiLU, "forward", leaky)
     module = nn.SiLU().train(training)
-    assert patch_formula.activation(module, patch_formula.ACTIVATIONS) is None
+    assert formula.activation(module, formula.ACTIVATIONS) is None
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -108,9 +108,9 @@ def test_a_rotary_table_in_one_mode_is_left(training, monkeypatch):
         tables = forward(self, x, position_ids)
         return tables if self.training else tuple(2 * t for t in tables)
 
-    assert isinstance(patch_formula.rotary_rule(rotary), patch_formula.RotaryRule)
+    assert isinstance(formula.rotary_rule(rotary), formula.RotaryRule)
     monkeypatch.setattr(type(rotary), "forward", other)
-    assert isinstance(patch_formula.rotary_rule(rotary), str)
+    assert isinstance(formula.rotary_rule(rotary), str)
 
 
 NORMS = {
@@ -185,7 +185,7 @@ def test_another_attribute_is_refused_by_name(which, way):
     if held is not None and not isinstance(value, dict):
         ck.patch(module)
         setattr(module, name, held)
-        if patch_classes.kind_of(module) is None:
+        if classes.kind_of(module) is None:
             assert (module(x()) - want).abs().max() <= 1e-5 * want.abs().max()
 
 
@@ -197,7 +197,7 @@ def test_an_eps_that_is_bounded_may_not_change():
     with pytest.raises(PatchError, match=r"BoundedEps\.tiny"):
         module(x())
     ck.patch(module)
-    assert patch_classes.kind_of(module) is None
+    assert classes.kind_of(module) is None
     assert (module(x()) - want).abs().max() <= 1e-5 * want.abs().max()
 
 

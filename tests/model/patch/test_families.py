@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import cute_kernels as ck
-from cute_kernels.model import patch_classes, patch_formula, patch_plan
+from cute_kernels.model.patch import classes, formula, plan
 from tests.contract import same_bytes
 from tests.model.patch import families
 from tests.model.patch.ops import Watch
@@ -34,8 +34,8 @@ def test_nothing_is_left(patched, name):
     net, report = patched(name)
     assert report.complete and report.left == () and report.family is not None
     linears = [m for m in net.modules() if isinstance(m, torch.nn.Linear)]
-    assert all(patch_classes.kind_of(m) in ("linear", "head") for m in linears)
-    assert "embedding" in patch_classes.kind_of(net.get_input_embeddings())
+    assert all(classes.kind_of(m) in ("linear", "head") for m in linears)
+    assert "embedding" in classes.kind_of(net.get_input_embeddings())
     assert net.config._attn_implementation == "cute_kernels"
 
 
@@ -127,7 +127,7 @@ def test_norms_compute_their_own_formula(name):
     generator = torch.Generator().manual_seed(2)
     count = 0
     for at, module in net.named_modules():
-        if patch_classes.kind_of(module) not in ("rms_norm", "layer_norm"):
+        if classes.kind_of(module) not in ("rms_norm", "layer_norm"):
             continue
         count += 1
         width = module.weight.shape[0]
@@ -142,12 +142,12 @@ def test_norms_compute_their_own_formula(name):
 
 def test_a_norm_that_is_left_is_noticed(monkeypatch):
     """The mutant: the last norm is passed over, and the report does not say so."""
-    replaced = patch_plan._replacement
+    replaced = plan._replacement
 
     def forgetful(name, module, cls, here):
         return None if name == "model.norm" else replaced(name, module, cls, here)
 
-    monkeypatch.setattr(patch_plan, "_replacement", forgetful)
+    monkeypatch.setattr(plan, "_replacement", forgetful)
     net = families.model("llama")
     assert ck.patch(net).complete
     tokens = families.ids()
@@ -158,20 +158,20 @@ def test_a_norm_that_is_left_is_noticed(monkeypatch):
 
 def test_another_eps_is_noticed(monkeypatch):
     """The mutant: every norm gets ten times its eps."""
-    rule_of = patch_formula.norm_rule
+    rule_of = formula.norm_rule
 
     def larger(module):
         rule = rule_of(module)
         return rule._replace(eps=10 * rule.eps, eps_name=None)
 
-    monkeypatch.setattr(patch_formula, "norm_rule", larger)
+    monkeypatch.setattr(formula, "norm_rule", larger)
     with pytest.raises(AssertionError):
         test_norms_compute_their_own_formula("llama")
 
 
 def test_a_rotary_table_that_is_left_is_noticed(monkeypatch):
     """The mutant: nothing is taken for a rotary table."""
-    monkeypatch.setattr(patch_formula, "is_rotary", lambda module: False)
+    monkeypatch.setattr(formula, "is_rotary", lambda module: False)
     net = families.model("llama")
     ck.patch(net)
     tokens = families.ids()
@@ -182,11 +182,11 @@ def test_a_rotary_table_that_is_left_is_noticed(monkeypatch):
 
 def test_positions_that_follow_the_batch_are_noticed(monkeypatch):
     """The mutant: a table of positions counted from the batch's first one."""
-    from cute_kernels.model import patch_forwards
+    from cute_kernels.model.patch import forwards
 
-    table = patch_forwards.rowwise.rotary_table
+    table = forwards.rowwise.rotary_table
     monkeypatch.setattr(
-        patch_forwards.rowwise,
+        forwards.rowwise,
         "rotary_table",
         lambda at, *rest: table(at - at.min() + at.shape[1], *rest),
     )

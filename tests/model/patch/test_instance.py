@@ -13,7 +13,7 @@ from torch import nn
 
 import cute_kernels as ck
 from cute_kernels.errors import PatchError
-from cute_kernels.model import patch_classes, patch_plan
+from cute_kernels.model.patch import classes, plan
 from tests.contract import same_bytes
 from tests.model.patch import families
 from tests.model.patch.wrappers import AROUND, closed_over
@@ -63,9 +63,9 @@ def unwrap(module: nn.Module) -> None:
 @pytest.fixture
 def anew():
     """Classes made while the test lasts are not for the next."""
-    patch_classes.patched_class.cache_clear()
+    classes.patched_class.cache_clear()
     yield
-    patch_classes.patched_class.cache_clear()
+    classes.patched_class.cache_clear()
 
 
 # ---- put around ours ----------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_a_forward_past_ours_is_said(part):
     """The module was patched, and somebody put the author's forward in the instance."""
     net = patched("gemma2")
     module = net.get_submodule(part)
-    module.forward = types.MethodType(patch_classes.user_class(module).forward, module)
+    module.forward = types.MethodType(classes.user_class(module).forward, module)
     assert part in {one.name for one in ck.patch(net).moving}
     with pytest.raises(PatchError, match="an attribute of its own"):
         ck.patch(net, strict=True)
@@ -168,21 +168,21 @@ def test_an_embedding_that_scales_is_replaced_below():
 
 
 def test_a_forward_that_stays_ours_is_noticed(monkeypatch, anew):
-    monkeypatch.setattr(patch_classes, "_while_patched", lambda ours, author: ours)
+    monkeypatch.setattr(classes, "_while_patched", lambda ours, author: ours)
     with pytest.raises((AssertionError, AttributeError)):
         test_unpatch_gives_back_what_was_wrapped("llama", "closure")
 
 
 def test_a_way_past_ours_is_noticed(monkeypatch, anew):
     """The mutant: ours names the author's as what it wraps."""
-    made = patch_classes._while_patched
+    made = classes._while_patched
 
     def wrapping(ours, author):
         forward = made(ours, author)
         forward.__wrapped__ = author
         return forward
 
-    monkeypatch.setattr(patch_classes, "_while_patched", wrapping)
+    monkeypatch.setattr(classes, "_while_patched", wrapping)
     with pytest.raises(AssertionError):
         test_taking_a_wrapper_off_keeps_ours("gemma2")
 
@@ -191,9 +191,9 @@ def test_trust_in_the_class_is_noticed(monkeypatch):
     """The mutant: whatever hides a patched module's forward is taken for one around ours."""
 
     def trusting(module, kind):
-        return "forward" in vars(module) and patch_classes.kind_of(module) != kind
+        return "forward" in vars(module) and classes.kind_of(module) != kind
 
-    monkeypatch.setattr(patch_plan, "_calls_another", trusting)
+    monkeypatch.setattr(plan, "_calls_another", trusting)
     with pytest.raises(AssertionError):
         test_a_forward_past_ours_is_said("lm_head")
 

@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 import cute_kernels as ck
-from cute_kernels.model import patch_classes
+from cute_kernels.model.patch import classes as patch_classes
 from tests.contract import bits, same_bytes
 from tests.model.patch import families
 

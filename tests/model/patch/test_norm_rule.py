@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import cute_kernels as ck
-from cute_kernels.model import patch_classes, patch_formula
+from cute_kernels.model.patch import classes, formula
 from tests.contract import same_bytes
 from tests.model.patch import families
 from tests.model.patch.norms import Base, Centred, D, GainPlusOne, Rescale
@@ -83,19 +83,19 @@ def test_by_formula(which):
     make, rule = REPLACED[which]
     module = make()
     if which != "width 1":  # where a layer norm is its bias alone, whatever the rest
-        assert patch_formula.norm_rule(module)[:5] == rule
+        assert formula.norm_rule(module)[:5] == rule
     width = module.gain.shape[0] if hasattr(module, "gain") else module.normalized_shape[0]
     x = torch.randn(7, width, generator=torch.Generator().manual_seed(3)) * 3e-3
     want = module(x).double()
     ck.patch(module, strict=True)
-    assert patch_classes.kind_of(module) == rule[0]
+    assert classes.kind_of(module) == rule[0]
     assert (module(x).double() - want).abs().max() <= 1e-5 * want.abs().max()
 
 
 @pytest.mark.parametrize("cls", LEFT, ids=lambda cls: cls.__name__)
 def test_by_name_alone_nothing_is(cls):
     module = cls()
-    rule = patch_formula.norm_rule(module)
+    rule = formula.norm_rule(module)
     assert isinstance(rule, str) and ("agrees with no formula" in rule or "does not run" in rule)
     report = ck.patch(nn.Sequential(module))
     assert report.replaced == () and type(module) is cls
@@ -103,9 +103,9 @@ def test_by_name_alone_nothing_is(cls):
 
 def test_a_formula_that_is_not_looked_at_closely_would_pass(monkeypatch):
     """The mutant: inputs far above the root of eps only, where no eps shows."""
-    assert isinstance(patch_formula.norm_rule(EpsOfNobody()), str)
-    monkeypatch.setattr(patch_formula, "_SIZES", (30.0, 100.0))
-    assert isinstance(patch_formula.norm_rule(EpsOfNobody()), patch_formula.NormRule)
+    assert isinstance(formula.norm_rule(EpsOfNobody()), str)
+    monkeypatch.setattr(formula, "_SIZES", (30.0, 100.0))
+    assert isinstance(formula.norm_rule(EpsOfNobody()), formula.NormRule)
 
 
 def test_weights_that_are_all_alike_do_not_matter():
@@ -114,9 +114,9 @@ def test_weights_that_are_all_alike_do_not_matter():
         norm = families.model(name).model.norm
         for weight in (torch.zeros, torch.ones):
             norm.weight.data = weight(128, dtype=torch.bfloat16)
-            assert patch_formula.norm_rule(norm).offset == offset
+            assert formula.norm_rule(norm).offset == offset
         norm.to("meta")
-        assert patch_formula.norm_rule(norm).offset == offset
+        assert formula.norm_rule(norm).offset == offset
 
 
 def test_a_module_is_probed_without_touching_it():
@@ -124,7 +124,7 @@ def test_a_module_is_probed_without_touching_it():
     module, called = nn.LayerNorm(D), []
     module.register_forward_hook(lambda *given: called.append(given))
     before, state = module.weight.clone(), torch.get_rng_state()
-    patch_formula.norm_rule(module)
+    formula.norm_rule(module)
     assert called == [] and same_bytes(module.weight, before)
     assert same_bytes(torch.get_rng_state(), state) and module.weight.grad is None
 

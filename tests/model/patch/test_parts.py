@@ -11,7 +11,8 @@ from transformers.pytorch_utils import Conv1D
 
 import cute_kernels as ck
 from cute_kernels.errors import ArgumentValueError
-from cute_kernels.model import patch_classes, patch_families, patch_forwards
+from cute_kernels.model.patch import classes, forwards
+from cute_kernels.model.patch import families as patch_families
 from cute_kernels.norm.config import part_rows
 from tests.contract import same_bytes
 from tests.model.patch import families
@@ -24,7 +25,7 @@ def x(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def kinds(net: nn.Module) -> dict[str, str | None]:
-    return {name: patch_classes.kind_of(m) for name, m in net.named_modules()}
+    return {name: classes.kind_of(m) for name, m in net.named_modules()}
 
 
 # ---- products and look-ups ----------------------------------------------------------------------
@@ -185,7 +186,7 @@ def test_an_embedding_below_a_subclass():
     net, ids = Scaled(9, 8), torch.tensor([[1, 8, 1]])
     want = net(ids)
     ck.patch(net, strict=True)
-    assert patch_classes.kind_of(net) == "embedding_step" and isinstance(net, Scaled)
+    assert classes.kind_of(net) == "embedding_step" and isinstance(net, Scaled)
     assert same_bytes(net(ids), want)
     net(ids).sum().backward()
     assert same_bytes(net.weight.grad[1], torch.full((8,), 6.0))
@@ -251,7 +252,7 @@ def test_scaled_rotary_tables(kind):
     ck.patch(net.model.rotary_emb, strict=True)
     after = net.model.rotary_emb(x(1), positions)
     assert all((a - b).abs().max() < 1e-6 for a, b in zip(before, after, strict=True))
-    assert patch_classes.kind_of(net.model.rotary_emb) == "rotary"
+    assert classes.kind_of(net.model.rotary_emb) == "rotary"
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
@@ -550,4 +551,4 @@ def test_main_grad_is_ignored_unless_asked_for():
 
 
 def test_every_forward_has_a_name_in_reports():
-    assert set(patch_forwards.OPS) == {*patch_forwards.FORWARDS, *patch_forwards.STEPS}
+    assert set(forwards.OPS) == {*forwards.FORWARDS, *forwards.STEPS}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.model import patch_classes
+from cute_kernels.model.patch import classes
 from tests.contract import same_bytes
 from tests.model.patch import families
 
@@ -42,7 +42,7 @@ def test_rows_and_parts(first):
         assert report.complete
     adapters = [m for n, m in net.named_modules() if "lora_A" in n and hasattr(m, "weight")]
     assert len(adapters) == 14
-    assert {patch_classes.kind_of(m) for m in adapters} == {"linear"}
+    assert {classes.kind_of(m) for m in adapters} == {"linear"}
     tokens = families.ids(1, seed=3)
     want = families.logits(net, tokens)
     for surroundings in ("in a batch", "left", "right", "decoded"):
@@ -82,7 +82,7 @@ def test_disabling_an_adapter():
 def test_merging_an_adapter():
     net, _ = adapted("patch")
     merged = net.merge_and_unload()
-    assert patch_classes.kind_of(merged.model.layers[0].mlp.up_proj) == "linear"
+    assert classes.kind_of(merged.model.layers[0].mlp.up_proj) == "linear"
     tokens = families.ids(1, seed=3)
     want = families.logits(merged, tokens)
     assert same_bytes(families.SURROUNDINGS["in a batch"](merged, tokens), want)

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from cute_kernels.sparse_attn import reference
+from cute_kernels.testing import sparse_attn as reference
 from perf.attention.cases import Case, Inputs, Problem
 from perf.attention.rivals import RIVALS
 from perf.core.rival import Absent, Rival

@@ -9,7 +9,9 @@ import types
 import pytest
 import torch
 
-from cute_kernels.sparse_attn import launch, packs, passes, prepare, reference
+from cute_kernels.sparse_attn import launch, lowering
+from cute_kernels.sparse_attn.varlen import layout, passes
+from cute_kernels.testing import sparse_attn as reference
 from perf.attention import bench, check, fa4, flex, pack, rivals, targets
 from perf.attention.cases import Case, Problem, drawn_lengths
 from perf.core.bits import same_bytes
@@ -232,7 +234,7 @@ def test_what_a_new_pack_costs_has_its_schedules_and_nothing_else(monkeypatch):
     Where kernels read copies.
     """
     events, ticks = [], itertools.count()
-    for owner, name in ((packs, "_layout"), (packs, "_on_host"), (prepare, "spt")):
+    for owner, name in ((layout, "_layout"), (layout, "_on_host"), (lowering, "spt")):
         whole = getattr(owner, name)
 
         def told(*a, name=name, whole=whole, **k):
@@ -240,7 +242,7 @@ def test_what_a_new_pack_costs_has_its_schedules_and_nothing_else(monkeypatch):
             return whole(*a, **k)
 
         monkeypatch.setattr(owner, name, told)
-    prepare.cache.clear()
+    lowering.cache.clear()
 
     def now() -> float:
         events.append("clock")

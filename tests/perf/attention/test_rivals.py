@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from cute_kernels.sparse_attn import reference
+from cute_kernels.testing import sparse_attn as reference
 from perf.attention import cudnn, fa4, flex, targets
 from perf.attention.cases import BLOCK, Case, Problem
 from perf.attention.rivals import RIVALS

@@ -7,13 +7,13 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.certify.certificate import certify
 from cute_kernels.compile.kernel import Expect
 from perf.probes import inputs, truncation, wgmma_kernel
 from perf.probes.wgmma_kernel import Chain
 from tests import ptxsim
 from tests.perf.probes.simulated import build, differing
 from tests.ptxsim.available import requires_sim
+from verify.certificate import certify
 
 pytestmark = [
     pytest.mark.sim,

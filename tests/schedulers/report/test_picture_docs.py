@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cute_kernels.schedule_command import _MASKS, parse_mask
+from cute_kernels.cli.schedule import _MASKS, parse_mask
 from cute_kernels.schedulers.masks.mask import BlockMask
 from cute_kernels.schedulers.model import machines as machine
 from cute_kernels.schedulers.model import selection as choice

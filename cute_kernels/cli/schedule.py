@@ -1,0 +1,318 @@
+"""The ``schedule`` command: what each order of work of a mask takes by the model, on any machine.
+
+python -m cute_kernels schedule --mask sliding_window:1024 --seqlen 8192 --heads 16
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import ArgumentValueError, expected, one_of
+from ..schedulers.masks import rules
+from ..schedulers.masks.mask import BlockMask
+from ..schedulers.model.machines import TABLE, machine
+from ..schedulers.model.selection import Selection, select
+from ..schedulers.order.kinds import KINDS, WALKS
+from ..schedulers.report import picture
+from ..schedulers.report import rows as report
+from ..sparse_attn.config import MACHINES
+from ..sparse_attn.masks import BLOCK
+from .common import one_line, say, writing
+
+# More blocks in one mask, heads or slots are not tried.
+MAX_BLOCKS, MAX_HEADS, MAX_SLOTS, MAX_SEED = 1 << 23, 1 << 16, 1 << 16, 2**63 - 1
+# The schedules of block_sparse_attention, at a head size of 128.
+MACHINE = MACHINES[128]
+_MASK = (
+    "full, causal, sliding_window:LEFT[:RIGHT], dilated_window:LEFT:STEP, prefix_lm:PREFIX, "
+    "document:COUNT[:SEED], random:SHARE[:SEED]; or several joined by &, which all hold."
+)
+_KIND = f"Only these kinds (repeat the option): {', '.join(KINDS)}, select."
+_WALK = f"Visits of {', '.join(report.WALKED)}: one of {', '.join(WALKS)}."
+_MACHINE = f"The model's constants: {', '.join(TABLE)}."
+_TAKEN = "what select takes, or the fastest of the kinds asked for"
+# Headings of two lines, so that the table has 80 columns.
+_SHORT = {"in flight": "in\nflight", "/ unordered": "/ un-\nordered", "/ bound": "/\nbound"}
+
+
+@one_line(
+    path="--plot",
+    block_mask="--seqlen, --heads",
+    block_size="--block",
+    left="--mask left",
+    right="--mask right",
+    prefix="--mask prefix",
+)
+def schedule(
+    mask: Annotated[str, typer.Option(help=_MASK)] = "causal",
+    seqlen: Annotated[str, typer.Option(metavar="N", help="Queries and keys.")] = "8192",
+    heads: Annotated[str, typer.Option(metavar="N", help="(batch, head) pairs.")] = "16",
+    kind: Annotated[list[str] | None, typer.Option(metavar="KIND", help=_KIND)] = None,
+    walk: Annotated[str, typer.Option(help=_WALK)] = "ascending",
+    flight: Annotated[
+        list[str] | None,
+        typer.Option(metavar="N", help="Heads interleaved; by default 1, and the machine's most."),
+    ] = None,
+    plot: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help=f"A picture of {_TAKEN}: .svg, .png or .pdf."),
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Draw every row, not just one.")
+    ] = False,
+    save: Annotated[
+        str | None, typer.Option(metavar="FILE.npz", help=f"For Schedule.load: {_TAKEN}.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; times in ns.")] = False,
+    block: Annotated[
+        str, typer.Option(metavar="QxKV", help="Block size.")
+    ] = f"{BLOCK[0]}x{BLOCK[1]}",
+    slots: Annotated[
+        str | None, typer.Option(metavar="N", help="CTAs resident at once, for another machine.")
+    ] = None,
+    machine_name: Annotated[
+        str, typer.Option("--machine", metavar="NAME", help=_MACHINE)
+    ] = MACHINE,
+) -> None:
+    """Predict what each order of work takes on a mask, say which is safe, draw it and keep it.
+
+    Needs no GPU.  Times are a model's.
+    """
+    kinds = tuple(dict.fromkeys(kind or report.CHOICES))
+    _names(machine_name, walk, kinds)
+    changes = {} if slots is None else {"slots": _whole("--slots", slots, 1, MAX_SLOTS)}
+    chosen = machine(machine_name, **changes)
+    block_mask = parse_mask(mask, _whole("--seqlen", seqlen, 1), _pair("--block", block))
+    count = _whole("--heads", heads, 1, MAX_HEADS)
+    flights = {min(count, _whole("--flight", each, 1)) for each in flight or ()}
+    _paths(plot, compare, save)
+    options = {"heads": count, "machine": chosen}
+    rows = report.compare(
+        block_mask, kinds=kinds, flights=tuple(sorted(flights)) or None, walk=walk, **options
+    )
+    selection = select(block_mask, **options) if "select" in kinds else None
+    if as_json:
+        head = {"mask": mask, "seqlen": int(seqlen), "heads": count, "walk": walk}
+        typer.echo(json.dumps(head | _facts(block_mask, chosen, rows, selection), indent=1))
+    else:
+        say(f"{mask}: {seqlen} tokens, {count} heads, {_blocks(block_mask)}")
+        say(f"{chosen.name}: {chosen.slots} slots; times by the model, not measured")
+        say(f"walk of {', '.join(report.WALKED)}: {walk}")
+        _print_rows(rows)
+        _print_choice(selection, rows)
+    _write(plot, compare, save, rows, quiet=as_json)
+
+
+def _names(machine_name: str, walk: str, kinds: tuple[str, ...]) -> None:
+    _among("--machine", TABLE, machine_name)
+    _among("--walk", WALKS, walk)
+    for each in kinds:
+        _among("--kind", report.CHOICES, each)
+
+
+def _paths(plot: str | None, compare: bool, save: str | None) -> None:
+    """Check that both files can be written, before anything is computed."""
+    if plot is not None:
+        picture.check_path(plot)
+    elif compare:
+        raise ArgumentValueError(expected("--compare", "--plot FILE to draw into", "none"))
+    if save is not None and (Path(save).suffix != ".npz" or not Path(save).parent.is_dir()):
+        want = "a file ending in .npz in a folder that exists"
+        raise ArgumentValueError(expected("--save", want, save))
+
+
+def _facts(block_mask: BlockMask, chosen, rows, selection: Selection | None) -> dict[str, object]:
+    """Return the printed facts as plain values."""
+    bound = rows[0].bound
+    taken = selection and {
+        "name": selection.schedule.name,
+        "hash": selection.schedule.hash,
+        "predicted_ns": selection.predicted_ns,
+        "over_bound": selection.over_bound,
+        "trials": [asdict(trial) for trial in selection.trials],
+    }
+    return {
+        "block_size": block_mask.block_size,
+        "blocks": block_mask.num_blocks,
+        "machine": asdict(chosen),
+        "bound_ns": bound.lower_ns,
+        "bound": bound.binding(),
+        "rows": [report.facts(row) for row in rows],
+        "select": taken,
+    }
+
+
+def _blocks(block_mask: BlockMask) -> str:
+    total = block_mask.kv_count.numel() * block_mask.num_kv_blocks
+    q, kv = block_mask.block_size
+    return f"{block_mask.num_blocks:,} of {total:,} blocks of {q}x{kv}"
+
+
+def _print_rows(rows) -> None:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in report.HEADER:
+        last = name == report.HEADER[-1]
+        side = "right" if name in report.NUMBERS else "left"
+        heading = _SHORT.get(name, name)
+        table.add_column(heading, justify=side, no_wrap=not last, overflow="fold")
+    for row in rows:
+        table.add_row(*report.cells(row))
+    Console(highlight=False).print(table)
+
+
+def _print_choice(selection: Selection | None, rows) -> None:
+    if selection is None:
+        return
+    for line in report.reasons(selection, rows):
+        say(line)
+    say(f"\nTried:\n{selection}")
+
+
+def _write(plot: str | None, every: bool, save: str | None, rows, quiet: bool) -> None:
+    """The picture and the schedule, of ``_TAKEN``."""
+    if plot is None and save is None:
+        return
+    timed = [row for row in rows if row.simulation]
+    if not timed:
+        got = "; ".join(f"{row.title}: {row.why}" for row in rows)
+        name = "--save" if plot is None else "--plot"
+        raise ArgumentValueError(expected(name, "a schedule that fits the machine", got))
+    taken = min(timed, key=lambda row: (row.kind != "select", row.simulation.makespan_ns))
+    said = []
+    if plot is not None:
+        panels = {row.title: row.simulation for row in (timed if every else [taken])}
+        look = {"bound_ns": rows[0].bound.lower_ns, "columns": 2 if len(panels) > 1 else 1}
+        with writing(plot):
+            picture.gantt(plot, panels, **look)
+        said.append(f"{plot}: {len(panels)} drawn")
+    if save is not None:
+        with writing(save):
+            taken.schedule.save(save)
+        said.append(f"{save}: {taken.title}; hash {taken.schedule.hash}")
+    if not quiet:
+        say("\n" + "\n".join(said))
+
+
+def parse_mask(text: str, seqlen: int, block_size: tuple[int, int]) -> BlockMask:
+    """The mask of a text such as ``sliding_window:1024`` or ``document:8 & causal``."""
+    grid = rules.Grid(seqlen, seqlen, block_size)
+    if grid.num_q_blocks * grid.num_kv_blocks > MAX_BLOCKS:
+        want = f"a length of at most {MAX_BLOCKS:,} blocks of {block_size}"
+        raise ArgumentValueError(expected("--seqlen", want, seqlen))
+    mask = None
+    for part in text.split("&"):
+        one = _parse_one(part.strip(), seqlen, block_size)
+        mask = one if mask is None else mask & one
+    return mask
+
+
+def _parse_one(text: str, seqlen: int, block_size: tuple[int, int]) -> BlockMask:
+    name, *values = text.split(":")
+    _among("--mask", _MASKS, name)
+    make, names, optional = _MASKS[name]
+    least = len(names) - optional
+    if not least <= len(values) <= len(names):
+        words = [f":{word}" if i < least else f"[:{word}]" for i, word in enumerate(names)]
+        want = name + "".join(words).upper()
+        raise ArgumentValueError(expected("--mask", want, text))
+    return make(seqlen, block_size, *values)
+
+
+def _full(seqlen: int, size: tuple[int, int]) -> BlockMask:
+    return BlockMask.full(seqlen, seqlen, block_size=size, device="cpu")
+
+
+def _causal(seqlen: int, size: tuple[int, int]) -> BlockMask:
+    return BlockMask.causal(seqlen, seqlen, block_size=size, device="cpu")
+
+
+def _window(seqlen: int, size: tuple[int, int], left: str, right: str = "0") -> BlockMask:
+    sides = {"left": _whole("--mask left", left), "right": _whole("--mask right", right)}
+    return BlockMask.sliding_window(seqlen, seqlen, **sides, block_size=size, device="cpu")
+
+
+def _dilated(seqlen: int, size: tuple[int, int], left: str, step: str) -> BlockMask:
+    window = {"left": _whole("--mask left", left), "right": 0}
+    step = _whole("--mask step", step, 1)
+    return BlockMask.dilated_window(
+        seqlen, seqlen, **window, dilation=step, block_size=size, device="cpu"
+    )
+
+
+def _prefix_lm(seqlen: int, size: tuple[int, int], prefix: str) -> BlockMask:
+    prefix = _whole("--mask prefix", prefix)
+    return BlockMask.prefix_lm(seqlen, seqlen, prefix=prefix, block_size=size, device="cpu")
+
+
+def _document(seqlen: int, size: tuple[int, int], count: str, seed: str = "0") -> BlockMask:
+    """``count`` documents, cut at drawn places."""
+    count = _whole("--mask count", count, 1, seqlen)
+    cuts = torch.randperm(seqlen - 1, generator=_generator(seed), device="cpu")[: count - 1] + 1
+    edges = [0, *sorted(cuts.tolist()), seqlen]
+    edges = torch.tensor(edges, dtype=torch.int64, device="cpu")
+    return BlockMask.document(cu_seqlens=edges, block_size=size)
+
+
+def _random(seqlen: int, size: tuple[int, int], share: str, seed: str = "0") -> BlockMask:
+    """Each block with probability ``share``."""
+    try:
+        chance = float(share)
+    except ValueError:
+        chance = -1.0
+    if not 0 <= chance <= 1:
+        raise ArgumentValueError(expected("--mask share", "a number from 0 to 1", repr(share)))
+    grid = rules.Grid(seqlen, seqlen, size)
+    shape = (1, 1, grid.num_q_blocks, grid.num_kv_blocks)
+    drawn = torch.rand(shape, generator=_generator(seed), dtype=torch.float32, device="cpu")
+    kept = drawn < chance
+    index = kept.int().argsort(dim=3, descending=True, stable=True).int()
+    return BlockMask.from_blocks(kept.sum(3).int(), index, seqlen, seqlen, block_size=size)
+
+
+def _generator(seed: str) -> torch.Generator:
+    seed = _whole("--mask seed", seed, 0, MAX_SEED)
+    return torch.Generator(device="cpu").manual_seed(seed)
+
+
+#: Name -> (maker, parameters, how many of the last ones are optional).
+_MASKS = {
+    "full": (_full, (), 0),
+    "causal": (_causal, (), 0),
+    "sliding_window": (_window, ("left", "right"), 1),
+    "dilated_window": (_dilated, ("left", "step"), 0),
+    "prefix_lm": (_prefix_lm, ("prefix",), 0),
+    "document": (_document, ("count", "seed"), 1),
+    "random": (_random, ("share", "seed"), 1),
+}
+
+
+def _among(name: str, choices, text: str) -> None:
+    if text not in choices:
+        raise ArgumentValueError(one_of(name, choices, text))
+
+
+def _whole(name: str, text: str, least: int = 0, most: int | None = None) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = None
+    if value is None or value < least or (most is not None and value > most):
+        span = f"of at least {least}" + (f" and at most {most}" if most is not None else "")
+        raise ArgumentValueError(expected(name, f"a whole number {span}", repr(text[:40])))
+    return value
+
+
+def _pair(name: str, text: str) -> tuple[int, int]:
+    parts = text.split("x")
+    if len(parts) != 2:
+        raise ArgumentValueError(expected(name, "QxKV, such as 64x128", repr(text)))
+    return _whole(name, parts[0], 1), _whole(name, parts[1], 1)

@@ -1,0 +1,1 @@
+"""IEEE arithmetic for the CPU backends."""

@@ -1,0 +1,1 @@
+"""Keep the bits of torch's own ops independent of the batch, inside a mode."""

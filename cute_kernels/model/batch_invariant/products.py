@@ -1,0 +1,93 @@
+"""Overrides of aten's products: linear, mm, addmm, bmm, baddbmm, mv, addmv, dot.
+
+matmul, einsum, tensordot, inner and bilinear are made of them.  ``why_...`` say what is not
+covered; the other functions have the signatures of aten.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...gemm import api
+from ...gemm import checks as gemm_checks
+from . import checks
+from .ops import batched_product
+
+
+def why_linear(x, weight, bias=None) -> str | None:
+    """A weight or bias of another rank is a composition of torch's."""
+    if weight.dim() != 2 or x.dim() == 0 or (bias is not None and bias.dim() != 1):
+        return checks.EXACT
+    return checks.tensors(x, weight, bias)
+
+
+def why_two(a, b) -> str | None:
+    """Why a product of two is not covered, or None."""
+    return checks.tensors(a, b)
+
+
+def why_three(base, a, b, *, beta=1, alpha=1) -> str | None:
+    """Why a product that is added to a tensor is not covered, or None."""
+    return checks.tensors(a, b, base)
+
+
+def why_vector(a, v) -> str | None:
+    """Why a product with a vector is not covered, or None."""
+    return checks.tensors(a, v) if v.dim() == 1 else checks.EXACT
+
+
+def why_addmv(base, a, v, *, beta=1, alpha=1) -> str | None:
+    """Why a product that is added to a vector is not covered, or None."""
+    return why_vector(a, v) if base.dim() < 2 else checks.EXACT
+
+
+def linear(x, weight, bias=None) -> torch.Tensor:
+    """x weightᵀ + bias."""
+    return api.linear(x, weight, bias)
+
+
+def mm(a, b) -> torch.Tensor:
+    """a b of matrices."""
+    return api.matmul(a, b)
+
+
+def addmm(base, a, b, *, beta=1, alpha=1) -> torch.Tensor:
+    """beta base + alpha a b."""
+    if beta == 1 and alpha == 1 and list(base.shape) == [b.shape[-1]] and b.dim() == 2:
+        return api.linear(a, b.mT, base)
+    gemm_checks.matmul(a, b, "chain")
+    base = checks.beside(base, a, b)
+    return _batched(a[None], b[None], base, beta, alpha)[0]
+
+
+def bmm(a, b) -> torch.Tensor:
+    """a_i b_i."""
+    checks.batch(a, b)
+    return _batched(a, b, None, 0, 1)
+
+
+def baddbmm(base, a, b, *, beta=1, alpha=1) -> torch.Tensor:
+    """beta base_i + alpha a_i b_i."""
+    checks.batch(a, b)
+    return _batched(a, b, checks.beside(base, a, b), beta, alpha)
+
+
+def mv(a, v) -> torch.Tensor:
+    """a v."""
+    return api.matmul(a, v.unsqueeze(-1)).squeeze(-1)
+
+
+def addmv(base, a, v, *, beta=1, alpha=1) -> torch.Tensor:
+    """beta base + alpha a v."""
+    made = addmm(base.unsqueeze(-1), a, v.unsqueeze(-1), beta=beta, alpha=alpha)
+    return made.squeeze(-1)
+
+
+def dot(a, b) -> torch.Tensor:
+    """Σ a b of vectors."""
+    return api.matmul(a.unsqueeze(0), b.unsqueeze(-1)).view(())
+
+
+def _batched(a, b, base, beta, alpha) -> torch.Tensor:
+    # As in torch, a base times 0 is not looked at.
+    return batched_product(a, b, None if beta == 0 else base, float(beta), float(alpha))

@@ -1,0 +1,1 @@
+"""Replace the modules of a whole model, in place."""

@@ -1,0 +1,146 @@
+"""``ck.patch`` and ``ck.unpatch``: a whole model by our ops, in place."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from ... import nn as own_modules
+from . import checks, classes, configs, families, guards, plan, positions, rotary, softcaps
+from .checks import Options
+from .forwards import OPS, granularity, main_grad_parameters
+from .report import Replaced, Report
+
+
+def patch(
+    model: torch.nn.Module,
+    *,
+    linear: bool = True,
+    norm: bool = True,
+    attention: bool = True,
+    embedding: bool = True,
+    logits: str = "linear_logp",
+    order: str = "chain",
+    main_grad: bool = False,
+    strict: bool = False,
+) -> Report:
+    """Replaces, in place, the parts of a model whose bits follow the rest of the batch.
+
+    A module keeps its parameters, names, hooks and identity, and gets another class: a subclass of
+    its own, of the same name, whose forward calls an op of ours.  So the state dict,
+    ``isinstance``, copies, pickles, ``save_pretrained``, adapters, checkpointing and
+    ``fully_shard`` (before or after) stay as they were.  docs/model.md: what is replaced in which
+    family.
+
+    Args:
+        model: Any module; what is inside a wrapper (PEFT, DDP, ``torch.compile``) is found.
+        linear: nn.Linear, exactly: subclasses with a forward of their own are left.  transformers'
+            Conv1D too.  Modules of ``ck.nn`` are left as well: they call the ops already, with
+            their own ``order`` and ``main_grad``.
+        norm: Norms, known or not: those whose forward agrees with the formula of ``ck.rms_norm`` or
+            ``ck.layer_norm`` on random inputs.  And SiLU, GELU and tanh.
+        attention: transformers' attention, and the tables of rotary embeddings.
+        embedding: nn.Embedding, also below a subclass that scales what it looks up.
+        logits: What becomes of a causal LM's head.  ``"linear"``: ``ck.linear``.
+            ``"linear_logp"``: also, ``forward(labels=...)`` makes its loss by ``ck.linear_logp``;
+            logits are None in training then.
+        order: The order of summation of linear layers and heads, ``"chain"`` or ``"tree"``, as in
+            ``ck.linear`` and ``ck.linear_logp``.  A model has one in rollout and in training.
+        main_grad: Whether the gradient of a parameter that has a ``main_grad`` (fp32, its shape) is
+            added there, as in ``ck.linear``.  It is looked for at each call.
+        strict: Whether parts that are left, and whose bits follow the batch, are an error.
+
+    Returns:
+        A `Report`: what was replaced, what was left, and what is known of it.
+
+    Guarantees:
+        Of a model whose report is ``complete``: each row of its logits has the same bits alone and
+        in any batch, padded, in chunks, and decoded with a cache.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: an argument is wrong; the message names it.
+        BackendUnavailable: the parameters are on a device without a backend.
+        PatchError: ``strict``, and parts are left; the message names them.  The model is unchanged.
+
+    A second patch of a model, or of a part of it, counts for every module inside, and forgets what
+    the first had been told.  A module that is registered in a patched model later raises
+    ``PatchError`` when it is called, if a patch would replace it or name it as moving bits: patch
+    again after ``resize_token_embeddings``.  Logits are not those of the unpatched model, byte for
+    byte: a norm of ours rounds once where transformers' rounds twice.
+    """
+    options = Options(linear, norm, attention, embedding, logits, order, main_grad)
+    checks.model(model)
+    checks.options(options, strict)
+    checks.devices(model)
+    made = plan.plan(model, options)
+    report = _report(model, made, main_grad)
+    if strict:
+        checks.complete(report.moving)
+    unpatch(model)
+    for action in made.actions:
+        classes.exchange(action.module, action.kind, action.notes)
+        if action.kind == "rotary":
+            rotary.restore_frequencies(action.module)
+    configs.attend(model, [one.modules for one in made.attentions])
+    guards.mark(model, options)
+    return report
+
+
+def unpatch(model: torch.nn.Module) -> None:
+    """Gives every module inside a model its own class back, and the model its config.
+
+    What was not patched is left alone.  Modules that wrap a patched model, or lie in it, may be
+    given as well; parts of one transformers model share its attention.
+
+    Raises:
+        ArgumentTypeError: ``model`` is no module.
+    """
+    checks.model(model)
+    for module in model.modules():
+        classes.restore(module)
+        rotary.undo(module)
+        guards.clear(module)
+    configs.restore(model)
+
+
+def _report(model: torch.nn.Module, made: plan.Plan, main_grad: bool) -> Report:
+    replaced = [one for action in made.actions for one in _replaced(action)]
+    replaced += [
+        Replaced(a.name, "attention", "attn_implementation='cute_kernels'") for a in made.attentions
+    ]
+    replaced += made.softcaps
+    sites = [(action.module, action.kind) for action in made.actions]
+    # Modules of ck.nn keep their forward, and their own main_grad option.
+    own = [(m, kind) for m in model.modules() if (kind := own_modules.kind_of(m)) is not None]
+    missed: list[str] = []
+    shared: list[str] = []
+    broadcast: list[str] = []
+    if main_grad:
+        writers = sites + [(module, kind) for module, kind in own if module.main_grad]
+        written = Counter(id(p) for site in writers for p in main_grad_parameters(*site))
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        missed = [name for name, p in named if id(p) not in written]
+        shared = [name for name, p in named if written[id(p)] > 1]
+        looked_up = [(a.name, a.module) for a in made.actions if a.kind.startswith("embedding")]
+        known = [a.module for a in made.actions if a.kind == "positions"]
+        ids = {id(m.weight) for _, m in positions.broadcast(looked_up, known)}
+        broadcast = [name for name, p in named if id(p) in ids]
+    tokens = max((granularity(*site) for site in sites + own), default=1)
+    parts = map(tuple, (replaced, made.left, missed, shared, broadcast))
+    return Report(families.of(model), *parts, granularity=tokens)
+
+
+def _replaced(action: plan.Action) -> list[Replaced]:
+    """Entries of the report for an action: a module's forward, or a causal LM's loss."""
+    cls, notes = classes.user_class(action.module), action.notes
+    if action.kind != "causal_lm":
+        return [Replaced(action.name, cls.__name__, OPS[action.kind])]
+    found = []
+    if notes.softcap:
+        part = softcaps.part_of_logits(cls, notes.softcap)
+        by = OPS[action.kind] if notes.logp else "ck.tanh"
+        found.append(Replaced(action.name, part, by))
+    if notes.logp:
+        found.append(Replaced(action.name, f"{cls.__name__}: loss", "ck.linear_logp"))
+    return found

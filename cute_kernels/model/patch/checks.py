@@ -1,0 +1,89 @@
+"""Arguments of ``ck.patch`` and ``ck.unpatch`` -> `Options`, or one exception that names one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...errors import ArgumentTypeError, ArgumentValueError, PatchError, expected, one_of
+from ...gemm.config import ORDERS
+from ...runtime import checking
+from .report import Left
+
+LOGP, LOGITS = "linear_logp", "linear"
+#: The options that are names.
+CHOICES = {"logits": (LOGP, LOGITS), "order": ORDERS}
+
+
+class Absent:
+    """Stands for the value of an attribute that a module does not have."""
+
+
+class Options(NamedTuple):
+    """Options of a patch; see `patch.patch`."""
+
+    linear: bool
+    norm: bool
+    attention: bool
+    embedding: bool
+    logits: str
+    order: str
+    main_grad: bool
+
+
+def model(value: object) -> None:
+    """Check that the model is a module with a Python forward, on devices with a backend."""
+    if not isinstance(value, torch.nn.Module):
+        raise ArgumentTypeError(expected("model", "a torch.nn.Module", type(value).__name__))
+    if isinstance(value, torch.jit.ScriptModule):
+        want = "a torch.nn.Module whose forward is Python's"
+        raise ArgumentTypeError(expected("model", want, f"TorchScript ({type(value).__name__})"))
+
+
+def options(given: Options, strict: object) -> None:
+    """Check that each option has its type, and one of its values."""
+    for name, value in {**given._asdict(), "strict": strict}.items():
+        if name not in CHOICES and not isinstance(value, bool):
+            raise ArgumentTypeError(expected(name, "True or False", repr(value)))
+    for name, choices in CHOICES.items():
+        value = getattr(given, name)
+        if not isinstance(value, str):
+            raise ArgumentTypeError(expected(name, "a string", repr(value)))
+        if value not in choices:
+            raise ArgumentValueError(one_of(name, choices, value))
+
+
+def devices(value: torch.nn.Module) -> None:
+    """Check that a backend may run our ops on the parameters' devices."""
+    for device in {p.device for p in value.parameters()}:
+        checking.supported("linear", device)
+
+
+def complete(moving: tuple[Left, ...]) -> None:
+    """Check, for ``strict``, that no part is left whose bits follow the batch."""
+    if moving:
+        shown = [f"  {one.name or 'the model'} ({one.part}): {one.known}" for one in moving[:20]]
+        more = [f"  and {len(moving) - 20} more"] if len(moving) > 20 else []
+        want = f"no part left whose bits follow the batch, got {len(moving)}"
+        raise PatchError("\n".join([f"strict: expected {want}:", *shown, *more]))
+
+
+def not_patched(name: str, module: torch.nn.Module, args: tuple) -> None:
+    """The forward pre-hook of a module that was put into a patched model: it must not run."""
+    want = "a module that ck.patch has seen (patch the model again after resize_token_embeddings,"
+    want += " adapters or an assignment)"
+    raise PatchError(expected(name, want, f"a new {type(module).__name__}"))
+
+
+def unchanged(module: torch.nn.Module, reads: tuple[tuple[str, object], ...]) -> None:
+    """Check that attributes which the author's forward reads are unchanged since the patch."""
+    for name, value in reads:
+        now = getattr(module, name, Absent)
+        if now is not value and now != value:
+            want = f"{_shown(value)}, as when it was patched (patch again)"
+            raise PatchError(expected(f"{type(module).__name__}.{name}", want, _shown(now)))
+
+
+def _shown(value: object) -> str:
+    return "no value" if value is Absent else repr(value)

@@ -1,0 +1,141 @@
+"""Configs of a patched model's own, which name our attention.
+
+transformers' modules look their attention up in their config, and several models may hold one
+config object: a policy, its critic and its reference.  ``ck.patch`` gives the modules of each model
+a copy of it, and ``ck.unpatch`` puts the object back, with what was changed in the copy since.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from ...integrations import transformers as integration
+
+#: Attribute of a module: name of each attribute that held a config -> its `Swap`.
+_SWAPS = "_cute_kernels_configs"
+#: Attribute of a config: the name of its attention.
+_ATTENTION = "_attn_implementation_internal"
+
+
+class Swap(NamedTuple):
+    """A config object, the copy that stands in for it, and its state when the copy was taken."""
+
+    original: object
+    copied: object
+    state: object
+
+
+def original(module: torch.nn.Module) -> object | None:
+    """The config that a module has when it is not patched; None: it has none."""
+    config = getattr(module, "config", None)
+    swap = vars(module).get(_SWAPS, {}).get("config")
+    return swap.original if swap is not None and swap.copied is config else config
+
+
+def roots(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
+    """Id of each module -> the outermost model of transformers that it lies in."""
+    outermost: dict[int, torch.nn.Module] = {}
+    for module in pretrained(model):
+        if id(module) not in outermost:
+            for part in module.modules():
+                outermost.setdefault(id(part), module)
+    return outermost
+
+
+def pretrained(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules that are models of transformers, the outermost first."""
+    library = sys.modules.get("transformers.modeling_utils")
+    if library is None:
+        return []
+    return [module for module in model.modules() if isinstance(module, library.PreTrainedModel)]
+
+
+def attend(model: torch.nn.Module, groups: Iterable[tuple[torch.nn.Module, ...]]) -> None:
+    """Have each group attend by our op: modules of one config, which lie in one root."""
+    integration.register()
+    outermost = roots(model)
+    by_root: dict[int, list[object]] = {}
+    for modules in groups:
+        by_root.setdefault(id(outermost[id(modules[0])]), []).append(modules[0].config)
+    wrappers = [module for module in model.modules() if id(module) not in outermost]
+    for root in dict.fromkeys(outermost.values()):
+        if id(root) not in by_root:
+            continue
+        copies: dict[int, object] = {}
+        parts = [module for module in root.modules() if outermost[id(module)] is root]
+        for _, config in _configs(parts):
+            copy.deepcopy(config, copies)  # one memo: nested configs keep their identity
+        _swap([*parts, *wrappers], copies)
+        for config in by_root[id(root)]:
+            # The property's setter would set it in the configs of parts that may be unable to.
+            setattr(copies[id(config)], _ATTENTION, integration.NAME)
+
+
+def restore(model: torch.nn.Module) -> None:
+    """Put the config objects back.
+
+    Layers keep theirs if no model of transformers is given: the masks are made by the model.
+    """
+    if not any(_SWAPS in vars(module) for module in pretrained(model)):
+        return
+    modules = list(model.modules())
+    saved = [vars(module).pop(_SWAPS, {}) for module in modules]
+    swaps = {id(swap.copied): swap for swaps in saved for swap in swaps.values()}
+    for swap in swaps.values():
+        _write_back(*swap)
+    # Modules that were made from the copy hold it as well.
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if id(value) in swaps:
+                vars(module)[name] = swaps[id(value)].original
+
+
+def _configs(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, object]]:
+    for module in modules:
+        for value in vars(module).values():
+            if _is_config(value):
+                yield module, value
+
+
+def _is_config(value: object) -> bool:
+    return isinstance(value, sys.modules["transformers.configuration_utils"].PreTrainedConfig)
+
+
+def _swap(modules: Iterable[torch.nn.Module], copies: dict[int, object]) -> None:
+    states: dict[int, object] = {}
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if not _is_config(value) or id(value) not in copies:
+                continue
+            state = copy.deepcopy(value, states)
+            swap = Swap(value, copies[id(value)], state)
+            vars(module).setdefault(_SWAPS, {})[name] = swap
+            vars(module)[name] = swap.copied
+
+
+def _write_back(original: object, copied: object, state: object) -> None:
+    """Change in a config what was changed in its copy since, all but the name of the attention."""
+    values, before = vars(copied), vars(state)
+    for name in set(values) | set(before):
+        if name not in values:
+            vars(original).pop(name, None)
+        elif _is_config(values[name]) and _is_config(vars(original).get(name)):
+            nested = before.get(name)
+            if _is_config(nested):
+                _write_back(vars(original)[name], values[name], nested)
+        elif name != _ATTENTION and (name not in before or _differ(values[name], before[name])):
+            vars(original)[name] = values[name]
+    # Modules outside of those that are unpatched may hold the copy.
+    vars(copied)[_ATTENTION] = vars(original).get(_ATTENTION)
+
+
+def _differ(value: object, before: object) -> bool:
+    try:
+        return bool(value != before)
+    except Exception:  # values of any type may be in a config
+        return True

@@ -1,0 +1,76 @@
+"""Architectures of transformers that were reviewed module by module.
+
+A family in `FAMILIES` has, in transformers 5.23, nothing left that `patch` does not replace: the
+rest of its forwards are look-ups, additions, multiplications and comparisons of elements.  The
+classes of its ``modeling_`` file are therefore not searched for what torch computes (patch_scan).
+"""
+
+from __future__ import annotations
+
+import torch
+
+#: model_type -> what a reader calls it.
+FAMILIES = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mistral": "Mistral",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3 (text)",
+    "phi3": "Phi-3",
+    "olmo2": "OLMo 2",
+    "gpt_neox": "GPT-NeoX",
+}
+#: Their folders in transformers.models, where it is not the model_type.
+_FOLDERS = {"gemma3_text": "gemma3"}
+
+_MOE = "a mixture of experts: routing, expert products and their sums by index_add are torch's"
+_HYBRID = "state space or linear attention layers: their scans and convolutions are torch's"
+#: Classes of PEFT 0.21 that were gone through: an adapter multiplies by its own linears, which are
+#: replaced like others, and multiplies matrices itself only where it is merged.
+_ADAPTERS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.model", "LoraModel")}
+
+#: model_type -> why it is not covered.
+NOT_COVERED = {
+    **dict.fromkeys(
+        (
+            "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "deepseek_v2", "deepseek_v3",
+            "deepseek_v4", "olmoe", "flex_olmo", "gpt_oss", "llama4", "llama4_text", "granitemoe",
+            "granitemoeshared", "phimoe", "dbrx", "glm4_moe", "ernie4_5_moe", "hunyuan_v1_moe",
+            "dots1", "minimax_m2", "longcat_flash", "switch_transformers", "nllb-moe",
+        ),
+        _MOE,
+    ),
+    **dict.fromkeys(
+        (
+            "mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba", "zamba2", "nemotron_h",
+            "qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "recurrent_gemma", "rwkv",
+            "minimax", "falcon_h1", "lfm2", "lfm2_moe", "kimi_linear", "olmo_hybrid", "xlstm",
+        ),
+        _HYBRID,
+    ),
+}  # fmt: skip
+
+
+def model_type(model: torch.nn.Module) -> str | None:
+    """transformers' name of an architecture; None: the module has no config that says it."""
+    found = getattr(getattr(model, "config", None), "model_type", None)
+    return found if isinstance(found, str) else None
+
+
+def of(model: torch.nn.Module) -> str | None:
+    """The family of a model or of what wraps it, as `FAMILIES` names it; None: another one."""
+    return next((FAMILIES[t] for t in map(model_type, model.modules()) if t in FAMILIES), None)
+
+
+def known(cls: type) -> bool:
+    """Whether a class was gone through, or lies in a file that was."""
+    if (cls.__module__, cls.__name__) in _ADAPTERS or cls.__module__ == "peft.peft_model":
+        return True
+    folders = {_FOLDERS.get(name, name) for name in FAMILIES}
+    return cls.__module__ in {f"transformers.models.{f}.modeling_{f}" for f in folders}
+
+
+def is_causal_lm(cls: type) -> bool:
+    """Whether a class is a causal LM of a family, behind whose base model we know every step."""
+    return known(cls) and cls.__name__.endswith("ForCausalLM") and "forward" in vars(cls)

@@ -1,0 +1,251 @@
+"""The forwards that `patch` gives to modules: each calls one op of ours with what its module holds.
+
+What a forward reads besides parameters and buffers is in the module's notes, which `patch` wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ...gemm import api as gemm
+from ...gemm.config import K_GROUP
+from ...integrations.held_head import Scoring
+from ...norm import api as norm
+from ...norm.config import part_rows
+from ...rowwise import api as rowwise
+from . import causal, checks, positions, rotary
+from .causal import head_scores
+
+#: The attribute of a patched module that its `Notes` are in.
+NOTES = "_cute_kernels"
+
+
+class Notes(NamedTuple):
+    """Options that the forward of one module reads.
+
+    order: of linear products.
+    main_grad: whether gradients go to the ``main_grad`` of parameters that have one.
+    weight, bias: the names of a norm's parameters; None: it has none.
+    eps, offset: of a norm.  eps_name: the attribute that its eps is read from at each call; None:
+    it is ``eps``.  reads: (attribute, value) that the author's forward reads and ours does not: a
+    call with another value is refused.
+    follows: whether a rotary table has the dtype of its input, or fp32.
+    softcap: of a causal LM's logits, 0: none.  logp: whether its loss is
+    ck.linear_logp's; of a head, whether it can score targets.
+    """
+
+    order: str = "chain"
+    main_grad: bool = False
+    weight: str | None = None
+    bias: str | None = None
+    eps: float = 0.0
+    offset: float = 0.0
+    follows: bool = True
+    softcap: float = 0.0
+    logp: bool = False
+    eps_name: str | None = None
+    reads: tuple[tuple[str, object], ...] = ()
+
+
+def main_grad_of(module: torch.nn.Module, parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """Destination of a parameter's gradient other than its ``grad``, or None."""
+    if not (module._cute_kernels.main_grad and torch.is_grad_enabled()):
+        return None
+    return getattr(parameter, "main_grad", None)
+
+
+def main_grad_parameters(module: torch.nn.Module, kind: str) -> list[torch.Tensor]:
+    """The parameters whose gradients a forward can add to a ``main_grad``."""
+    taken = {"layer_norm": ("weight", "bias")}.get(kind, ("weight",))
+    found = list(module._parameters.values()) if "norm" in kind else []
+    found = found or [module._parameters.get(name) for name in taken]
+    return [p for p in found if p is not None]
+
+
+def granularity(module: torch.nn.Module, kind: str) -> int:
+    """The tokens at whose multiples micro-batches may be cut, as far as this module goes."""
+    if "norm" in kind:
+        # A token has one row, or one for each head.
+        return max((part_rows(p.numel()) for p in module.parameters(recurse=False)), default=1)
+    return K_GROUP if kind in ("linear", "head", "conv1d") else 1
+
+
+# ---- products -----------------------------------------------------------------------------------
+
+
+def _sums(module: torch.nn.Module) -> dict[str, object]:
+    """How ck.linear is to add."""
+    into = main_grad_of(module, module.weight)
+    return {"order": module._cute_kernels.order, "main_grad": into}
+
+
+def _linear(self, input: torch.Tensor) -> torch.Tensor:
+    # y = x Wᵀ + b
+    return gemm.linear(input, self.weight, self.bias, **_sums(self))
+
+
+def _head(
+    self,
+    input: torch.Tensor,
+    target: torch.Tensor | None = None,
+    scoring: Scoring | None = None,
+) -> torch.Tensor:
+    # As _linear; with a target, log softmax(x Wᵀ + b)[target] without the logits.
+    if target is None:
+        return gemm.linear(input, self.weight, self.bias, **_sums(self))
+    return head_scores(self, input, target, scoring, main_grad_of(self, self.weight))
+
+
+def _conv1d(self, x: torch.Tensor) -> torch.Tensor:
+    # y = x W + b, W [K, N]: transformers' Conv1D
+    sums = _sums(self)
+    if sums["main_grad"] is not None:
+        sums["main_grad"] = sums["main_grad"].mT
+    return gemm.linear(x, self.weight.mT, self.bias, **sums)
+
+
+# ---- norms and activations ----------------------------------------------------------------------
+
+
+def _parameter(module: torch.nn.Module, name: str | None) -> torch.Tensor | None:
+    return None if name is None else getattr(module, name)
+
+
+def _eps(module: torch.nn.Module) -> float:
+    """The eps of a norm, which may have been changed since the patch."""
+    notes = module._cute_kernels
+    checks.unchanged(module, notes.reads)
+    if notes.eps_name is None:
+        return notes.eps
+    eps = getattr(module, notes.eps_name)
+    return torch.finfo(torch.float32).eps if eps is None else eps  # None: nn.RMSNorm's default
+
+
+def _rms_norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    # y = x / √(mean(x²) + eps) · (w + offset)
+    notes = self._cute_kernels
+    weight = _parameter(self, notes.weight)
+    into = main_grad_of(self, weight)
+    return norm.rms_norm(hidden_states, weight, _eps(self), offset=notes.offset, main_grad=into)
+
+
+def _layer_norm(self, input: torch.Tensor) -> torch.Tensor:
+    # y = (x - mean(x)) / √(var(x) + eps) · w + b
+    notes = self._cute_kernels
+    weight, bias = _parameter(self, notes.weight), _parameter(self, notes.bias)
+    into = {"main_grad": main_grad_of(self, weight), "bias_main_grad": main_grad_of(self, bias)}
+    return norm.layer_norm(input, weight, bias, _eps(self), **into)
+
+
+def _silu(self, input: torch.Tensor) -> torch.Tensor:
+    checks.unchanged(self, self._cute_kernels.reads)
+    return rowwise.silu(input)
+
+
+def _gelu(self, input: torch.Tensor) -> torch.Tensor:
+    checks.unchanged(self, self._cute_kernels.reads)
+    return rowwise.gelu(input)
+
+
+def _gelu_tanh(self, input: torch.Tensor) -> torch.Tensor:
+    checks.unchanged(self, self._cute_kernels.reads)
+    return rowwise.gelu(input, approximate="tanh")
+
+
+def _tanh(self, input: torch.Tensor) -> torch.Tensor:
+    checks.unchanged(self, self._cute_kernels.reads)
+    return rowwise.tanh(input)
+
+
+def _sigmoid(self, input: torch.Tensor) -> torch.Tensor:
+    checks.unchanged(self, self._cute_kernels.reads)
+    return rowwise.sigmoid(input)
+
+
+def _quick_gelu(self, input: torch.Tensor) -> torch.Tensor:
+    # y = x σ(1.702 x), in the steps of transformers
+    checks.unchanged(self, self._cute_kernels.reads)
+    return input * rowwise.sigmoid(1.702 * input)
+
+
+# ---- look-ups -----------------------------------------------------------------------------------
+
+
+def _embedding(self, input: torch.Tensor) -> torch.Tensor:
+    checks.unchanged(self, self._cute_kernels.reads)
+    into = main_grad_of(self, self.weight)
+    return rowwise.embedding(input, self.weight, padding_idx=self.padding_idx, main_grad=into)
+
+
+class EmbeddingStep(torch.nn.Embedding):
+    """The look-up below a subclass's own forward (Gemma's, which scales what it gets)."""
+
+    forward = _embedding
+
+
+@torch.no_grad()
+def _rotary(
+    self,
+    x: torch.Tensor,
+    position_ids: torch.Tensor,
+    layer_type: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # cos and sin of position · frequency, times the scaling of the table
+    checks.unchanged(self, self._cute_kernels.reads)
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    if getattr(self, f"{prefix}inv_freq").dtype != torch.float32:
+        # After the patch, ``model.to(dtype)`` has rounded them.
+        rotary.restore_frequencies(self)
+    frequencies = getattr(self, f"{prefix}inv_freq").to(x.device)
+    scaling = getattr(self, f"{prefix}attention_scaling", 1.0)
+    dtype = x.dtype if self._cute_kernels.follows else torch.float32
+    return rowwise.rotary_table(position_ids, frequencies, scaling, dtype)
+
+
+def _same(forward: Callable) -> Callable[[type], Callable]:
+    return lambda cls: forward
+
+
+#: Name -> what makes the forward for a class.
+FORWARDS: dict[str, Callable[[type], Callable]] = {
+    "linear": _same(_linear),
+    "head": _same(_head),
+    "conv1d": _same(_conv1d),
+    "rms_norm": _same(_rms_norm),
+    "layer_norm": _same(_layer_norm),
+    "silu": _same(_silu),
+    "gelu": _same(_gelu),
+    "gelu_tanh": _same(_gelu_tanh),
+    "tanh": _same(_tanh),
+    "sigmoid": _same(_sigmoid),
+    "quick_gelu": _same(_quick_gelu),
+    "embedding": _same(_embedding),
+    "rotary": _same(_rotary),
+    "causal_lm": causal.forward_of,
+    "positions": positions.forward_of,
+}
+#: Name -> the class that goes below the author's.
+STEPS: dict[str, type] = {"embedding_step": EmbeddingStep}
+
+#: Name -> what a report calls it.
+OPS = {
+    "linear": "ck.linear",
+    "head": "ck.linear, ck.linear_logp",
+    "conv1d": "ck.linear",
+    "rms_norm": "ck.rms_norm",
+    "layer_norm": "ck.layer_norm",
+    "silu": "ck.silu",
+    "gelu": "ck.gelu",
+    "gelu_tanh": "ck.gelu(approximate='tanh')",
+    "tanh": "ck.tanh",
+    "sigmoid": "ck.sigmoid",
+    "quick_gelu": "ck.sigmoid",
+    "embedding": "ck.embedding",
+    "embedding_step": "ck.embedding",
+    "rotary": "ck.rotary_table",
+    "positions": "ck.embedding for each sequence, where gradients go to main_grad",
+    "causal_lm": "ck.tanh, and in the loss ck.linear_logp(softcap=)",
+}

@@ -1,0 +1,81 @@
+"""Modules that are put into a patched model after the patch: they raise when they are called.
+
+``model.resize_token_embeddings``, adapters and assignments (``model.lm_head = ...``) register new
+modules, whose forward is torch's.  A registration hook of torch looks at each module that is
+registered in a patched model, and gives those that the patch would have replaced, or named as
+moving bits, a forward pre-hook that raises.  So a training step pays nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from . import checks
+from . import plan as patch_plan
+from .checks import Options
+from .classes import kind_of
+from .report import Left
+
+#: Attribute of every module inside a patched model: its `Mark`.
+_MARK = "_cute_kernels_options"
+#: Attribute of a module that must not run: the id of its hook.
+_GUARD = "_cute_kernels_guard"
+
+
+class Mark:
+    """The options of the patch of a module; a process that loads one watches as well."""
+
+    def __init__(self, options: Options) -> None:
+        watch()
+        self.options = options
+
+    def __reduce__(self) -> tuple[type, tuple[Options]]:
+        return Mark, (self.options,)
+
+
+@functools.cache
+def watch() -> None:
+    """Look at every module that is registered from now on."""
+    register_module_module_registration_hook(_registered)
+
+
+def mark(model: torch.nn.Module, options: Options) -> None:
+    """Watch what is put into a model, or in the place of it."""
+    shared = Mark(options)
+    for module in model.modules():
+        vars(module)[_MARK] = shared
+
+
+def clear(module: torch.nn.Module) -> None:
+    """Let a module run and be changed again."""
+    vars(module).pop(_MARK, None)
+    guard = vars(module).pop(_GUARD, None)
+    if guard is not None:
+        module._forward_pre_hooks.pop(guard, None)
+
+
+def _registered(parent: torch.nn.Module, name: str, new: torch.nn.Module | None) -> None:
+    """The registration hook: guard the parts of a new module that the patch does not know."""
+    before = parent._modules.get(name)
+    inside = parent if before is None or _MARK in vars(parent) else before
+    known = vars(inside).get(_MARK)
+    if known is None or not isinstance(new, torch.nn.Module) or new is before:
+        return
+    options = known.options
+    plan = patch_plan.plan(new, options)
+    parts = [(action.name, action.module) for action in plan.actions]
+    parts += [(one.name, one.modules[0]) for one in plan.attentions]
+    chosen = [f"{option}=False" for option in options._fields]
+    named = dict(new.named_modules())
+    parts += [(one.name, named[one.name]) for one in plan.left if _moves(one, chosen)]
+    for path, part in parts:
+        if kind_of(part) is None and _GUARD not in vars(part) and _MARK not in vars(part):
+            refuse = functools.partial(checks.not_patched, f"{name}.{path}" if path else name)
+            vars(part)[_GUARD] = part.register_forward_pre_hook(refuse).id
+
+
+def _moves(one: Left, chosen: list[str]) -> bool:
+    return one.moves and one.known not in chosen

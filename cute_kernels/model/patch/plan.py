@@ -1,0 +1,448 @@
+"""Decide for each module: replace it, or report why not."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ... import nn as own_modules
+from ...errors import ArgumentValueError
+from ...integrations import causal_lm
+from ...runtime import data_parallel
+from ...sparse_attn.config import VALUE_DIMS
+from . import configs, families, formula, instance, positions, scan
+from . import known as patch_known
+from . import softcaps as patch_softcaps
+from .checks import LOGP, Options
+from .classes import patched_class, user_class
+from .forwards import Notes
+from .known import Known
+from .report import Left, Replaced
+
+#: Of the parameters that our ops read.
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Options of nn.Embedding that ck.embedding does not have -> their value where they are not set.
+_EMBEDDING_OPTIONS = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
+#: Attributes of attention modules that say their head size.
+_HEAD_SIZES = ("head_dim", "head_size", "attention_head_size")
+#: Families (config.model_type) whose attention reads the values of its mask: ours is no mask of
+#: scores but the ranges of keys that a row attends.
+_COMPUTE_WITH_THE_MASK = frozenset({"deepseek_v32", "glm_moe_dsa", "doge"})
+#: Parts of transformers' models that are not called while our attention is set.
+_EAGER = frozenset({"eager_attention_forward"})
+
+
+class Action(NamedTuple):
+    """One module that gets the forward ``kind``, with these notes."""
+
+    name: str
+    module: nn.Module
+    kind: str
+    notes: Notes
+
+
+class Attention(NamedTuple):
+    """Modules of one config and one root that attend by ``attn_implementation="cute_kernels"``."""
+
+    name: str
+    modules: tuple[nn.Module, ...]
+
+
+class Plan(NamedTuple):
+    """Plan of a patch.
+
+    softcaps: of scores, that our attention applies.
+    """
+
+    actions: list[Action]
+    attentions: list[Attention]
+    left: list[Left]
+    softcaps: list[Replaced]
+
+
+class _Here(NamedTuple):
+    """Facts shared by all decisions about one model.
+
+    heads: output layers of causal LMs whose loss is to come from them.  outputs: of all models.
+    attends: ids of the modules whose config is going to name our attention.
+    """
+
+    options: Options
+    devices: set[str]
+    heads: set[int]
+    outputs: set[int]
+    attends: set[int]
+
+    def left(self, name: str, cls: type, known: Known) -> Left:
+        return Left(name, cls.__name__, known.text, patch_known.applies(known, self.devices))
+
+
+def plan(model: nn.Module, options: Options) -> Plan:
+    """Decide for each module of a model: replace it, or report why not."""
+    made = Plan([], [], [], [])
+    _attentions(model, options, made)
+    attends = _attending(model, made.attentions)
+    replaced, left = patch_softcaps.scores(model, attends)
+    made.softcaps.extend(replaced)
+    made.left.extend(left)
+    heads = _causal_lms(model, options, made)
+    outputs = {id(_output_layer(module)) for _, module in _pretrained(model)}
+    here = _Here(options, patch_known.devices_of(model), heads, outputs, attends)
+    inside: set[int] = set()
+    causal = {id(action.module) for action in made.actions}
+    for name, module in model.named_modules():
+        if id(module) in inside | causal:
+            continue
+        decided = _decided(name, module, here)
+        if isinstance(decided, Action):
+            made.actions.append(decided)
+        elif decided:
+            made.left.extend(decided)
+        if isinstance(module, nn.MultiheadAttention):
+            inside |= {id(child) for child in module.modules()}
+    if options.main_grad and options.embedding:
+        made.actions.extend(_positions(model, options))
+    order = {id(m): at for at, m in enumerate(model.modules())}
+    made.actions.sort(key=lambda action: order[id(action.module)])
+    return made
+
+
+def _positions(model: nn.Module, options: Options) -> list[Action]:
+    """The modules that are to look positions up for each sequence."""
+    notes = Notes(options.order, options.main_grad)
+    return [
+        Action(name, module, "positions", notes)
+        for name, module in model.named_modules()
+        if positions.is_known(user_class(module)) and not _calls_another(module, "positions")
+    ]
+
+
+def _decided(name: str, module: nn.Module, here: _Here) -> Action | list[Left] | None:
+    """The action for one module, or what is left of it."""
+    cls = user_class(module)
+    if own_modules.kind_of(module) is not None:
+        return None  # It calls our op, with options of its own.
+    if isinstance(module, torch.jit.ScriptModule):
+        return [Left(name, cls.__name__, "TorchScript: its forward is not Python's")]
+    found = _replacement(name, module, cls, here)
+    if found is None:
+        return _searched(name, module, cls, here)
+    if isinstance(found, Action) and _calls_another(module, found.kind):
+        why = "its forward is an attribute of its own (accelerate's hooks?): no class is asked"
+        return [Left(name, cls.__name__, why)]
+    return [found] if isinstance(found, Left) else found
+
+
+def _calls_another(module: nn.Module, kind: str) -> bool:
+    """Whether a forward in the instance hides ours: not if it was put around ours."""
+    if "forward" not in vars(module):
+        return False
+    return instance.around(module, patched_class(user_class(module), kind)) is None
+
+
+def _replacement(name, module: nn.Module, cls: type, here: _Here) -> Action | Left | None:
+    """Replacement of a module of a known kind; None: its kind is not known."""
+    options = here.options
+
+    def action(kind: str, **notes: object) -> Action:
+        return Action(name, module, kind, Notes(options.order, options.main_grad, **notes))
+
+    def left(why: str) -> Left:
+        return Left(name, cls.__name__, why)
+
+    if isinstance(module, nn.Linear) or _is_conv1d(cls):
+        why = _why_not_linear(module, cls)
+        if why is not None:
+            return left(why)
+        if id(module) in here.heads:
+            return action("head", logp=True)
+        if not options.linear and id(module) not in here.outputs:
+            return left("linear=False")
+        return action("linear" if isinstance(module, nn.Linear) else "conv1d")
+    if isinstance(module, nn.Embedding):
+        why = _why_not_embedding(module, cls) if options.embedding else "embedding=False"
+        kind = "embedding" if cls.forward is nn.Embedding.forward else "embedding_step"
+        reads = tuple(_EMBEDDING_OPTIONS.items())
+        return action(kind, reads=reads) if why is None else left(why)
+    if _is_activation(cls):
+        rule = formula.activation(module, formula.ACTIVATIONS)
+        if rule is not None:
+            return action(rule.kind, reads=rule.reads) if options.norm else left("norm=False")
+        return here.left(name, cls, patch_known.NAMES["gelu"])
+    if formula.is_rotary(module):
+        rule = formula.rotary_rule(module)
+        if isinstance(rule, str):
+            return left(rule)
+        return action("rotary", **rule._asdict()) if options.attention else left("attention=False")
+    if formula.is_norm_like(module):
+        return _norm(module, cls, options, action, left)
+    return None
+
+
+def _norm(module: nn.Module, cls: type, options: Options, action, left) -> Action | Left | None:
+    rule = formula.norm_rule(module)
+    if isinstance(rule, str):
+        torchs = isinstance(module, nn.LayerNorm | nn.RMSNorm) or "norm" in cls.__name__.lower()
+        return left(rule) if torchs or rule.startswith(formula.A_NORM_THAT) else None
+    refused = [why for p in module.parameters(recurse=False) if (why := _why_not_weight(p))]
+    if refused or not options.norm:
+        return left(refused[0] if refused else "norm=False")
+    notes = {name: value for name, value in rule._asdict().items() if name != "kind"}
+    return action(rule.kind, **notes)
+
+
+# ---- products and look-ups ----------------------------------------------------------------------
+
+
+def _is_conv1d(cls: type) -> bool:
+    library = sys.modules.get("transformers.pytorch_utils")
+    return library is not None and cls.forward is library.Conv1D.forward
+
+
+def _why_not_linear(module: nn.Module, cls: type) -> str | None:
+    if own_modules.kind_of(module) is not None:
+        return f"ck.nn.{cls.__name__} has a forward of its own; give the model an nn.Linear"
+    if isinstance(module, nn.Linear) and cls.forward is not nn.Linear.forward:
+        return "a subclass of nn.Linear with a forward of its own (quantised?)"
+    return _why_not_weight(module.weight)
+
+
+def _why_not_weight(weight: torch.Tensor) -> str | None:
+    """Why an op of ours cannot read a parameter; None: it can."""
+    if isinstance(weight, nn.parameter.UninitializedParameter):
+        return "its weight is not initialised yet"
+    plain = type(weight) in (nn.Parameter, torch.Tensor) or _sharded_by_fsdp(weight)
+    if not plain and not hasattr(weight, "ds_status"):
+        return f"its weight is a {type(weight).__name__}, not a plain tensor (quantised, sharded?)"
+    if weight.dtype not in _DTYPES:
+        return f"its weight is {weight.dtype}; our ops take bfloat16, float16 and float32"
+    return None
+
+
+def _sharded_by_fsdp(weight: torch.Tensor) -> bool:
+    """Whether a DTensor is one that fully_shard makes whole before the module runs."""
+    states = sys.modules.get(data_parallel._FSDP2_STATES)
+    if states is None or not hasattr(weight, "full_tensor"):
+        return False
+    return any(one.sharded_param is weight for one in data_parallel._gathered(states))
+
+
+def _why_not_embedding(module: nn.Embedding, cls: type) -> str | None:
+    for option in _EMBEDDING_OPTIONS:
+        if getattr(module, option):
+            return f"{option} is set, which ck.embedding does not have"
+    if cls.forward is not nn.Embedding.forward and not _looks_up_by_super(cls, module):
+        return "a subclass of nn.Embedding with a forward of its own"
+    return _why_not_weight(module.weight)
+
+
+def _looks_up_by_super(cls: type, module: nn.Module) -> bool:
+    """Whether a forward leaves the look-up to super().forward, and calls nothing that we know."""
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    if code is None or not {"super", "forward"} <= set(code.co_names):
+        return False
+    return not scan.named(cls, module, frozenset())
+
+
+def _is_activation(cls: type) -> bool:
+    if cls in (nn.SiLU, nn.GELU, nn.Tanh, nn.Sigmoid):
+        return True
+    library = sys.modules.get("transformers.activations")
+    return library is not None and cls in {
+        library.SiLUActivation,
+        library.GELUActivation,
+        library.GELUTanh,
+        library.NewGELUActivation,
+        library.FastGELUActivation,
+        library.AccurateGELUActivation,
+        library.QuickGELUActivation,
+    }
+
+
+# ---- transformers' models -----------------------------------------------------------------------
+
+
+def _pretrained(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules that are models of transformers, the outermost first."""
+    found = {id(module) for module in configs.pretrained(model)}
+    return [(name, module) for name, module in model.named_modules() if id(module) in found]
+
+
+def _output_layer(model: nn.Module) -> nn.Module | None:
+    """The layer that makes logits; None: there is none."""
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+
+
+def _attentions(model: nn.Module, options: Options, made: Plan) -> None:
+    """Configs that get our attention, and reasons for the others."""
+    by_config: dict[tuple[int, int], list[tuple[str, nn.Module]]] = {}
+    roots = configs.roots(model)
+    for name, module in _pretrained(model):
+        key = id(roots[id(module)]), id(configs.original(module))
+        by_config.setdefault(key, []).append((name, module))
+    for group in by_config.values():
+        name, modules = group[0][0], tuple(m for _, m in group)
+        why = _why_not_attention(modules) if options.attention else "attention=False"
+        if why is None:
+            made.attentions.append(Attention(name, modules))
+        else:
+            before = getattr(modules[0].config, "_attn_implementation", None)
+            known = f"{why}; {patch_known.ATTENTION.text}"
+            made.left.append(Left(name, f"attention ({before})", known))
+        dropout = getattr(modules[0].config, "attention_dropout", 0.0)
+        if why is None and dropout:
+            known = (
+                f"attention_dropout = {dropout}: ck.block_sparse_attention refuses it in training"
+            )
+            made.left.append(Left(name, "attention", known, modules[0].training))
+        family = families.model_type(modules[0])
+        if family in families.NOT_COVERED:
+            why = f"{family}: {families.NOT_COVERED[family]}"
+            made.left.append(Left(name, user_class(modules[0]).__name__, why))
+
+
+def _attending(model: nn.Module, attentions: list[Attention]) -> set[int]:
+    """Ids of the modules whose config is going to name our attention."""
+    roots = configs.roots(model)
+
+    def key(module: nn.Module) -> tuple[int, int]:
+        return id(roots.get(id(module))), id(configs.original(module))
+
+    chosen = {key(one.modules[0]) for one in attentions}
+    return {id(module) for module in model.modules() if key(module) in chosen}
+
+
+def _why_not_attention(modules: tuple[nn.Module, ...]) -> str | None:
+    """Why a config's models cannot attend by our op; None: they can."""
+    outer = modules[0]
+    if not any(getattr(type(m), "_supports_attention_backend", False) for m in modules):
+        return "its models do not take an attention of another library"
+    if any(hasattr(m, "sinks") for m in outer.modules()):
+        return "attention sinks, which ck.block_sparse_attention does not have"
+    if any(families.model_type(m) in _COMPUTE_WITH_THE_MASK for m in modules):
+        return "its attention computes with the values of the mask"
+    sizes = _head_sizes(outer)
+    if not sizes <= VALUE_DIMS.items():
+        taken = _listed(set(VALUE_DIMS.items()))
+        return f"head sizes {_listed(sizes)}; ck.block_sparse_attention takes {taken}"
+    if outer.dtype not in (torch.bfloat16, torch.float16):
+        return f"{outer.dtype}: ck.block_sparse_attention takes bfloat16 and float16"
+    return None
+
+
+def _head_sizes(model: nn.Module) -> set[tuple[int, int]]:
+    """The head sizes (of q and k, of v) of the attention modules of a config, as they or it say."""
+    config = configs.original(model)
+    mine = [m for m in model.modules() if configs.original(m) is config]
+    said = {getattr(m, a, None) for m in mine for a in _HEAD_SIZES}
+    found = {(size, size) for size in said if isinstance(size, int)}
+    # Latent attention, as DeepSeek's: a config's head_dim is there what is rotated.
+    pairs = {tuple(getattr(m, a, None) for a in ("qk_head_dim", "v_head_dim")) for m in mine}
+    found |= {pair for pair in pairs if all(isinstance(size, int) for size in pair)}
+    heads = getattr(config, "num_attention_heads", None)
+    if not found and isinstance(heads, int) and isinstance(config.hidden_size, int):
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        found = {(size, size)}
+    return found
+
+
+def _listed(sizes: set[tuple[int, int]]) -> str:
+    """[64, 192/128]: of q and k, and of v where it is another."""
+    return f"[{', '.join(str(d) if d == v else f'{d}/{v}' for d, v in sorted(sizes))}]"
+
+
+def _causal_lms(model: nn.Module, options: Options, made: Plan) -> set[int]:
+    """Plans forwards of causal LMs; returns the ids of the heads that are to score."""
+    heads = set()
+    for name, module in _pretrained(model):
+        cls = user_class(module)
+        if not cls.__name__.endswith("ForCausalLM"):
+            continue
+        why, notes = _causal_notes(module, cls, options)
+        if why is not None:
+            made.left.append(Left(name, f"{cls.__name__}: loss", why))
+        if notes is None:
+            if families.is_causal_lm(cls):
+                devices = patch_known.devices_of(model)
+                made.left.extend(patch_softcaps.of_logits_left(name, module, cls, devices))
+            continue
+        if notes.logp:
+            heads.add(id(module.get_output_embeddings()))
+        if notes.logp or notes.softcap:
+            made.actions.append(Action(name, module, "causal_lm", notes))
+    return heads
+
+
+def _causal_notes(
+    module: nn.Module, cls: type, options: Options
+) -> tuple[str | None, Notes | None]:
+    """(why the loss is torch's, what the forward reads)."""
+    torchs = "torch's cross entropy of the logits, and its gradient"
+    if not families.is_causal_lm(cls):
+        return f"{torchs}: not a family that we know", None
+    if _calls_another(module, "causal_lm"):
+        return f"{torchs}: its forward is an attribute of its own", None
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    try:
+        softcap = causal_lm.transform(module).softcap
+    except ArgumentValueError as error:
+        return f"{torchs}: {error}", None
+    if (own := _scores_itself(module)) is not None:
+        return f"{own} is around its forward and reads the head by itself", Notes(softcap=softcap)
+    if options.logits != LOGP:
+        return f"{torchs}: logits='{options.logits}'", Notes(softcap=softcap)
+    if module.loss_function is not ForCausalLMLoss:
+        return "its loss_function is not the one of causal LMs", Notes(softcap=softcap)
+    head = module.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        return f"{torchs}: the head is a {type(head).__name__}", Notes(softcap=softcap)
+    why = _why_not_linear(head, user_class(head))
+    if why is None and _calls_another(head, "head"):
+        why = f"{torchs}: the head's forward is an attribute of its own"
+    return (why, Notes(softcap=softcap)) if why else (None, Notes(softcap=softcap, logp=True))
+
+
+def _scores_itself(module: nn.Module) -> str | None:
+    """The name of a forward around a causal LM's that scores without it, as TRL's fused head does.
+
+    A model whose callers never ask for that is marked so (`causal_lm.SCORED_BY_LOGITS`).
+    """
+    if "forward" not in vars(module) or causal_lm.SCORED_BY_LOGITS in vars(module):
+        return None
+    functions = instance.around(module, patched_class(user_class(module), "causal_lm"))
+    head = module.get_output_embeddings()
+    paths = {name for name, child in module.named_modules() if child is head and name}
+    return scan.reading(functions or [], paths | {"get_output_embeddings"})
+
+
+# ---- what is left -------------------------------------------------------------------------------
+
+
+def _searched(name: str, module: nn.Module, cls: type, here: _Here) -> list[Left]:
+    """Report of a module that stays as it is."""
+    own = instance.around(module, cls)
+    if own is None:
+        why = f"{instance.REASON}: what it computes is not known"
+        return [Left(name, cls.__name__, why)]
+    known = patch_known.of_module(module)
+    if known is not None:
+        return [here.left(name, cls, known)]
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return _dropout(name, module, cls)
+    gone_through = cls.__module__.startswith("torch.nn.") or families.known(cls)
+    but = _EAGER if id(module) in here.attends else frozenset()
+    found = {} if gone_through else scan.named(cls, module, but)
+    found |= scan.named_by(own, cls, module, but)
+    return [here.left(name, cls, Known(f"{op}: {k.text}", k.where)) for op, k in found.items()]
+
+
+def _dropout(name: str, module: nn.Module, cls: type) -> list[Left]:
+    if not module.p:
+        return []
+    why = f"p = {module.p}: in training, random numbers by the place in the batch"
+    return [Left(name, cls.__name__, why, module.training)]

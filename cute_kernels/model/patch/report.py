@@ -1,0 +1,113 @@
+"""Report of a patch: what was replaced, what was left, and what is known of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """One part that one of our ops computes now.
+
+    Attributes:
+        name: Of the module, as ``named_modules`` has it; empty for the model itself.
+        part: Its class, or what in it was replaced.
+        by: What computes it.
+    """
+
+    name: str
+    part: str
+    by: str
+
+
+@dataclass(frozen=True)
+class Left:
+    """One part that torch, or another library, still computes.
+
+    Attributes:
+        name, part: As in `Replaced`.
+        known: Why it was left, and what is known of its bits.
+        moves: Whether its bits are known, or have to be expected, to follow the rest of the batch,
+            where the model is now.  ``strict`` refuses a model with such parts.
+    """
+
+    name: str
+    part: str
+    known: str
+    moves: bool = True
+
+
+@dataclass(frozen=True)
+class Report:
+    """Result of `patch`; printed, it is a table.
+
+    Attributes:
+        family: transformers' name of the architecture if it is one that we know; else None.
+        replaced, left: The parts, in the order of ``named_modules``.
+        main_grad_left: Parameters that require a gradient and whose gradient goes to ``grad`` even
+            with ``main_grad=True``: biases of linears, and those of parts that were left.
+        main_grad_shared: With ``main_grad=True``, parameters that several modules add into, as tied
+            embeddings are.  A sum of theirs follows the split into micro-batches: in one batch all
+            of one module's tokens come first, in two those of both modules in turn.
+        main_grad_broadcast: With ``main_grad=True``, parameters of learned positions that the model
+            may look up once and broadcast over the batch: their sums follow the split as well,
+            unless position_ids [B, T] are given.  GPT-2's, GPT-BigCode's, GPT-Neo's and BERT's are
+            looked up for each sequence.
+        granularity: Micro-batches that are cut at multiples of this many tokens leave the bits of
+            one batch in every other ``main_grad``.
+    """
+
+    family: str | None
+    replaced: tuple[Replaced, ...]
+    left: tuple[Left, ...]
+    main_grad_left: tuple[str, ...] = ()
+    main_grad_shared: tuple[str, ...] = ()
+    main_grad_broadcast: tuple[str, ...] = ()
+    granularity: int = 1
+
+    @property
+    def moving(self) -> tuple[Left, ...]:
+        """The parts left whose bits follow the batch."""
+        return tuple(one for one in self.left if one.moves)
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing was left whose bits are known to follow the batch."""
+        return not self.moving
+
+    def __str__(self) -> str:
+        lines = [f"family: {self.family or 'none that is known'}", "replaced:"]
+        lines += _grouped((f"{r.part} -> {r.by}", r.name) for r in self.replaced)
+        for title, moves in (("left, and moves bits:", True), ("left:", False)):
+            rows = [one for one in self.left if one.moves is moves]
+            lines += [title] * bool(rows)
+            lines += _grouped((f"{one.part}: {one.known}", one.name) for one in rows)
+        if self.main_grad_left:
+            lines += ["main_grad is not written:", f"  {_some(list(self.main_grad_left))}"]
+        if self.main_grad_shared:
+            lines += ["main_grad follows the micro-batches (several modules add into it):"]
+            lines += [f"  {_some(list(self.main_grad_shared))}"]
+        if self.main_grad_broadcast:
+            lines += ["main_grad may follow the micro-batches (give position_ids [B, T]):"]
+            lines += [f"  {_some(list(self.main_grad_broadcast))}"]
+        return "\n".join(lines)
+
+    #: A notebook shows the table.
+    __repr__ = __str__
+
+
+def _grouped(rows: Iterable[tuple[str, str]]) -> list[str]:
+    """A line for each text, with how many parts it is about and their names."""
+    ordered = sorted(rows, key=lambda row: row[0])
+    found = []
+    for text, group in groupby(ordered, key=lambda row: row[0]):
+        names = [name or "the model" for _, name in group]
+        found.append(f"  {len(names):4d} x {text}  ({_some(names)})")
+    return found
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,57 @@
+"""Frequencies of rotary modules that ``module.to(dtype)`` has rounded, in fp32 again."""
+
+from __future__ import annotations
+
+import torch
+
+from ...errors import ArgumentValueError, expected
+
+#: Attribute of a module: buffer name -> the rounded frequencies, which ``ck.unpatch`` puts back.
+_ROUNDED = "_cute_kernels_rounded"
+
+
+def exact_frequencies(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Buffer name -> fp32 frequencies on the CPU, of those that ``module.to(dtype)`` has rounded.
+
+    They are computed again by the module's class from its config, as a checkpoint that is loaded
+    with ``dtype=`` has them.
+
+    Raises:
+        ArgumentValueError: the class gives other frequencies than those that were rounded.
+    """
+    rounded = {
+        name: buffer
+        for name, buffer in module.named_buffers(recurse=False)
+        if name.endswith("inv_freq") and buffer.dtype != torch.float32
+    }
+    if not rounded:
+        return {}
+    want = "frequencies in torch.float32 (load the model with dtype=)"
+    try:
+        with torch.device("cpu"):
+            fresh = dict(type(module)(module.config).named_buffers(recurse=False))
+    except Exception as error:  # any constructor may run here
+        got = f"those of .to(dtype), and {type(error).__name__} from its class: {error}"
+        raise ArgumentValueError(expected("inv_freq", want, got)) from error
+    for name, buffer in rounded.items():
+        exact = fresh.get(name)
+        if exact is None or exact.dtype != torch.float32:
+            raise ArgumentValueError(expected("inv_freq", want, f"{buffer.dtype} by its class"))
+        if not buffer.is_meta and not torch.equal(exact.to(buffer.dtype), buffer.cpu()):
+            got = f"{buffer.dtype} values that the config does not give"
+            raise ArgumentValueError(expected("inv_freq", want, got))
+    return {name: fresh[name] for name in rounded}
+
+
+def restore_frequencies(module: torch.nn.Module) -> None:
+    """Give a rotary module back the fp32 frequencies that ``module.to(dtype)`` has rounded."""
+    for name, exact in exact_frequencies(module).items():
+        rounded = module._buffers[name]
+        vars(module).setdefault(_ROUNDED, {})[name] = rounded
+        module._buffers[name] = exact.to(rounded.device)
+
+
+def undo(module: torch.nn.Module) -> None:
+    """Give a rotary module the rounded frequencies that it had before ``restore_frequencies``."""
+    for name, rounded in vars(module).pop(_ROUNDED, {}).items():
+        module._buffers[name] = rounded.to(module._buffers[name].device)

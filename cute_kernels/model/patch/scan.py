@@ -1,0 +1,98 @@
+"""Find the ops of torch that a module's own forward names, from its bytecode.
+
+A module that nobody knows may call anything.  What is read is the forward, the methods that it
+calls on itself, and the functions of its own file that it names; calls into other files are not
+followed, and a name is not a proof: it says where to look, and ``ck.audit`` looks.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+
+import torch
+
+from .known import NAMES, Known
+
+#: Attribute reads that are methods of tensors or functions of torch, not our own modules'.
+_LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
+
+
+def named(cls: type, module: torch.nn.Module, but: frozenset[str]) -> dict[str, Known]:
+    """The ops that a forward names, and what is known of them.
+
+    Args:
+        cls: The class whose forward is read.
+        module: One of it: names of its own children and attributes are not ops.
+        but: Functions that are not read, as they are not called.
+    """
+    return named_by([inspect.unwrap(cls.forward)], cls, module, but)
+
+
+def named_by(
+    functions: list[FunctionType], cls: type, module: torch.nn.Module, but: frozenset[str]
+) -> dict[str, Known]:
+    """Apply `named` to ``functions`` in place of the class's forward."""
+    found: dict[str, Known] = {}
+    seen: set[CodeType] = set()
+    ahead = list(functions)
+    while ahead:
+        function = ahead.pop()
+        if not isinstance(function, FunctionType) or function.__code__ in seen:
+            continue
+        seen.add(function.__code__)
+        for name in _names(function.__code__):
+            if name == "@":
+                found["@"] = NAMES["matmul"]
+            elif (op := _op(module, name)) in NAMES:
+                found[op] = NAMES[op]
+            ahead += _next(name, cls, function, but)
+    return found
+
+
+def reading(functions: list[FunctionType], names: set[str]) -> str | None:
+    """The first of the functions that reads one of the names, as 'module.function', or None."""
+    for function in functions:
+        if not names.isdisjoint(_names(function.__code__)):
+            # functools.wraps copies __module__ and __name__ of what is wrapped.
+            return f"{function.__globals__['__name__']}.{function.__code__.co_name}"
+    return None
+
+
+def _op(module: torch.nn.Module, name: str) -> str | None:
+    """The function that a name stands for: itself, or what the module keeps under it; else None.
+
+    Children and tensors of the module are no ops: they are looked at by themselves.
+    """
+    if name in module._modules or name in module._buffers:
+        return None
+    if name not in vars(module):
+        return name
+    kept = vars(module)[name]
+    return getattr(getattr(kept, "func", kept), "__name__", None)  # func: of functools.partial
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The names that a function reads, nested functions and comprehensions included."""
+    for step in dis.get_instructions(code):
+        if step.opname in _LOADS and isinstance(step.argval, str):
+            yield step.argval
+        elif step.opname == "BINARY_OP" and step.argrepr in ("@", "@="):
+            yield "@"
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _next(name: str, cls: type, function: FunctionType, but: frozenset[str]) -> list[FunctionType]:
+    """The method of the class, or the function of the same file, that a name stands for."""
+    if name in but or name == "forward":
+        return []
+    method = inspect.getattr_static(cls, name, None)
+    method = getattr(method, "__func__", method)
+    other = function.__globals__.get(name)
+    files = {cls.__module__, function.__module__}
+    chosen = [inspect.unwrap(f) for f in (method, other) if isinstance(f, FunctionType)]
+    return [f for f in chosen if f.__module__ in files]

@@ -1,0 +1,69 @@
+"""Soft caps, cap · tanh(z / cap), of attention's scores and of logits: who computes each.
+
+A cap of scores is handed to the attention that the config names; one of logits is applied by the
+causal LM's forward, behind its head.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+
+from ...integrations import causal_lm
+from . import instance
+from . import known as patch_known
+from .classes import user_class
+from .report import Left, Replaced
+
+#: Where attention modules of transformers keep the cap that they hand on.
+_OF_SCORES = "attn_logit_softcapping"
+
+
+def of_scores(module: torch.nn.Module) -> float:
+    """The cap that a module hands to its attention; 0: none.
+
+    Gemma 3's modules keep one that their forward does not read.
+    """
+    cap = getattr(module, _OF_SCORES, None)
+    if not cap:
+        return 0.0
+    code = getattr(inspect.unwrap(user_class(module).forward), "__code__", None)
+    return float(cap) if code is not None and _OF_SCORES in code.co_names else 0.0
+
+
+def scores(model: torch.nn.Module, attends: set[int]) -> tuple[list[Replaced], list[Left]]:
+    """The caps of scores in a model; ``attends``: ids of the modules with our attention."""
+    replaced, left = [], []
+    for name, module in model.named_modules():
+        cap = of_scores(module)
+        if not cap:
+            continue
+        part = f"soft cap {cap:g} of scores"
+        if instance.around(module, user_class(module)) is None:
+            why = f"{instance.REASON}: whether it caps, and by what, is not known"
+            left.append(Left(name, part, why))
+        elif id(module) in attends:
+            replaced.append(Replaced(name, part, "attn_implementation='cute_kernels'"))
+        else:
+            left.append(Left(name, part, "part of the attention, which is left"))
+    return replaced, left
+
+
+def part_of_logits(cls: type, cap: float) -> str:
+    """Name of the soft cap of a causal LM's logits in a report."""
+    return f"{cls.__name__}: soft cap {cap:g} of logits"
+
+
+def of_logits_left(name: str, module: torch.nn.Module, cls: type, devices: set[str]) -> list[Left]:
+    """The cap of logits of a causal LM whose forward stays as it is."""
+    cap = causal_lm.softcap(module)
+    if not cap:
+        return []
+    part = part_of_logits(cls, cap)
+    if instance.around(module, cls) is None:
+        why = f"{instance.REASON}: whether it caps, and by what, is not known"
+        return [Left(name, part, why)]
+    known = patch_known.NAMES["tanh"]
+    text = f"torch's tanh, in the author's forward: {known.text}"
+    return [Left(name, part, text, patch_known.applies(known, devices))]

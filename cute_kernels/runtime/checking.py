@@ -1,0 +1,97 @@
+"""Checks of tensors that systems share.  Each raises one error that names the argument."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch._C import _functorch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .. import arch
+from ..errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    BackendUnavailable,
+    DeviceError,
+    DtypeError,
+    ShapeError,
+    expected,
+    no_backend,
+)
+
+#: Those with a backend, and the one whose tensors have shapes only.
+DEVICE_TYPES = ("cpu", "cuda", "meta")
+#: Subclasses may keep their elements elsewhere.
+_OWN_STORAGE = (torch.Tensor, torch.nn.Parameter)
+
+
+def tensor(name: str, value: object) -> None:
+    """Check that ``value`` is a strided tensor whose elements are in memory."""
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentTypeError(expected(name, "a torch.Tensor", type(value).__name__))
+    if value.is_nested:
+        raise ArgumentTypeError(expected(name, "a dense (strided) tensor", "a nested tensor"))
+    if value.layout is not torch.strided:
+        raise ArgumentTypeError(expected(name, "a dense (strided) tensor", value.layout))
+    if not torch.compiler.is_compiling():
+        storage(name, value)
+
+
+def storage(name: str, t: torch.Tensor) -> None:
+    """Check that the storage of a strided ``t`` holds its elements: fully_shard frees it."""
+    t = in_memory(t)
+    if type(t) not in _OWN_STORAGE or t.is_meta or not t.numel() or t._is_zerotensor():
+        return
+    last = t.storage_offset() + sum(
+        (n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)
+    )
+    want, got = (last + 1) * t.itemsize, t.untyped_storage().nbytes()
+    if got < want:
+        shown = f"{got} bytes" + ("" if got else " (freed, as of a resharded parameter)")
+        raise ArgumentValueError(expected(name, f"a storage of at least {want} bytes", shown))
+
+
+def rank(name: str, t: torch.Tensor, rank: int, shape: str) -> None:
+    """Check that ``t`` has ``rank`` dimensions; ``shape`` names them: ``"[N, K]"``."""
+    if t.dim() != rank:
+        got = f"{t.dim()} (shape {list(t.shape)})"
+        raise ShapeError(expected(name, f"{rank} dimension{'s' * (rank > 1)} {shape}", got))
+
+
+def dtype(name: str, given: torch.dtype, allowed: Collection[torch.dtype]) -> None:
+    """Check that a dtype is one of those allowed."""
+    if given not in allowed:
+        raise DtypeError(expected(name, "one of " + ", ".join(map(str, allowed)), given))
+
+
+def same_device(name: str, t: torch.Tensor, of: str, like: torch.Tensor) -> None:
+    """That ``t`` is where ``like``, the argument ``of``, is."""
+    if t.device != like.device:
+        raise DeviceError(expected(name, f"device {like.device} of {of}", t.device))
+
+
+def autocast(device: torch.device) -> bool:
+    """Whether autocast casts tensors there: torch raises for a device that it casts none on."""
+    return device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type)
+
+
+def in_memory(t: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor that has the memory of ``t``: inside torch.func.vmap, that of all mapped parts.
+
+    None has none, and neither has a fake tensor.
+    """
+    while t is not None and _functorch.is_functorch_wrapped_tensor(t):
+        t = _functorch.get_unwrapped(t)
+    return None if isinstance(t, FakeTensor) else t
+
+
+def supported(op: str, device: torch.device) -> None:
+    """Check that some backend may run ``op`` on this device; the error names each and why not.
+
+    Which one does, `dispatch` finds, where the op runs.
+    """
+    if device.type not in DEVICE_TYPES:
+        reasons = dict.fromkeys((arch.CUTE_SM90, arch.TRITON), "needs a CUDA or ROCm device")
+        reasons[arch.CPU] = "runs on cpu tensors only"
+        raise BackendUnavailable(no_backend(op, device, reasons))

@@ -1,0 +1,89 @@
+"""Groups of ranks: which one an argument means, what its ranks tell each other, who waits for whom.
+
+Collectives here only move bytes; none of them adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import ArgumentTypeError, ArgumentValueError, RankError, expected
+
+# torch 2.13 has a new name for it, and warns of the old one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def group_of(value: object, name: str) -> dist.ProcessGroup:
+    """The process group of an argument: a group, or one dimension of a device mesh."""
+    if not dist.is_available() or not dist.is_initialized():
+        want = "one of ranks: call torch.distributed.init_process_group first"
+        raise ArgumentValueError(expected(name, want, type(value).__name__))
+    group = _of_mesh(value, name) if isinstance(value, DeviceMesh) else value
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        want = f"a group that this rank ({dist.get_rank()}) is in"
+        raise ArgumentValueError(expected(name, want, "one that it is not in"))
+    if not isinstance(group, dist.ProcessGroup):
+        want = "a DeviceMesh or a ProcessGroup"
+        raise ArgumentTypeError(expected(name, want, type(value).__name__))
+    return group
+
+
+def _of_mesh(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
+    if mesh.ndim != 1:
+        want = "1 dimension (of a larger mesh take one by name: mesh['tp'])"
+        raise ArgumentValueError(expected(name, want, f"{mesh.ndim}: {mesh.mesh_dim_names}"))
+    ranks = mesh.mesh.tolist()
+    if mesh.get_coordinate() is None:
+        want = f"a mesh that this rank ({dist.get_rank()}) is in"
+        raise ArgumentValueError(expected(name, want, f"ranks {ranks}"))
+    if ranks != sorted(ranks):
+        # Its group numbers them ascending, so that shards would be added in another order.
+        raise ArgumentValueError(expected(name, "ranks in ascending order", ranks))
+    return mesh.get_group()
+
+
+def devices(group: dist.ProcessGroup) -> list[str]:
+    """The types of device that a group has a backend for: of ``"cpu:gloo,cuda:nccl"``, both."""
+    return [part.split(":")[0] for part in dist.get_backend_config(group).split(",")]
+
+
+def all_gather(t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[ranks, *t.shape]: of every rank, in the order of ranks; all have the shape of ``t``."""
+    # Flat: gloo takes no output of one dimension more than the input.
+    every = t.new_empty(group.size() * t.numel())
+    _all_gather(every, t.contiguous().view(-1), group=group)
+    return every.view(group.size(), *t.shape)
+
+
+def agree(
+    numbers: Sequence[int], refusal: Exception | None, group: dist.ProcessGroup, name: str
+) -> list[list[int]]:
+    """Gather each rank's description of its call; raises on every rank if one refuses its own.
+
+    Args:
+        numbers: As many on every rank, also on one that refuses.
+        refusal: This rank's error, or None.
+        group, name: The group, and the argument that it came as.
+    """
+    # Over CPU memory where the group can: the GPU is not waited for.
+    device = "cpu" if "cpu" in (found := devices(group)) else found[0]
+    own = torch.tensor([refusal is not None, *numbers], dtype=torch.int64, device=device)
+    refused, *heard = zip(*all_gather(own, group).tolist(), strict=True)
+    if refusal is not None:
+        raise refusal
+    if any(refused):
+        ranks = ", ".join(str(rank) for rank, no in enumerate(refused) if no)
+        want = f"ones that every rank of {name} takes"
+        raise RankError(expected("arguments", want, f"an error on rank {ranks} of it"))
+    return [list(row) for row in zip(*heard, strict=True)]
+
+
+def alike(name: str, values: Sequence[object], group: str) -> None:
+    """Check that all ranks described the same call."""
+    if len(set(values)) > 1:
+        shown = ", ".join(map(str, values))
+        raise RankError(expected(name, f"the same on every rank of {group}", shown))

@@ -1,0 +1,46 @@
+"""Products for systems that are made of them: gemm's launchers, asked for by name.
+
+Bits, layouts and limits are those of docs/gemm.md.  Sizes are above zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..schedulers.tiles import leaves
+from . import dispatch
+
+
+def product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    order: str = "chain",
+    accumulator: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """a [M, K] · b [N, K]ᵀ, rounded once; or ``accumulator`` fp32 += the same, as one chain.
+
+    ``out``: where to put it, of the dtype of ``a``; None: in a new tensor.
+    """
+    return _launcher("gemm", a)(a, b, None, accumulator, order, out)
+
+
+def sums(a: torch.Tensor, b: torch.Tensor, order: str) -> torch.Tensor:
+    """a [M, K] · b [N, K]ᵀ as it is before its rounding: fp32 [M, N]."""
+    length = a.shape[1] if order == "chain" else leaves.length(a.shape[1])
+    parts = _launcher("leaf_sums", a)(a, b, length)
+    if len(parts) == 1:
+        return parts[0]
+    return torch.ops.cute_kernels.add_leaves(parts, None, torch.float32)
+
+
+def column_sum(rows: torch.Tensor) -> torch.Tensor:
+    """Σ over the rows of [M, N], in fp32, rounded once: [N]."""
+    return _launcher("column_sum", rows)(rows)
+
+
+def _launcher(kernel: str, like: torch.Tensor) -> Callable:
+    return dispatch.launcher(kernel, like.device, like.dtype)

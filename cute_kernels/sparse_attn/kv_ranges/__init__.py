@@ -1,0 +1,1 @@
+"""Attention of sequences at their own positions in a key buffer."""

@@ -1,0 +1,335 @@
+"""A batch of sequences that a key buffer holds anywhere, cut into runs at their own positions.
+
+A row's bits depend on its keys' positions: on which block of 128 a key falls into.  Behind left
+padding, in a pack of documents, or in a cache that dropped its oldest keys, a key's column in the
+buffer is not its position.  So each sequence is attended alone, cut out of the buffer; where its
+first key is not at a multiple of 128, zero rows that nobody sees stand in front.
+
+    columns seen  -> spans (``spans_of``)  -> runs (``runs_of``)  -> one attention per run
+
+Spans are int32 [B, 1, T, 4], one row per query; on the CPU, or on a GPU (``on_device``), where
+one launch attends all rows of a batch:
+
+    begin      the column of the first key of its sequence that the buffer holds
+    position   that key's position in the sequence: 0 unless a cache dropped keys before it
+    first, end the columns that the query sees, first <= column < end; none if they are equal
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...errors import ArgumentValueError, expected
+from ...schedulers.masks.mask import BlockMask
+from ...schedulers.masks.rules import Band, Rule
+from ...schedulers.masks.spans import Spans
+from .. import lowering
+from ..masks import BLOCK
+from . import on_device as ranges_on_device
+
+
+class Run(NamedTuple):
+    """One attention: ``queries`` of the ``batch`` rows over their ``keys``, behind ``shift`` zeros.
+
+    ``mask`` is in the coordinates of what ``cut_queries`` and ``cut_keys`` return.  ``queries`` is
+    int64 [n] on the CPU where rows of other positions lie between them.
+    """
+
+    batch: slice
+    queries: slice | Tensor
+    keys: slice
+    shift: int
+    mask: BlockMask
+
+    def is_whole(self, t: Tensor) -> bool:
+        """Whether the queries are all of ``t`` [B, T, H, D], in order."""
+        all_rows = slice(0, t.shape[0]), slice(0, t.shape[1])
+        return isinstance(self.queries, slice) and (self.batch, self.queries) == all_rows
+
+    def cut_queries(self, t: Tensor) -> Tensor:
+        """The run's part of a tensor [B, T, H, D]."""
+        return t[self.batch, self.queries]
+
+    def cut_keys(self, t: Tensor) -> Tensor:
+        """The run's part of a tensor [B, S, H, D], each key in the block of its position."""
+        part = t[self.batch, self.keys]
+        return F.pad(part, (0, 0, 0, 0, self.shift, 0)) if self.shift else part
+
+
+def seen_of(dense: Tensor) -> Tensor:
+    """(first, end) of the True columns of each row: [B, 1, T, S] -> int32 [B, 1, T, 2].
+
+    Waits for the device of ``dense`` to look for gaps.
+    """
+    if not dense.shape[-1]:
+        return torch.zeros((*dense.shape[:-1], 2), dtype=torch.int32, device=dense.device)
+    seen = ranges_on_device.seen_of(dense)
+    gaps = (seen[..., 1] - seen[..., 0] != dense.sum(dim=-1)).cpu().nonzero()
+    if len(gaps):
+        sequence, _, row = gaps[0].tolist()
+        want = "queries that see one run of keys each (a 4-D bool mask takes any others)"
+        got = f"gaps between the keys of query {row} of sequence {sequence}"
+        raise ArgumentValueError(expected("attention_mask", want, got))
+    return seen
+
+
+def spans_of(
+    seen: Tensor | None,
+    padding: Tensor | None,
+    q_offset: int,
+    kv_offset: int,
+    sizes: tuple[int, int, int],
+    packed: bool,
+) -> Tensor:
+    """The spans of T queries whose column in the buffer is q_offset - kv_offset onwards.
+
+    seen: What ``seen_of`` returns; None is causal.
+    padding: bool [B, L], the real columns before ``kv_offset`` was cut off; None: all.
+    sizes: (B, T, S).  packed: Whether columns that share no query and key are sequences apart.
+    """
+    batch, rows, columns = sizes
+    own = np.arange(rows) + (q_offset - kv_offset)
+    begin, position = np.zeros((2, batch, rows), np.int64)
+    position += kv_offset
+    last = np.full((batch, 1), columns)
+    real = np.ones((batch, rows), bool)
+    if padding is not None:
+        left, right, real = _real(padding, own + kv_offset)
+        begin[:], position[:] = (left - kv_offset).clip(0), (kv_offset - left).clip(0)
+        last = right - kv_offset
+    if seen is None:
+        first, end = begin, np.minimum(np.minimum(own + 1, last), columns)
+    else:
+        first, end = (t.astype(np.int64) for t in np.moveaxis(seen[:, 0].numpy(), -1, 0))
+    end = np.where(real, end, first)
+    if packed and seen is not None and padding is None and rows == columns:
+        begin = np.stack([_starts(f, e) for f, e in zip(first, end, strict=True)])
+    table = np.stack((begin, position, first, np.maximum(first, end)), axis=-1)
+    return torch.from_numpy(table[:, None].astype(np.int32))
+
+
+def offsets_of_pack(cu_seqlens: Tensor, rows: int) -> Tensor:
+    """int64 [N + 1] on the CPU: sequences one behind another, from 0 to ``rows``.
+
+    Waits for the device of ``cu_seqlens``.
+    """
+    offsets = cu_seqlens.to("cpu", torch.int64, copy=True)
+    if offsets[0] or offsets[-1] != rows or (offsets.diff() < 0).any():
+        want = f"numbers from 0 to {rows}, the tokens of q, none below the one before"
+        raise ArgumentValueError(expected("cu_seqlens", want, offsets.tolist()))
+    return offsets
+
+
+def spans_of_pack(offsets: Tensor, left: int | None, right: int | None) -> Tensor:
+    """The spans [1, 1, T, 4] of what ``offsets_of_pack`` returned.
+
+    left, right: how many neighbours a query sees on either side; None: all of its sequence.
+    """
+    offsets = offsets.numpy()
+    row, sizes = np.arange(offsets[-1]), np.diff(offsets)
+    start, stop = (np.repeat(t, sizes) for t in (offsets[:-1], offsets[1:]))
+    first = start if left is None else np.maximum(start, row - left)
+    end = stop if right is None else np.minimum(stop, row + right + 1)
+    table = np.stack((start, np.zeros_like(start), first, end), axis=-1)
+    return torch.from_numpy(table[None, None].astype(np.int32))
+
+
+def cut_spans(spans: Tensor, offsets: Tensor) -> Tensor:
+    """Spans [1, 1, T, 4] of one sequence, cut where ``offsets_of_pack`` says that others begin."""
+    table, offsets = spans[0, 0].cpu().numpy(), offsets.numpy()
+    start, stop = (np.repeat(t, np.diff(offsets)) for t in (offsets[:-1], offsets[1:]))
+    begin, position, first, end = table.T
+    if position.any() or (begin > start).any():
+        want = "neither a cache nor padding in front: column 0 is the first token"
+        got = f"column {begin.max()} at position {position.max()} as the first key"
+        raise ArgumentValueError(expected("cu_seqlens", want, got))
+    first = np.maximum(first, start)
+    cut = np.stack((start, position, first, np.maximum(first, np.minimum(end, stop))), axis=-1)
+    return torch.from_numpy(cut[None, None].astype(np.int32))
+
+
+def anchored(seen: Tensor) -> Tensor:
+    """The spans [B, 1, T, 4] of queries whose positions are counted from the first key they see.
+
+    seen: int32 [B, 1, T, 2], what ``seen_of`` returns.  A row's bits then depend on the keys that
+    it sees and on nothing in front of them: neither padding, nor a document of a pack, nor keys
+    that a sliding window's cache has dropped.
+    """
+    first, end = seen.unbind(-1)
+    some = end > first
+    none = torch.iinfo(torch.int32).max
+    begin = torch.where(some, first, none).amin(-1, keepdim=True)
+    begin = torch.where(begin == none, 0, begin).expand_as(first)
+    position = torch.where(some, (begin - first) % BLOCK[1], 0)
+    return torch.stack((begin, position, first, end), -1).to(torch.int32)
+
+
+def _real(padding: Tensor, own: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """First real column and end [B, 1] of each sequence, and whether the columns ``own`` are."""
+    table = padding.cpu().numpy().astype(bool)
+    columns = table.shape[1]
+    first = table.argmax(axis=1)
+    end = np.where(table.any(axis=1), columns - table[:, ::-1].argmax(axis=1), first)
+    gaps = (end - first != table.sum(axis=1)).nonzero()[0]
+    if len(gaps):
+        want = "the real tokens of a sequence next to each other (a 4-D bool mask takes any others)"
+        raise ArgumentValueError(expected("attention_mask", want, f"a gap in sequence {gaps[0]}"))
+    # Columns beyond the mask are those of a static cache that are not filled yet.
+    inside = np.where(own < columns, table[:, own.clip(0, columns - 1)], False)
+    return first[:, None], end[:, None], inside
+
+
+def _starts(first: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Start of the sequence of each column; no query sees across it."""
+    size = len(first)
+    none = first >= end
+    ahead = np.maximum.accumulate(np.where(none, 0, end))
+    behind = np.minimum.accumulate(np.where(none, size, first)[::-1])[::-1]
+    column = np.arange(size)
+    starts = (np.concatenate(([0], ahead[:-1])) <= column) & (behind >= column)
+    return np.maximum.accumulate(np.where(starts, column, 0))
+
+
+def runs_of(spans: Tensor, device: str) -> tuple[Run, ...]:
+    """The runs of ``spans``, their masks on ``device``; kept by content, for the next layer."""
+    table = spans[:, 0].cpu().numpy()
+    key = "runs", table.shape, table.tobytes(), device
+    return lowering.cache.get(key, lambda: _runs(table, device))
+
+
+def _runs(table: np.ndarray, device: str) -> tuple[Run, ...]:
+    batch = len(table)
+    if batch > 1 and (table == table[:1]).all():
+        cuts = [(slice(0, batch), cut) for cut in _cuts(table[0])]
+    else:
+        cuts = [(slice(b, b + 1), cut) for b in range(batch) for cut in _cuts(table[b])]
+    return tuple(_run(rows, cut, device) for rows, cut in cuts)
+
+
+def _cuts(rows: np.ndarray) -> Iterator[tuple[slice | Tensor, np.ndarray]]:
+    """The queries of each sequence of one batch row, from the first to the last that sees a key.
+
+    Queries with one beginning and one position are a sequence.  Where sequences take turns, as
+    those of `anchored` do, the rows of each are listed.
+    """
+    seeing = (rows[:, 3] > rows[:, 2]).nonzero()[0]
+    same = (rows[seeing[1:], :2] == rows[seeing[:-1], :2]).all(axis=1)
+    parts = [part for part in np.split(seeing, (~same).nonzero()[0] + 1) if len(part)]
+    groups: dict[tuple[int, ...], list[np.ndarray]] = {}
+    for part in parts:
+        groups.setdefault(tuple(rows[part[0], :2].tolist()), []).append(part)
+    for group in groups.values():
+        if len(group) == 1:
+            queries = slice(int(group[0][0]), int(group[0][-1]) + 1)
+            yield queries, rows[queries]
+        else:
+            listed = np.concatenate(group)
+            yield torch.from_numpy(listed), rows[listed]
+
+
+def _run(batch: slice, cut: tuple[slice | Tensor, np.ndarray], device: str) -> Run:
+    queries, rows = cut
+    seeing = rows[:, 3] > rows[:, 2]
+    begin, position = (int(x) for x in rows[seeing][0, :2])
+    shift = position % BLOCK[1]
+    skipped = (int(rows[seeing, 2].min()) - begin + shift) // BLOCK[1] * BLOCK[1]
+    if skipped:
+        # Whole blocks that none of these queries sees are no part of any row's bits.
+        begin, shift = begin + skipped - shift, 0
+    first, end = (np.where(seeing, rows[:, i] - begin + shift, 0) for i in (2, 3))
+    keys = slice(begin, begin + int(end.max()) - shift)
+    mask = BlockMask.from_rule(
+        _rule(first, end, device), len(rows), int(end.max()), block_size=BLOCK, device=device
+    )
+    return Run(batch, queries, keys, shift, mask)
+
+
+def _rule(first: np.ndarray, end: np.ndarray, device: str) -> Rule:
+    """A band if the spans are one, which kernels evaluate without stored bits."""
+    band = _band(first, end)
+    if band is not None:
+        return band
+    tensors = (torch.from_numpy(t.astype(np.int32))[None].to(device) for t in (first, end))
+    return Spans(*tensors)
+
+
+def _band(first: np.ndarray, end: np.ndarray) -> Band | None:
+    row, least, most = np.arange(len(first)), int(first.min()), int(end.max())
+    lo, hi = int((first - row).min()), int((end - 1 - row).max())
+    clipped = np.maximum(row + lo, least), np.minimum(row + hi + 1, most)
+    if (first == clipped[0]).all() and (end == clipped[1]).all() and (lo >= least or not least):
+        return Band(None if lo <= 1 - len(row) else lo, None if hi >= most - 1 else hi)
+    return None
+
+
+def share_keys(runs: tuple[Run, ...]) -> bool:
+    """Whether a key is one of several runs, so that its gradient is a sum over them."""
+    ends: dict[int, int] = {}
+    for run in sorted(runs, key=lambda run: run.keys.start):
+        for row in range(run.batch.start, run.batch.stop):
+            if run.keys.start < ends.get(row, 0):
+                return True
+            ends[row] = run.keys.stop
+    return False
+
+
+class Pack(NamedTuple):
+    """Whole sequences of a buffer [B, T] with one window: (left, right), None for no bound.
+
+    ``places``: where each begins and ends, among B * T tokens.
+    """
+
+    places: tuple[tuple[int, int], ...]
+    window: tuple[int | None, int | None]
+
+
+def pack_of(spans: Tensor) -> Pack | None:
+    """The sequences of ``spans``, if they are a pack; None for one, or a batch that lies alike."""
+    table = spans[:, 0].cpu().numpy()
+    return lowering.cache.get(("pack of", table.shape, table.tobytes()), lambda: _pack_of(table))
+
+
+def _pack_of(table: np.ndarray) -> Pack | None:
+    if len(table) > 1 and (table == table[:1]).all():
+        return None
+    cuts = [(b, *cut) for b in range(len(table)) for cut in _cuts(table[b])]
+    if len(cuts) < 2:
+        return None
+    places, bands = [], []
+    for b, queries, rows in cuts:
+        if isinstance(queries, Tensor):
+            return None
+        begin, position, first, end = rows.T
+        whole = (begin == queries.start).all() and end.max() == queries.stop
+        band = _band(first - begin, end - begin)
+        if position.any() or not whole or band is None:
+            return None
+        places.append((b * table.shape[1] + queries.start, b * table.shape[1] + queries.stop))
+        bands.append(band)
+    most = [end - begin - 1 for begin, end in places]
+    left = _side([None if band.lo is None else -band.lo for band in bands], most)
+    right = _side([band.hi for band in bands], most)
+    return None if NO_SIDE in (left, right) else Pack(tuple(places), (left, right))
+
+
+#: Of sequences that have no side of a window in common.
+NO_SIDE = -1
+
+
+def _side(sides: list[int | None], most: list[int]) -> int | None:
+    """One side of a window that all sequences share.
+
+    most: how far from itself a token of each can see; None of ``sides`` is no bound.
+    """
+    bounds = {side for side in sides if side is not None}
+    if not bounds:
+        return None
+    side = max(bounds)
+    free = [reach for own, reach in zip(sides, most, strict=True) if own is None]
+    return side if len(bounds) == 1 and side >= max(free, default=0) else NO_SIDE

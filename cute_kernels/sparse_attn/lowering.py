@@ -1,0 +1,212 @@
+"""A mask and a schedule -> the tensors that kernels read, built once per content.
+
+    BlockMask  -> whole (the causal rule added) -> LoweredMask
+    schedule   -> a checked Schedule            -> Order
+
+One cache holds all of it, by content: layers and steps share what they have in common, and
+``ck.info()`` says its size.  A mask or a schedule is searched for and built here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..errors import ScheduleError, expected
+from ..runtime.caching import ByteCache
+from ..runtime.dynamo import untraced
+from ..schedulers import handles
+from ..schedulers.masks.mask import BlockMask
+from ..schedulers.order.kinds import KINDS, permutation, spt
+from ..schedulers.order.ranks import block_grid, column_order
+from ..schedulers.order.safety import admit
+from ..schedulers.order.schedule import Schedule
+from . import checks, config, masks, pack_gqa
+from .masks import LoweredMask, Order
+
+#: Bytes of masks and orders that are kept for their next use.
+cache = ByteCache("attention masks and orders", 256 << 20)
+
+#: The schedule of a sequence by its own positions: "spt", so that it is what kernels of packs make.
+OF_SEQUENCES = "spt, heads in flight"
+
+#: ``facts`` of an op whose rule needs no list from outside: every pair, or the causal ones.
+FULL, CAUSAL = [0], [1]
+
+#: (batch, q_len, kv_len, query heads, KV heads, head size)
+Sizes = tuple[int, int, int, int, int, int]
+
+
+@untraced
+def operands(
+    block_mask: str,
+    causal: bool,
+    schedule: object,
+    needs_order: bool,
+    sizes: Sizes,
+    device: str,
+) -> tuple[list, list, list, str]:
+    """(mask, facts, order, kind) of the op for a mask or a schedule that is an object.
+
+    block_mask: A BlockMask's handle; empty: none.  schedule: a name, a Schedule's handle, a column
+    order.  Under torch.compile it runs while tracing: the tensors are constants of the graph, which
+    is guarded by the handles.
+    """
+    mask = handles.resolve(block_mask) if block_mask else None
+    if isinstance(schedule, str) and schedule not in checks.SCHEDULES:
+        schedule = handles.resolve(schedule)
+    batch, q_len, kv_len, heads, kv_heads, _ = sizes
+    # Lists depend on data: under fake tensors, too, they are made of true ones.
+    with _disable_current_modes() if _modes() else contextlib.nullcontext():
+        given = whole(mask, causal, q_len, kv_len, _where(device))
+        asked = not isinstance(schedule, str) or schedule != checks.AUTO
+        turns = batch and (needs_order or asked)
+        if turns and checks.stacked(device, given.shape[1], q_len, heads, kv_heads):
+            lowered, made = _stacked(given, schedule, sizes)
+        else:
+            lowered = lower(given)
+            made = order_of(lowered, schedule, sizes) if turns else ()
+        tensors = list(made) if needs_order else []
+    return lowered.tensors(), lowered.numbers(), tensors, ""
+
+
+def _stacked(mask: BlockMask, schedule: object, sizes: Sizes) -> tuple[LoweredMask, Order]:
+    """A mask by query head, and its order for a kernel whose groups share their lists."""
+    batch, q_len, kv_len, heads, kv_heads, head_dim = sizes
+    of, key = pack_gqa.Sizes(q_len, heads, kv_heads), mask.hash()
+    bits = cache.get(("by bits", key, mask.device), lambda: pack_gqa.by_bits(mask))
+    alike = cache.get(("stacked", key, kv_heads, mask.device), lambda: pack_gqa.mask_of(bits, of))
+    of_group = batch, of.rows, kv_len, kv_heads, kv_heads, head_dim
+    return lower(bits), order_of(lower(alike), schedule, of_group)
+
+
+def _modes() -> bool:
+    """Whether any is on, to be switched off: switching costs 4 us."""
+    return bool(torch._C._len_torch_dispatch_stack()) or torch.compiler.is_compiling()
+
+
+# As torch.compiler.assume_constant_result does, which imports all of dynamo (2 s, and triton).
+operands._dynamo_marked_constant = True
+
+
+def by_rule(causal: bool, schedule: str) -> tuple[list, list, list, str]:
+    """Lower a call without a mask, with a schedule by name: the op prepares for any lengths."""
+    return [], CAUSAL if causal else FULL, [], schedule
+
+
+def mask_of_op(tensors: list, facts: list[int], q_len: int, kv_len: int, device: str):
+    """Lowered mask that the ``facts`` and ``tensors`` of an op describe."""
+    if tensors:
+        return masks.restored(tensors, facts)
+    return lower(whole(None, facts == CAUSAL, q_len, kv_len, device))
+
+
+def whole(mask: BlockMask | None, causal: bool, q_len: int, kv_len: int, device: str) -> BlockMask:
+    """``mask``, and the causal rule if asked for."""
+    if mask is not None and not causal:
+        return mask
+
+    def make() -> BlockMask:
+        rule = BlockMask.causal if causal else BlockMask.full
+        size = masks.BLOCK if mask is None else mask.block_size
+        made = rule(q_len, kv_len, block_size=size, device=device)
+        return made if mask is None else mask & made
+
+    return cache.get(("whole", mask and mask.hash(), causal, q_len, kv_len, device), make)
+
+
+def lower(mask: BlockMask) -> LoweredMask:
+    """The tensors of ``mask``, on its device."""
+    return cache.get(("lowered", mask.hash(), mask.device), lambda: masks.lower(mask))
+
+
+def order_of(lowered: LoweredMask, schedule: object, sizes: Sizes) -> Order:
+    """The order of a backward pass, on the mask's device."""
+    batch, _, _, heads, kv_heads, head_dim = sizes
+    count = config.schedule_heads(lowered.mask.shape[1], batch, heads, kv_heads)
+    made = admitted(lowered, schedule, count, head_dim, batch * heads // count)
+    # Bits differ by mask even where blocks do not.
+    content = lowered.mask.hash() if lowered.form == "bits" else ""
+    key = "order", made.hash, content, lowered.words.device
+    return cache.get(key, lambda: masks.order_of(lowered, made))
+
+
+def admitted(
+    lowered: LoweredMask,
+    schedule: object,
+    heads: int,
+    head_dim: int,
+    group: int = 1,
+    device_type: str = "",
+) -> Schedule:
+    """The checked schedule of a backward pass over ``heads`` (``config.schedule_heads``).
+
+    ``schedule``: "auto", a kind's name, ``OF_SEQUENCES``, a column order, or a Schedule; ``group``:
+    query heads to each of ``heads``; ``device_type``: of the pass, if the mask is elsewhere.
+    """
+    mask, sizes = lowered.mask, (heads, head_dim, group)
+    where = device_type or mask.device.type
+
+    def make() -> Schedule:
+        made = _made(mask, schedule, *sizes, where)
+        if made.heads != heads:
+            want = f"{heads}, batch x KV heads (x query heads if the mask is by query head)"
+            raise ScheduleError(expected("schedule.heads", want, made.heads))
+        admit(made, mask)
+        if lowered.form == "bits":
+            _lists_of_one_mask(made, mask.shape)
+        return made
+
+    key = ("schedule", mask.block_hash(), lowered.form, mask.shape, where, *sizes)
+    return cache.get((*key, _name(schedule)), make)
+
+
+def _made(
+    mask: BlockMask, schedule: object, heads: int, head_dim: int, group: int, device_type: str
+) -> Schedule:
+    grid = block_grid(mask, heads)
+    if isinstance(schedule, Schedule):
+        return schedule
+    if not isinstance(schedule, str):
+        order = column_order("schedule", schedule, grid.num_kv_blocks, heads)
+        return permutation(mask, order=order, heads=heads)
+    if schedule == checks.AUTO:
+        return config.auto(mask, heads, head_dim, device_type, group)
+    if schedule == OF_SEQUENCES:
+        return spt(mask, heads=heads, heads_in_flight=config.in_flight(group))
+    return KINDS[schedule](mask, heads=heads)
+
+
+def _name(schedule: object) -> str:
+    """A name for what was asked: equal names, equal schedules (on one mask)."""
+    if isinstance(schedule, str):
+        return schedule
+    if isinstance(schedule, Schedule):
+        return schedule.hash
+    rows = schedule.cpu().numpy() if isinstance(schedule, torch.Tensor) else schedule
+    try:
+        order = np.asarray(rows)
+    except ValueError:
+        raise ScheduleError(expected("schedule", "a column order", "a ragged list")) from None
+    facts = f"{order.dtype} {order.shape}".encode()
+    return "order " + hashlib.sha256(facts + order.tobytes()).hexdigest()
+
+
+def _lists_of_one_mask(schedule: Schedule, shape: tuple[int, int]) -> None:
+    """Lists are shared by heads of one mask only, where masks are bits."""
+    group = masks.group_of_heads(*shape, schedule.heads).numpy()
+    pairs = np.unique(np.stack((schedule.list_of_head, group), axis=1), axis=0)
+    lists, times = np.unique(pairs[:, 0], return_counts=True)
+    if (times > 1).any():
+        want = "heads that share a set of lists to share a mask (its bits differ between them)"
+        got = f"set {lists[times > 1][0]} used for {times.max()} masks"
+        raise ScheduleError(expected("schedule.list_of_head", want, got))
+
+
+def _where(device: str) -> str:
+    """Device of the lists of an absent mask: a meta device holds no data."""
+    return "cpu" if device == "meta" else device

@@ -1,0 +1,1 @@
+"""Attention of a varlen batch: sequences packed one after another."""

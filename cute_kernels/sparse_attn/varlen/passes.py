@@ -1,0 +1,107 @@
+"""A pass over sequences that lie one behind another (``layout``): one launch for all.
+
+Of kernels that read them where they lie; others are given a copy, spread, and their results are
+gathered.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from ...arch import CPU, CUTE_SM90
+from ...runtime import dispatch
+from ..tensors import Grads, Saved, shape_of_out
+from . import layout
+
+NAME = "block_sparse_attention"
+#: Its launchers that read packs where they lie; ``varlen.op`` registers them.
+PACK_NAME = f"{NAME}_of_pack"
+
+
+def at_once(t: Tensor) -> bool:
+    """Whether one launch takes all sequences; on the CPU, BLAS has lengths in its bits."""
+    return dispatch.backend(NAME, t.device, t.dtype) != CPU
+
+
+def in_place(t: Tensor) -> bool:
+    """Whether kernels read a pack where it lies, and where that is."""
+    return dispatch.backend(NAME, t.device, t.dtype) == CUTE_SM90
+
+
+def forward(
+    of: layout.Where,
+    window: layout.Window,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of q [B, T, Hq, D], k, v [B, T, Hkv, ..]; rows of no sequence are 0 and -inf."""
+    device, sizes = str(q.device), q.shape[:2]
+    if in_place(q):
+        launch = dispatch.launcher(PACK_NAME, q.device, q.dtype)
+        given = (_flat(t) for t in (q, k, v))
+        out, lse = launch(*given, of.on(q.device), window, scale, softcap, sinks)
+        out, lse = of.filled(out, 1), of.filled(lse, 2, -math.inf)
+        return out.view(shape_of_out(q, v)), _by_batch(lse, sizes)
+    at = layout.layout(of, sizes.numel(), device)
+    launch = dispatch.launcher(NAME, q.device, q.dtype)
+    mask = layout.lowered(at, window, device)
+    out, lse = launch(*(at.spread(t) for t in (q, k, v)), mask, scale, softcap, sinks)
+    return at.gathered(out, sizes), _turned(at.gathered(_turned(lse), sizes, -math.inf))
+
+
+def backward(
+    of: layout.Where,
+    window: layout.Window,
+    grads: Grads,
+    saved: Saved,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, ...]:
+    """(dq, dk, dv); rows of no sequence are 0.  With sinks their gradient too."""
+    (dout, dlse), (q, k, v, out, lse, sinks) = grads, saved
+    device, heads, sizes = str(q.device), (q.shape[2], k.shape[2]), q.shape[:2]
+    if in_place(q):
+        launch = dispatch.launcher(f"{PACK_NAME}_backward", q.device, q.dtype)
+        dlse = None if dlse is None else _of_tokens(dlse)
+        flat = Saved(*(_flat(t) for t in (q, k, v, out)), _of_tokens(lse), sinks)
+        given = Grads(_flat(dout), dlse), flat, of.on(q.device), window
+        dq, dk, dv, *dsinks = launch(*given, scale, softcap)
+        made = zip((dq, dk, dv), (q, k, v), strict=True)
+        return *(of.filled(one, 1).view(like.shape) for one, like in made), *dsinks
+    at = layout.layout(of, sizes.numel(), device)
+    mask = layout.lowered(at, window, device)
+    order = layout.order(at, window, heads, q.shape[3], device)
+    dlse = None if dlse is None else _turned(at.spread(_turned(dlse)))
+    # P of a row in a gap is exp2(S - inf) = 0, as of rows behind the last one of a tensor.
+    lse = _turned(at.spread(_turned(lse), math.inf))
+    dout, q, k, v, out = (at.spread(t) for t in (dout, q, k, v, out))
+    launch = dispatch.launcher(f"{NAME}_backward", q.device, q.dtype)
+    given = Grads(dout, dlse), Saved(q, k, v, out, lse, sinks)
+    dq, dk, dv, *dsinks = launch(*given, mask, order, scale, softcap, True)
+    return *(at.gathered(t, sizes) for t in (dq, dk, dv)), *dsinks
+
+
+def _turned(t: Tensor) -> Tensor:
+    """[B, H, T] as [B, T, H], or back; contiguous."""
+    return t.transpose(1, 2).contiguous()
+
+
+def _flat(t: Tensor) -> Tensor:
+    """[B, T, ..] as [1, B T, ..]."""
+    return t.flatten(0, 1)[None]
+
+
+def _of_tokens(t: Tensor) -> Tensor:
+    """[B, H, T] as [1, H, B T], contiguous."""
+    return t.transpose(0, 1).flatten(1)[None].contiguous()
+
+
+def _by_batch(t: Tensor, sizes: tuple[int, int]) -> Tensor:
+    """The inverse."""
+    return t[0].unflatten(1, sizes).transpose(0, 1).contiguous()

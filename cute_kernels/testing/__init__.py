@@ -1,0 +1,1 @@
+"""Float64 references and error bounds; never imported at run time."""

@@ -1,0 +1,36 @@
+"""Certificates of the systems that have no tests of their own for them, and the stored hashes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ptxsim import available
+
+available.import_module("verify.certificate")
+
+from cute_kernels import about  # noqa: E402
+from tests import certified  # noqa: E402
+
+ELSEWHERE = ("gemm_", "sparse_attn_")
+CATALOGUE = [
+    entry
+    for entry in about.catalogue()
+    if entry.kind is not None and not entry.kernel.name.startswith(ELSEWHERE)
+]
+SAMPLE = certified.first_of(CATALOGUE, lambda entry: entry.kernel.name)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind", "expect"),
+    list(certified.cases(CATALOGUE, lambda entry: entry.kernel in SAMPLE)),
+)
+def test_every_configuration(kernel, kind, expect):
+    found = certified.certify(kernel, kind, expect)
+    assert found.ok, found.findings
+    certified.check_stored(kernel, found)
+
+
+def test_every_system_with_kernels_is_tested():
+    names = {entry.kernel.name for entry in CATALOGUE}
+    assert {name.split("_")[0] for name in names} == {"logp", "mhc", "norm"}
+    assert len(SAMPLE) == len(names) >= 14

@@ -1,0 +1,283 @@
+"""Certificates of CuTe kernels compiled for sm_90a on this machine, and of mutants of them."""
+
+import dataclasses
+import functools
+import re
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+from cute_kernels.compile.kernel import Expect
+from cute_kernels.errors import ArgumentValueError, CertificateError
+from tests.verify import kernels
+from verify import sass
+from verify.certificate import certificate, certify, check_a, check_b
+
+try:
+    sass.nvdisasm()
+except CertificateError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+PLAIN = Expect(mma=None, max_registers=64)
+
+
+@functools.cache
+def made(builder, *args):
+    """What one compile leaves; tests share it."""
+    return sass.artefacts(lambda: builder(*args))
+
+
+def elementwise(extra=""):
+    return made(kernels.compile_elementwise, extra)
+
+
+def ordered_sum(style="thread", defect=""):
+    return made(kernels.compile_ordered_sum, style, defect)
+
+
+def rules(findings):
+    return {finding.rule for finding in findings}
+
+
+def edited(artefacts, part, old, new):
+    """The artefacts with one edit of their PTX or SASS."""
+    text = getattr(artefacts, part)
+    changed = re.sub(old, new, text, count=1)
+    assert changed != text
+    return dataclasses.replace(artefacts, **{part: changed})
+
+
+# Class A.
+
+
+def test_class_a_allows_integer_atomics():
+    kernel = elementwise()
+    assert check_a(kernel, PLAIN) == ()
+    assert "atom.global.add.u32" in kernel.ptx
+    assert "REDG" in sass.histogram(sass.parse(kernel.sass))
+
+
+@pytest.mark.parametrize(
+    "extra, rule, in_sass",
+    [
+        ("float atomic", "A1", True),
+        ("float swap", "A1", False),
+        ("clock", "A2", True),
+        ("smid", "A2", True),
+    ],
+)
+def test_class_a_mutants_fail(extra, rule, in_sass):
+    found = check_a(elementwise(extra), PLAIN)
+    assert rules(found) == {rule}
+    assert any("PTX" in f.where for f in found)
+    assert any("SASS" in f.where for f in found) == in_sass
+
+
+@pytest.mark.parametrize(
+    "part, old, new, rule",
+    [
+        ("ptx", r"atom\.global\.add\.u32[^,]*,", "red.global.add.f32", "A1"),
+        ("ptx", r"%ctaid\.x", "%globaltimer_lo", "A2"),
+        ("ptx", r"\tret;", "\tnanosleep.u32 100;\n\tret;", "A2"),
+        ("sass", r"REDG\.E\.ADD", "REDG.E.ADD.F32.FTZ.RN", "A1"),
+        ("sass", r"SR_CTAID\.X", "SR_VIRTUALSMID", "A2"),
+        ("sass", r"FADD|FMUL", "STL", "R5"),
+        ("sass", r"LDG\.E", "LDL", "R5"),
+    ],
+)
+def test_edits_of_text_fail(part, old, new, rule):
+    assert rules(check_a(edited(elementwise(), part, old, new), PLAIN)) == {rule}
+
+
+def test_local_memory_is_found_in_sass_and_in_the_cubin():
+    found = check_a(made(kernels.compile_indexed), PLAIN)
+    assert rules(found) == {"R5"}
+    assert any("a spill" in f.text for f in found)
+    assert any("bytes of stack" in f.text for f in found)
+
+
+@pytest.mark.parametrize(
+    "strides, broken", [("int64", False), ("int32", True), (7168, True), (128, False)]
+)
+def test_offsets_of_cute_tensors(strides, broken):
+    found = check_a(made(kernels.compile_row_copy, strides), PLAIN)
+    assert rules(found) == ({"R4"} if broken else set())
+
+
+def test_a_division_by_a_variable_is_no_offset():
+    kernel = made(kernels.compile_remainder)
+    assert re.search(r"(mul|mad)\.lo\.s32|rem\.s32", kernel.ptx)
+    assert check_a(kernel, PLAIN) == ()
+
+
+@pytest.mark.parametrize("wait, broken", [("first", False), ("late", True), ("never", True)])
+def test_dependent_launch(wait, broken):
+    kernel = made(kernels.compile_dependent_launch, wait)
+    assert rules(check_a(kernel, dataclasses.replace(PLAIN, pdl=True))) == (
+        {"R3"} if broken else set()
+    )
+    assert check_a(kernel, PLAIN) == ()
+
+
+def test_the_matrix_instruction_and_the_ceilings():
+    kernel = made(kernels.compile_multiply, 64)
+    used = next(iter(sass.usage(kernel.cubin).values()))
+    shared = used.shared + kernel.dynamic_shared
+    expect = Expect("HGMMA.64x64x16.F32.BF16", used.registers, shared)
+    assert kernel.dynamic_shared >= (64 + 64) * 16 * 2
+    assert check_a(kernel, expect) == ()
+    assert check_a(kernel, dataclasses.replace(expect, mma="64x64x16")) == ()
+    for worse in (
+        {"mma": "64x128x16"},
+        {"mma": None},
+        {"max_registers": used.registers - 1},
+        {"max_shared": shared - 1},
+    ):
+        assert rules(check_a(kernel, dataclasses.replace(expect, **worse))) == {"R5"}
+
+
+# Class B.
+
+
+@pytest.mark.parametrize("style", ["thread", "lanes", "plain", "fence", "late"])
+def test_right_turnstiles_pass(style):
+    kernel = ordered_sum(style)
+    assert check_b(kernel, PLAIN) == ()
+    assert rules(check_a(kernel, PLAIN)) == {"A1"}
+
+
+@pytest.mark.parametrize(
+    "style, defect, rule",
+    [
+        ("thread", "no spin", "R1"),
+        ("thread", "relaxed spin", "R1"),
+        ("thread", "one spin for all rows", "R1"),
+        ("thread", "read wait", "R2"),
+        ("thread", "release before the wait", "R2"),
+        ("thread", "no release", "R2"),
+        ("lanes", "no barrier before the addition", "R1"),
+        ("lanes", "no barrier before the release", "R2"),
+        ("plain", "no barrier before the release", "R2"),
+        ("late", "waits for one group less", "R2"),
+    ],
+)
+def test_compiled_mutants_fail(style, defect, rule):
+    proved_on_ptx = [f for f in check_b(ordered_sum(style, defect), PLAIN) if "PTX" in f.where]
+    assert rules(proved_on_ptx) == {rule}
+
+
+@pytest.mark.parametrize(
+    "style, old, new, rule",
+    [
+        ("thread", r"ld\.acquire\.gpu", "ld.relaxed.gpu", "R1"),
+        ("thread", r"ld\.acquire\.gpu", "ld.acquire.cta", "R1"),
+        ("thread", r"bulk\.wait_group ", "bulk.wait_group.read ", "R2"),
+        ("thread", r"cp\.async\.bulk\.wait_group[^;]*;", "", "R2"),
+        ("thread", r"cp\.async\.bulk\.commit_group;", "", "R2"),
+        ("thread", r"red\.release\.gpu", "red.relaxed.gpu", "R2"),
+        ("thread", r"red\.release\.gpu", "red.release.cta", "R2"),
+        ("thread", r"red\.release[^;]*;", "", "R2"),
+        ("lanes", r"bulk\.wait_group ", "bulk.wait_group.read ", "R2"),
+        ("lanes", r"red\.release[^;]*;", "", "R2"),
+        ("plain", r"red\.release[^;]*;", "", "R2"),
+        ("fence", r"fence\.acq_rel\.gpu;", "", "R2"),
+        ("fence", r"fence\.acq_rel\.gpu;", "fence.acq_rel.cta;", "R2"),
+        ("late", r"bulk\.wait_group \t?1", "bulk.wait_group 2", "R2"),
+    ],
+)
+def test_edits_of_a_turnstile_fail(style, old, new, rule):
+    kernel = edited(ordered_sum(style), "ptx", old, new)
+    found = check_b(kernel, PLAIN)
+    # the wait that is edited is the first of several in "late"
+    assert rules(found) == {rule}
+
+
+@pytest.mark.parametrize(
+    "old, new, rule",
+    [
+        (r"LDG\.E\.STRONG\.GPU", "LDG.E", "R1"),
+        (r"MEMBAR\.ALL\.GPU", "MEMBAR.ALL.CTA", "R2"),
+        (r"REDG\.E\.ADD\.S32\.STRONG\.GPU", "REDG.E.ADD.S32.STRONG.CTA", "R2"),
+        (r"UBLKRED\.G\.S\.ADD\.F32\.RN", "UBLKCP.S.G", "R2"),
+    ],
+)
+def test_each_part_of_a_turnstile_must_be_left_in_sass(old, new, rule):
+    kernel = ordered_sum()
+    while re.search(old, kernel.sass):
+        kernel = edited(kernel, "sass", old, new)
+    assert rules(check_b(kernel, PLAIN)) == {rule}
+
+
+def test_a_kernel_without_reductions_is_not_class_b():
+    assert "no ordered reduction" in check_b(elementwise(), PLAIN)[0].text
+
+
+# The record.
+
+
+def test_certify_compiles_once_and_fills_the_record():
+    expect = Expect("64x64x16", 96)
+    first = certify(
+        lambda: kernels.compile_multiply(64),
+        name="multiply",
+        constexpr={"n": 64},
+        kind="A",
+        expect=expect,
+    )
+    assert first.ok
+    assert first.arch == "sm_90a"
+    assert first.constexpr == (("n", 64),)
+    assert dict(first.opcodes)["HGMMA"] == 1
+    assert re.fullmatch(r"cutlass-dsl \d[\w.]*, CUDA release \d+\.\d+", first.toolchain)
+    again = certificate(
+        made(kernels.compile_multiply, 64),
+        name="multiply",
+        constexpr={"n": 64},
+        kind="A",
+        expect=expect,
+    )
+    assert again.to_json() == first.to_json()
+
+
+def test_configurations_of_one_class_are_kept_apart():
+    """Both compiles would write a cubin of the same name."""
+    small, large = (made(kernels.compile_multiply, n) for n in (64, 32))
+    assert "HGMMA.64x64x16" in small.sass
+    assert "HGMMA.64x32x16" in large.sass
+    assert sass.digest(sass.parse(small.sass)) != sass.digest(sass.parse(large.sass))
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_build_compiles_exactly_once(times):
+    def build():
+        for _ in range(times):
+            kernels.compile_elementwise()
+
+    with pytest.raises(CertificateError, match=f"one cute.compile, got {times}"):
+        sass.artefacts(build)
+
+
+def test_the_settings_of_the_dsl_come_back(tmp_path):
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    dsl = CuTeDSL._get_dsl()
+    names = ("keep_ptx", "keep_cubin", "dump_dir", "arch")
+    before = {name: getattr(dsl.envar, name) for name in names}
+
+    def build():
+        assert dsl.envar.arch == "sm_90a"
+        raise KeyError("from build")
+
+    with pytest.raises(KeyError, match="from build"):
+        sass.artefacts(build)
+    assert {name: getattr(dsl.envar, name) for name in names} == before
+    assert "compile_and_cache" not in vars(dsl)
+
+
+def test_a_wrong_class_is_refused_before_the_compile():
+    def build():
+        raise AssertionError("compiled")
+
+    with pytest.raises(ArgumentValueError, match="kind: expected one of 'A', 'B', got 'C'"):
+        certify(build, name="x", constexpr={}, kind="C", expect=PLAIN)

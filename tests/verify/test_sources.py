@@ -1,0 +1,170 @@
+"""The digest of what a certificate depends on: complete, and different when a byte is."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cute_kernels import about
+from cute_kernels.errors import CertificateError
+from tests.import_graph import import_graph, modules
+from verify import sources
+
+KERNELS = sorted({entry.kernel.name for entry in about.catalogue()})
+FORWARD = "sparse_attn_fwd_sm90"
+
+#: Imports that end at what is not in the machine code, and why it is not.
+OUTSIDE = {
+    "arch": "which backend a device gets",
+    "compile.cache": "where objects are kept",
+    "compile.call": "how they are called",
+    "compile.toolchain": "names the versions that the digest holds as they are installed",
+    "contracts": "names of guarantees",
+    "cpu": "another backend",
+    "errors": "texts",
+    "gemm.triton.plan": "another backend",
+    "log": "texts",
+    "mhc.__init__": "public names, loaded at first use",
+    "mhc.triton.plan": "another backend",
+    "norm.triton.plan": "another backend",
+    "schedulers.__init__": "public names, loaded at first use",
+    "schedulers.masks": "lists that a kernel is handed at run time",
+    "schedulers.model": "predictions of time",
+    "schedulers.order": "lists that a kernel is handed at run time",
+    "settings": "no kernel is compiled by them",
+    "sparse_attn.pack_gqa": "rows that a kernel is handed at run time",
+    "sparse_attn.triton.plan": "another backend",
+}
+
+
+def outside(module: str) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in OUTSIDE)
+
+
+def reached(kernel: str) -> set[str]:
+    """The files that the kernel's module and the certifier import, and theirs."""
+    graph, paths = import_graph(), modules()
+    system = sources.system_of(kernel)
+    left = [f"{system}.kernel_{kernel.removeprefix(f'{system}_')}"]
+    left += ["verify.certificate", "verify.sources"]
+    seen: set[str] = set()
+    while left:
+        name = left.pop()
+        if name not in seen and not outside(name):
+            seen.add(name)
+            left += graph[name]
+    return {_file(name) for name in seen if paths[name].read_text().count("\n") > 1}
+
+
+def _file(module: str) -> str:
+    return module.replace(".", "/") + ".py"
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_what_a_kernel_imports_is_in_the_digest(kernel):
+    found = reached(kernel)
+    assert len(found) >= 15
+    assert found <= set(sources.files(kernel)), found - set(sources.files(kernel))
+
+
+def test_a_file_that_is_not_in_the_digest_is_named(monkeypatch):
+    """The mutant: one pattern fewer."""
+    for wanting in ("watchdog.py", "device/*.py"):
+        monkeypatch.setattr(sources, "OWN", tuple(p for p in sources.OWN if p != wanting))
+        assert reached("sparse_attn_bwd_sm90") - set(sources.files("sparse_attn_bwd_sm90"))
+
+
+def test_every_pattern_finds_something():
+    found = dict.fromkeys((*sources.SHARED, *sources.OWN), 0)
+    for pattern in sources.SHARED:
+        found[pattern] = len(list(sources.PACKAGE.glob(pattern)))
+    for pattern in sources.OWN:
+        found[pattern] = len(list(sources.PACKAGE.glob(f"*/{pattern}")))
+    assert all(found.values()), found
+
+
+def test_no_kernel_of_that_name():
+    with pytest.raises(CertificateError, match="gemm_sm100"):
+        sources.files("gemm_sm100")
+    with pytest.raises(CertificateError, match="of that name"):
+        sources.system_of("fwd_sm90")
+
+
+@pytest.fixture
+def copies(tmp_path):
+    """(cute_kernels, schedulers/tiles, verify) of our own, to change."""
+    for name, path in sources.files("gemm_sm90").items():
+        _copy(path, tmp_path / name)
+    for name, path in sources.files(FORWARD).items():
+        _copy(path, tmp_path / name)
+    return tmp_path, tmp_path / "schedulers" / "tiles", tmp_path / "verify"
+
+
+def _copy(path: Path, to: Path) -> None:
+    to.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(path, to)
+
+
+def unseen(copies, digest=sources.digest) -> list[str]:
+    """The files of which a changed byte or another name does not change the forward's digest."""
+    wrong, before = [], digest(FORWARD, *copies)
+    for name, path in sources.files(FORWARD, *copies).items():
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + b" ")  # as long as it was
+        if digest(FORWARD, *copies) == before:
+            wrong.append(name)
+        path.write_bytes(content)
+    return wrong
+
+
+def test_a_changed_byte_in_any_file_changes_the_digest(copies):
+    assert sources.digest(FORWARD, *copies) == sources.digest(FORWARD)
+    assert not unseen(copies)
+
+
+def test_a_new_file_and_one_that_went_change_the_digest(copies):
+    found = {sources.digest(FORWARD, *copies)}
+    new = copies[0] / "dsl" / "new.py"
+    new.write_text("")
+    found.add(sources.digest(FORWARD, *copies))
+    new.rename(new.with_name("renamed.py"))
+    found.add(sources.digest(FORWARD, *copies))
+    (copies[0] / "dsl" / "smem.py").unlink()
+    found.add(sources.digest(FORWARD, *copies))
+    assert len(found) == 4
+
+
+def test_another_version_changes_the_digest():
+    true = sources.versions()
+    assert "nvidia-cutlass-dsl" in true and "release" in true["nvdisasm"]
+    for name in true:
+        other = true | {name: true[name] + ".1"}
+        assert sources.digest(FORWARD, installed=other) != sources.digest(FORWARD)
+
+
+def test_another_systems_files_do_not(copies):
+    before = [sources.digest(name, *copies) for name in (FORWARD, "gemm_sm90")]
+    path = copies[0] / "gemm" / "kernel_sm90.py"
+    path.write_bytes(path.read_bytes() + b"#")
+    after = [sources.digest(name, *copies) for name in (FORWARD, "gemm_sm90")]
+    assert after[0] == before[0] and after[1] != before[1]
+
+
+def names_only(kernel, *where):
+    return str(sorted(sources.files(kernel, *where)))
+
+
+def sizes_only(kernel, *where):
+    return str({n: p.stat().st_size for n, p in sources.files(kernel, *where).items()})
+
+
+def without_the_certifier(kernel, *where):
+    named = sources.files(kernel, *where).items()
+    return str({n: p.read_bytes() for n, p in named if not n.startswith("verify")})
+
+
+@pytest.mark.parametrize("mutant", [names_only, sizes_only, without_the_certifier])
+def test_a_digest_that_sees_less_is_killed(copies, mutant):
+    assert unseen(copies, mutant)
