@@ -60,6 +60,7 @@ _PUBLIC = {
     "enable_batch_invariant": "model.batch_invariant.api",
     "disable_batch_invariant": "model.batch_invariant.api",
     "errors": None,
+    "nn": None,
     "schedulers": None,
 }
 
@@ -67,6 +68,7 @@ __all__ = sorted(_PUBLIC)
 
 if TYPE_CHECKING:
     from . import errors as errors
+    from . import nn as nn
     from . import schedulers as schedulers
     from .about import contract_id as contract_id
     from .about import guarantees as guarantees

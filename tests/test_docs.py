@@ -26,7 +26,8 @@ from cute_kernels.sparse_attn import config as attention
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
-PAGES = [README, *(p for p in sorted(DOCS.rglob("*.md")) if "_build" not in p.parts)]
+ROOT_PAGES = [README, *(ROOT / f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY"))]
+PAGES = [*ROOT_PAGES, *(p for p in sorted(DOCS.rglob("*.md")) if "_build" not in p.parts)]
 FENCE = re.compile(r"^```(\S*)\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"(?<!!)\[[^\]\n]*\]\(([^)\s]+)\)")
 MARKER = re.compile(r"<!-- generated: ([\w-]+) -->")

@@ -36,6 +36,7 @@ FLOORS: dict[str, int] = {
     "system.op": 10,
     "system.api": 11,
     "about": 12,
+    "nn": 12,
     "testing": 12,
     "verify": 12,
     "integrations": 12,

@@ -82,13 +82,18 @@ def test_every_file_says_what_it_is():
     assert not silent, silent
 
 
+def stub(node: ast.FunctionDef | ast.ClassDef) -> bool:
+    """Whether a definition is one of the types that a function has, for type checkers."""
+    return [ast.unparse(mark) for mark in node.decorator_list] == ["overload"]
+
+
 def test_public_functions_have_docstrings():
     found = []
     for name, _, tree in trees():
         if not name.startswith(("cute_kernels/", "schedulers/")):
             continue
         for node in tree.body:
-            public = isinstance(node, ast.FunctionDef | ast.ClassDef)
+            public = isinstance(node, ast.FunctionDef | ast.ClassDef) and not stub(node)
             if public and not node.name.startswith("_") and not ast.get_docstring(node):
                 found.append(f"{name}:{node.lineno} {node.name}")
     assert not found, "\n".join(found)
@@ -173,7 +178,7 @@ MAX_PARAMETERS = 8
 #: torch ops.
 GIVEN = re.compile(
     r"/(api|op|converters|te)\.py$|/integrations/|/cli/|commands?\.py$"
-    r"|^cute_kernels/__main__\.py$"
+    r"|^cute_kernels/(__main__|nn)\.py$"
 )
 
 

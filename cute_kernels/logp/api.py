@@ -2,9 +2,68 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 
 from . import checks, op, shards
+
+
+@overload
+def linear_logp(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = ...,
+    *,
+    order: str = ...,
+    temperature: float | torch.Tensor = ...,
+    softcap: float = ...,
+    ignore_index: int = ...,
+    return_entropy: Literal[False] = ...,
+    group: object | None = ...,
+    vocab_start: int = ...,
+    vocab_size: int | None = ...,
+    main_grad: torch.Tensor | None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def linear_logp(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = ...,
+    *,
+    order: str = ...,
+    temperature: float | torch.Tensor = ...,
+    softcap: float = ...,
+    ignore_index: int = ...,
+    return_entropy: Literal[True],
+    group: object | None = ...,
+    vocab_start: int = ...,
+    vocab_size: int | None = ...,
+    main_grad: torch.Tensor | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def linear_logp(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = ...,
+    *,
+    order: str = ...,
+    temperature: float | torch.Tensor = ...,
+    softcap: float = ...,
+    ignore_index: int = ...,
+    return_entropy: bool,
+    group: object | None = ...,
+    vocab_start: int = ...,
+    vocab_size: int | None = ...,
+    main_grad: torch.Tensor | None = ...,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def linear_logp(
@@ -87,6 +146,45 @@ def linear_logp(
         problem.start, problem.vocab, ignore_index, problem.softcap, order, return_entropy,
     )  # fmt: skip
     return (logp, entropy) if return_entropy else logp
+
+
+@overload
+def log_probs(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    temperature: float | torch.Tensor = ...,
+    softcap: float = ...,
+    ignore_index: int = ...,
+    return_entropy: Literal[False] = ...,
+    vocab_size: int | None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def log_probs(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    temperature: float | torch.Tensor = ...,
+    softcap: float = ...,
+    ignore_index: int = ...,
+    return_entropy: Literal[True],
+    vocab_size: int | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def log_probs(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    temperature: float | torch.Tensor = ...,
+    softcap: float = ...,
+    ignore_index: int = ...,
+    return_entropy: bool,
+    vocab_size: int | None = ...,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def log_probs(

@@ -2,11 +2,49 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 
 from . import op
 from .checks import Operands
 from .config import LAYER, RMS
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float = ...,
+    *,
+    residual: None = ...,
+    offset: float = ...,
+    main_grad: torch.Tensor | None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float = ...,
+    *,
+    residual: torch.Tensor,
+    offset: float = ...,
+    main_grad: torch.Tensor | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float = ...,
+    *,
+    residual: torch.Tensor | None,
+    offset: float = ...,
+    main_grad: torch.Tensor | None = ...,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def rms_norm(
@@ -50,6 +88,45 @@ def rms_norm(
     """
     given = Operands(x, weight, None, residual, main_grad)
     return op.apply("rms_norm", RMS, given, eps, offset)
+
+
+@overload
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = ...,
+    bias: torch.Tensor | None = ...,
+    eps: float = ...,
+    *,
+    residual: None = ...,
+    main_grad: torch.Tensor | None = ...,
+    bias_main_grad: torch.Tensor | None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = ...,
+    bias: torch.Tensor | None = ...,
+    eps: float = ...,
+    *,
+    residual: torch.Tensor,
+    main_grad: torch.Tensor | None = ...,
+    bias_main_grad: torch.Tensor | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = ...,
+    bias: torch.Tensor | None = ...,
+    eps: float = ...,
+    *,
+    residual: torch.Tensor | None,
+    main_grad: torch.Tensor | None = ...,
+    bias_main_grad: torch.Tensor | None = ...,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def layer_norm(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
 
@@ -15,6 +16,57 @@ from . import checks, lowering, op
 from .kv_ranges import op as kv_ranges_op
 from .kv_ranges import ranges
 from .varlen import op as varlen_op
+
+
+@overload
+def block_sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_mask: BlockMask | None = ...,
+    *,
+    causal: bool = ...,
+    scale: float | None = ...,
+    softcap: float = ...,
+    sinks: torch.Tensor | None = ...,
+    schedule: str | Schedule | Selection | Sequence[int] | torch.Tensor = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[False] = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def block_sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_mask: BlockMask | None = ...,
+    *,
+    causal: bool = ...,
+    scale: float | None = ...,
+    softcap: float = ...,
+    sinks: torch.Tensor | None = ...,
+    schedule: str | Schedule | Selection | Sequence[int] | torch.Tensor = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def block_sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_mask: BlockMask | None = ...,
+    *,
+    causal: bool = ...,
+    scale: float | None = ...,
+    softcap: float = ...,
+    sinks: torch.Tensor | None = ...,
+    schedule: str | Schedule | Selection | Sequence[int] | torch.Tensor = ...,
+    deterministic: bool = ...,
+    return_lse: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def block_sparse_attention(
@@ -127,6 +179,54 @@ def block_sparse_attention(
         op.cache_of(block_mask).add(options, (q, k, v), op.bind(q, k, v, rest))
     out, lse = op.block_sparse_attention(q, k, v, *rest)
     return (out, lse) if return_lse else out
+
+
+@overload
+def block_sparse_attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    causal: bool = ...,
+    window_size: tuple[int | None, int | None] = ...,
+    scale: float | None = ...,
+    softcap: float = ...,
+    sinks: torch.Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def block_sparse_attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    causal: bool = ...,
+    window_size: tuple[int | None, int | None] = ...,
+    scale: float | None = ...,
+    softcap: float = ...,
+    sinks: torch.Tensor | None = ...,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def block_sparse_attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    causal: bool = ...,
+    window_size: tuple[int | None, int | None] = ...,
+    scale: float | None = ...,
+    softcap: float = ...,
+    sinks: torch.Tensor | None = ...,
+    return_lse: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def block_sparse_attention_varlen(

@@ -6,6 +6,7 @@ from collections import Counter
 
 import torch
 
+from ... import nn as own_modules
 from . import checks, classes, configs, families, guards, plan, positions, rotary, softcaps
 from .checks import Options
 from .forwards import OPS, granularity, main_grad_parameters
@@ -35,7 +36,8 @@ def patch(
     Args:
         model: Any module; what is inside a wrapper (PEFT, DDP, ``torch.compile``) is found.
         linear: nn.Linear, exactly: subclasses with a forward of their own are left.  transformers'
-            Conv1D too.
+            Conv1D too.  Modules of ``ck.nn`` are left as well: they call the ops already, with
+            their own ``order`` and ``main_grad``.
         norm: Norms, known or not: those whose forward agrees with the formula of ``ck.rms_norm`` or
             ``ck.layer_norm`` on random inputs.  And SiLU, GELU and tanh.
         attention: transformers' attention, and the tables of rotary embeddings.
@@ -108,13 +110,15 @@ def _report(model: torch.nn.Module, made: plan.Plan, main_grad: bool) -> Report:
         Replaced(a.name, "attention", "attn_implementation='cute_kernels'") for a in made.attentions
     ]
     replaced += made.softcaps
+    sites = [(action.module, action.kind) for action in made.actions]
+    # Modules of ck.nn keep their forward, and their own main_grad option.
+    own = [(m, kind) for m in model.modules() if (kind := own_modules.kind_of(m)) is not None]
     missed: list[str] = []
     shared: list[str] = []
     broadcast: list[str] = []
     if main_grad:
-        written = Counter(
-            id(p) for a in made.actions for p in main_grad_parameters(a.module, a.kind)
-        )
+        writers = sites + [(module, kind) for module, kind in own if module.main_grad]
+        written = Counter(id(p) for site in writers for p in main_grad_parameters(*site))
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         missed = [name for name, p in named if id(p) not in written]
         shared = [name for name, p in named if written[id(p)] > 1]
@@ -122,7 +126,7 @@ def _report(model: torch.nn.Module, made: plan.Plan, main_grad: bool) -> Report:
         known = [a.module for a in made.actions if a.kind == "positions"]
         ids = {id(m.weight) for _, m in positions.broadcast(looked_up, known)}
         broadcast = [name for name, p in named if id(p) in ids]
-    tokens = max((granularity(a.module, a.kind) for a in made.actions), default=1)
+    tokens = max((granularity(*site) for site in sites + own), default=1)
     parts = map(tuple, (replaced, made.left, missed, shared, broadcast))
     return Report(families.of(model), *parts, granularity=tokens)
 

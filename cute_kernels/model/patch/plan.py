@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ... import nn as own_modules
 from ...errors import ArgumentValueError
 from ...integrations import causal_lm
 from ...runtime import data_parallel
@@ -123,6 +124,8 @@ def _positions(model: nn.Module, options: Options) -> list[Action]:
 def _decided(name: str, module: nn.Module, here: _Here) -> Action | list[Left] | None:
     """The action for one module, or what is left of it."""
     cls = user_class(module)
+    if own_modules.kind_of(module) is not None:
+        return None  # It calls our op, with options of its own.
     if isinstance(module, torch.jit.ScriptModule):
         return [Left(name, cls.__name__, "TorchScript: its forward is not Python's")]
     found = _replacement(name, module, cls, here)
@@ -201,6 +204,8 @@ def _is_conv1d(cls: type) -> bool:
 
 
 def _why_not_linear(module: nn.Module, cls: type) -> str | None:
+    if own_modules.kind_of(module) is not None:
+        return f"ck.nn.{cls.__name__} has a forward of its own; give the model an nn.Linear"
     if isinstance(module, nn.Linear) and cls.forward is not nn.Linear.forward:
         return "a subclass of nn.Linear with a forward of its own (quantised?)"
     return _why_not_weight(module.weight)

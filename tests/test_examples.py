@@ -1,0 +1,80 @@
+"""The examples run, say what they show in a line or two, and fail where bytes differ."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.hang import HANG_SECONDS
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted((ROOT / "examples").glob("*.py"))
+#: Example -> the function, as module:name, that `BREAK` makes depend on the sizes of its tensors.
+BROKEN = {
+    "custom_mask": "cute_kernels.sparse_attn.api:block_sparse_attention",
+    "grpo_loss": "cute_kernels.logp.api:linear_logp",
+    "hyper_connections": "cute_kernels.mhc.api:connect",
+    "patched_model": "cute_kernels.gemm.api:linear",
+    "two_ranks": "cute_kernels.logp.api:linear_logp",
+}
+#: A sitecustomize: every process of an example runs it first.
+BREAK = """
+import importlib, os, torch
+home, name = os.environ["BROKEN_FUNCTION"].split(":")
+module = importlib.import_module(home)
+real = getattr(module, name)
+def broken(*args, **kwargs):
+    elements = sum(a.numel() for a in args if isinstance(a, torch.Tensor))
+    return real(*args, **kwargs) * (1 + elements % 97 / 64)
+setattr(module, name, broken)
+"""
+
+
+def run(path: Path, folder: Path, **settings: str) -> subprocess.CompletedProcess:
+    if path.stem == "patched_model":
+        pytest.importorskip("transformers")
+    cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = os.environ | cpu | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"} | settings
+    command = [sys.executable, str(path)]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS
+    )
+
+
+def test_there_are_five_short_ones():
+    assert {path.stem for path in FILES} == set(BROKEN)
+    assert all(len(path.read_text().splitlines()) < 60 for path in FILES)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_an_example_holds_what_it_says(path, tmp_path):
+    done = run(path, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert 1 <= len(lines) <= 2 and lines[0].startswith(("cpu: ", "gloo: "))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_an_example_holds_on_a_gpu(path, tmp_path):
+    """Two ranks take NCCL where there are two GPUs."""
+    gpus = ",".join(map(str, range(torch.cuda.device_count())))
+    done = run(path, tmp_path, CUDA_VISIBLE_DEVICES=gpus)
+    assert done.returncode == 0, done.stdout + done.stderr
+    where = "cuda: " if path.stem != "two_ranks" else "nccl: " if "," in gpus else "gloo: "
+    assert done.stdout.startswith(where)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_an_example_fails_where_bytes_differ(path, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(BREAK)
+    done = run(path, tmp_path, BROKEN_FUNCTION=BROKEN[path.stem])
+    # It came to its end, and said so: no other error.
+    assert done.returncode != 0 and len(done.stdout.splitlines()) == 2, done.stdout + done.stderr

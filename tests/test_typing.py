@@ -1,0 +1,73 @@
+"""Type checkers know what each public call returns: tests/typed_calls.py."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CALLS = ROOT / "tests" / "typed_calls.py"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    """What mypy keeps of torch between two runs."""
+    return tmp_path_factory.mktemp("mypy")
+
+
+def mypy(path: Path, cache: Path) -> subprocess.CompletedProcess:
+    pytest.importorskip("mypy")
+    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", "--warn-unused-ignores"]
+    command += ["--config-file=", f"--cache-dir={cache}", str(path)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_mypy_agrees(cache):
+    run = mypy(CALLS, cache)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_mypy_finds_a_wrong_type(tmp_path, cache):
+    """Each line with another type is an error."""
+    wrong = tmp_path / "wrong.py"
+    text = CALLS.read_text().replace(", Pair)", ", int)")
+    wrong.write_text(text)
+    run = mypy(wrong, cache)
+    found = {int(line.split(":")[1]) for line in run.stdout.splitlines() if "assert-type" in line}
+    lines = enumerate(text.splitlines(), 1)
+    assert found == {n for n, line in lines if line.endswith(", int)")} and len(found) >= 10
+
+
+def test_pyright_agrees():
+    if (pyright := shutil.which("pyright")) is None:
+        pytest.skip("pyright is not installed")
+    command = [pyright, "--pythonpath", sys.executable, str(CALLS)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout
+
+
+def test_the_types_have_the_arguments_of_the_functions():
+    """Every overload names the parameters of its implementation, in their order."""
+    checked = 0
+    for path in [*(ROOT / "cute_kernels").glob("*/api.py"), ROOT / "cute_kernels" / "nn.py"]:
+        for scope in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(scope, ast.Module | ast.ClassDef):
+                continue
+            functions = [node for node in scope.body if isinstance(node, ast.FunctionDef)]
+            real = {f.name: signature(f) for f in functions if not f.decorator_list}
+            for function in functions:
+                if [ast.unparse(mark) for mark in function.decorator_list] == ["overload"]:
+                    assert signature(function) == real[function.name], f"{path}: {function.name}"
+                    checked += 1
+    assert checked >= 27
+
+
+def signature(function: ast.FunctionDef) -> list[tuple[str, str]]:
+    """(kind, name) of each parameter."""
+    kinds = {"positional": function.args.args, "keyword": function.args.kwonlyargs}
+    return [(kind, arg.arg) for kind, args in kinds.items() for arg in args]
