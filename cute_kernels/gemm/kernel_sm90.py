@@ -137,7 +137,7 @@ class GemmSm90:
         """The producer warp: for each tile, every K block of A and B, in order; leaf by leaf."""
         loads = self.mainloop.loads(sources, *shared, cluster, rank)
         k = cute.size(sources[0].tensor, mode=[1])
-        last = [cute.size(loads.a[2], mode=[1]) - 1, cute.size(loads.b[2], mode=[1]) - 1]
+        last = [loads.a.tiles - 1, loads.b.tiles - 1]
         state = pipeline.producer_state(self.mainloop.stages)
         index, step = persistent.first_and_step()
         total = counts[0] * counts[1]
