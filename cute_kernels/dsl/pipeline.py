@@ -1,5 +1,6 @@
 """The TMA -> WGMMA ring of shared-memory stages, with multicast over a cluster."""
 
+import cutlass
 from cutlass import cute, pipeline
 
 
@@ -10,8 +11,11 @@ def tma_ring(
     consumer_warps: int,
     cluster: cute.Layout,
 ) -> pipeline.PipelineTmaAsync:
-    """A ring whose stage is full when its bytes landed and empty when every consumer warp of every
-    CTA that shares its data has released it.  The caller synchronises the cluster before use."""
+    """Create a ring; the caller synchronises the cluster before it uses the ring.
+
+    A stage is full when its bytes have landed, and empty when every consumer warp of every CTA
+    that shares its data has released it.
+    """
     cluster_m, cluster_n = cluster.shape[0], cluster.shape[1]
     sharers = cluster_m + cluster_n - 1
     return pipeline.PipelineTmaAsync.create(
@@ -26,25 +30,27 @@ def tma_ring(
 
 
 def producer_state(stages: int) -> pipeline.PipelineState:
-    """Where the producer of a ring starts: every stage counts as empty."""
+    """Initial state of the producer of a ring: every stage counts as empty."""
     return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
 
 
 def consumer_state(stages: int) -> pipeline.PipelineState:
-    """Where a consumer of a ring starts."""
+    """Initial state of a consumer of a ring."""
     return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, stages)
 
 
 def announce_barriers(cluster: tuple[int, int]) -> None:
-    """After the rings are made: publish their barriers to the cluster, without waiting."""
+    """Publish the rings' barriers to the cluster, without waiting; call it after they are made."""
     pipeline.pipeline_init_arrive(cluster_shape_mn=cluster, is_relaxed=True)
 
 
 def await_barriers(cluster: tuple[int, int]) -> None:
-    """Before the first use of a ring: every CTA of the cluster has made its barriers."""
+    """Wait until every CTA of the cluster has made its barriers; call it before a ring is used."""
     pipeline.pipeline_init_wait(cluster_shape_mn=cluster)
 
 
-def multicast_mask(cluster: cute.Layout, rank, mode: int, sharers: int):
-    """The CTAs that receive a load of this one; None where nothing is shared."""
+def multicast_mask(
+    cluster: cute.Layout, rank: cute.Coord, mode: int, sharers: int
+) -> cutlass.Int16 | None:
+    """Mask of the CTAs that receive a load of CTA ``rank``; None where nothing is shared."""
     return cute.make_layout_image_mask(cluster, rank, mode=mode) if sharers > 1 else None

@@ -1,16 +1,17 @@
-"""Sums in an order that is written here: down columns, along rows, over threads.
+"""Sums in a fixed order: down columns, along rows, over threads; in fp32.
 
-fp32 throughout.  No order follows the grid, the number of SMs or what else runs.
+No order depends on the grid, the number of SMs or what else runs.
 """
 
 import math
+from collections.abc import Callable
 
 import cutlass
 from cutlass import cute
 
 
 @cute.jit
-def add_products(total, a: cute.Tensor, b: cute.Tensor):
+def add_products(total: cutlass.Float32, a: cute.Tensor, b: cute.Tensor) -> cutlass.Float32:
     """total + a[0] b[0] + a[1] b[1] + ..., one chain, ascending."""
     for i in cutlass.range_constexpr(cute.size(a)):
         total += a[i].to(cutlass.Float32) * b[i].to(cutlass.Float32)
@@ -18,10 +19,10 @@ def add_products(total, a: cute.Tensor, b: cute.Tensor):
 
 
 @cute.jit
-def over_threads(value, threads: cutlass.Constexpr):
-    """Σ over ``threads`` neighbours of a warp, a power of two: a butterfly, nearest first.
+def over_threads(value: cutlass.Float32, threads: cutlass.Constexpr[int]) -> cutlass.Float32:
+    """Σ over ``threads`` neighbouring lanes, a power of two: a butterfly, nearest first.
 
-    All of them have the sum.
+    All of these lanes get the sum.
     """
     for step in cutlass.range_constexpr(int(math.log2(threads))):
         value += cute.arch.shuffle_sync_bfly(value, offset=1 << step)
@@ -29,23 +30,30 @@ def over_threads(value, threads: cutlass.Constexpr):
 
 
 @cute.jit
-def down_rows(sums: cute.Tensor, load, first, lanes, count, ahead: cutlass.Constexpr):
-    """sums += load(first) + load(first + lanes) + ..., ``count`` rows, ascending.
+def down_rows(
+    rSums: cute.Tensor,
+    load: Callable[[cutlass.Int32], cute.TensorSSA],
+    first: cutlass.Int32,
+    lanes: cutlass.Int32,
+    count: cutlass.Int32,
+    ahead: cutlass.Constexpr[int],
+):
+    """rSums += load(first) + load(first + lanes) + ..., ``count`` rows, ascending.
 
-    ``load`` gives a row's values in fp32; ``ahead`` are under way before the first is added.
+    ``load`` returns a row's values in fp32; ``ahead`` rows are in flight before one is added.
     """
     for chunk in cutlass.range(count // ahead, unroll=1):
         values = [load(first + (chunk * ahead + i) * lanes) for i in range(ahead)]
         for row in values:
-            sums.store(sums.load() + row)
+            rSums.store(rSums.load() + row)
     for i in cutlass.range(count // ahead * ahead, count, unroll=1):
-        sums.store(sums.load() + load(first + i * lanes))
+        rSums.store(rSums.load() + load(first + i * lanes))
 
 
 @cute.jit
-def over_lanes(partial: cute.Tensor, column):
-    """partial[0, column] + partial[1, column] + ..., lanes ascending; in shared memory."""
+def over_lanes(sPartials: cute.Tensor, column: cutlass.Int32) -> cutlass.Float32:
+    """sPartials[0, column] + sPartials[1, column] + ..., lanes ascending."""
     total = cutlass.Float32(0.0)
-    for lane in cutlass.range_constexpr(cute.size(partial, mode=[0])):
-        total += partial[lane, column]
+    for lane in cutlass.range_constexpr(cute.size(sPartials, mode=[0])):
+        total += sPartials[lane, column]
     return total

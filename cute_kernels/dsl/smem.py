@@ -1,24 +1,30 @@
 """Shared-memory layouts that WGMMA and TMA both understand."""
 
+import cutlass
 from cutlass import cute
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
-#: WGMMA and 128-byte-swizzled TMA want their buffers at multiples of this.
+#: Alignment of the buffers that WGMMA and 128-byte-swizzled TMA need, in bytes.
 ALIGN = 1024
 
 
 def major_of(name: str) -> LayoutEnum:
-    """``"k"`` (reduction dimension contiguous) or ``"mn"`` as the DSL's enum."""
+    """Translate ``"k"`` (reduction dimension contiguous) or ``"mn"`` to the DSL's enum."""
     return LayoutEnum.ROW_MAJOR if name == "k" else LayoutEnum.COL_MAJOR
 
 
 def operand_layout(
-    dtype, rows: int, k: int, major: str, stages: int, part: int | None = None
+    dtype: type[cutlass.Numeric],
+    rows: int,
+    k: int,
+    major: str,
+    stages: int,
+    part: int | None = None,
 ) -> cute.ComposedLayout:
-    """A staged, swizzled [rows, k, stages] operand.
+    """Return the layout of a staged, swizzled [rows, k, stages] operand.
 
-    The swizzle follows the contiguous extent, or ``part`` of it that an instruction takes alone:
+    The swizzle follows the contiguous extent, or ``part`` of it where an instruction takes no more:
     an instruction begins with a whole atom of the swizzle.
     """
     contiguous = part or (k if major == "k" else rows)

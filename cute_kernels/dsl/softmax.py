@@ -19,7 +19,7 @@ QUAD = 4
 
 @cute.jit
 def start(row_max: cute.Tensor, row_sum: cute.Tensor):
-    """The state before the first block."""
+    """Initialise the state: m = -inf, sum = 0."""
     row_max.fill(-cutlass.Float32.inf)
     row_sum.fill(0.0)
 
@@ -32,17 +32,17 @@ def raise_max(
     shift: cute.Tensor,
     scale: cutlass.Float32,
 ):
-    """The first half of a block: m' = max(m, s); factor = exp2((m - m') scale); shift = -m' scale.
+    """First half of a block: m' = max(m, s); factor = exp2((m - m') scale); shift = -m' scale.
 
-    ``scale`` is positive.  ``row_max`` is whole rows'.
+    ``scale`` is positive.  ``row_max`` is the maximum over whole rows.
     """
     for half in cutlass.range_constexpr(ROWS):
-        before = row_max[half]
-        top = cute.arch.fmax(before, block_max(scores, half))
+        old_max = row_max[half]
+        top = cute.arch.fmax(old_max, block_max(scores, half))
         row_max[half] = top
         # Nothing allowed so far: exp2(-inf - 0) is 0, where -inf - -inf would be NaN.
         base = top if top != -cutlass.Float32.inf else cutlass.Float32(0.0)
-        factor[half] = cute.math.exp2((before - base) * scale, fastmath=True)
+        factor[half] = cute.math.exp2((old_max - base) * scale, fastmath=True)
         shift[half] = -(base * scale)
 
 
@@ -54,22 +54,22 @@ def exponentiate(
     shift: cute.Tensor,
     scale: cutlass.Float32,
 ):
-    """The second half: s = exp2(s scale + shift); sum = sum factor + Σ s.
+    """Second half of a block: s = exp2(s scale + shift); sum = sum factor + Σ s.
 
-    ``row_sum`` is this lane's own columns' (see ``finish``).
+    ``row_sum`` is a sum over this lane's columns (see ``finish``).
     """
     for half in cutlass.range_constexpr(ROWS):
         for i in cutlass.range_constexpr(cute.size(scores) // 4):
             for side in cutlass.range_constexpr(2):
-                at = 4 * i + 2 * half + side
-                power = cute.math.fma(scores[at], scale, shift[half])
-                scores[at] = cute.math.exp2(power, fastmath=True)
+                index = 4 * i + 2 * half + side
+                power = cute.math.fma(scores[index], scale, shift[half])
+                scores[index] = cute.math.exp2(power, fastmath=True)
         row_sum[half] = cute.math.fma(row_sum[half], factor[half], block_sum(scores, half))
 
 
 @cute.jit
-def block_max(scores: cute.Tensor, half: cutlass.Constexpr):
-    """The largest score of a row in this block, NaN ignored; the same in its four lanes."""
+def block_max(scores: cute.Tensor, half: cutlass.Constexpr[int]) -> cutlass.Float32:
+    """Largest score of a row in this block, NaN ignored; the same in its four lanes."""
     top = cute.arch.fmax(scores[2 * half], scores[2 * half + 1])
     for i in cutlass.range_constexpr(1, cute.size(scores) // 4):
         for side in cutlass.range_constexpr(2):
@@ -78,7 +78,7 @@ def block_max(scores: cute.Tensor, half: cutlass.Constexpr):
 
 
 @cute.jit
-def block_sum(scores: cute.Tensor, half: cutlass.Constexpr):
+def block_sum(scores: cute.Tensor, half: cutlass.Constexpr[int]) -> cutlass.Float32:
     """Σ over this lane's columns of a row: even and odd columns ascending, then their sum."""
     even, odd = scores[2 * half], scores[2 * half + 1]
     for i in cutlass.range_constexpr(1, cute.size(scores) // 4):
@@ -89,17 +89,17 @@ def block_sum(scores: cute.Tensor, half: cutlass.Constexpr):
 
 @cute.jit
 def rescale(values: cute.Tensor, factor: cute.Tensor):
-    """Each row of an accumulator times its factor."""
+    """values[row] *= factor[row], for each row of an accumulator."""
     for i in cutlass.range_constexpr(cute.size(values) // 4):
         for half in cutlass.range_constexpr(ROWS):
             for side in cutlass.range_constexpr(2):
-                at = 4 * i + 2 * half + side
-                values[at] = values[at] * factor[half]
+                index = 4 * i + 2 * half + side
+                values[index] = values[index] * factor[half]
 
 
 @cute.jit
 def finish(row_sum: cute.Tensor):
-    """Sums over whole rows: lanes 2 apart first, then neighbours; the same in the four lanes."""
+    """Reduce row_sum over a row's four lanes, which all get it: lanes 2 apart first."""
     for half in cutlass.range_constexpr(ROWS):
         row_sum[half] = cute.arch.warp_reduction_sum(row_sum[half], threads_in_group=QUAD)
 
@@ -108,16 +108,19 @@ def finish(row_sum: cute.Tensor):
 def cap(scores: cute.Tensor, inner: cutlass.Float32):
     """s = tanh(s inner / (2 log2 e)) as 1 - 2 / (1 + exp2(s inner)); ±1 far out, never NaN."""
     for i in cutlass.range_constexpr(cute.size(scores) // 4):
-        for at in cutlass.range_constexpr(4 * i, 4 * i + 4):
-            power = cute.math.exp2(scores[at] * inner, fastmath=True)
-            below = cute.arch.rcp_approx(power + 1.0)
-            scores[at] = cute.math.fma(below, cutlass.Float32(-2.0), cutlass.Float32(1.0))
+        for index in cutlass.range_constexpr(4 * i, 4 * i + 4):
+            power = cute.math.exp2(scores[index] * inner, fastmath=True)
+            reciprocal = cute.arch.rcp_approx(power + 1.0)
+            scores[index] = cute.math.fma(reciprocal, cutlass.Float32(-2.0), cutlass.Float32(1.0))
 
 
 @cute.jit
 def round_pairs(values: cute.Tensor, rounded: cute.Tensor):
-    """``rounded`` = ``values`` in its dtype, here: LLVM moves an ordinary cast into the next
-    iteration, before the products, and keeps the fp32 values until there."""
+    """rounded = round(values), at this point of the program.
+
+    LLVM moves an ordinary cast into the next iteration, before the products, and keeps the fp32
+    values until there.
+    """
     pairs = cute.recast_tensor(rounded, cutlass.Int32)
     name = "bf16x2" if rounded.element_type is cutlass.BFloat16 else "f16x2"
     for i in cutlass.range_constexpr(cute.size(pairs)):
@@ -125,7 +128,9 @@ def round_pairs(values: cute.Tensor, rounded: cute.Tensor):
 
 
 @dsl_user_op
-def _rounded_pair(low, high, name: str, *, loc=None, ip=None) -> cutlass.Int32:
+def _rounded_pair(
+    low: cutlass.Float32, high: cutlass.Float32, name: str, *, loc=None, ip=None
+) -> cutlass.Int32:
     operands = [cutlass.Float32(x).ir_value(loc=loc, ip=ip) for x in (high, low)]
     pair = llvm.inline_asm(
         T.i32(),

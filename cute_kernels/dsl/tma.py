@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 
+import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor in global memory as TMA sees it, to load from or to store to.
+    """A tensor in global memory as TMA addresses it, for loads or for stores.
 
     atom: the copy, with its descriptor; tensor: the coordinates of its elements.
     """
@@ -18,14 +19,14 @@ class Source:
 
 
 def view(tensor: cute.Tensor, modes: list[int]) -> cute.Tensor:
-    """The same memory with its modes in another order: what is loaded or stored comes first."""
+    """Return the same memory with its modes reordered: those of the TMA box come first."""
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=modes))
 
 
 def load(
     tensor: cute.Tensor, staged: cute.ComposedLayout, tile: tuple[int, int], multicast: int
 ) -> Source:
-    """For loads of [tile] boxes that ``multicast`` CTAs share."""
+    """Return the source of loads of [tile] boxes, which ``multicast`` CTAs share."""
     op = cpasync.CopyBulkTensorTileG2SOp()
     if multicast > 1:
         op = cpasync.CopyBulkTensorTileG2SMulticastOp()
@@ -36,14 +37,16 @@ def load(
 
 
 def store(tensor: cute.Tensor, staged: cute.ComposedLayout, tile: tuple[int, int]) -> Source:
-    """For stores of [tile] boxes; what lies outside the tensor is clipped."""
+    """Return the target of stores of [tile] boxes; TMA clips what lies outside the tensor."""
     one_stage = cute.slice_(staged, (None, None, 0))
     op = cpasync.CopyBulkTensorTileS2GOp()
     return Source(*cpasync.make_tiled_tma_atom(op, tensor, one_stage, tile))
 
 
-def partition(atom: cute.CopyAtom, rank, ranks: cute.Layout, s: cute.Tensor, g: cute.Tensor):
-    """(shared, global) views whose first mode is one box, for CTA ``rank`` of a multicast group."""
+def partition(
+    atom: cute.CopyAtom, rank: cutlass.Int32, ranks: cute.Layout, sX: cute.Tensor, gX: cute.Tensor
+) -> tuple[cute.Tensor, cute.Tensor]:
+    """(tXsX, tXgX), whose first mode is one box, for CTA ``rank`` of a multicast group."""
     return cpasync.tma_partition(
-        atom, rank, ranks, cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2)
+        atom, rank, ranks, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
     )

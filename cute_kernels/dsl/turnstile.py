@@ -1,4 +1,4 @@
-"""The turnstile: CTAs add their fp32 tiles to one place in global memory, in the order of a rank.
+"""Turnstile: CTAs add their fp32 tiles to one tile in global memory, in the order of their ranks.
 
 A semaphore counts the tiles that have landed.  One thread of a CTA takes a whole turn:
 
@@ -8,7 +8,7 @@ A semaphore counts the tiles that have landed.  One thread of a CTA takes a whol
                  memory), then releases the next rank at gpu scope
 
 The same thread does all three: bulk groups belong to the thread that committed them.  Unordered
-kernels call ``add`` and ``land`` alone; those that are debugged ``wait_turn_or_give_up``.
+kernels call ``add`` and ``land`` alone; kernels under the watchdog ``wait_turn_or_give_up``.
 """
 
 import cutlass
@@ -16,13 +16,13 @@ from cutlass import cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
-#: A tick of the watchdog is 2 to this power of nanoseconds, about 0.26 ms: 32 bits are for days.
+#: A tick of the watchdog is 2^18 ns, about 0.26 ms: 32 bits hold days.
 TICK = 18
 
 
 @cute.jit
 def wait_turn(semaphore: cute.Pointer, rank: cutlass.Int32):
-    """Until ``rank`` tiles have landed; the adds of this turn come after theirs."""
+    """Wait until ``rank`` tiles have landed; the adds of this turn come after theirs."""
     seen = cute.arch.load(semaphore, cutlass.Int32, sem="acquire", scope="gpu")
     while seen != rank:
         seen = cute.arch.load(semaphore, cutlass.Int32, sem="acquire", scope="gpu")
@@ -36,9 +36,9 @@ def wait_turn_or_give_up(
     rank: cutlass.Int32,
     record: cute.Pointer,
     place: cutlass.Int32,
-    limit_ms: cutlass.Constexpr,
+    limit_ms: cutlass.Constexpr[int],
 ):
-    """``wait_turn`` for ``limit_ms`` at most, and no longer once any thread has given up.
+    """``wait_turn`` that gives up after ``limit_ms``, or once any other thread has given up.
 
     record: int32 [4] in global memory, zeros before the launch.  The first thread to give up writes
     1, ``place`` (the number of the semaphore), ``rank`` and the count it has seen.
@@ -61,13 +61,13 @@ def wait_turn_or_give_up(
 
 
 @cute.jit
-def _ticks():
+def _ticks() -> cutlass.Int32:
     return cutlass.Int32(cute.arch.globaltimer() >> TICK)
 
 
 @cute.jit
-def add(destination: cute.Pointer, source: cute.Pointer, size: cutlass.Constexpr):
-    """destination[i] += source[i] for ``size`` bytes of fp32, asynchronously, as one bulk group.
+def add(destination: cute.Pointer, source: cute.Pointer, size: cutlass.Constexpr[int]):
+    """destination[i] += source[i] over ``size`` bytes of fp32: asynchronous, one bulk group.
 
     destination: global, source: shared; 16-byte aligned, as ``size`` is.  The shared memory was
     written before a ``fence.proxy.async`` of its writers and a barrier.
@@ -78,19 +78,21 @@ def add(destination: cute.Pointer, source: cute.Pointer, size: cutlass.Constexpr
 
 @cute.jit
 def land():
-    """Until every add of this thread is in global memory, and its shared memory may be reused."""
+    """Wait until every add of this thread has landed; its shared memory may then be reused."""
     cute.arch.cp_async_bulk_wait_group(0, read=False)
 
 
 @cute.jit
 def finish_turn(semaphore: cute.Pointer):
-    """The tile has landed and rank + 1 may add its own."""
+    """Wait until the tile has landed, then let rank + 1 add its own."""
     land()
     cute.arch.red(semaphore, cutlass.Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
 
 
 @dsl_user_op
-def _bulk_add(destination, source, size, *, loc=None, ip=None):
+def _bulk_add(
+    destination: cute.Pointer, source: cute.Pointer, size: int, *, loc=None, ip=None
+) -> None:
     llvm.inline_asm(
         None,
         [

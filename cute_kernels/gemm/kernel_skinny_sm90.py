@@ -1,44 +1,71 @@
-"""Y[m, n] = round(Σ_k W[n, k] X[m, k] + bias[m, n]) for few rows m, on SM90: weights stream.
+"""Y[m, n] = round(Σ_k W[n, k] X[m, k] + bias[m, n]) for few rows m, on SM90.
 
 Layouts      W [N, K] row- or column-major, X [M, K] row-major (16-byte strides); Y [M, N] with rows
              of whole 16 bytes; bias [M, N], whose row stride may be 0.
-Operands     swapped: 64 rows of W on the long side of ``wgmma.m64nTk16``, T tokens on the other,
-             so that one token does not pay for 64.  Neither shows in a bit (docs/numerics.md).
+Operands     swapped: 64 rows of W along M of ``wgmma.m64nTk16``, T tokens along N, so that one
+             token does not pay for 64.  The swap changes no bit (docs/numerics.md).
 Order        ``chain``: as in kernel_sm90: one fp32 accumulator, K ascending in groups of 16.
              ``tree``: K is cut into leaves (schedulers/tiles/leaves.py), a leaf is a chain from
              zero; leaves are added in fp32, ascending.  Then the bias, in fp32, and one rounding.
-Split        a tile's leaves are computed by ``split`` CTAs of a cluster side by side.  Each keeps
-             the sums of its own in shared memory; then each adds a share of the tile, reading all
-             leaves in their order.  ``unordered`` adds them as they arrive instead, by atomics
-             in the shared memory of the share's owner.
+Split        ``split`` CTAs of a cluster compute the leaves of one tile and store their leaf sums in
+             shared memory; then each CTA adds a slice of the tile, reading all leaves in their
+             order.  ``unordered`` adds leaves as they arrive instead, by atomics in the shared
+             memory of the CTA that has the slice.
 K tail       as in dsl/mainloop.py, at the end of every leaf.
 M, N tails   loads beyond give zeros; what lies beyond is not stored, except N's columns up to the
              next multiple of 4, which are padding of Y's own rows.
-Pair         two CTAs of a cluster have the same rows of W and tokens of their own: each loads half
-             of W's and multicasts it to both.
+Pair         two CTAs of a cluster have the same rows of W and different tokens: each loads half of
+             W's rows and multicasts it to both.
 Roles        ``tile_n`` / 64 warpgroups multiply, one more warp loads; one tile per CTA.
 Limits       SM90a only; bf16 and fp16; M, N, K < 2^31.
 Measured     docs/status.md.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
+from cutlass.pipeline import PipelineState, PipelineTmaAsync
 
 from ..compile import fake
 from ..dsl import cluster, copy, mma, pipeline, smem, tma
-from ..dsl.mainloop import Mainloop
+from ..dsl.mainloop import Mainloop, Operands
 from ..schedulers.tiles import leaves
 from .config import ORDER, UNORDERED, SkinnyConfig
 
-#: Shared memory of an SM, less what each CTA on it has for barriers, alignment and its own needs.
+#: Shared memory of an SM; what each CTA needs of it for barriers, alignment and the system.
 SM_BYTES = 233472
 CTA_BYTES = 4096
-#: Neighbours along N that one thread sums and stores.
+#: Neighbouring columns that one thread sums and stores.
 QUAD = 4
-#: Named barrier of the warpgroups that multiply.
+#: Named barrier of the consumer warpgroups.
 CONSUMER_BARRIER = 1
+
+
+@dataclass(frozen=True)
+class SharedTiles:
+    """Staged tiles in shared memory: [rows, k, stage] of W and X."""
+
+    sW: cute.Tensor
+    sX: cute.Tensor
+
+
+@dataclass(frozen=True)
+class TileBounds:
+    """Rows and columns of Y that a tile computes and those that it stores.
+
+    start_m, start_n: first row and column computed.
+    first_m, first_n: first row and column stored; the tile before stores those ahead of them.
+    """
+
+    start_m: cutlass.Int32
+    start_n: cutlass.Int32
+    first_m: cutlass.Int32
+    first_n: cutlass.Int32
 
 
 class SkinnySm90:
@@ -52,12 +79,12 @@ class SkinnySm90:
         self.tree = config.order != ORDER
         self.ordered = config.order != UNORDERED
         assert leaves.LEAVES % config.split == 0 and (self.tree or config.split == 1)
-        #: Leaves whose sums a CTA keeps apart: one, where it adds all of them in registers.
-        self.kept = leaves.LEAVES // config.split if config.split > 1 else 1
-        #: fp32 elements of a row of sums: no two threads of a warp meet in a bank.
+        #: Leaf sums that a CTA stores: one, where it adds all leaves in registers.
+        self.leaf_sums = leaves.LEAVES // config.split if config.split > 1 else 1
+        #: fp32 elements of a row of leaf sums, padded against bank conflicts.
         self.pitch = config.tile_n + QUAD
-        self.sums = config.tile_m * self.pitch
-        space = SM_BYTES // config.ctas_per_sm - CTA_BYTES - self.share_bytes()
+        self.sums_size = config.tile_m * self.pitch
+        space = SM_BYTES // config.ctas_per_sm - CTA_BYTES - self.slice_bytes()
         tile = (config.tile_n, config.tile_m, config.tile_k)
         majors = (config.w_major, "k")
         self.cluster = config.split * config.pair
@@ -65,10 +92,12 @@ class SkinnySm90:
         cluster = (1, config.pair)
         self.mainloop = Mainloop(self.dtype, majors, tile, cluster, self.consumers, space)
         ring = self.mainloop.stages * self.mainloop.stage_bytes
-        assert not self.ordered or self.kept * self.sums * 4 <= ring, "sums reuse the ring"
+        assert not self.ordered or self.leaf_sums * self.sums_size * 4 <= ring, (
+            "sums reuse the ring"
+        )
 
-    def share_bytes(self) -> int:
-        """Of the sums that are added as they arrive, on the CTA that owns them."""
+    def slice_bytes(self) -> int:
+        """Bytes of a CTA's slice of the tile, to which ``unordered`` adds leaves atomically."""
         config = self.config
         return 0 if self.ordered else config.tile_m * config.tile_n // config.split * 4
 
@@ -79,7 +108,7 @@ class SkinnySm90:
         mX: cute.Tensor,
         mY: cute.Tensor,
         mBias: cute.Tensor | None,
-        stream,
+        stream: cuda.CUstream,
     ):
         config = self.config
         sW_layout, sX_layout = self.mainloop.layouts()
@@ -88,10 +117,10 @@ class SkinnySm90:
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.mainloop.stages]
-            share: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Float32, self.share_bytes() // 4], 16
+            slice: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Float32, self.slice_bytes() // 4], 16
             ]
-            # One after the other: sums reuse the memory of both.
+            # Adjacent: leaf sums reuse the memory of both.
             sW: cute.struct.Align[
                 cute.struct.MemRange[self.dtype, cute.cosize(sW_layout)], smem.ALIGN
             ]
@@ -101,7 +130,7 @@ class SkinnySm90:
 
         self.storage = Storage
         tiles_n = cute.ceil_div(mY.shape[1], config.tile_n)
-        # Whole pairs: what is beyond has no row to store.
+        # Whole pairs: a tile beyond M stores no row.
         tiles_m = cute.ceil_div(mY.shape[0], config.tile_m * config.pair) * config.pair
         self.kernel(w, x, mY, mBias, tiles_m).launch(
             grid=(config.split * tiles_m * tiles_n, 1, 1),
@@ -134,11 +163,12 @@ class SkinnySm90:
         sW_layout, sX_layout = self.mainloop.layouts()
         sW = storage.sW.get_tensor(sW_layout.outer, swizzle=sW_layout.inner)
         sX = storage.sX.get_tensor(sX_layout.outer, swizzle=sX_layout.inner)
-        sums = storage.share.data_ptr()
+        smem_tiles = SharedTiles(sW, sX)
+        sums = storage.slice.data_ptr()
         if cutlass.const_expr(self.ordered):
             sums = cute.recast_ptr(storage.sW.data_ptr(), dtype=cutlass.Float32)
 
-        # CTAs that share a tile share none of its loads; those of a pair share W's.
+        # CTAs that split a tile share no loads; the CTAs of a pair share those of W.
         ctas = cute.make_layout((1, config.pair, config.split))
         ring = self.mainloop.ring(storage.barriers.data_ptr(), ctas)
         if cutlass.const_expr(not self.ordered):
@@ -147,54 +177,73 @@ class SkinnySm90:
             cute.arch.fence_acq_rel_cluster()
         pipeline.announce_barriers((1, self.cluster))
         rank = ctas.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
-        part = rank[2]
+        split_rank = rank[2]
         pipeline.await_barriers((1, self.cluster))
 
-        # Neighbouring clusters share the rows of W: one of them finds those in L2.
+        # Neighbouring clusters have the same rows of W: they hit in L2.
         tile = block // config.split
         m, n = tile % tiles_m * config.tile_m, tile // tiles_m * config.tile_n
-        # The last tile begins where it ends inside, if it can: TMA's zeros cost more than data do.
-        # What it has in common with the one before is stored there.  Quads stay quads.
+        # The last tile starts early enough to end inside, if it can: zeros that TMA fills in cost
+        # more than data.  Rows and columns that it shares with the tile before are stored by that
+        # one.  Its first column is a multiple of QUAD.
         rows, columns = mY.shape[0], mY.shape[1]
-        from_m = cutlass.max(cutlass.min(m, rows - config.tile_m), 0)
-        by_quads = (columns - config.tile_n + QUAD - 1) // QUAD * QUAD
-        from_n = cutlass.max(cutlass.min(n, by_quads), 0)
+        start_m = cutlass.max(cutlass.min(m, rows - config.tile_m), 0)
+        last_n = (columns - config.tile_n + QUAD - 1) // QUAD * QUAD
+        start_n = cutlass.max(cutlass.min(n, last_n), 0)
+        bounds = TileBounds(start_m, start_n, m, n)
         k = cute.size(w.tensor, mode=[1])
         if warp == self.threads // 32:
-            self.load((w, x), (sW, sX), ring, (ctas, rank), (from_n, from_m), k)
+            self.load(w, x, smem_tiles, ring, ctas, rank, bounds, k)
         else:
-            self.multiply((sW, sX), sums, ring, part, k)
-        # Sums of every CTA are written; this is also the last that the producer warp does.
-        self.meet()
+            self.multiply(smem_tiles, sums, ring, split_rank, k)
+        # After this barrier the leaf sums of every CTA are written; the producer warp is done.
+        self.sync_cluster()
         if warp < self.threads // 32:
-            self.finish(sums, mY, mBias, part, (m, n), (from_m, from_n), tidx)
+            self.finish(sums, mY, mBias, split_rank, bounds, tidx)
         if cutlass.const_expr(config.split > 1 and self.ordered):
-            # A CTA must not exit while others read its sums.
-            self.meet()
+            # A CTA must not exit while others read its leaf sums.
+            self.sync_cluster()
 
     @cute.jit
-    def load(self, sources, shared, ring, place, rows, k):
-        """The producer warp: of each of this CTA's leaves, every K block of W and X, in order."""
+    def load(
+        self,
+        w: tma.Source,
+        x: tma.Source,
+        smem_tiles: SharedTiles,
+        ring: PipelineTmaAsync,
+        ctas: cute.Layout,
+        rank: cute.Coord,
+        bounds: TileBounds,
+        k: cutlass.Int32,
+    ):
+        """Producer warp: load the K blocks of W and X of each of this CTA's leaves, ascending."""
         state = pipeline.producer_state(self.mainloop.stages)
-        ctas, rank = place
         first, end = self.leaf_range(rank[2], k)
         for leaf in cutlass.range(first, end, unroll=1):
             start, size = self.span(leaf, k)
-            loads = self.mainloop.loads(sources, *shared, ctas, rank, (*rows, start))
+            origin = (bounds.start_n, bounds.start_m, start)
+            loads = self.mainloop.loads((w, x), smem_tiles.sW, smem_tiles.sX, ctas, rank, origin)
             blocks = (size + self.config.tile_k - 1) // self.config.tile_k
             state = self.mainloop.load(loads, ring, state, 0, 0, (0, blocks))
 
     @cute.jit
-    def multiply(self, shared, sums, ring, part, k):
-        """A consumer warpgroup: 64 rows of W times the tokens, leaf by leaf, into ``sums``."""
+    def multiply(
+        self,
+        smem_tiles: SharedTiles,
+        sums: cute.Pointer,
+        ring: PipelineTmaAsync,
+        split_rank: cutlass.Int32,
+        k: cutlass.Int32,
+    ):
+        """Consumer warpgroup: 64 rows of W times the tokens, leaf by leaf, into ``sums``."""
         tidx, _, _ = cute.arch.thread_idx()
         consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP)
-        operands = self.mainloop.operands(*shared, consumer)
+        operands = self.mainloop.operands(smem_tiles.sW, smem_tiles.sX, consumer)
         states = tuple(pipeline.consumer_state(self.mainloop.stages) for _ in range(2))
-        first, end = self.leaf_range(part, k)
-        accs = [self.mainloop.accumulator(operands) for _ in range(self.kept)]
-        if cutlass.const_expr(self.kept == 1 and self.tree and self.config.split == 1):
-            # total = ((leaf 0 + leaf 1) + leaf 2) + ...; -0 is what adds nothing, not +0.
+        first, end = self.leaf_range(split_rank, k)
+        accs = [self.mainloop.accumulator(operands) for _ in range(self.leaf_sums)]
+        if cutlass.const_expr(self.leaf_sums == 1 and self.tree and self.config.split == 1):
+            # total = ((leaf 0 + leaf 1) + leaf 2) + ...; the neutral element is -0, not +0.
             total = accs[0]
             acc = self.mainloop.accumulator(operands)
             total.fill(-0.0)
@@ -202,20 +251,28 @@ class SkinnySm90:
                 states = self.leaf(operands, acc, ring, states, leaf, k)
                 total.store(total.load() + acc.load())
         else:
-            for i in cutlass.range_constexpr(self.kept):
+            for i in cutlass.range_constexpr(self.leaf_sums):
                 states = self.leaf(operands, accs[i], ring, states, first + i, k)
         if cutlass.const_expr(self.ordered):
-            # Everyone has read the ring, whose memory the sums take.
+            # All consumers have read the ring, whose memory the leaf sums reuse.
             cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=self.threads)
-            for i in cutlass.range_constexpr(self.kept):
-                self.keep(accs[i], sums + i * self.sums, tidx)
+            for i in cutlass.range_constexpr(self.leaf_sums):
+                self.store_sums(accs[i], sums + i * self.sums_size, tidx)
         else:
-            for i in cutlass.range_constexpr(self.kept):
-                self.add_as_it_comes(accs[i], sums, tidx)
+            for i in cutlass.range_constexpr(self.leaf_sums):
+                self.add_unordered(accs[i], sums, tidx)
 
     @cute.jit
-    def leaf(self, operands, acc, ring, states, leaf, k):
-        """acc = Σ_k W X over one leaf: a chain from zero.  Where there is none, -0."""
+    def leaf(
+        self,
+        operands: Operands,
+        acc: cute.Tensor,
+        ring: PipelineTmaAsync,
+        states: tuple[PipelineState, PipelineState],
+        leaf: cutlass.Int32,
+        k: cutlass.Int32,
+    ) -> tuple[PipelineState, PipelineState]:
+        """acc = Σ_k W X over one leaf, a chain from zero; -0 for an empty leaf."""
         _, size = self.span(leaf, k)
         tile_k = self.config.tile_k
         blocks = size // tile_k
@@ -227,120 +284,135 @@ class SkinnySm90:
         return states
 
     @cute.jit
-    def keep(self, acc, sums, tidx):
-        """sums[token, row] = acc[row, token]."""
-        at = self.coordinates(tidx)
-        kept = cute.make_tensor(
+    def store_sums(self, acc: cute.Tensor, sums: cute.Pointer, tidx: cutlass.Int32):
+        """sSums[row, token] = acc[row, token], rows contiguous."""
+        tCcC = self.coordinates(tidx)
+        sSums = cute.make_tensor(
             sums, cute.make_layout(self.mainloop.tile[:2], stride=(1, self.pitch))
         )
-        # In fours: the DSL warns of long loops, and a warning would reach the user.
+        # Nested loops: the DSL warns of long ones, and the warning would reach the user.
         for four in cutlass.range_constexpr(cute.size(acc) // QUAD):
             for i in cutlass.range_constexpr(QUAD * four, QUAD * four + QUAD):
-                kept[at[i]] = acc[i]
+                sSums[tCcC[i]] = acc[i]
 
     @cute.jit
-    def add_as_it_comes(self, acc, share, tidx):
-        """share[...] += acc[row, token] on the CTA that owns the element, in arrival order."""
+    def add_unordered(self, acc: cute.Tensor, sums: cute.Pointer, tidx: cutlass.Int32):
+        """sums[token, row] += acc[row, token] on the CTA of the element's slice, atomically."""
         config = self.config
         owned = config.tile_m * config.tile_n // config.split
-        at = self.coordinates(tidx)
+        tCcC = self.coordinates(tidx)
         for four in cutlass.range_constexpr(cute.size(acc) // QUAD):
             for i in cutlass.range_constexpr(QUAD * four, QUAD * four + QUAD):
-                index = at[i][1] * config.tile_n + at[i][0]
-                cluster.add(share + index % owned, index // owned, acc[i])
+                # By hand: the tile is contiguous over the CTAs of the cluster, ``owned`` on each.
+                index = tCcC[i][1] * config.tile_n + tCcC[i][0]
+                cluster.add(sums + index % owned, index // owned, acc[i])
 
     @cute.jit
-    def finish(self, sums, mY, mBias, part, tile, start, tidx):
-        """Y = round(leaf 0 + leaf 1 + ... + bias), for this CTA's share of the tile.
-
-        The tile was computed from ``start`` on, and is stored from ``tile`` on.
-        """
+    def finish(
+        self,
+        sums: cute.Pointer,
+        mY: cute.Tensor,
+        mBias: cute.Tensor | None,
+        split_rank: cutlass.Int32,
+        bounds: TileBounds,
+        tidx: cutlass.Int32,
+    ):
+        """Y = round(leaf 0 + leaf 1 + ... + bias), for this CTA's slice of the tile."""
         config = self.config
         rows, columns = mY.shape[0], mY.shape[1]
-        across = config.tile_n // QUAD
-        owned = config.tile_m * across // config.split
+        quads = config.tile_n // QUAD
+        owned = config.tile_m * quads // config.split
         for i in cutlass.range_constexpr(cute.ceil_div(owned, self.threads)):
-            own = i * self.threads + tidx
-            index = part * owned + own
-            token, quad = index // across, index % across * QUAD
-            row, column = start[0] + token, start[1] + quad
-            inside = (row >= tile[0]) & (row < rows) & (column >= tile[1]) & (column < columns)
-            if (own < owned) & inside:
-                total = self.read_sums(sums, own, token * self.pitch + quad)
+            # By hand: quads of the tile, token-major, ``owned`` on each CTA; no layout divides so.
+            local = i * self.threads + tidx
+            index = split_rank * owned + local
+            token, quad = index // quads, index % quads * QUAD
+            row, column = bounds.start_m + token, bounds.start_n + quad
+            inside_m = (row >= bounds.first_m) & (row < rows)
+            inside = inside_m & (column >= bounds.first_n) & (column < columns)
+            if (local < owned) & inside:
+                rTotal = self.read_sums(sums, local, token * self.pitch + quad)
                 if cutlass.const_expr(mBias is not None):
                     for j in cutlass.range_constexpr(QUAD):
-                        # A column beyond N reads the last one; it is padding of Y.
+                        # A column beyond N, in the padding of Y, reads the last one.
                         c = cutlass.min(column + j, columns - 1)
                         offset = cutlass.Int64(row) * mBias.stride[0] + c
-                        total[j] += cute.make_tensor(mBias.iterator + offset, cute.make_layout(1))[
-                            0
-                        ].to(cutlass.Float32)
-                out = cute.make_rmem_tensor(QUAD, self.dtype)
-                out.store(total.load().to(self.dtype))
-                copy.vector(mY, (row, column), QUAD).store(out.load())
+                        gBias = cute.make_tensor(mBias.iterator + offset, cute.make_layout(1))
+                        rTotal[j] += gBias[0].to(cutlass.Float32)
+                rY = cute.make_rmem_tensor(QUAD, self.dtype)
+                rY.store(rTotal.load().to(self.dtype))
+                copy.vector(mY, (row, column), QUAD).store(rY.load())
 
     @cute.jit
-    def read_sums(self, sums, own, at):
-        """Four sums: of the leaves in their order, or of the share that was added already."""
-        total = cute.make_rmem_tensor(QUAD, cutlass.Float32)
+    def read_sums(
+        self, sums: cute.Pointer, quad: cutlass.Int32, offset: cutlass.Int32
+    ) -> cute.Tensor:
+        """rTotal = ((leaf 0 + leaf 1) + leaf 2) + ... of four columns.
+
+        ``offset``: of the quad in each leaf's sums; ``quad``: its number in the CTA's slice, where
+        ``unordered`` has added the leaves already.
+        """
+        rTotal = cute.make_rmem_tensor(QUAD, cutlass.Float32)
         layout = cute.make_layout(QUAD)
         if cutlass.const_expr(not self.ordered):
-            total.store(cute.make_tensor((sums + own * QUAD).align(16), layout).load())
+            rTotal.store(cute.make_tensor((sums + quad * QUAD).align(16), layout).load())
         else:
-            for leaf in cutlass.range_constexpr(self.kept * self.config.split):
-                source = (sums + (leaf % self.kept * self.sums + at)).align(16)
+            for leaf in cutlass.range_constexpr(self.leaf_sums * self.config.split):
+                source = (sums + (leaf % self.leaf_sums * self.sums_size + offset)).align(16)
                 if cutlass.const_expr(self.config.split > 1):
-                    values = cluster.load4(source, leaf // self.kept)
+                    values = cluster.load4(source, leaf // self.leaf_sums)
                 else:
                     values = cute.make_tensor(source, layout).load()
                 if cutlass.const_expr(leaf == 0):
-                    total.store(values)
+                    rTotal.store(values)
                 else:
-                    total.store(total.load() + values)
-        return total
+                    rTotal.store(rTotal.load() + values)
+        return rTotal
 
     @cute.jit
-    def clear(self, share, tidx):
-        """share = 0."""
-        count = self.share_bytes() // 4
-        own = cute.make_tensor(share, cute.make_layout(count))
+    def clear(self, sums: cute.Pointer, tidx: cutlass.Int32):
+        """sSlice[i] = 0 for the CTA's slice of the tile."""
+        count = self.slice_bytes() // 4
+        sSlice = cute.make_tensor(sums, cute.make_layout(count))
         for i in cutlass.range_constexpr(cute.ceil_div(count, self.threads)):
-            at = i * self.threads + tidx
-            if (tidx < self.threads) & (at < count):
-                own[at] = cutlass.Float32(0.0)
+            index = i * self.threads + tidx
+            if (tidx < self.threads) & (index < count):
+                sSlice[index] = cutlass.Float32(0.0)
 
     @cute.jit
-    def meet(self):
-        """All threads of the CTAs that share a tile; what was written before is seen after."""
+    def sync_cluster(self):
+        """Barrier of all threads of the cluster, or of the CTA if it is alone; orders memory."""
         if cutlass.const_expr(self.cluster > 1):
-            # Of a pair too: one must not exit while the other may still arrive on its barriers.
+            # A pair needs it too: no CTA may exit while the other arrives on its barriers.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
 
-    def coordinates(self, tidx):
-        """(row of W, token) of each value of a thread's accumulator, in the tile."""
-        part = self.mainloop.tiled_mma(self.consumers).get_slice(tidx)
-        return part.partition_C(cute.make_identity_tensor(self.mainloop.tile[:2]))
+    def coordinates(self, tidx: cutlass.Int32) -> cute.Tensor:
+        """tCcC: (row of W, token) in the tile of each value of a thread's accumulator."""
+        thr_mma = self.mainloop.tiled_mma(self.consumers).get_slice(tidx)
+        return thr_mma.partition_C(cute.make_identity_tensor(self.mainloop.tile[:2]))
 
-    def leaf_range(self, part, k):
-        """The first leaf of a CTA and the one behind its last."""
+    def leaf_range(
+        self, split_rank: cutlass.Int32, k: cutlass.Int32
+    ) -> tuple[cutlass.Int32, cutlass.Int32]:
+        """(first, end) of a CTA's leaves."""
         if not self.tree:
             return cutlass.Int32(0), cutlass.Int32(1)
         if self.config.split == 1:
             return cutlass.Int32(0), leaves.count(k)
-        return part * self.kept, part * self.kept + self.kept
+        return split_rank * self.leaf_sums, split_rank * self.leaf_sums + self.leaf_sums
 
-    def span(self, leaf, k):
-        """(first k, elements) of a leaf."""
+    def span(self, leaf: cutlass.Int32, k: cutlass.Int32) -> tuple[cutlass.Int32, cutlass.Int32]:
+        """(first k, number of elements) of a leaf."""
         if not self.tree:
             return cutlass.Int32(0), k
         return leaf * leaves.length(k), leaves.size(leaf, k, cutlass.min, cutlass.max)
 
 
-def build(config: SkinnyConfig, compile=cute.compile):
-    """Compiles one configuration against fake tensors; no GPU needed."""
+def build(config: SkinnyConfig, compile: Callable = cute.compile):
+    """Compile one configuration against fake tensors; needs no GPU."""
     m, n, k = fake.size(), fake.size(), fake.size()
     return compile(
         SkinnySm90(config),

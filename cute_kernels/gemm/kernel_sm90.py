@@ -6,21 +6,26 @@ Order        ``chain``: one fp32 accumulator per output, K ascending in whole gr
              (docs/gemm.md); bias added in fp32; one rounding, at the store.
              ``accumulate``: acc0 is read from D (fp32), which is then overwritten.
 K tail       TMA fills zeros inside the last group of 16; groups wholly beyond K are skipped.
-M, N tails   TMA clips the store; loads beyond M or N give zeros that no stored output sees.
+M, N tails   TMA clips the store; loads beyond M or N give zeros, in no stored output.
 Roles        warpgroup 0: one warp loads; warpgroups 1, 2: 64 rows of the tile each, and their
-             own epilogue, which stores by TMA while the loads of the next tile are under way.
+             own epilogue, which stores by TMA while the loads of the next tile are in flight.
 Limits       SM90a only; bf16 and fp16; M, N, K < 2^31.
 Measured     docs/status.md.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
+from cutlass.pipeline import PipelineState, PipelineTmaAsync
 
 from ..compile import fake
 from ..dsl import copy, epilogue, mma, pipeline, smem, tma
-from ..dsl.mainloop import Mainloop
+from ..dsl.mainloop import Mainloop, Operands
 from ..schedulers.tiles import leaves
 from ..schedulers.tiles import persistent_device as persistent
 from .config import Config
@@ -31,6 +36,15 @@ PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = 232
 #: The 232448 bytes of shared memory that a CTA may have, less 2 KiB for barriers and alignment.
 SHARED_BYTES = 230400
+
+
+@dataclass(frozen=True)
+class SharedTiles:
+    """Staged tiles in shared memory: [rows, k, stage] of A and B, staging buffers of D."""
+
+    sA: cute.Tensor
+    sB: cute.Tensor
+    sD: cute.Tensor
 
 
 class GemmSm90:
@@ -62,7 +76,7 @@ class GemmSm90:
         mD: cute.Tensor,
         mBias: cute.Tensor | None,
         max_clusters: cutlass.Int32,
-        stream,
+        stream: cuda.CUstream,
     ):
         (sA_layout, sB_layout), sD_layout = self.mainloop.layouts(), self.epilogue.layout()
         a, b = self.mainloop.sources(mA, mB)
@@ -101,7 +115,7 @@ class GemmSm90:
         d: tma.Source,
         mD: cute.Tensor,
         mBias: cute.Tensor | None,
-        counts: cute.Tile,
+        counts: cute.Shape,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -114,6 +128,7 @@ class GemmSm90:
         sA = storage.sA.get_tensor(sA_layout.outer, swizzle=sA_layout.inner)
         sB = storage.sB.get_tensor(sB_layout.outer, swizzle=sB_layout.inner)
         sD = storage.sD.get_tensor(sD_layout.outer, swizzle=sD_layout.inner)
+        smem_tiles = SharedTiles(sA, sB, sD)
 
         cluster = cute.make_layout((*self.cluster, 1))
         ring = self.mainloop.ring(storage.barriers.data_ptr(), cluster)
@@ -126,33 +141,43 @@ class GemmSm90:
         if warpgroup == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                self.load((a, b), (sA, sB), cluster, ring, rank, counts)
+                self.load(a, b, smem_tiles, cluster, ring, rank, counts)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             k = cute.size(a.tensor, mode=[1])
-            self.multiply((sA, sB, sD), d, mD, mBias, ring, rank, counts, k)
+            self.multiply(smem_tiles, d, mD, mBias, ring, rank, counts, k)
 
     @cute.jit
-    def load(self, sources, shared, cluster, ring, rank, counts):
-        """The producer warp: for each tile, every K block of A and B, in order; leaf by leaf."""
-        loads = self.mainloop.loads(sources, *shared, cluster, rank)
-        k = cute.size(sources[0].tensor, mode=[1])
-        last = [cute.size(loads.a[2], mode=[1]) - 1, cute.size(loads.b[2], mode=[1]) - 1]
+    def load(
+        self,
+        a: tma.Source,
+        b: tma.Source,
+        smem_tiles: SharedTiles,
+        cluster: cute.Layout,
+        ring: PipelineTmaAsync,
+        rank: cute.Coord,
+        counts: cute.Shape,
+    ):
+        """Producer warp: load the K blocks of A and B of each tile, ascending, leaf by leaf."""
+        sA, sB = smem_tiles.sA, smem_tiles.sB
+        loads = self.mainloop.loads((a, b), sA, sB, cluster, rank)
+        k = cute.size(a.tensor, mode=[1])
+        last = [loads.a.tiles - 1, loads.b.tiles - 1]
         state = pipeline.producer_state(self.mainloop.stages)
         index, step = persistent.first_and_step()
-        total = counts[0] * counts[1]
-        while index < total:
+        tiles = counts[0] * counts[1]
+        while index < tiles:
             m, n = persistent.coordinates(
                 index, counts, self.config.raster_group, rank, self.cluster
             )
-            # A tile wholly outside takes what is inside: TMA's zeros cost it more than data do.
+            # A tile wholly outside loads the last one: zeros that TMA fills in cost more than data.
             m, n = cutlass.min(m, last[0]), cutlass.min(n, last[1])
             if cutlass.const_expr(self.tree):
                 for leaf in cutlass.range(leaves.count(k), unroll=1):
                     start, size = self.span(leaf, k)
-                    of_leaf = self.mainloop.loads(sources, *shared, cluster, rank, (0, 0, start))
+                    leaf_loads = self.mainloop.loads((a, b), sA, sB, cluster, rank, (0, 0, start))
                     blocks = cute.ceil_div(size, self.config.tile_k)
-                    state = self.mainloop.load(of_leaf, ring, state, m, n, (0, blocks))
+                    state = self.mainloop.load(leaf_loads, ring, state, m, n, (0, blocks))
             else:
                 state = self.mainloop.load(loads, ring, state, m, n, (0, loads.blocks))
             index += step
@@ -160,54 +185,74 @@ class GemmSm90:
         ring.producer_tail(state)
 
     @cute.jit
-    def multiply(self, shared, d, mD, mBias, ring, rank, counts, k):
-        """A consumer warpgroup: for each tile, 64 rows of the chain, then their epilogue."""
-        sA, sB, sD = shared
+    def multiply(
+        self,
+        smem_tiles: SharedTiles,
+        d: tma.Source,
+        mD: cute.Tensor,
+        mBias: cute.Tensor | None,
+        ring: PipelineTmaAsync,
+        rank: cute.Coord,
+        counts: cute.Shape,
+        k: cutlass.Int32,
+    ):
+        """Consumer warpgroup: compute and store 64 rows of each tile."""
+        sA, sB, sD = smem_tiles.sA, smem_tiles.sB, smem_tiles.sD
         tile_m, tile_n, tile_k = self.mainloop.tile
         tidx, _, _ = cute.arch.thread_idx()
         consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
         lane = tidx % mma.WARPGROUP
 
-        # A slice of one warpgroup: its values' coordinates and its copies in the epilogue.
-        one = self.mainloop.tiled_mma(1).get_slice(lane)
+        # The slice of one warpgroup gives the coordinates of this thread's values.
+        thr_mma = self.mainloop.tiled_mma(1).get_slice(lane)
         operands = self.mainloop.operands(sA, sB, consumer)
         acc = self.mainloop.accumulator(operands)
-        result = acc
+        total = acc
         if cutlass.const_expr(self.tree):
-            result = self.mainloop.accumulator(operands)
+            total = self.mainloop.accumulator(operands)
 
         blocks = k // tile_k
         tail_groups = cute.ceil_div(k - blocks * tile_k, mma.K_GROUP)
         states = tuple(pipeline.consumer_state(self.mainloop.stages) for _ in range(2))
         buffer = cutlass.Int32(0)
         index, step = persistent.first_and_step()
-        total = counts[0] * counts[1]
-        while index < total:
+        tiles = counts[0] * counts[1]
+        while index < tiles:
             m, n = persistent.coordinates(
                 index, counts, self.config.raster_group, rank, self.cluster
             )
             row0 = m * tile_m + consumer * 64
             column0 = n * tile_n
             if cutlass.const_expr(self.tree):
-                states = self.add_leaves(operands, acc, result, ring, states, k)
+                states = self.add_leaves(operands, acc, total, ring, states, k)
             else:
+                # acc = acc0 + Σ_k A[m, k] B[n, k]
                 if cutlass.const_expr(self.accumulate):
-                    self.start_from(acc, mD, row0, column0, one)
+                    self.start_from(acc, mD, row0, column0, thr_mma)
                 else:
                     acc.fill(0.0)
                 states = self.mainloop.chain(operands, acc, ring, states, blocks, tail_groups)
+            # D = round(acc + bias)
             if cutlass.const_expr(mBias is not None):
-                self.add_bias(result, mBias, column0, one)
-            at = (m * CONSUMERS + consumer, n)
-            buffer = self.epilogue.store(result, d, sD, consumer, lane, at, buffer)
+                self.add_bias(total, mBias, column0, thr_mma)
+            coord = (m * CONSUMERS + consumer, n)
+            buffer = self.epilogue.store(total, d, sD, consumer, lane, coord, buffer)
             index += step
         self.epilogue.finish(lane)
 
     @cute.jit
-    def add_leaves(self, operands, acc, total, ring, states, k):
+    def add_leaves(
+        self,
+        operands: Operands,
+        acc: cute.Tensor,
+        total: cute.Tensor,
+        ring: PipelineTmaAsync,
+        states: tuple[PipelineState, PipelineState],
+        k: cutlass.Int32,
+    ) -> tuple[PipelineState, PipelineState]:
         """total = ((leaf 0 + leaf 1) + leaf 2) + ..., each leaf a chain from zero in ``acc``."""
         tile_k = self.config.tile_k
-        # What adds nothing is -0: +0 would take the sign of a leaf of -0.
+        # The neutral element is -0: +0 would change the sign of a leaf of -0.
         total.fill(-0.0)
         for leaf in cutlass.range(leaves.count(k), unroll=1):
             _, size = self.span(leaf, k)
@@ -218,41 +263,54 @@ class GemmSm90:
             total.store(total.load() + acc.load())
         return states
 
-    def span(self, leaf, k):
-        """(first k, elements) of a leaf."""
+    def span(self, leaf: cutlass.Int32, k: cutlass.Int32) -> tuple[cutlass.Int32, cutlass.Int32]:
+        """(first k, number of elements) of a leaf."""
         return leaf * leaves.length(k), leaves.size(leaf, k, cutlass.min, cutlass.max)
 
     @cute.jit
-    def start_from(self, acc, mD, row0, column0, one):
-        """acc = D's tile; elements outside D are read from its last row or column pair instead."""
+    def start_from(
+        self,
+        acc: cute.Tensor,
+        mD: cute.Tensor,
+        row0: cutlass.Int32,
+        column0: cutlass.Int32,
+        thr_mma: cute.ThrMma,
+    ):
+        """acc[m, n] = D[m, n]; elements outside D read its last row or column pair instead."""
         rows, columns = mD.shape[0], mD.shape[1]
         last_pair = (columns - 1) // 2 * 2
-        tDcD = one.partition_C(cute.make_identity_tensor((64, self.config.tile_n)))
+        tCcD = thr_mma.partition_C(cute.make_identity_tensor((64, self.config.tile_n)))
         for pair in cutlass.range_constexpr(cute.size(acc) // 2):
-            at = tDcD[2 * pair]
-            row = cutlass.min(row0 + at[0], rows - 1)
-            column = cutlass.min(column0 + at[1], last_pair)
+            coord = tCcD[2 * pair]
+            row = cutlass.min(row0 + coord[0], rows - 1)
+            column = cutlass.min(column0 + coord[1], last_pair)
             # Rows are 16-byte aligned and the column is even: one 8-byte load.
-            two = copy.vector(mD, (row, column), 2).load()
-            acc[2 * pair] = two[0]
-            acc[2 * pair + 1] = two[1]
+            values = copy.vector(mD, (row, column), 2).load()
+            acc[2 * pair] = values[0]
+            acc[2 * pair + 1] = values[1]
 
     @cute.jit
-    def add_bias(self, acc, mBias, column0, one):
-        """acc[m, n] += bias[n], in fp32; columns outside are clipped by the store."""
-        tDcD = one.partition_C(cute.make_identity_tensor((64, self.config.tile_n)))
+    def add_bias(
+        self,
+        acc: cute.Tensor,
+        mBias: cute.Tensor,
+        column0: cutlass.Int32,
+        thr_mma: cute.ThrMma,
+    ):
+        """acc[m, n] += bias[n], in fp32; the store clips columns outside."""
+        tCcD = thr_mma.partition_C(cute.make_identity_tensor((64, self.config.tile_n)))
         last = mBias.shape[0] - 1
         # Values 4 i + {0, 1} and 4 i + {2, 3} of a thread are two rows of the same two columns.
         for four in cutlass.range_constexpr(cute.size(acc) // 4):
             for side in cutlass.range_constexpr(2):
-                column = cutlass.min(column0 + tDcD[4 * four + side][1], last)
+                column = cutlass.min(column0 + tCcD[4 * four + side][1], last)
                 bias = mBias[column].to(cutlass.Float32)
                 acc[4 * four + side] += bias
                 acc[4 * four + side + 2] += bias
 
 
-def build(config: Config, compile=cute.compile):
-    """Compiles one configuration against fake tensors; no GPU needed."""
+def build(config: Config, compile: Callable = cute.compile):
+    """Compile one configuration against fake tensors; needs no GPU."""
     m, n, k = fake.size(), fake.size(), fake.size()
     accumulate = config.epilogue == "accumulate"
     return compile(

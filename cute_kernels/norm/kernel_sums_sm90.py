@@ -12,6 +12,9 @@ Code         little, and one text for both of a pair: each instruction is run fo
 Measured     docs/status.md.
 """
 
+from collections.abc import Callable
+
+import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass.memory import SmemAllocator
@@ -47,7 +50,7 @@ class NormSumsSm90:
         mInto: cute.Tensor,
         mOtherParts: cute.Tensor | None,
         mOtherInto: cute.Tensor | None,
-        stream,
+        stream: cuda.CUstream,
     ):
         self.kernel(mParts, mInto, mOtherParts, mOtherInto).launch(
             grid=(cute.ceil_div(mInto.shape[0], COLUMNS), 1 + self.pair, 1),
@@ -76,7 +79,7 @@ class NormSumsSm90:
         column = block * COLUMNS + tidx
         adder = (tidx < COLUMNS) & (column < width)
         total = cutlass.Float32(0.0)
-        # The kernel that makes the parts may still run: none of its results is read before this.
+        # The kernel that makes the parts may still run: its results are read after this only.
         cute.arch.griddepcontrol_wait()
         for early in cutlass.range(ROUNDS, unroll=1):
             self.fetch(mParts, sParts, early, early * ROUND)
@@ -99,47 +102,60 @@ class NormSumsSm90:
             mInto[column] = total.to(self.dtype)
 
     @cute.jit
-    def fetch(self, mParts: cute.Tensor, sParts: cute.Tensor, half, first):
-        """A round of parts from ``first`` on, one batch of copies; none of what is not there."""
+    def fetch(
+        self,
+        mParts: cute.Tensor,
+        sParts: cute.Tensor,
+        half: cutlass.Int32,
+        first: cutlass.Int32,
+    ):
+        """Copy a round of parts from ``first`` on, as one batch; none beyond the last part."""
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        own, column = tidx * COPIED // COLUMNS, block * COLUMNS + tidx * COPIED % COLUMNS
+        row, column = tidx * COPIED // COLUMNS, block * COLUMNS + tidx * COPIED % COLUMNS
         end = cutlass.min(first + ROUND, mParts.shape[0])
         end = end if column < mParts.shape[1] else first
         start = cute.recast_ptr(sParts[half, None, None].iterator, dtype=cutlass.Uint8)
         target = start + tidx // WARP * self.slots.size
-        for part in cutlass.range(first + own, end, AT_ONCE, unroll=1):
-            at = cutlass.Int64(part) * mParts.stride[0] + column
-            self.slots.fetch(target, 0, copy.aligned(mParts, at, COPIED))
+        for part in cutlass.range(first + row, end, AT_ONCE, unroll=1):
+            offset = cutlass.Int64(part) * mParts.stride[0] + column
+            self.slots.fetch(target, 0, copy.aligned(mParts, offset, COPIED))
             target = target + THREADS // WARP * self.slots.size
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def added(self, total, sColumn: cute.Tensor, count):
-        """The sum and ``count`` parts of a column, ascending."""
+    def added(
+        self, total: cutlass.Float32, sColumn: cute.Tensor, count: cutlass.Int32
+    ) -> cutlass.Float32:
+        """total + sColumn[0] + sColumn[1] + ..., ``count`` parts, ascending."""
         whole = count // AHEAD * AHEAD
         for begin in cutlass.range(0, whole, AHEAD, unroll=1):
-            now = cute.make_rmem_tensor(cute.make_layout(AHEAD), cutlass.Float32)
+            rParts = cute.make_rmem_tensor(cute.make_layout(AHEAD), cutlass.Float32)
             for a in cutlass.range_constexpr(AHEAD):
-                now[a] = sColumn[begin + a]
+                rParts[a] = sColumn[begin + a]
             for a in cutlass.range_constexpr(AHEAD):
-                total = total + now[a]
+                total = total + rParts[a]
         for i in cutlass.range(whole, count, unroll=1):
             total = total + sColumn[i]
         return total
 
 
 @cute.jit
-def either(first, one: cute.Tensor, other: cute.Tensor, align: cutlass.Constexpr) -> cute.Tensor:
-    """One of two tensors in global memory that have one layout."""
+def either(
+    first: cutlass.Boolean,
+    one: cute.Tensor,
+    other: cute.Tensor,
+    align: cutlass.Constexpr[int],
+) -> cute.Tensor:
+    """Select ``one`` if ``first``, else ``other``: two tensors in global memory of one layout."""
     address = one.iterator.toint() if first else other.iterator.toint()
     space = cute.AddressSpace.gmem
     pointer = cute.make_ptr(one.element_type, address, space, assumed_align=align)
     return cute.make_tensor(pointer, one.layout)
 
 
-def build(config: SumConfig, compile=cute.compile):
-    """Compiles one configuration against fake tensors; no GPU needed."""
+def build(config: SumConfig, compile: Callable = cute.compile):
+    """Compile one configuration against fake tensors; needs no GPU."""
     into = "fp32" if config.into == "add" else config.into
     parts, width, columns = fake.size(), fake.size(), fake.size(UNIT)
 

@@ -1,4 +1,4 @@
-"""The atomic-ticket tile source: the t-th ticket taken, by whichever cluster, is tile order[t].
+"""Dynamic tile scheduler: the t-th ticket that any cluster takes from a counter is tile order[t].
 
 Tickets are handed out in launch order, so a cluster that waits for an earlier ticket waits for one
 that has started: with a schedule that `check` calls ``any_residency`` every wait ends, whatever the
@@ -11,6 +11,7 @@ kernel of the same launch sequence, so a CUDA graph replays it.
 
 from dataclasses import dataclass
 
+import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import cute, pipeline
 
@@ -24,14 +25,14 @@ def _zero(counter: cute.Tensor):
 
 
 @cute.jit
-def zero(counter: cute.Tensor, stream):
-    """Launches the zeroing of ``counter`` (Int32 [1]) ahead of the kernel that takes tickets."""
+def zero(counter: cute.Tensor, stream: cuda.CUstream):
+    """Launch a kernel that zeroes ``counter`` (Int32 [1]), before the kernel that takes tickets."""
     _zero(counter).launch(grid=(1, 1, 1), block=(1, 1, 1), stream=stream)
 
 
 @dataclass(frozen=True)
 class TicketRing:
-    """Where one CTA keeps its tickets.
+    """Ring of tickets in the shared memory of one CTA.
 
     slots:      Int32 [STAGES] in shared memory.
     full:       mbarriers [STAGES]; a slot is full when its ticket is there.
@@ -48,14 +49,14 @@ class TicketRing:
 
     @cute.jit
     def init(self):
-        """By one thread of each CTA, before a cluster-wide barrier."""
+        """Initialise the barriers; called by one thread of each CTA before a cluster barrier."""
         for stage in cutlass.range_constexpr(STAGES):
             cute.arch.mbarrier_init(self.full + stage, 1)
             cute.arch.mbarrier_init(self.empty + stage, self.receivers * self.cluster)
 
     @cute.jit
-    def dispatch(self, counter: cute.Pointer, total):
-        """By one thread of the cluster's first CTA: tickets until ``total``, then the end mark."""
+    def dispatch(self, counter: cute.Pointer, total: cutlass.Int32):
+        """Dispatch tickets up to ``total``, the end mark; by one thread of the first CTA."""
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
         ticket = cutlass.Int32(-1)
         while ticket < total:
@@ -63,9 +64,10 @@ class TicketRing:
             state.advance()
 
     @cute.jit
-    def dispatch_one_by_one(self, counter: cute.Pointer, total, done: cute.Pointer):
-        """By one thread, without a cluster: as ``dispatch``, but the next ticket is taken when the
-        mbarrier ``done`` says that the last one is worked off.  A CTA then holds none in reserve.
+    def dispatch_one_by_one(self, counter: cute.Pointer, total: cutlass.Int32, done: cute.Pointer):
+        """Dispatch from one thread, without a cluster, a ticket only when the last one is done.
+
+        The mbarrier ``done`` completes a phase a ticket; the CTA holds none in reserve.
         """
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
         phase = cutlass.Int32(0)
@@ -78,8 +80,8 @@ class TicketRing:
             state.advance()
 
     @cute.jit
-    def hand_out(self, counter: cute.Pointer, state: pipeline.PipelineState):
-        """The next ticket, taken and sent to every CTA's slot."""
+    def hand_out(self, counter: cute.Pointer, state: pipeline.PipelineState) -> cutlass.Int32:
+        """Take the next ticket and send it to every CTA's slot."""
         cute.arch.mbarrier_wait(self.empty + state.index, state.phase)
         ticket = cute.arch.atomic_add(counter, cutlass.Int32(1), sem="relaxed", scope="gpu")
         slot, full = self.slots + state.index, self.full + state.index
@@ -94,8 +96,8 @@ class TicketRing:
         return ticket
 
     @cute.jit
-    def receive(self, state: pipeline.PipelineState):
-        """By every lane of a receiving warp: the next ticket; ``total`` or more means the end.
+    def receive(self, state: pipeline.PipelineState) -> cutlass.Int32:
+        """Receive the next ticket, by all lanes of a warp; ``total`` or more means the end.
 
         The caller advances ``state`` (``ticket_state()``) after each call.
         """
@@ -107,8 +109,8 @@ class TicketRing:
         return ticket
 
     @cute.jit
-    def receive_alone(self, state: pipeline.PipelineState):
-        """``receive`` by one thread that stands for a warp."""
+    def receive_alone(self, state: pipeline.PipelineState) -> cutlass.Int32:
+        """Receive the next ticket, by one thread that stands for a warp."""
         cute.arch.mbarrier_wait(self.full + state.index, state.phase)
         ticket = cute.make_tensor(self.slots + state.index, cute.make_layout(1))[0]
         cute.arch.mbarrier_arrive(self.empty + state.index, 0)
@@ -116,5 +118,5 @@ class TicketRing:
 
 
 def ticket_state() -> pipeline.PipelineState:
-    """Where a receiving warp starts."""
+    """Initial state of a receiving warp."""
     return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)

@@ -49,18 +49,18 @@ def leaves_descending(monkeypatch, module):
 
 def partials_in_bf16(monkeypatch, module):
     """Leaves are rounded before they are added."""
-    true_keep = module.SkinnySm90.keep
+    true_store = module.SkinnySm90.store_sums
 
-    def keep(self, acc, sums, tidx):
+    def store_sums(self, acc, sums, tidx):
         acc.store(acc.load().to(module.cutlass.BFloat16).to(module.cutlass.Float32))
-        true_keep(self, acc, sums, tidx)
+        true_store(self, acc, sums, tidx)
 
-    monkeypatch.setattr(module.SkinnySm90, "keep", module.cute.jit(keep))
+    monkeypatch.setattr(module.SkinnySm90, "store_sums", module.cute.jit(store_sums))
 
 
 def no_meeting(monkeypatch, module):
     """CTAs add before all of their sums are there."""
-    monkeypatch.setattr(module.SkinnySm90, "meet", lambda self: None)
+    monkeypatch.setattr(module.SkinnySm90, "sync_cluster", lambda self: None)
 
 
 def no_barrier_of_consumers(monkeypatch, module):

@@ -103,7 +103,7 @@ def test_what_a_row_cannot_have_is_named():
     failed = [b for b in bodies if b["status"] == "failed"]
     assert [b["system"] for b in failed] == ["ours[bulk=1]"]
     assert "median_us" not in failed[0]
-    assert "bulk: 16 threads of a row do not meet at a barrier" in tune.line(failed[0])
+    assert "threads: expected more than 32 a row (a barrier), got 16" in tune.line(failed[0])
 
 
 @requires_sim

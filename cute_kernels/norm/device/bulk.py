@@ -1,34 +1,53 @@
-"""Rows under way: a ring in shared memory that the copy engine fills, a row at a time.
+"""Ring of rows in flight in shared memory, by bulk copies of TMA: one copy a row.
 
-One thread of a row asks for all of it, its statistics too, and a barrier in shared memory says when
-all has come; the other threads, which with `Ahead` copy their own elements, issue nothing.  Whoever
-asks has to know that all threads of the row have taken what the stage had before.  They have behind
-the row's sums, where they meet at a barrier: a row of one warp has none, and is refused.
+One thread of a row issues the copies of the whole row, its statistics included, and an mbarrier
+counts their arrival; with `CpAsyncRing` each thread copies its own elements.  A stage may be filled
+again once all threads of the row have read it.  They have after the row's sums, which contain a
+barrier; rows of one warp have no barrier there, and are refused.
 """
 
 from dataclasses import dataclass
 
 import cutlass
 from cutlass import cute
+from cutlass.memory import SmemAllocator
 
 from ..config import UNIT
 from . import rows
-from .rows import WARP, Group
+from .rows import WARP, Group, Row
 
-#: What comes to a stage's barrier: the request for the row's bytes, and the copies of its numbers.
+#: Arrivals at a stage's mbarrier: one for the bytes of the row, one for the copies of its scalars.
 _ARRIVALS = 2
 
 
 @dataclass(frozen=True)
-class Bulk:
-    """The rings of one kernel, one for each of the ``groups`` rows that a CTA has at once.
+class TmaBuffers:
+    """Ring of one group of threads in shared memory.
 
-    tensors: that a row is read of, of ``dtype``.  scalars: fp32 numbers of a row.  stages: rows
-    that there is room for.
+    sRows:    [element, tensor, stage].
+    sScalars: fp32 [scalar, stage].
+    full:     mbarriers [stage].
+    """
+
+    sRows: cute.Tensor
+    sScalars: cute.Tensor
+    full: cute.Pointer
+
+
+@dataclass(frozen=True)
+class TmaRing:
+    """Rings of one kernel, one for each group of threads of a CTA.
+
+    group:   threads of a row.
+    dtype:   element type of the matrices.
+    tensors: number of matrices of which a row is read.
+    scalars: number of fp32 vectors of which a row's element is read.
+    stages:  capacity in rows.
+    groups:  groups of threads of a CTA.
     """
 
     group: Group
-    dtype: type
+    dtype: type[cutlass.Numeric]
     tensors: int
     scalars: int
     stages: int
@@ -37,97 +56,112 @@ class Bulk:
     def __post_init__(self):
         if self.group.threads <= WARP:
             raise ValueError(
-                f"bulk: {self.group.threads} threads of a row do not meet at a barrier"
+                f"threads: expected more than {WARP} a row (a barrier), got {self.group.threads}"
             )
 
     @cute.jit
-    def allocate(self, allocator, group, lane, columns) -> tuple:
-        """(rows, their numbers, barriers) of a group's ring; by all threads of a CTA.
+    def allocate(
+        self,
+        allocator: SmemAllocator,
+        group: cutlass.Int32,
+        lane: cutlass.Int32,
+        columns: cutlass.Int32,
+    ) -> TmaBuffers:
+        """Allocate the rings and return that of ``group``; by all threads of a CTA.
 
-        What is behind a row's columns is 0, for good.
+        Elements after a row's columns are set to 0 here; no copy overwrites them.
         """
         size = self.group.threads * self.group.size
         shape = (size, self.tensors, self.stages, self.groups)
         layout = cute.make_ordered_layout(shape, order=(0, 1, 2, 3))
         sRows = allocator.allocate_tensor(self.dtype, layout, byte_alignment=128)
         layout = cute.make_ordered_layout((self.scalars, self.stages, self.groups), order=(0, 1, 2))
-        sNumbers = allocator.allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
+        sScalars = allocator.allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
         full = allocator.allocate_array(cutlass.Int64, self.stages * self.groups)
         tidx, _, _ = cute.arch.thread_idx()
         if tidx == 0:
             for i in cutlass.range_constexpr(self.stages * self.groups):
                 cute.arch.mbarrier_init(full + i, _ARRIVALS)
         cute.arch.mbarrier_init_fence()
-        ring = sRows[None, None, None, group], sNumbers[None, None, group]
-        self.clear(ring[0], lane, columns)
+        sGroupRows, sGroupScalars = sRows[None, None, None, group], sScalars[None, None, group]
+        self.clear(sGroupRows, lane, columns)
         cute.arch.sync_threads()
-        return *ring, full + group * self.stages
+        return TmaBuffers(sGroupRows, sGroupScalars, full + group * self.stages)
 
     @cute.jit
-    def clear(self, sRows: cute.Tensor, lane, columns):
-        """Each thread's units behind the columns, in every stage."""
+    def clear(self, sRows: cute.Tensor, lane: cutlass.Int32, columns: cutlass.Int32):
+        """sRows[c] = 0 for the columns c >= ``columns`` of a thread's vectors, in every stage."""
         zero = cute.make_rmem_tensor(cute.make_layout(UNIT), self.dtype)
         zero.fill(0.0)
-        for v in cutlass.range_constexpr(self.group.units):
+        for v in cutlass.range_constexpr(self.group.vectors):
             if self.group.column(v, lane) >= columns:
                 for stage in cutlass.range(self.stages, unroll=1):
                     for i in cutlass.range_constexpr(self.tensors):
-                        self.unit(sRows[None, i, stage], v, lane).store(zero.load())
+                        self.vector(sRows[None, i, stage], v, lane).store(zero.load())
 
     @cute.jit
-    def fetch(self, ring: tuple, stage, read: list, scalars: list, at: tuple):
-        """A row into a stage, by a thread of its first warp; nothing of one that is not there.
-
-        at: (the row, whether it is there, the thread's number in it).
-        """
-        sRows, sNumbers, full = ring
-        row, there, lane = at
-        if there & (cute.arch.make_warp_uniform(lane // WARP) == 0):
+    def fetch(
+        self,
+        ring: TmaBuffers,
+        stage: cutlass.Int32,
+        tensors: list[cute.Tensor],
+        scalars: list[cute.Tensor],
+        row: Row,
+    ):
+        """Copy a row into a stage, from a thread of its first warp; not an invalid row."""
+        sRows, sScalars, full = ring.sRows, ring.sScalars, ring.full
+        if row.valid & (cute.arch.make_warp_uniform(row.lane // WARP) == 0):
             with cute.arch.elect_one():
-                size = read[0].shape[1] * (self.dtype.width // 8)
+                size = tensors[0].shape[1] * (self.dtype.width // 8)
                 cute.arch.mbarrier_arrive_and_expect_tx(full + stage, size * self.tensors)
-                for i, tensor in enumerate(read):
-                    start = self.group.address(tensor, row, 0)
+                for i, tensor in enumerate(tensors):
+                    start = self.group.address(tensor, row.index, 0)
                     _copy_row(sRows[None, i, stage].iterator, start, size, full + stage)
                 for i, tensor in enumerate(scalars):
-                    start = tensor.iterator.toint() + cutlass.Int64(row) * 4
-                    _copy_number(sNumbers.iterator + (stage * self.scalars + i), start)
+                    start = tensor.iterator.toint() + cutlass.Int64(row.index) * 4
+                    _copy_scalar(sScalars.iterator + (stage * self.scalars + i), start)
                 cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
 
     @cute.jit
-    def taken(self, ring: tuple, stage, phase, there, lane) -> tuple:
-        """(a thread's elements, raw, for each tensor; the numbers) of a row, when it has come.
+    def read(
+        self, ring: TmaBuffers, stage: cutlass.Int32, phase: cutlass.Int32, row: Row
+    ) -> tuple[list[cute.Tensor], list[cutlass.Float32]]:
+        """Wait for a row; return a thread's elements of each tensor, unconverted, and the scalars.
 
-        Zeros of a row that is not there.
+        All are 0 for an invalid row.
         """
-        sRows, sNumbers, full = ring
+        sRows, sScalars, full = ring.sRows, ring.sScalars, ring.full
         layout = cute.make_layout(self.group.size)
         raws = [cute.make_rmem_tensor(layout, self.dtype) for _ in range(self.tensors)]
-        numbers = cute.make_rmem_tensor(cute.make_layout(self.scalars), cutlass.Float32)
-        if there:
+        rScalars = cute.make_rmem_tensor(cute.make_layout(self.scalars), cutlass.Float32)
+        if row.valid:
             cute.arch.mbarrier_wait(full + stage, phase)
             for i, raw in enumerate(raws):
-                for v in cutlass.range_constexpr(self.group.units):
-                    unit = self.unit(sRows[None, i, stage], v, lane)
-                    rows.piece(raw, v * UNIT, UNIT).store(unit.load())
+                for v in cutlass.range_constexpr(self.group.vectors):
+                    sVector = self.vector(sRows[None, i, stage], v, row.lane)
+                    rows.piece(raw, v * UNIT, UNIT).store(sVector.load())
             for i in cutlass.range_constexpr(self.scalars):
-                numbers[i] = sNumbers[i, stage]
+                rScalars[i] = sScalars[i, stage]
         else:
             for raw in raws:
                 raw.fill(0.0)
-            numbers.fill(0.0)
-        return raws, [numbers[i] for i in range(self.scalars)]
+            rScalars.fill(0.0)
+        return raws, [rScalars[i] for i in range(self.scalars)]
 
     @cute.jit
-    def unit(self, sRow: cute.Tensor, unit: cutlass.Constexpr, lane) -> cute.Tensor:
-        """A thread's unit of a row in shared memory."""
-        pointer = sRow.iterator + self.group.column(unit, lane)
+    def vector(
+        self, sRow: cute.Tensor, vector: cutlass.Constexpr[int], lane: cutlass.Int32
+    ) -> cute.Tensor:
+        """View of a thread's vector of a row in shared memory."""
+        pointer = sRow.iterator + self.group.column(vector, lane)
         return cute.make_tensor(pointer.align(rows.ACCESS), cute.make_layout(UNIT))
 
 
 @cute.jit
-def _copy_row(target: cute.Pointer, source, size, barrier: cute.Pointer):
-    """So many bytes, a multiple of 16, from an address in global memory; a barrier counts them."""
+def _copy_row(
+    target: cute.Pointer, source: cutlass.Int64, size: cutlass.Int32, barrier: cute.Pointer
+):
+    """Copy ``size`` bytes, a multiple of 16, from global memory; ``barrier`` counts them."""
     cute.arch.inline_ptx(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
         "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
@@ -136,8 +170,8 @@ def _copy_row(target: cute.Pointer, source, size, barrier: cute.Pointer):
 
 
 @cute.jit
-def _copy_number(target: cute.Pointer, source):
-    """4 bytes from an address in global memory; they need not lie at a multiple of 16."""
+def _copy_scalar(target: cute.Pointer, source: cutlass.Int64):
+    """Copy 4 bytes from an address in global memory, a multiple of 4."""
     cute.arch.inline_ptx(
         "cp.async.ca.shared.global [{$r0}], [{$r1}], 4;", read_only_args=[target.toint(), source]
     )
