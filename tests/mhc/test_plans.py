@@ -1,4 +1,4 @@
-"""Launch plans of mhc's SM90 kernels: a plan that runs again has the bytes of a new one."""
+"""Launch plans of mhc: a plan that runs again has the bytes of a new one, in ops too."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from cute_kernels import arch, dispatch
 from cute_kernels.mhc import launch
+from cute_kernels.mhc import op as ops
 from cute_kernels.mhc.config import mappings
 from cute_kernels.mhc.tensors import Expand, Parts, Projected, Upstream
+from cute_kernels.runtime import plan_cache
 from tests.contract import same_bytes
 from tests.mhc.simulated import simulated
 from tests.mhc.sm90_cases import poisoned
@@ -97,3 +100,47 @@ def test_a_plan_runs_again(name):
 def test_every_launcher_has_a_plan():
     planners = {name for name in vars(launch) if name.startswith("plan_")}
     assert planners == {f"plan_{name}" for name in OPERANDS}
+
+
+#: Ops whose calls are planned, on tensors that a cached plan can take.
+CALLS: dict[str, Callable[[Given], torch.Tensor]] = {
+    "sinkhorn": lambda g: ops.sinkhorn(g.res.contiguous(), N, 3, "log", 1e-6),
+    "sinkhorn_backward": lambda g: ops.sinkhorn_backward(
+        g.res + 1, g.res.contiguous(), N, 3, "log", 1e-6
+    ),
+    "aggregate": lambda g: ops.aggregate(g.x, g.pre.contiguous(), N, "cn"),
+    "expand_combine": lambda g: ops.expand_combine(
+        g.f, g.bias, g.post.contiguous(), g.x, g.res.contiguous(), None, None, N, "cn"
+    ),
+}
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """Names of what was planned; CPU tensors count as those of an SM90 GPU."""
+    names = []
+
+    def plan(name, device, dtype, *operands):
+        names.append(name)
+        return getattr(launch, f"plan_{ops._LAUNCHERS[name]}")(*operands)
+
+    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
+    monkeypatch.setattr(dispatch, "backend", lambda *asked: arch.CUTE_SM90)
+    monkeypatch.setattr(dispatch, "plan", plan)
+    plan_cache.clear()
+    yield names
+    plan_cache.clear()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_cached_call_has_the_bytes_of_the_first(name, planned):
+    call, cases = CALLS[name], [given(SHAPE, seed) for seed in (1, 2)]
+    with simulated(), poisoned():
+        first = [call(g) for g in cases]
+        later = [call(g) for g in cases]
+        assert len(planned) == 1
+        plan_cache.clear()
+        new = [call(g) for g in cases[::-1]][::-1]
+    assert len(planned) == 2
+    assert all(map(same_bytes, first, later)) and all(map(same_bytes, first, new))
+    assert not same_bytes(*first)
