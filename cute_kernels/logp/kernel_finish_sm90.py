@@ -1,14 +1,22 @@
-"""(log p, log2 Σ 2^y, entropy) of a token from the states of all runs of a vocabulary, on SM90.
+"""Log-probability, log2 Σ 2^y and entropy of a token from its states of all runs, on SM90.
 
-What ``logp/exact.py`` says in `merge` and `finish`, in the same fp64 operations.
+    S = Σ_p states[p, t]      log2 Σ_v 2^y = 16 top - 24 + log2 Σ_j S_j 2^(-16 j)
+    log p = ln 2 (z[target] scale - log2 Σ 2^y)
+    entropy = ln 2 (log2 Σ 2^y - 16 top - Σ_j (A_j - 16 j S_j) 2^(-16 j) / Σ_j S_j 2^(-16 j))
+
+The device half of `merge` and `finish` in ``logp/exact.py``, in the same fp64 operations.
 
 Layouts      states int64 [P, T, C]; target int64 [T], scale fp32 [T]; results fp32 [T].
-Order        states are exact sums; a lane takes every 32nd, then lanes meet.
+Order        states are exact sums; a lane adds every 32nd, then the lanes of a warp are added.
 Measured     docs/status.md.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
+from cuda.bindings import driver as cuda
 
 from ..compile import fake
 from .config import (
@@ -27,8 +35,19 @@ from .device import exact, fp64, tile, units
 WARP = 32
 
 
+@dataclass(frozen=True)
+class TokenTensors:
+    """Vectors [T] in global memory: a token's inputs and results; the entropy may be None."""
+
+    mTarget: cute.Tensor
+    mScale: cute.Tensor
+    mLogp: cute.Tensor
+    mLse2: cute.Tensor
+    mEntropy: cute.Tensor | None
+
+
 class LogpFinishSm90:
-    """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
+    """Kernel of one configuration; ``__call__`` is the host function that is compiled."""
 
     def __init__(self, config: FinishConfig):
         self.config = config
@@ -42,90 +61,86 @@ class LogpFinishSm90:
         mLogp: cute.Tensor,
         mLse2: cute.Tensor,
         mEntropy: cute.Tensor | None,
-        stream,
+        stream: cuda.CUstream,
     ):
         blocks = cute.ceil_div(mTarget.shape[0], self.config.warps)
-        self.kernel(mStates, mTarget, mScale, mLogp, mLse2, mEntropy).launch(
+        tokens = TokenTensors(mTarget, mScale, mLogp, mLse2, mEntropy)
+        self.kernel(mStates, tokens).launch(
             grid=(blocks, 1, 1), block=(WARP * self.config.warps, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        mStates: cute.Tensor,
-        mTarget: cute.Tensor,
-        mScale: cute.Tensor,
-        mLogp: cute.Tensor,
-        mLse2: cute.Tensor,
-        mEntropy: cute.Tensor | None,
-    ):
+    def kernel(self, mStates: cute.Tensor, tokens: TokenTensors):
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         lane = tidx % WARP
         token = block * self.config.warps + tidx // WARP
-        if token < mTarget.shape[0]:
-            own = exact.state(1, self.config.entropy)
-            exact.clear(own)
-            for part in cutlass.range(lane, mStates.shape[0], WARP, unroll=1):
-                exact.take(own, 0, tile.row_of(mStates, part, token))
+        if token < tokens.mTarget.shape[0]:
+            # state = Σ_p states[p, token]
+            state = exact.make_state(1, self.config.entropy)
+            exact.clear(state)
+            for run in cutlass.range(lane, mStates.shape[0], WARP, unroll=1):
+                exact.add_stored(state, 0, tile.row_of(mStates, run, token))
             for distance in cutlass.range_constexpr(5):
-                exact.meet(own, 0, 1 << distance)
+                exact.add_lane(state, 0, 1 << distance)
             if lane == 0:
-                self.finish(own, token, mTarget, mScale, mLogp, mLse2, mEntropy)
+                self.finish(state, token, tokens)
 
     @cute.jit
-    def finish(self, own, token, mTarget, mScale, mLogp, mLse2, mEntropy):
-        """The results of one token, by one lane."""
-        total = self.mantissa(own.sums)
-        known = (own.top[0] < LOST) & (total > 0.0)
-        total = total if known else cutlass.Float64(1.0)
-        of_mantissa = fp64.add(fp64.log2(total), -float(FRACTION))
-        lse2 = fp64.add((own.top[0] * BIN).to(cutlass.Float64), of_mantissa)
+    def finish(self, state: exact.State, token: cutlass.Int32, tokens: TokenTensors):
+        """Compute and store the results of one token; for one lane."""
+        # lse2 = 16 top - 24 + log2 Σ_j S_j 2^(-16 j); NaN where an entry was NaN or overflowed
+        total = self.mantissa(state.sums)
+        is_finite = (state.top[0] < LOST) & (total > 0.0)
+        total = total if is_finite else cutlass.Float64(1.0)
+        log2_mantissa = fp64.add(fp64.log2(total), -float(FRACTION))
+        lse2 = fp64.add((state.top[0] * BIN).to(cutlass.Float64), log2_mantissa)
         nan = cutlass.Float64(float("nan"))
-        lse2 = lse2 if known else nan
-        z = units.of_bits(own.chosen[0]).to(cutlass.Float64)
-        y = fp64.mul(z, mScale[token].to(cutlass.Float64))
+        lse2 = lse2 if is_finite else nan
+        # log p = ln 2 (y - lse2), at most 0; as with torch's clamp, NaN stays
+        z = units.of_bits(state.chosen[0]).to(cutlass.Float64)
+        y = fp64.mul(z, tokens.mScale[token].to(cutlass.Float64))
         logp = fp64.mul(fp64.add(y, -lse2), LN2)
-        # As torch's clamp: NaN stays.
         logp = cutlass.Float64(0.0) if logp > 0.0 else logp
-        target = mTarget[token]
+        target = tokens.mTarget[token]
         logp = nan if target == OUTSIDE else logp
         logp = cutlass.Float64(0.0) if target == MASKED else logp
-        mLogp[token] = logp.to(cutlass.Float32)
-        mLse2[token] = lse2.to(cutlass.Float32)
-        if cutlass.const_expr(mEntropy is not None):
-            mean = fp64.div(self.weighted_mantissa(own), total)
-            entropy = fp64.mul(fp64.add(of_mantissa, -mean), LN2)
+        tokens.mLogp[token] = logp.to(cutlass.Float32)
+        tokens.mLse2[token] = lse2.to(cutlass.Float32)
+        if cutlass.const_expr(tokens.mEntropy is not None):
+            # entropy = ln 2 (lse2 - 16 top - mean of y - 16 top), at least 0
+            mean = fp64.div(self.weighted_mantissa(state), total)
+            entropy = fp64.mul(fp64.add(log2_mantissa, -mean), LN2)
             entropy = cutlass.Float64(0.0) if entropy < 0.0 else entropy
-            entropy = entropy if known else nan
+            entropy = entropy if is_finite else nan
             entropy = cutlass.Float64(0.0) if target == MASKED else entropy
-            mEntropy[token] = entropy.to(cutlass.Float32)
+            tokens.mEntropy[token] = entropy.to(cutlass.Float32)
 
     @cute.jit
-    def mantissa(self, bins):
-        """Σ_j bins[j] 2^(-16 j), from the smallest on."""
+    def mantissa(self, bins: cute.Tensor) -> cutlass.Float64:
+        """Σ_j bins[j] 2^(-16 j), smallest terms first."""
         total = bins[BINS - 1, 0].to(cutlass.Float64)
         for j in cutlass.range_constexpr(BINS - 2, -1, -1):
             total = fp64.add(fp64.mul(total, 2.0**-BIN), bins[j, 0].to(cutlass.Float64))
         return total
 
     @cute.jit
-    def weighted_mantissa(self, own):
-        """The same of sums weighted with y - 16 top in place of y - 16 bin."""
-        total = self.moved(own, BINS - 1)
+    def weighted_mantissa(self, state: exact.State) -> cutlass.Float64:
+        """Σ_j (A_j - 16 j S_j) 2^(-16 j), smallest terms first: weights y - 16 top."""
+        total = self.shifted(state, BINS - 1)
         for j in cutlass.range_constexpr(BINS - 2, -1, -1):
-            total = fp64.add(fp64.mul(total, 2.0**-BIN), self.moved(own, j))
+            total = fp64.add(fp64.mul(total, 2.0**-BIN), self.shifted(state, j))
         return total
 
     @cute.jit
-    def moved(self, own, j: cutlass.Constexpr):
+    def shifted(self, state: exact.State, j: cutlass.Constexpr[int]) -> cutlass.Float64:
         """A_j - 16 j S_j."""
-        by = fp64.mul(own.sums[j, 0].to(cutlass.Float64), float(BIN * j))
-        return fp64.add(own.weighted[j, 0].to(cutlass.Float64), -by)
+        product = fp64.mul(state.sums[j, 0].to(cutlass.Float64), float(BIN * j))
+        return fp64.add(state.weighted[j, 0].to(cutlass.Float64), -product)
 
 
-def build(config: FinishConfig, compile=cute.compile):
-    """Compiles one configuration against fake tensors; no GPU needed."""
+def build(config: FinishConfig, compile: Callable = cute.compile) -> Callable:
+    """Compile one configuration against fake tensors; needs no GPU."""
     t, runs = fake.size(), fake.size()
     return compile(
         LogpFinishSm90(config),

@@ -1,26 +1,32 @@
-"""The states of tokens over runs of the vocabulary, on SM90: TMA, WGMMA, no logits in memory.
+"""States of tokens over runs of the vocabulary, on SM90: TMA and WGMMA; logits stay in registers.
 
     z[t, v] = Σ_d H[t, d] W[v, d] + bias[v]      y = z scale[t]      states: logp/exact.py
 
 Layouts      H [T, D] row-major, W [V, D] row-major (16-byte strides); states int64
              [P, T, C], C = 6, or 10 with an entropy.
 Order        A logit is the chain (or tree) of gemm's kernel_sm90: the same instructions in the
-             same order.  A unit of 16 entries is added in fp32 in the order of logp/config.py;
-             units are added in integers, so that no run, tile or CTA shows.
-Work         An item is 256 tokens (a cluster's two CTAs, which share the loads of W) by a run of
-             tiles of 256 entries; clusters take items run by run, so that those that are under way
-             at a time read the same W.  At an item's end four lanes meet, and a row is stored.
+             same order.  16 entries are added in fp32 in the order of logp/config.py; their sums
+             are added in integers, so that bits do not depend on runs, tiles or CTAs.
+Work         A work item is 256 tokens (a cluster's two CTAs, which share the loads of W) by a run
+             of tiles of 256 entries; clusters take items run by run, so that items in flight read
+             the same W.  At the end of an item a row's four lanes are added, and it is stored.
 K tail       TMA fills zeros inside the last group of 16; groups wholly beyond D are skipped.
-T, V tails   loads beyond give zeros; columns beyond the vocabulary become -inf; no row is stored.
-Roles        as gemm's kernel_sm90: a warp loads, two warpgroups own 64 tokens each.
+T, V tails   loads beyond give zeros; columns beyond the vocabulary become -inf; rows beyond T are
+             not stored.
+Roles        as gemm's kernel_sm90: a producer warp, two consumer warpgroups of 64 tokens each.
 Limits       SM90a only; bf16 and fp16; D < 2^31, V <= 2^19.
 Measured     docs/status.md.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
+from cuda.bindings import driver as cuda
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
+from cutlass.pipeline import PipelineTmaAsync
 
 from ..compile import fake
 from ..dsl import mma, pipeline, smem, tma
@@ -32,12 +38,28 @@ CONSUMERS = 2
 THREADS = (1 + CONSUMERS) * mma.WARPGROUP
 PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = 232
-#: The 232448 bytes of shared memory that a CTA may have, less 2 KiB for barriers and alignment.
+#: Shared memory of a CTA, 232448 bytes, less 2 KiB for barriers and alignment.
 SHARED_BYTES = 230400
 
 
+@dataclass(frozen=True)
+class TokenTensors:
+    """Global tensors of the consumers.
+
+    mBias:   [V], or None.
+    mTarget: Int64 [T].
+    mScale:  fp32 [T].
+    mStates: Int64 [P, T, C], the result.
+    """
+
+    mBias: cute.Tensor | None
+    mTarget: cute.Tensor
+    mScale: cute.Tensor
+    mStates: cute.Tensor
+
+
 class LogpForwardSm90:
-    """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
+    """Kernel of one configuration; ``__call__`` is the host function that is compiled."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -61,7 +83,7 @@ class LogpForwardSm90:
         vocab: cutlass.Int32,
         softcap: cutlass.Float32,
         max_clusters: cutlass.Int32,
-        stream,
+        stream: cuda.CUstream,
     ):
         sH_layout, sW_layout = self.mainloop.layouts()
         h, w = self.mainloop.sources(mH, mW)
@@ -79,8 +101,9 @@ class LogpForwardSm90:
         self.storage = Storage
         groups = cute.ceil_div(mH.shape[0], self.config.tile_m * self.config.cluster_m)
         items = groups * mStates.shape[0]
-        place = start, vocab, softcap
-        self.kernel(h, w, mBias, mTarget, mScale, mStates, place, groups).launch(
+        tokens = TokenTensors(mBias, mTarget, mScale, mStates)
+        head = tile.HeadSlice(start, vocab, softcap)
+        self.kernel(h, w, tokens, head, groups).launch(
             grid=(*self.cluster, cutlass.min(items, max_clusters)),
             block=(THREADS, 1, 1),
             cluster=(*self.cluster, 1),
@@ -93,11 +116,8 @@ class LogpForwardSm90:
         self,
         h: tma.Source,
         w: tma.Source,
-        mBias: cute.Tensor | None,
-        mTarget: cute.Tensor,
-        mScale: cute.Tensor,
-        mStates: cute.Tensor,
-        place: tuple,
+        tokens: TokenTensors,
+        head: tile.HeadSlice,
         groups: cutlass.Int32,
     ):
         tidx, _, _ = cute.arch.thread_idx()
@@ -121,20 +141,28 @@ class LogpForwardSm90:
         if warpgroup == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                self.load((h, w), (sH, sW), cluster, ring, rank, groups, mStates.shape[0])
+                runs = tokens.mStates.shape[0]
+                self.load((h, w), (sH, sW), cluster, ring, rank, groups, runs)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            sizes = cute.size(h.tensor, mode=[1]), cute.size(w.tensor, mode=[0])
-            tokens = mBias, mTarget, mScale, mStates
-            self.multiply((sH, sW), tokens, place, ring, rank, groups, sizes)
+            self.multiply((h, w), (sH, sW), tokens, head, ring, rank, groups)
 
     @cute.jit
-    def load(self, sources, shared, cluster, ring, rank, groups, runs):
-        """The producer warp: for each item, every K block of its tokens and of each tile of W."""
+    def load(
+        self,
+        sources: tuple[tma.Source, tma.Source],
+        shared: tuple[cute.Tensor, cute.Tensor],
+        cluster: cute.Layout,
+        ring: PipelineTmaAsync,
+        rank: cute.Coord,
+        groups: cutlass.Int32,
+        runs: cutlass.Int32,
+    ):
+        """Producer warp: for each item, load every K block of its tokens and of each tile of W."""
         state = pipeline.producer_state(self.mainloop.stages)
         index, step = self.first_and_step()
         tiles = cute.ceil_div(cute.size(sources[1].tensor, mode=[0]), self.config.tile_n)
-        # A group of tokens may end inside the cluster: a tile wholly outside takes what is inside.
+        # A group of tokens may end inside the cluster: a tile wholly outside loads the last one.
         last = cute.ceil_div(cute.size(sources[0].tensor, mode=[0]), self.config.tile_m) - 1
         while index < groups * runs:
             m = cutlass.min(index % groups * self.config.cluster_m + rank[0], last)
@@ -146,65 +174,81 @@ class LogpForwardSm90:
         ring.producer_tail(state)
 
     @cute.jit
-    def multiply(self, shared, tokens, place, ring, rank, groups, sizes):
-        """A consumer warpgroup: for each item, 64 tokens through its run of the vocabulary."""
-        mBias, mTarget, mScale, mStates = tokens
-        start, vocab, softcap = place
-        k, rows_of_w = sizes
-        runs, count = mStates.shape[0], mStates.shape[1]
+    def multiply(
+        self,
+        sources: tuple[tma.Source, tma.Source],
+        shared: tuple[cute.Tensor, cute.Tensor],
+        tokens: TokenTensors,
+        head: tile.HeadSlice,
+        ring: PipelineTmaAsync,
+        rank: cute.Coord,
+        groups: cutlass.Int32,
+    ):
+        """Consumer warpgroup: for each item, the states of 64 tokens over its run of W."""
+        h, w = sources
+        k, rows_of_w = cute.size(h.tensor, mode=[1]), cute.size(w.tensor, mode=[0])
+        runs, count = tokens.mStates.shape[0], tokens.mStates.shape[1]
         tidx, _, _ = cute.arch.thread_idx()
         consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
         lane = tidx % mma.WARPGROUP
-        one = self.mainloop.tiled_mma(1).get_slice(lane)
-        at = one.partition_C(cute.make_identity_tensor((64, self.config.tile_n)))
+        thr_mma = self.mainloop.tiled_mma(1).get_slice(lane)
+        cLogits = thr_mma.partition_C(cute.make_identity_tensor((64, self.config.tile_n)))
         operands = self.mainloop.operands(*shared, consumer)
-        acc, result = self.walk.accumulators(operands)
-        own = exact.state(units.ROWS, self.config.entropy)
-        scale = cute.make_rmem_tensor(units.ROWS, cutlass.Float32)
-        target = cute.make_rmem_tensor(units.ROWS, cutlass.Int32)
+        accumulators = self.walk.accumulators(operands)
+        rLogits = accumulators.total
+        state = exact.make_state(units.ROWS, self.config.entropy)
+        rScale = cute.make_rmem_tensor(units.ROWS, cutlass.Float32)
+        rTarget = cute.make_rmem_tensor(units.ROWS, cutlass.Int32)
 
         states = self.walk.start()
         tiles = cute.ceil_div(rows_of_w, self.config.tile_n)
-        # Columns of this head that are of the vocabulary.
-        valid = cutlass.min(rows_of_w, vocab - start)
+        # Number of columns of this head that are in the vocabulary.
+        valid = cutlass.min(rows_of_w, head.vocab - head.start)
         index, step = self.first_and_step()
         while index < groups * runs:
             row0 = (index % groups * self.config.cluster_m + rank[0]) * self.config.tile_m
             row0 += consumer * 64
             for half in cutlass.range_constexpr(units.ROWS):
-                row = cutlass.min(row0 + at[2 * half][0], count - 1)
-                scale[half] = mScale[row]
-                target[half] = mTarget[row].to(cutlass.Int32) - start
-            exact.clear(own)
+                row = cutlass.min(row0 + cLogits[2 * half][0], count - 1)
+                rScale[half] = tokens.mScale[row]
+                rTarget[half] = tokens.mTarget[row].to(cutlass.Int32) - head.start
+            exact.clear(state)
             first, end = self.run(index // groups, tiles, runs)
             for n in cutlass.range(first, end, unroll=1):
                 column0 = n * self.config.tile_n
-                states = self.walk.multiply(operands, (acc, result), ring, states, k)
-                tile.finish_logits(result, mBias, at, column0, softcap, self.config.softcap)
-                tile.choose(result, at, target, column0, own.chosen)
-                tile.mask(result, at, column0, valid)
-                units.absorb(result, own, scale)
+                # z[t, v] = Σ_d H[t, d] W[v, d]
+                states = self.walk.multiply(operands, accumulators, ring, states, k)
+                # z = softcap tanh((z + bias) / softcap); -inf beyond the vocabulary
+                tile.finish_logits(
+                    rLogits, tokens.mBias, cLogits, column0, head.softcap, self.config.softcap
+                )
+                tile.choose(rLogits, cLogits, rTarget, column0, state.chosen)
+                tile.mask(rLogits, cLogits, column0, valid)
+                # state += Σ_v 2^y, of 16 entries at a time
+                units.add_tile(rLogits, state, rScale)
             for half in cutlass.range_constexpr(units.ROWS):
-                exact.meet(own, half, 1)
-                exact.meet(own, half, 2)
-                row = row0 + at[2 * half][0]
+                exact.add_lane(state, half, 1)
+                exact.add_lane(state, half, 2)
+                row = row0 + cLogits[2 * half][0]
                 if (lane % units.QUAD == 0) & (row < count):
-                    exact.store(own, half, tile.row_of(mStates, index // groups, row))
+                    exact.store(state, half, tile.row_of(tokens.mStates, index // groups, row))
             index += step
 
-    def first_and_step(self):
-        """The calling cluster's first item and the distance to its next one."""
+    def first_and_step(self) -> tuple[cutlass.Int32, cutlass.Int32]:
+        """First item of the calling cluster, and the step to its next one."""
         _, _, cluster = cute.arch.block_idx()
         _, _, clusters = cute.arch.grid_dim()
         return cluster, clusters
 
-    def run(self, number, tiles, runs):
-        """The first tile of W of a run, and the one behind its last."""
+    def run(
+        self, number: cutlass.Int32, tiles: cutlass.Int32, runs: cutlass.Int32
+    ) -> tuple[cutlass.Int32, cutlass.Int32]:
+        """(first, end): the tiles of W of a run."""
         return number * tiles // runs, (number + 1) * tiles // runs
 
 
-def build(config: Config, compile=cute.compile):
-    """Compiles one configuration against fake tensors; no GPU needed."""
+def build(config: Config, compile: Callable = cute.compile) -> Callable:
+    """Compile one configuration against fake tensors; needs no GPU."""
     t, v, d, runs = fake.size(), fake.size(), fake.size(), fake.size()
     return compile(
         LogpForwardSm90(config),

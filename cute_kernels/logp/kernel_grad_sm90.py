@@ -1,4 +1,4 @@
-"""G = dlogits of a block of the vocabulary, on SM90: the logits are made again, and not stored.
+"""G = dlogits of a block of the vocabulary, on SM90: the logits are recomputed, and not stored.
 
     z, y as in kernel_fwd_sm90      p[t, v] = 2^(y - lse2[t])
     G[t, v] = (1[v = target[t]] - p) a[t] - p (ln p + H[t]) b[t]     times dz/d(uncapped z)
@@ -10,15 +10,19 @@ Order        z: as kernel_fwd_sm90; everything else is element by element, round
 Masks        a row without a target, and a column that is not of the vocabulary, are exactly 0.
 K tail       TMA fills zeros inside the last group of 16; groups wholly beyond D are skipped.
 T, V tails   loads beyond give zeros; TMA clips the store.
-Roles        as gemm's kernel_sm90: a warp loads, two warpgroups own 64 tokens each.
+Roles        as gemm's kernel_sm90: a producer warp, two consumer warpgroups of 64 tokens each.
 Limits       SM90a only; bf16 and fp16; T, D < 2^31, V <= 2^19.
 Measured     docs/status.md.
 """
 
+from collections.abc import Callable
+
 import cutlass
 import cutlass.cute as cute
+from cuda.bindings import driver as cuda
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
+from cutlass.pipeline import PipelineTmaAsync
 
 from ..compile import fake
 from ..dsl import epilogue, mma, pipeline, smem, tma
@@ -31,14 +35,14 @@ CONSUMERS = 2
 THREADS = (1 + CONSUMERS) * mma.WARPGROUP
 PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = 232
-#: The 232448 bytes of shared memory that a CTA may have, less 2 KiB for barriers and alignment.
+#: Shared memory of a CTA, 232448 bytes, less 2 KiB for barriers and alignment.
 SHARED_BYTES = 230400
-#: Rows of tiles that are taken together, for the sake of the L2 cache.
+#: Rows of tiles in a raster group: tiles in flight share W in the L2 cache.
 RASTER_GROUP = 8
 
 
 class LogpGradientSm90:
-    """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
+    """Kernel of one configuration; ``__call__`` is the host function that is compiled."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -64,15 +68,15 @@ class LogpGradientSm90:
         mTarget: cute.Tensor,
         mScale: cute.Tensor,
         mLse2: cute.Tensor,
-        mOfLogp: cute.Tensor,
-        mOfEntropy: cute.Tensor | None,
+        mDlogp: cute.Tensor,
+        mDentropy: cute.Tensor | None,
         mEntropy: cute.Tensor | None,
         mG: cute.Tensor,
         start: cutlass.Int32,
         vocab: cutlass.Int32,
         softcap: cutlass.Float32,
         max_clusters: cutlass.Int32,
-        stream,
+        stream: cuda.CUstream,
     ):
         (sH_layout, sW_layout), sG_layout = self.mainloop.layouts(), self.epilogue.layout()
         h, w = self.mainloop.sources(mH, mW)
@@ -95,9 +99,9 @@ class LogpGradientSm90:
         counts = persistent.tile_counts(
             mG.shape[0], mG.shape[1], self.mainloop.tile[:2], self.cluster
         )
-        tokens = mTarget, mScale, mLse2, mOfLogp, mOfEntropy, mEntropy
-        place = start, vocab, softcap
-        self.kernel(h, w, g, mBias, tokens, place, counts).launch(
+        tokens = gradient.TokenInputs(mTarget, mScale, mLse2, mDlogp, mDentropy, mEntropy)
+        head = tile.HeadSlice(start, vocab, softcap)
+        self.kernel(h, w, g, mBias, tokens, head, counts).launch(
             grid=persistent.grid(counts, self.cluster, max_clusters),
             block=(THREADS, 1, 1),
             cluster=(*self.cluster, 1),
@@ -112,8 +116,8 @@ class LogpGradientSm90:
         w: tma.Source,
         g: tma.Source,
         mBias: cute.Tensor | None,
-        tokens: tuple,
-        place: tuple,
+        tokens: gradient.TokenInputs,
+        head: tile.HeadSlice,
         counts: cute.Tile,
     ):
         tidx, _, _ = cute.arch.thread_idx()
@@ -141,11 +145,19 @@ class LogpGradientSm90:
                 self.load((h, w), (sH, sW), cluster, ring, rank, counts)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.multiply((h, g), (sH, sW, sG), (mBias, tokens), place, ring, rank, counts)
+            self.multiply((h, g), (sH, sW, sG), mBias, tokens, head, ring, rank, counts)
 
     @cute.jit
-    def load(self, sources, shared, cluster, ring, rank, counts):
-        """The producer warp: for each tile, every K block of H and W, in order."""
+    def load(
+        self,
+        sources: tuple[tma.Source, tma.Source],
+        shared: tuple[cute.Tensor, cute.Tensor],
+        cluster: cute.Layout,
+        ring: PipelineTmaAsync,
+        rank: cute.Coord,
+        counts: cute.Shape,
+    ):
+        """Producer warp: for each tile, load every K block of H and W, in order."""
         state = pipeline.producer_state(self.mainloop.stages)
         last = [
             cute.ceil_div(cute.size(source.tensor, mode=[0]), extent) - 1
@@ -154,46 +166,60 @@ class LogpGradientSm90:
         index, step = persistent.first_and_step()
         while index < counts[0] * counts[1]:
             m, n = persistent.coordinates(index, counts, RASTER_GROUP, rank, self.cluster)
-            # A tile wholly outside takes what is inside: TMA's zeros cost it more than data do.
-            at = cutlass.min(m, last[0]), cutlass.min(n, last[1])
-            state = self.walk.load(sources, shared, cluster, rank, ring, state, at)
+            # A tile wholly outside loads the last one: TMA takes longer for zeros than for data.
+            coord = cutlass.min(m, last[0]), cutlass.min(n, last[1])
+            state = self.walk.load(sources, shared, cluster, rank, ring, state, coord)
             index += step
         # A CTA must not exit while others of its cluster may still arrive on its barriers.
         ring.producer_tail(state)
 
     @cute.jit
-    def multiply(self, sources, shared, given, place, ring, rank, counts):
-        """A consumer warpgroup: for each tile, 64 tokens' logits, then their gradients."""
-        (h, g), (sH, sW, sG), (mBias, tokens) = sources, shared, given
-        start, vocab, softcap = place
+    def multiply(
+        self,
+        sources: tuple[tma.Source, tma.Source],
+        shared: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
+        mBias: cute.Tensor | None,
+        tokens: gradient.TokenInputs,
+        head: tile.HeadSlice,
+        ring: PipelineTmaAsync,
+        rank: cute.Coord,
+        counts: cute.Shape,
+    ):
+        """Consumer warpgroup: for each tile, the logits of 64 tokens, then their gradients."""
+        (h, g), (sH, sW, sG) = sources, shared
         k = cute.size(h.tensor, mode=[1])
         tidx, _, _ = cute.arch.thread_idx()
         consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
         lane = tidx % mma.WARPGROUP
-        one = self.mainloop.tiled_mma(1).get_slice(lane)
-        at = one.partition_C(cute.make_identity_tensor((64, self.config.tile_n)))
+        thr_mma = self.mainloop.tiled_mma(1).get_slice(lane)
+        cLogits = thr_mma.partition_C(cute.make_identity_tensor((64, self.config.tile_n)))
         operands = self.mainloop.operands(sH, sW, consumer)
-        acc, result = self.walk.accumulators(operands)
-        rows = gradient.rows(units.ROWS, self.config.entropy)
+        accumulators = self.walk.accumulators(operands)
+        rG = accumulators.total
+        rows = gradient.make_registers(units.ROWS, self.config.entropy)
         states = self.walk.start()
         buffer = cutlass.Int32(0)
         index, step = persistent.first_and_step()
         while index < counts[0] * counts[1]:
             m, n = persistent.coordinates(index, counts, RASTER_GROUP, rank, self.cluster)
             column0 = n * self.config.tile_n
-            gradient.load(rows, tokens, m * self.config.tile_m + consumer * 64, at, start)
-            states = self.walk.multiply(operands, (acc, result), ring, states, k)
-            tile.finish_logits(result, mBias, at, column0, softcap, self.config.softcap)
-            gradient.of_logits(result, rows, at, column0, softcap, self.config.softcap)
-            gradient.mask(result, rows, at, column0, vocab - start)
-            place_of = (m * CONSUMERS + consumer, n)
-            buffer = self.epilogue.store(result, g, sG, consumer, lane, place_of, buffer)
+            row0 = m * self.config.tile_m + consumer * 64
+            gradient.load(rows, tokens, row0, cLogits, head.start)
+            # z[t, v] = softcap tanh((Σ_d H[t, d] W[v, d] + bias[v]) / softcap)
+            states = self.walk.multiply(operands, accumulators, ring, states, k)
+            capped = self.config.softcap
+            tile.finish_logits(rG, mBias, cLogits, column0, head.softcap, capped)
+            # G = (1[v = target] - p) a - p (ln p + H) b, times dz/d(uncapped z)
+            gradient.from_logits(rG, rows, cLogits, column0, head.softcap, capped)
+            gradient.mask(rG, rows, cLogits, column0, head.vocab - head.start)
+            coord = (m * CONSUMERS + consumer, n)
+            buffer = self.epilogue.store(rG, g, sG, consumer, lane, coord, buffer)
             index += step
         self.epilogue.finish(lane)
 
 
-def build(config: Config, compile=cute.compile):
-    """Compiles one configuration against fake tensors; no GPU needed."""
+def build(config: Config, compile: Callable = cute.compile) -> Callable:
+    """Compile one configuration against fake tensors; needs no GPU."""
     t, v, d = fake.size(), fake.size(), fake.size()
     entropy = (fake.vector("fp32", t), fake.vector("fp32", t)) if config.entropy else (None, None)
     return compile(

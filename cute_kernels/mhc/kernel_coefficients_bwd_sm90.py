@@ -6,27 +6,80 @@
 
 Layout       H [M, N or more], ms [M], dpre, dpost [M, n], dP [M, n²], logits [M, n²] with any row
              stride; dH [M, W], dms [M], dz [M, n²]; parts [⌈M / 64⌉, 3 + N] of dα and dβ; fp32.
-Order        Sinkhorn runs forward once more, its divisors stay in shared memory, and its matrices
-             come back by multiplying with them; L = dlog of each goes through L - y Σ L.
-             Parts: the lanes of a warp, neighbours first, then its two warps.
+Order        Sinkhorn is recomputed, with its divisors in shared memory; its backward recovers each
+             matrix y by multiplying with them, and L = dlog y becomes L - y Σ L.
+             Parts: lanes of a warp, neighbours first, then the two warps.
 Work         a thread for a token.
 Measured     docs/status.md.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
+from cuda.bindings import driver as cuda
 from cutlass.memory import SmemAllocator
 
 from ..compile import fake
 from ..dsl import copy, reduce
 from .config import WIDTH, CoefficientsConfig, mappings
 from .device import mix, unit
+from .device.arguments import Scalars
 
 WARP, TOKENS = 32, 64
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs of the forward, fp32; None for those that a configuration does not use.
+
+    mH: [M, N or more].  mMs: [M].  mAlpha: [3].  mBeta: [N].  mZ: [M, n²], logits.
+    """
+
+    mH: cute.Tensor | None
+    mMs: cute.Tensor | None
+    mAlpha: cute.Tensor | None
+    mBeta: cute.Tensor | None
+    mZ: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """Incoming gradients, fp32.  mDpre, mDpost: [M, n] or None.  mDres: [M, n²]."""
+
+    mDpre: cute.Tensor | None
+    mDpost: cute.Tensor | None
+    mDres: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Gradients that are stored, fp32; None for those that a configuration does not compute.
+
+    mDh: [M, W].  mDms: [M].  mParts: [⌈M / 64⌉, 3 + N], partial sums of dα and dβ.  mDz: [M, n²].
+    """
+
+    mDh: cute.Tensor | None
+    mDms: cute.Tensor | None
+    mParts: cute.Tensor | None
+    mDz: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class Token:
+    """Forward values and incoming gradients of this thread's token, in registers."""
+
+    logits: cute.Tensor
+    h: cute.Tensor
+    ms: cutlass.Float32
+    d_pre: cute.Tensor
+    d_post: cute.Tensor
+    d_res: cute.Tensor
+
+
 class MhcCoefficientsBackwardSm90:
-    """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
+    """Kernel of one configuration; ``__call__`` is the host function that is compiled."""
 
     def __init__(self, config: CoefficientsConfig):
         self.config = config
@@ -48,15 +101,15 @@ class MhcCoefficientsBackwardSm90:
         mDms: cute.Tensor | None,
         mParts: cute.Tensor | None,
         mDz: cute.Tensor | None,
-        numbers: tuple,
+        scalars: tuple[cutlass.Float32, cutlass.Float32, cutlass.Float32, cutlass.Float32],
         iterations: cutlass.Int32,
-        stream,
+        stream: cuda.CUstream,
     ):
         m = mDres.shape[0]
-        read = (mH, mMs, mAlpha, mBeta, mZ)
-        self.kernel(
-            read, (mDpre, mDpost, mDres), (mDh, mDms, mParts, mDz), numbers, m, iterations
-        ).launch(
+        inputs = Inputs(mH, mMs, mAlpha, mBeta, mZ)
+        upstream = Upstream(mDpre, mDpost, mDres)
+        outputs = Outputs(mDh, mDms, mParts, mDz)
+        self.kernel(inputs, upstream, outputs, Scalars(*scalars), m, iterations).launch(
             grid=((m + TOKENS - 1) // TOKENS, 1, 1),
             block=(TOKENS, 1, 1),
             min_blocks_per_mp=1,
@@ -64,11 +117,17 @@ class MhcCoefficientsBackwardSm90:
         )
 
     @cute.kernel
-    def kernel(self, read: tuple, given: tuple, made: tuple, numbers: tuple, m, iterations):
+    def kernel(
+        self,
+        inputs: Inputs,
+        upstream: Upstream,
+        outputs: Outputs,
+        scalars: Scalars,
+        m: cutlass.Int32,
+        iterations: cutlass.Int32,
+    ):
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        mH, mMs, mAlpha, mBeta, mZ = read
-        mDh, mDms, mParts, mDz = made
         n = self.config.n
         allocator = SmemAllocator()
         sDivisors = None
@@ -79,29 +138,40 @@ class MhcCoefficientsBackwardSm90:
             sDivisors = allocator.allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
         token = block * TOKENS + tidx
         inside = token < m
-        # Those behind the last compute along, as sums over lanes need them, and count for nothing.
+        # Threads beyond the last token take part in the sums over lanes, with zeros.
         row = cutlass.min(token, m - 1)
-        gradient = unit.coefficients(given[2], row, n * n)
+        gradient = unit.coefficients(upstream.mDres, row, n * n)
         if cutlass.const_expr(self.config.gate):
-            h = unit.coefficients(mH, row, self.columns)
-            ms = copy.aligned(mMs, cutlass.Int64(row), 1)[0]
-            logits = mix.logits(h, ms, (mAlpha, mBeta), numbers[0], n)
+            h = unit.coefficients(inputs.mH, row, self.columns)
+            ms = copy.aligned(inputs.mMs, cutlass.Int64(row), 1)[0]
+            logits = mix.logits(h, ms, inputs.mAlpha, inputs.mBeta, scalars.eps, n)
             z = unit.piece(logits, 2 * n, n * n)
         else:
-            z = unit.coefficients(mZ, row, n * n)
+            z = unit.coefficients(inputs.mZ, row, n * n)
         if cutlass.const_expr(self.config.sinkhorn):
-            self.undo(z, gradient, sDivisors, numbers[3], iterations)
+            self.sinkhorn_backward(z, gradient, sDivisors, scalars.sinkhorn_eps, iterations)
         if cutlass.const_expr(self.config.gate):
-            own = (unit.coefficients(given[0], row, n), unit.coefficients(given[1], row, n))
-            read = (logits, h, ms, mAlpha)
-            sums = self.ungate(read, (*own, gradient), numbers, (mDh, mDms), (token, m))
-            self.reduce(sums, mParts, inside, allocator)
+            d_pre = unit.coefficients(upstream.mDpre, row, n)
+            d_post = unit.coefficients(upstream.mDpost, row, n)
+            values = Token(logits, h, ms, d_pre, d_post, gradient)
+            sums = self.gate_backward(values, inputs.mAlpha, scalars, outputs, token, m)
+            self.reduce(sums, outputs.mParts, inside, allocator)
         elif inside:
-            unit.store(mDz, token, gradient)
+            unit.store(outputs.mDz, token, gradient)
 
     @cute.jit
-    def undo(self, z, gradient, sDivisors, epsilon, iterations):
-        """dP in ``gradient`` becomes dz."""
+    def sinkhorn_backward(
+        self,
+        z: cute.Tensor,
+        gradient: cute.Tensor,
+        sDivisors: cute.Tensor,
+        epsilon: cutlass.Float32,
+        iterations: cutlass.Int32,
+    ):
+        """Replace dP in ``gradient`` by dz.
+
+        ``sDivisors``: [iteration, rows or columns, index, token].
+        """
         tidx, _, _ = cute.arch.thread_idx()
         n = self.config.n
         eps = epsilon if self.config.form == "epsilon" else None
@@ -111,14 +181,16 @@ class MhcCoefficientsBackwardSm90:
         for t in cutlass.range(iterations - 1, unroll=1):
             for side, axis in enumerate((mix.ROWS, mix.COLUMNS)):
                 mix.normalise(y, divisors, n, axis, eps)
-                for at in cutlass.range_constexpr(n):
-                    sDivisors[t, side, at, tidx] = divisors[at]
+                for index in cutlass.range_constexpr(n):
+                    sDivisors[t, side, index, tidx] = divisors[index]
+        # L = dlog y = dP P
         gradient.store(gradient.load() * y.load())
         for back in cutlass.range(iterations - 1, unroll=1):
             t = iterations - 2 - back
             for side, axis in ((1, mix.COLUMNS), (0, mix.ROWS)):
+                # L = L - y Σ L; then y before this normalisation
                 mix.back(gradient, y, n, axis)
-                mix.undo(y, [sDivisors[t, side, at, tidx] for at in range(n)], n, axis)
+                mix.undo(y, [sDivisors[t, side, index, tidx] for index in range(n)], n, axis)
         mix.back(gradient, y, n, mix.COLUMNS)
         if cutlass.const_expr(eps is not None):
             # Q = s + eps: dlog s = dlog Q s / Q.
@@ -127,14 +199,19 @@ class MhcCoefficientsBackwardSm90:
         mix.back(gradient, s, n, mix.ROWS)
 
     @cute.jit
-    def ungate(self, read: tuple, given: tuple, numbers: tuple, made: tuple, place: tuple):
-        """dH and dms are stored; what the token adds to dα and dβ comes back."""
-        logits, h, ms, mAlpha = read
-        mDh, mDms = made
-        token, m = place
+    def gate_backward(
+        self,
+        values: Token,
+        mAlpha: cute.Tensor,
+        scalars: Scalars,
+        outputs: Outputs,
+        token: cutlass.Int32,
+        m: cutlass.Int32,
+    ) -> cute.Tensor:
+        """Store dH = α g / r and dms = -½ r⁻³ Σ_j g_j α_j H_j; return the token's dα and dβ."""
+        logits, h, ms = values.logits, values.h, values.ms
         n = self.config.n
-        eps, _, post_scale, _ = numbers
-        over = cutlass.Float32(1.0) / cute.math.sqrt(ms + eps)
+        over = cutlass.Float32(1.0) / cute.math.sqrt(ms + scalars.eps)
         sums = cute.make_rmem_tensor(cute.make_layout(self.parts), cutlass.Float32)
         d_h = cute.make_rmem_tensor(cute.make_layout(self.width), cutlass.Float32)
         d_h.fill(0.0)
@@ -142,31 +219,38 @@ class MhcCoefficientsBackwardSm90:
         for block in cutlass.range_constexpr(3):
             first, count = ((0, n), (n, n), (2 * n, n * n))[block]
             alpha = mAlpha[block]
-            of_alpha = cutlass.Float32(0.0)
+            # Σ_j g_j H_j of this block
+            dot = cutlass.Float32(0.0)
             for i in cutlass.range_constexpr(count):
                 j = first + i
                 if cutlass.const_expr(block == 2):
-                    g = given[2][i]
+                    g = values.d_res[i]
                 else:
-                    # 1 - p is the gate of -z: a difference from 1 would lose what is left of it.
+                    # 1 - p = σ(-z): the difference from 1 would cancel.
                     slope = mix.sigmoid(logits[j]) * mix.sigmoid(-logits[j])
                     if cutlass.const_expr(block == 1):
-                        slope = slope * post_scale
-                    g = given[block][i] * slope
+                        slope = slope * scalars.post_scale
+                    g = (values.d_pre, values.d_post)[block][i] * slope
                 sums[3 + j] = g
                 d_h[j] = (alpha * over) * g
-                of_alpha = cute.math.fma(g, h[j], of_alpha)
-            sums[block] = of_alpha * over
-            d_ms = cute.math.fma(alpha, of_alpha, d_ms)
+                dot = cute.math.fma(g, h[j], dot)
+            sums[block] = dot * over
+            d_ms = cute.math.fma(alpha, dot, d_ms)
         if token < m:
-            unit.store(mDh, token, d_h)
-            factor = (cutlass.Float32(-0.5) * over) / (ms + eps)
-            copy.aligned(mDms, cutlass.Int64(token), 1)[0] = factor * d_ms
+            unit.store(outputs.mDh, token, d_h)
+            factor = (cutlass.Float32(-0.5) * over) / (ms + scalars.eps)
+            copy.aligned(outputs.mDms, cutlass.Int64(token), 1)[0] = factor * d_ms
         return sums
 
     @cute.jit
-    def reduce(self, sums, mParts, inside, allocator):
-        """Σ over the CTA's tokens."""
+    def reduce(
+        self,
+        sums: cute.Tensor,
+        mParts: cute.Tensor,
+        inside: cutlass.Boolean,
+        allocator: SmemAllocator,
+    ):
+        """mParts[CTA] = Σ over the CTA's tokens of ``sums``."""
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         parts = self.parts
@@ -183,8 +267,8 @@ class MhcCoefficientsBackwardSm90:
             copy.aligned(mParts, cutlass.Int64(block) * parts + tidx, 1)[0] = total
 
 
-def build(config: CoefficientsConfig, compile=cute.compile):
-    """Compiles one configuration against fake tensors; no GPU needed."""
+def build(config: CoefficientsConfig, compile: Callable = cute.compile) -> Callable:
+    """Compile one configuration against fake tensors; needs no GPU."""
     n = config.n
     m = fake.size()
     columns, width = mappings(n), WIDTH[n]

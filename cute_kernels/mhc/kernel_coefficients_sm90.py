@@ -1,31 +1,57 @@
-"""A token's coefficients from its projection, on SM90: sums of chunks, gates, Sinkhorn-Knopp.
+"""Coefficients of a token from its projection, on SM90: sum of chunks, gates, Sinkhorn-Knopp.
 
     H = Σ_s sums[s],  ms = Σ_s squares[s] / K
     z = α H / √(ms + ε) + β;  pre = σ(z) + pre_eps;  post = post_scale σ(z);  res = z
     P = Sinkhorn of res
 
 Layout       sums [S, M, N], squares [S, M], H [M, W], pre, post [M, n], res [M, n²], fp32.
-Order        chunks ascending; of Sinkhorn see mhc/device/mix.py.
-Work         eight threads of a token add its chunks, four columns each; then a thread has a token.
-             One kernel for each part alone, and one for all: the same functions, the same bits.
+Order        chunks ascending; Sinkhorn: mhc/device/mix.py.
+Work         eight threads add the chunks of a token, four columns each; then one thread computes a
+             token's coefficients.  One kernel for each step, and one for all steps: the same
+             functions, the same bits.
 Measured     docs/status.md.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
+from cuda.bindings import driver as cuda
 from cutlass.memory import SmemAllocator
 
 from ..compile import fake
 from ..dsl import copy
 from .config import WIDTH, CoefficientsConfig, mappings
 from .device import mix, unit
+from .device.arguments import Scalars
 
 #: Tokens of a CTA, and threads of a token while chunks are added.
 TOKENS, QUADS = 32, 8
 
 
+@dataclass(frozen=True)
+class Tensors:
+    """Global tensors, fp32; None for those that a configuration does not use.
+
+    mSums: [S, M, N] and mSquares: [S, M], sums of chunks.  mH: [M, W].  mMs: [M].
+    mAlpha: [3].  mBeta: [N].  mPre, mPost: [M, n].  mZ: [M, n²], logits.  mRes: [M, n²].
+    """
+
+    mSums: cute.Tensor | None
+    mSquares: cute.Tensor | None
+    mH: cute.Tensor | None
+    mMs: cute.Tensor | None
+    mAlpha: cute.Tensor | None
+    mBeta: cute.Tensor | None
+    mPre: cute.Tensor | None
+    mPost: cute.Tensor | None
+    mZ: cute.Tensor | None
+    mRes: cute.Tensor | None
+
+
 class MhcCoefficientsSm90:
-    """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
+    """Kernel of one configuration; ``__call__`` is the host function that is compiled."""
 
     def __init__(self, config: CoefficientsConfig):
         self.config = config
@@ -46,17 +72,17 @@ class MhcCoefficientsSm90:
         mPost: cute.Tensor | None,
         mZ: cute.Tensor | None,
         mRes: cute.Tensor | None,
-        numbers: tuple,
+        scalars: tuple[cutlass.Float32, cutlass.Float32, cutlass.Float32, cutlass.Float32],
         size: cutlass.Int32,
         iterations: cutlass.Int32,
-        stream,
+        stream: cuda.CUstream,
     ):
         if cutlass.const_expr(mH is not None):
             m = mH.shape[0]
         else:
             m = mZ.shape[0]
-        tensors = (mH, mMs, mAlpha, mBeta, mPre, mPost, mZ, mRes)
-        self.kernel(mSums, mSquares, tensors, numbers, m, size, iterations).launch(
+        tensors = Tensors(mSums, mSquares, mH, mMs, mAlpha, mBeta, mPre, mPost, mZ, mRes)
+        self.kernel(tensors, Scalars(*scalars), m, size, iterations).launch(
             grid=((m + self.tokens - 1) // self.tokens, 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,
@@ -64,17 +90,23 @@ class MhcCoefficientsSm90:
         )
 
     @cute.kernel
-    def kernel(self, mSums, mSquares, tensors: tuple, numbers: tuple, m, size, iterations):
+    def kernel(
+        self,
+        tensors: Tensors,
+        scalars: Scalars,
+        m: cutlass.Int32,
+        size: cutlass.Int32,
+        iterations: cutlass.Int32,
+    ):
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        mH, mMs, mAlpha, mBeta, mPre, mPost, mZ, mRes = tensors
         n = self.config.n
         token = block * self.tokens + tidx
         if cutlass.const_expr(self.config.source == "chunks"):
-            # A column more than there are: threads of a warp read different banks.
+            # One column of padding: threads of a warp read different banks.
             layout = cute.make_ordered_layout((TOKENS, self.columns + 1), order=(1, 0))
             sH = SmemAllocator().allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
-            self.add(mSums, mSquares, mH, mMs, sH, block * TOKENS, size)
+            self.add_chunks(tensors, sH, block * TOKENS, size)
             cute.arch.sync_threads()
         if cutlass.const_expr(self.config.gate or self.config.sinkhorn):
             if (tidx < self.tokens) & (token < m):
@@ -86,32 +118,39 @@ class MhcCoefficientsSm90:
                             h[j] = sH[tidx, j]
                         ms = sH[tidx, self.columns]
                     else:
-                        h.store(unit.coefficients(mH, token, self.columns).load())
-                        ms = copy.aligned(mMs, cutlass.Int64(token), 1)[0]
-                    self.gate(h, ms, (mAlpha, mBeta), numbers, (mPre, mPost), z, token)
+                        h.store(unit.coefficients(tensors.mH, token, self.columns).load())
+                        ms = copy.aligned(tensors.mMs, cutlass.Int64(token), 1)[0]
+                    self.gate(tensors, scalars, h, ms, z, token)
                 else:
-                    z.store(unit.coefficients(mZ, token, n * n).load())
+                    z.store(unit.coefficients(tensors.mZ, token, n * n).load())
                 if cutlass.const_expr(self.config.sinkhorn):
-                    self.sinkhorn(z, numbers[3], iterations)
-                unit.store(mRes, token, z)
+                    self.sinkhorn(z, scalars.sinkhorn_eps, iterations)
+                unit.store(tensors.mRes, token, z)
 
     @cute.jit
-    def add(self, mSums, mSquares, mH, mMs, sH, first, size):
-        """Chunks ascending: H and ms of the CTA's tokens, in global and in shared memory."""
+    def add_chunks(
+        self, tensors: Tensors, sH: cute.Tensor, first: cutlass.Int32, size: cutlass.Int32
+    ):
+        """H = Σ_s sums[s], ms = Σ_s squares[s] / K, s ascending, of the CTA's tokens.
+
+        Both are stored to global memory and to ``sH`` [token, column], ms in the last column.
+        """
         tidx, _, _ = cute.arch.thread_idx()
-        own, quad = tidx // QUADS, tidx % QUADS
-        token = first + own
+        row, quad = tidx // QUADS, tidx % QUADS
+        token = first + row
+        mSums, mSquares, mH, mMs = tensors.mSums, tensors.mSquares, tensors.mH, tensors.mMs
         chunks, m, columns = mSums.shape
         if token < m:
             if quad < self.columns // 4:
                 total = cute.make_rmem_tensor(cute.make_layout(4), cutlass.Float32)
-                at = cutlass.Int64(token) * columns + 4 * quad
+                # Computed by hand: 64-bit offsets, with one address for all chunks.
+                offset = cutlass.Int64(token) * columns + 4 * quad
                 step = cutlass.Int64(m) * columns
-                total.store(copy.aligned(mSums, at, 4).load())
+                total.store(copy.aligned(mSums, offset, 4).load())
                 for s in cutlass.range(1, chunks, unroll=4):
-                    total.store(total.load() + copy.aligned(mSums, at + s * step, 4).load())
+                    total.store(total.load() + copy.aligned(mSums, offset + s * step, 4).load())
                 for i in cutlass.range_constexpr(4):
-                    sH[own, 4 * quad + i] = total[i]
+                    sH[row, 4 * quad + i] = total[i]
                 copy.aligned(mH, cutlass.Int64(token) * self.width + 4 * quad, 4).store(
                     total.load()
                 )
@@ -122,33 +161,40 @@ class MhcCoefficientsSm90:
                     zeros.load()
                 )
             if quad == QUADS - 1:
-                at = cutlass.Int64(token)
-                squares = copy.aligned(mSquares, at, 1)[0]
+                offset = cutlass.Int64(token)
+                squares = copy.aligned(mSquares, offset, 1)[0]
                 for s in cutlass.range(1, chunks, unroll=4):
-                    own_chunk = copy.aligned(mSquares, at + cutlass.Int64(s) * m, 1)[0]
-                    squares = squares + own_chunk
+                    chunk_squares = copy.aligned(mSquares, offset + cutlass.Int64(s) * m, 1)[0]
+                    squares = squares + chunk_squares
                 ms = squares / size.to(cutlass.Float32)
-                sH[own, self.columns] = ms
-                copy.aligned(mMs, at, 1)[0] = ms
+                sH[row, self.columns] = ms
+                copy.aligned(mMs, offset, 1)[0] = ms
 
     @cute.jit
-    def gate(self, h, ms, weights: tuple, numbers: tuple, made: tuple, z, token):
-        """pre and post are stored, the logits of res are ``z``."""
+    def gate(
+        self,
+        tensors: Tensors,
+        scalars: Scalars,
+        h: cute.Tensor,
+        ms: cutlass.Float32,
+        z: cute.Tensor,
+        token: cutlass.Int32,
+    ):
+        """Store pre = σ(z) + pre_eps and post = post_scale σ(z); write the logits of res to z."""
         n = self.config.n
         pre, post = (cute.make_rmem_tensor(cute.make_layout(n), cutlass.Float32) for _ in range(2))
-        eps, pre_eps, post_scale, _ = numbers
-        logits = mix.logits(h, ms, weights, eps, n)
+        logits = mix.logits(h, ms, tensors.mAlpha, tensors.mBeta, scalars.eps, n)
         for i in cutlass.range_constexpr(n):
-            pre[i] = mix.sigmoid(logits[i]) + pre_eps
-            post[i] = mix.sigmoid(logits[n + i]) * post_scale
+            pre[i] = mix.sigmoid(logits[i]) + scalars.pre_eps
+            post[i] = mix.sigmoid(logits[n + i]) * scalars.post_scale
         for i in cutlass.range_constexpr(n * n):
             z[i] = logits[2 * n + i]
-        unit.store(made[0], token, pre)
-        unit.store(made[1], token, post)
+        unit.store(tensors.mPre, token, pre)
+        unit.store(tensors.mPost, token, post)
 
     @cute.jit
-    def sinkhorn(self, z, epsilon, iterations):
-        """P in place of its logits."""
+    def sinkhorn(self, z: cute.Tensor, epsilon: cutlass.Float32, iterations: cutlass.Int32):
+        """Replace the logits z by P = Sinkhorn-Knopp of z."""
         n = self.config.n
         eps = epsilon if self.config.form == "epsilon" else None
         s, y = (cute.make_rmem_tensor(cute.make_layout(n * n), cutlass.Float32) for _ in range(2))
@@ -160,13 +206,13 @@ class MhcCoefficientsSm90:
         z.store(y.load())
 
 
-def build(config: CoefficientsConfig, compile=cute.compile):
-    """Compiles one configuration against fake tensors; no GPU needed."""
+def build(config: CoefficientsConfig, compile: Callable = cute.compile) -> Callable:
+    """Compile one configuration against fake tensors; needs no GPU."""
     n = config.n
     m, chunks = fake.size(), fake.size()
     columns, width = mappings(n), WIDTH[n]
 
-    def vector(there: bool, length):
+    def vector(there: bool, length: int | cute.SymInt):
         return fake.vector("fp32", length) if there else None
 
     def made(there: bool, count: int):

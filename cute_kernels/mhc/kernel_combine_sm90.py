@@ -1,4 +1,4 @@
-"""aggregate and expand_combine of a token, on SM90.
+"""Aggregate and expand_combine of a token, on SM90.
 
     out = Σ_i x_i pre_i
     y_j = (f + bias) post_j + Σ_i x_i res[i, j]
@@ -6,28 +6,42 @@
 Layout       x, y [M, K] rows of streams (mhc/config.py); f, out [M, C]; pre, post [M, n] and
              res [M, n²] fp32 with any row stride.
 Order        i ascending, one fma each, one rounding; no sum goes over channels or tokens.
-Work         a CTA for a token, which a larger M than CTAs walks on from.
+Work         a CTA takes a token, and then every P-th one, P being the size of the grid.
 Measured     docs/status.md.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
+from cuda.bindings import driver as cuda
 
 from ..compile import fake
 from .config import CombineConfig
 from .device import unit
-from .device.unit import Unit
+from .device.arguments import CollapseTensors, ExpandTensors
+from .device.unit import Vector
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Coefficients of one token, in registers: ``pre`` of aggregate, or ``post`` and ``res``."""
+
+    pre: cute.Tensor | None
+    post: cute.Tensor | None
+    res: cute.Tensor | None
 
 
 class MhcCombineSm90:
-    """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
+    """Kernel of one configuration; ``__call__`` is the host function that is compiled."""
 
     def __init__(self, config: CombineConfig):
         self.config = config
         self.dtype = fake.DTYPES[config.dtype]
         channels = 8 // config.n if config.layout == "cn" else 8
-        self.unit = Unit(self.dtype, config.n, config.layout, channels, config.wide)
-        # A unit of the layout "nc" is n times as long.
+        self.vector = Vector(self.dtype, config.n, config.layout, channels, config.wide)
+        # Vectors in flight; one of the layout "nc" is n times as long.
         self.ahead = config.ahead if config.layout == "cn" else 1
         few = config.layout == "nc" or config.dtype == "fp32"
         self.blocks = 2 if few and config.expand else 4
@@ -44,9 +58,11 @@ class MhcCombineSm90:
         mRes: cute.Tensor | None,
         mY: cute.Tensor | None,
         ctas: cutlass.Int32,
-        stream,
+        stream: cuda.CUstream,
     ):
-        self.kernel(mX, (mPre, mOut), (mF, mBias, mPost, mRes, mY)).launch(
+        collapse = CollapseTensors(mPre, mOut)
+        expand = ExpandTensors(mF, mBias, mPost, mRes, mY)
+        self.kernel(mX, collapse, expand).launch(
             grid=(ctas, 1, 1),
             block=(self.config.threads, 1, 1),
             min_blocks_per_mp=self.blocks,
@@ -56,61 +72,77 @@ class MhcCombineSm90:
         )
 
     @cute.kernel
-    def kernel(self, mX: cute.Tensor, collapse: tuple, expand: tuple):
+    def kernel(self, mX: cute.Tensor, collapse: CollapseTensors, expand: ExpandTensors):
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         m, k = mX.shape
-        total, step = k // self.config.n, self.unit.channels
+        total, step = k // self.config.n, self.vector.channels
         batch = self.config.threads * self.ahead * step
         for row in cutlass.range(block, m, ctas, unroll=1):
             coefficients = self.coefficients(collapse, expand, row)
-            tensors = (mX, collapse, expand, coefficients, row)
             limit = total - total % batch if self.config.wide else 0
             for c in cutlass.range(tidx * step, limit, batch, unroll=1):
-                own = cutlass.Int64(c)
-                places = [own + a * self.config.threads * step for a in range(self.ahead)]
-                self.units(tensors, places, total, False)
+                first = cutlass.Int64(c)
+                channels = [first + a * self.config.threads * step for a in range(self.ahead)]
+                self.vectors(mX, collapse, expand, coefficients, row, channels, total, False)
             for c in cutlass.range(
                 limit + tidx * step, total, self.config.threads * step, unroll=1
             ):
-                self.units(tensors, [c], total, not self.config.wide)
+                checked = not self.config.wide
+                self.vectors(mX, collapse, expand, coefficients, row, [c], total, checked)
 
     @cute.jit
-    def coefficients(self, collapse: tuple, expand: tuple, row) -> tuple:
-        """What a token has."""
+    def coefficients(
+        self, collapse: CollapseTensors, expand: ExpandTensors, row: cutlass.Int32
+    ) -> Coefficients:
+        """Load the coefficients of a token."""
         n = self.config.n
         if cutlass.const_expr(self.config.expand):
-            return unit.coefficients(expand[2], row, n), unit.coefficients(expand[3], row, n * n)
-        return (unit.coefficients(collapse[0], row, n),)
+            post = unit.coefficients(expand.mPost, row, n)
+            return Coefficients(None, post, unit.coefficients(expand.mRes, row, n * n))
+        return Coefficients(unit.coefficients(collapse.mPre, row, n), None, None)
 
     @cute.jit
-    def units(self, tensors: tuple, places: list, total, checked: cutlass.Constexpr):
-        """A few units of a token: all loads first."""
-        mX, collapse, expand, coefficients, row = tensors
+    def vectors(
+        self,
+        mX: cute.Tensor,
+        collapse: CollapseTensors,
+        expand: ExpandTensors,
+        coefficients: Coefficients,
+        row: cutlass.Int32,
+        channels: list[cutlass.Int64],
+        total: cutlass.Int32,
+        checked: cutlass.Constexpr[bool],
+    ):
+        """Combine the vectors of a token at ``channels``: all loads first."""
+        vector = self.vector
+        # Computed by hand: rows begin at 64-bit offsets.  Of a row of [M, C], and of [M, K]:
         base = cutlass.Int64(row) * total
-        wide = base * self.config.n
-        raws = [self.unit.load(mX, wide, c, total, checked) for c in places]
+        x_base = base * self.config.n
+        rXs = [vector.load(mX, x_base, c, total, checked) for c in channels]
         if cutlass.const_expr(self.config.expand):
-            mF, mBias, _, _, mY = expand
-            post, res = coefficients
-            fs = [self.unit.load_channels(mF, base, c, total, checked) for c in places]
-            biases = [None] * len(places)
+            # y_j = (f + bias) post_j + Σ_i x_i res[i, j]
+            mF, mBias = expand.mF, expand.mBias
+            fs = [vector.load_channels(mF, base, c, total, checked) for c in channels]
+            biases = [None] * len(channels)
             if cutlass.const_expr(mBias is not None):
                 zero = cutlass.Int64(0)
-                biases = [self.unit.load_channels(mBias, zero, c, total, checked) for c in places]
-            for c, raw, f, bias in zip(places, raws, fs, biases):
-                y = unit.expanded(self.unit, unit.widened(raw), f, bias, post, res)
-                y = unit.narrowed(y, self.dtype)
-                self.unit.store(y, mY, wide, c, total, checked)
+                biases = [vector.load_channels(mBias, zero, c, total, checked) for c in channels]
+            post, res = coefficients.post, coefficients.res
+            for c, rX, f, bias in zip(channels, rXs, fs, biases):
+                y = unit.expanded(vector, unit.to_fp32(rX), f, bias, post, res)
+                y = unit.rounded(y, self.dtype)
+                vector.store(y, expand.mY, x_base, c, total, checked)
         else:
-            for c, raw in zip(places, raws):
-                out = unit.collapsed(self.unit, unit.widened(raw), coefficients[0])
-                self.unit.store_channels(out, collapse[1], base, c, total, checked)
+            # out = Σ_i x_i pre_i
+            for c, rX in zip(channels, rXs):
+                out = unit.collapsed(vector, unit.to_fp32(rX), coefficients.pre)
+                vector.store_channels(out, collapse.mOut, base, c, total, checked)
 
 
-def build(config: CombineConfig, compile=cute.compile):
-    """Compiles one configuration against fake tensors; no GPU needed."""
+def build(config: CombineConfig, compile: Callable = cute.compile) -> Callable:
+    """Compile one configuration against fake tensors; needs no GPU."""
     n, element = config.n, fake.DTYPES[config.dtype]
     m, k, c = (fake.size() for _ in range(3))
     align = 16 if config.wide else element.width // 8

@@ -1,44 +1,106 @@
-"""Sums over chunks of channels of x psiᵀ and x², on SM90; with the streams made on the way.
+"""Sums of x psiᵀ and x² over chunks of channels, on SM90; optionally fused with expand_combine.
 
     sums[s, m, j] = Σ_k x[m, k] psi[j, k],  squares[s, m] = Σ_k x[m, k]²,  k of chunk s
-    y_j = (f + bias) post_j + Σ_i x_i res[i, j] in place of x, and stored, if it is asked for
-    out = Σ_i y_i pre_i, of the rounded y, likewise
+    expand:   y_j = (f + bias) post_j + Σ_i x_i res[i, j] takes the place of x, and is stored
+    collapse: out = Σ_i y_i pre_i, of the rounded y, is stored
 
 Layout       x, y [M, K] rows of streams (mhc/config.py); psi fp32 [N, K]; sums [S, M, N],
              squares [S, M] fp32; f, out [M, C].
-Order        a chunk is walked in steps of 32 channels, a step in the units of mhc/device/unit.py;
-             each octet is two k16 groups of ``mma.sync`` whose sums go on.  psi is the sum of T
-             bf16 terms, and so is an fp32 x; each term of psi has sums of its own, which are added
-             from the smallest on.  Squares: a lane adds those of an octet from zero, and octets
-             in a chain; of four lanes neighbours are added first.  A chain of single squares would
-             be too small, as those of bf16 numbers are rounded down more often than up.  None of
-             it follows M, the grid or the warp.
+Order        a chunk is added in steps of 32 channels, a step in vectors of mhc/device/unit.py; each
+             octet is two k16 groups of ``mma.sync``, in one chain.  psi is the sum of T bf16
+             terms, and so is an fp32 x; each term of psi has its own sums, which are added
+             smallest term first.  Squares: a lane adds those of an octet from zero, and octets in
+             a chain; then four lanes, neighbours first.  A chain of single squares would be too
+             small, as squares of bf16 numbers are rounded down more often than up.  The order
+             does not depend on M, the grid or the warp.
 Work         a CTA keeps the terms of one chunk of psi in shared memory and streams tokens past
-             them, a tile of 16 or 32 to a warp; as many CTAs as fit share a chunk.
-M, C tails   rows behind the last are read as the last, and not stored; channels behind the last
-             are zeros.
+             them, a tile of 16 to a warp; as many CTAs as fit share a chunk.
+M, C tails   rows beyond the last read that row, and are not stored; channels beyond the last are
+             zeros.
 Measured     docs/status.md.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
+from cuda.bindings import driver as cuda
 from cutlass.memory import SmemAllocator
 
 from ..compile import fake
 from ..dsl import copy, reduce
 from .config import ProjectConfig, chunk_channels, mappings
 from .device import matrix, unit
-from .device.unit import Unit
+from .device.arguments import CollapseTensors, ExpandTensors
+from .device.unit import Vector
 
 WARP = 32
 #: Channels of one step, and elements of an octet.
 STEP, OCTET = 32, 8
-#: Lanes' parts of psi that a thread loads before it splits the first.
+#: Items of psi that a thread loads before it splits the first into terms.
 FILL = 2
 
 
+@dataclass(frozen=True)
+class Coefficients:
+    """Coefficients of one token, in registers; None for those that a configuration lacks."""
+
+    post: cute.Tensor | None
+    res: cute.Tensor | None
+    pre: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One of a lane's tokens, and the token that it reads: the last one where that is beyond it."""
+
+    token: cutlass.Int32
+    read: cutlass.Int32
+
+
+@dataclass(frozen=True)
+class TileInputs:
+    """Inputs of a warp's tile of tokens, in one chunk.
+
+    coefficients: of each row; None where they are loaded again for each vector.
+    begin:        first channel of the chunk.
+    total:        channels, C.
+    """
+
+    mX: cute.Tensor
+    expand: ExpandTensors
+    collapse: CollapseTensors
+    coefficients: list[Coefficients | None]
+    rows: list[Row]
+    begin: cutlass.Int32
+    total: cutlass.Int32
+
+
+@dataclass(frozen=True)
+class TileSums:
+    """Running sums of a tile.
+
+    sPsi:    fragments of psi, the other operand.
+    acc:     Σ_k psi x of each row.
+    squares: Σ_k x² of each row.
+    """
+
+    sPsi: cute.Tensor
+    acc: list[cute.Tensor]
+    squares: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Item:
+    """Elements of one row that a lane loads at once: x, and f if y is computed; unconverted."""
+
+    x: cute.Tensor
+    f: cute.Tensor | None
+
+
 class MhcProjectSm90:
-    """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
+    """Kernel of one configuration; ``__call__`` is the host function that is compiled."""
 
     def __init__(self, config: ProjectConfig):
         n = config.n
@@ -46,16 +108,16 @@ class MhcProjectSm90:
         self.dtype = fake.DTYPES[config.dtype]
         self.terms = 2 if config.precision == "bf16x2" else 3
         self.chunk = chunk_channels(n, config.precision)
-        self.steps = self.chunk // STEP * n  # of one octet a lane
+        self.steps = self.chunk // STEP * n  # steps of one octet a lane
         self.columns = mappings(n)
         # Tiles of 16 rows: the rows of psi's first term, then those of the next.
         self.tiles = -(-self.terms * self.columns // matrix.ROWS)
         channels = OCTET // n if config.layout == "cn" else OCTET
-        self.unit = Unit(self.dtype, n, config.layout, channels, config.wide)
-        # What a lane loads at once: an octet; or a unit, if y needs all streams of its channels.
-        self.octets = self.unit.size // OCTET if config.expand else 1
-        self.items = n // self.octets  # of 32 channels
-        # A warp has two rows of eight tokens: rows g and g + 8.
+        self.vector = Vector(self.dtype, n, config.layout, channels, config.wide)
+        # An item is an octet; or a vector, where y needs all streams of its channels.
+        self.octets = self.vector.size // OCTET if config.expand else 1
+        self.items = n // self.octets  # items of 32 channels
+        # A lane has two tokens, g and g + 8, of the 16 of a warp.
         self.rows = 2
         self.threads = WARP * config.warps
 
@@ -74,9 +136,11 @@ class MhcProjectSm90:
         mPre: cute.Tensor | None,
         mOut: cute.Tensor | None,
         ctas: cutlass.Int32,
-        stream,
+        stream: cuda.CUstream,
     ):
-        self.kernel(mX, mPsi, mSums, mSquares, (mF, mBias, mPost, mRes, mY), (mPre, mOut)).launch(
+        expand = ExpandTensors(mF, mBias, mPost, mRes, mY)
+        collapse = CollapseTensors(mPre, mOut)
+        self.kernel(mX, mPsi, mSums, mSquares, expand, collapse).launch(
             grid=(ctas, 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.config.blocks,
@@ -86,7 +150,15 @@ class MhcProjectSm90:
         )
 
     @cute.kernel
-    def kernel(self, mX, mPsi, mSums, mSquares, expand: tuple, collapse: tuple):
+    def kernel(
+        self,
+        mX: cute.Tensor,
+        mPsi: cute.Tensor,
+        mSums: cute.Tensor,
+        mSquares: cute.Tensor,
+        expand: ExpandTensors,
+        collapse: CollapseTensors,
+    ):
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -97,7 +169,7 @@ class MhcProjectSm90:
         )
         tiles = (mX.shape[0] + 8 * self.rows - 1) // (8 * self.rows)
         chunks, warps = mSums.shape[0], self.config.warps
-        # So many CTAs share a chunk, each a part of its tiles.
+        # CTAs that share a chunk; each has some of its tiles.
         sharers = cutlass.max(ctas // chunks, 1)
         for chunk in cutlass.range(block // sharers, chunks, ctas // sharers, unroll=1):
             cute.arch.sync_threads()
@@ -109,42 +181,53 @@ class MhcProjectSm90:
                 self.tile(mX, sPsi, mSums, mSquares, expand, collapse, chunk, tile)
 
     @cute.jit
-    def place(self, step, i, t):
+    def octet_coord(self, step: cutlass.Int32, i: cutlass.Int32, t: cutlass.Int32) -> cute.Coord:
         """(first channel in the chunk, stream in "nc") of a lane's octet i of a step."""
-        channels = self.unit.channels
+        channels = self.vector.channels
         if cutlass.const_expr(self.config.layout == "cn"):
             return step * STEP + i * (4 * channels) + channels * t, 0
         return step * STEP + channels * t, i
 
     @cute.jit
-    def octet(self, tensor, base, at: tuple, total, checked: cutlass.Constexpr):
-        """Eight elements of a row; ``at``: (channel, stream); 0 behind the last channel."""
-        c, stream = at
-        raw = cute.make_rmem_tensor(cute.make_layout(OCTET), tensor.element_type)
-        width = 128 // tensor.element_type.width if self.config.wide else 1
+    def octet(
+        self,
+        mX: cute.Tensor,
+        base: cutlass.Int64,
+        coord: cute.Coord,
+        total: cutlass.Int32,
+        checked: cutlass.Constexpr[bool],
+    ) -> cute.Tensor:
+        """Load eight elements of a row from ``coord`` = (channel, stream); 0 beyond ``total``."""
+        c, stream = coord
+        rX = cute.make_rmem_tensor(cute.make_layout(OCTET), mX.element_type)
+        width = 128 // mX.element_type.width if self.config.wide else 1
+        # Computed by hand: 64-bit offsets, and one form that serves both layouts.
         offset = cutlass.Int64(c) * self.config.n
         if cutlass.const_expr(self.config.layout == "nc"):
             offset = cutlass.Int64(total) * stream + c
         for a in cutlass.range_constexpr(OCTET // width):
-            part = unit.piece(raw, a * width, width)
-            at = base + offset + a * width
+            rAccess = unit.piece(rX, a * width, width)
+            element = base + offset + a * width
             if cutlass.const_expr(checked):
-                # The row's first elements are read in place of what lies behind its last one.
-                inside = c + self.unit.channel(a * width) < total
-                part.store(copy.aligned(tensor, at if inside else base, width).load())
+                # Beyond the last channel the row's first elements are read, and replaced by 0.
+                inside = c + self.vector.channel(a * width) < total
+                rAccess.store(copy.aligned(mX, element if inside else base, width).load())
                 for e in cutlass.range_constexpr(width):
-                    part[e] = part[e] if inside else tensor.element_type(0.0)
+                    rAccess[e] = rAccess[e] if inside else mX.element_type(0.0)
             else:
-                part.store(copy.aligned(tensor, at, width).load())
-        return raw
+                rAccess.store(copy.aligned(mX, element, width).load())
+        return rX
 
     @cute.jit
-    def fill(self, sPsi: cute.Tensor, mPsi: cute.Tensor, chunk, tidx):
-        """psi = Σ of terms: a thread has all that one lane reads in a step."""
+    def fill(self, sPsi: cute.Tensor, mPsi: cute.Tensor, chunk: cutlass.Int32, tidx: cutlass.Int32):
+        """Write the fragments of a chunk of psi = Σ of bf16 terms to shared memory.
+
+        An item is what one lane reads in a step.
+        """
         channels = mPsi.shape[1] // self.config.n
         begin = chunk * self.chunk
         items = self.steps * WARP
-        # All of a whole chunk, several at a time; what is behind the last channel is zeros.
+        # A whole chunk: several items in flight.  Else zeros beyond the last channel.
         if (begin + self.chunk <= channels) & self.config.wide:
             for item in cutlass.range(tidx, items, self.threads, unroll=FILL):
                 self.fill_item(sPsi, mPsi, begin, item, channels, False)
@@ -153,11 +236,19 @@ class MhcProjectSm90:
                 self.fill_item(sPsi, mPsi, begin, item, channels, True)
 
     @cute.jit
-    def fill_item(self, sPsi, mPsi, begin, item, channels, checked: cutlass.Constexpr):
-        """The octets of rows g, g + 8, ... of psi, as terms: rows g and g + 8 of every tile."""
+    def fill_item(
+        self,
+        sPsi: cute.Tensor,
+        mPsi: cute.Tensor,
+        begin: cutlass.Int32,
+        item: cutlass.Int32,
+        channels: cutlass.Int32,
+        checked: cutlass.Constexpr[bool],
+    ):
+        """Split octets of rows g, g + 8, ... of psi into terms: rows g and g + 8 of every tile."""
         lane, step = item % WARP, item // WARP
         n, blocks = self.config.n, self.columns // 8
-        c, stream = self.place(step // n, step % n, lane % 4)
+        c, stream = self.octet_coord(step // n, step % n, lane % 4)
         rows = []
         for block in cutlass.range_constexpr(blocks):
             base = cutlass.Int64(block * 8 + lane // 4) * mPsi.shape[1]
@@ -165,37 +256,58 @@ class MhcProjectSm90:
             rows.append(matrix.terms(octet, self.terms))
         for tile in cutlass.range_constexpr(self.tiles):
             for group in cutlass.range_constexpr(2):
-                made = cute.make_rmem_tensor(cute.make_layout(4), cutlass.Int32)
-                made.fill(0)
+                rPsi = cute.make_rmem_tensor(cute.make_layout(4), cutlass.Int32)
+                rPsi.fill(0)
                 for half in cutlass.range_constexpr(2):
-                    # Blocks of eight rows: of the first term, then of the next.
-                    at = 2 * tile + half
-                    if cutlass.const_expr(at < self.terms * blocks):
+                    # Blocks of eight rows: those of the first term, then of the next.
+                    index = 2 * tile + half
+                    if cutlass.const_expr(index < self.terms * blocks):
                         for pair in cutlass.range_constexpr(2):
-                            of_term = rows[at % blocks][at // blocks]
-                            made[half + 2 * pair] = of_term[2 * group + pair]
-                self.fragment(sPsi, step, tile, lane, group).store(made.load())
+                            term = rows[index % blocks][index // blocks]
+                            rPsi[half + 2 * pair] = term[2 * group + pair]
+                self.fragment(sPsi, step, tile, lane, group).store(rPsi.load())
 
     @cute.jit
-    def fragment(self, sPsi: cute.Tensor, step, tile, lane, group) -> cute.Tensor:
-        """The four registers of a lane in one k16 group."""
-        at = (((step * self.tiles + tile) * 2 + group) * WARP + lane) * 4
+    def fragment(
+        self,
+        sPsi: cute.Tensor,
+        step: cutlass.Int32,
+        tile: cutlass.Constexpr[int],
+        lane: cutlass.Int32,
+        group: cutlass.Constexpr[int],
+    ) -> cute.Tensor:
+        """View of the four registers of a lane in one k16 group of psi."""
+        offset = (((step * self.tiles + tile) * 2 + group) * WARP + lane) * 4
+        # Computed by hand: the cast asserts the alignment of one 16-byte access.
         pointer = cute.make_ptr(
-            cutlass.Int32, (sPsi.iterator + at).toint(), cute.AddressSpace.smem, assumed_align=16
+            cutlass.Int32,
+            (sPsi.iterator + offset).toint(),
+            cute.AddressSpace.smem,
+            assumed_align=16,
         )
         return cute.make_tensor(pointer, cute.make_layout(4))
 
     @cute.jit
-    def tile(self, mX, sPsi, mSums, mSquares, expand: tuple, collapse: tuple, chunk, tile):
-        """One chunk of a warp's tokens: lanes of row g read tokens g, g + 8, ..."""
+    def tile(
+        self,
+        mX: cute.Tensor,
+        sPsi: cute.Tensor,
+        mSums: cute.Tensor,
+        mSquares: cute.Tensor,
+        expand: ExpandTensors,
+        collapse: CollapseTensors,
+        chunk: cutlass.Int32,
+        tile: cutlass.Int32,
+    ):
+        """Sums of one chunk of the tokens of a warp: lanes of row g have tokens g and g + 8."""
         config = self.config
         lane = cute.arch.lane_idx()
         m, k = mX.shape
         total = k // config.n
-        own = [tile * (8 * self.rows) + lane // 4 + 8 * h for h in range(self.rows)]
-        reads = [cutlass.min(row, m - 1) for row in own]
-        rows = list(zip(own, reads))
-        # Where they leave no registers they are read again for each unit.
+        tokens = [tile * (8 * self.rows) + lane // 4 + 8 * h for h in range(self.rows)]
+        reads = [cutlass.min(token, m - 1) for token in tokens]
+        rows = [Row(token, read) for token, read in zip(tokens, reads)]
+        # Where registers are short, coefficients are loaded again for each vector.
         coefficients = [None] * self.rows
         if cutlass.const_expr(config.layout == "cn" and not config.collapse):
             coefficients = [self.coefficients(expand, collapse, row) for row in reads]
@@ -204,164 +316,195 @@ class MhcProjectSm90:
             for _ in range(self.rows)
         ]
         squares = cute.make_rmem_tensor(cute.make_layout(self.rows), cutlass.Float32)
-        for of_row in acc:
-            of_row.fill(0.0)
+        for row_acc in acc:
+            row_acc.fill(0.0)
         squares.fill(0.0)
         begin = chunk * self.chunk
         extent = cutlass.min(total - begin, self.chunk)
         whole = extent // STEP if config.wide else 0
-        tensors = (mX, expand, collapse, coefficients, rows, begin, total)
-        state = (sPsi, acc, squares)
+        inputs = TileInputs(mX, expand, collapse, coefficients, rows, begin, total)
+        sums = TileSums(sPsi, acc, squares)
         if whole > 0:
-            self.walk(tensors, state, whole)
+            self.whole_steps(inputs, sums, whole)
         for step in cutlass.range(whole, (extent + STEP - 1) // STEP, unroll=1):
             for i in cutlass.range_constexpr(self.items):
-                self.use(tensors, state, self.load(tensors, step, i, True), step, i, True)
-        self.finish(mSums, mSquares, acc, squares, own, chunk)
+                self.add_item(inputs, sums, self.load(inputs, step, i, True), step, i, True)
+        self.finish(mSums, mSquares, sums, rows, chunk)
 
     @cute.jit
-    def walk(self, tensors: tuple, state: tuple, steps):
-        """Whole steps, of which the next one is under way while one is used."""
+    def whole_steps(self, inputs: TileInputs, sums: TileSums, steps: cutlass.Int32):
+        """Add ``steps`` whole steps; the loads of the next step are in flight during each."""
         last = steps - 1
-        items = [self.load(tensors, 0, i, False) for i in range(self.items)]
+        items = [self.load(inputs, 0, i, False) for i in range(self.items)]
         for step in cutlass.range(steps, unroll=1):
             following = cutlass.min(step + 1, last)
-            after = [self.load(tensors, following, i, False) for i in range(self.items)]
+            next_items = [self.load(inputs, following, i, False) for i in range(self.items)]
             for i in cutlass.range_constexpr(self.items):
-                self.use(tensors, state, items[i], step, i, False)
-                self.replace(items[i], after[i])
+                self.add_item(inputs, sums, items[i], step, i, False)
+                self.replace(items[i], next_items[i])
 
     @cute.jit
-    def replace(self, item: list, by: list):
-        """An item's registers by those of another one."""
-        for old, new in zip(item, by):
-            for left, right in zip(old, new):
-                if cutlass.const_expr(left is not None):
-                    left.store(right.load())
+    def replace(self, item: list[Item], source: list[Item]):
+        """Copy the registers of item ``source`` to those of ``item``, for each row."""
+        for old, new in zip(item, source):
+            old.x.store(new.x.load())
+            if cutlass.const_expr(old.f is not None):
+                old.f.store(new.f.load())
 
     @cute.jit
-    def load(self, tensors: tuple, step, i: cutlass.Constexpr, checked: cutlass.Constexpr) -> list:
-        """(x raw, f) of item i of a step, of every row."""
-        mX, expand, _, _, rows, begin, total = tensors
+    def load(
+        self,
+        inputs: TileInputs,
+        step: cutlass.Int32,
+        i: cutlass.Constexpr[int],
+        checked: cutlass.Constexpr[bool],
+    ) -> list[Item]:
+        """Load item i of a step, of each row."""
+        mX, mF = inputs.mX, inputs.expand.mF
+        begin, total = inputs.begin, inputs.total
         lane = cute.arch.lane_idx()
-        found = []
-        for _, read in rows:
-            base = cutlass.Int64(read) * total
-            wide = base * self.config.n
-            if cutlass.const_expr(expand[0] is None):
-                c, stream = self.place(step, i, lane % 4)
-                x = self.octet(mX, wide, (begin + c, stream), total, checked)
-                found.append((x, None))
+        items = []
+        for row in inputs.rows:
+            # Computed by hand: rows begin at 64-bit offsets.
+            base = cutlass.Int64(row.read) * total
+            x_base = base * self.config.n
+            if cutlass.const_expr(mF is None):
+                c, stream = self.octet_coord(step, i, lane % 4)
+                x = self.octet(mX, x_base, (begin + c, stream), total, checked)
+                items.append(Item(x, None))
             else:
                 c = begin + self.channel_of(step, i)
-                x = self.unit.load(mX, wide, c, total, checked)
-                found.append((x, self.unit.load_raw(expand[0], base, c, total, checked)))
-        return found
+                x = self.vector.load(mX, x_base, c, total, checked)
+                items.append(Item(x, self.vector.load_raw(mF, base, c, total, checked)))
+        return items
 
     @cute.jit
-    def channel_of(self, step, i: cutlass.Constexpr):
-        """The first channel of a lane's unit, in the chunk."""
-        channels = self.unit.channels
+    def channel_of(self, step: cutlass.Int32, i: cutlass.Constexpr[int]) -> cutlass.Int32:
+        """First channel of a lane's vector, in the chunk."""
+        channels = self.vector.channels
         return step * STEP + i * (4 * channels) + channels * (cute.arch.lane_idx() % 4)
 
     @cute.jit
-    def use(
-        self, tensors: tuple, state: tuple, item: list, step, i: cutlass.Constexpr,
-        checked: cutlass.Constexpr,
-    ):  # fmt: skip
-        """The sums of item i of a step."""
-        _, expand, collapse, coefficients, rows, begin, total = tensors
-        sPsi, acc, squares = state
-        terms, raws = [], []
+    def add_item(
+        self,
+        inputs: TileInputs,
+        sums: TileSums,
+        item: list[Item],
+        step: cutlass.Int32,
+        i: cutlass.Constexpr[int],
+        checked: cutlass.Constexpr[bool],
+    ):
+        """Add item i of a step: Σ_k x psi and Σ_k x², of y in place of x if it is computed."""
+        terms, rXs = [], []
         for h in cutlass.range_constexpr(self.rows):
-            raw, f = item[h]
-            if cutlass.const_expr(expand[0] is not None):
-                at = (begin + self.channel_of(step, i), total, tensors[0].shape[0])
-                made = (expand, collapse, coefficients[h])
-                raw = self.expand(made, item[h], rows[h], at, checked)
-            raws.append(raw)
-            terms.append(matrix.terms(raw, self.terms))
+            rX = item[h].x
+            if cutlass.const_expr(inputs.expand.mF is not None):
+                c = inputs.begin + self.channel_of(step, i)
+                rX = self.expand(inputs, h, item[h], c, checked)
+            rXs.append(rX)
+            terms.append(matrix.terms(rX, self.terms))
         for o in cutlass.range_constexpr(self.octets):
             octet = step * self.config.n + i * self.octets + o
-            self.multiply(sPsi, acc, terms, octet, o)
-        # Behind the products, whose fragments of psi take the registers that this needs.
+            self.multiply(sums, terms, octet, o)
+        # After the products, whose fragments of psi take the registers that this needs.
         for h in cutlass.range_constexpr(self.rows):
-            values = unit.widened(raws[h])
+            values = unit.to_fp32(rXs[h])
             for o in cutlass.range_constexpr(self.octets):
-                of_octet = values[o * OCTET] * values[o * OCTET]
+                octet_sum = values[o * OCTET] * values[o * OCTET]
                 for p in cutlass.range_constexpr(o * OCTET + 1, (o + 1) * OCTET):
-                    of_octet = cute.math.fma(values[p], values[p], of_octet)
-                squares[h] = squares[h] + of_octet
+                    octet_sum = cute.math.fma(values[p], values[p], octet_sum)
+                sums.squares[h] = sums.squares[h] + octet_sum
 
     @cute.jit
-    def coefficients(self, expand: tuple, collapse: tuple, row) -> tuple:
-        """(post, res, pre) of a token, of what there is."""
+    def coefficients(
+        self, expand: ExpandTensors, collapse: CollapseTensors, row: cutlass.Int32
+    ) -> Coefficients:
+        """Load the coefficients of a token."""
         n = self.config.n
         post = res = pre = None
-        if cutlass.const_expr(expand[0] is not None):
-            post = unit.coefficients(expand[2], row, n)
-            res = unit.coefficients(expand[3], row, n * n)
-        if cutlass.const_expr(collapse[0] is not None):
-            pre = unit.coefficients(collapse[0], row, n)
-        return post, res, pre
+        if cutlass.const_expr(expand.mF is not None):
+            post = unit.coefficients(expand.mPost, row, n)
+            res = unit.coefficients(expand.mRes, row, n * n)
+        if cutlass.const_expr(collapse.mPre is not None):
+            pre = unit.coefficients(collapse.mPre, row, n)
+        return Coefficients(post, res, pre)
 
     @cute.jit
-    def expand(self, made: tuple, item: tuple, row: tuple, at: tuple, checked: cutlass.Constexpr):
-        """A unit of y from one of x; both y and its collapse are stored."""
-        expand, collapse, coefficients = made
-        _, mBias, _, _, mY = expand
-        _, mOut = collapse
-        raw, f = item
-        own, read = row
-        c, total, m = at
+    def expand(
+        self,
+        inputs: TileInputs,
+        h: cutlass.Constexpr[int],
+        item: Item,
+        c: cutlass.Int32,
+        checked: cutlass.Constexpr[bool],
+    ) -> cute.Tensor:
+        """Compute the vector of y at channel c of row h; store it, and its collapse.
+
+        y_j = (f + bias) post_j + Σ_i x_i res[i, j]      out = Σ_i y_i pre_i, of the rounded y
+        """
+        vector, row, total = self.vector, inputs.rows[h], inputs.total
+        mBias, mOut = inputs.expand.mBias, inputs.collapse.mOut
+        coefficients = inputs.coefficients[h]
         if cutlass.const_expr(coefficients is None):
-            coefficients = self.coefficients(expand, collapse, read)
-        post, res, pre = coefficients
-        base = cutlass.Int64(read) * total
+            coefficients = self.coefficients(inputs.expand, inputs.collapse, row.read)
+        base = cutlass.Int64(row.read) * total
         bias = None
         if cutlass.const_expr(mBias is not None):
-            bias = self.unit.load_channels(mBias, cutlass.Int64(0), c, total, checked)
-        y = unit.expanded(self.unit, unit.widened(raw), unit.widened(f), bias, post, res)
-        y = unit.narrowed(y, self.dtype)
-        if own < m:
-            self.unit.store(y, mY, base * self.config.n, c, total, checked)
+            bias = vector.load_channels(mBias, cutlass.Int64(0), c, total, checked)
+        x, f = unit.to_fp32(item.x), unit.to_fp32(item.f)
+        y = unit.expanded(vector, x, f, bias, coefficients.post, coefficients.res)
+        y = unit.rounded(y, self.dtype)
+        if row.token < inputs.mX.shape[0]:
+            vector.store(y, inputs.expand.mY, base * self.config.n, c, total, checked)
             if cutlass.const_expr(mOut is not None):
-                out = unit.collapsed(self.unit, unit.widened(y), pre)
-                self.unit.store_channels(out, mOut, base, c, total, checked)
+                out = unit.collapsed(vector, unit.to_fp32(y), coefficients.pre)
+                vector.store_channels(out, mOut, base, c, total, checked)
         if cutlass.const_expr(checked):
-            # What is behind the last channel counts for nothing.
-            for p in cutlass.range_constexpr(self.unit.size):
-                inside = c + self.unit.channel(p) < total
+            # Zeros beyond the last channel, for the sums.
+            for p in cutlass.range_constexpr(vector.size):
+                inside = c + vector.channel(p) < total
                 y[p] = y[p] if inside else self.dtype(0.0)
         return y
 
     @cute.jit
-    def multiply(self, sPsi, acc: list, terms: list, step, octet: cutlass.Constexpr):
-        """acc += psi xᵀ of both k16 groups of an octet; the smallest term of x first."""
+    def multiply(
+        self,
+        sums: TileSums,
+        terms: list[list[cute.Tensor]],
+        step: cutlass.Int32,
+        octet: cutlass.Constexpr[int],
+    ):
+        """acc += psi xᵀ of both k16 groups of an octet; smallest term of x first."""
         lane = cute.arch.lane_idx()
         for tile in cutlass.range_constexpr(self.tiles):
             for group in cutlass.range_constexpr(2):
-                psi = cute.make_rmem_tensor(cute.make_layout(4), cutlass.Int32)
-                psi.store(self.fragment(sPsi, step, tile, lane, group).load())
-                at = octet * 4 + 2 * group
+                rPsi = cute.make_rmem_tensor(cute.make_layout(4), cutlass.Int32)
+                rPsi.store(self.fragment(sums.sPsi, step, tile, lane, group).load())
+                first = octet * 4 + 2 * group
                 for h in cutlass.range_constexpr(self.rows):
                     for term in reversed(terms[h]):
-                        matrix.multiply(
-                            acc[h], tile, [psi[i] for i in range(4)], (term[at], term[at + 1])
-                        )
+                        rA = tuple(rPsi[i] for i in range(4))
+                        matrix.multiply(sums.acc[h], tile, rA, (term[first], term[first + 1]))
 
     @cute.jit
-    def finish(self, mSums, mSquares, acc: list, squares, own: list, chunk):
-        """The chunk's sums of the warp's tokens: psi's terms, the smallest first.
+    def finish(
+        self,
+        mSums: cute.Tensor,
+        mSquares: cute.Tensor,
+        sums: TileSums,
+        rows: list[Row],
+        chunk: cutlass.Int32,
+    ):
+        """Store the chunk's sums of the warp's tokens: Σ over psi's terms, smallest first.
 
-        A lane has rows g + 8 i of psi, terms one after the other, of tokens 2 t and 2 t + 1.
+        A lane has rows g + 8 i of psi, term by term, of tokens 2 t and 2 t + 1.
         """
         lane = cute.arch.lane_idx()
         g, t = lane // 4, lane % 4
         _, m, columns = mSums.shape
         blocks = self.columns // 8
         for h in cutlass.range_constexpr(self.rows):
-            first = own[h] - g
+            first = rows[h].token - g
             for side in cutlass.range_constexpr(2):
                 token = first + 2 * t + side
                 if token < m:
@@ -370,16 +513,17 @@ class MhcProjectSm90:
                         value = None
                         for b in cutlass.range_constexpr(self.terms - 1, -1, -1):
                             i = b * blocks + block
-                            of_term = acc[h][i // 2 * matrix.SUMS + 2 * (i % 2) + side]
-                            value = of_term if value is None else value + of_term
+                            term = sums.acc[h][i // 2 * matrix.SUMS + 2 * (i % 2) + side]
+                            value = term if value is None else value + term
                         copy.aligned(mSums, base + 8 * block, 1)[0] = value
-            total = reduce.over_threads(squares[h], 4)
-            if (own[h] < m) & (t == 0):
-                copy.aligned(mSquares, cutlass.Int64(chunk) * m + own[h], 1)[0] = total
+            total = reduce.over_threads(sums.squares[h], 4)
+            token = rows[h].token
+            if (token < m) & (t == 0):
+                copy.aligned(mSquares, cutlass.Int64(chunk) * m + token, 1)[0] = total
 
 
-def build(config: ProjectConfig, compile=cute.compile):
-    """Compiles one configuration against fake tensors; no GPU needed."""
+def build(config: ProjectConfig, compile: Callable = cute.compile) -> Callable:
+    """Compile one configuration against fake tensors; needs no GPU."""
     n = config.n
     m, k, c, chunks = (fake.size() for _ in range(4))
     align = 16 if config.wide else fake.DTYPES[config.dtype].width // 8

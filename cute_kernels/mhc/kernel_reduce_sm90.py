@@ -1,50 +1,120 @@
-"""One pass over the streams of a token and the gradients that come in, on SM90.
+"""Backward sums over channels of a token, in one pass over its streams and gradients, on SM90.
 
     df = Σ_j dy_j post_j;  dpost_j = Σ_c dy_j (f + bias);  dbias = Σ_m df (unrounded)
     dres[i, j] = Σ_c x_i dy_j;  dpre_i = Σ_c x_i dout
     dx_i = Σ_j dy_j res[i, j] + dout pre_i
 
 Layout       x, dy, dx [M, K] rows of streams (mhc/config.py); f, df, dout [M, C]; coefficients and
-             their gradients fp32; parts of dbias fp32 [⌈M / tokens⌉, C].
-Order        of a sum over channels: a thread adds the units that fall to it, ascending, one fma an
-             element; then lanes, neighbours first; then warps, ascending.  A function of (n, C).
+             their gradients fp32; partial sums of dbias fp32 [⌈M / tokens⌉, C].
+Order        sums over channels: a thread adds its vectors, ascending, one fma an element; then
+             lanes, neighbours first; then warps, ascending.  A function of (n, C).
              dbias: the tokens of a CTA, ascending.
-Work         a CTA for a token; with a bias for so many neighbours, whose dbias stays in shared
+Work         a CTA for a token; with a bias for ``tokens`` neighbours, whose dbias stays in shared
              memory.
 Measured     docs/status.md.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
+from cuda.bindings import driver as cuda
 from cutlass.memory import SmemAllocator
 
 from ..compile import fake
 from ..dsl import copy, reduce
 from .config import ReduceConfig
 from .device import unit
-from .device.unit import Unit
+from .device.unit import Vector
 
 WARP = 32
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """Global tensors that are read once; None for those that a configuration does not read.
+
+    mX, mDy: [M, K].  mDout, mF: [M, C].  mBias: [C].
+    """
+
+    mX: cute.Tensor | None
+    mDy: cute.Tensor | None
+    mDout: cute.Tensor | None
+    mF: cute.Tensor | None
+    mBias: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class CoefficientTensors:
+    """Coefficients in global memory, fp32: mPost, mPre [M, n], mRes [M, n²]; None if not read."""
+
+    mPost: cute.Tensor | None
+    mRes: cute.Tensor | None
+    mPre: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Gradients of the tensors: mDf [M, C], mDx [M, K]; None if not computed."""
+
+    mDf: cute.Tensor | None
+    mDx: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class SumTensors:
+    """Gradients of the coefficients, fp32: mDpost, mDpre [M, n], mDres [M, n²]; None if not
+    computed."""
+
+    mDpost: cute.Tensor | None
+    mDres: cute.Tensor | None
+    mDpre: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class Token:
+    """Coefficients and running sums of one token, in registers; ``row`` is its index."""
+
+    row: cutlass.Int32
+    post: cute.Tensor | None
+    res: cute.Tensor | None
+    pre: cute.Tensor | None
+    acc: cute.Tensor
+
+
+@dataclass(frozen=True)
+class VectorCoord:
+    """Coordinates of a vector.
+
+    base, x_base: first element of its row in [M, C] and in [M, K].
+    c:            its first channel, of ``total``.
+    """
+
+    base: cutlass.Int64
+    x_base: cutlass.Int64
+    c: cutlass.Int64
+    total: cutlass.Int32
+
+
 class MhcReduceSm90:
-    """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
+    """Kernel of one configuration; ``__call__`` is the host function that is compiled."""
 
     def __init__(self, config: ReduceConfig):
         self.config = config
         n = config.n
         self.dtype = fake.DTYPES[config.dtype]
         channels = 8 // n if config.layout == "cn" else 8
-        self.unit = Unit(self.dtype, n, config.layout, channels, config.wide)
+        self.vector = Vector(self.dtype, n, config.layout, channels, config.wide)
         self.tokens = config.tokens if config.bias else 1
         self.warps = config.threads // WARP
-        # A unit of the layout "nc" is n times as long.
+        # Vectors in flight; one of the layout "nc" is n times as long.
         self.ahead = 2 if config.layout == "cn" else 1
-        # Where the sums of each gradient begin.
-        self.of_post = 0
-        self.of_res = n if config.f else 0
-        self.of_pre = self.of_res + (n * n if config.x and config.dy else 0)
-        self.sums = self.of_pre + (n if config.x and config.d_out else 0)
+        # First of each gradient's sums, and their number.
+        self.post_offset = 0
+        self.res_offset = n if config.f else 0
+        self.pre_offset = self.res_offset + (n * n if config.x and config.dy else 0)
+        self.sums = self.pre_offset + (n if config.x and config.d_out else 0)
 
     @cute.jit
     def __call__(
@@ -66,13 +136,13 @@ class MhcReduceSm90:
         rows: cutlass.Int32,
         channels: cutlass.Int32,
         ctas: cutlass.Int32,
-        stream,
+        stream: cuda.CUstream,
     ):
-        read = (mX, mDy, mDout, mF, mBias)
+        inputs = Inputs(mX, mDy, mDout, mF, mBias)
+        coefficients = CoefficientTensors(mPost, mRes, mPre)
+        outputs, sums = Outputs(mDf, mDx), SumTensors(mDpost, mDres, mDpre)
         shared = channels * 4 if self.config.bias else 0
-        self.kernel(
-            read, (mPost, mRes, mPre), (mDf, mDx), (mDpost, mDres, mDpre), mDbias, rows, channels
-        ).launch(
+        self.kernel(inputs, coefficients, outputs, sums, mDbias, rows, channels).launch(
             grid=(ctas, 1, 1),
             block=(self.config.threads, 1, 1),
             smem=shared + self.warps * max(self.sums, 1) * 4 + 16,
@@ -83,143 +153,211 @@ class MhcReduceSm90:
         )
 
     @cute.kernel
-    def kernel(self, read: tuple, coefficients: tuple, made: tuple, sums: tuple, mDbias, m, total):
+    def kernel(
+        self,
+        inputs: Inputs,
+        coefficients: CoefficientTensors,
+        outputs: Outputs,
+        sums: SumTensors,
+        mDbias: cute.Tensor | None,
+        m: cutlass.Int32,
+        total: cutlass.Int32,
+    ):
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         allocator = SmemAllocator()
         sums_layout = cute.make_ordered_layout((self.warps, max(self.sums, 1)), order=(1, 0))
         sSums = allocator.allocate_tensor(cutlass.Float32, sums_layout, byte_alignment=16)
-        sBias = None
+        sDbias = None
         if cutlass.const_expr(self.config.bias):
+            # Computed by hand: the size of dbias is dynamic, and the allocator takes static ones.
             pointer = cute.arch.get_dyn_smem(cutlass.Float32, alignment=16)
-            sBias = cute.make_tensor(pointer + cute.size(sums_layout), cute.make_layout(total))
+            sDbias = cute.make_tensor(pointer + cute.size(sums_layout), cute.make_layout(total))
         blocks = (m + self.tokens - 1) // self.tokens
         for index in cutlass.range(block, blocks, ctas, unroll=1):
             if cutlass.const_expr(self.config.bias):
                 for c in cutlass.range(tidx, total, self.config.threads, unroll=1):
-                    sBias[c] = cutlass.Float32(0.0)
+                    sDbias[c] = cutlass.Float32(0.0)
                 cute.arch.sync_threads()
             last = cutlass.min((index + 1) * self.tokens, m)
             for row in cutlass.range(index * self.tokens, last, unroll=1):
-                self.token(read, coefficients, made, sums, sSums, sBias, row, total)
+                self.token(inputs, coefficients, outputs, sums, sSums, sDbias, row, total)
             if cutlass.const_expr(self.config.bias):
                 cute.arch.sync_threads()
                 base = cutlass.Int64(index) * total
                 for c in cutlass.range(tidx, total, self.config.threads, unroll=1):
-                    copy.aligned(mDbias, base + c, 1)[0] = sBias[c]
+                    copy.aligned(mDbias, base + c, 1)[0] = sDbias[c]
 
     @cute.jit
     def token(
-        self, read: tuple, coefficients: tuple, made: tuple, sums: tuple, sSums, sBias, row, total
+        self,
+        inputs: Inputs,
+        coefficients: CoefficientTensors,
+        outputs: Outputs,
+        sums: SumTensors,
+        sSums: cute.Tensor,
+        sDbias: cute.Tensor | None,
+        row: cutlass.Int32,
+        total: cutlass.Int32,
     ):
-        """All gradients of one token."""
+        """Compute all gradients of one token."""
         tidx, _, _ = cute.arch.thread_idx()
         n = self.config.n
-        own = []
-        for tensor, count in zip(coefficients, (n, n * n, n)):
-            own.append(None if tensor is None else unit.coefficients(tensor, row, count))
+        post, res, pre = (
+            None if mX is None else unit.coefficients(mX, row, count)
+            for mX, count in (
+                (coefficients.mPost, n),
+                (coefficients.mRes, n * n),
+                (coefficients.mPre, n),
+            )
+        )
         acc = cute.make_rmem_tensor(cute.make_layout(max(self.sums, 1)), cutlass.Float32)
         acc.fill(0.0)
-        tensors = (read, own, made, acc, sBias, row)
-        step = self.unit.channels
+        token = Token(row, post, res, pre, acc)
+        step = self.vector.channels
         stride = self.config.threads * step
         batch = self.ahead * stride
         limit = total - total % batch if self.config.wide else 0
         for c in cutlass.range(tidx * step, limit, batch, unroll=1):
-            at = cutlass.Int64(c)
-            self.units(tensors, [at + a * stride for a in range(self.ahead)], total, False)
+            first = cutlass.Int64(c)
+            channels = [first + a * stride for a in range(self.ahead)]
+            self.vectors(inputs, outputs, token, sDbias, channels, total, False)
         for c in cutlass.range(limit + tidx * step, total, stride, unroll=1):
-            self.units(tensors, [c], total, not self.config.wide)
+            self.vectors(inputs, outputs, token, sDbias, [c], total, not self.config.wide)
         if cutlass.const_expr(self.sums > 0):
             self.reduce(acc, sSums, sums, row)
 
     @cute.jit
-    def units(self, tensors: tuple, places: list, total, checked: cutlass.Constexpr):
-        """A few units of a token: all loads first."""
-        (mX, mDy, mDout, mF, mBias), own, made, acc, sBias, row = tensors
-        base = cutlass.Int64(row) * total
-        wide, zero = base * self.config.n, cutlass.Int64(0)
+    def vectors(
+        self,
+        inputs: Inputs,
+        outputs: Outputs,
+        token: Token,
+        sDbias: cute.Tensor | None,
+        channels: list[cutlass.Int64],
+        total: cutlass.Int32,
+        checked: cutlass.Constexpr[bool],
+    ):
+        """Add the vectors of a token at ``channels`` to its sums, and store df and dx of them.
+
+        All loads come first.
+        """
+        mX, mDy, mDout = inputs.mX, inputs.mDy, inputs.mDout
+        mF, mBias = inputs.mF, inputs.mBias
+        # Computed by hand: rows begin at 64-bit offsets.
+        base = cutlass.Int64(token.row) * total
+        x_base, zero = base * self.config.n, cutlass.Int64(0)
         loads = []
-        for c in places:
+        for c in channels:
             x = dy = d_out = f = bias = None
             if cutlass.const_expr(mX is not None):
-                x = self.unit.load(mX, wide, c, total, checked)
+                x = self.vector.load(mX, x_base, c, total, checked)
             if cutlass.const_expr(mDy is not None):
-                dy = self.unit.load(mDy, wide, c, total, checked)
+                dy = self.vector.load(mDy, x_base, c, total, checked)
             if cutlass.const_expr(mDout is not None):
-                d_out = self.unit.load_channels(mDout, base, c, total, checked)
+                d_out = self.vector.load_channels(mDout, base, c, total, checked)
             if cutlass.const_expr(mF is not None):
-                f = self.unit.load_channels(mF, base, c, total, checked)
+                f = self.vector.load_channels(mF, base, c, total, checked)
             if cutlass.const_expr(mBias is not None):
-                bias = self.unit.load_channels(mBias, zero, c, total, checked)
+                bias = self.vector.load_channels(mBias, zero, c, total, checked)
             loads.append((c, x, dy, d_out, f, bias))
         for c, x, dy, d_out, f, bias in loads:
-            x = None if x is None else unit.widened(x)
-            dy = None if dy is None else unit.widened(dy)
-            self.add(acc, x, dy, d_out, f, bias)
-            self.give(own, made, sBias, (base, wide, c, total), dy, d_out, checked)
+            x = None if x is None else unit.to_fp32(x)
+            dy = None if dy is None else unit.to_fp32(dy)
+            self.add(token.acc, x, dy, d_out, f, bias)
+            coord = VectorCoord(base, x_base, c, total)
+            self.store_gradients(token, outputs, sDbias, coord, dy, d_out, checked)
 
     @cute.jit
-    def add(self, acc, x, dy, d_out, f, bias):
-        """The sums over channels, one unit on."""
+    def add(
+        self,
+        acc: cute.Tensor,
+        x: cute.Tensor | None,
+        dy: cute.Tensor | None,
+        d_out: cute.Tensor | None,
+        f: cute.Tensor | None,
+        bias: cute.Tensor | None,
+    ):
+        """Add one vector to the sums over channels.
+
+        dpost_j += Σ_e dy_j (f + bias)   dres[i, j] += Σ_e x_i dy_j   dpre_i += Σ_e x_i dout
+        """
         n = self.config.n
-        for e in cutlass.range_constexpr(self.unit.channels):
+        position = self.vector.position
+        for e in cutlass.range_constexpr(self.vector.channels):
             if cutlass.const_expr(f is not None):
-                given = f[e]
+                f_plus_bias = f[e]
                 if cutlass.const_expr(bias is not None):
-                    given = given + bias[e]
+                    f_plus_bias = f_plus_bias + bias[e]
                 for j in cutlass.range_constexpr(n):
-                    at = self.of_post + j
-                    acc[at] = cute.math.fma(dy[self.unit.position(j, e)], given, acc[at])
+                    v = self.post_offset + j
+                    acc[v] = cute.math.fma(dy[position(j, e)], f_plus_bias, acc[v])
             for i in cutlass.range_constexpr(n):
                 if cutlass.const_expr(x is not None and dy is not None):
                     for j in cutlass.range_constexpr(n):
-                        at = self.of_res + i * n + j
-                        of_y = dy[self.unit.position(j, e)]
-                        acc[at] = cute.math.fma(x[self.unit.position(i, e)], of_y, acc[at])
+                        v = self.res_offset + i * n + j
+                        dy_j = dy[position(j, e)]
+                        acc[v] = cute.math.fma(x[position(i, e)], dy_j, acc[v])
                 if cutlass.const_expr(x is not None and d_out is not None):
-                    at = self.of_pre + i
-                    acc[at] = cute.math.fma(x[self.unit.position(i, e)], d_out[e], acc[at])
+                    v = self.pre_offset + i
+                    acc[v] = cute.math.fma(x[position(i, e)], d_out[e], acc[v])
 
     @cute.jit
-    def give(self, own, made: tuple, sBias, at: tuple, dy, d_out, checked: cutlass.Constexpr):
-        """df and dx of one unit."""
-        post, res, pre = own
-        mDf, mDx = made
-        base, wide, c, total = at
+    def store_gradients(
+        self,
+        token: Token,
+        outputs: Outputs,
+        sDbias: cute.Tensor | None,
+        coord: VectorCoord,
+        dy: cute.Tensor | None,
+        d_out: cute.Tensor | None,
+        checked: cutlass.Constexpr[bool],
+    ):
+        """Store df and dx of one vector, and add df to dbias."""
+        vector, c, total = self.vector, coord.c, coord.total
         if cutlass.const_expr(self.config.f):
-            df = unit.collapsed(self.unit, dy, post)
-            self.unit.store_channels(df, mDf, base, c, total, checked)
-            if cutlass.const_expr(sBias is not None):
-                self.add_bias(sBias, df, c, total, checked)
+            # df = Σ_j dy_j post_j
+            df = unit.collapsed(vector, dy, token.post)
+            vector.store_channels(df, outputs.mDf, coord.base, c, total, checked)
+            if cutlass.const_expr(sDbias is not None):
+                self.add_bias(sDbias, df, c, total, checked)
         if cutlass.const_expr(self.config.dx):
-            dx = unit.passed(self.unit, None, dy, d_out, res, pre)
-            self.unit.store(unit.narrowed(dx, self.dtype), mDx, wide, c, total, checked)
+            # dx_i = Σ_j dy_j res[i, j] + dout pre_i
+            dx = unit.input_gradient(vector, None, dy, d_out, token.res, token.pre)
+            rDx = unit.rounded(dx, self.dtype)
+            vector.store(rDx, outputs.mDx, coord.x_base, c, total, checked)
 
     @cute.jit
-    def add_bias(self, sBias, df, c, total, checked: cutlass.Constexpr):
-        """dbias += df of one unit, which no other thread has."""
+    def add_bias(
+        self,
+        sDbias: cute.Tensor,
+        df: cute.Tensor,
+        c: cutlass.Int64,
+        total: cutlass.Int32,
+        checked: cutlass.Constexpr[bool],
+    ):
+        """dbias += df of one vector, whose channels no other thread has."""
         if cutlass.const_expr(checked):
-            for e in cutlass.range_constexpr(self.unit.channels):
+            for e in cutlass.range_constexpr(self.vector.channels):
                 if c + e < total:
-                    sBias[c + e] = sBias[c + e] + df[e]
+                    sDbias[c + e] = sDbias[c + e] + df[e]
         else:
-            # One access for neighbours: threads of a warp read different banks.
-            width = min(self.unit.channels, 4)
-            for a in cutlass.range_constexpr(self.unit.channels // width):
+            # Vector accesses: threads of a warp read different banks.
+            width = min(self.vector.channels, 4)
+            for a in cutlass.range_constexpr(self.vector.channels // width):
                 pointer = cute.make_ptr(
                     cutlass.Float32,
-                    (sBias.iterator + (c + a * width)).toint(),
+                    (sDbias.iterator + (c + a * width)).toint(),
                     cute.AddressSpace.smem,
                     assumed_align=width * 4,
                 )
-                own = cute.make_tensor(pointer, cute.make_layout(width))
-                own.store(own.load() + unit.piece(df, a * width, width).load())
+                sAccess = cute.make_tensor(pointer, cute.make_layout(width))
+                sAccess.store(sAccess.load() + unit.piece(df, a * width, width).load())
 
     @cute.jit
-    def reduce(self, acc, sSums, sums: tuple, row):
-        """A token's sums: over lanes, then over warps."""
+    def reduce(self, acc: cute.Tensor, sSums: cute.Tensor, sums: SumTensors, row: cutlass.Int32):
+        """Add a token's sums over lanes, then over warps, and store them."""
         tidx, _, _ = cute.arch.thread_idx()
         warp, lane = tidx // WARP, tidx % WARP
         for v in cutlass.range_constexpr(self.sums):
@@ -231,11 +369,10 @@ class MhcReduceSm90:
         if tidx < self.sums:
             total = reduce.over_lanes(sSums, tidx)
             n = self.config.n
-            mDpost, mDres, mDpre = sums
             for mOut, first, count in (
-                (mDpost, self.of_post, n),
-                (mDres, self.of_res, n * n),
-                (mDpre, self.of_pre, n),
+                (sums.mDpost, self.post_offset, n),
+                (sums.mDres, self.res_offset, n * n),
+                (sums.mDpre, self.pre_offset, n),
             ):
                 if cutlass.const_expr(mOut is not None):
                     v = tidx - first
@@ -245,8 +382,8 @@ class MhcReduceSm90:
         cute.arch.sync_threads()
 
 
-def build(config: ReduceConfig, compile=cute.compile):
-    """Compiles one configuration against fake tensors; no GPU needed."""
+def build(config: ReduceConfig, compile: Callable = cute.compile) -> Callable:
+    """Compile one configuration against fake tensors; needs no GPU."""
     n, element = config.n, fake.DTYPES[config.dtype]
     m, k, c = (fake.size() for _ in range(3))
     align = 16 if config.wide else element.width // 8

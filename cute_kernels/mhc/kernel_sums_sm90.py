@@ -1,7 +1,7 @@
-"""Sums over chunks of tokens, added to what they belong to, on SM90.
+"""Sums over chunks of tokens, added to gradient accumulators, on SM90.
 
     weights   into_phi[j, k] += dpsi[j, k] w[k];  into_weight[k] += Σ_j dpsi[j, k] phi[j, k]
-    vectors   into[l] += the parts of a chunk
+    vectors   into[l] += Σ of the partial sums of a chunk
 
 Layout       dpsi fp32 [T, N, K]; phi, into_phi [N, K]; w, into_weight [K]; parts fp32 [P, L], a
              chunk being ``group`` neighbours.
@@ -10,8 +10,11 @@ Work         a thread for (j, k), and one for k of a norm_weight; for parts a wa
 Measured     docs/status.md.
 """
 
+from collections.abc import Callable
+
 import cutlass
 import cutlass.cute as cute
+from cuda.bindings import driver as cuda
 from cutlass.memory import SmemAllocator
 
 from ..compile import fake
@@ -22,7 +25,7 @@ WARP, WARPS, AHEAD = 32, 8, 8
 
 
 class MhcSumsSm90:
-    """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
+    """Kernel of one configuration; ``__call__`` is the host function that is compiled."""
 
     def __init__(self, config: SumConfig):
         self.config = config
@@ -37,7 +40,7 @@ class MhcSumsSm90:
         mWeight: cute.Tensor | None,
         mIntoWeight: cute.Tensor | None,
         group: cutlass.Int32,
-        stream,
+        stream: cuda.CUstream,
     ):
         if cutlass.const_expr(self.config.weights):
             size, rows = mParts.shape[2], mParts.shape[1]
@@ -58,61 +61,79 @@ class MhcSumsSm90:
             )
 
     @cute.kernel
-    def of_weights(self, mParts, mInto, mPhi, mWeight, mIntoWeight):
+    def of_weights(
+        self,
+        mParts: cute.Tensor,
+        mInto: cute.Tensor,
+        mPhi: cute.Tensor | None,
+        mWeight: cute.Tensor | None,
+        mIntoWeight: cute.Tensor | None,
+    ):
         tidx, _, _ = cute.arch.thread_idx()
         block, row, _ = cute.arch.block_idx()
         chunks, columns, size = mParts.shape
         k = block * self.threads + tidx
+        # Computed by hand: 64-bit offsets, with one address for all chunks.
         step = cutlass.Int64(columns) * size
         if k < size:
             if cutlass.const_expr(self.config.norm):
                 if row == columns:
                     self.norm_weight(mParts, mPhi, mIntoWeight, k, step)
             if row < columns:
-                at = cutlass.Int64(row) * size + k
-                total = copy.aligned(mInto, at, 1)[0]
+                # into_phi[j, k] += dpsi[j, k] w[k]
+                offset = cutlass.Int64(row) * size + k
+                total = copy.aligned(mInto, offset, 1)[0]
                 weight = cutlass.Float32(1.0)
                 if cutlass.const_expr(self.config.norm):
                     weight = mWeight[k]
                 for s in cutlass.range(chunks, unroll=AHEAD):
-                    d_psi = copy.aligned(mParts, at + s * step, 1)[0]
+                    d_psi = copy.aligned(mParts, offset + s * step, 1)[0]
                     total = cute.math.fma(d_psi, weight, total)
-                copy.aligned(mInto, at, 1)[0] = total
+                copy.aligned(mInto, offset, 1)[0] = total
 
     @cute.jit
-    def norm_weight(self, mParts, mPhi, mIntoWeight, k, step):
-        """into_weight[k] += Σ_j dpsi[j, k] phi[j, k], of each chunk."""
+    def norm_weight(
+        self,
+        mParts: cute.Tensor,
+        mPhi: cute.Tensor,
+        mIntoWeight: cute.Tensor,
+        k: cutlass.Int32,
+        step: cutlass.Int64,
+    ):
+        """into_weight[k] += Σ_j dpsi[j, k] phi[j, k], chunk by chunk."""
         chunks, columns, size = mParts.shape
-        of_weight = mIntoWeight[k]
+        total = mIntoWeight[k]
         for s in cutlass.range(chunks, unroll=1):
-            own = cutlass.Float32(0.0)
+            chunk_sum = cutlass.Float32(0.0)
             for j in cutlass.range(columns, unroll=AHEAD):
-                at = cutlass.Int64(j) * size + k
-                d_psi = copy.aligned(mParts, at + s * step, 1)[0]
-                own = cute.math.fma(d_psi, copy.aligned(mPhi, at, 1)[0], own)
-            of_weight = of_weight + own
-        mIntoWeight[k] = of_weight
+                offset = cutlass.Int64(j) * size + k
+                d_psi = copy.aligned(mParts, offset + s * step, 1)[0]
+                chunk_sum = cute.math.fma(d_psi, copy.aligned(mPhi, offset, 1)[0], chunk_sum)
+            total = total + chunk_sum
+        mIntoWeight[k] = total
 
     @cute.kernel
-    def of_vectors(self, mParts, mInto, group):
+    def of_vectors(self, mParts: cute.Tensor, mInto: cute.Tensor, group: cutlass.Int32):
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp, lane = tidx // WARP, tidx % WARP
         parts, size = mParts.shape
         column = block * WARP + lane
-        # A lane behind the last column reads the last one instead; nobody stores its sum.
+        # A lane beyond the last column reads that column; its sum is not stored.
         source = cutlass.min(column, size - 1)
         layout = cute.make_ordered_layout((WARPS, WARP), order=(1, 0))
         sSums = SmemAllocator().allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
         total = mInto[source]
         chunks = (parts + group - 1) // group
         for first in cutlass.range(0, chunks, WARPS, unroll=1):
-            own = cutlass.Float32(0.0)
+            # The sum of one chunk by each warp; then into += the chunks, ascending.
+            chunk_sum = cutlass.Float32(0.0)
             begin = cutlass.Int64(first + warp) * group
             count = cutlass.min(parts - begin, cutlass.Int64(group)).to(cutlass.Int32)
             for part in cutlass.range(count, unroll=AHEAD):
-                own = own + copy.aligned(mParts, (begin + part) * size + source, 1)[0]
-            sSums[warp, lane] = own
+                part_value = copy.aligned(mParts, (begin + part) * size + source, 1)[0]
+                chunk_sum = chunk_sum + part_value
+            sSums[warp, lane] = chunk_sum
             cute.arch.sync_threads()
             for w in cutlass.range(cutlass.min(WARPS, chunks - first), unroll=1):
                 total = total + sSums[w, lane]
@@ -121,8 +142,8 @@ class MhcSumsSm90:
             mInto[column] = total
 
 
-def build(config: SumConfig, compile=cute.compile):
-    """Compiles one configuration against fake tensors; no GPU needed."""
+def build(config: SumConfig, compile: Callable = cute.compile) -> Callable:
+    """Compile one configuration against fake tensors; needs no GPU."""
     chunks, n, k = (fake.size() for _ in range(3))
     parts, into = fake.compact(cutlass.Float32, (chunks, k), 4), fake.vector("fp32", k)
     others = (None, None, None)

@@ -1,4 +1,4 @@
-"""The SM90 launcher: outputs and workspace, a compiled kernel, one call."""
+"""Launch plans of the SM90 kernels of mhc: outputs and workspace, a compiled kernel, its grid."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 
 from .. import settings
 from ..compile import cache
-from ..compile.call import call
+from ..compile.call import allocator, bind
 from ..compile.kernel import Entry, Expect, Kernel
 from ..runtime.operands import most_ctas
+from ..runtime.plan_cache import Plan, launcher
 from . import config
 from .config import (
     DTYPE_NAMES,
@@ -50,103 +51,162 @@ _ALIGN, _MOST = 16, 2**31 - 1
 # ---- forward -------------------------------------------------------------------------------------
 
 
-def project(
+def plan_project(
     x: torch.Tensor,
     mapping: Mapping,
     streams: Streams,
     expand: Expand | None = None,
     pre: torch.Tensor | None = None,
-) -> Projected:
-    """SM90 implementation of `cpu.project`."""
+) -> Plan:
+    """Launch plan of `cpu.project`."""
     (m, k), n = x.shape, streams.n
-    psi = mapping.phi
-    if mapping.norm_weight is not None:
-        psi = psi * mapping.norm_weight
-    step = config.chunk_channels(n, mapping.precision)
-    chunks = -(-k // n // step)
-    sums = x.new_empty(chunks, m, mappings(n), dtype=torch.float32)
-    squares = x.new_empty(chunks, m, dtype=torch.float32)
-    made, collapse = (None,) * 5, (None, None)
-    if expand is not None:
-        made = (*expand, torch.empty_like(x))
-        if pre is not None:
-            collapse = (pre, torch.empty_like(expand.f))
-    wide = _wide(streams, k // n, x, psi, *made[:2], made[4], collapse[1])
-    bias = expand is not None and expand.bias is not None
+    expanded, weighted = expand is not None, mapping.norm_weight is not None
+    collapsed = expanded and pre is not None
+    chunks = -(-k // n // config.chunk_channels(n, mapping.precision))
+    # What a run allocates is aligned: psi with a norm_weight, y, out.
+    f, bias = (expand.f, expand.bias) if expanded else (None, None)
+    wide = _wide(streams, k // n, x, None if weighted else mapping.phi, f, bias)
     chosen = project_config(
-        *_common(x, streams, wide), mapping.precision, expand is not None, bias, pre is not None
+        *_common(x, streams, wide), mapping.precision, expanded, bias is not None, collapsed
     )
     # A CTA has one chunk, and no more share it than have a tile each.
     sharers = min(max(most_ctas(x.device) // chunks, 1), -(-m // (_TILE * chosen.warps)))
     ctas = min(most_ctas(x.device), chunks * sharers)
-    call(x.device, _kernel(chosen), x, psi, sums, squares, *made, *collapse, ctas)
-    return Projected(sums, squares, made[4], collapse[1])
+    new_sums = _floats(x, chunks, m, mappings(n))
+    new_squares = _floats(x, chunks, m)
+    new_y = allocator(x.shape, x.dtype, x.device)
+    new_out = allocator((m, k // n), x.dtype, x.device)
+    launch = bind(x.device, _kernel(chosen))
+
+    def run(x, mapping, streams, expand=None, pre=None):
+        psi = mapping.phi * mapping.norm_weight if weighted else mapping.phi
+        sums, squares = new_sums(), new_squares()
+        y = new_y() if expanded else None
+        out = new_out() if collapsed else None
+        operands = (*expand, y) if expanded else (None,) * 5
+        launch(x, psi, sums, squares, *operands, pre if collapsed else None, out, ctas)
+        return Projected(sums, squares, y, out)
+
+    return Plan(run)
 
 
-def add_chunks(projected: Projected, size: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """SM90 implementation of `cpu.add_chunks`."""
-    h, ms = _of_chunks(projected, n)
-    chosen = CoefficientsConfig(n, "chunks", False, False)
-    args = (projected.sums, projected.squares, h, ms, *(None,) * 6)
-    call(h.device, _kernel(chosen), *args, _NO_NUMBERS, size, 1)
-    return h, ms
+project = launcher(plan_project)
 
 
-def gate(
-    h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """SM90 implementation of `cpu.gate`."""
-    made = _of_tokens(h, n)
-    chosen = CoefficientsConfig(n, "h", True, False)
-    args = (None, None, h, ms, gates.alpha, gates.beta, *made[:2], None, made[2])
-    call(h.device, _kernel(chosen), *args, _numbers(gates), 1, 1)
-    return made
+def plan_add_chunks(projected: Projected, size: int, n: int) -> Plan:
+    """Launch plan of `cpu.add_chunks`."""
+    sums = projected.sums
+    new_h, new_ms = _floats(sums, sums.shape[1], WIDTH[n]), _floats(sums, sums.shape[1])
+    launch = bind(sums.device, _kernel(CoefficientsConfig(n, "chunks", False, False)))
+
+    def run(projected, size, n):
+        h, ms = new_h(), new_ms()
+        nothing = (None,) * 6
+        launch(projected.sums, projected.squares, h, ms, *nothing, _NO_NUMBERS, size, 1)
+        return h, ms
+
+    return Plan(run)
 
 
-def sinkhorn(z: torch.Tensor, n: int, form: Sinkhorn) -> torch.Tensor:
-    """SM90 implementation of `cpu.sinkhorn`."""
-    p = z.new_empty(z.shape)
-    chosen = CoefficientsConfig(n, "z", False, True, form.form)
+add_chunks = launcher(plan_add_chunks)
+
+
+def plan_gate(h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int) -> Plan:
+    """Launch plan of `cpu.gate`."""
+    new = _of_tokens(h, len(h), n)
+    launch = bind(h.device, _kernel(CoefficientsConfig(n, "h", True, False)))
+    numbers = _numbers(gates)
+
+    def run(h, ms, gates, n):
+        pre, post, res = (make() for make in new)
+        inputs = (None, None, h, ms, gates.alpha, gates.beta)
+        launch(*inputs, pre, post, None, res, numbers, 1, 1)
+        return pre, post, res
+
+    return Plan(run)
+
+
+gate = launcher(plan_gate)
+
+
+def plan_sinkhorn(z: torch.Tensor, n: int, form: Sinkhorn) -> Plan:
+    """Launch plan of `cpu.sinkhorn`."""
+    new_p = _floats(z, *z.shape)
+    launch = bind(z.device, _kernel(CoefficientsConfig(n, "z", False, True, form.form)))
     numbers = (0.0, 0.0, 0.0, form.eps)
-    call(z.device, _kernel(chosen), *(None,) * 8, z, p, numbers, 1, form.iterations)
-    return p
+
+    def run(z, n, form):
+        p = new_p()
+        launch(*(None,) * 8, z, p, numbers, 1, form.iterations)
+        return p
+
+    return Plan(run)
 
 
-def coefficients(
+sinkhorn = launcher(plan_sinkhorn)
+
+
+def plan_coefficients(
     projected: Projected, size: int, gates: Gates, n: int, form: Sinkhorn
-) -> Coefficients:
-    """SM90 implementation of `cpu.coefficients`, in one kernel."""
-    h, ms = _of_chunks(projected, n)
-    pre, post, res = _of_tokens(h, n)
-    chosen = CoefficientsConfig(n, "chunks", True, True, form.form)
-    call(
-        h.device, _kernel(chosen), projected.sums, projected.squares, h, ms, gates.alpha,
-        gates.beta, pre, post, None, res, _numbers(gates, form), size, form.iterations,
-    )  # fmt: skip
-    return Coefficients(h, ms, pre, post, res)
+) -> Plan:
+    """Launch plan of `cpu.coefficients`: one kernel."""
+    sums = projected.sums
+    m = sums.shape[1]
+    new = (_floats(sums, m, WIDTH[n]), _floats(sums, m), *_of_tokens(sums, m, n))
+    launch = bind(sums.device, _kernel(CoefficientsConfig(n, "chunks", True, True, form.form)))
+    numbers = _numbers(gates, form)
+
+    def run(projected, size, gates, n, form):
+        h, ms, pre, post, res = (make() for make in new)
+        launch(
+            projected.sums, projected.squares, h, ms, gates.alpha, gates.beta, pre, post, None,
+            res, numbers, size, form.iterations,
+        )  # fmt: skip
+        return Coefficients(h, ms, pre, post, res)
+
+    return Plan(run)
 
 
-def combine(
+coefficients = launcher(plan_coefficients)
+
+
+def plan_combine(
     x: torch.Tensor, streams: Streams, pre: torch.Tensor | None, expand: Expand | None
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """SM90 implementation of `cpu.combine`, of one of the two."""
+) -> Plan:
+    """Launch plan of `cpu.combine`, of one of the two."""
     m, channels = len(x), x.shape[1] // streams.n
+    ctas = _rows_of(x.device, m)
     if expand is None:
-        out = x.new_empty(m, channels)
-        chosen = CombineConfig(*_common(x, streams, _wide(streams, channels, x, out)), False)
-        call(x.device, _kernel(chosen), x, pre, out, *(None,) * 5, _rows_of(x.device, m))
-        return None, out
-    y = torch.empty_like(x)
-    wide = _wide(streams, channels, x, y, expand.f, expand.bias)
+        new_out = allocator((m, channels), x.dtype, x.device)
+        chosen = CombineConfig(*_common(x, streams, _wide(streams, channels, x)), False)
+        launch = bind(x.device, _kernel(chosen))
+
+        def run_collapse(x, streams, pre, expand):
+            out = new_out()
+            launch(x, pre, out, *(None,) * 5, ctas)
+            return None, out
+
+        return Plan(run_collapse)
+    new_y = allocator(x.shape, x.dtype, x.device)
+    wide = _wide(streams, channels, x, expand.f, expand.bias)
     chosen = CombineConfig(*_common(x, streams, wide), True, expand.bias is not None)
-    call(x.device, _kernel(chosen), x, None, None, *expand, y, _rows_of(x.device, m))
-    return y, None
+    launch = bind(x.device, _kernel(chosen))
+
+    def run_expand(x, streams, pre, expand):
+        y = new_y()
+        launch(x, None, None, *expand, y, ctas)
+        return y, None
+
+    return Plan(run_expand)
+
+
+combine = launcher(plan_combine)
 
 
 # ---- backward ------------------------------------------------------------------------------------
 
 
-def gate_backward(
+def plan_gate_backward(
     h: torch.Tensor,
     ms: torch.Tensor,
     gates: Gates,
@@ -154,23 +214,39 @@ def gate_backward(
     d_pre: torch.Tensor,
     d_post: torch.Tensor,
     d_res: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, Parts]:
-    """SM90 implementation of `cpu.gate_backward`."""
-    chosen = CoefficientsConfig(n, "h", True, False, backward=True)
-    return _gates_backward(chosen, h, ms, gates, (d_pre, d_post, d_res), None)
+) -> Plan:
+    """Launch plan of `cpu.gate_backward`."""
+    launch = _gates_backward(CoefficientsConfig(n, "h", True, False, backward=True), h, gates)
+
+    def run(h, ms, gates, n, d_pre, d_post, d_res):
+        return launch(h, ms, gates, d_pre, d_post, d_res)
+
+    return Plan(run)
 
 
-def sinkhorn_backward(z: torch.Tensor, d_p: torch.Tensor, n: int, form: Sinkhorn) -> torch.Tensor:
-    """SM90 implementation of `cpu.sinkhorn_backward`."""
-    d_z = z.new_empty(z.shape)
+gate_backward = launcher(plan_gate_backward)
+
+
+def plan_sinkhorn_backward(z: torch.Tensor, d_p: torch.Tensor, n: int, form: Sinkhorn) -> Plan:
+    """Launch plan of `cpu.sinkhorn_backward`."""
+    new_dz = _floats(z, *z.shape)
     chosen = CoefficientsConfig(n, "z", False, True, form.form, True, form.iterations)
+    launch = bind(z.device, _kernel(chosen))
     numbers = (0.0, 0.0, 0.0, form.eps)
-    args = (*(None,) * 4, z, None, None, d_p, None, None, None, d_z)
-    call(z.device, _kernel(chosen), *args, numbers, form.iterations)
-    return d_z
+
+    def run(z, d_p, n, form):
+        d_z = new_dz()
+        gradients = (None, None, d_p, None, None, None, d_z)
+        launch(*(None,) * 4, z, *gradients, numbers, form.iterations)
+        return d_z
+
+    return Plan(run)
 
 
-def coefficients_backward(
+sinkhorn_backward = launcher(plan_sinkhorn_backward)
+
+
+def plan_coefficients_backward(
     h: torch.Tensor,
     ms: torch.Tensor,
     gates: Gates,
@@ -179,62 +255,87 @@ def coefficients_backward(
     d_pre: torch.Tensor,
     d_post: torch.Tensor,
     d_res: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, Parts]:
-    """SM90 implementation of `cpu.coefficients_backward`, in one kernel."""
+) -> Plan:
+    """Launch plan of `cpu.coefficients_backward`: one kernel."""
     chosen = CoefficientsConfig(n, "h", True, True, form.form, True, form.iterations)
-    return _gates_backward(chosen, h, ms, gates, (d_pre, d_post, d_res), form)
+    launch = _gates_backward(chosen, h, gates, form)
+
+    def run(h, ms, gates, n, form, d_pre, d_post, d_res):
+        return launch(h, ms, gates, d_pre, d_post, d_res)
+
+    return Plan(run)
 
 
-def _gates_backward(chosen: CoefficientsConfig, h, ms, gates: Gates, given: tuple, form):
+coefficients_backward = launcher(plan_coefficients_backward)
+
+
+def _gates_backward(
+    chosen: CoefficientsConfig, h: torch.Tensor, gates: Gates, form: Sinkhorn | None = None
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor, Parts]]:
+    """``run(h, ms, gates, d_pre, d_post, d_res)`` of both backwards of gates."""
     m, n = len(h), chosen.n
-    d_h, d_ms = h.new_empty(m, WIDTH[n]), h.new_empty(m)
-    parts = h.new_empty(-(-m // _PART), 3 + mappings(n))
+    new_dh, new_dms = _floats(h, m, WIDTH[n]), _floats(h, m)
+    new_parts = _floats(h, -(-m // _PART), 3 + mappings(n))
     iterations = 1 if form is None else form.iterations
-    call(
-        h.device, _kernel(chosen), h, ms, gates.alpha, gates.beta, None, *given,
-        d_h, d_ms, parts, None, _numbers(gates, form), iterations,
-    )  # fmt: skip
-    return d_h, d_ms, Parts(parts, TOKENS // _PART)
+    launch, numbers = bind(h.device, _kernel(chosen)), _numbers(gates, form)
+
+    def run(h, ms, gates, *upstream):
+        d_h, d_ms, parts = new_dh(), new_dms(), new_parts()
+        inputs = (h, ms, gates.alpha, gates.beta, None)
+        launch(*inputs, *upstream, d_h, d_ms, parts, None, numbers, iterations)
+        return d_h, d_ms, Parts(parts, TOKENS // _PART)
+
+    return run
 
 
-def reduce_channels(
+def plan_reduce_channels(
     x: torch.Tensor | None,
     streams: Streams,
     upstream: Upstream,
     expand: Expand | None = None,
     want_dx: bool = False,
-) -> Reduced:
-    """SM90 implementation of `cpu.reduce_channels`."""
-    dy, d_out, res, pre = upstream
+) -> Plan:
+    """Launch plan of `cpu.reduce_channels`."""
+    dy, d_out, _, _ = upstream
     like, n = x if x is not None else dy, streams.n
     m, channels = len(like), like.shape[1] // n
-    f, bias, post, _ = (None,) * 4 if expand is None else expand
-    there = [t is not None for t in (x, dy, d_out, f, bias)]
-
-    def sums(wanted: bool, columns: int) -> torch.Tensor | None:
-        return like.new_empty(m, columns, dtype=torch.float32) if wanted else None
-
-    df = None if f is None else torch.empty_like(f)
-    dx = torch.empty_like(like) if want_dx else None
-    d_post = sums(f is not None, n)
-    d_res = sums(x is not None and dy is not None, n * n)
-    d_pre = sums(x is not None and d_out is not None, n)
-    wide = _wide(streams, channels, x, dy, d_out, f, bias, df, dx)
-    chosen = ReduceConfig(*_common(like, streams, wide), *there, want_dx)
+    f, bias = (None, None) if expand is None else (expand.f, expand.bias)
+    present = [t is not None for t in (x, dy, d_out, f, bias)]
+    wide = _wide(streams, channels, x, dy, d_out, f, bias)
+    chosen = ReduceConfig(*_common(like, streams, wide), *present, want_dx)
     blocks = -(-m // chosen.tokens) if bias is not None else m
-    parts = None
-    if bias is not None:
-        parts = like.new_empty(blocks, channels, dtype=torch.float32)
-    by = (post, res if want_dx and dy is not None else None, pre if want_dx else None)
-    call(
-        like.device, _kernel(chosen), x, dy, d_out, f, bias, *by, df, dx, d_post, d_res, d_pre,
-        parts, m, channels, _rows_of(like.device, blocks),
-    )  # fmt: skip
-    d_bias = None if parts is None else Parts(parts, TOKENS // chosen.tokens)
-    return Reduced(df, dx, d_pre, d_post, d_res, d_bias)
+
+    def new_if(wanted: bool, make: Callable) -> Callable:
+        return make if wanted else lambda: None
+
+    new = (
+        new_if(f is not None, allocator((m, channels), like.dtype, like.device)),
+        new_if(want_dx, allocator(like.shape, like.dtype, like.device)),
+        new_if(f is not None, _floats(like, m, n)),
+        new_if(x is not None and dy is not None, _floats(like, m, n * n)),
+        new_if(x is not None and d_out is not None, _floats(like, m, n)),
+        new_if(bias is not None, _floats(like, blocks, channels)),
+    )
+    launch = bind(like.device, _kernel(chosen))
+    numbers = m, channels, _rows_of(like.device, blocks)
+    group = TOKENS // chosen.tokens
+
+    def run(x, streams, upstream, expand=None, want_dx=False):
+        dy, d_out, res, pre = upstream
+        f, bias, post, _ = (None,) * 4 if expand is None else expand
+        df, dx, d_post, d_res, d_pre, parts = (make() for make in new)
+        by = (post, res if want_dx and dy is not None else None, pre if want_dx else None)
+        launch(x, dy, d_out, f, bias, *by, df, dx, d_post, d_res, d_pre, parts, *numbers)
+        d_bias = None if parts is None else Parts(parts, group)
+        return Reduced(df, dx, d_pre, d_post, d_res, d_bias)
+
+    return Plan(run)
 
 
-def project_backward(
+reduce_channels = launcher(plan_reduce_channels)
+
+
+def plan_project_backward(
     x: torch.Tensor,
     d_h: torch.Tensor,
     d_ms: torch.Tensor,
@@ -242,49 +343,72 @@ def project_backward(
     streams: Streams,
     upstream: Upstream,
     want: tuple[bool, bool],
-) -> tuple[torch.Tensor | None, Parts | None]:
-    """SM90 implementation of `cpu.project_backward`; both results are computed in any case."""
+) -> Plan:
+    """Launch plan of `cpu.project_backward`; both results are computed, whatever is wanted."""
     (m, k), n = x.shape, streams.n
-    dy, d_out, res, pre = upstream
-    psi = mapping.phi
-    if mapping.norm_weight is not None:
-        psi = psi * mapping.norm_weight
-    dx = torch.empty_like(x)
+    dy, d_out, res, _ = upstream
+    weighted = mapping.norm_weight is not None
     chunks = -(-m // TOKENS)
-    parts = x.new_empty(chunks, mappings(n), k, dtype=torch.float32)
+    new_dx = allocator(x.shape, x.dtype, x.device)
+    new_parts = _floats(x, chunks, mappings(n), k)
     mode = "" if dy is None else "add" if res is None else "res"
-    wide = _wide(streams, k // n, x, dy, d_out, dx)
-    of_dh, res, pre = (_aligned(t) for t in (d_h[:, : WIDTH[n]], res, pre))
-    d_ms, dy, d_out = (None if t is None else t.contiguous() for t in (d_ms, dy, d_out))
+    wide = _wide(streams, k // n, x, dy, d_out)
     chosen = project_backward_config(
         *_common(x, streams, wide), mapping.precision, mode, d_out is not None
     )
-    res = res if mode == "res" else None
     slab = 64 // n
     ctas = _rows_of(x.device, chunks * -(-(k // n) // (slab * chosen.warps)))
-    args = (x, of_dh, d_ms, psi, dy, res, d_out, pre if d_out is not None else None, dx, parts)
-    call(x.device, _kernel(chosen), *args, ctas)
-    return (dx if want[0] else None), (Parts(parts) if want[1] else None)
+    launch = bind(x.device, _kernel(chosen))
+
+    def run(x, d_h, d_ms, mapping, streams, upstream, want):
+        dy, d_out, res, pre = upstream
+        psi = mapping.phi * mapping.norm_weight if weighted else mapping.phi
+        dx, parts = new_dx(), new_parts()
+        d_h, res, pre = (_aligned(t) for t in (d_h[:, : WIDTH[n]], res, pre))
+        d_ms, dy, d_out = (None if t is None else t.contiguous() for t in (d_ms, dy, d_out))
+        res = res if mode == "res" else None
+        pre = pre if d_out is not None else None
+        launch(x, d_h, d_ms, psi, dy, res, d_out, pre, dx, parts, ctas)
+        return (dx if want[0] else None), (Parts(parts) if want[1] else None)
+
+    return Plan(run)
 
 
-def weights(
+project_backward = launcher(plan_project_backward)
+
+
+def plan_weights(
     parts: Parts, mapping: Mapping, into_phi: torch.Tensor, into_weight: torch.Tensor | None
-) -> None:
-    """SM90 implementation of `cpu.weights`."""
+) -> Plan:
+    """Launch plan of `cpu.weights`."""
     norm = mapping.norm_weight is not None
-    others = (None,) * 3
-    if norm:
-        own = into_weight
-        own = torch.zeros_like(mapping.norm_weight) if own is None else own
-        others = (mapping.phi, mapping.norm_weight, own)
-    call(into_phi.device, _kernel(SumConfig(True, norm)), parts.values, into_phi, *others, 1)
+    launch = bind(into_phi.device, _kernel(SumConfig(True, norm)))
+
+    def run(parts, mapping, into_phi, into_weight):
+        others = (None,) * 3
+        if norm:
+            weight = mapping.norm_weight
+            into = torch.zeros_like(weight) if into_weight is None else into_weight
+            others = (mapping.phi, weight, into)
+        launch(parts.values, into_phi, *others, 1)
+
+    return Plan(run)
 
 
-def add_parts(parts: Parts, into: torch.Tensor) -> None:
-    """SM90 implementation of `cpu.add_parts`."""
-    flat = into.view(-1)
-    args = (parts.values, flat, None, None, None, parts.group)
-    call(into.device, _kernel(SumConfig(False)), *args)
+weights = launcher(plan_weights)
+
+
+def plan_add_parts(parts: Parts, into: torch.Tensor) -> Plan:
+    """Launch plan of `cpu.add_parts`."""
+    launch = bind(into.device, _kernel(SumConfig(False)))
+
+    def run(parts, into):
+        launch(parts.values, into.view(-1), None, None, None, parts.group)
+
+    return Plan(run)
+
+
+add_parts = launcher(plan_add_parts)
 
 
 # ---- what calls share ----------------------------------------------------------------------------
@@ -297,13 +421,14 @@ def _numbers(gates: Gates, form: Sinkhorn | None = None) -> tuple[float, ...]:
     return gates.eps, gates.pre_eps, gates.post_scale, eps
 
 
-def _of_chunks(projected: Projected, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    _, m, _ = projected.sums.shape
-    return projected.sums.new_empty(m, WIDTH[n]), projected.sums.new_empty(m)
+def _floats(like: torch.Tensor, *shape: int) -> Callable[[], torch.Tensor]:
+    """Allocator of fp32 tensors beside ``like``."""
+    return allocator(shape, torch.float32, like.device)
 
 
-def _of_tokens(like: torch.Tensor, n: int) -> tuple[torch.Tensor, ...]:
-    return tuple(like.new_empty(len(like), size) for size in (n, n, n * n))
+def _of_tokens(like: torch.Tensor, m: int, n: int) -> tuple[Callable[[], torch.Tensor], ...]:
+    """Allocators of pre, post and res of m tokens."""
+    return tuple(_floats(like, m, size) for size in (n, n, n * n))
 
 
 def _common(x: torch.Tensor, streams: Streams, wide: bool) -> tuple:

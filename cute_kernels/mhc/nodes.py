@@ -6,6 +6,8 @@ whose gradient went into a main_grad.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ..errors import UnsupportedTransformError
@@ -160,7 +162,7 @@ def _vmap_refused(info, in_dims, *args):
     )
 
 
-def define(schema: str, run, **others):
+def define(schema: str, run: Callable | None = None, **others: object) -> Callable:
     """`define_op`, without vmap."""
     return define_op(schema, run, vmap=_vmap_refused, **others)
 

@@ -19,12 +19,15 @@ that one pass makes dx of all that x goes into (docs/mhc.md, 'One site').
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from .. import contracts
 from ..arch import CPU, CUTE_SM90, TRITON
 from ..runtime import dispatch
 from ..runtime.dispatch import Implementation
+from ..runtime.plan_cache import Plan
 from . import config, nodes, passes
 from .passes import launcher
 from .tensors import Expand, Sinkhorn, Streams, Upstream
@@ -52,10 +55,13 @@ for _entry, _function in _LAUNCHERS.items():
         TRITON: f"triton.launch:{_function}",
         CPU: f"cpu:{_function}",
     }
+    _planners = {CUTE_SM90: f"{__package__}.launch:plan_{_function}"}
     dispatch.register(
         _entry,
         {
-            backend: Implementation(f"{__package__}.{path}", _DTYPES)
+            backend: Implementation(
+                f"{__package__}.{path}", _DTYPES, planner=_planners.get(backend, "")
+            )
             for backend, path in _where.items()
         },
         contract="mhc",
@@ -215,17 +221,28 @@ scale_backward = nodes.define(
 )
 
 
-def _run_sinkhorn(z, n, iterations, form, eps):
+def _plan_sinkhorn(z, n, iterations, form, eps):
+    """Plan of `sinkhorn`."""
     if len(z) == 0:
-        return z.new_empty(z.shape)
-    return launcher("mhc_sinkhorn", z)(nodes.rows(z), n, Sinkhorn(iterations, form, eps))
+        return Plan(lambda z, *_: z.new_empty(z.shape), cacheable=False)
+    form = Sinkhorn(iterations, form, eps)
+    plan = passes.plan("mhc_sinkhorn", z, nodes.rows(z), n, form)
+    launch = plan.run
+    return replace(plan, run=lambda z, *_: launch(nodes.rows(z), n, form))
 
 
-def _run_sinkhorn_backward(d_p, z, n, iterations, form, eps):
+def _plan_sinkhorn_backward(d_p, z, n, iterations, form, eps):
+    """Plan of `sinkhorn_backward`."""
     if len(z) == 0:
-        return z.new_empty(z.shape)
-    run = launcher("mhc_sinkhorn_backward", z)
-    return run(nodes.rows(z), nodes.rows(d_p), n, Sinkhorn(iterations, form, eps))
+        return Plan(lambda d_p, z, *_: z.new_empty(z.shape), cacheable=False)
+    form = Sinkhorn(iterations, form, eps)
+    plan = passes.plan("mhc_sinkhorn_backward", z, nodes.rows(z), nodes.rows(d_p), n, form)
+    launch = plan.run
+
+    def run(d_p, z, *_):
+        return launch(nodes.rows(z), nodes.rows(d_p), n, form)
+
+    return replace(plan, run=run)
 
 
 def _setup_sinkhorn(ctx, inputs, output):
@@ -242,7 +259,7 @@ def _backward_sinkhorn(ctx, d_p):
 
 sinkhorn = nodes.define(
     "mhc_sinkhorn(Tensor z, int n, int iterations, str form, float eps) -> Tensor",
-    _run_sinkhorn,
+    plan=_plan_sinkhorn,
     fake=lambda z, *others: z.new_empty(z.shape),
     setup=_setup_sinkhorn,
     backward=_backward_sinkhorn,
@@ -250,7 +267,7 @@ sinkhorn = nodes.define(
 sinkhorn_backward = nodes.define(
     "mhc_sinkhorn_backward(Tensor d_p, Tensor z, int n, int iterations, str form, float eps) "
     "-> Tensor",
-    _run_sinkhorn_backward,
+    plan=_plan_sinkhorn_backward,
     fake=lambda d_p, z, *others: z.new_empty(z.shape),
 )
 
@@ -258,10 +275,14 @@ sinkhorn_backward = nodes.define(
 # ---- aggregate and expand_combine ----------------------------------------------------------------
 
 
-def _run_aggregate(x, pre, n, layout):
+def _plan_aggregate(x, pre, n, layout):
+    """Plan of `aggregate`."""
     if 0 in x.shape:
-        return x.new_empty(len(x), x.shape[1] // n)
-    return passes.collapse(x, Streams(n, layout), nodes.rows(pre))
+        return Plan(lambda x, *_: x.new_empty(len(x), x.shape[1] // n), cacheable=False)
+    streams = Streams(n, layout)
+    plan = passes.plan("mhc_combine", x, x, streams, nodes.rows(pre), None)
+    launch = plan.run
+    return replace(plan, run=lambda x, pre, *_: launch(x, streams, nodes.rows(pre), None)[1])
 
 
 def _run_aggregate_backward(d_out, x, pre, n, layout, needs):
@@ -288,7 +309,7 @@ def _backward_aggregate(ctx, d_out):
 
 aggregate = nodes.define(
     "mhc_aggregate(Tensor x, Tensor pre, int n, str layout) -> Tensor",
-    _run_aggregate,
+    plan=_plan_aggregate,
     fake=lambda x, pre, n, layout: x.new_empty(x.shape[0], x.shape[1] // n),
     setup=_setup_aggregate,
     backward=_backward_aggregate,
@@ -303,11 +324,22 @@ aggregate_backward = nodes.define(
 )
 
 
-def _run_expand(f, bias, post, x, res, link, main_bias, n, layout):
-    nodes.apart({"bias": main_bias}, f=f, bias=bias, H_post=post, x=x, H_res=res)
+def _plan_expand(f, bias, post, x, res, link, main_bias, n, layout):
+    """Plan of `expand_combine`."""
+    streams = Streams(n, layout)
     if 0 in x.shape:
-        return x.new_empty(x.shape)
-    return passes.expand(x, Streams(n, layout), Expand(f, bias, nodes.rows(post), nodes.rows(res)))
+        plan = Plan(lambda x, *_: (x.new_empty(x.shape), None), cacheable=False)
+    else:
+        operands = Expand(f, bias, nodes.rows(post), nodes.rows(res))
+        plan = passes.plan("mhc_combine", x, x, streams, None, operands)
+    launch = plan.run
+
+    def run(f, bias, post, x, res, link, main_bias, *_):
+        nodes.apart({"bias": main_bias}, f=f, bias=bias, H_post=post, x=x, H_res=res)
+        operands = Expand(f, bias, nodes.rows(post), nodes.rows(res))
+        return launch(x, streams, None, operands)[0]
+
+    return replace(plan, run=run)
 
 
 def _run_expand_backward(dy, f, bias, post, x, res, main_bias, n, layout, linked, needs):
@@ -355,7 +387,7 @@ def _backward_expand(ctx, dy):
 expand_combine = nodes.define(
     "mhc_expand_combine(Tensor f, Tensor? bias, Tensor post, Tensor x, Tensor res, Tensor? link, "
     "Tensor? main_bias, int n, str layout) -> Tensor",
-    _run_expand,
+    plan=_plan_expand,
     fake=lambda f, bias, post, x, *others: x.new_empty(x.shape),
     setup=_setup_expand,
     backward=_backward_expand,

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ..runtime import dispatch
+from ..runtime.plan_cache import Plan
 from .tensors import (
     Coefficients,
     Expand,
@@ -49,6 +50,11 @@ def launcher(name: str, like: torch.Tensor) -> Callable:
     return dispatch.launcher(name, like.device, like.dtype)
 
 
+def plan(name: str, like: torch.Tensor, *operands: object) -> Plan:
+    """Launch plan of one of mhc's launchers for these operands."""
+    return dispatch.plan(name, like.device, like.dtype, *operands)
+
+
 def project(
     x: torch.Tensor, site: Site, expand: Expand | None = None, pre: torch.Tensor | None = None
 ) -> tuple[Projected, Coefficients]:
@@ -61,11 +67,6 @@ def project(
 def collapse(x: torch.Tensor, streams: Streams, pre: torch.Tensor) -> torch.Tensor:
     """Σ_i x_i pre_i: [M, C]."""
     return launcher("mhc_combine", x)(x, streams, pre, None)[1]
-
-
-def expand(x: torch.Tensor, streams: Streams, by: Expand) -> torch.Tensor:
-    """y [M, K]."""
-    return launcher("mhc_combine", x)(x, streams, None, by)[0]
 
 
 def reduce(

@@ -10,16 +10,16 @@ def neighbours_two_apart_first(monkeypatch, module):
     cute = module.cute
 
     @cute.jit
-    def to_lanes(parts, odd, high):
-        parts = [part + cute.arch.shuffle_sync_bfly(part, offset=2) for part in parts]
-        parts = [part + cute.arch.shuffle_sync_bfly(part, offset=1) for part in parts]
-        return units._of_lane(parts, odd, high)
+    def to_lanes(partials, odd, high):
+        sums = [one + cute.arch.shuffle_sync_bfly(one, offset=2) for one in partials]
+        sums = [one + cute.arch.shuffle_sync_bfly(one, offset=1) for one in sums]
+        return units._of_lane(sums, odd, high)
 
     monkeypatch.setattr(units, "_to_lanes", to_lanes)
 
 
 def bins_not_lowered(monkeypatch, module):
-    monkeypatch.setattr(exact, "_lower", lambda own, row, by: None)
+    monkeypatch.setattr(exact, "_lower", lambda state, row, by: None)
 
 
 def padding_not_masked(monkeypatch, module):
@@ -33,7 +33,7 @@ def nothing_chosen(monkeypatch, module):
 
 
 def lanes_do_not_meet(monkeypatch, module):
-    monkeypatch.setattr(exact, "meet", lambda *a, **k: None)
+    monkeypatch.setattr(exact, "add_lane", lambda *a, **k: None)
 
 
 def exponent_rounded_up(monkeypatch, module):
@@ -48,20 +48,20 @@ def exponent_rounded_up(monkeypatch, module):
 
 
 def one_warp_is_forgotten(monkeypatch, module):
-    true = column.keep
+    true = column.store_warp
 
-    def keep(own, kept, tokens, columns):
-        exact.clear(own)
-        true(own, kept, tokens, columns)
+    def store_warp(state, states, tokens, columns):
+        exact.clear(state)
+        true(state, states, tokens, columns)
 
-    monkeypatch.setattr(column, "keep", keep)
+    monkeypatch.setattr(column, "store_warp", store_warp)
 
 
 def lse_left_out(monkeypatch, module):
     true = gradient.load
 
-    def load(own, tokens, row0, at, start):
-        true(own, tokens, row0, at, start)
-        own.lse2.fill(0.0)
+    def load(rows, tokens, row0, cLogits, start):
+        true(rows, tokens, row0, cLogits, start)
+        rows.lse2.fill(0.0)
 
     monkeypatch.setattr(gradient, "load", load)

@@ -135,8 +135,14 @@ def test_mutants_are_killed(mutant, which, monkeypatch):
 #: Of the kernel for few tokens: states written over what the other warpgroup still multiplies;
 #: states added before every warp has written its own.
 MEETINGS = {
-    "states over the ring": ("        self.meet()\n        column.keep", "        column.keep"),
-    "states of others not awaited": ("self.columns)\n        self.meet()\n", "self.columns)\n"),
+    "states over the ring": (
+        "        self.sync_consumers()\n        column.store_warp",
+        "        column.store_warp",
+    ),
+    "states of others not awaited": (
+        "self.columns)\n        self.sync_consumers()\n",
+        "self.columns)\n",
+    ),
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from unittest import mock
 
 import torch
 
@@ -30,11 +31,16 @@ RMS = 1e-5
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Inside, memory that torch hands out is full of NaN."""
+    """Inside, memory that torch and plans allocate is full of NaN."""
+
+    def allocator(shape, dtype, device):
+        return lambda: torch.empty(shape, dtype=dtype, device=device)
+
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.empty(3).isnan().all()
-        yield
+        with mock.patch.object(launch, "allocator", allocator):
+            yield
     finally:
         torch.use_deterministic_algorithms(False)
 

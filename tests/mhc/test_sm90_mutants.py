@@ -98,33 +98,34 @@ MUTANTS = {
         "begin = chunk * self.chunk\n        extent", "begin = chunk * (self.chunk - 2)\n"
         "        extent", value("projection")),
     "last_token_dropped": (PROJECT, "if token < m:", "if token < m - 1:", value("projection")),
-    "squares_of_two_lanes": (PROJECT, "reduce.over_threads(squares[h], 4)",
-        "reduce.over_threads(squares[h], 2)", value("projection")),
-    "collapsed_before_the_rounding": (PROJECT, """        y = unit.narrowed(y, self.dtype)
-        if own < m:
-            self.unit.store(y, mY, base * self.config.n, c, total, checked)
+    "squares_of_two_lanes": (PROJECT, "reduce.over_threads(sums.squares[h], 4)",
+        "reduce.over_threads(sums.squares[h], 2)", value("projection")),
+    "collapsed_before_the_rounding": (PROJECT, """        y = unit.rounded(y, self.dtype)
+        if row.token < inputs.mX.shape[0]:
+            vector.store(y, inputs.expand.mY, base * self.config.n, c, total, checked)
             if cutlass.const_expr(mOut is not None):
-                out = unit.collapsed(self.unit, unit.widened(y), pre)
+                out = unit.collapsed(vector, unit.to_fp32(y), coefficients.pre)
 """, """        unrounded = y
-        y = unit.narrowed(y, self.dtype)
-        if own < m:
-            self.unit.store(y, mY, base * self.config.n, c, total, checked)
+        y = unit.rounded(y, self.dtype)
+        if row.token < inputs.mX.shape[0]:
+            vector.store(y, inputs.expand.mY, base * self.config.n, c, total, checked)
             if cutlass.const_expr(mOut is not None):
-                out = unit.collapsed(self.unit, unrounded, pre)
+                out = unit.collapsed(vector, unrounded, coefficients.pre)
 """, value("expanded")),
-    "res_transposed": (UNIT, "x[unit.position(i, e)], res[i * unit.n + j], total",
-        "x[unit.position(i, e)], res[j * unit.n + i], total", value("combine")),
+    "res_transposed": (UNIT, "x[vector.position(i, e)], res[i * vector.n + j], total",
+        "x[vector.position(i, e)], res[j * vector.n + i], total", value("combine")),
     "layout_swapped": (UNIT, 'return e * self.n + i if self.layout == "cn"',
         'return e * self.n + i if self.layout == "nc"', value("combine")),
     "tail_not_masked": (UNIT,
         "                if c + self.channel(p) < total:\n"
-        "                    part.store(copy.aligned(tensor, at, self.width).load())",
-        "                part.store(copy.aligned(tensor, at, self.width).load())",
+        "                    rAccess.store(copy.aligned(mX, offset, self.width).load())",
+        "                rAccess.store(copy.aligned(mX, offset, self.width).load())",
         value("reduce", NARROW)),
-    "bias_forgotten_in_dpost": (REDUCE, "given = given + bias[e]", "given = f[e]",
+    "bias_forgotten_in_dpost": (REDUCE, "f_plus_bias = f_plus_bias + bias[e]",
+        "f_plus_bias = f[e]",
         value("reduce")),
-    "res_transposed_in_dx": (UNIT, "dy[unit.position(j, e)], res[i * unit.n + j]",
-        "dy[unit.position(j, e)], res[j * unit.n + i]", value("reduce")),
+    "res_transposed_in_dx": (UNIT, "dy[vector.position(j, e)], res[i * vector.n + j]",
+        "dy[vector.position(j, e)], res[j * vector.n + i]", value("reduce")),
     "dms_halved": (BACK, "cutlass.Float32(2.0) /", "cutlass.Float32(1.0) /",
         value("projection_backward")),
     "chunk_of_tokens_begins_early": (BACK, "begin = chunk * TOKENS",
@@ -143,29 +144,32 @@ MUTANTS = {
     "gradient_of_the_epsilon_forgotten": (COEFFICIENTS_BACK,
         "gradient[i] = gradient[i] * (s[i] / (s[i] + eps))", "gradient[i] = gradient[i]",
         value("gates_backward")),
-    "post_scale_forgotten_in_its_slope": (COEFFICIENTS_BACK, "slope = slope * post_scale",
+    "post_scale_forgotten_in_its_slope": (COEFFICIENTS_BACK, "slope = slope * scalars.post_scale",
         "slope = slope + 0.0", value("gates_backward")),
-    "one_divisor_for_both_sides": (COEFFICIENTS_BACK, "mix.undo(y, [sDivisors[t, side, at, tidx]",
-        "mix.undo(y, [sDivisors[t, 0, at, tidx]", value("gates_backward")),
+    "one_divisor_for_both_sides": (COEFFICIENTS_BACK,
+        "mix.undo(y, [sDivisors[t, side, index, tidx]",
+        "mix.undo(y, [sDivisors[t, 0, index, tidx]", value("gates_backward")),
     "warps_descending": (REDUCE, "total = reduce.over_lanes(sSums, tidx)",
         "total = cutlass.Float32(0.0)\n"
         "            for w in cutlass.range_constexpr(self.warps - 1, -1, -1):\n"
         "                total += sSums[w, tidx]", order("sums_of_reduce")),
-    "chunks_of_channels_descending": (COEFFICIENTS, "copy.aligned(mSums, at + s * step, 4)",
-        "copy.aligned(mSums, at + (chunks - s) * step, 4)", order("chunks_of_channels")),
+    "chunks_of_channels_descending": (COEFFICIENTS,
+        "copy.aligned(mSums, offset + s * step, 4)",
+        "copy.aligned(mSums, offset + (chunks - s) * step, 4)", order("chunks_of_channels")),
     "parts_descending": (SUMS, "(begin + part) * size", "(begin + count - 1 - part) * size",
         order("chunks_of_tokens")),
-    "chunks_of_tokens_descending": (SUMS, "copy.aligned(mParts, at + s * step, 1)[0]\n"
-        "                    total", "copy.aligned(mParts, at + (chunks - 1 - s) * step, 1)[0]\n"
+    "chunks_of_tokens_descending": (SUMS,
+        "copy.aligned(mParts, offset + s * step, 1)[0]\n                    total",
+        "copy.aligned(mParts, offset + (chunks - 1 - s) * step, 1)[0]\n"
         "                    total", order("chunks_of_tokens")),
     "squares_descending": (PROJECT,
-        "of_octet = cute.math.fma(values[p], values[p], of_octet)",
-        "of_octet = cute.math.fma(values[8 - p], values[8 - p], of_octet)",
+        "octet_sum = cute.math.fma(values[p], values[p], octet_sum)",
+        "octet_sum = cute.math.fma(values[8 - p], values[8 - p], octet_sum)",
         order("squares")),
     "squares_in_one_chain": (PROJECT,
-        "                of_octet = values[o * OCTET] * values[o * OCTET]\n",
-        "                of_octet = cute.math.fma(values[o * OCTET], values[o * OCTET],"
-        " squares[h])\n                squares[h] = cutlass.Float32(0.0)\n",
+        "                octet_sum = values[o * OCTET] * values[o * OCTET]\n",
+        "                octet_sum = cute.math.fma(values[o * OCTET], values[o * OCTET],"
+        " sums.squares[h])\n                sums.squares[h] = cutlass.Float32(0.0)\n",
         order("squares")),
 }  # fmt: skip
 

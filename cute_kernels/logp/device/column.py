@@ -1,10 +1,12 @@
-"""Units of 16 vocabulary entries in an accumulator of vocabulary by tokens: operands swapped.
+"""Vectors of 16 vocabulary entries in an accumulator [vocabulary, tokens]: operands swapped.
 
 A thread's value ``4 i + 2 half + side`` is entry ``16 warp + lane / 4 + 8 half``, token
-``8 i + 2 (lane mod 4) + side``: a warp's 16 entries are one unit, of which a thread has two of a
-token's, and lanes 4, 8 and 16 apart the others.  Every lane comes to have the unit of all its
-tokens; of eight tokens that eight lanes share, each lane keeps the state of one.
+``8 i + 2 (lane mod 4) + side``.  The 16 entries of a warp are one vector: a thread has two of them
+for each of its tokens, and lanes 4, 8 and 16 apart have the others.  All eight lanes that share
+tokens compute the vectors of those tokens; of eight tokens each lane keeps the state of one.
 """
+
+from dataclasses import dataclass
 
 import cutlass
 from cutlass import cute
@@ -13,41 +15,62 @@ from ...dsl import softmax
 from ..config import LOG2E
 from . import exact, units
 
-#: Lanes that have the same tokens, and the distances between them.
+#: Lanes that share tokens, and the distances between them.
 SHARERS = 8
 DISTANCES = (4, 8, 16)
 
 
+@dataclass(frozen=True)
+class Targets:
+    """Targets of the tokens.
+
+    mTarget: Int64 [T], vocabulary index of each token's target.
+    rRow:    Int32 [slots], row of the head of the target of each of this lane's states.
+    start:   vocabulary index of the head's first row.
+    """
+
+    mTarget: cute.Tensor
+    rRow: cute.Tensor
+    start: cutlass.Int32
+
+
 def slots(tokens: int) -> int:
-    """Tokens of a thread, whose state it keeps."""
+    """Number of tokens whose states a thread keeps."""
     return max(1, tokens // 4 // SHARERS)
 
 
 @cute.jit
-def token_of(slot: cutlass.Constexpr):
-    """The token of one of this lane's states."""
+def token_of(slot: cutlass.Constexpr[int]) -> cutlass.Int32:
+    """Token of one of this lane's states."""
     lane = cute.arch.lane_idx()
     sharer = lane // 4
     return 32 * slot + 8 * (sharer // 2) + 2 * (lane % 4) + sharer % 2
 
 
 @cute.jit
-def targets(own: exact.State, mTarget, start):
-    """The targets of this lane's states, counted from the head's first row."""
-    count = cute.size(own.top)
-    found = cute.make_rmem_tensor(count, cutlass.Int32)
+def load_targets(state: exact.State, mTarget: cute.Tensor, start: cutlass.Int32) -> Targets:
+    """Load the targets of this lane's states."""
+    count = cute.size(state.top)
+    rRow = cute.make_rmem_tensor(count, cutlass.Int32)
     for slot in cutlass.range_constexpr(count):
         token = cutlass.min(token_of(slot), mTarget.shape[0] - 1)
-        found[slot] = mTarget[token].to(cutlass.Int32) - start
-    return found
+        rRow[slot] = mTarget[token].to(cutlass.Int32) - start
+    return Targets(mTarget, rRow, start)
 
 
 @cute.jit
-def finish_logits(acc, mBias, at, row0, softcap, capped: cutlass.Constexpr):
-    """acc = softcap tanh((acc + bias) / softcap); without either, as it is."""
+def finish_logits(
+    acc: cute.Tensor,
+    mBias: cute.Tensor | None,
+    cLogits: cute.Tensor,
+    row0: cutlass.Int32,
+    softcap: cutlass.Float32,
+    capped: cutlass.Constexpr[bool],
+):
+    """acc = softcap tanh((acc + bias) / softcap), or acc + bias, or acc."""
     if cutlass.const_expr(mBias is not None):
         for half in cutlass.range_constexpr(2):
-            row = cutlass.min(row0 + at[2 * half][0], mBias.shape[0] - 1)
+            row = cutlass.min(row0 + cLogits[2 * half][0], mBias.shape[0] - 1)
             bias = mBias[row].to(cutlass.Float32)
             for i in cutlass.range_constexpr(cute.size(acc) // 4):
                 for side in cutlass.range_constexpr(2):
@@ -60,63 +83,78 @@ def finish_logits(acc, mBias, at, row0, softcap, capped: cutlass.Constexpr):
 
 
 @cute.jit
-def choose(acc, own: exact.State, mine, where, at, row0):
-    """Adds the bits of the targets' logits to the states, where a target is among these 64 rows."""
-    mTarget, start = where
-    # Rarely: a token's target is in one warp's rows of one tile.
-    here = cutlass.Int32(0)
-    for slot in cutlass.range_constexpr(cute.size(mine)):
-        row = mine[slot] - row0
-        here = cutlass.Int32(1) if (row >= 0) & (row < 64) else here
-    if cute.arch.warp_reduction_max(here) > 0:
-        for slot in cutlass.range_constexpr(cute.size(mine)):
-            found = [cutlass.Int32(0)] * SHARERS
+def choose(
+    acc: cute.Tensor,
+    state: exact.State,
+    targets: Targets,
+    cLogits: cute.Tensor,
+    row0: cutlass.Int32,
+):
+    """Add the bits of the targets' logits to the states, of targets among these 64 rows."""
+    # Rarely taken: the target of a token is in one warp's rows of one tile.
+    present = cutlass.Int32(0)
+    for slot in cutlass.range_constexpr(cute.size(targets.rRow)):
+        row = targets.rRow[slot] - row0
+        present = cutlass.Int32(1) if (row >= 0) & (row < 64) else present
+    if cute.arch.warp_reduction_max(present) > 0:
+        for slot in cutlass.range_constexpr(cute.size(targets.rRow)):
+            logits = [cutlass.Int32(0)] * SHARERS
             for sharer in cutlass.range_constexpr(min(SHARERS, cute.size(acc) // 2)):
                 i, side = (SHARERS * slot + sharer) // 2, sharer % 2
-                token = cutlass.min(at[4 * i + side][1], mTarget.shape[0] - 1)
-                target = mTarget[token].to(cutlass.Int32) - start - row0
-                part = cutlass.Int32(0)
+                token = cutlass.min(cLogits[4 * i + side][1], targets.mTarget.shape[0] - 1)
+                target = targets.mTarget[token].to(cutlass.Int32) - targets.start - row0
+                logit = cutlass.Int32(0)
                 for half in cutlass.range_constexpr(2):
-                    value = 4 * i + 2 * half + side
-                    part = units.bits(acc[value]) if at[value][0] == target else part
+                    index = 4 * i + 2 * half + side
+                    logit = units.bits(acc[index]) if cLogits[index][0] == target else logit
                 for distance in DISTANCES:
-                    part += cute.arch.shuffle_sync_bfly(part, offset=distance)
-                found[sharer] = part
-            own.chosen[slot] += _of_lane(found)
+                    logit += cute.arch.shuffle_sync_bfly(logit, offset=distance)
+                logits[sharer] = logit
+            state.chosen[slot] += _of_lane(logits)
 
 
 @cute.jit
-def mask(acc, at, row0, valid):
-    """acc = -inf in rows that are not of the vocabulary."""
+def mask(acc: cute.Tensor, cLogits: cute.Tensor, row0: cutlass.Int32, valid: cutlass.Int32):
+    """acc = -inf in rows from ``valid`` on, which are not of the vocabulary."""
     if row0 + 64 > valid:
         for half in cutlass.range_constexpr(2):
-            if row0 + at[2 * half][0] >= valid:
+            if row0 + cLogits[2 * half][0] >= valid:
                 for i in cutlass.range_constexpr(cute.size(acc) // 4):
                     for side in cutlass.range_constexpr(2):
                         acc[4 * i + 2 * half + side] = -cutlass.Float32.inf
 
 
 @cute.jit
-def absorb(acc, own: exact.State, scale):
-    """The warp's unit of every token into the tokens' states."""
+def add_tile(acc: cute.Tensor, state: exact.State, sScale: cute.Tensor):
+    """Add the warp's vector of every token to the tokens' states.
+
+    M = round(max y)      s = Σ 2^(y - M)      weighted: Σ 2^(y - M) (y - M)      y = z scale
+    """
     lane = cute.arch.lane_idx()
-    for slot in cutlass.range_constexpr(cute.size(own.top)):
+    for slot in cutlass.range_constexpr(cute.size(state.top)):
         exponents = [cutlass.Int32(0)] * SHARERS
         sums = [cutlass.Float32(0.0)] * SHARERS
         weighted = [cutlass.Float32(0.0)] * SHARERS
         for sharer in cutlass.range_constexpr(min(SHARERS, cute.size(acc) // 2)):
             i, side = (SHARERS * slot + sharer) // 2, sharer % 2
-            of_token = scale[8 * i + 2 * (lane % 4) + side]
+            scale = sScale[8 * i + 2 * (lane % 4) + side]
             low, high = acc[4 * i + side], acc[4 * i + 2 + side]
-            unit = _unit(low, high, of_token, own.weighted is not None)
-            exponents[sharer], sums[sharer], weighted[sharer] = unit
-        moved = _of_lane(weighted) if own.weighted is not None else cutlass.Float32(0.0)
-        exact.add(own, slot, _of_lane(exponents), _of_lane(sums), moved)
+            total = _total(low, high, scale, state.weighted is not None)
+            exponents[sharer], sums[sharer], weighted[sharer] = total
+        weighted_total = cutlass.Float32(0.0)
+        if cutlass.const_expr(state.weighted is not None):
+            weighted_total = _of_lane(weighted)
+        exact.add(state, slot, _of_lane(exponents), _of_lane(sums), weighted_total)
 
 
 @cute.jit
-def _unit(low, high, scale, entropy: cutlass.Constexpr):
-    """(M, s, the weighted sum) of a token's unit, on all lanes that share the token."""
+def _total(
+    low: cutlass.Float32,
+    high: cutlass.Float32,
+    scale: cutlass.Float32,
+    entropy: cutlass.Constexpr[bool],
+) -> tuple[cutlass.Int32, cutlass.Float32, cutlass.Float32]:
+    """(M, s, weighted sum) of a token's vector, on all lanes that share the token."""
     top = cute.arch.fmax(low, high)
     for distance in DISTANCES:
         top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=distance))
@@ -135,25 +173,33 @@ def _unit(low, high, scale, entropy: cutlass.Constexpr):
 
 
 @cute.jit
-def keep(own: exact.State, kept, tokens: cutlass.Constexpr, columns: cutlass.Constexpr):
-    """The states of this warp to shared memory: [warp, token, column]."""
+def store_warp(
+    state: exact.State,
+    states: cute.Pointer,
+    tokens: cutlass.Constexpr[int],
+    columns: cutlass.Constexpr[int],
+):
+    """Store the states of this warp to shared memory: ``states`` is [warp, token, column]."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    for slot in cutlass.range_constexpr(cute.size(own.top)):
+    for slot in cutlass.range_constexpr(cute.size(state.top)):
         token = token_of(slot)
         if token < tokens:
-            at = (warp * tokens + token) * columns
-            exact.store(own, slot, cute.make_tensor(kept + at, cute.make_layout(columns)))
+            offset = (warp * tokens + token) * columns
+            sState = cute.make_tensor(states + offset, cute.make_layout(columns))
+            exact.store(state, slot, sState)
 
 
-def _of_lane(values):
+def _of_lane(values: list[cutlass.Numeric]) -> cutlass.Numeric:
     """values[lane div 4]."""
     sharer = cute.arch.lane_idx() // 4
-    result = values[0]
+    selected = values[0]
     for i in range(1, SHARERS):
-        result = _select(sharer == i, values[i], result)
-    return result
+        selected = _select(sharer == i, values[i], selected)
+    return selected
 
 
 @cute.jit
-def _select(condition, yes, no):
+def _select(
+    condition: cutlass.Boolean, yes: cutlass.Numeric, no: cutlass.Numeric
+) -> cutlass.Numeric:
     return yes if condition else no

@@ -1,7 +1,7 @@
-"""The exact sum over the vocabulary in registers: a row's state, units added, states met.
+"""Exact sum over the vocabulary: a token's state in registers, and its updates.
 
-What is stated in ``logp/exact.py``, for one row at a time.  A unit's bin is M div 16; the highest
-bin that a state has seen and the three below it are kept.
+The device half of ``logp/exact.py``, one row of a state at a time.  The bin of a tile of 16 entries
+is M div 16; a state keeps the highest bin that it has seen, and the three below it.
 """
 
 from dataclasses import dataclass
@@ -13,16 +13,18 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 from ..config import BIN, BINS, CHOSEN, EMPTY, FRACTION, LOST, SUMS, TOO_MUCH, TOP, WEIGHTED
 
-#: The exponent field of an fp32 of 1, and its place.
+#: Exponent field of an fp32 of 1, and its first bit.
 _ONE, _EXPONENT = 127, 23
 
 
 @dataclass(frozen=True)
 class State:
-    """Of ``rows`` rows of this lane, in registers.
+    """Partial states of some rows (tokens) of this lane, in registers.
 
-    top: Int32 [rows].  sums: Int64 [BINS, rows].  weighted: the same with an entropy, else None.
-    chosen: Int32 [rows], the bits of the target's logit, or 0.
+    top:      Int32 [rows], the highest bin.
+    sums:     Int64 [BINS, rows], Σ 2^y of each bin.
+    weighted: Int64 [BINS, rows], Σ 2^y (y - 16 bin) of each bin; None without an entropy.
+    chosen:   Int32 [rows], bits of the target's logit, or 0.
     """
 
     top: cute.Tensor
@@ -31,8 +33,8 @@ class State:
     chosen: cute.Tensor
 
 
-def state(rows: int, entropy: bool) -> State:
-    """Registers of a state; `clear` it before use."""
+def make_state(rows: int, entropy: bool) -> State:
+    """Allocate the registers of a state; `clear` it before use."""
     return State(
         cute.make_rmem_tensor(rows, cutlass.Int32),
         cute.make_rmem_tensor((BINS, rows), cutlass.Int64),
@@ -42,92 +44,101 @@ def state(rows: int, entropy: bool) -> State:
 
 
 @cute.jit
-def clear(own: State):
-    """No unit so far."""
-    own.top.fill(EMPTY)
-    own.chosen.fill(0)
-    own.sums.fill(0)
-    if cutlass.const_expr(own.weighted is not None):
-        own.weighted.fill(0)
+def clear(state: State):
+    """Set all rows to the state of an empty vocabulary."""
+    state.top.fill(EMPTY)
+    state.chosen.fill(0)
+    state.sums.fill(0)
+    if cutlass.const_expr(state.weighted is not None):
+        state.weighted.fill(0)
 
 
 @cute.jit
-def add(own: State, row: cutlass.Constexpr, exponent, total, weighted):
-    """A unit: M, s, and Σ 2^(y - M) (y - M) where there is an entropy."""
-    unit_bin = exponent >> 4
-    place = exponent & (BIN - 1)
-    alive = total > 0.0
-    if alive & (unit_bin > own.top[row]):
-        _lower(own, row, unit_bin - own.top[row])
-        own.top[row] = unit_bin
+def add(
+    state: State,
+    row: cutlass.Constexpr[int],
+    exponent: cutlass.Int32,
+    total: cutlass.Float32,
+    weighted: cutlass.Float32,
+):
+    """Add 16 entries: M, s = Σ 2^(y - M), and Σ 2^(y - M) (y - M) where there is an entropy."""
+    tile_bin = exponent >> 4
+    shift = exponent & (BIN - 1)
+    nonzero = total > 0.0
+    if nonzero & (tile_bin > state.top[row]):
+        _lower(state, row, tile_bin - state.top[row])
+        state.top[row] = tile_bin
     if not (total < TOO_MUCH):
-        own.top[row] = cutlass.Int32(LOST)
-    below = own.top[row] - unit_bin
-    unit = _power_of_two(place + FRACTION)
-    whole = _whole(total * unit)
+        state.top[row] = cutlass.Int32(LOST)
+    below = state.top[row] - tile_bin
+    # sums[bin] += round(s 2^(M - 16 bin) 2^FRACTION)
+    unit = _power_of_two(shift + FRACTION)
+    addend = _round(total * unit)
     for j in cutlass.range_constexpr(BINS):
-        own.sums[j, row] += whole if alive & (below == j) else cutlass.Int64(0)
-    if cutlass.const_expr(own.weighted is not None):
-        # y - 16 bin = (y - M) + place
-        moved = cute.math.fma(total, place.to(cutlass.Float32), weighted)
-        whole = _whole(moved * unit)
+        state.sums[j, row] += addend if nonzero & (below == j) else cutlass.Int64(0)
+    if cutlass.const_expr(state.weighted is not None):
+        # y - 16 bin = (y - M) + shift
+        shifted = cute.math.fma(total, shift.to(cutlass.Float32), weighted)
+        addend = _round(shifted * unit)
         for j in cutlass.range_constexpr(BINS):
-            own.weighted[j, row] += whole if alive & (below == j) else cutlass.Int64(0)
+            state.weighted[j, row] += addend if nonzero & (below == j) else cutlass.Int64(0)
 
 
 @cute.jit
-def meet(own: State, row: cutlass.Constexpr, distance: cutlass.Constexpr):
-    """A row's state, and that of the lane ``distance`` away, become their sum, on both."""
-    top = cute.arch.shuffle_sync_bfly(own.top[row], offset=distance)
-    highest = cutlass.max(own.top[row], top)
-    # The other lane lowers its own to the same highest bin.
-    _lower(own, row, highest - own.top[row])
-    own.top[row] = highest
-    own.chosen[row] += cute.arch.shuffle_sync_bfly(own.chosen[row], offset=distance)
+def add_lane(state: State, row: cutlass.Constexpr[int], distance: cutlass.Constexpr[int]):
+    """Add the row's state of the lane ``distance`` away (butterfly): both lanes get the sum."""
+    top = cute.arch.shuffle_sync_bfly(state.top[row], offset=distance)
+    highest = cutlass.max(state.top[row], top)
+    # The other lane lowers its state to the same highest bin.
+    _lower(state, row, highest - state.top[row])
+    state.top[row] = highest
+    state.chosen[row] += cute.arch.shuffle_sync_bfly(state.chosen[row], offset=distance)
     for j in cutlass.range_constexpr(BINS):
-        own.sums[j, row] += cute.arch.shuffle_sync_bfly(own.sums[j, row], offset=distance)
-        if cutlass.const_expr(own.weighted is not None):
-            part = cute.arch.shuffle_sync_bfly(own.weighted[j, row], offset=distance)
-            own.weighted[j, row] += part
+        state.sums[j, row] += cute.arch.shuffle_sync_bfly(state.sums[j, row], offset=distance)
+        if cutlass.const_expr(state.weighted is not None):
+            weighted = cute.arch.shuffle_sync_bfly(state.weighted[j, row], offset=distance)
+            state.weighted[j, row] += weighted
 
 
 @cute.jit
-def take(own: State, row: cutlass.Constexpr, other: cute.Tensor):
-    """A state from memory is added to a row's."""
+def add_stored(state: State, row: cutlass.Constexpr[int], other: cute.Tensor):
+    """Add a state in memory, ``other`` [columns of a state], to a row."""
     top = other[TOP].to(cutlass.Int32)
-    highest = cutlass.max(own.top[row], top)
-    _lower(own, row, highest - own.top[row])
-    own.top[row] = highest
-    own.chosen[row] += other[CHOSEN].to(cutlass.Int32)
+    highest = cutlass.max(state.top[row], top)
+    _lower(state, row, highest - state.top[row])
+    state.top[row] = highest
+    state.chosen[row] += other[CHOSEN].to(cutlass.Int32)
     for j in cutlass.range_constexpr(BINS):
         for step in cutlass.range_constexpr(j + 1):
-            here = highest - top == step
-            own.sums[j, row] += other[SUMS + j - step] if here else cutlass.Int64(0)
-            if cutlass.const_expr(own.weighted is not None):
-                own.weighted[j, row] += other[WEIGHTED + j - step] if here else cutlass.Int64(0)
+            is_step = highest - top == step
+            state.sums[j, row] += other[SUMS + j - step] if is_step else cutlass.Int64(0)
+            if cutlass.const_expr(state.weighted is not None):
+                state.weighted[j, row] += (
+                    other[WEIGHTED + j - step] if is_step else cutlass.Int64(0)
+                )
 
 
 @cute.jit
-def store(own: State, row: cutlass.Constexpr, out: cute.Tensor):
-    """A row's state to ``out`` [columns of a state]."""
-    out[TOP] = own.top[row].to(cutlass.Int64)
-    out[CHOSEN] = own.chosen[row].to(cutlass.Int64)
+def store(state: State, row: cutlass.Constexpr[int], out: cute.Tensor):
+    """Store a row's state to ``out`` [columns of a state]."""
+    out[TOP] = state.top[row].to(cutlass.Int64)
+    out[CHOSEN] = state.chosen[row].to(cutlass.Int64)
     for j in cutlass.range_constexpr(BINS):
-        out[SUMS + j] = own.sums[j, row]
-        if cutlass.const_expr(own.weighted is not None):
-            out[WEIGHTED + j] = own.weighted[j, row]
+        out[SUMS + j] = state.sums[j, row]
+        if cutlass.const_expr(state.weighted is not None):
+            out[WEIGHTED + j] = state.weighted[j, row]
 
 
 @cute.jit
-def _lower(own: State, row: cutlass.Constexpr, by):
-    """Bins as seen from ``by`` >= 0 bins higher; what falls off adds nothing any more."""
-    _shift(own.sums, row, by)
-    if cutlass.const_expr(own.weighted is not None):
-        _shift(own.weighted, row, by)
+def _lower(state: State, row: cutlass.Constexpr[int], by: cutlass.Int32):
+    """Shift a row's bins down by ``by`` >= 0 bins; the lowest ones are dropped."""
+    _shift(state.sums, row, by)
+    if cutlass.const_expr(state.weighted is not None):
+        _shift(state.weighted, row, by)
 
 
 @cute.jit
-def _shift(bins: cute.Tensor, row: cutlass.Constexpr, by):
+def _shift(bins: cute.Tensor, row: cutlass.Constexpr[int], by: cutlass.Int32):
     for j in cutlass.range_constexpr(BINS - 1, -1, -1):
         value = bins[j, row] if by == 0 else cutlass.Int64(0)
         for step in cutlass.range_constexpr(1, j + 1):
@@ -136,15 +147,15 @@ def _shift(bins: cute.Tensor, row: cutlass.Constexpr, by):
 
 
 @dsl_user_op
-def _power_of_two(exponent, *, loc=None, ip=None) -> cutlass.Float32:
+def _power_of_two(exponent: cutlass.Int32, *, loc=None, ip=None) -> cutlass.Float32:
     """2^exponent, from -126 to 127."""
     bits = (exponent + _ONE) << _EXPONENT
     return cutlass.Float32(llvm.bitcast(T.f32(), bits.ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
 
 
 @dsl_user_op
-def _whole(value: cutlass.Float32, *, loc=None, ip=None) -> cutlass.Int64:
-    """The nearest integer, ties to even."""
+def _round(value: cutlass.Float32, *, loc=None, ip=None) -> cutlass.Int64:
+    """Nearest integer, ties to even."""
     return cutlass.Int64(
         llvm.inline_asm(
             T.i64(),

@@ -1,7 +1,8 @@
-"""IEEE fp64, one operation at a time: nothing is contracted, so all devices agree."""
+"""IEEE fp64 operations that are never contracted, so that all devices give the same bits."""
 
 import cutlass
 from cutlass import cute
+from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -9,24 +10,36 @@ from ..config import LOG2_SERIES, SQRT_HALF
 
 
 @dsl_user_op
-def add(a, b, *, loc=None, ip=None) -> cutlass.Float64:
-    """a + b"""
+def add(
+    a: cutlass.Float64 | float, b: cutlass.Float64 | float, *, loc=None, ip=None
+) -> cutlass.Float64:
+    """a + b, rounded once."""
     return _operate("add.rn.f64", a, b, loc, ip)
 
 
 @dsl_user_op
-def mul(a, b, *, loc=None, ip=None) -> cutlass.Float64:
-    """a b"""
+def mul(
+    a: cutlass.Float64 | float, b: cutlass.Float64 | float, *, loc=None, ip=None
+) -> cutlass.Float64:
+    """a b, rounded once."""
     return _operate("mul.rn.f64", a, b, loc, ip)
 
 
 @dsl_user_op
-def div(a, b, *, loc=None, ip=None) -> cutlass.Float64:
-    """a / b"""
+def div(
+    a: cutlass.Float64 | float, b: cutlass.Float64 | float, *, loc=None, ip=None
+) -> cutlass.Float64:
+    """a / b, rounded once."""
     return _operate("div.rn.f64", a, b, loc, ip)
 
 
-def _operate(name: str, a, b, loc, ip):
+def _operate(
+    name: str,
+    a: cutlass.Float64 | float,
+    b: cutlass.Float64 | float,
+    loc: ir.Location | None,
+    ip: ir.InsertionPoint | None,
+) -> cutlass.Float64:
     operands = [cutlass.Float64(x).ir_value(loc=loc, ip=ip) for x in (a, b)]
     return cutlass.Float64(
         llvm.inline_asm(
@@ -42,8 +55,12 @@ def _operate(name: str, a, b, loc, ip):
 
 
 @cute.jit
-def log2(x: cutlass.Float64):
-    """log2 of x > 0: its exponent, and a series in (m - 1) / (m + 1)."""
+def log2(x: cutlass.Float64) -> cutlass.Float64:
+    """log2(x) of x > 0.
+
+    x = 2^exponent m, √½ <= m < √2      s = (m - 1) / (m + 1)
+    log2(x) = exponent + s Σ_i LOG2_SERIES[i] s^(2 i)
+    """
     bits = _bits(x)
     exponent = (bits >> 52) - 1022
     m = _of_bits((bits & ((1 << 52) - 1)) | (1022 << 52))

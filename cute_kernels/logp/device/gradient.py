@@ -1,4 +1,4 @@
-"""The gradient of a tile of logits, in the registers of the logits."""
+"""Gradient of a tile of logits, in place in its registers."""
 
 from dataclasses import dataclass
 
@@ -10,82 +10,127 @@ from .units import QUAD, ROWS
 
 
 @dataclass(frozen=True)
-class TokenRows:
-    """What the two rows of a thread have besides logits, in registers; fp32 but for the target.
+class TokenInputs:
+    """Vectors [T] in global memory that the gradient of a token's logits needs.
 
-    target: the column in this head, or anything outside it.  masked: 1 without a target.
-    of_entropy, entropy: None where the entropy has no gradient.
+    mTarget:   Int64, vocabulary index of the target, negative without one.
+    mScale:    log2(e) / τ.
+    mLse2:     log2 Σ_v 2^y.
+    mDlogp:    dlogp / τ.
+    mDentropy: dentropy / τ, and
+    mEntropy:  the entropy; None where the entropy has no gradient.
+    """
+
+    mTarget: cute.Tensor
+    mScale: cute.Tensor
+    mLse2: cute.Tensor
+    mDlogp: cute.Tensor
+    mDentropy: cute.Tensor | None
+    mEntropy: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class TokenRegisters:
+    """``TokenInputs`` of the two rows of a thread, in registers.
+
+    target: Int32, column of the target in this head, or a column outside it.
+    masked: Int32, 1 without a target.
     """
 
     target: cute.Tensor
     masked: cute.Tensor
     scale: cute.Tensor
     lse2: cute.Tensor
-    of_logp: cute.Tensor
-    of_entropy: cute.Tensor | None
+    d_logp: cute.Tensor
+    d_entropy: cute.Tensor | None
     entropy: cute.Tensor | None
 
 
-def rows(count: int, entropy: bool) -> TokenRows:
-    """Registers for ``count`` rows."""
-    whole = [cute.make_rmem_tensor(count, cutlass.Int32) for _ in range(2)]
-    parts = [cute.make_rmem_tensor(count, cutlass.Float32) for _ in range(5)]
-    return TokenRows(*whole, *(parts if entropy else (*parts[:3], None, None)))
+def make_registers(count: int, entropy: bool) -> TokenRegisters:
+    """Allocate the registers of ``count`` rows."""
+    integers = [cute.make_rmem_tensor(count, cutlass.Int32) for _ in range(2)]
+    floats = [cute.make_rmem_tensor(count, cutlass.Float32) for _ in range(5)]
+    return TokenRegisters(*integers, *(floats if entropy else (*floats[:3], None, None)))
 
 
 @cute.jit
-def load(own: TokenRows, tokens, row0, at, start):
-    """The rows of this thread; one beyond the last token reads the last, and nobody stores it."""
-    mTarget, mScale, mLse2, mOfLogp, mOfEntropy, mEntropy = tokens
+def load(
+    rows: TokenRegisters,
+    tokens: TokenInputs,
+    row0: cutlass.Int32,
+    cLogits: cute.Tensor,
+    start: cutlass.Int32,
+):
+    """Load the rows of this thread; rows beyond the last token read it, and are not stored."""
     for half in cutlass.range_constexpr(ROWS):
-        row = cutlass.min(row0 + at[2 * half][0], mTarget.shape[0] - 1)
-        target = mTarget[row].to(cutlass.Int32)
-        own.masked[half] = cutlass.Int32(1) if target < 0 else cutlass.Int32(0)
-        own.target[half] = target - start
-        own.scale[half], own.lse2[half] = mScale[row], mLse2[row]
-        own.of_logp[half] = mOfLogp[row]
-        if cutlass.const_expr(own.of_entropy is not None):
-            own.of_entropy[half], own.entropy[half] = mOfEntropy[row], mEntropy[row]
+        row = cutlass.min(row0 + cLogits[2 * half][0], tokens.mTarget.shape[0] - 1)
+        target = tokens.mTarget[row].to(cutlass.Int32)
+        rows.masked[half] = cutlass.Int32(1) if target < 0 else cutlass.Int32(0)
+        rows.target[half] = target - start
+        rows.scale[half], rows.lse2[half] = tokens.mScale[row], tokens.mLse2[row]
+        rows.d_logp[half] = tokens.mDlogp[row]
+        if cutlass.const_expr(rows.d_entropy is not None):
+            rows.d_entropy[half] = tokens.mDentropy[row]
+            rows.entropy[half] = tokens.mEntropy[row]
 
 
 @cute.jit
-def of_logits(acc, own: TokenRows, at, column0, softcap, capped: cutlass.Constexpr):
-    """acc = (1[v = target] - p) a - p (ln p + H) b, times 1 - (z / softcap)^2 under a cap."""
+def from_logits(
+    acc: cute.Tensor,
+    rows: TokenRegisters,
+    cLogits: cute.Tensor,
+    column0: cutlass.Int32,
+    softcap: cutlass.Float32,
+    capped: cutlass.Constexpr[bool],
+):
+    """Replace the logits z by their gradient.
+
+    p = 2^(z scale - lse2)
+    acc = ((1[v = target] - p) a - p (ln p + H) b) (1 - (z / softcap)²)
+
+    with a = ``d_logp``, b = ``d_entropy``, H the entropy; the last factor only under a cap.
+    """
     columns = cute.size(acc) // (2 * ROWS) * 2 * QUAD
     inverse = cutlass.Float32(1.0)
     if cutlass.const_expr(capped):
         inverse = cutlass.Float32(1.0) / softcap
     for half in cutlass.range_constexpr(ROWS):
-        scale, shift, of_logp = own.scale[half], -own.lse2[half], own.of_logp[half]
-        column = own.target[half] - column0
-        here = (column >= 0) & (column < columns)
+        scale, shift, d_logp = rows.scale[half], -rows.lse2[half], rows.d_logp[half]
+        target = rows.target[half] - column0
+        in_tile = (target >= 0) & (target < columns)
         for i in cutlass.range_constexpr(cute.size(acc) // 4):
             for side in cutlass.range_constexpr(2):
-                value = 4 * i + 2 * half + side
-                z = acc[value]
+                index = 4 * i + 2 * half + side
+                z = acc[index]
                 power = cute.math.fma(z, scale, shift)
                 p = cute.math.exp2(power, fastmath=True)
-                hit = here & (at[value][1] == column)
-                one = cutlass.Float32(1.0) if hit else cutlass.Float32(0.0)
-                result = (one - p) * of_logp
-                if cutlass.const_expr(own.of_entropy is not None):
+                is_target = in_tile & (cLogits[index][1] == target)
+                one = cutlass.Float32(1.0) if is_target else cutlass.Float32(0.0)
+                d_z = (one - p) * d_logp
+                if cutlass.const_expr(rows.d_entropy is not None):
                     finite = cute.arch.fmax(power, cutlass.Float32(MIN_POWER))
-                    log_p = cute.math.fma(finite, cutlass.Float32(LN2), own.entropy[half])
-                    result = cute.math.fma(-p * own.of_entropy[half], log_p, result)
+                    ln_p_plus_h = cute.math.fma(finite, cutlass.Float32(LN2), rows.entropy[half])
+                    d_z = cute.math.fma(-p * rows.d_entropy[half], ln_p_plus_h, d_z)
                 if cutlass.const_expr(capped):
                     ratio = z * inverse
-                    result *= cute.math.fma(-ratio, ratio, cutlass.Float32(1.0))
-                acc[value] = result
+                    d_z *= cute.math.fma(-ratio, ratio, cutlass.Float32(1.0))
+                acc[index] = d_z
 
 
 @cute.jit
-def mask(acc, own: TokenRows, at, column0, valid):
+def mask(
+    acc: cute.Tensor,
+    rows: TokenRegisters,
+    cLogits: cute.Tensor,
+    column0: cutlass.Int32,
+    valid: cutlass.Int32,
+):
     """acc = 0 in rows without a target, and in columns that are not of the vocabulary."""
     columns = cute.size(acc) // (2 * ROWS) * 2 * QUAD
     for half in cutlass.range_constexpr(ROWS):
-        if (own.masked[half] == 1) | (column0 + columns > valid):
+        if (rows.masked[half] == 1) | (column0 + columns > valid):
             for i in cutlass.range_constexpr(cute.size(acc) // 4):
                 for side in cutlass.range_constexpr(2):
-                    value = 4 * i + 2 * half + side
-                    if (own.masked[half] == 1) | (column0 + at[value][1] >= valid):
-                        acc[value] = cutlass.Float32(0.0)
+                    index = 4 * i + 2 * half + side
+                    if (rows.masked[half] == 1) | (column0 + cLogits[index][1] >= valid):
+                        acc[index] = cutlass.Float32(0.0)

@@ -1,52 +1,62 @@
-"""Warp-level products of bf16 terms: ``mma.sync.m16n8k16``, and fragments that come from rows.
+"""Warp-level products of bf16 terms: ``mma.sync.m16n8k16``, and its fragments from rows.
 
-Lane l of a warp is row g = l / 4 and place t = l mod 4.  An octet is eight elements that one lane
-holds of one row, four registers of two.  The octets of a row's four lanes are two k16 steps: the
-order of k inside a step is free, as long as both operands have the same.
+Lane l of a warp has row g = l / 4 and column group t = l mod 4.  An octet is eight elements that
+one lane holds of one row, in four registers of two.  The octets of a row's four lanes are two k16
+steps: the order of k inside a step is free, as long as both operands have the same.
 
-    A   rows g and g + 8, in turns: registers 2 u of both rows' octets, then 2 u + 1, are step u
+    A   rows g and g + 8, alternating: registers 2 u of both rows' octets, then 2 u + 1, are step u
     B   column g: registers 2 u and 2 u + 1 of the octet of row g are step u
     D   rows g, g + 8; columns 2 t, 2 t + 1
 
-So rows that are loaded as they are go to B, where their registers are neighbours.
+Rows that are used as loaded are operand B, where the registers of a step are neighbours.
 """
 
 import cutlass
 from cutlass import cute
 
-#: Rows of A, and sums of a lane in one 16 x 8 tile.
+#: Rows of A, and accumulators of a lane in one 16 x 8 tile.
 ROWS, SUMS = 16, 4
 
 
 @cute.jit
-def multiply(acc: cute.Tensor, tile: cutlass.Constexpr, a: tuple, b: tuple):
-    """acc[4 tile : 4 tile + 4] += A B of one k16 step; a: four registers, b: two."""
-    at = tile * SUMS
-    acc[at], acc[at + 1], acc[at + 2], acc[at + 3] = cute.arch.inline_ptx(
+def multiply(
+    acc: cute.Tensor,
+    tile: cutlass.Constexpr[int],
+    rA: tuple[cutlass.Int32, ...],
+    rB: tuple[cutlass.Int32, ...],
+):
+    """acc[4 tile : 4 tile + 4] += A B of one k16 step; rA: four registers, rB: two."""
+    first = tile * SUMS
+    acc[first], acc[first + 1], acc[first + 2], acc[first + 3] = cute.arch.inline_ptx(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
         "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, "
         "{{$r6}, {$r7}, {$r8}, {$r9}};",
         write_only_types=[cutlass.Float32] * SUMS,
-        read_only_args=[*a, *b, *(acc[at + i] for i in range(SUMS))],
+        read_only_args=[*rA, *rB, *(acc[first + i] for i in range(SUMS))],
     )
 
 
 @cute.jit
-def multiply_half(acc: cute.Tensor, tile: cutlass.Constexpr, a: tuple, b):
-    """The same of eight k; a: two registers, b: one."""
-    at = tile * SUMS
-    acc[at], acc[at + 1], acc[at + 2], acc[at + 3] = cute.arch.inline_ptx(
+def multiply_half(
+    acc: cute.Tensor,
+    tile: cutlass.Constexpr[int],
+    rA: tuple[cutlass.Int32, ...],
+    rB: cutlass.Int32,
+):
+    """acc[4 tile : 4 tile + 4] += A B of one k8 step; rA: two registers, rB: one."""
+    first = tile * SUMS
+    acc[first], acc[first + 1], acc[first + 2], acc[first + 3] = cute.arch.inline_ptx(
         "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 "
         "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}}, {{$r2}}, "
         "{{$r3}, {$r4}, {$r5}, {$r6}};",
         write_only_types=[cutlass.Float32] * SUMS,
-        read_only_args=[*a, b, *(acc[at + i] for i in range(SUMS))],
+        read_only_args=[*rA, rB, *(acc[first + i] for i in range(SUMS))],
     )
 
 
 @cute.jit
-def transposed(register):
-    """An 8 x 8 matrix of 16 bits, a row g's pair t in each lane, by columns."""
+def transposed(register: cutlass.Int32) -> cutlass.Int32:
+    """Transpose an 8 x 8 matrix of 16-bit elements; a lane has pair t of row g."""
     return cute.arch.inline_ptx(
         "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};",
         write_only_types=[cutlass.Int32],
@@ -55,14 +65,14 @@ def transposed(register):
 
 
 @cute.jit
-def terms(values: cute.Tensor, count: cutlass.Constexpr) -> list:
-    """bf16 values as one term, or fp32 values as ``count``: each what the ones before leave.
+def terms(values: cute.Tensor, count: cutlass.Constexpr[int]) -> list[cute.Tensor]:
+    """Split values into bf16 terms, in registers of two: bf16 into one, fp32 into ``count``.
 
-    Each as registers of two.
+    term_i = bf16(values - term_0 - ... - term_(i - 1))
     """
-    found = []
+    parts = []
     if cutlass.const_expr(values.element_type is cutlass.BFloat16):
-        found.append(cute.recast_tensor(values, cutlass.Int32))
+        parts.append(cute.recast_tensor(values, cutlass.Int32))
     else:
         rest = cute.make_rmem_tensor(cute.make_layout(cute.size(values)), cutlass.Float32)
         rest.store(values.load())
@@ -70,5 +80,5 @@ def terms(values: cute.Tensor, count: cutlass.Constexpr) -> list:
             term = cute.make_rmem_tensor(cute.make_layout(cute.size(values)), cutlass.BFloat16)
             term.store(rest.load().to(cutlass.BFloat16))
             rest.store(rest.load() - term.load().to(cutlass.Float32))
-            found.append(cute.recast_tensor(term, cutlass.Int32))
-    return found
+            parts.append(cute.recast_tensor(term, cutlass.Int32))
+    return parts

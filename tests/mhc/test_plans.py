@@ -1,0 +1,146 @@
+"""Launch plans of mhc: a plan that runs again has the bytes of a new one, in ops too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from cute_kernels import arch, dispatch
+from cute_kernels.mhc import launch
+from cute_kernels.mhc import op as ops
+from cute_kernels.mhc.config import mappings
+from cute_kernels.mhc.tensors import Expand, Parts, Projected, Upstream
+from cute_kernels.runtime import plan_cache
+from tests.contract import same_bytes
+from tests.mhc.simulated import simulated
+from tests.mhc.sm90_cases import poisoned
+from tests.mhc.triton_cases import BF16, FORMS, Given, Shape, given
+from tests.ptxsim.available import requires_sim
+
+pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("mhc")]
+
+SHAPE = Shape(19, 64, 2, "cn", BF16)
+N = SHAPE.n
+
+
+def drawn(g: Given, *shape: int) -> torch.Tensor:
+    """Random fp32 that follow the case's seed."""
+    seed = int(g.ms[0] * 2**20)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def projected(g: Given) -> Projected:
+    """Sums of three chunks, drawn at random."""
+    return Projected(drawn(g, 3, SHAPE.m, mappings(N)), drawn(g, 3, SHAPE.m).abs())
+
+
+def site(g: Given) -> tuple:
+    """Operands that backwards of gates share."""
+    return g.h, g.ms, g.gates, N
+
+
+#: Launcher -> its operands in a case.
+OPERANDS: dict[str, Callable[[Given], tuple]] = {
+    "project": lambda g: (g.x, g.mapping, g.streams, g.expand, g.pre),
+    "add_chunks": lambda g: (projected(g), g.x.shape[1], N),
+    "gate": site,
+    "sinkhorn": lambda g: (g.res, N, FORMS[1]),
+    "coefficients": lambda g: (projected(g), g.x.shape[1], g.gates, N, FORMS[0]),
+    "combine": lambda g: (g.x, g.streams, None, g.expand),
+    "gate_backward": lambda g: (*site(g), g.pre, g.post, g.res),
+    "sinkhorn_backward": lambda g: (g.res, g.res + 1, N, FORMS[0]),
+    "coefficients_backward": lambda g: (*site(g), FORMS[1], g.pre, g.post, g.res),
+    "reduce_channels": lambda g: (
+        g.x, g.streams, Upstream(g.dy, res=g.res), Expand(g.f, g.bias, g.post), True
+    ),
+    "project_backward": lambda g: (
+        g.x, g.h, g.ms, g.mapping, g.streams, Upstream(g.dy, g.d_out, g.res, g.pre), (True, True)
+    ),
+    "weights": lambda g: (
+        Parts(drawn(g, 3, *g.mapping.phi.shape)), g.mapping, torch.ones_like(g.mapping.phi),
+        torch.ones_like(g.mapping.norm_weight),
+    ),
+    "add_parts": lambda g: (Parts(drawn(g, 5, 41), 2), torch.ones(41)),
+}  # fmt: skip
+#: Those of every commit; each compiles a kernel.
+BY_DAY = ("project", "coefficients_backward", "reduce_channels", "weights")
+
+
+def tensors(value: object) -> Iterator[torch.Tensor]:
+    """All tensors of a result."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for one in value:
+            yield from tensors(one)
+
+
+def results(run: Callable, operands: tuple) -> list[torch.Tensor]:
+    """Tensors that a run returns, or those that it adds to."""
+    returned = run(*operands)
+    return list(tensors(operands[1:] if returned is None else returned))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.nightly) for name in OPERANDS],
+)
+def test_a_plan_runs_again(name):
+    of_case, (one, other) = OPERANDS[name], (given(SHAPE, seed) for seed in (1, 2))
+    with simulated(), poisoned():
+        plan = getattr(launch, f"plan_{name}")(*of_case(one))
+        first, second = (results(plan.run, of_case(g)) for g in (one, other))
+        new = results(getattr(launch, name), of_case(other))
+    assert len(first) == len(second) == len(new)
+    assert all(map(same_bytes, second, new)) and not all(map(same_bytes, first, second))
+
+
+def test_every_launcher_has_a_plan():
+    planners = {name for name in vars(launch) if name.startswith("plan_")}
+    assert planners == {f"plan_{name}" for name in OPERANDS}
+
+
+#: Ops whose calls are planned, on tensors that a cached plan can take.
+CALLS: dict[str, Callable[[Given], torch.Tensor]] = {
+    "sinkhorn": lambda g: ops.sinkhorn(g.res.contiguous(), N, 3, "log", 1e-6),
+    "sinkhorn_backward": lambda g: ops.sinkhorn_backward(
+        g.res + 1, g.res.contiguous(), N, 3, "log", 1e-6
+    ),
+    "aggregate": lambda g: ops.aggregate(g.x, g.pre.contiguous(), N, "cn"),
+    "expand_combine": lambda g: ops.expand_combine(
+        g.f, g.bias, g.post.contiguous(), g.x, g.res.contiguous(), None, None, N, "cn"
+    ),
+}
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """Names of what was planned; CPU tensors count as those of an SM90 GPU."""
+    names = []
+
+    def plan(name, device, dtype, *operands):
+        names.append(name)
+        return getattr(launch, f"plan_{ops._LAUNCHERS[name]}")(*operands)
+
+    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
+    monkeypatch.setattr(dispatch, "backend", lambda *asked: arch.CUTE_SM90)
+    monkeypatch.setattr(dispatch, "plan", plan)
+    plan_cache.clear()
+    yield names
+    plan_cache.clear()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_cached_call_has_the_bytes_of_the_first(name, planned):
+    call, cases = CALLS[name], [given(SHAPE, seed) for seed in (1, 2)]
+    with simulated(), poisoned():
+        first = [call(g) for g in cases]
+        later = [call(g) for g in cases]
+        assert len(planned) == 1
+        plan_cache.clear()
+        new = [call(g) for g in cases[::-1]][::-1]
+    assert len(planned) == 2
+    assert all(map(same_bytes, first, later)) and all(map(same_bytes, first, new))
+    assert not same_bytes(*first)
