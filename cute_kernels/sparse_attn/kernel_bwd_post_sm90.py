@@ -70,6 +70,7 @@ class BackwardPostSm90:
         tidx, _, _ = cute.arch.thread_idx()
         tile, head, batch = cute.arch.block_idx()
         warpgroup, thread = tidx // WARPGROUP, tidx % WARPGROUP
+        # By hand, from the accumulator's layout (``softmax``): dq has no coordinates of dQ.
         # Warpgroups are stacked along the rows of 128, and side by side along D for 64 rows.
         row = tile * self.tile_m + thread // 32 * 16 + thread % 32 // 4
         column = thread % 4 * 2

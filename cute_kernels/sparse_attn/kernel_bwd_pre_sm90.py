@@ -148,7 +148,7 @@ class BackwardPreSm90:
             row = tile * self.tile_m + step * rows_at_once + tidx // threads_per_row
             inside = row < rows.end
             read = row - rows.shift if inside else cutlass.Int32(0)
-            # delta = Σ dO O - dlse
+            # delta = Σ dO O - dlse; rows by hand, as those of a varlen batch are shifted
             total = cutlass.Float32(0.0)
             for part in cutlass.range_constexpr(self.value_dim // columns):
                 source = (batch, read, head, column + part * columns)

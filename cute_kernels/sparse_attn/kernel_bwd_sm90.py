@@ -280,6 +280,7 @@ class BackwardSm90:
                     for visit in cutlass.range(count, unroll=1):
                         if state.index == buffer:
                             row = walk.row_of(sizes, head, member, first + visit)
+                            # A bulk add takes a pointer: a tile of dQ is contiguous.
                             target = dq.mdQ.iterator + row * self.dq_size
                             if cutlass.const_expr(self.config.ordered):
                                 # The turn is awaited while the tile is still computed.
@@ -469,6 +470,7 @@ class BackwardSm90:
     ):
         """Write this thread's dQ to a free buffer, 16 bytes at a time, neighbours adjacent."""
         cute.arch.mbarrier_wait(barriers.dq_empty + state.index, state.phase)
+        # By hand: ``dq_layout`` is by thread, no coordinates of dQ are needed.
         fours = cute.size(rdQ) // 4
         pointer = shared.sdQ.data_ptr() + state.index * self.dq_size
         sdQ = cute.make_tensor(pointer, dq_layout(fours))[None, lane, None, consumer]

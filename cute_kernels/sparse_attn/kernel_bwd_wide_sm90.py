@@ -126,6 +126,7 @@ class BackwardWideSm90(BackwardSm90):
                                 waits = cutlass.Boolean(False)
                             cute.arch.mbarrier_wait(barriers.dq_full + number, phase)
                             phase = phase ^ 1
+                            # A bulk add takes a pointer: half a tile of dQ is contiguous.
                             target = dq.mdQ.iterator + row * self.dq_size + half * self.half_size
                             turnstile.add(target, sdQ, size * 4)
                             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -383,6 +384,7 @@ class BackwardWideSm90(BackwardSm90):
         else:
             memory, adder = memory + consumer * self.half_size, bit
             cute.arch.mbarrier_wait(barriers.dq_empty, bit ^ 1)
+        # By hand: ``dq_layout`` is by thread, no coordinates of dQ are needed.
         layout = cute.make_layout((4, WARPGROUP, cute.size(rdQ) // 4))
         cute.autovec_copy(by_fours(rdQ), cute.make_tensor(memory, layout)[None, lane, None])
         cute.arch.fence_proxy("async.shared", space="cta")

@@ -269,6 +269,7 @@ class ForwardSm90:
             q_state.advance()
             # O = acc / l; LSE = ln l + ln 2 c m
             softmax.finish(row_sum)
+            # This thread's first row, from the accumulator's layout (``softmax``).
             number = tile * self.consumers + consumer
             row = number * ROWS + lane // 32 * 16 + lane % 32 // 4
             end, shift = rows.q_len, 0
