@@ -64,7 +64,7 @@ class ForwardConfig:
         return {64: 4, 96: 4, 128: 3}.get(self.head_dim, 2)
 
     @property
-    def apart(self) -> bool:
+    def no_overlap(self) -> bool:
         """Whether O += P V of a block ends before S of the next one begins, for want of registers.
 
         O, S and P of heads of 256 take 224 of 240; those of 96 take 144 of three consumers' 160.
@@ -72,12 +72,12 @@ class ForwardConfig:
         return self.parts > 1 or (self.consumers == 3 and self.head_dim > 64)
 
     @property
-    def patience(self) -> int | None:
+    def max_skipped_steps(self) -> int | None:
         """Steps that a consumer with V of its last block may be without one (``device/merge``).
 
         Who awaits V holds that of another block, in another stage.  None: it never does.
         """
-        return None if self.apart else self.kv_stages - 2
+        return None if self.no_overlap else self.kv_stages - 2
 
 
 @dataclass(frozen=True)

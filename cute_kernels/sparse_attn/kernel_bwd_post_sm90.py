@@ -1,7 +1,7 @@
-"""After the backward: dQ = round(dq scale), from the order of the accumulators to [B, Sq, Hq, D].
+"""Kernel after the backward: dQ = round(dq scale), from accumulator order to [B, Sq, Hq, D].
 
 Layouts      dq fp32 [B, Hq, Mt, tile_m * D], a tile as in ``dq_layout``; dQ [B, Sq, Hq, D], rows of
-             D contiguous.  A pack's lie as ``device/packed`` says, Mt counts the rows there.
+             D contiguous.  A varlen batch lies as ``device/packed`` says, Mt counts the rows there.
 Order        nothing is added: one product, one rounding.
 Roles        one CTA per (tile of tile_m query rows, head, batch); a thread has the accumulators of
              the thread of the same number.
@@ -9,8 +9,12 @@ Limits       SM90a; bf16 and fp16; D a multiple of 16.
 Measured     on an H200: docs/status.md, docs/notes/attention_sm90.md.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
+from cuda.bindings import driver as cuda
 from cutlass.cute.runtime import make_fake_tensor
 
 from ..compile import fake
@@ -21,6 +25,16 @@ from .device.backward_tiles import BLOCK, dq_layout
 
 WARPGROUP = 128
 THREADS = 2 * WARPGROUP
+
+
+@dataclass(frozen=True)
+class ThreadCoord:
+    """Position of a thread's accumulators: batch, head, the first row and column."""
+
+    batch: cutlass.Int32
+    head: cutlass.Int32
+    row: cutlass.Int32
+    column: cutlass.Int32
 
 
 class BackwardPostSm90:
@@ -36,12 +50,12 @@ class BackwardPostSm90:
         self,
         mAcc: cute.Tensor,
         mdQ: cute.Tensor,
-        mPlace: cute.Tensor | None,
+        mTable: cute.Tensor | None,
         scale: cutlass.Float32,
-        stream,
+        stream: cuda.CUstream,
     ):
         batches, heads, tiles, _ = mAcc.shape
-        self.kernel(mAcc, mdQ, mPlace, scale).launch(
+        self.kernel(mAcc, mdQ, mTable, scale).launch(
             grid=(tiles, heads, batches), block=(THREADS, 1, 1), stream=stream
         )
 
@@ -50,12 +64,13 @@ class BackwardPostSm90:
         self,
         mAcc: cute.Tensor,
         mdQ: cute.Tensor,
-        mPlace: cute.Tensor | None,
+        mTable: cute.Tensor | None,
         scale: cutlass.Float32,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         tile, head, batch = cute.arch.block_idx()
         warpgroup, thread = tidx // WARPGROUP, tidx % WARPGROUP
+        # By hand, from the accumulator's layout (``softmax``): dq has no coordinates of dQ.
         # Warpgroups are stacked along the rows of 128, and side by side along D for 64 rows.
         row = tile * self.tile_m + thread // 32 * 16 + thread % 32 // 4
         column = thread % 4 * 2
@@ -65,42 +80,56 @@ class BackwardPostSm90:
             column += warpgroup * (self.head_dim // 2)
         fours = self.tile_m * self.head_dim // (4 * THREADS)
         gAcc = cute.make_tensor(mAcc[batch, head, tile, None].iterator, dq_layout(fours))
-        own = gAcc[None, thread, None, warpgroup]
+        tAgA = gAcc[None, thread, None, warpgroup]
+        coord = ThreadCoord(batch, head, row, column)
         if cutlass.const_expr(self.packed):
-            shift, end = packed.place_of(mPlace, tile * self.tile_m // BLOCK)
-            if tile * self.tile_m < end:
-                self.round(own, mdQ, (batch, head, row, column), (shift, end), scale)
+            rows = packed.place_of(mTable, tile * self.tile_m // BLOCK)
+            if tile * self.tile_m < rows.end:
+                self.round(tAgA, mdQ, coord, rows, scale)
         else:
-            self.round(own, mdQ, (batch, head, row, column), (0, mdQ.shape[1]), scale)
+            self.round(tAgA, mdQ, coord, packed.RowRange(0, mdQ.shape[1]), scale)
 
     @cute.jit
-    def round(self, own, mdQ, at, place, scale):
-        """A thread's accumulators of a tile; at: (batch, head, its first row and column)."""
-        (batch, head, row, column), (shift, end) = at, place
+    def round(
+        self,
+        tAgA: cute.Tensor,
+        mdQ: cute.Tensor,
+        coord: ThreadCoord,
+        rows: packed.RowRange,
+        scale: cutlass.Float32,
+    ):
+        """Store a thread's accumulators of a tile, rounded, in rows before ``rows.end``."""
         fours = self.tile_m * self.head_dim // (4 * THREADS)
-        rAcc = cute.make_rmem_tensor(own.shape, cutlass.Float32)
-        cute.autovec_copy(own, rAcc)
+        rAcc = cute.make_rmem_tensor(tAgA.shape, cutlass.Float32)
+        cute.autovec_copy(tAgA, rAcc)
+        # dQ = round(dq scale)
         for four in cutlass.range_constexpr(fours):
             # Two values of a row, then two of the row 8 below.
             for half in cutlass.range_constexpr(2):
-                below = row + half * 8
-                if below < end:
-                    target = (batch, below - shift, head, column + 8 * four)
-                    values = (rAcc[2 * half, four], rAcc[2 * half + 1, four])
-                    self.store(mdQ, target, values, scale)
+                row = coord.row + half * 8
+                if row < rows.end:
+                    index = coord.batch, row - rows.shift, coord.head, coord.column + 8 * four
+                    target = copy.vector(mdQ, index, 2)
+                    self.store(target, rAcc[2 * half, four], rAcc[2 * half + 1, four], scale)
 
     @cute.jit
-    def store(self, mdQ, place, values, scale):
-        """Two adjacent elements, rounded: one 4-byte store."""
-        target = copy.vector(mdQ, place, 2)
+    def store(
+        self,
+        target: cute.Tensor,
+        first: cutlass.Float32,
+        second: cutlass.Float32,
+        scale: cutlass.Float32,
+    ):
+        """Store two adjacent elements, rounded: one 4-byte store."""
         rounded = cute.make_rmem_tensor(2, self.dtype)
+        values = first, second
         for i in cutlass.range_constexpr(2):
             rounded[i] = (values[i] * scale).to(self.dtype)
         cute.autovec_copy(rounded, target)
 
 
-def build(config: PostConfig, compile=cute.compile):
-    """Compiles one variant against fake tensors; no GPU needed."""
+def build(config: PostConfig, compile: Callable = cute.compile):
+    """Compile one variant against fake tensors; no GPU needed."""
     batch, q_len, heads, tiles = (fake.size() for _ in range(4))
     wide = tuple(cute.sym_int64(divisibility=4) for _ in range(3))
     even = tuple(cute.sym_int64(divisibility=8) for _ in range(3))

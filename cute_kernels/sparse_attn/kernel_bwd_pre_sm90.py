@@ -1,13 +1,14 @@
-"""Before the backward: delta[q] = Σ_d dO[q, d] O[q, d] - dlse[q]; lse2 = lse log2 e; zeros.
+"""Backward preprocessing: delta[q] = Σ_d dO[q, d] O[q, d] - dlse[q]; lse2 = lse log2 e; zeros.
 
 Layouts      O, dO [B, Sq, Hq, Dv] with contiguous rows; lse, dlse fp32 [B, Hq, Sq]; dlse, the
              gradient of lse, may be None.
              delta, lse2 fp32 [B, Hq, Mt * tile_m]: rows beyond Sq get delta 0 and lse2 +inf, so
              that P = exp2(s - lse2) is 0 there.  A row whose lse is -inf (no key) gets +inf too.
              Both in the order of ``statistics_place``.
-             A pack's O, dO, lse and dlse lie as ``device/packed`` says, Mt counts the rows there.
+             Of a varlen batch O, dO, lse and dlse lie as ``device/packed`` says, Mt counts the
+             rows there.
              dq fp32 [B, Hq, Mt, tile_m * D], semaphore int32 [B, Hq, Mt] (or [B, Hq, Mt, turns]),
-             counter int32 [1]: zeros; of a pack, dq of tiles without a row is left as it is.
+             counter int32 [1]: zeros; of a varlen batch, dq of tiles without a row is not written.
 Order        T threads a row, the largest power of two that divides Dv / 8: 8, 4, 16, 32 for Dv =
              64, 96, 128, 256.  Thread t has 8 columns from 8 (t + T i) on, for i = 0, 1, ..: one
              fp32 chain over its products, ascending; then a butterfly over the T threads, nearest
@@ -18,9 +19,12 @@ Measured     on an H200: docs/status.md, docs/notes/attention_sm90.md.
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
+from cuda.bindings import driver as cuda
 from cutlass.cute.runtime import make_fake_tensor
 
 from ..compile import fake
@@ -32,6 +36,28 @@ from .device.backward_tiles import BLOCK, statistics_place
 THREADS = 128
 #: Elements that a thread loads at once: 16 bytes.
 VECTOR = 8
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Inputs and outputs of the statistics."""
+
+    mO: cute.Tensor
+    mdO: cute.Tensor
+    mLse: cute.Tensor
+    mdLse: cute.Tensor | None
+    mLse2: cute.Tensor
+    mDelta: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Coord:
+    """Position of a thread: batch, head, tile of rows, thread in the CTA."""
+
+    batch: cutlass.Int32
+    head: cutlass.Int32
+    tile: cutlass.Int32
+    thread: cutlass.Int32
 
 
 class BackwardPreSm90:
@@ -59,11 +85,11 @@ class BackwardPreSm90:
         mdQ: cute.Tensor,
         mSemaphore: cute.Tensor,
         mCounter: cute.Tensor,
-        mPlace: cute.Tensor | None,
-        stream,
+        mTable: cute.Tensor | None,
+        stream: cuda.CUstream,
     ):
         batches, heads, tiles = mSemaphore.shape[:3]
-        self.kernel(mO, mdO, mLse, mdLse, mLse2, mDelta, mdQ, mSemaphore, mCounter, mPlace).launch(
+        self.kernel(mO, mdO, mLse, mdLse, mLse2, mDelta, mdQ, mSemaphore, mCounter, mTable).launch(
             grid=(tiles, heads, batches), block=(THREADS, 1, 1), stream=stream
         )
 
@@ -79,7 +105,7 @@ class BackwardPreSm90:
         mdQ: cute.Tensor,
         mSemaphore: cute.Tensor,
         mCounter: cute.Tensor,
-        mPlace: cute.Tensor | None,
+        mTable: cute.Tensor | None,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         tile, head, batch = cute.arch.block_idx()
@@ -91,26 +117,25 @@ class BackwardPreSm90:
                     mSemaphore[batch, head, tile, turn] = cutlass.Int32(0)
             if tile + head + batch == 0:
                 mCounter[0] = cutlass.Int32(0)
-        operands = (mO, mdO, mLse, mdLse, mLse2, mDelta)
-        at = (batch, head, tile, tidx)
+        tensors = Tensors(mO, mdO, mLse, mdLse, mLse2, mDelta)
+        coord = Coord(batch, head, tile, tidx)
         if cutlass.const_expr(self.packed):
-            rows = packed.place_of(mPlace, tile * self.tile_m // BLOCK)
-            if tile * self.tile_m < rows[1]:
-                self.zero(mdQ, *at)
-                self.statistics(operands, at, rows)
+            rows = packed.place_of(mTable, tile * self.tile_m // BLOCK)
+            if tile * self.tile_m < rows.end:
+                self.zero(mdQ, coord)
+                self.statistics(tensors, coord, rows)
             elif tidx < self.tile_m:
                 # Sums over all rows (``sinks_gradient``) read these.
                 mDelta[batch, head, tile * self.tile_m + tidx] = cutlass.Float32(0.0)
                 mLse2[batch, head, tile * self.tile_m + tidx] = cutlass.Float32(math.inf)
         else:
-            self.zero(mdQ, *at)
-            self.statistics(operands, at, (0, mO.shape[1]))
+            self.zero(mdQ, coord)
+            self.statistics(tensors, coord, packed.RowRange(0, mO.shape[1]))
 
     @cute.jit
-    def statistics(self, operands, at, rows):
-        """delta and lse2 of a tile's rows; rows: (shift, end), see ``packed``."""
-        (mO, mdO, mLse, mdLse, mLse2, mDelta), (batch, head, tile, tidx) = operands, at
-        shift, end = rows
+    def statistics(self, tensors: Tensors, coord: Coord, rows: packed.RowRange):
+        """Compute delta and lse2 of a tile's rows."""
+        batch, head, tile, tidx = coord.batch, coord.head, coord.tile, coord.thread
         threads_per_row = self.threads_per_row
         rows_at_once, columns = THREADS // threads_per_row, threads_per_row * VECTOR
         column = (tidx % threads_per_row) * VECTOR
@@ -121,38 +146,39 @@ class BackwardPreSm90:
         rdO = cute.make_rmem_tensor(VECTOR, self.dtype)
         for step in cutlass.range_constexpr(self.tile_m // rows_at_once):
             row = tile * self.tile_m + step * rows_at_once + tidx // threads_per_row
-            inside = row < end
-            read = row - shift if inside else cutlass.Int32(0)
+            inside = row < rows.end
+            read = row - rows.shift if inside else cutlass.Int32(0)
+            # delta = Σ dO O - dlse; rows by hand, as those of a varlen batch are shifted
             total = cutlass.Float32(0.0)
             for part in cutlass.range_constexpr(self.value_dim // columns):
-                at = column + part * columns
-                source = (batch, read, head, at)
-                cute.copy(atom, copy.vector(mO, source, VECTOR), rO)
-                cute.copy(atom, copy.vector(mdO, source, VECTOR), rdO)
+                source = (batch, read, head, column + part * columns)
+                cute.copy(atom, copy.vector(tensors.mO, source, VECTOR), rO)
+                cute.copy(atom, copy.vector(tensors.mdO, source, VECTOR), rdO)
                 total = reduce.add_products(total, rdO, rO)
             total = reduce.over_threads(total, threads_per_row)
             if column == 0:
-                if cutlass.const_expr(mdLse is not None):
-                    total -= mdLse[batch, head, read]
-                lse = mLse[batch, head, read]
+                if cutlass.const_expr(tensors.mdLse is not None):
+                    total -= tensors.mdLse[batch, head, read]
+                # lse2 = lse log2 e
+                lse = tensors.mLse[batch, head, read]
                 infinite = cutlass.Float32(math.inf)
                 known = inside and lse != -infinite
-                place = statistics_place(row)
-                mDelta[batch, head, place] = total if known else cutlass.Float32(0.0)
-                mLse2[batch, head, place] = lse * math.log2(math.e) if known else infinite
+                index = statistics_place(row)
+                tensors.mDelta[batch, head, index] = total if known else cutlass.Float32(0.0)
+                tensors.mLse2[batch, head, index] = lse * math.log2(math.e) if known else infinite
 
     @cute.jit
-    def zero(self, mdQ, batch, head, tile, tidx):
-        """This tile of the dQ accumulator, 16 bytes a thread at a time."""
+    def zero(self, mdQ: cute.Tensor, coord: Coord):
+        """Zero this tile of the dQ accumulator, 16 bytes a thread at a time."""
         zeros = cute.make_rmem_tensor(4, cutlass.Float32)
         zeros.fill(0.0)
-        gdQ = cute.zipped_divide(mdQ[batch, head, tile, None], (4,))
+        gdQ = cute.zipped_divide(mdQ[coord.batch, coord.head, coord.tile, None], (4,))
         for step in cutlass.range(self.tile_m * self.head_dim // (4 * THREADS), unroll=8):
-            cute.autovec_copy(zeros, gdQ[None, step * THREADS + tidx])
+            cute.autovec_copy(zeros, gdQ[None, step * THREADS + coord.thread])
 
 
-def build(config: PreConfig, compile=cute.compile):
-    """Compiles one variant against fake tensors; no GPU needed."""
+def build(config: PreConfig, compile: Callable = cute.compile):
+    """Compile one variant against fake tensors; no GPU needed."""
     batch, q_len, heads, padded, tiles = (fake.size() for _ in range(5))
     rows = (batch, heads, padded)
     operand = config.dtype, batch, q_len, heads, VALUE_DIMS[config.head_dim]
@@ -174,8 +200,8 @@ def build(config: PreConfig, compile=cute.compile):
     )
 
 
-def tight(element, shape: tuple):
-    """A tensor of the workspace: last dimension contiguous, 16-byte rows where it is a tile."""
+def tight(element: type[cutlass.Numeric], shape: tuple[cute.IntTuple, ...]):
+    """Return a fake tensor of the workspace: contiguous rows, of 16 bytes where it is a tile."""
     vector = isinstance(shape[-1], int) and shape[-1] % 4 == 0
     strides = tuple(cute.sym_int64(divisibility=4 if vector else 1) for _ in shape[:-1])
     return make_fake_tensor(element, shape, (*strides, 1), assumed_align=16 if vector else 4)

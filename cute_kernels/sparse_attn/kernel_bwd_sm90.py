@@ -1,4 +1,4 @@
-"""dK, dV and the fp32 dQ of block-sparse attention in one pass, in the order of a schedule: SM90.
+"""Attention backward for SM90: dK, dV and the fp32 dQ in one pass, in the order of a schedule.
 
 For each ticket (KV head, block of 128 keys) and each tile of query rows on its list:
 
@@ -23,9 +23,9 @@ Tickets      from an atomic counter; the next one when the turn of every dQ tile
              one that waits for another.
 Tails        keys beyond Sk are masked in the last block, and stored outputs clipped by TMA; query
              rows beyond Sq have lse2 = +inf, so P = 0.
-Packs        (``packed``) of sequences where they lie: Q, dO, K, V, dK and dV as ``device/packed``
-             says; lse2, delta, dq and semaphores by rows as counted there.  Visits and ranks follow
-             from a ticket.
+Varlen       (``packed``) sequences are read and written in place, as ``device/packed`` says; lse2,
+             delta, dq and semaphores by rows as counted there.  Visits and ranks follow from a
+             ticket.
 Roles        warpgroup 0: warp 0 loads, one thread each of warps 1 and 2 adds the dQ tiles of one
              buffer, one thread of warp 3 takes tickets; warpgroups 1 and 2: 64 keys of the block
              each, and half of every dQ tile.
@@ -34,25 +34,41 @@ Limits       SM90a only; bf16 and fp16; D 64, 96 and 128; lengths below 2^30; th
 Measured     on an H200: docs/status.md, docs/notes/attention_sm90.md.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import cutlass
 import cutlass.cute as cute
+from cuda.bindings import driver as cuda
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
+from cutlass.pipeline import PipelineState
 
 from ..compile import fake
 from ..dsl import mma, pipeline, softmax, tma, turnstile
-from ..schedulers.tiles import ticket_device as tickets
+from ..schedulers.tiles import ticket_device
 from .config import VALUE_DIMS, BackwardConfig
-from .device import key_mask, packed, score_mask, slope, walk
+from .device import key_mask, packed, slope, walk
 from .device.backward_loads import Loads
+from .device.backward_state import (
+    Barriers,
+    Buffers,
+    DqTensors,
+    KvCoord,
+    Outputs,
+    Rings,
+    Scales,
+    SharedStorage,
+    Sources,
+    VarlenGrads,
+    Work,
+)
+from .device.backward_stores import CONSUMER_THREADS, Stores
 from .device.backward_tiles import BLOCK, BackwardTiles, dq_layout
 from .device.backward_tiles import WARPGROUPS as CONSUMERS
+from .device.key_mask import ElementMask, ScoreCoord
 from .masks import FORMS
 from .watchdog import FIELDS
 
-CONSUMER_THREADS = CONSUMERS * mma.WARPGROUP
 CONSUMER_WARPS = CONSUMER_THREADS // 32
 THREADS = CONSUMER_THREADS + mma.WARPGROUP
 #: The warp that takes tickets; those between it and the first add dQ.
@@ -61,23 +77,6 @@ PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = 240
 #: Named barrier 0 is the CTA's; the consumers meet at 1.
 CONSUMER_BARRIER = 1
-
-
-@dataclass(frozen=True)
-class Barriers:
-    """mbarriers of the buffers of K, of V, and of dQ; of tickets whose last turns have come.
-
-    tail: of a pack's tiles that a sequence ends in, see ``device/packed``.
-    """
-
-    k_full: cute.Pointer
-    k_empty: cute.Pointer
-    v_full: cute.Pointer
-    v_empty: cute.Pointer
-    last_turns: cute.Pointer
-    dq_full: cute.Pointer
-    dq_empty: cute.Pointer
-    tail: cute.Pointer | None = None
 
 
 class BackwardSm90:
@@ -90,21 +89,21 @@ class BackwardSm90:
         self.set_up(config)
 
     def set_up(self, config: BackwardConfig):
-        """What every kernel of this family has."""
+        """Set the constants that all kernels of this family have."""
         assert config.form in FORMS
         self.config = config
         self.dtype = fake.DTYPES[config.dtype]
         self.tile_m, self.head_dim = config.tile_m, config.head_dim
         self.tiles = BackwardTiles.of(config, self.dtype)
-        self.loads = Loads(config, self.tiles)
+        self.loads, self.stores = Loads(config, self.tiles), Stores(self.tiles)
         self.packed, self.dq_size = config.packed, self.tiles.dq_size
-        # mbarriers that there is one of.
+        # Single mbarriers.
         self.singles = 5 + config.packed
         # Threads that add dQ, and pairs of mbarriers of what they add.
         self.adders = config.dq_stages
-        # Whether each consumer has code of its own, in which the places of its operands are
-        # constants.  In code that both share, ptxas computes them in every thread at D = 128.
-        self.apart = config.head_dim >= 128
+        # Whether each consumer has code of its own, in which its operands' addresses are constants.
+        # In code that both share, ptxas computes them in every thread at D = 128.
+        self.specialised = config.head_dim >= 128
         self.parts = config.parts
 
     @cute.jit
@@ -127,34 +126,34 @@ class BackwardSm90:
         mTile: cute.Tensor | None,
         mWords: cute.Tensor | None,
         mRecord: cute.Tensor | None,
-        mPlace: cute.Tensor | None,
+        mTable: cute.Tensor | None,
         scale: cutlass.Float32,
         c: cutlass.Float32,
         inner: cutlass.Float32,
         lo: cutlass.Int32,
         hi: cutlass.Int32,
         ctas: cutlass.Int32,
-        stream,
+        stream: cuda.CUstream,
     ):
-        tiles, width, of_values = self.tiles, self.head_dim, self.tiles.value_dim
+        tiles, width, value_dim = self.tiles, self.head_dim, self.tiles.value_dim
         q = tma.load(by_rows(mQ), tiles.q_layout(), (self.tile_m, width), 1)
-        do = tma.load(by_rows(mdO), tiles.do_layout(), (self.tile_m, of_values), 1)
+        do = tma.load(by_rows(mdO), tiles.do_layout(), (self.tile_m, value_dim), 1)
         k = tma.load(by_rows(mK), tiles.k_layout(), (tiles.keys, width), 1)
-        v = tma.load(by_rows(mV), tiles.v_layout(), (tiles.keys, of_values), 1)
+        v = tma.load(by_rows(mV), tiles.v_layout(), (tiles.keys, value_dim), 1)
         dk = tma.store(by_rows(mdK), tiles.k_layout(), (tiles.keys, width))
-        dv = tma.store(by_rows(mdV), tiles.v_layout(), (tiles.keys, of_values))
-        self.storage = tiles.storage(self.dq_room(), 2 * self.adders, self.singles)
+        dv = tma.store(by_rows(mdV), tiles.v_layout(), (tiles.keys, value_dim))
+        self.storage = tiles.storage(self.dq_capacity(), 2 * self.adders, self.singles)
         group = mQ.shape[2] // mK.shape[2]
-        pack = (mPlace, mdK, mdV) if self.packed else None
+        varlen = VarlenGrads(mTable, mdK, mdV) if self.packed else None
         lists = walk.Lists(mTicket, mEntry, mRank)
         if cutlass.const_expr(self.packed):
-            lists = packed.Columns(mTicket, mPlace, lo, hi)
+            lists = packed.Columns(mTicket, mTable, lo, hi)
         self.kernel(
             *(q, do, k, v, dk, dv),
             *(mLse2, mDelta, mdQ, mSemaphore, mCounter),
             lists,
             walk.Sizes(mK.shape[1], mK.shape[2], group, mSemaphore.shape[2]),
-            *(mTile, mWords, mRecord, pack, scale, c, inner, lo, hi),
+            *(mTile, mWords, mRecord, varlen, scale, c, inner, lo, hi),
         ).launch(
             grid=(ctas, 1, 1),
             block=(THREADS, 1, 1),
@@ -182,7 +181,7 @@ class BackwardSm90:
         mTile: cute.Tensor | None,
         mWords: cute.Tensor | None,
         mRecord: cute.Tensor | None,
-        pack: tuple[cute.Tensor, cute.Tensor, cute.Tensor] | None,
+        varlen: VarlenGrads | None,
         scale: cutlass.Float32,
         c: cutlass.Float32,
         inner: cutlass.Float32,
@@ -196,7 +195,7 @@ class BackwardSm90:
                 cpasync.prefetch_descriptor(tensor.atom)
         allocator = SmemAllocator()
         shared = allocator.allocate(self.storage)
-        passed = self.allocate_passed(allocator)
+        sP = self.allocate_p(allocator)
         rings = self.loads.rings(shared, CONSUMER_WARPS)
         dq = shared.dq.data_ptr()
         singles = [shared.singles.data_ptr() + i for i in range(self.singles)]
@@ -204,111 +203,137 @@ class BackwardSm90:
         barriers = Barriers(*first, dq, dq + self.adders, *tail)
         full = shared.tickets.data_ptr()
         receivers = 1 + self.adders + CONSUMER_WARPS
-        source = tickets.TicketRing(
-            shared.slots.data_ptr(), full, full + tickets.STAGES, 1, receivers
+        tickets = ticket_device.TicketRing(
+            shared.slots.data_ptr(), full, full + ticket_device.STAGES, 1, receivers
         )
         if tidx == 0:
-            source.init()
+            tickets.init()
             self.init(barriers)
         cute.arch.sync_threads()
 
+        work = Work(tickets, lists, sizes)
         if warp < mma.WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                loads = (q, mLse2), (do, mDelta), (k, v)
-                table = pack[0] if self.packed else None
-                self.loads.load(loads, shared, rings, barriers, (source, lists, sizes), table)
+                sources = Sources(q, do, k, v, mLse2, mDelta)
+                mTable = varlen.mTable if self.packed else None
+                self.loads.load(sources, shared, rings, barriers, work, mTable)
             elif cute.arch.lane_idx() == 0:
                 if warp <= self.adders:
-                    turns = (mdQ, mSemaphore, mRecord)
-                    self.add_dq(warp - 1, turns, shared, barriers, source, lists, sizes)
+                    dq_tensors = DqTensors(mdQ, mSemaphore, mRecord)
+                    self.add_dq(warp - 1, dq_tensors, shared, barriers, work)
                 if warp == LAST_PRODUCER:
                     total, done = lists.total() * self.parts, barriers.last_turns
-                    source.dispatch_one_by_one(mCounter.iterator, total, done)
+                    tickets.dispatch_one_by_one(mCounter.iterator, total, done)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            mask, factors = (mTile, mWords, lo, hi), (scale, c, inner)
-            tickets_of = (source, lists, sizes)
-            given = (dk, dv, pack), mask, factors, (shared, passed), rings, barriers, tickets_of
-            if cutlass.const_expr(self.apart):
+            mask, scales = ElementMask(mTile, mWords, lo, hi), Scales(scale, c, inner)
+            outputs, buffers = Outputs(dk, dv, varlen), Buffers(shared, sP)
+            args = (outputs, mask, scales, buffers, rings, barriers, work)
+            if cutlass.const_expr(self.specialised):
                 for consumer in cutlass.range_constexpr(CONSUMERS):
                     if warp // (mma.WARPGROUP // 32) == consumer + 1:
-                        self.multiply(consumer, *given)
+                        self.multiply(consumer, *args)
             else:
                 consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
-                self.multiply(consumer, *given)
+                self.multiply(consumer, *args)
 
-    def dq_room(self) -> int:
-        """fp32 of the buffers of dQ."""
+    def dq_capacity(self) -> int:
+        """Return the fp32 values of the buffers of dQ."""
         return self.config.dq_stages * self.dq_size
 
-    def allocate_passed(self, allocator):
-        """Of what the consumers pass to each other besides dS: nothing."""
+    def allocate_p(self, allocator: SmemAllocator) -> cute.Tensor | None:
+        """Return no buffer of P: the consumers exchange dS alone."""
         return None
 
     @cute.jit
-    def add_dq(self, buffer, turns, shared, barriers, source, lists, sizes):
-        """One thread: adds each dQ tile that comes through its buffer, in the tile's turn.
+    def add_dq(
+        self,
+        buffer: cutlass.Int32,
+        dq: DqTensors,
+        shared: SharedStorage,
+        barriers: Barriers,
+        work: Work,
+    ):
+        """Add each dQ tile that comes through a buffer, in the tile's turn; by one thread.
 
         A thread for each buffer, as a turn takes as long as a visit: waiting for it, landing, and
         handing on are three trips to L2.
         """
-        mdQ, mSemaphore, mRecord = turns
+        tickets, lists, sizes = work.tickets, work.lists, work.sizes
         state = pipeline.consumer_state(self.config.dq_stages)
-        received = tickets.ticket_state()
-        tile_of_dq = shared.sdQ.data_ptr() + buffer * self.dq_size
+        received = ticket_device.ticket_state()
+        sdQ = shared.sdQ.data_ptr() + buffer * self.dq_size
         total = lists.total()
-        ticket = source.receive_alone(received)
+        ticket = tickets.receive_alone(received)
         received.advance()
         while ticket < total:
             head, block, begin, end = lists.column(ticket)
-            (end_tile, _), who = lists.ends(sizes, block, self.tile_m), lists.who(block)
+            end_tile, _ = lists.ends(sizes, block, self.tile_m)
+            base = lists.rank_base(block)
             waits = cutlass.Boolean(True)
             for member in cutlass.range(sizes.group, unroll=1):
                 for entry in cutlass.range(begin, end, unroll=1):
                     q_block = lists.entry_at(entry, block) >> 1
-                    rank = lists.rank_at(entry, who)
+                    rank = lists.rank_at(entry, base)
                     count, first = walk.visits(end_tile, q_block, self.tile_m)
                     for visit in cutlass.range(count, unroll=1):
                         if state.index == buffer:
                             row = walk.row_of(sizes, head, member, first + visit)
-                            target = mdQ.iterator + row * self.dq_size
+                            # A bulk add takes a pointer: a tile of dQ is contiguous.
+                            target = dq.mdQ.iterator + row * self.dq_size
                             if cutlass.const_expr(self.config.ordered):
-                                # The turn is awaited while the tile is still being made.
-                                self.wait_turn(mSemaphore, row, rank, mRecord)
+                                # The turn is awaited while the tile is still computed.
+                                self.wait_turn(dq, row, rank)
                             # The last entry has no second tile for this buffer.
                             if (entry == end - 1) & (member == sizes.group - 1):
                                 cute.arch.mbarrier_arrive(barriers.last_turns)
                                 waits = cutlass.Boolean(False)
                             cute.arch.mbarrier_wait(barriers.dq_full + buffer, state.phase)
-                            turnstile.add(target, tile_of_dq, self.dq_size * 4)
+                            turnstile.add(target, sdQ, self.dq_size * 4)
                             if cutlass.const_expr(self.config.ordered):
-                                turnstile.finish_turn(mSemaphore.iterator + row)
+                                turnstile.finish_turn(dq.mSemaphore.iterator + row)
                             else:
                                 turnstile.land()
                             cute.arch.mbarrier_arrive(barriers.dq_empty + buffer)
                         state.advance()
             if waits:
                 cute.arch.mbarrier_arrive(barriers.last_turns)
-            ticket = source.receive_alone(received)
+            ticket = tickets.receive_alone(received)
             received.advance()
 
     @cute.jit
-    def wait_turn(self, mSemaphore, row, rank, mRecord, half=0):
-        """The turn at a tile of rows; when debugged, for so long at most."""
-        semaphore = mSemaphore.iterator + row * self.config.turns + half
+    def wait_turn(
+        self,
+        dq: DqTensors,
+        row: cutlass.Int64,
+        rank: cutlass.Int32,
+        half: cutlass.Int32 = 0,
+    ):
+        """Wait for the turn at a tile of rows; under the watchdog, for a limited time."""
+        semaphore = dq.mSemaphore.iterator + row * self.config.turns + half
         limit_ms = self.config.watchdog_ms
         if cutlass.const_expr(limit_ms):
-            place = (mRecord.iterator, cutlass.Int32(row))
-            turnstile.wait_turn_or_give_up(semaphore, rank, *place, limit_ms)
+            record = dq.mRecord.iterator, cutlass.Int32(row)
+            turnstile.wait_turn_or_give_up(semaphore, rank, *record, limit_ms)
         else:
             turnstile.wait_turn(semaphore, rank)
 
     @cute.jit
-    def multiply(self, consumer, stores, mask, factors, buffers, rings, barriers, tickets_of):
-        """A consumer warpgroup: dK and dV of its 64 keys, and its half of every dQ tile."""
-        config, (shared, _) = self.config, buffers
-        (scale, c, inner), (source, lists, sizes) = factors, tickets_of
+    def multiply(
+        self,
+        consumer: cutlass.Int32,
+        outputs: Outputs,
+        mask: ElementMask,
+        scales: Scales,
+        buffers: Buffers,
+        rings: Rings,
+        barriers: Barriers,
+        work: Work,
+    ):
+        """Consumer warpgroup: dK and dV of its 64 keys, and its half of every dQ tile."""
+        config, shared = self.config, buffers.shared
+        tickets, lists, sizes = work.tickets, work.lists, work.sizes
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % mma.WARPGROUP
         first = consumer * mma.WARPGROUP
@@ -316,28 +341,20 @@ class BackwardSm90:
         key = consumer * 64 + lane // 32 * 16 + lane % 32 // 4
         tiles = self.tiles
         score, sum_kv, sum_q = tiles.score_mma(), tiles.kv_mma(self.head_dim), tiles.dq_mma()
-        slice_kv = sum_kv.get_slice(first)
-        operands = self.operands(shared, first, score, sum_kv, sum_q)
+        operands = tiles.operands(shared, first, score, sum_kv, sum_q)
         tSrK, tSrQ, tPrV, tPrO, tQrS, tQrK, tKrQ, tVrO = operands
-        scores_shape = score.get_slice(first).partition_shape_C((BLOCK, self.tile_m))
-        rS, rdP = (cute.make_rmem_tensor(scores_shape, cutlass.Float32) for _ in range(2))
-        # Rounded in the order of the accumulators, which is that of register operands too.
-        rP, rdS = (cute.make_rmem_tensor(scores_shape, self.dtype) for _ in range(2))
-        layout = cute.make_layout(slice_kv.partition_shape_A((BLOCK, self.tile_m)))
-        tVrP, tKrS = (cute.make_tensor(r.iterator, layout) for r in (rP, rdS))
-        kv_shape = slice_kv.partition_shape_C((BLOCK, self.head_dim))
-        rdK, rdV = (cute.make_rmem_tensor(kv_shape, cutlass.Float32) for _ in range(2))
-        q_shape = sum_q.get_slice(first).partition_shape_C((self.tile_m, self.head_dim))
-        rdQ = cute.make_rmem_tensor(q_shape, cutlass.Float32)
+        rS, rdP, rP, rdS, tVrP, tKrS, rdK, rdV, rdQ = tiles.accumulators(
+            first, score, sum_kv, sum_q
+        )
 
         # Q and dO are loaded visit by visit: one state for both rings; Q is released a visit later.
         state, done = (pipeline.consumer_state(config.stages) for _ in range(2))
         dq_state = pipeline.producer_state(config.dq_stages)
         ds_state = pipeline.producer_state(config.ds_stages)
-        received = tickets.ticket_state()
+        received = ticket_device.ticket_state()
         kv_phase = cutlass.Int32(0)
         total = lists.total()
-        ticket = source.receive(received)
+        ticket = tickets.receive(received)
         received.advance()
         while ticket < total:
             head, block, begin, end = lists.column(ticket)
@@ -356,12 +373,12 @@ class BackwardSm90:
                     count, _ = walk.visits(end_tile, q_block, self.tile_m)
                     for visit in cutlass.range(count, unroll=1):
                         # S = Q Kᵀ and dP = dO Vᵀ, with the keys as rows.  The last visit's dK is
-                        # still being made: S follows it without a gap.
-                        rings[0].consumer_wait(state)
+                        # still in flight: S follows it without a gap.
+                        rings.q.consumer_wait(state)
                         mma.start(score, rS, tSrK, tSrQ, 0, state.index)
                         warpgroup.wait_group(1)
                         if written >= 0:
-                            rings[0].consumer_release(done)
+                            rings.q.consumer_release(done)
                             done.advance()
                             self.hand_over(barriers, lane, written)
                         else:
@@ -370,27 +387,28 @@ class BackwardSm90:
                         # asked for before the products that they meet, if registers allow.
                         lse2 = tiles.statistics(shared.sLse2, config.stages, state.index, lane)
                         if cutlass.const_expr(not config.softcap):
-                            lse2 = self.fetch(lse2)
-                        rings[1].consumer_wait(state)
+                            lse2 = tiles.fetch(lse2)
+                        rings.do.consumer_wait(state)
                         mma.start(score, rdP, tPrV, tPrO, 0, state.index)
                         warpgroup.wait_group(1)
                         # P = exp2(S scale log2 e - lse2)
                         if cutlass.const_expr(config.softcap):
-                            softmax.cap(rS, inner)
-                        slope.exponents(rS, lse2, c)
-                        place = (entry, partial, q_block, visit * self.tile_m, block, key, lane)
-                        key_mask.keep(rS, config.form, self.tile_m, mask, kv_len, place)
+                            softmax.cap(rS, scales.inner)
+                        slope.exponents(rS, lse2, scales.c)
+                        row = visit * self.tile_m
+                        coord = ScoreCoord(entry, partial, q_block, row, block, key, lane)
+                        key_mask.keep(rS, config.form, self.tile_m, mask, kv_len, coord)
                         rS.store(cute.math.exp2(rS.load(), fastmath=True))
                         rP.store(rS.load().to(self.dtype))
                         delta = tiles.statistics(shared.sDelta, config.stages, state.index, lane)
                         if cutlass.const_expr(self.tile_m == 64):
-                            delta = self.fetch(delta)
+                            delta = tiles.fetch(delta)
                         warpgroup.wait_group(0)
                         # dS = P (dP - delta).  Only then dV += Pᵀ dO: with P, dP and the operands
                         # of a product in flight alive at once, ptxas finds too few registers and
                         # awaits every WGMMA by itself.
                         if cutlass.const_expr(config.softcap):
-                            slope.capped_slopes(rdP, rS, delta, lse2, c)
+                            slope.capped_slopes(rdP, rS, delta, lse2, scales.c)
                         else:
                             slope.slopes(rdP, rS, delta)
                         rdS.store(rdP.load().to(self.dtype))
@@ -402,7 +420,7 @@ class BackwardSm90:
                         mma.start(sum_q, rdQ, tQrS, tQrK, ds_state.index, 0)
                         mma.extend(sum_kv, rdK, tKrS, tKrQ, state.index)
                         warpgroup.wait_group(1)
-                        rings[1].consumer_release(state)
+                        rings.do.consumer_release(state)
                         self.keep_dq(rdQ, shared, barriers, consumer, lane, dq_state)
                         written = dq_state.index
                         state.advance()
@@ -410,38 +428,28 @@ class BackwardSm90:
                         ds_state.advance()
             warpgroup.wait_group(0)
             if written >= 0:
-                rings[0].consumer_release(done)
+                rings.q.consumer_release(done)
                 done.advance()
                 self.hand_over(barriers, lane, written)
             else:
                 cute.arch.mbarrier_wait(barriers.v_full, kv_phase)
             kv_phase = kv_phase ^ 1
-            rdK.store(rdK.load() * scale)
-            self.store(stores, (rdK, rdV), shared, barriers, (consumer, lane), (head, block, sizes))
-            ticket = source.receive(received)
+            rdK.store(rdK.load() * scales.scale)
+            keys = KvCoord(head, block, sizes)
+            self.store(outputs, rdK, rdV, shared, barriers, consumer, lane, keys)
+            ticket = tickets.receive(received)
             received.advance()
 
-    def operands(self, shared, first, score, mma_kv, sum_q):
-        """What lies in shared memory: of S, dP and dQ both operands, of dK and dV the second."""
-        tiles = self.tiles
-        keys, dims = (tiles.k(shared.sK, major) for major in ("k", "mn"))
-        of_s = mma.operands(score, first, keys, tiles.q(shared.sQ))
-        of_p = mma.operands(score, first, tiles.v(shared.sV), tiles.do(shared.sdO))
-        of_q = mma.operands(sum_q, first, tiles.ds(shared.sdS, "mn"), dims)
-        slice_kv = mma_kv.get_slice(first)
-        rows = tiles.q(shared.sQ, "mn"), tiles.do(shared.sdO, "mn")
-        of_kv = (mma_kv.make_fragment_B(slice_kv.partition_B(each)) for each in rows)
-        return *of_s, *of_p, *of_q, *of_kv
-
-    def fetch(self, statistics: cute.Tensor) -> cute.Tensor:
-        """The same values in registers."""
-        registers = cute.make_rmem_tensor(statistics.shape, cutlass.Float32)
-        cute.autovec_copy(statistics, registers)
-        return registers
-
     @cute.jit
-    def keep_ds(self, rdS, shared, consumer, lane, stage):
-        """dS of this warpgroup's 64 keys, to shared memory.
+    def keep_ds(
+        self,
+        rdS: cute.Tensor,
+        shared: SharedStorage,
+        consumer: cutlass.Int32,
+        lane: cutlass.Int32,
+        stage: cutlass.Int32,
+    ):
+        """Write dS of this warpgroup's 64 keys to shared memory.
 
         The other warpgroup has multiplied what lay there: with two stages since the last barrier.
         """
@@ -451,17 +459,26 @@ class BackwardSm90:
         cute.copy(copy, copy.retile(rdS), copy.partition_D(sdS)[None, None, None, 0])
 
     @cute.jit
-    def keep_dq(self, rdQ, shared, barriers, consumer, lane, state):
-        """This thread's dQ values go to a free buffer, 16 bytes at a time, neighbours adjacent."""
+    def keep_dq(
+        self,
+        rdQ: cute.Tensor,
+        shared: SharedStorage,
+        barriers: Barriers,
+        consumer: cutlass.Int32,
+        lane: cutlass.Int32,
+        state: PipelineState,
+    ):
+        """Write this thread's dQ to a free buffer, 16 bytes at a time, neighbours adjacent."""
         cute.arch.mbarrier_wait(barriers.dq_empty + state.index, state.phase)
+        # By hand: ``dq_layout`` is by thread, no coordinates of dQ are needed.
         fours = cute.size(rdQ) // 4
         pointer = shared.sdQ.data_ptr() + state.index * self.dq_size
         sdQ = cute.make_tensor(pointer, dq_layout(fours))[None, lane, None, consumer]
         cute.autovec_copy(cute.make_tensor(rdQ.iterator, cute.make_layout((4, fours))), sdQ)
 
     @cute.jit
-    def hand_over(self, barriers, lane, buffer):
-        """A warp's share of a dQ buffer is written.
+    def hand_over(self, barriers: Barriers, lane: cutlass.Int32, buffer: cutlass.Int32):
+        """Tell that a warp's share of a dQ buffer is written.
 
         Called with the next products in flight: the fence waits until the stores are done.
         """
@@ -471,12 +488,21 @@ class BackwardSm90:
             cute.arch.mbarrier_arrive(barriers.dq_full + buffer)
 
     @cute.jit
-    def store(self, stores, sums, shared, barriers, thread, of_block):
-        """dK and dV, rounded once, through the buffers of dS and V; frees K, then V.
+    def store(
+        self,
+        outputs: Outputs,
+        rdK: cute.Tensor,
+        rdV: cute.Tensor,
+        shared: SharedStorage,
+        barriers: Barriers,
+        consumer: cutlass.Int32,
+        lane: cutlass.Int32,
+        coord: KvCoord,
+    ):
+        """Store dK and dV, rounded once, through the buffers of dS and V; frees K, then V.
 
         dS is written again in visits, and those wait for the next V, which comes after the store.
         """
-        consumer, lane = thread
         self.sync()  # both warpgroups have multiplied what lies there
         first = consumer * mma.WARPGROUP + lane == 0
         if first:
@@ -484,48 +510,33 @@ class BackwardSm90:
         sums_mma = self.tiles.kv_mma(self.head_dim, 1)
         copy = cute.make_tiled_copy_C(self.tiles.store_atom(), sums_mma).get_slice(lane)
         sdK, sdV = self.tiles.k(shared.sdS), self.tiles.v(shared.sV)
-        for acc, buffer in zip(sums, (sdK, sdV), strict=True):
+        for acc, buffer in zip((rdK, rdV), (sdK, sdV), strict=True):
             sD = cute.local_tile(buffer, (64, self.head_dim, 1), (consumer, 0, 0))
             rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
             rounded.store(acc.load().to(self.dtype))
             cute.copy(copy, copy.retile(rounded), copy.partition_D(sD)[None, None, None, 0])
         cute.arch.fence_proxy("async.shared", space="cta")
         self.sync()
-        head, block, sizes = of_block
-        batch, kv_head = head // sizes.kv_heads, head % sizes.kv_heads
-        *matrices, pack = stores
+        block, kv_heads, varlen = coord.block, coord.sizes.kv_heads, outputs.varlen
+        batch, kv_head = coord.head // kv_heads, coord.head % kv_heads
         if cutlass.const_expr(self.packed):
-            shift, end = place = packed.place_of(pack[0], block)
-            inside, at = end - block * BLOCK, (batch, block * BLOCK - shift, kv_head)
+            rows = packed.place_of(varlen.mTable, block)
+            inside = rows.end - block * BLOCK
+            start = packed.RowCoord(batch, block * BLOCK - rows.shift, kv_head)
             if inside < BLOCK:
-                number = consumer * mma.WARPGROUP + lane
-                self.store_rows(pack, shared, at, inside, number)
+                thread = consumer * mma.WARPGROUP + lane
+                self.stores.store_rows(varlen, shared, start, inside, thread)
                 self.sync()
             elif first:
-                self.copy_out(matrices, (sdK, sdV), (kv_head, batch, place), block)
+                self.stores.copy_out(outputs, sdK, sdV, kv_head, batch, block, rows)
         else:
             if first:
-                self.copy_out(matrices, (sdK, sdV), (kv_head, batch), block)
+                self.stores.copy_out(outputs, sdK, sdV, kv_head, batch, block, None)
         if first:
             cute.arch.mbarrier_arrive(barriers.v_empty)
 
-    def store_rows(self, pack, shared, at, inside, thread):
-        """The first rows of dK and dV, of a block that a sequence ends in."""
-        for memory, target in zip((shared.sdS, shared.sV), pack[1:], strict=True):
-            what = memory.data_ptr(), self.tiles.of_k, target, at
-            rows = cutlass.Int32(0), inside
-            packed.store_rows(*what, rows, thread, CONSUMER_THREADS)
-
-    def copy_out(self, matrices, buffers, at, block):
-        """By one thread: dK and dV of a block."""
-        for matrix, buffer in zip(matrices, buffers, strict=True):
-            s, g = self.tiles.boxes(matrix, buffer, *at)
-            cute.copy(matrix.atom, s[None, 0], g[None, block])
-        cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-
     def init(self, barriers: Barriers):
-        """By one thread, before the CTA's barrier."""
+        """Initialise the mbarriers; by one thread, before the CTA's barrier."""
         for one in (barriers.k_full, barriers.k_empty, barriers.v_full, barriers.v_empty):
             cute.arch.mbarrier_init(one, 1)
         if self.packed:
@@ -537,23 +548,27 @@ class BackwardSm90:
         cute.arch.mbarrier_init_fence()
 
     def sync(self):
-        """The consumers' 256 threads meet."""
+        """Synchronise the consumers' 256 threads."""
         cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=CONSUMER_THREADS)
 
 
 def by_rows(tensor: cute.Tensor) -> cute.Tensor:
-    """[B, S, H, D] as [S, D, H, B]."""
+    """Return the view [S, D, H, B] of a tensor [B, S, H, D]."""
     return tma.view(tensor, [1, 3, 2, 0])
 
 
-def build(config: BackwardConfig, compile=cute.compile, kernel=BackwardSm90):
-    """Compiles one configuration against fake tensors; no GPU needed."""
+def build(
+    config: BackwardConfig,
+    compile: Callable = cute.compile,
+    kernel: type[BackwardSm90] = BackwardSm90,
+):
+    """Compile one configuration against fake tensors; no GPU needed."""
     batch, q_len, kv_len, heads, kv_heads, tiles = (fake.size() for _ in range(6))
-    width, of_values, rows = config.head_dim, VALUE_DIMS[config.head_dim], config.tile_m
+    width, value_dim, rows = config.head_dim, VALUE_DIMS[config.head_dim], config.tile_m
 
     def operands():
-        """K, V or their gradients."""
-        for columns in (width, of_values):
+        """Yield fakes of K and V, or of their gradients."""
+        for columns in (width, value_dim):
             yield fake.activations(config.dtype, batch, kv_len, kv_heads, columns)
 
     fp32, ints = cutlass.Float32, cutlass.Int32
@@ -561,7 +576,7 @@ def build(config: BackwardConfig, compile=cute.compile, kernel=BackwardSm90):
         kernel(config),
         fake.activations(config.dtype, batch, q_len, heads, width),
         *operands(),
-        fake.activations(config.dtype, batch, q_len, heads, of_values),
+        fake.activations(config.dtype, batch, q_len, heads, value_dim),
         fake.compact(fp32, (batch, heads, tiles, rows), fake.TMA_ALIGN),
         fake.compact(fp32, (batch, heads, tiles, rows), fake.TMA_ALIGN),
         fake.compact(fp32, (batch, heads, tiles, rows * width), fake.TMA_ALIGN),
@@ -569,18 +584,10 @@ def build(config: BackwardConfig, compile=cute.compile, kernel=BackwardSm90):
         fake.compact(ints, (batch, heads, tiles, *([config.turns] * (config.turns > 1)))),
         fake.compact(ints, (1,)),
         fake.compact(ints, (fake.size(), walk.FIELDS), fake.TMA_ALIGN),
-        *((None,) * 4 if config.packed else fake_lists(config.form)),
+        *((None,) * 4 if config.packed else walk.fake_lists(config.form)),
         fake.compact(ints, (FIELDS,)) if config.watchdog_ms else None,
         packed.fake_table() if config.packed else None,
         *(fp32(1.0), fp32(1.0), fp32(0.0), ints(0), ints(0), ints(1)),
         fake.stream(),
         options=fake.SM90_OPTIONS,
     )
-
-
-def fake_lists(form: str) -> tuple:
-    """Entries, ranks, the mask tile of each entry, and the words of mask tiles."""
-    entries, tiles = fake.size(), fake.size()
-    listed = entries if form == "bits" else fake.size()
-    words = fake.compact(cutlass.Int32, (tiles, BLOCK, score_mask.WORDS), fake.TMA_ALIGN)
-    return *(fake.compact(cutlass.Int32, (size,)) for size in (entries, entries, listed)), words

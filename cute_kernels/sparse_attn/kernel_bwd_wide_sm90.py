@@ -1,38 +1,55 @@
-"""dK, dV and the fp32 dQ of block-sparse attention in one pass, for heads wider than 128: SM90.
+"""Attention backward for heads wider than 128 on SM90: dK, dV and the fp32 dQ in one pass.
 
-Formulas, layouts, masks, packs and what a schedule means are those of ``kernel_bwd_sm90``.  dK and
+Formulas, layouts, masks, varlen batches and schedules are those of ``kernel_bwd_sm90``.  dK and
 dV of 128 keys would not fit into registers there, so:
 
 Tickets      a ticket of the schedule is two here, one for each half of its 128 keys, the lower
              first: number 2 t + part.  Their ranks follow each other: 2 rank + part.
 Order        dK, dV: as there.  dQ: each visit's product is a chain over 64 keys.
 Roles        warpgroup 0: as there.  Warpgroup 1 makes S, P and dV, warpgroup 2 dP, dS and dK; each
-             makes its half of dQ.  P comes to warpgroup 2 in fp32, dS to warpgroup 1 rounded, both
-             through shared memory.
+             makes its half of dQ.  Through shared memory warpgroup 2 gets P in fp32, warpgroup 1
+             dS rounded.
 Turns        D = 192: of a tile of dQ, whose visits two threads add alternately.  D = 256, where a
              buffer of a whole tile does not fit: of each half of its columns, by a thread each,
              semaphores [B, Hq, Mt, 2]; warpgroup 2 has the buffer first, then warpgroup 1.
-Buffers      dK and dV leave through those of K and V.
+Buffers      dK and dV are stored through those of K and V.
 Limits       SM90a only; bf16 and fp16; D = 192 with Dv = 128, and D = Dv = 256; the rest as there.
 Measured     docs/status.md, docs/notes/attention_sm90.md.
 """
 
+from collections.abc import Callable
+
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.pipeline import PipelineState
 
-from ..dsl import mma, pipeline, softmax, turnstile
-from ..schedulers.tiles import ticket_device as tickets
+from ..dsl import mma, pipeline, softmax, tma, turnstile
+from ..schedulers.tiles import ticket_device
 from . import kernel_bwd_sm90
 from .config import BackwardConfig
 from .device import key_mask, packed, slope, walk
-from .kernel_bwd_sm90 import CONSUMER_WARPS, BackwardSm90, Barriers
+from .device.backward_state import (
+    Barriers,
+    Buffers,
+    DqTensors,
+    KvCoord,
+    Outputs,
+    Rings,
+    Scales,
+    SharedStorage,
+    Staging,
+    Work,
+)
+from .device.key_mask import ElementMask, ScoreCoord
+from .kernel_bwd_sm90 import CONSUMER_WARPS, BackwardSm90
 
 WARPGROUP = mma.WARPGROUP
 KEYS = 64
-#: Of a ticket, and of a tile of dQ.
+#: Halves of a ticket of the schedule, and of a tile of dQ.
 HALVES = 2
-#: Named barriers of both warpgroups: P is there, dS is there, K is multiplied; and their own.
+#: Named barriers of both warpgroups: P is written, dS is written, K is multiplied; and their own.
 P_BARRIER, DS_BARRIER, K_BARRIER, OWN_BARRIER = 1, 2, 3, 4
 OF_DV, OF_DK = 0, 1
 
@@ -43,94 +60,124 @@ class BackwardWideSm90(BackwardSm90):
     def __init__(self, config: BackwardConfig):
         self.set_up(config)
         assert config.head_dim in (192, 256) and (config.keys, config.tile_m) == (KEYS, KEYS)
-        assert config.ds_stages == 1, "dS is multiplied by both before P of the next visit is told"
+        assert config.ds_stages == 1, (
+            "dS is multiplied by both before P of the next visit is written"
+        )
         self.adders = HALVES
         self.half_size = self.dq_size // HALVES
         self.by_halves = config.turns == HALVES
         self.value_dim = self.tiles.value_dim
 
-    def dq_room(self) -> int:
-        """fp32 of the buffer of dQ."""
+    def dq_capacity(self) -> int:
+        """Return the fp32 values of the buffer of dQ."""
         return self.half_size if self.by_halves else self.dq_size
 
-    def allocate_passed(self, allocator):
-        """P in fp32: (4 values, thread, group of 4), as the accumulator has them."""
+    def allocate_p(self, allocator: SmemAllocator) -> cute.Tensor:
+        """Allocate P in fp32: (4 values, thread, group of 4), as the accumulator has them."""
         layout = cute.make_layout((4, WARPGROUP, KEYS * KEYS // (4 * WARPGROUP)))
         return allocator.allocate_tensor(cutlass.Float32, layout, byte_alignment=128)
 
     @cute.jit
-    def add_dq(self, number, turns, shared, barriers, source, lists, sizes):
-        """One thread of two: adds every second tile of dQ, or its half of each, in the turn of it.
+    def add_dq(
+        self,
+        number: cutlass.Int32,
+        dq: DqTensors,
+        shared: SharedStorage,
+        barriers: Barriers,
+        work: Work,
+    ):
+        """Add every second tile of dQ, or its half of each, in its turn; by one thread of two.
 
         The buffer is free as soon as it is read; the turn is over when all has landed.
         """
-        mdQ, mSemaphore, mRecord = turns
-        memory, size = shared.sdQ.data_ptr(), self.dq_room()
+        tickets, lists, sizes = work.tickets, work.lists, work.sizes
+        sdQ, size = shared.sdQ.data_ptr(), self.dq_capacity()
         half, freed = cutlass.Int32(0), barriers.dq_empty
         if cutlass.const_expr(self.by_halves):
             # The other warpgroup writes the buffer next.
             half, freed = number, barriers.dq_empty + 1 - number
-        received = tickets.ticket_state()
-        # Whose visit it is, if it is not everybody's; the phase of what this thread adds.
-        whose, phase = cutlass.Int32(0), cutlass.Int32(0)
+        received = ticket_device.ticket_state()
+        # The thread whose visit it is, where they alternate; the phase of what this thread adds.
+        adder, phase = cutlass.Int32(0), cutlass.Int32(0)
         total = lists.total() * HALVES
-        ticket = source.receive_alone(received)
+        ticket = tickets.receive_alone(received)
         received.advance()
         while ticket < total:
             head, block, begin, end = lists.column(ticket // HALVES)
-            (end_tile, _), who = lists.ends(sizes, block, self.tile_m), lists.who(block)
+            end_tile, _ = lists.ends(sizes, block, self.tile_m)
+            base = lists.rank_base(block)
             waits = cutlass.Boolean(True)
             for member in cutlass.range(sizes.group, unroll=1):
                 for entry in cutlass.range(begin, end, unroll=1):
                     q_block = lists.entry_at(entry, block) >> 1
-                    rank = lists.rank_at(entry, who) * HALVES + ticket % HALVES
+                    rank = lists.rank_at(entry, base) * HALVES + ticket % HALVES
                     count, first = walk.visits(end_tile, q_block, self.tile_m)
                     for visit in cutlass.range(count, unroll=1):
-                        mine = whose == number
+                        mine = adder == number
                         last = (entry == end - 1) & (member == sizes.group - 1)
                         if cutlass.const_expr(self.by_halves):
                             mine, last = cutlass.Boolean(True), last & (visit == count - 1)
                         if mine:
                             row = walk.row_of(sizes, head, member, first + visit)
                             if cutlass.const_expr(self.config.ordered):
-                                self.wait_turn(mSemaphore, row, rank, mRecord, half)
+                                self.wait_turn(dq, row, rank, half)
                             if last:
                                 cute.arch.mbarrier_arrive(barriers.last_turns)
                                 waits = cutlass.Boolean(False)
                             cute.arch.mbarrier_wait(barriers.dq_full + number, phase)
                             phase = phase ^ 1
-                            target = mdQ.iterator + row * self.dq_size + half * self.half_size
-                            turnstile.add(target, memory, size * 4)
+                            # A bulk add takes a pointer: half a tile of dQ is contiguous.
+                            target = dq.mdQ.iterator + row * self.dq_size + half * self.half_size
+                            turnstile.add(target, sdQ, size * 4)
                             cute.arch.cp_async_bulk_wait_group(0, read=True)
                             cute.arch.mbarrier_arrive(freed)
                             if cutlass.const_expr(self.config.ordered):
-                                at = row * self.config.turns + half
-                                turnstile.finish_turn(mSemaphore.iterator + at)
+                                index = row * self.config.turns + half
+                                turnstile.finish_turn(dq.mSemaphore.iterator + index)
                             else:
                                 turnstile.land()
-                        whose = whose ^ 1
+                        adder = adder ^ 1
             if waits:
                 cute.arch.mbarrier_arrive(barriers.last_turns)
-            ticket = source.receive_alone(received)
+            ticket = tickets.receive_alone(received)
             received.advance()
 
     @cute.jit
-    def multiply(self, consumer, stores, mask, factors, buffers, rings, barriers, tickets_of):
-        """A consumer warpgroup."""
+    def multiply(
+        self,
+        consumer: cutlass.Int32,
+        outputs: Outputs,
+        mask: ElementMask,
+        scales: Scales,
+        buffers: Buffers,
+        rings: Rings,
+        barriers: Barriers,
+        work: Work,
+    ):
+        """Consumer warpgroup: dV with S and P, or dK with dP and dS; each its half of dQ."""
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % WARPGROUP
-        dk, dv, pack = stores
         if cutlass.const_expr(consumer == OF_DV):
-            self.make_dv((dv, pack), mask, factors, buffers, rings, barriers, tickets_of, lane)
+            self.make_dv(outputs, mask, scales, buffers, rings, barriers, work, lane)
         else:
-            self.make_dk((dk, pack), factors, buffers, rings, barriers, tickets_of, lane)
+            self.make_dk(outputs, scales, buffers, rings, barriers, work, lane)
 
     @cute.jit
-    def make_dv(self, store, mask, factors, buffers, rings, barriers, tickets_of, lane):
+    def make_dv(
+        self,
+        outputs: Outputs,
+        mask: ElementMask,
+        scales: Scales,
+        buffers: Buffers,
+        rings: Rings,
+        barriers: Barriers,
+        work: Work,
+        lane: cutlass.Int32,
+    ):
         """Warpgroup 1: S and P of each visit, dV += round(P)ᵀ dO, and the first columns of dQ."""
         config, tiles = self.config, self.tiles
-        (shared, sP), (_, c, inner) = buffers, factors
-        source, lists, sizes = tickets_of
+        shared, sP, c, inner = buffers.shared, buffers.sP, scales.c, scales.inner
+        tickets, lists, sizes = work.tickets, work.lists, work.sizes
         score, sum_v = tiles.score_mma(), tiles.kv_mma(self.value_dim)
         tSrK, tSrQ = mma.operands(score, 0, tiles.k(shared.sK), tiles.q(shared.sQ))
         slice_v = sum_v.get_slice(0)
@@ -140,11 +187,11 @@ class BackwardWideSm90(BackwardSm90):
         sum_q, tQrS, tQrK, rdQ = self.dq_product(shared, OF_DV)
 
         state, do_state = self.states()
-        received = tickets.ticket_state()
-        # bit: of the visits whose dQ was given, the last one's number modulo 2.
+        received = ticket_device.ticket_state()
+        # bit: number, modulo 2, of the visit whose dQ comes next.
         kv_phase, bit = cutlass.Int32(0), cutlass.Int32(0)
         total = lists.total() * HALVES
-        ticket = source.receive(received)
+        ticket = tickets.receive(received)
         received.advance()
         while ticket < total:
             head, block, begin, end = lists.column(ticket // HALVES)
@@ -162,53 +209,63 @@ class BackwardWideSm90(BackwardSm90):
                     count, _ = walk.visits(end_tile, q_block, self.tile_m)
                     for visit in cutlass.range(count, unroll=1):
                         # S = Q Kᵀ, with the keys as rows
-                        rings[0].consumer_wait(state)
+                        rings.q.consumer_wait(state)
                         mma.start(score, rS, tSrK, tSrQ, 0, state.index)
                         lse2 = tiles.statistics(shared.sLse2, config.stages, state.index, lane)
-                        lse2 = self.fetch(lse2)
+                        lse2 = tiles.fetch(lse2)
                         warpgroup.wait_group(0)
-                        rings[0].consumer_release(state)
+                        rings.q.consumer_release(state)
                         # P = exp2(S scale log2 e - lse2)
                         if cutlass.const_expr(config.softcap):
                             softmax.cap(rS, inner)
                         slope.exponents(rS, lse2, c)
-                        place = (entry, partial, q_block, visit * self.tile_m, block, key, lane)
-                        key_mask.keep(rS, config.form, self.tile_m, mask, kv_len, place)
+                        row = visit * self.tile_m
+                        coord = ScoreCoord(entry, partial, q_block, row, block, key, lane)
+                        key_mask.keep(rS, config.form, self.tile_m, mask, kv_len, coord)
                         rS.store(cute.math.exp2(rS.load(), fastmath=True))
-                        # The other warpgroup has read P of the visit before: its dS came here.
+                        # The other warpgroup has read P of the visit before: its dS has come.
                         cute.autovec_copy(by_fours(rS), sP[None, lane, None])
                         arrive(P_BARRIER)
                         rP.store(rS.load().to(self.dtype))
-                        # dV += Pᵀ dO, and behind it dQ = dS K
-                        rings[1].consumer_wait(do_state)
+                        # dV += Pᵀ dO, and after it dQ = dS K
+                        rings.do.consumer_wait(do_state)
                         mma.extend(sum_v, rdV, tVrP, tVrO, do_state.index)
                         meet(DS_BARRIER)
                         mma.start(sum_q, rdQ, tQrS, tQrK, 0, 0)
                         warpgroup.wait_group(1)
-                        rings[1].consumer_release(do_state)
+                        rings.do.consumer_release(do_state)
                         warpgroup.wait_group(0)
                         self.give_dq(rdQ, shared, barriers, OF_DV, lane, bit)
                         bit = bit ^ 1
                         state.advance()
                         do_state.advance()
             arrive(K_BARRIER)
-            # V is multiplied: dS of the last visit came here.
+            # V is multiplied: dS of the last visit has come.
             cute.arch.mbarrier_wait(barriers.v_full, kv_phase)
             kv_phase = kv_phase ^ 1
-            of_v = shared.sV.data_ptr(), tiles.v_layout(), tiles.of_v
-            at = head, block, part, sizes
-            self.store_sum(store, rdV, of_v, OF_DV, lane, at)
+            staging = Staging(shared.sV.data_ptr(), tiles.v_layout(), tiles.v_shape)
+            keys = KvCoord(head, block, sizes, part)
+            self.store_sum(outputs, rdV, staging, OF_DV, lane, keys)
             if lane == 0:
                 cute.arch.mbarrier_arrive(barriers.v_empty)
-            ticket = source.receive(received)
+            ticket = tickets.receive(received)
             received.advance()
 
     @cute.jit
-    def make_dk(self, store, factors, buffers, rings, barriers, tickets_of, lane):
+    def make_dk(
+        self,
+        outputs: Outputs,
+        scales: Scales,
+        buffers: Buffers,
+        rings: Rings,
+        barriers: Barriers,
+        work: Work,
+        lane: cutlass.Int32,
+    ):
         """Warpgroup 2: dP and dS of each visit, dK += round(dS)ᵀ Q, and the last columns of dQ."""
         config, tiles = self.config, self.tiles
-        (shared, sP), (scale, c, _) = buffers, factors
-        source, lists, sizes = tickets_of
+        shared, sP, scale, c = buffers.shared, buffers.sP, scales.scale, scales.c
+        tickets, lists, sizes = work.tickets, work.lists, work.sizes
         score, sum_k = tiles.score_mma(), tiles.kv_mma(self.head_dim)
         tPrV, tPrO = mma.operands(score, 0, tiles.v(shared.sV), tiles.do(shared.sdO))
         sum_q, tQrS, tQrK, rdQ = self.dq_product(shared, OF_DK)
@@ -219,10 +276,10 @@ class BackwardWideSm90(BackwardSm90):
         rdK = self.accumulator(slice_k, self.head_dim)
 
         state, do_state = self.states()
-        received = tickets.ticket_state()
+        received = ticket_device.ticket_state()
         kv_phase, bit = cutlass.Int32(0), cutlass.Int32(0)
         total = lists.total() * HALVES
-        ticket = source.receive(received)
+        ticket = tickets.receive(received)
         received.advance()
         while ticket < total:
             head, block, begin, end = lists.column(ticket // HALVES)
@@ -237,16 +294,16 @@ class BackwardWideSm90(BackwardSm90):
                     count, _ = walk.visits(end_tile, q_block, self.tile_m)
                     for visit in cutlass.range(count, unroll=1):
                         # dP = dO Vᵀ, with the keys as rows
-                        rings[1].consumer_wait(do_state)
+                        rings.do.consumer_wait(do_state)
                         mma.start(score, rdP, tPrV, tPrO, 0, do_state.index)
                         delta = tiles.statistics(
                             shared.sDelta, config.do_stages, do_state.index, lane
                         )
-                        delta = self.fetch(delta)
+                        delta = tiles.fetch(delta)
                         warpgroup.wait_group(0)
-                        rings[1].consumer_release(do_state)
+                        rings.do.consumer_release(do_state)
                         # dS = P (dP - delta)
-                        rings[0].consumer_wait(state)
+                        rings.q.consumer_wait(state)
                         meet(P_BARRIER)
                         cute.autovec_copy(sP[None, lane, None], by_fours(rP))
                         if cutlass.const_expr(config.softcap):
@@ -259,81 +316,97 @@ class BackwardWideSm90(BackwardSm90):
                         cute.arch.fence_proxy("async.shared", space="cta")
                         self.meet_own(OF_DK)
                         arrive(DS_BARRIER)
-                        # dQ = dS K, and under its way out dK += dSᵀ Q
+                        # dQ = dS K, and while it is written dK += dSᵀ Q
                         mma.start(sum_q, rdQ, tQrS, tQrK, 0, 0)
                         mma.extend(sum_k, rdK, tKrS, tKrQ, state.index)
                         warpgroup.wait_group(1)
                         self.give_dq(rdQ, shared, barriers, OF_DK, lane, bit)
                         bit = bit ^ 1
                         warpgroup.wait_group(0)
-                        rings[0].consumer_release(state)
+                        rings.q.consumer_release(state)
                         state.advance()
                         do_state.advance()
             rdK.store(rdK.load() * scale)
             meet(K_BARRIER)
-            of_k = shared.sK.data_ptr(), tiles.k_layout(), tiles.of_k
-            at = head, block, ticket % HALVES, sizes
-            self.store_sum(store, rdK, of_k, OF_DK, lane, at)
+            staging = Staging(shared.sK.data_ptr(), tiles.k_layout(), tiles.k_shape)
+            keys = KvCoord(head, block, sizes, ticket % HALVES)
+            self.store_sum(outputs, rdK, staging, OF_DK, lane, keys)
             if lane == 0:
                 cute.arch.mbarrier_arrive(barriers.k_empty)
-            ticket = source.receive(received)
+            ticket = tickets.receive(received)
             received.advance()
 
-    def scores(self, score, slice_of_sum):
-        """An accumulator of scores, the same rounded, and that as an operand from registers."""
+    def scores(self, score: cute.TiledMma, slice_of_sum: cute.TiledMma):
+        """Return an accumulator of scores, its rounded copy, and that copy as register operand."""
         shape = score.get_slice(0).partition_shape_C((KEYS, self.tile_m))
         values = cute.make_rmem_tensor(shape, cutlass.Float32)
         rounded = cute.make_rmem_tensor(shape, self.dtype)
         layout = cute.make_layout(slice_of_sum.partition_shape_A((KEYS, self.tile_m)))
         return values, rounded, cute.make_tensor(rounded.iterator, layout)
 
-    def accumulator(self, slice_of_sum, columns: int):
-        """An accumulator of dK or dV."""
+    def accumulator(self, slice_of_sum: cute.TiledMma, columns: int) -> cute.Tensor:
+        """Return an accumulator of dK or dV."""
         shape = slice_of_sum.partition_shape_C((KEYS, columns))
         return cute.make_rmem_tensor(shape, cutlass.Float32)
 
-    def dq_product(self, shared, consumer: int):
-        """dS K: a warpgroup's columns of dQ.  (The product, its operands, its result.)"""
+    def dq_product(self, shared: SharedStorage, consumer: int):
+        """Return the product dS K of a warpgroup's columns of dQ, its operands, its result."""
         product, first = self.tiles.dq_mma(), consumer * WARPGROUP
         ds, dims = self.tiles.ds(shared.sdS, "mn"), self.tiles.k(shared.sK, "mn")
         shape = product.get_slice(first).partition_shape_C((self.tile_m, self.head_dim))
         result = cute.make_rmem_tensor(shape, cutlass.Float32)
         return product, *mma.operands(product, first, ds, dims), result
 
-    def states(self):
-        """Where a consumer of the rings of Q and of dO starts."""
+    def states(self) -> tuple[PipelineState, PipelineState]:
+        """Return the first positions of a consumer in the rings of Q and of dO."""
         stages = self.config.stages, self.config.do_stages
         return tuple(pipeline.consumer_state(n) for n in stages)
 
     @cute.jit
-    def give_dq(self, rdQ, shared, barriers, consumer: cutlass.Constexpr, lane, bit):
-        """A warpgroup's half of a dQ tile, in the order of ``dq_layout``, to who adds it.
+    def give_dq(
+        self,
+        rdQ: cute.Tensor,
+        shared: SharedStorage,
+        barriers: Barriers,
+        consumer: cutlass.Constexpr,
+        lane: cutlass.Int32,
+        bit: cutlass.Int32,
+    ):
+        """Write a warpgroup's half of a dQ tile, in the order of ``dq_layout``, for the adder.
 
         bit: the number of the visit, modulo 2.
         """
-        memory, thread = shared.sdQ.data_ptr(), consumer
+        memory, adder = shared.sdQ.data_ptr(), consumer
         if cutlass.const_expr(self.by_halves):
-            # Of a buffer that both have, warpgroup 2 is the first to write.
+            # Warpgroup 2 is the first to write the buffer that both share.
             phase = bit ^ 1 if consumer == OF_DK else bit
             cute.arch.mbarrier_wait(barriers.dq_empty + consumer, phase)
         else:
-            memory, thread = memory + consumer * self.half_size, bit
+            memory, adder = memory + consumer * self.half_size, bit
             cute.arch.mbarrier_wait(barriers.dq_empty, bit ^ 1)
+        # By hand: ``dq_layout`` is by thread, no coordinates of dQ are needed.
         layout = cute.make_layout((4, WARPGROUP, cute.size(rdQ) // 4))
         cute.autovec_copy(by_fours(rdQ), cute.make_tensor(memory, layout)[None, lane, None])
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if lane % 32 == 0:
-            cute.arch.mbarrier_arrive(barriers.dq_full + thread)
+            cute.arch.mbarrier_arrive(barriers.dq_full + adder)
 
     @cute.jit
-    def store_sum(self, store, acc, where, consumer: cutlass.Constexpr, lane, at):
-        """dK or dV of 64 keys, rounded once, through ``where``: (memory, its layout, its sizes)."""
-        (matrix, pack), (memory, layout, tile_sizes) = store, where
-        head, block, part, sizes = at
-        pointer = cute.recast_ptr(memory, layout.inner, dtype=self.dtype)
+    def store_sum(
+        self,
+        outputs: Outputs,
+        acc: cute.Tensor,
+        staging: Staging,
+        consumer: cutlass.Constexpr,
+        lane: cutlass.Int32,
+        coord: KvCoord,
+    ):
+        """Store dK or dV of 64 keys, rounded once, through ``staging``."""
+        layout, shape = staging.layout, staging.shape
+        pointer = cute.recast_ptr(staging.pointer, layout.inner, dtype=self.dtype)
         buffer = cute.make_tensor(pointer, layout.outer)
-        columns = tile_sizes[2] * 8 // self.dtype.width
+        columns = shape.row_bytes * 8 // self.dtype.width
         tiled = cute.make_tiled_copy_C(self.tiles.store_atom(), self.tiles.kv_mma(columns))
         copy = tiled.get_slice(lane)
         rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
@@ -341,37 +414,47 @@ class BackwardWideSm90(BackwardSm90):
         cute.copy(copy, copy.retile(rounded), copy.partition_D(buffer)[None, None, None, 0])
         cute.arch.fence_proxy("async.shared", space="cta")
         self.meet_own(consumer)
-        batch, kv_head = head // sizes.kv_heads, head % sizes.kv_heads
-        tile = block * HALVES + part
+        block, kv_heads, varlen = coord.block, coord.sizes.kv_heads, outputs.varlen
+        batch, kv_head = coord.head // kv_heads, coord.head % kv_heads
+        matrix = outputs.dk if consumer == OF_DK else outputs.dv
+        tile = block * HALVES + coord.part
         if cutlass.const_expr(self.packed):
-            shift, end = place = packed.place_of(pack[0], block)
-            inside = end - tile * KEYS
+            rows = packed.place_of(varlen.mTable, block)
+            inside = rows.end - tile * KEYS
             if inside < KEYS:
-                row = batch, tile * KEYS - shift, kv_head
-                rows = cutlass.Int32(0), cutlass.max(inside, cutlass.Int32(0))
-                target = pack[2 - consumer]
-                packed.store_rows(memory, tile_sizes, target, row, rows, lane, WARPGROUP)
+                start = packed.RowCoord(batch, tile * KEYS - rows.shift, kv_head)
+                end = cutlass.max(inside, cutlass.Int32(0))
+                target = varlen.mdK if consumer == OF_DK else varlen.mdV
+                packed.store_rows(staging.pointer, shape, target, start, end, lane, WARPGROUP)
                 self.meet_own(consumer)
             elif lane == 0:
-                self.copy_tile(matrix, buffer, (kv_head, batch, place), tile)
+                self.copy_tile(matrix, buffer, kv_head, batch, tile, rows)
         else:
             if lane == 0:
-                self.copy_tile(matrix, buffer, (kv_head, batch), tile)
+                self.copy_tile(matrix, buffer, kv_head, batch, tile, None)
 
-    def copy_tile(self, matrix, buffer, at, tile):
-        """By one thread."""
-        s, g = self.tiles.boxes(matrix, buffer, *at)
-        cute.copy(matrix.atom, s[None, 0], g[None, tile])
+    def copy_tile(
+        self,
+        matrix: tma.Source,
+        buffer: cute.Tensor,
+        kv_head: cutlass.Int32,
+        batch: cutlass.Int32,
+        tile: cutlass.Int32,
+        rows: packed.RowRange | None,
+    ):
+        """Store a tile of dK or dV through TMA; by one thread."""
+        tXsX, tXgX = self.tiles.boxes(matrix, buffer, kv_head, batch, rows)
+        cute.copy(matrix.atom, tXsX[None, 0], tXgX[None, tile])
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def meet_own(self, consumer: int):
-        """A warpgroup's threads meet."""
+        """Synchronise a warpgroup's threads."""
         barrier_id = OWN_BARRIER + consumer
         cute.arch.barrier(barrier_id=barrier_id, number_of_threads=WARPGROUP)
 
     def init(self, barriers: Barriers):
-        """By one thread, before the CTA's barrier."""
+        """Initialise the mbarriers; by one thread, before the CTA's barrier."""
         for one in (barriers.k_full, barriers.k_empty, barriers.v_full, barriers.v_empty):
             cute.arch.mbarrier_init(one, 1)
         if self.packed:
@@ -385,20 +468,20 @@ class BackwardWideSm90(BackwardSm90):
 
 
 def by_fours(values: cute.Tensor) -> cute.Tensor:
-    """A thread's values, four by four."""
+    """Return a thread's values as a tensor [4, n]."""
     return cute.make_tensor(values.iterator, cute.make_layout((4, cute.size(values) // 4)))
 
 
 def arrive(barrier: int):
-    """A warpgroup tells the other one, and does not wait."""
+    """Signal the other warpgroup, without waiting."""
     cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=2 * WARPGROUP)
 
 
 def meet(barrier: int):
-    """A warpgroup waits until the other one has told."""
+    """Wait until the other warpgroup has signalled."""
     cute.arch.barrier(barrier_id=barrier, number_of_threads=2 * WARPGROUP)
 
 
-def build(config: BackwardConfig, compile=cute.compile):
-    """Compiles one configuration against fake tensors; no GPU needed."""
+def build(config: BackwardConfig, compile: Callable = cute.compile):
+    """Compile one configuration against fake tensors; no GPU needed."""
     return kernel_bwd_sm90.build(config, compile, BackwardWideSm90)

@@ -449,7 +449,7 @@ def _post_kernel(chosen: PostConfig) -> Callable:
 
 def forward_entry(chosen: ForwardConfig) -> Kernel:
     """One forward as the cache and the catalogue know it."""
-    way = "_wide" if chosen.parts > 1 else "_apart" if chosen.apart else ""
+    way = "_wide" if chosen.parts > 1 else "_apart" if chosen.no_overlap else ""
     name = f"fwd{way}_sm90"
     return Kernel.of(f"sparse_attn_{name}", f"{__package__}.kernel_{name}", chosen)
 

@@ -1,10 +1,10 @@
-"""A ``BlockMask`` as the tensors that kernels read: blocks of 128 x 128, lists, one element rule.
+"""Lowering of a ``BlockMask`` to kernel tensors: blocks of 128 x 128, lists, one element rule.
 
 Three kinds of element rule, a constant of the compiled kernel each:
 
     none    partial blocks do not occur
     band    in partial blocks, lo <= kv - q <= hi (positions from 0, any alignment is in lo and hi)
-    bits    in partial blocks, one bit per element: any other rule, captured here
+    bits    in partial blocks, one bit per element: any other rule, evaluated here
 
 The ends of both sequences are not in the rule: a kernel bounds q < q_len and kv < kv_len itself, in
 full blocks too.
@@ -29,7 +29,7 @@ from ..schedulers.order.schedule import Schedule
 
 BLOCK = (128, 128)
 FORMS = ("none", "band", "bits")
-#: A forward's own form: lists and elements follow from spans (``sequences``), on the device.
+#: Form of a forward alone: lists and elements follow from ranges of keys, on the device.
 SPANS = "spans"
 FORWARD_FORMS = (*FORMS, SPANS)
 TENSORS = (
@@ -46,7 +46,9 @@ _TILES_AT_ONCE = 1024
 
 @dataclass(frozen=True, eq=False)
 class LoweredMask:
-    """What every backend reads.  Mb = ceil(q_len / 128), Nb = ceil(kv_len / 128); all int32.
+    """Tensors and numbers of a mask that every backend reads; all int32.
+
+    Mb = ceil(q_len / 128), Nb = ceil(kv_len / 128).
 
     form      "none", "band" or "bits"
     q_len, kv_len
@@ -60,10 +62,10 @@ class LoweredMask:
     key_words [T >= 1, 128, 4]          transposed: bit j of word w of a key is query 32 w + j
 
     In the forms "none" and "band" both tile tensors are [1, 1, 1, 1] and the words are one tile,
-    all unread.  For what is made of a mask, not read by kernels: ``mask``, the BlockMask in blocks
-    of 128 x 128, what schedules are made and checked for; and in the form "bits" ``block_tile``
-    [B or 1, H or 1, Mb, Nb], the row of ``words`` of each block, -1 for none.  A launcher, which is
-    given tensors and numbers only, sees None for both.
+    all unread.  Two fields are not read by kernels: ``mask``, the BlockMask in blocks of 128 x 128
+    that schedules are built and checked for; and in the form "bits" ``block_tile``
+    [B or 1, H or 1, Mb, Nb], the row of ``words`` of each block, -1 for none.  Both are None in a
+    launcher, which takes tensors and numbers only.
     """
 
     form: str
@@ -83,23 +85,23 @@ class LoweredMask:
     block_tile: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
-        """The run-time operands, as the torch op takes them."""
+        """Return the run-time tensors, as the torch op takes them."""
         return [getattr(self, name) for name in TENSORS]
 
     def numbers(self) -> list[int]:
-        """The rest of it, as the torch op takes it."""
+        """Return form, lengths and band as the torch op takes them: numbers."""
         return [FORMS.index(self.form), self.q_len, self.kv_len, self.lo, self.hi]
 
 
 class Order(NamedTuple):
-    """The order of a backward pass, as kernels read it; all int32.
+    """Order of a backward pass, as kernels read it; all int32.
 
     The first five are ``schedulers.ScheduleTensors``.  Its heads are the B * Hkv KV heads, and an
     entry stands for a visit by each query head of the group, ascending, all with its rank.  If the
     mask differs between query heads and Hkv < Hq, they are the B * Hq query heads, and dK, dV the
     sums over each group, ascending; or, on SM90, KV heads with all their rows (``stacked``).  A
     ticket says where its entries are; the lists of a head and their offsets are for kernels that
-    come from there.
+    start from a head.
 
     ``tile`` [E] is the row of ``LoweredMask.words`` of each entry, or -1; [1], unread, unless the
     form is "bits".
@@ -114,15 +116,15 @@ class Order(NamedTuple):
 
 
 def restored(tensors: list[Tensor], numbers: list[int]) -> LoweredMask:
-    """The inverse of ``tensors()`` and ``numbers()``, without ``mask`` and ``block_tile``."""
+    """Return the mask of ``tensors()`` and ``numbers()``, without ``mask`` and ``block_tile``."""
     form, q_len, kv_len, lo, hi = numbers
     return LoweredMask(FORMS[form], q_len, kv_len, lo, hi, *tensors)
 
 
-# Kept, and saved for a backward later: none of it may be an inference tensor.
+# Cached, and saved for a backward: no tensor may be an inference tensor.
 @torch.inference_mode(False)
 def lower(mask: BlockMask) -> LoweredMask:
-    """The tensors of ``mask``, on its device."""
+    """Lower ``mask`` to tensors on its device."""
     mask = mask if mask.block_size == BLOCK else mask.reblock(BLOCK)
     rule = mask.partial_rule
     lo, hi, form = -FAR, FAR, "none"
@@ -159,7 +161,7 @@ def lower(mask: BlockMask) -> LoweredMask:
 
 
 def order_of(lowered: LoweredMask, schedule: Schedule) -> Order:
-    """The tensors of a schedule, queued on the mask's device; nothing is read back from it."""
+    """Return the tensors of a schedule, queued on the mask's device; nothing is read back."""
     device, bits = lowered.words.device, lowered.form == "bits"
     *lists, place = schedule.tensors(device, places=bits)
     if not bits:
@@ -171,7 +173,7 @@ def order_of(lowered: LoweredMask, schedule: Schedule) -> Order:
 
 
 def _mask_of_list(lowered: LoweredMask, schedule: Schedule) -> np.ndarray:
-    """int64 [S]: the mask of each set of lists; of a set that no head has, any.
+    """Return int64 [S], the mask of each set of lists; any mask for a set that no head has.
 
     The heads that share a set of lists share a mask (``checks`` sees to it).
     """
@@ -182,7 +184,7 @@ def _mask_of_list(lowered: LoweredMask, schedule: Schedule) -> np.ndarray:
 
 @cache
 def group_of_heads(batches: int, heads: int, total: int) -> Tensor:
-    """int64 [total]: the mask, of batches x heads, that each (batch, head) pair b * H + h uses."""
+    """Return int64 [total], the mask (of batches x heads) of each (batch, head) pair b * H + h."""
     index = torch.arange(total, device="cpu")
     return index // (total // batches) if heads == 1 else index % (batches * heads)
 
@@ -193,7 +195,7 @@ def _entries(count: Tensor, index: Tensor, full: Tensor) -> Tensor:
 
 
 def _by_block(bits: mask_bits.Bits) -> Tensor:
-    """``block_tile``: what ``bits`` holds, spread out."""
+    """Return ``block_tile``, the dense table of the tiles that ``bits`` lists."""
     grid = bits.grid
     table = bits.tile.new_full((*bits.heads, grid.num_q_blocks, grid.num_kv_blocks), -1)
     table.view(-1)[bits.key] = bits.tile
@@ -201,19 +203,19 @@ def _by_block(bits: mask_bits.Bits) -> Tensor:
 
 
 def captured(mask: BlockMask) -> mask_bits.Bits:
-    """The bits of the partial blocks, and of no other."""
+    """Return the bits of the partial blocks, and of no other."""
     row, col, full = build.ragged(mask.kv_count, mask.kv_index, mask.kv_full)
     elements = partial(mask.partial_rule.blocks, mask.grid)
     return mask_bits.capture(mask.grid, mask.shape, row, col.long(), full, elements)
 
 
 def _whole_tiles(words: Tensor) -> Tensor:
-    """Tiles of a mask shorter than a block, padded with zeros to 128 rows of 4 words."""
+    """Pad tiles of a mask shorter than a block with zeros to 128 rows of 4 words."""
     rows, columns = BLOCK[0] - words.shape[1], WORDS - words.shape[2]
     return torch.nn.functional.pad(words, (0, columns, 0, rows)).contiguous()
 
 
 def _transposed(words: Tensor) -> Tensor:
-    """The bits of each tile with rows and columns exchanged; a few tiles at a time, unpacked."""
+    """Transpose the bits of each tile; a few tiles at a time, unpacked."""
     parts = words.split(_TILES_AT_ONCE)
     return torch.cat([mask_bits.pack(mask_bits.unpack(x, BLOCK[1]).mT.contiguous()) for x in parts])

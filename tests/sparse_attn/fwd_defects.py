@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 
 def scores_of_the_next_stage(monkeypatch, module):
     true_scores = module.ForwardSm90.scores
@@ -29,15 +31,15 @@ def no_turn_given(monkeypatch, module):
 def o_told_before_it_is_kept(monkeypatch, module):
     """The warp that stores O may read its place before all of O is there."""
     output = module.output
-    true_keep, true_tell, kept = output.Output.keep, output.Handover.tell, []
+    true_keep, true_publish, kept = output.Output.keep, output.Handover.publish, []
 
-    def tell(self, *args):
-        true_tell(self, *args)
+    def publish(self, *args):
+        true_publish(self, *args)
         if kept:
             true_keep(*kept.pop())
 
     monkeypatch.setattr(output.Output, "keep", lambda *args: kept.append(args))
-    monkeypatch.setattr(output.Handover, "tell", tell)
+    monkeypatch.setattr(output.Handover, "publish", publish)
 
 
 def o_given_back_before_it_is_read(monkeypatch, module):
@@ -47,7 +49,7 @@ def o_given_back_before_it_is_read(monkeypatch, module):
 
 def o_told_over_what_is_unread(monkeypatch, module):
     """A consumer does not wait until its O of the tile before has been stored."""
-    monkeypatch.setattr(module.output.Handover, "await_room", lambda self, consumer, phase: None)
+    monkeypatch.setattr(module.output.Handover, "await_empty", lambda self, consumer, phase: None)
 
 
 def _masking(monkeypatch, module, masked):
@@ -240,8 +242,9 @@ def blocks_descending(monkeypatch, module):
         return cute.make_tensor(last, cute.make_layout(values.shape, stride=(-1,)))
 
     def listing(*args):
-        count, entries, tiles = true_listing(*args)
-        return count, backwards(entries, count), backwards(tiles, count)
+        made = true_listing(*args)
+        entries, tiles = (backwards(x, made.count) for x in (made.entries, made.tiles))
+        return dataclasses.replace(made, entries=entries, tiles=tiles)
 
     monkeypatch.setattr(module.merge, "listing", listing)
 

@@ -56,8 +56,8 @@ MUTANTS = {
     "dV written before V has come": (
         BOTH,
         f"{12 * ' '}cute.arch.mbarrier_wait(barriers.v_full, kv_phase)\n"
-        f"{12 * ' '}kv_phase = kv_phase ^ 1\n{12 * ' '}of_v",
-        f"{12 * ' '}kv_phase = kv_phase ^ 1\n{12 * ' '}of_v",
+        f"{12 * ' '}kv_phase = kv_phase ^ 1\n{12 * ' '}staging",
+        f"{12 * ' '}kv_phase = kv_phase ^ 1\n{12 * ' '}staging",
     ),
     "K and V given back before their sums have left": (
         BOTH,
@@ -85,7 +85,7 @@ MUTANTS = {
         "key = part * KEYS + lane",
         "key = KEYS - part * KEYS + lane",
     ),
-    "sums of the other half": (BOTH, "tile = block * HALVES + part", "tile = block * HALVES"),
+    "sums of the other half": (BOTH, "tile = block * HALVES + coord.part", "tile = block * HALVES"),
     "a buffer of dQ freed before it is read": (
         BOTH,
         "cute.arch.cp_async_bulk_wait_group(0, read=True)\n"

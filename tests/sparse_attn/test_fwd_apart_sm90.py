@@ -62,11 +62,11 @@ BASE, OWN = "sparse_attn.kernel_fwd_sm90", "sparse_attn.kernel_fwd_apart_sm90"
 _TURN, _WORD, _WAIT, _K, _V = (
     f"        {line}\n"
     for line in (
-        "self.give_turn(consumer)",
-        "following = word_of(words, state.index)",
+        "self.give_turn(coord.consumer)",
+        "following = word_of(coord.words, state.index)",
         "warpgroup.wait_group(0)",
         "k_ring.consumer_release(state)",
-        "v_ring.consumer_release(state)",
+        "rings.v.consumer_release(state)",
     )
 )
 _IN = 12 * " "
@@ -74,17 +74,17 @@ _AGAIN = f"    {_WAIT}    {_V}"
 
 #: Where, what is replaced, and by what.
 MUTANTS = {
-    "V not awaited": (OWN, f"{_IN}v_ring.consumer_wait(state)\n", ""),
+    "V not awaited": (OWN, f"{_IN}rings.v.consumer_wait(state)\n", ""),
     "the last V not awaited": (
         OWN,
-        "        v_ring.consumer_wait(state)\n        self.add",
+        "        rings.v.consumer_wait(state)\n        self.add",
         "        self.add",
     ),
     "V given back while it is multiplied": (OWN, _AGAIN, f"    {_V}    {_WAIT}"),
     "K not awaited": (
         BASE,
-        "        k_ring.consumer_wait(state)\n        self.fetch",
-        "        self.fetch",
+        "        k_ring.consumer_wait(state)\n        element_mask.fetch",
+        "        element_mask.fetch",
     ),
     "K given back while it is multiplied": (
         BASE,
@@ -100,8 +100,8 @@ MUTANTS = {
     "O not rescaled": (OWN, f"{_IN}softmax.rescale(acc_o, factor)\n", ""),
     "a turn awaited twice": (
         OWN,
-        "word = self.give_on(k_ring, v_ring, consumer, state, words)",
-        "word = self.skip(k_ring, v_ring, consumer, word, words)",
+        "word = self.give_on(rings, coord, state)",
+        "word = self.skip(rings, coord, word)",
     ),
     "no turn awaited behind others' steps": (OWN, f"{_IN}    self.await_turn(consumer)\n", ""),
     "a turn kept": (BASE, _TURN + _WORD + _WAIT + _K, _WORD + _WAIT + _K),

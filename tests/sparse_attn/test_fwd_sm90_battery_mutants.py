@@ -6,6 +6,7 @@ shows with NaN neighbours only.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -28,8 +29,8 @@ def place_in_the_grid_enters(monkeypatch, module):
     @cute.jit
     def attend(self, *args):
         index, _, _ = cute.arch.block_idx()
-        c = args[-2] * (1.0 + index.to(module.cutlass.Float32) * 2.0**-20)
-        return true_attend(self, *args[:-2], c, args[-1])
+        c = args[-1].c * (1.0 + index.to(module.cutlass.Float32) * 2.0**-20)
+        return true_attend(self, *args[:-1], dataclasses.replace(args[-1], c=c))
 
     monkeypatch.setattr(module.ForwardSm90, "attend", attend)
 
@@ -37,7 +38,7 @@ def place_in_the_grid_enters(monkeypatch, module):
 def length_of_the_list_enters(monkeypatch, module):
     """The scale depends on how many blocks the tile visits."""
     cute, true_attend = module.cute, module.ForwardSm90.attend
-    true_count, counts = module.Told.count, []
+    true_count, counts = module.TileInfo.count, []
 
     def count(self):
         counts.append(true_count(self))
@@ -46,9 +47,10 @@ def length_of_the_list_enters(monkeypatch, module):
     @cute.jit
     def attend(self, *args):
         factor = 1.0 + counts[-1].to(module.cutlass.Float32) * 2.0**-20
-        return true_attend(self, *args[:-2], args[-2] * factor, args[-1])
+        scales = dataclasses.replace(args[-1], c=args[-1].c * factor)
+        return true_attend(self, *args[:-1], scales)
 
-    monkeypatch.setattr(module.Told, "count", count)
+    monkeypatch.setattr(module.TileInfo, "count", count)
     monkeypatch.setattr(module.ForwardSm90, "attend", attend)
 
 

@@ -104,10 +104,11 @@ def one_list_for_all(monkeypatch, module):
 
     @cute.jit
     def attend(self, *args):
-        words = args[-3][0]
+        *before, mask, scales = args
+        words = mask.words
         stride = (0, *words.stride[1:])
         first = cute.make_tensor(words.iterator, cute.make_layout(words.shape, stride=stride))
-        return true_attend(self, *args[:-3], (first, *args[-3][1:]), *args[-2:])
+        return true_attend(self, *before, dataclasses.replace(mask, words=first), scales)
 
     monkeypatch.setattr(module.ForwardSm90, "attend", attend)
 
@@ -116,20 +117,20 @@ def _skipping(monkeypatch, module, turn=True, wait=(True, True), release=(True, 
     cute, word_of = module.cute, module.word_of
 
     @cute.jit
-    def skip(self, k_ring, v_ring, consumer, word, words):
+    def skip(self, rings, coord, word):
         state = module.merge.state_of(word, self.stages)
         if module.cutlass.const_expr(wait[0]):
-            k_ring.consumer_wait(state)
+            rings.k.consumer_wait(state)
         if module.cutlass.const_expr(turn):
-            self.await_turn(consumer)
-            self.give_turn(consumer)
-        following = word_of(words, state.index)
+            self.await_turn(coord.consumer)
+            self.give_turn(coord.consumer)
+        following = word_of(coord.words, state.index)
         if module.cutlass.const_expr(release[0]):
-            k_ring.consumer_release(state)
+            rings.k.consumer_release(state)
         if module.cutlass.const_expr(wait[1]):
-            v_ring.consumer_wait(state)
+            rings.v.consumer_wait(state)
         if module.cutlass.const_expr(release[1]):
-            v_ring.consumer_release(state)
+            rings.v.consumer_release(state)
         return following
 
     monkeypatch.setattr(module.ForwardSm90, "skip", skip)

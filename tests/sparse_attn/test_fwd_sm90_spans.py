@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cute_kernels.sparse_attn import kernel_fwd_sm90, launch, lowering
 from cute_kernels.sparse_attn.config import HEAD_DIMS, VALUE_DIMS
-from cute_kernels.sparse_attn.device import merge
+from cute_kernels.sparse_attn.device import element_mask
 from cute_kernels.sparse_attn.kv_ranges import ranges
 from cute_kernels.sparse_attn.tensors import shape_of_out
 from tests import contract, ptxsim, sim
@@ -211,13 +211,13 @@ MUTANTS = {
     "a block too few": ("device.spans", "(most + BLOCK - 1) // BLOCK", "most // BLOCK"),
     "the rows of the other half": (
         "device.spans",
-        "seen(spans, row + 8 * half, column)",
-        "seen(spans, row + 8 - 8 * half, column)",
+        "seen(ranges, row + 8 * half, column)",
+        "seen(ranges, row + 8 - 8 * half, column)",
     ),
     "a key too many": (
         "device.spans",
-        "[end - 1 for _, end in both]",
-        "[end for _, end in both]",
+        "(both[0][1] - 1, both[1][1] - 1)",
+        "(both[0][1], both[1][1])",
     ),
     "values of other columns": (
         "device.forward_loads",
@@ -231,9 +231,10 @@ def mutated(folder, name: str, old: str, new: str):
     """What compiles a forward of the changed source."""
     module = changed(folder, f"sparse_attn.{name}", old, new)
     if name == "device.forward_loads":
-        patches = [(kernel_fwd_sm90, "Loads", module.Loads), (kernel_fwd_sm90, "Told", module.Told)]
+        names = "LoadBuffers", "Loads", "Rings", "Sources", "TileInfo", "TileSizes"
+        patches = [(kernel_fwd_sm90, key, getattr(module, key)) for key in names]
     else:
-        patches = [(kernel_fwd_sm90, "spans", module), (merge, "Run", module.Run)]
+        patches = [(kernel_fwd_sm90, "spans", module), (element_mask, "spans", module)]
 
     def kernel(config):
         with contextlib.ExitStack() as stack:

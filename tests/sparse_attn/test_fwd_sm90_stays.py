@@ -75,7 +75,7 @@ def test_a_counter_is_zero_for_each_launch(head_dim):
 
 LOADS, OUTPUT, PLACE = "device.forward_loads", "device.output", "device.place"
 KERNEL, WIDE = "kernel_fwd_sm90", "kernel_fwd_wide_sm90"
-_READ = "            tile, head, batch = told.place()\n"
+_READ = "            tile, head, batch = tile_info.coord()\n"
 
 #: (head sizes, a module, what is replaced, by what, ..)
 MUTANTS = {
@@ -84,16 +84,16 @@ MUTANTS = {
     "told before the tile before is done": (
         (128, 64, 256),
         LOADS,
-        "            q_ring.sync_object_empty.wait(q_state.index, q_state.phase)\n"
-        "            told.tell((tile",
-        "            told.tell((tile",
+        "            rings.q.sync_object_empty.wait(q_state.index, q_state.phase)\n"
+        "            tile_info.publish(tile",
+        "            tile_info.publish(tile",
     ),
     "the end told before the last tile is done": (
         (256, 128),
         LOADS,
-        "        q_ring.sync_object_empty.wait(q_state.index, q_state.phase)\n"
-        "        told.tell((cutlass",
-        "        told.tell((cutlass",
+        "        rings.q.sync_object_empty.wait(q_state.index, q_state.phase)\n"
+        "        tile_info.publish_end(",
+        "        tile_info.publish_end(",
     ),
     "a place of the other phase": (
         (64, 128),
@@ -134,14 +134,14 @@ MUTANTS = {
     "O written over V that is multiplied": (
         (192,),
         KERNEL,
-        "        rings[2].consumer_wait(place)\n",
+        "        rings.v.consumer_wait(stage)\n",
         "",
     ),
     "Q given back before what came with it is read": (
         (128, 64),
         KERNEL,
-        f"{_READ}            rings[0].consumer_release(q_state)\n",
-        f"            rings[0].consumer_release(q_state)\n{_READ}",
+        f"{_READ}            rings.q.consumer_release(q_state)\n",
+        f"            rings.q.consumer_release(q_state)\n{_READ}",
     ),
     "O given back while it is read": (
         (256, 64),
@@ -164,14 +164,14 @@ MUTANTS = {
     "the end without room for it": (
         (64, 128),
         KERNEL,
-        "        handover.await_room(consumer, o_phase)\n        handover",
+        "        handover.await_empty(consumer, o_phase)\n        handover",
         "        handover",
     ),
     "a stage of O of the block before": (
         (256,),
         WIDE,
-        "place = self.parts_at(behind & 1)[step]",
-        "place = self.parts_at(behind & 1 ^ 1)[step]",
+        "stage = self.parts_at(after & 1)[step]",
+        "stage = self.parts_at(after & 1 ^ 1)[step]",
     ),
     "the second half of K not awaited": (
         (256,),
@@ -210,9 +210,9 @@ MUTANTS = {
     "the last V of the block before": (
         (256,),
         WIDE,
-        "        # O += P_last V_last\n        _, of_v = self.places(word)\n"
-        "        v_ring.consumer_wait(of_v[0])\n",
-        "        # O += P_last V_last\n        _, of_v = self.places(word)\n",
+        "        # O += P_last V_last\n        _, v_parts = self.parts_of(word)\n"
+        "        rings.v.consumer_wait(v_parts[0])\n",
+        "        # O += P_last V_last\n        _, v_parts = self.parts_of(word)\n",
     ),
 }
 

@@ -147,31 +147,34 @@ def test_every_configuration_is_compiled():
 
 MUTANTS = {
     "bounds not cut": ("cutlass.max(cutlass.min(mBounds[item, 1], limit), 0)", "mBounds[item, 1]"),
-    "sequences overlap": ("begin = cutlass.max(begin, cutlass.max(behind, last))", "begin = begin"),
-    "the chunk before forgotten": ("behind = cutlass.max(behind, most)", "behind = most"),
+    "sequences overlap": ("begin = cutlass.max(begin, cutlass.max(latest, last))", "begin = begin"),
+    "the chunk before forgotten": ("latest = cutlass.max(latest, most)", "latest = most"),
     "blocks of the chunk before": (
         "base, used = used, used + total",
         "base, used = base, used + total",
     ),
     "a block too few": ("(size + BLOCK - 1) // BLOCK", "(size + BLOCK - 2) // BLOCK"),
-    "last of the neighbour": ('first + of_item["blocks"][at] - 1', 'first + of_item["blocks"][at]'),
-    "first of the neighbour": ("ends[0] if at < rest", "ends[0] - 1 if at < rest"),
+    "last of the neighbour": (
+        "first + sequences.blocks[item] - 1",
+        "first + sequences.blocks[item]",
+    ),
+    "first of the neighbour": ("first = first if item < rest", "first = first - 1 if item < rest"),
     "tokens left attend": (
         "rest = count - 1 if chunk == chunks - 1",
         "rest = count if chunk == chunks - 1",
     ),
     "one ticket too many": ("heads * used, 0, 0, 0)", "heads * used + 1, 0, 0, 0)"),
-    "unordered": ("key == own) & (other < tidx)", "key == own) & (other > tidx)"),
-    "shortest first": ("(key > own)", "(key < own)"),
+    "unordered": ("key == mine) & (other < tidx)", "key == mine) & (other > tidx)"),
+    "shortest first": ("(key > mine)", "(key < mine)"),
     "columns ascending": ("block = last - column", "block = first + column"),
-    "right off by one": ("block - right)", "block - right + 1)"),
-    "left off by one": ("block + left) + 1", "block + left)"),
+    "right off by one": ("block - rule.right)", "block - rule.right + 1)"),
+    "left off by one": ("block + rule.left) + 1", "block + rule.left)"),
     "heads descending": ("number - column * width", "width - 1 - (number - column * width)"),
     "the last section wide": (
         "width = cutlass.min(heads - section * in_flight, in_flight)",
         "width = in_flight",
     ),
-    "unused blocks left": ("range(used + own, rows", "range(used + own + 1, rows"),
+    "unused blocks left": ("range(used + number, rows", "range(used + number + 1, rows"),
     "a block more in use": ("0, 0, used, -1)", "0, 0, used + 1, -1)"),
     "no barrier": (
         "    cute.arch.sync_threads()\n    total = cutlass.Int32(0)",

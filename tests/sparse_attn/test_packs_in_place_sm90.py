@@ -98,17 +98,17 @@ def test_every_mode(dim, rule):
 
 def neighbours_not_overwritten(patch):
     true = packed.clean
-    patch.setattr(packed, "clean", lambda *a: true(*a[:4], cutlass.Int32(a[3][0]), a[5]))
+    patch.setattr(packed, "clean", lambda *a: true(*a[:3], cutlass.Int32(a[2].rows), a[4]))
 
 
 def one_row_too_few(patch):
     true = packed.clean
-    patch.setattr(packed, "clean", lambda *a: true(*a[:4], a[4] + 1, a[5]))
+    patch.setattr(packed, "clean", lambda *a: true(*a[:3], a[3] + 1, a[4]))
 
 
 def one_row_too_many(patch):
     true = packed.clean
-    patch.setattr(packed, "clean", lambda *a: true(*a[:4], a[4] - 1, a[5]))
+    patch.setattr(packed, "clean", lambda *a: true(*a[:3], a[3] - 1, a[4]))
 
 
 def zeros_not_fenced(patch):
@@ -141,12 +141,12 @@ def zeros_before_the_tile(patch):
 
 def whole_tiles_stored(patch):
     true = packed.store_rows
-    patch.setattr(packed, "store_rows", lambda *a: true(*a[:4], (a[4][0], a[1][0]), *a[5:]))
+    patch.setattr(packed, "store_rows", lambda *a: true(*a[:4], cutlass.Int32(a[1].rows), *a[5:]))
 
 
 def last_row_not_stored(patch):
     true = packed.store_rows
-    patch.setattr(packed, "store_rows", lambda *a: true(*a[:4], (a[4][0], a[4][1] - 1), *a[5:]))
+    patch.setattr(packed, "store_rows", lambda *a: true(*a[:4], a[4] - 1, *a[5:]))
 
 
 def place_of_the_next_block(patch):
@@ -159,8 +159,8 @@ def end_of_the_block(patch):
     true = packed.place_of
 
     def place_of(table, block):
-        shift, end = true(table, block)
-        return shift, (end + 127) // 128 * 128
+        rows = true(table, block)
+        return packed.RowRange(rows.shift, (rows.end + 127) // 128 * 128)
 
     patch.setattr(packed, "place_of", place_of)
 

@@ -175,19 +175,20 @@ def reaches(before: int, behind: int):
 
 
 def ranks_ascending(patch):
-    def rank_at(self, at, who):
-        block, _ = who
-        first, _ = packed.sequence_of(self.table, block)
-        return block - cutlass.max(first, at - packed.reach(self.lo, self.hi)[0])
+    def rank_at(self, index, base):
+        first, _ = packed.sequence_of(self.table, base.block)
+        return base.block - cutlass.max(first, index - packed.reach(self.lo, self.hi)[0])
 
     patch.setattr(packed.Columns, "rank_at", rank_at)
 
 
 def ranks_of_the_neighbour(patch):
     true = packed.sequence_of
-    patch.setattr(
-        packed.Columns, "who", lambda self, block: (block, true(self.table, block + 1)[1])
-    )
+
+    def rank_base(self, block):
+        return packed.RankBase(block, true(self.table, block + 1)[1])
+
+    patch.setattr(packed.Columns, "rank_base", rank_base)
 
 
 def lists_of_the_neighbour(patch):

@@ -197,12 +197,16 @@ def test_mutants_are_killed(monkeypatch, name):
 
 
 _IN_LANE_0 = "cutlass.Float32(1.0) if lane % 4 == 0 else cutlass.Float32(0.0)"
-_SCALED = "sinks[at] * cutlass.Float32(math.log2(math.e)) / c"
+_SCALED = "sinks[index] * cutlass.Float32(math.log2(math.e)) / c"
 SM90_MUTANTS = {
     "in every lane": ("device.sinks", _IN_LANE_0, "cutlass.Float32(1.0)"),
-    "of the first row": ("device.sinks", "row_max[half] = sinks[at]", "row_max[half] = sinks[0]"),
-    "base e": ("device.sinks", _SCALED, "sinks[at] / c"),
-    "of the first head": ("kernel_fwd_sm90", "mSinks[head, None]", "mSinks[0, None]"),
+    "of the first row": (
+        "device.sinks",
+        "row_max[half] = sinks[index]",
+        "row_max[half] = sinks[0]",
+    ),
+    "base e": ("device.sinks", _SCALED, "sinks[index] / c"),
+    "of the first head": ("kernel_fwd_sm90", "rows.mSinks[head, None]", "rows.mSinks[0, None]"),
 }
 
 

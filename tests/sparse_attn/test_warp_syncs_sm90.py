@@ -51,9 +51,9 @@ def backward() -> None:
 
 #: (the run, the end of the file's path, the function in it; None: any).
 SITES = [
-    (three_consumers, "device/output.py", "tell"),
+    (three_consumers, "device/output.py", "publish"),
     (three_consumers, "device/merge.py", "step"),
-    (three_consumers, "device/forward_loads.py", "tell"),
+    (three_consumers, "device/forward_loads.py", "write"),
     (pack, "device/packed.py", None),
     (backward, "kernel_bwd_sm90.py", "hand_over"),
 ]

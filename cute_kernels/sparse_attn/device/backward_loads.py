@@ -1,70 +1,128 @@
-"""What the loading warp of a backward does: K and V of each ticket, the rows of its visits."""
+"""Producer warp of a backward: it loads K and V of each ticket, and the rows of its visits."""
+
+from dataclasses import dataclass
 
 import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
+from cutlass.pipeline import PipelineState, PipelineTmaAsync
 
 from ...compile import fake
-from ...dsl import pipeline
-from ...schedulers.tiles import ticket_device as tickets
+from ...dsl import pipeline, tma
+from ...schedulers.tiles import ticket_device
 from ..config import BackwardConfig
 from . import packed, walk
+from .backward_state import Barriers, Rings, SharedStorage, Sources, Work
 from .backward_tiles import BackwardTiles
 
 
+@dataclass(frozen=True)
+class RowOperand:
+    """Q with lse2, or dO with delta.
+
+    pTile: first element of the stages sTile; shape: of a stage.
+    """
+
+    source: tma.Source
+    mStat: cute.Tensor
+    sTile: cute.Tensor
+    pTile: cute.Pointer
+    sStat: cute.Tensor
+    shape: packed.TileShape
+
+
+@dataclass(frozen=True)
+class KeyOperand:
+    """K or V: its TMA source, its buffer sTile from pTile on, its mbarriers."""
+
+    source: tma.Source
+    sTile: cute.Tensor
+    pTile: cute.Pointer
+    shape: packed.TileShape
+    full: cute.Pointer
+    empty: cute.Pointer
+
+
+@dataclass(frozen=True)
+class TileCoord:
+    """Position of a tile of rows or of keys.
+
+    tile: its number in its head; rows: of its block, in a varlen batch; tail: its tail barrier.
+    """
+
+    head: cutlass.Int32
+    batch: cutlass.Int32
+    tile: cutlass.Int32
+    rows: packed.RowRange | None
+    tail: packed.TailBarrier
+
+
 class Loads:
-    """Of one configuration of the kernel."""
+    """Producer of one configuration of the kernel."""
 
     def __init__(self, config: BackwardConfig, tiles: BackwardTiles):
         self.config, self.tiles, self.packed = config, tiles, config.packed
         self.tile_m, self.keys, self.parts = config.tile_m, config.keys, config.parts
 
-    def rings(self, shared, readers: int):
-        """The rings of Q with lse2, and of dO with delta; readers: warps."""
+    def rings(self, shared: SharedStorage, readers: int) -> Rings:
+        """Make the rings; readers: warps."""
         alone = cute.make_layout((1, 1, 1))
-        q = self.config.stages, bytes_of(self.tiles.of_q, 4)
-        do = self.config.do_stages, bytes_of(self.tiles.of_do, 4)
-        return (
+        q = self.config.stages, bytes_of(self.tiles.q_shape, 4)
+        do = self.config.do_stages, bytes_of(self.tiles.do_shape, 4)
+        return Rings(
             pipeline.tma_ring(shared.q_ring.data_ptr(), *q, readers, alone),
             pipeline.tma_ring(shared.do_ring.data_ptr(), *do, readers, alone),
         )
 
     @cute.jit
-    def load(self, loads, shared, rings, barriers, tickets_of, table):
-        """Warp 0: K and V of each ticket, then Q, lse2, dO and delta of its visits."""
-        (of_q, of_do, (k, v)), (source, lists, sizes) = loads, tickets_of
+    def load(
+        self,
+        sources: Sources,
+        shared: SharedStorage,
+        rings: Rings,
+        barriers: Barriers,
+        work: Work,
+        table: cute.Tensor | None,
+    ):
+        """Load K and V of each ticket, then Q, lse2, dO and delta of its visits; by warp 0."""
+        tickets, lists, sizes = work.tickets, work.lists, work.sizes
         tiles = self.tiles
-        memory = (b.data_ptr() for b in (shared.sQ, shared.sdO, shared.sK, shared.sV))
-        of_lse2, of_delta = (
+        sLse2, sDelta = (
             b.get_tensor(cute.make_layout((self.tile_m, n)))
             for b, n in ((shared.sLse2, self.config.stages), (shared.sDelta, self.config.do_stages))
         )
-        of_q = *of_q, tiles.q(shared.sQ), next(memory), of_lse2, tiles.of_q
-        of_do = *of_do, tiles.do(shared.sdO), next(memory), of_delta, tiles.of_do
-        of_k = k, tiles.k(shared.sK), next(memory), tiles.of_k, barriers.k_full, barriers.k_empty
-        of_v = v, tiles.v(shared.sV), next(memory), tiles.of_v, barriers.v_full, barriers.v_empty
-        # Rings of as many stages go round together.
-        apart = self.config.stages != self.config.do_stages
+        pQ, pdO, pK, pV = (b.data_ptr() for b in (shared.sQ, shared.sdO, shared.sK, shared.sV))
+        sQ, sdO, sK, sV = (
+            *(tiles.q(shared.sQ), tiles.do(shared.sdO)),
+            *(tiles.k(shared.sK), tiles.v(shared.sV)),
+        )
+        q = RowOperand(sources.q, sources.mLse2, sQ, pQ, sLse2, tiles.q_shape)
+        do = RowOperand(sources.do, sources.mDelta, sdO, pdO, sDelta, tiles.do_shape)
+        k = KeyOperand(sources.k, sK, pK, tiles.k_shape, barriers.k_full, barriers.k_empty)
+        v = KeyOperand(sources.v, sV, pV, tiles.v_shape, barriers.v_full, barriers.v_empty)
+        # Rings of as many stages advance together.
+        two_states = self.config.stages != self.config.do_stages
         state = pipeline.producer_state(self.config.stages)
         do_state = pipeline.producer_state(self.config.do_stages)
-        received = tickets.ticket_state()
+        received = ticket_device.ticket_state()
         kv_phase = cutlass.Int32(1)
-        phases = cute.make_rmem_tensor((1,), cutlass.Int32)
-        phases.fill(0)
+        phase = cute.make_rmem_tensor((1,), cutlass.Int32)
+        phase.fill(0)
+        tail = packed.TailBarrier(barriers.tail, phase)
         total = lists.total() * self.parts
-        ticket = source.receive(received)
+        ticket = tickets.receive(received)
         received.advance()
         while ticket < total:
             head, block, begin, end = lists.column(ticket // self.parts)
             end_tile, _ = lists.ends(sizes, block, self.tile_m)
-            place = None
+            rows = None
             if cutlass.const_expr(self.packed):
-                place = packed.place_of(table, block)
-            tail = barriers.tail, phases
+                rows = packed.place_of(table, block)
             batch, kv_head = head // sizes.kv_heads, head % sizes.kv_heads
-            tile = block * self.parts + ticket % self.parts
-            for of_keys in (of_k, of_v):
-                self.load_keys(of_keys, (kv_head, batch, tile, place, tail), kv_phase)
+            key_tile = block * self.parts + ticket % self.parts
+            for operand in (k, v):
+                coord = TileCoord(kv_head, batch, key_tile, rows, tail)
+                self.load_keys(operand, coord, kv_phase)
             kv_phase = kv_phase ^ 1
             for member in cutlass.range(sizes.group, unroll=1):
                 for entry in cutlass.range(begin, end, unroll=1):
@@ -73,84 +131,108 @@ class Loads:
                     for visit in cutlass.range(count, unroll=1):
                         tile = first + visit
                         row = walk.row_of(sizes, head, member, tile)
-                        at = (kv_head * sizes.group + member, batch, tile, row, place, tail)
-                        self.load_rows(of_q, rings[0], at, state)
-                        if cutlass.const_expr(apart):
-                            self.load_rows(of_do, rings[1], at, do_state)
+                        q_head = kv_head * sizes.group + member
+                        at = TileCoord(q_head, batch, tile, rows, tail)
+                        self.load_rows(q, rings.q, at, row, state)
+                        if cutlass.const_expr(two_states):
+                            self.load_rows(do, rings.do, at, row, do_state)
                             do_state.advance()
                         else:
-                            self.load_rows(of_do, rings[1], at, state)
+                            self.load_rows(do, rings.do, at, row, state)
                         state.advance()
-            ticket = source.receive(received)
+            ticket = tickets.receive(received)
             received.advance()
 
     @cute.jit
-    def load_rows(self, what, ring, at, state):
-        """One tile of Q or dO, and the fp32 statistic of its rows, into one stage."""
-        matrix, values, view, memory, statistics, sizes = what
-        q_head, batch, tile, row, place, tail = at
+    def load_rows(
+        self,
+        operand: RowOperand,
+        ring: PipelineTmaAsync,
+        coord: TileCoord,
+        row: cutlass.Int64,
+        state: PipelineState,
+    ):
+        """Load a tile of Q or dO, and the fp32 statistic of its rows, into one stage.
+
+        row: the tile's number in the launch (``walk.row_of``).
+        """
         full = ring.producer_get_barrier(state)
-        s, g = self.tiles.boxes(matrix, view, q_head, batch, place)
-        copied = matrix.atom, g[None, tile], s[None, state.index]
-        of_rows = values.iterator + row * self.tile_m, statistics
+        source, shape = operand.source, operand.shape
+        tXsX, tXgX = self.tiles.boxes(source, operand.sTile, coord.head, coord.batch, coord.rows)
+        gTile, sTile = tXgX[None, coord.tile], tXsX[None, state.index]
+        # The statistic of these rows: a bulk copy of contiguous fp32, so a pointer is enough.
+        pStat, sStat, stage = operand.mStat.iterator + row * self.tile_m, operand.sStat, state.index
         if cutlass.const_expr(self.packed):
-            inside = place[1] - tile * self.tile_m
+            inside = coord.rows.end - coord.tile * self.tile_m
             if inside < self.tile_m:
+                barrier = coord.tail.barrier
                 ring.sync_object_empty.wait(state.index, state.phase)
-                packed.expect(tail[0], bytes_of(sizes, 4))
-                self.copy_rows(copied, of_rows, state.index, tail[0])
-                stage = memory + state.index * (bytes_of(sizes) * 8 // self.tiles.dtype.width)
-                packed.clean(*tail, stage, sizes, inside, full)
+                packed.expect(barrier, bytes_of(shape, 4))
+                self.copy_rows(source.atom, gTile, sTile, pStat, sStat, stage, barrier)
+                tile = operand.pTile + state.index * (shape.bytes * 8 // self.tiles.dtype.width)
+                packed.clean(coord.tail, tile, shape, inside, full)
             else:
                 ring.producer_acquire(state)
-                self.copy_rows(copied, of_rows, state.index, full)
+                self.copy_rows(source.atom, gTile, sTile, pStat, sStat, stage, full)
         else:
             ring.producer_acquire(state)
-            self.copy_rows(copied, of_rows, state.index, full)
+            self.copy_rows(source.atom, gTile, sTile, pStat, sStat, stage, full)
 
     @cute.jit
-    def copy_rows(self, copied, of_rows, stage, barrier):
-        """A tile, and the statistic of its rows, come through the barrier."""
-        atom, g, s = copied
-        cute.copy(atom, g, s, tma_bar_ptr=barrier)
-        values, statistics = of_rows
-        sRows = statistics[None, stage]
+    def copy_rows(
+        self,
+        atom: cute.CopyAtom,
+        gTile: cute.Tensor,
+        sTile: cute.Tensor,
+        pStat: cute.Pointer,
+        sStat: cute.Tensor,
+        stage: cutlass.Int32,
+        barrier: cute.Pointer,
+    ):
+        """Copy a tile, and the statistic of its rows, through the barrier."""
+        cute.copy(atom, gTile, sTile, tma_bar_ptr=barrier)
+        sRows = sStat[None, stage]
         if cute.arch.lane_idx() == 0:
-            pointer = values.align(fake.TMA_ALIGN)
-            gRows = cute.make_tensor(pointer, cute.make_layout(self.tile_m))
-            whole_s, whole_g = cpasync.group_bulk_copy_modes(sRows, gRows)
+            gStat = cute.make_tensor(pStat.align(fake.TMA_ALIGN), cute.make_layout(self.tile_m))
+            tSsS, tSgS = cpasync.group_bulk_copy_modes(sRows, gStat)
             copy = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), cutlass.Float32)
-            cute.copy(copy, whole_g, whole_s, mbar_ptr=barrier)
+            cute.copy(copy, tSgS, tSsS, mbar_ptr=barrier)
 
     @cute.jit
-    def load_keys(self, what, at, phase):
-        """A ticket's tile of K or V."""
-        matrix, view, memory, sizes, full, empty = what
-        kv_head, batch, tile, place, tail = at
-        size = bytes_of(sizes)
-        cute.arch.mbarrier_wait(empty, phase)
-        s, g = self.tiles.boxes(matrix, view, kv_head, batch, place)
+    def load_keys(self, operand: KeyOperand, coord: TileCoord, phase: cutlass.Int32):
+        """Load a ticket's tile of K or V."""
+        source, shape, full = operand.source, operand.shape, operand.full
+        cute.arch.mbarrier_wait(operand.empty, phase)
+        tXsX, tXgX = self.tiles.boxes(source, operand.sTile, coord.head, coord.batch, coord.rows)
         if cutlass.const_expr(self.packed):
-            inside = place[1] - tile * self.keys
+            inside = coord.rows.end - coord.tile * self.keys
             if inside < self.keys:
-                packed.expect(tail[0], size)
-                cute.copy(matrix.atom, g[None, tile], s[None, 0], tma_bar_ptr=tail[0])
-                packed.clean(*tail, memory, sizes, inside, full)
+                barrier = coord.tail.barrier
+                packed.expect(barrier, shape.bytes)
+                gTile = tXgX[None, coord.tile]
+                cute.copy(source.atom, gTile, tXsX[None, 0], tma_bar_ptr=barrier)
+                packed.clean(coord.tail, operand.pTile, shape, inside, full)
             else:
-                copy_keys(matrix.atom, g, tile, s, full, size)
+                copy_keys(source.atom, tXgX, coord.tile, tXsX, full, shape.bytes)
         else:
-            copy_keys(matrix.atom, g, tile, s, full, size)
+            copy_keys(source.atom, tXgX, coord.tile, tXsX, full, shape.bytes)
 
 
 @cute.jit
-def copy_keys(atom, g, tile, s, full, size: cutlass.Constexpr):
-    """By a warp: a tile, all of it one sequence's, into a buffer that is free."""
+def copy_keys(
+    atom: cute.CopyAtom,
+    tXgX: cute.Tensor,
+    tile: cutlass.Int32,
+    tXsX: cute.Tensor,
+    full: cute.Pointer,
+    size: cutlass.Constexpr,
+):
+    """Copy a tile that lies in one sequence into a buffer that is free; by a warp."""
     if cute.arch.lane_idx() == 0:
         cute.arch.mbarrier_arrive_and_expect_tx(full, size)
-    cute.copy(atom, g[None, tile], s[None, 0], tma_bar_ptr=full)
+    cute.copy(atom, tXgX[None, tile], tXsX[None, 0], tma_bar_ptr=full)
 
 
-def bytes_of(sizes: tuple[int, int, int], beside: int = 0) -> int:
-    """Of a tile as ``packed`` has it, with so many bytes beside each row."""
-    rows, _, row_bytes = sizes
-    return rows * (row_bytes + beside)
+def bytes_of(shape: packed.TileShape, extra: int) -> int:
+    """Return the bytes of a tile, with ``extra`` bytes for each row."""
+    return shape.bytes + shape.rows * extra

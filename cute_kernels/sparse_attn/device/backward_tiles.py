@@ -1,7 +1,7 @@
-"""The shared-memory operands of an attention backward, and the products that read them.
+"""Shared-memory operands of an attention backward, and the products that read them.
 
-Scores are made with the keys as rows, so that P and dS are register operands of dV and dK as they
-are, and only dS goes through shared memory, for dQ.
+Scores have the keys as rows, so that P and dS are register operands of dV and dK as they are, and
+only dS goes through shared memory, for dQ.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,9 @@ from cutlass.utils import hopper_helpers
 from ...dsl import mma, smem, tma
 from ...schedulers.tiles.ticket_device import STAGES
 from ..config import VALUE_DIMS, BackwardConfig
+from .backward_state import SharedStorage
 from .chunks import piece_bytes
+from .packed import RowRange, TileShape
 
 WARPGROUPS = 2
 #: Keys of a block of the mask.
@@ -31,7 +33,7 @@ class BackwardTiles:
     contiguous], ``"mn"`` the same bytes transposed.
     """
 
-    dtype: type
+    dtype: type[cutlass.Numeric]
     head_dim: int
     value_dim: int
     keys: int
@@ -41,55 +43,56 @@ class BackwardTiles:
     ds_stages: int
 
     @classmethod
-    def of(cls, config: BackwardConfig, dtype: type) -> "BackwardTiles":
+    def of(cls, config: BackwardConfig, dtype: type[cutlass.Numeric]) -> "BackwardTiles":
+        """Return the tiles of a configuration."""
         stages = config.stages, config.do_stages, config.ds_stages
         widths = config.head_dim, VALUE_DIMS[config.head_dim]
         return cls(dtype, *widths, config.keys, config.tile_m, *stages)
 
     @property
     def dq_columns(self) -> int:
-        """Columns of dQ, and of K as its operand, that one warpgroup has."""
+        """Columns of dQ, and of K as its operand, of one warpgroup."""
         return self.head_dim * self.tile_m // (64 * WARPGROUPS)
 
     @property
     def dq_size(self) -> int:
-        """Of a tile of the fp32 dQ."""
+        """fp32 values of a tile of dQ."""
         return self.tile_m * self.head_dim
 
     @property
-    def of_k(self) -> tuple[int, int, int]:
-        """K's tile, as ``packed`` has it."""
-        return self._tile(self.keys, self.head_dim, self.dq_columns)
+    def k_shape(self) -> TileShape:
+        """A tile of K in shared memory."""
+        return self._shape(self.keys, self.head_dim, self.dq_columns)
 
     @property
-    def of_v(self) -> tuple[int, int, int]:
-        """V's likewise: its swizzle is K's where their rows are equal."""
-        return self._tile(self.keys, self.value_dim, self._part_of_v)
+    def v_shape(self) -> TileShape:
+        """A tile of V in shared memory: its swizzle is K's where their rows are equal."""
+        return self._shape(self.keys, self.value_dim, self._part_of_v)
 
     @property
-    def of_q(self) -> tuple[int, int, int]:
-        """A stage of Q likewise."""
-        return self._tile(self.tile_m, self.head_dim, self.head_dim)
+    def q_shape(self) -> TileShape:
+        """A stage of Q in shared memory."""
+        return self._shape(self.tile_m, self.head_dim, self.head_dim)
 
     @property
-    def of_do(self) -> tuple[int, int, int]:
-        """And of dO."""
-        return self._tile(self.tile_m, self.value_dim, self.value_dim)
+    def do_shape(self) -> TileShape:
+        """A stage of dO in shared memory."""
+        return self._shape(self.tile_m, self.value_dim, self.value_dim)
 
-    def _tile(self, rows: int, columns: int, part: int) -> tuple[int, int, int]:
-        """(rows, bytes that a row has in a piece, bytes of a row); part: columns of an operand."""
-        return rows, piece_bytes(self.dtype, part), columns * self.dtype.width // 8
+    def _shape(self, rows: int, columns: int, part: int) -> TileShape:
+        """Return the shape of a tile; part: columns of an operand."""
+        return TileShape(rows, piece_bytes(self.dtype, part), columns * self.dtype.width // 8)
 
     @property
     def _part_of_v(self) -> int:
         return self.dq_columns if self.keys == BLOCK else self.value_dim
 
     def score_mma(self, warpgroups: int | None = None) -> cute.TiledMma:
-        """K Qᵀ and V dOᵀ: 64 keys a warpgroup by the rows, both from shared memory."""
+        """Return the product K Qᵀ or V dOᵀ: 64 keys a warpgroup by the rows, both in smem."""
         return mma.tiled_mma(self.dtype, "k", "k", warpgroups or self.keys // 64, self.tile_m)
 
     def kv_mma(self, columns: int, warpgroups: int | None = None) -> cute.TiledMma:
-        """Pᵀ dO and dSᵀ Q: 64 keys a warpgroup by D; A from registers, B's rows are reduced."""
+        """Return the product Pᵀ dO or dSᵀ Q: 64 keys a warpgroup by D; A in registers."""
         return hopper_helpers.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
@@ -102,7 +105,7 @@ class BackwardTiles:
         )
 
     def dq_mma(self) -> cute.TiledMma:
-        """dS K: warpgroups side by side along D for 64 rows, stacked along the rows for 128."""
+        """Return the product dS K: warpgroups along D for 64 rows, along the rows for 128."""
         side_by_side = self.head_dim // self.dq_columns
         return hopper_helpers.make_trivial_tiled_mma(
             self.dtype,
@@ -115,23 +118,23 @@ class BackwardTiles:
         )
 
     def store_atom(self) -> cute.CopyAtom:
-        """From accumulators to a row-major view."""
+        """Return the copy from accumulators to a row-major view."""
         return hopper_helpers.get_smem_store_op(LayoutEnum.ROW_MAJOR, self.dtype, cutlass.Float32)
 
     def k_layout(self, major: str = "k") -> cute.ComposedLayout:
-        """Of K: [keys, D, 1]."""
+        """Return the layout of K: [keys, D, 1]."""
         return self._layout(self.keys, self.head_dim, 1, major, self.dq_columns)
 
     def v_layout(self, major: str = "k") -> cute.ComposedLayout:
-        """Of V: [keys, Dv, 1]."""
+        """Return the layout of V: [keys, Dv, 1]."""
         return self._layout(self.keys, self.value_dim, 1, major, self._part_of_v)
 
     def q_layout(self, major: str = "k") -> cute.ComposedLayout:
-        """Of Q: [tile_m, D, stages]."""
+        """Return the layout of Q: [tile_m, D, stages]."""
         return self._layout(self.tile_m, self.head_dim, self.stages, major)
 
     def do_layout(self, major: str = "k") -> cute.ComposedLayout:
-        """Of dO: [tile_m, Dv, stages]."""
+        """Return the layout of dO: [tile_m, Dv, stages]."""
         return self._layout(self.tile_m, self.value_dim, self.do_stages, major)
 
     def _layout(
@@ -140,50 +143,118 @@ class BackwardTiles:
         size = (rows, columns) if major == "k" else (columns, rows)
         return smem.operand_layout(self.dtype, *size, major, stages, part)
 
-    def k(self, buffer, major: str = "k") -> cute.Tensor:
+    def k(self, buffer: cute.struct.MemRange, major: str = "k") -> cute.Tensor:
+        """Return sK, a view of a buffer."""
         return _view(buffer, self.k_layout(major))
 
-    def v(self, buffer, major: str = "k") -> cute.Tensor:
+    def v(self, buffer: cute.struct.MemRange, major: str = "k") -> cute.Tensor:
+        """Return sV, a view of a buffer."""
         return _view(buffer, self.v_layout(major))
 
-    def q(self, buffer, major: str = "k") -> cute.Tensor:
+    def q(self, buffer: cute.struct.MemRange, major: str = "k") -> cute.Tensor:
+        """Return sQ, a view of a buffer."""
         return _view(buffer, self.q_layout(major))
 
-    def do(self, buffer, major: str = "k") -> cute.Tensor:
+    def do(self, buffer: cute.struct.MemRange, major: str = "k") -> cute.Tensor:
+        """Return sdO, a view of a buffer."""
         return _view(buffer, self.do_layout(major))
 
-    def ds(self, buffer, major: str) -> cute.Tensor:
-        """dS: [keys, rows], or ("mn") [rows, keys]."""
+    def ds(self, buffer: cute.struct.MemRange, major: str) -> cute.Tensor:
+        """Return sdS, [keys, rows] or ("mn") [rows, keys], a view of a buffer."""
         size = (self.keys, self.tile_m) if major == "k" else (self.tile_m, self.keys)
         return _view(buffer, smem.operand_layout(self.dtype, *size, major, self.ds_stages))
 
-    def boxes(self, source: tma.Source, s: cute.Tensor, head, batch, place=None):
-        """(shared, global) views of one head's matrix, a box of the buffer's rows first."""
-        size, matrix = cute.shape(s)[:2], source.tensor[None, None, head, batch]
-        if place is not None:
-            matrix = cute.domain_offset((-place[0], 0), matrix)
-        tiles = cute.local_tile(matrix, tuple(cute.size(n) for n in size), (None, 0))
-        return tma.partition(source.atom, 0, cute.make_layout(1), s, tiles)
+    def operands(
+        self,
+        shared: SharedStorage,
+        first: cutlass.Int32,
+        score: cute.TiledMma,
+        sum_kv: cute.TiledMma,
+        sum_q: cute.TiledMma,
+    ):
+        """Return the operands in shared memory: of S, dP and dQ both, of dK and dV the second.
 
-    def statistics(self, buffer, stages: int, stage, lane) -> cute.Tensor:
-        """[(2, 2), tile_m / 16]: the fp32 values of the query rows that a lane holds of a score.
+        first: the warpgroup's first thread among the consumers.
+        """
+        keys, dims = (self.k(shared.sK, major) for major in ("k", "mn"))
+        of_s = mma.operands(score, first, keys, self.q(shared.sQ))
+        of_p = mma.operands(score, first, self.v(shared.sV), self.do(shared.sdO))
+        of_q = mma.operands(sum_q, first, self.ds(shared.sdS, "mn"), dims)
+        slice_kv = sum_kv.get_slice(first)
+        rows = self.q(shared.sQ, "mn"), self.do(shared.sdO, "mn")
+        of_kv = (sum_kv.make_fragment_B(slice_kv.partition_B(each)) for each in rows)
+        return *of_s, *of_p, *of_q, *of_kv
+
+    def accumulators(
+        self,
+        first: cutlass.Int32,
+        score: cute.TiledMma,
+        sum_kv: cute.TiledMma,
+        sum_q: cute.TiledMma,
+    ):
+        """Return (S, dP, round(P), round(dS), both as register operands, dK, dV, dQ) of a thread.
+
+        first: the warpgroup's first thread among the consumers.
+        """
+        slice_kv = sum_kv.get_slice(first)
+        scores_shape = score.get_slice(first).partition_shape_C((BLOCK, self.tile_m))
+        rS, rdP = (cute.make_rmem_tensor(scores_shape, cutlass.Float32) for _ in range(2))
+        # Rounded in the order of the accumulators, which is that of register operands too.
+        rP, rdS = (cute.make_rmem_tensor(scores_shape, self.dtype) for _ in range(2))
+        layout = cute.make_layout(slice_kv.partition_shape_A((BLOCK, self.tile_m)))
+        tVrP, tKrS = (cute.make_tensor(r.iterator, layout) for r in (rP, rdS))
+        kv_shape = slice_kv.partition_shape_C((BLOCK, self.head_dim))
+        rdK, rdV = (cute.make_rmem_tensor(kv_shape, cutlass.Float32) for _ in range(2))
+        q_shape = sum_q.get_slice(first).partition_shape_C((self.tile_m, self.head_dim))
+        rdQ = cute.make_rmem_tensor(q_shape, cutlass.Float32)
+        return rS, rdP, rP, rdS, tVrP, tKrS, rdK, rdV, rdQ
+
+    def boxes(
+        self,
+        source: tma.Source,
+        sX: cute.Tensor,
+        head: cutlass.Int32,
+        batch: cutlass.Int32,
+        rows: RowRange | None = None,
+    ):
+        """Return (shared, global) boxes of one head's matrix, each of the rows of the buffer sX."""
+        size, matrix = cute.shape(sX)[:2], source.tensor[None, None, head, batch]
+        if rows is not None:
+            matrix = cute.domain_offset((-rows.shift, 0), matrix)
+        gX = cute.local_tile(matrix, tuple(cute.size(n) for n in size), (None, 0))
+        return tma.partition(source.atom, 0, cute.make_layout(1), sX, gX)
+
+    def statistics(
+        self,
+        buffer: cute.struct.MemRange,
+        stages: int,
+        stage: cutlass.Int32,
+        lane: cutlass.Int32,
+    ) -> cute.Tensor:
+        """Return the fp32 values, [(2, 2), tile_m / 16], of the query rows of a lane's scores.
 
         In the order of ``statistics_place``, so that a lane reads 16 bytes at once.
         """
         layout = cute.make_layout(((2, 2), 4, self.tile_m // 16, stages))
         return buffer.get_tensor(layout)[None, lane % 4, None, stage]
 
-    def storage(self, of_dq: int, dq_barriers: int, others: int) -> type:
-        """All of a CTA's shared memory, with room for ``of_dq`` fp32 of dQ.
+    def fetch(self, statistics: cute.Tensor) -> cute.Tensor:
+        """Return the same values in registers."""
+        registers = cute.make_rmem_tensor(statistics.shape, cutlass.Float32)
+        cute.autovec_copy(statistics, registers)
+        return registers
 
-        Barriers and row statistics first, so that the buffers behind them need no padding.
+    def storage(self, dq_size: int, dq_barriers: int, others: int) -> type:
+        """Return the struct of a CTA's shared memory, with ``dq_size`` fp32 of dQ.
+
+        Barriers and row statistics first, so that the buffers after them need no padding.
         """
-        rows, of_do = self.tile_m * self.stages, self.tile_m * self.do_stages
+        rows, do_rows = self.tile_m * self.stages, self.tile_m * self.do_stages
 
         def barriers(count: int):
             return cute.struct.MemRange[cutlass.Int64, count]
 
-        def buffer(element, count: int):
+        def buffer(element: type[cutlass.Numeric], count: int):
             return cute.struct.Align[cute.struct.MemRange[element, count], smem.ALIGN]
 
         @cute.struct
@@ -195,19 +266,19 @@ class BackwardTiles:
             tickets: barriers(2 * STAGES)
             slots: cute.struct.MemRange[cutlass.Int32, STAGES]
             sLse2: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, rows], 128]
-            sDelta: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, of_do], 128]
+            sDelta: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, do_rows], 128]
             sK: buffer(self.dtype, self.keys * self.head_dim)
             sV: buffer(self.dtype, self.keys * self.value_dim)
             sQ: buffer(self.dtype, rows * self.head_dim)
-            sdO: buffer(self.dtype, of_do * self.value_dim)
+            sdO: buffer(self.dtype, do_rows * self.value_dim)
             sdS: buffer(self.dtype, self.keys * self.tile_m * self.ds_stages)
-            sdQ: buffer(cutlass.Float32, of_dq)
+            sdQ: buffer(cutlass.Float32, dq_size)
 
         return Storage
 
 
 def dq_layout(fours: int) -> cute.Layout:
-    """A tile of the fp32 dQ in memory: the accumulators of the dQ product, thread by thread.
+    """Return the layout of a tile of the fp32 dQ: accumulators of the product, thread by thread.
 
     (4 values, thread, group of 4, warpgroup): neighbours write 16 bytes each, side by side.  A
     group is two values of a row, then two of the row 8 below, as in ``softmax``; the warpgroups are
@@ -216,8 +287,8 @@ def dq_layout(fours: int) -> cute.Layout:
     return cute.make_layout((4, mma.WARPGROUP, fours, WARPGROUPS))
 
 
-def statistics_place(row):
-    """Where the statistic of a tile's query row is kept.
+def statistics_place(row: cutlass.Int32):
+    """Return the index of the statistic of a tile's query row.
 
     16 rows are kept together, in the order in which the lanes of a score's accumulator hold them:
     rows 2 l, 2 l + 1, 2 l + 8 and 2 l + 9 of lane l, one lane (mod 4) after another.
@@ -225,5 +296,5 @@ def statistics_place(row):
     return row // 16 * 16 + row % 8 // 2 * 4 + row % 16 // 8 * 2 + row % 2
 
 
-def _view(buffer, layout: cute.ComposedLayout) -> cute.Tensor:
+def _view(buffer: cute.struct.MemRange, layout: cute.ComposedLayout) -> cute.Tensor:
     return buffer.get_tensor(layout.outer, swizzle=layout.inner)

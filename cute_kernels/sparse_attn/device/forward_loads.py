@@ -1,14 +1,16 @@
-"""What the loading warp of a forward does: for each tile Q, then K and V of every listed block.
+"""Producer warp of a forward: for each tile it loads Q, then K and V of every listed block.
 
 It runs ahead of its readers by as many blocks as the rings hold, into the next tile too.  What a
-tile's consumers have to know comes with its Q (``Told``).  Behind V of a tile's last block it
-leaves them stages of V, through which O goes out.
+tile's consumers have to know is published with its Q (``TileInfo``).  After V of a tile's last
+block the producer leaves stages of V to the consumers, through which O is stored.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import cutlass
 from cutlass import cute
+from cutlass.pipeline import PipelineState, PipelineTmaAsync
 
 from ...dsl import pipeline, tma
 from ..masks import SPANS
@@ -17,81 +19,184 @@ from .forward_tiles import BLOCK, ForwardTiles
 
 
 @dataclass(frozen=True)
-class Told:
-    """What comes with Q, int32 [5]: the tile, or -1 behind the last one; its head, its batch; how
-    many blocks its lists have; the place in the rings of its first step (``merge.place_code``)."""
+class TileInfo:
+    """Tile info in shared memory, int32 [5], broadcast to the consumers with Q.
 
-    memory: cute.Tensor
+    The tile, or -1 after the last one; its head; its batch; the number of blocks on its lists; the
+    ring position of its first step (``merge.place_code``).
+    """
+
+    sInfo: cute.Tensor
 
     @cute.jit
-    def tell(self, numbers: tuple):
-        """By a warp."""
+    def publish(
+        self,
+        tile: cutlass.Int32,
+        head: cutlass.Int32,
+        batch: cutlass.Int32,
+        count: cutlass.Int32,
+        first_step: cutlass.Int32,
+    ):
+        """Write the info of a tile; by a warp."""
+        self.write((tile, head, batch, count, first_step))
+
+    @cute.jit
+    def publish_end(self):
+        """Write that there is no tile left; by a warp."""
+        self.write((cutlass.Int32(-1),))
+
+    @cute.jit
+    def write(self, values: tuple[cutlass.Int32, ...]):
+        """Write the first values."""
         if cute.arch.lane_idx() == 0:
-            for n in cutlass.range_constexpr(len(numbers)):
-                self.memory[n] = numbers[n]
+            for n in cutlass.range_constexpr(len(values)):
+                self.sInfo[n] = values[n]
         cute.arch.sync_warp()
 
-    def __getitem__(self, n: int):
-        return cute.arch.make_warp_uniform(self.memory[n])
+    def read(self, n: int):
+        """Return value ``n``, uniform over the warp."""
+        return cute.arch.make_warp_uniform(self.sInfo[n])
 
     def more(self):
-        """Whether there is a tile."""
-        return self[0] >= 0
+        """Return whether there is a tile."""
+        return self.read(0) >= 0
 
-    def place(self):
-        """(tile, head, batch)."""
-        return self[0], self[1], self[2]
+    def coord(self):
+        """Return (tile, head, batch)."""
+        return self.read(0), self.read(1), self.read(2)
 
     def count(self):
-        """How many blocks the tile's lists have."""
-        return self[3]
+        """Return the number of blocks on the tile's lists."""
+        return self.read(3)
 
-    def first(self):
-        """The place of the first step, or of what comes instead."""
-        return self[4]
+    def first_step(self):
+        """Return the ring position of the tile's first step, or of what comes instead."""
+        return self.read(4)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """TMA sources of a forward."""
+
+    q: tma.Source
+    k: tma.Source
+    v: tma.Source
+
+
+@dataclass(frozen=True)
+class Rings:
+    """Rings of Q, K and V."""
+
+    q: PipelineTmaAsync
+    k: PipelineTmaAsync
+    v: PipelineTmaAsync
+
+
+@dataclass(frozen=True)
+class LoadBuffers:
+    """Shared memory that the producer writes.
+
+    words: by list, word or tile, and the stage of K a step before; the first step's come with its
+    K.  pV: start of the stages of V.  tail: a varlen batch's tail barrier.
+    """
+
+    sQ: cute.Tensor
+    sK: cute.Tensor
+    sV: cute.Tensor
+    words: cute.Tensor
+    tile_info: TileInfo
+    pV: cute.Pointer
+    tail: cute.Pointer
+
+
+@dataclass(frozen=True)
+class TileSizes:
+    """Sizes that tiles are counted by: all tiles of the launch, Sq, query heads, KV heads."""
+
+    tiles: cutlass.Int32
+    q_len: cutlass.Int32
+    heads: cutlass.Int32
+    kv_heads: cutlass.Int32
+
+
+@dataclass(frozen=True)
+class KvOperand:
+    """One head's K or V to load: its TMA source, its stages, its ring."""
+
+    source: tma.Source
+    sKV: cute.Tensor
+    ring: PipelineTmaAsync
+    is_v: bool
+
+
+@dataclass(frozen=True)
+class KeyOffset:
+    """Where keys lie in the buffer.
+
+    column: column of key 0; table: a varlen batch's, or None; tail: its tail barrier; pV: start of
+    the stages of V.
+    """
+
+    column: cutlass.Int32
+    table: cute.Tensor | None
+    tail: packed.TailBarrier
+    pV: cute.Pointer
 
 
 class Loads:
-    """Of one configuration of the kernel; ``spans``: whether key 0 is anywhere in K and V.
+    """Producer of one configuration of the kernel.
 
-    patience: of ``merge.step``.
+    max_skipped_steps: of ``merge.step``.
     """
 
-    def __init__(self, tiles: ForwardTiles, form: str, patience: int | None):
-        self.tiles, self.packed, self.spans = tiles, tiles.packed, form == SPANS
-        self.patience = patience
+    def __init__(self, tiles: ForwardTiles, form: str, max_skipped_steps: int | None):
+        self.tiles, self.packed = tiles, tiles.packed
+        # Whether key 0 may be any column of K and V.
+        self.moved = form == SPANS
+        self.max_skipped_steps = max_skipped_steps
 
     @cute.jit
-    def load(self, sources, shared, rings, lists_of, sizes, counter):
-        """By a warp.  sizes: (tiles in all, Sq, query heads, KV heads)."""
-        (q, k, v), (q_ring, k_ring, v_ring) = sources, rings
-        (sQ, sK, sV), words, told, tail, table = shared
-        total, q_len, heads, kv_heads = sizes
-        parts, patience = self.tiles.parts, self.patience
+    def load(
+        self,
+        sources: Sources,
+        buffers: LoadBuffers,
+        rings: Rings,
+        lists_of: Callable,
+        sizes: TileSizes,
+        table: cute.Tensor | None,
+        counter: cute.Tensor,
+    ):
+        """Load every tile of this CTA; by a warp.
+
+        lists_of: (tile, head, batch) -> (the column of key 0, the tile's lists).
+        """
+        parts, skipped = self.tiles.parts, self.max_skipped_steps
+        words, tile_info = buffers.words, buffers.tile_info
         q_state = pipeline.producer_state(1)
         state_k, state_v = (pipeline.producer_state(self.tiles.stages) for _ in range(2))
-        phases = cute.make_rmem_tensor((1,), cutlass.Int32)
-        phases.fill(0)
+        phase = cute.make_rmem_tensor((1,), cutlass.Int32)
+        phase.fill(0)
+        tail = packed.TailBarrier(buffers.tail, phase)
         index, _, _ = cute.arch.block_idx()
-        while index < total:
-            tile, head, batch = place.tile_of(index, q_len, heads, self.tiles.rows)
+        while index < sizes.tiles:
+            tile, head, batch = place.tile_of(index, sizes.q_len, sizes.heads, self.tiles.rows)
             column, lists = lists_of(tile, head, batch)
-            count = lists[0][0] + lists[-1][0]
-            kv_head = place.kv_head_of(head, heads, kv_heads)
-            of_k = matrix_of(k, kv_head, batch), sK, k_ring, False
-            of_v = matrix_of(v, kv_head, batch), sV, v_ring, True
-            where = column, table, tail, phases
+            count = lists[0].count + lists[-1].count
+            kv_head = place.kv_head_of(head, sizes.heads, sizes.kv_heads)
+            k = KvOperand(matrix_of(sources.k, kv_head, batch), buffers.sK, rings.k, False)
+            v = KvOperand(matrix_of(sources.v, kv_head, batch), buffers.sV, rings.v, True)
+            offset = KeyOffset(column, table, tail, buffers.pV)
 
-            q_ring.sync_object_empty.wait(q_state.index, q_state.phase)
-            told.tell((tile, head, batch, count, self.code(state_k, state_v)))
-            q_ring.producer_acquire(q_state)
-            of_q, barrier = matrix_of(q, head, batch), q_ring.producer_get_barrier(q_state)
-            self.load_q(of_q, sQ, barrier, tile, table)
+            rings.q.sync_object_empty.wait(q_state.index, q_state.phase)
+            tile_info.publish(tile, head, batch, count, self.code(state_k, state_v))
+            rings.q.producer_acquire(q_state)
+            q, full = matrix_of(sources.q, head, batch), rings.q.producer_get_barrier(q_state)
+            self.load_q(q, buffers.sQ, full, tile, table)
             q_state.advance()
 
-            at = merge.cursor(lists)
+            cursor = merge.cursor(lists)
             code = self.code(state_k, state_v)
-            block = merge.step(lists, at, words[None, None, self.tiles.stages], patience, code)
+            block = merge.step(lists, cursor, words[None, None, self.tiles.stages], skipped, code)
             before = cutlass.Int32(merge.END)
             # K runs one block ahead of V, as its readers do.  In parts, V of a block leaves its
             # stages before K of the next one does, and comes first.
@@ -99,38 +204,51 @@ class Loads:
                 if cutlass.const_expr(parts > 1):
                     if before < merge.END:
                         for part in cutlass.range_constexpr(parts):
-                            self.load_part(of_v, state_v, before, part, where)
+                            self.load_part(v, state_v, before, part, offset)
                             state_v.advance()
-                k_ring.sync_object_empty.wait(state_k.index, state_k.phase)
-                code = self.code(behind(state_k, parts), behind(state_v, parts))
-                step = merge.step(lists, at, words[None, None, state_k.index], patience, code)
+                rings.k.sync_object_empty.wait(state_k.index, state_k.phase)
+                code = self.code(advanced(state_k, parts), advanced(state_v, parts))
+                step = merge.step(lists, cursor, words[None, None, state_k.index], skipped, code)
                 for part in cutlass.range_constexpr(parts):
-                    self.load_part(of_k, state_k, block, part, where)
+                    self.load_part(k, state_k, block, part, offset)
                     state_k.advance()
                 if cutlass.const_expr(parts == 1):
                     if before < merge.END:
-                        self.load_part(of_v, state_v, before, 0, where)
+                        self.load_part(v, state_v, before, 0, offset)
                         state_v.advance()
                 before, block = block, step
             if before < merge.END:
                 for part in cutlass.range_constexpr(parts):
-                    self.load_part(of_v, state_v, before, part, where)
+                    self.load_part(v, state_v, before, part, offset)
                     state_v.advance()
-            # Not before: who has taken a tile keeps it from those who have nothing left to do.
-            index = place.take(counter, total)
+            # Not earlier: a CTA that has taken a tile keeps it from CTAs that are idle.
+            index = place.take(counter, sizes.tiles)
             for _ in cutlass.range_constexpr(self.tiles.o_stages):
                 if cutlass.const_expr(parts == 1):
-                    # The rings of K and V go round together.
-                    leave(k_ring, state_k)
+                    # The rings of K and V advance together.
+                    leave(rings.k, state_k)
                     state_k.advance()
-                leave(v_ring, state_v)
+                leave(rings.v, state_v)
                 state_v.advance()
-        q_ring.sync_object_empty.wait(q_state.index, q_state.phase)
-        told.tell((cutlass.Int32(-1),))
-        leave(q_ring, q_state)
+        rings.q.sync_object_empty.wait(q_state.index, q_state.phase)
+        tile_info.publish_end()
+        leave(rings.q, q_state)
 
-    def code(self, state_k, state_v):
-        """The code of a step's place; of parts, each of which has its own stage, of both phases.
+    def make_rings(self, barriers: cute.Pointer) -> Rings:
+        """Make the rings of Q, K and V, and publish their barriers to the CTA."""
+        alone = cute.make_layout((1, 1, 1))
+        rings, index, readers = [], 0, 4 * self.tiles.consumers
+        counts = 1, self.tiles.stages, self.tiles.stages
+        for stages, size in zip(counts, self.tiles.stage_bytes, strict=True):
+            ring = pipeline.tma_ring(barriers + index, stages, size, readers, alone)
+            rings.append(ring)
+            index += 2 * stages
+        pipeline.announce_barriers((1, 1))
+        pipeline.await_barriers((1, 1))
+        return Rings(*rings)
+
+    def code(self, state_k: PipelineState, state_v: PipelineState):
+        """Return the code of a step's ring position; of parts, each in its own stage, both phases.
 
         A reader's phase is the other one.
         """
@@ -139,82 +257,106 @@ class Loads:
         return merge.place_code(state_v.phase ^ 1, state_k.phase ^ 1)
 
     @cute.jit
-    def load_q(self, q, sQ, full, tile, table):
-        """A tile of Q."""
+    def load_q(
+        self,
+        q: tma.Source,
+        sQ: cute.Tensor,
+        full: cute.Pointer,
+        tile: cutlass.Int32,
+        table: cute.Tensor | None,
+    ):
+        """Load a tile of Q."""
         if cutlass.const_expr(self.packed):
             for n in cutlass.range_constexpr(self.tiles.rows // self.tiles.box_rows):
                 row = tile * self.tiles.rows + n * self.tiles.box_rows
-                shift, _ = packed.place_of(table, row // BLOCK)
-                s, g = self.tiles.box(q, sQ, row - shift, n)
-                cute.copy(q.atom, g, s, tma_bar_ptr=full)
+                shift = packed.place_of(table, row // BLOCK).shift
+                tQsQ, tQgQ = self.tiles.box(q, sQ, row - shift, n)
+                cute.copy(q.atom, tQgQ, tQsQ, tma_bar_ptr=full)
         else:
             gQ = cute.local_tile(q.tensor, (self.tiles.rows, self.tiles.head_dim), (None, 0))
             tQsQ, tQgQ = tma.partition(q.atom, 0, cute.make_layout(1), sQ, gQ)
             cute.copy(q.atom, tQgQ[None, tile], tQsQ[None, 0], tma_bar_ptr=full)
 
     @cute.jit
-    def load_part(self, what, state, block, part: cutlass.Constexpr, where):
-        """A part of a block of K, or of V, into the ring's next free stage."""
-        (source, buffer, ring, values), (column, table, tail, phases) = what, where
+    def load_part(
+        self,
+        operand: KvOperand,
+        state: PipelineState,
+        block: cutlass.Int32,
+        part: cutlass.Constexpr,
+        offset: KeyOffset,
+    ):
+        """Load a part of a block of K, or of V, into the ring's next free stage."""
+        source, ring, column = operand.source, operand.ring, offset.column
         # A box of K is a block of keys, one of V a part of them.
-        at, (keys, columns) = block, self.tiles.v_box
-        if cutlass.const_expr(values):
-            at = block * self.tiles.parts + part
+        box, (keys, columns) = block, self.tiles.v_box
+        if cutlass.const_expr(operand.is_v):
+            box = block * self.tiles.parts + part
         end = block * BLOCK + BLOCK
         if cutlass.const_expr(self.packed):
-            shift, end = packed.place_of(table, block)
-            column = -shift
-        s, g = self.boxes(source, buffer, column, part, values)
-        if cutlass.const_expr(self.packed and values):
-            inside = end - at * keys
+            rows = packed.place_of(offset.table, block)
+            end = rows.end
+            column = -rows.shift
+        tKsK, tKgK = self.boxes(operand, column, part)
+        if cutlass.const_expr(self.packed and operand.is_v):
+            inside = end - box * keys
             if inside < keys:
-                barrier, memory = tail
+                barrier = offset.tail.barrier
                 ring.sync_object_empty.wait(state.index, state.phase)
                 packed.expect(barrier, self.tiles.stage_bytes[2])
-                cute.copy(source.atom, g[None, at], s[None, state.index], tma_bar_ptr=barrier)
-                memory += state.index * keys * columns
+                cute.copy(
+                    source.atom, tKgK[None, box], tKsK[None, state.index], tma_bar_ptr=barrier
+                )
+                stage = offset.pV + state.index * keys * columns
                 full = ring.producer_get_barrier(state)
-                packed.clean(barrier, phases, memory, self.tiles.of_v, inside, full)
+                packed.clean(offset.tail, stage, self.tiles.v_shape, inside, full)
             else:
-                load_whole(source.atom, g, at, s, ring, state)
+                load_whole(source.atom, tKgK, box, tKsK, ring, state)
         else:
-            load_whole(source.atom, g, at, s, ring, state)
+            load_whole(source.atom, tKgK, box, tKsK, ring, state)
 
-    def boxes(self, source, buffer, column, part: int, values: bool):
-        """(shared, global) views of K, of some columns, or of V; key 0 is in ``column``."""
-        tensor, shape, boxes = source.tensor, self.tiles.k_box, (None, part)
+    def boxes(self, operand: KvOperand, column: cutlass.Int32, part: int):
+        """Return (shared, global) boxes of K, of some columns, or of V; key 0 is in ``column``."""
+        tensor, shape, boxes = operand.source.tensor, self.tiles.k_box, (None, part)
         moved = (column, 0)
-        if values:  # [D, keys]
+        if operand.is_v:  # [D, keys]
             shape, boxes, moved = self.tiles.v_box[::-1], (0, None), moved[::-1]
-        if self.spans or self.packed:
+        if self.moved or self.packed:
             tensor = cute.domain_offset(moved, tensor)
-        tiles = cute.local_tile(tensor, shape, boxes)
-        return tma.partition(source.atom, 0, cute.make_layout(1), buffer, tiles)
+        gKV = cute.local_tile(tensor, shape, boxes)
+        return tma.partition(operand.source.atom, 0, cute.make_layout(1), operand.sKV, gKV)
 
 
-def load_whole(atom, g, at, s, ring, state):
-    """By a warp: the box ``at``, all of it one sequence's, into the ring's next free stage."""
+def load_whole(
+    atom: cute.CopyAtom,
+    tKgK: cute.Tensor,
+    box: cutlass.Int32,
+    tKsK: cute.Tensor,
+    ring: PipelineTmaAsync,
+    state: PipelineState,
+):
+    """Load a box that lies in one sequence into the ring's next free stage; by a warp."""
     ring.producer_acquire(state)
     full = ring.producer_get_barrier(state)
-    cute.copy(atom, g[None, at], s[None, state.index], tma_bar_ptr=full)
+    cute.copy(atom, tKgK[None, box], tKsK[None, state.index], tma_bar_ptr=full)
 
 
-def behind(state, parts: int):
-    """The place so many parts on."""
-    place = state.clone()
+def advanced(state: PipelineState, parts: int) -> PipelineState:
+    """Return the ring position ``parts`` stages on."""
+    following = state.clone()
     for _ in range(parts):
-        place.advance()
-    return place
+        following.advance()
+    return following
 
 
 @cute.jit
-def leave(ring, state):
-    """By a warp: the ring's next free stage to its readers, as it is."""
+def leave(ring: PipelineTmaAsync, state: PipelineState):
+    """Leave the ring's next free stage to its readers as it is; by a warp."""
     ring.sync_object_empty.wait(state.index, state.phase)
     if cute.arch.lane_idx() == 0:
         cute.arch.mbarrier_arrive(ring.producer_get_barrier(state))
 
 
-def matrix_of(source, head, batch):
-    """One head's matrix of a source [rows, columns, heads, batches]."""
+def matrix_of(source: tma.Source, head: cutlass.Int32, batch: cutlass.Int32) -> tma.Source:
+    """Return one head's matrix of a source [rows, columns, heads, batches]."""
     return tma.Source(source.atom, source.tensor[None, None, head, batch])

@@ -1,4 +1,4 @@
-"""The shared-memory operands of an attention forward, and the products that read them."""
+"""Shared-memory operands of an attention forward, and the products that read them."""
 
 from dataclasses import dataclass
 
@@ -9,6 +9,7 @@ from cutlass.utils import hopper_helpers
 
 from ...dsl import mma, smem, tma
 from .chunks import piece_bytes
+from .packed import TileShape
 
 #: Query rows and keys of a block of the mask.
 BLOCK = 128
@@ -20,11 +21,11 @@ ROWS = BLOCK // 2
 class ForwardTiles:
     """Q [64 consumers, D] against ``stages`` of K [128, D / parts] and of V [128 / parts, Dv].
 
-    parts: what a block of K, and of V, comes in: K by columns, V by keys, each in WGMMA's order.
-    packed: whether rows and keys are those of sequences where they lie (``packed``).
+    parts: pieces in which a block of K, and of V, is loaded: K by columns, V by keys, each in
+    WGMMA's order.  packed: whether the batch is varlen, read in place (``packed``).
     """
 
-    dtype: type
+    dtype: type[cutlass.Numeric]
     head_dim: int
     value_dim: int
     consumers: int
@@ -34,44 +35,47 @@ class ForwardTiles:
 
     @property
     def rows(self) -> int:
-        """Of Q."""
+        """Query rows of a tile."""
         return self.consumers * ROWS
 
     @property
     def box_rows(self) -> int:
-        """Rows that lie side by side: a pack's of a block, and three consumers have rows of two."""
+        """Query rows of one TMA box.
+
+        Rows of a varlen batch are contiguous inside a block, and three consumers have rows of two.
+        """
         return ROWS if self.packed and self.consumers == 3 else self.rows
 
     @property
     def k_box(self) -> tuple[int, int]:
-        """Of one stage: keys, columns."""
+        """Keys and columns of one stage of K."""
         return BLOCK, self.head_dim // self.parts
 
     @property
     def v_box(self) -> tuple[int, int]:
-        """Likewise."""
+        """Keys and columns of one stage of V."""
         return BLOCK // self.parts, self.value_dim
 
     @property
     def stage_bytes(self) -> tuple[int, int, int]:
-        """Of Q, of K and of V."""
+        """Bytes of a stage of Q, of K and of V."""
         boxes = (self.rows, self.head_dim), self.k_box, self.v_box
         return tuple(rows * columns * self.dtype.width // 8 for rows, columns in boxes)
 
     @property
     def barriers(self) -> int:
-        """Of Q and of the stages, and a pack's own."""
+        """Number of mbarriers of the rings, and a varlen batch's tail barrier."""
         return 2 * (1 + 2 * self.stages) + self.packed
 
     @property
-    def of_o(self) -> tuple[int, int, int]:
-        """A consumer's tile of O, as ``packed`` has it."""
+    def o_shape(self) -> TileShape:
+        """A consumer's tile of O in shared memory."""
         row_bytes = self.value_dim * self.dtype.width // 8
-        return ROWS, piece_bytes(self.dtype, self.value_dim), row_bytes
+        return TileShape(ROWS, piece_bytes(self.dtype, self.value_dim), row_bytes)
 
     @property
     def o_per_stage(self) -> int:
-        """Such tiles that a stage of V has room for."""
+        """Number of consumers' tiles of O that fit into a stage of V."""
         return self.v_box[0] // ROWS
 
     @property
@@ -80,16 +84,16 @@ class ForwardTiles:
         return -(-self.consumers // self.o_per_stage)
 
     @property
-    def of_v(self) -> tuple[int, int, int]:
-        """A stage of V likewise."""
-        return self.v_box[0], *self.of_o[1:]
+    def v_shape(self) -> TileShape:
+        """A stage of V in shared memory."""
+        return TileShape(self.v_box[0], self.o_shape.piece, self.o_shape.row_bytes)
 
     def qk_mma(self) -> cute.TiledMma:
-        """Q K^T: both operands from shared memory, the consumers stacked along the rows."""
+        """Return the product Q K^T: operands in shared memory, consumers stacked along the rows."""
         return mma.tiled_mma(self.dtype, "k", "k", self.consumers, BLOCK)
 
     def pv_mma(self) -> cute.TiledMma:
-        """P V of one consumer: P from registers, V with its keys along the reduction."""
+        """Return one consumer's product P V: P in registers, reduced over the keys."""
         return hopper_helpers.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
@@ -102,7 +106,7 @@ class ForwardTiles:
         )
 
     def layouts(self) -> tuple[cute.ComposedLayout, ...]:
-        """Of Q and of the stages of K and V."""
+        """Return the layouts of Q and of the stages of K and V."""
         keys, columns = self.v_box
         return (
             smem.operand_layout(self.dtype, self.rows, self.head_dim, "k", 1),
@@ -111,33 +115,33 @@ class ForwardTiles:
         )
 
     def o_layout(self) -> cute.ComposedLayout:
-        """Of a consumer's O."""
+        """Return the layout of a consumer's O."""
         return smem.operand_layout(self.dtype, ROWS, self.value_dim, "k", 1)
 
     def box_layout(self) -> cute.ComposedLayout:
-        """Of the rows of Q that lie side by side."""
+        """Return the layout of one TMA box of Q."""
         return smem.operand_layout(self.dtype, self.box_rows, self.head_dim, "k", 1)
 
-    def box(self, source, buffer, row, n: int):
-        """(shared, global) views of the ``n``-th rows of a tile of Q, which lie from ``row`` on."""
+    def box(self, source: tma.Source, sQ: cute.Tensor, row: cutlass.Int32, n: int):
+        """Return (shared, global) views of box ``n`` of a tile of Q, its rows from ``row`` on."""
         shape = (self.box_rows, self.head_dim)
         moved = cute.domain_offset((row, 0), source.tensor)
-        s = cute.local_tile(buffer, (*shape, 1), (n, 0, 0))
-        g = cute.local_tile(moved, shape, (None, 0))
-        s, g = tma.partition(source.atom, 0, cute.make_layout(1), s, g)
-        return s[None, 0], g[None, 0]
+        sBox = cute.local_tile(sQ, (*shape, 1), (n, 0, 0))
+        gBox = cute.local_tile(moved, shape, (None, 0))
+        tQsQ, tQgQ = tma.partition(source.atom, 0, cute.make_layout(1), sBox, gBox)
+        return tQsQ[None, 0], tQgQ[None, 0]
 
     def storage(self) -> type:
-        """All of a CTA's shared memory."""
+        """Return the struct of all of a CTA's shared memory."""
         sQ_layout, sK_layout, sV_layout = self.layouts()
 
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[cutlass.Int64, self.barriers]
             words: cute.struct.MemRange[cutlass.Int32, 4 * (1 + self.stages)]
-            of_o: cute.struct.MemRange[cutlass.Int64, 2 * self.consumers]
-            told: cute.struct.MemRange[cutlass.Int32, 5]
-            told_o: cute.struct.MemRange[cutlass.Int32, 4 * self.consumers]
+            o_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.consumers]
+            tile_info: cute.struct.MemRange[cutlass.Int32, 5]
+            o_info: cute.struct.MemRange[cutlass.Int32, 4 * self.consumers]
             sQ: cute.struct.Align[
                 cute.struct.MemRange[self.dtype, cute.cosize(sQ_layout)], smem.ALIGN
             ]

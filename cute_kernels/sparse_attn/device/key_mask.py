@@ -4,6 +4,8 @@ A thread holds two keys, ``key`` and ``key + 8`` of the block, of an accumulator
 ``wgmma.m64nNk16`` (layout: see ``slope``).
 """
 
+from dataclasses import dataclass
+
 import cutlass
 from cutlass import cute
 
@@ -15,55 +17,93 @@ from . import score_mask
 BLOCK = score_mask.WORD * score_mask.WORDS
 
 
+@dataclass(frozen=True)
+class ElementMask:
+    """Element rule of partial blocks: the band lo <= kv - q <= hi, or bits.
+
+    mTile: the mask tile of each entry; mWords: the words of the mask tiles, keys as rows.
+    """
+
+    mTile: cute.Tensor | None
+    mWords: cute.Tensor | None
+    lo: cutlass.Int32
+    hi: cutlass.Int32
+
+
+@dataclass(frozen=True)
+class ScoreCoord:
+    """Position of a thread's scores.
+
+    entry: index of the visit's entry; partial: whether its block is partial; q_block: its query
+    block; row: the first of the tile's rows in it; block: the key block; key: this thread's first
+    key in it; lane: this thread in its warpgroup.
+    """
+
+    entry: cutlass.Int32
+    partial: cutlass.Int32
+    q_block: cutlass.Int32
+    row: cutlass.Int32
+    block: cutlass.Int32
+    key: cutlass.Int32
+    lane: cutlass.Int32
+
+
 @cute.jit
 def keep(
-    scores,
+    scores: cute.Tensor,
     form: cutlass.Constexpr,
     tile_m: cutlass.Constexpr,
-    mask,
-    kv_len,
-    place,
+    mask: ElementMask,
+    kv_len: cutlass.Int32,
+    coord: ScoreCoord,
 ):
-    """A key beyond ``kv_len``, or one that the rule of a partial block leaves out, becomes -inf.
+    """Set scores to -inf of keys from ``kv_len`` on, and of those that a partial block leaves out.
 
-    form: "none", "band" or "bits"; mask: (tile of each entry, mask words, lo, hi); place: (entry,
-    is it partial, block of the queries, where these ``tile_m`` rows begin in it, block of the keys,
-    this thread's first key in it, its lane).
+    form: "none", "band" or "bits".
     """
-    tiles, words, lo, hi = mask
-    entry, partial, q_block, row, block, key, lane = place
+    block, key, row = coord.block, coord.key, coord.row
     inside = kv_len - block * BLOCK
     masked = inside < BLOCK
     if cutlass.const_expr(form != "none"):
-        masked = (partial != 0) | masked
+        masked = (coord.partial != 0) | masked
     if masked:
         if cutlass.const_expr(form == "bits"):
-            bits = words_of(tile_m, partial, tiles[entry], words, row, key)
+            tile = mask.mTile[coord.entry]
+            bits = words_of(tile_m, coord.partial, tile, mask.mWords, row, key)
             for half in cutlass.range_constexpr(ROWS):
                 if key + 8 * half >= inside:
                     bits[None, half].fill(0)
-            score_mask.keep_bits(scores, lane, bits)
+            score_mask.keep_bits(scores, coord.lane, bits)
         else:
             first, last = [cutlass.Int32(0)] * 2, [cutlass.Int32(tile_m - 1)] * 2
             if cutlass.const_expr(form == "band"):
                 # lo <= kv - q <= hi, as rows of the tile; a full block has them all.
-                low = lo if partial != 0 else cutlass.Int32(-FAR)
-                high = hi if partial != 0 else cutlass.Int32(FAR)
-                at = (block - q_block) * BLOCK + key - row
-                first, last = [at - high, at + 8 - high], [at - low, at + 8 - low]
+                low = mask.lo if coord.partial != 0 else cutlass.Int32(-FAR)
+                high = mask.hi if coord.partial != 0 else cutlass.Int32(FAR)
+                diagonal = (block - coord.q_block) * BLOCK + key - row
+                first = [diagonal - high, diagonal + 8 - high]
+                last = [diagonal - low, diagonal + 8 - low]
             for half in cutlass.range_constexpr(ROWS):
                 last[half] = last[half] if key + 8 * half < inside else cutlass.Int32(-1)
-            score_mask.keep_between(scores, lane, first, last)
+            score_mask.keep_between(scores, coord.lane, first, last)
 
 
 @cute.jit
-def words_of(tile_m: cutlass.Constexpr, partial, tile, words, row, key):
-    """The mask words of this thread's keys over the tile's rows; a full block has them all."""
+def words_of(
+    tile_m: cutlass.Constexpr,
+    partial: cutlass.Int32,
+    tile: cutlass.Int32,
+    mWords: cute.Tensor,
+    row: cutlass.Int32,
+    key: cutlass.Int32,
+):
+    """Return the mask words of this thread's keys over the tile's rows; all set if full."""
     count = tile_m // score_mask.WORD
-    found = cute.make_rmem_tensor((count, ROWS), cutlass.Int32)
-    found.fill(-1)
+    rWords = cute.make_rmem_tensor((count, ROWS), cutlass.Int32)
+    rWords.fill(-1)
     if partial != 0:
         for half in cutlass.range_constexpr(ROWS):
-            place = (tile, key + 8 * half, row // score_mask.WORD)
-            found[None, half].store(score_mask.words_of(words, *place, count))
-    return found
+            first = row // score_mask.WORD
+            words = score_mask.words_of(mWords, tile, key + 8 * half, first, count)
+            rWords[None, half].store(words)
+    return rWords

@@ -1,111 +1,128 @@
-"""One or two ascending lists of key blocks, walked as one: those of the blocks of a CTA's rows.
+"""Walk of one or two ascending lists of key blocks as one: those of the blocks of a CTA's rows.
 
-The producer alone reads the lists.  For each step, a block of keys, it leaves one word per list
-where the consumers find it a step earlier, so that no two of them can disagree on what comes.
+The producer alone reads the lists.  For each step, a block of keys, it writes one word per list
+where the consumers find it a step earlier, so that all of them see the same steps.
 
-    word    BLOCK_SHIFT and on: the block, if it is on the list; below 0 (ABSENT): it is not
+    word    BLOCK_SHIFT and on: the block, if it is on the list; negative (ABSENT): it is not
             PARTIAL    the block is partial
             ENDS       no other block of this list follows
             LAST       no step follows
-            PLACE_SHIFT and on: where in their rings K and V of the step are (``place_code``)
+            PLACE_SHIFT and on: ring position of the step's K and V (``place_code``)
 
-A consumer that counted its way through the rings itself, from tile to tile, would compute the
-addresses of its products in every thread: ptxas does not see that they are equal.
+Were a consumer to count its way through the rings itself, from tile to tile, every thread would
+compute the addresses of its products: ptxas does not see that they are equal.
 
-A consumer holds V of its last block until its next one (with no ``patience``: until the next step).
-So that the ring can go on meanwhile, a list that has been absent for ``patience`` steps in a row is
-given a step of its own: its last block again, under a word whose keys are all beyond the end.  That
-changes no bit of its rows, and asks no more of V than the visit before.
+A consumer holds V of its last block until its next one (where ``max_skipped_steps`` is None: until
+the next step).  So that the ring can go on meanwhile, a list that has been absent for
+``max_skipped_steps`` steps in a row gets a step of its own: its last block again, under a word
+whose keys are all beyond the end.  That changes no bit of its rows, and reads no more of V than the
+visit before.
 """
+
+from collections.abc import Sequence
 
 import cutlass
 from cutlass import cute, pipeline
 
-from .spans import Run
+from .lists import BlockList, BlockRange
 
 LAST, ENDS, PARTIAL, ABSENT = 1, 2, 4, -(2**31)
-#: In a word: how far to the left the place in the rings is, and the block.
+#: Shifts, in a word, of the ring position and of the block.
 PLACE_SHIFT, BLOCK_SHIFT = 3, 7
-#: In the code of a place: the phase; below it is the stage.
+#: In a place code: the factor of the phase; the stage is below it.
 PHASE = 8
 #: A block beyond all keys, and an entry beyond all blocks.
 BEYOND, END = 2**23, 2**30
-#: The columns of a cursor; that of the next ``LANES`` entries differs by lane.
+#: The columns of a cursor; the next ``LANES`` entries (ENTRIES) differ by lane.
 PLACE, ENTRY, AWAY, TILE, ENTRIES = range(5)
 LANES = 32
 
 
 @cute.jit
-def listing(counts: cute.Tensor, entries: cute.Tensor, tiles, row):
-    """(how many, entries, mask tiles or None) of one row of blocks; none beyond the last row."""
-    at = cutlass.min(row, counts.shape[0] - 1)
-    count = counts[at] if at == row else cutlass.Int32(0)
-    return count, entries[at, None], None if tiles is None else tiles[at, None]
+def listing(
+    counts: cute.Tensor, entries: cute.Tensor, tiles: cute.Tensor | None, row: cutlass.Int32
+):
+    """Return the stored `BlockList` of one row of blocks; empty beyond the last row."""
+    index = cutlass.min(row, counts.shape[0] - 1)
+    count = counts[index] if index == row else cutlass.Int32(0)
+    return BlockList(count, entries[index, None], None if tiles is None else tiles[index, None])
 
 
-def cursor(lists) -> cute.Tensor:
-    """int32 [lists, 5]: the place in each list, the entry there, the steps without the list, the
-    mask tile of the last entry, and the entries that come, one in each lane."""
-    at = cute.make_rmem_tensor((len(lists), 5), cutlass.Int32)
-    at.fill(0)
-    for n, list in enumerate(lists):
-        look_up(list, at, n)
-    return at
+def cursor(lists: Sequence[BlockList]) -> cute.Tensor:
+    """Return the walk's state, int32 [lists, 5], at its first step.
+
+    By list: the index in it, the entry there, the steps without the list, the mask tile of the last
+    entry, and the entries that come, one in each lane.
+    """
+    state = cute.make_rmem_tensor((len(lists), 5), cutlass.Int32)
+    state.fill(0)
+    for n, blocks in enumerate(lists):
+        look_up(blocks, state, n)
+    return state
 
 
-def place_code(stage, phase):
-    """The code of a reader's place in rings that go round together."""
+def place_code(stage: cutlass.Int32, phase: cutlass.Int32):
+    """Return the code of a reader's position in rings that advance together."""
     return stage + PHASE * phase
 
 
-def state_at(code, stages: int):
-    """The place in a ring with a code."""
+def state_at(code: cutlass.Int32, stages: int) -> pipeline.PipelineState:
+    """Return the ring position of a code."""
     stage = cute.arch.make_warp_uniform(code & (PHASE - 1))
     phase = code // PHASE & 1
     return pipeline.PipelineState(stages, cutlass.Int32(0), stage, phase)
 
 
-def state_of(word, stages: int):
-    """The place of a step in its rings."""
+def state_of(word: cutlass.Int32, stages: int) -> pipeline.PipelineState:
+    """Return the ring position of a step."""
     return state_at(word >> PLACE_SHIFT, stages)
 
 
 @cute.jit
-def step(lists, at: cute.Tensor, words: cute.Tensor, patience: cutlass.Constexpr, code):
-    """Goes on by a step and returns its block, or ``END``; by one warp, which may then tell others.
+def step(
+    lists: Sequence[BlockList],
+    state: cute.Tensor,
+    words: cute.Tensor,
+    max_skipped_steps: cutlass.Constexpr,
+    code: cutlass.Int32,
+):
+    """Advance by a step and return its block, or ``END``; by one warp, which may then tell others.
 
     words  [lists, 2]: the word of this step, and the mask tile of the step before it
-    code   of this step's place in the rings
+    code   of this step's ring position
     """
-    tell_tiles(lists, at, words)
+    write_tiles(lists, state, words)
+    # block = min over lists of the next entry's block
     block, repeated = END >> 1, cutlass.Int32(-1)
     for n in cutlass.range_constexpr(len(lists)):
-        block = cutlass.min(block, at[n, ENTRY] >> 1)
-    if cutlass.const_expr(len(lists) > 1 and patience is not None):
+        block = cutlass.min(block, state[n, ENTRY] >> 1)
+    if cutlass.const_expr(len(lists) > 1 and max_skipped_steps is not None):
         for n in cutlass.range_constexpr(len(lists)):
-            if at[n, AWAY] == patience and at[n, ENTRY] < END:
-                repeated, block = cutlass.Int32(n), entry_at(lists[n][1], at[n, PLACE] - 1) >> 1
+            if state[n, AWAY] == max_skipped_steps and state[n, ENTRY] < END:
+                repeated = cutlass.Int32(n)
+                block = entry_at(lists[n].entries, state[n, PLACE] - 1) >> 1
     word = cute.make_rmem_tensor((len(lists),), cutlass.Int32)
     last = cutlass.Int32(LAST)
     for n in cutlass.range_constexpr(len(lists)):
         word[n] = ABSENT
         if repeated == n:
             word[n] = BEYOND << BLOCK_SHIFT
-            at[n, AWAY] = 0
-        elif repeated < 0 and at[n, ENTRY] >> 1 == block:
-            entry = at[n, ENTRY]
+            state[n, AWAY] = 0
+        elif repeated < 0 and state[n, ENTRY] >> 1 == block:
+            entry = state[n, ENTRY]
             word[n] = (entry >> 1 << BLOCK_SHIFT) + (entry & 1) * PARTIAL
-            if cutlass.const_expr(lists[n][2] is not None):
-                # For the next step, when it will have come.
-                at[n, TILE] = lists[n][2][cutlass.min(at[n, PLACE], cute.size(lists[n][2]) - 1)]
-            at[n, PLACE] = at[n, PLACE] + 1
-            look_up(lists[n], at, n)
-            at[n, AWAY] = 0
-            if at[n, ENTRY] == END:
+            if cutlass.const_expr(lists[n].tiles is not None):
+                # For the next step: the load has landed by then.
+                tiles = lists[n].tiles
+                state[n, TILE] = tiles[cutlass.min(state[n, PLACE], cute.size(tiles) - 1)]
+            state[n, PLACE] = state[n, PLACE] + 1
+            look_up(lists[n], state, n)
+            state[n, AWAY] = 0
+            if state[n, ENTRY] == END:
                 word[n] = word[n] + ENDS
-        elif at[n, PLACE] > 0:
-            at[n, AWAY] = at[n, AWAY] + 1
-        if at[n, ENTRY] < END:
+        elif state[n, PLACE] > 0:
+            state[n, AWAY] = state[n, AWAY] + 1
+        if state[n, ENTRY] < END:
             last = cutlass.Int32(0)
     if cute.arch.lane_idx() == 0:
         for n in cutlass.range_constexpr(len(lists)):
@@ -115,33 +132,32 @@ def step(lists, at: cute.Tensor, words: cute.Tensor, patience: cutlass.Constexpr
 
 
 @cute.jit
-def tell_tiles(lists, at: cute.Tensor, words: cute.Tensor):
-    """The mask tiles of the entries before the cursor, if there are tiles."""
+def write_tiles(lists: Sequence[BlockList], state: cute.Tensor, words: cute.Tensor):
+    """Write the mask tiles of the entries before the cursor, if there are tiles."""
     for n in cutlass.range_constexpr(len(lists)):
-        if cutlass.const_expr(lists[n][2] is not None):
+        if cutlass.const_expr(lists[n].tiles is not None):
             if cute.arch.lane_idx() == 0:
-                words[n, 1] = at[n, TILE]
+                words[n, 1] = state[n, TILE]
 
 
-def entry_at(entries, place):
-    """The entry at a place of a list, stored or not."""
-    return entries.entry(place) if isinstance(entries, Run) else entries[place]
+def entry_at(entries: cute.Tensor | BlockRange, index: cutlass.Int32):
+    """Return an entry of a list, stored or not."""
+    return entries.entry(index) if isinstance(entries, BlockRange) else entries[index]
 
 
 @cute.jit
-def look_up(list, at: cute.Tensor, n: cutlass.Constexpr):
-    """The cursor's entry is that at its place, or ``END``.
+def look_up(blocks: BlockList, state: cute.Tensor, n: cutlass.Constexpr):
+    """Set the cursor's entry to the one at its index, or to ``END``.
 
     A warp reads ``LANES`` stored entries at once: one by one, K of each step would wait for global
     memory.
     """
-    count, entries, _ = list
-    place = at[n, PLACE]
-    if cutlass.const_expr(isinstance(entries, Run)):
-        at[n, ENTRY] = entries.entry(place) if place < count else cutlass.Int32(END)
+    entries, index = blocks.entries, state[n, PLACE]
+    if cutlass.const_expr(isinstance(entries, BlockRange)):
+        state[n, ENTRY] = entries.entry(index) if index < blocks.count else cutlass.Int32(END)
     else:
-        if place & (LANES - 1) == 0:
-            index = cutlass.min(place + cute.arch.lane_idx(), cute.size(entries) - 1)
-            at[n, ENTRIES] = entries[index]
-        entry = cute.arch.shuffle_sync(at[n, ENTRIES], place & (LANES - 1))
-        at[n, ENTRY] = entry if place < count else cutlass.Int32(END)
+        if index & (LANES - 1) == 0:
+            lane_index = cutlass.min(index + cute.arch.lane_idx(), cute.size(entries) - 1)
+            state[n, ENTRIES] = entries[lane_index]
+        entry = cute.arch.shuffle_sync(state[n, ENTRIES], index & (LANES - 1))
+        state[n, ENTRY] = entry if index < blocks.count else cutlass.Int32(END)

@@ -1,18 +1,18 @@
-"""Packs that are read where they lie: blocks and what they pair with, tiles of two sequences.
+"""Varlen batches ("packs") read in place: blocks and their partners, tiles of two sequences.
 
 Rows are counted as if every sequence began at a multiple of 128.  A table int32 [blocks, 4], made
-by ``kernel_pack_sm90``, says of each block of 128 rows
+by ``kernel_pack_sm90``, has for each block of 128 rows
 
-    shift   how many rows nearer to the buffer's begin it lies there
-    end     the row behind the last one of its sequence
+    shift   row in this count less row in the buffer
+    end     the row after the last one of its sequence
     first   the first block of its sequence
     last    the last one
 
-Tokens behind the last sequence have blocks of their own whose first is behind their last: they pair
-with nothing.  So have blocks that are not in use, whose end is 0: they have no row.  Behind all of
-them one row more has in ``first`` how many are in use; it reads as a block that is not.
+Tokens after the last sequence have blocks of their own whose first is greater than their last: they
+pair with nothing.  So have unused blocks, whose end is 0: they have no row.  One more row after
+them has in ``first`` the number of blocks in use; it reads as an unused block.
 
-A pack's mask is a band, lo <= 0 <= hi, of positions in a sequence, so its lists are formulas.  With
+The mask is a band, lo <= 0 <= hi, of positions in a sequence, so its lists are formulas.  With
 A = (127 - lo) // 128 and B = (hi + 127) // 128
 
     key blocks of query block m     n from max(first, m - A) to min(last, m + B)
@@ -21,9 +21,10 @@ A = (127 - lo) // 128 and B = (hi + 127) // 128
 
 and a block is partial unless lo <= 128 (n - m) - 127 and 128 (n - m) + 127 <= hi.
 
-TMA brings whole tiles; rows from ``end`` on are another sequence's then, and 0 times its NaN would
-be NaN.  A tile that has such rows comes through a barrier of its own.  The warp that asked for it
-overwrites them by zeros, and only then says that it has come.  Stored are rows before ``end`` only.
+TMA loads whole tiles; rows from ``end`` on are another sequence's then, and 0 times its NaN would
+be NaN.  A tile that has such rows comes through an mbarrier of its own (the tail barrier).  The
+warp that issued the load overwrites them by zeros, and only then arrives at the tile's full
+barrier.  Only rows before ``end`` are stored.
 """
 
 from dataclasses import dataclass
@@ -35,77 +36,127 @@ from ...compile import fake
 from ...dsl import copy
 from . import walk
 from .chunks import CHUNK, chunk
-from .spans import Run
+from .lists import BlockList, BlockRange
+from .spans import RowBounds
 
-#: The numbers of a block.
+#: The columns of the table.
 FIELDS = 4
 BLOCK = walk.BLOCK
 WARP = 32
 
 
-@cute.jit
-def place_of(table: cute.Tensor, block):
-    """(shift, end) of a block; of the last one for those beyond it."""
-    at = cutlass.min(block, table.shape[0] - 1)
-    place = copy.vector(table, (at, 0), 2).load()
-    return place[0], place[1]
+@dataclass(frozen=True)
+class RowRange:
+    """Rows of a block: ``shift`` as in the table; ``end``: the row after its sequence's last."""
+
+    shift: cutlass.Int32
+    end: cutlass.Int32
+
+
+@dataclass(frozen=True)
+class RankBase:
+    """A column's block, and the last block of its sequence: what its ranks follow from."""
+
+    block: cutlass.Int32
+    last: cutlass.Int32
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """A tile in shared memory: its rows, its `piece_bytes`, the bytes of a row."""
+
+    rows: int
+    piece: int
+    row_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tile."""
+        return self.rows * self.row_bytes
+
+
+@dataclass(frozen=True)
+class TailBarrier:
+    """The mbarrier of tiles that a sequence ends in, and its phase, int32 [1] in registers."""
+
+    barrier: cute.Pointer
+    phase: cute.Tensor
+
+
+@dataclass(frozen=True)
+class RowCoord:
+    """Where a tile's row 0 goes in [B, T, H, D]: (batch, row, head)."""
+
+    batch: cutlass.Int32
+    row: cutlass.Int32
+    head: cutlass.Int32
 
 
 @cute.jit
-def sequence_of(table: cute.Tensor, block):
-    """(first, last) of a block, likewise."""
-    at = cutlass.min(block, table.shape[0] - 1)
-    ends = copy.vector(table, (at, 2), 2).load()
+def place_of(table: cute.Tensor, block: cutlass.Int32):
+    """Return the `RowRange` of a block; blocks beyond the table read its last row."""
+    index = cutlass.min(block, table.shape[0] - 1)
+    record = copy.vector(table, (index, 0), 2).load()
+    return RowRange(record[0], record[1])
+
+
+@cute.jit
+def sequence_of(table: cute.Tensor, block: cutlass.Int32):
+    """Return (first, last) block of a block's sequence; beyond the table as `place_of`."""
+    index = cutlass.min(block, table.shape[0] - 1)
+    ends = copy.vector(table, (index, 2), 2).load()
     return ends[0], ends[1]
 
 
 @cute.jit
-def pairs(table: cute.Tensor, block):
-    """Whether a block pairs with any: it is of a sequence."""
+def pairs(table: cute.Tensor, block: cutlass.Int32):
+    """Return whether a block pairs with any: whether it belongs to a sequence."""
     first, last = sequence_of(table, block)
     return first <= last
 
 
 @cute.jit
 def blocks_of(table: cute.Tensor):
-    """How many blocks are in use."""
+    """Return the number of blocks in use."""
     return table[table.shape[0] - 1, 2]
 
 
-def reach(lo, hi):
-    """(A, B): how many blocks before and behind its own a query sees."""
+def reach(lo: cutlass.Int32, hi: cutlass.Int32):
+    """Return (A, B): how many blocks before and after its own a query sees."""
     return (BLOCK - 1 - lo) // BLOCK, (hi + BLOCK - 1) // BLOCK
 
 
-def cuts(lo, hi, distance):
-    """Whether a band may hide a pair of a block; distance: its first key's less its first query's.
+def cuts(lo: cutlass.Int32, hi: cutlass.Int32, distance: cutlass.Int32):
+    """Return whether a band may hide a pair of a block at ``distance``, first key less first query.
 
-    Where it hides none, looking at each changes no bit.
+    Where it hides none, masking each element changes no bit.
     """
     return (distance - (BLOCK - 1) < lo) | (distance + (BLOCK - 1) > hi)
 
 
 @cute.jit
-def listing(table: cute.Tensor, m, lo, hi):
-    """(how many, the key blocks, no mask tiles) of query block ``m``; none beyond the table."""
+def listing(table: cute.Tensor, m: cutlass.Int32, lo: cutlass.Int32, hi: cutlass.Int32):
+    """Return the `BlockList` of query block ``m``; empty beyond the table."""
+    # n from max(first, m - A) to min(last, m + B)
     first, last = sequence_of(table, m)
-    before, behind = reach(lo, hi)
+    before, after = reach(lo, hi)
     begin = cutlass.max(first, m - before)
-    count = cutlass.max(cutlass.min(last, m + behind) + 1 - begin, 0)
-    return count if m < table.shape[0] else cutlass.Int32(0), Run(begin), None
+    count = cutlass.max(cutlass.min(last, m + after) + 1 - begin, 0)
+    return BlockList(count if m < table.shape[0] else cutlass.Int32(0), BlockRange(begin), None)
 
 
-def between(lo, hi, end, row):
-    """([first, first], [last, last]) of the keys that a thread's rows see; the second is 8 on."""
-    rows = row, row + 8
-    return [at + lo for at in rows], [cutlass.min(at + hi, end - 1) for at in rows]
+def between(lo: cutlass.Int32, hi: cutlass.Int32, end: cutlass.Int32, row: cutlass.Int32):
+    """Return the `RowBounds` of a thread whose first row is ``row``; the second is 8 below."""
+    below = row + 8
+    first = row + lo, below + lo
+    return RowBounds(first, (cutlass.min(row + hi, end - 1), cutlass.min(below + hi, end - 1)))
 
 
 @dataclass(frozen=True)
 class Columns:
-    """`walk.Lists` of a pack: a column's places are the query blocks themselves.
+    """`walk.Lists` of a varlen batch: a column's indices are the query blocks themselves.
 
-    ``ticket``'s last row says how many of those before it are in use.
+    ``ticket``'s last row has the number of tickets in use.
     """
 
     ticket: cute.Tensor
@@ -114,84 +165,87 @@ class Columns:
     hi: cutlass.Int32
 
     def total(self):
-        """How many tickets there are."""
+        """Return the number of tickets."""
         return self.ticket[self.ticket.shape[0] - 1, 0]
 
     @cute.jit
-    def column(self, ticket):
-        """(head, KV block, first query block, end of them) of a ticket, by one aligned load."""
+    def column(self, ticket: cutlass.Int32):
+        """Return (head, KV block, first query block, end of them) of a ticket: one aligned load."""
         record = copy.vector(self.ticket, (ticket, 0), walk.FIELDS).load()
         return tuple(record[i] for i in range(walk.FIELDS))
 
     @cute.jit
-    def ends(self, sizes, block, tile_m: cutlass.Constexpr):
-        """(the tile of rows, the key) behind the last one that a column has to do with."""
-        _, end = place_of(self.table, block)
+    def ends(self, sizes: walk.Sizes, block: cutlass.Int32, tile_m: cutlass.Constexpr):
+        """Return (end of the row tiles, end of the keys) that a column has to do with."""
+        end = place_of(self.table, block).end
         return (end + tile_m - 1) // tile_m, end
 
-    def entry_at(self, at, block):
-        """2 * query block + is_partial."""
-        return 2 * at + cutlass.Int32(cuts(self.lo, self.hi, (block - at) * BLOCK))
+    def entry_at(self, index: cutlass.Int32, block: cutlass.Int32):
+        """Return 2 * query block + is_partial."""
+        return 2 * index + cutlass.Int32(cuts(self.lo, self.hi, (block - index) * BLOCK))
 
     @cute.jit
-    def who(self, block):
-        """What `rank_at` needs of a column: (its block, the last of its sequence)."""
+    def rank_base(self, block: cutlass.Int32):
+        """Return what `rank_at` needs of a column."""
         _, last = sequence_of(self.table, block)
-        return block, last
+        return RankBase(block, last)
 
-    def rank_at(self, at, who):
-        """The rank of a visit."""
-        block, last = who
-        return cutlass.min(last, at + reach(self.lo, self.hi)[1]) - block
+    def rank_at(self, index: cutlass.Int32, base: RankBase):
+        """Return the rank of a visit: min(last, m + B) - n."""
+        return cutlass.min(base.last, index + reach(self.lo, self.hi)[1]) - base.block
 
-    def ahead(self, window, at, begin):
-        """Nothing is read ahead."""
+    def ahead(self, window: cutlass.Int32, index: cutlass.Int32, begin: cutlass.Int32):
+        """Return the window unchanged: entries are not read from memory."""
         return window
 
-    def entry_ahead(self, window, at, begin, block):
-        """The entry at a place."""
-        return self.entry_at(at, block)
+    def entry_ahead(
+        self,
+        window: cutlass.Int32,
+        index: cutlass.Int32,
+        begin: cutlass.Int32,
+        block: cutlass.Int32,
+    ):
+        """Return the entry at an index."""
+        return self.entry_at(index, block)
 
 
 @cute.jit
-def init(barrier: cute.Pointer, thread):
-    """By the CTA's threads, before its barriers are published."""
+def init(barrier: cute.Pointer, thread: cutlass.Int32):
+    """Initialise the tail barrier, by the CTA's threads, before its barriers are published."""
     if thread == 0:
         cute.arch.mbarrier_init(barrier, 1)
 
 
 @cute.jit
 def expect(barrier: cute.Pointer, size: cutlass.Constexpr):
-    """By a warp: a tile of so many bytes will come through the barrier."""
+    """Announce, by a warp, a tile of ``size`` bytes that comes through the barrier."""
     if cute.arch.lane_idx() == 0:
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
 
 
 @cute.jit
 def clean(
-    barrier: cute.Pointer,
-    phases: cute.Tensor,
+    tail: TailBarrier,
     tile: cute.Pointer,
-    sizes: cutlass.Constexpr,
-    first,
+    shape: cutlass.Constexpr,
+    first: cutlass.Int32,
     full: cute.Pointer,
 ):
-    """By a warp: awaits the tile, zeros its rows from ``first`` on, and passes it to its readers.
+    """Await a tile, zero its rows from ``first`` on, and pass it to its readers; by a warp.
 
-    phases  int32 [1], the barrier's; sizes  (rows of the tile, its `piece_bytes`, bytes a row)
+    shape: its `TileShape`; full: the mbarrier that its readers wait for.
     """
-    rows, width, row_size = sizes
-    cute.arch.mbarrier_wait(barrier, phases[0])
-    phases[0] = phases[0] ^ 1
+    cute.arch.mbarrier_wait(tail.barrier, tail.phase[0])
+    tail.phase[0] = tail.phase[0] ^ 1
     zeros = cute.make_rmem_tensor(CHUNK // 4, cutlass.Int32)
     zeros.fill(0)
-    chunks = width // CHUNK
+    chunks = shape.piece // CHUNK
     lane = cute.arch.lane_idx()
     start = cutlass.max(first, cutlass.Int32(0)) + lane // chunks
-    for row in cutlass.range(start, rows, WARP // chunks, unroll=1):
-        for piece in cutlass.range_constexpr(row_size // width):
+    for row in cutlass.range(start, shape.rows, WARP // chunks, unroll=1):
+        for piece in cutlass.range_constexpr(shape.row_bytes // shape.piece):
             number = piece * chunks + lane % chunks
-            cute.autovec_copy(zeros, chunk(tile, rows, width, row, number))
+            cute.autovec_copy(zeros, chunk(tile, shape.rows, shape.piece, row, number))
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
     if lane == 0:
@@ -201,29 +255,29 @@ def clean(
 @cute.jit
 def store_rows(
     tile: cute.Pointer,
-    sizes: cutlass.Constexpr,
+    shape: cutlass.Constexpr,
     target: cute.Tensor,
-    at: tuple,
-    rows: tuple,
-    thread,
+    coord: RowCoord,
+    end: cutlass.Int32,
+    thread: cutlass.Int32,
     threads: cutlass.Constexpr,
 ):
-    """Rows ``rows[0]`` to ``rows[1] - 1`` of a tile, by ``threads`` threads, 16 bytes at a time.
+    """Store the rows before ``end`` of a tile, by ``threads`` threads, 16 bytes at a time.
 
-    sizes: as in `clean`; target: [B, T, H, D]; at: (batch, where the tile's row 0 goes, head).
+    shape: its `TileShape`; target: [B, T, H, D]; coord: where the tile's row 0 goes.
     """
-    height, width, row_size = sizes
-    batch, row_0, head = at
-    chunks = row_size // CHUNK
+    # By hand: TMA would store whole tiles, over the rows of the next sequence.
+    chunks = shape.row_bytes // CHUNK
     elements = CHUNK * 8 // target.element_type.width
     values = cute.make_rmem_tensor(CHUNK // 4, cutlass.Int32)
-    for number in cutlass.range(rows[0] * chunks + thread, rows[1] * chunks, threads, unroll=1):
+    for number in cutlass.range(thread, end * chunks, threads, unroll=1):
         row, piece = number // chunks, number % chunks
-        cute.autovec_copy(chunk(tile, height, width, row, piece), values)
-        place = copy.vector(target, (batch, row_0 + row, head, piece * elements), elements)
-        cute.autovec_copy(values, cute.recast_tensor(place, cutlass.Int32))
+        cute.autovec_copy(chunk(tile, shape.rows, shape.piece, row, piece), values)
+        index = coord.batch, coord.row + row, coord.head, piece * elements
+        gRow = copy.vector(target, index, elements)
+        cute.autovec_copy(values, cute.recast_tensor(gRow, cutlass.Int32))
 
 
 def fake_table():
-    """What kernels are compiled against; tickets too."""
+    """Return the fake table, or tickets, that kernels are compiled against."""
     return fake.compact(cutlass.Int32, (fake.size(), FIELDS), fake.TMA_ALIGN)

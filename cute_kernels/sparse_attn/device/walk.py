@@ -1,10 +1,10 @@
-"""A schedule on the device: the list of a ticket, and the visits of each entry on it.
+"""Walk of a backward schedule on the device: the list of a ticket, and the visits of each entry.
 
 Loading, multiplying and adding all walk the same list with the functions here, so they cannot
 disagree.  The query heads of a group come one after another, each with the whole list: CTAs of one
 KV head then read the same Q and dO at about the same time.  An entry (a query block of 128 rows) is
-one visit per tile of ``tile_m`` rows that begins inside Sq (of a pack: inside its sequence),
-ascending.
+one visit per tile of ``tile_m`` rows that begins inside Sq (of a varlen batch: inside its
+sequence), ascending.
 
 Every query head has its own turns.  What waits for what is as in the schedule, once per head; that
 is safe for schedules that need no residency, and for no others if there is a group: a ticket that
@@ -16,18 +16,30 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import cute
 
+from ...compile import fake
 from ...dsl import copy
+from . import score_mask
 
 BLOCK = 128
 #: Entries that a warp reads at once.
 WINDOW = 32
-#: The numbers of a ticket.
+#: The columns of a ticket.
 FIELDS = 4
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """Problem sizes: ``group`` query heads per KV head, ``q_tiles`` tiles of rows per head."""
+
+    kv_len: cutlass.Int32
+    kv_heads: cutlass.Int32
+    group: cutlass.Int32
+    q_tiles: cutlass.Int32
+
+
+@dataclass(frozen=True)
 class Lists:
-    """Three tensors of schedulers/order/schedule.py's ``ScheduleTensors``, for heads b * Hkv + h.
+    """Stored tickets, entries and ranks (``ScheduleTensors``), for heads b * Hkv + h.
 
     ``entry`` and ``rank`` of a schedule without visits need one element, which is not read.
     ``packed.Columns`` has the same functions.
@@ -38,70 +50,73 @@ class Lists:
     rank: cute.Tensor
 
     def total(self):
-        """How many tickets there are."""
+        """Return the number of tickets."""
         return self.ticket.shape[0]
 
     @cute.jit
-    def column(self, ticket):
-        """(head, KV block, first entry, end of the entries) of a ticket, by one aligned load."""
+    def column(self, ticket: cutlass.Int32):
+        """Load (head, KV block, first entry, end of the entries) of a ticket at once."""
         record = copy.vector(self.ticket, (ticket, 0), FIELDS).load()
         return tuple(record[i] for i in range(FIELDS))
 
-    def ends(self, sizes, block, tile_m: int):
-        """(the tile of rows, the key) behind the last one that a column has to do with."""
+    def ends(self, sizes: Sizes, block: cutlass.Int32, tile_m: int):
+        """Return (end of the row tiles, end of the keys) that a column has to do with."""
         return sizes.q_tiles, sizes.kv_len
 
-    def entry_at(self, at, block):
-        """The entry at a place of the list of a ticket with this KV block."""
-        return self.entry[at]
+    def entry_at(self, index: cutlass.Int32, block: cutlass.Int32):
+        """Return the entry at an index of the list of a ticket with this KV block."""
+        return self.entry[index]
 
-    def who(self, block):
-        """What `rank_at` needs of a column."""
+    def rank_base(self, block: cutlass.Int32) -> None:
+        """Return what `rank_at` needs of a column: nothing, ranks are stored."""
         return None
 
-    def rank_at(self, at, who):
-        """The rank of the visit at a place."""
-        return self.rank[at]
+    def rank_at(self, index: cutlass.Int32, base: None):
+        """Return the rank of the visit at an index."""
+        return self.rank[index]
 
     @cute.jit
-    def ahead(self, window, at, begin):
-        """What `entry_ahead` reads at a place, behind the same for the place before it.
+    def ahead(self, window: cutlass.Int32, index: cutlass.Int32, begin: cutlass.Int32):
+        """Return the window that `entry_ahead` reads at an index, given that of the index before.
 
-        ``WINDOW`` entries at a time, one in each lane of the warp: a consumer that loaded each
+        A window is ``WINDOW`` entries, one in each lane of the warp: a consumer that loaded each
         entry when it comes to it would wait for global memory, about 500 cycles, between two
         products.
         """
-        if (at - begin) & (WINDOW - 1) == 0:
-            index = cutlass.min(at + cute.arch.lane_idx(), self.entry.shape[0] - 1)
-            window = self.entry[index]
+        if (index - begin) & (WINDOW - 1) == 0:
+            lane_index = cutlass.min(index + cute.arch.lane_idx(), self.entry.shape[0] - 1)
+            window = self.entry[lane_index]
         return window
 
     @cute.jit
-    def entry_ahead(self, window, at, begin, block):
-        """The entry at a place of a list that starts at ``begin``, in every lane."""
-        return cute.arch.shuffle_sync(window, (at - begin) & (WINDOW - 1))
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Of one launch: ``group`` query heads per KV head, ``q_tiles`` tiles of rows per head."""
-
-    kv_len: cutlass.Int32
-    kv_heads: cutlass.Int32
-    group: cutlass.Int32
-    q_tiles: cutlass.Int32
+    def entry_ahead(
+        self,
+        window: cutlass.Int32,
+        index: cutlass.Int32,
+        begin: cutlass.Int32,
+        block: cutlass.Int32,
+    ):
+        """Return the entry at an index of a list that starts at ``begin``, in every lane."""
+        return cute.arch.shuffle_sync(window, (index - begin) & (WINDOW - 1))
 
 
 @cute.jit
-def visits(end, q_block, tile_m: cutlass.Constexpr):
-    """(visits of an entry by one query head, the tile of its first); no tile from ``end`` on."""
+def visits(end: cutlass.Int32, q_block: cutlass.Int32, tile_m: cutlass.Constexpr):
+    """Return (visits of an entry by one query head, its first tile); no tile from ``end`` on."""
     per_block = BLOCK // tile_m
     first = q_block * per_block
     return cutlass.min(end - first, cutlass.Int32(per_block)), first
 
 
 @cute.jit
-def row_of(sizes: Sizes, head, member, tile):
-    """The tile's number among all of the launch, 64 bits wide: where its statistics, dQ and
-    semaphore are."""
+def row_of(sizes: Sizes, head: cutlass.Int32, member: cutlass.Int32, tile: cutlass.Int32):
+    """Return the tile's number in the launch (64 bits): its statistics, dQ and semaphore."""
     return (cutlass.Int64(head) * sizes.group + member) * sizes.q_tiles + tile
+
+
+def fake_lists(form: str) -> tuple[cute.Tensor, ...]:
+    """Return fakes of entries, ranks, the mask tile of each entry, and the mask tiles' words."""
+    entries, tiles = fake.size(), fake.size()
+    listed = entries if form == "bits" else fake.size()
+    words = fake.compact(cutlass.Int32, (tiles, BLOCK, score_mask.WORDS), fake.TMA_ALIGN)
+    return *(fake.compact(cutlass.Int32, (size,)) for size in (entries, entries, listed)), words
