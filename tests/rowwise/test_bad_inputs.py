@@ -66,6 +66,12 @@ def parameter(kind: type = torch.nn.Parameter, **attributes) -> torch.Tensor:
     return made
 
 
+def elsewhere() -> torch.Tensor:
+    made = torch.nn.Parameter(t(4, device="meta"))
+    made.grad = t(4, device="meta")
+    return made
+
+
 def sharded_gradient() -> torch.Tensor:
     made = torch.nn.Parameter(t(4))
     made.main_grad = DTensor(t(4))
@@ -184,6 +190,8 @@ CASES = [
         ["parameters[0].main_grad", "DTensor"]),
     ("ZeRO-3", clip([parameter(ds_id=3)]), ArgumentTypeError, ["whole", "DeepSpeed"]),
     ("sparse gradient", clip([sparse_gradient()]), ArgumentTypeError, ["parameters[0]", "sparse"]),
+    ("gradients on two devices", clip([parameter(), elsewhere()]), DeviceError,
+        ["parameters[1]", "cpu", "meta"]),
     ("the same twice", clip(twice()), AliasError, ["parameters[1]", "once"]),
     ("two gradients", clip([parameter(main_grad=t(4))], main_grad=True), ArgumentValueError,
         ["parameters[0]", "both"]),
