@@ -166,6 +166,7 @@ CASES = [
     ("cos learnt", turn(cos=t(2, 3, 8).requires_grad_(), sin=t(2, 3, 8)), ArgumentValueError,
         ["cos", "requires_grad"]),
     ("cos too wide", turn(cos=t(2, 3, 10)), ShapeError, ["cos", "2 to 8", "got 10"]),
+    ("cos a number", turn(cos=t()), ShapeError, ["[..., R]"]),
     ("cos odd", turn(cos=t(2, 3, 7)), ShapeError, ["cos", "even", "got 7"]),
     ("cos of other tokens", turn(cos=t(2, 5, 8)), ShapeError, ["q", "[2, 1, 5]", "[2, 4, 3]"]),
     ("cos of another batch", turn(k=t(3, 1, 3, 8)), ShapeError, ["k", "[2, 1, 3]", "[3, 1, 3]"]),

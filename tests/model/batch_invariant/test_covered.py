@@ -254,6 +254,15 @@ def test_sizes_of_zero(dtype):
         assert F.softmax(torch.tensor(2.0, dtype=dtype), 0).item() == 1.0
 
 
+def test_heads_that_the_kernels_take_go_to_them():
+    q, k, v = (drawn(1, 2, 150, 64, seed=seed, dtype=BF16) for seed in (1, 2, 3))
+    want = ck.block_sparse_attention(*(t.transpose(1, 2) for t in (q, k, v)), causal=True)
+    with ck.batch_invariant(strict=True):
+        assert same_bytes(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True), want.transpose(1, 2)
+        )
+
+
 @pytest.mark.parametrize("dims", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (-1, 0), ()], ids=str)
 def test_sums_over_any_dimensions(dims):
     x = drawn(4, 5, 6)
