@@ -190,7 +190,7 @@ def test_a_part_is_the_same_wherever_it_begins():
     assert contract.same_bytes(both.weight[1:], one.weight)
 
 
-@pytest.mark.parametrize("wait", ["", "        cute.arch.griddepcontrol_wait()\n"])
+@pytest.mark.parametrize("wait", ["", "        cute.arch.griddepcontrol_wait()  # as it is\n"])
 def test_a_sum_that_begins_before_its_parts_are_complete_is_refused(tmp_path, wait):
     """The simulator runs one kernel after the other; rule R3 of the certificates sees this."""
     text = "        cute.arch.griddepcontrol_wait()\n"
