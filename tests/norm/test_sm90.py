@@ -156,6 +156,17 @@ def test_parts_are_added_one_by_one():
     assert contract.same_bytes(made, zero.bfloat16())
 
 
+def test_more_parts_than_are_copied_ahead():
+    """Three rounds and a tail, in two halves of shared memory."""
+    parts = torch.randn(3 * 256 + 9, 40, generator=torch.Generator().manual_seed(5))
+    want = torch.zeros(40)
+    for part in parts:
+        want += part
+    with simulated():
+        (made,) = launch.add_parts([parts], [None], [torch.empty(40, dtype=BF16)])
+    assert contract.same_bytes(made, want.bfloat16())
+
+
 @pytest.mark.parametrize("kinds", ["added, made", "made, added", "both added", "both made"])
 def test_two_sums_have_the_bytes_of_one_each(kinds):
     """In one launch, where both are of one kind, and in two."""
