@@ -152,7 +152,9 @@ def test_a_product_goes_where_it_is_told(backend, tile, order, n, layout):
     with backend(tile) as gemm:
         assert gemm(a, b, bias, None, order, out) is out
         assert same_bytes(out, want) and untouched(out, memory)
-        assert same_bytes(gemm(placed(a, layout), placed(b, layout), bias, None, order), want)
+        placed_a, placed_b = placed(a, layout), placed(b, layout)
+        for pair in ((placed_a, placed_b), (placed_a, b), (a, placed_b)):
+            assert same_bytes(gemm(*pair, bias, None, order), want)
 
 
 @pytest.mark.parametrize(("backend", "tile"), [PRODUCTS[0], PRODUCTS[2]])
@@ -161,10 +163,11 @@ def test_a_product_goes_where_it_is_told(backend, tile, order, n, layout):
 def test_an_accumulator_is_added_to_where_it_lies(backend, tile, n, layout):
     a, b, start = integers(8, 32, seed=1), integers(n, 32, seed=2), integers(8, n, seed=3)
     accumulator, memory = layout(8, n, FP32)
-    accumulator.copy_(start)
-    with backend(tile) as gemm:
-        assert gemm(a, b, None, accumulator) is accumulator
-    assert same_bytes(accumulator, start.float() + a.float() @ b.float().mT)
+    for pair in ((a, b), (placed(a, layout), b), (a, placed(b, layout))):
+        accumulator.copy_(start)
+        with backend(tile) as gemm:
+            assert gemm(*pair, None, accumulator) is accumulator
+        assert same_bytes(accumulator, start.float() + a.float() @ b.float().mT)
     assert untouched(accumulator, memory)
 
 

@@ -99,6 +99,11 @@ def test_a_module(tmp_path):
     assert all(same_bytes(tensors[name], t) for name, t in module.state_dict().items())
 
 
+def test_a_process_of_its_own_is_rank_0_of_1_without_zero(tmp_path):
+    manifest = publish_weights(tmp_path, {"w": torch.randn(3)})
+    assert (manifest.zero_stage, manifest.world_size, manifest.rank) == (0, 1, 0)
+
+
 def test_resolved_fields_win_over_the_callers(tmp_path):
     claims = {"zero_stage": 0, "world_size": 8, "rank": 5, "version": 99, "kind": "x", "step": 1}
     claims |= {"tensor_count": 1, "contract_ids": {}, "files": {}, "sha256": "0", "format": 9}

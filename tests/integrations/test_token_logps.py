@@ -464,3 +464,7 @@ def test_a_parameter_in_flight_is_refused():
         gathering.whole((parameter,)),
     ):
         pytest.fail("it was taken for a whole one")
+
+
+def test_a_model_without_a_config_leaves_logits_as_they_are():
+    assert causal_lm.transform(torch.nn.Linear(2, 2)) == (1.0, 0.0)

@@ -74,6 +74,7 @@ def case(shape: Shape, dtype: torch.dtype = FP32, seed: int = 0) -> Case:
     logits[2::5, : n // 2] -= 300
     target = torch.randint(0, vocab, (tokens,), generator=random)
     target[0] = min(vocab, start + n) - 1
+    target[1:2] = start
     target[3::4], target[4::6] = config.MASKED, config.OUTSIDE
     scale = torch.rand(tokens, generator=random) * 3 + 0.05
     scale[::2] = config.LOG2E

@@ -156,6 +156,17 @@ def test_parts_are_added_one_by_one():
     assert contract.same_bytes(made, zero.bfloat16())
 
 
+def test_more_parts_than_are_copied_ahead():
+    """Three rounds and a tail, in two halves of shared memory."""
+    parts = torch.randn(3 * 256 + 9, 40, generator=torch.Generator().manual_seed(5))
+    want = torch.zeros(40)
+    for part in parts:
+        want += part
+    with simulated():
+        (made,) = launch.add_parts([parts], [None], [torch.empty(40, dtype=BF16)])
+    assert contract.same_bytes(made, want.bfloat16())
+
+
 @pytest.mark.parametrize("kinds", ["added, made", "made, added", "both added", "both made"])
 def test_two_sums_have_the_bytes_of_one_each(kinds):
     """In one launch, where both are of one kind, and in two."""
@@ -190,7 +201,7 @@ def test_a_part_is_the_same_wherever_it_begins():
     assert contract.same_bytes(both.weight[1:], one.weight)
 
 
-@pytest.mark.parametrize("wait", ["", "        cute.arch.griddepcontrol_wait()\n"])
+@pytest.mark.parametrize("wait", ["", "        cute.arch.griddepcontrol_wait()  # as it is\n"])
 def test_a_sum_that_begins_before_its_parts_are_complete_is_refused(tmp_path, wait):
     """The simulator runs one kernel after the other; rule R3 of the certificates sees this."""
     text = "        cute.arch.griddepcontrol_wait()\n"

@@ -66,6 +66,12 @@ def parameter(kind: type = torch.nn.Parameter, **attributes) -> torch.Tensor:
     return made
 
 
+def elsewhere() -> torch.Tensor:
+    made = torch.nn.Parameter(t(4, device="meta"))
+    made.grad = t(4, device="meta")
+    return made
+
+
 def sharded_gradient() -> torch.Tensor:
     made = torch.nn.Parameter(t(4))
     made.main_grad = DTensor(t(4))
@@ -160,6 +166,7 @@ CASES = [
     ("cos learnt", turn(cos=t(2, 3, 8).requires_grad_(), sin=t(2, 3, 8)), ArgumentValueError,
         ["cos", "requires_grad"]),
     ("cos too wide", turn(cos=t(2, 3, 10)), ShapeError, ["cos", "2 to 8", "got 10"]),
+    ("cos a number", turn(cos=t()), ShapeError, ["[..., R]"]),
     ("cos odd", turn(cos=t(2, 3, 7)), ShapeError, ["cos", "even", "got 7"]),
     ("cos of other tokens", turn(cos=t(2, 5, 8)), ShapeError, ["q", "[2, 1, 5]", "[2, 4, 3]"]),
     ("cos of another batch", turn(k=t(3, 1, 3, 8)), ShapeError, ["k", "[2, 1, 3]", "[3, 1, 3]"]),
@@ -184,6 +191,8 @@ CASES = [
         ["parameters[0].main_grad", "DTensor"]),
     ("ZeRO-3", clip([parameter(ds_id=3)]), ArgumentTypeError, ["whole", "DeepSpeed"]),
     ("sparse gradient", clip([sparse_gradient()]), ArgumentTypeError, ["parameters[0]", "sparse"]),
+    ("gradients on two devices", clip([parameter(), elsewhere()]), DeviceError,
+        ["parameters[1]", "cpu", "meta"]),
     ("the same twice", clip(twice()), AliasError, ["parameters[1]", "once"]),
     ("two gradients", clip([parameter(main_grad=t(4))], main_grad=True), ArgumentValueError,
         ["parameters[0]", "both"]),

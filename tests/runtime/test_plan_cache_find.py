@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import sys
 import tracemalloc
 import types
+import weakref
 from unittest import mock
 
 import pytest
@@ -177,6 +179,15 @@ def test_a_main_grad_under_fully_shard_is_looked_for_in_each_call(both, monkeypa
     assert plan_cache.is_cacheable(x, W, None)
     with sharded():
         assert plan_cache.is_cacheable(x, X, None) and not plan_cache.is_cacheable(x, W)
+
+
+def test_one_module_of_fully_shard_is_noticed(monkeypatch):
+    states = importlib.import_module(data_parallel._FSDP2_STATES)
+    monkeypatch.setattr(states, "_module_state_mapping", weakref.WeakKeyDictionary())
+    assert not data_parallel.sharding()
+    module = torch.nn.Linear(2, 2)
+    states._insert_module_state(module, states._State())
+    assert data_parallel.sharding()
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,15 @@ def test_softcap(mask, head_dim):
         simulated_bwd.check(case._replace(softcap=0.0), found)
 
 
+@pytest.mark.parametrize("head_dim", [192, 128])
+def test_full_blocks_beside_partial_ones_of_bits(head_dim):
+    """Full ones are of odd and even query blocks: they have no words of their own."""
+    allowed = drawn(1, 1, 384, 256, seed=8)
+    allowed[..., 128:, :128] = allowed[..., :256, 128:] = True
+    case = simulated_bwd.case(BlockMask.from_dense(allowed), head_dim=head_dim)
+    simulated_bwd.check(case, run(case))
+
+
 def test_empty_rows_and_columns_are_zero():
     case = simulated_bwd.case(MASKS["holes"](), heads=2, kv_heads=1)
     found = run(case)

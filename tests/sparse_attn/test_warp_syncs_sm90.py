@@ -1,4 +1,4 @@
-"""Meetings of a warp before a lane acts for it: each dropped one is a race between lanes.
+"""Barriers of a warp before a lane acts for it: each dropped one is a race between lanes.
 
 What lane 0 stores, or reads, and another lane, or another warp, uses after a lane's arrival.
 """
@@ -52,6 +52,7 @@ def backward() -> None:
 #: (the run, the end of the file's path, the function in it; None: any).
 SITES = [
     (three_consumers, "device/output.py", "publish"),
+    (three_consumers, "device/output.py", "store"),
     (three_consumers, "device/merge.py", "step"),
     (three_consumers, "device/forward_loads.py", "write"),
     (pack, "device/packed.py", None),
@@ -82,3 +83,13 @@ def test_the_intact_kernels_have_no_race(call):
 @pytest.mark.parametrize(("call", "file", "function"), SITES)
 def test_a_dropped_meeting_is_a_race(call, file, function):
     assert races(call, edited.dropped("sync_warp", file, function)) > 0
+
+
+def test_the_backward_awaits_the_initialised_barriers():
+    """Its warps part at once: without the CTA's barrier some wait on mbarriers that are none."""
+    with (
+        edited.dropped("sync_threads", "kernel_bwd_sm90.py", "kernel") as lines,
+        pytest.raises(ptxsim.PtxsimError, match="mbarrier that is not initialised"),
+    ):
+        backward()
+    assert len(lines) == 1

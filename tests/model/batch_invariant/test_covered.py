@@ -254,6 +254,29 @@ def test_sizes_of_zero(dtype):
         assert F.softmax(torch.tensor(2.0, dtype=dtype), 0).item() == 1.0
 
 
+@pytest.mark.parametrize("needs", [(True, False), (False, True), (True, True)])
+def test_gradients_that_nobody_asked_for_are_not_computed(monkeypatch, needs):
+    products, true = [], aten_ops.batched_product
+    a, b = drawn(2, 3, 4).requires_grad_(needs[0]), drawn(2, 4, 5).requires_grad_(needs[1])
+    with ck.batch_invariant(strict=True):
+        y = torch.bmm(a, b)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                aten_ops, "batched_product", lambda *args: products.append(args) or true(*args)
+            )
+            y.backward(drawn(2, 3, 5, seed=2))
+    assert len(products) == sum(needs)
+
+
+def test_heads_that_the_kernels_take_go_to_them():
+    q, k, v = (drawn(1, 2, 150, 64, seed=seed, dtype=BF16) for seed in (1, 2, 3))
+    want = ck.block_sparse_attention(*(t.transpose(1, 2) for t in (q, k, v)), causal=True)
+    with ck.batch_invariant(strict=True):
+        assert same_bytes(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True), want.transpose(1, 2)
+        )
+
+
 @pytest.mark.parametrize("dims", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (-1, 0), ()], ids=str)
 def test_sums_over_any_dimensions(dims):
     x = drawn(4, 5, 6)

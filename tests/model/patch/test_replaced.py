@@ -121,6 +121,16 @@ def test_a_new_module_is_refused_until_it_is_patched(case):
     assert not same_bytes(families.logits(net, tokens), want)
 
 
+def test_a_new_model_of_transformers_is_refused():
+    """One without a head: its attention alone would be noticed by nobody else."""
+    holder = nn.Module()
+    holder.policy = families.model("llama").model
+    ck.patch(holder, linear=False, norm=False, embedding=False)
+    holder.policy = families.model("llama").model
+    with pytest.raises(PatchError, match=r"^policy: expected"):
+        holder.policy(TOKENS)
+
+
 def test_unpatched_it_runs():
     net = families.model("llama")
     ck.patch(net)
