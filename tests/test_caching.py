@@ -42,6 +42,13 @@ def test_a_value_above_the_limit_is_returned_and_not_kept():
     assert cache.size()["entries"] == 1
 
 
+def test_a_value_of_inference_mode_can_be_saved_for_backward():
+    cache = ByteCache("test", 100)
+    with torch.inference_mode():
+        assert not cache.get("key", lambda: tensor(40)).is_inference()
+        assert torch.is_inference_mode_enabled()
+
+
 def test_bytes_count_once():
     """Views, arrays, containers and objects; a storage that two share is one."""
     whole, array = tensor(64), np.zeros(10, np.int32)

@@ -238,7 +238,7 @@ def _backward_skinny(ctx, dy):
     dw = linear_dw(dy, x, "tree") if needs_weight else None
     db = None
     if needs_bias:
-        db = dy.flatten(0, -2) if ctx.bias_per_row else linear_dbias(dy, "tree")
+        db = _rows(dy) if ctx.bias_per_row else linear_dbias(dy, "tree")
     return dx, dw, db, None
 
 

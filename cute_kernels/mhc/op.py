@@ -407,7 +407,8 @@ expand_backward = nodes.define(
 def _run_repeat(e, n, layout):
     m, c = e.shape
     e = e[:, :, None].expand(m, c, n) if layout == "cn" else e[:, None].expand(m, n, c)
-    return e.reshape(m, n * c)
+    # Not reshape: of one channel that is a view, all streams of which are one memory, the caller's.
+    return e.clone(memory_format=torch.contiguous_format).view(m, n * c)
 
 
 def _run_repeat_backward(dx, n, layout):

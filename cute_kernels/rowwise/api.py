@@ -270,4 +270,4 @@ def clip_grad_norm_(
         if error_if_nonfinite:
             checks.finite(total)
         op.clip(problem.gradients, total, problem.max_norm)
-    return total.to(torch.float32)
+    return op.fp32_norm(total)

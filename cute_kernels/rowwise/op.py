@@ -463,6 +463,12 @@ def total_norm(gradients: tuple[torch.Tensor, ...], largest: bool) -> torch.Tens
         return add_sums(torch.stack([square_sum(t) for t in gradients])).sqrt()
 
 
+def fp32_norm(total: torch.Tensor) -> torch.Tensor:
+    """fp32 of a norm, rounded to nearest whatever the thread's rounding mode is."""
+    with ieee_on(total):
+        return total.to(torch.float32)
+
+
 def clip(gradients: tuple[torch.Tensor, ...], total: torch.Tensor, max_norm: float) -> None:
     """gradients *= min(1, max_norm / (total + 1e-6)), the factor rounded to fp32."""
     with ieee_on(total):

@@ -49,7 +49,9 @@ class ByteCache:
                 self._entries.move_to_end(key)
                 entry.pinned |= capturing
                 return entry.value
-        value = make()
+        # A value outlives the call: an inference tensor could not be saved for a later backward.
+        with torch.inference_mode(False):
+            value = make()
         entry = _Entry(value, _bytes_of(value), capturing)
         if not capturing:
             # Whoever takes it from here may be on another stream than the one that made it.

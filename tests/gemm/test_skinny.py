@@ -187,6 +187,19 @@ def test_gradients_are_those_of_linear():
             assert contract.same_bytes(found[0][2], randn(6, 10, seed=4, dtype=FP32))
 
 
+def test_gradient_of_a_row_that_is_a_vector():
+    """x [K] with a bias [1, N]: dbias is [1, N]."""
+    x, weight, bias, dy = randn(40), randn(10, 40, seed=1), randn(1, 10, seed=2), randn(10, seed=3)
+    found = []
+    for x_, dy_ in ((x, dy), (x[None], dy[None])):
+        leaves = [t.clone().requires_grad_() for t in (x_, weight, bias)]
+        ck.skinny_linear(*leaves).backward(dy_)
+        found.append([t.grad for t in leaves])
+    assert contract.same_bytes(found[0][0][None], found[1][0])
+    assert all(map(contract.same_bytes, found[0][1:], found[1][1:]))
+    assert contract.same_bytes(found[0][2], dy[None])
+
+
 def test_leading_dimensions_empty_rows_and_opcheck():
     x, weight, bias = randn(2, 3, 40), randn(10, 40, seed=1), randn(6, 10, seed=2)
     y = ck.skinny_linear(x, weight, bias)

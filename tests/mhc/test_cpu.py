@@ -357,6 +357,20 @@ def test_expand_from_embedding(layout, dtype):
     assert cases.share(e.grad.view(15, 32), want) <= 1
 
 
+@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize("layout", ["cn", "nc"])
+@pytest.mark.parametrize("n", [2, 4])
+def test_streams_have_memory_of_their_own(n, layout, channels):
+    """A write into one stream reaches no other one and not the embedding."""
+    e = cases.normal(3, channels, seed=20, dtype=FP32)
+    x, kept = expand_from_embedding(e, n, layout=layout), e.clone()
+    assert x.is_contiguous()
+    dim = -1 if layout == "cn" else -2
+    x.select(dim, 0).add_(1.0)
+    assert same_bytes(e, kept)
+    assert same_bytes(x.select(dim, 0), kept + 1.0) and same_bytes(x.select(dim, 1), kept)
+
+
 @pytest.mark.parametrize("layout", ["cn", "nc"])
 @pytest.mark.parametrize("n", [2, 4])
 def test_head_is_the_pre_of_a_site(n, layout):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import platform
 
 import pytest
 import torch
 
 import cute_kernels as ck
+from cute_kernels import c_library
 from cute_kernels.errors import AliasError, ArgumentValueError, NonfiniteError
 from cute_kernels.rowwise import config, cpu, op
 from tests.contract import same_bytes
@@ -158,6 +161,34 @@ def test_flushing_does_not_show():
     finally:
         torch.set_flush_denormal(False)
     assert same_bytes(scaled, half) and scaled.any()
+
+
+#: x86-64's and AArch64's rounding modes of <fenv.h>.
+UPWARD, DOWNWARD = (0x800, 0x400) if platform.machine() == "x86_64" else (0x400000, 0x800000)
+
+
+@contextlib.contextmanager
+def environment(mode: int | None):
+    """A rounding mode of this thread; None: it takes subnormals for zero."""
+    torch.set_flush_denormal(mode is None)
+    c_library.functions().fesetround(mode or 0)
+    try:
+        yield
+    finally:
+        c_library.functions().fesetround(0)
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("mode", [UPWARD, DOWNWARD, None])
+def test_the_threads_environment_does_not_show(mode):
+    """The norm that is returned, too, is rounded to nearest and is not flushed."""
+    scale = 1e-42 if mode is None else 1.0
+    plain, other = parameters(FP32, scale), parameters(FP32, scale)
+    want = ck.clip_grad_norm_(plain, 0.5)
+    with environment(mode):
+        got = ck.clip_grad_norm_(other, 0.5)
+    assert want > 0 and same_bytes(got, want)
+    assert all(map(same_bytes, gradients(other), gradients(plain)))
 
 
 def test_chunks_by_threads_are_killed(monkeypatch):

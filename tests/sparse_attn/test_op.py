@@ -263,6 +263,19 @@ def test_a_mask_of_inference_mode_has_gradients():
         assert same_bytes(out, want) and all(g.abs().sum() > 0 for g in grads)
 
 
+@pytest.mark.parametrize("schedule", ["auto", "spt", "lpt", [1, 0]], ids=str)
+def test_a_schedule_of_inference_mode_has_gradients(schedule):
+    """An order that is made while no gradient is asked for is kept for a backward, too."""
+    x, mask = tensors(), BlockMask.sliding_window(SQ, SK, left=47, right=4)
+    for given in (mask, None):
+        prepare.cache.clear()
+        with torch.inference_mode():
+            want = block_sparse_attention(*x.leaves(), given, schedule=schedule)
+        out = block_sparse_attention(*x.leaves(), given, schedule=schedule)
+        grads = torch.autograd.grad(out, x.leaves(), x.dout)
+        assert same_bytes(out, want) and all(g.abs().sum() > 0 for g in grads)
+
+
 def test_masks_of_equal_blocks_do_not_share_bits():
     """Two masks with the same blocks and other bits inside: schedule shared, bits not."""
     generator = torch.Generator().manual_seed(3)

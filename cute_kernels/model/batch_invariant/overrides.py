@@ -212,7 +212,8 @@ def _refusing(op: torch._ops.OpOverload, row: Refused) -> Callable:
 
 def _known(given, devices: tuple[str, ...]) -> torch.device | None:
     """The device of the first tensor that rounds, if it is one of those."""
-    for value in given:
+    tensors = (t for value in given for t in (value if type(value) is list else (value,)))
+    for value in tensors:
         if isinstance(value, torch.Tensor) and value.is_floating_point() | value.is_complex():
             return value.device if value.device.type in devices else None
     return None

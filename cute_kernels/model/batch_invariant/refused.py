@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import torch
+
 
 class Refused(NamedTuple):
     """Ops with one reason.
@@ -42,6 +44,7 @@ _SEEN = "seen on a CPU: tests/model/batch_invariant/test_refused.py"
 _ATOMICS = "adds in the order in which threads arrive"
 _LANES = "the number of results decides how many threads share one"
 _BLAS = "a product whose algorithm follows its sizes, of a library that is not asked"
+_TRANSPOSED = "strides decide whether a matrix or its transpose is factorised"
 _DRAWN = "numbers are drawn for places in the batch"
 _ELEMENTS = "elements behind the last whole vector register are rounded otherwise"
 
@@ -64,13 +67,27 @@ def _weighs(given: Mapping[str, object]) -> bool:
     return given.get("weights") is not None
 
 
-def _is_fractional(given: Mapping[str, object]) -> bool:
-    exponent = given.get("exponent")
-    return not isinstance(exponent, int | float) or not float(exponent).is_integer()
+def _is_general_power(given: Mapping[str, object]) -> bool:
+    """Whether a power is not made of products, which are rounded alike anywhere."""
+    return given.get("exponent") not in (-2, -1, 0, 1, 2, 3)
 
 
 def _is_half(given: Mapping[str, object]) -> bool:
     return given["self"].element_size() == 2
+
+
+def _is_single(given: Mapping[str, object]) -> bool:
+    tensors = (value for value in given.values() if isinstance(value, torch.Tensor))
+    return any(t.dtype == torch.float32 for t in tensors)
+
+
+def _is_scattered(given: Mapping[str, object]) -> bool:
+    """Whether a CPU adds in another order than along contiguous rows; on a GPU always."""
+    t, dims = given["self"], given.get("dim")
+    if t.device.type != "cpu" or not t.is_contiguous():
+        return True
+    dims = [dims] if isinstance(dims, int) else list(dims or range(t.dim()))
+    return sorted(d % max(1, t.dim()) for d in dims) != list(range(t.dim() - len(dims), t.dim()))
 
 
 REFUSED = (
@@ -154,14 +171,16 @@ REFUSED = (
         _DOCS,
     ),
     # ---- sums whose order follows the shape ----
+    Refused(("var", "std", "var_mean", "std_mean"), _GPU, _LANES, _ROWS, _REDUCE),
+    Refused(("logsumexp",), _GPU, _LANES, _ROWS, _REDUCE),
     Refused(
-        ("var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm"),
-        _GPU,
-        _LANES,
-        _ROWS,
-        _REDUCE,
+        ("norm", "linalg_vector_norm", "prod", "nansum"),
+        _BOTH,
+        f"{_LANES}; on a CPU, of rows that are not contiguous, strides decide the order",
+        f"{_ROWS}; on a CPU call contiguous() first, and reduce the last dimensions",
+        f"{_REDUCE}; {_SEEN}",
+        _is_scattered,
     ),
-    Refused(("prod", "nansum", "logsumexp"), _GPU, _LANES, _ROWS, _REDUCE),
     Refused(
         (
             "native_batch_norm",
@@ -229,6 +248,35 @@ REFUSED = (
         "call torch.nn.functional.scaled_dot_product_attention inside the context",
         f"{_NUMERICS}; flash-attention's deterministic=False",
     ),
+    Refused(
+        ("_linalg_det",),
+        _CPU,
+        f"{_TRANSPOSED}, and the order of its product",
+        "take slogdet of contiguous matrices",
+        _SEEN,
+    ),
+    Refused(
+        ("_linalg_slogdet",),
+        _CPU,
+        _TRANSPOSED,
+        "call contiguous() on the matrices",
+        _SEEN,
+        lambda given: not given["A"].is_contiguous(),
+    ),
+    Refused(
+        ("linalg_matrix_exp",),
+        _BOTH,
+        "matrices are grouped by their norms, and a group's size decides its products",
+        "call it on one matrix at a time",
+        _SEEN,
+    ),
+    Refused(
+        ("linalg_multi_dot",),
+        _BOTH,
+        "the number of rows decides which product comes first",
+        "write the products in an order of your own",
+        "torch.linalg.multi_dot",
+    ),
     # ---- random numbers ----
     Refused(
         ("native_dropout", "bernoulli", "multinomial"),
@@ -242,10 +290,23 @@ REFUSED = (
     Refused(
         ("pow.Tensor_Scalar",),
         _CPU,
-        f"with an exponent that is no whole number, {_ELEMENTS}",
+        f"with an exponent that is none of -2, -1, 0, 1, 2, 3, {_ELEMENTS}",
         "compute it in float64",
         _SEEN,
-        _is_fractional,
+        _is_general_power,
+    ),
+    # Not pow.Tensor_Tensor: torch calls it with numbers, which a kernel in Python cannot pass on.
+    Refused(
+        (
+            *("pow.Scalar", "exp2", "sinh", "cosh", "atanh", "atan2"),
+            *("logaddexp", "logaddexp2", "igamma", "elu", "elu_backward", "celu", "mish"),
+            *("mish_backward", "softshrink", "glu", "huber_loss_backward"),
+        ),
+        _CPU,
+        f"in fp32, {_ELEMENTS}",
+        "compute it in float64",
+        _SEEN,
+        _is_single,
     ),
     Refused(
         ("rsqrt",),

@@ -17,28 +17,30 @@ from tests.contract import bits
 from tests.model.batch_invariant.cases import BF16, drawn
 from tests.model.batch_invariant.tables import installed
 
+aten = torch.ops.aten
+
 #: (an overload, its row): each is a test.
 OVERLOADS = [(op, row) for row in REFUSED for name in row.ops for op in overrides.overloads(name)]
 #: For a schema's type, an argument that its parser takes.
 PLAIN = {"int": 1, "SymInt": 1, "float": 0.5, "number": 0.5, "bool": True, "str": "sum"}
 
 
-def argument(kind: str, device: str) -> object:
+def argument(kind: str, device: str, dtype: torch.dtype) -> object:
     """Some value of a schema's type: the refusal comes before anybody looks at it."""
-    tensor = torch.empty(2, 2, dtype=BF16, device=device)
+    tensor = torch.empty(2, 2, dtype=dtype, device=device).mT
     if kind.startswith("Optional["):
-        return argument(kind[9:-1], device)
+        return argument(kind[9:-1], device, dtype)
     if kind.startswith("List["):
-        return [argument(kind[5:-1], device)]
+        return [argument(kind[5:-1], device, dtype)]
     if kind == "Generator":
         return None
     return tensor if kind == "Tensor" else PLAIN[kind]
 
 
-def call(op, device: str):
+def call(op, device: str, dtype: torch.dtype):
     """The op with tensors on a device that need not be here."""
     with FakeTensorMode():
-        given = {a.name: argument(str(a.type), device) for a in op._schema.arguments}
+        given = {a.name: argument(str(a.type), device, dtype) for a in op._schema.arguments}
         positional = [given[a.name] for a in op._schema.arguments if not a.kwarg_only]
         named = {a.name: given[a.name] for a in op._schema.arguments if a.kwarg_only}
         return op(*positional, **named)
@@ -46,13 +48,14 @@ def call(op, device: str):
 
 def refusal(op, device: str, strict: bool = True) -> str:
     """What the refusal says; nothing if there is none, whatever torch says of such arguments."""
-    with ck.batch_invariant(strict=strict):
-        try:
-            call(op, device)
-        except BatchVariantError as error:
-            return str(error)
-        except Exception:
-            return ""
+    for dtype in (BF16, torch.float32):  # some are refused in one of them
+        with ck.batch_invariant(strict=strict):
+            try:
+                call(op, device, dtype)
+            except BatchVariantError as error:
+                return str(error)
+            except Exception:
+                continue
     return ""
 
 
@@ -159,7 +162,38 @@ SEEN = {
     "bernoulli": lambda x: F.dropout(x, 0.5),
     "softplus": F.softplus,
     "pow.Tensor_Scalar": lambda x: x.abs() ** 0.3,
+    "pow.Tensor_Scalar, whole": lambda x: x**5,
     "rsqrt": lambda x: x.abs().bfloat16().rsqrt(),
+    "pow.Scalar": lambda x: 1.3**x,
+    "exp2": torch.exp2,
+    "sinh": torch.sinh,
+    "cosh": torch.cosh,
+    "atanh": lambda x: torch.atanh(x / 9),
+    "atan2": lambda x: torch.atan2(x, x - 1),
+    "logaddexp": lambda x: torch.logaddexp(x, x * 0.7),
+    "logaddexp2": lambda x: torch.logaddexp2(x, x * 0.7),
+    "igamma": lambda x: torch.igamma(x.abs() + 0.3, x.abs() + 0.2),
+    "elu": F.elu,
+    "elu, selu": F.selu,
+    "elu_backward": lambda x: aten.elu_backward(x * 0.7, 1.0, 1.0, 1.0, False, x),
+    "celu": F.celu,
+    "mish": F.mish,
+    "mish_backward": lambda x: aten.mish_backward(x * 0.7, x),
+    "softshrink": F.softshrink,
+    "glu": lambda x: F.glu(torch.cat([x, x], -1), -1),
+    "huber_loss_backward": lambda x: aten.huber_loss_backward(x * 0.7, x, x * 0.7, 0, 1.0),
+    "linalg_matrix_exp": lambda x: torch.matrix_exp(x[:, :9].reshape(-1, 3, 3)),
+}
+
+
+#: Functions of contiguous rows that strict lets by, and of others.
+BY_STRIDES = {
+    "linalg_vector_norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
+    "linalg_vector_norm, normalize": lambda x: F.normalize(x, dim=-1),
+    "linalg_vector_norm, Tensor.norm": lambda x: x.norm(dim=-1),
+    "prod": lambda x: x.prod(-1),
+    "nansum": lambda x: x.nansum(-1),
+    "_linalg_slogdet": lambda x: torch.linalg.slogdet(x.unflatten(1, (8, 8)))[1],
 }
 
 
@@ -175,7 +209,7 @@ def test_what_was_seen_on_a_cpu(name):
         torch.manual_seed(1)
         return SEEN[name](rows)
 
-    named = re.escape(name.split(".")[0])
+    named = re.escape(re.split("[.,]", name)[0])
     with ck.batch_invariant(strict=True), pytest.raises(BatchVariantError, match=named):
         run(x)
     whole = run(x)
@@ -185,13 +219,56 @@ def test_what_was_seen_on_a_cpu(name):
         pytest.skip("this CPU's torch keeps the bits of these rows")
 
 
+@pytest.mark.parametrize("name", list(BY_STRIDES))
+def test_rows_that_are_not_contiguous_are_refused_on_a_cpu(name):
+    """Rows of a column-major tensor have other bits than contiguous ones; strict refuses them."""
+    x, run = drawn(60, 64), BY_STRIDES[name]
+    column = x.mT.contiguous().mT
+    with ck.batch_invariant(strict=True):
+        whole = run(x)
+        parts = [run(x[i:j].clone()) for i, j in CUTS]
+        with pytest.raises(BatchVariantError, match=re.escape(name.split(",")[0])):
+            run(column)
+    for (i, j), part in zip(CUTS, parts, strict=True):
+        assert (bits(part) == bits(whole[i:j])).all()
+    if (bits(run(column)) == bits(whole)).all():
+        pytest.skip("this CPU's torch keeps the bits of these rows")
+
+
+def test_a_reduction_of_other_dimensions_is_refused_on_a_cpu():
+    x = drawn(6, 4, 8)
+    with ck.batch_invariant(strict=True):
+        assert x.norm().dim() == 0 and torch.linalg.vector_norm(x, dim=(1, 2)).shape == (6,)
+        for dim in (0, 1, (0, 2)):
+            with pytest.raises(BatchVariantError, match="linalg_vector_norm"):
+                torch.linalg.vector_norm(x, dim=dim)
+
+
+def test_a_power_of_a_number_runs_outside_strict():
+    """torch hands the number on as a tensor, to ops that a kernel in Python cannot call."""
+    x = drawn(6, 8)
+    with ck.batch_invariant(strict=True), pytest.raises(BatchVariantError, match=r"pow\.Scalar"):
+        torch.pow(2, x)
+    with ck.batch_invariant():
+        assert (bits(torch.pow(2, x)) == bits(2**x)).all() and torch.pow(x.abs(), x).shape == (6, 8)
+    with ck.batch_invariant(strict=True):
+        assert torch.pow(2, torch.arange(5)).tolist() == [1, 2, 4, 8, 16]
+
+
+def test_a_list_of_tensors_is_looked_at():
+    x, w = drawn(6, 8), drawn(8, 8)
+    with ck.batch_invariant(strict=True), pytest.raises(BatchVariantError, match="multi_dot"):
+        torch.linalg.multi_dot([x, w, w])
+
+
 def test_only_calls_that_round_are_refused():
     x, ids = drawn(4, 6), torch.tensor([0, 2])
     with ck.batch_invariant(strict=True):
         assert torch.bincount(ids).tolist() == [1, 0, 1]
         x[ids] = 1.0
         x.index_put_((ids,), drawn(2, 6))
-        assert (x**2).shape == (4, 6) and x.rsqrt().dtype == torch.float32
+        assert (x**2).shape == (x**-2).shape == (4, 6) and F.elu(x.bfloat16()) is not None
+        assert x.rsqrt().dtype == torch.float32
         assert F.batch_norm(x, torch.zeros(6), torch.ones(6)).shape == (4, 6)
         assert F.dropout(x, 0.5, training=False) is not None and F.dropout(x, 0.0) is not None
         assert x.cumsum(-1).shape == (4, 6) and x.std(-1).shape == (4,)  # a CPU's
