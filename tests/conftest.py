@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -39,3 +41,13 @@ def no_mode_left_behind():
     assert left == (0, 0), f"(function, dispatch) modes that this test left on: {left}"
     assert torch.get_default_dtype() == torch.float32
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.fixture
+def empty_folder(tmp_path, monkeypatch):
+    """A working directory of the test's own, at 80 columns and without ``CUTE_KERNELS_*``."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in [name for name in os.environ if name.startswith("CUTE_KERNEL")]:
+        monkeypatch.delenv(name)
+    return tmp_path

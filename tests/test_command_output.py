@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +19,8 @@ from cute_kernels.cli import common, info
 from perf.__main__ import app as perf_app
 from perf.core import record
 from tests.model.audit import planted
+
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Lines of the commands that finish on a CPU in a second or two.
@@ -43,14 +44,6 @@ def deep() -> torch.nn.Module:
     wrapped = planted.spoilt_norm()
     wrapped.blocks[1].add_module("a_name_of_a_module_that_is_longer_than_most", torch.nn.Identity())
     return wrapped
-
-
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-    for name in [name for name in os.environ if name.startswith("CUTE_KERNEL")]:
-        monkeypatch.delenv(name)
 
 
 def wide(text: str) -> list[str]:

@@ -24,6 +24,8 @@ from cute_kernels.compile import aot, cache, toolchain
 from tests.compile import toy
 from verify.report import Certificate, Finding, RegisterPool, tables
 
+pytestmark = pytest.mark.usefixtures("empty_folder")
+
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {
     "info": [],
@@ -33,16 +35,6 @@ COMMANDS = {
     "certify": ["-o", "out"],
     "schedule": ["--seqlen", "256"],
 }
-
-
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path, monkeypatch):
-    """Each test is in a folder of its own, at 80 columns."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-    for name in [name for name in os.environ if name.startswith("CUTE_KERNEL")]:
-        monkeypatch.delenv(name)
-    return tmp_path
 
 
 def run(*arguments: str):

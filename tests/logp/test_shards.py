@@ -7,9 +7,7 @@ Ranks are threads of this process, with a collective of the tests, or four proce
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import signal
 
 import pytest
 import torch
@@ -18,8 +16,7 @@ import cute_kernels as ck
 from cute_kernels.errors import UnsupportedTransformError
 from cute_kernels.logp import shards
 from cute_kernels.runtime import process_groups
-from tests.contract import ROOT, same_bytes
-from tests.hang import HANG_SECONDS
+from tests.contract import same_bytes
 from tests.integrations import threaded_ranks
 from tests.logp.cases import FP32
 from tests.logp.shard_cases import (
@@ -31,7 +28,7 @@ from tests.logp.shard_cases import (
     forward_cuts_of,
     whole_of,
 )
-from tests.ranks import reports
+from tests.ranks import reports, run_ranks
 
 WORLD = 4
 
@@ -209,21 +206,8 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path):
     """With an error: no gradient is made of two thirds of a vocabulary."""
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         pytest.skip("needs torch.distributed with gloo")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "tests.logp.shards_rank"]
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store"), "killed"], cwd=ROOT, env=environment,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        )
-        for rank in range(WORLD - 1)
-    ]  # fmt: skip
-    try:
-        said = [process.communicate(timeout=HANG_SECONDS)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert started[1].returncode < 0 and not said[1]
+    ended = run_ranks("tests.logp.shards_rank", WORLD - 1, tmp_path, "killed")
+    assert ended[1].code == -signal.SIGKILL and not ended[1].out
     for rank in (0, 2):
-        found = json.loads(said[rank].splitlines()[-1])
+        found = json.loads(ended[rank].out.splitlines()[-1])
         assert found["ended"] not in ("well", "") and not found["grad"], found

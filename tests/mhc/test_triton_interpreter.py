@@ -1,44 +1,27 @@
-"""Runs the interpreted tests in their own process: triton reads the switch when it is imported."""
+"""The Triton kernels of mhc in Triton's interpreter."""
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.hang import HANG_SECONDS
+from tests import interpreted
 
 pytest.importorskip("triton")
 
+HERE = Path(__file__).parent
 
+
+# By day the same source is compiled and runs in ptxsim: test_triton_simulated.py.
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("file", "marked", "least"),
     [
-        # By day the same source is compiled and runs in ptxsim: test_triton_simulated.py.
-        pytest.param("triton_interpreted.py", "not nightly", 42, marks=pytest.mark.nightly),
-        pytest.param("triton_mutants.py", "not nightly", 62, marks=pytest.mark.nightly),
-        pytest.param("triton_interpreted.py", "nightly", 60, marks=pytest.mark.nightly),
+        ("triton_interpreted.py", "not nightly", 42),
+        ("triton_mutants.py", "not nightly", 62),
+        ("triton_interpreted.py", "nightly", 60),
     ],
 )
 def test_interpreted(file, marked, least):
-    path = Path(__file__).with_name(file)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    for name in [name for name in environment if name.startswith(("PYTEST", "CUTE_KERNELS"))]:
-        del environment[name]
-    done = subprocess.run(
-        [*command, str(path)],
-        cwd=path.parents[2],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    counts = re.search(r"(\d+) passed", done.stdout)
-    assert counts and int(counts[1]) >= least, done.stdout[-2000:]
-    assert "skipped" not in done.stdout
+    interpreted.check([HERE / file], least, marked=marked)

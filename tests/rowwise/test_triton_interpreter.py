@@ -1,18 +1,16 @@
-"""Runs the interpreted tests in their own process: triton reads the switch when it is imported."""
+"""The Triton kernels of rowwise in Triton's interpreter."""
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.hang import HANG_SECONDS
+from tests import interpreted
 
 pytest.importorskip("triton")
+
+HERE = Path(__file__).parent
 
 
 # Mutants by day, when the same source is compiled and runs in ptxsim: test_triton_simulated.py.
@@ -21,30 +19,4 @@ pytest.importorskip("triton")
     [("test_killed", 11), pytest.param("test", 48, marks=pytest.mark.nightly)],
 )
 def test_interpreted(chosen, least):
-    file = Path(__file__).with_name("triton_interpreted.py")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        chosen,
-        str(file),
-    ]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    for name in [name for name in environment if name.startswith(("PYTEST", "CUTE_KERNELS"))]:
-        del environment[name]
-    done = subprocess.run(
-        command,
-        cwd=file.parents[2],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    counts = re.search(r"(\d+) passed", done.stdout)
-    assert counts and int(counts[1]) >= least, done.stdout[-2000:]
-    assert "skipped" not in done.stdout
+    interpreted.check([HERE / "triton_interpreted.py"], least, chosen=chosen)

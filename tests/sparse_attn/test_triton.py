@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,9 +23,8 @@ from cute_kernels.schedulers.order.schedule import Schedule
 from cute_kernels.sparse_attn import config, op
 from cute_kernels.sparse_attn.api import block_sparse_attention
 from cute_kernels.sparse_attn.triton import launch
-from tests import contract
+from tests import contract, interpreted
 from tests.contract import ContractViolation, same_bytes
-from tests.hang import HANG_SECONDS
 
 from ..ptxsim.available import requires_core
 from . import against_float64, cases, cpu_battery, pack_cases, sequences, wild
@@ -68,39 +63,12 @@ def test_an_id_names_the_tiles(monkeypatch, device):
     ("marked", "chosen", "least"),
     [
         ("not nightly", "test_killed", 10),
-        pytest.param("nightly or not nightly", "test", 41, marks=pytest.mark.nightly),
+        pytest.param(interpreted.EITHER, "test", 41, marks=pytest.mark.nightly),
     ],
 )
 def test_interpreted(marked, chosen, least):
     file = Path(__file__).with_name("triton_interpreted.py")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        marked,
-        "-k",
-        chosen,
-        str(file),
-    ]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    for name in [name for name in environment if name.startswith(("PYTEST", "CUTE_KERNELS"))]:
-        del environment[name]
-    done = subprocess.run(
-        command,
-        cwd=file.parents[2],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    counts = re.search(r"(\d+) passed", done.stdout)
-    assert counts and int(counts[1]) >= least, done.stdout[-2000:]
-    assert "skipped" not in done.stdout
+    interpreted.check([file], least, marked=marked, chosen=chosen)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 from typer.testing import CliRunner
@@ -12,19 +11,13 @@ import cute_kernels as ck
 from cute_kernels import __main__ as cli
 from tests.model.audit import planted
 
+pytestmark = pytest.mark.usefixtures("empty_folder")
+
 CLEAN, SPOILT = (f"tests.model.audit.planted:{name}" for name in ("clean", "spoilt_norm"))
 KEYS = {"verdict", "unrecognised", "information",
     "version", "ok", "digest_bits", "first", "findings", "victim_count", "ran", "skipped",
     "unfollowed", "rows", "differing", "gradients", "facts",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-    for name in [name for name in os.environ if name.startswith("CUTE_KERNEL")]:
-        monkeypatch.delenv(name)
 
 
 def run(*arguments: str):

@@ -1,0 +1,44 @@
+"""Tests of Triton kernels in Triton's interpreter, in a process of their own.
+
+Triton reads ``TRITON_INTERPRET`` when it is imported, so the files cannot run in this process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.hang import HANG_SECONDS
+
+ROOT = Path(__file__).resolve().parents[1]
+EITHER = "nightly or not nightly"
+
+
+def check(files: Iterable[Path], least: int, *, marked: str = EITHER, chosen: str = "test") -> None:
+    """Run the tests of ``files`` that ``-m marked -k chosen`` selects.
+
+    All must pass, at least ``least`` of them, and none may be skipped.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    selection = ["-m", marked, "-k", chosen, *map(str, files)]
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTEST", "CUTE_KERNELS"))
+    } | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [*command, *selection],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+    )
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", run.stdout)
+    assert passed and int(passed[1]) >= least, run.stdout[-2000:]
+    assert "skipped" not in run.stdout
