@@ -44,11 +44,13 @@ def test_importing_and_using_the_cpu_needs_torch_only():
 def test_import_alone_loads_no_system():
     code = "import sys, cute_kernels; print(sorted(m for m in sys.modules if m[:6] == 'cute_k'))"
     # A checkout loads `schedulers` too: its folder is not inside the package.
-    names = ("interpreter", "schedulers", "systems")
+    names = ("runtime", "runtime.python_version", "schedulers", "systems")
     assert python(code) == str(["cute_kernels", *(f"cute_kernels.{name}" for name in names)])
 
 
-@pytest.mark.parametrize("name", ["__init__", "__main__", "interpreter"])
+@pytest.mark.parametrize(
+    "name", ["__init__", "__main__", "runtime/__init__", "runtime/python_version"]
+)
 def test_an_old_python_can_read_the_files_that_refuse_it(name):
     path = ROOT / "cute_kernels" / f"{name}.py"
     ast.parse(path.read_text(), str(path), feature_version=(3, 7))
@@ -75,7 +77,7 @@ def test_the_interpreter_is_checked_before_any_other_module_loads():
         "    print(error, sorted(m for m in sys.modules if m[:6] == 'cute_k'))"
     )
     want = "cute_kernels needs Python >= 3.10, found 3.9"
-    assert python(code) == f"{want} []"
+    assert python(code) == f"{want} ['cute_kernels.runtime']"
 
 
 def import_without_site(root: Path, code: str) -> subprocess.CompletedProcess:
@@ -88,8 +90,9 @@ def import_without_site(root: Path, code: str) -> subprocess.CompletedProcess:
 def copy_package(root: Path, schedulers: Path | None) -> None:
     """Copy what ``import cute_kernels`` reads, and ``schedulers`` to this folder, if any."""
     package = Path(ck.__file__).parent
-    (root / "cute_kernels").mkdir()
-    for name in ("__init__.py", "interpreter.py", "systems.py", "log.py", "errors.py"):
+    (root / "cute_kernels" / "runtime").mkdir(parents=True)
+    names = ("__init__.py", "systems.py", "log.py", "errors.py")
+    for name in (*names, "runtime/__init__.py", "runtime/python_version.py"):
         shutil.copyfile(package / name, root / "cute_kernels" / name)
     if schedulers is not None:
         shutil.copytree(Path(ck.schedulers.__file__).parent, root / schedulers)

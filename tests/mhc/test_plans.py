@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from cute_kernels import arch, dispatch
+from cute_kernels import arch
 from cute_kernels.mhc import launch
 from cute_kernels.mhc import op as ops
 from cute_kernels.mhc.config import mappings
 from cute_kernels.mhc.tensors import Expand, Parts, Projected, Upstream
-from cute_kernels.runtime import plan_cache
+from cute_kernels.runtime import dispatch, plan_cache
 from tests.contract import same_bytes
 from tests.mhc.simulated import simulated
 from tests.mhc.sm90_cases import poisoned

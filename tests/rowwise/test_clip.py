@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import c_library
+from cute_kernels.cpu import c_library
 from cute_kernels.errors import AliasError, ArgumentValueError, NonfiniteError
 from cute_kernels.rowwise import config, cpu, op
 from tests.contract import same_bytes

@@ -268,7 +268,7 @@ def test_a_schedule_of_inference_mode_has_gradients(schedule):
     """An order that is made while no gradient is asked for is kept for a backward, too."""
     x, mask = tensors(), BlockMask.sliding_window(SQ, SK, left=47, right=4)
     for given in (mask, None):
-        prepare.cache.clear()
+        lowering.cache.clear()
         with torch.inference_mode():
             want = block_sparse_attention(*x.leaves(), given, schedule=schedule)
         out = block_sparse_attention(*x.leaves(), given, schedule=schedule)
