@@ -38,18 +38,20 @@ def _through(function: Callable, device: str) -> Callable:
 
 
 def _mapped(function: Callable, value: object) -> object:
-    """Of tensors, alone or in tuples; anything else as it is."""
+    """Apply ``function`` to tensors, alone or in tuples and lists; the rest stays as it is."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, tuple):
         made = [_mapped(function, part) for part in value]
         return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+    if isinstance(value, list):
+        return [_mapped(function, part) for part in value]
     return value
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, tuple):
+    elif isinstance(value, (tuple, list)):
         for part in value:
             yield from _tensors(part)
