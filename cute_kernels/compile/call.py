@@ -16,6 +16,9 @@ _EMPTY = {
     for device in ("cuda", "cpu")
 }
 
+#: Capacity of a launch by calls.c.
+_MOST_ARGUMENTS = 24
+
 
 def call(device: torch.device, kernel: Callable, *args: object) -> None:
     """Launches on ``device``, which need not be the current one, on its current stream."""
@@ -27,15 +30,24 @@ def call(device: torch.device, kernel: Callable, *args: object) -> None:
         kernel(*args)
 
 
-def bind(device: torch.device, kernel: Callable, flatten: Iterable[int] = ()) -> Callable:
+def bind(
+    device: torch.device, kernel: Callable, flatten: Iterable[int] = (), tuples: bool = False
+) -> Callable:
     """``launch(*args)`` is ``call(device, kernel, *args)`` with less host time, for a plan.
 
     flatten: Positions of contiguous tensors [..., D] that the kernel takes as [rows, D].
+    tuples: Whether arguments are tuples, which calls.c does not pass.
     """
     flatten = tuple(flatten)
-    calls = extension.calls() if hasattr(kernel, "__chandle__") else None
+    calls = extension.calls() if hasattr(kernel, "__chandle__") and not tuples else None
     if calls is None:
-        return lambda *args: call(device, kernel, *flattened(args, flatten))
+
+        def launch_in_python(*args):
+            if not tuples:
+                _check_arguments(args)
+            call(device, kernel, *flattened(args, flatten))
+
+        return launch_in_python
     launch, bits, index = calls.launch, sum(1 << i for i in flatten), device.index
     if torch.accelerator.device_count() <= 1:
         return functools.partial(launch, kernel, bits)  # no other device can be current
@@ -48,6 +60,15 @@ def bind(device: torch.device, kernel: Callable, flatten: Iterable[int] = ()) ->
             launch(kernel, bits, *args)
 
     return run
+
+
+def _check_arguments(args: tuple) -> None:
+    """Refuse what calls.c refuses, so that a launch without it finds the same mistakes."""
+    for value in args:
+        if type(value) not in (type(None), float, int) and not isinstance(value, torch.Tensor):
+            raise TypeError(f"a kernel takes no {type(value).__name__}")
+    if len(args) > _MOST_ARGUMENTS:
+        raise TypeError(f"a kernel takes at most {_MOST_ARGUMENTS} arguments")
 
 
 def allocator(

@@ -179,6 +179,20 @@ def test_errors_have_their_words(calls, report):
     assert same_bytes(out, before)
 
 
+def test_a_launch_in_python_refuses_the_same():
+    """Simulated launches are in Python: what only C refuses would be seen on a card alone."""
+    seen, x = [], torch.randn(2, 3)
+    launch = bind(torch.device("cpu"), lambda *args: seen.append(args))
+    for bad in ("text", True, [1], 1j, (1, 2)):
+        with pytest.raises(TypeError, match=f"^a kernel takes no {type(bad).__name__}$"):
+            launch(x, bad)
+    with pytest.raises(TypeError, match="at most 24 arguments"):
+        launch(*[None] * 25)
+    launch(x, None, 3, 2.0)
+    bind(torch.device("cpu"), lambda *args: seen.append(args), tuples=True)(x, (1, 2))
+    assert len(seen) == 2
+
+
 def test_no_reference_is_lost_or_kept(calls, report):
     """One that is kept keeps a step's activations, one that is lost ends the process."""
     x, out = torch.randn(2, 3, 4), reporting.empty(3)

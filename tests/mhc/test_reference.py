@@ -217,8 +217,11 @@ def test_post_pre(layout, n, form, shift):
 
 
 def test_nothing_dispatches_to_it():
-    users = {name for name, used in import_graph().items() if used & {"mhc.reference", "near"}}
-    assert users == {"mhc.reference", "norm.reference"}, "references use `near`, and nothing else"
+    used_by = {
+        name: used & {"testing.mhc", "testing.error_bounds"}
+        for name, used in import_graph().items()
+    }
+    assert {name for name, used in used_by.items() if used} == {"testing.mhc", "testing.norm"}
 
 
 def test_numbers_that_are_near():

@@ -53,7 +53,9 @@ def width_of(cell: str) -> float:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_tables_fit_a_laptop(page):
-    for rows in found_tables(page.read_text()):
+    # A generated part is as wide as the code that it lists.
+    text = re.sub(r"<!-- generated.*?<!-- end -->", "", page.read_text(), flags=re.S)
+    for rows in found_tables(text):
         assert len(rows[0]) <= 8, rows[0]
         assert least_width(rows) <= PAGE, (least_width(rows), rows[0])
 

@@ -197,7 +197,7 @@ def test_a_ticket_in_reserve_needs_more_residents(monkeypatch):
     block_mask, kind, residents = NEEDY["shift"]
     case = simulated_bwd.case(block_mask, head_dim=128, heads=2, kv_heads=1)
     schedule = kind(case.lowered.mask, heads=1)
-    ring = module.tickets.TicketRing
+    ring = module.ticket_device.TicketRing
 
     @functools.cache
     def kernel(config):
