@@ -20,6 +20,7 @@ from .logp import api as logp
 from .norm import api as norm
 from .rowwise import api as rowwise
 from .runtime import checking
+from .runtime.torch_ops import own_result
 
 if TYPE_CHECKING:
     from torch.types import Device
@@ -272,8 +273,8 @@ class _Norm(_Module):
         if len(self.normalized_shape) == 1:
             return out
         if isinstance(out, torch.Tensor):
-            return out.view(x.shape)
-        return out[0].view(x.shape), out[1].view(x.shape)
+            return own_result(out.view(x.shape))
+        return own_result(out[0].view(x.shape)), own_result(out[1].view(x.shape))
 
 
 class RMSNorm(_Norm, nn.RMSNorm):

@@ -305,3 +305,18 @@ def test_it_is_loaded_at_its_first_use():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.stdout.split() == ["False", "True", "False"], run.stderr
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "enable_grad"])
+@pytest.mark.parametrize("residual", [False, True])
+def test_results_of_several_dimensions_may_be_written(mode, residual):
+    """With gradients recorded, whether a graph was made of them or not."""
+    x = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(1))
+    norm = ck.nn.RMSNorm((2, 8))
+    with getattr(torch, mode)():
+        results = norm(x, residual=x * 0.5) if residual else (norm(x),)
+    for result in results if mode == "no_grad" else results[:1]:
+        factor = torch.randn(3, 2, 8).requires_grad_()
+        before = result.detach().clone()
+        result.mul_(factor)
+        assert result.requires_grad and same_bytes(result.detach(), (before * factor).detach())
