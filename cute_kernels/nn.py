@@ -462,7 +462,7 @@ _KINDS = {
 
 
 def kind_of(module: nn.Module) -> str | None:
-    """What a module of this file computes, in the words of `model.patch`; None: it is of none.
+    """Name that `model.patch` has for the op of a module of this file; None for other modules.
 
     A subclass with a forward of its own is of none.
     """

@@ -32,6 +32,12 @@ def run_time_nodes(tree: ast.AST) -> Iterator[ast.AST]:
         yield from run_time_nodes(node)
 
 
+def source_of(node: ast.ImportFrom, package: list[str]) -> str:
+    """Dotted name of the module that a ``from`` import of a file in this package names."""
+    base = package[: len(package) - node.level + 1] if node.level else []
+    return ".".join([*base, *([node.module] if node.module else [])])
+
+
 def imports_of(name: str, path: Path, known: set[str]) -> set[str]:
     """The package's own modules that one file imports, anywhere in it."""
     package = ["cute_kernels", *name.split(".")[:-1]]
@@ -40,8 +46,7 @@ def imports_of(name: str, path: Path, known: set[str]) -> set[str]:
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            stem = ".".join([*base, *([node.module] if node.module else [])])
+            stem = source_of(node, package)
             targets = [f"{stem}.{alias.name}" for alias in node.names] + [stem]
         else:
             continue

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.import_graph import ROOT
+from tests.import_graph import ROOT, source_of
 
 OURS = ("cute_kernels", "tests", "perf", "verify")
 FILES = sorted(
@@ -38,8 +38,7 @@ def imported(tree: ast.Module, package: str) -> Iterator[tuple[str, str, str]]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.ImportFrom):
             continue
-        base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-        source = ".".join([*base, *([node.module] if node.module else [])])
+        source = source_of(node, package.split("."))
         if source.partition(".")[0] in OURS and node.names[0].name != "*":
             yield from ((a.asname or a.name, source, a.name) for a in node.names)
 

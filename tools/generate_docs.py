@@ -28,8 +28,7 @@ from cute_kernels.schedulers.order.kinds import left_to_right, spt  # noqa: E402
 from cute_kernels.schedulers.report import picture, quality  # noqa: E402
 from cute_kernels.schedulers.report import rows as report  # noqa: E402
 from perf import cards, readme  # noqa: E402
-from perf.core import record  # noqa: E402
-from perf.core.tables import latest  # noqa: E402
+from perf.core import record, tables  # noqa: E402
 from perf.digest import page as digests  # noqa: E402
 from perf.gemm import decode_page  # noqa: E402
 
@@ -38,9 +37,8 @@ PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.S)
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    """A Markdown table as text."""
+    return "\n".join(tables.table(header, rows))
 
 
 def code(value: object) -> str:
@@ -91,7 +89,7 @@ def tile_costs() -> str:
 
 def few_rows() -> str:
     """The times of few rows, from the records."""
-    bench = latest(record.read_all(), "decode")
+    bench = tables.latest(record.read_all(), "decode")
     return "\n".join([*decode_page.both_orders(bench), "", *decode_page.both_variants(bench)])
 
 

@@ -16,7 +16,8 @@ _EMPTY = {
     for device in ("cuda", "cpu")
 }
 
-#: Capacity of a launch by calls.c.
+#: What a launch by calls.c takes, besides subclasses of torch.Tensor, and how many.
+_TAKEN = frozenset((type(None), float, int, torch.Tensor))
 _MOST_ARGUMENTS = 24
 
 
@@ -64,9 +65,10 @@ def bind(
 
 def _check_arguments(args: tuple) -> None:
     """Refuse what calls.c refuses, so that a launch without it finds the same mistakes."""
-    for value in args:
-        if type(value) not in (type(None), float, int) and not isinstance(value, torch.Tensor):
-            raise TypeError(f"a kernel takes no {type(value).__name__}")
+    if not _TAKEN.issuperset(map(type, args)):
+        for value in args:
+            if type(value) not in _TAKEN and not isinstance(value, torch.Tensor):
+                raise TypeError(f"a kernel takes no {type(value).__name__}")
     if len(args) > _MOST_ARGUMENTS:
         raise TypeError(f"a kernel takes at most {_MOST_ARGUMENTS} arguments")
 

@@ -78,13 +78,13 @@ def choose(rows: int, columns: int, k: int, order: str, units: int) -> Dense | S
 
 @functools.lru_cache(maxsize=4096)
 def dense(rows: int, columns: int, k: int, order: str, units: int) -> Dense:
-    """The same among the tiles of kernel_sm90, for what the other kernel does not take."""
+    """The tile of kernel_sm90 of least predicted time, for calls that take no other kernel."""
     return min(dense_tiles(order), key=_time(rows, columns, k, order, units))
 
 
 @functools.lru_cache(maxsize=4096)
 def skinny(rows: int, columns: int, k: int, order: str, units: int) -> Skinny:
-    """The same among the tiles of kernel_skinny_sm90."""
+    """The tile of kernel_skinny_sm90 of least predicted time."""
     return min(_fitting(rows, columns, order, units), key=_time(rows, columns, k, order, units))
 
 

@@ -97,7 +97,7 @@ def plan_add_chunks(projected: Projected, size: int, n: int) -> Plan:
     """Launch plan of `cpu.add_chunks`."""
     sums = projected.sums
     new_h, new_ms = _floats(sums, sums.shape[1], WIDTH[n]), _floats(sums, sums.shape[1])
-    launch = bind(sums.device, _kernel(CoefficientsConfig(n, "chunks", False, False)), tuples=True)
+    launch = _coefficients(sums, CoefficientsConfig(n, "chunks", False, False))
 
     def run(projected, size, n):
         h, ms = new_h(), new_ms()
@@ -114,7 +114,7 @@ add_chunks = launcher(plan_add_chunks)
 def plan_gate(h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int) -> Plan:
     """Launch plan of `cpu.gate`."""
     new = _of_tokens(h, len(h), n)
-    launch = bind(h.device, _kernel(CoefficientsConfig(n, "h", True, False)), tuples=True)
+    launch = _coefficients(h, CoefficientsConfig(n, "h", True, False))
     numbers = _numbers(gates)
 
     def run(h, ms, gates, n):
@@ -132,9 +132,7 @@ gate = launcher(plan_gate)
 def plan_sinkhorn(z: torch.Tensor, n: int, form: Sinkhorn) -> Plan:
     """Launch plan of `cpu.sinkhorn`."""
     new_p = _floats(z, *z.shape)
-    launch = bind(
-        z.device, _kernel(CoefficientsConfig(n, "z", False, True, form.form)), tuples=True
-    )
+    launch = _coefficients(z, CoefficientsConfig(n, "z", False, True, form.form))
     numbers = (0.0, 0.0, 0.0, form.eps)
 
     def run(z, n, form):
@@ -155,9 +153,7 @@ def plan_coefficients(
     sums = projected.sums
     m = sums.shape[1]
     new = (_floats(sums, m, WIDTH[n]), _floats(sums, m), *_of_tokens(sums, m, n))
-    launch = bind(
-        sums.device, _kernel(CoefficientsConfig(n, "chunks", True, True, form.form)), tuples=True
-    )
+    launch = _coefficients(sums, CoefficientsConfig(n, "chunks", True, True, form.form))
     numbers = _numbers(gates, form)
 
     def run(projected, size, gates, n, form):
@@ -235,7 +231,7 @@ def plan_sinkhorn_backward(z: torch.Tensor, d_p: torch.Tensor, n: int, form: Sin
     """Launch plan of `cpu.sinkhorn_backward`."""
     new_dz = _floats(z, *z.shape)
     chosen = CoefficientsConfig(n, "z", False, True, form.form, True, form.iterations)
-    launch = bind(z.device, _kernel(chosen), tuples=True)
+    launch = _coefficients(z, chosen)
     numbers = (0.0, 0.0, 0.0, form.eps)
 
     def run(z, d_p, n, form):
@@ -281,7 +277,7 @@ def _gates_backward(
     new_dh, new_dms = _floats(h, m, WIDTH[n]), _floats(h, m)
     new_parts = _floats(h, -(-m // _PART), 3 + mappings(n))
     iterations = 1 if form is None else form.iterations
-    launch, numbers = bind(h.device, _kernel(chosen), tuples=True), _numbers(gates, form)
+    launch, numbers = _coefficients(h, chosen), _numbers(gates, form)
 
     def run(h, ms, gates, *upstream):
         d_h, d_ms, parts = new_dh(), new_dms(), new_parts()
@@ -418,6 +414,11 @@ add_parts = launcher(plan_add_parts)
 # ---- what calls share ----------------------------------------------------------------------------
 
 _NO_NUMBERS = (0.0, 0.0, 0.0, 0.0)
+
+
+def _coefficients(like: torch.Tensor, chosen: CoefficientsConfig) -> Callable[..., None]:
+    """Launch of a coefficient kernel, whose numbers are a tuple, on the device of ``like``."""
+    return bind(like.device, _kernel(chosen), tuples=True)
 
 
 def _numbers(gates: Gates, form: Sinkhorn | None = None) -> tuple[float, ...]:

@@ -66,7 +66,7 @@ def dtype(name: str, given: torch.dtype, allowed: Collection[torch.dtype]) -> No
 
 
 def same_device(name: str, t: torch.Tensor, of: str, like: torch.Tensor) -> None:
-    """That ``t`` is where ``like``, the argument ``of``, is."""
+    """Check that ``t`` is on the device of ``like``, the argument ``of``."""
     if t.device != like.device:
         raise DeviceError(expected(name, f"device {like.device} of {of}", t.device))
 

@@ -309,7 +309,7 @@ def seen_columns(dense: torch.Tensor, device: torch.device | str = "cpu") -> tor
 
 
 def spans_device(device: torch.device | str) -> torch.device:
-    """Where spans for tensors on a device serve best.
+    """Best device of the spans for tensors on a device.
 
     There, if its kernels read them and no gradient is asked for, which needs them on the CPU.
     """

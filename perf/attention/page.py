@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..core.counts import recorded, timed
+from ..core.speed import Speed
 from ..core.tables import NOT_RUN, Bench, bits, folded, geomean, kept, latest, table, times, where
 from . import soak_cases, soak_page, targets
 from .targets import Target
@@ -14,6 +15,13 @@ KERNELS = (
     "sparse_attn_bwd_pre_sm90",
     "sparse_attn_bwd_sm90",
     "sparse_attn_bwd_post_sm90",
+)
+SPEED = (
+    Speed("attention, forward", "attention", ("fwd",), "fa4", "FlashAttention-4"),
+    Speed(
+        "attention, ordered backward", "attention", ("bwd",), "fa4", "FlashAttention-4, unordered"
+    ),
+    Speed("attention, ordered backward", "attention", ("bwd",), "cudnn", "cuDNN, unordered"),
 )
 Size = tuple[str, int, int, int, int]  # mask, length, head size, query heads, KV heads
 

@@ -16,6 +16,7 @@ from typing import Protocol
 from cute_kernels.systems import SYSTEMS
 
 from .counts import Count
+from .speed import Speed
 
 Rows = list[list[str]]
 
@@ -28,6 +29,7 @@ class Page(Protocol):
 
     KERNELS: tuple[str, ...]  #: as their certificates name them
     COUNTS: tuple[Count, ...]
+    SPEED: tuple[Speed, ...]  #: lines of the README's table
 
     def bits_kept(self, records: list[dict]) -> Rows:
         """(link, verdict) of every promise about bits."""

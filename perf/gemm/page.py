@@ -5,10 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..core.counts import timed
+from ..core.speed import Speed
 from ..core.tables import NOT_RUN, Bench, bits, folded, geomean, kept, latest, table, times, where
 from . import decode_page, targets
 
 KERNELS = ("gemm_sm90", "gemm_skinny_sm90", "gemm_column_sum_sm90")
+SPEED = (
+    Speed("`linear`, forward and dx", "gemm", ("fwd", "dx"), "cublas", "cuBLAS", targets.SHAPES),
+    Speed("`linear`, dW into fp32", "gemm", ("dw",), "cublas", "cuBLAS and an add", targets.SHAPES),
+    Speed("`linear`, 1 to 128 rows", "decode", ("fwd",), "cublas", "cuBLAS", ours="chain"),
+)
 CASES = [(product, targets.label(name, m)) for product, name, m in targets.cases()]
 COUNTS = (timed("`linear`, `matmul`: products timed", "gemm", set(CASES)), *decode_page.COUNTS)
 NEAR_FLOOR = 0.9  # of the floor: from here on a miss is the rival's doing

@@ -6,10 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.counts import timed
+from ..core.speed import Speed
 from ..core.tables import NOT_RUN, Bench, bits, folded, kept, latest, table, times, where
 from . import cases
 
 KERNELS = ("logp_fwd_sm90", "logp_few_sm90", "logp_grad_sm90", "logp_finish_sm90")
+SPEED = (
+    Speed("`linear_logp`, both passes", "logp", ("both",), "liger", "Liger"),
+    Speed("`linear_logp`, both passes", "logp", ("both",), "quack", "quack, a sum only"),
+)
 CASES = [(c.which, c.label) for c in cases.cases(list(cases.SHAPES), list(cases.PASSES))]
 WIDE = [case for case in CASES if case[1] in cases.SHAPES]
 DECODE = [case for case in CASES if case not in WIDE]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.counts import timed
+from ..core.speed import Speed
 from ..core.tables import NOT_RUN, Bench, bits, folded, kept, latest, table, times, where
 from . import cases
 
@@ -17,6 +18,11 @@ KERNELS = (
     "mhc_coefficients_sm90",
     "mhc_coefficients_bwd_sm90",
     "mhc_sums_sm90",
+)
+SPEED = (
+    Speed(
+        "mHC site, both passes", "mhc", ("site fwd", "site bwd"), "te", "TransformerEngine, atomics"
+    ),
 )
 _CN = cases.cases(list(cases.OPS), list(cases.TOKENS), list(cases.CHANNELS), "cn")
 #: Of the layout that nobody else has, one number of tokens.

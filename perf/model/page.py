@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 from ..core.counts import timed
 from ..core.models import model
+from ..core.speed import Speed
 from ..core.tables import NOT_RUN, Bench, bits, by_card, folded, kept, latest, table, times, where
 from . import host, shapes
 from .llama import SYSTEMS, Size
 
 KERNELS = ()
+SPEED = (Speed("a Llama's training step", "model", ("training",), "torch", "torch"),)
 STEPS = [(part, f"{b}x{n}") for part, sizes in shapes.TIMED.items() for b, n in sizes]
 #: What has a verdict on bits: the audit, and graphs against one pass.
 PROMISES = [("audit", shapes.AUDIT), *(case for case in STEPS if case[0] == "replaying")]

@@ -6,10 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.counts import timed
+from ..core.speed import Speed
 from ..core.tables import NOT_RUN, Bench, bits, by_card, folded, kept, latest, table, times, where
 from . import cases
 
 KERNELS = ("norm_fwd_sm90", "norm_bwd_sm90", "norm_sums_sm90")
+SPEED = (
+    Speed("`rms_norm`, both passes", "norm", ("rms_norm fwd", "rms_norm bwd"), "quack", "quack"),
+    Speed(
+        "`layer_norm`, both passes", "norm", ("layer_norm fwd", "layer_norm bwd"), "liger", "Liger"
+    ),
+)
 _ALL = cases.cases(list(cases.OPS), list(cases.SIZES))
 CASES = [(case.product, case.label) for case in _ALL]
 COUNTS = (timed("norms timed", "norm", set(CASES)),)

@@ -34,12 +34,11 @@ def pretended(monkeypatch):
         kv_ranges_op.SPANS_NAME: attention_launch.plan_forward_of_spans,
     }
 
-    def launcher(name, *where):
-        return lambda *operands: planners[name](*operands).run(*operands)
-
     monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
     monkeypatch.setattr(dispatch, "backend", lambda *asked: arch.CUTE_SM90)
-    monkeypatch.setattr(dispatch, "launcher", launcher)
+    monkeypatch.setattr(
+        dispatch, "launcher", lambda name, *where: plan_cache.launcher(planners[name])
+    )
     monkeypatch.setattr(
         dispatch, "plan", lambda name, device, dtype, *operands: planners[name](*operands)
     )

@@ -28,7 +28,7 @@ def spans_of(
     kv_offset: int,
     sizes: tuple[int, int, int],
 ) -> Tensor:
-    """As ``sequences.spans_of`` for sequences that are not packed; on ``q_offset``'s device."""
+    """Apply ``ranges.spans_of`` to sequences that are not packed; on ``q_offset``'s device."""
     batch, rows, columns = sizes
     device = q_offset.device
     own = torch.arange(rows, device=device) + (q_offset - kv_offset)
