@@ -37,14 +37,14 @@ def changed(folder: Path, name: str, *pieces: str) -> ModuleType:
     return module
 
 
-def kernels(system: ModuleType, folder: Path, name: str, old: str, new: str) -> Callable:
+def kernels(system: ModuleType, folder: Path, name: str, *pieces: str) -> Callable:
     """From a configuration to a function, of a changed source where it has one.
 
     ``system``: the test's module with ``launch`` and ``compiled``.  ``name``: a kernel's module of
-    the system, or one of its device/ ("device.unit").
+    the system, or one of its device/ ("device.unit").  Without pieces the copy is unedited.
     """
     package = system.launch.__package__.removeprefix("cute_kernels.")
-    module = changed(folder, f"{package}.{name}", old, new)
+    module = changed(folder, f"{package}.{name}", *pieces)
     original = importlib.import_module(f"cute_kernels.{package}.{name}")
 
     @functools.cache

@@ -403,8 +403,7 @@ def test_mutants_are_killed(tmp_path, name):
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", [FORWARD, BACKWARD, SUMS, ROWS, AHEAD, BULK])
 def test_an_unedited_copy_lives(tmp_path, name):
-    same_text = "WARP = 32\n" if name == ROWS else "import cutlass\n"
-    kernel = kernels(system, tmp_path, name, same_text, same_text)
+    kernel = kernels(system, tmp_path, name)
     for case in (NARROW, MIDDLE, WIDE):
         wrong_values(case)(kernel)
         other_bytes(case)(kernel)

@@ -46,18 +46,30 @@ def descriptor_signature(dtype, rank):
 
 
 class TmaCopy:
-    """b = a, or b += a: a bulk load fills shared memory, a bulk store or reduction writes it."""
+    """b = a, or b += a: a bulk load fills shared memory, a bulk store or reduction writes it.
 
-    def __init__(self, dtype, box, swizzle=None, add=False):
+    shift: ``a`` is one row, and is loaded as row ``shift`` of a tensor that begins ``shift`` rows
+    of `FAR` elements before it, below address 0: what ragged copies do.
+    """
+
+    FAR = 1 << 33
+
+    def __init__(self, dtype, box, swizzle=None, add=False, shift=0):
         self.dtype, self.box, self.swizzle, self.add = dtype, box, swizzle, add
+        self.shift = shift
 
     @cute.jit
     def __call__(self, a: cute.Tensor, b: cute.Tensor, stream: cuda.CUstream):
         layout = cute.make_layout(self.box)
         if cutlass.const_expr(self.swizzle is not None):
             layout = cute.make_composed_layout(cute.make_swizzle(*self.swizzle), 0, layout)
+        source = a
+        if cutlass.const_expr(self.shift):
+            first = a.iterator - cutlass.Int64(self.shift) * self.FAR
+            shape = (a.shape[0], self.shift + 1)
+            source = cute.make_tensor(first, cute.make_layout(shape, stride=(1, self.FAR)))
         load, tma_a = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), a, layout, self.box
+            cpasync.CopyBulkTensorTileG2SOp(), source, layout, self.box
         )
         out = _OPS["reduce" if cutlass.const_expr(self.add) else "store"]()
         store, tma_b = cpasync.make_tiled_tma_atom(out, b, layout, self.box)
@@ -86,7 +98,7 @@ class TmaCopy:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         one = cute.make_layout(1)
-        g_a = cute.local_tile(tma_a, self.box, (block_m, block_n))
+        g_a = cute.local_tile(tma_a, self.box, (block_m, block_n + self.shift))
         g_b = cute.local_tile(tma_b, self.box, (block_m, block_n))
         s_in, g_in = cpasync.tma_partition(
             load, 0, one, cute.group_modes(buffer, 0, 2), cute.group_modes(g_a, 0, 2)

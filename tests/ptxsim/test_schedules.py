@@ -66,8 +66,8 @@ def test_semaphore_deadlock_is_found_soon(chain, more):
         run_chain(chain, max_steps=50_000_000, resident_ctas=2, cta_order=2, **more)
 
 
-def compile_copy(dtype, box, swizzle, add=False):
-    kernel = samples_tma.TmaCopy(dtype, box, swizzle, add=add)
+def compile_copy(dtype, box, swizzle, add=False, shift=0):
+    kernel = samples_tma.TmaCopy(dtype, box, swizzle, add=add, shift=shift)
     matrices = samples.matrix(dtype, 0), samples.matrix(dtype, 0)
     return ptxsim.compile(kernel, *matrices, samples.stream())
 
@@ -83,6 +83,15 @@ def test_tma_round_trip(box, swizzle):
     b = torch.full((n + 2, m), 7.0).bfloat16()
     run(a.T, b[:n].T)
     assert torch.equal(b[:n].view(torch.int16), a.view(torch.int16)) and (b[n:] == 7).all()
+
+
+def test_tma_wraps_at_the_end_of_the_addresses():
+    """A base below 0, as of ragged copies: 2^54 bytes are taken off an address and added again."""
+    run = compile_copy(cutlass.BFloat16, (64, 1), (3, 4, 3), shift=1 << 20)
+    a, b = torch.randn(1, 136).bfloat16(), torch.zeros(1, 136).bfloat16()
+    assert a.data_ptr() < (1 << 54)
+    run(a.T, b.T)
+    assert torch.equal(b.view(torch.int16), a.view(torch.int16))
 
 
 def test_tma_reduction():
