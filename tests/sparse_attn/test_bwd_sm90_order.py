@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from cute_kernels.schedulers.order.safety import check
 from cute_kernels.schedulers.order.schedule import Schedule
 from cute_kernels.sparse_attn import config, lowering, masks
 from tests import contract, ptxsim, sim
+from tests.kernels.edited import changed
 from tests.ptxsim import available
 
 simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
@@ -212,6 +214,33 @@ def test_a_ticket_in_reserve_needs_more_residents(monkeypatch):
     hangs = pytest.raises(ptxsim.PtxsimError, match="deadlock")
     with ptxsim.options(resident_ctas=residents[2], **_ANY), hangs:
         simulated_bwd.backward(case, schedule, backward=kernel)
+
+
+def test_the_last_turn_is_that_of_the_last_query_head(tmp_path):
+    """A ticket of two query heads is done with the turns of the second, not with the first's.
+
+    Three residents: one has a long column that nobody waits for, and takes the last ticket when it
+    is done.  The columns of the other two are as in `chained`: the first one's second head waits
+    for the second one, which waits for the last ticket.  Taken in reserve by the first, that waits
+    for ever.
+    """
+    allowed = torch.zeros(1, 1, 1280, 512, dtype=torch.bool)
+    allowed[..., 256:, :128] = allowed[..., :256, 128:] = True
+    case = simulated_bwd.case(BlockMask.from_dense(allowed), head_dim=128, heads=2, kv_heads=1)
+    straight = kinds.left_to_right(case.lowered.mask, heads=1)
+    assert straight.q_block.tolist() == [*range(2, 10), *([0, 1] * 3)]
+    ranks = np.array([0] * 8 + [1, 0, 0, 2, 2, 1], np.int32)
+    schedule = dataclasses.replace(straight, rank=ranks)
+    wanted = simulated_bwd.backward(case, schedule)
+    last = "(entry == end - 1) & (member == sizes.group - 1)"
+    for pieces in ((), (last, "entry == end - 1")):
+        made = changed(tmp_path, "sparse_attn.kernel_bwd_sm90", *pieces)
+        kernel = functools.cache(functools.partial(made.build, compile=ptxsim.compile))
+        hangs = pytest.raises(ptxsim.PtxsimError, match="deadlock") if pieces else nullcontext()
+        with ptxsim.options(resident_ctas=3, **_ANY), hangs:
+            found = simulated_bwd.backward(case, schedule, backward=kernel)
+    for a, b in zip(found, wanted, strict=True):
+        assert contract.same_bytes(a, b)
 
 
 @pytest.mark.parametrize("group", [1, 2])
