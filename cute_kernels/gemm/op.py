@@ -21,6 +21,7 @@ chain is what a token stream can be cut in.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -203,6 +204,14 @@ def _backward_linear(ctx, dy):
             "cute_kernels.linear: double backward (create_graph=True) is not available with "
             "main_grad, as a gradient's part of it would go to weight.grad; leave main_grad out"
         )
+    needs = tuple(ctx.needs_input_grad[:3])
+    if ctx.main_grad is None and not torch.is_grad_enabled():
+        run = _gradients.find((ctx.order, needs), dy, x, weight)
+        if run is None:
+            run = _plan_gradients(dy, x, weight, ctx.order, needs)
+            _gradients.add((ctx.order, needs), (dy, x, weight), run)
+        if run:
+            return run(dy, x, weight)
     dx = dw = db = None
     if ctx.needs_input_grad[0]:
         dx = linear_dx(dy, weight, ctx.order)
@@ -211,6 +220,30 @@ def _backward_linear(ctx, dy):
     if ctx.needs_input_grad[2]:
         db = linear_dbias(dy, ctx.order)
     return dx, dw, db, None, None
+
+
+#: Plans of the gradients of `linear` that are asked for, without a main_grad; by order.
+_gradients = PlanCache()
+
+
+def _plan_gradients(dy, x, weight, order, needs) -> Callable | None:
+    """``run(dy, x, weight)`` returns a gradient per input of `linear`; None: not cacheable."""
+    asked = (linear_dx, dy, weight), (linear_dw, dy, x), (linear_dbias, dy)
+    runs = [op.bind(*operands, order) if need else _no_gradient
+            for need, (op, *operands) in zip(needs, asked, strict=True)]  # fmt: skip
+    if None in runs:
+        return None
+    run_dx, run_dw, run_dbias = runs
+
+    def run(dy, x, weight):
+        dx, dw = run_dx(dy, weight, order), run_dw(dy, x, order)
+        return dx, dw, run_dbias(dy, order), None, None
+
+    return run
+
+
+def _no_gradient(*_) -> None:
+    pass
 
 
 def weight_gradient(ctx, dy, x):

@@ -158,21 +158,24 @@ def plan_add_parts(
     ]
     pair = len(parts) == 2 and names[0] == names[1]
     launches = [bind(device, _kernel(SumConfig(name, pair))) for name in names]
+    new = [
+        allocator(t.shape, t.dtype, device) if old is None else None
+        for old, t in zip(into, like, strict=True)
+    ]
 
     def run(parts, into, like):
-        sums = [
-            torch.empty_like(t) if old is None else None for old, t in zip(into, like, strict=True)
+        sums = [None if make is None else make() for make in new]
+        targets = [
+            old.contiguous() if made is None else made for old, made in zip(into, sums, strict=True)
         ]
-        targets = [new if old is None else old for old, new in zip(into, sums, strict=True)]
-        flat = [t.contiguous() for t in targets]
         if pair:
-            launches[0](parts[0], flat[0], parts[1], flat[1])
+            launches[0](parts[0], targets[0], parts[1], targets[1])
         else:
-            for launch, part, t in zip(launches, parts, flat, strict=True):
+            for launch, part, t in zip(launches, parts, targets, strict=True):
                 launch(part, t, None, None)
-        for target, t in zip(targets, flat, strict=True):
-            if t is not target:
-                target.copy_(t)
+        for old, t in zip(into, targets, strict=True):
+            if old is not None and t is not old:
+                old.copy_(t)
         return sums
 
     return Plan(run)

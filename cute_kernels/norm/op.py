@@ -1,7 +1,8 @@
 """The torch ops of norm: schemas, fakes, autograd.
 
     norm            (y, h, mean, rstd) of x [..., D]; h is empty without a residual
-    norm_backward   (dx, dweight, dbias); a gradient is added to its main_grad if there is one
+    norm_gradients  (dx, dweight, dbias)
+    norm_backward   the same; a gradient is added to its main_grad if there is one
 
 What is not there is empty: the mean of an RMS norm, a gradient that goes elsewhere.
 """
@@ -9,6 +10,7 @@ What is not there is empty: the mean of an RMS norm, a gradient that goes elsewh
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -128,36 +130,67 @@ def _fake(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offse
 def _plan_backward(
     dy, dh, h, mean, rstd, weight, bias, main_grad, bias_main_grad, kind, eps, offset, needs
 ):
-    """Plan of `norm_backward`: the gradient of rows, then the sums of the parts."""
+    """Plan of `norm_backward`."""
     if h.numel() == 0:
         return Plan(_run_backward_of_nothing, cacheable=False)
-    rule, wanted = Rule(kind, eps, offset), any(needs[1:])
-    where, layer = (h.device, h.dtype), kind == LAYER
+    main_grads = main_grad, bias_main_grad
+    rule = Rule(kind, eps, offset)
+    plan = _plan_gradients(dy, dh, h, mean, rstd, weight, bias, main_grads, rule, needs)
+    run_gradients = plan.run
+
+    def run(dy, dh, h, mean, rstd, weight, bias, main_grad, bias_main_grad, *_):
+        _apart(main_grad, bias_main_grad, dy=dy, dh=dh)
+        main_grads = main_grad, bias_main_grad
+        gradients = run_gradients(dy, dh, h, mean, rstd, weight, bias, main_grads)
+        return tuple(h.new_empty(0) if t is None else t for t in gradients)
+
+    return replace(plan, run=run)
+
+
+def _plan_gradients(dy, dh, h, mean, rstd, weight, bias, main_grads, rule, needs):
+    """Plan of (dx, dweight, dbias): the gradient of rows, then the sums of the parts.
+
+    None for a gradient that is not in ``needs``, or that is added to its main_grad.
+    """
+    needs_rows, *needs_sums = needs
+    wanted, layer = any(needs_sums), rule.kind == LAYER
+    where = h.device, h.dtype
     stats = mean if layer else None, rstd
     operands = Upstream(dy, dh), h, stats, Scale(weight, bias), rule, wanted
     rows = dispatch.plan("norm_backward", *where, *operands)
-    indices = [i for i in (0, 1) if needs[1 + i]]
-    add: Plan | None = None
+    run_rows, both = rows.run, all(needs_sums)
+    run_sums: Callable | None = None
 
-    def run(dy, dh, h, mean, rstd, weight, bias, main_grad, bias_main_grad, *_):
-        nonlocal add
-        _apart(main_grad, bias_main_grad, dy=dy, dh=dh)
+    def run(dy, dh, h, mean, rstd, weight, bias, main_grads=(None, None)):
+        nonlocal run_sums
         stats = mean if layer else None, rstd
-        scale = Scale(weight, bias)
-        d_x, parts = rows.run(Upstream(dy, dh), h, stats, scale, rule, wanted)
-        sums = [None, None]
+        d_x, parts = run_rows(Upstream(dy, dh), h, stats, Scale(weight, bias), rule, wanted)
+        d_weight = d_bias = None
         if wanted:
-            all_sums = (parts.weight, main_grad, weight), (parts.bias, bias_main_grad, bias)
-            chosen = [list(one) for one in zip(*(all_sums[i] for i in indices), strict=True)]
-            if add is None:
+            operands = (parts.weight, parts.bias), main_grads, (weight, bias)
+            if not both:
+                only = 0 if needs_sums[0] else 1
+                operands = tuple((pair[only],) for pair in operands)
+            if run_sums is None:
                 # Parts are alike in all calls of this signature.
-                add = dispatch.plan("norm_add_parts", *where, *chosen)
-            for i, one in zip(indices, add.run(*chosen), strict=True):
-                sums[i] = one
-        d_weight, d_bias = (h.new_empty(0) if t is None else t for t in sums)
-        return d_x if needs[0] else h.new_empty(0), d_weight, d_bias
+                run_sums = dispatch.plan("norm_add_parts", *where, *operands).run
+            sums = run_sums(*operands)
+            if both:
+                d_weight, d_bias = sums
+            elif needs_sums[0]:
+                (d_weight,) = sums
+            else:
+                (d_bias,) = sums
+        return d_x if needs_rows else None, d_weight, d_bias
 
     return replace(rows, run=run)
+
+
+def _plan_backward_alone(*args):
+    """Plan of `norm_gradients`."""
+    plan = _plan_backward(*args[:7], None, None, *args[7:])
+    run = plan.run
+    return replace(plan, run=lambda *args: run(*args[:7], None, None, *args[7:]))
 
 
 def _run_backward_of_nothing(dy, dh, *args):
@@ -194,31 +227,59 @@ def _backward(ctx, dy, dh, *_):
             "cute_kernels.norm: double backward (create_graph=True) is not available"
         )
     h, mean, rstd, weight, bias = ctx.saved_tensors
-    mean = rstd.new_empty(0) if mean is None else mean
+    if mean is not None and not mean.numel():
+        mean = None
     dy = torch.zeros_like(h) if dy is None else dy
     if not ctx.residual:
         dh = None
     elif dh is None:
         # Not left out: 0 + -0 is 0, and compiled graphs have zeros here.
         dh = torch.zeros_like(h)
+    needs_rows = any(ctx.needs_input_grad[:2])
+    if ctx.main_grads[2] is None and ctx.main_grads[3] is None:
+        needs = needs_rows, *ctx.needs_input_grad[2:4]
+        d_x, *sums = _gradients_of(dy, dh, h, mean, rstd, weight, bias, Rule(*ctx.numbers), needs)
+    else:
+        d_x, sums = _add_gradients(ctx, dy, dh, h, mean, rstd, weight, bias, needs_rows)
+    of_rows = [d_x if need else None for need in ctx.needs_input_grad[:2]]
+    return *of_rows, *sums, None, None, None, None, None
+
+
+#: Plans of a backward without main_grads, by rule and what is asked for.
+_gradients = PlanCache()
+
+
+def _gradients_of(dy, dh, h, mean, rstd, weight, bias, rule, needs):
+    """(dx, dweight, dbias), None for what is not in ``needs``."""
+    operands, options = (dy, dh, h, mean, rstd, weight, bias), (*rule, *needs)
+    run = _gradients.find(options, *operands)
+    if run is None:
+        plan = _plan_gradients(*operands, (None, None), rule, needs)
+        run = plan.run if plan.fresh and plan.cacheable else None
+        _gradients.add(options, operands, run)
+    if run:
+        return run(*operands)
+    gradients = norm_gradients(*operands, *rule, list(needs))
+    return [t if need else None for t, need in zip(gradients, needs, strict=True)]
+
+
+def _add_gradients(ctx, dy, dh, h, mean, rstd, weight, bias, needs_rows):
+    """(dx, [dweight, dbias]) of a node with main_grads; None for what was added to one."""
     inputs = h, h if ctx.residual else None, weight, bias
     targets = destination.targets(ctx, inputs, ctx.main_grads, (dy, dh))
-    of_weight, of_bias = targets.get(2), targets.get(3)
-    rows = any(ctx.needs_input_grad[:2])
-    wanted = [t is not None and t.wanted for t in (of_weight, of_bias)]
-    into = [None if t is None else t.into for t in (of_weight, of_bias)]
-    d_x, *made = norm_backward(
+    targets = targets.get(2), targets.get(3)
+    wanted = [t is not None and t.wanted for t in targets]
+    into = [None if t is None else t.into for t in targets]
+    d_x, *sums = norm_backward(
         dy, dh, h, mean, rstd, weight, bias, *into, *ctx.numbers,
-        [rows, *wanted],
+        [needs_rows, *wanted],
     )  # fmt: skip
-    given = [None, None]
-    for at, (target, own) in enumerate(zip((of_weight, of_bias), made, strict=True)):
+    for i, target in enumerate(targets):
         if target is not None and target.wanted:
             target.written()
-            given[at] = own if target.returned else None
-    needs = ctx.needs_input_grad
-    of_rows = [d_x if need else None for need in needs[:2]]
-    return *of_rows, *given, None, None, None, None, None
+        if target is None or not target.returned:
+            sums[i] = None
+    return d_x, sums
 
 
 def _vmap_refused(info, in_dims, *args):
@@ -237,10 +298,17 @@ norm = define_op(
     backward=_backward,
     vmap=_vmap_refused,
 )
+_SAVED = "Tensor h, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? bias"
+_RULE = "str kind, float eps, float offset, bool[] needs"
+norm_gradients = define_op(
+    f"norm_gradients(Tensor dy, Tensor? dh, {_SAVED}, {_RULE}) -> (Tensor, Tensor, Tensor)",
+    plan=_plan_backward_alone,
+    fake=lambda *args: _fake_backward(*args[:7], None, None, *args[7:]),
+    vmap=_vmap_refused,
+)
 norm_backward = define_op(
-    "norm_backward(Tensor dy, Tensor? dh, Tensor h, Tensor mean, Tensor rstd, Tensor? weight, "
-    "Tensor? bias, Tensor(a!)? main_grad, Tensor(b!)? bias_main_grad, str kind, float eps, "
-    "float offset, bool[] needs) -> (Tensor, Tensor, Tensor)",
+    f"norm_backward(Tensor dy, Tensor? dh, {_SAVED}, Tensor(a!)? main_grad, "
+    f"Tensor(b!)? bias_main_grad, {_RULE}) -> (Tensor, Tensor, Tensor)",
     plan=_plan_backward,
     fake=_fake_backward,
     vmap=_vmap_refused,

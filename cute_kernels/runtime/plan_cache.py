@@ -178,9 +178,9 @@ def is_cacheable(*tensors: torch.Tensor | None) -> bool:
     )
 
 
-def key_settings() -> tuple[str, str]:
+def key_settings() -> tuple[str, str, str]:
     """The settings that plans depend on."""
-    return settings.get("BACKEND"), settings.get("MAX_CTAS")
+    return settings.get("BACKEND"), settings.get("MAX_CTAS"), settings.get("WATCHDOG_MS")
 
 
 def _key(options: Hashable, tensors: tuple) -> tuple | None:

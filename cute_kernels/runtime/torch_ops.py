@@ -146,13 +146,22 @@ def _entrance(
             return op(*args)
         return call(*args)
 
+    def enter_planned(*args):
+        # A call with a cached plan has plain arguments, and nothing intercepts it.
+        if torch.compiler.is_compiling() or not (run := planned.known(args)):
+            return enter(*args)
+        if _C.is_grad_enabled() and _C._any_requires_grad(*args):
+            return op(*args) if apply is None else apply(*args, run)
+        return run(*args)
+
     def bind(*args) -> Callable | None:
         run = planned.cached(*args)
         return run and differentiable(run)
 
-    enter.bind = bind
-    enter.bind_plan = lambda plan: differentiable(_run_of(plan)) if plan.cacheable else None
-    return enter
+    entrance = enter if planned is None else enter_planned
+    entrance.bind = bind
+    entrance.bind_plan = lambda plan: differentiable(_run_of(plan)) if plan.cacheable else None
+    return entrance
 
 
 def _run_of(plan: Plan) -> Callable:
@@ -178,12 +187,21 @@ class Planned:
         run, is_cached = self._find(args)
         return run if is_cached else None
 
-    def _find(self, args: tuple) -> tuple[Callable, bool]:
-        """(what runs the plan of a call, planned now if there is none, whether it is cached)."""
+    def known(self, args: tuple) -> Callable | bool | None:
+        """`PlanCache.find` of a call: what runs its cached plan, if there is one."""
+        options, tensors = self._signature(args)
+        return self._cache.find(options, *tensors)
+
+    def _signature(self, args: tuple) -> tuple[tuple, tuple]:
+        """(options, tensors) of a call, as `PlanCache` takes them."""
         options = [args[i] for i in self._options]
         if self._lists:
             options = [tuple(one) if type(one) is list else one for one in options]
-        options, tensors = tuple(options), tuple(args[i] for i in self._tensors)
+        return tuple(options), tuple([args[i] for i in self._tensors])
+
+    def _find(self, args: tuple) -> tuple[Callable, bool]:
+        """(what runs the plan of a call, planned now if there is none, whether it is cached)."""
+        options, tensors = self._signature(args)
         known = self._cache.find(options, *tensors)
         if known:
             return known, True

@@ -105,22 +105,23 @@ _of_mask: weakref.WeakKeyDictionary[BlockMask, PlanCache] = weakref.WeakKeyDicti
 
 def find(mask: object, options: tuple, q, k, v) -> Bound | bool | None:
     """Apply `PlanCache.find` to the calls with ``mask`` or, for None, without one."""
-    if torch.compiler.is_compiling() or type(options[3]) is not str or _capturing():
+    if torch.compiler.is_compiling() or type(options[3]) is not str or capturing():
         return False
     if mask is None or type(mask) is BlockMask:
         return cache_of(mask).find(options, q, k, v)
     return False
 
 
-def _capturing() -> bool:
+def capturing() -> bool:
     """Whether a CUDA graph is captured: the slow path keeps the lists, which replays read."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_streamcapturing()
 
 
 def _clear() -> None:
     """Plans keep no tensor longer than the cache, which waits for all streams before one goes."""
     for cache in (_without_mask, *_of_mask.values()):
         cache.clear()
+    _backwards.clear()
 
 
 lowering.cache.on_drop.append(_clear)
@@ -144,6 +145,38 @@ def _plan_backward(
         refuse_unordered()
     if q.numel() == 0 or k.numel() == 0:
         return Plan(_gradients_of_nothing, cacheable=False)
+    plan, _ = _plan_lists(
+        dout,
+        dlse,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        mask,
+        facts,
+        order,
+        kind,
+        scale,
+        softcap,
+        deterministic,
+        sinks,
+    )
+    run_plan = plan.run
+
+    def run(dout, dlse, q, k, v, out, lse, *rest):
+        return run_plan(dout, dlse, q, k, v, out, lse, rest[-1])
+
+    return replace(plan, run=run, cacheable=False)
+
+
+def _plan_lists(
+    dout, dlse, q, k, v, out, lse, mask, facts, order, kind, scale, softcap, deterministic, sinks
+):
+    """(plan of a backward pass, whether the cache of masks keeps its lists).
+
+    The plan has them: ``run(dout, dlse, q, k, v, out, lse, sinks)``.
+    """
     (batch, q_len, heads, dim), (_, kv_len, kv_heads, _) = q.shape, k.shape
     lowered = lowering.mask_of_op(mask, facts, q_len, kv_len, str(q.device))
     if order:
@@ -155,12 +188,45 @@ def _plan_backward(
     plan = dispatch.plan(f"{NAME}_backward", q.device, q.dtype, *operands, *options)
     launch = plan.run
 
-    def run(dout, dlse, q, k, v, out, lse, *rest):
-        sinks = rest[-1]
+    def run(dout, dlse, q, k, v, out, lse, sinks):
         gradients = launch(Grads(dout, dlse), Saved(q, k, v, out, lse, sinks), *options)
         return with_sinks(gradients, q, sinks)
 
-    return replace(plan, run=run, cacheable=False)
+    kept = sum(t.nbytes for t in (*mask, *order)) <= lowering.cache.limit
+    return replace(plan, run=run), kept
+
+
+#: Plans of backward passes by the tensors of their mask and order, which name them: (these tensors,
+#: the plans).  They keep those tensors, as the caches above.
+_backwards: dict[tuple[int, ...], tuple[tuple[torch.Tensor, ...], PlanCache]] = {}
+
+
+def _plans_of(lists: tuple[torch.Tensor, ...]) -> PlanCache:
+    """The plans of the backward passes with these tensors."""
+    name = tuple(map(id, lists))
+    if name not in _backwards:
+        if len(_backwards) >= 64:
+            _backwards.clear()
+        _backwards[name] = lists, PlanCache(capacity=64)
+    return _backwards[name][1]
+
+
+def _find_backward(operands: tuple, mask: list, facts: list, order: list, options: tuple):
+    """What runs the plan of a backward pass, planned now if it can be cached; else False.
+
+    ``operands``: dout, dlse, q, k, v, out, lse, sinks.  ``options``: kind, scale, softcap,
+    deterministic.
+    """
+    if torch.is_grad_enabled() or not options[-1] or capturing():
+        return False
+    *tensors, sinks = operands
+    plans, key = _plans_of((*mask, *order)), (tuple(facts), *options)
+    run = plans.find(key, *operands)
+    if run is None:
+        plan, kept = _plan_lists(*tensors, mask, facts, order, *options, sinks)
+        run = plan.run if kept and plan.fresh else None
+        plans.add(key, operands, run)
+    return run
 
 
 def _gradients_of_nothing(dout, dlse, q, k, v, *rest):
@@ -229,9 +295,13 @@ def _backward(ctx, dout, dlse):
         want = "the tensors of a schedule (a gradient is asked for)"
         raise ArgumentValueError(expected("order", want, "none"))
     dout = torch.zeros_like(out) if dout is None else dout
-    grads = block_sparse_attention_backward(
-        dout, dlse, q, k, v, out, lse, mask, ctx.facts, order, *ctx.options, sinks
-    )
+    operands = dout, dlse, q, k, v, out, lse, sinks
+    run = _find_backward(operands, mask, ctx.facts, order, tuple(ctx.options))
+    if run:
+        grads = run(*operands)
+    else:
+        lists = mask, ctx.facts, order, *ctx.options
+        grads = block_sparse_attention_backward(*operands[:-1], *lists, sinks)
     return wanted_gradients(ctx, grads, 7)
 
 

@@ -36,11 +36,12 @@ def test_opcheck_of_the_backward(kind):
     with torch.no_grad():
         x, _, weight, bias, *_ = arguments(kind, False)
         _, _, mean, rstd = op.norm(x, None, weight, bias, None, None, kind, 1e-5, 0.0)
-        given = (x * 0.5, None, x, mean, rstd, weight, bias, normal(40, seed=6), None)
-        torch.library.opcheck(
-            torch.ops.cute_kernels.norm_backward.default,
-            (*given, kind, 1e-5, 0.0, [True, True, False]),
-        )
+        given = (x * 0.5, None, x, mean if kind == "layer" else None, rstd, weight, bias)
+        rule = kind, 1e-5, 0.0, [True, True, False]
+        ops = torch.ops.cute_kernels
+        torch.library.opcheck(ops.norm_gradients.default, (*given, *rule))
+        main_grads = normal(40, seed=6), None
+        torch.library.opcheck(ops.norm_backward.default, (*given, *main_grads, *rule))
 
 
 def test_compiled_it_has_the_bytes_of_eager():

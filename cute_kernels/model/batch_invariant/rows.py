@@ -215,9 +215,7 @@ def _norm_backward(kind, given, stats, scale, needs) -> tuple:
     flat = [_flat(t, shape) for t in (dy, x)]
     scales = [_flat(t, shape) for t in scale]
     # The eps is in rstd, and a gradient does not read it.
-    made = norm_op.norm_backward(
-        flat[0], None, flat[1], *own, *scales, None, None, kind, 1.0, 0.0, wanted
-    )
+    made = norm_op.norm_gradients(flat[0], None, flat[1], *own, *scales, kind, 1.0, 0.0, wanted)
     like = (x, *scale)
     return tuple(
         g.view(t.shape) if want else None for g, t, want in zip(made, like, wanted, strict=True)

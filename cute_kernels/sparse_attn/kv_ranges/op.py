@@ -14,6 +14,8 @@ which CUDA graphs can hold, and the same bytes; gradients then come as from thos
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ...arch import CUTE_SM90
@@ -26,6 +28,7 @@ from .. import lowering
 from ..op import (
     HALF,
     NAME,
+    capturing,
     fake_gradients,
     refuse_double_backward,
     refuse_vmap,
@@ -105,12 +108,51 @@ def attend(*args):
     return _plan(*args).run(*args)
 
 
+#: Plans of one attention over all queries and keys, for spans on the CPU, by their content.  They
+#: keep lists, no longer than the cache does, which waits for all streams before one goes.
+_plans = PlanCache(capacity=256)
+lowering.cache.on_drop.append(_plans.clear)
+
+
+def _find(which: str, spans, scale, softcap, *operands) -> tuple[tuple | None, object]:
+    """(what `_keep` takes, `PlanCache.find` of a plan that ``which`` names)."""
+    # While a CUDA graph is captured, the cache of lists keeps those that are asked of it.
+    if type(spans) is not torch.Tensor or plan_cache.on_gpu(spans) or capturing():
+        return None, False
+    options = which, ranges.content_of(spans).name, scale, softcap
+    return options, _plans.find(options, *operands)
+
+
+def _attend_all(run, q, k, v, spans, scale, softcap, sinks):
+    """(out, lse) of one run that has all queries and keys."""
+    options, launch = _find("forward", spans, scale, softcap, q, k, v, sinks)
+    if not launch:
+        given = lowering.lower(run.mask), scale, softcap
+        plan = dispatch.plan(NAME, q.device, q.dtype, q, k, v, *given, sinks)
+        run_plan = plan.run
+
+        def launch(q, k, v, sinks):
+            return run_plan(q, k, v, *given, sinks)
+
+        if options is not None:
+            _keep(options, (q, k, v, sinks), plan, launch)
+    return launch(q, k, v, sinks)
+
+
+def _keep(options: tuple, operands: tuple, plan: Plan, launch: Callable) -> None:
+    """Caches ``launch`` for calls that `_find` knows no plan of, if ``plan`` can be cached."""
+    if _plans.find(options, *operands) is None:
+        _plans.add(options, operands, launch if plan.cacheable and plan.fresh else None)
+
+
 def _attend_runs(q, k, v, spans, scale, softcap, sinks):
     """(out, lse) for spans on the CPU, cut into runs."""
     pack = _pack(q, k, spans)
     if pack is not None:
         return passes.forward(*pack, q, k, v, scale, softcap, sinks)
     runs = ranges.runs_of(spans, str(q.device))
+    if len(runs) == 1 and runs[0].is_all(q, k):
+        return _attend_all(runs[0], q, k, v, spans, scale, softcap, sinks)
     parts = ((run, _attend_run(run, q, k, v, scale, softcap, sinks)) for run in runs)
     if len(runs) == 1 and runs[0].is_whole(q):
         return next(parts)[1]
@@ -154,8 +196,13 @@ def differentiate(dout, dlse, q, k, v, out, lse, spans, scale, softcap, sinks):
     if pack is not None:
         given = Grads(dout, dlse), Saved(q, k, v, out, lse, sinks)
         return with_sinks(passes.backward(*pack, *given, scale, softcap), q, sinks)
-    dq = q.new_zeros(q.shape)
     runs = ranges.runs_of(spans, str(q.device))
+    if len(runs) == 1 and runs[0].is_all(q, k):
+        tensors = dout, dlse, q, k, v, out, lse
+        return with_sinks(
+            _differentiate_all(runs[0], *tensors, spans, scale, softcap, sinks), q, sinks
+        )
+    dq = q.new_zeros(q.shape)
     shared = ranges.share_keys(runs)
     # Where a key is one of several runs, their gradients are added in fp32, in the runs' order.
     wide = torch.float32 if shared else None
@@ -181,6 +228,28 @@ def differentiate(dout, dlse, q, k, v, out, lse, spans, scale, softcap, sinks):
     return with_sinks((dq, dk.to(k.dtype), dv.to(v.dtype), dsinks), q, sinks)
 
 
+def _differentiate_all(run, dout, dlse, q, k, v, out, lse, spans, scale, softcap, sinks):
+    """The gradients of one run that has all queries and keys."""
+    operands = dout, dlse, q, k, v, out, lse, sinks
+    options, launch = _find("backward", spans, scale, softcap, *operands)
+    if not launch:
+        lowered = lowering.lower(run.mask)
+        (batch, q_len, heads, dim), (_, kv_len, kv_heads, _) = q.shape, k.shape
+        sizes = batch, q_len, kv_len, heads, kv_heads, dim
+        order = lowering.order_of(lowered, lowering.OF_SEQUENCES, sizes)
+        given = lowered, order, scale, softcap, True
+        tensors = Grads(dout, dlse), Saved(q, k, v, out, lse, sinks)
+        plan = dispatch.plan(f"{NAME}_backward", q.device, q.dtype, *tensors, *given)
+        run_plan = plan.run
+
+        def launch(dout, dlse, *saved):
+            return run_plan(Grads(dout, dlse), Saved(*saved), *given)
+
+        if options is not None:
+            _keep(options, operands, plan, launch)
+    return launch(*operands)
+
+
 def _fake_backward(dout, dlse, q, k, v, out, lse, spans, scale, softcap, sinks):
     return fake_gradients(q, k, v, sinks)
 
@@ -194,6 +263,12 @@ def _setup(ctx, inputs, output):
 def _backward(ctx, dout, dlse):
     q, k, v, out, lse, spans, sinks = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
+    if not torch.is_grad_enabled():
+        # A plan is known where nothing intercepts a call, and all of it is one run.
+        operands = dout, dlse, q, k, v, out, lse, sinks
+        _, launch = _find("backward", spans, *ctx.options, *operands)
+        if launch:
+            return wanted_gradients(ctx, with_sinks(launch(*operands), q, sinks), 3)
     options = *ctx.options, sinks
     grads = sequence_attention_backward(dout, dlse, q, k, v, out, lse, spans, *options)
     return wanted_gradients(ctx, grads, 3)

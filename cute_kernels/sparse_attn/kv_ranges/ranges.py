@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...errors import ArgumentValueError, expected
 from ...schedulers.masks.mask import BlockMask
@@ -51,6 +52,10 @@ class Run(NamedTuple):
         """Whether the queries are all of ``t`` [B, T, H, D], in order."""
         all_rows = slice(0, t.shape[0]), slice(0, t.shape[1])
         return isinstance(self.queries, slice) and (self.batch, self.queries) == all_rows
+
+    def is_all(self, q: Tensor, k: Tensor) -> bool:
+        """Whether the queries are all of ``q`` and the keys all of ``k``, as they lie."""
+        return self.is_whole(q) and not self.shift and self.keys == slice(0, k.shape[1])
 
     def cut_queries(self, t: Tensor) -> Tensor:
         """The run's part of a tensor [B, T, H, D]."""
@@ -196,11 +201,35 @@ def _starts(first: np.ndarray, end: np.ndarray) -> np.ndarray:
     return np.maximum.accumulate(np.where(starts, column, 0))
 
 
+class Content(NamedTuple):
+    """What is in ``spans``: [B, T, 4], and what names it among others.  version: of the tensor."""
+
+    table: np.ndarray
+    name: tuple[tuple[int, ...], bytes]
+    version: int
+
+
+_contents = WeakIdKeyDictionary()
+
+
+def content_of(spans: Tensor) -> Content:
+    """What is in ``spans``, read once for all layers of a pass; waits for its device."""
+    content = _contents.get(spans)
+    # What inference_mode made has no version: whether it was written since is not known.
+    if content is None or spans.is_inference() or content.version != spans._version:
+        table = spans[:, 0].cpu().numpy()
+        name = table.shape, table.tobytes()
+        # Not a view of the tensor, which would keep its own key alive.
+        table = np.frombuffer(name[1], table.dtype).reshape(table.shape)
+        content = Content(table, name, -1 if spans.is_inference() else spans._version)
+        _contents[spans] = content
+    return content
+
+
 def runs_of(spans: Tensor, device: str) -> tuple[Run, ...]:
     """The runs of ``spans``, their masks on ``device``; kept by content, for the next layer."""
-    table = spans[:, 0].cpu().numpy()
-    key = "runs", table.shape, table.tobytes(), device
-    return lowering.cache.get(key, lambda: _runs(table, device))
+    table, name, _ = content_of(spans)
+    return lowering.cache.get(("runs", name, device), lambda: _runs(table, device))
 
 
 def _runs(table: np.ndarray, device: str) -> tuple[Run, ...]:
@@ -291,8 +320,8 @@ class Pack(NamedTuple):
 
 def pack_of(spans: Tensor) -> Pack | None:
     """The sequences of ``spans``, if they are a pack; None for one, or a batch that lies alike."""
-    table = spans[:, 0].cpu().numpy()
-    return lowering.cache.get(("pack of", table.shape, table.tobytes()), lambda: _pack_of(table))
+    table, name, _ = content_of(spans)
+    return lowering.cache.get(("pack of", name), lambda: _pack_of(table))
 
 
 def _pack_of(table: np.ndarray) -> Pack | None:
