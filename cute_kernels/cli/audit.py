@@ -23,7 +23,7 @@ from ..model.audit import api, checks, report
 from ..runtime.optional import require
 from .common import BROKEN, folded, one_line, renamed, writing
 
-#: Of --dtype; "auto" leaves a model of transformers as it is stored, and others as they are made.
+#: Values of --dtype; "auto" keeps the dtype that a model has.
 _DTYPES = {
     "auto": None,
     "bf16": torch.bfloat16,
@@ -73,50 +73,53 @@ def audit(
     """Name the modules of a model whose bits follow the batch, padding, chunks or a cache."""
     if dtype not in _DTYPES:
         raise ArgumentValueError(one_of("--dtype", _DTYPES, dtype))
-    asked = None if transforms is None else [name.strip() for name in transforms.split(",")]
-    if asked is not None:
-        checks.names(asked)
+    transform_names = (
+        None if transforms is None else [name.strip() for name in transforms.split(",")]
+    )
+    if transform_names is not None:
+        checks.names(transform_names)
     if prompt and tokens:
         raise ArgumentValueError(expected("--tokens", "--prompt or --tokens", "both"))
     sizes = _whole_numbers("--lengths", lengths, least=1)
-    given = [_whole_numbers("--tokens", text, least=0) for text in tokens or ()]
+    token_ids = [_whole_numbers("--tokens", text, least=0) for text in tokens or ()]
     if as_json is not None and str(as_json) != "-" and not as_json.absolute().parent.is_dir():
         raise ArgumentValueError(expected("--json", "a file in a folder that exists", as_json))
     _check_device(device)
     loaded = _load(model, dtype, device)
     if patch:
         _patched(loaded)
-    inputs = given or (_encoded(model, prompt) if prompt else _drawn(loaded, sizes, seed))
-    options = {"transforms": asked, "gradients": gradients, "compile": compile}
-    source = "--tokens" if given else "--prompt" if prompt else "--lengths"
+    inputs = token_ids or (_encoded(model, prompt) if prompt else _drawn(loaded, sizes, seed))
+    options = {"transforms": transform_names, "gradients": gradients, "compile": compile}
+    source = "--tokens" if token_ids else "--prompt" if prompt else "--lengths"
     with renamed(inputs=source):
-        found = api.audit(loaded, inputs, **options)
+        findings = api.audit(loaded, inputs, **options)
     if str(as_json) == "-":
-        typer.echo(json.dumps(found.as_json(victims), indent=1))
+        typer.echo(json.dumps(findings.as_json(victims), indent=1))
     else:
-        show(found, victims)
+        show(findings, victims)
         if as_json is not None:
             with writing(as_json):
-                as_json.write_text(json.dumps(found.as_json(victims), indent=1) + "\n")
-    raise typer.Exit(0 if found.ok else BROKEN)
+                as_json.write_text(json.dumps(findings.as_json(victims), indent=1) + "\n")
+    raise typer.Exit(0 if findings.ok else BROKEN)
 
 
-def show(found: report.Report, victims: bool) -> None:
+def show(findings: report.Report, victims: bool) -> None:
     """Print the first culprit, the table of all, and what was not compared."""
-    typer.echo(folded(found.headline()))
-    if found.findings:
+    typer.echo(folded(findings.headline()))
+    if findings.findings:
         table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         for heading, names in _COLUMNS:
             side = "right" if set(names) <= set(report.NUMBERS) else "left"
             table.add_column(heading, justify=side, overflow="fold")
-        for one in found.findings:
-            texts = dict(zip(report.HEADER, report.cells(one), strict=True))
+        for finding in findings.findings:
+            texts = dict(zip(report.HEADER, report.cells(finding), strict=True))
             table.add_row(*("\n".join(texts[name] for name in names) for _, names in _COLUMNS))
         Console(highlight=False).print(table, markup=False)
-    for one in found.victims if victims else ():
-        line = f"passed on: {one.module or '(the model)'} ({one.kind}) under {one.transform}"
-        typer.echo(folded(f"{line}: {one.rows:,} rows"))
-    for line in found.lines():
+    for finding in findings.victims if victims else ():
+        name = finding.module or "(the model)"
+        line = f"passed on: {name} ({finding.kind}) under {finding.transform}"
+        typer.echo(folded(f"{line}: {finding.rows:,} rows"))
+    for line in findings.lines():
         typer.echo(folded(line))
 
 
@@ -131,36 +134,36 @@ def _check_device(name: str | None) -> None:
 
 def _load(name: str, dtype: str, device: str | None) -> torch.nn.Module:
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    made = _made(name) if _is_function(name) else _from_transformers(name)
+    model = _from_function(name) if _is_function(name) else _from_transformers(name)
     if _DTYPES[dtype] is not None:
-        made = made.to(_DTYPES[dtype])
-    return made.to(device)
+        model = model.to(_DTYPES[dtype])
+    return model.to(device)
 
 
 def _is_function(name: str) -> bool:
-    """Whether it is MODULE:FUNCTION, and no folder of such a name."""
+    """Whether ``name`` is MODULE:FUNCTION, and no folder of such a name."""
     module, colon, function = name.partition(":")
     words = [*module.split("."), function]
     return bool(colon) and not Path(name).exists() and all(word.isidentifier() for word in words)
 
 
-def _made(name: str) -> torch.nn.Module:
+def _from_function(name: str) -> torch.nn.Module:
     module, _, function = name.partition(":")
     with _folder_of_the_user():
         make = getattr(importlib.import_module(module), function, None)
     if not callable(make):
         want = f"a function {function!r} in {module}"
         raise ArgumentValueError(expected("MODEL", want, type(make).__name__))
-    made = make()
-    if not isinstance(made, torch.nn.Module):
+    model = make()
+    if not isinstance(model, torch.nn.Module):
         want = f"{name} to return a torch.nn.Module"
-        raise ArgumentTypeError(expected("MODEL", want, type(made).__name__))
-    return made
+        raise ArgumentTypeError(expected("MODEL", want, type(model).__name__))
+    return model
 
 
 @contextlib.contextmanager
 def _folder_of_the_user():
-    """Inside, modules of the current folder are found, as ``python -m`` finds them."""
+    """Make modules of the current folder importable, as ``python -m`` finds them."""
     sys.path.insert(0, "")
     try:
         yield
@@ -169,11 +172,11 @@ def _folder_of_the_user():
 
 
 def _could_be_on_a_hub(name: str) -> bool:
-    """Whether it is OWNER/NAME and OWNER is no folder here; one word is taken for a folder."""
-    owner, slash, rest = name.partition("/")
+    """Whether ``name`` is OWNER/NAME and OWNER is no folder; one word is taken for a folder."""
+    owner, slash, path = name.partition("/")
     return (
-        bool(slash and rest)
-        and "/" not in rest
+        bool(slash and path)
+        and "/" not in path
         and owner not in ("", ".", "..", "~")
         and (not Path(owner).is_dir())
     )
@@ -188,7 +191,7 @@ def _from_transformers(name: str) -> torch.nn.Module:
 
     try:
         return transformers.AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
-    except ValueError as error:  # a folder with no model, or one of another kind
+    except ValueError as error:  # a folder without a model, or with one of another kind
         raise ArgumentValueError(expected("MODEL", "a causal LM of transformers", error)) from None
 
 
@@ -216,7 +219,7 @@ def _encoded(name: str, prompts: list[str]) -> list[list[int]]:
 
 
 def _drawn(model: torch.nn.Module, lengths: list[int], seed: int) -> list[torch.Tensor]:
-    """Random ids of the model's vocabulary."""
+    """Draw random ids of the model's vocabulary."""
     count = checks.vocabulary(model)
     if count is None:
         want = "--tokens for a model whose vocabulary cannot be seen (no nn.Embedding)"

@@ -39,26 +39,28 @@ def certify(
 
     if jobs < 0:
         raise ArgumentValueError(expected("--jobs", "a number of processes, or 0", jobs))
-    named = matching(only)
-    chosen = [kernel.identity for kernel, kind, _ in named if kind is not None]
+    entries = matching(only)
+    chosen = [kernel.identity for kernel, kind, _ in entries if kind is not None]
     require("cu13", "cutlass")
     sass.nvdisasm()
     out.mkdir(parents=True, exist_ok=True)  # before minutes of work, not after
     # Taken before the workers import anything: an edit during minutes of work leaves a digest that
     # is no longer the tree's, never one that claims what was not compiled.
-    names = {kernel.name for kernel, _, _ in named}
+    names = {kernel.name for kernel, _, _ in entries}
     made_from = {name: certificate_sources(name) for name in names}
     certificates = _prove_all(chosen, jobs or min(_MOST_JOBS, len(os.sched_getaffinity(0))))
-    certificates = [replace(one, sources=made_from[one.name]) for one in certificates]
+    certificates = [
+        replace(certificate, sources=made_from[certificate.name]) for certificate in certificates
+    ]
     with writing(out / report.REPORT):
         report.write_report(certificates, out)
     for table in report.tables(certificates):
         console.print(table)
     for line in report.broken_rules(certificates):
         console.print(folded(line), style="red", markup=False, soft_wrap=True)
-    if unordered := len(named) - len(chosen):
+    if unordered := len(entries) - len(chosen):
         console.print(f"{unordered} kernels add in arrival order: no certificate is claimed")
-    raise typer.Exit(0 if all(one.ok for one in certificates) else BROKEN)
+    raise typer.Exit(0 if all(certificate.ok for certificate in certificates) else BROKEN)
 
 
 def _find_rules() -> None:
@@ -81,7 +83,9 @@ def certificate_sources(name: str) -> str:
     _find_rules()
     from verify import sources
 
-    return sources.digest(name, entries=[one for one in catalogue() if one.kernel.name == name])
+    return sources.digest(
+        name, entries=[entry for entry in catalogue() if entry.kernel.name == name]
+    )
 
 
 def _prove_all(identities: list[str], jobs: int) -> list:
@@ -92,8 +96,8 @@ def _prove_all(identities: list[str], jobs: int) -> list:
         with bars as bar, ProcessPoolExecutor(jobs, fresh) as workers:
             task = bar.add_task("certifying", total=len(identities))
             certificates = []
-            for one in workers.map(prove, identities):
-                certificates.append(one)
+            for certificate in workers.map(prove, identities):
+                certificates.append(certificate)
                 bar.advance(task)
     except BrokenProcessPool:
         raise CertificateError(

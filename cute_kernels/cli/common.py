@@ -34,7 +34,7 @@ _SUBJECT = re.compile(r"([\w./~-]+)(?:\[\d+\])*(?=: )")
 
 
 def width() -> int:
-    """Columns of the terminal."""
+    """Number of columns of the terminal."""
     return shutil.get_terminal_size((WIDTH, 24)).columns
 
 
@@ -71,7 +71,7 @@ def one_line(command: Callable | None = None, **options: str) -> Callable:
             settings.check()
             with flushed():
                 return command(*args, **kwargs)
-        except BrokenPipeError:  # the reader of the output has gone: typer's to handle
+        except BrokenPipeError:  # the reader closed the pipe: typer handles it
             raise
         except (CuteKernelsError, ImportError, OSError) as error:
             values = inspect.signature(command).bind(*args, **kwargs).arguments

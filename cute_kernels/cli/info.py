@@ -59,21 +59,21 @@ def _differing_versions(versions: dict, devices: dict) -> list[str]:
     """One line for each version that is not a tested one, or one that none differs."""
     lines = []
     for name, tested in about.TESTED.items():
-        here = versions[name]
-        if here == "none" and name in _OF_GPUS and list(devices) == ["cpu"]:
+        version = versions[name]
+        if version == "none" and name in _OF_GPUS and list(devices) == ["cpu"]:
             continue
-        if not any(f"{here.partition('+')[0]}.".startswith(f"{one}.") for one in tested):
-            lines.append(f"version: {name} {here}, tested with {', '.join(tested)}")
-    same = ", ".join(f"{name} {versions[name]}" for name in about.TESTED)
-    return lines or [f"versions: as tested ({same})"]
+        if not any(f"{version.partition('+')[0]}.".startswith(f"{prefix}.") for prefix in tested):
+            lines.append(f"version: {name} {version}, tested with {', '.join(tested)}")
+    tested_versions = ", ".join(f"{name} {versions[name]}" for name in about.TESTED)
+    return lines or [f"versions: as tested ({tested_versions})"]
 
 
 def _differing_settings(values: dict) -> list[str]:
     """One line for each setting that is not at its default, or one that none differs."""
     lines = [
-        f"setting: {settings.PREFIX}{one.name}={values[one.name]}, default {one.default!r}"
-        for one in settings.TABLE
-        if values[one.name] != one.default
+        f"setting: {settings.PREFIX}{s.name}={values[s.name]}, default {s.default!r}"
+        for s in settings.TABLE
+        if values[s.name] != s.default
     ]
     return lines or ["settings: all at their defaults"]
 
@@ -84,10 +84,10 @@ def _device(name: str, device: dict, ops: dict) -> list[str]:
     without = []
     for op, support in ops.items():
         reasons = support[name]["backends"]
-        backend = next((b for b, why in reasons.items() if why is None), None)
+        backend = next((b for b, reason in reasons.items() if reason is None), None)
         if backend is None:
-            why = "; ".join(f"{b}: {w}" for b, w in reasons.items())
-            without.append(f"  no backend for {op}: {why}")
+            refusals = "; ".join(f"{b}: {w}" for b, w in reasons.items())
+            without.append(f"  no backend for {op}: {refusals}")
         else:
             backends[backend] += 1
     counts = ", ".join(f"{count} ops on {backend}" for backend, count in backends.items())
@@ -119,7 +119,9 @@ def _pairs(title: str, rows: dict) -> Table:
 
 def _backends(op: str, device: str, support: dict) -> Table:
     reasons = support["backends"]
-    rows = {"runs on": next((name for name, why in reasons.items() if why is None), "nothing")}
-    rows |= {f"not {name}": why for name, why in reasons.items() if why}
+    rows = {
+        "runs on": next((name for name, reason in reasons.items() if reason is None), "nothing")
+    }
+    rows |= {f"not {name}": reason for name, reason in reasons.items() if reason}
     rows |= {"guarantees": ", ".join(support["guarantees"]), "contract id": support["contract_id"]}
     return _pairs(f"{op} on {device} (bf16)", rows)

@@ -39,7 +39,7 @@ _MASK = (
 _KIND = f"Only these kinds (repeat the option): {', '.join(KINDS)}, select."
 _WALK = f"Visits of {', '.join(report.WALKED)}: one of {', '.join(WALKS)}."
 _MACHINE = f"The model's constants: {', '.join(TABLE)}."
-_TAKEN = "what select takes, or the fastest of the kinds asked for"
+_SELECTED = "what select takes, or the fastest of the kinds asked for"
 # Headings of two lines, so that the table has 80 columns.
 _SHORT = {"in flight": "in\nflight", "/ unordered": "/ un-\nordered", "/ bound": "/\nbound"}
 
@@ -64,13 +64,13 @@ def schedule(
     ] = None,
     plot: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help=f"A picture of {_TAKEN}: .svg, .png or .pdf."),
+        typer.Option(metavar="FILE", help=f"A picture of {_SELECTED}: .svg, .png or .pdf."),
     ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Draw every row, not just one.")
     ] = False,
     save: Annotated[
-        str | None, typer.Option(metavar="FILE.npz", help=f"For Schedule.load: {_TAKEN}.")
+        str | None, typer.Option(metavar="FILE.npz", help=f"For Schedule.load: {_SELECTED}.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; times in ns.")] = False,
     block: Annotated[
@@ -133,7 +133,7 @@ def _paths(plot: str | None, compare: bool, save: str | None) -> None:
 def _facts(block_mask: BlockMask, chosen, rows, selection: Selection | None) -> dict[str, object]:
     """Return the printed facts as plain values."""
     bound = rows[0].bound
-    taken = selection and {
+    selected = selection and {
         "name": selection.schedule.name,
         "hash": selection.schedule.hash,
         "predicted_ns": selection.predicted_ns,
@@ -147,7 +147,7 @@ def _facts(block_mask: BlockMask, chosen, rows, selection: Selection | None) -> 
         "bound_ns": bound.lower_ns,
         "bound": bound.binding(),
         "rows": [report.facts(row) for row in rows],
-        "select": taken,
+        "select": selected,
     }
 
 
@@ -178,44 +178,44 @@ def _print_choice(selection: Selection | None, rows) -> None:
 
 
 def _write(plot: str | None, every: bool, save: str | None, rows, quiet: bool) -> None:
-    """The picture and the schedule, of ``_TAKEN``."""
+    """Write the picture and the schedule: ``_SELECTED``."""
     if plot is None and save is None:
         return
     timed = [row for row in rows if row.simulation]
     if not timed:
-        got = "; ".join(f"{row.title}: {row.why}" for row in rows)
+        failures = "; ".join(f"{row.title}: {row.why}" for row in rows)
         name = "--save" if plot is None else "--plot"
-        raise ArgumentValueError(expected(name, "a schedule that fits the machine", got))
-    taken = min(timed, key=lambda row: (row.kind != "select", row.simulation.makespan_ns))
-    said = []
+        raise ArgumentValueError(expected(name, "a schedule that fits the machine", failures))
+    best = min(timed, key=lambda row: (row.kind != "select", row.simulation.makespan_ns))
+    lines = []
     if plot is not None:
-        panels = {row.title: row.simulation for row in (timed if every else [taken])}
+        panels = {row.title: row.simulation for row in (timed if every else [best])}
         look = {"bound_ns": rows[0].bound.lower_ns, "columns": 2 if len(panels) > 1 else 1}
         with writing(plot):
             picture.gantt(plot, panels, **look)
-        said.append(f"{plot}: {len(panels)} drawn")
+        lines.append(f"{plot}: {len(panels)} drawn")
     if save is not None:
         with writing(save):
-            taken.schedule.save(save)
-        said.append(f"{save}: {taken.title}; hash {taken.schedule.hash}")
+            best.schedule.save(save)
+        lines.append(f"{save}: {best.title}; hash {best.schedule.hash}")
     if not quiet:
-        say("\n" + "\n".join(said))
+        say("\n" + "\n".join(lines))
 
 
 def parse_mask(text: str, seqlen: int, block_size: tuple[int, int]) -> BlockMask:
-    """The mask of a text such as ``sliding_window:1024`` or ``document:8 & causal``."""
+    """Parse a mask from a text such as ``sliding_window:1024`` or ``document:8 & causal``."""
     grid = rules.Grid(seqlen, seqlen, block_size)
     if grid.num_q_blocks * grid.num_kv_blocks > MAX_BLOCKS:
         want = f"a length of at most {MAX_BLOCKS:,} blocks of {block_size}"
         raise ArgumentValueError(expected("--seqlen", want, seqlen))
     mask = None
     for part in text.split("&"):
-        one = _parse_one(part.strip(), seqlen, block_size)
-        mask = one if mask is None else mask & one
+        part_mask = _parse_part(part.strip(), seqlen, block_size)
+        mask = part_mask if mask is None else mask & part_mask
     return mask
 
 
-def _parse_one(text: str, seqlen: int, block_size: tuple[int, int]) -> BlockMask:
+def _parse_part(text: str, seqlen: int, block_size: tuple[int, int]) -> BlockMask:
     name, *values = text.split(":")
     _among("--mask", _MASKS, name)
     make, names, optional = _MASKS[name]
@@ -254,7 +254,7 @@ def _prefix_lm(seqlen: int, size: tuple[int, int], prefix: str) -> BlockMask:
 
 
 def _document(seqlen: int, size: tuple[int, int], count: str, seed: str = "0") -> BlockMask:
-    """``count`` documents, cut at drawn places."""
+    """Mask of ``count`` documents, cut at drawn places."""
     count = _whole("--mask count", count, 1, seqlen)
     cuts = torch.randperm(seqlen - 1, generator=_generator(seed), device="cpu")[: count - 1] + 1
     edges = [0, *sorted(cuts.tolist()), seqlen]
@@ -263,7 +263,7 @@ def _document(seqlen: int, size: tuple[int, int], count: str, seed: str = "0") -
 
 
 def _random(seqlen: int, size: tuple[int, int], share: str, seed: str = "0") -> BlockMask:
-    """Each block with probability ``share``."""
+    """Mask that has each block with probability ``share``."""
     try:
         chance = float(share)
     except ValueError:
@@ -273,9 +273,9 @@ def _random(seqlen: int, size: tuple[int, int], share: str, seed: str = "0") -> 
     grid = rules.Grid(seqlen, seqlen, size)
     shape = (1, 1, grid.num_q_blocks, grid.num_kv_blocks)
     drawn = torch.rand(shape, generator=_generator(seed), dtype=torch.float32, device="cpu")
-    kept = drawn < chance
-    index = kept.int().argsort(dim=3, descending=True, stable=True).int()
-    return BlockMask.from_blocks(kept.sum(3).int(), index, seqlen, seqlen, block_size=size)
+    blocks = drawn < chance
+    index = blocks.int().argsort(dim=3, descending=True, stable=True).int()
+    return BlockMask.from_blocks(blocks.sum(3).int(), index, seqlen, seqlen, block_size=size)
 
 
 def _generator(seed: str) -> torch.Generator:

@@ -17,7 +17,7 @@ import torch
 
 from ..errors import ArgumentTypeError, ArgumentValueError, expected
 
-#: Where base models put the last layer's output, first come first taken.
+#: Attributes in which base models return the last layer's output, by priority.
 _NAMES = ("last_hidden_state", "hidden", "hidden_states")
 
 #: Settings of a config by which the logits are capped: cap · tanh(logits / cap).
@@ -29,7 +29,7 @@ _SCALES = {
     "logits_scaling": [("granite", -1), ("hyperclovax", 1)],
 }
 _ABOUT_LOGITS = re.compile(r"logit|lm_head|soft_?cap")
-#: Of those, settings of other logits than the head's, or of which of them a caller wants.
+#: Settings among them that concern other logits than the head's, or which ones a caller wants.
 _ELSEWHERE = re.compile(
     r"attn|attention|router|gate|mlp|keep$|^lm_head_bias$|^chunk_size|^output_logits$|renormalize"
 )
@@ -53,7 +53,7 @@ class Transform(NamedTuple):
 
 
 def unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """(what to call, the causal LM inside): of DDP, a DeepSpeed engine, PEFT, torch.compile.
+    """Return (what to call, the causal LM inside) of DDP, a DeepSpeed engine, PEFT, torch.compile.
 
     A model of torch.compile is called uncompiled: its graph ends in logits.
 
@@ -87,16 +87,16 @@ def base_model(model: torch.nn.Module) -> torch.nn.Module:
     if not isinstance(base, torch.nn.Module) or base is model:
         want = "one whose base_model is a module of its own"
         raise ArgumentTypeError(expected("model", want, type(model).__name__))
-    known = {id(p) for part in (base, head(model).module) for p in part.parameters()}
+    parameter_ids = {id(p) for part in (base, head(model).module) for p in part.parameters()}
     for name, parameter in model.named_parameters():
-        if id(parameter) not in known:
+        if id(parameter) not in parameter_ids:
             want = "parameters in base_model and in the head only"
             raise ArgumentTypeError(expected("model", want, f"{name} between or beside them"))
     return base
 
 
 def head(model: torch.nn.Module) -> Head:
-    """The output layer.
+    """Return the output layer.
 
     Raises:
         ArgumentTypeError: it is no plain linear layer: one with children (an adapter, a
@@ -107,9 +107,9 @@ def head(model: torch.nn.Module) -> Head:
     if not isinstance(module, torch.nn.Module):
         raise ArgumentTypeError(expected("get_output_embeddings()", want, module))
     weight = dict(module.named_parameters(recurse=False)).get("weight")
-    others = {name for name, _ in module.named_parameters()} - {"weight", "bias"}
+    other_names = {name for name, _ in module.named_parameters()} - {"weight", "bias"}
     shape = () if weight is None else _shape(weight)
-    alone = next(module.children(), None) is None and not others
+    alone = next(module.children(), None) is None and not other_names
     if not alone or len(shape) != 2 or not weight.dtype.is_floating_point:
         raise ArgumentTypeError(expected("get_output_embeddings()", want, module))
     return Head(module, shape[1])
@@ -121,7 +121,7 @@ def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def vocabulary(model: torch.nn.Module) -> int | None:
-    """How many input ids there are; None if the model does not say."""
+    """Number of input ids; None if the model does not say."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     count = getattr(embedding, "num_embeddings", None)
     return getattr(getattr(model, "config", None), "vocab_size", None) if count is None else count
@@ -148,7 +148,7 @@ def transform(model: torch.nn.Module) -> Transform:
     """
     config = _text_config(model)
     family = str(getattr(config, "model_type", ""))
-    scale, cap, named = 1.0, 0.0, []
+    scale, cap, setting_names = 1.0, 0.0, []
     for name, value in sorted(vars(config).items() if config is not None else ()):
         if not _ABOUT_LOGITS.search(name) or _ELSEWHERE.search(name) or value in _NEUTRAL:
             continue
@@ -161,15 +161,15 @@ def transform(model: torch.nn.Module) -> Transform:
         else:
             want = "no setting that changes logits in a way that log-probabilities do not know"
             raise ArgumentValueError(expected(f"config.{name}", want, value))
-        named.append(name)
+        setting_names.append(name)
     if scale != 1.0 and cap:
         want = "a scale or a soft cap of logits, not both"
-        raise ArgumentValueError(expected(" and ".join(named), want, f"{scale} and {cap}"))
+        raise ArgumentValueError(expected(" and ".join(setting_names), want, f"{scale} and {cap}"))
     return Transform(scale, cap)
 
 
 def hidden_states(output: object, width: int) -> torch.Tensor:
-    """[B, S, width]: the last layer's output, of whatever a base model returned.
+    """Return the last layer's output, [B, S, width], from what a base model returned.
 
     Args:
         output: A tensor; a dataclass, a mapping or an object with ``last_hidden_state``,
@@ -180,19 +180,19 @@ def hidden_states(output: object, width: int) -> torch.Tensor:
     Raises:
         ArgumentTypeError: there is none, or more than one could be it.
     """
-    name, found = "the base model's output", output
+    name, hidden = "the base model's output", output
     if isinstance(output, tuple | list) and not hasattr(output, "_fields"):
         fitting = [t for t in output if _fits(t, width)]
         if len(fitting) != 1:
             want = f"exactly one tensor [batch, sequence, {width}]"
             raise ArgumentTypeError(expected(name, want, f"{len(fitting)} of {len(output)}"))
-        found = fitting[0]
+        hidden = fitting[0]
     elif not isinstance(output, torch.Tensor):
-        name, found = _named(output)
-    if not _fits(found, width):
-        got = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
-        raise ArgumentTypeError(expected(name, f"a tensor [batch, sequence, {width}]", got))
-    return found
+        name, hidden = _named(output)
+    if not _fits(hidden, width):
+        actual = list(hidden.shape) if isinstance(hidden, torch.Tensor) else type(hidden).__name__
+        raise ArgumentTypeError(expected(name, f"a tensor [batch, sequence, {width}]", actual))
+    return hidden
 
 
 def _named(output: object) -> tuple[str, object]:
@@ -213,12 +213,12 @@ def _fits(value: object, width: int) -> bool:
 
 @contextlib.contextmanager
 def other_forward(module: torch.nn.Module, forward: Callable) -> Iterator[None]:
-    """Inside, calling ``module`` runs ``forward`` in its hooks: those of ZeRO-3, FSDP2 and DDP.
+    """Make calls of ``module`` run ``forward`` within its hooks: those of ZeRO-3, FSDP2 and DDP.
 
     They gather and release its parameters around a forward and its backward.
     """
     before, compiled = vars(module).get("forward"), module._compiled_call_impl
-    # A module that compiled itself would make a graph of a forward that is there for one call.
+    # A compiled module would make a graph of a forward that serves a single call.
     module.forward, module._compiled_call_impl = forward, None
     try:
         yield

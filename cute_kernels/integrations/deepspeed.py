@@ -27,7 +27,7 @@ __all__ = ["LogpTrainer", "Scoring", "head_logp", "publish_weights", "zero_stage
 
 
 def zero_stage(engine: torch.nn.Module) -> int:
-    """The stage of an engine, 0 to 3, as its merged config has it (``false`` is 0).
+    """ZeRO stage of an engine, 0 to 3, as its merged config has it (``false`` is 0).
 
     Raises:
         ArgumentTypeError: it is no DeepSpeed engine.
@@ -59,12 +59,12 @@ class LogpTrainer(logp_trainer.Trainer):
         self.group = engine.data_parallel_group
 
     def update(self, loss: torch.Tensor) -> None:
-        """The engine's backward and step; it accumulates as its config says."""
+        """Run the engine's backward and step; it accumulates as its config says."""
         self.model.backward(loss)
         self.model.step()
 
     def path(self) -> dict[str, object]:
-        """The parent's, and the stage."""
+        """Return the parent's path and the stage."""
         return {**super().path(), "deepspeed_zero_stage": self.stage}
 
     def publish(self, path: str | os.PathLike, metadata: Mapping[str, object] | None = None):
@@ -78,7 +78,7 @@ def publish_weights(
     metadata: Mapping[str, object] | None = None,
     **options: object,
 ) -> Manifest:
-    """Publishes an engine's weights; every rank calls it, and rank 0 writes.
+    """Publish an engine's weights; every rank calls it, and rank 0 writes.
 
     Under stage 3 parameters are gathered one at a time, and kept by rank 0 alone, in the CPU's
     memory.

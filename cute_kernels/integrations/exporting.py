@@ -1,4 +1,4 @@
-"""Publication by several ranks: all of them gather, rank 0 writes, all learn how it went."""
+"""Publication by several ranks: all gather, rank 0 writes, all get the outcome."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def published_by_rank_0(
     zero_stage: int,
     **options: object,
 ) -> Manifest:
-    """``publish.publish_weights`` on rank 0; every rank returns its manifest, or raises.
+    """Run ``publish.publish_weights`` on rank 0; every rank returns its manifest, or raises.
 
     Args:
         path: As there; rank 0's counts.
@@ -35,31 +35,31 @@ def published_by_rank_0(
     """
     joined = dist.is_available() and dist.is_initialized()
     rank, world = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
-    # First of all: FSDP2 reshards what a forward left whole when it is asked for names.
+    # This comes first: FSDP2 reshards what a forward left whole when it is asked for names.
     names = list(module.state_dict())
-    held = dict(module.named_parameters(remove_duplicate=False))
-    held |= dict(module.named_buffers(remove_duplicate=False))
-    copies, kept = {}, {}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    parameters |= dict(module.named_buffers(remove_duplicate=False))
+    copies, tensors = {}, {}
     for name in names:
-        if name not in held:
+        if name not in parameters:
             continue
         # A tied parameter is gathered once, and kept once, so that it is seen to be one.
-        if id(held[name]) not in copies:
-            copies[id(held[name])] = copied(held[name], rank == 0)
-        kept[name] = copies[id(held[name])]
-    made, refusal = None, None
+        if id(parameters[name]) not in copies:
+            copies[id(parameters[name])] = copied(parameters[name], rank == 0)
+        tensors[name] = copies[id(parameters[name])]
+    manifest, refusal = None, None
     if rank == 0:
         layout = publish.Layout(zero_stage, world, rank)
         try:
-            made = publish.publish_weights(path, kept, layout=layout, **options)
+            manifest = publish.publish_weights(path, tensors, layout=layout, **options)
         except (CuteKernelsError, OSError) as error:
             refusal = error
     if world > 1:
-        said = [made, None if refusal is None else str(refusal)]
-        dist.broadcast_object_list(said, src=0)
-        if rank and said[1] is not None:
-            raise ManifestError(f"rank 0 did not publish: {said[1]}")
-        made = said[0]
+        outcome = [manifest, None if refusal is None else str(refusal)]
+        dist.broadcast_object_list(outcome, src=0)
+        if rank and outcome[1] is not None:
+            raise ManifestError(f"rank 0 did not publish: {outcome[1]}")
+        manifest = outcome[0]
     if refusal is not None:
         raise refusal
-    return made
+    return manifest

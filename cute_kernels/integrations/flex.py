@@ -99,7 +99,7 @@ def _check_options(score_mod, enable_gqa, return_lse, kernel_options, return_aux
 
 
 def mask_of(block_mask) -> BlockMask | None:
-    """Our mask for torch's, made once per object; ours and None as they are."""
+    """Return our mask for torch's, made once per object; ours and None as they are."""
     if block_mask is None or isinstance(block_mask, BlockMask):
         return block_mask
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask

@@ -45,7 +45,7 @@ class LogpTrainer(logp_trainer.Trainer):
         self.optimizer = optimizer
 
     def update(self, loss: torch.Tensor) -> None:
-        """Backward, the optimizer's step, and no gradients left."""
+        """Run the backward and the optimizer's step, and drop the gradients."""
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -61,7 +61,7 @@ def publish_weights(
     metadata: Mapping[str, object] | None = None,
     **options: object,
 ) -> Manifest:
-    """Publishes a sharded model's weights; every rank calls it, and rank 0 writes.
+    """Publish a sharded model's weights; every rank calls it, and rank 0 writes.
 
     Parameters are gathered one at a time, and kept by rank 0 alone, in the CPU's memory.  The
     manifest calls the layout stage 3, which is what FSDP2 does.

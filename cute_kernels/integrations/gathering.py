@@ -1,4 +1,4 @@
-"""Parameters that are whole only at times: DeepSpeed's ZeRO-3, and ``fully_shard`` of FSDP2.
+"""Parameters that are gathered for use only: DeepSpeed's ZeRO-3 and FSDP2's ``fully_shard``.
 
 Both leave the Parameter object where it is and change its memory: so whoever reads it in a backward
 has to see to it then that it is there.
@@ -25,20 +25,20 @@ def partitioned(parameter: torch.Tensor | None) -> bool:
 
 
 def held(parameter: torch.Tensor | None) -> bool:
-    """Whether anybody gathers and releases this parameter's memory."""
+    """Whether ZeRO-3 or FSDP2 gathers and releases this parameter's memory."""
     if parameter is None:
         return False
-    return partitioned(parameter) or _shard(parameter) or sharded(parameter) is not None
+    return partitioned(parameter) or _is_shard(parameter) or sharded(parameter) is not None
 
 
-def _shard(parameter: torch.Tensor) -> bool:
-    """Whether it is a DTensor, as FSDP2 leaves one outside of its module's call."""
+def _is_shard(parameter: torch.Tensor) -> bool:
+    """Whether ``parameter`` is a DTensor, as FSDP2 leaves one outside of its module's call."""
     return hasattr(parameter, "full_tensor")
 
 
 @contextlib.contextmanager
 def whole(parameters: Iterable[torch.Tensor | None]) -> Iterator[None]:
-    """Inside, each of these parameters is whole.
+    """Gather these parameters for the length of a ``with`` block.
 
     What ZeRO-3 has in parts is gathered, by all ranks, and released at the end.  What is there
     already (tied to another layer's, kept, gathered by a caller) is neither gathered nor released;
@@ -49,10 +49,10 @@ def whole(parameters: Iterable[torch.Tensor | None]) -> Iterator[None]:
         GatherError: FSDP2 has freed it; or DeepSpeed is fetching it for another module.
         MissingPackageError: deepspeed is not installed.
     """
-    given = [p for p in parameters if p is not None]
-    for parameter in given:
+    present = [p for p in parameters if p is not None]
+    for parameter in present:
         _refuse_shards(parameter)
-    states = {id(p): (p, p.ds_status.name) for p in given if partitioned(p)}
+    states = {id(p): (p, p.ds_status.name) for p in present if partitioned(p)}
     parts = [p for p, state in states.values() if state != _WHOLE]
     if not parts:
         yield
@@ -70,7 +70,7 @@ def whole(parameters: Iterable[torch.Tensor | None]) -> Iterator[None]:
 
 
 def _refuse_shards(parameter: torch.Tensor) -> None:
-    if _shard(parameter):
+    if _is_shard(parameter):
         want = (
             "a whole parameter (fully_shard gathers it where its module is called: score through "
             "token_logps(model, ...))"

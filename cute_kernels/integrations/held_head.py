@@ -1,4 +1,4 @@
-"""``linear_logp`` of a head whose parameters somebody else holds, in parts or at times.
+"""``linear_logp`` of a head whose parameters ZeRO-3 or FSDP2 gathers and releases.
 
 The backward reads the weight again, on autograd's thread, long after a forward that gathered it has
 let go of it.  So this step gathers around its forward and again around its backward what is not
@@ -33,7 +33,7 @@ class Scoring:
 def head_logp(
     head: torch.nn.Module, hidden: torch.Tensor, target: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """``ck.linear_logp`` through a head's own parameters, whoever holds them.
+    """``ck.linear_logp`` through a head's parameters, gathered where they are sharded.
 
     Args:
         head: A linear layer, whose weight is [V, D] once it is whole.
@@ -62,7 +62,7 @@ class _HeldHead(torch.autograd.Function):
             ctx.dtype = torch.get_autocast_dtype(hidden.device.type)
         # Not saved tensors: hooks that move those elsewhere would copy a whole weight.
         ctx.weight, ctx.bias = weight, bias
-        with gathering.whole((weight, bias)), _as_they_are(hidden.device):
+        with gathering.whole((weight, bias)), _no_autocast(hidden.device):
             operands = [_cast(t, ctx.dtype) for t in (hidden, weight, bias)]
             ctx.arguments, results = _forward(*operands, target, scoring)
         # Hooks for the backward hang on what is returned: FSDP2 warns of one that is a view.
@@ -75,31 +75,31 @@ class _HeldHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_logp, d_entropy):
         hidden, target, lse2, entropy = ctx.saved_tensors
-        given = (hidden, ctx.weight, ctx.bias)
+        inputs = (hidden, ctx.weight, ctx.bias)
         needs = list(ctx.needs_input_grad[:3])
         upstream = d_logp, d_entropy if entropy.numel() else None
-        with gathering.whole(given[1:]), _as_they_are(hidden.device):
-            operands = [_cast(t, ctx.dtype) for t in given]
-            made = _backward(upstream, operands, target, (lse2, entropy), ctx.arguments, needs)
-        wanted = zip(made, given, needs, strict=True)
-        return *(g.to(t.dtype) if need else None for g, t, need in wanted), None, None
+        with gathering.whole(inputs[1:]), _no_autocast(hidden.device):
+            operands = [_cast(t, ctx.dtype) for t in inputs]
+            gradients = _backward(upstream, operands, target, (lse2, entropy), ctx.arguments, needs)
+        triples = zip(gradients, inputs, needs, strict=True)
+        return *(g.to(t.dtype) if need else None for g, t, need in triples), None, None
 
 
 def _cast(t: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     return None if t is None else t.to(dtype)
 
 
-def _as_they_are(device: torch.device):
-    """No autocast: the operands are cast already, and gradients are not to be."""
-    known = device.type in ("cpu", "cuda")
-    return torch.autocast(device.type, enabled=False) if known else contextlib.nullcontext()
+def _no_autocast(device: torch.device):
+    """Disable autocast: operands are cast already, and gradients must not be cast."""
+    has_autocast = device.type in ("cpu", "cuda")
+    return torch.autocast(device.type, enabled=False) if has_autocast else contextlib.nullcontext()
 
 
-# ---- the op below ``ck.linear_logp``, forward and backward apart --------------------------------
+# ---- forward and backward of the op that ``ck.linear_logp`` calls --------------------------------
 
 
 def _forward(hidden, weight, bias, target, scoring: Scoring) -> tuple[tuple, tuple]:
-    """(what the backward is told again, (log p, log2 of the sum, entropy))."""
+    """Return (arguments of the backward, (log p, log2 of the sum, entropy))."""
     options = checks.Options(**vars(scoring))
     problem = checks.linear_logp(hidden, weight, target, bias, options, False)
     numbers = (
@@ -117,7 +117,9 @@ def _forward(hidden, weight, bias, target, scoring: Scoring) -> tuple[tuple, tup
     return (each, numbers), results
 
 
-def _backward(upstream, operands, target, made, arguments, needs) -> tuple[torch.Tensor, ...]:
-    """The gradients of hidden, weight and bias; empty where ``needs`` has False."""
+def _backward(upstream, operands, target, saved, arguments, needs) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of hidden, weight and bias; empty where ``needs`` has False."""
     each, numbers = arguments
-    return op.linear_logp_backward(*upstream, *operands, target, each, *made, None, *numbers, needs)
+    return op.linear_logp_backward(
+        *upstream, *operands, target, each, *saved, None, *numbers, needs
+    )

@@ -39,7 +39,7 @@ class Trainer:
         temperature: float = 1.0,
         order: str = "chain",
     ):
-        """A worker.
+        """Create a worker.
 
         Args:
             model: A causal LM, or what wraps one; all ranks have one.
@@ -53,16 +53,16 @@ class Trainer:
         self.model, self.reference = model, reference
         self.kl_weight, self.clip = kl_weight, clip
         self._scoring = {"temperature": temperature, "order": order}
-        for one in (model, reference):
-            if one is not None:
-                causal_lm.head(causal_lm.unwrapped(one)[1])
+        for causal_model in (model, reference):
+            if causal_model is not None:
+                causal_lm.head(causal_lm.unwrapped(causal_model)[1])
 
     def update(self, loss: torch.Tensor) -> None:
-        """Backward and a step; gradients are averaged over ranks."""
+        """Run the backward and a step; gradients are averaged over ranks."""
         raise TypeError(f"{type(self).__name__} has no update(loss)")
 
     def logps(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """fp32 [B, S - 1]: log p of ``input_ids[:, 1:]``; with gradients where they are enabled."""
+        """Return log p of ``input_ids[:, 1:]``, fp32 [B, S - 1], with gradients if enabled."""
         mask = batch.get("attention_mask")
         return token_logps(self.model, batch["input_ids"], attention_mask=mask, **self._scoring)
 
@@ -78,7 +78,7 @@ class Trainer:
             )
 
     def step(self, batch: Mapping[str, torch.Tensor]) -> dict[str, object]:
-        """One step on this rank's part of a batch; all ranks call it.
+        """Run one step on this rank's part of a batch; all ranks call it.
 
         What one rank alone refuses of its part, the others wait for, until their group's timeout.
 
@@ -98,15 +98,15 @@ class Trainer:
         """
         for name in ("input_ids", "advantages"):
             if not isinstance(batch.get(name), torch.Tensor):
-                got = type(batch.get(name)).__name__
-                raise ArgumentTypeError(expected(f"batch[{name!r}]", "a tensor", got))
+                type_name = type(batch.get(name)).__name__
+                raise ArgumentTypeError(expected(f"batch[{name!r}]", "a tensor", type_name))
         reference = self.reference_logps(batch)
         if reference is None and self.kl_weight:
             want = "ref_logps, or a reference model, as kl_weight is not 0"
             raise ArgumentValueError(expected("batch", want, "neither"))
         mask = learnt(batch)
         ranks, count = self._counted(mask)
-        found = policy_loss(
+        losses = policy_loss(
             self.logps(batch),
             _of_tokens(batch["advantages"]),
             mask,
@@ -117,8 +117,8 @@ class Trainer:
             kl_weight=self.kl_weight,
         )
         # Ranks average their gradients; the loss is a sum over all tokens.
-        self.update(found.loss * ranks)
-        sums = torch.stack([t.detach() for t in found])
+        self.update(losses.loss * ranks)
+        sums = torch.stack([t.detach() for t in losses])
         if ranks > 1:
             dist.all_reduce(sums, group=self.group)
         loss, policy, kl = sums.tolist()
@@ -143,7 +143,7 @@ class Trainer:
         return {"linear_logp": contracts.contract_id("linear_logp", weight.device, weight.dtype)}
 
     def _counted(self, mask: torch.Tensor) -> tuple[int, int]:
-        """How many ranks there are, and how many tokens count on all of them."""
+        """Return the number of ranks, and of tokens that count on all of them."""
         count = mask.sum()
         joined = dist.is_available() and dist.is_initialized()
         ranks = dist.get_world_size(self.group) if joined else 1
@@ -156,13 +156,13 @@ class Trainer:
 
 
 def learnt(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """bool [B, S - 1]: the tokens of ``input_ids[:, 1:]`` that count."""
-    kept = torch.ones_like(batch["input_ids"], dtype=torch.bool)[:, 1:]
+    """Return the mask, bool [B, S - 1], of the tokens of ``input_ids[:, 1:]`` that count."""
+    learnt_mask = torch.ones_like(batch["input_ids"], dtype=torch.bool)[:, 1:]
     if (mask := batch.get("mask")) is not None:
-        kept = kept & (mask[:, 1:] != 0)
-    if (seen := batch.get("attention_mask")) is not None:
-        kept = kept & (seen[:, 1:] != 0) & (seen[:, :-1] != 0)
-    return kept
+        learnt_mask = learnt_mask & (mask[:, 1:] != 0)
+    if (attention_mask := batch.get("attention_mask")) is not None:
+        learnt_mask = learnt_mask & (attention_mask[:, 1:] != 0) & (attention_mask[:, :-1] != 0)
+    return learnt_mask
 
 
 def _of_tokens(advantages: torch.Tensor) -> torch.Tensor:
@@ -173,7 +173,7 @@ def _of_tokens(advantages: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, the model is in eval mode; each of its modules is then as it was."""
+    """Put the model in eval mode; each of its modules gets its mode back at the end."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

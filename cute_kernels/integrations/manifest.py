@@ -1,4 +1,4 @@
-"""The manifest beside published weights: what they are, who made them, and how to tell damage.
+"""Manifest of published weights: contents, publisher, and digests that reveal damage.
 
 One JSON object.  The publisher's own metadata lie beside the resolved fields, which win: what a
 caller believes of the layout never replaces what the publisher saw.  ``sha256`` is that of all the
@@ -17,7 +17,7 @@ from ..errors import ArgumentTypeError, ManifestError, expected
 
 NAME = "manifest.json"
 FORMAT = 1
-#: A manifest lists names and shapes; what is larger is none.
+#: Bytes of the largest manifest: it lists names and shapes.
 LIMIT = 1 << 28
 
 _DIGEST = "sha256"
@@ -53,14 +53,14 @@ class Manifest:
     metadata: Mapping[str, object] = field(default_factory=dict)
 
     def text(self) -> str:
-        """The file's content."""
+        """Return the content of the file."""
         resolved = {name: value for name, value in asdict(self).items() if name != "metadata"}
         body = beside(self.metadata) | resolved | {"format": FORMAT}
         return json.dumps(body | {_DIGEST: _digest(body)}, indent=1, sort_keys=True) + "\n"
 
     @classmethod
     def parse(cls, text: str) -> Manifest:
-        """The manifest that a file holds.
+        """Parse the manifest from the text of a file.
 
         Raises:
             ManifestError: it is cut short, was changed, lacks a field, or is of another format.
@@ -73,20 +73,20 @@ class Manifest:
             raise ManifestError(f"{NAME} holds no JSON object")
         if _DIGEST not in body:
             raise ManifestError(f"{NAME} lacks the field {_DIGEST!r}")
-        said = body.pop(_DIGEST)
-        if said != _digest(body):
+        stored_digest = body.pop(_DIGEST)
+        if stored_digest != _digest(body):
             raise ManifestError(f"{NAME} was changed after it was written: its digest differs")
         if body.get("format") != FORMAT:
             raise ManifestError(f"{NAME} has format {body.get('format')}, this reads {FORMAT}")
         names = _resolved()
         if lacking := sorted(names - body.keys()):
             raise ManifestError(f"{NAME} lacks the field {lacking[0]!r}")
-        others = {k: v for k, v in body.items() if k not in names | {"format"}}
-        return cls(**{name: body[name] for name in names}, metadata=others)
+        metadata = {k: v for k, v in body.items() if k not in names | {"format"}}
+        return cls(**{name: body[name] for name in names}, metadata=metadata)
 
 
 def beside(metadata: Mapping[str, object] | None) -> dict[str, object]:
-    """The caller's metadata as JSON gives it back, without names that are not the caller's.
+    """Return the caller's metadata as JSON reads it back, without the manifest's own fields.
 
     Raises:
         ArgumentTypeError: it is no mapping of strings to what JSON can say.
@@ -98,11 +98,11 @@ def beside(metadata: Mapping[str, object] | None) -> dict[str, object]:
     if strange := [key for key in metadata if not isinstance(key, str)]:
         raise ArgumentTypeError(expected("metadata", "strings as keys", repr(strange[0])))
     try:
-        said = json.loads(json.dumps(dict(metadata), allow_nan=False))
+        copy = json.loads(json.dumps(dict(metadata), allow_nan=False))
     except (TypeError, ValueError) as error:
         raise ArgumentTypeError(expected("metadata", "what JSON can say", error)) from None
-    own = _resolved() | {"format", "metadata", _DIGEST}
-    return {name: value for name, value in said.items() if name not in own}
+    reserved = _resolved() | {"format", "metadata", _DIGEST}
+    return {name: value for name, value in copy.items() if name not in reserved}
 
 
 def _resolved() -> set[str]:

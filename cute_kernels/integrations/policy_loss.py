@@ -34,7 +34,7 @@ def policy_loss(
     clip: float = 0.2,
     kl_weight: float = 0.0,
 ) -> PolicyLoss:
-    """The loss of some of a batch's tokens.
+    """Compute the loss of some of a batch's tokens.
 
     Args:
         logps: fp32, of the policy that is trained.
@@ -49,8 +49,8 @@ def policy_loss(
     Raises:
         ShapeError: shapes differ.  ArgumentValueError: ``count``, ``clip`` or ``kl_weight``.
     """
-    given = {"mask": mask, "old": old, "reference": reference}
-    for name, t in given.items():
+    optional = {"mask": mask, "old": old, "reference": reference}
+    for name, t in optional.items():
         if t is not None and t.shape != logps.shape:
             raise ShapeError(expected(name, f"the shape of logps, {list(logps.shape)}", t.shape))
     if advantages.shape not in (logps.shape, (logps.shape[0], 1)):
@@ -63,14 +63,14 @@ def policy_loss(
     ):
         if not good:
             raise ArgumentValueError(expected(name, want, value))
-    kept = mask != 0
-    advantages = advantages.to(logps.dtype).expand_as(logps)[kept]
-    logps = logps[kept]
-    ratio = torch.exp(logps - (logps.detach() if old is None else old[kept]))
+    selected = mask != 0
+    advantages = advantages.to(logps.dtype).expand_as(logps)[selected]
+    logps = logps[selected]
+    ratio = torch.exp(logps - (logps.detach() if old is None else old[selected]))
     bounded = ratio.clamp(1 - clip, 1 + clip)
     policy = -torch.minimum(ratio * advantages, bounded * advantages).sum() / count
     kl = torch.zeros_like(policy)
     if reference is not None:
-        away = reference[kept] - logps
+        away = reference[selected] - logps
         kl = (away.exp() - away - 1).sum() / count
     return PolicyLoss(policy + kl_weight * kl, policy.detach(), kl.detach())

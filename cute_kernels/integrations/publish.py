@@ -63,7 +63,7 @@ def publish_weights(
     layout: Layout = Layout(),
     keep: int = 2,
 ) -> Manifest:
-    """Writes the next version of ``path``, in this process alone.
+    """Write the next version of ``path``, in this process alone.
 
     A trainer that several ranks make up calls ``deepspeed.publish_weights`` or
     ``fsdp.publish_weights``, which gather the tensors and end here.
@@ -92,11 +92,11 @@ def publish_weights(
     for name, number in (("version", version), ("keep", keep)):
         if number is not None and (not isinstance(number, int) or number < 0):
             raise ArgumentValueError(expected(name, "an integer of at least 0", number))
-    whole, tied = _stored(tensors)
+    weights, tied = _stored(tensors)
     metadata = manifests.beside(metadata)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder):
+    with _locked(folder):
         _sweep(folder)
         latest = max(versions(folder), default=-1)
         number = latest + 1 if version is None else version
@@ -104,38 +104,38 @@ def publish_weights(
             raise ManifestError(
                 f"{folder}: version {number} does not rise above {latest}, which is published"
             )
-        with _unfinished(folder) as beside:
-            _write_weights(beside / WEIGHTS, whole)
-            made = Manifest(
+        with _unfinished(folder) as staging:
+            _write_weights(staging / WEIGHTS, weights)
+            manifest = Manifest(
                 kind=KIND,
                 version=number,
                 zero_stage=layout.zero_stage,
                 world_size=layout.world_size,
                 rank=layout.rank,
-                tensor_count=len(whole) + len(tied),
+                tensor_count=len(weights) + len(tied),
                 contract_ids=dict(contract_ids or {}),
-                files={WEIGHTS: _facts(beside / WEIGHTS)},
-                tensors={name: _form(t) for name, t in whole.items()},
+                files={WEIGHTS: _facts(staging / WEIGHTS)},
+                tensors={name: _form(t) for name, t in weights.items()},
                 tied=tied,
                 metadata=metadata,
             )
-            _write_text(beside / manifests.NAME, made.text())
-            _flush(beside)
-            os.rename(beside, folder / _name(number))
+            _write_text(staging / manifests.NAME, manifest.text())
+            _flush(staging)
+            os.rename(staging, folder / _name(number))
         _flush(folder)
         if keep:
             for old in sorted(versions(folder))[:-keep]:
                 _remove(folder, old)
-    return made
+    return manifest
 
 
 def versions(path: str | os.PathLike) -> list[int]:
-    """The versions that ``path`` holds, ascending; none if there is no such folder."""
+    """Return the versions that ``path`` holds, ascending; none if there is no such folder."""
     try:
         names = os.listdir(path)
     except FileNotFoundError:
         return []
-    return sorted(int(found[1]) for name in names if (found := _VERSION.fullmatch(name)))
+    return sorted(int(match[1]) for name in names if (match := _VERSION.fullmatch(name)))
 
 
 def read_weights(
@@ -145,7 +145,7 @@ def read_weights(
     contract_ids: Mapping[str, str] | None = None,
     device: torch.device | str = "cpu",
 ) -> Published:
-    """A published version, verified before any of it is used.
+    """Read a published version, verified before any of it is used.
 
     Args:
         path: The folder that `publish_weights` was given.
@@ -165,17 +165,17 @@ def read_weights(
     require("deepspeed", "safetensors")
     folder = Path(path)
     while True:
-        there = versions(folder)
-        if not there:
+        available = versions(folder)
+        if not available:
             raise ManifestError(f"{folder}: no weights are published there")
-        number = there[-1] if version is None else version
-        if number not in there:
-            listed = ", ".join(map(str, there))
+        number = available[-1] if version is None else version
+        if number not in available:
+            listed = ", ".join(map(str, available))
             raise ManifestError(f"{folder}: version {number} is not there; there are: {listed}")
         try:
             return _read(folder / _name(number), number, dict(contract_ids or {}), device)
         except (ManifestError, FileNotFoundError):
-            # The publisher may have removed an old version under our hands.
+            # The publisher may have removed an old version meanwhile.
             if number in versions(folder):
                 raise
 
@@ -184,23 +184,26 @@ def _read(folder: Path, number: int, ids: dict[str, str], device) -> Published:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    made = _read_manifest(folder, number)
-    if made.kind != KIND or set(made.files) != {WEIGHTS}:
-        kept = f"{made.kind}: {', '.join(sorted(made.files))}"
-        raise ManifestError(f"{folder}: expected {KIND}: {WEIGHTS}, the manifest says {kept}")
-    _verify_file(folder / WEIGHTS, made.files[WEIGHTS])
-    for op, here in ids.items():
-        there = made.contract_ids.get(op)
-        if there != here:
+    manifest = _read_manifest(folder, number)
+    if manifest.kind != KIND or set(manifest.files) != {WEIGHTS}:
+        content = f"{manifest.kind}: {', '.join(sorted(manifest.files))}"
+        raise ManifestError(f"{folder}: expected {KIND}: {WEIGHTS}, the manifest says {content}")
+    _verify_file(folder / WEIGHTS, manifest.files[WEIGHTS])
+    for op, local_id in ids.items():
+        trained_id = manifest.contract_ids.get(op)
+        if trained_id != local_id:
             raise ManifestError(
-                f"{folder}: {op} has the contract {here} here and {there} where it was trained"
+                f"{folder}: {op} has the contract {local_id} here "
+                f"and {trained_id} where it was trained"
             )
     try:
         tensors = load_file(folder / WEIGHTS, device=str(device))
     except SafetensorError as error:
         raise ManifestError(f"{folder / WEIGHTS} is no safetensors file: {error}") from None
-    _verify_tensors(folder, tensors, made)
-    return Published(tensors | {name: tensors[of] for name, of in made.tied.items()}, made)
+    _verify_tensors(folder, tensors, manifest)
+    return Published(
+        tensors | {name: tensors[source] for name, source in manifest.tied.items()}, manifest
+    )
 
 
 def _read_manifest(folder: Path, number: int) -> Manifest:
@@ -210,67 +213,69 @@ def _read_manifest(folder: Path, number: int) -> Manifest:
     except FileNotFoundError:
         raise ManifestError(f"{folder}: {manifests.NAME} is missing") from None
     try:
-        made = Manifest.parse(content.decode("utf-8", "replace"))
+        manifest = Manifest.parse(content.decode("utf-8", "replace"))
     except ManifestError as error:
         raise ManifestError(f"{folder}: {error}") from None
-    if made.version != number:
-        raise ManifestError(f"{path} is stale: it is that of version {made.version}")
-    return made
+    if manifest.version != number:
+        raise ManifestError(f"{path} is stale: it is that of version {manifest.version}")
+    return manifest
 
 
-def _verify_file(path: Path, said: Mapping[str, object]) -> None:
+def _verify_file(path: Path, facts: Mapping[str, object]) -> None:
     try:
         size = path.stat().st_size
     except FileNotFoundError:
         raise ManifestError(f"{path} is missing") from None
-    if size != said["size"]:
-        how = "cut short" if size < said["size"] else "too long"
-        raise ManifestError(f"{path} is {how}: {size} bytes of {said['size']}")
-    if _facts(path) != said:
+    if size != facts["size"]:
+        damage = "cut short" if size < facts["size"] else "too long"
+        raise ManifestError(f"{path} is {damage}: {size} bytes of {facts['size']}")
+    if _facts(path) != facts:
         raise ManifestError(f"{path} has other bytes than were published: its sha256 differs")
 
 
-def _verify_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], made: Manifest) -> None:
+def _verify_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> None:
     """Check that the file holds what the manifest lists: both may be whole, but differ."""
-    listed = made.tensors
+    listed = manifest.tensors
     if absent := sorted(listed.keys() - tensors.keys()):
         raise ManifestError(f"{folder}: tensor {absent[0]} is listed and missing")
-    if more := sorted(tensors.keys() - listed.keys()):
-        raise ManifestError(f"{folder}: tensor {more[0]} is there and not listed")
+    if unlisted := sorted(tensors.keys() - listed.keys()):
+        raise ManifestError(f"{folder}: tensor {unlisted[0]} is there and not listed")
     for name, t in tensors.items():
         if _form(t) != listed[name]:
             raise ManifestError(f"{folder}: tensor {name} is {_form(t)}, listed as {listed[name]}")
-    if dangling := sorted(name for name, of in made.tied.items() if of not in tensors):
+    if dangling := sorted(name for name, source in manifest.tied.items() if source not in tensors):
         raise ManifestError(f"{folder}: tensor {dangling[0]} is tied to one that is missing")
-    if made.tensor_count != (count := len(tensors) + len(made.tied)):
-        raise ManifestError(f"{folder}: {made.tensor_count} tensors are listed, {count} are there")
+    if manifest.tensor_count != (count := len(tensors) + len(manifest.tied)):
+        raise ManifestError(
+            f"{folder}: {manifest.tensor_count} tensors are listed, {count} are there"
+        )
 
 
 def _stored(tensors) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Name -> tensor to write, and name -> the name of the same tensor."""
+    """Return name -> tensor to write, and name -> the name of the same tensor."""
     if isinstance(tensors, torch.nn.Module):
         tensors = tensors.state_dict()
     if not isinstance(tensors, Mapping):
         want = "a mapping of names to tensors, or a module"
         raise ArgumentTypeError(expected("tensors", want, type(tensors).__name__))
-    whole, tied, seen = {}, {}, {}
+    weights, tied, names_by_place = {}, {}, {}
     for name, t in tensors.items():
         if not isinstance(name, str) or not isinstance(t, torch.Tensor):
-            got = f"{name!r}: {type(t).__name__}"
-            raise ArgumentTypeError(expected("tensors", "names and tensors", got))
+            entry = f"{name!r}: {type(t).__name__}"
+            raise ArgumentTypeError(expected("tensors", "names and tensors", entry))
         _refuse_parts(name, t)
         t = t.detach()
         place = (t.device, t.data_ptr(), t.dtype, t.shape, t.stride())
-        if t.numel() and place in seen:
-            tied[name] = seen[place]
+        if t.numel() and place in names_by_place:
+            tied[name] = names_by_place[place]
             continue
-        seen[place] = name
-        whole[name] = t
-    return whole, tied
+        names_by_place[place] = name
+        weights[name] = t
+    return weights, tied
 
 
 def _refuse_parts(name: str, t: torch.Tensor) -> None:
-    """A shard would be published as if it were the whole."""
+    """Refuse a shard, which would be published as if it were the whole."""
     if hasattr(t, "ds_numel") and t.numel() != t.ds_numel:
         want = "a whole tensor (deepspeed.publish_weights gathers them)"
         raise ShapeError(expected(f"tensors[{name!r}]", want, "a partition of ZeRO-3"))
@@ -282,12 +287,12 @@ def _refuse_parts(name: str, t: torch.Tensor) -> None:
         raise ArgumentTypeError(expected(f"tensors[{name!r}]", want, f"{t.layout} on {t.device}"))
 
 
-def _write_weights(path: Path, whole: Mapping[str, torch.Tensor]) -> None:
+def _write_weights(path: Path, weights: Mapping[str, torch.Tensor]) -> None:
     from safetensors.torch import save_file
 
     # Copies: views of one flat buffer, as ZeRO keeps them, are not what safetensors takes.
-    copies = {name: t.to("cpu", copy=True).contiguous() for name, t in whole.items()}
-    save_file(copies, path, metadata={"format": "pt"})  # what transformers asks for
+    copies = {name: t.to("cpu", copy=True).contiguous() for name, t in weights.items()}
+    save_file(copies, path, metadata={"format": "pt"})  # transformers requires it
     _flush(path)
 
 
@@ -299,7 +304,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _flush(path: Path) -> None:
-    """A file's or a folder's content, onto the disk."""
+    """Flush a file's or a folder's content to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -324,8 +329,8 @@ def _name(number: int) -> str:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Holds the folder's lock; the system drops it when its holder dies."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock; the system drops it when its holder dies."""
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -336,22 +341,22 @@ def _alone(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unfinished(folder: Path) -> Iterator[Path]:
-    """An empty folder beside the versions, removed unless it was renamed."""
-    made = folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
-    made.mkdir()
+    """Yield an empty folder next to the versions, removed unless it was renamed."""
+    staging = folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
+    staging.mkdir()
     try:
-        yield made
+        yield staging
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _remove(folder: Path, number: int) -> None:
-    """Under another name first: no reader finds half of a version."""
+    """Remove a version, renamed first: no reader finds half of a version."""
     gone = folder / f"{_UNFINISHED}{_name(number)}"
     os.rename(folder / _name(number), gone)
     shutil.rmtree(gone)
 
 
 def _sweep(folder: Path) -> None:
-    for left in folder.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(left)
+    for leftover in folder.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(leftover)

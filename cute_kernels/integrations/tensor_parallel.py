@@ -44,7 +44,7 @@ BLOCK_BYTES = 1 << 28
 
 ROW, COLUMN = "row_parallel_linear", "column_parallel_linear"
 _ORDER = "tree"
-#: What ranks tell each other of a call: each must be the same on all of them.
+#: Fields of a call that ranks compare: each must be equal on all of them.
 _FIELDS = (
     "function",
     "rows of x",
@@ -61,8 +61,10 @@ def _backend(device: torch.device, dtype: torch.dtype) -> str:
 
 
 for _name in (ROW, COLUMN):
-    _kept = {name: kept | {contracts.TP_INVARIANT} for name, kept in config.KEPT.items()}
-    contracts.register(contracts.Contract(_name, _kept, config.plan, _backend))
+    _guarantees = {
+        name: guarantees | {contracts.TP_INVARIANT} for name, guarantees in config.KEPT.items()
+    }
+    contracts.register(contracts.Contract(_name, _guarantees, config.plan, _backend))
 
 
 @untraced
@@ -139,7 +141,7 @@ def column_parallel_linear(
 
 
 class _ParallelLinear(torch.nn.Module):
-    """A rank's part of a linear."""
+    """Base of a linear of which this rank has a part."""
 
     function = staticmethod(row_parallel_linear)
     cut, axis, cuts_bias = "in_features", 1, False
@@ -207,16 +209,16 @@ def _parameter(t: torch.Tensor) -> torch.nn.Parameter:
     return t if isinstance(t, torch.nn.Parameter) else torch.nn.Parameter(t)
 
 
-def _copy(part: torch.Tensor, of: torch.Tensor) -> torch.nn.Parameter:
-    held = part.detach().clone(memory_format=torch.contiguous_format)
-    return torch.nn.Parameter(held, requires_grad=of.requires_grad)
+def _copy(part: torch.Tensor, source: torch.Tensor) -> torch.nn.Parameter:
+    values = part.detach().clone(memory_format=torch.contiguous_format)
+    return torch.nn.Parameter(values, requires_grad=source.requires_grad)
 
 
-# ---- the door: checks, and ranks that raise together --------------------------------------------
+# ---- checks; ranks raise together ---------------------------------------------------------------
 
 
 def _parallel(name: str, tensors: tuple, mesh, order: str, verify: bool) -> torch.Tensor:
-    """One call of either function; ``tensors``: x, weight, bias, main_grad."""
+    """Call either function; ``tensors``: x, weight, bias, main_grad."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         raise UnsupportedTransformError(
             f"{name}: a graph of torch.compile and transforms of torch.func are not supported; "
@@ -229,7 +231,7 @@ def _parallel(name: str, tensors: tuple, mesh, order: str, verify: bool) -> torc
     except Exception as error:
         refusal = error
     if verify and group.size() > 1:
-        _agree(_told(name, tensors, refusal), refusal, group)
+        _agree(_describe(name, tensors, refusal), refusal, group)
     if refusal is not None:
         raise refusal
     x, weight, bias, main_grad = tensors
@@ -247,7 +249,7 @@ def _parallel(name: str, tensors: tuple, mesh, order: str, verify: bool) -> torc
 
 
 def _group(mesh) -> dist.ProcessGroup:
-    """The group of a mesh, of a degree that cuts leaves at their edges."""
+    """Return the process group of a mesh, of a degree that cuts leaves at their edges."""
     group = process_groups.group_of(mesh, "mesh")
     if group.size() not in DEGREES:
         want = ", ".join(map(str, DEGREES)) + " ranks, which cut eight leaves at their edges"
@@ -279,8 +281,8 @@ def _cast_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type) if cast else x.dtype
 
 
-def _told(name: str, tensors: tuple, refusal: Exception | None) -> list[int]:
-    """Description of this rank's call, compared between ranks: `_FIELDS`."""
+def _describe(name: str, tensors: tuple, refusal: Exception | None) -> list[int]:
+    """Describe this rank's call, compared between ranks: `_FIELDS`."""
     if refusal is not None:
         return [0] * len(_FIELDS)
     x, weight, bias, _ = tensors
@@ -291,9 +293,9 @@ def _told(name: str, tensors: tuple, refusal: Exception | None) -> list[int]:
     return [(ROW, COLUMN).index(name), rows, *sizes, dtype, bias is not None, asks]
 
 
-def _agree(told: list[int], refusal: Exception | None, group: dist.ProcessGroup) -> None:
-    """Raises on every rank if one refuses its arguments, or if they differ."""
-    heard = process_groups.agree(told, refusal, group, "mesh")
+def _agree(description: list[int], refusal: Exception | None, group: dist.ProcessGroup) -> None:
+    """Raise on every rank if one refuses its arguments, or if they differ."""
+    heard = process_groups.agree(description, refusal, group, "mesh")
     for name, values in zip(_FIELDS, zip(*heard, strict=True), strict=True):
         names = {"function": (ROW, COLUMN), "dtype": checks.DTYPES}.get(name)
         process_groups.alike(name, [names[v] if names else v for v in values], "mesh")
@@ -323,7 +325,7 @@ def _listed(degrees: list[int]) -> str:
 class _RowParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, main_grad, group):
-        _keep(ctx, x, weight, main_grad, group)
+        _save(ctx, x, weight, main_grad, group)
         if main_grad is not None:
             destination.apart(main_grad, x=x, weight=weight, bias=bias)
         return detach_view(_sum_over_ranks(x, weight, bias, group))
@@ -336,7 +338,7 @@ class _RowParallel(torch.autograd.Function):
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, main_grad, group):
-        _keep(ctx, x, weight, main_grad, group)
+        _save(ctx, x, weight, main_grad, group)
         return op.linear(x, weight, bias, main_grad, _ORDER)
 
     @staticmethod
@@ -344,7 +346,7 @@ class _ColumnParallel(torch.autograd.Function):
         return _gradients(ctx, COLUMN, dy)
 
 
-def _keep(ctx, x, weight, main_grad, group) -> None:
+def _save(ctx, x, weight, main_grad, group) -> None:
     """Save what backward reads; the attributes are those of `op.weight_gradient`."""
     needs_weight = ctx.needs_input_grad[1]
     ctx.save_for_backward(x if needs_weight else None, weight)
@@ -371,33 +373,33 @@ def _gradients(ctx, name: str, dy: torch.Tensor) -> tuple:
 
 
 def _sum_over_ranks(x, weight, bias, group: dist.ProcessGroup) -> torch.Tensor:
-    """x [..., S / ranks] · weight [N, S / ranks]ᵀ + bias, the sum over S cut over ranks."""
+    """Compute x [..., S / ranks] · weight [N, S / ranks]ᵀ + bias, summed over S of all ranks."""
     rows, n = flat_rows(x, "leaf_sums"), weight.shape[0]
     size = weight.shape[1] * group.size()
     length = leaves.length(size)
     block = max(1, BLOCK_BYTES // (leaves.count(size) * n * torch.float32.itemsize))
     # A row's leaves do not know of the other rows, so blocks of them show in no bit.
     sums = [
-        _exchange(op.leaf_sums(some, weight, length), bias, x.dtype, group)
-        for some in rows.split(block)
+        _exchange(op.leaf_sums(block_rows, weight, length), bias, x.dtype, group)
+        for block_rows in rows.split(block)
     ]
     y = sums[0] if len(sums) == 1 else torch.cat(sums)
     return y.view(*x.shape[:-1], n)
 
 
 def _exchange(parts: torch.Tensor, bias, dtype: torch.dtype, group) -> torch.Tensor:
-    """The sum of all ranks' leaves, each rank's fp32 [leaves, M, N], on every rank: [M, N]."""
+    """Sum all ranks' leaves, each rank's fp32 [leaves, M, N], on every rank: [M, N]."""
     degree, (count, m, n) = group.size(), parts.shape
     if m < degree or degree * parts.nbytes <= GATHER_BYTES:
         every = process_groups.all_gather(parts, group)
         return op.add_leaves(every.flatten(0, 1), bias, dtype)
     rows = -(-m // degree)
-    # For each rank its rows of all leaves; those behind the last row are zeros that nobody keeps.
-    sent = parts.new_zeros(degree, count, rows, n)
-    for to, some in zip(sent, parts.split(rows, 1), strict=False):
-        to[:, : some.shape[1]] = some
-    got = torch.empty_like(sent)
-    dist.all_to_all_single(got, sent, group=group)
-    # Ranks ascend, and so do the leaves of each: all of them do.
-    own = op.add_leaves(got.view(degree * count, rows, n), bias, dtype)
-    return process_groups.all_gather(own, group).flatten(0, 1)[:m]
+    # For each rank its rows of all leaves; those after the last row are zeros and are dropped.
+    send = parts.new_zeros(degree, count, rows, n)
+    for to, leaves_part in zip(send, parts.split(rows, 1), strict=False):
+        to[:, : leaves_part.shape[1]] = leaves_part
+    received = torch.empty_like(send)
+    dist.all_to_all_single(received, send, group=group)
+    # Ranks ascend, and so do the leaves of each rank: the order is that of one rank.
+    local_sum = op.add_leaves(received.view(degree * count, rows, n), bias, dtype)
+    return process_groups.all_gather(local_sum, group).flatten(0, 1)[:m]

@@ -41,7 +41,7 @@ def token_logps(
     vocab_size: int | None = None,
     **inputs: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """log p of each token, by any ``AutoModelForCausalLM`` of transformers or a wrapper of one.
+    """Score each token with any ``AutoModelForCausalLM`` of transformers or a wrapper of one.
 
     Args:
         model: The causal LM; or a DDP module, a DeepSpeed engine, a PEFT model around it; or one
@@ -88,16 +88,16 @@ def token_logps(
         return_entropy=return_entropy,
         vocab_size=vocab_size,
     )
-    given = {"input_ids": input_ids, "attention_mask": attention_mask, **inputs}
+    base_inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **inputs}
     parameters = inspect.signature(base.forward).parameters
     if "use_cache" in parameters:
-        given.setdefault("use_cache", False)
-    if given.get("position_ids") is None and _has_inner_padding(attention_mask):
+        base_inputs.setdefault("use_cache", False)
+    if base_inputs.get("position_ids") is None and _has_inner_padding(attention_mask):
         positions = _positions(base, "position_ids" in parameters, attention_mask, inputs)
-        given.update({} if positions is None else {"position_ids": positions})
+        base_inputs.update({} if positions is None else {"position_ids": positions})
 
     def forward(**kwargs):
-        # Wrappers add arguments of the causal LM that nobody gave.
+        # Wrappers pass arguments of the causal LM as None.
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         hidden = causal_lm.hidden_states(base(**kwargs), head.width)
         if hidden.shape[:-1] != input_ids.shape:
@@ -110,7 +110,7 @@ def token_logps(
             return head.module(hidden)
 
     with causal_lm.other_forward(inner, forward):
-        return outer(**given)
+        return outer(**base_inputs)
 
 
 def _targets(ids, targets, mask, ignore_index: int) -> torch.Tensor:
@@ -129,22 +129,22 @@ def _targets(ids, targets, mask, ignore_index: int) -> torch.Tensor:
     if mask.shape != ids.shape:
         want = f"the shape of input_ids, {list(ids.shape)}; with any other one give targets"
         raise ShapeError(expected("attention_mask", want, list(mask.shape)))
-    seen = mask != 0
-    return scored.masked_fill(~(seen[:, 1:] & seen[:, :-1]), ignore_index)
+    valid = mask != 0
+    return scored.masked_fill(~(valid[:, 1:] & valid[:, :-1]), ignore_index)
 
 
 def _has_inner_padding(mask: torch.Tensor | None) -> bool:
     """Whether a 2-D mask has padding before a token: then columns are not positions."""
     if mask is None or mask.dim() != 2:
         return False
-    seen = mask != 0
-    return bool((seen[:, 1:] & ~seen[:, :-1]).any())
+    valid = mask != 0
+    return bool((valid[:, 1:] & ~valid[:, :-1]).any())
 
 
 def _positions(
     base: torch.nn.Module, takes_positions: bool, mask: torch.Tensor, inputs: dict[str, object]
 ) -> torch.Tensor | None:
-    """The positions that ``generate`` gives these tokens, or None if the model counts them.
+    """Return the positions that ``generate`` gives these tokens, or None if the model counts them.
 
     Raises:
         ArgumentValueError: the model looks columns up in a table of positions.
@@ -153,8 +153,8 @@ def _positions(
     if inputs and hasattr(base, "get_rope_index"):
         return None
     if takes_positions:
-        seen = mask != 0
-        return (seen.long().cumsum(-1) - 1).masked_fill(~seen, 0)
+        valid = mask != 0
+        return (valid.long().cumsum(-1) - 1).masked_fill(~valid, 0)
     # ALiBi and recurrent models read the mask alone.
     for name, _ in base.named_modules():
         if _POSITION_TABLE.search(name):
@@ -175,5 +175,5 @@ def _check_ids(name: str, ids: object, count: int | None) -> None:
     # An index outside would be read from other memory, or end the process on a GPU.
     least, most = (int(edge) for edge in ids.aminmax())
     if least < 0 or most >= count:
-        got = least if least < 0 else most
-        raise ArgumentValueError(expected(name, f"ids of a vocabulary of {count}", got))
+        bad_id = least if least < 0 else most
+        raise ArgumentValueError(expected(name, f"ids of a vocabulary of {count}", bad_id))

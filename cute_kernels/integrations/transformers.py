@@ -24,16 +24,16 @@ from .token_logps import token_logps as token_logps
 
 NAME = "cute_kernels"
 
-#: Arguments that change the result and that this attention does not know.
+#: Arguments that change the result and that this attention does not support.
 _UNKNOWN = ("position_bias", "head_mask")
-#: Elements of a mask that are looked at together.
+#: Elements of a mask that are evaluated together.
 _CHUNK = 1 << 24
 #: Keys of one block: positions count modulo this.
 _BLOCK = 128
 
 
 def register() -> None:
-    """Makes the name known to transformers; calling it again changes nothing."""
+    """Register the name with transformers; calling it again changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention)
@@ -52,7 +52,7 @@ def attention(
     is_causal: bool | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface.
+    """Attention interface of transformers.
 
     Args:
         query: [B, Hq, T, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv]; bf16 or fp16, of the head
@@ -108,7 +108,7 @@ def spans(
     device: torch.device | str = "cpu",
     **others: object,
 ) -> torch.Tensor:
-    """transformers' mask interface: the spans of a mask function, padding, packs and caches.
+    """Mask interface of transformers: the spans of a mask function, padding, packs and caches.
 
     A causal mask is never evaluated; any other is, element by element, once per forward pass, and
     each query must see one run of keys: causal, windows, chunks, packs, prefixes.
@@ -127,33 +127,33 @@ def spans(
     if chunk and chunk == others.get("local_size") and chunk % _BLOCK:
         want = f"a multiple of {_BLOCK}, so that bits do not depend on where a prefill is cut"
         raise ArgumentValueError(expected("config.attention_chunk_size", want, chunk))
-    where, any_mask = api.spans_device(device), mask_function not in (None, causal_mask_function)
-    if where.type != "cpu" and any_mask and attention_mask is None and q_length == kv_length:
-        # It may be a pack.
-        where = torch.device("cpu")
-    sizes, seen = (batch_size, q_length, kv_length), None
+    target, any_mask = api.spans_device(device), mask_function not in (None, causal_mask_function)
+    if target.type != "cpu" and any_mask and attention_mask is None and q_length == kv_length:
+        # The mask may be that of a varlen batch.
+        target = torch.device("cpu")
+    sizes, ranges = (batch_size, q_length, kv_length), None
     if any_mask:
         rule = mask_function, attention_mask, bool(others.get("use_vmap", False)), device
-        seen = _seen(sizes, (q_offset, kv_offset), rule, where)
-    packed = where.type == "cpu"
+        ranges = _column_ranges(sizes, (q_offset, kv_offset), rule, target)
+    packed = target.type == "cpu"
     return api.sequence_spans(
-        seen, attention_mask, q_offset, kv_offset, sizes, packed=packed, device=where
+        ranges, attention_mask, q_offset, kv_offset, sizes, packed=packed, device=target
     )
 
 
-def _seen(sizes: tuple, offsets: tuple, rule: tuple, where: torch.device) -> torch.Tensor:
-    """int32 [B, 1, T, 2]: the columns that each query sees, some rows of the mask at a time."""
+def _column_ranges(sizes: tuple, offsets: tuple, rule: tuple, target: torch.device) -> torch.Tensor:
+    """Return the columns each query sees, int32 [B, 1, T, 2], some rows of the mask at a time."""
     from transformers.masking_utils import sdpa_mask
 
     batch, rows, columns = sizes
     function, padding, use_vmap, device = rule
 
-    def seen(at: int, count: int) -> torch.Tensor:
+    def seen_by(start: int, count: int) -> torch.Tensor:
         dense = sdpa_mask(
             batch,
             count,
             columns,
-            offsets[0] + at,
+            offsets[0] + start,
             offsets[1],
             function,
             padding,
@@ -162,17 +162,19 @@ def _seen(sizes: tuple, offsets: tuple, rule: tuple, where: torch.device) -> tor
             use_vmap=use_vmap,
             device=device,
         )
-        return api.seen_columns(dense, where)
+        return api.seen_columns(dense, target)
 
     # A loop over the rows would tie a compiled graph to their number.
     if torch.compiler.is_compiling() or batch * rows * columns <= _CHUNK:
-        return seen(0, rows)
+        return seen_by(0, rows)
     step = max(1, _CHUNK // (batch * columns))
-    return torch.cat([seen(at, min(step, rows - at)) for at in range(0, rows, step)], dim=2)
+    return torch.cat(
+        [seen_by(start, min(step, rows - start)) for start in range(0, rows, step)], dim=2
+    )
 
 
 def _packed(q_shape, k_shape, mask, lengths, of_keys) -> torch.Tensor:
-    """The spans of a pack whose sequences are given by where they begin and end."""
+    """Return the spans of a varlen batch whose sequences are given by where they begin and end."""
     if q_shape[2] != k_shape[2]:
         want = f"no cache: {q_shape[2]} keys, as there are queries"
         raise ArgumentValueError(expected("cu_seq_lens_q", want, k_shape[2]))
@@ -185,7 +187,7 @@ def _packed(q_shape, k_shape, mask, lengths, of_keys) -> torch.Tensor:
 
 
 def _of_columns(dense: torch.Tensor) -> torch.Tensor:
-    """The spans of a bool mask, keys at the positions of their columns."""
-    sizes, where = (dense.shape[0], *dense.shape[2:]), api.spans_device(dense.device)
-    seen = api.seen_columns(dense, where)
-    return api.sequence_spans(seen, None, 0, 0, sizes, packed=False, device=where)
+    """Return the spans of a bool mask, keys at the positions of their columns."""
+    sizes, target = (dense.shape[0], *dense.shape[2:]), api.spans_device(dense.device)
+    ranges = api.seen_columns(dense, target)
+    return api.sequence_spans(ranges, None, 0, 0, sizes, packed=False, device=target)

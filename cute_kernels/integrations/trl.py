@@ -66,7 +66,7 @@ class SampledLogps:
     def __init__(
         self, *args: object, rollout_contracts: Mapping[str, str] | None = None, **kwargs: object
     ):
-        """A trainer.
+        """Create a trainer.
 
         Args:
             args, kwargs: As ``trl.GRPOTrainer``.
@@ -103,18 +103,18 @@ class SampledLogps:
         """TRL's generation in training's autocast, with log p of each token instead of None."""
         model = causal_lm.unwrapped(self.accelerator.unwrap_model(self.model_wrapped))[1]
         # TRL's autocast is around the trainer's forward alone: an fp32 adapter would compute in
-        # fp32 as it samples and in bf16 as it learns.
+        # fp32 when it samples and in bf16 when it learns.
         with self.accelerator.autocast(), _drawn(model, self.temperature) as draws:
             completions, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         return completions, draws.logps(completions)
 
     def _generate_and_score_completions(self, inputs: list) -> dict[str, object]:
-        """TRL's method; the old log p are those of generation."""
-        made = super()._generate_and_score_completions(inputs)
-        sampled = made.get("sampling_per_token_logps")
+        """Method of TRL; the old log p are those of generation."""
+        outputs = super()._generate_and_score_completions(inputs)
+        sampled = outputs.get("sampling_per_token_logps")
         if not isinstance(sampled, torch.Tensor):
             raise ArgumentTypeError(expected("rollout_func", "logprobs for each token", sampled))
-        return made | {"old_per_token_logps": sampled}
+        return outputs | {"old_per_token_logps": sampled}
 
     # ---- training -------------------------------------------------------------------------------
 
@@ -126,10 +126,10 @@ class SampledLogps:
         logits_to_keep: int,
         batch_size: int | None = None,
         compute_entropy: bool = False,
-        **others: object,
+        **options: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        """(log p, entropy if asked for, None), fp32 [B, logits_to_keep], 0 at padding."""
-        for name, value in others.items():
+        """Return (log p, entropy if asked for, None), fp32 [B, logits_to_keep], 0 at padding."""
+        for name, value in options.items():
             if value is not None and value is not False:
                 want = "text alone"
                 raise ArgumentValueError(expected(name, want, type(value).__name__))
@@ -167,7 +167,7 @@ class SampledLogps:
 
 
 class _Draws:
-    """log p of each token that `generate` draws, by the logits that it is drawn from.
+    """Log-probability of each token that `generate` draws, by the logits that it is drawn from.
 
     A token is known when the next call of the model brings it: one step's logits are kept.
     """
@@ -179,7 +179,7 @@ class _Draws:
         self.scores: list[torch.Tensor] = []
 
     def called(self, module: torch.nn.Module, args: tuple, inputs: dict, output: object) -> None:
-        """The forward hook of the model."""
+        """Forward hook of the model."""
         if self.logits is not None:
             self._score(inputs["input_ids"][:, -1])
         self.logits = output.logits[:, -1]
@@ -219,7 +219,7 @@ class _Draws:
 
 @contextlib.contextmanager
 def _drawn(model: torch.nn.Module, temperature: float) -> Iterator[_Draws]:
-    """Inside, what the model's calls draw from is kept."""
+    """Record the logits that the model's calls draw from."""
     draws = _Draws(temperature)
     handle = model.register_forward_hook(draws.called, with_kwargs=True)
     try:
@@ -232,7 +232,7 @@ def _drawn(model: torch.nn.Module, temperature: float) -> Iterator[_Draws]:
 
 
 def contracts_in_use(device: torch.device | str) -> dict[str, str]:
-    """The contract ids of the ops that ran on a device in this process so far.
+    """Return the contract ids of the ops that ran on a device in this process so far.
 
     Call it once the model has generated a token and ``ck.log_probs`` has scored it.  An op that ran
     in dtypes with several ids has them all, in their order, with "and" between.
@@ -243,15 +243,17 @@ def contracts_in_use(device: torch.device | str) -> dict[str, str]:
     Returns:
         Op -> id; what JSON can hold.
     """
-    wanted = torch.device(device)
-    found: dict[str, set[str]] = {}
-    for run in dispatch.ran():
-        where = torch.device(run.device)
-        if where.type == wanted.type and wanted.index in (None, where.index):
+    requested = torch.device(device)
+    ids_by_op: dict[str, set[str]] = {}
+    for record in dispatch.ran():
+        ran_on = torch.device(record.device)
+        if ran_on.type == requested.type and requested.index in (None, ran_on.index):
             # Not the id at the first launch: a CPU's number of threads may have changed since.
-            dtype = getattr(torch, run.dtype)
-            found.setdefault(run.op, set()).add(contracts.contract_id(run.op, where, dtype))
-    return {op: " and ".join(sorted(ids)) for op, ids in sorted(found.items())}
+            dtype = getattr(torch, record.dtype)
+            ids_by_op.setdefault(record.op, set()).add(
+                contracts.contract_id(record.op, ran_on, dtype)
+            )
+    return {op: " and ".join(sorted(ids)) for op, ids in sorted(ids_by_op.items())}
 
 
 def require_same_contracts(trainer: Mapping[str, str], rollout: Mapping[str, str]) -> None:
@@ -289,22 +291,24 @@ def _check_ids(name: str, ids: object) -> None:
 
 
 def _check_method(method: object, name: str, names: tuple[str, ...]) -> None:
-    known = callable(method) and tuple(inspect.signature(method).parameters)[: len(names)] == names
-    if not known:
+    matches = (
+        callable(method) and tuple(inspect.signature(method).parameters)[: len(names)] == names
+    )
+    if not matches:
         _refuse_trainer(f"{name}({', '.join(names)}, ...)", f"TRL {_version()}")
 
 
 def _check_trainer(cls: type) -> None:
-    """RLOOTrainer and others have the methods, but make ratios of other log-probabilities."""
+    """Refuse RLOOTrainer and others: they make ratios of other log-probabilities."""
     if any(c.__name__ == "GRPOTrainer" and c.__module__.startswith("trl.") for c in cls.__mro__):
         return
     theirs = [c.__name__ for c in cls.__mro__ if c.__module__.startswith("trl.")]
     _refuse_trainer("old_per_token_logps", next(iter(theirs), cls.__name__))
 
 
-def _refuse_trainer(part: str, got: str) -> None:
+def _refuse_trainer(part: str, actual: str) -> None:
     want = f"trl.GRPOTrainer of a version like {TESTED}, with {part}"
-    raise ArgumentTypeError(expected("the base after SampledLogps", want, got))
+    raise ArgumentTypeError(expected("the base after SampledLogps", want, actual))
 
 
 def _version() -> str:
@@ -315,7 +319,7 @@ def _version() -> str:
 
 
 def _check_off(label: str, holder: object, name: str) -> None:
-    """A setting that is not there may have another name, under which it is on."""
+    """Refuse a missing setting: it may be on under another name."""
     if not hasattr(holder, name):
         want = f"a setting, as TRL {TESTED} has it"
         raise ArgumentTypeError(expected(label, want, f"none in TRL {_version()}"))

@@ -1,4 +1,4 @@
-"""``ck.audit``: the public face."""
+"""``ck.audit``: the public function."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def audit(
     compile: bool = False,
     pad_token: int | None = None,
 ) -> Report:
-    """Runs a model among other surroundings and names the modules whose bits follow them.
+    """Run a model in other surroundings and name the modules whose bits follow them.
 
     Each sequence runs alone, in one forward pass: the reference.  Then it runs again under each
     transform, and every module's output rows, one for a token, are compared with the reference's by
@@ -52,15 +52,15 @@ def audit(
         ArgumentTypeError, ArgumentValueError, ShapeError, DtypeError, DeviceError: an argument, or
             a transform that was asked for and does not apply.  And what the model itself raises.
     """
-    given = checks.problem(model, inputs, pad_token)
+    problem = checks.problem(model, inputs, pad_token)
     if transforms is not None:
         checks.names(transforms)
-    facts = probe.probe(model, torch.cat(given.sequences), given.accepts)
-    given = checks.after_probe(given, facts)
-    names, skipped = checks.chosen(transforms, gradients, compile, given)
-    outcomes, reference = runs.outputs(given, facts, names)
-    found = runs.findings(given, facts, outcomes, reference)
-    of_parameters, ran, count = runs.of_gradients(given, facts, names, reference)
+    facts = probe.probe(model, torch.cat(problem.sequences), problem.accepts)
+    problem = checks.after_probe(problem, facts)
+    names, skipped = checks.chosen(transforms, gradients, compile, problem)
+    outcomes, reference = runs.outputs(problem, facts, names)
+    culprits = runs.findings(problem, facts, outcomes, reference)
+    of_parameters, ran, count = runs.of_gradients(problem, facts, names, reference)
     cases: dict[str, tuple[str, ...]] = {}
     for outcome in outcomes:
         transform = outcome.case.transform
@@ -68,26 +68,28 @@ def audit(
     verdicts = [verdict for outcome in outcomes for verdict in outcome.verdicts.values()]
     promised, information = promises.split(model, of_parameters)
     return Report(
-        findings=(*found, *promised),
+        findings=(*culprits, *promised),
         victims=tuple(runs.victims(outcomes, facts)),
         ran=cases | ran,
         skipped=skipped,
-        unfollowed=tuple(dict.fromkeys(name for one in outcomes for name in one.unfollowed)),
+        unfollowed=tuple(
+            dict.fromkeys(name for outcome in outcomes for name in outcome.unfollowed)
+        ),
         rows=sum(int(verdict.compared.sum()) for verdict in verdicts),
         differing=sum(int(verdict.differs.sum()) for verdict in verdicts),
         gradients=count,
-        facts=_facts(given),
+        facts=_facts(problem),
         information=information,
-        unrecognised=checks.unrecognised(skipped, given),
+        unrecognised=checks.unrecognised(skipped, problem),
     )
 
 
-def _facts(given: checks.Problem) -> dict[str, str]:
-    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in given.model.parameters()})
-    on_gpu = given.device.type == "cuda"
+def _facts(problem: checks.Problem) -> dict[str, str]:
+    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in problem.model.parameters()})
+    on_gpu = problem.device.type == "cuda"
     return {
-        "model": type(given.model).__name__,
-        "device": torch.cuda.get_device_name(given.device) if on_gpu else given.device.type,
+        "model": type(problem.model).__name__,
+        "device": torch.cuda.get_device_name(problem.device) if on_gpu else problem.device.type,
         "threads": str(torch.get_num_threads()),
         "dtypes": ", ".join(kinds),
         "torch": torch.__version__,

@@ -16,17 +16,17 @@ Key = tuple[str, int]
 
 
 class Watcher(Protocol):
-    """Told of every call of every module while a model runs."""
+    """Interface that is notified of every call of every module while a model runs."""
 
     def before(self, key: Key, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Before a module runs."""
+        """Handle a module that is about to run."""
 
     def after(self, key: Key, parent: Key | None, result: object) -> None:
-        """After it has run."""
+        """Handle a module that has run."""
 
 
 def bound(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, object]:
-    """The arguments of a call by the names that ``forward`` gives them."""
+    """Return the arguments of a call by the names that ``forward`` gives them."""
     try:
         return dict(inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments)
     except (TypeError, ValueError):  # a forward without a signature, or one that will complain
@@ -34,14 +34,14 @@ def bound(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, object]:
 
 
 class Stack:
-    """The calls that run at the moment, the innermost last, and how many there were of a module."""
+    """Stack of the running calls, the innermost last, and the number of calls of each module."""
 
     def __init__(self) -> None:
         self.open: list[Key] = []
         self._counts: Counter[str] = Counter()
 
     def push(self, name: str) -> Key:
-        """The key of a call that begins."""
+        """Push a call that begins, and return its key."""
         if not self.open:
             self._counts.clear()
         key = (name, self._counts[name])
@@ -50,14 +50,14 @@ class Stack:
         return key
 
     def pop(self) -> tuple[Key, Key | None]:
-        """The call that ends, and the one around it."""
+        """Pop the call that ends; return its key and that of the call around it."""
         key = self.open.pop()
         return key, self.open[-1] if self.open else None
 
 
 @contextlib.contextmanager
 def watched(model: nn.Module, watcher: Watcher) -> Iterator[Stack]:
-    """Inside, ``watcher`` is told of every call; afterwards no hook is left."""
+    """Notify ``watcher`` of every call within the block; no hook is left afterwards."""
     stack, handles = Stack(), []
     names = {id(module): name for name, module in model.named_modules()}
 

@@ -22,7 +22,7 @@ from ...errors import (
 )
 from .probe import SEQUENCE, Facts
 
-#: Of outputs; of gradients; of what torch.compile makes of the model.
+#: Transforms of outputs, of gradients, and the comparison with torch.compile.
 OUTPUTS = (
     "repeat",
     "batch",
@@ -68,7 +68,7 @@ class Problem:
 
     @functools.cached_property
     def starts(self) -> tuple[int, ...]:
-        """Tokens in the sequences before each, and in all: cell = start + position."""
+        """Number of tokens before each sequence, then in all: cell = start + position."""
         ends = [0]
         for sequence in self.sequences:
             ends.append(ends[-1] + len(sequence))
@@ -76,7 +76,7 @@ class Problem:
 
     @property
     def count(self) -> int:
-        """Tokens in all."""
+        """Number of tokens."""
         return self.starts[-1]
 
     @property
@@ -86,7 +86,7 @@ class Problem:
 
     @property
     def pads_right(self) -> bool:
-        """Whether columns behind a sequence may be there."""
+        """Whether sequences can be padded on the right."""
         return self.scope != SEQUENCE or "attention_mask" in self.accepts
 
     @property
@@ -101,62 +101,66 @@ class Problem:
 
 
 def problem(model: nn.Module, inputs: object, pad_token: int | None) -> Problem:
-    """The problem without its scope."""
+    """Check the arguments; return the problem without its scope."""
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(expected("model", "a torch.nn.Module", type(model).__name__))
-    _whole(model)
-    _still(model)
+    _check_whole(model)
+    _check_not_random(model)
     device = _device(model)
     sequences = _sequences(inputs)
     limit = vocabulary(model)
-    for i, one in enumerate(sequences):
-        _ids(f"inputs[{i}]", one, limit)
+    for i, sequence in enumerate(sequences):
+        _ids(f"inputs[{i}]", sequence, limit)
     pad = _pad(model, pad_token, limit)
     accepts = _accepts(model)
-    ids = tuple(one.to(device, torch.int64) for one in sequences)
+    ids = tuple(sequence.to(device, torch.int64) for sequence in sequences)
     return Problem(model, ids, pad, device, accepts)
 
 
 def chosen(
-    asked: object, gradients: object, compile: object, given: Problem
+    requested: object, gradients: object, compile: object, problem: Problem
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """(the transforms to run, why each other one is not)."""
+    """Return (the transforms to run, the reason why each other one is skipped)."""
     for name, value in (("gradients", gradients), ("compile", compile)):
         if not isinstance(value, bool):
             raise ArgumentTypeError(expected(name, "True or False", type(value).__name__))
-    if asked is not None:
-        return _asked(asked, gradients, compile, given), {}
-    why = {name: reason for name in TRANSFORMS if (reason := _refused(name, given)) is not None}
+    if requested is not None:
+        return _requested(requested, gradients, compile, problem), {}
+    skipped = {
+        name: reason for name in TRANSFORMS if (reason := _refused(name, problem)) is not None
+    }
     for name in GRADIENTS:
         if not gradients:
-            why[name] = "gradients=False"
+            skipped[name] = "gradients=False"
     if not compile:
-        why[COMPILE] = "compile=False"
-    return tuple(name for name in TRANSFORMS if name not in why), why
+        skipped[COMPILE] = "compile=False"
+    return tuple(name for name in TRANSFORMS if name not in skipped), skipped
 
 
-def _asked(asked: object, gradients: bool, compile: bool, given: Problem) -> tuple[str, ...]:
-    names(asked)
-    if not gradients and (clash := sorted(set(asked) & set(GRADIENTS))):
+def _requested(
+    requested: object, gradients: bool, compile: bool, problem: Problem
+) -> tuple[str, ...]:
+    names(requested)
+    if not gradients and (clash := sorted(set(requested) & set(GRADIENTS))):
         raise ArgumentValueError(expected("gradients", f"True for transforms {clash}", "False"))
-    for name in asked:
-        reason = _refused(name, given)
+    for name in requested:
+        reason = _refused(name, problem)
         if reason is not None:
             want = f"transforms that this model and these inputs allow ({reason})"
             raise ArgumentValueError(expected("transforms", want, repr(name)))
-    more = {COMPILE} if compile else set()
-    return tuple(name for name in TRANSFORMS if name in {*asked, *more})
+    compile_only = {COMPILE} if compile else set()
+    return tuple(name for name in TRANSFORMS if name in {*requested, *compile_only})
 
 
-def names(asked: object) -> None:
+def names(requested: object) -> None:
     """Check that ``transforms`` are known names."""
-    if isinstance(asked, str) or not isinstance(asked, Collection):
+    if isinstance(requested, str) or not isinstance(requested, Collection):
         want = "a list of names, or None for all that apply"
-        raise ArgumentTypeError(expected("transforms", want, repr(asked)))
-    for name in asked:
+        raise ArgumentTypeError(expected("transforms", want, repr(requested)))
+    for name in requested:
         if name not in TRANSFORMS:
             raise ArgumentValueError(one_of("transforms", TRANSFORMS, name))
-    if not list(asked):
+    if not list(requested):
         raise ArgumentValueError(expected("transforms", "at least one name", "none"))
 
 
@@ -171,33 +175,33 @@ def unrecognised(skipped: Collection[str], problem: Problem) -> tuple[str, ...]:
     return tuple(name for name in ("chunks", "decode") if name in skipped)
 
 
-def _refused(name: str, given: Problem) -> str | None:
-    """Why a transform cannot be, or None."""
-    masked = "attention_mask" in given.accepts
-    cached = {"past_key_values", "use_cache"} <= given.accepts
-    if name == "batch" and len(given.all) == 1:
+def _refused(name: str, problem: Problem) -> str | None:
+    """Return why a transform cannot run, or None."""
+    masked = "attention_mask" in problem.accepts
+    cached = {"past_key_values", "use_cache"} <= problem.accepts
+    if name == "batch" and len(problem.all) == 1:
         return "there is one sequence"
-    if name == "batch" and not given.joinable:
+    if name == "batch" and not problem.joinable:
         return _WHOLE
     if name == "left_padding" and not masked:
         return "forward takes no attention_mask"
-    if name == "right_padding" and not given.pads_right:
+    if name == "right_padding" and not problem.pads_right:
         return _WHOLE
     if name in ("chunks", "decode"):
         if not cached:
             return "forward takes no past_key_values and use_cache"
-        if not given.caches:
+        if not problem.caches:
             return "it returns no past_key_values for use_cache=True"
-        if given.scope == SEQUENCE:
+        if problem.scope == SEQUENCE:
             return "a token's row depends on tokens behind it"
-        if max(map(len, given.sequences)) < 2:
+        if max(map(len, problem.sequences)) < 2:
             return "no sequence has 2 tokens"
     if name in GRADIENTS:
-        if not any(p.requires_grad for p in given.model.parameters()):
+        if not any(p.requires_grad for p in problem.model.parameters()):
             return "no parameter requires a gradient"
-        if name == "micro_batches" and len(given.all) == 1:
+        if name == "micro_batches" and len(problem.all) == 1:
             return "there is one sequence"
-        if not given.joinable:
+        if not problem.joinable:
             return _WHOLE
     return None
 
@@ -205,36 +209,36 @@ def _refused(name: str, given: Problem) -> str | None:
 _WHOLE = "a token's row depends on tokens behind it, and forward takes no attention_mask"
 
 
-def _whole(model: nn.Module) -> None:
+def _check_whole(model: nn.Module) -> None:
     """Check that the modules hold whole tensors and run as they are."""
     for name, module in model.named_modules():
         kinds = {base.__name__ for base in type(module).__mro__}
-        where = f" at {name!r}" if name else ""
+        location = f" at {name!r}" if name else ""
         for wrapper in _WRAPPERS:
             if wrapper in kinds:
                 want = "a model that is not distributed (audit it before it is wrapped)"
-                raise ArgumentTypeError(expected("model", want, wrapper + where))
+                raise ArgumentTypeError(expected("model", want, wrapper + location))
         if "OptimizedModule" in kinds:
             want = "the model itself (compile=True compares it with what torch.compile makes)"
-            raise ArgumentTypeError(expected("model", want, "OptimizedModule" + where))
+            raise ArgumentTypeError(expected("model", want, "OptimizedModule" + location))
         if "ScriptModule" in kinds:
             want = "a model whose modules can be followed"
-            raise ArgumentTypeError(expected("model", want, "ScriptModule" + where))
+            raise ArgumentTypeError(expected("model", want, "ScriptModule" + location))
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "placements"):
             want = "parameters that are whole tensors"
             raise ArgumentTypeError(expected("model", want, f"a DTensor, {name!r}"))
 
 
-def _still(model: nn.Module) -> None:
+def _check_not_random(model: nn.Module) -> None:
     """Check that nothing in the model is random or changes from call to call by intent."""
     for name, module in model.named_modules():
         if not module.training:
             continue
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             want = "no active dropout (model.eval(), or p = 0)"
-            got = f"{type(module).__name__} {name!r} with p = {module.p}"
-            raise ArgumentValueError(expected("model", want, got))
+            dropout = f"{type(module).__name__} {name!r} with p = {module.p}"
+            raise ArgumentValueError(expected("model", want, dropout))
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             want = "no batch norm in training mode, which is a sum over the batch (model.eval())"
             raise ArgumentValueError(expected("model", want, f"{type(module).__name__} {name!r}"))
@@ -247,7 +251,7 @@ def _still(model: nn.Module) -> None:
 
 
 class _Nothing:
-    """Has no settings."""
+    """Config without settings."""
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -262,7 +266,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _sequences(inputs: object) -> list[torch.Tensor]:
-    """1-D tensors, from [B, T] or a list."""
+    """Convert [B, T] or a list to 1-D tensors."""
     if isinstance(inputs, torch.Tensor):
         if inputs.dim() != 2:
             want = "2 dimensions [B, T], or a list of 1-D sequences"
@@ -275,36 +279,36 @@ def _sequences(inputs: object) -> list[torch.Tensor]:
         raise ArgumentTypeError(expected("inputs", want, type(inputs).__name__))
     if not inputs:
         raise ShapeError(expected("inputs", "at least one sequence", "an empty list"))
-    return [_sequence(f"inputs[{i}]", one) for i, one in enumerate(inputs)]
+    return [_sequence(f"inputs[{i}]", sequence) for i, sequence in enumerate(inputs)]
 
 
-def _sequence(name: str, one: object) -> torch.Tensor:
-    if isinstance(one, torch.Tensor):
-        return one
-    whole = isinstance(one, Sequence) and not isinstance(one, str)
-    if not whole or not all(type(value) is int for value in one):
+def _sequence(name: str, sequence: object) -> torch.Tensor:
+    if isinstance(sequence, torch.Tensor):
+        return sequence
+    is_list = isinstance(sequence, Sequence) and not isinstance(sequence, str)
+    if not is_list or not all(type(value) is int for value in sequence):
         want = "a 1-D tensor or a list of whole numbers"
-        raise ArgumentTypeError(expected(name, want, type(one).__name__))
-    return torch.tensor(one, dtype=torch.int64, device="cpu")
+        raise ArgumentTypeError(expected(name, want, type(sequence).__name__))
+    return torch.tensor(sequence, dtype=torch.int64, device="cpu")
 
 
-def _ids(name: str, one: torch.Tensor, limit: int | None) -> None:
-    if one.dim() != 1:
-        raise ShapeError(expected(name, "1 dimension [T]", f"shape {list(one.shape)}"))
-    if one.dtype not in (torch.int64, torch.int32):
-        raise DtypeError(expected(name, "token ids, torch.int64 or torch.int32", one.dtype))
-    if not len(one):
+def _ids(name: str, sequence: torch.Tensor, limit: int | None) -> None:
+    if sequence.dim() != 1:
+        raise ShapeError(expected(name, "1 dimension [T]", f"shape {list(sequence.shape)}"))
+    if sequence.dtype not in (torch.int64, torch.int32):
+        raise DtypeError(expected(name, "token ids, torch.int64 or torch.int32", sequence.dtype))
+    if not len(sequence):
         raise ShapeError(expected(name, "at least one token", "none"))
-    if one.device.type == "meta":
+    if sequence.device.type == "meta":
         raise DeviceError(expected(name, "ids with values", "a meta tensor"))
-    low, high = int(one.min()), int(one.max())
+    low, high = int(sequence.min()), int(sequence.max())
     if low < 0 or (limit is not None and high >= limit):
         want = f"ids from 0 to {limit - 1}" if limit else "ids of at least 0"
         raise ArgumentValueError(expected(name, want, low if low < 0 else high))
 
 
 def vocabulary(model: nn.Module) -> int | None:
-    """How many ids the model knows, if it says."""
+    """Number of ids that the model knows, or None."""
     try:
         embedding = model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
@@ -312,32 +316,38 @@ def vocabulary(model: nn.Module) -> int | None:
     return getattr(embedding, "num_embeddings", None)
 
 
-def _pad(model: nn.Module, given: object, limit: int | None) -> int:
-    if given is None:
-        own = getattr(getattr(model, "config", None), "pad_token_id", None)
-        return own if isinstance(own, int) and own >= 0 and (not limit or own < limit) else 0
-    if isinstance(given, bool) or not isinstance(given, int):
-        raise ArgumentTypeError(expected("pad_token", "an id or None", type(given).__name__))
-    if given < 0 or (limit is not None and given >= limit):
+def _pad(model: nn.Module, pad_token: object, limit: int | None) -> int:
+    if pad_token is None:
+        config_pad = getattr(getattr(model, "config", None), "pad_token_id", None)
+        return (
+            config_pad
+            if isinstance(config_pad, int) and config_pad >= 0 and (not limit or config_pad < limit)
+            else 0
+        )
+    if isinstance(pad_token, bool) or not isinstance(pad_token, int):
+        raise ArgumentTypeError(expected("pad_token", "an id or None", type(pad_token).__name__))
+    if pad_token < 0 or (limit is not None and pad_token >= limit):
         want = f"an id from 0 to {limit - 1}" if limit else "an id of at least 0"
-        raise ArgumentValueError(expected("pad_token", want, given))
-    return given
+        raise ArgumentValueError(expected("pad_token", want, pad_token))
+    return pad_token
 
 
 def _accepts(model: nn.Module) -> frozenset[str]:
     """Names of forward's parameters, the wrapped model's where a wrapper takes anything."""
-    found = set(inspect.signature(model.forward).parameters)
+    names = set(inspect.signature(model.forward).parameters)
     if hasattr(model, "get_base_model"):  # PEFT's
-        found |= set(inspect.signature(model.get_base_model().forward).parameters)
-    return frozenset(found)
+        names |= set(inspect.signature(model.get_base_model().forward).parameters)
+    return frozenset(names)
 
 
-def after_probe(given: Problem, facts: Facts) -> Problem:
-    """The problem once the probe has run."""
+def after_probe(problem: Problem, facts: Facts) -> Problem:
+    """Return the problem with the results of the probe."""
     if not facts.outputs:
         want = "an output with a row for each token, [B, T, ...]"
-        raise ArgumentValueError(expected("model", want, f"none from {type(given.model).__name__}"))
-    return dataclasses.replace(given, scope=facts.scope, caches=facts.caches)
+        raise ArgumentValueError(
+            expected("model", want, f"none from {type(problem.model).__name__}")
+        )
+    return dataclasses.replace(problem, scope=facts.scope, caches=facts.caches)
 
 
 def with_a_way_back(outputs: Sequence[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Two traces: which module began a difference, and which ones only received it.
+"""Comparison of two traces: which modules are culprits, and which only received a difference.
 
 A module is a *culprit* at a token if its output row differs from the reference's, all rows that
 this one may depend on came in equal, and no call inside it is a culprit there.  So what a container
@@ -28,7 +28,7 @@ class Verdict:
 
 
 def compare(want: Trace, got: Trace, facts: Facts, starts: Sequence[int]) -> dict[Key, Verdict]:
-    """The verdict on each call that both traces have rows of, in the order in which calls end."""
+    """Return the verdict on each call that has rows in both traces, in the order of their ends."""
     verdicts: dict[Key, Verdict] = {}
     explained: dict[Key | None, torch.Tensor] = {}
     none = torch.zeros(starts[-1], dtype=torch.bool, device="cpu")
@@ -39,7 +39,7 @@ def compare(want: Trace, got: Trace, facts: Facts, starts: Sequence[int]) -> dic
             inside = spread(inside, scope, starts)
             verdicts[key] = verdict = _judge(want.entries[key], entry, inside, scope, starts)
             inside = inside | verdict.culprit
-        # A container's culprit inside is told on to what is around it.
+        # A container passes the culprits inside it on to the module around it.
         explained[entry.parent] = explained.get(entry.parent, none) | inside
     return {key: verdict for key, verdict in verdicts.items() if bool(verdict.compared.any())}
 
@@ -59,7 +59,7 @@ def _judge(
 def _differing(
     want: Mapping[str, Table], got: Mapping[str, Table], count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens with a row in both, those whose row differs), over all tensors that both have."""
+    """Return (tokens with a row in both, those whose row differs), over all common tensors."""
     compared, differs = torch.zeros(2, count, dtype=torch.bool, device="cpu")
     for path in want.keys() & got.keys():
         both = want[path].seen & got[path].seen
@@ -69,11 +69,11 @@ def _differing(
 
 
 def spread(mask: torch.Tensor, scope: str, starts: Sequence[int]) -> torch.Tensor:
-    """The tokens whose row may depend on a token of ``mask``."""
+    """Return the tokens whose row may depend on a token of ``mask``."""
     if scope == ROW:
         return mask
-    made = torch.zeros_like(mask)
+    reached = torch.zeros_like(mask)
     for first, end in itertools.pairwise(starts):
         part = mask[first:end]
-        made[first:end] = part.cummax(0).values if scope == PAST else part.any()
-    return made
+        reached[first:end] = part.cummax(0).values if scope == PAST else part.any()
+    return reached

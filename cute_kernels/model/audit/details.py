@@ -33,7 +33,7 @@ def of_rows(
     culprit: torch.Tensor,
     starts: Sequence[int],
 ) -> Count:
-    """Over the kept rows of a culprit's outputs."""
+    """Count the differing bytes over the stored rows of a culprit's outputs."""
     total, first = 0, None
     for path in want.keys() & got.keys():
         types = want[path].dtype, got[path].dtype
@@ -53,7 +53,7 @@ def of_rows(
 
 
 def of_gradient(want: torch.Tensor, got: torch.Tensor) -> Count:
-    """Detail of a parameter's gradient."""
+    """Count the differing bytes of a parameter's gradient."""
     types = (want.dtype, got.dtype)
     pair = tuple(t.contiguous().flatten().view(torch.uint8) for t in (want, got))
     differing, element = unlike(pair, types)
@@ -67,7 +67,7 @@ def of_gradient(want: torch.Tensor, got: torch.Tensor) -> Count:
 def unlike(
     pair: tuple[torch.Tensor, torch.Tensor], types: tuple[torch.dtype, torch.dtype]
 ) -> tuple[int, int]:
-    """(bytes that differ, the first element with one) of two runs of bytes."""
+    """Return (number of differing bytes, first differing element) of two byte strings."""
     want, got = pair
     if types[0] != types[1] or want.shape != got.shape:
         return max(len(want), len(got)), 0
@@ -76,10 +76,10 @@ def unlike(
 
 
 def _patterns(pair, types, element: int) -> tuple[str, str]:
-    """An element's bits in both: ``0x3f80``."""
-    made = []
+    """Return an element's bits in both: ``0x3f80``."""
+    patterns = []
     for data, dtype in zip(pair, types, strict=True):
         size = dtype.itemsize
         raw = bytes(data[element * size : (element + 1) * size].tolist())
-        made.append(f"0x{int.from_bytes(raw, 'little'):0{2 * size}x}")
-    return made[0], made[1]
+        patterns.append(f"0x{int.from_bytes(raw, 'little'):0{2 * size}x}")
+    return patterns[0], patterns[1]

@@ -16,72 +16,74 @@ from .checks import Problem
 from .plans import Call
 from .probe import Facts
 
-#: Of the numbers drawn in place of a loss's gradient.
+#: Seed of the numbers drawn in place of a loss's gradient.
 _SEED = 20261122
 
 
 def one_shot(problem: Problem) -> list[Call]:
-    """All sequences in one batch."""
+    """Return one backward with all sequences in one batch."""
     return plans.micro_batches(problem, [problem.all])
 
 
 def splits(problem: Problem) -> dict[str, list[Call]]:
-    """Label -> micro-batches: consecutive sequences, in order."""
+    """Return label -> micro-batches: consecutive sequences, in order."""
     every = problem.all
-    made = {f"{len(every)} of 1 sequence": [(i,) for i in every]}
+    groups_by_label = {f"{len(every)} of 1 sequence": [(i,) for i in every]}
     if len(every) > 2:
         half = len(every) // 2
-        made[f"{half} and {len(every) - half} sequences"] = [every[:half], every[half:]]
-    return {label: plans.micro_batches(problem, groups) for label, groups in made.items()}
+        groups_by_label[f"{half} and {len(every) - half} sequences"] = [every[:half], every[half:]]
+    return {
+        label: plans.micro_batches(problem, groups) for label, groups in groups_by_label.items()
+    }
 
 
 def gradients(problem: Problem, facts: Facts, calls: Sequence[Call]) -> dict[str, torch.Tensor]:
-    """Name -> gradient, on the CPU: what these backwards added, from nothing."""
-    with _from_nothing(problem.model) as sums:
+    """Return name -> gradient on the CPU, summed by these backwards from zero."""
+    with _cleared_gradients(problem.model) as sums:
         for call in calls:
             with torch.enable_grad():
                 result = problem.model(call.ids, **call.options(None))
             path, out = _output(result, facts)
             torch.autograd.backward([out], [_incoming(out, facts, path, call, problem)])
-        found = {
+        grads = {
             name: parameter.grad
             for name, parameter in problem.model.named_parameters()
             if parameter.grad is not None
         }
-        found |= sums
-        return {name: t.detach().to("cpu", copy=True) for name, t in found.items()}
+        grads |= sums
+        return {name: t.detach().to("cpu", copy=True) for name, t in grads.items()}
 
 
 def backward_order(model: nn.Module, ended: Sequence[str]) -> dict[str, int]:
-    """Name of a parameter or main_grad -> its place; later modules of the forward come first."""
+    """Return parameter or main_grad name -> position; later modules of the forward come first."""
     last = {name: place for place, name in enumerate(ended)}
     owners: dict[str, int] = {}
     for name, module in model.named_modules():
-        for own in (*dict(module.named_parameters(recurse=False)), "main_grad"):
-            owners[f"{name}.{own}" if name else own] = last.get(name, -1)
+        for parameter_name in (*dict(module.named_parameters(recurse=False)), "main_grad"):
+            owners[f"{name}.{parameter_name}" if name else parameter_name] = last.get(name, -1)
     return owners
 
 
 def _output(result: object, facts: Facts) -> tuple[str, torch.Tensor]:
-    """The model's first floating output with a row for each token and a way back."""
-    found = [
+    """Return the first floating output with a row for each token and a graph to parameters."""
+    outputs = [
         (path, t) for path, t in rows.tensors(result) if t.requires_grad and path in facts.outputs
     ]
-    checks.with_a_way_back(found)
-    return found[0]
+    checks.with_a_way_back(outputs)
+    return outputs[0]
 
 
 def _incoming(
     out: torch.Tensor, facts: Facts, path: str, call: Call, problem: Problem
 ) -> torch.Tensor:
-    """The gradient of ``out``: a token's numbers are its own, those of padding 0."""
-    made = torch.zeros_like(out, memory_format=torch.contiguous_format)
-    view = rows.grid(made, facts.layouts[("", 0), "out", path], call.shape)
+    """Return a gradient of ``out`` with random numbers for each token and 0 for padding."""
+    gradient = torch.zeros_like(out, memory_format=torch.contiguous_format)
+    view = rows.grid(gradient, facts.layouts[("", 0), "out", path], call.shape)
     tokens = call.shape[1]
     for place, cell in zip(call.where.tolist(), call.cells.tolist(), strict=True):
         drawn = _drawn(cell, view.shape[2:])
         view[place // tokens, place % tokens] = drawn.to(out.device, out.dtype)
-    return made
+    return gradient
 
 
 def _drawn(cell: int, shape: Sequence[int]) -> torch.Tensor:
@@ -90,14 +92,14 @@ def _drawn(cell: int, shape: Sequence[int]) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _from_nothing(model: nn.Module) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Inside, no parameter has a gradient and each main_grad is 0; afterwards all is as it was.
+def _cleared_gradients(model: nn.Module) -> Iterator[Mapping[str, torch.Tensor]]:
+    """Clear gradients and main_grads within the block, and restore them at the end.
 
     Yields the main_grads by name: of parameters, or of the modules that hold one.
     """
     before = {name: parameter.grad for name, parameter in model.named_parameters()}
     sums = _main_grads(model)
-    held = {name: t.clone() for name, t in sums.items()}
+    main_grads_before = {name: t.clone() for name, t in sums.items()}
     try:
         for parameter in model.parameters():
             parameter.grad = None
@@ -108,17 +110,17 @@ def _from_nothing(model: nn.Module) -> Iterator[Mapping[str, torch.Tensor]]:
         for name, parameter in model.named_parameters():
             parameter.grad = before[name]
         for name, t in sums.items():
-            t.copy_(held[name])
+            t.copy_(main_grads_before[name])
 
 
 def _main_grads(model: nn.Module) -> dict[str, torch.Tensor]:
-    found = {}
+    main_grads = {}
     for name, parameter in model.named_parameters():
         if isinstance(getattr(parameter, "main_grad", None), torch.Tensor):
-            found[f"{name}.main_grad"] = parameter.main_grad
-    known = {id(t) for t in found.values()}
+            main_grads[f"{name}.main_grad"] = parameter.main_grad
+    ids = {id(t) for t in main_grads.values()}
     for name, module in model.named_modules():
-        own = getattr(module, "main_grad", None)
-        if isinstance(own, torch.Tensor) and id(own) not in known:
-            found[f"{name}.main_grad"] = own
-    return found
+        main_grad = getattr(module, "main_grad", None)
+        if isinstance(main_grad, torch.Tensor) and id(main_grad) not in ids:
+            main_grads[f"{name}.main_grad"] = main_grad
+    return main_grads

@@ -1,4 +1,4 @@
-"""The surroundings: which tokens are in which forward pass, and beside what.
+"""Forward passes of each transform: which tokens are in which pass, and next to which others.
 
 A case is a list of streams; a stream is a list of forward passes that share a cache.
 """
@@ -38,12 +38,12 @@ class Call:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(B, T)"""
+        """Shape (B, T) of the ids."""
         return tuple(self.ids.shape)
 
     def options(self, past: object) -> dict[str, object]:
-        """Model options besides ids."""
-        given = {
+        """Return the options of the model's forward besides ids."""
+        options = {
             "position_ids": self.positions,
             "attention_mask": self.mask,
             "use_cache": self.cached,
@@ -51,7 +51,7 @@ class Call:
         }
         return {
             name: value
-            for name, value in given.items()
+            for name, value in options.items()
             if name in self.accepts and value is not None
         }
 
@@ -79,18 +79,18 @@ class Grid:
         return self.ids.shape[1]
 
     def call(self, first: int = 0, end: int | None = None, cached: bool = False) -> Call:
-        """The forward pass of columns first to end, behind all before them."""
+        """Return the forward pass of columns first to end, after all before them."""
         end = self.width if end is None else end
         columns = torch.arange(self.width, device=self.ids.device)
         real = self.cells >= 0
         positions = (columns - self.pads[:, None]).clamp(min=0)
         padded = not bool(self._sequence().all())
         mask = self._sequence()[:, :end].long() if padded else None
-        where = real[:, first:end].flatten().nonzero().flatten()
+        flat_places = real[:, first:end].flatten().nonzero().flatten()
         return Call(
             self.ids[:, first:end].contiguous(),
-            where,
-            self.cells[:, first:end].flatten()[where],
+            flat_places,
+            self.cells[:, first:end].flatten()[flat_places],
             positions[:, first:end].contiguous(),
             mask,
             cached,
@@ -98,47 +98,51 @@ class Grid:
         )
 
     def cut(self, ends: Sequence[int]) -> tuple[Call, ...]:
-        """Forward passes through one cache, each to the next of these columns."""
+        """Return forward passes through one cache, each to the next of these columns."""
         return tuple(self.call(*pair, cached=True) for pair in itertools.pairwise((0, *ends)))
 
     def _sequence(self) -> torch.Tensor:
-        """[B, T]: not padding; neighbours that are not compared are sequences as well."""
+        """Return the mask [B, T] of tokens, those of neighbours that are not compared included."""
         return self.cells != PADDING
 
 
 PADDING, STRANGER = -2, -1
 
 
-def grid(problem: Problem, members: Sequence[int], left: bool = False, more: int = 0) -> Grid:
-    """Some sequences in one batch, padded on one side to the longest and ``more`` columns."""
-    width = max(len(problem.sequences[i]) for i in members) + more
+def grid(
+    problem: Problem, members: Sequence[int], left_padded: bool = False, extra_columns: int = 0
+) -> Grid:
+    """Pad some sequences on one side to the longest and ``extra_columns``, in one batch."""
+    width = max(len(problem.sequences[i]) for i in members) + extra_columns
     ids = torch.full((len(members), width), problem.pad, dtype=torch.int64, device=problem.device)
     cells = torch.full_like(ids, PADDING)
     pads = torch.zeros(len(members), dtype=torch.int64, device=problem.device)
     for row, i in enumerate(members):
         sequence = problem.sequences[i]
-        pads[row] = at = (width - len(sequence)) if left else 0
-        ids[row, at : at + len(sequence)] = sequence
+        pads[row] = first_column = (width - len(sequence)) if left_padded else 0
+        ids[row, first_column : first_column + len(sequence)] = sequence
         first = problem.starts[i]
-        cells[row, at : at + len(sequence)] = torch.arange(
+        cells[row, first_column : first_column + len(sequence)] = torch.arange(
             first, first + len(sequence), device=problem.device
         )
     return Grid(problem, ids, cells, pads)
 
 
 def among(problem: Problem, i: int, count: int) -> Grid:
-    """Sequence i behind count - 1 strangers of its length, made of all tokens there are."""
-    own = grid(problem, [i])
+    """Batch of sequence i after count - 1 others of its length, made of all tokens."""
+    target = grid(problem, [i])
     pool = torch.cat(problem.sequences)
-    strangers = [pool.roll(7 * k + 1).repeat(-(-own.width // len(pool))) for k in range(count - 1)]
-    ids = torch.stack([*(s[: own.width] for s in strangers), own.ids[0]])
+    strangers = [
+        pool.roll(7 * k + 1).repeat(-(-target.width // len(pool))) for k in range(count - 1)
+    ]
+    ids = torch.stack([*(s[: target.width] for s in strangers), target.ids[0]])
     cells = torch.full_like(ids, STRANGER)
-    cells[-1] = own.cells[0]
+    cells[-1] = target.cells[0]
     return Grid(problem, ids, cells, torch.zeros(count, dtype=torch.int64, device=ids.device))
 
 
 def alone(problem: Problem, transform: str = ALONE) -> Case:
-    """Each sequence by itself."""
+    """Case with each sequence in a forward pass of its own."""
     calls = [grid(problem, [i]).call() for i in range(len(problem.sequences))]
     return Case(transform, "each sequence alone", tuple((call,) for call in calls))
 
@@ -165,12 +169,12 @@ def _compositions(problem: Problem) -> list[Case]:
     return cases
 
 
-def _padding(transform: str, left: bool) -> Callable[[Problem], list[Case]]:
+def _padding(transform: str, left_padded: bool) -> Callable[[Problem], list[Case]]:
     def cases(problem: Problem) -> list[Case]:
-        made = [[grid(problem, [i], left, 1) for i in problem.all]]
-        made.append([grid(problem, problem.all, left, 5)])
+        grids = [[grid(problem, [i], left_padded, 1) for i in problem.all]]
+        grids.append([grid(problem, problem.all, left_padded, 5)])
         labels = ("each alone and 1 column", "one batch and 5 columns")
-        return [_one(transform, label, g) for label, g in zip(labels, made, strict=True)]
+        return [_one(transform, label, g) for label, g in zip(labels, grids, strict=True)]
 
     return cases
 
@@ -193,7 +197,7 @@ def _chunks(problem: Problem) -> list[Case]:
     single = [grid(problem, [i]) for i in problem.all]
     cases = [_through_cache("chunks", "each alone, in thirds", single, third)]
     if problem.joinable_left:
-        batch = [grid(problem, problem.all, left=True)]
+        batch = [grid(problem, problem.all, left_padded=True)]
         cases.append(_through_cache("chunks", "one batch, three cuts", batch, behind_padding))
     return cases
 
@@ -208,7 +212,7 @@ def _decode(problem: Problem) -> list[Case]:
     single = [grid(problem, [i]) for i in problem.all]
     cases = [_through_cache("decode", "each alone, behind its first half", single, after_half)]
     if problem.joinable_left:
-        batch = [grid(problem, problem.all, left=True)]
+        batch = [grid(problem, problem.all, left_padded=True)]
         cases.append(_through_cache("decode", "one batch, token by token", batch, from_the_first))
     return cases
 
@@ -226,12 +230,12 @@ CASES: dict[str, Callable[[Problem], list[Case]]] = {
 
 
 def cases(problem: Problem, transform: str) -> list[Case]:
-    """The runs of one transform of outputs."""
+    """Return the cases of one transform of outputs."""
     return CASES[transform](problem)
 
 
 def micro_batches(problem: Problem, groups: Sequence[Sequence[int]]) -> list[Call]:
-    """All sequences, a group a forward pass, each padded to the one width of them all.
+    """Return one forward pass per group of sequences, all padded to one width.
 
     The width is a multiple of `CUT` tokens where the model can be padded, or of as many as its
     patched modules ask for, so that every cut is.
@@ -239,8 +243,8 @@ def micro_batches(problem: Problem, groups: Sequence[Sequence[int]]) -> list[Cal
     longest = max(map(len, problem.sequences))
     step = max(CUT, classes.granularity_of(problem.model))
     width = longest + (-longest % step if problem.pads_right else 0)
-    made = []
+    calls = []
     for group in groups:
-        more = width - max(len(problem.sequences[i]) for i in group)
-        made.append(grid(problem, group, more=more).call())
-    return made
+        extra_columns = width - max(len(problem.sequences[i]) for i in group)
+        calls.append(grid(problem, group, extra_columns=extra_columns).call())
+    return calls

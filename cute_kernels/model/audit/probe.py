@@ -20,21 +20,21 @@ from .calls import Key, Stack, bound, watched
 #: (sequences, tokens of each): no count is another one of the same grid or of the other.
 GRIDS = ((3, 5), (2, 7))
 
-#: What an output row of a module may depend on: the same row of its inputs; rows of the same
+#: Scopes of an output row's dependencies: the same row of its inputs; rows of the same
 #: sequence up to it; any row of the sequence.
 ROW, PAST, SEQUENCE = _WIDER = ("row", "past", "sequence")
 
-#: Columns whose rows are replaced: the last; some with a column left alone beside each.
+#: Columns whose rows are replaced: the last; some that alternate with unchanged ones.
 _END, _SOME = (4,), (0, 2)
 
-#: Of the largest number of an output: what rounding may change, in units of the dtype's eps, and a
-#: change that is never laid to rounding.
+#: Relative to an output's largest number: the most that rounding changes, in units of the dtype's
+#: eps, and a change that is never rounding.
 _ROUNDING, _LEAST = 128, 0.05
 
-#: Numbers whose meaning lies in how they follow each other: they stay.
+#: Argument that is never replaced: positions must ascend.
 _FIXED = "position_ids"
 
-#: Ops that only name memory, or make it: no bits come from them.
+#: Ops that only view, allocate or copy memory: they compute no bits.
 _NO_MATH = frozenset(
     ("view", "_unsafe_view", "reshape", "expand", "t", "transpose", "permute", "slice", "select")
     + ("unsqueeze", "squeeze", "alias", "detach", "clone", "copy_", "empty", "empty_like", "split")
@@ -76,18 +76,18 @@ class Facts:
 
 def probe(model: nn.Module, pool: torch.Tensor, accepts: frozenset[str]) -> Facts:
     """The `Facts` of a model; ``pool``: ids [n] to draw from, ``accepts``: what forward takes."""
-    shapes, kept, parents, ops = [], {}, {}, {}
+    shapes, recorded, parents, ops = [], {}, {}, {}
     for number, (batch, tokens) in enumerate(GRIDS):
         repeats = -(-batch * tokens // len(pool))
         ids = pool.repeat(repeats)[: batch * tokens].view(batch, tokens)
         positions = torch.arange(tokens, device=pool.device).expand(batch, tokens).contiguous()
-        given = {"position_ids": positions, "use_cache": False}
-        options = {name: value for name, value in given.items() if name in accepts}
+        candidates = {"position_ids": positions, "use_cache": False}
+        options = {name: value for name, value in candidates.items() if name in accepts}
         watcher = _Shapes(keep=number == 0)
         with watched(model, watcher) as stack, _Ops(stack, ops):
             model(ids, **options)
         shapes.append(watcher.shapes)
-        kept |= watcher.kept
+        recorded |= watcher.kept
         parents |= {} if number else watcher.parents
     layouts = {}
     for slot in shapes[0].keys() & shapes[1].keys():
@@ -95,18 +95,18 @@ def probe(model: nn.Module, pool: torch.Tensor, accepts: frozenset[str]) -> Fact
         if layout is not None:
             layouts[slot] = layout
     with torch.no_grad():
-        scopes = _scopes(kept, parents, layouts)
+        scopes = _scopes(recorded, parents, layouts)
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
-    of_calls = {key: tuple(found) for key, found in ops.items()}
+    of_calls = {key: tuple(names) for key, names in ops.items()}
     return Facts(layouts, scopes, of_calls, kinds, _caches(model, pool, accepts))
 
 
 def _caches(model: nn.Module, pool: torch.Tensor, accepts: frozenset[str]) -> bool:
-    """Whether a forward pass that is asked for its cache returns one."""
+    """Whether a forward pass with use_cache=True returns a cache."""
     if not {"past_key_values", "use_cache"} <= accepts:
         return False
-    given = {"position_ids": torch.zeros(1, 1, dtype=torch.int64, device=pool.device)}
-    options = {name: value for name, value in given.items() if name in accepts}
+    candidates = {"position_ids": torch.zeros(1, 1, dtype=torch.int64, device=pool.device)}
+    options = {name: value for name, value in candidates.items() if name in accepts}
     with torch.no_grad():
         result = model(pool[None, :1], use_cache=True, **options)
     return getattr(result, "past_key_values", None) is not None
@@ -126,7 +126,7 @@ class _Kept:
 
 
 class _Shapes:
-    """Keeps the shapes of every tensor and, if asked, a copy of it: the grid is small."""
+    """Watcher that records the shapes of every tensor and, optionally, a copy."""
 
     def __init__(self, keep: bool) -> None:
         self.shapes: dict[Slot, tuple[int, ...]] = {}
@@ -135,13 +135,13 @@ class _Shapes:
         self._keep = keep
 
     def before(self, key: Key, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        given = bound(module, args, kwargs)
-        self._note(key, "in", given)
-        if self._keep:  # before the module can write to them
-            copies = {id(t): t.clone() for _, t in rows.tensors(given)}
-            paths = {id(copies[id(t)]): path for path, t in rows.tensors(given)}
-            own = rows.replaced((args, kwargs), lambda t: copies.get(id(t), t))
-            self.kept[key] = _Kept(module, own, paths)
+        arguments = bound(module, args, kwargs)
+        self._note(key, "in", arguments)
+        if self._keep:  # copied before the module can write to them
+            copies = {id(t): t.clone() for _, t in rows.tensors(arguments)}
+            paths = {id(copies[id(t)]): path for path, t in rows.tensors(arguments)}
+            copied = rows.replaced((args, kwargs), lambda t: copies.get(id(t), t))
+            self.kept[key] = _Kept(module, copied, paths)
 
     def after(self, key: Key, parent: Key | None, result: object) -> None:
         self._note(key, "out", result)
@@ -155,11 +155,11 @@ class _Shapes:
 
 
 class _Ops(TorchDispatchMode):
-    """Writes the op's name to the innermost call that runs."""
+    """Mode that records each op under the innermost running call."""
 
-    def __init__(self, stack: Stack, found: dict[Key, dict[str, None]]) -> None:
+    def __init__(self, stack: Stack, ops: dict[Key, dict[str, None]]) -> None:
         super().__init__()
-        self._stack, self._found = stack, found
+        self._stack, self._found = stack, ops
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
@@ -169,18 +169,18 @@ class _Ops(TorchDispatchMode):
 
 
 def _scopes(
-    kept: Mapping[Key, _Kept],
+    calls: Mapping[Key, _Kept],
     parents: Mapping[Key, Key | None],
     layouts: Mapping[Slot, rows.Layout],
 ) -> dict[Key, str]:
     """Dependencies of each call's rows: never less than those of a call inside it."""
-    found: dict[Key, str] = {}
-    for key, parent in parents.items():  # what is inside comes first
-        own = _scope(key, kept[key], layouts)
-        found[key] = max(own, found.get(key, ROW), key=_WIDER.index)
+    scopes: dict[Key, str] = {}
+    for key, parent in parents.items():  # inner calls come first
+        scope = _scope(key, calls[key], layouts)
+        scopes[key] = max(scope, scopes.get(key, ROW), key=_WIDER.index)
         if parent is not None:
-            found[parent] = max(found[key], found.get(parent, ROW), key=_WIDER.index)
-    return found
+            scopes[parent] = max(scopes[key], scopes.get(parent, ROW), key=_WIDER.index)
+    return scopes
 
 
 def _scope(key: Key, call: _Kept, layouts: Mapping[Slot, rows.Layout]) -> str:
@@ -193,14 +193,14 @@ def _scope(key: Key, call: _Kept, layouts: Mapping[Slot, rows.Layout]) -> str:
         if _moved(key, call, layouts, (_END, _changed), _values):
             return SEQUENCE
         return PAST if _moved(key, call, layouts, (_SOME, _changed), _bytes) else ROW
-    except Exception:  # a module that stops at such rows tells nothing of where they go
+    except Exception:  # a module that raises at such rows shows no dependency
         return SEQUENCE
 
 
 def _changed(t: torch.Tensor, rows_of_t: torch.Tensor) -> torch.Tensor:
     if t.is_floating_point() or t.is_complex():
-        return 1 - 4 * rows_of_t  # finite: a key of weight 0 adds 0
-    return torch.where(rows_of_t == t.max(), t.min(), t.max())  # another number that occurs
+        return 1 - 4 * rows_of_t  # finite: a key of weight 0 then adds 0
+    return torch.where(rows_of_t == t.max(), t.min(), t.max())  # another value of the tensor
 
 
 def _no_number(t: torch.Tensor, rows_of_t: torch.Tensor) -> torch.Tensor:
@@ -220,7 +220,7 @@ def _not_a_number(was: torch.Tensor, now: torch.Tensor, dtype: torch.dtype) -> b
 
 
 def _values(was: torch.Tensor, now: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Differences beyond rounding: a sum whose order follows its neighbours reads none."""
+    """Whether values differ beyond rounding: the order of a sum is not a dependency."""
     if not dtype.is_floating_point or _not_a_number(was, now, dtype):
         return dtype.is_floating_point
     was, now = (t.view(dtype).double().nan_to_num() for t in (was, now))
@@ -247,12 +247,12 @@ def _moved(
 
     def other_rows(t: torch.Tensor) -> torch.Tensor:
         path = call.paths.get(id(t), _FIXED)
-        layout, made = layouts.get((key, "in", path)), t.clone()
+        layout, changed = layouts.get((key, "in", path)), t.clone()
         if layout is not None and path != _FIXED:
-            of_t = rows.grid(made, layout, GRIDS[0])
+            of_t = rows.grid(changed, layout, GRIDS[0])
             mask = hit.view(GRIDS[0])[: of_t.shape[0]]
             of_t[mask] = value(t, of_t[mask])
-        return made
+        return changed
 
     args, kwargs = rows.replaced(call.given, other_rows)
     after = dict(rows.tensors(call.module.forward(*args, **kwargs)))

@@ -14,7 +14,7 @@ from .report import Finding
 def split(
     model: nn.Module, findings: Sequence[Finding]
 ) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
-    """(findings that break a promise, findings that are information).
+    """Split into (findings that break a promise, findings that are information).
 
     A parameter of modules that are not patched is held to every gradient.  A patched module
     promises that a main_grad does not depend on the micro-batches; autograd rounds ``.grad`` after
@@ -22,9 +22,11 @@ def split(
     """
     excused = _excused(model)
     information = tuple(
-        one for one in findings if one.transform == "micro_batches" and one.tensor in excused
+        finding
+        for finding in findings
+        if finding.transform == "micro_batches" and finding.tensor in excused
     )
-    return tuple(one for one in findings if one not in information), information
+    return tuple(finding for finding in findings if finding not in information), information
 
 
 def _excused(model: nn.Module) -> set[str]:
@@ -37,10 +39,10 @@ def _excused(model: nn.Module) -> set[str]:
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             holders.setdefault(id(parameter), []).append(module)
-    named = dict(model.named_modules())
-    looked_up = [(n, m) for n, m in named.items() if "embedding" in (_kind(m) or "")]
-    known = [module for module in named.values() if _kind(module) == "positions"]
-    ids = {id(module.weight) for _, module in positions.broadcast(looked_up, known)}
+    modules = dict(model.named_modules())
+    looked_up = [(n, m) for n, m in modules.items() if "embedding" in (_kind(m) or "")]
+    position_modules = [module for module in modules.values() if _kind(module) == "positions"]
+    ids = {id(module.weight) for _, module in positions.broadcast(looked_up, position_modules)}
     excused: set[str] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not all(_kind(module) for module in holders[id(parameter)]):

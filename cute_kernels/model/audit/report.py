@@ -11,7 +11,7 @@ from .rows import DIGEST_BITS
 HEADER = ("module", "class", "transform", "bytes", "of", "first", "want", "got")
 NUMBERS = ("bytes", "of")
 
-#: Of the JSON: raised when a key is renamed or taken away.
+#: Version of the JSON: raised when a key is renamed or taken away.
 VERSION = 1
 
 
@@ -50,11 +50,11 @@ class Finding:
 
     @property
     def name(self) -> str:
-        """The module, or the parameter, and the call if it is not the first."""
+        """Name of the module or parameter, and the call if it is not the first."""
         if not self.of_rows:
             return self.tensor
-        own = self.module or "(the model)"
-        return own + (f" (call {self.call + 1})" if self.call else "")
+        module_name = self.module or "(the model)"
+        return module_name + (f" (call {self.call + 1})" if self.call else "")
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,13 @@ class Report:
 
     @property
     def first(self) -> Finding | None:
-        """The culprit that ran first, or the first gradient where all outputs are equal."""
+        """Culprit that ran first, or the first gradient where all outputs are equal."""
         return self.findings[0] if self.findings else None
 
     def headline(self) -> str:
-        """One line: the first culprit, or that there is none."""
-        one = self.first
-        if one is None and self.verdict != "differs":
+        """Return one line: the first culprit, or that there is none."""
+        culprit = self.first
+        if culprit is None and self.verdict != "differs":
             none = f"0 differing rows of {self.rows:,}, 0 differing of {self.gradients:,} gradients"
             if self.information:
                 none += f" that are promised ({len(self.information)} others: below)"
@@ -129,35 +129,38 @@ class Report:
             return (
                 f"incomplete: {skipped} skipped (cache not recognised); {none}" if skipped else none
             )
-        if one is None:
+        if culprit is None:
             return f"{self.differing:,} rows of {self.rows:,} differ, and no module began it"
-        ops = f"; ops: {', '.join(one.ops)}" if one.ops else ""
-        return f"first: {one.name} ({one.kind}{ops}) under {one.transform}, {one.case}"
+        ops = f"; ops: {', '.join(culprit.ops)}" if culprit.ops else ""
+        return (
+            f"first: {culprit.name} ({culprit.kind}{ops}) under {culprit.transform}, {culprit.case}"
+        )
 
     def lines(self) -> list[str]:
-        """Lines below the table."""
-        made = []
+        """Return the lines below the table."""
+        lines = []
         if self.victims:
             modules = len({victim.module for victim in self.victims})
-            made.append(f"{modules} other modules passed a difference on")
-        for one in self.information:
-            made.append(f"information: {one.name}: {one.bytes:,} of {one.of_bytes:,} bytes differ")
-        made += [f"not run: {name}: {why}" for name, why in self.skipped.items()]
+            lines.append(f"{modules} other modules passed a difference on")
+        for finding in self.information:
+            count = f"{finding.bytes:,} of {finding.of_bytes:,} bytes differ"
+            lines.append(f"information: {finding.name}: {count}")
+        lines += [f"not run: {name}: {reason}" for name, reason in self.skipped.items()]
         if self.unfollowed:
-            made.append(f"without rows to compare: {', '.join(self.unfollowed)}")
-        return made
+            lines.append(f"without rows to compare: {', '.join(self.unfollowed)}")
+        return lines
 
     def as_json(self, victims: bool = False) -> dict[str, object]:
-        """Plain values; docs/audit.md has the keys.  ``victims``: list them, not just count."""
-        made = {
+        """Return plain values by the keys of docs/audit.md; ``victims``: list them too."""
+        values = {
             "version": VERSION,
             "ok": self.ok,
             "verdict": self.verdict,
             "unrecognised": list(self.unrecognised),
-            "information": [_plain(one) for one in self.information],
+            "information": [_plain(finding) for finding in self.information],
             "digest_bits": DIGEST_BITS,
             "first": None if self.first is None else _plain(self.first),
-            "findings": [_plain(one) for one in self.findings],
+            "findings": [_plain(finding) for finding in self.findings],
             "victim_count": len(self.victims),
             "ran": {name: list(cases) for name, cases in self.ran.items()},
             "skipped": dict(self.skipped),
@@ -167,25 +170,33 @@ class Report:
             "gradients": self.gradients,
             "facts": dict(self.facts),
         }
-        return made | ({"victims": [vars(one) for one in self.victims]} if victims else {})
+        return values | ({"victims": [vars(victim) for victim in self.victims]} if victims else {})
 
     def __str__(self) -> str:
-        table = [HEADER, *(cells(one) for one in self.findings)]
+        table = [HEADER, *(cells(finding) for finding in self.findings)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        shown = [
+        lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in table[: len(table) if self.findings else 0]
         ]
-        return "\n".join([self.headline(), *shown, *self.lines()])
+        return "\n".join([self.headline(), *lines, *self.lines()])
 
 
-def cells(one: Finding) -> tuple[str, ...]:
-    """A row of the table."""
-    place = "not seen again" if one.first is None else ", ".join(map(str, one.first))
-    counts = f"{one.bytes:,}", f"{one.of_bytes:,}"
-    return (one.name, one.kind, one.transform, *counts, place, one.want, one.got)
+def cells(finding: Finding) -> tuple[str, ...]:
+    """Return the cells of a finding's row in the table."""
+    place = "not seen again" if finding.first is None else ", ".join(map(str, finding.first))
+    counts = f"{finding.bytes:,}", f"{finding.of_bytes:,}"
+    return (
+        finding.name,
+        finding.kind,
+        finding.transform,
+        *counts,
+        place,
+        finding.want,
+        finding.got,
+    )
 
 
-def _plain(one: Finding) -> dict[str, object]:
-    first = None if one.first is None else list(one.first)
-    return vars(one) | {"ops": list(one.ops), "first": first}
+def _plain(finding: Finding) -> dict[str, object]:
+    first = None if finding.first is None else list(finding.first)
+    return vars(finding) | {"ops": list(finding.ops), "first": first}

@@ -1,4 +1,4 @@
-"""Rows of tokens: where they lie in a tensor, and 128 bits that stand for the bytes of each."""
+"""Rows of tokens: their layout in a tensor, and a 128-bit digest of the bytes of each."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 from ...runtime.caching import ByteCache
 
-#: What a digest is wide, in bits.  It is no cryptographic hash.
+#: Bits of a digest.  It is no cryptographic hash.
 DIGEST_BITS = 128
 
-#: Arguments that speak of columns and of the past, not of tokens; and results of that kind.
+#: Arguments and results about columns and the past, not about tokens.
 NOT_OF_TOKENS = frozenset(
     ("attention_mask", "cache_position", "past_key_values", "past_key_value", "cache_params")
 )
 
-#: (bytes of a row, device) -> what is mixed into each of its lanes.
+#: (bytes of a row, device) -> keys of each lane.
 _keys = ByteCache("keys of an audit's digests", 64 << 20)
 
 #: int64 lanes that are digested at once.
@@ -50,85 +50,85 @@ def infer(first: tuple[int, ...], second: tuple[int, ...], grids: tuple) -> Layo
     (b, t), (b2, t2) = grids
     if len(first) != len(second):
         return None
-    found: dict[str, list[int]] = {"batch": [], "token": [], "flat": []}
+    dims_by_meaning: dict[str, list[int]] = {"batch": [], "token": [], "flat": []}
     meaning = {(b, b2): "batch", (t, t2): "token", (b * t, b2 * t2): "flat"}
     for dim, sizes in enumerate(zip(first, second, strict=True)):
         if sizes[0] == sizes[1]:
             continue
         if sizes not in meaning:
             return None
-        found[meaning[sizes]].append(dim)
-    batch, token, flat = found["batch"], found["token"], found["flat"]
+        dims_by_meaning[meaning[sizes]].append(dim)
+    batch, token, flat = dims_by_meaning["batch"], dims_by_meaning["token"], dims_by_meaning["flat"]
     counts = len(batch), len(token), len(flat)
     if counts not in ((0, 1, 0), (1, 1, 0), (0, 0, 1)):
         return None
     used = {*batch, *token, *flat}
-    rest = tuple(size for dim, size in enumerate(first) if dim not in used)
-    return Layout((token or flat)[0], batch[0] if batch else None, bool(flat), rest)
+    row_shape = tuple(size for dim, size in enumerate(first) if dim not in used)
+    return Layout((token or flat)[0], batch[0] if batch else None, bool(flat), row_shape)
 
 
 def grid(t: torch.Tensor, layout: Layout, shape: tuple[int, int]) -> torch.Tensor | None:
-    """A view [B or 1, T, ...] of a tensor; None if its sizes are not those of the layout."""
+    """Return a view [B or 1, T, ...] of a tensor; None if its sizes are not those of the layout."""
     batch, tokens = shape
     used = {layout.token, layout.batch} - {None}
     if t.dim() != len(used) + len(layout.rest):
         return None
     want = batch * tokens if layout.flat else tokens
-    others = [dim for dim in range(t.dim()) if dim not in used]
-    if t.shape[layout.token] != want or tuple(t.shape[dim] for dim in others) != layout.rest:
+    row_dims = [dim for dim in range(t.dim()) if dim not in used]
+    if t.shape[layout.token] != want or tuple(t.shape[dim] for dim in row_dims) != layout.rest:
         return None
     if layout.batch is not None and t.shape[layout.batch] != batch:
         return None
     if layout.flat:
-        return t.permute(layout.token, *others).unflatten(0, (batch, tokens))
+        return t.permute(layout.token, *row_dims).unflatten(0, (batch, tokens))
     if layout.batch is None:
-        return t.permute(layout.token, *others)[None]
-    return t.permute(layout.batch, layout.token, *others)
+        return t.permute(layout.token, *row_dims)[None]
+    return t.permute(layout.batch, layout.token, *row_dims)
 
 
 def rows(
-    t: torch.Tensor, layout: Layout, shape: tuple[int, int], where: torch.Tensor
+    t: torch.Tensor, layout: Layout, shape: tuple[int, int], flat_places: torch.Tensor
 ) -> torch.Tensor | None:
-    """[len(where), bytes of a row] uint8: the rows at flat places b T + t; None as `grid`."""
+    """Return the rows at ``flat_places`` b T + t, uint8 [count, bytes of a row]; None as `grid`."""
     view = grid(t.detach(), layout, shape)
     if view is None:
         return None
     tokens = shape[1]
     if layout.batch is None and not layout.flat:
-        picked = view[0][where % tokens]
+        picked = view[0][flat_places % tokens]
     else:
-        picked = view[where // tokens, where % tokens]
-    return picked.reshape(len(where), -1).contiguous().view(torch.uint8)
+        picked = view[flat_places // tokens, flat_places % tokens]
+    return picked.reshape(len(flat_places), -1).contiguous().view(torch.uint8)
 
 
 def digest(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """int64 [n, 2] for rows of bytes [n, w]: equal for equal bytes of one dtype.
+    """Return int64 [n, 2] for rows of bytes [n, w]: equal for equal bytes of one dtype.
 
     Sums of whole numbers modulo 2^64: the same on every device and in every order.
     """
     count, width = data.shape
     data = torch.nn.functional.pad(data, (0, -width % 8))
-    # By way of one dimension: a single row may have any stride.
+    # Flattened first: a single row may have any stride.
     lanes = data.flatten().view(torch.int64).view(count, -(-width // 8))
     salt, key = _keys.get((width, data.device), lambda: _make_keys(width, data.device))
-    made = torch.empty(count, 2, dtype=torch.int64, device=data.device)
+    digests = torch.empty(count, 2, dtype=torch.int64, device=data.device)
     step = max(1, _LANES // max(1, lanes.shape[1]))
-    for at in range(0, count, step):
+    for start in range(0, count, step):
         # m_j is one-to-one in lane j; h = sum of m_j, g = sum of m_j key_j
-        mixed = _mixed(lanes[at : at + step] + salt)
-        made[at : at + step, 0] = mixed.sum(1)
-        made[at : at + step, 1] = (mixed * key).sum(1)
-    return made + _number_of(dtype)
+        mixed = _mixed(lanes[start : start + step] + salt)
+        digests[start : start + step, 0] = mixed.sum(1)
+        digests[start : start + step, 1] = (mixed * key).sum(1)
+    return digests + _number_of(dtype)
 
 
 def _make_keys(width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys of each lane of a row: its position, and an odd factor."""
+    """Make the keys of each lane of a row: its position, and an odd factor."""
     place = torch.arange(1, -(-width // 8) + 1, device=device)
     return _mixed(place * _KEY), _mixed(place * _FIRST + width) | 1
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """A one-to-one map of int64 in which every bit of x moves about half of the bits."""
+    """Apply a one-to-one map of int64 in which every bit of x moves about half of the bits."""
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _FIRST
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _SECOND
     return x ^ ((x >> 31) & ((1 << 33) - 1))
@@ -139,7 +139,7 @@ def _number_of(dtype: torch.dtype) -> int:
 
 
 def tensors(value: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every (path, tensor) in nested tuples, lists, mappings and dataclasses that is of tokens."""
+    """Yield (path, tensor) of tokens in nested tuples, lists, mappings and dataclasses."""
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided and not value.is_nested:
             yield path, value
@@ -148,8 +148,8 @@ def tensors(value: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]
     elif isinstance(value, tuple | list):
         yield from _inside(enumerate(value), path)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        named = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
-        yield from _inside(named, path)
+        fields = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+        yield from _inside(fields, path)
 
 
 def _inside(items, path: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -159,7 +159,7 @@ def _inside(items, path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def replaced(value: object, change) -> object:
-    """``value`` with ``change(tensor)`` for each tensor of the tuples, lists and dicts in it."""
+    """Return ``value`` with ``change(tensor)`` for each tensor in its tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) is dict:

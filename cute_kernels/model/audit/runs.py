@@ -1,4 +1,4 @@
-"""Every case of every transform against the reference; a second time where something differs.
+"""Run every case of every transform against the reference, and once more where bytes differ.
 
 The first time digests are compared.  The second one keeps the bytes of the culprits' rows, and
 judges again: what does not come again is not random memory, but a difference from run to run.
@@ -20,7 +20,7 @@ from .probe import Facts
 from .report import Finding, Victim
 from .trace import Trace, record, record_whole
 
-#: Runs a case, keeping the bytes of the rows asked for.
+#: Function that runs a case and stores the bytes of the requested rows.
 Runner = Callable[[Case, dict[Key, torch.Tensor]], Trace]
 
 
@@ -44,10 +44,10 @@ class Outcome:
 
 
 def outputs(problem: Problem, facts: Facts, names: Sequence[str]) -> tuple[list[Outcome], Trace]:
-    """Every case of the transforms of outputs, and the reference they were compared with."""
+    """Return the outcomes of the transforms of outputs, and the reference trace."""
     follow = _follower(problem, facts)
     want = follow(plans.alone(problem), {})
-    made = []
+    outcomes = []
     for name in names:
         if name in OUTPUTS:
             runs = [(case, follow) for case in plans.cases(problem, name)]
@@ -55,87 +55,87 @@ def outputs(problem: Problem, facts: Facts, names: Sequence[str]) -> tuple[list[
             runs = [(plans.alone(problem, COMPILE), _compiled(problem, facts))]
         else:
             continue
-        made += [_outcome(case, run, want, (problem, facts)) for case, run in runs]
-    return made, want
+        outcomes += [_outcome(case, run, want, (problem, facts)) for case, run in runs]
+    return outcomes, want
 
 
 def findings(
     problem: Problem, facts: Facts, outcomes: Sequence[Outcome], reference: Trace
 ) -> list[Finding]:
-    """The culprits with their bytes, in the order in which they ran: the runs once more."""
-    wanted: dict[Key, torch.Tensor] = {}
+    """Run the cases with culprits again; return them with their bytes, in execution order."""
+    tokens_by_call: dict[Key, torch.Tensor] = {}
     for outcome in outcomes:
         for key, mask in outcome.culprits.items():
-            wanted[key] = wanted.get(key, torch.zeros_like(mask)) | mask
-    if not wanted:
+            tokens_by_call[key] = tokens_by_call.get(key, torch.zeros_like(mask)) | mask
+    if not tokens_by_call:
         return []
-    want = _follower(problem, facts)(plans.alone(problem), wanted)
-    made: dict[tuple[Key, str], Finding] = {}
+    want = _follower(problem, facts)(plans.alone(problem), tokens_by_call)
+    merged: dict[tuple[Key, str], Finding] = {}
     for outcome in outcomes:
         if not outcome.culprits:
             continue
-        got = outcome.run(outcome.case, outcome.culprits)
-        again = compare(want, got, facts, problem.starts)
+        trace = outcome.run(outcome.case, outcome.culprits)
+        verdicts = compare(want, trace, facts, problem.starts)
         for key, mask in outcome.culprits.items():
-            still = mask & again[key].culprit if key in again else torch.zeros_like(mask)
-            tables = want.entries[key].outs, got.entries[key].outs
+            still = mask & verdicts[key].culprit if key in verdicts else torch.zeros_like(mask)
+            tables = want.entries[key].outs, trace.entries[key].outs
             count = details.of_rows(*tables, still, problem.starts)
-            one = _finding(key, outcome, count, facts)
-            same = (key, outcome.case.transform)
-            made[same] = _joined(made[same], one) if same in made else one
+            finding = _finding(key, outcome, count, facts)
+            slot = (key, outcome.case.transform)
+            merged[slot] = _joined(merged[slot], finding) if slot in merged else finding
     order = {key: place for place, key in enumerate(reference.entries)}
-    return [made[pair] for pair in sorted(made, key=lambda pair: order[pair[0]])]
+    return [merged[pair] for pair in sorted(merged, key=lambda pair: order[pair[0]])]
 
 
 def victims(outcomes: Iterable[Outcome], facts: Facts) -> list[Victim]:
-    """Calls whose rows differ where they are no culprits, by transform."""
-    made: dict[tuple[Key, str], int] = {}
+    """Return the calls whose rows differ without being culprits, by transform."""
+    counts: dict[tuple[Key, str], int] = {}
     for outcome in outcomes:
         for key, verdict in outcome.verdicts.items():
             count = int((verdict.differs & ~verdict.culprit).sum())
             if count:
                 pair = (key, outcome.case.transform)
-                made[pair] = made.get(pair, 0) + count
+                counts[pair] = counts.get(pair, 0) + count
     return [
         Victim(key[0], facts.kinds.get(key[0], ""), key[1], transform, count)
-        for (key, transform), count in made.items()
+        for (key, transform), count in counts.items()
     ]
 
 
 def of_gradients(
     problem: Problem, facts: Facts, names: Sequence[str], reference: Trace
 ) -> tuple[list[Finding], dict[str, tuple[str, ...]], int]:
-    """(gradients that differ in backward order, the cases of each transform, how many compared)."""
-    asked = [name for name in GRADIENTS if name in names]
-    if not asked:
+    """Return (differing gradients in backward order, cases by transform, number compared)."""
+    requested = [name for name in GRADIENTS if name in names]
+    if not requested:
         return [], {}, 0
     want = gradients.gradients(problem, facts, gradients.one_shot(problem))
     cases = {
         "gradient_repeat": {"one batch, again": gradients.one_shot(problem)},
         "micro_batches": gradients.splits(problem) if len(problem.all) > 1 else {},
     }
-    made: dict[tuple[str, str], Finding] = {}
+    merged: dict[tuple[str, str], Finding] = {}
     compared = 0
-    for transform in asked:
+    for transform in requested:
         for label, calls in cases[transform].items():
-            got = gradients.gradients(problem, facts, calls)
+            repeated = gradients.gradients(problem, facts, calls)
             compared += len(want)
             for name, t in want.items():
-                count = details.of_gradient(t, got[name])
+                count = details.of_gradient(t, repeated[name])
                 if count.differing:
-                    one = _of_parameter(name, (transform, label), count, t, facts)
-                    same = (name, transform)
-                    made[same] = _joined(made[same], one) if same in made else one
-                elif (name, transform) in made:
-                    made[name, transform] = _longer(made[name, transform], t)
+                    finding = _of_parameter(name, (transform, label), count, t, facts)
+                    slot = (name, transform)
+                    merged[slot] = _joined(merged[slot], finding) if slot in merged else finding
+                elif (name, transform) in merged:
+                    merged[name, transform] = _longer(merged[name, transform], t)
     last = gradients.backward_order(problem.model, [key[0] for key in reference.entries])
 
     def place(pair: tuple[str, str]) -> int:
         name = pair[0]
         return -last.get(name, last.get(name.removesuffix(".main_grad"), -1))
 
-    ran = {transform: tuple(cases[transform]) for transform in asked}
-    return [made[pair] for pair in sorted(made, key=place)], ran, compared
+    ran = {transform: tuple(cases[transform]) for transform in requested}
+    return [merged[pair] for pair in sorted(merged, key=place)], ran, compared
 
 
 def _follower(problem: Problem, facts: Facts) -> Runner:
@@ -147,13 +147,15 @@ def _compiled(problem: Problem, facts: Facts) -> Runner:
     return lambda case, keep: record_whole(compiled, case, facts, problem.count, keep)
 
 
-def _outcome(case: Case, run: Runner, want: Trace, of: tuple[Problem, Facts]) -> Outcome:
-    problem, facts = of
-    got = run(case, {})
-    verdicts = compare(want, got, facts, problem.starts)
-    sizes = {key: _bytes_compared(want, got, key) for key in verdicts}
-    left = tuple(dict.fromkeys(key[0] for key in got.entries if key not in verdicts))
-    return Outcome(case, run, verdicts, sizes, left)
+def _outcome(
+    case: Case, run: Runner, want: Trace, problem_and_facts: tuple[Problem, Facts]
+) -> Outcome:
+    problem, facts = problem_and_facts
+    trace = run(case, {})
+    verdicts = compare(want, trace, facts, problem.starts)
+    sizes = {key: _bytes_compared(want, trace, key) for key in verdicts}
+    unfollowed = tuple(dict.fromkeys(key[0] for key in trace.entries if key not in verdicts))
+    return Outcome(case, run, verdicts, sizes, unfollowed)
 
 
 def _bytes_compared(want: Trace, got: Trace, key: Key) -> int:
@@ -187,7 +189,7 @@ def _finding(key: Key, outcome: Outcome, count: details.Count, facts: Facts) -> 
 def _of_parameter(
     name: str, case: tuple[str, str], count: details.Count, t: torch.Tensor, facts: Facts
 ) -> Finding:
-    owner = name.removesuffix(".main_grad")  # a module's own, or a parameter's
+    owner = name.removesuffix(".main_grad")  # of a module, or of a parameter
     owner = owner if owner in facts.kinds else owner.rpartition(".")[0]
     return Finding(
         module=owner,
@@ -207,16 +209,16 @@ def _of_parameter(
     )
 
 
-def _joined(one: Finding, other: Finding) -> Finding:
+def _joined(first: Finding, second: Finding) -> Finding:
     """Join two cases of one transform: counts added, the first position kept."""
     both = {
-        name: getattr(one, name) + getattr(other, name)
+        name: getattr(first, name) + getattr(second, name)
         for name in ("rows", "of_rows", "bytes", "of_bytes")
     }
-    shown = one if one.first is not None else other
-    return replace(shown, **both)
+    located = first if first.first is not None else second
+    return replace(located, **both)
 
 
-def _longer(one: Finding, t: torch.Tensor) -> Finding:
-    """After a case in which it did not differ."""
-    return replace(one, of_bytes=one.of_bytes + t.numel() * t.element_size())
+def _longer(finding: Finding, t: torch.Tensor) -> Finding:
+    """Add the bytes of a case in which the gradient did not differ."""
+    return replace(finding, of_bytes=finding.of_bytes + t.numel() * t.element_size())

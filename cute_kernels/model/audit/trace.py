@@ -1,4 +1,4 @@
-"""Digests of every module's rows, by token: what one set of surroundings left behind."""
+"""Digests of every module's rows, by token, in one case."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Trace:
 
 
 class Recorder:
-    """Watches a case.  ``keep``: key -> the tokens [N] whose output bytes are kept."""
+    """Watcher of a case.  ``keep``: key -> the tokens [N] whose output bytes are kept."""
 
     def __init__(self, facts: Facts, count: int, keep: Mapping[Key, torch.Tensor]) -> None:
         self.entries: dict[Key, Entry] = {}
@@ -59,11 +59,11 @@ class Recorder:
         self._places: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def begin(self, call: Call) -> None:
-        """The next forward pass of the model is this one."""
+        """Set the forward pass that runs next."""
         self._call, self._places = call, {}
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """(places in tensors, tokens) of the call, moved once: a copy waits for all that runs."""
+        """Return (places in tensors, tokens) of the call, moved once: a copy synchronizes."""
         if device not in self._places:
             moved = self._call.where.to(device), self._call.cells.to(device)
             self._places[device] = moved
@@ -85,14 +85,14 @@ class Recorder:
             self._note(entry.outs, (key, "out", path), t)
 
     def _note(self, tables: dict[str, Table], slot: tuple, t: torch.Tensor) -> bool:
-        """Whether the tensor has rows here, if it should."""
+        """Record a tensor's rows; return False if it should have rows and has none."""
         key, side, path = slot
         layout = self._facts.layouts.get(slot)
         if layout is None:
             return True
         call = self._call
-        where, cells = self._on(t.device)
-        data = rows.rows(t, layout, call.shape, where)
+        flat_places, cells = self._on(t.device)
+        data = rows.rows(t, layout, call.shape, flat_places)
         if data is None:
             return False
         if path not in tables:
@@ -103,10 +103,10 @@ class Recorder:
         table.digests[cells] = rows.digest(data, t.dtype)
         table.seen[cells] = True
         if side == "out" and key in self._keep:
-            here = call.cells.cpu()
-            picked = self._keep[key][here].nonzero().flatten()
+            cpu_cells = call.cells.cpu()
+            picked = self._keep[key][cpu_cells].nonzero().flatten()
             copies = data[picked.to(t.device)].cpu()
-            table.kept.update(zip(here[picked].tolist(), copies, strict=True))
+            table.kept.update(zip(cpu_cells[picked].tolist(), copies, strict=True))
         return True
 
     def trace(self) -> Trace:
@@ -122,7 +122,7 @@ class Recorder:
 def record(
     model: nn.Module, case: Case, facts: Facts, count: int, keep: Mapping[Key, torch.Tensor]
 ) -> Trace:
-    """Runs a case and follows every module; ``count``: tokens in all."""
+    """Run a case and follow every module; ``count``: tokens in all."""
     recorder = Recorder(facts, count, keep)
     with watched(model, recorder):
         for stream in case.streams:

@@ -11,7 +11,7 @@ from .mode import State
 
 @contextlib.contextmanager
 def batch_invariant(*, strict: bool = False) -> Iterator[None]:
-    """Within it, ops of torch that ours can stand in for have the bits of ours.
+    """Context in which ops of torch that ours can replace have the bits of ours.
 
     For code that cannot be patched: products, softmax, norms, sums and means, activations,
     attention and the gradient of embeddings, called as functions of torch, by modules, or by C++
@@ -61,7 +61,7 @@ def enable_batch_invariant(*, strict: bool = False) -> None:
 
 
 def disable_batch_invariant() -> None:
-    """Ends what `enable_batch_invariant` began; inside a context, until that is left.
+    """Turn off what `enable_batch_invariant` turned on; inside a context, until that is left.
 
     Raises:
         UnsupportedTransformError: it is called inside a graph of ``torch.compile``.

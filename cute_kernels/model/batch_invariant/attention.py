@@ -27,21 +27,21 @@ _HALF = (torch.bfloat16, torch.float16)
 def why_attention(
     q, k, v, mask=None, dropout=0.0, is_causal=False, *, scale=None, enable_gqa=False
 ) -> str | None:
-    """Reason of an attention: None if its rows' bits follow the keys that they see alone."""
-    why = checks.tensors(q, k, v)
-    if why is None and mask is not None and mode.strict() and torch.compiler.is_compiling():
+    """Return the reason of an attention: None if bits depend on the keys that rows see alone."""
+    reason = checks.tensors(q, k, v)
+    if reason is None and mask is not None and mode.strict() and torch.compiler.is_compiling():
         if mask.dtype != torch.bool or _fits(q, k, v, enable_gqa):
             return None
         return "in a graph, a bool mask of fp32 or of heads above 256 counts columns, not keys seen"
-    return why
+    return reason
 
 
 def attention(
     q, k, v, mask=None, dropout=0.0, is_causal=False, *, scale=None, enable_gqa=False
 ) -> torch.Tensor:
-    """softmax(scale q kᵀ + mask) v of q [B, H, L, D]."""
+    """Compute softmax(scale q kᵀ + mask) v of q [B, H, L, D]."""
     scale = q.shape[-1] ** -0.5 if scale is None and q.shape[-1] else scale
-    # In a graph whose sizes vary it is symbolic; kernels take a number, which the graph is for.
+    # Symbolic in a graph whose sizes vary; the graph is specialized to the number.
     scale = None if scale is None else float(scale)
     if dropout or scale is None or not _well_formed(q, k, v, mask, is_causal):
         return torch.ops.aten._scaled_dot_product_attention_math(
@@ -49,16 +49,16 @@ def attention(
         )[0]
     if not scale > 0 or not _fits(q, k, v, enable_gqa) or not _selects(mask, q, k):
         return attention_by_products.attention(q, k, v, mask, is_causal, scale, enable_gqa)
-    room = _room(q, v)
-    # Zeros behind a head add zeros to its scores, and columns of zeros to its output.
-    rooms = zip((q, k, v), (room, room, VALUE_DIMS[room]), strict=True)
-    heads = (F.pad(t, (0, wide - t.shape[-1])).transpose(1, 2) for t, wide in rooms)
-    made = _attend(*heads, mask, is_causal, scale)
-    return own_result(made.transpose(1, 2)[..., : v.shape[-1]])
+    padded = _padded_head(q, v)
+    # Zeros after a head add zeros to its scores, and columns of zeros to its output.
+    widths = zip((q, k, v), (padded, padded, VALUE_DIMS[padded]), strict=True)
+    heads = (F.pad(t, (0, wide - t.shape[-1])).transpose(1, 2) for t, wide in widths)
+    out = _attend(*heads, mask, is_causal, scale)
+    return own_result(out.transpose(1, 2)[..., : v.shape[-1]])
 
 
 def _well_formed(q, k, v, mask, is_causal) -> bool:
-    """Whether torch would take these arguments; its own composition says what is wrong."""
+    """Whether torch accepts these arguments; its composition raises for the others."""
     if mask is not None and (
         is_causal or not (mask.dtype == torch.bool or mask.is_floating_point())
     ):
@@ -74,18 +74,18 @@ def _attend(q, k, v, mask, is_causal, scale) -> torch.Tensor:
     if is_causal:
         # torch's causal mask begins at the first key, whatever the lengths are.
         end = torch.arange(1, rows + 1, dtype=torch.int32, device="cpu").clamp(max=columns)
-        seen = torch.stack((torch.zeros_like(end), end), -1).expand(batch, 1, rows, 2)
-        return api.sequence_attention(q, k, v, api.spans_from_first_key(seen), scale=scale)
+        ranges = torch.stack((torch.zeros_like(end), end), -1).expand(batch, 1, rows, 2)
+        return api.sequence_attention(q, k, v, api.spans_from_first_key(ranges), scale=scale)
     mask = mask.expand(batch, *_heads_of(mask, heads), rows, columns)
     if mask.shape[1] == 1:
-        seen = _runs(mask)
-        if seen is not None:
-            return api.sequence_attention(q, k, v, api.spans_from_first_key(seen), scale=scale)
+        ranges = _runs(mask)
+        if ranges is not None:
+            return api.sequence_attention(q, k, v, api.spans_from_first_key(ranges), scale=scale)
     return api.block_sparse_attention(q, k, v, BlockMask.from_dense(mask), scale=scale)
 
 
 def _runs(mask: torch.Tensor) -> torch.Tensor | None:
-    """The columns that each query sees; None where some have gaps between them."""
+    """Return the columns that each query sees; None where some have gaps between them."""
     if torch.compiler.is_compiling():
         return api.seen_columns(mask)
     try:
@@ -99,7 +99,7 @@ def _heads_of(mask: torch.Tensor, heads: int) -> tuple[int]:
 
 
 def _selects(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether a mask lets keys by or not, and goes with [B, H, L, S]."""
+    """Whether a mask is of bools and broadcasts to [B, H, L, S]."""
     if mask is None:
         return True
     sizes = (*q.shape[:-1], k.shape[-2])
@@ -111,7 +111,7 @@ def _selects(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> boo
 
 
 def _fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grouped: bool) -> bool:
-    """Whether the kernels take these heads once they are filled up."""
+    """Whether the kernels take these heads after padding."""
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or q.dtype not in _HALF:
         return False
     if not q.dtype == k.dtype == v.dtype or 0 in (q.shape[-1], v.shape[-1]):
@@ -120,11 +120,11 @@ def _fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grouped: bool) -> b
     if k.shape != (batch, kv_heads, length, width) or v.shape[:-1] != k.shape[:-1]:
         return False
     shared = kv_heads == heads or (grouped and kv_heads and heads % kv_heads == 0)
-    return bool(shared) and _room(q, v) is not None
+    return bool(shared) and _padded_head(q, v) is not None
 
 
-def _room(q: torch.Tensor, v: torch.Tensor) -> int | None:
-    """The least head size of q that these heads fit into; None: none."""
+def _padded_head(q: torch.Tensor, v: torch.Tensor) -> int | None:
+    """Smallest supported head size of q that these heads fit into, or None."""
     for dim, value_dim in VALUE_DIMS.items():
         if dim >= q.shape[-1] and value_dim >= v.shape[-1]:
             return dim

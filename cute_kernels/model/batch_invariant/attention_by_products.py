@@ -34,7 +34,7 @@ def attention(
     scale: float,
     enable_gqa: bool,
 ) -> Tensor:
-    """softmax(scale q kᵀ + mask) v, differentiable, in the dtype of ``q``."""
+    """Compute softmax(scale q kᵀ + mask) v, differentiable, in the dtype of ``q``."""
     if enable_gqa:
         k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
     rows, columns = q.shape[-2], k.shape[-2]
@@ -47,15 +47,17 @@ def attention(
     out = wide[0].new_zeros((*q.shape[:-1], v.shape[-1]))
     mask = mask.expand(q.shape[0], 1, rows, columns)
     for batch, chosen, begin in classes:
-        here = slice(batch, batch + 1)
-        keys, values = (t[here, :, begin:] for t in wide[1:])
-        part = _blocks(wide[0][here, :, chosen], keys, values, mask[here, :, chosen, begin:], scale)
-        out[here, :, chosen] = part
+        sequence = slice(batch, batch + 1)
+        keys, values = (t[sequence, :, begin:] for t in wide[1:])
+        part = _blocks(
+            wide[0][sequence, :, chosen], keys, values, mask[sequence, :, chosen, begin:], scale
+        )
+        out[sequence, :, chosen] = part
     return out.to(q.dtype)
 
 
 def _classes(mask: Tensor, q: Tensor, k: Tensor) -> list[tuple[int, Tensor, int]] | None:
-    """(batch, rows, first column) of rows that are attended together; None: all, from column 0.
+    """Return (batch, rows, first column) of rows attended together; None: all, from column 0.
 
     Rows whose first keys lie a multiple of 128 apart have the same blocks.
     """
@@ -79,7 +81,7 @@ def _classes(mask: Tensor, q: Tensor, k: Tensor) -> list[tuple[int, Tensor, int]
 
 
 def _blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """The formula at the top of this file, of fp32 tensors."""
+    """Compute the formula at the top of this file on fp32 tensors."""
     columns = k.shape[-2]
     count = -(-columns // _BLOCK)
     filled = (0, 0, 0, count * _BLOCK - columns)
@@ -91,7 +93,7 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) 
     if not scores:
         return q.new_zeros((*q.shape[:-1], v.shape[-1]))
     top = torch.stack([s.detach().amax(-1, keepdim=True) for s in scores]).amax(0)
-    # Of a row that sees nothing the maximum is -inf: any finite number will do.
+    # The maximum of a row that sees nothing is -inf: any finite number serves.
     top = torch.where(top == -torch.inf, 0.0, top)
     out = total = 0.0
     for s, part in zip(scores, values, strict=True):

@@ -38,16 +38,16 @@ def entering(strict: object) -> None:
         )
 
 
-def refuse(op: object, device: object, why: str, instead: str) -> None:
-    """Raises: an op that strict does not let by."""
+def refuse(op: object, device: object, reason: str, instead: str) -> None:
+    """Refuse an op that ``strict`` does not allow."""
     raise BatchVariantError(
-        f"{_name(op)} on {device}: refused by batch_invariant(strict=True): {why}; {instead}"
+        f"{_name(op)} on {device}: refused by batch_invariant(strict=True): {reason}; {instead}"
     )
 
 
-def tensors(*given: torch.Tensor | None) -> str | None:
-    """The reason of a call with these tensors; the first one is there."""
-    for t in given:
+def tensors(*operands: torch.Tensor | None) -> str | None:
+    """Return the reason of a call with these tensors; the first is not None."""
+    for t in operands:
         if t is None:
             continue
         if t.dtype not in DTYPES:
@@ -56,36 +56,36 @@ def tensors(*given: torch.Tensor | None) -> str | None:
         # if they are made of dense ones, come here again.
         if t.is_nested or t.layout is not torch.strided or _dispatches(type(t)):
             return EXACT
-    first = given[0]
+    first = operands[0]
     if first.is_cpu or first.is_cuda or first.is_meta:
         return None
     return f"no backend for {first.device.type}"
 
 
-def dtype(given: torch.dtype) -> str:
-    """The reason of a dtype that is not ours."""
-    if given.is_floating_point or given.is_complex:
-        return f"{given} is not covered, only {', '.join(sorted(map(str, DTYPES)))}"
+def dtype(operand_dtype: torch.dtype) -> str:
+    """Return the reason of a dtype that is not covered."""
+    if operand_dtype.is_floating_point or operand_dtype.is_complex:
+        return f"{operand_dtype} is not covered, only {', '.join(sorted(map(str, DTYPES)))}"
     return EXACT
 
 
 def summed(x: torch.Tensor, dims: Sequence[int] | None, result: torch.dtype | None) -> str | None:
-    """The reason of a sum or mean of ``x``."""
-    own = result or x.dtype
-    if own not in DTYPES:
-        return dtype(own)
+    """Return the reason of a sum or mean of ``x``."""
+    result_dtype = result or x.dtype
+    if result_dtype not in DTYPES:
+        return dtype(result_dtype)
     if x.dtype.is_floating_point or x.dtype.is_complex:
-        why = tensors(x)
+        reason = tensors(x)
     else:
-        why = EXACT if _dispatches(type(x)) else None
-    if why is not None or not dims:
-        return why
+        reason = EXACT if _dispatches(type(x)) else None
+    if reason is not None or not dims:
+        return reason
     places = _places(x.dim(), dims)
     return None if len(set(places)) == len(dims) else EXACT
 
 
 def rows(x: torch.Tensor, shape: Sequence[int], most: int) -> str | None:
-    """The reason of a norm over the last dimensions of ``x``; torch refuses wrong shapes."""
+    """Return the reason of a norm over the last dimensions of ``x``; torch refuses wrong shapes."""
     if len(shape) == 1 and x.dim():
         width = x.shape[-1]
         if width != shape[0]:
@@ -111,14 +111,14 @@ def batch(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def beside(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``base`` in the shape of the product of ``a`` and ``b``, which it is added to."""
+    """Expand ``base`` to the shape of the product of ``a`` and ``b``, which it is added to."""
     checking.same_device("input", base, "a", a)
     if base.dtype != a.dtype:
         raise DtypeError(expected("input", f"{a.dtype}, the dtype of a", base.dtype))
     shape = (*a.shape[:-1], b.shape[-1])
     tail = shape[len(shape) - base.dim() :]
     fits = base.dim() <= len(shape) and all(
-        size in (1, own) for size, own in zip(base.shape, tail, strict=True)
+        size in (1, extent) for size, extent in zip(base.shape, tail, strict=True)
     )
     if not fits:
         raise ShapeError(
@@ -128,7 +128,7 @@ def beside(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor
 
 
 def _places(rank: int, dims: Iterable[int]) -> list[int]:
-    """Dimensions counted from 0; those that are not there are left out."""
+    """Return dimensions counted from 0, without those out of range."""
     rank = max(rank, 1)
     return [d % rank for d in dims if -rank <= d < rank]
 
@@ -139,7 +139,7 @@ def _name(op: object) -> str:
 
 @functools.cache
 def _dispatches(kind: type) -> bool:
-    """Whether a class of tensors computes by a ``__torch_dispatch__`` of its own."""
+    """Whether a class of tensors has its own ``__torch_dispatch__``."""
     if issubclass(kind, FakeTensor | FunctionalTensor):
         return False
     return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl

@@ -1,4 +1,4 @@
-"""Whether a thread is in `batch_invariant`, and how an op of torch comes to know.
+"""Whether a thread is in `batch_invariant`, and how ops of torch are intercepted.
 
 The mode is a dispatch key that a thread includes in its calls.  Overrides are kernels of that key,
 registered once a process and never taken back.  Why a key, and not
@@ -37,7 +37,7 @@ class State(NamedTuple):
 
 
 def state() -> State:
-    """The calling thread's."""
+    """Return the calling thread's state."""
     on = torch._C._dispatch_tls_is_dispatch_key_included(MODE)
     return State(on, on and strict())
 
@@ -49,7 +49,7 @@ def strict() -> bool:
 
 
 def set_state(new: State) -> None:
-    """Makes it the calling thread's, from the next call of an op on."""
+    """Set the calling thread's state, from the next call of an op on."""
     torch._C._stash_obj_in_tls(_NAME, new.strict)
     torch._C._dispatch_tls_set_dispatch_key_included(MODE, new.on)
     # What torch.compile stores on disk is found by the graph that it was made of, which is the

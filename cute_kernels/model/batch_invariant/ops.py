@@ -36,7 +36,7 @@ def _run_product(a, b, base, beta, alpha):
 
 
 def _scaled(a, b, base, beta, alpha):
-    """alpha a b + beta base in fp32, one operation at a time, rounded once."""
+    """Compute alpha a b + beta base in fp32, one operation at a time, rounded once."""
     total = sums(a, b.mT, _ORDER)
     with ieee_on(a):
         if alpha != 1:

@@ -29,7 +29,7 @@ _installed: dict[str, list[torch.library.Library]] = {}
 
 
 def install(*, strict: bool) -> None:
-    """Registers what is not registered yet: the covered ops, with ``strict`` the refused ones."""
+    """Register the covered ops, and with ``strict`` the refused ones, once."""
     if "covered" in _installed and (not strict or "refused" in _installed):
         return
     with _lock:
@@ -40,34 +40,34 @@ def install(*, strict: bool) -> None:
 
 
 def overloads(name: str) -> list[torch._ops.OpOverload]:
-    """The overloads of an op of this build of torch, in-place and out variants included.
+    """Return the overloads of an op of this build of torch, in-place and out variants included.
 
     Those that torch composes of the others are left out, unless there are no others.  Of a name
     with an overload, that one and what computes the same.
     """
     if "." in name:
         return [overload(name), *variants(overload(name))]
-    found = []
+    ops = []
     for packet in (name, f"{name}_"):
         op = getattr(torch.ops.aten, packet, None)
-        found += [] if op is None else [getattr(op, each) for each in op.overloads()]
-    # Some are of TorchScript alone.
-    found = [op for op in found if torch._C._dispatch_has_kernel(op.name())]
-    made = [op for op in found if not _has_kernel(op, "CompositeImplicitAutograd")]
-    return made or found
+        ops += [] if op is None else [getattr(op, each) for each in op.overloads()]
+    # Some exist in TorchScript only.
+    ops = [op for op in ops if torch._C._dispatch_has_kernel(op.name())]
+    implemented = [op for op in ops if not _has_kernel(op, "CompositeImplicitAutograd")]
+    return implemented or ops
 
 
 def variants(op: torch._ops.OpOverload) -> list[torch._ops.OpOverload]:
-    """The in-place and one-result ``out=`` overloads that compute what ``op`` does."""
-    own = [(a.name, str(a.type)) for a in op._schema.arguments]
-    found = []
-    for other in overloads(op._schema.name.removeprefix("aten::")):
-        arguments = other._schema.arguments
+    """Return the in-place and one-result ``out=`` overloads that compute what ``op`` does."""
+    own_arguments = [(a.name, str(a.type)) for a in op._schema.arguments]
+    matches = []
+    for candidate in overloads(op._schema.name.removeprefix("aten::")):
+        arguments = candidate._schema.arguments
         outs = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-        rest = [(a.name, str(a.type)) for a in arguments if not a.is_out]
-        if other is not op and len(outs) == 1 and rest == own:
-            found.append(other)
-    return found
+        inputs = [(a.name, str(a.type)) for a in arguments if not a.is_out]
+        if candidate is not op and len(outs) == 1 and inputs == own_arguments:
+            matches.append(candidate)
+    return matches
 
 
 def _install_covered() -> None:
@@ -75,23 +75,23 @@ def _install_covered() -> None:
     fall_through.fallback(torch.library.fallthrough_kernel)
     _pass_higher_order()
     library = torch.library.Library("aten", "IMPL")
-    done = set()
+    registered = set()
     for row in COVERED:
         op = overload(row.op)
         _register(library, op, _covering(op, row))
-        done.add(op)
-        for other in variants(op):
-            _register(library, other, _writing(other, row))
-            done.add(other)
+        registered.add(op)
+        for variant in variants(op):
+            _register(library, variant, _writing(variant, row))
+            registered.add(variant)
     for name in {row.op.split(".")[0] for row in COVERED}:
-        for op in set(overloads(name)) - done:
+        for op in set(overloads(name)) - registered:
             _register(library, op, _refusing(op, _OTHER))
-            done.add(op)
+            registered.add(op)
     _installed["covered"] = [fall_through, library]
 
 
 def _pass_higher_order() -> None:
-    """Ops that take functions look at every key: those there are, and those to come, pass it."""
+    """Make higher-order ops, which look at every key, fall through, now and later."""
     passed = torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS
     if MODE not in passed:
         passed.append(MODE)
@@ -119,13 +119,13 @@ _OTHER = Refused(
 
 
 def overload(name: str) -> torch._ops.OpOverload:
-    """The overload of aten with the name of a row."""
-    packet, _, which = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), which or "default")
+    """Return the overload of aten with the name of a row."""
+    packet, _, overload_name = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload_name or "default")
 
 
-def _register(library: torch.library.Library, op: torch._ops.OpOverload, run: Callable) -> None:
-    library.impl(op, untraced(run), _KEY, with_keyset=True)
+def _register(library: torch.library.Library, op: torch._ops.OpOverload, kernel: Callable) -> None:
+    library.impl(op, untraced(kernel), _KEY, with_keyset=True)
 
 
 def _has_kernel(op: torch._ops.OpOverload, key: str) -> bool:
@@ -139,8 +139,8 @@ def _covering(op: torch._ops.OpOverload, row: Covered) -> Callable:
     casts = frozenset(kind for kind, key in _AUTOCAST.items() if _has_kernel(op, key))
 
     def run(keyset, *args, **kwargs):
-        why = why_not(*args, **kwargs)
-        if why is None and not any_autocast():
+        reason = why_not(*args, **kwargs)
+        if reason is None and not any_autocast():
             if composed:
                 return kernel(*args, **kwargs)
             # A guard of torch's does this too, and takes three times as long.
@@ -149,11 +149,11 @@ def _covering(op: torch._ops.OpOverload, row: Covered) -> Callable:
                 return kernel(*args, **kwargs)
             finally:
                 exclude(MODE, False)
-        if why is None and not _autocast_first(casts, args[0]):
+        if reason is None and not _autocast_first(casts, args[0]):
             with torch._C._ExcludeDispatchKeyGuard(_no_keys if composed else MODE_KEYS):
                 return kernel(*args, **kwargs)
-        if why and mode.strict():
-            checks.refuse(op, args[0].device, why, "convert to a dtype or form that is")
+        if reason and mode.strict():
+            checks.refuse(op, args[0].device, reason, "convert to a dtype or form that is")
         return op.redispatch(keyset & BELOW_MODE, *args, **kwargs)
 
     return run
@@ -165,33 +165,33 @@ def _autocast_first(casts: frozenset[str], t: torch.Tensor) -> bool:
 
 
 def _writing(op: torch._ops.OpOverload, row: Covered) -> Callable:
-    """An ``out=`` or in-place overload: the result of the kernel, copied."""
+    """Make the kernel of an ``out=`` or in-place overload, which copies the result."""
     arguments = op._schema.arguments
     outs = [a.name for a in arguments if a.is_out]
     takes_dtype = "dtype" in [a.name for a in arguments]
 
     def run(keyset, *args, **kwargs):
         into = kwargs[outs[0]] if outs else args[0]
-        rest = {name: value for name, value in kwargs.items() if name not in outs}
-        if outs and takes_dtype and rest.get("dtype") is None:
-            rest["dtype"] = into.dtype
-        why = row.why_not(*args, **rest)
+        options = {name: value for name, value in kwargs.items() if name not in outs}
+        if outs and takes_dtype and options.get("dtype") is None:
+            options["dtype"] = into.dtype
+        reason = row.why_not(*args, **options)
         tracked = torch.is_grad_enabled() and torch._C._any_requires_grad(*args, into)
-        if why and mode.strict():
-            checks.refuse(op, args[0].device, why, "convert to a dtype or form that is")
-        if why is not None or (outs and tracked):
-            # Of an out= that should be differentiated torch says why it cannot be.
+        if reason and mode.strict():
+            checks.refuse(op, args[0].device, reason, "convert to a dtype or form that is")
+        if reason is not None or (outs and tracked):
+            # torch raises the error for an out= that requires a gradient.
             return op.redispatch(keyset & BELOW_MODE, *args, **kwargs)
         if not outs:
             # What is saved for a gradient must not be what is written.
             args = (args[0].clone(), *args[1:])
         with torch._C._ExcludeDispatchKeyGuard(MODE_KEYS):
-            made = row.kernel(*args, **rest)
-        if outs and made.dtype != into.dtype:
+            result = row.kernel(*args, **options)
+        if outs and result.dtype != into.dtype:
             return op.redispatch(keyset & BELOW_MODE, *args, **kwargs)
-        if outs and into.shape != made.shape:
-            into.resize_(made.shape)
-        return into.copy_(made)
+        if outs and into.shape != result.shape:
+            into.resize_(result.shape)
+        return into.copy_(result)
 
     return run
 
@@ -201,18 +201,18 @@ def _refusing(op: torch._ops.OpOverload, row: Refused) -> Callable:
 
     def run(keyset, *args, **kwargs):
         if mode.strict():
-            given = dict(zip(names, args, strict=False)) | kwargs
-            where = _known(given.values(), row.devices)
-            if where is not None and (row.when is None or row.when(given)):
-                checks.refuse(op, where, row.why, row.instead)
+            arguments = dict(zip(names, args, strict=False)) | kwargs
+            device = _rounding_device(arguments.values(), row.devices)
+            if device is not None and (row.when is None or row.when(arguments)):
+                checks.refuse(op, device, row.why, row.instead)
         return op.redispatch(keyset & BELOW_MODE, *args, **kwargs)
 
     return run
 
 
-def _known(given, devices: tuple[str, ...]) -> torch.device | None:
-    """The device of the first tensor that rounds, if it is one of those."""
-    tensors = (t for value in given for t in (value if type(value) is list else (value,)))
+def _rounding_device(values, devices: tuple[str, ...]) -> torch.device | None:
+    """Return the device of the first floating tensor if it is one of ``devices``."""
+    tensors = (t for value in values for t in (value if type(value) is list else (value,)))
     for value in tensors:
         if isinstance(value, torch.Tensor) and value.is_floating_point() | value.is_complex():
             return value.device if value.device.type in devices else None

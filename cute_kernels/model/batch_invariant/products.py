@@ -15,7 +15,7 @@ from .ops import batched_product
 
 
 def why_linear(x, weight, bias=None) -> str | None:
-    """A weight or bias of another rank is a composition of torch's."""
+    """Why a linear is not covered, or None: other ranks are compositions of torch."""
     if weight.dim() != 2 or x.dim() == 0 or (bias is not None and bias.dim() != 1):
         return checks.EXACT
     return checks.tensors(x, weight, bias)
@@ -42,17 +42,17 @@ def why_addmv(base, a, v, *, beta=1, alpha=1) -> str | None:
 
 
 def linear(x, weight, bias=None) -> torch.Tensor:
-    """x weightᵀ + bias."""
+    """Compute x weightᵀ + bias."""
     return api.linear(x, weight, bias)
 
 
 def mm(a, b) -> torch.Tensor:
-    """a b of matrices."""
+    """Compute a b of matrices."""
     return api.matmul(a, b)
 
 
 def addmm(base, a, b, *, beta=1, alpha=1) -> torch.Tensor:
-    """beta base + alpha a b."""
+    """Compute beta base + alpha a b."""
     if beta == 1 and alpha == 1 and list(base.shape) == [b.shape[-1]] and b.dim() == 2:
         return api.linear(a, b.mT, base)
     gemm_checks.matmul(a, b, "chain")
@@ -61,33 +61,33 @@ def addmm(base, a, b, *, beta=1, alpha=1) -> torch.Tensor:
 
 
 def bmm(a, b) -> torch.Tensor:
-    """a_i b_i."""
+    """Compute a_i b_i."""
     checks.batch(a, b)
     return _batched(a, b, None, 0, 1)
 
 
 def baddbmm(base, a, b, *, beta=1, alpha=1) -> torch.Tensor:
-    """beta base_i + alpha a_i b_i."""
+    """Compute beta base_i + alpha a_i b_i."""
     checks.batch(a, b)
     return _batched(a, b, checks.beside(base, a, b), beta, alpha)
 
 
 def mv(a, v) -> torch.Tensor:
-    """a v."""
+    """Compute a v."""
     return api.matmul(a, v.unsqueeze(-1)).squeeze(-1)
 
 
 def addmv(base, a, v, *, beta=1, alpha=1) -> torch.Tensor:
-    """beta base + alpha a v."""
-    made = addmm(base.unsqueeze(-1), a, v.unsqueeze(-1), beta=beta, alpha=alpha)
-    return made.squeeze(-1)
+    """Compute beta base + alpha a v."""
+    product = addmm(base.unsqueeze(-1), a, v.unsqueeze(-1), beta=beta, alpha=alpha)
+    return product.squeeze(-1)
 
 
 def dot(a, b) -> torch.Tensor:
-    """Σ a b of vectors."""
+    """Compute Σ a b of vectors."""
     return api.matmul(a.unsqueeze(0), b.unsqueeze(-1)).view(())
 
 
 def _batched(a, b, base, beta, alpha) -> torch.Tensor:
-    # As in torch, a base times 0 is not looked at.
+    # As in torch, a base times 0 is not read.
     return batched_product(a, b, None if beta == 0 else base, float(beta), float(alpha))

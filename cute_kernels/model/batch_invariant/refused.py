@@ -55,35 +55,35 @@ _OUTSIDE = "call it outside the context, if its bits may follow the batch"
 _EVAL = "put the module into eval mode"
 
 
-def _accumulates(given: Mapping[str, object]) -> bool:
-    return bool(given.get("accumulate", False))
+def _accumulates(arguments: Mapping[str, object]) -> bool:
+    return bool(arguments.get("accumulate", False))
 
 
-def _trains(given: Mapping[str, object]) -> bool:
-    return bool(given.get("training", True))
+def _trains(arguments: Mapping[str, object]) -> bool:
+    return bool(arguments.get("training", True))
 
 
-def _weighs(given: Mapping[str, object]) -> bool:
-    return given.get("weights") is not None
+def _weighs(arguments: Mapping[str, object]) -> bool:
+    return arguments.get("weights") is not None
 
 
-def _is_general_power(given: Mapping[str, object]) -> bool:
+def _is_general_power(arguments: Mapping[str, object]) -> bool:
     """Whether a power is not made of products, which are rounded alike anywhere."""
-    return given.get("exponent") not in (-2, -1, 0, 1, 2, 3)
+    return arguments.get("exponent") not in (-2, -1, 0, 1, 2, 3)
 
 
-def _is_half(given: Mapping[str, object]) -> bool:
-    return given["self"].element_size() == 2
+def _is_half(arguments: Mapping[str, object]) -> bool:
+    return arguments["self"].element_size() == 2
 
 
-def _is_single(given: Mapping[str, object]) -> bool:
-    tensors = (value for value in given.values() if isinstance(value, torch.Tensor))
+def _is_single(arguments: Mapping[str, object]) -> bool:
+    tensors = (value for value in arguments.values() if isinstance(value, torch.Tensor))
     return any(t.dtype == torch.float32 for t in tensors)
 
 
-def _is_scattered(given: Mapping[str, object]) -> bool:
+def _is_scattered(arguments: Mapping[str, object]) -> bool:
     """Whether a CPU adds in another order than along contiguous rows; on a GPU always."""
-    t, dims = given["self"], given.get("dim")
+    t, dims = arguments["self"], arguments.get("dim")
     if t.device.type != "cpu" or not t.is_contiguous():
         return True
     dims = [dims] if isinstance(dims, int) else list(dims or range(t.dim()))
@@ -261,7 +261,7 @@ REFUSED = (
         _TRANSPOSED,
         "call contiguous() on the matrices",
         _SEEN,
-        lambda given: not given["A"].is_contiguous(),
+        lambda arguments: not arguments["A"].is_contiguous(),
     ),
     Refused(
         ("linalg_matrix_exp",),

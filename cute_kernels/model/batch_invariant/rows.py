@@ -31,23 +31,23 @@ def why_softmax_backward(dy, y, dim, dtype) -> str | None:
 
 
 def softmax(x, dim, half_to_float) -> torch.Tensor:
-    """Over ``dim``."""
-    return _over(dim, lambda t: rowwise.softmax(t, dtype=_wide(t, half_to_float)), x)
+    """Compute the softmax over ``dim``."""
+    return _along_last(dim, lambda t: rowwise.softmax(t, dtype=_wide(t, half_to_float)), x)
 
 
 def log_softmax(x, dim, half_to_float) -> torch.Tensor:
-    """Over ``dim``."""
-    return _over(dim, lambda t: rowwise.log_softmax(t, dtype=_wide(t, half_to_float)), x)
+    """Compute the log softmax over ``dim``."""
+    return _along_last(dim, lambda t: rowwise.log_softmax(t, dtype=_wide(t, half_to_float)), x)
 
 
 def softmax_backward(dy, y, dim, dtype) -> torch.Tensor:
-    """y (dy - Σ y dy)."""
-    return _over(dim, lambda g, p: rowwise_op.softmax_backward(g, p, dtype), dy, y)
+    """Compute y (dy - Σ y dy)."""
+    return _along_last(dim, lambda g, p: rowwise_op.softmax_backward(g, p, dtype), dy, y)
 
 
 def log_softmax_backward(dy, y, dim, dtype) -> torch.Tensor:
-    """dy - e^y Σ dy; e^y is the softmax of y."""
-    return _over(dim, rowwise_op.log_softmax_backward, dy, y).to(dtype)
+    """Compute dy - e^y Σ dy; e^y is the softmax of y."""
+    return _along_last(dim, rowwise_op.log_softmax_backward, dy, y).to(dtype)
 
 
 def _there(x: torch.Tensor, dim: int) -> bool:
@@ -58,13 +58,13 @@ def _wide(x: torch.Tensor, half_to_float: bool) -> torch.dtype:
     return torch.float32 if half_to_float else x.dtype
 
 
-def _over(dim, function, *given: torch.Tensor) -> torch.Tensor:
-    """``function`` with ``dim`` as the last dimension."""
-    if given[0].dim() == 0:
-        return function(*(t.unsqueeze(0) for t in given)).squeeze(0)
-    if dim in (-1, given[0].dim() - 1):
-        return function(*given)
-    return function(*(t.movedim(dim, -1) for t in given)).movedim(-1, dim).contiguous()
+def _along_last(dim, function, *operands: torch.Tensor) -> torch.Tensor:
+    """Apply ``function`` with ``dim`` as the last dimension."""
+    if operands[0].dim() == 0:
+        return function(*(t.unsqueeze(0) for t in operands)).squeeze(0)
+    if dim in (-1, operands[0].dim() - 1):
+        return function(*operands)
+    return function(*(t.movedim(dim, -1) for t in operands)).movedim(-1, dim).contiguous()
 
 
 # ---- sums ----------------------------------------------------------------------------------------
@@ -81,22 +81,22 @@ def why_dims(x, dim, keepdim=False, *, dtype=None) -> str | None:
 
 
 def sum_all(x, *, dtype=None) -> torch.Tensor:
-    """Σ x."""
+    """Compute Σ x."""
     return _total(x, None, False, dtype, False)
 
 
 def sum_dims(x, dim, keepdim=False, *, dtype=None) -> torch.Tensor:
-    """Σ x over dimensions."""
+    """Compute Σ x over dimensions."""
     return _total(x, dim, keepdim, dtype, False)
 
 
 def mean_all(x, *, dtype=None) -> torch.Tensor:
-    """Σ x / numel(x)."""
+    """Compute Σ x / numel(x)."""
     return _total(x, None, False, dtype, True)
 
 
 def mean_dims(x, dim, keepdim=False, *, dtype=None) -> torch.Tensor:
-    """The mean over dimensions."""
+    """Compute the mean over dimensions."""
     return _total(x, dim, keepdim, dtype, True)
 
 
@@ -104,19 +104,19 @@ def _total(x, dims, keepdim, dtype, mean) -> torch.Tensor:
     dtype = dtype or x.dtype
     rank = x.dim()
     if rank and dims and x.dtype in checks.DTYPES and list(dims) in ([-1], [rank - 1]):
-        made = row_sum(x, float(x.shape[-1]) if mean else 1.0, dtype)
-        return made.unsqueeze(-1) if keepdim else made
+        total = row_sum(x, float(x.shape[-1]) if mean else 1.0, dtype)
+        return total.unsqueeze(-1) if keepdim else total
     x = x if x.dtype in checks.DTYPES else x.to(dtype)
     summed = sorted(d % rank for d in dims) if dims and rank else list(range(rank))
-    kept = [d for d in range(rank) if d not in summed]
-    # What is summed for one result lies in a row, in the order of its dimensions.
-    rows = x.permute(*kept, *summed) if summed != list(range(len(kept), rank)) else x
-    width = x.shape.numel() if not kept else torch.Size(x.shape[d] for d in summed).numel()
-    rows = rows.reshape(*(x.shape[d] for d in kept), width)
-    made = row_sum(rows, float(width) if mean else 1.0, dtype)
+    kept_dims = [d for d in range(rank) if d not in summed]
+    # The addends of one result lie in a row, in the order of its dimensions.
+    rows = x.permute(*kept_dims, *summed) if summed != list(range(len(kept_dims), rank)) else x
+    width = x.shape.numel() if not kept_dims else torch.Size(x.shape[d] for d in summed).numel()
+    rows = rows.reshape(*(x.shape[d] for d in kept_dims), width)
+    total = row_sum(rows, float(width) if mean else 1.0, dtype)
     if not keepdim:
-        return made
-    return made.view([1 if d in summed else x.shape[d] for d in range(rank)])
+        return total
+    return total.view([1 if d in summed else x.shape[d] for d in range(rank)])
 
 
 # ---- norms ---------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def why_rms_backward(dy, x, shape, rstd, weight, needs) -> str | None:
 
 
 def layer_norm(x, shape, weight=None, bias=None, eps=1e-5, cudnn=True) -> torch.Tensor:
-    """Over the last dimensions."""
+    """Layer norm over the last dimensions."""
     if len(shape) == 1:
         return norm_api.layer_norm(x, weight, bias, eps)
     rows = (_flat(t, shape) for t in (x, weight, bias))
@@ -159,39 +159,41 @@ def rms_norm(x, shape, weight=None, eps=None) -> torch.Tensor:
 
 
 def native_layer_norm(x, shape, weight, bias, eps) -> tuple[torch.Tensor, ...]:
-    """(y, mean, rstd), the last two in fp32."""
+    """Return (y, mean, rstd), the last two in fp32."""
     y, mean, rstd = _norm("layer_norm", LAYER, (x, weight, bias), shape, eps)
     return y, *_stats(x, shape, mean, rstd)
 
 
 def fused_rms_norm(x, shape, weight, eps) -> tuple[torch.Tensor, ...]:
-    """(y, rstd), the last one in fp32."""
+    """Return (y, rstd), the last one in fp32."""
     y, _, rstd = _norm("rms_norm", RMS, (x, weight, None), shape, _eps(x, eps))
     return y, *_stats(x, shape, rstd)
 
 
 def layer_norm_backward(dy, x, shape, mean, rstd, weight, bias, needs) -> tuple:
-    """(dx, dweight, dbias)."""
+    """Return (dx, dweight, dbias)."""
     return _norm_backward(LAYER, (dy, x, shape), (mean, rstd), (weight, bias), needs)
 
 
 def fused_rms_norm_backward(dy, x, shape, rstd, weight, needs) -> tuple:
-    """(dx, dweight)."""
-    made = _norm_backward(RMS, (dy, x, shape), (rstd[:0], rstd), (weight, None), (*needs, False))
-    return made[:2]
+    """Return (dx, dweight)."""
+    gradients = _norm_backward(
+        RMS, (dy, x, shape), (rstd[:0], rstd), (weight, None), (*needs, False)
+    )
+    return gradients[:2]
 
 
-def _why_norm(shape, x, *others) -> str | None:
-    why = checks.tensors(x, *others)
-    return checks.rows(x, shape, MAX_WIDTH) if why is None else why
+def _why_norm(shape, x, *parameters) -> str | None:
+    reason = checks.tensors(x, *parameters)
+    return checks.rows(x, shape, MAX_WIDTH) if reason is None else reason
 
 
-def _norm(op, kind, given, shape, eps) -> tuple[torch.Tensor, ...]:
-    """(y, mean, rstd); the mean of an RMS norm is empty."""
-    x, weight, bias = (_flat(t, shape) for t in given)
+def _norm(op, kind, operands, shape, eps) -> tuple[torch.Tensor, ...]:
+    """Return (y, mean, rstd); the mean of an RMS norm is empty."""
+    x, weight, bias = (_flat(t, shape) for t in operands)
     rule = norm_checks.norm(op, kind, Operands(x, weight, bias, None, None), eps)
     y, _, mean, rstd = norm_op.norm(x, None, weight, bias, None, None, *rule)
-    return y.view(given[0].shape), mean, rstd
+    return y.view(operands[0].shape), mean, rstd
 
 
 def _eps(x: torch.Tensor, eps: float | None) -> float:
@@ -208,17 +210,20 @@ def _stats(x: torch.Tensor, shape, *stats: torch.Tensor) -> list[torch.Tensor]:
     return [t.view(sizes) for t in stats]
 
 
-def _norm_backward(kind, given, stats, scale, needs) -> tuple:
-    dy, x, shape = given
-    wanted = [need and t is not None for need, t in zip(needs, (x, *scale), strict=True)]
-    own = [t.to(torch.float32).flatten() for t in stats]
+def _norm_backward(kind, operands, stats, scale, needs) -> tuple:
+    dy, x, shape = operands
+    needed = [need and t is not None for need, t in zip(needs, (x, *scale), strict=True)]
+    statistics = [t.to(torch.float32).flatten() for t in stats]
     flat = [_flat(t, shape) for t in (dy, x)]
     scales = [_flat(t, shape) for t in scale]
     # The eps is in rstd, and a gradient does not read it.
-    made = norm_op.norm_gradients(flat[0], None, flat[1], *own, *scales, kind, 1.0, 0.0, wanted)
+    gradients = norm_op.norm_gradients(
+        flat[0], None, flat[1], *statistics, *scales, kind, 1.0, 0.0, needed
+    )
     like = (x, *scale)
     return tuple(
-        g.view(t.shape) if want else None for g, t, want in zip(made, like, wanted, strict=True)
+        g.view(t.shape) if want else None
+        for g, t, want in zip(gradients, like, needed, strict=True)
     )
 
 
@@ -246,32 +251,32 @@ def why_gelu_backward(dy, x, *, approximate="none") -> str | None:
 
 
 def silu(x) -> torch.Tensor:
-    """x / (1 + e^-x)."""
+    """Compute x / (1 + e^-x)."""
     return rowwise.silu(x)
 
 
 def sigmoid(x) -> torch.Tensor:
-    """1 / (1 + e^-x)."""
+    """Compute 1 / (1 + e^-x)."""
     return rowwise.sigmoid(x)
 
 
 def tanh(x) -> torch.Tensor:
-    """tanh x."""
+    """Compute tanh x."""
     return rowwise.tanh(x)
 
 
 def gelu(x, *, approximate="none") -> torch.Tensor:
-    """x Φ(x), or its approximation."""
+    """Compute x Φ(x), or its approximation."""
     return rowwise.gelu(x, approximate=approximate)
 
 
 def silu_backward(dy, x) -> torch.Tensor:
-    """dy silu'(x)."""
+    """Compute dy silu'(x)."""
     return rowwise_op.activation_backward(dy, x, "silu")
 
 
 def gelu_backward(dy, x, *, approximate="none") -> torch.Tensor:
-    """dy gelu'(x)."""
+    """Compute dy gelu'(x)."""
     kind = rowwise.checks.gelu_kind(approximate)
     return rowwise_op.activation_backward(dy, x, kind)
 
@@ -296,10 +301,10 @@ def why_embedding_backward(dy, ids, entries, padding, by_frequency) -> str | Non
 
 
 def embedding(weight, ids, padding=-1, by_frequency=False, sparse=False) -> torch.Tensor:
-    """weight[ids]."""
+    """Look up weight[ids]."""
     return rowwise.embedding(ids, weight, padding_idx=None if padding < 0 else padding)
 
 
 def embedding_backward(dy, ids, entries, padding, by_frequency) -> torch.Tensor:
-    """The sums of the tokens of each entry, in their order."""
+    """Sum the gradients of the tokens of each entry, in their order."""
     return rowwise_op.embedding_gradient(dy, ids, padding, entries)

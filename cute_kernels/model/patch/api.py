@@ -1,4 +1,4 @@
-"""``ck.patch`` and ``ck.unpatch``: a whole model by our ops, in place."""
+"""``ck.patch`` and ``ck.unpatch``: replace the ops of a whole model, in place."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def patch(
     main_grad: bool = False,
     strict: bool = False,
 ) -> Report:
-    """Replaces, in place, the parts of a model whose bits follow the rest of the batch.
+    """Replace, in place, the parts of a model whose bits follow the rest of the batch.
 
     A module keeps its parameters, names, hooks and identity, and gets another class: a subclass of
     its own, of the same name, whose forward calls an op of ours.  So the state dict,
@@ -73,22 +73,22 @@ def patch(
     checks.model(model)
     checks.options(options, strict)
     checks.devices(model)
-    made = plan.plan(model, options)
-    report = _report(model, made, main_grad)
+    model_plan = plan.plan(model, options)
+    report = _report(model, model_plan, main_grad)
     if strict:
         checks.complete(report.moving)
     unpatch(model)
-    for action in made.actions:
+    for action in model_plan.actions:
         classes.exchange(action.module, action.kind, action.notes)
         if action.kind == "rotary":
             rotary.restore_frequencies(action.module)
-    configs.attend(model, [one.modules for one in made.attentions])
+    configs.attend(model, [attention.modules for attention in model_plan.attentions])
     guards.mark(model, options)
     return report
 
 
 def unpatch(model: torch.nn.Module) -> None:
-    """Gives every module inside a model its own class back, and the model its config.
+    """Restore the class of every module of a model, and the config of the model.
 
     What was not patched is left alone.  Modules that wrap a patched model, or lie in it, may be
     given as well; parts of one transformers model share its attention.
@@ -104,30 +104,33 @@ def unpatch(model: torch.nn.Module) -> None:
     configs.restore(model)
 
 
-def _report(model: torch.nn.Module, made: plan.Plan, main_grad: bool) -> Report:
-    replaced = [one for action in made.actions for one in _replaced(action)]
+def _report(model: torch.nn.Module, model_plan: plan.Plan, main_grad: bool) -> Report:
+    replaced = [entry for action in model_plan.actions for entry in _replaced(action)]
     replaced += [
-        Replaced(a.name, "attention", "attn_implementation='cute_kernels'") for a in made.attentions
+        Replaced(a.name, "attention", "attn_implementation='cute_kernels'")
+        for a in model_plan.attentions
     ]
-    replaced += made.softcaps
-    sites = [(action.module, action.kind) for action in made.actions]
+    replaced += model_plan.softcaps
+    sites = [(action.module, action.kind) for action in model_plan.actions]
     # Modules of ck.nn keep their forward, and their own main_grad option.
-    own = [(m, kind) for m in model.modules() if (kind := own_modules.kind_of(m)) is not None]
+    own_sites = [(m, kind) for m in model.modules() if (kind := own_modules.kind_of(m)) is not None]
     missed: list[str] = []
     shared: list[str] = []
     broadcast: list[str] = []
     if main_grad:
-        writers = sites + [(module, kind) for module, kind in own if module.main_grad]
-        written = Counter(id(p) for site in writers for p in main_grad_parameters(*site))
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        missed = [name for name, p in named if id(p) not in written]
-        shared = [name for name, p in named if written[id(p)] > 1]
-        looked_up = [(a.name, a.module) for a in made.actions if a.kind.startswith("embedding")]
-        known = [a.module for a in made.actions if a.kind == "positions"]
-        ids = {id(m.weight) for _, m in positions.broadcast(looked_up, known)}
-        broadcast = [name for name, p in named if id(p) in ids]
-    tokens = max((granularity(*site) for site in sites + own), default=1)
-    parts = map(tuple, (replaced, made.left, missed, shared, broadcast))
+        writers = sites + [(module, kind) for module, kind in own_sites if module.main_grad]
+        write_counts = Counter(id(p) for site in writers for p in main_grad_parameters(*site))
+        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        missed = [name for name, p in trainable if id(p) not in write_counts]
+        shared = [name for name, p in trainable if write_counts[id(p)] > 1]
+        looked_up = [
+            (a.name, a.module) for a in model_plan.actions if a.kind.startswith("embedding")
+        ]
+        position_modules = [a.module for a in model_plan.actions if a.kind == "positions"]
+        ids = {id(m.weight) for _, m in positions.broadcast(looked_up, position_modules)}
+        broadcast = [name for name, p in trainable if id(p) in ids]
+    tokens = max((granularity(*site) for site in sites + own_sites), default=1)
+    parts = map(tuple, (replaced, model_plan.left, missed, shared, broadcast))
     return Report(families.of(model), *parts, granularity=tokens)
 
 
@@ -136,11 +139,11 @@ def _replaced(action: plan.Action) -> list[Replaced]:
     cls, notes = classes.user_class(action.module), action.notes
     if action.kind != "causal_lm":
         return [Replaced(action.name, cls.__name__, OPS[action.kind])]
-    found = []
+    entries = []
     if notes.softcap:
         part = softcaps.part_of_logits(cls, notes.softcap)
         by = OPS[action.kind] if notes.logp else "ck.tanh"
-        found.append(Replaced(action.name, part, by))
+        entries.append(Replaced(action.name, part, by))
     if notes.logp:
-        found.append(Replaced(action.name, f"{cls.__name__}: loss", "ck.linear_logp"))
-    return found
+        entries.append(Replaced(action.name, f"{cls.__name__}: loss", "ck.linear_logp"))
+    return entries

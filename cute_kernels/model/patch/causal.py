@@ -1,4 +1,4 @@
-"""A causal LM's forward behind its base model: soft cap and loss by ops of ours.
+"""Forward of a causal LM after its base model: soft cap and loss by ops of ours.
 
 base model ─> hidden states ─> head ─> soft cap ─> logits
                            └─> head with targets (ck.linear_logp) ─> loss
@@ -30,16 +30,16 @@ def head_scores(
     scoring: Scoring,
     main_grad: torch.Tensor | None,
 ) -> torch.Tensor:
-    """log p of each target, by a head whose parameters may be held in parts."""
-    held = not torch.compiler.is_compiling() and any(map(gathering.held, head.parameters()))
-    if held:
+    """Compute log p of each target, by a head whose parameters may be held in parts."""
+    is_gathered = not torch.compiler.is_compiling() and any(map(gathering.held, head.parameters()))
+    if is_gathered:
         return head_logp(head, hidden, target, scoring)
     options = {**vars(scoring), "main_grad": main_grad}
     return logp.linear_logp(hidden, head.weight, target, head.bias, **options)
 
 
 def forward_of(cls: type) -> Callable:
-    """The forward of a causal LM class of transformers, with the author's signature.
+    """Return the forward of a causal LM class of transformers, with the author's signature.
 
     It is the author's own where neither a soft cap nor our loss is asked for.
     """
@@ -51,18 +51,18 @@ def forward_of(cls: type) -> Callable:
 
     @can_return_tuple
     def ours(self, *args, **kwargs):
-        given = dict(zip(names, args, strict=False)) | kwargs
-        labels, keep = given.pop("labels", None), given.pop("logits_to_keep", 0)
-        outputs = getattr(self, self.base_model_prefix)(**given)
-        hidden = _kept(outputs.last_hidden_state, keep)
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        labels, keep = arguments.pop("labels", None), arguments.pop("logits_to_keep", 0)
+        outputs = getattr(self, self.base_model_prefix)(**arguments)
+        hidden = _select_hidden(outputs.last_hidden_state, keep)
         loss = logits = None
         if labels is not None and _logp(self):
-            loss = _loss(self, hidden, labels, given)
-        # While it learns nobody looks at the logits, the largest tensor of a step.
+            loss = _loss(self, hidden, labels, arguments)
+        # Training does not read the logits, the largest tensor of a step.
         if loss is None or not self.training:
             logits = _logits(self, hidden)
         if labels is not None and loss is None:
-            loss = self.loss_function(logits, labels, self.config.vocab_size, **given)
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **arguments)
         return _output(loss, logits, outputs)
 
     @functools.wraps(author)
@@ -76,14 +76,14 @@ def forward_of(cls: type) -> Callable:
 
 
 def _logp(model: torch.nn.Module) -> bool:
-    """Whether the loss is to come from ``ck.linear_logp``: not where the user set one."""
+    """Whether ``ck.linear_logp`` computes the loss: not where the user set one."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     return model._cute_kernels.logp and model.loss_function is ForCausalLMLoss
 
 
-def _kept(hidden: torch.Tensor, keep: int | torch.Tensor) -> torch.Tensor:
-    """The hidden states whose logits are wanted, as transformers has it.
+def _select_hidden(hidden: torch.Tensor, keep: int | torch.Tensor) -> torch.Tensor:
+    """Select the hidden states whose logits are returned, as transformers does.
 
     keep: the last so many positions (0: all), positions [P] of every sequence, positions [B, P], or
     a mask [B, S], whose True ones come as one row.
@@ -104,12 +104,12 @@ def _logits(model: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _loss(
-    model: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor, given: dict
+    model: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor, arguments: dict
 ) -> torch.Tensor:
-    """-Σ log p / n over the tokens that count: n of them, or ``num_items_in_batch``."""
-    ignored, target = given.get("ignore_index", IGNORED), given.get("shift_labels")
+    """Compute -Σ log p / n over the tokens that count: n of them, or ``num_items_in_batch``."""
+    ignored, target = arguments.get("ignore_index", IGNORED), arguments.get("shift_labels")
     if target is None:
-        # Position t predicts token t + 1; nothing comes behind the last.
+        # Position t predicts token t + 1; nothing follows the last.
         target = torch.nn.functional.pad(labels, (0, 1), value=ignored)[..., 1:]
     if target.shape != hidden.shape[:-1]:
         want = f"one for each hidden state, {list(hidden.shape[:-1])}"
@@ -121,7 +121,7 @@ def _loss(
     cap = causal_lm.softcap(model)
     scoring = Scoring(head._cute_kernels.order, softcap=cap, ignore_index=ignored)
     scores = head(hidden, target=target, scoring=scoring).reshape(1, -1)
-    count = given.get("num_items_in_batch")
+    count = arguments.get("num_items_in_batch")
     if isinstance(count, torch.Tensor):
         count = count.to(scores.device)
     # One chain over the tokens: torch's sum follows their number, and torch.compile's is another.

@@ -12,12 +12,12 @@ from ...runtime import checking
 from .report import Left
 
 LOGP, LOGITS = "linear_logp", "linear"
-#: The options that are names.
+#: Options with a fixed set of names.
 CHOICES = {"logits": (LOGP, LOGITS), "order": ORDERS}
 
 
 class Absent:
-    """Stands for the value of an attribute that a module does not have."""
+    """Sentinel for an attribute that a module does not have."""
 
 
 class Options(NamedTuple):
@@ -41,13 +41,13 @@ def model(value: object) -> None:
         raise ArgumentTypeError(expected("model", want, f"TorchScript ({type(value).__name__})"))
 
 
-def options(given: Options, strict: object) -> None:
+def options(patch_options: Options, strict: object) -> None:
     """Check that each option has its type, and one of its values."""
-    for name, value in {**given._asdict(), "strict": strict}.items():
+    for name, value in {**patch_options._asdict(), "strict": strict}.items():
         if name not in CHOICES and not isinstance(value, bool):
             raise ArgumentTypeError(expected(name, "True or False", repr(value)))
     for name, choices in CHOICES.items():
-        value = getattr(given, name)
+        value = getattr(patch_options, name)
         if not isinstance(value, str):
             raise ArgumentTypeError(expected(name, "a string", repr(value)))
         if value not in choices:
@@ -63,14 +63,16 @@ def devices(value: torch.nn.Module) -> None:
 def complete(moving: tuple[Left, ...]) -> None:
     """Check, for ``strict``, that no part is left whose bits follow the batch."""
     if moving:
-        shown = [f"  {one.name or 'the model'} ({one.part}): {one.known}" for one in moving[:20]]
-        more = [f"  and {len(moving) - 20} more"] if len(moving) > 20 else []
+        lines = [
+            f"  {part.name or 'the model'} ({part.part}): {part.known}" for part in moving[:20]
+        ]
+        overflow = [f"  and {len(moving) - 20} more"] if len(moving) > 20 else []
         want = f"no part left whose bits follow the batch, got {len(moving)}"
-        raise PatchError("\n".join([f"strict: expected {want}:", *shown, *more]))
+        raise PatchError("\n".join([f"strict: expected {want}:", *lines, *overflow]))
 
 
 def not_patched(name: str, module: torch.nn.Module, args: tuple) -> None:
-    """The forward pre-hook of a module that was put into a patched model: it must not run."""
+    """Refuse to run a module added to a patched model: its forward pre-hook."""
     want = "a module that ck.patch has seen (patch the model again after resize_token_embeddings,"
     want += " adapters or an assignment)"
     raise PatchError(expected(name, want, f"a new {type(module).__name__}"))

@@ -1,4 +1,4 @@
-"""A module's class, exchanged in place for a subclass with another forward, and back.
+"""Exchange a module's class in place for a subclass with another forward, and back.
 
 Parameters, buffers, names, hooks and identity stay what they are, and so do ``isinstance`` and the
 class's name.  Wrappers that are classes themselves stay outermost, whichever came first:
@@ -21,40 +21,40 @@ import torch
 from ...integrations import transformers as integration
 from .forwards import FORWARDS, NOTES, STEPS, Notes, granularity
 
-#: In the namespace of a class that we made: the name of its forward in `FORWARDS`.
+#: Attribute of a patched class: the name of its forward in `FORWARDS`.
 _KIND = "_cute_kernels_kind"
 _FSDP2 = "torch.distributed.fsdp"
-#: Each forward that we made, and the author's in whose place it is.
+#: Each forward of ours -> the author's forward that it replaces.
 _AUTHORS: dict[FunctionType, Callable] = {}
 
 
 def user_class(module: torch.nn.Module) -> type:
-    """The class without our forward and without wrappers: what the author of the model wrote."""
+    """Return the class that the author of the model wrote, without our forward and wrappers."""
     cls = _inside(type(module))
     return cls.__bases__[0] if _KIND in vars(cls) else cls
 
 
 def kind_of(module: torch.nn.Module) -> str | None:
-    """The name of our forward that a module has; None: it has its own."""
+    """Name of our forward that a module has; None: it has its own."""
     return vars(_inside(type(module))).get(_KIND)
 
 
 def exchange(module: torch.nn.Module, kind: str, notes: Notes) -> None:
-    """Gives a module the forward of that name, and what that forward reads besides it."""
+    """Give a module the forward of that name, and the notes that the forward reads."""
     with_forward = patched_class(user_class(module), kind)
     module.__class__ = _around(type(module), with_forward)
     module.__dict__[NOTES] = notes
 
 
 def restore(module: torch.nn.Module) -> None:
-    """Gives a module its own class back; a module that has it is left alone."""
+    """Restore the class of a module; a module that was not patched is unchanged."""
     if kind_of(module) is not None:
         module.__class__ = _around(type(module), user_class(module))
     module.__dict__.pop(NOTES, None)
 
 
 def granularity_of(model: torch.nn.Module) -> int:
-    """The tokens at whose multiples micro-batches may be cut, as far as patched modules go."""
+    """Token count at whose multiples micro-batches may be cut, by the patched modules."""
     kinds = ((module, kind_of(module)) for module in model.modules())
     # Each is a power of two, so the largest is a multiple of all.
     return max((granularity(module, kind) for module, kind in kinds if kind), default=1)
@@ -62,14 +62,14 @@ def granularity_of(model: torch.nn.Module) -> int:
 
 @functools.cache
 def patched_class(cls: type, kind: str) -> type:
-    """The subclass of ``cls`` with the forward of that name."""
+    """Return the subclass of ``cls`` with the forward of that name."""
 
     def reduced(self, protocol):
-        """Pickles and copies name the author's class: there is no module to find this one in."""
-        made = super(new, self).__reduce_ex__(protocol)
-        if type(self) is not new or made[0] is not copyreg.__newobj__:
-            return made
-        return (_anew, (cls, kind), *made[2:])
+        """Reduce to the author's class: pickles cannot import this one."""
+        reduction = super(new, self).__reduce_ex__(protocol)
+        if type(self) is not new or reduction[0] is not copyreg.__newobj__:
+            return reduction
+        return (_anew, (cls, kind), *reduction[2:])
 
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     names |= {_KIND: kind, "__reduce_ex__": reduced}
@@ -82,12 +82,12 @@ def patched_class(cls: type, kind: str) -> type:
 
 
 def author_of(function: object) -> Callable | None:
-    """The author's forward, of one of ours; None: the function is none of ours."""
+    """Return the author's forward that one of ours replaces; None: it is none of ours."""
     return _AUTHORS.get(function) if isinstance(function, FunctionType) else None
 
 
 def _while_patched(ours: Callable, author: Callable) -> FunctionType:
-    """``ours`` for a module that is patched, and the author's for one that is not any more.
+    """Return a forward that calls ``ours`` on patched modules and the author's on others.
 
     accelerate and TRL keep a module's forward, and call it from one of their own when `restore` has
     given the class back.  accelerate also takes its own off again, and goes by ``__wrapped__`` to
@@ -104,7 +104,7 @@ def _while_patched(ours: Callable, author: Callable) -> FunctionType:
 
 
 def _anew(cls: type, kind: str) -> torch.nn.Module:
-    """An empty module, whose state a pickle or a copy then brings."""
+    """Create an empty module, whose state a pickle or copy sets next."""
     if "transformers" in sys.modules:
         integration.register()
     new = patched_class(cls, kind)
@@ -124,19 +124,19 @@ def _wraps(cls: type) -> int | None:
 
 
 def _inside(cls: type) -> type:
-    while (at := _wraps(cls)) is not None:
-        cls = cls.__bases__[at]
+    while (position := _wraps(cls)) is not None:
+        cls = cls.__bases__[position]
     return cls
 
 
 def _around(wrapper: type, inner: type) -> type:
-    """The wrappers of a class, around another one."""
-    at = _wraps(wrapper)
-    if at is None:
+    """Rebuild the wrappers of a class around another class."""
+    position = _wraps(wrapper)
+    if position is None:
         return inner
     bases = list(wrapper.__bases__)
-    bases[at] = _around(bases[at], inner)
+    bases[position] = _around(bases[position], inner)
     if tuple(bases) == wrapper.__bases__:
         return wrapper
-    own = {k: v for k, v in vars(wrapper).items() if k not in ("__dict__", "__weakref__")}
-    return type(wrapper.__name__, tuple(bases), own)
+    attributes = {k: v for k, v in vars(wrapper).items() if k not in ("__dict__", "__weakref__")}
+    return type(wrapper.__name__, tuple(bases), attributes)

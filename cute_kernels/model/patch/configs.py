@@ -1,4 +1,4 @@
-"""Configs of a patched model's own, which name our attention.
+"""Copies of a patched model's configs, which name our attention.
 
 transformers' modules look their attention up in their config, and several models may hold one
 config object: a policy, its critic and its reference.  ``ck.patch`` gives the modules of each model
@@ -31,14 +31,14 @@ class Swap(NamedTuple):
 
 
 def original(module: torch.nn.Module) -> object | None:
-    """The config that a module has when it is not patched; None: it has none."""
+    """Return the config that a module has when it is not patched; None: it has none."""
     config = getattr(module, "config", None)
     swap = vars(module).get(_SWAPS, {}).get("config")
     return swap.original if swap is not None and swap.copied is config else config
 
 
 def roots(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
-    """Id of each module -> the outermost model of transformers that it lies in."""
+    """Return id of each module -> the outermost model of transformers that it lies in."""
     outermost: dict[int, torch.nn.Module] = {}
     for module in pretrained(model):
         if id(module) not in outermost:
@@ -48,7 +48,7 @@ def roots(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
 
 
 def pretrained(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules that are models of transformers, the outermost first."""
+    """Return the modules that are models of transformers, the outermost first."""
     library = sys.modules.get("transformers.modeling_utils")
     if library is None:
         return []
@@ -56,7 +56,7 @@ def pretrained(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def attend(model: torch.nn.Module, groups: Iterable[tuple[torch.nn.Module, ...]]) -> None:
-    """Have each group attend by our op: modules of one config, which lie in one root."""
+    """Make each group attend by our op: modules of one config, which lie in one root."""
     integration.register()
     outermost = roots(model)
     by_root: dict[int, list[object]] = {}
@@ -72,12 +72,12 @@ def attend(model: torch.nn.Module, groups: Iterable[tuple[torch.nn.Module, ...]]
             copy.deepcopy(config, copies)  # one memo: nested configs keep their identity
         _swap([*parts, *wrappers], copies)
         for config in by_root[id(root)]:
-            # The property's setter would set it in the configs of parts that may be unable to.
+            # The property's setter would also set it in sub-configs that may not support it.
             setattr(copies[id(config)], _ATTENTION, integration.NAME)
 
 
 def restore(model: torch.nn.Module) -> None:
-    """Put the config objects back.
+    """Restore the config objects.
 
     Layers keep theirs if no model of transformers is given: the masks are made by the model.
     """
@@ -88,7 +88,7 @@ def restore(model: torch.nn.Module) -> None:
     swaps = {id(swap.copied): swap for swaps in saved for swap in swaps.values()}
     for swap in swaps.values():
         _write_back(*swap)
-    # Modules that were made from the copy hold it as well.
+    # Modules created from the copy hold it as well.
     for module in modules:
         for name, value in list(vars(module).items()):
             if id(value) in swaps:
@@ -119,7 +119,7 @@ def _swap(modules: Iterable[torch.nn.Module], copies: dict[int, object]) -> None
 
 
 def _write_back(original: object, copied: object, state: object) -> None:
-    """Change in a config what was changed in its copy since, all but the name of the attention."""
+    """Copy changes of the copy back to the config, except the name of the attention."""
     values, before = vars(copied), vars(state)
     for name in set(values) | set(before):
         if name not in values:

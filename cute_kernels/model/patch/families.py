@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-#: model_type -> what a reader calls it.
+#: model_type -> name of the family.
 FAMILIES = {
     "llama": "Llama",
     "qwen2": "Qwen2",
@@ -21,16 +21,16 @@ FAMILIES = {
     "olmo2": "OLMo 2",
     "gpt_neox": "GPT-NeoX",
 }
-#: Their folders in transformers.models, where it is not the model_type.
+#: Folders in transformers.models that differ from the model_type.
 _FOLDERS = {"gemma3_text": "gemma3"}
 
 _MOE = "a mixture of experts: routing, expert products and their sums by index_add are torch's"
 _HYBRID = "state space or linear attention layers: their scans and convolutions are torch's"
-#: Classes of PEFT 0.21 that were gone through: an adapter multiplies by its own linears, which are
+#: Classes of PEFT 0.21 that were reviewed: an adapter multiplies by its own linears, which are
 #: replaced like others, and multiplies matrices itself only where it is merged.
 _ADAPTERS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.model", "LoraModel")}
 
-#: model_type -> why it is not covered.
+#: model_type -> reason why it is not covered.
 NOT_COVERED = {
     **dict.fromkeys(
         (
@@ -53,18 +53,18 @@ NOT_COVERED = {
 
 
 def model_type(model: torch.nn.Module) -> str | None:
-    """transformers' name of an architecture; None: the module has no config that says it."""
-    found = getattr(getattr(model, "config", None), "model_type", None)
-    return found if isinstance(found, str) else None
+    """Name of an architecture in transformers; None: the module has no config that says it."""
+    name = getattr(getattr(model, "config", None), "model_type", None)
+    return name if isinstance(name, str) else None
 
 
 def of(model: torch.nn.Module) -> str | None:
-    """The family of a model or of what wraps it, as `FAMILIES` names it; None: another one."""
+    """Return the family of a model or of its wrapper, as `FAMILIES` names it; None: another one."""
     return next((FAMILIES[t] for t in map(model_type, model.modules()) if t in FAMILIES), None)
 
 
 def known(cls: type) -> bool:
-    """Whether a class was gone through, or lies in a file that was."""
+    """Whether a class was reviewed, or lies in a reviewed file."""
     if (cls.__module__, cls.__name__) in _ADAPTERS or cls.__module__ == "peft.peft_model":
         return True
     folders = {_FOLDERS.get(name, name) for name in FAMILIES}
@@ -72,5 +72,5 @@ def known(cls: type) -> bool:
 
 
 def is_causal_lm(cls: type) -> bool:
-    """Whether a class is a causal LM of a family, behind whose base model we know every step."""
+    """Whether a class is a causal LM of a reviewed family."""
     return known(cls) and cls.__name__.endswith("ForCausalLM") and "forward" in vars(cls)

@@ -21,16 +21,16 @@ from . import rotary
 from .checks import Absent
 from .classes import user_class
 
-#: Of results near 1: a float32 inside costs 1e-6, another formula or eps at least 1e-2.
+#: Bounds for results near 1: fp32 inside costs 1e-6, another formula or eps at least 1e-2.
 _TOLERANCE = 3e-5
 #: Inputs: about as large as the root of an eps, and far from it; all with a mean that shows.
 _SIZES = (3e-4, 3e-3, 1.0, 30.0)
 _ROWS = 4
 
 
-#: How the reason begins why a module is left whose results are those of a formula.
+#: Start of the reason why a module is left though its results are those of a formula.
 A_NORM_THAT = "a norm whose forward reads"
-#: Attributes that every module has.
+#: Attributes of every module.
 _OF_ANY_MODULE = frozenset(dir(torch.nn.Module())) | {"__class__", "__dict__"}
 #: Values that can be compared later, with tuples, lists and dicts of them.
 _COMPARED = (bool, int, float, str, torch.dtype, types.FunctionType, types.BuiltinFunctionType)
@@ -63,7 +63,7 @@ class ActivationRule(NamedTuple):
 
 
 class RotaryRule(NamedTuple):
-    """A rotary table's: whether it has the dtype of its input, or fp32 always."""
+    """Rule of a rotary table: whether it has the dtype of its input, or fp32 always."""
 
     follows: bool
     reads: Reads = ()
@@ -79,11 +79,11 @@ def is_norm_like(module: torch.nn.Module) -> bool:
 
 
 def norm_rule(module: torch.nn.Module) -> NormRule | str:
-    """The formula of a norm; or, in words, why there is none."""
+    """Return the formula of a norm, or a reason why there is none."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
     width = _width(module)
-    if others := _optional(module):
-        return f"its forward also takes {', '.join(others)}"
+    if extra_arguments := _optional(module):
+        return f"its forward also takes {', '.join(extra_arguments)}"
     if width is None:
         return "it is not over the last dimension alone"
     if len(names) > 2:
@@ -91,24 +91,27 @@ def norm_rule(module: torch.nn.Module) -> NormRule | str:
     try:
         probe = _Probe(module, width)
         results = probe.results()
-        found = [rule for rule in _rules(module, names) if probe.agrees(rule, results)]
+        matches = [rule for rule in _rules(module, names) if probe.agrees(rule, results)]
     except Exception as error:  # any code may run here, and fail as it likes
         return f"its forward does not run on a random input ({type(error).__name__}: {error})"
-    if not found:
+    if not matches:
         return "its forward agrees with no formula of ck.rms_norm or layer_norm"
-    return _with_reads(found[0], module, probe)
+    return _with_reads(matches[0], module, probe)
 
 
 def _with_reads(rule: NormRule, module: torch.nn.Module, probe: _Probe) -> NormRule | str:
-    """The rule, with where its eps is read and what else the forward reads; or why it is left."""
+    """Return the rule with the attributes that the forward reads, or why the module is left."""
     eps_name, reads = None, []
     for name, value in _values(module, probe.names):
         if not _can_compare(value):
             return f"{A_NORM_THAT} {name}, a {type(value).__name__}, which may change"
-        held = torch.finfo(torch.float32).eps if value is None else value
-        if eps_name is None and type(held) is float and held == rule.eps:
-            others = [held * 8, held / 8] if held else [1e-3]
-            if all(probe.still(rule._replace(eps=eps), name, eps) for eps in others):
+        eps = torch.finfo(torch.float32).eps if value is None else value
+        if eps_name is None and type(eps) is float and eps == rule.eps:
+            other_eps = [eps * 8, eps / 8] if eps else [1e-3]
+            if all(
+                probe.still(rule._replace(eps=candidate), name, candidate)
+                for candidate in other_eps
+            ):
                 eps_name = name
                 continue
         if isinstance(value, bool) and probe.still(rule, name, not value):
@@ -121,7 +124,7 @@ def _with_reads(rule: NormRule, module: torch.nn.Module, probe: _Probe) -> NormR
 
 
 def _recorder(module: torch.nn.Module, names: set[str]) -> torch.nn.Module:
-    """A shallow copy that writes down the names of its own that a forward reads."""
+    """Make a shallow copy that records the names of its attributes that a forward reads."""
     cls = user_class(module)
 
     def recorded(self, name: str) -> object:
@@ -135,9 +138,9 @@ def _recorder(module: torch.nn.Module, names: set[str]) -> torch.nn.Module:
 
 
 def _values(module: torch.nn.Module, names: set[str]) -> Iterator[tuple[str, object]]:
-    """Select the names of values: no parameters, children, methods or properties."""
-    held = {**module._parameters, **module._buffers, **module._modules}
-    for name in sorted(names - set(held)):
+    """Yield the attributes that are values: no parameters, children, methods or properties."""
+    registered = {**module._parameters, **module._buffers, **module._modules}
+    for name in sorted(names - set(registered)):
         static = inspect.getattr_static(module, name, Absent)
         if name in vars(module) or static is Absent or _can_compare(static):
             function = isinstance(static, types.FunctionType) and name not in vars(module)
@@ -169,18 +172,18 @@ def _takes_one(module: torch.nn.Module) -> bool:
         parameters = list(inspect.signature(user_class(module).forward).parameters.values())[1:]
     except (TypeError, ValueError):
         return False
-    needed = [p for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD]
-    return len([p for p in needed if p.kind != p.VAR_POSITIONAL]) == 1
+    required = [p for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD]
+    return len([p for p in required if p.kind != p.VAR_POSITIONAL]) == 1
 
 
 def _optional(module: torch.nn.Module) -> list[str]:
-    """Arguments that a forward may be given besides its first, as the gate of Mamba-2's norm."""
+    """Return the optional arguments of a forward, such as the gate of Mamba-2's norm."""
     parameters = list(inspect.signature(user_class(module).forward).parameters.values())[1:]
     return [p.name for p in parameters if p.default is not p.empty]
 
 
 def _width(module: torch.nn.Module) -> int | None:
-    """D, if the module norms one dimension."""
+    """Return D if the module norms one dimension, else None."""
     normalized = getattr(module, "normalized_shape", None)
     if normalized is not None:
         return int(normalized[0]) if len(normalized) == 1 else None
@@ -188,21 +191,21 @@ def _width(module: torch.nn.Module) -> int | None:
 
 
 def _rules(module: torch.nn.Module, names: list[str]) -> list[NormRule]:
-    """Every formula with an eps that the module holds, and its parameters in every role."""
-    held = vars(module).values()
-    epsilons = {v for v in held if isinstance(v, float) and 0.0 <= v < 0.1}
+    """Return every formula with an eps that the module holds, and its parameters in every role."""
+    values = vars(module).values()
+    epsilons = {v for v in values if isinstance(v, float) and 0.0 <= v < 0.1}
     if getattr(module, "eps", 0.0) is None:  # nn.RMSNorm: that of fp32, in which it computes
         epsilons.add(torch.finfo(torch.float32).eps)
     roles = {0: [(None, None)], 1: [(names[0], None)] if names else []}.get(len(names))
     if roles is None:
         roles = [tuple(names), tuple(reversed(names))]
-    found = []
+    rules = []
     for eps in sorted(epsilons):
         for weight, bias in roles:
             offsets = (0.0, 1.0) if weight else (0.0,)
-            found += [NormRule("layer_norm", eps, 0.0, weight, bias)]
-            found += [NormRule("rms_norm", eps, o, weight, None) for o in offsets if not bias]
-    return found
+            rules += [NormRule("layer_norm", eps, 0.0, weight, bias)]
+            rules += [NormRule("rms_norm", eps, o, weight, None) for o in offsets if not bias]
+    return rules
 
 
 class _Probe:
@@ -217,13 +220,13 @@ class _Probe:
         self.module, self.values = _with_random_parameters(module, generator, self.names)
         self.forward = user_class(module).forward
         self.inputs = []
-        for at, size in enumerate(_SIZES):
-            shape = (_ROWS, width) if at % 2 else (2, 1, 3, width)
+        for index, size in enumerate(_SIZES):
+            shape = (_ROWS, width) if index % 2 else (2, 1, 3, width)
             x = _random(shape, generator)
             self.inputs.append((x + _random((*shape[:-1], 1), generator)) * size)
 
     def results(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(x, y) for each input, in training and in evaluation."""
+        """Return (x, y) for each input, in training and in evaluation."""
         return [
             (x, y)
             for x in self.inputs
@@ -276,7 +279,7 @@ def _in_both_modes(probe: torch.nn.Module, call: Callable) -> list:
 def _with_random_parameters(
     module: torch.nn.Module, generator: torch.Generator, names: set[str]
 ) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """A shallow copy on the CPU, so that sharded, frozen or unmade parameters do not matter."""
+    """Make a shallow copy on the CPU with random parameters: sharded ones are not read."""
     probe = _recorder(module, names)
     values = {
         name: _random(_shape(p), generator) for name, p in module.named_parameters(recurse=False)
@@ -297,7 +300,7 @@ def _random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 
 
 def activation(module: torch.nn.Module, candidates: dict[str, Callable]) -> ActivationRule | None:
-    """The function that a module computes, of those given; None: another one."""
+    """Return the name of the candidate that a module computes, or None."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     x, names = _random((8, 256), generator) * 3, set()
     probe, forward = _recorder(module, names), user_class(module).forward
@@ -312,19 +315,19 @@ def activation(module: torch.nn.Module, candidates: dict[str, Callable]) -> Acti
         exact = {name: function(x.double()) for name, function in candidates.items()}
         return next((n for n, e in exact.items() if all(_gap(y, e) <= 1e-5 for y in results)), None)
 
-    found = kind()
-    if found is None:
+    kind_name = kind()
+    if kind_name is None:
         return None
     reads = []
     for name, value in _reads(module, names):
         if isinstance(value, bool):
             vars(probe)[name] = not value
-            unread = kind() == found
+            unread = kind() == kind_name
             vars(probe)[name] = value
             if unread:
                 continue
         reads.append((name, value))
-    return ActivationRule(found, tuple(reads))
+    return ActivationRule(kind_name, tuple(reads))
 
 
 def _gap(y: torch.Tensor, exact: torch.Tensor) -> float:
@@ -354,7 +357,7 @@ def is_rotary(module: torch.nn.Module) -> bool:
 
 
 def rotary_rule(module: torch.nn.Module) -> RotaryRule | str:
-    """How a rotary module makes its table; or, in words, why it is left."""
+    """Return the rule of a rotary module's table, or why the module is left."""
     kinds = getattr(module, "rope_type", "default")
     kinds = kinds if isinstance(kinds, dict) else {None: kinds}
     for kind in kinds.values():
@@ -379,14 +382,14 @@ def rotary_rule(module: torch.nn.Module) -> RotaryRule | str:
 def _rotary_dtype(
     module: torch.nn.Module, layer_type: str | None, names: set[str]
 ) -> torch.dtype | None:
-    """The dtype of a table asked for with a bf16 input; None: it is not the formula's."""
+    """Return the dtype of a table for a bf16 input; None: it is not the formula's."""
     prefix = "" if layer_type is None else f"{layer_type}_"
     of_layer = () if layer_type is None else (layer_type,)
     generator = torch.Generator(device="cpu").manual_seed(1)
     probe, forward = _recorder(module, names), user_class(module).forward
-    held = getattr(module, f"{prefix}inv_freq")
-    # Frequencies of its own: the model's may not be made yet.
-    frequencies = torch.rand(held.shape, generator=generator, dtype=torch.float32, device="cpu")
+    inv_freq = getattr(module, f"{prefix}inv_freq")
+    # Random frequencies: those of the model may not be initialized yet.
+    frequencies = torch.rand(inv_freq.shape, generator=generator, dtype=torch.float32, device="cpu")
     vars(probe)["_buffers"] = {**module._buffers, f"{prefix}inv_freq": frequencies}
     positions = torch.randint(0, 4096, (2, 9), generator=generator, device="cpu")
     angles = (positions[..., None] * frequencies).to(torch.float64)
@@ -396,13 +399,13 @@ def _rotary_dtype(
     for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 2.0**-7)):
         x = torch.zeros(1, dtype=dtype, device="cpu")
         tables = _in_both_modes(probe, lambda m, x=x: forward(m, x, positions, *of_layer))
-        for got in tables:
-            for table, exact in zip(got, want, strict=True):
-                near = table.shape == exact.shape
-                if not near or _gap(table, exact) > bound * max(1, scaling):
+        for results in tables:
+            for table, exact in zip(results, want, strict=True):
+                matches = table.shape == exact.shape
+                if not matches or _gap(table, exact) > bound * max(1, scaling):
                     return None
     mixes = _mixes_sections(probe, frequencies, scaling, positions, of_layer)
-    return None if mixes else got[0].dtype
+    return None if mixes else results[0].dtype
 
 
 def _mixes_sections(
@@ -414,7 +417,7 @@ def _mixes_sections(
     try:
         with torch.no_grad():
             table = user_class(probe).forward(probe, x, sections, *of_layer)[0]
-    except Exception:  # any code may run here, and most takes no such positions
+    except Exception:  # any code may run here, and most modules take no such positions
         return False
     angles = (sections[..., None] * frequencies).to(torch.float64)
     want = torch.cat((angles, angles), dim=-1).cos()

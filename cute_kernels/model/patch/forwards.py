@@ -1,4 +1,4 @@
-"""The forwards that `patch` gives to modules: each calls one op of ours with what its module holds.
+"""Forwards that `patch` gives to modules: each calls one op of ours on the module's tensors.
 
 What a forward reads besides parameters and buffers is in the module's notes, which `patch` wrote.
 """
@@ -19,7 +19,7 @@ from ...rowwise import api as rowwise
 from . import causal, checks, positions, rotary
 from .causal import head_scores
 
-#: The attribute of a patched module that its `Notes` are in.
+#: Attribute of a patched module that holds its `Notes`.
 NOTES = "_cute_kernels"
 
 
@@ -58,15 +58,15 @@ def main_grad_of(module: torch.nn.Module, parameter: torch.Tensor | None) -> tor
 
 
 def main_grad_parameters(module: torch.nn.Module, kind: str) -> list[torch.Tensor]:
-    """The parameters whose gradients a forward can add to a ``main_grad``."""
-    taken = {"layer_norm": ("weight", "bias")}.get(kind, ("weight",))
-    found = list(module._parameters.values()) if "norm" in kind else []
-    found = found or [module._parameters.get(name) for name in taken]
-    return [p for p in found if p is not None]
+    """Return the parameters whose gradients a forward can add to a ``main_grad``."""
+    names = {"layer_norm": ("weight", "bias")}.get(kind, ("weight",))
+    parameters = list(module._parameters.values()) if "norm" in kind else []
+    parameters = parameters or [module._parameters.get(name) for name in names]
+    return [p for p in parameters if p is not None]
 
 
 def granularity(module: torch.nn.Module, kind: str) -> int:
-    """The tokens at whose multiples micro-batches may be cut, as far as this module goes."""
+    """Token count at whose multiples micro-batches may be cut, by this module."""
     if "norm" in kind:
         # A token has one row, or one for each head.
         return max((part_rows(p.numel()) for p in module.parameters(recurse=False)), default=1)
@@ -77,7 +77,7 @@ def granularity(module: torch.nn.Module, kind: str) -> int:
 
 
 def _sums(module: torch.nn.Module) -> dict[str, object]:
-    """How ck.linear is to add."""
+    """Options of ck.linear: order and main_grad."""
     into = main_grad_of(module, module.weight)
     return {"order": module._cute_kernels.order, "main_grad": into}
 
@@ -115,7 +115,7 @@ def _parameter(module: torch.nn.Module, name: str | None) -> torch.Tensor | None
 
 
 def _eps(module: torch.nn.Module) -> float:
-    """The eps of a norm, which may have been changed since the patch."""
+    """Return the eps of a norm, which may have changed since the patch."""
     notes = module._cute_kernels
     checks.unchanged(module, notes.reads)
     if notes.eps_name is None:
@@ -181,7 +181,7 @@ def _embedding(self, input: torch.Tensor) -> torch.Tensor:
 
 
 class EmbeddingStep(torch.nn.Embedding):
-    """The look-up below a subclass's own forward (Gemma's, which scales what it gets)."""
+    """Look-up below a subclass's own forward (Gemma's, which scales what it gets)."""
 
     forward = _embedding
 
@@ -209,7 +209,7 @@ def _same(forward: Callable) -> Callable[[type], Callable]:
     return lambda cls: forward
 
 
-#: Name -> what makes the forward for a class.
+#: Name -> factory of the forward for a class.
 FORWARDS: dict[str, Callable[[type], Callable]] = {
     "linear": _same(_linear),
     "head": _same(_head),
@@ -227,10 +227,10 @@ FORWARDS: dict[str, Callable[[type], Callable]] = {
     "causal_lm": causal.forward_of,
     "positions": positions.forward_of,
 }
-#: Name -> the class that goes below the author's.
+#: Name -> class below the author's in the method resolution order.
 STEPS: dict[str, type] = {"embedding_step": EmbeddingStep}
 
-#: Name -> what a report calls it.
+#: Name -> op in a report.
 OPS = {
     "linear": "ck.linear",
     "head": "ck.linear, ck.linear_logp",

@@ -1,4 +1,4 @@
-"""Modules that are put into a patched model after the patch: they raise when they are called.
+"""Guards of modules added to a patched model after the patch: they raise when called.
 
 ``model.resize_token_embeddings``, adapters and assignments (``model.lm_head = ...``) register new
 modules, whose forward is torch's.  A registration hook of torch looks at each module that is
@@ -26,7 +26,7 @@ _GUARD = "_cute_kernels_guard"
 
 
 class Mark:
-    """The options of the patch of a module; a process that loads one watches as well."""
+    """Options of the patch of a module; a process that loads one watches as well."""
 
     def __init__(self, options: Options) -> None:
         watch()
@@ -38,12 +38,12 @@ class Mark:
 
 @functools.cache
 def watch() -> None:
-    """Look at every module that is registered from now on."""
+    """Watch every module that is registered from now on."""
     register_module_module_registration_hook(_registered)
 
 
 def mark(model: torch.nn.Module, options: Options) -> None:
-    """Watch what is put into a model, or in the place of it."""
+    """Watch the modules that are added to a model, or replaced in it."""
     shared = Mark(options)
     for module in model.modules():
         vars(module)[_MARK] = shared
@@ -58,24 +58,24 @@ def clear(module: torch.nn.Module) -> None:
 
 
 def _registered(parent: torch.nn.Module, name: str, new: torch.nn.Module | None) -> None:
-    """The registration hook: guard the parts of a new module that the patch does not know."""
+    """Registration hook: guard the parts of a new module that the patch does not know."""
     before = parent._modules.get(name)
     inside = parent if before is None or _MARK in vars(parent) else before
-    known = vars(inside).get(_MARK)
-    if known is None or not isinstance(new, torch.nn.Module) or new is before:
+    patched = vars(inside).get(_MARK)
+    if patched is None or not isinstance(new, torch.nn.Module) or new is before:
         return
-    options = known.options
+    options = patched.options
     plan = patch_plan.plan(new, options)
     parts = [(action.name, action.module) for action in plan.actions]
-    parts += [(one.name, one.modules[0]) for one in plan.attentions]
+    parts += [(attention.name, attention.modules[0]) for attention in plan.attentions]
     chosen = [f"{option}=False" for option in options._fields]
-    named = dict(new.named_modules())
-    parts += [(one.name, named[one.name]) for one in plan.left if _moves(one, chosen)]
+    modules = dict(new.named_modules())
+    parts += [(left.name, modules[left.name]) for left in plan.left if _moves(left, chosen)]
     for path, part in parts:
         if kind_of(part) is None and _GUARD not in vars(part) and _MARK not in vars(part):
             refuse = functools.partial(checks.not_patched, f"{name}.{path}" if path else name)
             vars(part)[_GUARD] = part.register_forward_pre_hook(refuse).id
 
 
-def _moves(one: Left, chosen: list[str]) -> bool:
-    return one.moves and one.known not in chosen
+def _moves(left: Left, chosen: list[str]) -> bool:
+    return left.moves and left.known not in chosen

@@ -1,4 +1,4 @@
-"""Forwards that are attributes of a module, which hide that of its class: do they call it?
+"""Forwards that are attributes of a module: whether they call the forward of its class.
 
 accelerate, TRL and hooks of one's own put a forward around the author's; Liger and transformers'
 kernels put another one in its place.  What can be seen is what a function holds: what it wraps,
@@ -18,59 +18,63 @@ import torch
 
 from . import classes
 
-#: What a part of a model is left for, whose forward calls nobody knows what.
+#: Reason why a module is left whose forward may call anything.
 REASON = "its forward is an attribute of its own, and not around the author's"
 
-#: Of torch.compile: its forward is always an attribute, and calls the module inside.
+#: Module of torch.compile: its forward is always an attribute, and calls the module inside.
 _COMPILED = "torch._dynamo.eval_frame"
 
 
 def around(module: torch.nn.Module, cls: type) -> list[FunctionType] | None:
-    """The functions that a module's own forward has around that of ``cls``.
+    """Return the functions that a module's own forward wraps around that of ``cls``.
 
     ``cls``: the author's class, or ours below it.  None: the forward of the class is not held.  An
     empty list: the module has no forward of its own.
     """
-    own = vars(module).get("forward")
-    if own is None or cls.__module__ == _COMPILED:
+    forward = vars(module).get("forward")
+    if forward is None or cls.__module__ == _COMPILED:
         return []
     author = cls.forward
     ends = {id(author), id(inspect.unwrap(author))}
-    # By their ids, and kept: the id of one that is gone may be that of another.
-    seen: dict[int, object] = {}
-    ahead, reached = [own], False
+    # By id, and stored: the id of a deleted object may be reused.
+    visited: dict[int, object] = {}
+    ahead, reached = [forward], False
     while ahead:
-        one = ahead.pop()
-        if id(one) in ends:
+        function = ahead.pop()
+        if id(function) in ends:
             reached = True
-        elif (theirs := classes.author_of(one)) is not None:
-            ahead.append(theirs)  # ours calls the author's where it is not asked for
-        elif id(one) not in seen:
-            seen[id(one)] = one
-            ahead += [part for part in _held(one, module) if callable(part)]
-    return [one for one in seen.values() if isinstance(one, FunctionType)] if reached else None
+        elif (theirs := classes.author_of(function)) is not None:
+            ahead.append(theirs)  # ours calls the author's on modules that are not patched
+        elif id(function) not in visited:
+            visited[id(function)] = function
+            ahead += [part for part in _contents(function, module) if callable(part)]
+    return (
+        [function for function in visited.values() if isinstance(function, FunctionType)]
+        if reached
+        else None
+    )
 
 
-def _held(one: object, module: torch.nn.Module) -> Iterator[object]:
-    """Objects that a function, a method or a callable object holds."""
-    if isinstance(one, MethodType):
+def _contents(holder: object, module: torch.nn.Module) -> Iterator[object]:
+    """Yield the objects that a function, a method or a callable object holds."""
+    if isinstance(holder, MethodType):
         # A method of another module says nothing of this one's.
-        if one.__self__ is module or not isinstance(one.__self__, torch.nn.Module):
-            yield one.__func__
-            yield from () if one.__self__ is module else _held(one.__self__, module)
-    elif isinstance(one, functools.partial):
-        yield from (one.func, *one.args, *one.keywords.values(), *vars(one).values())
-    elif isinstance(one, FunctionType):
-        yield from vars(one).values()
-        yield from one.__defaults__ or ()
-        yield from (one.__kwdefaults__ or {}).values()
-        for cell in one.__closure__ or ():
+        if holder.__self__ is module or not isinstance(holder.__self__, torch.nn.Module):
+            yield holder.__func__
+            yield from () if holder.__self__ is module else _contents(holder.__self__, module)
+    elif isinstance(holder, functools.partial):
+        yield from (holder.func, *holder.args, *holder.keywords.values(), *vars(holder).values())
+    elif isinstance(holder, FunctionType):
+        yield from vars(holder).values()
+        yield from holder.__defaults__ or ()
+        yield from (holder.__kwdefaults__ or {}).values()
+        for cell in holder.__closure__ or ():
             yield from _content(cell)
-        named = (one.__globals__.get(name) for name in one.__code__.co_names)
-        yield from (part for part in named if isinstance(part, MethodType))
-    elif not isinstance(one, type | torch.nn.Module):
-        yield from getattr(one, "__dict__", {}).values()
-        yield type(one).__call__
+        globals_used = (holder.__globals__.get(name) for name in holder.__code__.co_names)
+        yield from (part for part in globals_used if isinstance(part, MethodType))
+    elif not isinstance(holder, type | torch.nn.Module):
+        yield from getattr(holder, "__dict__", {}).values()
+        yield type(holder).__call__
 
 
 def _content(cell) -> Iterator[Callable]:

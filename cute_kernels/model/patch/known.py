@@ -34,7 +34,7 @@ _BATCH = Known("statistics over the batch, or over several rows")
 _RECURRENT = Known("products and gates of cuDNN or oneDNN, chosen by the shape of the batch")
 _LOSS = Known("the loss by torch: log-probabilities from logits, and their sum over the batch")
 
-#: Names that a forward may call -> what is known.
+#: Names that a forward may call -> facts.
 NAMES: dict[str, Known] = {
     **dict.fromkeys(("mean", "sum", "var", "std", "var_mean", "norm", "vector_norm"), _SUMS),
     **dict.fromkeys(("logsumexp", "normalize", "cosine_similarity", "prod", "nansum"), _SUMS),
@@ -57,7 +57,7 @@ NAMES: dict[str, Known] = {
     **dict.fromkeys(("sin", "cos", "erf", "elu", "selu", "celu", "glu"), _ELEMENTS),
 }
 
-#: Modules of torch that are left -> what is known.  The first that fits counts.
+#: Modules of torch that are left -> facts.  The first match counts.
 MODULES: tuple[tuple[tuple[type, ...], Known], ...] = (
     ((nn.MultiheadAttention,), ATTENTION),
     ((nn.TransformerEncoderLayer, nn.TransformerEncoder), ATTENTION),
@@ -78,16 +78,16 @@ MODULES: tuple[tuple[tuple[type, ...], Known], ...] = (
 
 
 def of_module(module: nn.Module) -> Known | None:
-    """Facts about one of torch's own modules, or None."""
-    return next((known for types, known in MODULES if isinstance(module, types)), None)
+    """Return the facts about one of torch's own modules, or None."""
+    return next((facts for types, facts in MODULES if isinstance(module, types)), None)
 
 
-def applies(known: Known, devices: set[str]) -> bool:
+def applies(facts: Known, devices: set[str]) -> bool:
     """Whether bits follow the batch on one of these types of device; all, where none is known."""
-    return bool(set(known.where) & devices) or not devices & {"cpu", "cuda"}
+    return bool(set(facts.where) & devices) or not devices & {"cpu", "cuda"}
 
 
 def devices_of(model: nn.Module) -> set[str]:
-    """The types of device that a model's tensors are on."""
+    """Return the types of device that a model's tensors are on."""
     tensors = [*model.parameters(), *model.buffers()]
     return {t.device.type for t in tensors if isinstance(t, torch.Tensor)}

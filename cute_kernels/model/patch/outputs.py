@@ -12,12 +12,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 @dataclass
 class LossWithoutLogits(CausalLMOutputWithPast):
-    """transformers' output, in which ``outputs[1]`` stays the logits' place.
+    """Output of transformers in which ``outputs[1]`` remains the place of the logits.
 
     transformers leaves out what is None, so that ``outputs[1]`` would be the cache.
     """
 
     def to_tuple(self) -> tuple:
-        """The loss, None for the logits, and what else is not None."""
-        loss, *others = super().to_tuple()
-        return (loss, None, *others)
+        """Return the loss, None for the logits, and the other values that are not None."""
+        loss, *other_values = super().to_tuple()
+        return (loss, None, *other_values)

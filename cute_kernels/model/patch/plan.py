@@ -23,7 +23,7 @@ from .forwards import Notes
 from .known import Known
 from .report import Left, Replaced
 
-#: Of the parameters that our ops read.
+#: Dtypes of parameters that our ops read.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Options of nn.Embedding that ck.embedding does not have -> their value where they are not set.
 _EMBEDDING_OPTIONS = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
@@ -64,7 +64,7 @@ class Plan(NamedTuple):
     softcaps: list[Replaced]
 
 
-class _Here(NamedTuple):
+class _Context(NamedTuple):
     """Facts shared by all decisions about one model.
 
     heads: output layers of causal LMs whose loss is to come from them.  outputs: of all models.
@@ -77,42 +77,42 @@ class _Here(NamedTuple):
     outputs: set[int]
     attends: set[int]
 
-    def left(self, name: str, cls: type, known: Known) -> Left:
-        return Left(name, cls.__name__, known.text, patch_known.applies(known, self.devices))
+    def left(self, name: str, cls: type, facts: Known) -> Left:
+        return Left(name, cls.__name__, facts.text, patch_known.applies(facts, self.devices))
 
 
 def plan(model: nn.Module, options: Options) -> Plan:
     """Decide for each module of a model: replace it, or report why not."""
-    made = Plan([], [], [], [])
-    _attentions(model, options, made)
-    attends = _attending(model, made.attentions)
+    result = Plan([], [], [], [])
+    _attentions(model, options, result)
+    attends = _attending(model, result.attentions)
     replaced, left = patch_softcaps.scores(model, attends)
-    made.softcaps.extend(replaced)
-    made.left.extend(left)
-    heads = _causal_lms(model, options, made)
+    result.softcaps.extend(replaced)
+    result.left.extend(left)
+    heads = _causal_lms(model, options, result)
     outputs = {id(_output_layer(module)) for _, module in _pretrained(model)}
-    here = _Here(options, patch_known.devices_of(model), heads, outputs, attends)
+    context = _Context(options, patch_known.devices_of(model), heads, outputs, attends)
     inside: set[int] = set()
-    causal = {id(action.module) for action in made.actions}
+    causal = {id(action.module) for action in result.actions}
     for name, module in model.named_modules():
         if id(module) in inside | causal:
             continue
-        decided = _decided(name, module, here)
+        decided = _decided(name, module, context)
         if isinstance(decided, Action):
-            made.actions.append(decided)
+            result.actions.append(decided)
         elif decided:
-            made.left.extend(decided)
+            result.left.extend(decided)
         if isinstance(module, nn.MultiheadAttention):
             inside |= {id(child) for child in module.modules()}
     if options.main_grad and options.embedding:
-        made.actions.extend(_positions(model, options))
-    order = {id(m): at for at, m in enumerate(model.modules())}
-    made.actions.sort(key=lambda action: order[id(action.module)])
-    return made
+        result.actions.extend(_positions(model, options))
+    order = {id(m): position for position, m in enumerate(model.modules())}
+    result.actions.sort(key=lambda action: order[id(action.module)])
+    return result
 
 
 def _positions(model: nn.Module, options: Options) -> list[Action]:
-    """The modules that are to look positions up for each sequence."""
+    """Return actions for the modules that must look positions up for each sequence."""
     notes = Notes(options.order, options.main_grad)
     return [
         Action(name, module, "positions", notes)
@@ -121,58 +121,58 @@ def _positions(model: nn.Module, options: Options) -> list[Action]:
     ]
 
 
-def _decided(name: str, module: nn.Module, here: _Here) -> Action | list[Left] | None:
-    """The action for one module, or what is left of it."""
+def _decided(name: str, module: nn.Module, context: _Context) -> Action | list[Left] | None:
+    """Return the action for one module, or the parts that are left."""
     cls = user_class(module)
     if own_modules.kind_of(module) is not None:
-        return None  # It calls our op, with options of its own.
+        return None  # It calls our op already, with its own options.
     if isinstance(module, torch.jit.ScriptModule):
         return [Left(name, cls.__name__, "TorchScript: its forward is not Python's")]
-    found = _replacement(name, module, cls, here)
-    if found is None:
-        return _searched(name, module, cls, here)
-    if isinstance(found, Action) and _calls_another(module, found.kind):
-        why = "its forward is an attribute of its own (accelerate's hooks?): no class is asked"
-        return [Left(name, cls.__name__, why)]
-    return [found] if isinstance(found, Left) else found
+    replacement = _replacement(name, module, cls, context)
+    if replacement is None:
+        return _report_left(name, module, cls, context)
+    if isinstance(replacement, Action) and _calls_another(module, replacement.kind):
+        reason = "its forward is an attribute of its own (accelerate's hooks?): no class is asked"
+        return [Left(name, cls.__name__, reason)]
+    return [replacement] if isinstance(replacement, Left) else replacement
 
 
 def _calls_another(module: nn.Module, kind: str) -> bool:
-    """Whether a forward in the instance hides ours: not if it was put around ours."""
+    """Whether a forward in the instance hides ours: not if it wraps ours."""
     if "forward" not in vars(module):
         return False
     return instance.around(module, patched_class(user_class(module), kind)) is None
 
 
-def _replacement(name, module: nn.Module, cls: type, here: _Here) -> Action | Left | None:
-    """Replacement of a module of a known kind; None: its kind is not known."""
-    options = here.options
+def _replacement(name, module: nn.Module, cls: type, context: _Context) -> Action | Left | None:
+    """Return the replacement of a module of a known kind; None: its kind is not known."""
+    options = context.options
 
     def action(kind: str, **notes: object) -> Action:
         return Action(name, module, kind, Notes(options.order, options.main_grad, **notes))
 
-    def left(why: str) -> Left:
-        return Left(name, cls.__name__, why)
+    def left(reason: str) -> Left:
+        return Left(name, cls.__name__, reason)
 
     if isinstance(module, nn.Linear) or _is_conv1d(cls):
-        why = _why_not_linear(module, cls)
-        if why is not None:
-            return left(why)
-        if id(module) in here.heads:
+        reason = _why_not_linear(module, cls)
+        if reason is not None:
+            return left(reason)
+        if id(module) in context.heads:
             return action("head", logp=True)
-        if not options.linear and id(module) not in here.outputs:
+        if not options.linear and id(module) not in context.outputs:
             return left("linear=False")
         return action("linear" if isinstance(module, nn.Linear) else "conv1d")
     if isinstance(module, nn.Embedding):
-        why = _why_not_embedding(module, cls) if options.embedding else "embedding=False"
+        reason = _why_not_embedding(module, cls) if options.embedding else "embedding=False"
         kind = "embedding" if cls.forward is nn.Embedding.forward else "embedding_step"
         reads = tuple(_EMBEDDING_OPTIONS.items())
-        return action(kind, reads=reads) if why is None else left(why)
+        return action(kind, reads=reads) if reason is None else left(reason)
     if _is_activation(cls):
         rule = formula.activation(module, formula.ACTIVATIONS)
         if rule is not None:
             return action(rule.kind, reads=rule.reads) if options.norm else left("norm=False")
-        return here.left(name, cls, patch_known.NAMES["gelu"])
+        return context.left(name, cls, patch_known.NAMES["gelu"])
     if formula.is_rotary(module):
         rule = formula.rotary_rule(module)
         if isinstance(rule, str):
@@ -188,7 +188,7 @@ def _norm(module: nn.Module, cls: type, options: Options, action, left) -> Actio
     if isinstance(rule, str):
         torchs = isinstance(module, nn.LayerNorm | nn.RMSNorm) or "norm" in cls.__name__.lower()
         return left(rule) if torchs or rule.startswith(formula.A_NORM_THAT) else None
-    refused = [why for p in module.parameters(recurse=False) if (why := _why_not_weight(p))]
+    refused = [reason for p in module.parameters(recurse=False) if (reason := _why_not_weight(p))]
     if refused or not options.norm:
         return left(refused[0] if refused else "norm=False")
     notes = {name: value for name, value in rule._asdict().items() if name != "kind"}
@@ -224,11 +224,11 @@ def _why_not_weight(weight: torch.Tensor) -> str | None:
 
 
 def _sharded_by_fsdp(weight: torch.Tensor) -> bool:
-    """Whether a DTensor is one that fully_shard makes whole before the module runs."""
+    """Whether a DTensor is one that fully_shard gathers before the module runs."""
     states = sys.modules.get(data_parallel._FSDP2_STATES)
     if states is None or not hasattr(weight, "full_tensor"):
         return False
-    return any(one.sharded_param is weight for one in data_parallel._gathered(states))
+    return any(state.sharded_param is weight for state in data_parallel._gathered(states))
 
 
 def _why_not_embedding(module: nn.Embedding, cls: type) -> str | None:
@@ -241,7 +241,7 @@ def _why_not_embedding(module: nn.Embedding, cls: type) -> str | None:
 
 
 def _looks_up_by_super(cls: type, module: nn.Module) -> bool:
-    """Whether a forward leaves the look-up to super().forward, and calls nothing that we know."""
+    """Whether a forward leaves the look-up to super().forward, and calls no known op."""
     code = getattr(inspect.unwrap(cls.forward), "__code__", None)
     if code is None or not {"super", "forward"} <= set(code.co_names):
         return False
@@ -267,18 +267,18 @@ def _is_activation(cls: type) -> bool:
 
 
 def _pretrained(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules that are models of transformers, the outermost first."""
-    found = {id(module) for module in configs.pretrained(model)}
-    return [(name, module) for name, module in model.named_modules() if id(module) in found]
+    """Return the modules that are models of transformers, the outermost first."""
+    ids = {id(module) for module in configs.pretrained(model)}
+    return [(name, module) for name, module in model.named_modules() if id(module) in ids]
 
 
 def _output_layer(model: nn.Module) -> nn.Module | None:
-    """The layer that makes logits; None: there is none."""
+    """Return the layer that computes logits, or None."""
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
-def _attentions(model: nn.Module, options: Options, made: Plan) -> None:
-    """Configs that get our attention, and reasons for the others."""
+def _attentions(model: nn.Module, options: Options, result: Plan) -> None:
+    """Plan the configs that get our attention, and the reasons for the others."""
     by_config: dict[tuple[int, int], list[tuple[str, nn.Module]]] = {}
     roots = configs.roots(model)
     for name, module in _pretrained(model):
@@ -286,33 +286,33 @@ def _attentions(model: nn.Module, options: Options, made: Plan) -> None:
         by_config.setdefault(key, []).append((name, module))
     for group in by_config.values():
         name, modules = group[0][0], tuple(m for _, m in group)
-        why = _why_not_attention(modules) if options.attention else "attention=False"
-        if why is None:
-            made.attentions.append(Attention(name, modules))
+        reason = _why_not_attention(modules) if options.attention else "attention=False"
+        if reason is None:
+            result.attentions.append(Attention(name, modules))
         else:
             before = getattr(modules[0].config, "_attn_implementation", None)
-            known = f"{why}; {patch_known.ATTENTION.text}"
-            made.left.append(Left(name, f"attention ({before})", known))
+            text = f"{reason}; {patch_known.ATTENTION.text}"
+            result.left.append(Left(name, f"attention ({before})", text))
         dropout = getattr(modules[0].config, "attention_dropout", 0.0)
-        if why is None and dropout:
-            known = (
+        if reason is None and dropout:
+            text = (
                 f"attention_dropout = {dropout}: ck.block_sparse_attention refuses it in training"
             )
-            made.left.append(Left(name, "attention", known, modules[0].training))
+            result.left.append(Left(name, "attention", text, modules[0].training))
         family = families.model_type(modules[0])
         if family in families.NOT_COVERED:
-            why = f"{family}: {families.NOT_COVERED[family]}"
-            made.left.append(Left(name, user_class(modules[0]).__name__, why))
+            reason = f"{family}: {families.NOT_COVERED[family]}"
+            result.left.append(Left(name, user_class(modules[0]).__name__, reason))
 
 
 def _attending(model: nn.Module, attentions: list[Attention]) -> set[int]:
-    """Ids of the modules whose config is going to name our attention."""
+    """Return the ids of the modules whose config will name our attention."""
     roots = configs.roots(model)
 
     def key(module: nn.Module) -> tuple[int, int]:
         return id(roots.get(id(module))), id(configs.original(module))
 
-    chosen = {key(one.modules[0]) for one in attentions}
+    chosen = {key(attention.modules[0]) for attention in attentions}
     return {id(module) for module in model.modules() if key(module) in chosen}
 
 
@@ -327,60 +327,60 @@ def _why_not_attention(modules: tuple[nn.Module, ...]) -> str | None:
         return "its attention computes with the values of the mask"
     sizes = _head_sizes(outer)
     if not sizes <= VALUE_DIMS.items():
-        taken = _listed(set(VALUE_DIMS.items()))
-        return f"head sizes {_listed(sizes)}; ck.block_sparse_attention takes {taken}"
+        supported = _listed(set(VALUE_DIMS.items()))
+        return f"head sizes {_listed(sizes)}; ck.block_sparse_attention takes {supported}"
     if outer.dtype not in (torch.bfloat16, torch.float16):
         return f"{outer.dtype}: ck.block_sparse_attention takes bfloat16 and float16"
     return None
 
 
 def _head_sizes(model: nn.Module) -> set[tuple[int, int]]:
-    """The head sizes (of q and k, of v) of the attention modules of a config, as they or it say."""
+    """Return the head sizes (of q and k, of v) of the attention modules of a config."""
     config = configs.original(model)
     mine = [m for m in model.modules() if configs.original(m) is config]
-    said = {getattr(m, a, None) for m in mine for a in _HEAD_SIZES}
-    found = {(size, size) for size in said if isinstance(size, int)}
-    # Latent attention, as DeepSeek's: a config's head_dim is there what is rotated.
+    candidates = {getattr(m, a, None) for m in mine for a in _HEAD_SIZES}
+    sizes = {(size, size) for size in candidates if isinstance(size, int)}
+    # Latent attention, as DeepSeek's: a config's head_dim is there the rotated part.
     pairs = {tuple(getattr(m, a, None) for a in ("qk_head_dim", "v_head_dim")) for m in mine}
-    found |= {pair for pair in pairs if all(isinstance(size, int) for size in pair)}
+    sizes |= {pair for pair in pairs if all(isinstance(size, int) for size in pair)}
     heads = getattr(config, "num_attention_heads", None)
-    if not found and isinstance(heads, int) and isinstance(config.hidden_size, int):
+    if not sizes and isinstance(heads, int) and isinstance(config.hidden_size, int):
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        found = {(size, size)}
-    return found
+        sizes = {(size, size)}
+    return sizes
 
 
 def _listed(sizes: set[tuple[int, int]]) -> str:
-    """[64, 192/128]: of q and k, and of v where it is another."""
+    """Format head sizes as [64, 192/128]: of q and k, and of v where it differs."""
     return f"[{', '.join(str(d) if d == v else f'{d}/{v}' for d, v in sorted(sizes))}]"
 
 
-def _causal_lms(model: nn.Module, options: Options, made: Plan) -> set[int]:
-    """Plans forwards of causal LMs; returns the ids of the heads that are to score."""
+def _causal_lms(model: nn.Module, options: Options, result: Plan) -> set[int]:
+    """Plan forwards of causal LMs; return the ids of the heads that compute log-probs."""
     heads = set()
     for name, module in _pretrained(model):
         cls = user_class(module)
         if not cls.__name__.endswith("ForCausalLM"):
             continue
-        why, notes = _causal_notes(module, cls, options)
-        if why is not None:
-            made.left.append(Left(name, f"{cls.__name__}: loss", why))
+        reason, notes = _causal_notes(module, cls, options)
+        if reason is not None:
+            result.left.append(Left(name, f"{cls.__name__}: loss", reason))
         if notes is None:
             if families.is_causal_lm(cls):
                 devices = patch_known.devices_of(model)
-                made.left.extend(patch_softcaps.of_logits_left(name, module, cls, devices))
+                result.left.extend(patch_softcaps.of_logits_left(name, module, cls, devices))
             continue
         if notes.logp:
             heads.add(id(module.get_output_embeddings()))
         if notes.logp or notes.softcap:
-            made.actions.append(Action(name, module, "causal_lm", notes))
+            result.actions.append(Action(name, module, "causal_lm", notes))
     return heads
 
 
 def _causal_notes(
     module: nn.Module, cls: type, options: Options
 ) -> tuple[str | None, Notes | None]:
-    """(why the loss is torch's, what the forward reads)."""
+    """Return (why the loss is torch's, notes of the forward)."""
     torchs = "torch's cross entropy of the logits, and its gradient"
     if not families.is_causal_lm(cls):
         return f"{torchs}: not a family that we know", None
@@ -392,8 +392,10 @@ def _causal_notes(
         softcap = causal_lm.transform(module).softcap
     except ArgumentValueError as error:
         return f"{torchs}: {error}", None
-    if (own := _scores_itself(module)) is not None:
-        return f"{own} is around its forward and reads the head by itself", Notes(softcap=softcap)
+    if (wrapper := _scores_itself(module)) is not None:
+        return f"{wrapper} is around its forward and reads the head by itself", Notes(
+            softcap=softcap
+        )
     if options.logits != LOGP:
         return f"{torchs}: logits='{options.logits}'", Notes(softcap=softcap)
     if module.loss_function is not ForCausalLMLoss:
@@ -401,14 +403,14 @@ def _causal_notes(
     head = module.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         return f"{torchs}: the head is a {type(head).__name__}", Notes(softcap=softcap)
-    why = _why_not_linear(head, user_class(head))
-    if why is None and _calls_another(head, "head"):
-        why = f"{torchs}: the head's forward is an attribute of its own"
-    return (why, Notes(softcap=softcap)) if why else (None, Notes(softcap=softcap, logp=True))
+    reason = _why_not_linear(head, user_class(head))
+    if reason is None and _calls_another(head, "head"):
+        reason = f"{torchs}: the head's forward is an attribute of its own"
+    return (reason, Notes(softcap=softcap)) if reason else (None, Notes(softcap=softcap, logp=True))
 
 
 def _scores_itself(module: nn.Module) -> str | None:
-    """The name of a forward around a causal LM's that scores without it, as TRL's fused head does.
+    """Name of a forward around a causal LM's that reads the head itself, as TRL's fused one does.
 
     A model whose callers never ask for that is marked so (`causal_lm.SCORED_BY_LOGITS`).
     """
@@ -423,26 +425,26 @@ def _scores_itself(module: nn.Module) -> str | None:
 # ---- what is left -------------------------------------------------------------------------------
 
 
-def _searched(name: str, module: nn.Module, cls: type, here: _Here) -> list[Left]:
-    """Report of a module that stays as it is."""
-    own = instance.around(module, cls)
-    if own is None:
-        why = f"{instance.REASON}: what it computes is not known"
-        return [Left(name, cls.__name__, why)]
-    known = patch_known.of_module(module)
-    if known is not None:
-        return [here.left(name, cls, known)]
+def _report_left(name: str, module: nn.Module, cls: type, context: _Context) -> list[Left]:
+    """Report a module that is not replaced."""
+    functions = instance.around(module, cls)
+    if functions is None:
+        reason = f"{instance.REASON}: what it computes is not known"
+        return [Left(name, cls.__name__, reason)]
+    facts = patch_known.of_module(module)
+    if facts is not None:
+        return [context.left(name, cls, facts)]
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return _dropout(name, module, cls)
     gone_through = cls.__module__.startswith("torch.nn.") or families.known(cls)
-    but = _EAGER if id(module) in here.attends else frozenset()
-    found = {} if gone_through else scan.named(cls, module, but)
-    found |= scan.named_by(own, cls, module, but)
-    return [here.left(name, cls, Known(f"{op}: {k.text}", k.where)) for op, k in found.items()]
+    but = _EAGER if id(module) in context.attends else frozenset()
+    ops = {} if gone_through else scan.named(cls, module, but)
+    ops |= scan.named_by(functions, cls, module, but)
+    return [context.left(name, cls, Known(f"{op}: {k.text}", k.where)) for op, k in ops.items()]
 
 
 def _dropout(name: str, module: nn.Module, cls: type) -> list[Left]:
     if not module.p:
         return []
-    why = f"p = {module.p}: in training, random numbers by the place in the batch"
-    return [Left(name, cls.__name__, why, module.training)]
+    reason = f"p = {module.p}: in training, random numbers by the place in the batch"
+    return [Left(name, cls.__name__, reason, module.training)]

@@ -31,42 +31,42 @@ def is_known(cls: type) -> bool:
 
 
 def broadcast(
-    embeddings: Iterable[tuple[str, torch.nn.Module]], known: Iterable[torch.nn.Module]
+    embeddings: Iterable[tuple[str, torch.nn.Module]], position_modules: Iterable[torch.nn.Module]
 ) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The embeddings whose look-ups may be broadcast: by their names, outside of known modules."""
-    inside = {id(part) for module in known for part in module.modules()}
+    """Yield the embeddings whose look-ups may be broadcast, by name, outside of known modules."""
+    inside = {id(part) for module in position_modules for part in module.modules()}
     for name, module in embeddings:
         if id(module) not in inside and _OF_POSITIONS.search(name.rpartition(".")[2]):
             yield name, module
 
 
 def forward_of(cls: type) -> Callable:
-    """The author's forward, given position_ids [B, T] where gradients go to a main_grad."""
+    """Wrap the author's forward: it gets position_ids [B, T] if gradients go to a main_grad."""
     author = cls.forward
     names = list(inspect.signature(author).parameters)[1:]
 
     @functools.wraps(author)
     def forward(self, *args, **kwargs):
-        given = dict(zip(names, args, strict=False)) | kwargs
+        arguments = dict(zip(names, args, strict=False)) | kwargs
         if self._cute_kernels.main_grad and torch.is_grad_enabled():
-            given["position_ids"] = _for_each_sequence(given)
-        return author(self, **given)
+            arguments["position_ids"] = _for_each_sequence(arguments)
+        return author(self, **arguments)
 
     return forward
 
 
-def _for_each_sequence(given: dict[str, object]) -> torch.Tensor | None:
-    """position_ids [B, T] of a call, which gives them as [1, T] or not at all."""
+def _for_each_sequence(arguments: dict[str, object]) -> torch.Tensor | None:
+    """Return position_ids [B, T] of a call that passes [1, T] or none."""
     tokens, embedded, ids = (
-        given.get(name) for name in ("input_ids", "inputs_embeds", "position_ids")
+        arguments.get(name) for name in ("input_ids", "inputs_embeds", "position_ids")
     )
     if tokens is None and embedded is None:
         return ids
     like = tokens if tokens is not None else embedded[..., 0]
     rows = like.reshape(-1, like.shape[-1])
     if ids is None:
-        cache = given.get("past_key_values")
-        past = given.get("past_key_values_length", 0)
+        cache = arguments.get("past_key_values")
+        past = arguments.get("past_key_values_length", 0)
         past = past if cache is None else cache.get_seq_length()
         ids = torch.arange(rows.shape[1], device=rows.device) + past
     return ids.expand_as(rows) if ids.dim() == 1 or ids.shape[0] == 1 else ids

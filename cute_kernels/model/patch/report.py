@@ -1,4 +1,4 @@
-"""Report of a patch: what was replaced, what was left, and what is known of the rest."""
+"""Report of a patch: replaced parts, parts left, and the known facts about those."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class Report:
 
     @property
     def moving(self) -> tuple[Left, ...]:
-        """The parts left whose bits follow the batch."""
-        return tuple(one for one in self.left if one.moves)
+        """Parts left whose bits follow the batch."""
+        return tuple(part for part in self.left if part.moves)
 
     @property
     def complete(self) -> bool:
@@ -81,9 +81,9 @@ class Report:
         lines = [f"family: {self.family or 'none that is known'}", "replaced:"]
         lines += _grouped((f"{r.part} -> {r.by}", r.name) for r in self.replaced)
         for title, moves in (("left, and moves bits:", True), ("left:", False)):
-            rows = [one for one in self.left if one.moves is moves]
+            rows = [part for part in self.left if part.moves is moves]
             lines += [title] * bool(rows)
-            lines += _grouped((f"{one.part}: {one.known}", one.name) for one in rows)
+            lines += _grouped((f"{part.part}: {part.known}", part.name) for part in rows)
         if self.main_grad_left:
             lines += ["main_grad is not written:", f"  {_some(list(self.main_grad_left))}"]
         if self.main_grad_shared:
@@ -99,15 +99,15 @@ class Report:
 
 
 def _grouped(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """A line for each text, with how many parts it is about and their names."""
+    """Return a line for each text, with the count and names of its parts."""
     ordered = sorted(rows, key=lambda row: row[0])
-    found = []
+    lines = []
     for text, group in groupby(ordered, key=lambda row: row[0]):
         names = [name or "the model" for _, name in group]
-        found.append(f"  {len(names):4d} x {text}  ({_some(names)})")
-    return found
+        lines.append(f"  {len(names):4d} x {text}  ({_some(names)})")
+    return lines
 
 
 def _some(names: list[str], most: int = 3) -> str:
-    more = f", and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    overflow = f", and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + overflow

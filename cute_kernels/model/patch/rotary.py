@@ -1,4 +1,4 @@
-"""Frequencies of rotary modules that ``module.to(dtype)`` has rounded, in fp32 again."""
+"""Restore the fp32 frequencies of rotary modules that ``module.to(dtype)`` has rounded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ROUNDED = "_cute_kernels_rounded"
 
 
 def exact_frequencies(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Buffer name -> fp32 frequencies on the CPU, of those that ``module.to(dtype)`` has rounded.
+    """Return buffer name -> fp32 frequencies on the CPU, where ``module.to(dtype)`` rounded them.
 
     They are computed again by the module's class from its config, as a checkpoint that is loaded
     with ``dtype=`` has them.
@@ -31,15 +31,15 @@ def exact_frequencies(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         with torch.device("cpu"):
             fresh = dict(type(module)(module.config).named_buffers(recurse=False))
     except Exception as error:  # any constructor may run here
-        got = f"those of .to(dtype), and {type(error).__name__} from its class: {error}"
-        raise ArgumentValueError(expected("inv_freq", want, got)) from error
+        actual = f"those of .to(dtype), and {type(error).__name__} from its class: {error}"
+        raise ArgumentValueError(expected("inv_freq", want, actual)) from error
     for name, buffer in rounded.items():
         exact = fresh.get(name)
         if exact is None or exact.dtype != torch.float32:
             raise ArgumentValueError(expected("inv_freq", want, f"{buffer.dtype} by its class"))
         if not buffer.is_meta and not torch.equal(exact.to(buffer.dtype), buffer.cpu()):
-            got = f"{buffer.dtype} values that the config does not give"
-            raise ArgumentValueError(expected("inv_freq", want, got))
+            actual = f"{buffer.dtype} values that the config does not give"
+            raise ArgumentValueError(expected("inv_freq", want, actual))
     return {name: fresh[name] for name in rounded}
 
 

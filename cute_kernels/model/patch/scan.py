@@ -21,7 +21,7 @@ _LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
 
 
 def named(cls: type, module: torch.nn.Module, but: frozenset[str]) -> dict[str, Known]:
-    """The ops that a forward names, and what is known of them.
+    """Return the ops that a forward names, and the facts about them.
 
     Args:
         cls: The class whose forward is read.
@@ -35,25 +35,25 @@ def named_by(
     functions: list[FunctionType], cls: type, module: torch.nn.Module, but: frozenset[str]
 ) -> dict[str, Known]:
     """Apply `named` to ``functions`` in place of the class's forward."""
-    found: dict[str, Known] = {}
-    seen: set[CodeType] = set()
+    ops: dict[str, Known] = {}
+    visited: set[CodeType] = set()
     ahead = list(functions)
     while ahead:
         function = ahead.pop()
-        if not isinstance(function, FunctionType) or function.__code__ in seen:
+        if not isinstance(function, FunctionType) or function.__code__ in visited:
             continue
-        seen.add(function.__code__)
+        visited.add(function.__code__)
         for name in _names(function.__code__):
             if name == "@":
-                found["@"] = NAMES["matmul"]
+                ops["@"] = NAMES["matmul"]
             elif (op := _op(module, name)) in NAMES:
-                found[op] = NAMES[op]
+                ops[op] = NAMES[op]
             ahead += _next(name, cls, function, but)
-    return found
+    return ops
 
 
 def reading(functions: list[FunctionType], names: set[str]) -> str | None:
-    """The first of the functions that reads one of the names, as 'module.function', or None."""
+    """Return the first function that reads one of the names, as 'module.function', or None."""
     for function in functions:
         if not names.isdisjoint(_names(function.__code__)):
             # functools.wraps copies __module__ and __name__ of what is wrapped.
@@ -62,7 +62,7 @@ def reading(functions: list[FunctionType], names: set[str]) -> str | None:
 
 
 def _op(module: torch.nn.Module, name: str) -> str | None:
-    """The function that a name stands for: itself, or what the module keeps under it; else None.
+    """Return the function that a name stands for: itself, or an attribute of the module; else None.
 
     Children and tensors of the module are no ops: they are looked at by themselves.
     """
@@ -70,12 +70,14 @@ def _op(module: torch.nn.Module, name: str) -> str | None:
         return None
     if name not in vars(module):
         return name
-    kept = vars(module)[name]
-    return getattr(getattr(kept, "func", kept), "__name__", None)  # func: of functools.partial
+    attribute = vars(module)[name]
+    return getattr(
+        getattr(attribute, "func", attribute), "__name__", None
+    )  # functools.partial has func
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """The names that a function reads, nested functions and comprehensions included."""
+    """Return the names that a function reads, nested functions and comprehensions included."""
     for step in dis.get_instructions(code):
         if step.opname in _LOADS and isinstance(step.argval, str):
             yield step.argval
@@ -87,12 +89,12 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _next(name: str, cls: type, function: FunctionType, but: frozenset[str]) -> list[FunctionType]:
-    """The method of the class, or the function of the same file, that a name stands for."""
+    """Return the method of the class, or the function of its file, that a name stands for."""
     if name in but or name == "forward":
         return []
     method = inspect.getattr_static(cls, name, None)
     method = getattr(method, "__func__", method)
-    other = function.__globals__.get(name)
+    global_function = function.__globals__.get(name)
     files = {cls.__module__, function.__module__}
-    chosen = [inspect.unwrap(f) for f in (method, other) if isinstance(f, FunctionType)]
+    chosen = [inspect.unwrap(f) for f in (method, global_function) if isinstance(f, FunctionType)]
     return [f for f in chosen if f.__module__ in files]

@@ -1,4 +1,4 @@
-"""Soft caps, cap · tanh(z / cap), of attention's scores and of logits: who computes each.
+"""Soft caps, cap · tanh(z / cap), of attention scores and of logits, and the ops that compute them.
 
 A cap of scores is handed to the attention that the config names; one of logits is applied by the
 causal LM's forward, behind its head.
@@ -21,7 +21,7 @@ _OF_SCORES = "attn_logit_softcapping"
 
 
 def of_scores(module: torch.nn.Module) -> float:
-    """The cap that a module hands to its attention; 0: none.
+    """Return the cap that a module passes to its attention; 0: none.
 
     Gemma 3's modules keep one that their forward does not read.
     """
@@ -33,7 +33,7 @@ def of_scores(module: torch.nn.Module) -> float:
 
 
 def scores(model: torch.nn.Module, attends: set[int]) -> tuple[list[Replaced], list[Left]]:
-    """The caps of scores in a model; ``attends``: ids of the modules with our attention."""
+    """Return the caps of scores in a model; ``attends``: ids of the modules with our attention."""
     replaced, left = [], []
     for name, module in model.named_modules():
         cap = of_scores(module)
@@ -41,8 +41,8 @@ def scores(model: torch.nn.Module, attends: set[int]) -> tuple[list[Replaced], l
             continue
         part = f"soft cap {cap:g} of scores"
         if instance.around(module, user_class(module)) is None:
-            why = f"{instance.REASON}: whether it caps, and by what, is not known"
-            left.append(Left(name, part, why))
+            reason = f"{instance.REASON}: whether it caps, and by what, is not known"
+            left.append(Left(name, part, reason))
         elif id(module) in attends:
             replaced.append(Replaced(name, part, "attn_implementation='cute_kernels'"))
         else:
@@ -56,14 +56,14 @@ def part_of_logits(cls: type, cap: float) -> str:
 
 
 def of_logits_left(name: str, module: torch.nn.Module, cls: type, devices: set[str]) -> list[Left]:
-    """The cap of logits of a causal LM whose forward stays as it is."""
+    """Report the cap of logits of a causal LM whose forward is not replaced."""
     cap = causal_lm.softcap(module)
     if not cap:
         return []
     part = part_of_logits(cls, cap)
     if instance.around(module, cls) is None:
-        why = f"{instance.REASON}: whether it caps, and by what, is not known"
-        return [Left(name, part, why)]
-    known = patch_known.NAMES["tanh"]
-    text = f"torch's tanh, in the author's forward: {known.text}"
-    return [Left(name, part, text, patch_known.applies(known, devices))]
+        reason = f"{instance.REASON}: whether it caps, and by what, is not known"
+        return [Left(name, part, reason)]
+    facts = patch_known.NAMES["tanh"]
+    text = f"torch's tanh, in the author's forward: {facts.text}"
+    return [Left(name, part, text, patch_known.applies(facts, devices))]

@@ -319,7 +319,9 @@ def inputs_ignored(real):
 
 
 def padded_on_the_right(real):
-    return lambda problem, members, left=False, more=0: real(problem, members, False, more)
+    return lambda problem, members, left_padded=False, extra_columns=0: real(
+        problem, members, False, extra_columns
+    )
 
 
 def alone_again(real):

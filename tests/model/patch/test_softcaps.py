@@ -246,11 +246,11 @@ def test_a_forward_that_is_not_looked_at_is_noticed(monkeypatch):
 
 def test_another_modules_method_is_noticed(monkeypatch):
     """The mutant: any method of the author's function counts, whosever it is."""
-    held = instance._held
+    held = instance._contents
 
     def careless(one, module):
         return [one.__func__] if isinstance(one, types.MethodType) else held(one, module)
 
-    monkeypatch.setattr(instance, "_held", careless)
+    monkeypatch.setattr(instance, "_contents", careless)
     with pytest.raises(AssertionError):
         test_an_attention_with_another_forward("another's")
