@@ -25,7 +25,6 @@ EACH_COMMIT = (
     "test_softcap",
     "test_delta_is_added_in_its_order",
     "test_the_check_can_fail",
-    "test_nan_in_masked_rows_reaches_the_blocks_that_are_visited",
     "test_every_kind_of_schedule",
 )
 pytestmark = [
