@@ -106,18 +106,22 @@ def proved_system(system: str) -> bool:
 def left_to_the_night(items: Iterable, known: Callable[[str], bool] | None = None) -> list:
     """The tests marked ``simulates(system)`` but the first parameter of each function.
 
-    If the system is proved: neither its kernels nor what runs them has changed since all ran.  Of
-    those marked ``mutants``, which test the tests, always.
+    If the system is proved: neither its kernels nor what runs them has changed since all ran.  A
+    module may name those of its functions that run ``often``: a test of each kind.  Of those marked
+    ``mutants``, which test the tests, always.
     """
     known = functools.cache(known or proved_system)
     often, left = set(), []
     for item in items:
         mark = item.get_closest_marker("simulates")
-        some = item.get_closest_marker("mutants") or (mark is not None and known(*mark.args))
-        if not some or item.get_closest_marker("nightly"):
+        proof = mark is not None and known(*mark.args)
+        if item.get_closest_marker("nightly"):
+            continue
+        if not (item.get_closest_marker("mutants") or proof):
             continue
         function = item.nodeid.split("[")[0]
-        if function in often:
+        chosen = mark.kwargs.get("often") if proof else None
+        if function in often or (chosen is not None and function.split("::")[-1] not in chosen):
             left.append(item)
         often.add(function)
     return left

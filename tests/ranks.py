@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib
 import json
 import os
+import runpy
+import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
@@ -44,24 +48,61 @@ def run_ranks(
         subprocess.TimeoutExpired: a rank did not end by itself.
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | variables
-    # Files, not pipes: a full pipe of one rank would block the collectives of all.
-    outs, errs = ([folder / f"{rank}.{end}" for rank in range(world)] for end in ("out", "err"))
-    started = []
+    command = [sys.executable, "-m", "tests.ranks", module, str(world), str(folder), *arguments]
+    launcher = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        for rank, (out, err) in enumerate(zip(outs, errs, strict=True)):
-            command = [sys.executable, "-m", module, str(rank), str(folder / "store"), *arguments]
-            with out.open("w") as stdout, err.open("w") as stderr:
-                started.append(
-                    subprocess.Popen(
-                        command, cwd=ROOT, env=environment, stdout=stdout, stderr=stderr
-                    )
-                )
-        codes = [process.wait(timeout=HANG_SECONDS) for process in started]
+        out, err = launcher.communicate(timeout=HANG_SECONDS)
     finally:
-        for process in started:
-            process.kill()
-    texts = ([file.read_text(errors="replace") for file in files] for files in (outs, errs))
-    return [Ended(*ended) for ended in zip(codes, *texts, strict=True)]
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+    assert launcher.returncode == 0, err
+    ends = ([folder / f"{rank}.{end}" for rank in range(world)] for end in ("out", "err"))
+    texts = ([file.read_text(errors="replace") for file in files] for files in ends)
+    return [Ended(*ended) for ended in zip(json.loads(out), *texts, strict=True)]
+
+
+def launch(module: str, world: int, folder: Path, arguments: list[str]) -> list[int]:
+    """Fork ``world`` ranks of a script and wait for them: their exit codes.
+
+    What the script imports is imported once, here; no thread is started before the forks.
+    """
+    importlib.import_module(module)
+    del sys.modules[module]
+    ranks = []
+    for rank in range(world):
+        pid = os.fork()
+        if not pid:
+            _run_rank(module, rank, folder, arguments)
+        ranks.append(pid)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+
+
+def _run_rank(module: str, rank: int, folder: Path, arguments: list[str]) -> NoReturn:
+    """Run the script in this process, as ``python -m`` does, and exit."""
+    # Files, not pipes: a full pipe of one rank would block the collectives of all.
+    for end, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), end)
+    sys.argv = [module, str(rank), str(folder / "store"), *arguments]
+    code = 1
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def reports(module: str, world: int, folder: Path) -> list[dict]:
@@ -86,3 +127,7 @@ def joined(rank: int, store: str, world: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    print(json.dumps(launch(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])))

@@ -13,7 +13,7 @@ from cute_kernels.gemm import api as gemm
 from tests.demo.tiny import SETUP
 
 
-@pytest.mark.parametrize("order", ["chain", "tree"])
+@pytest.mark.parametrize("order", ["chain", pytest.param("tree", marks=pytest.mark.nightly)])
 def test_the_demo_ends_with_zero_bytes_and_pictures(tmp_path, capsys, order):
     threads = torch.get_num_threads()
     assert run.main(tmp_path / "new", "cpu", None, 3, steps=2, setup=SETUP, order=order) == 0

@@ -27,9 +27,9 @@ def certify(kernel, kind: str = "A", expect: Expect = EXPECT):
 
 
 def sort_of(entry) -> tuple:
-    """Each kernel, epilogue and order, and who shares a tile: one is compiled for every commit."""
+    """Each kernel, epilogue and order: one is compiled for every commit."""
     values = dict(entry.kernel.constexpr)
-    return entry.kernel.name, *map(values.get, ("epilogue", "order", "split", "pair"))
+    return entry.kernel.name, *map(values.get, ("epilogue", "order"))
 
 
 SAMPLE = certified.first_of(CATALOGUE, sort_of)
@@ -98,6 +98,7 @@ def reads_the_clock(monkeypatch, module):
     monkeypatch.setattr(module.GemmSm90, "add_bias", add_bias)
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize(
     ("mutant", "epilogue", "rule"),
     [
@@ -136,6 +137,7 @@ def test_each_width_has_its_instruction():
     assert {f.rule for f in certified.read(narrow, "A", EXPECT).findings} == {"R5"}
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize(
     "mutant", [mutants.k_steps_swapped, mutants.no_wait_for_loads, mutants.tail_not_predicated]
 )

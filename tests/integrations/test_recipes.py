@@ -63,6 +63,8 @@ def test_deepspeed(tmp_path):
     assert (manifest.zero_stage, manifest.world_size, manifest.rank) == (3, 2, 0)
 
 
+# By day FSDP2 has the bytes of one process: test_fsdp.py.
+@pytest.mark.nightly
 def test_fsdp2(tmp_path):
     run("FSDP2", tmp_path, *TORCHRUN)
     manifest = read_weights(tmp_path / "weights").manifest

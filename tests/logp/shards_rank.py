@@ -36,16 +36,18 @@ def groups_of(rank: int) -> list:
 
 
 def bytes_compared(every: list) -> dict:
-    wrong, compared, sizes = [], 0, []
-    for value in every:
-        group = value.get_group() if isinstance(value, DeviceMesh) else value
+    wrong, compared = [], 0
+    groups = [value.get_group() if isinstance(value, DeviceMesh) else value for value in every]
+    sizes = [group.size() for group in groups]
+    for at, (value, group) in enumerate(zip(every, groups, strict=True)):
         degree, rank = group.size(), group.rank()
-        sizes.append(degree)
-        for i, cut in enumerate(cuts_of(degree)):
+        # Groups of one size share its cuts; alone, a rank has nothing to exchange.
+        share = slice(sizes[:at].count(degree), None, sizes.count(degree) if degree > 1 else 2)
+        for i, cut in list(enumerate(cuts_of(degree)))[share]:
             found = differing(cut, value, rank, main_grad=i % 3 == 0)
             wrong += [f"{name} of {cut} x {degree}" for name in found]
             compared += 1
-        for cut in forward_cuts_of(degree):
+        for cut in forward_cuts_of(degree)[share]:
             found = differing(cut, value, rank, hidden=False)
             wrong += [f"{name} of {cut} x {degree}, forward" for name in found]
             compared += 1

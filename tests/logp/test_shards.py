@@ -67,7 +67,7 @@ def test_every_degree_has_the_bytes_of_one(threaded, degree):
         assert not wrong(cut), cut
 
 
-@pytest.mark.parametrize("degree", [2, 8])
+@pytest.mark.parametrize("degree", [2, by_night(8)])
 def test_main_grad_has_the_bytes_of_one(threaded, degree):
     for cut in cuts_of(degree)[::2]:
         assert not wrong(cut, main_grad=True), cut

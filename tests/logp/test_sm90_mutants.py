@@ -40,7 +40,12 @@ from tests.logp.sm90_defects import (
 from tests.ptxsim.available import requires_sim
 from tests.sim import RACES
 
-pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("logp")]
+#: A test of each kind: what runs at every commit while the kernels are proved.
+EACH_COMMIT = (
+    "test_mutants_are_killed",
+    "test_meetings_of_warps_are_needed",
+)
+pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("logp", often=EACH_COMMIT)]
 
 WIDE = launch.config_of("bf16", "chain", False, False, False)
 FEW = next(c for c in launch.few_configs() if c.tile_m == 16)

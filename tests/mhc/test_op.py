@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -279,23 +280,30 @@ def stepped(name: str, case: Case, weighed: bool = False):
     return step, leaves
 
 
-@pytest.mark.parametrize("name", list(CALLS))
-def test_compiled_bits_are_eager_bits(name):
+def each_in_one_form() -> Iterator:
+    """Every call in bf16 or in fp32, and by night in the other."""
+    for at, name in enumerate(CALLS):
+        for form, case in enumerate(((BF16, 4, "cn"), (FP32, 2, "nc"))):
+            marks = () if at % 2 == form else pytest.mark.nightly
+            yield pytest.param(name, case, marks=marks, id=f"{name}-{case[2]}")
+
+
+@pytest.mark.parametrize(("name", "form"), list(each_in_one_form()))
+def test_compiled_bits_are_eager_bits(name, form):
     """fullgraph, forward and backward."""
     torch.compiler.reset()
-    for dtype, layout in ((BF16, "cn"), (FP32, "nc")):
-        case = case_of(dtype, 4 if layout == "cn" else 2, layout)
-        x = cases.inputs_of(case)
-        step, leaves = stepped(name, case)
-        made = CALLS[name][0](x, case)
-        given, results = cotangents(made), []
-        for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-            a = every_leaf(x)
-            loss = run(a, given, None)
-            loss.backward()
-            results.append([loss.detach(), *(getattr(a, leaf).grad for leaf in leaves)])
-        for eager, compiled in zip(*results, strict=True):
-            assert eager.any() and same_bytes(eager, compiled)
+    case = case_of(*form)
+    x = cases.inputs_of(case)
+    step, leaves = stepped(name, case)
+    made = CALLS[name][0](x, case)
+    given, results = cotangents(made), []
+    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        a = every_leaf(x)
+        loss = run(a, given, None)
+        loss.backward()
+        results.append([loss.detach(), *(getattr(a, leaf).grad for leaf in leaves)])
+    for eager, compiled in zip(*results, strict=True):
+        assert eager.any() and same_bytes(eager, compiled)
 
 
 @pytest.mark.parametrize("name", ["mix_and_aggregate", "post_pre", "connect", "head"])

@@ -15,7 +15,12 @@ from tests.mhc.triton_cases import BF16, FORMS, FP32, Expand, Given, Parts, Shap
 from tests.ptxsim.available import requires_sim
 from tests.sim import MODES
 
-pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("mhc")]
+#: A test of each kind: what runs at every commit while the kernels are proved.
+EACH_COMMIT = (
+    "test_orders",
+    "test_no_cut_shows",
+)
+pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("mhc", often=EACH_COMMIT)]
 
 
 def by_night(*values):

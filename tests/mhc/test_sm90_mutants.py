@@ -15,7 +15,9 @@ from tests.mhc.triton_cases import BF16, FP32, Shape, given
 from tests.ptxsim.available import requires_sim
 from tests.sim import QUICK_MODES, RACES, run_modes
 
-pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("mhc")]
+#: A test of each kind: what runs at every commit while the kernels are proved.
+EACH_COMMIT = ("test_killed",)
+pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("mhc", often=EACH_COMMIT)]
 
 WIDE = Shape(37, 530, 4, "cn", BF16)
 NARROW = Shape(19, 71, 2, "nc", FP32, "bf16x3", norm_weight=False)

@@ -51,11 +51,29 @@ BACKENDS = [
 ]
 
 
+#: Every value of each option (a missing weight meets one in bf16); the rest is for the night.
+OFTEN = [
+    Case(5, 64, Rule(kind, 1e-5, offset), BF16, weight, bias, residual)
+    for kind, offset, weight, bias, residual in (
+        (RMS, 1.0, None, False, False),
+        (RMS, 0.0, FP32, False, True),
+        (LAYER, 0.0, BF16, True, False),
+        (LAYER, 0.0, FP32, False, True),
+    )
+]
+REST = [case for case in TABLE if case not in OFTEN]
+
+
+def test_the_table_is_whole():
+    assert len(TABLE) == len(set(TABLE)) == len(OFTEN) + len(REST) == 22
+
+
+@pytest.mark.parametrize("table", [OFTEN, pytest.param(REST, marks=pytest.mark.nightly)], ids=len)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_option(backend):
+def test_every_option(backend, table):
     functions, inside = backend()
     with inside:
-        for case in TABLE:
+        for case in table:
             x = cases.inputs_of(case)
             results = cases.run(functions, case, x)
             cases.check(results, case, x)

@@ -17,7 +17,21 @@ from tests.sparse_attn import simulated, wild
 
 simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
 module = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
-pytestmark = [available.requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
+#: A test of each kind: what runs at every commit while the kernels are proved.
+EACH_COMMIT = (
+    "test_gradients",
+    "test_unordered",
+    "test_the_gradient_of_lse",
+    "test_softcap",
+    "test_delta_is_added_in_its_order",
+    "test_the_check_can_fail",
+    "test_every_kind_of_schedule",
+)
+pytestmark = [
+    available.requires_sim,
+    pytest.mark.sim,
+    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
+]
 
 HEAD_DIMS = config.HEAD_DIMS
 #: (batch, query heads, KV heads): MHA, GQA 2:1 in two batches, MQA.

@@ -53,7 +53,17 @@ from tests.sparse_attn.bwd_defects import (
 )
 
 simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
-pytestmark = [available.requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
+#: A test of each kind: what runs at every commit while the kernels are proved.
+EACH_COMMIT = (
+    "test_mutants_are_killed",
+    "test_words_that_are_not_transposed_are_noticed",
+    "test_everything_that_the_first_kernel_writes_is_needed",
+)
+pytestmark = [
+    available.requires_sim,
+    pytest.mark.sim,
+    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
+]
 module = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
 
 

@@ -17,7 +17,16 @@ from tests.sparse_attn import simulated, waits
 simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
 common = available.import_module("tests.sparse_attn.bwd_defects")
 module = available.import_module("cute_kernels.sparse_attn.kernel_bwd_wide_sm90")
-pytestmark = [available.requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
+#: A test of each kind: what runs at every commit while the kernels are proved.
+EACH_COMMIT = (
+    "test_the_text_of_each_is_there",
+    "test_mutants_are_killed",
+)
+pytestmark = [
+    available.requires_sim,
+    pytest.mark.sim,
+    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
+]
 
 _FENCE = 'cute.arch.fence_proxy("async.shared", space="cta")\n'
 _DEEP, _FLAT = 24 * " ", 8 * " "

@@ -19,7 +19,16 @@ from tests.sparse_attn.fwd_lists import LISTS, OFTEN, by_two, listed
 from tests.sparse_attn.fwd_masks import MASKS
 from tests.sparse_attn.simulated_fwd import Case, case, chain, right, run, same
 
-pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
+#: A test of each kind: what runs at every commit while the kernels are proved.
+EACH_COMMIT = (
+    "test_lists",
+    "test_mutants_are_killed",
+)
+pytestmark = [
+    requires_sim,
+    pytest.mark.sim,
+    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
+]
 
 NIGHT = pytest.mark.nightly
 SHAPE = (1, 2, 1, 96)

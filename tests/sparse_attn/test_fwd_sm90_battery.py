@@ -23,7 +23,21 @@ from tests.sparse_attn.fwd_battery import (
     zero_has_one_sign,
 )
 
-pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
+#: A test of each kind: what runs at every commit while the kernels are proved.
+EACH_COMMIT = (
+    "test_schedules",
+    "test_batches",
+    "test_heads",
+    "test_neighbours",
+    "test_padding",
+    "test_other_rows_of_the_mask",
+    "test_forms",
+)
+pytestmark = [
+    requires_sim,
+    pytest.mark.sim,
+    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
+]
 
 
 def wide(*every: int):

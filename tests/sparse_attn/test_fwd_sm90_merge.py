@@ -22,7 +22,18 @@ from tests.sparse_attn.fwd_masks import MASKS
 from tests.sparse_attn.simulated_fwd import BLOCK, Case, case, chain, right, run, same
 from tests.sparse_attn.waits import no_wait_for
 
-pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
+#: A test of each kind: what runs at every commit while the kernels are proved.
+EACH_COMMIT = (
+    "test_lists",
+    "test_schedules",
+    "test_values_of_others_stay_out",
+    "test_mutants_are_killed",
+)
+pytestmark = [
+    requires_sim,
+    pytest.mark.sim,
+    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
+]
 
 #: Reports words that are read while they may be written.
 RACES = [SETTINGS[-1] | {"check_races": 1, "seed": seed} for seed in (3, 6, 7, 10)]

@@ -60,7 +60,13 @@ from tests.sparse_attn.fwd_masks import dense
 from tests.sparse_attn.simulated_fwd import Case, case, chain, run
 from tests.sparse_attn.waits import no_wait_for, no_wait_for_products
 
-pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
+#: A test of each kind: what runs at every commit while the kernels are proved.
+EACH_COMMIT = ("test_mutants_are_killed",)
+pytestmark = [
+    requires_sim,
+    pytest.mark.sim,
+    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
+]
 
 WIDTH = 64
 #: A CTA for each tile, and few with many tiles.

@@ -25,7 +25,18 @@ from tests.kernels.edited import changed
 from tests.ptxsim.available import requires_sim
 from tests.sparse_attn import simulated
 
-pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
+#: A test of each kind: what runs at every commit while the kernels are proved.
+EACH_COMMIT = (
+    "test_one_launch_is_many",
+    "test_a_step_of_decoding_reads_keys_once_a_group",
+    "test_heads_of_other_groups_are_noticed",
+    "test_mutants_are_killed",
+)
+pytestmark = [
+    requires_sim,
+    pytest.mark.sim,
+    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
+]
 
 SCALE = 0.2
 

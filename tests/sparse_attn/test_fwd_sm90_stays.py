@@ -23,7 +23,18 @@ from tests.sparse_attn import simulated
 from tests.sparse_attn.fwd_masks import MASKS, dense
 from tests.sparse_attn.simulated_fwd import Case, case, right, run, same
 
-pytestmark = [available.requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
+#: A test of each kind: what runs at every commit while the kernels are proved.
+EACH_COMMIT = (
+    "test_few_ctas",
+    "test_every_mode",
+    "test_a_counter_is_zero_for_each_launch",
+    "test_mutants_are_killed",
+)
+pytestmark = [
+    available.requires_sim,
+    pytest.mark.sim,
+    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
+]
 available.import_module("cute_kernels.sparse_attn.kernel_fwd_sm90")
 NIGHT = pytest.mark.nightly
 #: CTAs of one tile after another; with the last there are some left over.

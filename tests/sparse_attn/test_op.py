@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import pickle
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -55,12 +57,14 @@ def operands(mask: BlockMask) -> tuple:
     return (*found, D**-0.5, 0.0, True, None)
 
 
-@pytest.mark.parametrize(
-    "sinks",
-    [None, torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.nightly)],
-    ids=str,
-)
-@pytest.mark.parametrize("form", MASKS)
+def forms_and_sinks() -> Iterator:
+    """Every form without sinks, and one with them; all others by night."""
+    for form, sinks in itertools.product(MASKS, (None, torch.bfloat16, torch.float32)):
+        often = sinks is None or (form, sinks) == ("bits", torch.bfloat16)
+        yield pytest.param(form, sinks, marks=() if often else pytest.mark.nightly)
+
+
+@pytest.mark.parametrize(("form", "sinks"), list(forms_and_sinks()), ids=str)
 def test_opcheck(form, sinks):
     x, rest = tensors(), operands(MASKS[form]())
     if sinks is not None:

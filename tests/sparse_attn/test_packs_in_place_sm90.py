@@ -18,7 +18,16 @@ from tests.ptxsim import available
 from tests.sparse_attn import pack_cases as known
 from tests.sparse_attn import simulated
 
-pytestmark = [available.requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
+#: A test of each kind: what runs at every commit while the kernels are proved.
+EACH_COMMIT = (
+    "test_random_orders",
+    "test_mutants_are_killed",
+)
+pytestmark = [
+    available.requires_sim,
+    pytest.mark.sim,
+    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
+]
 packed = available.import_module("cute_kernels.sparse_attn.device.packed")
 before = available.import_module("cute_kernels.sparse_attn.kernel_bwd_pre_sm90")
 after = available.import_module("cute_kernels.sparse_attn.kernel_bwd_post_sm90")

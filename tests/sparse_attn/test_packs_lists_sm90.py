@@ -18,7 +18,19 @@ from tests.ptxsim import available
 from tests.sparse_attn import pack_cases as known
 from tests.sparse_attn import pack_tables, simulated
 
-pytestmark = [available.requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
+#: A test of each kind: what runs at every commit while the kernels are proved.
+EACH_COMMIT = (
+    "test_tokens_behind_the_last_sequence",
+    "test_no_sequence",
+    "test_wild_offsets_stay_inside",
+    "test_mutants_are_killed",
+    "test_the_catalogue_has_what_packs_ask_for",
+)
+pytestmark = [
+    available.requires_sim,
+    pytest.mark.sim,
+    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
+]
 packed = available.import_module("cute_kernels.sparse_attn.device.packed")
 modules = {
     "pack": available.import_module("cute_kernels.sparse_attn.kernel_pack_sm90"),

@@ -26,7 +26,16 @@ from tests.ptxsim import available
 simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
 order = available.import_module("tests.sparse_attn.test_bwd_sm90_order")
 module = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
-pytestmark = [available.requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
+#: A test of each kind: what runs at every commit while the kernels are proved.
+EACH_COMMIT = (
+    "test_one_resident_too_few_is_named",
+    "test_whose_turn_it_is_follows_the_lists",
+)
+pytestmark = [
+    available.requires_sim,
+    pytest.mark.sim,
+    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
+]
 
 #: Milliseconds: more than any wait here for a turn that comes.
 LIMIT = 4

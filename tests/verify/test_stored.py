@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+from pathlib import Path
 
 import pytest
 
@@ -129,6 +131,34 @@ def test_every_simulation_of_a_changed_system_runs_often():
     first, other = simulations(10, "a"), simulations(10, "b")
     left = certified.left_to_the_night([*first, *other], known=lambda name: name == "a")
     assert left == first[1:]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_module_chooses_what_runs_often_while_its_system_is_proved(known):
+    mark = pytest.mark.simulates("a", often=("test_b",)).mark
+    names = ["test_a[0]", "test_b[0]", "test_b[1]", "test_c"]
+    items = [Item(f"test_file.py::{name}", simulates=mark) for name in names]
+    left = certified.left_to_the_night(items, known=lambda name: known)
+    assert [i.nodeid for i in items if i not in left] == [
+        f"test_file.py::{name}" for name in (["test_b[0]"] if known else names)
+    ]
+
+
+MODULES = [
+    path
+    for path in sorted(Path(__file__).parents[1].rglob("test_*.py"))
+    if "\nEACH_COMMIT = " in path.read_text()
+]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_what_runs_often_is_there(path):
+    """A name without a test would leave a whole module to the nightly run."""
+    body = ast.parse(path.read_text()).body
+    assigned = {ast.unparse(n.targets[0]): n.value for n in body if isinstance(n, ast.Assign)}
+    assert "often=EACH_COMMIT" in ast.unparse(assigned["pytestmark"])
+    chosen = ast.literal_eval(assigned["EACH_COMMIT"])
+    assert chosen and set(chosen) <= {n.name for n in body if isinstance(n, ast.FunctionDef)}
 
 
 def test_a_system_without_certificates_is_not_proved():

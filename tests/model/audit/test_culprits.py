@@ -244,23 +244,59 @@ def test_a_model_that_looks_back_and_forth_is_not_padded():
 # ---- mutants of the audit itself ----------------------------------------------------------------
 
 
-def require_the_right_names():
-    """What every mutant below must break."""
-    few = ("batch", "left_padding", "decode")
-    assert audit(planted.clean(), *few).ok
+FEW = ("batch", "left_padding", "decode")
+
+
+def nothing_in_a_clean_model():
+    assert audit(planted.clean(), *FEW).ok
+
+
+def a_sign_of_zero():
     assert not audit(planted.spoilt("blocks.0.norm", planted.MinusZero), "batch").ok
+
+
+def a_leak_from_padding():
     assert not audit(planted.spoilt("blocks.0.mix", planted.PaddingLeak), "left_padding").ok
+
+
+def a_gradient_that_is_split():
     assert not audit(planted.spoilt("blocks.0.up", planted.SplitGradient), "micro_batches").ok
-    for place, make in (
-        ("blocks.0.norm", planted.LastColumn),
-        ("blocks.1.norm", planted.LanesByRows),
-        ("blocks.1.mix", planted.NeighbourLeak),
-    ):
-        report = audit(planted.spoilt(place, make), *few)
-        assert {one.module for one in report.findings} == {place}
-        assert all(one.first is not None for one in report.findings)
-    functional = audit(planted.clean(planted.Functional), "batch")
-    assert {one.module for one in functional.findings} == {"blocks.1"}
+
+
+def assert_named(place, make):
+    report = audit(planted.spoilt(place, make), *FEW)
+    assert {one.module for one in report.findings} == {place}
+    assert all(one.first is not None for one in report.findings)
+
+
+def a_last_column():
+    assert_named("blocks.0.norm", planted.LastColumn)
+
+
+def lanes_that_follow_the_rows():
+    assert_named("blocks.1.norm", planted.LanesByRows)
+
+
+def a_neighbour():
+    assert_named("blocks.1.mix", planted.NeighbourLeak)
+
+
+def what_a_container_does():
+    report = audit(planted.clean(planted.Functional), "batch")
+    assert {one.module for one in report.findings} == {"blocks.1"}
+
+
+#: What every mutant below must break one of.
+CHECKS = [
+    nothing_in_a_clean_model,
+    a_sign_of_zero,
+    a_leak_from_padding,
+    a_gradient_that_is_split,
+    a_last_column,
+    lanes_that_follow_the_rows,
+    a_neighbour,
+    what_a_container_does,
+]
 
 
 def of_runs_alone(broken):
@@ -333,31 +369,32 @@ def all_at_once(real):
 
 
 MUTANTS = [
-    (rows, "rows", no_last_column),
-    (rows, "rows", next_row),
-    (rows, "rows", transposed),
-    (rows, "digest", no_signs),
-    (rows, "digest", constant),
-    (compare, "spread", own_row_only),
-    (compare, "_judge", nothing_inside),
-    (compare, "_judge", inputs_ignored),
-    (plans, "grid", padded_on_the_right),
-    (plans, "cases", alone_again),
-    (gradients, "splits", all_at_once),
+    (rows, "rows", no_last_column, a_last_column),
+    (rows, "rows", next_row, lanes_that_follow_the_rows),
+    (rows, "rows", transposed, nothing_in_a_clean_model),
+    (rows, "digest", no_signs, a_sign_of_zero),
+    (rows, "digest", constant, a_neighbour),
+    (compare, "spread", own_row_only, a_last_column),
+    (compare, "_judge", nothing_inside, what_a_container_does),
+    (compare, "_judge", inputs_ignored, what_a_container_does),
+    (plans, "grid", padded_on_the_right, a_leak_from_padding),
+    (plans, "cases", alone_again, what_a_container_does),
+    (gradients, "splits", all_at_once, a_gradient_that_is_split),
 ]
 
 
-def test_the_audit_as_it_is():
-    require_the_right_names()
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_audit_as_it_is(check):
+    check()
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "mutant"), MUTANTS, ids=lambda v: getattr(v, "__name__", v)
+    ("module", "name", "mutant", "check"), MUTANTS, ids=lambda v: getattr(v, "__name__", v)
 )
-def test_a_mutant_of_the_audit_is_killed(monkeypatch, module, name, mutant):
+def test_a_mutant_of_the_audit_is_killed(monkeypatch, module, name, mutant, check):
     monkeypatch.setattr(module, name, mutant(getattr(module, name)))
     with pytest.raises(AssertionError):
-        require_the_right_names()
+        check()
 
 
 def test_inputs_are_read_before_a_module_writes_to_them(monkeypatch):

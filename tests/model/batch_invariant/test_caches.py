@@ -41,6 +41,10 @@ def model(transformers, dtype: torch.dtype, window: int | None):
     return transformers.MistralForCausalLM(config).to(dtype).eval()
 
 
+def by_night(*values):
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
 def decoded(of, ids: torch.Tensor, cache) -> torch.Tensor:
     """The logits of a prefill and of decoding steps behind it."""
     parts = [of(ids[:, :PREFILL], past_key_values=cache).logits]
@@ -50,8 +54,11 @@ def decoded(of, ids: torch.Tensor, cache) -> torch.Tensor:
     return torch.cat(parts, 1)
 
 
-@pytest.mark.parametrize("window", [WINDOW, None], ids=["window", "all"])
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "window"),
+    [(BF16, WINDOW), (FP32, None), by_night(BF16, None), by_night(FP32, WINDOW)],
+    ids=str,
+)
 def test_decoded_rows_are_those_of_the_full_forward(dtype, window):
     transformers = pytest.importorskip("transformers")
     of = model(transformers, dtype, window)
@@ -72,8 +79,9 @@ def windowed(rows: int, window: int) -> torch.Tensor:
     return (at[:, None] >= at) & (at[:, None] - at < window)
 
 
-@pytest.mark.parametrize("dim", [24, 264], ids=["kernel", "wide"])
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "dim"), [(BF16, 24), (FP32, 264), by_night(BF16, 264), by_night(FP32, 24)], ids=str
+)
 def test_a_row_has_the_bytes_that_its_keys_alone_give(dtype, dim):
     """Whatever columns lie in front and behind: a row under a window, and that row cut out."""
     q, k, v = (drawn(2, 2, LENGTH, dim, seed=s, dtype=dtype) for s in (1, 2, 3))
