@@ -26,9 +26,9 @@ ADDED = (*modules("commands"), probes, digests)
 @app.command()
 def report(
     results: Annotated[Path, typer.Option(help="folder of the records")] = record.RESULTS,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="the page")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="the index")] = None,
 ) -> None:
-    """Writes docs/status.md, the plots beside it and the README's table from the records."""
+    """Writes docs/status.md, docs/status/, the plots and the README's table from the records."""
     from . import readme
     from . import report as page
 
@@ -41,13 +41,12 @@ def report(
     kept = results / page.CERTIFICATES.name
     page.adopt_certificates(kept)
     path = output or page.STATUS
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with writing(path):
-        path.write_text(page.render(records, page.load_certificates(kept)))
+    pages = page.write(records, page.load_certificates(kept), path)
     drawn = page.draw(records, path.parent / "plots")
     if path == page.STATUS:
         readme.write(records)
-    say(f"{path}: {len(records)} records; plots: {len(drawn) or 'none, nothing was timed'}")
+    plots = len(drawn) or "none, nothing was timed"
+    say(f"{path}: {len(records)} records; pages: {len(pages)}; plots: {plots}")
 
 
 @app.command()

@@ -1,6 +1,6 @@
 """`python -m perf prune`: keep the newest record of each case, and summarise the older ones.
 
-Git has the records that go.  docs/status.md is the same before and after: `render` takes the newest
+Git has the records that go.  The status pages are the same before and after: they take the newest
 records too.  Digests, probes and checks stay whole: they are evidence, not times.
 """
 

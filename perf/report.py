@@ -1,7 +1,7 @@
-"""`python -m perf report`: docs/status.md and the plots, from the records and nothing else.
+"""`python -m perf report`: docs/status.md, docs/status/ and the plots, from the records alone.
 
-`render` is a pure function of the records and the certificates, both of which are in the repository
-(perf/results/), so a test can tell whether the page is up to date.  What no record supports says
+`pages` is a pure function of the records and the certificates, both of which are in the repository
+(perf/results/), so a test can tell whether the pages are up to date.  What no record supports says
 "not run".
 """
 
@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import ModuleType
 
 from cute_kernels.cli.common import writing
 
-from . import cards, verdict
+from . import verdict
 from .core import record
-from .core.systems import SYSTEMS, Page, modules
-from .core.tables import certified, folded, table, where
+from .core.models import split
+from .core.section import wrapped
+from .core.systems import SYSTEMS, modules, name_of
+from .core.tables import certified, table
 from .digest import page as digests
 from .probes import page as probes
 
@@ -23,6 +26,10 @@ STATUS = record.ROOT / "docs" / "status.md"
 CERTIFICATES = record.RESULTS / "certificates.json"
 #: What `python -m cute_kernels certify` writes; either name.
 BUILT = tuple(record.ROOT / "certify" / name for name in ("certificates.json", "report.json"))
+_LEGEND = """
+A target is met or missed by the newest records of that GPU; "not run": there is no record. A ratio
+is the rival's time over ours: above 1 ours is faster. A `+` after a commit: the tree had changes.
+"""
 _FIELDS = ("name", "constexpr", "ok", "registers", "sass_sha256", "sources", "toolchain")
 
 
@@ -57,68 +64,78 @@ def _system(kernel: str) -> str:
     return next((name for name in names if kernel.startswith(f"{name}_")), kernel)
 
 
-def _kernel_rows(pages: list[Page], certificates: list[dict]) -> list[list[str]]:
-    """Every kernel that has a certificate, and those of the pages that have none."""
-    own = [name for page in pages for name in page.KERNELS]
+def _kernels(certificates: list[dict]) -> list[str]:
+    """The page of every kernel that a system names or that has a certificate."""
+    own = [name for page in modules("page") for name in page.KERNELS]
     names = dict.fromkeys((*own, *(c["name"] for c in certificates)))
-    return [[f"`{name}`", *certified(certificates, name)] for name in names]
+    rows = [[f"`{name}`", *certified(certificates, name)] for name in names]
+    return [
+        "# Kernels",
+        "",
+        "Compiled for sm_90a; a [certificate](../certificate.md) is what the compiled code proves",
+        "about order.",
+        "",
+        *table(["kernel", "compiled", "certified"], rows),
+    ]
 
 
-def _profile_rows(records: list[dict]) -> list[list[str]]:
-    kept = {}
-    for item in sorted((r for r in records if r["kind"] == "profile"), key=lambda r: r["date"]):
-        kept[(item["system"], item["product"], item["shape"])] = item
-    rows = []
-    for key, item in sorted(kept.items()):
-        # Words instead of one name each: a table's line breaks at spaces alone.
-        stalls = ", ".join(
-            f"{stall['reason'].replace('_', ' ')} {stall['warps']:.2f}" for stall in item["stalls"]
-        )
-        share = f"{item['floor_fraction']:.0%}"
-        traffic = f"{item['bytes_over_least']:.2f}x"
-        system, product, shape = key
-        names = [system, f"{item['kernel']} {product}", shape.replace("/", " ")]
-        rows.append([*names, share, traffic, stalls, where(item | {"status": "ok"})])
-    return rows
+def _system_page(page: ModuleType, records: list[dict]) -> list[str]:
+    lines = [f"# {page.TITLE}: status", "", *verdict.of_system(page, records), ""]
+    lines += ["Back to [the index](../status.md).  A ratio is the rival's time over ours.", ""]
+    return lines + [line for section in page.SECTIONS for line in section.render(records)]
 
 
-def _profiles(records: list[dict]) -> list[str]:
-    head = ["system", "product", "shape", "of floor", "traffic", "top stalls", "ran on"]
-    rows = _profile_rows(records)
-    return ["", "## Profiles", "", *folded(head, rows, ("system", "ran on"))] if rows else []
-
-
-def render(records: list[dict], certificates: list[dict]) -> str:
-    """The status page."""
-    pages = list(modules("page"))
-    kernels = ["kernel", "compiled", "certified"]
-    out = [
+def _index(records: list[dict], certificates: list[dict]) -> list[str]:
+    return [
         "# Status",
         "",
-        *verdict.render(records, certificates),
-        *(line for page in pages for line in page.images(records)),
+        *verdict.index(records),
         "",
-        "Written by `python -m perf report` from `perf/results/`; do not edit.  A ratio is the",
-        "rival's time over ours, so above 1 ours is faster.  What no record supports says",
-        '"not run".  A `+` after a commit: the tree had changes.',
+        f"- [Same bits on H100 and H200](status/digests.md): {verdict.agreed(records)}.",
+        f"- [Certificates of the compiled kernels](status/kernels.md): "
+        f"{verdict.certified(certificates)}.",
+        "- [Questions for the hardware](status/probes.md), and what each GPU answered.",
         "",
-        "## What ran where",
+        *wrapped(_LEGEND),
         "",
-        *cards.render(records),
+        "## Renew",
         "",
-        *digests.render(records),
+        "Written by `python -m perf report` from `perf/results/`; do not edit.  On the GPU:",
         "",
-        "## Kernels",
-        "",
-        *table(kernels, _kernel_rows(pages, certificates)),
-        "",
-        *(line for page in pages for line in (*page.render(records), "")),
-        *probes.render(records),
-        *_profiles(records),
+        "```sh",
+        "python -m perf bench gemm        # or decode, attention, logp, mhc, norm, model",
+        "python -m perf report            # this page, those of the systems, the README's table",
+        "python -m perf prune             # keeps the newest record of each case and GPU",
+        "```",
     ]
-    return "\n".join(out) + "\n"
+
+
+def pages(records: list[dict], certificates: list[dict]) -> dict[str, str]:
+    """Path below docs/ -> text of the index, of each system's page and of those of all systems."""
+    found = {
+        "status.md": _index(records, certificates),
+        "status/digests.md": digests.render(records),
+        "status/kernels.md": _kernels(certificates),
+        "status/probes.md": probes.render(records),
+    }
+    for page in modules("page"):
+        found[f"status/{name_of(page)}.md"] = _system_page(page, records)
+    return {path: "\n".join(lines).rstrip("\n") + "\n" for path, lines in found.items()}
+
+
+def write(records: list[dict], certificates: list[dict], index: Path = STATUS) -> list[Path]:
+    """Write every page: the index to this path, the others below the folder of its name."""
+    paths = []
+    for name, text in pages(records, certificates).items():
+        path = index if name == "status.md" else index.parent / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with writing(path):
+            path.write_text(text, encoding="utf-8")
+        paths.append(path)
+    return paths
 
 
 def draw(records: list[dict], folder: Path) -> list[Path]:
-    """Every plot that the records support; the paths written."""
-    return [path for page in modules("page") for path in page.plots(records, folder)]
+    """Every plot that the records of each GPU model support; the paths written."""
+    cards = split(records).values()
+    return [path for page in modules("page") for own in cards for path in page.plots(own, folder)]

@@ -89,8 +89,10 @@ def tile_costs() -> str:
 
 def few_rows() -> str:
     """The times of few rows, from the records."""
-    bench = tables.latest(record.read_all(), "decode")
-    return "\n".join([*decode_page.both_orders(bench), "", *decode_page.both_variants(bench)])
+    parts = []
+    for bench in tables.by_card(record.read_all(), "decode").values():
+        parts += [decode_page.both_orders(bench), decode_page.both_variants(bench)]
+    return "\n\n".join(map("\n".join, parts))
 
 
 def _cells(name: str, value: object) -> Iterator[list[str]]:

@@ -1,15 +1,31 @@
-"""The attention part of the status page: a pure function of the records."""
+"""The status page of attention: a pure function of the records."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from ..core import figure, section
 from ..core.counts import recorded, timed
+from ..core.section import Section, benched
 from ..core.speed import Speed
-from ..core.tables import NOT_RUN, Bench, bits, folded, geomean, kept, latest, table, times, where
+from ..core.tables import (
+    MET,
+    MISSED,
+    NOT_RUN,
+    Bench,
+    bits,
+    folded,
+    geomean,
+    kept,
+    latest,
+    table,
+    times,
+    where,
+)
 from . import soak_cases, soak_page, targets
 from .targets import Target
 
+TITLE = "Attention"
 KERNELS = (
     "sparse_attn_fwd_sm90",
     "sparse_attn_bwd_pre_sm90",
@@ -30,6 +46,11 @@ def label(size: Size) -> str:
     """The shape of a record of this size."""
     mask, s, dim, heads, kv_heads = size
     return f"{mask}/s{s}/d{dim}/h{heads}/kv{kv_heads}"
+
+
+_MEASURE = "`python -m perf bench attention`"
+_MET = (MET, "none")
+_MISSED = (MISSED, "docs/notes/attention_sm90.md")
 
 
 def _soaked(item: dict) -> bool:
@@ -156,7 +177,7 @@ def _next(bench: Bench, size: Size) -> str:
     if backward is None or "median_us" not in backward:
         options = f"--mask {mask} --s {s} --d {dim} --heads {heads} --group {heads // kv_heads}"
         options = "--held-out" if size in targets.HELD_OUT else options
-        return f"`python -m perf bench attention {options}` on an H200"
+        return f"`python -m perf bench attention {options}`"
     missed = dict.fromkeys(
         targets.RIVAL_TEXT[t.rival]
         for t in targets.TARGETS
@@ -195,32 +216,28 @@ def _of_pack(bench: Bench, size: Size, rival: str) -> str:
     return NOT_RUN if found == [None, None] else _kept_together(*map(times, found))
 
 
-def _pack_lines(bench: Bench) -> list[str]:
-    """The part of packed sequences."""
+def _pack_lines(records: list[dict]) -> list[str]:
+    """The table of packed sequences, and what a new pack costs."""
+    bench = latest(records, "attention")
     rows = [_pack_row(bench, size) for size in targets.PACKS]
-    told = []
+    costs = []
     for size in targets.PACKS:
         item = bench.get(("bwd", label(size)), "ours_pack") or {}
         if "new_pack_host_us" in item:
             cost = f"{item['new_pack_host_us']:,.0f} us"
             if "table_us" in item:
                 cost += f", the device {item['table_us']:.1f} us"
-            told.append(f"{cost} ({_heads(size)}; {item['sequences']} sequences)")
+            costs.append(f"{cost} ({_heads(size)}; {item['sequences']} sequences)")
     return [
-        "### Packed sequences",
-        "",
-        "`python -m perf bench attention --mask pack`: causal sequences of 100 to 4,000 tokens,",
-        "1,000 on average, 32k tokens a pack.  Ours is one launch a pass for all, which reads them",
-        "where they lie, behind a small one that says where.  Ratios: forward, backward; of the",
-        "card's time, without the host's part of a call.  One mask: blocks are counted from each",
-        "row's start, so that a sequence's bits follow its place.  Each alone: a launch for each",
-        "sequence.  Bits: 20 repeats, and those of each sequence alone.",
-        "",
         *folded(_PACKS, rows, ("bits", "ran on")),
         "",
         "What a pack of new lengths costs: the host (median of 20) to launch what places its",
-        f"sequences, for both passes, and the device in a backward: {'; '.join(told) or NOT_RUN}.",
+        f"sequences, for both passes, and the device in a backward: {'; '.join(costs) or NOT_RUN}.",
     ]
+
+
+def _is_pack(item: dict) -> bool:
+    return benched("attention")(item) and item.get("mask") == targets.PACK
 
 
 def _shown(bench: Bench) -> list[Size]:
@@ -249,23 +266,23 @@ def _target_row(bench: Bench, target: Target) -> list[str]:
 def _mean_verdict(target: Target, have: list[float], total: int) -> list[str]:
     """A row: the geometric mean of the cases measured; some of them decide nothing."""
     if not have:
-        return [target.text, NOT_RUN, NOT_RUN]
+        return [target.text, NOT_RUN, NOT_RUN, _MEASURE]
     mean = geomean(have)
     measured = f"{_over(mean)} (geometric mean; {len(have)} of {total} cases)"
     if len(have) < total:
-        return [target.text, measured, NOT_RUN]
-    return [target.text, measured, "held" if mean <= target.at_most else "missed"]
+        return [target.text, measured, NOT_RUN, _MEASURE]
+    return [target.text, measured, *(_MET if mean <= target.at_most else _MISSED)]
 
 
 def _verdict(text: str, have: dict[Size, float], total: int, limit: float, shown) -> list[str]:
     """A row: the worst of the cases measured; held only if all were, missed if one is beyond."""
     if not have:
-        return [text, NOT_RUN, NOT_RUN]
+        return [text, NOT_RUN, NOT_RUN, _MEASURE]
     worst = max(have, key=have.get)
     measured = f"{shown(have[worst])} ({_text(worst)}; {len(have)} of {total} cases)"
     if have[worst] > limit:
-        return [text, measured, "missed"]
-    return [text, measured, "held" if len(have) == total else NOT_RUN]
+        return [text, measured, *_MISSED]
+    return [text, measured, *(_MET if len(have) == total else (NOT_RUN, _MEASURE))]
 
 
 def _other_rows(bench: Bench) -> list[list[str]]:
@@ -288,8 +305,9 @@ def _other_rows(bench: Bench) -> list[list[str]]:
     ]
 
 
-def target_rows(bench: Bench) -> list[list[str]]:
-    """(target, measured, verdict) of every target of attention."""
+def target_rows(records: list[dict]) -> list[list[str]]:
+    """(target, measured, verdict, next step) of every target of attention."""
+    bench = latest(records, "attention")
     return [_target_row(bench, target) for target in targets.TARGETS] + _other_rows(bench)
 
 
@@ -325,13 +343,6 @@ def order_points(bench: Bench) -> dict[str, tuple[float, float, float]]:
     return found
 
 
-def images(records: list[dict]) -> list[str]:
-    """What the order costs, if it was measured."""
-    if not order_points(latest(records, "attention")):
-        return []
-    return ["", "![What the order costs](plots/attention_order.svg)"]
-
-
 def plots(records: list[dict], folder: Path) -> list[Path]:
     """What the order costs."""
     from . import plots as drawn
@@ -341,63 +352,89 @@ def plots(records: list[dict], folder: Path) -> list[Path]:
 
 def bits_kept(records: list[dict]) -> list[list[str]]:
     """The promises about bits: of the latest record of each case, and of the soak."""
-    soak = "#the-same-bytes-again-and-again"
     return [
-        ["[bits of attention](#attention)", kept(latest(records, "attention"), CASES)],
-        [f"[bits of attention beside other work]({soak})", soak_page.verdict(records)],
+        ["bits", kept(latest(records, "attention"), CASES)],
+        ["bits beside other work", soak_page.verdict(records)],
     ]
 
 
-def target_verdicts(records: list[dict]) -> tuple[str, list[str]]:
-    """The verdict of each target of speed."""
-    words = [row[2] for row in target_rows(latest(records, "attention"))]
-    return "[speed targets of attention](#targets-of-attention)", words
-
-
-def render(records: list[dict]) -> list[str]:
-    """The lines of the attention part."""
+def _cases(records: list[dict]) -> list[str]:
     bench = latest(records, "attention")
-    shown = _shown(bench)
-    out = [
-        "## Attention",
-        "",
-        f"bf16, 32k tokens a batch.  Of {len(targets.cases())} cases, those without a "
-        "record are left out but for the",
-        "first seven.  Rates count the scores that a mask allows.  Predicted: the simulator's",
-        "ordered over unordered time, for the schedule that ran.  Lists: building those of an",
-        "order.  Bits: 20 repeats of the backward.",
-        "",
-        *folded(_TIMES, [_time_row(bench, size) for size in shown], ("bits", "ran on")),
-        "",
-        "### Rivals of attention",
-        "",
-        *table(_RIVALS, [_rival_row(bench, size) for size in shown]),
-        "",
-        *_pack_lines(bench),
-        "",
-        "### Targets of attention",
-        "",
-        "The worst case counts, or the mean where it says so.  What was tried and what is next:",
-        "[the notes](notes/attention_sm90.md).",
-        "",
-        *table(["target", "measured", "verdict"], target_rows(bench)),
+    plot = figure.image("What the order costs", "attention_order", bench)
+    return [
+        *([plot, ""] if order_points(bench) else []),
+        *folded(_TIMES, [_time_row(bench, size) for size in _shown(bench)], ("bits", "ran on")),
     ]
-    out += ["", *soak_page.render(records)]
-    if rows := _prediction_rows(bench):
-        head = ["case", "schedule", "predicted us", "measured us"]
-        out += ["", "### Schedules: predicted and measured", "", "Ordered, then unordered.", ""]
-        out += table(head, rows)
-    return out + _cannot(bench)
 
 
-def _cannot(bench: Bench) -> list[str]:
+def _rivals(records: list[dict]) -> list[str]:
+    bench = latest(records, "attention")
+    return table(_RIVALS, [_rival_row(bench, size) for size in _shown(bench)])
+
+
+def _predictions(records: list[dict]) -> list[str]:
+    rows = _prediction_rows(latest(records, "attention"))
+    head = ["case", "schedule", "predicted us", "measured us"]
+    return table(head, rows) if rows else []
+
+
+def _is_absent(item: dict) -> bool:
+    return item["kind"] == "bench" and (item["kernel"], item["status"]) == ("attention", "absent")
+
+
+def _cannot(records: list[dict]) -> list[str]:
     """What a rival has no kernel for, with the masks."""
     absent: dict[tuple[str, str], set[str]] = {}
-    for item in bench.records.values():
+    for item in latest(records, "attention").records.values():
         if item["status"] == "absent":
             cases = absent.setdefault((item["system"], item["why"]), set())
             cases.add(f"{item['mask']} {item['pass']}")
-    lines = [
+    return [
         f"- {name} ({', '.join(sorted(c))}): {why}" for (name, why), c in sorted(absent.items())
     ]
-    return ["", "### What a rival of attention cannot do", "", *lines] if lines else []
+
+
+SECTIONS = (
+    Section(
+        "Cases",
+        f"""
+        bf16, 32k tokens a batch. Of {len(targets.cases())} cases, those without a record are left
+        out but for the first seven. Rates count the scores that a mask allows. Predicted: the
+        simulator's ordered over unordered time, for the schedule that ran. Lists: building those
+        of an order. Bits: 20 repeats of the backward.
+        """,
+        _cases,
+        benched("attention"),
+    ),
+    Section("Rivals", "", _rivals, benched("attention")),
+    Section(
+        "Packed sequences",
+        """
+        `python -m perf bench attention --mask pack`: causal sequences of 100 to 4,000 tokens,
+        1,000 on average, 32k tokens a pack. Ours is one launch a pass for all, which reads them
+        where they lie, behind a small one that says where. Ratios: forward, backward; of the
+        card's time, without the host's part of a call. One mask: blocks are counted from each
+        row's start, so that a sequence's bits follow its place. Each alone: a launch for each
+        sequence. Bits: 20 repeats, and those of each sequence alone.
+        """,
+        _pack_lines,
+        _is_pack,
+    ),
+    section.targets(
+        target_rows,
+        benched("attention"),
+        """
+        The worst case counts, or the mean where it says so. What was tried and what is next:
+        [notes](../notes/attention_sm90.md).
+        """,
+    ),
+    *soak_page.SECTIONS,
+    Section(
+        "Schedules: predicted and measured",
+        "Ordered, then unordered.",
+        _predictions,
+        benched("attention"),
+    ),
+    Section("What a rival cannot do", "", _cannot, _is_absent),
+    section.profiles("attention"),
+)

@@ -29,7 +29,7 @@ def order_bars(bench: Bench, folder: Path) -> list[Path]:
     own = {case: r for case, r in bench.records.items() if case[1:] in drawn_of}
     axes.set_title(figure.title(Bench(own), "attention backward, D = 128, 16 heads"))
     drawn.legend(loc="outside lower center", ncols=5, frameon=False)
-    return figure.save(drawn, folder, "attention_order")
+    return figure.save(drawn, folder, figure.file_name("attention_order", bench))
 
 
 def write(records: list[dict], folder: Path) -> list[Path]:

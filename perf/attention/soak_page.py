@@ -1,8 +1,11 @@
-"""The soak of attention on the status page: how often the same bytes came, and what was seen."""
+"""The soak on attention's status page: how often the same bytes came, and what was seen."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..core.sanitize import PLANTED, TOOLS
+from ..core.section import Section
 from ..core.tables import NOT_RUN, folded, where
 from .soak_cases import PACK, Case, suite
 
@@ -75,18 +78,25 @@ def _tool_rows(records: list[dict]) -> list[list[str]]:
     return rows
 
 
-def render(records: list[dict]) -> list[str]:
-    """The lines of the soak part."""
-    return [
-        "### The same bytes, again and again",
-        "",
-        "`python -m perf soak attention`: a forward and a backward beside other work, on 16 caps",
-        "of the grid, into memory that holds junk; then a CUDA graph of both.  Each call is",
-        "compared with the first, byte for byte.  The oldest record of a row says where it ran.",
-        "",
-        *folded(_HEAD, _rows(records), ("ran on",)),
-        "",
-        "`python -m perf sanitize attention`: compute-sanitizer over small cases.",
-        "",
-        *folded(["tool", "found", "ran on"], _tool_rows(records), ("ran on",)),
-    ]
+def _of_attention(kind: str) -> Callable[[dict], bool]:
+    return lambda item: (item["kind"], item.get("kernel")) == (kind, "attention")
+
+
+SECTIONS = (
+    Section(
+        "The same bytes, again and again",
+        """
+        `python -m perf soak attention`: a forward and a backward beside other work, on 16 caps of
+        the grid, into memory that holds junk; then a CUDA graph of both. Each call is compared
+        with the first, byte for byte. The oldest record of a row says where it ran.
+        """,
+        lambda records: folded(_HEAD, _rows(records), ("ran on",)),
+        _of_attention("soak"),
+    ),
+    Section(
+        "compute-sanitizer",
+        "`python -m perf sanitize attention`: small cases.",
+        lambda records: folded(["tool", "found", "ran on"], _tool_rows(records), ("ran on",)),
+        _of_attention("sanitize"),
+    ),
+)

@@ -1,7 +1,8 @@
-"""What every plot of the status page shares: its size, its files, its title, two colours."""
+"""What every plot of the status pages shares: its size, its files, its title, two colours."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from cute_kernels.cli.common import writing
@@ -20,6 +21,16 @@ def figure():
 
     matplotlib.rcParams["svg.hashsalt"] = "cute_kernels"
     return pyplot.subplots(figsize=(8, 4.2), layout="constrained")
+
+
+def file_name(name: str, bench: Bench) -> str:
+    """Name of a plot's file: each GPU model has its own."""
+    return f"{name}_{re.sub(r'[^a-z0-9]+', '_', bench.card.lower())}"
+
+
+def image(alt: str, name: str, bench: Bench) -> str:
+    """The line of a status page that shows a plot."""
+    return f"![{alt}, {bench.card}](../plots/{file_name(name, bench)}.svg)"
 
 
 def save(figure, folder: Path, name: str) -> list[Path]:

@@ -11,6 +11,11 @@ def model(gpu: str) -> str:
     return next((name for name in MODELS if name in gpu.split()), gpu)
 
 
+def split(records: list[dict]) -> dict[str, list[dict]]:
+    """GPU model -> its records, in the order of `models`; both models of SM90 always."""
+    return {name: [r for r in records if model(r["gpu"]) == name] for name in models(records)}
+
+
 def models(records: list[dict]) -> list[str]:
     """The columns of a table: both models, then every other card that has a record."""
     found = {model(r["gpu"]) for r in records if r["gpu"] != "none"}

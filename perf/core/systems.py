@@ -2,7 +2,7 @@
 the whole model, which has one too.
 
 A system's folder has `commands` (its part of the command line), `stages` (of a lent machine) and
-`page` (its part of the status page), and what these need.
+`page` (its status page), and what these need.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Protocol
 from cute_kernels.systems import SYSTEMS
 
 from .counts import Count
+from .section import Section
 from .speed import Speed
 
 Rows = list[list[str]]
@@ -25,26 +26,27 @@ WHOLE = "model"
 
 
 class Page(Protocol):
-    """What a module `page` has; all of it is a function of the records alone."""
+    """What a module `page` has; all of it is a function of the records of one GPU model."""
 
+    TITLE: str
     KERNELS: tuple[str, ...]  #: as their certificates name them
     COUNTS: tuple[Count, ...]
     SPEED: tuple[Speed, ...]  #: lines of the README's table
+    SECTIONS: tuple[Section, ...]
 
     def bits_kept(self, records: list[dict]) -> Rows:
-        """(link, verdict) of every promise about bits."""
+        """(promise about bits, verdict) of each one."""
 
-    def target_verdicts(self, records: list[dict]) -> tuple[str, list[str]]:
-        """(link, "held", "missed" or "not run" of each target of speed)."""
-
-    def images(self, records: list[dict]) -> list[str]:
-        """Lines that show the first plot, if there is one."""
-
-    def render(self, records: list[dict]) -> list[str]:
-        """The lines of this system."""
+    def target_rows(self, records: list[dict]) -> Rows:
+        """(target, measured, "met", "missed" or "not run", next step) of each target."""
 
     def plots(self, records: list[dict], folder: Path) -> list[Path]:
         """Draws what the records support; the paths written."""
+
+
+def name_of(module: ModuleType) -> str:
+    """The folder of a system's module, which is also the name of its status page."""
+    return module.__name__.split(".")[1]
 
 
 def modules(name: str) -> Iterator[ModuleType]:

@@ -1,4 +1,4 @@
-"""What the parts of the status page share: the records that count, and cells of a table."""
+"""What the status pages share: the records that count, and cells of a table."""
 
 from __future__ import annotations
 
@@ -8,15 +8,22 @@ from dataclasses import dataclass
 from .models import model
 
 NOT_RUN = "not run"
+#: Verdicts on a target that has records.
+MET, MISSED = "met", "missed"
 
 Case = tuple[str, str]  # product, shape label
 
 
 @dataclass(frozen=True)
 class Bench:
-    """The latest record of each (system, product, shape label)."""
+    """The latest record of each (system, product, shape label) on one GPU model."""
 
     records: dict[tuple[str, str, str], dict]
+
+    @property
+    def card(self) -> str:
+        """The GPU model; empty without a record."""
+        return next((model(item["gpu"]) for item in self.records.values()), "")
 
     def get(self, case: Case, system: str = "ours") -> dict | None:
         return self.records.get((system, *case))
@@ -28,13 +35,15 @@ class Bench:
 
 
 def latest(records: list[dict], kernel: str) -> Bench:
-    """The records of one kernel.
+    """The records of one kernel on one GPU model; ValueError if they are of several.
 
     Of several records of a case the one with the latest date counts, then the last line.  One that
     took no time replaces a timed one only if it failed.
     """
     kept: dict[tuple[str, str, str], dict] = {}
     own = [r for r in records if r["kind"] == "bench" and r["kernel"] == kernel]
+    if len(cards := sorted({model(r["gpu"]) for r in own})) > 1:
+        raise ValueError(f"records: expected one GPU model, got {', '.join(cards)}")
     for item in sorted(own, key=lambda r: r["date"]):
         key = (item["system"], item["product"], item["shape"])
         if (

@@ -90,12 +90,12 @@ def _agreed(kept: dict[str, list[dict]]) -> tuple[str, str]:
 
 
 def render(records: list[dict]) -> list[str]:
-    """The lines of this part of the status page."""
+    """The lines of the page of digests."""
     names = models([r for r in records if r["kind"] == "digest"])
     rows = [_row(case, own, names) for case, own in _kept(records).items()]
     ids = _id_rows(records, names)
     return [
-        "## Digests",
+        "# Digests",
         "",
         "`python -m perf digest`: SHA-256 of all results of a case, forward and backward, from",
         "inputs that every machine draws alike; the first digits.  Equal contract ids must mean",

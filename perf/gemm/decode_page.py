@@ -1,4 +1,4 @@
-"""Few rows on the status page: a pure function of the records of `perf bench decode`."""
+"""Few rows on the status page of products: a pure function of the records of `bench decode`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..core import figure
+from ..core import figure, section
 from ..core.counts import Count
-from ..core.tables import NOT_RUN, Bench, folded, geomean, kept, latest, table, times, where
+from ..core.section import Section, benched
+from ..core.tables import MET, MISSED, NOT_RUN, Bench, folded, geomean, kept, latest, times, where
 from . import decode
 
 SYSTEMS = ("chain", "tree", "skinny", "fast", "cublas")
@@ -16,7 +17,7 @@ FEW = [(name, m) for name in decode.SHAPES for m in decode.ROWS]
 CASES = [(name, m) for name, m in (*FEW, *decode.MIDDLE, decode.SHORT_WAVE, *decode.DENSE)]
 #: Bytes from which a weight counts as large.
 LARGE = 100e6
-_MEASURE = "`python -m perf bench decode` on an H200"
+_MEASURE = "`python -m perf bench decode`"
 
 
 def _key(case: tuple[str, int]) -> tuple[str, str]:
@@ -96,8 +97,9 @@ def targets(bench: Bench) -> list[tuple[str, list[float | None], float, float]]:
     ]
 
 
-def _target_rows(bench: Bench) -> list[list[str]]:
-    rows = []
+def target_rows(records: list[dict]) -> list[list[str]]:
+    """(target, measured, verdict, next step) of every target of speed."""
+    bench, rows = latest(records, "decode"), []
     for text, values, mean, each in targets(bench):
         least = f"{text}: >= {mean:.2f}x" + (f", each >= {each:.2f}x" if each else "")
         have = [value for value in values if value is not None]
@@ -107,9 +109,8 @@ def _target_rows(bench: Bench) -> list[list[str]]:
         found = geomean(have)
         held = found >= mean and min(have) >= each
         step = "none" if held else "docs/notes/gemm_sm90.md"
-        rows.append(
-            [least, f"{found:.3f}x (lowest {min(have):.3f}x)", "held" if held else "missed", step]
-        )
+        measured = f"{found:.3f}x (lowest {min(have):.3f}x)"
+        rows.append([least, measured, MET if held else MISSED, step])
     return rows
 
 
@@ -161,38 +162,39 @@ def bits_kept(records: list[dict]) -> list[list[str]]:
         # `kept` asks for what is "ours".
         own = Bench({("ours", *key[1:]): r for key, r in found.items() if key[0] == system})
         keys = [_key(case) for case in cases]
-        rows.append([f"[bits of `{name}` at few rows](#few-rows)", kept(own, keys)])
+        rows.append([f"bits of `{name}` at few rows", kept(own, keys)])
     return rows
 
 
-def verdicts(records: list[dict]) -> list[str]:
-    """Of each target of speed."""
-    return [row[2] for row in _target_rows(latest(records, "decode"))]
-
-
-def render(records: list[dict]) -> list[str]:
-    """The lines of few rows."""
+def _times(records: list[dict]) -> list[str]:
     bench = latest(records, "decode")
-    plot = ["", "![Of the copy's bandwidth](plots/decode.svg)"] if points(bench) else []
-    return [
-        "## Few rows",
+    plot = figure.image("Of the copy's bandwidth", "decode", bench)
+    return [*([plot, ""] if points(bench) else []), *both_orders(bench)]
+
+
+SECTIONS = (
+    Section(
+        "Few rows",
+        """
+        bf16, cold L2, microseconds, in turns. `fast` adds leaves as they arrive. Bits are those
+        of 20 repeats and of each row alone.
+        """,
+        _times,
+        benched("decode"),
+    ),
+    Section(
+        "`skinny_linear`, ordered and not",
         "",
-        "bf16, cold L2, microseconds, in turns.  `fast` adds leaves as they arrive.  Bits are",
-        "those of 20 repeats and of each row alone.",
-        *plot,
-        "",
-        *both_orders(bench),
-        "",
-        "### `skinny_linear`, ordered and not",
-        "",
-        *both_variants(bench),
-        "",
-        "### Targets of few rows",
-        "",
+        lambda records: both_variants(latest(records, "decode")),
+        benched("decode"),
+    ),
+    section.targets(
+        target_rows,
+        benched("decode"),
         "Geometric means; a ratio is the other's time over ours.",
-        "",
-        *table(["target", "measured", "verdict", "next step"], _target_rows(bench)),
-    ]
+        heading="Targets of few rows",
+    ),
+)
 
 
 def points(bench: Bench) -> dict[str, dict[str, list[tuple[int, float]]]]:
@@ -225,4 +227,4 @@ def plots(records: list[dict], folder: Path) -> list[Path]:
     axes.set_ylim(0, 1)
     axes.set_title(figure.title(bench, "few rows"))
     drawn.legend(loc="outside lower center", ncols=4, frameon=False)
-    return figure.save(drawn, folder, "decode")
+    return figure.save(drawn, folder, figure.file_name("decode", bench))

@@ -1,14 +1,29 @@
-"""The part of `linear` and `matmul` on the status page: a pure function of the records."""
+"""The status page of `linear` and `matmul`: a pure function of the records."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from ..core import figure, section
 from ..core.counts import timed
+from ..core.section import Section, benched
 from ..core.speed import Speed
-from ..core.tables import NOT_RUN, Bench, bits, folded, geomean, kept, latest, table, times, where
+from ..core.tables import (
+    MET,
+    MISSED,
+    NOT_RUN,
+    Bench,
+    bits,
+    folded,
+    geomean,
+    kept,
+    latest,
+    times,
+    where,
+)
 from . import decode_page, targets
 
+TITLE = "`linear` and `matmul`"
 KERNELS = ("gemm_sm90", "gemm_skinny_sm90", "gemm_column_sum_sm90")
 SPEED = (
     Speed("`linear`, forward and dx", "gemm", ("fwd", "dx"), "cublas", "cuBLAS", targets.SHAPES),
@@ -18,14 +33,14 @@ SPEED = (
 CASES = [(product, targets.label(name, m)) for product, name, m in targets.cases()]
 COUNTS = (timed("`linear`, `matmul`: products timed", "gemm", set(CASES)), *decode_page.COUNTS)
 NEAR_FLOOR = 0.9  # of the floor: from here on a miss is the rival's doing
-_MEASURE = "`python -m perf bench gemm` on an H200"
+_MEASURE = "`python -m perf bench gemm`"
 
 
 def _next(bench: Bench, product: str, name: str, m: int) -> str:
     """What to do about a case, from its record alone."""
     case = (product, targets.label(name, m))
     own = bench.get(case)
-    measure = f"`python -m perf bench gemm --shape {name} --m {m} --product {product}` on an H200"
+    measure = f"`python -m perf bench gemm --shape {name} --m {m} --product {product}`"
     if own is None or own["status"] == "absent":
         return measure
     if own["status"] != "ok":
@@ -68,8 +83,8 @@ def _target_row(bench: Bench, target: targets.Target) -> list[str]:
     mean = geomean(have)
     measured = f"{mean:.3f}x (lowest {min(have):.3f}x)"
     if mean >= target.at_least and (target.each is None or min(have) >= target.each):
-        return [target.text, measured, "held", "none"]
-    return [target.text, measured, "missed", _after_a_miss(bench, target)]
+        return [target.text, measured, MET, "none"]
+    return [target.text, measured, MISSED, _after_a_miss(bench, target)]
 
 
 def _after_a_miss(bench: Bench, target: targets.Target) -> str:
@@ -126,7 +141,7 @@ def _host_rows(records: list[dict]) -> list[list[str]]:
         measured = f"{own['us']:.1f} us{beside} ({where(own['of'])})"
         held = own["us"] <= limit
         step = "none" if held else targets.HOST_NEXT
-        rows.append([text, measured, "held" if held else "missed", step])
+        rows.append([text, measured, MET if held else MISSED, step])
     return rows
 
 
@@ -154,13 +169,6 @@ def sweep_points(bench: Bench) -> dict[str, list[tuple[int, float]]]:
     return points
 
 
-def images(records: list[dict]) -> list[str]:
-    """The ratios to cuBLAS, if one was measured."""
-    if not ratio_points(latest(records, "gemm")):
-        return []
-    return ["", "![Throughput over cuBLAS](plots/gemm_ratio.svg)"]
-
-
 def plots(records: list[dict], folder: Path) -> list[Path]:
     """The ratios to cuBLAS, and the rates over M."""
     from . import plots as drawn
@@ -168,62 +176,72 @@ def plots(records: list[dict], folder: Path) -> list[Path]:
     return drawn.write(records, folder) + decode_page.plots(records, folder)
 
 
-def _target_rows(records: list[dict]) -> list[list[str]]:
+def dense_target_rows(records: list[dict]) -> list[list[str]]:
+    """Targets of the five shapes, and of the host."""
     bench = latest(records, "gemm")
     return [_target_row(bench, target) for target in targets.TARGETS] + _host_rows(records)
 
 
+def target_rows(records: list[dict]) -> list[list[str]]:
+    """(target, measured, verdict, next step) of every target."""
+    return dense_target_rows(records) + decode_page.target_rows(records)
+
+
 def bits_kept(records: list[dict]) -> list[list[str]]:
     """The promises about bits, as the latest record of each case found them."""
-    return [
-        [
-            "[bits of `linear` and `matmul`](#linear-and-matmul)",
-            kept(latest(records, "gemm"), CASES),
-        ],
-        *decode_page.bits_kept(records),
-    ]
+    return [["bits", kept(latest(records, "gemm"), CASES)], *decode_page.bits_kept(records)]
 
 
-def target_verdicts(records: list[dict]) -> tuple[str, list[str]]:
-    """The verdict of each target of speed."""
-    words = [row[2] for row in _target_rows(records)]
-    return "[speed targets of `linear` and `matmul`](#targets)", words + decode_page.verdicts(
-        records
-    )
-
-
-def render(records: list[dict]) -> list[str]:
-    """The lines of `linear` and `matmul`."""
+def _rates(records: list[dict]) -> list[str]:
     bench = latest(records, "gemm")
-    rivals = tuple(targets.RIVAL_TEXT.values())
-    rates = ["product", "shape", "TFLOP/s", "of floor", "bits", "ran on", "next step"]
-    sweep = ["", "![TFLOP/s over M](plots/gemm_sweep.svg)"] if sweep_points(bench) else []
+    head = ["product", "shape", "TFLOP/s", "of floor", "bits", "ran on", "next step"]
+    ratios = figure.image("Throughput over cuBLAS", "gemm_ratio", bench)
+    sweep = figure.image("TFLOP/s over M", "gemm_sweep", bench)
     return [
-        "## linear and matmul",
-        "",
-        "bf16.  The floor is the time of the card's best product or copy.  Bits are those of 20",
-        "repeats, of rows alone and in the batch (fwd, dx), and of splits of the tokens (dw).",
-        "",
-        *folded(rates, _rate_rows(bench), ("bits", "ran on", "next step")),
-        *sweep,
-        "",
-        "### Rivals",
-        "",
-        *folded(["product", "shape", *rivals], _ratio_rows(bench), rivals),
-        "",
-        "### Targets",
-        "",
-        "Geometric mean over the five shapes at their own M.",
-        "",
-        *table(["target", "measured", "verdict", "next step"], _target_rows(records)),
-        *_not_measured(bench),
-        "",
-        *decode_page.render(records),
+        *([ratios, ""] if ratio_points(bench) else []),
+        *folded(head, _rate_rows(bench), ("bits", "ran on", "next step")),
+        *(["", sweep] if sweep_points(bench) else []),
     ]
 
 
-def _not_measured(bench: Bench) -> list[str]:
-    rivals = bench.records.values()
-    absent = sorted({(r["system"], r["why"]) for r in rivals if r["status"] == "absent"})
-    lines = [f"- {name}: {why}" for name, why in absent]
-    return ["", "### Rivals not measured", "", *lines] if lines else []
+def _ratios(records: list[dict]) -> list[str]:
+    rivals = tuple(targets.RIVAL_TEXT.values())
+    return folded(["product", "shape", *rivals], _ratio_rows(latest(records, "gemm")), rivals)
+
+
+def _counts_for_targets(item: dict) -> bool:
+    """Products that were timed, and what a call of one costs the host."""
+    host = item["kind"] == "bench" and item.get("product") in _HOST_CALLS.values()
+    return host or benched("gemm")(item)
+
+
+def _is_absent(item: dict) -> bool:
+    return item["kind"] == "bench" and (item["kernel"], item["status"]) == ("gemm", "absent")
+
+
+def _absent(records: list[dict]) -> list[str]:
+    rivals = latest(records, "gemm").records.values()
+    found = sorted({(r["system"], r["why"]) for r in rivals if r["status"] == "absent"})
+    return [f"- {name}: {why}" for name, why in found]
+
+
+SECTIONS = (
+    Section(
+        "Products",
+        """
+        bf16. The floor is the time of the card's best product or copy. Bits are those of 20
+        repeats, of rows alone and in the batch (fwd, dx), and of splits of the tokens (dw).
+        """,
+        _rates,
+        benched("gemm"),
+    ),
+    Section("Rivals", "", _ratios, benched("gemm")),
+    section.targets(
+        dense_target_rows,
+        _counts_for_targets,
+        "Geometric mean over the five shapes at their own M.  Host times are of 64 tokens.",
+    ),
+    Section("Rivals not measured", "", _absent, _is_absent),
+    *decode_page.SECTIONS,
+    section.profiles("gemm"),
+)

@@ -28,7 +28,7 @@ def ratio_bars(bench: Bench, folder: Path) -> list[Path]:
     axes.set_ylabel("throughput over cuBLAS")
     axes.set_title(figure.title(bench, "GEMM"))
     drawn.legend(loc="outside lower center", ncols=5, frameon=False)
-    return figure.save(drawn, folder, "gemm_ratio")
+    return figure.save(drawn, folder, figure.file_name("gemm_ratio", bench))
 
 
 def sweep_lines(bench: Bench, folder: Path) -> list[Path]:
@@ -47,7 +47,7 @@ def sweep_lines(bench: Bench, folder: Path) -> list[Path]:
     axes.set_ylim(0, 1.1 * max(rate for points in lines.values() for _, rate in points))
     axes.set_title(figure.title(bench, "GEMM"))
     drawn.legend(loc="outside lower center", ncols=5, frameon=False)
-    return figure.save(drawn, folder, "gemm_sweep")
+    return figure.save(drawn, folder, figure.file_name("gemm_sweep", bench))
 
 
 def write(records: list[dict], folder: Path) -> list[Path]:

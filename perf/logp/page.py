@@ -1,15 +1,30 @@
-"""The part of `linear_logp` on the status page: a pure function of the records."""
+"""The status page of `linear_logp`: a pure function of the records."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..core import section
 from ..core.counts import timed
+from ..core.section import Section, benched
 from ..core.speed import Speed
-from ..core.tables import NOT_RUN, Bench, bits, folded, kept, latest, table, times, where
+from ..core.tables import (
+    MET,
+    MISSED,
+    NOT_RUN,
+    Bench,
+    bits,
+    folded,
+    kept,
+    latest,
+    table,
+    times,
+    where,
+)
 from . import cases
 
+TITLE = "`linear_logp`"
 KERNELS = ("logp_fwd_sm90", "logp_few_sm90", "logp_grad_sm90", "logp_finish_sm90")
 SPEED = (
     Speed("`linear_logp`, both passes", "logp", ("both",), "liger", "Liger"),
@@ -19,7 +34,7 @@ CASES = [(c.which, c.label) for c in cases.cases(list(cases.SHAPES), list(cases.
 WIDE = [case for case in CASES if case[1] in cases.SHAPES]
 DECODE = [case for case in CASES if case not in WIDE]
 COUNTS = (timed("`linear_logp`: passes timed", "logp", set(CASES)),)
-_MEASURE = "`python -m perf bench logp` on an H200"
+_MEASURE = "`python -m perf bench logp`"
 _STEP = "docs/notes/logp_sm90.md"
 
 
@@ -46,7 +61,7 @@ MEMORY = {"fwd": 16.0, "bwd": 256.0}
 
 def bits_kept(records: list[dict]) -> list[list[str]]:
     """Bits over all cases."""
-    return [["[bits of `linear_logp`](#linear_logp)", kept(latest(records, "logp"), CASES)]]
+    return [["bits", kept(latest(records, "logp"), CASES)]]
 
 
 def _row(text: str, values: list[float | None], held, shown: str) -> list[str]:
@@ -55,11 +70,12 @@ def _row(text: str, values: list[float | None], held, shown: str) -> list[str]:
         return [text, NOT_RUN, NOT_RUN, _MEASURE]
     ok = all(held(value) for value in have)
     found = ", ".join(shown.format(value) for value in have)
-    return [text, found, "held" if ok else "missed", "none" if ok else _STEP]
+    return [text, found, MET if ok else MISSED, "none" if ok else _STEP]
 
 
-def _target_rows(bench: Bench) -> list[list[str]]:
-    rows = []
+def target_rows(records: list[dict]) -> list[list[str]]:
+    """(target, measured, verdict, next step) of every target."""
+    bench, rows = latest(records, "logp"), []
     for target in TARGETS:
         values = [bench.ratio((target.which, name), target.rival) for name in cases.SHAPES]
         text = f"{target.which}: {target.text}"
@@ -69,12 +85,6 @@ def _target_rows(bench: Bench) -> list[list[str]]:
         text = f"{which}: at most {most:.0f} MiB beyond its outputs"
         rows.append(_row(text, values, lambda v, m=most: v <= m, "{:.1f} MiB"))
     return rows
-
-
-def target_verdicts(records: list[dict]) -> tuple[str, list[str]]:
-    """Of each target."""
-    rows = _target_rows(latest(records, "logp"))
-    return "[targets of `linear_logp`](#linear_logp)", [row[2] for row in rows]
 
 
 def _cells(item: dict | None) -> list[str]:
@@ -109,36 +119,42 @@ def _decode_rows(bench: Bench) -> list[list[str]]:
     return rows
 
 
-def images(records: list[dict]) -> list[str]:
-    """None so far."""
-    return []
-
-
-def render(records: list[dict]) -> list[str]:
-    """The lines of this system."""
+def _passes(records: list[dict]) -> list[str]:
     bench = latest(records, "logp")
-    head = ["pass", "shape", "ms", "TFLOP/s", "extra MiB", "`tree` ms"]
-    head += ["bits", "ran on"]
-    against = ["pass", "shape", "Liger SM90", "Liger Triton", "quack", "CCE", "torch"]
-    few = ["shape", "ms", "of copy", "Liger SM90", "torch", "bits", "ran on"]
-    return [
-        "## linear_logp",
-        "",
-        "bf16, cold L2, in turns; 128k: 4096 tokens x 4096 x 131072, 152k: 8192 x 4096 x 151936.",
-        "Bits: those of repeats, and of the first tokens alone.  torch: bf16 logits, fp32 softmax.",
-        "",
-        *folded(head, _wide_rows(bench), ("bits", "ran on")),
-        "",
-        *table(against, _ratio_rows(bench)),
-        "",
-        "### Steps of decoding",
-        "",
-        *folded(few, _decode_rows(bench), ("bits", "ran on")),
-        "",
-        "### Targets of linear_logp",
-        "",
-        *table(["target", "measured", "verdict", "next step"], _target_rows(bench)),
-    ]
+    head = ["pass", "shape", "ms", "TFLOP/s", "extra MiB", "`tree` ms", "bits", "ran on"]
+    return folded(head, _wide_rows(bench), ("bits", "ran on"))
+
+
+def _rivals(records: list[dict]) -> list[str]:
+    head = ["pass", "shape", "Liger SM90", "Liger Triton", "quack", "CCE", "torch"]
+    return table(head, _ratio_rows(latest(records, "logp")))
+
+
+def _decoding(records: list[dict]) -> list[str]:
+    head = ["shape", "ms", "of copy", "Liger SM90", "torch", "bits", "ran on"]
+    return folded(head, _decode_rows(latest(records, "logp")), ("bits", "ran on"))
+
+
+SECTIONS = (
+    Section(
+        "Passes",
+        """
+        bf16, cold L2, in turns; 128k: 4096 tokens x 4096 x 131072, 152k: 8192 x 4096 x 151936.
+        Bits: those of repeats, and of the first tokens alone.
+        """,
+        _passes,
+        benched("logp"),
+    ),
+    Section(
+        "Rivals",
+        "torch: bf16 logits, fp32 softmax.",
+        _rivals,
+        benched("logp"),
+    ),
+    Section("Steps of decoding", "", _decoding, benched("logp")),
+    section.targets(target_rows, benched("logp")),
+    section.profiles("logp"),
+)
 
 
 def plots(records: list[dict], folder: Path) -> list[Path]:

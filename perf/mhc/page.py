@@ -1,15 +1,18 @@
-"""The part of mHC on the status page: a pure function of the records."""
+"""The status page of mHC: a pure function of the records."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..core import section
 from ..core.counts import timed
+from ..core.section import Section, benched
 from ..core.speed import Speed
-from ..core.tables import NOT_RUN, Bench, bits, folded, kept, latest, table, times, where
+from ..core.tables import MET, MISSED, NOT_RUN, Bench, bits, folded, kept, latest, times, where
 from . import cases
 
+TITLE = "mHC"
 KERNELS = (
     "mhc_project_sm90",
     "mhc_project_bwd_sm90",
@@ -30,7 +33,7 @@ _NC = cases.cases(list(cases.OPS), [8192], list(cases.CHANNELS), "nc")
 _TARGETED = [(case.product, case.label) for case in _CN]
 CASES = [*_TARGETED, *((case.product, case.label) for case in _NC)]
 COUNTS = (timed("mHC: ops and sites timed", "mhc", set(CASES)),)
-_MEASURE = "`python -m perf bench mhc` on an H200"
+_MEASURE = "`python -m perf bench mhc`"
 _STEP = "docs/notes/mhc_sm90.md"
 
 
@@ -71,11 +74,12 @@ TARGETS = (
 
 def bits_kept(records: list[dict]) -> list[list[str]]:
     """Bits over all cases."""
-    return [["[bits of mHC](#mhc)", kept(latest(records, "mhc"), CASES)]]
+    return [["bits", kept(latest(records, "mhc"), CASES)]]
 
 
-def _target_rows(bench: Bench) -> list[list[str]]:
-    rows = []
+def target_rows(records: list[dict]) -> list[list[str]]:
+    """(target, measured, verdict, next step) of every target."""
+    bench, rows = latest(records, "mhc"), []
     for target in TARGETS:
         values = []
         for key in (key for key in _TARGETED if key[0] == target.product):
@@ -88,13 +92,8 @@ def _target_rows(bench: Bench) -> list[list[str]]:
         ok = min(have) >= target.at_least
         form = "{:.0%}" if target.of_copy else "{:.2f}x"
         shown = f"{form.format(min(have))} to {form.format(max(have))}, {len(have)} sizes"
-        rows.append([target.text, shown, "held" if ok else "missed", "none" if ok else _STEP])
+        rows.append([target.text, shown, MET if ok else MISSED, "none" if ok else _STEP])
     return rows
-
-
-def target_verdicts(records: list[dict]) -> tuple[str, list[str]]:
-    """Of each target."""
-    return "[targets of mHC](#mhc)", [row[2] for row in _target_rows(latest(records, "mhc"))]
 
 
 def _rows(bench: Bench) -> list[list[str]]:
@@ -109,30 +108,27 @@ def _rows(bench: Bench) -> list[list[str]]:
     return rows
 
 
-def images(records: list[dict]) -> list[str]:
-    """None so far."""
-    return []
-
-
-def render(records: list[dict]) -> list[str]:
-    """The lines of this system."""
-    bench = latest(records, "mhc")
+def _ops(records: list[dict]) -> list[str]:
     head = ["op", "tokens x C", "us", "of the copy", "TE", "TE ordered", "bits", "ran on"]
-    rows = _rows(bench)
-    return [
-        "## mHC",
-        "",
-        "n = 4, bf16 streams (..., C, n) or, where it says nc, (..., n, C); fp32 weights; cold L2,",
-        "in turns.  Targets are of the first layout, TransformerEngine's.  Of the copy: the bytes",
-        "that the op must move, at the bandwidth of a copy in that run.  TE: TransformerEngine's",
-        "Triton kernels with atomics, and without them in the projection; their time over ours.",
-        "",
-        *(folded(head, rows, ("bits", "ran on")) if rows else [NOT_RUN]),
-        "",
-        "### Targets of mHC",
-        "",
-        *table(["target", "measured", "verdict", "next step"], _target_rows(bench)),
-    ]
+    rows = _rows(latest(records, "mhc"))
+    return folded(head, rows, ("bits", "ran on")) if rows else [NOT_RUN]
+
+
+SECTIONS = (
+    Section(
+        "Ops and sites",
+        """
+        n = 4, bf16 streams (..., C, n) or, where it says nc, (..., n, C); fp32 weights; cold L2,
+        in turns. Targets are of the first layout, TransformerEngine's. Of the copy: the bytes
+        that the op must move, at the bandwidth of a copy in that run. TE: TransformerEngine's
+        Triton kernels with atomics, and without them in the projection; their time over ours.
+        """,
+        _ops,
+        benched("mhc"),
+    ),
+    section.targets(target_rows, benched("mhc")),
+    section.profiles("mhc"),
+)
 
 
 def plots(records: list[dict], folder: Path) -> list[Path]:

@@ -1,17 +1,19 @@
-"""The part of a whole model on the status page: a pure function of the records."""
+"""The status page of a whole model: a pure function of the records."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import NamedTuple
 
+from ..core import section
 from ..core.counts import timed
-from ..core.models import model
+from ..core.section import Section, benched
 from ..core.speed import Speed
-from ..core.tables import NOT_RUN, Bench, bits, by_card, folded, kept, latest, table, times, where
+from ..core.tables import MET, MISSED, NOT_RUN, Bench, bits, folded, kept, latest, times, where
 from . import host, shapes
 from .llama import SYSTEMS, Size
 
+TITLE = "A whole model"
 KERNELS = ()
 SPEED = (Speed("a Llama's training step", "model", ("training",), "torch", "torch"),)
 STEPS = [(part, f"{b}x{n}") for part, sizes in shapes.TIMED.items() for b, n in sizes]
@@ -20,11 +22,6 @@ PROMISES = [("audit", shapes.AUDIT), *(case for case in STEPS if case[0] == "rep
 COUNTS = (timed("steps of a whole model timed", "model", set(STEPS)),)
 _MEASURE = "`python -m perf bench model`"
 _STEP = "time the parts of a call on that host: the node, the look for a known call, the launch"
-
-
-def cards_of(records: list[dict]) -> dict[str, Bench]:
-    """The latest of the model at its usual size on each GPU model."""
-    return by_card([r for r in records if r.get("model") == Size().label], "model")
 
 
 def bench_of(records: list[dict]) -> Bench:
@@ -53,32 +50,27 @@ HOST_TARGETS = {"host linear": 12.0, "host linear, grad": 22.0, "host attention"
 
 def bits_kept(records: list[dict]) -> list[list[str]]:
     """Of the patched model: the audit, and each decoding step of a CUDA graph."""
-    return [["[bits of a whole model](#a-whole-model)", kept(bench_of(records), PROMISES)]]
+    return [["bits", kept(bench_of(records), PROMISES)]]
 
 
-def _target_rows(cards: dict[str, Bench]) -> list[list[str]]:
-    """Target, GPU model, measured, verdict, next step; of each target on each card."""
-    if not cards:
-        texts = [target.text for target in TARGETS] + [_host_text(name) for name in HOST_TARGETS]
-        return [[text, NOT_RUN, NOT_RUN, NOT_RUN, _MEASURE] for text in texts]
-    rows = []
+def target_rows(records: list[dict]) -> list[list[str]]:
+    """(target, measured, verdict, next step) of every target."""
+    bench, rows = bench_of(records), []
     for target in TARGETS:
-        for card, bench in cards.items():
-            rival = bench.ratio(("training", "4x2048"), target.rival, target.system)
-            if rival is None:
-                rows.append([target.text, card, NOT_RUN, NOT_RUN, _MEASURE])
-                continue
-            verdict = ("held", "none") if 1 / rival <= target.at_most else ("missed", _MEASURE)
-            rows.append([target.text, card, f"{1 / rival:.2f}x", *verdict])
+        rival = bench.ratio(("training", "4x2048"), target.rival, target.system)
+        if rival is None:
+            rows.append([target.text, NOT_RUN, NOT_RUN, _MEASURE])
+            continue
+        verdict = (MET, "none") if 1 / rival <= target.at_most else (MISSED, _MEASURE)
+        rows.append([target.text, f"{1 / rival:.2f}x", *verdict])
     for product, most in HOST_TARGETS.items():
-        for card, bench in cards.items():
-            own, rival = (bench.get((product, host.SHAPE), name) for name in ("ours", "torch"))
-            if own is None or rival is None:
-                rows.append([_host_text(product), card, NOT_RUN, NOT_RUN, _MEASURE])
-                continue
-            verdict = ("held", "none") if own["host_us"] <= most else ("missed", _STEP)
-            measured = f"{own['host_us']:.1f} us; torch {rival['host_us']:.1f} us"
-            rows.append([_host_text(product), card, measured, *verdict])
+        own, rival = (bench.get((product, host.SHAPE), name) for name in ("ours", "torch"))
+        if own is None or rival is None:
+            rows.append([_host_text(product), NOT_RUN, NOT_RUN, _MEASURE])
+            continue
+        verdict = (MET, "none") if own["host_us"] <= most else (MISSED, _STEP)
+        measured = f"{own['host_us']:.1f} us; torch {rival['host_us']:.1f} us"
+        rows.append([_host_text(product), measured, *verdict])
     return rows
 
 
@@ -100,22 +92,20 @@ def _host_rows(bench: Bench) -> list[list[str]]:
     return rows
 
 
-def target_verdicts(records: list[dict]) -> tuple[str, list[str]]:
-    """Of each target."""
-    rows = _target_rows(cards_of(records))
-    return "[targets of a whole model](#targets-of-a-whole-model)", [row[3] for row in rows]
-
-
 def _audits(records: list[dict]) -> list[str]:
-    """A line for each size of the model, the usual one first, and each GPU model."""
-    own = [r for r in records if r.get("kernel") == "model" and r.get("product") == "audit"]
+    """A line for each size of the model, the usual one first."""
+    own = [r for r in records if _is_audit(r)]
     usual = Size().label
-    found = {(r["model"] != usual, r["model"], model(r["gpu"])) for r in own}
-    lines = [] if any(not other for other, *_ in found) else _audit(usual, None)
-    for _, size, card in sorted(found):
-        chosen = [r for r in own if r["model"] == size and model(r["gpu"]) == card]
-        lines += _audit(size, latest(chosen, "model").get(("audit", shapes.AUDIT)))
-    return lines
+    sizes = sorted({usual, *(r["model"] for r in own)}, key=lambda size: (size != usual, size))
+    lines = []
+    for size in sizes:
+        chosen = latest([r for r in own if r["model"] == size], "model")
+        lines += _audit(size, chosen.get(("audit", shapes.AUDIT)))
+    return lines[:-1]
+
+
+def _is_audit(item: dict) -> bool:
+    return (item["kind"], item.get("kernel"), item.get("product")) == ("bench", "model", "audit")
 
 
 def _audit(size: str, own: dict | None) -> list[str]:
@@ -141,42 +131,59 @@ def _rows(bench: Bench) -> list[list[str]]:
     return rows
 
 
-def images(records: list[dict]) -> list[str]:
-    """None so far."""
-    return []
-
-
-def render(records: list[dict]) -> list[str]:
-    """The lines of a whole model."""
-    cards = cards_of(records)
+def _steps(records: list[dict]) -> list[str]:
     head = ["step, batch x tokens", "system", "ms", ", ".join(SYSTEMS[:2]), "bits", "ran on"]
-    steps = [rows for bench in cards.values() if (rows := _rows(bench))]
-    call = ["call", "ours, us", "its launch, us", "torch, us", "torch over ours", "ran on"]
-    calls = [rows for bench in cards.values() if (rows := _host_rows(bench))]
-    return [
-        "## A whole model",
-        "",
-        "A Llama of hidden 2048, 16 layers, 32 and 8 heads, random bf16 weights, by `ck.patch` and",
-        "as it is, either compiled or not.  Training: forward and backward.  Generating: one token",
-        "more in a dynamic cache, awaited, so with the host's part; replaying: the same in a CUDA",
-        "graph on a static one.  Ratios: torch's time over that system's.  Bits: the graph's",
-        "logits are those of one pass.",
-        "",
-        *_audits(records),
-        *(line for rows in steps for line in (*folded(head, rows, ("ran on",)), "")),
-        *([] if steps else [f"Steps: {NOT_RUN}.", ""]),
-        "### What a call costs the host",
-        "",
-        f"Microseconds of one call at {host.TOKENS} tokens and {host.HIDDEN} columns, the least of",
-        "many turns, ours and torch's in one process; grad: with the node of the graph.  Hosts",
-        "differ: compare within a table.",
-        "",
-        *(line for rows in calls for line in (*folded(call, rows, ("ran on",)), "")),
-        *([] if calls else [f"Calls: {NOT_RUN}.", ""]),
-        "### Targets of a whole model",
-        "",
-        *table(["target", "on", "measured", "verdict", "next step"], _target_rows(cards)),
-    ]
+    rows = _rows(bench_of(records))
+    return folded(head, rows, ("ran on",)) if rows else [f"Steps: {NOT_RUN}."]
+
+
+def _calls(records: list[dict]) -> list[str]:
+    head = ["call", "ours, us", "its launch, us", "torch, us", "torch over ours", "ran on"]
+    rows = _host_rows(bench_of(records))
+    return folded(head, rows, ("ran on",)) if rows else [f"Calls: {NOT_RUN}."]
+
+
+def _is_step(item: dict) -> bool:
+    return benched("model")(item) and "median_us" in item
+
+
+def _is_call(item: dict) -> bool:
+    return benched("model")(item) and "host_us" in item
+
+
+SECTIONS = (
+    Section(
+        "Audit",
+        """
+        A Llama of hidden 2048, 16 layers, 32 and 8 heads, random bf16 weights, by `ck.patch` and
+        as it is: rows of one pass that differ from those of another batch.
+        """,
+        _audits,
+        _is_audit,
+    ),
+    Section(
+        "Steps",
+        """
+        The same Llama, either compiled or not. Training: forward and backward. Generating: one
+        token more in a dynamic cache, awaited, so with the host's part; replaying: the same in a
+        CUDA graph on a static one. Ratios: torch's time over that system's. Bits: the graph's
+        logits are those of one pass.
+        """,
+        _steps,
+        _is_step,
+    ),
+    Section(
+        "What a call costs the host",
+        f"""
+        Microseconds of one call at {host.TOKENS} tokens and {host.HIDDEN} columns, the least of
+        many turns, ours and torch's in one process; grad: with the node of the graph. Hosts
+        differ: compare within a table.
+        """,
+        _calls,
+        _is_call,
+    ),
+    section.targets(target_rows, benched("model")),
+)
 
 
 def plots(records: list[dict], folder: Path) -> list[Path]:

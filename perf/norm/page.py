@@ -1,15 +1,18 @@
-"""The part of norm on the status page: a pure function of the records."""
+"""The status page of norms: a pure function of the records."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..core import section
 from ..core.counts import timed
+from ..core.section import Section, benched
 from ..core.speed import Speed
-from ..core.tables import NOT_RUN, Bench, bits, by_card, folded, kept, latest, table, times, where
+from ..core.tables import MET, MISSED, NOT_RUN, Bench, bits, folded, kept, latest, times, where
 from . import cases
 
+TITLE = "Norms"
 KERNELS = ("norm_fwd_sm90", "norm_bwd_sm90", "norm_sums_sm90")
 SPEED = (
     Speed("`rms_norm`, both passes", "norm", ("rms_norm fwd", "rms_norm bwd"), "quack", "quack"),
@@ -20,7 +23,7 @@ SPEED = (
 _ALL = cases.cases(list(cases.OPS), list(cases.SIZES))
 CASES = [(case.product, case.label) for case in _ALL]
 COUNTS = (timed("norms timed", "norm", set(CASES)),)
-_MEASURE = "`python -m perf bench norm` on an H200"
+_MEASURE = "`python -m perf bench norm`"
 _STEP = "docs/notes/norm_sm90.md"
 #: Side by side in a column each.
 _RIVALS = (("torch", "compiled"), ("liger", "quack"), ("copy",))
@@ -79,36 +82,22 @@ TARGETS = (
 
 def bits_kept(records: list[dict]) -> list[list[str]]:
     """Bits over all cases."""
-    return [["[bits of norms](#norms)", kept(latest(records, "norm"), CASES)]]
+    return [["bits", kept(latest(records, "norm"), CASES)]]
 
 
-def _cards(records: list[dict]) -> dict[str, Bench]:
-    """Each GPU model that norms were timed on, and its records."""
-    return by_card(records, "norm")
-
-
-def _target_rows(cards: dict[str, Bench]) -> list[list[str]]:
-    """Of each target on each card."""
-    if not cards:
-        return [[target.text, NOT_RUN, NOT_RUN, NOT_RUN, _MEASURE] for target in TARGETS]
-    rows = []
+def target_rows(records: list[dict]) -> list[list[str]]:
+    """(target, measured, verdict, next step) of every target."""
+    bench, rows = latest(records, "norm"), []
     for target in TARGETS:
-        for name, bench in cards.items():
-            have = target.values(bench)
-            if not have:
-                rows.append([target.text, name, NOT_RUN, NOT_RUN, _MEASURE])
-                continue
-            ok = min(have) >= target.at_least
-            form = "{:.0%}" if target.share else "{:.2f}x"
-            shown = f"{form.format(min(have))} to {form.format(max(have))}, {len(have)} sizes"
-            verdict = ["held", "none"] if ok else ["missed", _STEP]
-            rows.append([target.text, name, shown, *verdict])
+        have = target.values(bench)
+        if not have:
+            rows.append([target.text, NOT_RUN, NOT_RUN, _MEASURE])
+            continue
+        ok = min(have) >= target.at_least
+        form = "{:.0%}" if target.share else "{:.2f}x"
+        shown = f"{form.format(min(have))} to {form.format(max(have))}, {len(have)} sizes"
+        rows.append([target.text, shown, *([MET, "none"] if ok else [MISSED, _STEP])])
     return rows
-
-
-def target_verdicts(records: list[dict]) -> tuple[str, list[str]]:
-    """Of each target on each card."""
-    return "[targets of norms](#norms)", [row[3] for row in _target_rows(_cards(records))]
 
 
 def _rows(bench: Bench) -> list[list[str]]:
@@ -125,29 +114,26 @@ def _rows(bench: Bench) -> list[list[str]]:
     return rows
 
 
-def images(records: list[dict]) -> list[str]:
-    """None so far."""
-    return []
+def _ops(records: list[dict]) -> list[str]:
+    head = ["op", "rows x D", "time, of the copy", *map(", ".join, _RIVALS), "bits", "ran on"]
+    rows = _rows(latest(records, "norm"))
+    return folded(head, rows, ("bits", "ran on")) if rows else [NOT_RUN]
 
 
-def render(records: list[dict]) -> list[str]:
-    """The lines of this system."""
-    names = map(", ".join, _RIVALS)
-    head = ["op", "rows x D", "time, of the copy", *names, "bits", "ran on"]
-    cards = _cards(records)
-    tables = [folded(head, _rows(bench), ("bits", "ran on")) for bench in cards.values()]
-    return [
-        "## Norms",
-        "",
-        "bf16 rows and weights; cold L2, in turns.  Of the copy: the bytes that the op must move,",
-        "at the bandwidth of a large copy in that run.  Rivals: their time over ours; copy: one of",
-        "as many bytes, which has a kernel's start and end in it too.",
-        "",
-        *(line for lines in tables or [[NOT_RUN]] for line in (*lines, "")),
-        "### Targets of norms",
-        "",
-        *table(["target", "on", "measured", "verdict", "next step"], _target_rows(cards)),
-    ]
+SECTIONS = (
+    Section(
+        "Ops",
+        """
+        bf16 rows and weights; cold L2, in turns. Of the copy: the bytes that the op must move, at
+        the bandwidth of a large copy in that run. Rivals: their time over ours; copy: one of as
+        many bytes, which has a kernel's start and end in it too.
+        """,
+        _ops,
+        benched("norm"),
+    ),
+    section.targets(target_rows, benched("norm")),
+    section.profiles("norm"),
+)
 
 
 def plots(records: list[dict], folder: Path) -> list[Path]:

@@ -1,8 +1,9 @@
-"""The questions for the hardware on the status page, and what the card answered."""
+"""The status page of the questions for the hardware, and what each GPU model answered."""
 
 from __future__ import annotations
 
 from ..core.counts import recorded
+from ..core.section import Section
 from ..core.tables import NOT_RUN, folded, where
 from .questions import MIN_OUTPUTS, QUESTIONS
 
@@ -52,6 +53,14 @@ def _answer(last: dict) -> str:
     return "; ".join(parts)
 
 
+SECTION = Section(
+    "Questions and answers",
+    "",
+    lambda records: folded(_HEAD, _rows(records), ("ran on",)),
+    lambda item: item["kind"] == "probe",
+)
+
+
 def render(records: list[dict]) -> list[str]:
-    """The lines of this part of the status page."""
-    return ["## Questions for the hardware", "", *folded(_HEAD, _rows(records), ("ran on",))]
+    """The lines of the page of questions."""
+    return ["# The hardware", "", *SECTION.render(records)]

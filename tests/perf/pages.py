@@ -1,8 +1,20 @@
-"""Reads rows of a Markdown page."""
+"""Makes a status page of some records, and reads rows of a Markdown page."""
 
 from __future__ import annotations
 
 import re
+
+from perf import report
+
+
+def made(name: str, *records: dict) -> str:
+    """The status page of a system, by the name of its folder."""
+    return report.pages(list(records), [])[f"status/{name}.md"]
+
+
+def index(*records: dict) -> str:
+    """The index of the status pages."""
+    return report.pages(list(records), [])["status.md"]
 
 
 def row(page: str, *start: str) -> list[str]:

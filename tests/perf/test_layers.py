@@ -77,7 +77,7 @@ def test_every_system_has_the_modules_that_are_looked_for():
     # And of the whole model.
     assert {len(found) for found in parts.values()} == {len(FOLDERS) + 1}
     wanted = {
-        name for name in (*vars(systems.Page), "KERNELS", "COUNTS", "SPEED") if name[0] != "_"
+        name for name in (*vars(systems.Page), *systems.Page.__annotations__) if name[0] != "_"
     }
     for page in parts["page"]:
         assert wanted <= vars(page).keys(), page

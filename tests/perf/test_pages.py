@@ -7,10 +7,11 @@ import json
 import pytest
 
 from perf.core import record
+from perf.core.models import model
 from perf.probes.questions import MIN_OUTPUTS, QUESTIONS
 
-#: The runs that the pages quote, by file of records.
-COMMITS = dict.fromkeys(("probes", "tune", "profile"), "d59b64c")
+#: The pages quote the newest run on this GPU model; of profiles and variants, that of products.
+CARD = "H200"
 TILES = ("64x128", "128x128", "128x192")  # of the promotion probe
 
 
@@ -19,8 +20,12 @@ def page(path: str) -> str:
 
 
 def records(name: str) -> list[dict]:
+    """The records of the newest run."""
     lines = (record.RESULTS / f"{name}.jsonl").read_text().splitlines()
-    return [r for r in map(json.loads, lines) if r["commit"] == COMMITS[name]]
+    own = [r for r in map(json.loads, lines) if model(r["gpu"]) == CARD]
+    own = [r for r in own if name == "probes" or r["kernel"] == "gemm"]
+    newest = max(own, key=lambda r: r["date"])["commit"]
+    return [r for r in own if r["commit"] == newest]
 
 
 def row(text: str, start: str) -> str:

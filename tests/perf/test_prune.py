@@ -1,4 +1,4 @@
-"""The newest record of each case stays, and with it the status page."""
+"""The newest record of each case stays, and with it the status pages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_time_stays_under_a_later_record_without_one():
     assert prune.newest(records) == records[2:]
 
 
-def test_the_page_is_that_of_all_records():
+def test_the_pages_are_those_of_all_records():
     """Older records with other times, at random places, change nothing."""
     newest = record.read_all()
     draw, aged = random.Random(1), []
@@ -54,7 +54,7 @@ def test_the_page_is_that_of_all_records():
         aged.append(one)
     certificates = report.load_certificates()
     assert len(aged) > len(newest) > 2000
-    assert report.render(aged, certificates) == report.render(newest, certificates)
+    assert report.pages(aged, certificates) == report.pages(newest, certificates)
 
 
 def test_records_are_dropped_and_counted(tmp_path):

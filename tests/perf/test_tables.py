@@ -10,12 +10,13 @@ from perf import cards, report, verdict
 from perf.attention import targets
 from perf.attention.page import label as case_label
 from perf.core import record
+from perf.core.models import MODELS
 from perf.digest.cases import CASES
 from tests.perf.attention.records import bench as attention
 from tests.perf.attention.records import every
 from tests.perf.digest.records import digested
 from tests.perf.gemm.records import bench, forward
-from tests.perf.pages import row
+from tests.perf.pages import index, row
 from tests.perf.probes.records import probe
 
 #: Of a laptop's 1366 pixels a table gets 742.  A column takes its longest word and 20 more; letters
@@ -64,7 +65,7 @@ def test_the_digests_of_both_models_fit_a_laptop():
     made = [
         digested(case.name, gpu) for case in CASES for gpu in ("NVIDIA H100 PCIe", "NVIDIA H200")
     ]
-    for rows in found_tables(report.render(made, [])):
+    for rows in found_tables("\n".join(report.pages(made, []).values())):
         assert len(rows[0]) <= 8 and least_width(rows) <= PAGE, rows[0]
 
 
@@ -77,9 +78,12 @@ def test_packs_fit_a_laptop_whatever_each_card_said():
             held = {"repeat": True, "alone": gpu == "NVIDIA H200"}
             more = {"gpu": gpu, "bitwise": held, "rivals": rivals, "us": 12_345.0}
             made += [attention(size, w, system="ours_pack", **more) for w in ("fwd", "bwd")]
-        part = report.render(made, []).split("### Packed sequences")[1].split("\n### ")[0]
-        (rows,) = found_tables(part)
-        assert len(rows) == 4 and len(rows[0]) <= 8 and least_width(rows) <= PAGE, rows
+        page = report.pages(made, [])["status/attention.md"]
+        part = page.split("## Packed sequences")[1].split("\n## ")[0]
+        tables = found_tables(part)
+        assert len(tables) == len(set(gpus))
+        for rows in tables:
+            assert len(rows) == 4 and len(rows[0]) <= 8 and least_width(rows) <= PAGE, rows
 
 
 def test_a_table_that_is_too_wide_is_seen():
@@ -89,35 +93,36 @@ def test_a_table_that_is_too_wide_is_seen():
     assert len(rows) == 2 and least_width(rows) > PAGE
 
 
-def test_the_page_begins_with_its_verdict_and_a_plot():
-    page = report.render(record.read_all(), report.load_certificates())
-    assert page.startswith("# Status\n\n| question | verdict |\n")
-    plot = page.index("![")
-    assert plot < page.index("\n## ") and page.index("\n| --- | --- |") < plot
-    assert len(found_tables(page[:plot])) == 1
+def test_the_index_is_one_table_of_systems_and_cards():
+    page = report.pages(record.read_all(), report.load_certificates())["status.md"]
+    (rows,) = found_tables(page)
+    assert rows[0][:4] == ["system", "verdict on", *MODELS] and len(page.splitlines()) < 50
+    linked = set(re.findall(r"\]\((status/[\w.]+)", page))
+    assert linked == set(report.pages([], [])) - {"status.md"}
 
 
 def test_the_verdict_counts_targets_and_bits():
-    def said(question: str) -> str:
-        page = report.render(records, [])
-        return (
-            next(x for x in page.splitlines() if f"[{question}]" in x).split(" | ")[1].strip("| ")
-        )
+    def said(system: str, verdict_on: str) -> str:
+        (found,) = [
+            line.split(" | ")
+            for line in index(*records).splitlines()
+            if f"](status/{system}.md) | {verdict_on} |" in line
+        ]
+        assert found[2].removeprefix("[").startswith("not run")
+        return re.sub(r"\[|\]\(.*\)", "", found[3]).strip("| ")
 
     records: list[dict] = []
-    for question in ("bits of `linear` and `matmul`", "bits of attention"):
-        assert said(question) == "not run"
-    assert said("speed targets of `linear` and `matmul`") == "14 not run"
-    assert said("speed targets of attention") == "13 not run"
+    for system in ("gemm", "attention"):
+        assert said(system, "bits") == said(system, "targets") == "not run"
     records = [*forward(0.96), *every(1.01)]
-    assert said("speed targets of `linear` and `matmul`") == "1 held, 13 not run"
-    assert said("bits of `linear` and `matmul`") == "kept in 5 of 30 cases"
-    assert said("bits of attention") == "kept in 56 of 112 cases"
+    assert said("gemm", "targets") == "1 met, 13 not run"
+    assert said("gemm", "bits") == "kept in 5 of 30 cases"
+    assert said("attention", "bits") == "kept in 56 of 112 cases"
     size = targets.cases()[-1]
     item = next(r for r in records if r["shape"] == case_label(size))
     item["bitwise"]["repeat"] = False
     broken = f"kept in 55 of 112 cases; broken in bwd {case_label(size)}"
-    assert said("bits of attention") == broken
+    assert said("attention", "bits") == broken
 
 
 def test_each_model_has_a_column_from_its_own_records():
@@ -146,5 +151,6 @@ def test_questions_and_passes_are_counted_where_they_ran():
 
 
 def test_the_verdict_of_no_record_is_not_run():
-    words = [line.split(" | ")[1].strip(" |") for line in verdict.render([], [])[2:]]
-    assert words[:5] == ["not run"] * 5
+    (rows,) = found_tables("\n".join(verdict.index([])))
+    cells = [re.sub(r"\[|\]\(.*\)", "", cell) for row in rows[1:] for cell in row[2:]]
+    assert set(cells) == {"not run"} and len(cells) > 2 * 6

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from perf import report
 from perf.attention import soak_cases, soak_page
 from perf.core import record, sanitize
-from tests.perf.pages import row
+from tests.perf.pages import made, row
 
-_SOAK = "[bits of attention beside other work](#the-same-bytes-again-and-again)"
+_SOAK = "bits beside other work"
 
 
 def head(kind: str, commit: str = "0123456789abcdef", day: int = 20) -> dict:
@@ -25,7 +24,7 @@ def soaked(case: soak_cases.Case, dq: int = 0, **more) -> dict:
 
 
 def rendered(*records: dict) -> str:
-    return "\n".join(soak_page.render(list(records)))
+    return made("attention", *records)
 
 
 def ours(dim: int, dtype: str, ordered: bool = True) -> list[soak_cases.Case]:
@@ -42,7 +41,6 @@ def test_without_records_every_row_says_not_run():
     for case in (*sanitize.TOOLS, sanitize.PLANTED):
         assert row(text, case)[1:] == ["not run"]
     assert text.count("Every row: ran on: not run.") == 2
-    assert "### The same bytes" in report.render([], [])
 
 
 def test_records_of_a_row_are_added_up():
@@ -76,9 +74,9 @@ def test_the_totals_leave_the_controls_out():
     assert soak_page.totals(records) == (10_000, 10_000, 0)
     bad = soaked(ordered[0], 7)
     assert soak_page.totals([*records[1:], bad]) == (10_000, 10_000, 14)  # calls and replays
-    said = row(report.render([*records, bad], []), _SOAK)[1]
+    said = row(rendered(*records, bad), _SOAK)[2]
     assert said == "14 differing bytes in 10,000 calls and 10,000 graph replays"
-    assert row(report.render([], []), _SOAK)[1] == "not run"
+    assert row(rendered(), _SOAK)[1:] == ["not run"] * 2
 
 
 def test_a_control_shows_what_it_saw():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from perf import report
+from perf import verdict
 from perf.digest import page
 from perf.digest.cases import CASES
 from tests.perf.digest.records import H100, H200, NAME, digested
@@ -55,10 +55,9 @@ def test_both_models_with_one_id_agree_or_differ():
     assert ids[1:] == ["8", "8"]
     records[0] = digested(digest="e")
     assert row(rendered(*records), f"`{NAME}`")[3] == "differs"
-    verdict = row(state(*records), "models against each other")[1:]
-    assert verdict == [f"{ALL} of {ALL}", f"differs: {NAME}"]
-    said = row(report.render(records, []), "[the same bits on H100 and H200](#digests)")[1]
-    assert said == f"equal digests in {ALL - 1} of {ALL} cases, 1 differ"
+    found = row(state(*records), "models against each other")[1:]
+    assert found == [f"{ALL} of {ALL}", f"differs: {NAME}"]
+    assert verdict.agreed(records) == f"equal digests in {ALL - 1} of {ALL} cases, 1 differ"
 
 
 @pytest.mark.parametrize("field", ["contract_id", "inputs"])

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from perf import report
 from perf.core.tables import where
 from perf.gemm import targets
 from perf.probes.questions import QUESTIONS
 from tests.perf.gemm.records import bench, forward
-from tests.perf.pages import facts, row
+from tests.perf.pages import facts, made, row
 
 PROFILE = "`python -m perf profile gemm --shape"
 
 
 def rates(page: str, product: str, shape: str) -> dict[str, str]:
-    return facts(page, "## linear and matmul", product, shape)
+    return facts(page, "## Products", product, shape)
 
 
 def test_without_records_every_row_says_not_run():
-    page = report.render([], [])
+    page = made("gemm")
     assert len(targets.cases()) == 30
     for product, name, m in targets.cases():
         case = (product, targets.label(name, m))
@@ -27,26 +26,27 @@ def test_without_records_every_row_says_not_run():
         assert found.pop("next step").startswith("`python -m perf bench gemm")
         assert (found.pop("product"), found.pop("shape")) == case
         assert len(found) == 4 and set(found.values()) == {"not run"}
-        ratios = list(facts(page, "### Rivals", *case).values())[2:]
+        ratios = list(facts(page, "## Rivals", *case).values())[2:]
         assert ratios == ["not run"] * len(targets.RIVAL_TEXT)
     for target in targets.TARGETS:
         assert row(page, target.text)[1:3] == ["not run", "not run"]
         assert row(page, target.text)[3].startswith("`python -m perf bench gemm`")
+    hardware = made("probes")
     for question in QUESTIONS:
-        assert row(page, f"{question.number}. {question.text}")[1] == "not run"
+        assert row(hardware, f"{question.number}. {question.text}")[1] == "not run"
 
 
 def test_a_record_fills_its_row_and_the_latest_counts():
     old = bench("dx", "qkv", 512, 100.0, {"cublas": 70.0})
     new = bench("dx", "qkv", 512, 100.0, {"cublas": 98.0}, dirty=True)
     new["date"] = "2026-11-22T10:00:00+00:00"
-    page = report.render([new, old], [])
-    found, ratios = rates(page, "dx", "qkv/m512"), facts(page, "### Rivals", "dx", "qkv/m512")
+    page = made("gemm", new, old)
+    found, ratios = rates(page, "dx", "qkv/m512"), facts(page, "## Rivals", "dx", "qkv/m512")
     assert found["ran on"] == "NVIDIA H200, 0123456789+, 2026-11-22"
     assert (found["TFLOP/s"], found["of floor"]) == ("700", "90%")
     assert (ratios["cuBLAS"], ratios["quack, tuned"]) == ("0.98x", "not run")
     assert (found["bits"], found["next step"]) == ("same", "none")
-    old_only = rates(report.render([old], []), "dx", "qkv/m512")
+    old_only = rates(made("gemm", old), "dx", "qkv/m512")
     assert old_only["next step"] == "`python -m perf profile gemm --shape qkv --product dx`"
 
 
@@ -56,10 +56,10 @@ def test_a_check_does_not_hide_a_time_but_a_failure_does():
     checked = {
         k: v for k, v in (timed | later).items() if k not in ("median_us", "ratio", "tflops")
     }
-    page = report.render([timed, checked], [])
-    assert facts(page, "### Rivals", "fwd", "qkv")["cuBLAS"] == "0.98x"
+    page = made("gemm", timed, checked)
+    assert facts(page, "## Rivals", "fwd", "qkv")["cuBLAS"] == "0.98x"
     failed = checked | {"status": "failed", "why": "the result is wrong"}
-    found = rates(report.render([timed, failed], []), "fwd", "qkv")
+    found = rates(made("gemm", timed, failed), "fwd", "qkv")
     assert found["ran on"].startswith("failed NVIDIA H200")
     assert found["next step"] == "fix: the result is wrong"
 
@@ -67,24 +67,24 @@ def test_a_check_does_not_hide_a_time_but_a_failure_does():
 def test_differing_bits_are_the_next_step():
     item = bench("fwd", "qkv", 4096, 100.0, {"cublas": 120.0})
     item["bitwise"]["rows"] = False
-    page = report.render([item], [])
+    page = made("gemm", item)
     found = rates(page, "fwd", "qkv")
     assert (found["bits"], found["next step"]) == ("differ: rows", "fix the bits")
-    said = row(page, "[bits of `linear` and `matmul`](#linear-and-matmul)")[1]
+    said = row(page, "bits")[2]
     assert said == "kept in 0 of 30 cases; broken in fwd qkv"
 
 
 @pytest.mark.parametrize(
     ("records", "measured", "verdict", "step"),
     [
-        (forward(0.96), "0.960x (lowest 0.960x)", "held", "none"),
+        (forward(0.96), "0.960x (lowest 0.960x)", "met", "none"),
         (forward(0.94, lm_head=0.93), "0.938x (lowest 0.930x)", "missed", f"{PROFILE} lm_head"),
         (forward(0.99, qkv=0.89), "0.969x (lowest 0.890x)", "missed", f"{PROFILE} qkv"),
         (forward(0.96)[:3], "not run (3 of 5 shapes)", "not run", "`python -m perf bench gemm`"),
     ],
 )
 def test_a_target_needs_all_five_shapes_the_mean_and_each(records, measured, verdict, step):
-    cells = row(report.render(records, []), targets.TARGETS[0].text)
+    cells = row(made("gemm", *records), targets.TARGETS[0].text)
     assert cells[1:3] == [measured, verdict]
     assert cells[3].startswith(step)
 
@@ -97,28 +97,28 @@ def test_a_miss_at_the_floor_is_the_rivals():
         records.append(bench("fwd", shape, m, 100.0, {target.rival: 184.0}))
         rate = {"system": target.rival, "tflops": 443.0 if shape == "qkv" else 424.0}
         records.append(bench("fwd", shape, m, 184.0, {}, **rate))
-    cells = row(report.render(records, []), target.text)
+    cells = row(made("gemm", *records), target.text)
     assert cells[2] == "missed"
     assert cells[3] == (
         "none: ours is at 90% of the floor or above, the rival runs at 424 to 443 TFLOP/s"
     )
     for item in records:
         item["floor_fraction"] = 0.89
-    assert row(report.render(records, []), target.text)[3].startswith(PROFILE)
+    assert row(made("gemm", *records), target.text)[3].startswith(PROFILE)
 
 
 def test_host_targets_read_the_worst_cost():
     slow = bench("fwd", "qkv", 4096, 1.0, {}, host_us={"grad": 14.0, "inference": 9.0})
-    page = report.render([slow], [])
+    page = made("gemm", slow)
     grad, inference = (f"host time of one forward call, {mode}" for mode in ("grad", "inference"))
-    assert row(page, f"{grad}: <= 15 us")[1:] == [f"14.0 us ({where(slow)})", "held", "none"]
+    assert row(page, f"{grad}: <= 15 us")[1:] == [f"14.0 us ({where(slow)})", "met", "none"]
     assert row(page, f"{inference}: <= 8 us")[1:] == [
         f"9.0 us ({where(slow)})",
         "missed",
         targets.HOST_NEXT,
     ]
     torchs = bench("fwd", "qkv", 4096, 1.0, {}, system="cublas", host_us={"inference": 11.6})
-    cells = row(report.render([slow, torchs], []), f"{inference}: <= 8 us")
+    cells = row(made("gemm", slow, torchs), f"{inference}: <= 8 us")
     assert cells[1] == f"9.0 us; torch 11.6 us ({where(slow)})"
 
 
@@ -131,14 +131,14 @@ def test_host_targets_are_of_the_newest_record_also_if_a_model_has_it():
     later = [r | {"date": f"{old['date'][:4]}-12-31", "commit": "f" * 10} for r in new]
     grad, inference = (f"host time of one forward call, {mode}" for mode in ("grad", "inference"))
     for records in ([old, *later], [*later, old]):
-        page = report.render(records, [])
+        page = made("gemm", *records)
         cells = row(page, f"{inference}: <= 8 us")
-        assert cells[1:3] == [f"7.5 us; torch 13.0 us ({where(later[0])})", "held"]
+        assert cells[1:3] == [f"7.5 us; torch 13.0 us ({where(later[0])})", "met"]
         assert row(page, f"{grad}: <= 15 us")[1] == f"38.0 us ({where(old)})"
     earlier = [r | {"date": "2020-01-01", "commit": "f" * 10} for r in new]
-    assert "20.0 us" in row(report.render([old, *earlier], []), f"{inference}: <= 8 us")[1]
+    assert "20.0 us" in row(made("gemm", old, *earlier), f"{inference}: <= 8 us")[1]
 
 
 def test_absent_rivals_are_listed():
     item = bench("fwd", "qkv", 4096, 1.0, {}, system="quack", status="absent", why="no quack")
-    assert "- quack: no quack" in report.render([item], [])
+    assert "- quack: no quack" in made("gemm", item)
