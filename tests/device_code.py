@@ -13,7 +13,7 @@ DEVICE = re.compile(
 
 
 def folder(name: str) -> str:
-    """Row of ``REMAINING`` that a device file counts for, or '' if it is not device code."""
+    """Folder of a device file, or '' if it is not device code."""
     if not DEVICE.match(name):
         return ""
     if name.startswith("schedulers/"):

@@ -8,33 +8,18 @@ a bare ``tuple``, ``list`` or ``dict``, ``object`` or ``Any``.
 from __future__ import annotations
 
 import ast
-from collections import Counter
 
 import pytest
+
+from cute_kernels.systems import SYSTEMS
 
 from .device_code import device_files, folder
 
 #: Types that say nothing about what they hold.
 UNTYPED = {"tuple", "list", "dict", "object", "Any", "Tuple", "List", "Dict"}
 
-#: Findings that are left, by folder.  Numbers only go down: a change that types a parameter
-#: lowers its folder's number, and 0 stays 0.
-REMAINING = {
-    # Parts that all systems share.
-    "cute_kernels/dsl": 0,
-    # Matrix products.
-    "cute_kernels/gemm": 0,
-    # Log-probabilities.
-    "cute_kernels/logp": 0,
-    # Hyper-connections.
-    "cute_kernels/mhc": 0,
-    # RMS norm and layer norm.
-    "cute_kernels/norm": 0,
-    # Attention.
-    "cute_kernels/sparse_attn": 0,
-    # Tile sources.
-    "schedulers": 0,
-}
+#: Folders with device code; a new system needs no row.
+FOLDERS = sorted({folder(name) for name in device_files()})
 
 
 def is_untyped(annotation: ast.expr) -> bool:
@@ -77,26 +62,17 @@ def untyped(name: str, tree: ast.Module) -> list[str]:
     return findings
 
 
-def findings_by_folder() -> dict[str, list[str]]:
-    """All findings, by folder; a folder without any has an empty list."""
-    findings = {name: [] for name in REMAINING}
-    for name, path in device_files().items():
-        findings.setdefault(folder(name), []).extend(untyped(name, ast.parse(path.read_text())))
-    return findings
-
-
-@pytest.mark.parametrize("name", REMAINING)
+@pytest.mark.parametrize("name", FOLDERS)
 def test_parameters_of_device_code_are_typed(name):
-    findings = findings_by_folder()[name]
-    left = REMAINING[name]
-    listed = "\n".join(findings)
-    assert len(findings) <= left, f"{name}: expected {left}, got {len(findings)}\n{listed}"
-    assert len(findings) == left, f"{name}: lower its row of REMAINING to {len(findings)}"
+    files = {file: path for file, path in device_files().items() if folder(file) == name}
+    texts = {file: ast.parse(path.read_text()) for file, path in files.items()}
+    findings = [line for file, tree in texts.items() for line in untyped(file, tree)]
+    assert not findings, "\n".join(findings)
 
 
-def test_every_device_folder_has_a_row():
-    files = Counter(folder(name) for name in device_files())
-    assert set(files) == set(REMAINING), files
+def test_every_system_with_a_launcher_has_device_code():
+    systems = {f"cute_kernels/{system.package}" for system in SYSTEMS if system.launcher}
+    assert set(FOLDERS) == systems | {"cute_kernels/dsl", "schedulers"}
 
 
 @pytest.mark.parametrize(

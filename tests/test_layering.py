@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_kernels.systems import SYSTEMS
+from cute_kernels.systems import PUBLIC, SYSTEMS
 from tests.import_graph import ROOT, import_graph, imports_of, modules
 
 FOLDERS = {system.package for system in SYSTEMS}
@@ -143,6 +143,12 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 def test_every_module_has_a_layer():
     missing = [name for name in modules() if layer(name) not in FLOORS]
     assert not missing, f"give these a row in FLOORS or ROLES: {missing}"
+
+
+def test_no_folder_has_the_name_of_a_public_function():
+    """``ck.<name>`` would be the folder as soon as anything imports a module of it."""
+    wrong = [s.package for s in SYSTEMS if s.package in PUBLIC and not s.namespace]
+    assert not wrong, f"give these folders another name than a function's: {wrong}"
 
 
 def test_imports_go_down():

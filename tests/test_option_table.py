@@ -15,7 +15,7 @@ from tests.ptxsim.available import requires_core
 
 SYSTEM_OF = {op: system.package for system in SYSTEMS for op in system.ops}
 #: Ops without SM90 kernels of their own.
-NO_SM90 = {"log_probs", *(op for op, system in SYSTEM_OF.items() if system == "rowwise")}
+NO_SM90 = {"log_probs", *(op for system in SYSTEMS if not system.launcher for op in system.ops)}
 #: Kernels that compile within two seconds.  The others are for the nightly run; tests/norm has the
 #: norms of every backend by day.
 BY_DAY = {

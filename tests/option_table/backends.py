@@ -14,6 +14,9 @@ from cute_kernels import arch
 from cute_kernels.runtime import dispatch
 from cute_kernels.runtime.plan_cache import Plan
 
+#: Options of ``simulated`` in a system's ``tests/<system>/simulated.py``, where there are any.
+SM90_OPTIONS = {"sparse_attn": {"ctas": 4}}
+
 
 @contextlib.contextmanager
 def through(backend: str) -> Iterator[None]:
@@ -40,27 +43,12 @@ def through(backend: str) -> Iterator[None]:
 @contextlib.contextmanager
 def sm90(system: str) -> Iterator[None]:
     """The SM90 kernels of a system, and of what its backward calls."""
-    from tests.gemm.simulated import simulated as gemm
-
+    others = {} if system == "gemm" else {system: SM90_OPTIONS.get(system, {})}
     with contextlib.ExitStack() as stack:
         stack.enter_context(through(arch.CUTE_SM90))
-        stack.enter_context(gemm(tile=None))
-        if system == "logp":
-            from tests.logp.simulated import simulated as logp
-
-            stack.enter_context(logp())
-        elif system == "mhc":
-            from tests.mhc.simulated import simulated as mhc
-
-            stack.enter_context(mhc())
-        elif system == "norm":
-            from tests.norm.simulated import simulated as norm
-
-            stack.enter_context(norm())
-        elif system == "sparse_attn":
-            from tests.sparse_attn.simulated import simulated as attention
-
-            stack.enter_context(attention(ctas=4))
+        for name, options in {"gemm": {"tile": None}, **others}.items():
+            module = importlib.import_module(f"tests.{name}.simulated")
+            stack.enter_context(module.simulated(**options))
         yield
 
 
