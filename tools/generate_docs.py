@@ -21,7 +21,8 @@ sys.path.insert(0, str(ROOT))
 from cute_kernels import arch, settings  # noqa: E402
 from cute_kernels.cli.schedule import parse_mask  # noqa: E402
 from cute_kernels.gemm import config, tiles  # noqa: E402
-from cute_kernels.model.batch_invariant import covered, refused  # noqa: E402
+from cute_kernels.model.batch_invariant import refused  # noqa: E402
+from cute_kernels.model.batch_invariant.ops import covered  # noqa: E402
 from cute_kernels.schedulers.model import machines as machine_table  # noqa: E402
 from cute_kernels.schedulers.model.selection import select  # noqa: E402
 from cute_kernels.schedulers.order.kinds import left_to_right, spt  # noqa: E402

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..patch import classes, positions
+from ..patch import classes
+from ..patch.forwards import positions
 from .report import Finding
 
 

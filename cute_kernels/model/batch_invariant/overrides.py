@@ -18,7 +18,7 @@ from ...runtime import checking
 from ...runtime.dynamo import untraced
 from ...runtime.torch_ops import BELOW_MODE, MODE, MODE_KEYS
 from . import checks, mode
-from .covered import COVERED, Covered
+from .ops.covered import COVERED, Covered
 from .refused import REFUSED, Refused
 
 _KEY = "DeferredInit"

@@ -7,10 +7,12 @@ from collections import Counter
 import torch
 
 from ... import nn as own_modules
-from . import checks, classes, configs, families, guards, plan, positions, rotary, softcaps
+from . import checks, classes, families, guards, plan
 from .checks import Options
-from .forwards import OPS, granularity, main_grad_parameters
+from .forwards import positions, rotary, softcaps
+from .forwards.layers import OPS, granularity, main_grad_parameters
 from .report import Replaced, Report
+from .scan import configs
 
 
 def patch(

@@ -19,7 +19,7 @@ from types import FunctionType
 import torch
 
 from ...integrations import transformers as integration
-from .forwards import FORWARDS, NOTES, STEPS, Notes, granularity
+from .forwards.layers import FORWARDS, NOTES, STEPS, Notes, granularity
 
 #: Attribute of a patched class: the name of its forward in `FORWARDS`.
 _KIND = "_cute_kernels_kind"

@@ -14,14 +14,16 @@ from ...errors import ArgumentValueError
 from ...integrations import causal_lm
 from ...runtime import data_parallel
 from ...sparse_attn.config import VALUE_DIMS
-from . import configs, families, formula, instance, positions, scan
-from . import known as patch_known
-from . import softcaps as patch_softcaps
+from . import families, instance
 from .checks import LOGP, Options
 from .classes import patched_class, user_class
-from .forwards import Notes
-from .known import Known
+from .forwards import positions
+from .forwards import softcaps as patch_softcaps
+from .forwards.layers import Notes
 from .report import Left, Replaced
+from .scan import bytecode, configs, formula
+from .scan import known as patch_known
+from .scan.known import Known
 
 #: Dtypes of parameters that our ops read.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -245,7 +247,7 @@ def _looks_up_by_super(cls: type, module: nn.Module) -> bool:
     code = getattr(inspect.unwrap(cls.forward), "__code__", None)
     if code is None or not {"super", "forward"} <= set(code.co_names):
         return False
-    return not scan.named(cls, module, frozenset())
+    return not bytecode.named(cls, module, frozenset())
 
 
 def _is_activation(cls: type) -> bool:
@@ -419,7 +421,7 @@ def _scores_itself(module: nn.Module) -> str | None:
     functions = instance.around(module, patched_class(user_class(module), "causal_lm"))
     head = module.get_output_embeddings()
     paths = {name for name, child in module.named_modules() if child is head and name}
-    return scan.reading(functions or [], paths | {"get_output_embeddings"})
+    return bytecode.reading(functions or [], paths | {"get_output_embeddings"})
 
 
 # ---- what is left -------------------------------------------------------------------------------
@@ -438,8 +440,8 @@ def _report_left(name: str, module: nn.Module, cls: type, context: _Context) -> 
         return _dropout(name, module, cls)
     gone_through = cls.__module__.startswith("torch.nn.") or families.known(cls)
     but = _EAGER if id(module) in context.attends else frozenset()
-    ops = {} if gone_through else scan.named(cls, module, but)
-    ops |= scan.named_by(functions, cls, module, but)
+    ops = {} if gone_through else bytecode.named(cls, module, but)
+    ops |= bytecode.named_by(functions, cls, module, but)
     return [context.left(name, cls, Known(f"{op}: {k.text}", k.where)) for op, k in ops.items()]
 
 

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import cute_kernels as ck
-from cute_kernels.model.batch_invariant import covered, ops
+from cute_kernels.model.batch_invariant.ops import covered
+from cute_kernels.model.batch_invariant.ops import definitions as ops
 from cute_kernels.model.batch_invariant.refused import REFUSED
 from cute_kernels.runtime import torch_ops
 from cute_kernels.sparse_attn import api
@@ -104,7 +105,7 @@ def lanes_by_rows(x, divisor, dtype):
 def test_a_sum_by_rows_is_noticed(monkeypatch):
     op = row_op("mean", FP32)
     assert contract.check_population(op, 67, 7, [1, 2, 3, 9, 33])
-    monkeypatch.setattr("cute_kernels.model.batch_invariant.rows.row_sum", lanes_by_rows)
+    monkeypatch.setattr("cute_kernels.model.batch_invariant.ops.rows.row_sum", lanes_by_rows)
     with pytest.raises(ContractViolation):
         contract.check_population(op, 67, 7, [1, 2, 3, 9, 33])
 
@@ -119,7 +120,7 @@ def test_a_product_by_its_place_in_the_batch_is_noticed(monkeypatch):
 
     op = row_op("bmm", FP32)
     assert contract.check_population(op, 20, 7, [1, 3, 20])
-    monkeypatch.setattr("cute_kernels.model.batch_invariant.products.batched_product", shifted)
+    monkeypatch.setattr("cute_kernels.model.batch_invariant.ops.products.batched_product", shifted)
     with pytest.raises(ContractViolation):
         contract.check_population(op, 20, 7, [5, 20])
 

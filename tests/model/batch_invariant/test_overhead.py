@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 import cute_kernels as ck
-from cute_kernels.model.batch_invariant import products, rows
+from cute_kernels.model.batch_invariant.ops import products, rows
 from tests.model.batch_invariant.cases import drawn
 from tests.steps import lines
 

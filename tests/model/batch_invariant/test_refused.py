@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cute_kernels as ck
 from cute_kernels.errors import BatchVariantError
-from cute_kernels.model.batch_invariant import covered, overrides
+from cute_kernels.model.batch_invariant import overrides
+from cute_kernels.model.batch_invariant.ops import covered
 from cute_kernels.model.batch_invariant.refused import REFUSED
 from tests.contract import bits
 from tests.model.batch_invariant.cases import BF16, drawn

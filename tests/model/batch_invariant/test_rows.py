@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_kernels.model.batch_invariant import covered
+from cute_kernels.model.batch_invariant.ops import covered
 from tests import contract
 from tests.contract import ContractViolation, same_bytes
 from tests.model.batch_invariant.cases import BF16, CASES, FP32, gradient, inside, row_op

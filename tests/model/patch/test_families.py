@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import cute_kernels as ck
-from cute_kernels.model.patch import classes, formula, plan
+from cute_kernels.model.patch import classes, plan
+from cute_kernels.model.patch.scan import formula
 from tests.contract import same_bytes
 from tests.model.patch import families
 from tests.model.patch.ops import Watch
@@ -182,7 +183,7 @@ def test_a_rotary_table_that_is_left_is_noticed(monkeypatch):
 
 def test_positions_that_follow_the_batch_are_noticed(monkeypatch):
     """The mutant: a table of positions counted from the batch's first one."""
-    from cute_kernels.model.patch import forwards
+    from cute_kernels.model.patch.forwards import layers as forwards
 
     table = forwards.rowwise.rotary_table
     monkeypatch.setattr(

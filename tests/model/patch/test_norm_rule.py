@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import cute_kernels as ck
-from cute_kernels.model.patch import classes, formula
+from cute_kernels.model.patch import classes
+from cute_kernels.model.patch.scan import formula
 from tests.contract import same_bytes
 from tests.model.patch import families
 from tests.model.patch.norms import Base, Centred, D, GainPlusOne, Rescale

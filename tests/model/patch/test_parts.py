@@ -11,8 +11,9 @@ from transformers.pytorch_utils import Conv1D
 
 import cute_kernels as ck
 from cute_kernels.errors import ArgumentValueError
-from cute_kernels.model.patch import classes, forwards
+from cute_kernels.model.patch import classes
 from cute_kernels.model.patch import families as patch_families
+from cute_kernels.model.patch.forwards import layers as forwards
 from cute_kernels.norm.config import part_rows
 from tests.contract import same_bytes
 from tests.model.patch import families

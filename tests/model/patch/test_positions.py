@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 import cute_kernels as ck
-from cute_kernels.model.patch import positions
+from cute_kernels.model.patch.forwards import positions
 from tests.contract import same_bytes
 from tests.model.patch import families
 

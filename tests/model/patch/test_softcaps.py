@@ -9,7 +9,9 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.errors import PatchError
-from cute_kernels.model.patch import instance, known, softcaps
+from cute_kernels.model.patch import instance
+from cute_kernels.model.patch.forwards import softcaps
+from cute_kernels.model.patch.scan import known
 from tests.contract import same_bytes
 from tests.model.patch import families
 from tests.model.patch.ops import Watch

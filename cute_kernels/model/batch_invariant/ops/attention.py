@@ -14,12 +14,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ...errors import ArgumentValueError
-from ...runtime.torch_ops import own_result
-from ...schedulers.masks.mask import BlockMask
-from ...sparse_attn import api
-from ...sparse_attn.config import VALUE_DIMS
-from . import attention_by_products, checks, mode
+from ....errors import ArgumentValueError
+from ....runtime.torch_ops import own_result
+from ....schedulers.masks.mask import BlockMask
+from ....sparse_attn import api
+from ....sparse_attn.config import VALUE_DIMS
+from .. import checks, mode
+from . import attention_by_products
 
 _HALF = (torch.bfloat16, torch.float16)
 

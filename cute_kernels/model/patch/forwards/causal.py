@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import torch
 
-from ...errors import ArgumentTypeError, ShapeError, expected
-from ...gemm import api as gemm
-from ...integrations import causal_lm, gathering
-from ...integrations.held_head import Scoring, head_logp
-from ...logp import api as logp
-from ...rowwise import api as rowwise
+from ....errors import ArgumentTypeError, ShapeError, expected
+from ....gemm import api as gemm
+from ....integrations import causal_lm, gathering
+from ....integrations.held_head import Scoring, head_logp
+from ....logp import api as logp
+from ....rowwise import api as rowwise
 
 #: The default target of tokens without a loss.
 IGNORED = -100

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...integrations import transformers as integration
+from ....integrations import transformers as integration
 
 #: Attribute of a module: name of each attribute that held a config -> its `Swap`.
 _SWAPS = "_cute_kernels_configs"

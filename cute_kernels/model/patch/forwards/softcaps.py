@@ -10,11 +10,11 @@ import inspect
 
 import torch
 
-from ...integrations import causal_lm
-from . import instance
-from . import known as patch_known
-from .classes import user_class
-from .report import Left, Replaced
+from ....integrations import causal_lm
+from .. import instance
+from ..classes import user_class
+from ..report import Left, Replaced
+from ..scan import known as patch_known
 
 #: Where attention modules of transformers keep the cap that they hand on.
 _OF_SCORES = "attn_logit_softcapping"

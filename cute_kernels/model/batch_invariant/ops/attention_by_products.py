@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import ArgumentValueError
-from ...sparse_attn import api
+from ....errors import ArgumentValueError
+from ....sparse_attn import api
 
 _BLOCK = 128
 

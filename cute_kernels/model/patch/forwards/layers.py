@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 import torch
 
-from ...gemm import api as gemm
-from ...gemm.config import K_GROUP
-from ...integrations.held_head import Scoring
-from ...norm import api as norm
-from ...norm.config import part_rows
-from ...rowwise import api as rowwise
-from . import causal, checks, positions, rotary
+from ....gemm import api as gemm
+from ....gemm.config import K_GROUP
+from ....integrations.held_head import Scoring
+from ....norm import api as norm
+from ....norm.config import part_rows
+from ....rowwise import api as rowwise
+from .. import checks
+from . import causal, positions, rotary
 from .causal import head_scores
 
 #: Attribute of a patched module that holds its `Notes`.

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import torch
 
-from ...norm import api as norm_api
-from ...norm import checks as norm_checks
-from ...norm import op as norm_op
-from ...norm.checks import Operands
-from ...norm.config import LAYER, MAX_WIDTH, RMS
-from ...rowwise import api as rowwise
-from ...rowwise import op as rowwise_op
-from . import checks
-from .ops import row_sum
+from ....norm import api as norm_api
+from ....norm import checks as norm_checks
+from ....norm import op as norm_op
+from ....norm.checks import Operands
+from ....norm.config import LAYER, MAX_WIDTH, RMS
+from ....rowwise import api as rowwise
+from ....rowwise import op as rowwise_op
+from .. import checks
+from .definitions import row_sum
 
 # ---- softmax -------------------------------------------------------------------------------------
 

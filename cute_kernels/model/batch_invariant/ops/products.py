@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from ...gemm import api
-from ...gemm import checks as gemm_checks
-from . import checks
-from .ops import batched_product
+from ....gemm import api
+from ....gemm import checks as gemm_checks
+from .. import checks
+from .definitions import batched_product
 
 
 def why_linear(x, weight, bias=None) -> str | None:

@@ -13,10 +13,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ...cpu.ieee import halves, ieee_on
-from ...errors import UnsupportedTransformError
-from ...runtime.products import product, sums
-from ...runtime.torch_ops import define_op
+from ....cpu.ieee import halves, ieee_on
+from ....errors import UnsupportedTransformError
+from ....runtime.products import product, sums
+from ....runtime.torch_ops import define_op
 
 _ORDER = "chain"
 

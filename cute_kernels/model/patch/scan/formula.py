@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ...errors import ArgumentValueError
-from . import rotary
-from .checks import Absent
-from .classes import user_class
+from ....errors import ArgumentValueError
+from ..checks import Absent
+from ..classes import user_class
+from ..forwards import rotary
 
 #: Bounds for results near 1: fp32 inside costs 1e-6, another formula or eps at least 1e-2.
 _TOLERANCE = 3e-5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...errors import ArgumentValueError, expected
+from ....errors import ArgumentValueError, expected
 
 #: Attribute of a module: buffer name -> the rounded frequencies, which ``ck.unpatch`` puts back.
 _ROUNDED = "_cute_kernels_rounded"

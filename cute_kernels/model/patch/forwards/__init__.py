@@ -1,0 +1,1 @@
+"""The forwards that patched modules get, and what they are made of."""

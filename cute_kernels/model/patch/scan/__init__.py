@@ -1,0 +1,1 @@
+"""What a module computes, read from its class, its code and its configuration."""
