@@ -29,6 +29,7 @@ from cute_kernels.schedulers.order.kinds import left_to_right, spt  # noqa: E402
 from cute_kernels.schedulers.report import picture, quality  # noqa: E402
 from cute_kernels.schedulers.report import rows as report  # noqa: E402
 from perf import cards, readme  # noqa: E402
+from perf.attention import page as attention  # noqa: E402
 from perf.core import record, tables  # noqa: E402
 from perf.digest import page as digests  # noqa: E402
 from perf.gemm import decode_page  # noqa: E402
@@ -96,6 +97,11 @@ def few_rows() -> str:
     return "\n\n".join(map("\n".join, parts))
 
 
+def schedule_times() -> str:
+    """The ordered backward of attention, predicted and measured, from the records."""
+    return "\n".join(attention.schedule_times(record.read_all()))
+
+
 def _cells(name: str, value: object) -> Iterator[list[str]]:
     """(name, value) of a constant; of a group of constants one pair, of groups one for each."""
     if not isinstance(value, dict):
@@ -159,6 +165,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "tile-costs": tile_costs,
     "few-rows": few_rows,
     "schedule-machines": machines,
+    "schedule-times": schedule_times,
     "schedule-trials": trials,
     "schedule-quality": quality.quality_table,
     "what-ran": what_ran,

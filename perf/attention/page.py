@@ -14,6 +14,7 @@ from ..core.tables import (
     NOT_RUN,
     Bench,
     bits,
+    by_card,
     folded,
     geomean,
     kept,
@@ -438,3 +439,33 @@ SECTIONS = (
     Section("What a rival cannot do", "", _cannot, _is_absent),
     section.profiles("attention"),
 )
+
+
+def schedule_times(records: list[dict]) -> list[str]:
+    """Lines of docs/schedulers.md: 16 query heads, a table for each GPU model.
+
+    A cell has the ordered backward predicted and measured, then both over the unordered one.
+    """
+    lines = []
+    for bench in by_card(records, "attention").values():
+        rows: dict[str, dict[str, str]] = {}
+        for size in targets.cases():
+            mask, s, dim, heads, kv_heads = size
+            item = bench.get(("bwd", label(size))) or {}
+            if heads == 16 and "predicted" in item:
+                row = rows.setdefault(f"{mask} {s // 1024}k", {})
+                row[f"{kv_heads} KV heads, D = {dim}"] = _schedule_cell(bench, size, item)
+        head = list(dict.fromkeys(column for row in rows.values() for column in row))
+        cells = [
+            [name, *(row.get(column, NOT_RUN) for column in head)] for name, row in rows.items()
+        ]
+        lines += [f"**{bench.card}**", "", *table(["mask", *head], cells), ""] if rows else []
+    return lines[:-1] or [NOT_RUN]
+
+
+def _schedule_cell(bench: Bench, size: Size, item: dict) -> str:
+    predicted = item["predicted"]
+    measured = slowdown(bench, "bwd", size, "ours", "ours_unordered")
+    ratio = NOT_RUN if measured is None else f"{measured:.2f}"
+    times_us = f"{predicted['makespan_us']:,.0f}, {item['ordered_us']:,.0f}"
+    return f"{times_us}; {predicted['ratio']:.2f}, {ratio}"

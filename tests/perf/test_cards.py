@@ -11,7 +11,7 @@ import pytest
 
 from perf import report
 from perf.core import record
-from perf.core.models import model, split
+from perf.core.models import MODELS, model, split
 from perf.core.systems import modules, name_of
 from perf.core.tables import latest
 
@@ -128,7 +128,7 @@ def tables(page: str) -> Iterator[tuple[str, list[list[str]]]]:
 
 
 def facts_of(page: str) -> list[tuple[tuple, str]]:
-    """((GPU model, what the row is of, column), cell) of every cell that has a number."""
+    """((GPU model, what the row is of, column), cell) of every number that ran on a GPU."""
     found = []
     title = page.splitlines()[0].lstrip("# ").removesuffix(": status") if page else ""
     for card, (head, *body) in tables(re.sub(r"\]\([^)]*\)|\[", "", page)):
@@ -141,6 +141,8 @@ def facts_of(page: str) -> list[tuple[tuple, str]]:
             for column, cell in cells.items():
                 if column in NAMES | SKIPPED or not DIGITS.search(cell):
                     continue
+                if not (ran or card or column in MODELS):
+                    continue  # a model's time, or a target
                 found.append(((ran or card, of, column), cell))
     return found
 
@@ -158,7 +160,7 @@ def contradictions(pages: list[str]) -> dict[tuple, set[str]]:
 def documents() -> list[Path]:
     """The README and the pages that quote records; notes are a diary, of several runs each."""
     docs = record.ROOT / "docs"
-    quoting = [docs / name for name in ("costs.md", "index.md", "splitk.md")]
+    quoting = [docs / name for name in ("costs.md", "index.md", "schedulers.md", "splitk.md")]
     pages = [docs / name for name in report.pages([], [])]
     return [record.ROOT / "README.md", *quoting, *pages]
 

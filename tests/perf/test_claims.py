@@ -24,6 +24,10 @@ TIMED = {
 }
 
 
+#: First words of the README's gaps whose numbers are compared with the records below.
+COMPARED = ("attention's ordered backward", "`linear_logp`", "mHC", "a norm's call")
+
+
 def text(path: str) -> str:
     return " ".join((record.ROOT / path).read_text().split())
 
@@ -92,6 +96,14 @@ def gap(what: str) -> str:
     rows = (record.ROOT / "README.md").read_text().partition("## Known gaps")[2].splitlines()
     (row,) = [row for row in rows if row.startswith(f"| {what}")]
     return row.split("|")[2].strip()
+
+
+def test_every_gap_with_a_record_is_compared(records):
+    """Those that link to a status page, and no others, quote a record."""
+    rows = (record.ROOT / "README.md").read_text().partition("## Known gaps")[2].splitlines()
+    linked = {row.split("|")[1].strip() for row in rows if "](docs/status" in row}
+    assert {name for name in linked if not name.startswith(COMPARED)} == set()
+    assert len(linked) == len(COMPARED)
 
 
 def ratios(records, kernel: str, product: str, rival: str, ours: str = "ours") -> list[float]:

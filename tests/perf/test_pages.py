@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -88,3 +89,18 @@ def test_the_note_has_the_profiles_counters():
     assert f"{found['ceilings']['mm_tflops']:.0f} TFLOP/s" in text
     for stall in found["stalls"][:1]:
         assert f"{stall['reason']} {stall['warps']:.1f}" in text
+
+
+def test_numerics_has_the_shares_that_the_checks_found():
+    """Of our forward: the newest check of each shape, none with an output beyond its bound."""
+    checks = {r["shape"]: r for r in record.read(record.RESULTS / "bench.jsonl") if ours_forward(r)}
+    assert all(found["check"]["beyond_bound"] == 0 for found in checks.values())
+    share = {found["k"]: found["check"]["misround"] for found in checks.values()}
+    (part,) = [x for x in page("docs/numerics.md").split("\n\n") if "checks.jsonl" in x]
+    numbers = dict(re.findall(r"([\d.]+%)[^%]*?K = (\d+)", part))
+    assert numbers == {f"{share[k]:.2%}": str(k) for k in (4096, 14336)}
+
+
+def ours_forward(item: dict) -> bool:
+    key = item["kind"], item["kernel"], item["system"], item["product"], model(item["gpu"])
+    return key == ("bench", "gemm", "ours", "fwd", CARD) and "check" in item
