@@ -8,6 +8,7 @@ of their own beside it: a snapshot says that a text is the one that somebody rea
 
 from __future__ import annotations
 
+import difflib
 import os
 from pathlib import Path
 
@@ -22,4 +23,7 @@ def check(name: str, text: str, folder: Path = GOLDEN) -> None:
         path.write_text(found)
     kept = path.read_text() if path.is_file() else None
     assert kept is not None, f"no {path.name}: SNAPSHOTS=write python -m pytest ... writes it"
-    assert found == kept
+    lines = difflib.unified_diff(
+        kept.splitlines(), found.splitlines(), name, "now", n=0, lineterm=""
+    )
+    assert found == kept, "\n".join([*lines, "if that was meant: SNAPSHOTS=write"])

@@ -207,6 +207,27 @@ def test_the_readme_is_short_and_its_example_needs_torch_alone():
     assert max(len(p.strip().splitlines()) for p in paragraphs if not p.startswith("- ")) <= 4
 
 
+def named_tests(text: str) -> list[tuple[str, str]]:
+    """(file, function) of each test that a page names."""
+    return re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+
+
+def test_tests_that_pages_name_exist():
+    named = {one for page in PAGES for one in named_tests(page.read_text())}
+    functions = {file: set(re.findall(r"^def (\w+)", read(file), re.M)) for file, _ in named}
+    missing = [(file, name) for file, name in named if name not in functions[file]]
+    assert not missing and ("tests/test_docs.py", "test_the_map_names_every_folder") in named
+    assert named_tests("`tests/a/b.py::test_c`") == [("tests/a/b.py", "test_c")]
+
+
+def test_code_that_is_not_run_is_python():
+    page = read("docs/add_a_kernel.md")
+    blocks = [code for language, code in FENCE.findall(page) if language == "py"]
+    assert len(blocks) >= 5
+    for code in blocks:
+        ast.parse(code)
+
+
 # ---- tables -------------------------------------------------------------------------------------
 
 

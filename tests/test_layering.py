@@ -204,7 +204,8 @@ def test_what_is_not_for_run_time(package: str, users: set[str]):
 
 def test_the_page_shows_these_imports():
     page = runpy.run_path(str(ROOT / "tools" / "import_graph.py"))
-    assert page["PAGE"].read_text(encoding="utf-8") == page["page"]()
+    current = page["PAGE"].read_text(encoding="utf-8") == page["page"]()
+    assert current, "docs/imports.md is not up to date: python tools/import_graph.py"
 
 
 def test_tests_of_a_system_import_no_other_systems_tests():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+import triton.language as tl
 from triton.runtime import interpreter
 
 
@@ -34,3 +36,35 @@ def same_on_every_machine(monkeypatch):
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
+
+
+def round_as_gpus_do(monkeypatch) -> None:
+    """Casts to bf16 round to the nearest even, and an fma rounds once.
+
+    The interpreter's cast to bf16 truncates, and its fma is a product and a sum.
+    """
+
+    def fma(self, x, y, z):
+        wide = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data
+        return interpreter.TensorHandle(wide.astype(np.float32), z.dtype.scalar)
+
+    def cast(self, given, to):
+        source, target = given.dtype.scalar, to.scalar
+        data = np.array(given.data)
+        if source == tl.bfloat16 and target == tl.float32:
+            out = torch.from_numpy(data.view(np.int16)).view(torch.bfloat16).float().numpy()
+        elif source == tl.float32 and target == tl.bfloat16:
+            rounded = torch.from_numpy(data).to(torch.bfloat16)
+            out = rounded.view(torch.int16).numpy().view(np.uint16)
+        else:
+            out = data.astype(interpreter._get_np_dtype(to))
+        return interpreter.TensorHandle(out, target)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast)
+
+
+@pytest.fixture(autouse=True)
+def gpu_rounding(monkeypatch):
+    """`round_as_gpus_do`, for the tests of a module that imports it."""
+    round_as_gpus_do(monkeypatch)

@@ -18,9 +18,10 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(ROOT))
 
-from cute_kernels import arch, settings  # noqa: E402
+from cute_kernels import arch, contracts, settings, systems  # noqa: E402
 from cute_kernels.cli.schedule import parse_mask  # noqa: E402
 from cute_kernels.gemm import config, tiles  # noqa: E402
+from cute_kernels.integrations import tensor_parallel  # noqa: E402
 from cute_kernels.model.batch_invariant import refused  # noqa: E402
 from cute_kernels.model.batch_invariant.ops import covered  # noqa: E402
 from cute_kernels.schedulers.model import machines as machine_table  # noqa: E402
@@ -55,6 +56,31 @@ def settings_table() -> str:
         rows.append([code(settings.PREFIX + setting.name), code(setting.default), values])
         rows[-1].append(setting.help)
     return table(["variable", "default", "values", "meaning"], rows)
+
+
+def guarantees() -> str:
+    """Guarantees of every op, system by system: a row for ops and backends that keep the same."""
+    systems.load()
+    assert tensor_parallel  # importing it registered the contracts of its ops
+    kept = {op: contract.kept for op, contract in contracts._CONTRACTS.items()}
+    folders = [list(system.ops) for system in systems.SYSTEMS]
+    folders.append([op for op in kept if not any(op in ops for ops in folders)])
+    rows = []
+    for folder in folders:
+        while folder:
+            first = kept[folder[0]]
+            alike = [op for op in folder if kept[op] == first]
+            folder = [op for op in folder if op not in alike]
+            for names in dict.fromkeys(first[b] for b in arch.BACKENDS if b in first):
+                backends = [b for b in arch.BACKENDS if first.get(b) == names]
+                others = [name for name in contracts.MEANING if name not in names]
+                keeps = [name for name in contracts.MEANING if name in names]
+                rows.append([_codes(cell) for cell in (alike, backends, keeps, others)])
+    return table(["op", "backend", "keeps", "does not keep"], rows)
+
+
+def _codes(names: list[str]) -> str:
+    return ", ".join(map(code, names)) or "–"
 
 
 def gemm_plans() -> str:
@@ -173,6 +199,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "digest-state": digest_state,
     "aten-covered": covered_ops,
     "aten-refused": refused_ops,
+    "guarantees": guarantees,
 }
 
 #: Picture -> mask of 8192 tokens and 16 heads, and its panels (kind, heads in flight, walk).
