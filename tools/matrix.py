@@ -30,7 +30,7 @@ TESTS = [
     "tests/integrations",
     "tests/demo",
     "tests/compile/test_call.py",
-    "tests/gemm/test_triton_interpreter.py",
+    "tests/test_triton_interpreter.py",
     "tests/gemm/test_triton_compile.py",
     "tests/test_package.py",
     *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/test_torch*.py")),

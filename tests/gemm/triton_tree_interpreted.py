@@ -1,6 +1,6 @@
 """The Triton order ``tree`` in Triton's interpreter: masks, pointers, order of leaves, in numpy.
 
-Collected by test_triton_interpreter.py only, as triton_interpreted.py is, and for its reasons
+Collected by tests/test_triton_interpreter.py only, as triton_interpreted.py is, and for its reasons
 multiplied in fp32 and rounded outside the kernel.
 """
 

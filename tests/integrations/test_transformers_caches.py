@@ -176,25 +176,29 @@ def graphs():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("mistral", marks=pytest.mark.nightly)])
-def test_one_graph_for_every_length_and_padding(kind, graphs):
+@pytest.mark.parametrize(
+    ("kind", "plain"),
+    [
+        ("llama", False),
+        *(pytest.param(*case, marks=pytest.mark.nightly)
+          for case in (("llama", True), ("mistral", False), ("mistral", True))),
+    ],
+)  # fmt: skip
+def test_one_graph_for_every_length_and_padding(kind, plain, graphs):
     """Whole graphs; the second length makes sizes dynamic, and no later one compiles anew."""
     model = small(kind)
     run = torch.compile(model, fullgraph=True, backend="aot_eager")
     ids = torch.randint(0, 97, (2, 150), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        for plain in (True, False):
-            seen = []
-            for length in (150, 140, 131, 128, 60, 33):
-                padding = torch.ones(2, length, dtype=torch.int64)
-                padding[1, : length // 7] = 0
-                given = {} if plain else {"attention_mask": padding}
-                want, got = (
-                    f(ids[:, :length], use_cache=False, **given).logits for f in (model, run)
-                )
-                assert (got - want)[padding.bool()].abs().max() < 2e-2 * want.abs().max()
-                seen.append(graphs())
-            assert seen[2:] == seen[2:3] * len(seen[2:])
+        seen = []
+        for length in (150, 140, 131, 128, 60, 33):
+            padding = torch.ones(2, length, dtype=torch.int64)
+            padding[1, : length // 7] = 0
+            given = {} if plain else {"attention_mask": padding}
+            want, got = (f(ids[:, :length], use_cache=False, **given).logits for f in (model, run))
+            assert (got - want)[padding.bool()].abs().max() < 2e-2 * want.abs().max()
+            seen.append(graphs())
+        assert seen[2:] == seen[2:3] * len(seen[2:])
 
 
 def test_compiled_training_has_the_gradients(graphs):

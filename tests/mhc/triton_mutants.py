@@ -1,6 +1,6 @@
 """Bugs planted in copies of the Triton mhc, in Triton's interpreter; the check beside each notices.
 
-Collected by test_triton_interpreter.py only, as triton_interpreted.py is.
+Collected by tests/test_triton_interpreter.py only, as triton_interpreted.py is.
 """
 
 from __future__ import annotations

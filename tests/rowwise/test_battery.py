@@ -55,7 +55,9 @@ def test_threads_do_not_show(name):
         assert same_bytes(rows.run(inputs), one)
 
 
-@pytest.mark.parametrize("make", ["fresh_silu", "fresh_softmax"])
+@pytest.mark.parametrize(
+    "make", [pytest.param("fresh_silu", marks=pytest.mark.nightly), "fresh_softmax"]
+)
 def test_a_fresh_process(make):
     contract.check_fresh_process(getattr(cases, make)(), 9, 7, f"tests.rowwise.cases:{make}")
 

@@ -1,14 +1,12 @@
-"""The Triton attention without a GPU: its sm_90 code in ptxsim, its source in the interpreter.
+"""The sm_90 code of the Triton attention, run in ptxsim.
 
-The interpreter runs triton_interpreted.py in a process of its own (triton reads the switch when it
-is imported): the order of sums byte for byte, drawn cases, and the planted bugs.
+Its source in Triton's interpreter: triton_interpreted.py, by tests/test_triton_interpreter.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +21,7 @@ from cute_kernels.schedulers.order.schedule import Schedule
 from cute_kernels.sparse_attn import config, op
 from cute_kernels.sparse_attn.api import block_sparse_attention
 from cute_kernels.sparse_attn.triton import launch
-from tests import contract, interpreted
+from tests import contract
 from tests.contract import ContractViolation, same_bytes
 
 from ..ptxsim.available import requires_core
@@ -56,19 +54,6 @@ def test_an_id_names_the_tiles(monkeypatch, device):
     other = dataclasses.replace(plan, dq=dataclasses.replace(plan.dq, block_n=32))
     monkeypatch.setitem(config.TRITON, 64, other)
     assert contracts.contract_id(op.NAME, "cuda:0") != name
-
-
-# Mutants by day, when the same source is compiled and runs in ptxsim: the tests below.
-@pytest.mark.parametrize(
-    ("marked", "chosen", "least"),
-    [
-        ("not nightly", "test_killed", 10),
-        pytest.param(interpreted.EITHER, "test", 41, marks=pytest.mark.nightly),
-    ],
-)
-def test_interpreted(marked, chosen, least):
-    file = Path(__file__).with_name("triton_interpreted.py")
-    interpreted.check([file], least, marked=marked, chosen=chosen)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """The Triton attention in Triton's interpreter: its order written out, drawn cases, planted bugs.
 
-Collected by test_triton.py only, in a process that has TRITON_INTERPRET=1 before triton is
-imported.  The interpreter multiplies the bit patterns of bf16 and truncates when it makes bf16, so
-the launcher is told to hand over fp32, to round P and dS by their bits and results at the end.
+Collected by test_triton_interpreter.py only, in a process that has TRITON_INTERPRET=1 before triton
+is imported.  The interpreter multiplies the bit patterns of bf16 and truncates when it makes bf16,
+so the launcher is told to hand over fp32, to round P and dS by their bits and results at the end.
 """
 
 from __future__ import annotations

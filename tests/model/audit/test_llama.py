@@ -84,7 +84,13 @@ def test_as_it_is_it_differs_and_leaves_name_a_module():
     assert report.rows == (2 * 13 + 6) * 26 * sum(map(len, report.ran.values()))
 
 
-@pytest.mark.parametrize("place", ["model.layers.0.post_attention_layernorm", "model.norm"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "model.layers.0.post_attention_layernorm",
+        pytest.param("model.norm", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_norm_planted_among_our_ops_is_named(place):
     model = patched()
     was = model.get_submodule(place)

@@ -1,0 +1,46 @@
+"""The Triton kernels of every system in Triton's interpreter.
+
+By day their mutants alone, in one process: the same source is compiled and runs in ptxsim, for
+values, rows and orders (test_triton_simulated.py of each system, sparse_attn/test_triton.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import interpreted
+
+pytest.importorskip("triton")
+
+TESTS = Path(__file__).parent
+#: (file, marks, at least so many tests): by night everything.
+NIGHT = [
+    ("gemm/triton_interpreted.py", interpreted.EITHER, 60),
+    ("gemm/triton_tree_interpreted.py", interpreted.EITHER, 25),
+    ("logp/triton_interpreted.py", "not nightly", 46),
+    ("logp/triton_interpreted.py", "nightly", 51),
+    ("mhc/triton_interpreted.py", "not nightly", 42),
+    ("mhc/triton_interpreted.py", "nightly", 60),
+    ("mhc/triton_mutants.py", "not nightly", 62),
+    ("norm/triton_interpreted.py", "not nightly", 17),
+    ("norm/triton_interpreted.py", "nightly", 80),
+    ("rowwise/triton_interpreted.py", interpreted.EITHER, 48),
+    ("sparse_attn/triton_interpreted.py", interpreted.EITHER, 41),
+]
+#: How many mutants of each file run at every commit; those of mhc are run in ptxsim by day.
+KILLED = {"gemm": 5, "logp": 12, "norm": 5, "rowwise": 11, "sparse_attn": 10}
+
+
+def test_mutants():
+    files = [TESTS / system / "triton_interpreted.py" for system in KILLED]
+    passed = interpreted.check(files, marked="not nightly", chosen="test_killed")
+    for file, least in zip(files, KILLED.values(), strict=True):
+        assert passed[str(file.relative_to(interpreted.ROOT))] >= least, passed
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("file", "marked", "least"), NIGHT)
+def test_everything(file, marked, least):
+    assert interpreted.check([TESTS / file], marked=marked).total() >= least
