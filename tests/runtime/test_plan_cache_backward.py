@@ -33,6 +33,14 @@ def attended(x, spans):
     return api.sequence_attention(q, keys, keys * 0.5, spans, scale=0.2)
 
 
+def packed(x, lengths=(100, 60, 100), **window):
+    """Sequences one behind another, where they lie."""
+    q = x.view(260, 2, 64)
+    keys = q[:, :1].contiguous()
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    return ck.block_sparse_attention_varlen(q, keys, keys * 0.5, offsets, causal=True, **window)
+
+
 SPANS = causal(130)
 BACKWARDS = {
     **{
@@ -48,6 +56,7 @@ BACKWARDS = {
         )
     },
     "spans": (lambda x: attended(x, SPANS), (2 * 130, 2 * 64)),
+    "pack": (packed, (260, 2 * 64)),
 }
 
 
@@ -109,6 +118,22 @@ def test_what_would_mistake_spans_is_noticed(planned, monkeypatch, module, name,
     monkeypatch.setattr(module, name, rewritten(getattr(module, name), part))
     with pytest.raises(AssertionError):
         test_other_spans_have_other_plans(planned)
+
+
+def test_other_packs_share_a_plan_and_other_windows_do_not(planned):
+    """Where sequences lie is read on the device."""
+    other = {"lengths": (30, 130, 100)}
+    with simulated():
+        first = results(packed, (260, 128))
+        count = len(planned)
+        shared = results(lambda x: packed(x, **other), (260, 128))
+        assert len(planned) == count
+        window = results(lambda x: packed(x, window_size=(40, 0)), (260, 128))
+        assert len(planned) > count
+        plan_cache.clear()
+        anew = results(lambda x: packed(x, **other), (260, 128))
+    assert all(map(same_bytes, shared, anew))
+    assert not any(map(same_bytes, first, shared)) and not any(map(same_bytes, first, window))
 
 
 def test_other_masks_have_other_plans(planned):

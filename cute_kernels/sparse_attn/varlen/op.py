@@ -44,7 +44,13 @@ for _name, _function in (
 ):
     dispatch.register(
         _name,
-        {CUTE_SM90: Implementation(f"{_SYSTEM}.launch:{_function}_of_pack", HALF)},
+        {
+            CUTE_SM90: Implementation(
+                f"{_SYSTEM}.launch:{_function}_of_pack",
+                HALF,
+                planner=f"{_SYSTEM}.launch:plan_{_function}_of_pack",
+            )
+        },
         contract=NAME,
     )
 

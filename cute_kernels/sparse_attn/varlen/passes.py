@@ -7,11 +7,13 @@ gathered.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from torch import Tensor
 
 from ...arch import CPU, CUTE_SM90
 from ...runtime import dispatch
+from ...runtime.plan_cache import PlanCache
 from ..tensors import Grads, Saved, shape_of_out
 from . import layout
 
@@ -30,6 +32,25 @@ def in_place(t: Tensor) -> bool:
     return dispatch.backend(NAME, t.device, t.dtype) == CUTE_SM90
 
 
+#: Plans of passes over packs that lie in place: of shapes and options alone, as bounds are read on
+#: the device.
+_plans = PlanCache(capacity=256)
+
+
+def _launcher(name: str, options: tuple, tensors: tuple, operands: tuple) -> Callable:
+    """What runs a pass over a pack in place: its plan if it can be kept, else the launcher.
+
+    tensors: those among the ``operands``; options: what else a plan depends on.
+    """
+    run = _plans.find((name, *options), *tensors)
+    device, dtype = tensors[0].device, tensors[0].dtype
+    if run is None:
+        plan = dispatch.plan(name, device, dtype, *operands)
+        run = plan.run
+        _plans.add((name, *options), tensors, run if plan.cacheable else None)
+    return run or dispatch.launcher(name, device, dtype)
+
+
 def forward(
     of: layout.Where,
     window: layout.Window,
@@ -43,9 +64,10 @@ def forward(
     """(out, lse) of q [B, T, Hq, D], k, v [B, T, Hkv, ..]; rows of no sequence are 0 and -inf."""
     device, sizes = str(q.device), q.shape[:2]
     if in_place(q):
-        launch = dispatch.launcher(PACK_NAME, q.device, q.dtype)
-        given = (_flat(t) for t in (q, k, v))
-        out, lse = launch(*given, of.on(q.device), window, scale, softcap, sinks)
+        operands = *(_flat(t) for t in (q, k, v)), of.on(q.device), window, scale, softcap, sinks
+        tensors = *operands[:4], sinks
+        launch = _launcher(PACK_NAME, (*window, scale, softcap), tensors, operands)
+        out, lse = launch(*operands)
         out, lse = of.filled(out, 1), of.filled(lse, 2, -math.inf)
         return out.view(shape_of_out(q, v)), _by_batch(lse, sizes)
     at = layout.layout(of, sizes.numel(), device)
@@ -67,11 +89,14 @@ def backward(
     (dout, dlse), (q, k, v, out, lse, sinks) = grads, saved
     device, heads, sizes = str(q.device), (q.shape[2], k.shape[2]), q.shape[:2]
     if in_place(q):
-        launch = dispatch.launcher(f"{PACK_NAME}_backward", q.device, q.dtype)
         dlse = None if dlse is None else _of_tokens(dlse)
         flat = Saved(*(_flat(t) for t in (q, k, v, out)), _of_tokens(lse), sinks)
-        given = Grads(_flat(dout), dlse), flat, of.on(q.device), window
-        dq, dk, dv, *dsinks = launch(*given, scale, softcap)
+        upstream, bounds = Grads(_flat(dout), dlse), of.on(q.device)
+        operands = upstream, flat, bounds, window, scale, softcap
+        tensors = *upstream, *flat, bounds
+        options = *window, scale, softcap
+        launch = _launcher(f"{PACK_NAME}_backward", options, tensors, operands)
+        dq, dk, dv, *dsinks = launch(*operands)
         made = zip((dq, dk, dv), (q, k, v), strict=True)
         return *(of.filled(one, 1).view(like.shape) for one, like in made), *dsinks
     at = layout.layout(of, sizes.numel(), device)
