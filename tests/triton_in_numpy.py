@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -38,30 +40,48 @@ def same_on_every_machine(monkeypatch):
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
 
 
-def round_as_gpus_do(monkeypatch) -> None:
-    """Casts to bf16 round to the nearest even, and an fma rounds once.
-
-    The interpreter's cast to bf16 truncates, and its fma is a product and a sum.
-    """
-
-    def fma(self, x, y, z):
-        wide = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data
-        return interpreter.TensorHandle(wide.astype(np.float32), z.dtype.scalar)
+def casts_that_round(monkeypatch) -> None:
+    """Casts to bf16 round to the nearest even, as a GPU's do; the interpreter's truncate."""
 
     def cast(self, given, to):
         source, target = given.dtype.scalar, to.scalar
         data = np.array(given.data)
         if source == tl.bfloat16 and target == tl.float32:
-            out = torch.from_numpy(data.view(np.int16)).view(torch.bfloat16).float().numpy()
+            made = torch.from_numpy(data.view(np.int16)).view(torch.bfloat16).float().numpy()
         elif source == tl.float32 and target == tl.bfloat16:
             rounded = torch.from_numpy(data).to(torch.bfloat16)
-            out = rounded.view(torch.int16).numpy().view(np.uint16)
+            made = rounded.view(torch.int16).numpy().view(np.uint16)
         else:
-            out = data.astype(interpreter._get_np_dtype(to))
-        return interpreter.TensorHandle(out, target)
+            made = data.astype(interpreter._get_np_dtype(to))
+        return interpreter.TensorHandle(made, target)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast)
+
+
+def fma_that_rounds_once(monkeypatch) -> None:
+    """The interpreter's is a product and a sum."""
+
+    def fma(self, x, y, z):
+        wide = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data
+        return interpreter.TensorHandle(wide.astype(np.float32), z.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast)
+
+
+def power_of_two(monkeypatch, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """2^y is ``function``'s, in fp32; the interpreter's is numpy's."""
+
+    def exp2(self, y):
+        made = function(torch.from_numpy(np.array(y.data))).numpy()
+        return interpreter.TensorHandle(made, y.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_exp2", exp2)
+
+
+def round_as_gpus_do(monkeypatch) -> None:
+    """Casts to bf16 round to the nearest even, and an fma rounds once."""
+    casts_that_round(monkeypatch)
+    fma_that_rounds_once(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -78,6 +78,46 @@ def common_complaints(kernel, stack: int = 0) -> list[str]:
     return found
 
 
+def code_complaints(kernel, stack: int, division: str, named: str, offsets: str) -> list[str]:
+    """Those, and sums that the compiler may fuse or orders, inexact division, narrow offsets.
+
+    On AMD scalar registers may be kept in lanes of vector registers: that is no memory access.
+
+    Args:
+        division: pattern of the instructions that are not IEEE's.
+        named: what the complaint about them says.
+        offsets: pattern of the types of offsets that are too narrow.
+    """
+    found, code = common_complaints(kernel, stack), text(kernel)
+    hip = kernel.metadata.target.backend == "hip"
+    if hip and re.search(r"\.vgpr_spill_count:\s*0\b", code):
+        found = [complaint for complaint in found if complaint != "spills"]
+    if kernel.metadata.enable_fp_fusion:
+        found.append("sums that the compiler may fuse")
+    if re.search(division, code):
+        found.append(f"{named} that is not IEEE's")
+    if any(size != 2 for size in sizes_of_float_sums(kernel.asm["ttir"])):
+        found.append("a sum in the order of the compiler")
+    if re.search(offsets, kernel.asm["ttir"]):
+        found.append("offsets of 32 bits")
+    return found
+
+
+def sizes_of_float_sums(ttir: str) -> list[int]:
+    """The length of the axis of every sum of floats that the compiler is to order."""
+    reduce = re.compile(
+        r'"tt\.reduce"\(%[\w#]+\) <\{axis = (\d+) : i32\}> \(\{(.*?)\}\) : \(tensor<([\dx]+)x\w+>',
+        re.DOTALL,
+    )
+    found = [
+        int(shape.split("x")[int(axis)])
+        for axis, body, shape in reduce.findall(ttir)
+        if "arith.addf" in body
+    ]
+    assert ttir.count('"tt.reduce"') == len(reduce.findall(ttir)), "a form that is not read"
+    return found
+
+
 def _spilled(kernel) -> int:
     """Bytes a thread on the stack; on AMD, registers."""
     if kernel.metadata.target.backend == "hip":

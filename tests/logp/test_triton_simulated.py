@@ -11,8 +11,8 @@ import torch
 from cute_kernels.logp import config, exact
 from cute_kernels.logp.triton import launch
 from tests.contract import same_bytes
+from tests.triton_harness import WildAccess
 
-from ..gemm.triton_harness import WildAccess
 from ..ptxsim.available import requires_core
 from . import triton_cases as cases
 from .triton_cases import BF16, FP32, Shape

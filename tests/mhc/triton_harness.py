@@ -1,38 +1,27 @@
-"""Runs the Triton mhc without a GPU: compiled for a target, in ptxsim, or in the interpreter.
-
-Everything goes through the launchers and Triton's own specialisation; only the launch is replaced.
-"""
+"""The Triton mhc without a GPU: see tests/triton_harness.py."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import itertools
-import os
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from unittest import mock
 
-import numpy as np
 import pytest
-import torch
-import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.runtime import interpreter
 
 import cute_kernels.mhc.triton as package
 from cute_kernels.cpu import ieee
 from cute_kernels.mhc.triton import launch as triton_launch
+from tests import triton_harness as harness
+from tests import triton_in_numpy
+from tests.triton_harness import TARGETS  # noqa: F401  (those of the tests)
 
 from ..anchors import replaced
-from ..gemm import triton_harness as gemm
 from ..gemm import triton_inspect as inspect
-from ..sparse_attn import triton_harness as attention
 
-TARGETS = gemm.TARGETS | {"sm_80": GPUTarget("cuda", 80, 32)}
 #: The launcher's name of a module of kernels -> that module's kernels.
 KERNELS = {
     "kernels": ("project_kernel", "project_backward_kernel", "combine_kernel", "reduce_kernel"),
@@ -64,6 +53,7 @@ PRODUCTS = ("project_kernel", "project_backward_kernel")
 #: Bytes a thread on the stack that the projection's backward may have where x is fp32: what Triton
 #: 3.7.1 leaves on sm_80 for four streams of the layout "nc" whose channels are no multiple of 16.
 FP32_BACKWARD_STACK = 208
+sizes_of_float_sums = inspect.sizes_of_float_sums
 _FILES = ("kernel", "kernel_tokens", "launch")
 _NUMBERS = itertools.count()
 
@@ -90,24 +80,7 @@ def copy_of(folder: Path, *edits: tuple[str, str]) -> ModuleType:
     return launch
 
 
-@contextlib.contextmanager
-def on_the_cpu() -> Iterator[None]:
-    """While it lasts, the launchers' device guard takes a CPU for a device."""
-    with mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()):
-        yield
-
-
-def compiled(target: str, call: Callable[[], object], launch: ModuleType = triton_launch) -> list:
-    """The kernels that ``call`` would launch, compiled for ``target``; nothing runs."""
-    kernels = []
-
-    def receive(kernel, grid, values):
-        kernels.append(kernel)
-
-    with contextlib.ExitStack() as stack:
-        _redirected(stack, launch, TARGETS[target], receive)
-        call()
-    return kernels
+compiled, _ = harness.harness(triton_launch, WRITTEN)
 
 
 @contextlib.contextmanager
@@ -116,37 +89,12 @@ def simulated(launch: ModuleType = triton_launch) -> Iterator[list]:
 
     Sums and coefficients that a launcher leaves unwritten are NaN.
     """
-    kernels = []
-
-    def receive(kernel, grid, values):
-        kernels.append(kernel)
-        attention._simulate(kernel, grid, values, {})
-
-    def poisoned(shape, **kwargs):
-        return torch.full(shape, torch.nan, **kwargs)
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(attention, "KERNELS", WRITTEN))
-        stack.enter_context(mock.patch.object(torch, "empty", poisoned))
-        _redirected(stack, launch, TARGETS["sm_90"], receive)
+    with (
+        harness.on_the_cpu(),
+        harness.nan_memory(),
+        harness.simulated(launch, WRITTEN, {}) as kernels,
+    ):
         yield kernels
-
-
-def _redirected(
-    stack: contextlib.ExitStack, launch: ModuleType, target: GPUTarget, receive: Callable
-) -> None:
-    """Hands what is launched, compiled for ``target``, to ``receive``."""
-    hip = "7.0" if target.backend == "hip" else None
-    stack.enter_context(on_the_cpu())
-    stack.enter_context(mock.patch.dict(os.environ, TRITON_CACHE_DIR=gemm._CACHE.name))
-    driver = gemm._Driver(target)
-    stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
-    stack.enter_context(mock.patch.object(torch.version, "hip", hip))
-    for attribute, names in KERNELS.items():
-        module = getattr(launch, attribute)
-        for name in names:
-            redirect = gemm._Redirect(getattr(module, name), receive)
-            stack.enter_context(mock.patch.object(module, name, redirect))
 
 
 def made_small(launch: ModuleType, monkeypatch) -> None:
@@ -163,71 +111,26 @@ def complaints(kernel) -> list[str]:
     stack = inspect.FP32_STACK if on_fma_units else 0
     if kernel.name == "project_backward_kernel" and kernel.src.signature["x_ptr"] == "*fp32":
         stack = FP32_BACKWARD_STACK
-    found = inspect.common_complaints(kernel, stack)
-    code, ttir = inspect.text(kernel), kernel.asm["ttir"]
-    if hip and re.search(r"\.vgpr_spill_count:\s*0\b", code):
-        # Scalar registers are kept in lanes of vector registers: no memory is touched.
-        found = [complaint for complaint in found if complaint != "spills"]
-    if on_fma_units and "fma.rn.f32" not in code:
+    inexact = r"div\.(full|approx)|sqrt\.approx"
+    narrow = r"tt\.addptr .*: .*\bi32|tt\.addptr .*xi32>"
+    found = inspect.code_complaints(kernel, stack, inexact, "division or root", narrow)
+    if on_fma_units and "fma.rn.f32" not in inspect.text(kernel):
         found.append("no fma")
     matrix = {"v_mfma_f32_16x16x4_f32"} if hip and kernel.name in PRODUCTS else set()
     if set(inspect.matrix_instructions(kernel)) != matrix:
         found.append("matrix instruction")
-    if kernel.metadata.enable_fp_fusion:
-        found.append("sums that the compiler may fuse")
-    if re.search(r"div\.(full|approx)|sqrt\.approx", code):
-        found.append("division or root that is not IEEE's")
-    if any(size != 2 for size in sizes_of_float_sums(ttir)):
-        found.append("a sum in the order of the compiler")
-    if re.search(r"tt\.addptr .*: .*\bi32|tt\.addptr .*xi32>", ttir):
-        found.append("offsets of 32 bits")
-    return found
-
-
-def sizes_of_float_sums(ttir: str) -> list[int]:
-    """The length of the axis of every sum of floats that the compiler is to order."""
-    reduce = re.compile(
-        r'"tt\.reduce"\(%[\w#]+\) <\{axis = (\d+) : i32\}> \(\{(.*?)\}\) : \(tensor<([\dx]+)x\w+>',
-        re.DOTALL,
-    )
-    found = [
-        int(shape.split("x")[int(axis)])
-        for axis, body, shape in reduce.findall(ttir)
-        if "arith.addf" in body
-    ]
-    assert ttir.count('"tt.reduce"') == len(reduce.findall(ttir)), "a form that is not read"
     return found
 
 
 @pytest.fixture(autouse=True)
 def device_guard():
     """Launchers take a CPU for a device."""
-    with on_the_cpu():
+    with harness.on_the_cpu():
         yield
 
 
 @pytest.fixture(autouse=True)
 def cpu_arithmetic(monkeypatch):
-    """The CPU backend's 2^y, and casts that round to the nearest even, as a GPU's do.
-
-    The interpreter's 2^y is numpy's, and its cast to bf16 truncates.
-    """
-
-    def cast(self, given, to):
-        source, target = given.dtype.scalar, to.scalar
-        data = np.array(given.data)
-        if source == tl.bfloat16 and target == tl.float32:
-            made = torch.from_numpy(data.view(np.int16)).view(torch.bfloat16).float().numpy()
-        elif source == tl.float32 and target == tl.bfloat16:
-            rounded = torch.from_numpy(data).to(torch.bfloat16)
-            made = rounded.view(torch.int16).numpy().view(np.uint16)
-        else:
-            made = data.astype(interpreter._get_np_dtype(to))
-        return interpreter.TensorHandle(made, target)
-
-    def exp2(self, y):
-        made = ieee.exp2(torch.from_numpy(np.array(y.data))).numpy()
-        return interpreter.TensorHandle(made, y.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_exp2", exp2)
+    """The CPU backend's 2^y, and casts that round to the nearest even, as a GPU's do."""
+    triton_in_numpy.casts_that_round(monkeypatch)
+    triton_in_numpy.power_of_two(monkeypatch, ieee.exp2)
