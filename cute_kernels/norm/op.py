@@ -53,30 +53,30 @@ for _name in _OPS:
 
 
 def apply(
-    name: str, kind: str, given: Operands, eps: object, offset: object = 0.0
+    name: str, kind: str, operands: Operands, eps: object, offset: object = 0.0
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """y, or (y, h) of a call with a residual, of the function ``name``."""
-    x, weight, bias, residual, main_grad, bias_main_grad = given
+    """Call the function ``name``: y, or (y, h) with a residual."""
+    x, weight, bias, residual, main_grad, bias_main_grad = operands
     options = kind, eps, offset, type(eps), type(offset)
     plain = main_grad is None and bias_main_grad is None and not is_dynamo_compiling()
-    run = plain and checked.find(options, x, residual, weight, bias)
-    if run:
-        y, h, _, _ = run(x, residual, weight, bias, None, None, kind, eps, offset)
+    cached_run = plain and checked.find(options, x, residual, weight, bias)
+    if cached_run:
+        y, h, _, _ = cached_run(x, residual, weight, bias, None, None, kind, eps, offset)
     else:
-        rule = checks.norm(name, kind, given, eps, offset)
-        if run is None:
+        rule = checks.norm(name, kind, operands, eps, offset)
+        if cached_run is None:
             bound = norm.bind_plan(_plan_bare(x, residual, Scale(weight, bias), rule))
             checked.add(options, (x, residual, weight, bias), bound)
         y, h, _, _ = norm(x, residual, weight, bias, main_grad, bias_main_grad, *rule)
     return y if residual is None else (y, h)
 
 
-def _apart(main_grad, bias_main_grad, **read):
+def _apart(main_grad, bias_main_grad, **operands):
     """Check that backward can add into both main_grads: neither aliases an operand or the other."""
     if main_grad is not None:
-        destination.apart(main_grad, bias_main_grad=bias_main_grad, **read)
+        destination.apart(main_grad, bias_main_grad=bias_main_grad, **operands)
     if bias_main_grad is not None:
-        destination.apart(bias_main_grad, "bias_main_grad", **read)
+        destination.apart(bias_main_grad, "bias_main_grad", **operands)
 
 
 def _plan_bare(x, residual, scale, rule):
@@ -100,7 +100,7 @@ def _plan(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offse
     launch = plan.run
 
     def run(x, residual, weight, bias, main_grad, bias_main_grad, *_):
-        # Here, for a compiled graph too: a tensor that is traced has no address.
+        # Checked at run time, in a compiled graph too: a traced tensor has no address.
         _apart(main_grad, bias_main_grad, x=x, residual=residual, weight=weight, bias=bias)
         y, h, mean, rstd = launch(x, residual, weight, bias)
         h = x.new_empty(0) if h is None else h
@@ -131,11 +131,11 @@ def _plan_backward(
     """Plan of `norm_backward`: the gradient of rows, then the sums of the parts."""
     if h.numel() == 0:
         return Plan(_run_backward_of_nothing, cacheable=False)
-    rule, wanted = Rule(kind, eps, offset), any(needs[1:])
-    where, layer = (h.device, h.dtype), kind == LAYER
+    rule, needs_parts = Rule(kind, eps, offset), any(needs[1:])
+    device_dtype, layer = (h.device, h.dtype), kind == LAYER
     stats = mean if layer else None, rstd
-    operands = Upstream(dy, dh), h, stats, Scale(weight, bias), rule, wanted
-    rows = dispatch.plan("norm_backward", *where, *operands)
+    operands = Upstream(dy, dh), h, stats, Scale(weight, bias), rule, needs_parts
+    rows = dispatch.plan("norm_backward", *device_dtype, *operands)
     indices = [i for i in (0, 1) if needs[1 + i]]
     add: Plan | None = None
 
@@ -144,16 +144,16 @@ def _plan_backward(
         _apart(main_grad, bias_main_grad, dy=dy, dh=dh)
         stats = mean if layer else None, rstd
         scale = Scale(weight, bias)
-        d_x, parts = rows.run(Upstream(dy, dh), h, stats, scale, rule, wanted)
+        d_x, parts = rows.run(Upstream(dy, dh), h, stats, scale, rule, needs_parts)
         sums = [None, None]
-        if wanted:
+        if needs_parts:
             all_sums = (parts.weight, main_grad, weight), (parts.bias, bias_main_grad, bias)
-            chosen = [list(one) for one in zip(*(all_sums[i] for i in indices), strict=True)]
+            chosen = [list(column) for column in zip(*(all_sums[i] for i in indices), strict=True)]
             if add is None:
-                # Parts are alike in all calls of this signature.
-                add = dispatch.plan("norm_add_parts", *where, *chosen)
-            for i, one in zip(indices, add.run(*chosen), strict=True):
-                sums[i] = one
+                # The partial sums have the same layout in all calls of this signature.
+                add = dispatch.plan("norm_add_parts", *device_dtype, *chosen)
+            for i, total in zip(indices, add.run(*chosen), strict=True):
+                sums[i] = total
         d_weight, d_bias = (h.new_empty(0) if t is None else t for t in sums)
         return d_x if needs[0] else h.new_empty(0), d_weight, d_bias
 
@@ -169,9 +169,9 @@ def _run_backward_of_nothing(dy, dh, *args):
 def _fake_backward(
     dy, dh, h, mean, rstd, weight, bias, main_grad, bias_main_grad, kind, eps, offset, needs
 ):
-    own = (needs[0], needs[1] and main_grad is None, needs[2] and bias_main_grad is None)
-    made = zip((h, weight, bias), own, strict=True)
-    return tuple(t.new_empty(t.shape) if need else h.new_empty(0) for t, need in made)
+    needed = (needs[0], needs[1] and main_grad is None, needs[2] and bias_main_grad is None)
+    results = zip((h, weight, bias), needed, strict=True)
+    return tuple(t.new_empty(t.shape) if need else h.new_empty(0) for t, need in results)
 
 
 def _setup(ctx, inputs, output):
@@ -184,7 +184,7 @@ def _setup(ctx, inputs, output):
     # Not saved tensors: backward of an earlier micro-batch may write them before ours reads them.
     ctx.main_grads = {2: main_grad, 3: bias_main_grad}
     ctx.mark_non_differentiable(*(t for t in numbers if t is not None))
-    # Zeros for statistics would be a kernel for each backward.
+    # Zeros for the statistics would launch a kernel in each backward.
     ctx.set_materialize_grads(False)
 
 
@@ -199,26 +199,26 @@ def _backward(ctx, dy, dh, *_):
     if not ctx.residual:
         dh = None
     elif dh is None:
-        # Not left out: 0 + -0 is 0, and compiled graphs have zeros here.
+        # Zeros, as compiled graphs have here: 0 + -0 is 0.
         dh = torch.zeros_like(h)
     inputs = h, h if ctx.residual else None, weight, bias
     targets = destination.targets(ctx, inputs, ctx.main_grads, (dy, dh))
     of_weight, of_bias = targets.get(2), targets.get(3)
     rows = any(ctx.needs_input_grad[:2])
-    wanted = [t is not None and t.wanted for t in (of_weight, of_bias)]
+    needs_sums = [t is not None and t.wanted for t in (of_weight, of_bias)]
     into = [None if t is None else t.into for t in (of_weight, of_bias)]
-    d_x, *made = norm_backward(
+    d_x, *sums = norm_backward(
         dy, dh, h, mean, rstd, weight, bias, *into, *ctx.numbers,
-        [rows, *wanted],
+        [rows, *needs_sums],
     )  # fmt: skip
-    given = [None, None]
-    for at, (target, own) in enumerate(zip((of_weight, of_bias), made, strict=True)):
+    scale_grads = [None, None]
+    for index, (target, grad) in enumerate(zip((of_weight, of_bias), sums, strict=True)):
         if target is not None and target.wanted:
             target.written()
-            given[at] = own if target.returned else None
+            scale_grads[index] = grad if target.returned else None
     needs = ctx.needs_input_grad
     of_rows = [d_x if need else None for need in needs[:2]]
-    return *of_rows, *given, None, None, None, None, None
+    return *of_rows, *scale_grads, None, None, None, None, None
 
 
 def _vmap_refused(info, in_dims, *args):
