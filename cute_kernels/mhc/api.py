@@ -190,8 +190,8 @@ def mix_and_aggregate(
         (out [..., C], H_post fp32 [..., n], H_res fp32 [..., n, n]).
     """
     rows, n, mains = _site(x, phi, alpha, beta, norm_weight, options, main_grads)
-    found = site_op.mix(rows.x, phi, norm_weight, alpha, beta, *mains, *options.numbers(n), False)
-    out, _, post, res, *_ = found
+    results = site_op.mix(rows.x, phi, norm_weight, alpha, beta, *mains, *options.numbers(n), False)
+    out, _, post, res, *_ = results
     return (
         _collapsed(out, rows),
         nodes.shaped(post, *rows.leading, n),
@@ -222,11 +222,11 @@ def connect(
         Others: As in those; ``main_grads`` by name: phi, norm_weight, alpha, beta, bias.
     """
     checks.sublayer(sublayer)
-    rows, n, named = _site_weights(x, phi, alpha, beta, norm_weight, options)
+    rows, n, weights = _site_weights(x, phi, alpha, beta, norm_weight, options)
     checks.bias(bias, rows, n)
-    *mains, main_bias = checks.main_grads(main_grads, {**named, "bias": bias}, rows.x)
-    made = site_op.mix(rows.x, phi, norm_weight, alpha, beta, *mains, *options.numbers(n), True)
-    out, _, post, res, _, _, link = made
+    *mains, main_bias = checks.main_grads(main_grads, {**weights, "bias": bias}, rows.x)
+    results = site_op.mix(rows.x, phi, norm_weight, alpha, beta, *mains, *options.numbers(n), True)
+    out, _, post, res, _, _, link = results
     f = checks.channels("sublayer(out)", sublayer(_collapsed(out, rows)), rows, n)
     streams = (rows.x.detach(), res.detach(), link)
     y = op.expand_combine(f, bias, post, *streams, main_bias, n, options.layout)
@@ -269,19 +269,19 @@ def post_pre(
     weights = _mapping_weights(phi, norm_weight, rows.x)
     checks.gates(alpha, beta, rows.x, n)
     shifted = None if H_pre is None else checks.tokens("H_pre", H_pre, (n,), rows)
-    named = {"bias": bias, **weights, "alpha": alpha, "beta": beta}
-    mains = checks.main_grads(main_grads, named, rows.x)
-    made = site_op.post_pre(
+    all_weights = {"bias": bias, **weights, "alpha": alpha, "beta": beta}
+    mains = checks.main_grads(main_grads, all_weights, rows.x)
+    results = site_op.post_pre(
         *tensors, shifted, phi, norm_weight, alpha, beta, *mains, *options.numbers(n)
     )
-    y, out, pre, post, res, *_ = made
-    found = (
+    y, out, pre, post, res, *_ = results
+    outputs = (
         nodes.shaped(y, *x.shape),
         _collapsed(out, rows),
         nodes.shaped(post, *rows.leading, n),
         nodes.shaped(res, *rows.leading, n, n),
     )
-    return found if H_pre is None else (*found, nodes.shaped(pre, *rows.leading, n))
+    return outputs if H_pre is None else (*outputs, nodes.shaped(pre, *rows.leading, n))
 
 
 def head(
@@ -307,8 +307,8 @@ def head(
     checks.beside("alpha", alpha, rows.x, [1])
     checks.beside("beta", beta, rows.x, [n])
     mains = checks.main_grads(main_grads, {**weights, "alpha": alpha, "beta": beta}, rows.x)
-    found = site_op.mix(rows.x, phi, norm_weight, alpha, beta, *mains, *options.numbers(n), False)
-    return _collapsed(found[0], rows)
+    results = site_op.mix(rows.x, phi, norm_weight, alpha, beta, *mains, *options.numbers(n), False)
+    return _collapsed(results[0], rows)
 
 
 def expand_from_embedding(embedding: torch.Tensor, n: int, *, layout: str = "cn") -> torch.Tensor:
@@ -320,9 +320,9 @@ def expand_from_embedding(embedding: torch.Tensor, n: int, *, layout: str = "cn"
     checks.streams(n)
     checks.embedding(embedding)
     leading = embedding.shape[:-1]
-    made = op.repeat(embedding.reshape(leading.numel(), embedding.shape[-1]), n, layout)
+    repeated = op.repeat(embedding.reshape(leading.numel(), embedding.shape[-1]), n, layout)
     c = embedding.shape[-1]
-    return nodes.shaped(made, *leading, *((c, n) if layout == "cn" else (n, c)))
+    return nodes.shaped(repeated, *leading, *((c, n) if layout == "cn" else (n, c)))
 
 
 def multilayer_recompute(
@@ -343,16 +343,16 @@ def multilayer_recompute(
     Returns:
         x behind each site, with the bytes that `expand_combine` gave; no gradient flows.
     """
-    found = []
+    streams_by_site = []
     with torch.no_grad():
         for f, bias, post, res in sublayers:
             x = expand_combine(f, bias, post, x, res, n, layout=layout)
-            found.append(x)
-    return found
+            streams_by_site.append(x)
+    return streams_by_site
 
 
 def _collapsed(out: torch.Tensor, rows: checks.Rows) -> torch.Tensor:
-    """[M, C] as [..., C]; C is named, as no tokens leave it open."""
+    """View [M, C] as [..., C]; C is explicit, for inputs without tokens."""
     return nodes.shaped(out, *rows.leading, out.shape[1])
 
 
@@ -374,13 +374,13 @@ def _site_weights(x, phi, alpha, beta, norm_weight, options: Options):
 
 
 def _site(x, phi, alpha, beta, norm_weight, options: Options, main_grads):
-    """(rows, n, main_grads) of a site that begins."""
-    rows, n, named = _site_weights(x, phi, alpha, beta, norm_weight, options)
-    return rows, n, checks.main_grads(main_grads, named, rows.x)
+    """Check a site that begins; return (rows, n, main_grads)."""
+    rows, n, weights = _site_weights(x, phi, alpha, beta, norm_weight, options)
+    return rows, n, checks.main_grads(main_grads, weights, rows.x)
 
 
 def _expanded(f, bias, post, x, res, n: int, layout: str, k: int | None = None):
-    """(rows, (f, bias, post, x, res)) of a site that ends; ``k``: the K that x must have."""
+    """Check a site that ends; return (rows, (f, bias, post, x, res)).  ``k``: K of x."""
     rows = checks.x_of(x, n, layout, k)
     flat = checks.channels("f", f, rows, n)
     checks.bias(bias, rows, n)

@@ -28,7 +28,7 @@ MAX_ITERATIONS = 64
 #: an element by at most n = 4, as no line's sum is below 1/n, so after 25 more iterations a lost
 #: element is at most 2^(4 * 25 - 126) = 2^-26, below the rounding of 1.
 MAX_LOG_ITERATIONS = 26
-#: The least epsilon of the form "epsilon": it stays above what fp32 loses, for any logits.
+#: The least epsilon of the form "epsilon": above the underflow of fp32, for any logits.
 MIN_FORM_EPS = 1e-30
 _MAX_SIZE = 2**31 - 1
 _ROWS_OF = {mappings(n): n for n in STREAMS}
@@ -55,7 +55,7 @@ class Options:
     form_eps: float = 1e-6
 
     def numbers(self, n: int) -> tuple:
-        """Numbers in the order in which the ops of a site take them."""
+        """Return the numbers in the order in which the ops of a site take them."""
         return (
             n, self.layout, self.precision, self.eps, self.pre_eps, self.post_scale,
             self.iterations, self.form, self.form_eps,
@@ -69,17 +69,17 @@ class Rows(NamedTuple):
     leading: torch.Size
 
 
-def options(given: object) -> Options:
-    """Checked `Options`."""
-    if not isinstance(given, Options):
-        raise ArgumentTypeError(expected("options", "a mhc.Options", type(given).__name__))
-    layout(given.layout)
-    precision(given.precision)
+def options(site_options: object) -> Options:
+    """Check the options of a site."""
+    if not isinstance(site_options, Options):
+        raise ArgumentTypeError(expected("options", "a mhc.Options", type(site_options).__name__))
+    layout(site_options.layout)
+    precision(site_options.precision)
     for name in ("eps", "pre_eps"):
-        number(name, getattr(given, name), 0.0)
-    number("post_scale", given.post_scale, None)
-    sinkhorn(given.iterations, given.form, given.form_eps)
-    return given
+        number(name, getattr(site_options, name), 0.0)
+    number("post_scale", site_options.post_scale, None)
+    sinkhorn(site_options.iterations, site_options.form, site_options.form_eps)
+    return site_options
 
 
 def layout(value: object, name: str = "layout") -> None:
@@ -102,7 +102,7 @@ def sinkhorn(
     *,
     iterations_name: str = "iterations",
 ) -> None:
-    """Check the arguments of Sinkhorn-Knopp; names: of the arguments that they came in."""
+    """Check the arguments of Sinkhorn-Knopp; names: those of the arguments."""
     if isinstance(iterations, bool) or not isinstance(iterations, int):
         raise ArgumentTypeError(expected(iterations_name, "an int", type(iterations).__name__))
     if not 1 <= iterations <= MAX_ITERATIONS:
@@ -135,20 +135,20 @@ def streams(n: object) -> int:
 
 
 def mixed_dtype(name: str, t: object) -> None:
-    """A tensor of bf16 or fp32."""
+    """Check for a tensor of bf16 or fp32."""
     checking.tensor(name, t)
     checking.dtype(name, t.dtype, DTYPES)
 
 
 def fp32(name: str, t: object, like: torch.Tensor) -> None:
-    """A tensor of fp32, beside ``like``, the argument x."""
+    """Check for a tensor of fp32 on the device of ``like``, the argument x."""
     checking.tensor(name, t)
     checking.dtype(name, t.dtype, (torch.float32,))
     checking.same_device(name, t, "x", like)
 
 
 def x_of(x: object, n: int, layout: str, k: int | None = None, flat: bool = False) -> Rows:
-    """Streams [..., C, n] or [..., n, C] as rows, of ``k`` = n C elements if that is given.
+    """Convert streams [..., C, n] or [..., n, C] to rows, of ``k`` = n C elements if that is given.
 
     ``flat``: [..., k] may come instead.
     """
@@ -179,7 +179,7 @@ def _rows(name: str, t: torch.Tensor, leading: torch.Size, columns: int) -> Rows
 
 
 def tokens(name: str, t: object, trailing: tuple[int, ...], rows: Rows) -> torch.Tensor:
-    """fp32 [..., *trailing] of every token: [M, size of trailing]; any strides but the last's."""
+    """Convert fp32 [..., *trailing] of every token to [M, size]; any strides but the last's."""
     fp32(name, t, rows.x)
     m, size = len(rows.x), 1
     for extent in trailing:
@@ -192,7 +192,7 @@ def tokens(name: str, t: object, trailing: tuple[int, ...], rows: Rows) -> torch
 
 
 def channels(name: str, t: object, rows: Rows, n: int) -> torch.Tensor:
-    """[..., C] of every token, in x's dtype: [M, C]."""
+    """Convert [..., C] of every token, in x's dtype, to [M, C]."""
     x = rows.x
     c = x.shape[1] // n
     checking.tensor(name, t)
@@ -206,7 +206,7 @@ def channels(name: str, t: object, rows: Rows, n: int) -> torch.Tensor:
 
 
 def bias(t: object, rows: Rows, n: int) -> None:
-    """[C] in x's dtype, or None."""
+    """Check a bias: [C] in x's dtype, or None."""
     if t is None:
         return
     checking.tensor("bias", t)
@@ -219,7 +219,7 @@ def bias(t: object, rows: Rows, n: int) -> None:
 
 
 def phi_of(phi: object, rows: int | None = None) -> int:
-    """n of phi [N, K], or of ``rows`` of it."""
+    """Return n of phi [N, K], or of ``rows`` of it."""
     mixed_dtype("phi", phi)
     checking.rank("phi", phi, 2, "[N, K]")
     if rows is None and phi.shape[0] not in _ROWS_OF:
@@ -233,7 +233,7 @@ def phi_of(phi: object, rows: int | None = None) -> int:
 
 
 def phi_of_head(phi: object) -> int:
-    """n of phi [n, K]."""
+    """Return n of phi [n, K]."""
     mixed_dtype("phi", phi)
     checking.rank("phi", phi, 2, "[n, K]")
     if phi.shape[0] not in STREAMS:
@@ -243,7 +243,7 @@ def phi_of_head(phi: object) -> int:
 
 
 def embedding(t: object) -> None:
-    """[..., C] of bf16 or fp32."""
+    """Check an embedding: [..., C] of bf16 or fp32."""
     mixed_dtype("embedding", t)
     checking.supported("mhc", t.device)
     if t.dim() < 1 or t.shape[-1] < 1:
@@ -252,7 +252,7 @@ def embedding(t: object) -> None:
 
 
 def beside(name: str, t: object, x: torch.Tensor, shape: list[int]) -> None:
-    """A weight of bf16 or fp32, of a shape, on x's device."""
+    """Check a weight: bf16 or fp32, of a shape, on x's device."""
     mixed_dtype(name, t)
     checking.same_device(name, t, "x", x)
     if list(t.shape) != shape:
@@ -260,7 +260,7 @@ def beside(name: str, t: object, x: torch.Tensor, shape: list[int]) -> None:
 
 
 def gates(alpha: object, beta: object, x: torch.Tensor, n: int) -> None:
-    """alpha [3] and beta [N] or [1, N]."""
+    """Check alpha [3] and beta [N] or [1, N]."""
     beside("alpha", alpha, x, [3])
     mixed_dtype("beta", beta)
     checking.same_device("beta", beta, "x", x)
@@ -271,33 +271,33 @@ def gates(alpha: object, beta: object, x: torch.Tensor, n: int) -> None:
 
 
 def main_grads(
-    given: object, weights: Mapping[str, torch.Tensor | None], x: torch.Tensor
+    grads_by_name: object, weights: Mapping[str, torch.Tensor | None], x: torch.Tensor
 ) -> list[torch.Tensor | None]:
-    """A main_grad, or None, for each of the weights that a function has."""
-    if given is None:
-        given = {}
-    if not isinstance(given, Mapping):
+    """Return a main_grad or None for each weight of a function."""
+    if grads_by_name is None:
+        grads_by_name = {}
+    if not isinstance(grads_by_name, Mapping):
         want = f"None, or a mapping from {', '.join(weights)} to fp32 tensors"
-        raise ArgumentTypeError(expected("main_grads", want, type(given).__name__))
-    for name in given:
+        raise ArgumentTypeError(expected("main_grads", want, type(grads_by_name).__name__))
+    for name in grads_by_name:
         if name not in weights:
             raise ArgumentValueError(one_of("main_grads", tuple(weights), name))
-    found = []
+    mains = []
     for name, weight in weights.items():
-        main = given.get(name)
+        main = grads_by_name.get(name)
         if main is not None:
-            own = f"main_grads[{name!r}]"
+            argument = f"main_grads[{name!r}]"
             if weight is None:
-                raise ArgumentValueError(expected(own, f"none without {name}", "a tensor"))
-            destination.check(main, weight, x, names=(own, name))
+                raise ArgumentValueError(expected(argument, f"none without {name}", "a tensor"))
+            destination.check(main, weight, x, names=(argument, name))
         if weight is not None and not torch.compiler.is_compiling():
             destination.check_values(x, weight, None, main)
-        found.append(main)
-    return found
+        mains.append(main)
+    return mains
 
 
 def of_tokens(name: str, t: torch.Tensor, columns: int) -> torch.Tensor:
-    """[..., ``columns`` or more] as rows."""
+    """View [..., ``columns`` or more] as rows."""
     if t.dim() < 2 or t.shape[-1] < columns:
         want = f"shape [M, {columns} or more]"
         raise ShapeError(expected(name, want, list(t.shape)))
@@ -305,14 +305,14 @@ def of_tokens(name: str, t: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def flat_ms(ms: torch.Tensor, m: int) -> torch.Tensor:
-    """[M], of the tokens of H."""
+    """Return ms as [M], of the tokens of H."""
     if ms.numel() != m:
         raise ShapeError(expected("ms", f"shape [{m}], the tokens of H", list(ms.shape)))
     return ms.reshape(m)
 
 
 def matrices(name: str, t: object, n: int) -> torch.Tensor:
-    """fp32 [..., n, n] or [M, n²] as rows."""
+    """View fp32 [..., n, n] or [M, n²] as rows."""
     checking.tensor(name, t)
     checking.dtype(name, t.dtype, (torch.float32,))
     checking.supported("mhc", t.device)
@@ -341,21 +341,21 @@ def sublayer(value: object) -> None:
         raise ArgumentTypeError(expected("sublayer", "a callable", type(value).__name__))
 
 
-def module(n: object, channels: object, given: object, dtype: torch.dtype) -> None:
+def module(n: object, channels: object, site_options: object, dtype: torch.dtype) -> None:
     """Check the constructor arguments of a module."""
     streams(n)
     if isinstance(channels, bool) or not isinstance(channels, int):
         raise ArgumentTypeError(expected("channels", "an int", type(channels).__name__))
     if not 1 <= channels <= _MAX_SIZE // n:
         raise ArgumentValueError(expected("channels", f"1 to {_MAX_SIZE // n}", channels))
-    options(given)
+    options(site_options)
     checking.dtype("dtype", dtype, DTYPES)
 
 
 def converted(
     named: Mapping[str, torch.Tensor | None], head: bool = False
 ) -> tuple[int, dict[str, torch.Tensor]]:
-    """(n, flat weights) of another library's phi, alpha, beta, norm_weight, in this order.
+    """Return (n, flat weights) of another library's phi, alpha, beta, norm_weight, in this order.
 
     ``named``: by that library's names, which errors have.  ``head``: rows of H_pre alone may come.
     """

@@ -16,7 +16,7 @@ from .checks import Options
 
 
 def permute_columns(weight: torch.Tensor, n: int, *, source: str, target: str) -> torch.Tensor:
-    """phi [..., K] or norm_weight [K] of one layout in the order of another.
+    """Permute the columns of phi [..., K] or norm_weight [K] to another layout.
 
     Args:
         weight: Its last dimension is K = n C, in the order of ``source``.
@@ -51,9 +51,9 @@ def from_transformer_engine(
         (a state dict, options): the options have TransformerEngine's epsilon (that of fp32), factor
         of H_post (2), iterations (20) and form (log).  Weights keep their dtypes.
     """
-    named = {"phi": phi, "alpha": alpha, "beta": beta, "norm_weight": norm_weight}
+    weights = {"phi": phi, "alpha": alpha, "beta": beta, "norm_weight": norm_weight}
     options = checks.options(Options(layout=layout))
-    return _state(checks.converted(named), "cn", options), options
+    return _state(checks.converted(weights), "cn", options), options
 
 
 def from_tilekernels(
@@ -83,8 +83,8 @@ def from_tilekernels(
     Returns:
         (a state dict, options), for a `HyperConnection` or, of a head, for a `HyperHead`.
     """
-    named = {"fn": fn, "scale": scale, "base": base, "norm_weight": norm_weight}
-    given = Options(
+    weights = {"fn": fn, "scale": scale, "base": base, "norm_weight": norm_weight}
+    unchecked = Options(
         layout=layout,
         eps=norm_eps,
         pre_eps=pre_eps,
@@ -93,14 +93,14 @@ def from_tilekernels(
         form="epsilon",
         form_eps=sinkhorn_eps,
     )
-    options = checks.options(given)
-    return _state(checks.converted(named, head=True), "nc", options), options
+    options = checks.options(unchecked)
+    return _state(checks.converted(weights, head=True), "nc", options), options
 
 
 def _state(
     converted: tuple[int, dict[str, torch.Tensor]], source: str, options: Options
 ) -> dict[str, torch.Tensor]:
-    """State dict of copies, columns in the layout of the options, which its metadata has."""
+    """Return a state dict of copies in the layout of the options, which its metadata holds."""
     n, weights = converted
     for name in weights.keys() & {"phi", "norm_weight"}:
         weights[name] = permute_columns(weights[name], n, source=source, target=options.layout)

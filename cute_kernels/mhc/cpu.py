@@ -1,4 +1,4 @@
-"""The CPU backend: sums over channels in fixed chunks, each half onto half; IEEE arithmetic.
+"""CPU backend: sums over channels in fixed chunks, each by halving; IEEE arithmetic.
 
 Products are gemm's: a row's bits do not depend on the rows beside it.  e^x is made of
 `ieee.exp2`, so that no bit depends on where a vector register begins.
@@ -39,12 +39,12 @@ def project(
     expand: Expand | None = None,
     pre: torch.Tensor | None = None,
 ) -> Projected:
-    """The sums of x [M, K], or of the streams y that ``expand`` makes of it.
+    """Sum over x [M, K], or over the streams y that ``expand`` makes of it.
 
     ``pre``: fp32 [M, n]; y is collapsed with it.
     """
     y, out = (None, None) if expand is None else combine(x, streams, pre, expand)
-    read = x if y is None else y
+    streams_in = x if y is None else y
     m = len(x)
     channels = x.shape[1] // streams.n
     step = chunk_channels(streams.n, mapping.precision)
@@ -55,14 +55,14 @@ def project(
         psi = _psi(mapping)
         for i, first in enumerate(chunks):
             span = slice(first, min(first + step, channels))
-            part = _channels(read, streams, span).to(torch.float32)
+            part = _channels(streams_in, streams, span).to(torch.float32)
             sums[i] = products.product(part, _channels(psi, streams, span))
             squares[i] = _sum(part * part)
     return Projected(sums, squares, y, out)
 
 
 def add_chunks(projected: Projected, size: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(H [M, W], Σ x² / K [M]) of sums over chunks of ``size`` = K elements."""
+    """Return (H [M, W], Σ x² / K [M]) of sums over chunks of ``size`` = K elements."""
     with ieee():
         h, squares = projected.sums[0].clone(), projected.squares[0].clone()
         for i in range(1, len(projected.sums)):
@@ -74,7 +74,7 @@ def add_chunks(projected: Projected, size: int, n: int) -> tuple[torch.Tensor, t
 def gate(
     h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(pre [M, n], post [M, n], res [M, n²]) of H [M, N or more]."""
+    """Return (pre [M, n], post [M, n], res [M, n²]) of H [M, N or more]."""
     with ieee():
         z_pre, z_post, res = _split(_logits(h, ms, gates, n), n)
         pre, post = _sigmoid(z_pre), _sigmoid(z_post)
@@ -82,7 +82,7 @@ def gate(
 
 
 def sinkhorn(z: torch.Tensor, n: int, form: Sinkhorn) -> torch.Tensor:
-    """P [M, n²] of logits [M, n²], row-major."""
+    """Compute P [M, n²] of logits [M, n²], row-major."""
     with ieee():
         *_, last = _normalisations(z.reshape(-1, n, n), form)
         return last[0].reshape(-1, n * n)
@@ -91,7 +91,7 @@ def sinkhorn(z: torch.Tensor, n: int, form: Sinkhorn) -> torch.Tensor:
 def coefficients(
     projected: Projected, size: int, gates: Gates, n: int, form: Sinkhorn
 ) -> Coefficients:
-    """`add_chunks`, `gate` and `sinkhorn` of res, with their bits."""
+    """Run `add_chunks`, `gate` and `sinkhorn` of res, with their bits."""
     h, ms = add_chunks(projected, size, n)
     pre, post, z = gate(h, ms, gates, n)
     return Coefficients(h, ms, pre, post, sinkhorn(z, n, form))
@@ -100,7 +100,7 @@ def coefficients(
 def combine(
     x: torch.Tensor, streams: Streams, pre: torch.Tensor | None, expand: Expand | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(y [M, K] if there is an ``expand``, out [M, C] = Σ_i y_i pre_i if there is a ``pre``).
+    """Return (y [M, K] if ``expand`` is given, out [M, C] = Σ_i y_i pre_i if ``pre`` is given).
 
     Without an ``expand``, x is collapsed.
     """
@@ -112,13 +112,13 @@ def combine(
             f = expand.f.to(torch.float32)
             if expand.bias is not None:
                 f = f + expand.bias.to(torch.float32)
-            made = []
+            mixed = []
             for j in range(n):
                 total = f * expand.post[:, j, None]
                 for i in range(n):
                     total = total + rows[:, i] * expand.res[:, i * n + j, None]
-                made.append(total)
-            y = _joined(torch.stack(made, 1), streams).to(x.dtype)
+                mixed.append(total)
+            y = _joined(torch.stack(mixed, 1), streams).to(x.dtype)
             rows = _streams(y, streams).to(torch.float32)
         out = None if pre is None else _mixed(rows, pre).to(x.dtype)
         return y, out
@@ -136,7 +136,7 @@ def gate_backward(
     d_post: torch.Tensor,
     d_res: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, Parts]:
-    """(dH [M, W], dms [M], parts of dalpha and dbeta [T, 3 + N])."""
+    """Return (dH [M, W], dms [M], parts of dalpha and dbeta [T, 3 + N])."""
     with ieee():
         r = _root(ms, gates)
         z_pre, z_post, _ = _split(_logits(h, ms, gates, n), n)
@@ -163,7 +163,7 @@ def gate_backward(
 
 
 def sinkhorn_backward(z: torch.Tensor, d_p: torch.Tensor, n: int, form: Sinkhorn) -> torch.Tensor:
-    """dz [M, n²]; L = dlog of each matrix on the way, last to first: L - y Σ L."""
+    """Compute dz [M, n²]; L = dlog of each matrix, last to first: L - y Σ L."""
     with ieee():
         steps = list(_normalisations(z.reshape(-1, n, n), form))
         gradient = d_p.reshape(-1, n, n) * steps[-1][0]
@@ -184,7 +184,7 @@ def coefficients_backward(
     d_post: torch.Tensor,
     d_res: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, Parts]:
-    """`gate_backward` of `sinkhorn_backward`, with their bits."""
+    """Run `gate_backward` of `sinkhorn_backward`, with their bits."""
     with ieee():
         z = _split(_logits(h, ms, gates, n), n)[2]
     return gate_backward(h, ms, gates, n, d_pre, d_post, sinkhorn_backward(z, d_res, n, form))
@@ -201,10 +201,10 @@ def reduce_channels(
 
     df, d_post, d_bias: with an ``expand`` (and ``upstream.dy``).
     d_res: with x and ``upstream.dy``.  d_pre: with x and ``upstream.d_out``.
-    dx: what ``upstream`` says, if it is wanted.
+    dx: by ``upstream``, if ``want_dx``.
     """
     with ieee():
-        n, found = streams.n, Reduced()
+        n, results = streams.n, Reduced()
         dy, d_out = _upstream(upstream, streams)
         rows = None if x is None else _streams(x, streams).to(torch.float32)
         if expand is not None:
@@ -213,21 +213,21 @@ def reduce_channels(
             if expand.bias is not None:
                 f = f + expand.bias.to(torch.float32)
                 parts = [_sum(part.mT) for part in d_f.split(TOKENS)]
-                found = found._replace(d_bias=Parts(torch.stack(parts)))
+                results = results._replace(d_bias=Parts(torch.stack(parts)))
             d_post = torch.stack([_channel_sum(dy[:, j] * f) for j in range(n)], 1)
-            found = found._replace(df=d_f.to(expand.f.dtype), d_post=d_post)
+            results = results._replace(df=d_f.to(expand.f.dtype), d_post=d_post)
         if rows is not None and dy is not None:
             pairs = [(i, j) for i in range(n) for j in range(n)]
             d_res = torch.stack([_channel_sum(rows[:, i] * dy[:, j]) for i, j in pairs], 1)
-            found = found._replace(d_res=d_res)
+            results = results._replace(d_res=d_res)
         if rows is not None and d_out is not None:
             d_pre = torch.stack([_channel_sum(rows[:, i] * d_out) for i in range(n)], 1)
-            found = found._replace(d_pre=d_pre)
+            results = results._replace(d_pre=d_pre)
         if want_dx:
             dtype = (upstream.d_out if upstream.dy is None else upstream.dy).dtype
-            made = _passed(dy, d_out, upstream, n)
-            found = found._replace(dx=_joined(made, streams).to(dtype))
-        return found
+            grad = _passed(dy, d_out, upstream, n)
+            results = results._replace(dx=_joined(grad, streams).to(dtype))
+        return results
 
 
 def project_backward(
@@ -239,9 +239,9 @@ def project_backward(
     upstream: Upstream,
     want: tuple[bool, bool],
 ) -> tuple[torch.Tensor | None, Parts | None]:
-    """(dx [M, K], parts of dpsi [T, N, K]), of ``want``.
+    """Return (dx [M, K], parts of dpsi [T, N, K]), as in ``want``.
 
-    dx = dH psi + (2 / K) dms x + what ``upstream`` says.
+    dx = dH psi + (2 / K) dms x + the terms of ``upstream``.
     """
     (m, k), n = x.shape, streams.n
     g = d_h[:, : mappings(n)]
@@ -249,12 +249,12 @@ def project_backward(
         rows = x.to(torch.float32)
         dx = parts = None
         if want[0]:
-            made = products.product(g, _psi(mapping).mT)
-            made = made + rows * (d_ms * (2.0 / k))[:, None]
+            grad = products.product(g, _psi(mapping).mT)
+            grad = grad + rows * (d_ms * (2.0 / k))[:, None]
             dy, d_out = _upstream(upstream, streams)
             if dy is not None or d_out is not None:
-                made = made + _joined(_passed(dy, d_out, upstream, n), streams)
-            dx = made.to(x.dtype)
+                grad = grad + _joined(_passed(dy, d_out, upstream, n), streams)
+            dx = grad.to(x.dtype)
         if want[1]:
             chunks = [slice(first, first + TOKENS) for first in range(0, m, TOKENS)]
             values = [products.product(g[c].mT, rows[c].mT) for c in chunks]
@@ -268,7 +268,7 @@ def weights(
     into_phi: torch.Tensor,
     into_weight: torch.Tensor | None,
 ) -> None:
-    """into_phi [N, K] += dpsi ⊙ w and into_weight [K] += Σ_j dpsi_j phi_j, chunk by chunk."""
+    """Add, chunk by chunk, dpsi ⊙ w to into_phi [N, K] and Σ_j dpsi_j phi_j to into_weight [K]."""
     with ieee():
         for d_psi in parts.values:
             if mapping.norm_weight is None:
@@ -283,7 +283,7 @@ def weights(
 
 
 def add_parts(parts: Parts, into: torch.Tensor) -> None:
-    """into [L] += the chunks' sums, ascending."""
+    """Compute into [L] += the chunks' sums, ascending."""
     with ieee():
         for chunk in parts.values.view(-1, parts.group, into.numel()):
             total = chunk[0].clone()
@@ -292,24 +292,24 @@ def add_parts(parts: Parts, into: torch.Tensor) -> None:
             into += total.view(into.shape)
 
 
-# ---- pieces --------------------------------------------------------------------------------------
+# ---- helpers -------------------------------------------------------------------------------------
 
 
 def _streams(x: torch.Tensor, streams: Streams) -> torch.Tensor:
-    """[M, K] as [M, n, C]."""
+    """View [M, K] as [M, n, C]."""
     if streams.layout == "nc":
         return x.view(len(x), streams.n, -1)
     return x.view(len(x), -1, streams.n).mT
 
 
 def _joined(rows: torch.Tensor, streams: Streams) -> torch.Tensor:
-    """[M, n, C] as [M, K], contiguous."""
+    """Convert [M, n, C] to [M, K], contiguous."""
     rows = rows if streams.layout == "nc" else rows.mT
     return rows.reshape(len(rows), -1)
 
 
 def _channels(x: torch.Tensor, streams: Streams, span: slice) -> torch.Tensor:
-    """The elements of some channels, in the order of the layout: [M, n c]."""
+    """Select the elements of some channels, in the order of the layout: [M, n c]."""
     if streams.layout == "nc":
         return x.view(len(x), streams.n, -1)[:, :, span].reshape(len(x), -1)
     return x.view(len(x), -1, streams.n)[:, span].reshape(len(x), -1)
@@ -320,24 +320,24 @@ def _psi(mapping: Mapping) -> torch.Tensor:
 
 
 def _alpha_of(gates: Gates, n: int) -> torch.Tensor:
-    """alpha for each of N columns."""
+    """Return alpha for each of N columns."""
     counts = torch.tensor([n, n, n * n], dtype=torch.int64, device="cpu")
     return gates.alpha.repeat_interleave(counts)
 
 
 def _logits(h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int) -> torch.Tensor:
-    """z = α H / r + β, r = √(ms + ε)."""
+    """Compute z = α H / r + β, r = √(ms + ε)."""
     r = _root(ms, gates)
     return _alpha_of(gates, n) * h[:, : mappings(n)] / r + gates.beta
 
 
 def _root(ms: torch.Tensor, gates: Gates) -> torch.Tensor:
-    """√(ms + ε) [M, 1], rounded once: torch's fp32 root is a library's, an ulp off now and then."""
+    """Compute √(ms + ε) [M, 1], rounded once: fp32 roots of libraries can be an ulp off."""
     return torch.sqrt((ms + gates.eps).double()).to(torch.float32)[:, None]
 
 
 def _split(columns: torch.Tensor, n: int) -> tuple[torch.Tensor, ...]:
-    """[..., N] by pre, post and res."""
+    """Split [..., N] into pre, post and res."""
     return columns.split([n, n, n * n], -1)
 
 
@@ -346,7 +346,7 @@ def _sigmoid(z: torch.Tensor) -> torch.Tensor:
 
 
 def _slope(z: torch.Tensor) -> torch.Tensor:
-    """p (1 - p) of the gate p: 1 - p is the gate of -z, and loses nothing where p is near 1."""
+    """Compute p (1 - p) of the gate p: 1 - p is the gate of -z, exact where p is near 1."""
     return _sigmoid(z) * _sigmoid(-z)
 
 
@@ -355,7 +355,7 @@ def _exp(x: torch.Tensor) -> torch.Tensor:
 
 
 def _normalisations(z: torch.Tensor, form: Sinkhorn):
-    """(y, dim, factor) of each normalisation of [M, n, n]: y sums to 1 over dim.
+    """Return (y, dim, factor) of each normalisation of [M, n, n]: y sums to 1 over dim.
 
     factor: what a gradient of log y's predecessor is multiplied with on its way back, or None.
     The first two start from logits, so that no row or column of finite ones is lost:
@@ -384,7 +384,7 @@ def _normalisations(z: torch.Tensor, form: Sinkhorn):
 
 
 def _line_sum(y: torch.Tensor, dim: int) -> torch.Tensor:
-    """Σ over the rows' (2) or columns' (1) elements: neighbours first."""
+    """Sum over the rows' (2) or columns' (1) elements: neighbours first."""
     parts = list(y.split(1, dim))
     while len(parts) > 1:
         parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
@@ -392,7 +392,7 @@ def _line_sum(y: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _mixed(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Σ_i rows_i w_i of [M, n, C] and [M, n]: one chain."""
+    """Compute Σ_i rows_i w_i of [M, n, C] and [M, n]: one chain."""
     total = rows[:, 0] * weights[:, 0, None]
     for i in range(1, rows.shape[1]):
         total = total + rows[:, i] * weights[:, i, None]
@@ -400,7 +400,7 @@ def _mixed(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def _upstream(upstream: Upstream, streams: Streams) -> tuple[torch.Tensor | None, ...]:
-    """(dy [M, n, C], d_out [M, C]) in fp32."""
+    """Return (dy [M, n, C], d_out [M, C]) in fp32."""
     dy, d_out = upstream.dy, upstream.d_out
     return (
         None if dy is None else _streams(dy, streams).to(torch.float32),
@@ -409,8 +409,8 @@ def _upstream(upstream: Upstream, streams: Streams) -> tuple[torch.Tensor | None
 
 
 def _passed(dy, d_out, upstream: Upstream, n: int) -> torch.Tensor:
-    """Σ_j dy_j res[i, j] + d_out pre_i, [M, n, C]; dy itself without ``res``."""
-    made = []
+    """Compute Σ_j dy_j res[i, j] + d_out pre_i, [M, n, C]; dy itself without ``res``."""
+    grads = []
     for i in range(n):
         total = None
         if dy is not None and upstream.res is None:
@@ -418,22 +418,22 @@ def _passed(dy, d_out, upstream: Upstream, n: int) -> torch.Tensor:
         elif dy is not None:
             total = _mixed(dy, upstream.res[:, i * n : i * n + n])
         if d_out is not None:
-            own = d_out * upstream.pre[:, i, None]
-            total = own if total is None else total + own
-        made.append(total)
-    return torch.stack(made, 1)
+            collapse_grad = d_out * upstream.pre[:, i, None]
+            total = collapse_grad if total is None else total + collapse_grad
+        grads.append(total)
+    return torch.stack(grads, 1)
 
 
 def _channel_sum(t: torch.Tensor) -> torch.Tensor:
-    """Σ over the channels of [M, C]: chunks from zero, added ascending."""
+    """Sum over the channels of [M, C]: chunks from zero, added ascending."""
     total = None
     for part in t.split(CPU.channels, 1):
-        own = _sum(part)
-        total = own if total is None else total + own
+        chunk_sum = _sum(part)
+        total = chunk_sum if total is None else total + chunk_sum
     return total
 
 
 def _sum(t: torch.Tensor) -> torch.Tensor:
-    """Σ over the last dimension, each half onto half; zeros up to a power of two."""
+    """Sum over the last dimension by halving; zeros up to a power of two."""
     size = 1 << max(0, t.shape[-1] - 1).bit_length()
     return halves(torch.nn.functional.pad(t, (0, size - t.shape[-1])), -1)

@@ -44,7 +44,7 @@ from .tensors import (
 _TILE = 16
 #: Tokens of one part of dalpha and dbeta.
 _PART = 64
-#: Bytes of the widest access; and CTAs of a grid that nothing caps.
+#: Bytes of the widest access, and CTAs of a grid without a cap.
 _ALIGN, _MOST = 16, 2**31 - 1
 
 
@@ -69,7 +69,7 @@ def plan_project(
     chosen = project_config(
         *_common(x, streams, wide), mapping.precision, expanded, bias is not None, collapsed
     )
-    # A CTA has one chunk, and no more share it than have a tile each.
+    # A CTA has one chunk; at most one CTA per tile shares a chunk.
     sharers = min(max(most_ctas(x.device) // chunks, 1), -(-m // (_TILE * chosen.warps)))
     ctas = min(most_ctas(x.device), chunks * sharers)
     new_sums = _floats(x, chunks, m, mappings(n))
@@ -272,7 +272,7 @@ coefficients_backward = launcher(plan_coefficients_backward)
 def _gates_backward(
     chosen: CoefficientsConfig, h: torch.Tensor, gates: Gates, form: Sinkhorn | None = None
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor, Parts]]:
-    """``run(h, ms, gates, d_pre, d_post, d_res)`` of both backwards of gates."""
+    """Make ``run(h, ms, gates, d_pre, d_post, d_res)`` of both backwards of gates."""
     m, n = len(h), chosen.n
     new_dh, new_dms = _floats(h, m, WIDTH[n]), _floats(h, m)
     new_parts = _floats(h, -(-m // _PART), 3 + mappings(n))
@@ -305,8 +305,8 @@ def plan_reduce_channels(
     chosen = ReduceConfig(*_common(like, streams, wide), *present, want_dx)
     blocks = -(-m // chosen.tokens) if bias is not None else m
 
-    def new_if(wanted: bool, make: Callable) -> Callable:
-        return make if wanted else lambda: None
+    def new_if(needed: bool, make: Callable) -> Callable:
+        return make if needed else lambda: None
 
     new = (
         new_if(f is not None, allocator((m, channels), like.dtype, like.device)),
@@ -344,7 +344,7 @@ def plan_project_backward(
     upstream: Upstream,
     want: tuple[bool, bool],
 ) -> Plan:
-    """Launch plan of `cpu.project_backward`; both results are computed, whatever is wanted."""
+    """Launch plan of `cpu.project_backward`; both results are always computed."""
     (m, k), n = x.shape, streams.n
     dy, d_out, res, _ = upstream
     weighted = mapping.norm_weight is not None
@@ -385,12 +385,12 @@ def plan_weights(
     launch = bind(into_phi.device, _kernel(SumConfig(True, norm)))
 
     def run(parts, mapping, into_phi, into_weight):
-        others = (None,) * 3
+        norm_args = (None,) * 3
         if norm:
             weight = mapping.norm_weight
             into = torch.zeros_like(weight) if into_weight is None else into_weight
-            others = (mapping.phi, weight, into)
-        launch(parts.values, into_phi, *others, 1)
+            norm_args = (mapping.phi, weight, into)
+        launch(parts.values, into_phi, *norm_args, 1)
 
     return Plan(run)
 
@@ -427,7 +427,7 @@ def _numbers(gates: Gates, form: Sinkhorn | None = None) -> tuple[float, ...]:
 
 
 def _floats(like: torch.Tensor, *shape: int) -> Callable[[], torch.Tensor]:
-    """Allocator of fp32 tensors beside ``like``."""
+    """Allocator of fp32 tensors on the device of ``like``."""
     return allocator(shape, torch.float32, like.device)
 
 
@@ -437,19 +437,19 @@ def _of_tokens(like: torch.Tensor, m: int, n: int) -> tuple[Callable[[], torch.T
 
 
 def _common(x: torch.Tensor, streams: Streams, wide: bool) -> tuple:
-    """The first fields of a configuration."""
+    """Return the first fields of a configuration."""
     return DTYPE_NAMES[x.dtype], streams.n, streams.layout, wide
 
 
 def _wide(streams: Streams, channels: int, *tensors: torch.Tensor | None) -> bool:
-    """Whether whole units are one access, wherever they lie."""
+    """Whether each unit of 8 elements is one aligned access."""
     unit = 8 // streams.n if streams.layout == "cn" else 8
-    there = (t for t in tensors if t is not None)
-    return channels % unit == 0 and all(t.data_ptr() % _ALIGN == 0 for t in there)
+    present = (t for t in tensors if t is not None)
+    return channels % unit == 0 and all(t.data_ptr() % _ALIGN == 0 for t in present)
 
 
 def _aligned(t: torch.Tensor | None) -> torch.Tensor | None:
-    """Contiguous at a multiple of 16 bytes, which one row of a wider tensor need not be."""
+    """Return a contiguous tensor at a multiple of 16 bytes; a row of a wider one may not be."""
     if t is None:
         return None
     t = t.contiguous()
@@ -457,25 +457,25 @@ def _aligned(t: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def project_config(*fields: object) -> ProjectConfig:
-    """`ProjectConfig` of its fields up to ``collapse``, with warps that spill no register."""
+    """Complete a `ProjectConfig` of fields up to ``collapse``, with warps that do not spill."""
     chosen = ProjectConfig(*fields)
     few = chosen.expand or chosen.dtype == "fp32" or chosen.layout == "nc"
     return dataclasses.replace(chosen, warps=8) if few else chosen
 
 
 def project_backward_config(*fields: object) -> ProjectBackwardConfig:
-    """`ProjectBackwardConfig` of its fields up to ``d_out``, with enough registers a thread."""
+    """Complete a `ProjectBackwardConfig` of fields up to ``d_out``, with enough registers."""
     chosen = ProjectBackwardConfig(*fields)
     plain = chosen.dtype == "bf16" and chosen.precision == "bf16x2" and chosen.dy != "res"
     return chosen if plain else dataclasses.replace(chosen, blocks=4)
 
 
 def _rows_of(device: torch.device, work: int) -> int:
-    """CTAs for so much work: one for each, unless CUTE_KERNELS_MAX_CTAS caps the grid."""
+    """Grid size: one CTA for each part of the work, unless CUTE_KERNELS_MAX_CTAS caps the grid."""
     return min(work, most_ctas(device) if settings.max_ctas() else _MOST)
 
 
-#: A configuration's class -> the kernel's name, and its module.
+#: Class of a configuration -> name and module of its kernel.
 _KERNELS = {
     ProjectConfig: "project",
     CombineConfig: "combine",
@@ -492,7 +492,7 @@ def _kernel(chosen: object) -> Callable:
 
 
 def entry(chosen: object) -> Kernel:
-    """One configuration of a kernel as the cache and the catalogue know it."""
+    """Return the cache and catalogue entry of one configuration of a kernel."""
     name = _KERNELS[type(chosen)]
     if name == "coefficients" and chosen.backward:
         name = "coefficients_bwd"
@@ -503,42 +503,42 @@ def entry(chosen: object) -> Kernel:
 
 
 def _commons() -> Iterator[tuple]:
-    """The first fields of every kernel of rows of streams."""
+    """Yield the first fields of every configuration of rows of streams."""
     return itertools.product(DTYPE_NAMES.values(), config.STREAMS, config.LAYOUTS, (False, True))
 
 
 def _of_rows(common: tuple) -> Iterator[tuple[object, Expect]]:
-    """The kernels of one layout of rows."""
+    """Yield the kernels of one layout of rows."""
     # k16 and k8; 24 columns are one of both, 8 columns the latter.
     of_dx = ("16816", "1688")
     dtype, wide = common[0], common[3]
     for precision in config.PRECISIONS:
-        # Rows that are not wide, and more terms, take more registers than there are.
+        # Narrow accesses and more terms spill registers.
         fast = wide and dtype == "bf16" and precision == "bf16x2"
         limits = {"max_registers": 255, "max_shared": 232448, "max_step": 1024}
         limits["spills"] = 0 if fast else 256
-        for made in ((False,) * 3, *((True, b, c) for b in (False, True) for c in (False, True))):
-            chosen = project_config(*common, precision, *made)
+        for expand in ((False,) * 3, *((True, b, c) for b in (False, True) for c in (False, True))):
+            chosen = project_config(*common, precision, *expand)
             yield chosen, Expect("16816", **limits)
         for dy, d_out in itertools.product(("", "add", "res"), (False, True)):
             chosen = project_backward_config(*common, precision, dy, d_out)
             yield chosen, Expect(of_dx, **limits)
-    for made in ((False, False), (True, False), (True, True)):
-        yield CombineConfig(*common, *made), Expect(None, max_registers=128, max_shared=1024)
+    for combine in ((False, False), (True, False), (True, True)):
+        yield CombineConfig(*common, *combine), Expect(None, max_registers=128, max_shared=1024)
     # x, dy, d_out, f, bias, dx
-    for read in ("x.o..d", "x.o...", "xy.f.d", "xy.fbd", ".y.f..", ".y.fb.", "xyo...", "xy...."):
-        flags = (letter != "." for letter in read)
+    for present in ("x.o..d", "x.o...", "xy.f.d", "xy.fbd", ".y.f..", ".y.fb.", "xyo...", "xy...."):
+        flags = (letter != "." for letter in present)
         yield ReduceConfig(*common, *flags), Expect(None, max_registers=255)
 
 
 def catalogue() -> Iterator[Entry]:
-    """Every kernel that this launcher can ask for, of 20 iterations."""
+    """Yield every kernel that this launcher can use, with 20 iterations."""
     for common in _commons():
         for chosen, expect in _of_rows(common):
             yield Entry(entry(chosen), "A", expect)
     for n, form in itertools.product(config.STREAMS, config.FORMS):
         of_chunks = [(False, False), (True, True)] if form == "log" else [(True, True)]
-        forward = [("chunks", *made) for made in of_chunks] + [("z", False, True)]
+        forward = [("chunks", *flags) for flags in of_chunks] + [("z", False, True)]
         backward = [("z", False, True), ("h", True, True)]
         if form == "log":
             forward.append(("h", True, False))

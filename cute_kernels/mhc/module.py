@@ -1,4 +1,4 @@
-"""`HyperConnection`: hyper-connections around a sublayer; `HyperHead`: their end.  Their weights.
+"""`HyperConnection`: hyper-connections around a sublayer; `HyperHead`: the final collapse.
 
 How a site starts: every gate is a constant, but for alpha times a number near N(0, 1).
 
@@ -24,8 +24,8 @@ from .config import mappings
 
 #: alpha starts small, so that gates begin where beta puts them.
 _ALPHA = 0.01
-#: H_res on the diagonal.  Of what n streams differ by, (0.99 n - 1) / (n - 1) goes through a site:
-#: 0.45 of it through 60 sites of 4 streams.
+#: H_res on the diagonal.  The differences of n streams shrink by (0.99 n - 1) / (n - 1) a site:
+#: to 0.45 through 60 sites of 4 streams.
 _KEPT = 0.99
 
 
@@ -36,7 +36,7 @@ def _weight(
 
 
 class _Gated(nn.Module):
-    """phi [rows, K], alpha, beta [rows] and maybe norm_weight [K]."""
+    """Base with the weights phi [rows, K], alpha, beta [rows] and optional norm_weight [K]."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class _Gated(nn.Module):
         self.phi = _weight((rows, k), dtype, device)
         self.alpha = _weight((gates,), dtype, device)
         self.beta = _weight((rows,), dtype, device)
-        own = _weight((k,), dtype, device) if norm_weight else None
-        self.register_parameter("norm_weight", own)
+        parameter = _weight((k,), dtype, device) if norm_weight else None
+        self.register_parameter("norm_weight", parameter)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """The start that the module's documentation says.
+        """Initialize the weights as the class documents.
 
         phi: N(0, 1/K), so that H / r of a row is near N(0, 1).
         """
@@ -75,27 +75,29 @@ class _Gated(nn.Module):
             self.norm_weight.fill_(1.0)
 
     def _main_grads(self) -> dict[str, torch.Tensor]:
-        """main_grads of the weights that have one (Megatron, TransformerEngine)."""
-        named = self.named_parameters(recurse=False)
-        found = {name: getattr(weight, "main_grad", None) for name, weight in named}
-        return {name: main for name, main in found.items() if main is not None}
+        """Return the main_grads of the weights that have one (Megatron, TransformerEngine)."""
+        parameters = self.named_parameters(recurse=False)
+        mains = {name: getattr(weight, "main_grad", None) for name, weight in parameters}
+        return {name: main for name, main in mains.items() if main is not None}
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         """Note the options in the state's metadata, which adds no key to it."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if hasattr(destination, "_metadata"):
-            own = destination._metadata.setdefault(prefix[:-1], {})
-            own["mhc_options"] = asdict(self.options)
+            metadata = destination._metadata.setdefault(prefix[:-1], {})
+            metadata["mhc_options"] = asdict(self.options)
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *others) -> None:
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args) -> None:
         """Refuse a state whose options, where it has them, are not the module's."""
         checks.state_options(local_metadata, self.options)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def extra_repr(self) -> str:
-        """Sizes, what there is besides the weights, and options."""
-        there = [name for name in ("bias", "norm_weight") if getattr(self, name, None) is not None]
-        also = "".join(f", {name}=True" for name in there)
+        """Return sizes, optional weights and options for ``repr``."""
+        present = [
+            name for name in ("bias", "norm_weight") if getattr(self, name, None) is not None
+        ]
+        also = "".join(f", {name}=True" for name in present)
         return f"channels={self.channels}, n={self.n}{also}, {self.options}"
 
 
@@ -139,13 +141,13 @@ class HyperConnection(_Gated):
         checks.streams(n)
         super().__init__(mappings(n), 3, channels, n, norm_weight, options, dtype, device)
         self.sublayer = sublayer
-        own = _weight((channels,), dtype, device) if bias else None
-        self.register_parameter("bias", own)
+        parameter = _weight((channels,), dtype, device) if bias else None
+        self.register_parameter("bias", parameter)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws phi from N(0, 1/K); sets the other weights to their start.  Not the sublayer's."""
+        """Draw phi from N(0, 1/K) and set the other weights; the sublayer is not reset."""
         super().reset_parameters()
         n = self.n
         # Softmax of (t, 0, ..., 0) has 0.99 at t; rows and columns of it already sum to 1.
@@ -155,7 +157,7 @@ class HyperConnection(_Gated):
             self.bias.zero_()
 
     def forward(self, x: torch.Tensor, /, *args: object, **kwargs: object) -> torch.Tensor:
-        """y, shaped like x: [..., C, n] or [..., n, C] as ``options.layout`` says.
+        """Return y, shaped like x: [..., C, n] or [..., n, C] as ``options.layout`` says.
 
         Other arguments go to the sublayer, behind its input.
         """
@@ -173,7 +175,7 @@ class HyperConnection(_Gated):
 
 
 class HyperHead(_Gated):
-    """The collapse of n streams behind the last site: [..., C].  Computes `head`.
+    """Collapse of n streams after the last site to [..., C]: `head`.
 
     Args:
         channels, n, norm_weight, options, dtype, device: As in `HyperConnection`.
@@ -196,7 +198,7 @@ class HyperHead(_Gated):
         self.reset_parameters()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., C] of x [..., C, n] or [..., n, C]."""
+        """Collapse x to [..., C]: x [..., C, n] or [..., n, C]."""
         return api.head(
             x,
             self.phi,

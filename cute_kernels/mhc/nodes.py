@@ -19,7 +19,7 @@ from .tensors import Gates, Mapping, Parts
 
 #: Of pre, post and res.
 _ALPHAS = 3
-#: Where alpha and beta begin in the parts of both.
+#: First columns of alpha and beta in the parts of both.
 _FIRST = (0, _ALPHAS)
 
 
@@ -28,24 +28,24 @@ def _fp32(t: torch.Tensor) -> torch.Tensor:
 
 
 def mapping(phi: torch.Tensor, norm_weight: torch.Tensor | None, precision: str, n: int) -> Mapping:
-    """phi and norm_weight as kernels take them."""
+    """Return phi and norm_weight for the kernels."""
     weight = None if norm_weight is None else _fp32(norm_weight)
     return Mapping(_whole(_fp32(phi), mappings(n)), weight, precision)
 
 
 def gates(alpha, beta, eps: float, pre_eps: float, post_scale: float, n: int) -> Gates:
-    """alpha and beta as kernels take them."""
+    """Return alpha and beta for the kernels."""
     alpha = _whole(_fp32(alpha), _ALPHAS)
     return Gates(alpha, _whole(_fp32(beta).view(-1), mappings(n)), eps, pre_eps, post_scale)
 
 
 def _whole(t: torch.Tensor, rows: int) -> torch.Tensor:
-    """A head has the rows of H_pre alone: zeros in place of the others, which nobody reads."""
+    """Pad the rows of a head, which has those of H_pre only, with zeros that are not read."""
     return t if len(t) == rows else torch.cat([t, t.new_zeros(rows - len(t), *t.shape[1:])])
 
 
 def shaped(result: torch.Tensor, *shape: int) -> torch.Tensor:
-    """The result of an op in the shape of the operands, which the caller may write in place."""
+    """View an op's result in the operands' shape; the caller may write it in place."""
     return own_result(result.view(*shape))
 
 
@@ -54,14 +54,14 @@ def nothing(like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(0, dtype=torch.float32)
 
 
-def wanted(made, needs, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def requested(gradients, needs, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Keep the requested gradients and replace the others by empty tensors."""
-    pairs = zip(made, needs, strict=True)
+    pairs = zip(gradients, needs, strict=True)
     return tuple(t if need else nothing(like) for t, need in pairs)
 
 
 def zeros(tensors, needs) -> list[torch.Tensor]:
-    """Gradients of no tokens; ``tensors`` may have a None that is not asked for."""
+    """Return zero gradients of an input without tokens; unrequested tensors may be None."""
     pairs = zip(tensors, needs, strict=True)
     return [t.new_zeros(t.shape) if need else nothing(tensors[0]) for t, need in pairs]
 
@@ -69,7 +69,7 @@ def zeros(tensors, needs) -> list[torch.Tensor]:
 def finish_weights(
     parts: Parts | None, mapping: Mapping, weights: tuple, into: tuple, needs: tuple[bool, bool]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dphi, dnorm_weight), added to ``into`` where there is one; ``weights``: as they were given.
+    """Return (dphi, dnorm_weight), added to ``into`` if given; ``weights``: the caller's.
 
     ``needs``: of the two.
     """
@@ -90,54 +90,58 @@ def finish_weights(
 
 
 def finish_parts(
-    parts: Parts | None, of: torch.Tensor, into: torch.Tensor | None, need: bool
+    parts: Parts | None, like: torch.Tensor, into: torch.Tensor | None, need: bool
 ) -> torch.Tensor:
-    """The gradient of one vector, ``of``, of parts [P, L]."""
+    """Sum parts [P, L] to the gradient of one vector, ``like``."""
     if not need:
-        return nothing(of)
-    total = _accumulator(of, into, len(of))
+        return nothing(like)
+    total = _accumulator(like, into, len(like))
     if parts is not None:
         launcher("mhc_add_parts", parts.values)(parts, total)
-    return _returned(total, of, into, need)
+    return _returned(total, like, into, need)
 
 
 def finish_gates(parts: Parts | None, gates: tuple, into: tuple, needs: tuple[bool, bool]):
-    """(dalpha, dbeta) of parts of both, in one sum: a launch costs more than its numbers."""
+    """Return (dalpha, dbeta) of parts of both, in one sum: a launch costs more than its numbers."""
     if parts is None or not any(needs):
         pairs = zip(gates, into, needs, strict=True)
-        return tuple(finish_parts(None, of, main, need) for of, main, need in pairs)
+        return tuple(finish_parts(None, like, main, need) for like, main, need in pairs)
     total = parts.values.new_zeros(parts.values.shape[1])
-    columns = [total[first : first + of.numel()] for of, first in zip(gates, _FIRST, strict=True)]
-    for main, own in zip(into, columns, strict=True):
+    columns = [
+        total[first : first + gate.numel()] for gate, first in zip(gates, _FIRST, strict=True)
+    ]
+    for main, column in zip(into, columns, strict=True):
         if main is not None:
-            own.copy_(main.flatten())
+            column.copy_(main.flatten())
     launcher("mhc_add_parts", parts.values)(parts, total)
-    made = []
-    for of, main, need, own in zip(gates, into, needs, columns, strict=True):
+    results = []
+    for gate, main, need, column in zip(gates, into, needs, columns, strict=True):
         if need and main is not None:
-            main.copy_(own.view(main.shape))
+            main.copy_(column.view(main.shape))
         returned = need and main is None
-        made.append(own.to(of.dtype, copy=True).view(of.shape) if returned else nothing(of))
-    return tuple(made)
+        results.append(
+            column.to(gate.dtype, copy=True).view(gate.shape) if returned else nothing(gate)
+        )
+    return tuple(results)
 
 
-def _accumulator(of: torch.Tensor, into: torch.Tensor | None, rows: int) -> torch.Tensor:
+def _accumulator(like: torch.Tensor, into: torch.Tensor | None, rows: int) -> torch.Tensor:
     """Accumulator for sums over tokens: contiguous, fp32, of as many rows as kernels make.
 
-    Of a head's phi the first rows begin as ``into`` does: no element is added to another, so they
-    get the bytes that ``into`` itself would get.
+    The first rows of a head's phi start from ``into``: elements are independent, so they get the
+    bytes that ``into`` itself would get.
     """
     if into is None:
-        return of.new_zeros(rows, *of.shape[1:], dtype=torch.float32)
+        return like.new_zeros(rows, *like.shape[1:], dtype=torch.float32)
     return _whole(into if into.is_contiguous() else into.contiguous(), rows)
 
 
-def _returned(total, of, into, need: bool) -> torch.Tensor:
+def _returned(total, like, into, need: bool) -> torch.Tensor:
     if into is not None:
         if need and total is not into:
             into.copy_(total[: len(into)])
         return nothing(into)
-    return total[: len(of)].to(of.dtype, copy=len(of) < len(total)) if need else nothing(of)
+    return total[: len(like)].to(like.dtype, copy=len(like) < len(total)) if need else nothing(like)
 
 
 def fake_gradients(tensors, needs, into) -> tuple[torch.Tensor, ...]:
@@ -149,7 +153,7 @@ def fake_gradients(tensors, needs, into) -> tuple[torch.Tensor, ...]:
 
 
 def refuse_double(name: str) -> None:
-    """Raises where a backward is to be differentiated."""
+    """Refuse to differentiate a backward."""
     if torch.is_grad_enabled():
         raise UnsupportedTransformError(
             f"cute_kernels.mhc.{name}: double backward (create_graph=True) is not available"
@@ -162,13 +166,13 @@ def _vmap_refused(info, in_dims, *args):
     )
 
 
-def define(schema: str, run: Callable | None = None, **others: object) -> Callable:
-    """`define_op`, without vmap."""
-    return define_op(schema, run, vmap=_vmap_refused, **others)
+def define(schema: str, function: Callable | None = None, **options: object) -> Callable:
+    """Define an op without vmap."""
+    return define_op(schema, function, vmap=_vmap_refused, **options)
 
 
-def kept(ctx, inputs, mains: range) -> None:
-    """Facts that `_gradients` reads: which inputs were tensors, and the main_grads of weights."""
+def save_context(ctx, inputs, mains: range) -> None:
+    """Save on ``ctx`` which inputs are tensors, and the main_grads of weights."""
     ctx.tensors = [True if isinstance(t, torch.Tensor) else None for t in inputs]
     # Not saved tensors: backward of an earlier micro-batch may write them before ours reads them.
     ctx.main_grads = [inputs[i] for i in mains]
@@ -180,26 +184,30 @@ def targets(
 ) -> list[destination.Target]:
     """Gradient destinations of the weights at some positions of a node's inputs."""
     mains = dict(zip(positions, ctx.main_grads, strict=True))
-    found = destination.targets(ctx, ctx.tensors, mains, upstream)
-    return [found[position] for position in positions]
+    by_position = destination.targets(ctx, ctx.tensors, mains, upstream)
+    return [by_position[position] for position in positions]
 
 
-def given(made, needs, targets: dict[int, destination.Target]) -> list[torch.Tensor | None]:
-    """The gradients that a node returns for its first inputs, of those that its op has made."""
+def input_gradients(
+    gradients, needs, targets: dict[int, destination.Target]
+) -> list[torch.Tensor | None]:
+    """Return the gradients of a node's first inputs: None where a main_grad has them."""
     for target in targets.values():
         target.written()
-    wanted = [targets[i].returned if i in targets else need for i, need in enumerate(needs)]
-    return [t if want else None for t, want in zip(made, wanted, strict=True)]
+    returned = [targets[i].returned if i in targets else need for i, need in enumerate(needs)]
+    return [t if want else None for t, want in zip(gradients, returned, strict=True)]
 
 
 def rows(t: torch.Tensor) -> torch.Tensor:
-    """fp32 rows whose last stride is 1, as kernels read coefficients."""
+    """Return fp32 rows whose last stride is 1, as kernels read coefficients."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def apart(mains: dict[str, torch.Tensor | None], **read: torch.Tensor | None) -> None:
+def apart(mains: dict[str, torch.Tensor | None], **operands: torch.Tensor | None) -> None:
     """Check that no main_grad shares memory with a tensor that is read, or with another one."""
-    named = {f"main_grads[{name!r}]": main for name, main in mains.items() if main is not None}
-    for argument, main in named.items():
-        others = {name: t for name, t in named.items() if name != argument}
-        destination.apart(main, argument, **read, **others)
+    named_mains = {
+        f"main_grads[{name!r}]": main for name, main in mains.items() if main is not None
+    }
+    for argument, main in named_mains.items():
+        other_mains = {name: t for name, t in named_mains.items() if name != argument}
+        destination.apart(main, argument, **operands, **other_mains)

@@ -85,8 +85,8 @@ def _run_projection(x, phi, norm_weight, main_phi, main_weight, n, layout, preci
     if len(x) == 0:
         return _fake_projection(x, phi, norm_weight, main_phi, main_weight, n, layout, precision)
     mapping = nodes.mapping(phi, norm_weight, precision, n)
-    found = launcher("mhc_project", x)(x, mapping, Streams(n, layout))
-    return launcher("mhc_add_chunks", x)(found, x.shape[1], n)
+    projected = launcher("mhc_project", x)(x, mapping, Streams(n, layout))
+    return launcher("mhc_add_chunks", x)(projected, x.shape[1], n)
 
 
 def _fake_projection(x, phi, norm_weight, main_phi, main_weight, n, layout, precision):
@@ -103,10 +103,10 @@ def _run_projection_backward(
     if len(x) and any(needs):
         d_h = x.new_zeros(1, 1).float().expand(len(x), config.WIDTH[n]) if d_h is None else d_h
         d_ms = x.new_zeros(1).float().expand(len(x)) if d_ms is None else d_ms
-        run = launcher("mhc_project_backward", x)
+        launch = launcher("mhc_project_backward", x)
         want = (needs[0], any(of_weights))
         d_h, d_ms = nodes.rows(d_h), d_ms.contiguous()
-        dx, parts = run(x, d_h, d_ms, mapping, Streams(n, layout), Upstream(), want)
+        dx, parts = launch(x, d_h, d_ms, mapping, Streams(n, layout), Upstream(), want)
     dx = nodes.nothing(x) if not needs[0] else x.new_empty(x.shape) if dx is None else dx
     return dx, *nodes.finish_weights(parts, mapping, (phi, norm_weight), into, of_weights)
 
@@ -114,17 +114,17 @@ def _run_projection_backward(
 def _setup_projection(ctx, inputs, output):
     x, phi, norm_weight, _, _, *ctx.numbers = inputs
     ctx.save_for_backward(x, phi, norm_weight)
-    nodes.kept(ctx, inputs, range(3, 5))
+    nodes.save_context(ctx, inputs, range(3, 5))
 
 
 def _backward_projection(ctx, d_h, d_ms):
     nodes.refuse_double("projection")
     phi, weight = nodes.targets(ctx, (1, 2), d_h, d_ms)
     needs = [ctx.needs_input_grad[0], phi.wanted, weight.wanted]
-    made = projection_backward(
+    gradients = projection_backward(
         d_h, d_ms, *ctx.saved_tensors, phi.into, weight.into, *ctx.numbers, needs
     )
-    return *nodes.given(made, needs, {1: phi, 2: weight}), *(None,) * 5
+    return *nodes.input_gradients(gradients, needs, {1: phi, 2: weight}), *(None,) * 5
 
 
 projection = nodes.define(
@@ -157,7 +157,7 @@ def _run_scale(h, alpha, beta, ms, main_alpha, main_beta, n, eps, pre_eps, post_
     return launcher("mhc_gate", h)(nodes.rows(h), ms.contiguous(), gates, n)
 
 
-def _fake_scale(h, alpha, beta, ms, main_alpha, main_beta, n, *others):
+def _fake_scale(h, alpha, beta, ms, main_alpha, main_beta, n, *rest_args):
     return tuple(h.new_empty(h.shape[0], size) for size in (n, n, n * n))
 
 
@@ -170,14 +170,14 @@ def _run_scale_backward(
     if len(h) and any(needs):
         gates = nodes.gates(alpha, beta, eps, pre_eps, post_scale, n)
         sizes = (n, n, n * n)
-        given = [
+        upstream = [
             h.new_zeros(1, size).expand(len(h), size) if g is None else nodes.rows(g)
             for g, size in zip((d_pre, d_post, d_res), sizes, strict=True)
         ]
-        run = launcher("mhc_gate_backward", h)
-        d_h, d_ms, parts = run(nodes.rows(h), ms.contiguous(), gates, n, *given)
+        launch = launcher("mhc_gate_backward", h)
+        d_h, d_ms, parts = launch(nodes.rows(h), ms.contiguous(), gates, n, *upstream)
         if d_h.shape != h.shape:
-            # Of an H with other columns of zeros behind N.
+            # H has further columns of zeros after N.
             d_h = torch.nn.functional.pad(d_h, (0, h.shape[1] - d_h.shape[1]))
     d_alpha, d_beta = nodes.finish_gates(parts, (alpha, beta), into, of_gates)
     d_h = nodes.nothing(h) if not needs[0] else h.new_empty(h.shape) if d_h is None else d_h
@@ -188,17 +188,17 @@ def _run_scale_backward(
 def _setup_scale(ctx, inputs, output):
     h, alpha, beta, ms, _, _, *ctx.numbers = inputs
     ctx.save_for_backward(h, alpha, beta, ms)
-    nodes.kept(ctx, inputs, range(4, 6))
+    nodes.save_context(ctx, inputs, range(4, 6))
 
 
 def _backward_scale(ctx, d_pre, d_post, d_res):
     nodes.refuse_double("scale")
     alpha, beta = nodes.targets(ctx, (1, 2), d_pre, d_post, d_res)
     needs = [ctx.needs_input_grad[0], alpha.wanted, beta.wanted, ctx.needs_input_grad[3]]
-    made = scale_backward(
+    gradients = scale_backward(
         d_pre, d_post, d_res, *ctx.saved_tensors, alpha.into, beta.into, *ctx.numbers, needs
     )
-    return *nodes.given(made, needs, {1: alpha, 2: beta}), *(None,) * 6
+    return *nodes.input_gradients(gradients, needs, {1: alpha, 2: beta}), *(None,) * 6
 
 
 scale = nodes.define(
@@ -260,7 +260,7 @@ def _backward_sinkhorn(ctx, d_p):
 sinkhorn = nodes.define(
     "mhc_sinkhorn(Tensor z, int n, int iterations, str form, float eps) -> Tensor",
     plan=_plan_sinkhorn,
-    fake=lambda z, *others: z.new_empty(z.shape),
+    fake=lambda z, *args: z.new_empty(z.shape),
     setup=_setup_sinkhorn,
     backward=_backward_sinkhorn,
 )
@@ -268,7 +268,7 @@ sinkhorn_backward = nodes.define(
     "mhc_sinkhorn_backward(Tensor d_p, Tensor z, int n, int iterations, str form, float eps) "
     "-> Tensor",
     plan=_plan_sinkhorn_backward,
-    fake=lambda d_p, z, *others: z.new_empty(z.shape),
+    fake=lambda d_p, z, *args: z.new_empty(z.shape),
 )
 
 
@@ -289,8 +289,8 @@ def _run_aggregate_backward(d_out, x, pre, n, layout, needs):
     if 0 in x.shape or not any(needs):
         return nodes.fake_gradients((x, pre), needs, (None, None))
     upstream = Upstream(d_out=d_out.contiguous(), pre=nodes.rows(pre))
-    found = passes.reduce(x, Streams(n, layout), upstream, want_dx=needs[0])
-    return nodes.wanted((found.dx, found.d_pre), needs, x)
+    reduced = passes.reduce(x, Streams(n, layout), upstream, want_dx=needs[0])
+    return nodes.requested((reduced.dx, reduced.d_pre), needs, x)
 
 
 def _setup_aggregate(ctx, inputs, output):
@@ -303,8 +303,8 @@ def _backward_aggregate(ctx, d_out):
     if d_out is None:
         return (None,) * 4
     needs = list(ctx.needs_input_grad[:2])
-    made = aggregate_backward(d_out, *ctx.saved_tensors, *ctx.numbers, needs)
-    return *nodes.given(made, needs, {}), None, None
+    gradients = aggregate_backward(d_out, *ctx.saved_tensors, *ctx.numbers, needs)
+    return *nodes.input_gradients(gradients, needs, {}), None, None
 
 
 aggregate = nodes.define(
@@ -343,21 +343,23 @@ def _plan_expand(f, bias, post, x, res, link, main_bias, n, layout):
 
 
 def _run_expand_backward(dy, f, bias, post, x, res, main_bias, n, layout, linked, needs):
-    """(df, dbias, dpost, dx, dres); without the last two if the site makes them."""
+    """Return (df, dbias, dpost, dx, dres), the last two empty if the site computes them."""
     streams = Streams(n, layout)
     tensors = (f, bias, post, x, res)
     if 0 in dy.shape or not any(needs):
-        made = nodes.zeros(tensors, needs)
-        made[1] = nodes.finish_parts(None, f if bias is None else bias, main_bias, needs[1])
-        return tuple(made)
-    # A linked one leaves x's part to its site.
-    read = None if linked else x
+        gradients = nodes.zeros(tensors, needs)
+        gradients[1] = nodes.finish_parts(None, f if bias is None else bias, main_bias, needs[1])
+        return tuple(gradients)
+    # A linked op leaves the part of x to its site.
+    streams_in = None if linked else x
     upstream = Upstream(dy.contiguous(), res=None if linked else nodes.rows(res))
     want_dx = needs[3] and not linked
-    found = passes.reduce(read, streams, upstream, Expand(f, bias, nodes.rows(post)), want_dx)
-    d_bias = nodes.finish_parts(found.d_bias, f if bias is None else bias, main_bias, needs[1])
-    made = (found.df, d_bias, found.d_post, found.dx, found.d_res)
-    return nodes.wanted(made, [*needs[:3], *(need and not linked for need in needs[3:])], f)
+    reduced = passes.reduce(
+        streams_in, streams, upstream, Expand(f, bias, nodes.rows(post)), want_dx
+    )
+    d_bias = nodes.finish_parts(reduced.d_bias, f if bias is None else bias, main_bias, needs[1])
+    gradients = (reduced.df, d_bias, reduced.d_post, reduced.dx, reduced.d_res)
+    return nodes.requested(gradients, [*needs[:3], *(need and not linked for need in needs[3:])], f)
 
 
 def _fake_expand_backward(dy, f, bias, post, x, res, main_bias, n, layout, linked, needs):
@@ -369,7 +371,7 @@ def _setup_expand(ctx, inputs, output):
     f, bias, post, x, res, link, _, *ctx.numbers = inputs
     ctx.linked = link is not None
     ctx.save_for_backward(f, bias, post, x, res)
-    nodes.kept(ctx, inputs, range(6, 7))
+    nodes.save_context(ctx, inputs, range(6, 7))
 
 
 def _backward_expand(ctx, dy):
@@ -379,16 +381,16 @@ def _backward_expand(ctx, dy):
     (bias,) = nodes.targets(ctx, (1,), dy)
     needs = list(ctx.needs_input_grad[:5])
     needs[1] = bias.wanted
-    made = expand_backward(dy, *ctx.saved_tensors, bias.into, *ctx.numbers, ctx.linked, needs)
+    gradients = expand_backward(dy, *ctx.saved_tensors, bias.into, *ctx.numbers, ctx.linked, needs)
     d_link = dy if ctx.linked and ctx.needs_input_grad[5] else None
-    return *nodes.given(made, needs, {1: bias}), d_link, *(None,) * 3
+    return *nodes.input_gradients(gradients, needs, {1: bias}), d_link, *(None,) * 3
 
 
 expand_combine = nodes.define(
     "mhc_expand_combine(Tensor f, Tensor? bias, Tensor post, Tensor x, Tensor res, Tensor? link, "
     "Tensor? main_bias, int n, str layout) -> Tensor",
     plan=_plan_expand,
-    fake=lambda f, bias, post, x, *others: x.new_empty(x.shape),
+    fake=lambda f, bias, post, x, *args: x.new_empty(x.shape),
     setup=_setup_expand,
     backward=_backward_expand,
 )

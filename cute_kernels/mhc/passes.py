@@ -58,14 +58,14 @@ def plan(name: str, like: torch.Tensor, *operands: object) -> Plan:
 def project(
     x: torch.Tensor, site: Site, expand: Expand | None = None, pre: torch.Tensor | None = None
 ) -> tuple[Projected, Coefficients]:
-    """The sums of x, or of what ``expand`` makes of it, and the coefficients that follow."""
-    found = launcher("mhc_project", x)(x, site.mapping, site.streams, expand, pre)
+    """Project x, or the streams that ``expand`` makes of it, and compute the coefficients."""
+    projected = launcher("mhc_project", x)(x, site.mapping, site.streams, expand, pre)
     make = launcher("mhc_coefficients", x)
-    return found, make(found, x.shape[1], site.gates, site.streams.n, site.form)
+    return projected, make(projected, x.shape[1], site.gates, site.streams.n, site.form)
 
 
 def collapse(x: torch.Tensor, streams: Streams, pre: torch.Tensor) -> torch.Tensor:
-    """Σ_i x_i pre_i: [M, C]."""
+    """Compute Σ_i x_i pre_i: [M, C]."""
     return launcher("mhc_combine", x)(x, streams, pre, None)[1]
 
 
@@ -76,7 +76,7 @@ def reduce(
     expand: Expand | None = None,
     want_dx: bool = False,
 ) -> Reduced:
-    """One pass over the streams and the gradients that come in (`cpu.reduce_channels`)."""
+    """Run one pass over the streams and the upstream gradients (`cpu.reduce_channels`)."""
     like = x if x is not None else upstream.dy
     return launcher("mhc_reduce", like)(x, streams, upstream, expand, want_dx)
 
@@ -84,40 +84,43 @@ def reduce(
 def site_backward(
     x: torch.Tensor,
     site: Site,
-    made: Coefficients,
+    coefficients: Coefficients,
     upstream: Upstream,
-    given: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    coefficient_grads: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
     want: tuple[bool, bool] = (True, True),
 ) -> tuple[Gradients, torch.Tensor | None]:
-    """The gradients of a site of streams x, and d_pre of a collapse with a pre of another site.
+    """Return the gradients of a site, and d_pre of a collapse with a pre of another site.
 
     Args:
-        made: The site's coefficients.
-        upstream: What comes for x besides.  With ``res``, the site's own, dy is that of the streams
-            behind the site.  ``pre`` is what x was collapsed with: the site's own, or another.
-        given: (d_pre, d_post, d_res) that come for the coefficients themselves, or None each.
+        coefficients: Those of the site.
+        upstream: Further gradients of x.  With ``res``, the site's own, dy is that of the streams
+            after the site.  ``pre`` is what x was collapsed with: the site's own, or another.
+        coefficient_grads: (d_pre, d_post, d_res) of the coefficients themselves, or None each.
         want: (dx, dpsi).
     """
-    mixed, own = upstream.res is not None, upstream.pre is None or upstream.pre is made.pre
-    read = upstream if mixed else upstream._replace(dy=None)
-    nothing = read.dy is None and read.d_out is None
-    found = Reduced() if nothing else reduce(x, site.streams, read)
-    d_pre, d_post, d_res = given
-    d_pre = _sum_of(d_pre, found.d_pre if own else None, made.pre)
-    d_post = _sum_of(d_post, None, made.post)
-    d_res = _sum_of(d_res, found.d_res, made.res)
+    mixed, collapsed_by_own = (
+        upstream.res is not None,
+        upstream.pre is None or upstream.pre is coefficients.pre,
+    )
+    reduce_upstream = upstream if mixed else upstream._replace(dy=None)
+    nothing = reduce_upstream.dy is None and reduce_upstream.d_out is None
+    reduced = Reduced() if nothing else reduce(x, site.streams, reduce_upstream)
+    d_pre, d_post, d_res = coefficient_grads
+    d_pre = _sum_of(d_pre, reduced.d_pre if collapsed_by_own else None, coefficients.pre)
+    d_post = _sum_of(d_post, None, coefficients.post)
+    d_res = _sum_of(d_res, reduced.d_res, coefficients.res)
     d_h, d_ms, d_gates = launcher("mhc_coefficients_backward", x)(
-        made.h, made.ms, site.gates, site.streams.n, site.form, d_pre, d_post, d_res
+        coefficients.h, coefficients.ms, site.gates, site.streams.n, site.form, d_pre, d_post, d_res
     )
     dx = d_psi = None
     if any(want):
-        run = launcher("mhc_project_backward", x)
-        dx, d_psi = run(x, d_h, d_ms, site.mapping, site.streams, upstream, want)
-    return Gradients(dx, d_psi, d_gates), None if own else found.d_pre
+        launch = launcher("mhc_project_backward", x)
+        dx, d_psi = launch(x, d_h, d_ms, site.mapping, site.streams, upstream, want)
+    return Gradients(dx, d_psi, d_gates), None if collapsed_by_own else reduced.d_pre
 
 
 def zeros_like_rows(t: torch.Tensor) -> torch.Tensor:
-    """Zeros of the shape of ``t`` [M, c], of which there is one row."""
+    """Zeros of the shape of ``t`` [M, c], expanded from one row."""
     return t.new_zeros(1, t.shape[1]).expand(len(t), -1)
 
 
@@ -126,5 +129,5 @@ def _sum_of(
 ) -> torch.Tensor:
     if first is not None and second is not None:
         return first + second
-    one = first if first is not None else second
-    return zeros_like_rows(like) if one is None else one
+    single = first if first is not None else second
+    return zeros_like_rows(like) if single is None else single

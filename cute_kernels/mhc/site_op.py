@@ -47,14 +47,14 @@ def _fake_coefficients(x: torch.Tensor, n: int) -> Coefficients:
     return Coefficients(*(x.new_empty(shape, dtype=torch.float32) for shape in shapes))
 
 
-def _in_order(made: Coefficients) -> tuple[torch.Tensor, ...]:
-    """Reorder results as the ops return them."""
-    return made.pre, made.post, made.res, made.h, made.ms
+def _in_order(coefficients: Coefficients) -> tuple[torch.Tensor, ...]:
+    """Return the coefficients in the order of the ops' results."""
+    return coefficients.pre, coefficients.post, coefficients.res, coefficients.h, coefficients.ms
 
 
-def _weight_gradients(found, site: Site, weights: tuple, into: tuple, needs) -> tuple:
-    """(dphi, dnorm_weight, dalpha, dbeta); ``found``: the site's, or None of no tokens."""
-    d_psi, d_gates = (None, None) if found is None else (found.d_psi, found.d_gates)
+def _weight_gradients(site_grads, site: Site, weights: tuple, into: tuple, needs) -> tuple:
+    """Return (dphi, dnorm_weight, dalpha, dbeta); ``site_grads``: None without tokens."""
+    d_psi, d_gates = (None, None) if site_grads is None else (site_grads.d_psi, site_grads.d_gates)
     of_weights = nodes.finish_weights(
         d_psi, site.mapping, weights[:2], into[:2], (needs[0], needs[1])
     )
@@ -71,51 +71,58 @@ def _upstream(dy, d_out, res, pre) -> Upstream:
 _WEIGHT_NAMES = ("phi", "norm_weight", "alpha", "beta")
 
 
-def _all_rows(given) -> tuple[torch.Tensor | None, ...]:
-    return tuple(g if g is None else nodes.rows(g) for g in given)
+def _all_rows(coefficient_grads) -> tuple[torch.Tensor | None, ...]:
+    return tuple(g if g is None else nodes.rows(g) for g in coefficient_grads)
 
 
 # ---- mhc_mix -------------------------------------------------------------------------------------
 
 
-def _run_mix(x, phi, norm_weight, alpha, beta, *others):
-    mains, numbers, linked = others[:4], others[4:-1], others[-1]
+def _run_mix(x, phi, norm_weight, alpha, beta, *options):
+    mains, numbers, linked = options[:4], options[4:-1], options[-1]
     weights = (phi, norm_weight, alpha, beta)
-    named = dict(zip(_WEIGHT_NAMES, weights, strict=True))
-    nodes.apart(dict(zip(_WEIGHT_NAMES, mains, strict=True)), x=x, **named)
+    weights_by_name = dict(zip(_WEIGHT_NAMES, weights, strict=True))
+    nodes.apart(dict(zip(_WEIGHT_NAMES, mains, strict=True)), x=x, **weights_by_name)
     if 0 in x.shape:
-        return _fake_mix(x, *weights, *others)
+        return _fake_mix(x, *weights, *options)
     site = _site(weights, numbers)
-    _, made = passes.project(x, site)
-    out = passes.collapse(x, site.streams, made.pre)
-    return out, *_in_order(made), _link(x, linked)
+    _, coefficients = passes.project(x, site)
+    out = passes.collapse(x, site.streams, coefficients.pre)
+    return out, *_in_order(coefficients), _link(x, linked)
 
 
 def _link(x: torch.Tensor, linked: bool) -> torch.Tensor:
     return x.new_zeros(1, 1).expand(x.shape) if linked else x.new_empty(0)
 
 
-def _fake_mix(x, phi, norm_weight, alpha, beta, *others):
-    n = others[4]
+def _fake_mix(x, phi, norm_weight, alpha, beta, *options):
+    n = options[4]
     out = x.new_empty(x.shape[0], x.shape[1] // n)
-    return out, *_in_order(_fake_coefficients(x, n)), _link(x, others[-1])
+    return out, *_in_order(_fake_coefficients(x, n)), _link(x, options[-1])
 
 
 def _run_mix_backward(*args):
-    given, tensors, (pre, post, res, h, ms), rest = args[:5], args[5:10], args[10:15], args[15:]
-    d_out, *of_coefficients, dy = given
+    upstream_grads, tensors, (pre, post, res, h, ms), options = (
+        args[:5],
+        args[5:10],
+        args[10:15],
+        args[15:],
+    )
+    d_out, *of_coefficients, dy = upstream_grads
     x, *weights = tensors
-    into, numbers, needs = rest[:4], rest[4:-1], rest[-1]
-    site, found = _site(weights, numbers), None
+    into, numbers, needs = options[:4], options[4:-1], options[-1]
+    site, site_grads = _site(weights, numbers), None
     if 0 not in x.shape and any(needs):
-        made = Coefficients(h, ms, pre, post, res)
+        coefficients = Coefficients(h, ms, pre, post, res)
         upstream = _upstream(dy, d_out, None if dy is None else res, pre)
         want = (needs[0], needs[1] or needs[2])
-        found, _ = passes.site_backward(x, site, made, upstream, _all_rows(of_coefficients), want)
+        site_grads, _ = passes.site_backward(
+            x, site, coefficients, upstream, _all_rows(of_coefficients), want
+        )
     dx = nodes.nothing(x)
     if needs[0]:
-        dx = x.new_empty(x.shape) if found is None else found.dx
-    return dx, *_weight_gradients(found, site, weights, into, needs[1:])
+        dx = x.new_empty(x.shape) if site_grads is None else site_grads.dx
+    return dx, *_weight_gradients(site_grads, site, weights, into, needs[1:])
 
 
 def _fake_mix_backward(*args):
@@ -126,10 +133,10 @@ def _fake_mix_backward(*args):
 def _setup_mix(ctx, inputs, output):
     *tensors, ctx.linked = inputs
     ctx.numbers = tensors[9:]
-    _, *made, link = output
-    ctx.save_for_backward(*tensors[:5], *made)
-    ctx.mark_non_differentiable(made[3], made[4], *(() if ctx.linked else (link,)))
-    nodes.kept(ctx, inputs, range(5, 9))
+    _, *results, link = output
+    ctx.save_for_backward(*tensors[:5], *results)
+    ctx.mark_non_differentiable(results[3], results[4], *(() if ctx.linked else (link,)))
+    nodes.save_context(ctx, inputs, range(5, 9))
 
 
 def _backward_mix(ctx, d_out, d_pre, d_post, d_res, d_h, d_ms, d_link):
@@ -138,10 +145,10 @@ def _backward_mix(ctx, d_out, d_pre, d_post, d_res, d_h, d_ms, d_link):
     targets = dict(zip(range(1, 5), nodes.targets(ctx, (1, 2, 3, 4), *upstream), strict=True))
     needs = [ctx.needs_input_grad[0], *(target.wanted for target in targets.values())]
     into = [target.into for target in targets.values()]
-    made = mix_backward(
+    gradients = mix_backward(
         d_out, d_pre, d_post, d_res, d_link, *ctx.saved_tensors, *into, *ctx.numbers, needs
     )
-    return *nodes.given(made, needs, targets), *(None,) * 14
+    return *nodes.input_gradients(gradients, needs, targets), *(None,) * 14
 
 
 mix = nodes.define(
@@ -165,21 +172,23 @@ mix_backward = nodes.define(
 
 
 def _run_post_pre(*args):
-    (f, bias, post, x, res, shifted), weights, rest = args[:6], args[6:10], args[10:]
-    mains, numbers = rest[:5], rest[5:]
-    read = {"f": f, "bias": bias, "H_post": post, "x": x, "H_res": res, "H_pre": shifted}
-    named = dict(zip(_WEIGHT_NAMES, weights, strict=True))
-    nodes.apart(dict(zip(("bias", *_WEIGHT_NAMES), mains, strict=True)), **read, **named)
+    (f, bias, post, x, res, shifted), weights, options = args[:6], args[6:10], args[10:]
+    mains, numbers = options[:5], options[5:]
+    operands = {"f": f, "bias": bias, "H_post": post, "x": x, "H_res": res, "H_pre": shifted}
+    weights_by_name = dict(zip(_WEIGHT_NAMES, weights, strict=True))
+    nodes.apart(
+        dict(zip(("bias", *_WEIGHT_NAMES), mains, strict=True)), **operands, **weights_by_name
+    )
     if 0 in x.shape:
         return _fake_post_pre(*args)
     site = _site(weights, numbers)
     by = Expand(f, bias, nodes.rows(post), nodes.rows(res))
-    given = None if shifted is None else nodes.rows(shifted)
-    found, made = passes.project(x, site, by, given)
-    out = found.out
+    next_pre = None if shifted is None else nodes.rows(shifted)
+    projected, coefficients = passes.project(x, site, by, next_pre)
+    out = projected.out
     if shifted is None:
-        out = passes.collapse(found.y, site.streams, made.pre)
-    return found.y, out, *_in_order(made)
+        out = passes.collapse(projected.y, site.streams, coefficients.pre)
+    return projected.y, out, *_in_order(coefficients)
 
 
 def _fake_post_pre(*args):
@@ -188,38 +197,40 @@ def _fake_post_pre(*args):
 
 
 def _run_post_pre_backward(*args):
-    (dy, d_out, *given), tensors, weights = args[:5], args[5:11], args[11:15]
-    (y, pre, post, res, h, ms), rest = args[15:21], args[21:]
-    into, numbers, needs = rest[:5], rest[5:-1], rest[-1]
+    (dy, d_out, *coefficient_grads), tensors, weights = args[:5], args[5:11], args[11:15]
+    (y, pre, post, res, h, ms), options = args[15:21], args[21:]
+    into, numbers, needs = options[:5], options[5:-1], options[-1]
     *of_end, shifted = tensors
-    site, found, d_shifted = _site(weights, numbers), None, None
+    site, site_grads, d_shifted = _site(weights, numbers), None, None
     if 0 not in y.shape and any(needs):
         used = pre if shifted is None else nodes.rows(shifted)
         upstream = _upstream(dy, d_out, None, used)
         want = (any(needs[:5]), needs[7] or needs[6])
-        made = Coefficients(h, ms, pre, post, res)
-        found, d_shifted = passes.site_backward(y, site, made, upstream, _all_rows(given), want)
-    of_site = _weight_gradients(found, site, weights, into[1:], needs[6:])
-    own = _end_gradients(found, site.streams, of_end, into[0], needs[:5])
+        coefficients = Coefficients(h, ms, pre, post, res)
+        site_grads, d_shifted = passes.site_backward(
+            y, site, coefficients, upstream, _all_rows(coefficient_grads), want
+        )
+    of_site = _weight_gradients(site_grads, site, weights, into[1:], needs[6:])
+    end_grads = _end_gradients(site_grads, site.streams, of_end, into[0], needs[:5])
     if not needs[5]:
         d_shifted = nodes.nothing(y)
     elif d_shifted is None:
         d_shifted = shifted.new_zeros(shifted.shape)
-    return *own, d_shifted, *of_site
+    return *end_grads, d_shifted, *of_site
 
 
-def _end_gradients(found, streams: Streams, tensors: list, main_bias, needs) -> tuple:
-    """(df, dbias, dpost, dx, dres) of the site that ends; ``found.dx``: its y's gradient."""
+def _end_gradients(site_grads, streams: Streams, tensors: list, main_bias, needs) -> tuple:
+    """Return (df, dbias, dpost, dx, dres) of the site that ends; ``site_grads.dx``: dy of it."""
     f, bias, post, x, res = tensors
-    of = f if bias is None else bias
-    if found is None or found.dx is None:
-        own = nodes.zeros(tensors, needs)
-        own[1] = nodes.finish_parts(None, of, main_bias, needs[1])
-        return tuple(own)
-    upstream = Upstream(found.dx, res=nodes.rows(res))
+    bias_like = f if bias is None else bias
+    if site_grads is None or site_grads.dx is None:
+        gradients = nodes.zeros(tensors, needs)
+        gradients[1] = nodes.finish_parts(None, bias_like, main_bias, needs[1])
+        return tuple(gradients)
+    upstream = Upstream(site_grads.dx, res=nodes.rows(res))
     back = passes.reduce(x, streams, upstream, Expand(f, bias, nodes.rows(post)), needs[3])
-    d_bias = nodes.finish_parts(back.d_bias, of, main_bias, needs[1])
-    return nodes.wanted((back.df, d_bias, back.d_post, back.dx, back.d_res), needs, f)
+    d_bias = nodes.finish_parts(back.d_bias, bias_like, main_bias, needs[1])
+    return nodes.requested((back.df, d_bias, back.d_post, back.dx, back.d_res), needs, f)
 
 
 def _fake_post_pre_backward(*args):
@@ -230,10 +241,10 @@ def _fake_post_pre_backward(*args):
 
 def _setup_post_pre(ctx, inputs, output):
     ctx.numbers = inputs[15:]
-    y, _, *made = output
-    ctx.save_for_backward(*inputs[:10], y, *made)
-    ctx.mark_non_differentiable(made[3], made[4])
-    nodes.kept(ctx, inputs, range(10, 15))
+    y, _, *results = output
+    ctx.save_for_backward(*inputs[:10], y, *results)
+    ctx.mark_non_differentiable(results[3], results[4])
+    nodes.save_context(ctx, inputs, range(10, 15))
 
 
 def _backward_post_pre(ctx, dy, d_out, d_pre, d_post, d_res, d_h, d_ms):
@@ -245,10 +256,10 @@ def _backward_post_pre(ctx, dy, d_out, d_pre, d_post, d_res, d_h, d_ms):
     for position, target in targets.items():
         needs[position] = target.wanted
     into = [target.into for target in targets.values()]
-    made = post_pre_backward(
+    gradients = post_pre_backward(
         dy, d_out, d_pre, d_post, d_res, *ctx.saved_tensors, *into, *ctx.numbers, needs
     )
-    return *nodes.given(made, needs, targets), *(None,) * 14
+    return *nodes.input_gradients(gradients, needs, targets), *(None,) * 14
 
 
 _SITE = "Tensor f, Tensor? bias, Tensor post, Tensor x, Tensor res, Tensor? shifted, " + _WEIGHTS

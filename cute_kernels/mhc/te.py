@@ -32,7 +32,7 @@ def mhc_generate_mix_and_aggregate(
     fused_grad_x_acc_buffer: None = None,
     use_split_k: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """All of a site that comes before the sublayer: `ck.mhc.mix_and_aggregate`.
+    """Run a site up to its sublayer: `ck.mhc.mix_and_aggregate`.
 
     Args:
         x: [s, b, C, 4].  phi: [24, 4 C].  alpha: [3].  beta: [1, 24].  norm_weight: [4 C] or None.
@@ -54,7 +54,7 @@ def mhc_fused_projection(
     fused_grad_x_acc_buffer: None = None,
     use_split_k: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """H fp32 [M, 32], zeros in its last 8 columns, and ms fp32 [M]: `ck.mhc.projection`.
+    """Return H fp32 [M, 32], zeros in its last 8 columns, and ms fp32 [M]: `ck.mhc.projection`.
 
     Args:
         x: [M, 4 C].  phi: [24, 4 C].  norm_weight: [4 C] or None, by name: TransformerEngine's
@@ -68,14 +68,14 @@ def mhc_fused_projection(
 def mhc_fused_scale(
     H: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, ms: torch.Tensor, n: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """H_pre [M, 4], H_post [M, 4] and logits [M, 16], in H's dtype: `ck.mhc.scale`.
+    """Return H_pre [M, 4], H_post [M, 4] and logits [M, 16], in H's dtype: `ck.mhc.scale`.
 
     Args:
         H: [M, 32].  alpha: [3].  beta: [1, 24].  ms: [M].
     """
     checks.te_streams(n)
-    made = api.scale(_fp32("H", H), alpha, beta, _fp32("ms", ms), n)
-    pre, post, res = made
+    results = api.scale(_fp32("H", H), alpha, beta, _fp32("ms", ms), n)
+    pre, post, res = results
     logits = nodes.shaped(res, res.shape[0], n * n)
     return tuple(t.to(H.dtype) for t in (pre, post, logits))
 
@@ -98,7 +98,7 @@ def mhc_fused_aggregate(
     *,
     fused_grad_x_acc_buffer: None = None,
 ) -> torch.Tensor:
-    """out [s, b, C] of x [s, b, C, 4] and H_pre [s, b, 4]: `ck.mhc.aggregate`."""
+    """Return out [s, b, C] of x [s, b, C, 4] and H_pre [s, b, 4]: `ck.mhc.aggregate`."""
     _options(fused_grad_x_acc_buffer, use_tf32=use_tf32)
     checks.te_streams(n)
     return api.aggregate(x, _fp32("H_pre", H_pre), n)
@@ -116,7 +116,7 @@ def mhc_fused_expand_combine(
     fuse_grad_x_acc: bool = False,
     fused_grad_x_acc_buffer: None = None,
 ) -> torch.Tensor:
-    """y [s, b, C, 4] of a sublayer's output and the streams: `ck.mhc.expand_combine`.
+    """Return y [s, b, C, 4] of a sublayer's output and the streams: `ck.mhc.expand_combine`.
 
     Args:
         f: [s, b, C].  bias: [C] or None.  H_post: [s, b, 4].  x: [s, b, C, 4].
@@ -130,7 +130,7 @@ def mhc_fused_expand_combine(
 
 
 def _fp32(name: str, t: torch.Tensor) -> torch.Tensor:
-    """Coefficients of bf16 or fp32 as fp32, exactly."""
+    """Convert coefficients of bf16 or fp32 to fp32, exactly."""
     checks.mixed_dtype(name, t)
     return t.to(torch.float32)
 

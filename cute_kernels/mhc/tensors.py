@@ -11,7 +11,7 @@ import torch
 
 
 class Streams(NamedTuple):
-    """How a row of K elements is made of streams: their number, and the layout."""
+    """Number of streams in a row of K elements, and their layout."""
 
     n: int
     layout: str
@@ -43,7 +43,7 @@ class Gates(NamedTuple):
 
 
 class Sinkhorn(NamedTuple):
-    """Iterations, of rows and then of columns; form: of `FORMS`; eps: of the form "epsilon"."""
+    """Options of Sinkhorn-Knopp: iterations (rows, then columns), one of `FORMS`, and its eps."""
 
     iterations: int
     form: str
@@ -51,7 +51,7 @@ class Sinkhorn(NamedTuple):
 
 
 class Expand(NamedTuple):
-    """y_j = (f + bias) post_j + Σ_i x_i res[i, j].
+    """Operands of y_j = (f + bias) post_j + Σ_i x_i res[i, j].
 
     f: [M, C].  bias: [C] of its dtype, or None.  post: fp32 [M, n].  res: fp32 [M, n²], or None in
     a backward, which takes it from `Upstream`.
@@ -87,7 +87,7 @@ class Coefficients(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """Gradients that come in, or None, and how they go on to x.
+    """Upstream gradients, or None, and the coefficients by which they reach x.
 
     dy: [M, K], of y.  d_out: [M, C], of a collapse.
     dx_i gets Σ_j dy_j res[i, j] (or dy_i itself, without a res) and d_out pre_i.

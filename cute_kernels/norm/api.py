@@ -1,4 +1,4 @@
-"""``ck.rms_norm`` and ``ck.layer_norm``: the public face of norm."""
+"""``ck.rms_norm`` and ``ck.layer_norm``: the public functions of norm."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def rms_norm(
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
     """
-    given = Operands(x, weight, None, residual, main_grad)
-    return op.apply("rms_norm", RMS, given, eps, offset)
+    operands = Operands(x, weight, None, residual, main_grad)
+    return op.apply("rms_norm", RMS, operands, eps, offset)
 
 
 @overload
@@ -154,5 +154,5 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, equations 3 and 4.
     """
-    given = Operands(x, weight, bias, residual, main_grad, bias_main_grad)
-    return op.apply("layer_norm", LAYER, given, eps)
+    operands = Operands(x, weight, bias, residual, main_grad, bias_main_grad)
+    return op.apply("layer_norm", LAYER, operands, eps)

@@ -18,7 +18,7 @@ _LEAST, _MOST = 2.0**-126, 2.0**40
 
 
 class Operands(NamedTuple):
-    """The tensors of a call, as they came."""
+    """Tensors of a call, unchecked."""
 
     x: torch.Tensor
     weight: torch.Tensor | None
@@ -28,19 +28,19 @@ class Operands(NamedTuple):
     bias_main_grad: torch.Tensor | None = None
 
 
-def norm(op: str, kind: str, given: Operands, eps: object, offset: object = 0.0) -> Rule:
-    """The rule of one call of ``op``."""
-    x = given.x
+def norm(op: str, kind: str, operands: Operands, eps: object, offset: object = 0.0) -> Rule:
+    """Check a call of ``op`` and return its rule."""
+    x = operands.x
     _floats("x", x)
     if x.dim() < 1 or not 1 <= x.shape[-1] <= MAX_WIDTH:
         want = f"at least 1 dimension, the last from 1 to {MAX_WIDTH}"
         raise ShapeError(expected("x", want, list(x.shape)))
     checking.supported(op, x.device)
-    _vector("weight", given.weight, x)
-    _vector("bias", given.bias, x)
-    _residual(given.residual, x)
-    _main_grad("main_grad", given.main_grad, "weight", given)
-    _main_grad("bias_main_grad", given.bias_main_grad, "bias", given)
+    _vector("weight", operands.weight, x)
+    _vector("bias", operands.bias, x)
+    _residual(operands.residual, x)
+    _main_grad("main_grad", operands.main_grad, "weight", operands)
+    _main_grad("bias_main_grad", operands.bias_main_grad, "bias", operands)
     rule = Rule(kind, _number("eps", eps), _number("offset", offset))
     if not (rule.eps == 0 and kind == RMS) and not rule.eps >= _LEAST:
         want = "at least 2^-126" + (", or 0" if kind == RMS else "")
@@ -75,17 +75,17 @@ def _residual(t: object, x: torch.Tensor) -> None:
     checking.same_device("residual", t, "x", x)
 
 
-def _main_grad(name: str, main_grad: object, of: str, given: Operands) -> None:
-    """Check that an fp32 tensor can be added to; ``of``: the argument whose gradient it holds."""
-    weight = given.weight if of == "weight" else given.bias
+def _main_grad(name: str, main_grad: object, grad_of: str, operands: Operands) -> None:
+    """Check an fp32 main_grad; ``grad_of``: the argument whose gradient it receives."""
+    weight = operands.weight if grad_of == "weight" else operands.bias
     if weight is None:
         if main_grad is not None:
-            raise ArgumentTypeError(expected(name, f"None, as there is no {of}", "a tensor"))
+            raise ArgumentTypeError(expected(name, f"None, as there is no {grad_of}", "a tensor"))
         return
     if main_grad is not None:
-        destination.check(main_grad, weight, given.x, names=(name, of))
+        destination.check(main_grad, weight, operands.x, names=(name, grad_of))
     if not torch.compiler.is_compiling():
-        destination.check_values(given.x, weight, None, main_grad)
+        destination.check_values(operands.x, weight, None, main_grad)
 
 
 def _number(name: str, value: object) -> float:

@@ -1,4 +1,4 @@
-"""The CPU backend: sums over a row, and over the rows of a part, each half onto half.
+"""CPU backend: sums over a row, and over the rows of a part, each by halving.
 
 IEEE arithmetic, one operation at a time: an elementwise one has one result wherever its vectors
 begin, and no sum is torch's.
@@ -17,22 +17,22 @@ from .tensors import Normed, Parts, Rule, Scale, Upstream
 
 
 def forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: Rule) -> Normed:
-    """The norm of the rows of x [..., D], or of h = x + residual, rounded to their dtype."""
+    """Norm of the rows of x [..., D], or of h = x + residual, rounded to their dtype."""
     shape, scale = x.shape, scale.with_weight(rule.offset, x)
     # Elementwise results have the strides of their operands; results are row-major.
     x = flat_rows(x, "norm").contiguous()
     residual = None if residual is None else flat_rows(residual, "norm")
     with ieee():
         h = None if residual is None else (x.float() + residual.float()).to(x.dtype)
-        own = (x if h is None else h).to(torch.float32)
+        rows = (x if h is None else h).to(torch.float32)
         mean = None
         if rule.kind == LAYER:
-            mean = _row_sum(own) / own.shape[1]
-            own = own - mean[:, None]
-        variance = _row_sum(own * own) / own.shape[1]
+            mean = _row_sum(rows) / rows.shape[1]
+            rows = rows - mean[:, None]
+        variance = _row_sum(rows * rows) / rows.shape[1]
         # In fp64: sqrt of fp32 is an ulp off in some vector libraries.
         rstd = 1.0 / (variance + rule.eps).double().sqrt().float()
-        y = own * rstd[:, None]
+        y = rows * rstd[:, None]
         if scale.weight is not None:
             y = y * (scale.weight.float() + rule.offset)
         if scale.bias is not None:
@@ -49,7 +49,7 @@ def backward(
     rule: Rule,
     parts: bool,
 ) -> tuple[torch.Tensor, Parts | None]:
-    """(dx [..., D] = dh + the gradient through the norm, parts of dweight and dbias).
+    """Return (dx [..., D] = dh + the gradient through the norm, parts of dweight and dbias).
 
     ``stats``: mean and rstd of `forward`.
     """
@@ -57,27 +57,27 @@ def backward(
     shape, scale = h.shape, scale.with_weight(rule.offset, h)
     h, upstream = flat_rows(h, "norm").contiguous(), upstream.flat()
     with ieee():
-        own = h.to(torch.float32)
+        rows = h.to(torch.float32)
         if mean is not None:
-            own = own - mean[:, None]
+            rows = rows - mean[:, None]
         # x̂ = (h - mean) rstd;  g = dy weight
-        x_hat = own * rstd[:, None]
+        x_hat = rows * rstd[:, None]
         dy = upstream.dy.contiguous().to(torch.float32)
         g = dy
         if scale.weight is not None:
             g = dy * (scale.weight.float() + rule.offset)
         # dx = rstd (g - mean(g) - x̂ mean(g x̂)), an RMS norm without the mean
-        inner = g - x_hat * (_row_sum(g * x_hat) / own.shape[1])[:, None]
+        inner = g - x_hat * (_row_sum(g * x_hat) / rows.shape[1])[:, None]
         if mean is not None:
-            inner = inner - (_row_sum(g) / own.shape[1])[:, None]
+            inner = inner - (_row_sum(g) / rows.shape[1])[:, None]
         dx = inner * rstd[:, None]
         if upstream.dh is not None:
             dx = dx + upstream.dh.to(torch.float32)
-        made = None
+        parts_out = None
         if parts:
             of_bias = _parts(dy) if scale.bias is not None else None
-            made = Parts(_parts(dy * x_hat), of_bias)
-        return dx.to(h.dtype).contiguous().view(shape), made
+            parts_out = Parts(_parts(dy * x_hat), of_bias)
+        return dx.to(h.dtype).contiguous().view(shape), parts_out
 
 
 def add_parts(
@@ -87,7 +87,7 @@ def add_parts(
 ) -> list[torch.Tensor | None]:
     """Add parts [P, D] to ``into`` [D], ascending; without ``into`` from zero, a tensor like
     ``like``."""
-    return [_added(*one) for one in zip(parts, into, like, strict=True)]
+    return [_added(*operands) for operands in zip(parts, into, like, strict=True)]
 
 
 def _added(
@@ -103,12 +103,12 @@ def _added(
 
 
 def _row_sum(t: torch.Tensor) -> torch.Tensor:
-    """Σ over the last dimension of [M, D]."""
+    """Sum over the last dimension of [M, D]."""
     return halves(torch.nn.functional.pad(t, (0, room(t.shape[1]) - t.shape[1])), 1)
 
 
 def _parts(t: torch.Tensor) -> torch.Tensor:
-    """The sums [P, D] over each `part_rows` of t [M, D]."""
+    """Return the sums [P, D] over each `part_rows` of t [M, D]."""
     m, width = t.shape
     rows = part_rows(width)
     t = torch.nn.functional.pad(t, (0, 0, 0, -m % rows))

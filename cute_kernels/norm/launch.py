@@ -1,4 +1,4 @@
-"""Launches the SM90 kernels of norm: operands, outputs, grids, and the catalogue."""
+"""Launch the SM90 kernels of norm: operands, outputs, grids, and the catalogue."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ forward = launcher(plan_forward)
 
 
 def _output(x: torch.Tensor) -> Output:
-    """How a launch makes a result like the rows of ``x``; kernels write whole units of 8."""
+    """Allocator of a result like the rows of ``x``; kernels write whole units of 8."""
     shape, width = x.shape, x.shape[-1]
     if width % UNIT == 0:
         return Output(allocator(shape, x.dtype, x.device), flatten=x.dim() != 2)
@@ -84,24 +84,24 @@ def forward_numbers(rule: Rule, width: int) -> tuple[float, float, float, int]:
 def forward_kernel(
     m: int, x: torch.Tensor, added: bool, weight: torch.Tensor, kind: str, width: int
 ) -> tuple[Callable, int]:
-    """The compiled kernel, and its CTAs, for m rows of ``width``; added: with a residual."""
-    chosen, at_once, held = _forward(kind, x.dtype, weight.dtype, added, width)
-    return _kernel(chosen), _forward_ctas(m, at_once, held, x.device)
+    """Return kernel and grid size for m rows of ``width``; added: with a residual."""
+    chosen, at_once, resident = _forward(kind, x.dtype, weight.dtype, added, width)
+    return _kernel(chosen), _forward_ctas(m, at_once, resident, x.device)
 
 
 @functools.cache
-def _forward(*what: object) -> tuple[ForwardConfig, int, int | None]:
-    """(configuration, rows of a CTA at once, CTAs of an SM that stay or None), of
-    `forward_config`'s arguments."""
-    chosen = forward_config(*what)
-    held = forward_residency(chosen)
-    return chosen, held.threads // chosen.threads, held.ctas if held.stages else None
+def _forward(*config_args: object) -> tuple[ForwardConfig, int, int | None]:
+    """Return (configuration, rows of a CTA at once, resident CTAs of an SM or None) for the
+    arguments of `forward_config`."""
+    chosen = forward_config(*config_args)
+    residency = forward_residency(chosen)
+    return chosen, residency.threads // chosen.threads, residency.ctas if residency.stages else None
 
 
-def _forward_ctas(m: int, at_once: int, held: int | None, device: torch.device) -> int:
+def _forward_ctas(m: int, at_once: int, resident: int | None, device: torch.device) -> int:
     """Grid size for m rows."""
     ctas = -(-m // at_once)
-    return ctas if held is None else min(ctas, most_ctas(device) * held)
+    return ctas if resident is None else min(ctas, most_ctas(device) * resident)
 
 
 def plan_backward(
@@ -112,7 +112,7 @@ def plan_backward(
     rule: Rule,
     parts: bool,
 ) -> Plan:
-    """Launch plan of `cpu.backward` for rows [..., D]; the parts are made whether wanted or not."""
+    """Launch plan of `cpu.backward` for rows [..., D]; the partial sums are always computed."""
     width, layer, upper = h.shape[-1], rule.kind == LAYER, upstream.dh is not None
     _, adapt_dy, flat_dy = _rows(upstream.dy, "dy")
     _, adapt_h, flat_h = _rows(h, "h")
@@ -185,7 +185,7 @@ add_parts = launcher(plan_add_parts)
 
 
 def _rows(t: torch.Tensor | None, name: str) -> Matrix:
-    """How a launch gets ``t`` [..., D] as [M, 8 ⌈D / 8⌉]: zeros past D, rows at 16 bytes."""
+    """Conversion of ``t`` [..., D] to [M, 8 ⌈D / 8⌉]: zeros past D, rows at 16 bytes."""
     if t is None:
         return Matrix("k")
     rows = flattened(t)
@@ -206,14 +206,14 @@ def _copied_rows(t: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _vector(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A [D] likewise, in ``dtype``."""
+    """Return a vector [D] in ``dtype``, padded as the rows are."""
     if t.dtype == dtype and t.stride(0) == 1 and not (t.data_ptr() % _ALIGN or len(t) % UNIT):
         return t
     return _padded(t.to(dtype))
 
 
 def _padded(t: torch.Tensor) -> torch.Tensor:
-    """A copy with zeros up to whole units."""
+    """Return a copy padded with zeros to whole units of 8."""
     return pad(t, (0, -t.shape[-1] % UNIT)) if t.shape[-1] % UNIT else t.clone(memory_format=_DENSE)
 
 
@@ -224,7 +224,7 @@ def _whole(t: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _scale(scale: Scale, x: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight and bias as the kernels take them: both there, of one dtype, that of x or fp32."""
+    """Return weight and bias for the kernels: both present, in the dtype of x or fp32."""
     weight, bias = scale
     if bias is None and rule.kind == RMS and weight is not None and weight.dtype == x.dtype:
         return _vector(weight, x.dtype), None
@@ -232,15 +232,15 @@ def _scale(scale: Scale, x: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, tor
         weight = x.new_ones(x.shape[-1])
     if rule.kind == LAYER and bias is None:
         bias = torch.zeros_like(weight)
-    given = [t for t in (weight, bias) if t is not None]
-    dtype = x.dtype if all(t.dtype == x.dtype for t in given) else torch.float32
+    vectors = [t for t in (weight, bias) if t is not None]
+    dtype = x.dtype if all(t.dtype == x.dtype for t in vectors) else torch.float32
     return _vector(weight, dtype), None if bias is None else _vector(bias, dtype)
 
 
 def forward_config(
     kind: str, dtype: torch.dtype, weight: torch.dtype, residual: bool, width: int
 ) -> ForwardConfig:
-    """The configuration of kernel_fwd_sm90 for rows of ``width``."""
+    """Return the configuration of kernel_fwd_sm90 for rows of ``width``."""
     names, plan = config.DTYPE_NAMES, row_plan(width)
     return ForwardConfig(kind, names[dtype], names[weight], residual, plan.threads, plan.units)
 
@@ -249,12 +249,12 @@ def forward_config(
 def backward_config(
     kind: str, dtype: torch.dtype, weight: torch.dtype, upstream: bool, width: int
 ) -> BackwardConfig:
-    """The configuration of kernel_bwd_sm90 for rows of ``width``."""
+    """Return the configuration of kernel_bwd_sm90 for rows of ``width``."""
     names, plan = config.DTYPE_NAMES, row_plan(width)
     return BackwardConfig(kind, names[dtype], names[weight], upstream, plan.threads, plan.units)
 
 
-#: A configuration's class -> what its kernel is called.
+#: Class of a configuration -> name of its kernel.
 _KERNELS = {ForwardConfig: "fwd_sm90", BackwardConfig: "bwd_sm90", SumConfig: "sums_sm90"}
 
 
@@ -264,23 +264,23 @@ def _kernel(chosen: object) -> Callable:
 
 
 def entry(chosen: object) -> Kernel:
-    """One configuration of a kernel as the cache and the catalogue know it."""
+    """Return the cache and catalogue entry of one configuration of a kernel."""
     name = _KERNELS[type(chosen)]
     return Kernel.of(f"norm_{name}", f"{__package__}.kernel_{name}", chosen)
 
 
 def catalogue() -> Iterator[Entry]:
-    """Every kernel that this launcher can ask for."""
+    """Yield every kernel that this launcher can use."""
     half = (torch.bfloat16, torch.float16)
     dtypes = [(d, w) for d in half for w in (d, torch.float32)] + [(torch.float32,) * 2]
     widths = [1 << i for i in range(6, 17)]
-    for kind, (dtype, weight), more, width in itertools.product(
+    for kind, (dtype, weight), residual, width in itertools.product(
         config.KINDS, dtypes, (False, True), widths
     ):
-        chosen = forward_config(kind, dtype, weight, more, width)
+        chosen = forward_config(kind, dtype, weight, residual, width)
         limits = {"max_registers": 128, "spills": 0 if width <= 8192 else 4096}
         yield Entry(entry(chosen), "A", Expect(None, max_shared=_MOST_SHARED, **limits))
-        chosen = backward_config(kind, dtype, weight, more, width)
+        chosen = backward_config(kind, dtype, weight, residual, width)
         # fp32 may spill, and so may threads of wider rows.
         fast = dtype.itemsize == 2 and width <= 8192
         limits = {"max_registers": 128, "spills": 0 if fast else 4096}

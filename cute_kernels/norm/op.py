@@ -55,30 +55,30 @@ for _name in _OPS:
 
 
 def apply(
-    name: str, kind: str, given: Operands, eps: object, offset: object = 0.0
+    name: str, kind: str, operands: Operands, eps: object, offset: object = 0.0
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """y, or (y, h) of a call with a residual, of the function ``name``."""
-    x, weight, bias, residual, main_grad, bias_main_grad = given
+    """Call the function ``name``: y, or (y, h) with a residual."""
+    x, weight, bias, residual, main_grad, bias_main_grad = operands
     options = kind, eps, offset, type(eps), type(offset)
     plain = main_grad is None and bias_main_grad is None and not is_dynamo_compiling()
-    run = plain and checked.find(options, x, residual, weight, bias)
-    if run:
-        y, h, _, _ = run(x, residual, weight, bias, None, None, kind, eps, offset)
+    cached_run = plain and checked.find(options, x, residual, weight, bias)
+    if cached_run:
+        y, h, _, _ = cached_run(x, residual, weight, bias, None, None, kind, eps, offset)
     else:
-        rule = checks.norm(name, kind, given, eps, offset)
-        if run is None:
+        rule = checks.norm(name, kind, operands, eps, offset)
+        if cached_run is None:
             bound = norm.bind_plan(_plan_bare(x, residual, Scale(weight, bias), rule))
             checked.add(options, (x, residual, weight, bias), bound)
         y, h, _, _ = norm(x, residual, weight, bias, main_grad, bias_main_grad, *rule)
     return y if residual is None else (y, h)
 
 
-def _apart(main_grad, bias_main_grad, **read):
+def _apart(main_grad, bias_main_grad, **operands):
     """Check that backward can add into both main_grads: neither aliases an operand or the other."""
     if main_grad is not None:
-        destination.apart(main_grad, bias_main_grad=bias_main_grad, **read)
+        destination.apart(main_grad, bias_main_grad=bias_main_grad, **operands)
     if bias_main_grad is not None:
-        destination.apart(bias_main_grad, "bias_main_grad", **read)
+        destination.apart(bias_main_grad, "bias_main_grad", **operands)
 
 
 def _plan_bare(x, residual, scale, rule):
@@ -102,7 +102,7 @@ def _plan(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offse
     launch = plan.run
 
     def run(x, residual, weight, bias, main_grad, bias_main_grad, *_):
-        # Here, for a compiled graph too: a tensor that is traced has no address.
+        # Checked at run time, in a compiled graph too: a traced tensor has no address.
         _apart(main_grad, bias_main_grad, x=x, residual=residual, weight=weight, bias=bias)
         y, h, mean, rstd = launch(x, residual, weight, bias)
         h = x.new_empty(0) if h is None else h
@@ -202,9 +202,9 @@ def _run_backward_of_nothing(dy, dh, *args):
 def _fake_backward(
     dy, dh, h, mean, rstd, weight, bias, main_grad, bias_main_grad, kind, eps, offset, needs
 ):
-    own = (needs[0], needs[1] and main_grad is None, needs[2] and bias_main_grad is None)
-    made = zip((h, weight, bias), own, strict=True)
-    return tuple(t.new_empty(t.shape) if need else h.new_empty(0) for t, need in made)
+    needed = (needs[0], needs[1] and main_grad is None, needs[2] and bias_main_grad is None)
+    results = zip((h, weight, bias), needed, strict=True)
+    return tuple(t.new_empty(t.shape) if need else h.new_empty(0) for t, need in results)
 
 
 def _setup(ctx, inputs, output):
@@ -217,7 +217,7 @@ def _setup(ctx, inputs, output):
     # Not saved tensors: backward of an earlier micro-batch may write them before ours reads them.
     ctx.main_grads = {2: main_grad, 3: bias_main_grad}
     ctx.mark_non_differentiable(*(t for t in numbers if t is not None))
-    # Zeros for statistics would be a kernel for each backward.
+    # Zeros for the statistics would launch a kernel in each backward.
     ctx.set_materialize_grads(False)
 
 
@@ -233,7 +233,7 @@ def _backward(ctx, dy, dh, *_):
     if not ctx.residual:
         dh = None
     elif dh is None:
-        # Not left out: 0 + -0 is 0, and compiled graphs have zeros here.
+        # Zeros, as compiled graphs have here: 0 + -0 is 0.
         dh = torch.zeros_like(h)
     needs_rows = any(ctx.needs_input_grad[:2])
     if ctx.main_grads[2] is None and ctx.main_grads[3] is None:

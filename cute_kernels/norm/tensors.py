@@ -10,7 +10,7 @@ from ..runtime.operands import flat_rows
 
 
 class Rule(NamedTuple):
-    """A norm: of ``kind`` RMS or LAYER; ``offset`` is added to the weight."""
+    """Rule of a norm: ``kind`` is RMS or LAYER; ``offset`` is added to the weight."""
 
     kind: str
     eps: float
@@ -44,7 +44,7 @@ class Normed(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """Gradients that come in, [..., D]: of y, and of h if it was given away."""
+    """Upstream gradients [..., D]: of y, and of h if it was returned."""
 
     dy: torch.Tensor
     dh: torch.Tensor | None
@@ -55,7 +55,7 @@ class Upstream(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """fp32 [P, D or more] of dweight and dbias: sums over the rows of a part, in order."""
+    """Partial sums of dweight and dbias, fp32 [P, D or more]: over the rows of a part, in order."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None

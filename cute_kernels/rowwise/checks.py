@@ -1,4 +1,4 @@
-"""Tensors -> what an op needs of them, or one exception that names the argument.
+"""Tensors -> a frozen problem of each op, or one exception that names the argument.
 
 Works on meta tensors, but for ids and gradients, whose values or memory are looked at where they
 can be.
@@ -33,24 +33,24 @@ _MAX_SIZE = 2**31 - 1
 
 
 class Lookup(NamedTuple):
-    """An embedding: the entry that has no gradient, -1 for none."""
+    """Options of an embedding: the entry that has no gradient, -1 for none."""
 
     padding: int
 
 
 class Turn(NamedTuple):
-    """Tables of a rotary, beside the leading dimensions of q and k."""
+    """Tables of a rotary embedding, broadcast to the leading dimensions of q and k."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
 
 class Clip(NamedTuple):
-    """The gradients to clip, in the order of their parameters."""
+    """Gradients to clip, in the order of their parameters."""
 
     gradients: tuple[torch.Tensor, ...]
     max_norm: float
-    largest: bool  # whether the norm is the largest element
+    largest: bool  # whether the norm is the maximum
 
 
 def embedding(
@@ -59,7 +59,7 @@ def embedding(
     padding_idx: int | None,
     main_grad: torch.Tensor | None,
 ) -> Lookup:
-    """``embedding(ids[...], weight[V, D])``."""
+    """Check ``embedding(ids[...], weight[V, D])``."""
     _integers("ids", ids)
     _floats("weight", weight)
     checking.rank("weight", weight, 2, "[V, D]")
@@ -74,11 +74,11 @@ def embedding(
             raise ArgumentValueError(expected("padding_idx", want, padding))
         padding %= vocab
     if (values := _values(ids)) is not None:
-        # On a GPU a look at the values would wait for it; there torch's lookup asserts.
+        # Reading values on a GPU would synchronize; there torch's lookup asserts.
         wrong = (values < 0) | (values >= vocab)
         if bool(wrong.any()):
-            got = int(values[wrong].flatten()[0])
-            raise ArgumentValueError(expected("ids", f"entries of 0 to {vocab - 1}", got))
+            bad_id = int(values[wrong].flatten()[0])
+            raise ArgumentValueError(expected("ids", f"entries of 0 to {vocab - 1}", bad_id))
     if main_grad is not None:
         destination.check(main_grad, weight, ids, "ids")
     if not torch.compiler.is_compiling():
@@ -87,7 +87,7 @@ def embedding(
 
 
 def row(op: str, x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """``softmax(x[..., N])``: the dtype of its result."""
+    """Check ``softmax(x[..., N])``; return the dtype of its result."""
     _floats("x", x)
     checking.supported(op, x.device)
     if x.dim() < 1:
@@ -102,20 +102,20 @@ def row(op: str, x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def element(op: str, x: torch.Tensor) -> None:
-    """A function of each element of ``x``."""
+    """Check a function of each element of ``x``."""
     _floats("x", x)
     checking.supported(op, x.device)
 
 
 def gelu_kind(approximate: str) -> str:
-    """The kind of gelu."""
+    """Return the kind of gelu."""
     if not isinstance(approximate, str) or approximate not in APPROXIMATE:
         raise ArgumentValueError(one_of("approximate", tuple(APPROXIMATE), approximate))
     return APPROXIMATE[approximate]
 
 
 def gated(op: str, gate: torch.Tensor, up: torch.Tensor) -> None:
-    """``silu_mul(gate, up)`` of one shape, dtype and device."""
+    """Check ``silu_mul(gate, up)``: one shape, dtype and device."""
     _floats("gate", gate)
     _floats("up", up)
     if gate.shape != up.shape:
@@ -129,7 +129,7 @@ def gated(op: str, gate: torch.Tensor, up: torch.Tensor) -> None:
 def rotary_table(
     positions: torch.Tensor, inv_freq: torch.Tensor, scaling: float, dtype: torch.dtype
 ) -> float:
-    """``rotary_table(positions[...], inv_freq[F])``: the scaling."""
+    """Check ``rotary_table(positions[...], inv_freq[F])``; return the scaling."""
     _integers("positions", positions)
     checking.tensor("inv_freq", inv_freq)
     checking.dtype("inv_freq", inv_freq.dtype, (torch.float32,))
@@ -146,7 +146,7 @@ def rotary_table(
 def apply_rotary(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int
 ) -> Turn:
-    """``apply_rotary(q[..., D], k[..., D], cos[..., R], sin[..., R])``."""
+    """Check ``apply_rotary(q[..., D], k[..., D], cos[..., R], sin[..., R])``."""
     for name, t in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
         _floats(name, t)
         checking.same_device(name, t, "q", q)
@@ -164,13 +164,13 @@ def apply_rotary(
         raise DtypeError(expected("sin", f"{cos.dtype}, the dtype of cos", sin.dtype))
     for name, t in (("cos", cos), ("sin", sin)):
         _constant(name, t)
-    at, most = _integer("unsqueeze_dim", unsqueeze_dim), cos.dim() - 1
-    if not 0 <= at <= most:
+    dim, most = _integer("unsqueeze_dim", unsqueeze_dim), cos.dim() - 1
+    if not 0 <= dim <= most:
         want = f"0 to {most}, a dimension before the last of cos"
-        raise ArgumentValueError(expected("unsqueeze_dim", want, at))
-    tables = Turn(cos.unsqueeze(at), sin.unsqueeze(at))
+        raise ArgumentValueError(expected("unsqueeze_dim", want, dim))
+    tables = Turn(cos.unsqueeze(dim), sin.unsqueeze(dim))
     for name, t in (("q", q), ("k", k)):
-        _beside(name, t, tables.cos)
+        _check_broadcast(name, t, tables.cos)
     return tables
 
 
@@ -181,7 +181,7 @@ def clip(
     error_if_nonfinite: bool,
     main_grad: bool,
 ) -> Clip:
-    """``clip_grad_norm_(parameters, max_norm)``: gradients that are whole, on one device."""
+    """Check ``clip_grad_norm_(parameters, max_norm)``: whole gradients, on one device."""
     for name, flag in (("error_if_nonfinite", error_if_nonfinite), ("main_grad", main_grad)):
         if not isinstance(flag, bool):
             raise ArgumentTypeError(expected(name, "True or False", type(flag).__name__))
@@ -191,7 +191,7 @@ def clip(
     if _number("norm_type", norm_type) not in (2.0, math.inf):
         want = "2.0 or inf (other powers have no rounding that a device must keep)"
         raise ArgumentValueError(expected("norm_type", want, norm_type))
-    found: dict[str, torch.Tensor] = {}
+    gradients: dict[str, torch.Tensor] = {}
     first, ids = None, set()
     for i, parameter in enumerate(_parameters(parameters)):
         gradient = _gradient(f"parameters[{i}]", parameter, main_grad)
@@ -201,7 +201,7 @@ def clip(
             want = "each gradient once (it is scaled in place)"
             raise AliasError(expected(f"parameters[{i}]", want, "one that came before"))
         ids.add(id(gradient))
-        found[f"parameters[{i}]"] = gradient
+        gradients[f"parameters[{i}]"] = gradient
         first = gradient if first is None else first
         if gradient.device != first.device:
             want = f"a gradient on {first.device}, where the first one is"
@@ -209,13 +209,13 @@ def clip(
     if first is not None:
         checking.supported("clip_grad_norm_", first.device)
     if not torch.compiler.is_compiling():
-        _scalable(found)
-    return Clip(tuple(found.values()), most, norm_type == math.inf)
+        _scalable(gradients)
+    return Clip(tuple(gradients.values()), most, norm_type == math.inf)
 
 
 def _scalable(gradients: dict[str, torch.Tensor]) -> None:
     """Refuse, before any gradient is scaled, those that cannot be scaled in place once each."""
-    seen: list[tuple[int, int, str, torch.Tensor]] = []
+    ranges: list[tuple[int, int, str, torch.Tensor]] = []
     for name, gradient in gradients.items():
         t = checking.in_memory(gradient)
         if t is None or t.is_meta or not t.numel():
@@ -223,14 +223,14 @@ def _scalable(gradients: dict[str, torch.Tensor]) -> None:
         if destination.shares_elements(t):
             want = "elements at distinct addresses (it is scaled in place)"
             raise AliasError(expected(name, want, f"strides {t.stride()}"))
-        seen.append((*destination.addresses(t), name, t))
-    seen.sort(key=lambda entry: entry[0])
-    for at, (_, stop, name, t) in enumerate(seen):
-        for start, _, other, u in seen[at + 1 :]:
+        ranges.append((*destination.addresses(t), name, t))
+    ranges.sort(key=lambda entry: entry[0])
+    for index, (_, stop, name, t) in enumerate(ranges):
+        for start, _, other_name, u in ranges[index + 1 :]:
             if start >= stop:
                 break
             if destination.shares_elements(t, u):
-                want = f"memory of its own (each gradient is scaled once), not that of {other}"
+                want = f"memory of its own (each gradient is scaled once), not that of {other_name}"
                 raise AliasError(expected(name, want, "an overlapping view"))
 
 
@@ -241,7 +241,7 @@ def finite(total: torch.Tensor) -> None:
         raise NonfiniteError(expected("parameters", want, float(total)))
 
 
-# ---- pieces --------------------------------------------------------------------------------------
+# ---- helpers -------------------------------------------------------------------------------------
 
 
 def _floats(name: str, t: torch.Tensor) -> None:
@@ -263,27 +263,27 @@ def _constant(name: str, t: torch.Tensor) -> None:
         raise ArgumentValueError(expected(name, want, "requires_grad=True"))
 
 
-def _beside(name: str, t: torch.Tensor, table: torch.Tensor) -> None:
+def _check_broadcast(name: str, t: torch.Tensor, table: torch.Tensor) -> None:
     width, columns = table.shape[-1], t.shape[-1]
     if width < 2 or width % 2 or width > columns:
         want = f"an even last dimension of 2 to {columns}, the D of {name}"
         raise ShapeError(expected("cos", want, width))
     rows, lead = t.shape[:-1], table.shape[:-1]
     fits = len(lead) <= len(rows) and all(
-        size in (1, own) for size, own in zip(reversed(lead), reversed(rows), strict=False)
+        size in (1, extent) for size, extent in zip(reversed(lead), reversed(rows), strict=False)
     )
     if not fits:
         want = f"leading dimensions that go with {list(lead)}, those of cos after unsqueeze_dim"
         raise ShapeError(expected(name, want, list(rows)))
 
 
-def _parameters(given: object) -> list[torch.Tensor]:
-    if isinstance(given, torch.Tensor):
-        return [given]
-    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+def _parameters(parameters: object) -> list[torch.Tensor]:
+    if isinstance(parameters, torch.Tensor):
+        return [parameters]
+    if isinstance(parameters, (str, bytes)) or not isinstance(parameters, Iterable):
         want = "a tensor or an iterable of tensors"
-        raise ArgumentTypeError(expected("parameters", want, type(given).__name__))
-    return list(given)
+        raise ArgumentTypeError(expected("parameters", want, type(parameters).__name__))
+    return list(parameters)
 
 
 def _gradient(name: str, parameter: torch.Tensor, main_grad: bool) -> torch.Tensor | None:
@@ -312,7 +312,7 @@ def _gradient(name: str, parameter: torch.Tensor, main_grad: bool) -> torch.Tens
 
 def _whole(name: str, t: torch.Tensor) -> None:
     """Check that a tensor is not one of the kinds that hold a part of a parameter."""
-    kinds = {one.__name__ for one in type(t).__mro__}
+    kinds = {base.__name__ for base in type(t).__mro__}
     for kind in ("DTensor", "ShardedTensor", "FlatParameter"):
         if kind in kinds:
             want = "a tensor that is whole (a norm over shards needs the group's order of adding)"

@@ -1,4 +1,4 @@
-"""The CPU backend: fp64 inside, one rounding at the end, one IEEE operation at a time.
+"""CPU backend: fp64 inside, one rounding at the end, one IEEE operation at a time.
 
 No bit depends on how many rows there are, on threads, or on where a vector register ends: sums are
 those of `_lane_sums`, functions those of functions.py.  Work is cut into blocks that caches hold,
@@ -20,24 +20,24 @@ _BLOCK = 2**17
 
 
 def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """f(x), contiguous, the dtype of x."""
+    """Compute f(x), contiguous, the dtype of x."""
     return _by_element(lambda v: functions.value(kind, v), (x,), 1)[0]
 
 
 def activation_backward(dy: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
-    """dy f'(x) in the dtype of x."""
+    """Compute dy f'(x) in the dtype of x."""
     return _by_element(lambda g, v: functions.derivative(kind, v) * g, (dy, x), 1)[0]
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
-    """f(gate) up."""
+    """Compute f(gate) up."""
     return _by_element(lambda v, u: functions.value(kind, v) * u, (gate, up), 1)[0]
 
 
 def gated_backward(
     dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dy up f'(gate), dy f(gate))."""
+    """Return (dy up f'(gate), dy f(gate))."""
 
     def gradients(g: torch.Tensor, v: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return functions.derivative(kind, v) * (g * u), functions.value(kind, v) * g
@@ -46,7 +46,7 @@ def gated_backward(
 
 
 def softmax(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """e^(x - max) / Σ e^(x - max) of rows [M, N]."""
+    """Compute e^(x - max) / Σ e^(x - max) of rows [M, N]."""
 
     def run(block: torch.Tensor) -> torch.Tensor:
         power = functions.exp(block - block.amax(1, keepdim=True))
@@ -56,12 +56,12 @@ def softmax(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def softmax_backward(dy: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """y (dy - Σ y dy)."""
+    """Compute y (dy - Σ y dy)."""
     return _by_row(lambda g, p: p * (g - _lane_sums(p * g)), (dy, y), dtype)
 
 
 def log_softmax(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """(x - max) - ln Σ e^(x - max)."""
+    """Compute (x - max) - ln Σ e^(x - max)."""
 
     def run(block: torch.Tensor) -> torch.Tensor:
         below = block - block.amax(1, keepdim=True)
@@ -71,7 +71,7 @@ def log_softmax(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def log_softmax_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """dy - softmax(x) Σ dy."""
+    """Compute dy - softmax(x) Σ dy."""
 
     def run(g: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
         power = functions.exp(block - block.amax(1, keepdim=True))
@@ -83,15 +83,15 @@ def log_softmax_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def rotary_table(
     positions: torch.Tensor, inv_freq: torch.Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin) [P, 2 F] of positions [P] and frequencies [F], the two halves equal."""
+    """Return (cos, sin) [P, 2 F] of positions [P] and frequencies [F], the two halves equal."""
     with ieee():
         angle = positions[:, None].to(torch.float64) * inv_freq.to(torch.float64)
-        made = functions.cos_sin(angle.to(torch.float32).to(torch.float64))
-        return tuple(_rounded(torch.cat([t, t], 1) * scaling, dtype) for t in made)
+        tables = functions.cos_sin(angle.to(torch.float32).to(torch.float64))
+        return tuple(_rounded(torch.cat([t, t], 1) * scaling, dtype) for t in tables)
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) -> torch.Tensor:
-    """x [A, B, C, D], its first R columns turned by cos and sin [A, B, C, R].
+    """Return x [A, B, C, D] with its first R columns rotated by cos and sin [A, B, C, R].
 
     (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2); ``back``: (x1 cos1 + x2 sin2, x2 cos2 - x1 sin1).
     """
@@ -99,8 +99,8 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) ->
     width = cos.shape[-1]
     out[..., width:] = x[..., width:]
     with ieee():
-        for into, *given in zip(out, x, cos, sin, strict=True):
-            halves = (t[..., :width].to(torch.float64).chunk(2, -1) for t in given)
+        for into, *operands in zip(out, x, cos, sin, strict=True):
+            halves = (t[..., :width].to(torch.float64).chunk(2, -1) for t in operands)
             (x1, x2), (c1, c2), (s1, s2) = halves
             if back:
                 turned = x1 * c1 + x2 * s2, x2 * c2 - x1 * s1
@@ -111,14 +111,14 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) ->
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """weight[ids]: torch's lookup, which copies."""
+    """Look up weight[ids] by torch's lookup, which copies."""
     return torch.embedding(weight, ids)
 
 
 def embedding_gradient(
     dy: torch.Tensor, ids: torch.Tensor, padding: int, into: torch.Tensor
 ) -> None:
-    """into [V, D] += Σ_{t: ids_t = v} dy_t in fp32, tokens ascending; ``padding``: not added.
+    """Compute into [V, D] += Σ_{t: ids_t = v} dy_t in fp32, tokens ascending, without ``padding``.
 
     A sum starts from the value of ``into`` and is rounded to its dtype once.
     """
@@ -127,7 +127,7 @@ def embedding_gradient(
     entry = ids[order]
     if not len(entry):
         return
-    # The rank of a token among those of its entry: each round adds one to every entry it has.
+    # The rank of a token among those of its entry: each round adds one token to every entry.
     starts = torch.ones_like(entry, dtype=torch.bool)
     starts[1:] = entry[1:] != entry[:-1]
     group = starts.cumsum(0) - 1
@@ -136,38 +136,40 @@ def embedding_gradient(
     rounds = rank.argsort(stable=True).split(rank.bincount().tolist())
     with ieee():
         sums = into[entry[starts]].to(torch.float32)
-        for some in rounds:
-            sums[group[some]] = sums[group[some]] + dy[order[some]].to(torch.float32)
+        for round_tokens in rounds:
+            sums[group[round_tokens]] = sums[group[round_tokens]] + dy[order[round_tokens]].to(
+                torch.float32
+            )
         into[entry[starts]] = _rounded(sums, into.dtype)
 
 
 def square_sum(x: torch.Tensor) -> torch.Tensor:
-    """Σ x² in fp64 of x [N]: chunks of `SQUARES` in lanes, then their sums in lanes."""
+    """Compute Σ x² in fp64 of x [N]: chunks of `SQUARES` in lanes, then their sums in lanes."""
     with ieee():
         chunks = [_lane_sums(_squares(chunk)[None]) for chunk in x.split(SQUARES)]
         return _lane_sums(torch.cat(chunks, 1))[0, 0]
 
 
 def add_sums(sums: torch.Tensor) -> torch.Tensor:
-    """The sum of fp64 numbers [N], ascending."""
+    """Sum fp64 numbers [N], ascending."""
     with ieee():
         total = torch.zeros((), dtype=torch.float64, device="cpu")
-        for one in sums:
-            total += one
+        for value in sums:
+            total += value
         return total
 
 
 def scale_(x: torch.Tensor, factor: torch.Tensor) -> None:
-    """x *= factor, an fp32 number, in fp32 with one rounding."""
+    """Compute x *= factor, an fp32 number, in fp32 with one rounding."""
     with ieee():
         x.copy_(_rounded(x.to(torch.float32) * factor, x.dtype))
 
 
-# ---- pieces --------------------------------------------------------------------------------------
+# ---- helpers -------------------------------------------------------------------------------------
 
 
 def _lane_sums(v: torch.Tensor) -> torch.Tensor:
-    """[M, N] -> [M, 1]: lane l adds the columns l + i L, ascending; then half the lanes to half."""
+    """Sum [M, N] -> [M, 1]: lane l adds columns l + i L, ascending; then lanes are halved."""
     m, n = v.shape
     count = lanes(n)
     total = v.new_zeros(m, count)
@@ -186,34 +188,34 @@ def _squares(x: torch.Tensor) -> torch.Tensor:
 
 
 def _by_element(
-    function: Callable, given: tuple[torch.Tensor, ...], results: int
+    function: Callable, operands: tuple[torch.Tensor, ...], results: int
 ) -> tuple[torch.Tensor, ...]:
-    """``function`` of fp64 blocks of tensors of one shape; results in the dtype of the last."""
-    dtype, shape = given[-1].dtype, given[-1].shape
-    flat = [t.reshape(-1) for t in given]
-    made = [torch.empty(shape, dtype=dtype, device="cpu") for _ in range(results)]
-    outs = [t.view(-1) for t in made]
+    """Apply ``function`` to fp64 blocks of like tensors; results have the dtype of the last."""
+    dtype, shape = operands[-1].dtype, operands[-1].shape
+    flat = [t.reshape(-1) for t in operands]
+    outs = [torch.empty(shape, dtype=dtype, device="cpu") for _ in range(results)]
+    flat_out = [t.view(-1) for t in outs]
     with ieee():
-        for first in range(0, outs[0].numel(), _BLOCK):
+        for first in range(0, flat_out[0].numel(), _BLOCK):
             block = slice(first, first + _BLOCK)
-            found = function(*(t[block].to(torch.float64) for t in flat))
-            for out, one in zip(outs, (found,) if results == 1 else found, strict=True):
-                out[block] = _rounded(one, dtype)
-    return tuple(made)
+            values = function(*(t[block].to(torch.float64) for t in flat))
+            for out, value in zip(flat_out, (values,) if results == 1 else values, strict=True):
+                out[block] = _rounded(value, dtype)
+    return tuple(outs)
 
 
 def _by_row(
-    function: Callable, given: tuple[torch.Tensor, ...], dtype: torch.dtype
+    function: Callable, operands: tuple[torch.Tensor, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """``function`` of fp64 blocks of rows [M, N]."""
-    m, n = given[0].shape
+    """Apply ``function`` to fp64 blocks of rows [M, N]."""
+    m, n = operands[0].shape
     out = torch.empty(m, n, dtype=dtype, device="cpu")
     rows = max(1, _BLOCK // n)
     with ieee():
         for first in range(0, m, rows):
             block = slice(first, first + rows)
-            found = function(*(t[block].to(torch.float64) for t in given))
-            out[block] = _rounded(found, dtype)
+            values = function(*(t[block].to(torch.float64) for t in operands))
+            out[block] = _rounded(values, dtype)
     return out
 
 

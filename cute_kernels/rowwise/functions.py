@@ -1,4 +1,4 @@
-"""Functions of one number in fp64, made of IEEE operations: each is one torch call on a tensor.
+"""Elementwise functions in fp64, made of IEEE operations: each is one torch call on a tensor.
 
 A vector register and the scalar tail behind it then round alike, and so does any thread: no bit
 depends on where an element lies.  torch.exp and its kin promise nothing of the kind, and addcmul
@@ -38,19 +38,19 @@ _BIAS, _FRACTION = 1023, 52
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:
-    """e^x; 0 below 2^-1000, inf above 2^1000, NaN for NaN."""
+    """Compute e^x; 0 below 2^-1000, inf above 2^1000, NaN for NaN."""
     y = x * LOG2E
     f = y.clamp(-_FAR, _FAR)
-    whole = f.round()
-    f -= whole
+    exponent = f.round()
+    f -= exponent
     value = _horner(EXP2, f)
-    value *= ((whole.to(torch.int64) + _BIAS) << _FRACTION).view(torch.float64)
+    value *= ((exponent.to(torch.int64) + _BIAS) << _FRACTION).view(torch.float64)
     value.masked_fill_(y < -_FAR, 0.0)
     return value.masked_fill_(y > _FAR, torch.inf)
 
 
 def log(x: torch.Tensor) -> torch.Tensor:
-    """ln x of a normal x > 0; inf for inf, NaN for NaN."""
+    """Compute ln x of a normal x > 0; inf for inf, NaN for NaN."""
     bits = x.view(torch.int64)
     exponent = (bits >> _FRACTION) - (_BIAS - 1)
     m = ((bits & ((1 << _FRACTION) - 1)) | ((_BIAS - 1) << _FRACTION)).view(torch.float64)
@@ -64,7 +64,7 @@ def log(x: torch.Tensor) -> torch.Tensor:
 
 
 def cos_sin(angle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin) of an angle of fp32, below 2^25 in size; NaN for inf and NaN."""
+    """Return (cos, sin) of an angle of fp32, below 2^25 in size; NaN for inf and NaN."""
     # r = angle - n π / 2, from π / 2 in three parts: the first two products are exact.
     n = (angle * (1.0 / (HALF_PI[0] + HALF_PI[1]))).round()
     r = angle
@@ -125,8 +125,8 @@ def _tanh(x: torch.Tensor) -> torch.Tensor:
     e = exp(size * -2.0)
     far = (1.0 - e) / (e + 1.0)
     far = torch.where(x < 0.0, -far, far)
-    near = size.clamp(max=TANH_SMALL)
-    return torch.where(size < TANH_SMALL, _horner(TANH, near * near) * x, far)
+    clamped = size.clamp(max=TANH_SMALL)
+    return torch.where(size < TANH_SMALL, _horner(TANH, clamped * clamped) * x, far)
 
 
 def _tanh_slope(x: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,7 @@ def _tanh_slope(x: torch.Tensor) -> torch.Tensor:
 
 
 def _normal(x: torch.Tensor) -> torch.Tensor:
-    """Φ(x) = erfc(-x / √2) / 2, with the small tail relatively exact."""
+    """Compute Φ(x) = erfc(-x / √2) / 2, with the small tail relatively exact."""
     z = (x.abs() * (1.0 / SQRT_TWO)).clamp(max=ERFC_MOST)
     # erfc(z) = P((z - 3) / (z + 3)) / (1 + 2 z) e^(-z²); x² is exact.
     tail = _horner(ERFC, (z - ERFC_MIDDLE) / (z + ERFC_MIDDLE)) / (z * 2.0 + 1.0)

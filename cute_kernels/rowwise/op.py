@@ -83,7 +83,7 @@ def _launcher(entry: str, t: torch.Tensor) -> Callable:
 
 
 def _rows_only(call: Callable) -> Callable:
-    """vmap of tensors that are alike: the mapped dimension becomes one more in front."""
+    """Add a vmap rule for tensors of one shape: the mapped dimension becomes the first one."""
 
     def vmap(info, in_dims, *args):
         mapped = [
@@ -92,8 +92,8 @@ def _rows_only(call: Callable) -> Callable:
             else a.movedim(dim, 0)
             for a, dim in zip(args, in_dims, strict=True)
         ]  # fmt: skip
-        found = call(*mapped)
-        return found, (0,) * len(found) if isinstance(found, tuple) else 0
+        results = call(*mapped)
+        return results, (0,) * len(results) if isinstance(results, tuple) else 0
 
     return vmap
 
@@ -105,20 +105,20 @@ def _vmap_refused(info, in_dims, *args):
     )
 
 
-# ---- functions of elements -----------------------------------------------------------------------
+# ---- elementwise functions -----------------------------------------------------------------------
 
 
 def _like(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Uninitialised, contiguous: of nothing, or fake."""
+    """Allocate a contiguous tensor like ``x``: empty, or fake."""
     return x.new_empty(x.shape, dtype=dtype)
 
 
 def _plan_elements(entry: str, *args) -> Plan:
-    """Plan of a launcher of tensors that are alike; args: the op's."""
+    """Plan of a launcher for tensors of one shape; args: those of the op."""
     first = args[0]
     if not first.numel():
-        run = _two_of_nothing if entry.endswith("_mul_backward") else _one_of_nothing
-        return Plan(run, cacheable=False)
+        run_empty = _two_of_nothing if entry.endswith("_mul_backward") else _one_of_nothing
+        return Plan(run_empty, cacheable=False)
     return dispatch.plan(entry, first.device, first.dtype, *args)
 
 
@@ -162,8 +162,10 @@ def _setup_gated(ctx, inputs, output):
 
 
 def _backward_gated(ctx, dy):
-    made = gated_backward(dy, *ctx.saved_tensors, ctx.kind)
-    return *(g if need else None for g, need in zip(made, ctx.needs_input_grad, strict=False)), None
+    gradients = gated_backward(dy, *ctx.saved_tensors, ctx.kind)
+    return *(
+        g if need else None for g, need in zip(gradients, ctx.needs_input_grad, strict=False)
+    ), None
 
 
 activation = define_op(
@@ -201,14 +203,14 @@ checked = PlanCache()
 
 
 def elements(name: str, kind: str, *tensors: torch.Tensor) -> torch.Tensor:
-    """f(x), or f(gate) up, as the public function ``name``, which is an entry of `dispatch` too."""
-    run = not is_dynamo_compiling() and checked.find((name, kind), *tensors)
-    if run:
-        return run(*tensors, kind)
+    """Compute f(x), or f(gate) up, for the public function ``name``, an entry of `dispatch` too."""
+    cached_run = not is_dynamo_compiling() and checked.find((name, kind), *tensors)
+    if cached_run:
+        return cached_run(*tensors, kind)
     check = checks.element if len(tensors) == 1 else checks.gated
     check(name, *tensors)
     op = _op_of(tensors)
-    if run is None:
+    if cached_run is None:
         checked.add((name, kind), tensors, op.bind(*tensors, kind))
     return op(*tensors, kind)
 
@@ -220,12 +222,14 @@ def _op_of(tensors: tuple[torch.Tensor, ...]) -> Callable:
 # ---- softmax -------------------------------------------------------------------------------------
 
 
-def _over_rows(entry: str, first: torch.Tensor, others: tuple, dtype: torch.dtype) -> torch.Tensor:
-    """A launcher of rows [M, N]; ``others``: a tensor more, and what else it takes."""
-    like = next((t for t in others if isinstance(t, torch.Tensor)), first)
+def _over_rows(
+    entry: str, first: torch.Tensor, operands: tuple, dtype: torch.dtype
+) -> torch.Tensor:
+    """Run a launcher of rows [M, N]; ``operands``: an optional second tensor, and options."""
+    like = next((t for t in operands if isinstance(t, torch.Tensor)), first)
     if not like.numel():
         return _like(like, dtype)
-    rows = [flat_rows(a, entry) if isinstance(a, torch.Tensor) else a for a in (first, *others)]
+    rows = [flat_rows(a, entry) if isinstance(a, torch.Tensor) else a for a in (first, *operands)]
     return _launcher(entry, like)(*rows).view(like.shape)
 
 
@@ -298,8 +302,8 @@ def _run_rotary_table(positions, inv_freq, scaling, dtype):
     launch = dispatch.launcher("rotary_table", inv_freq.device, dtype)
     # A kernel's numbers are fp32.
     scaling = torch.tensor(scaling, dtype=torch.float32, device="cpu").item()
-    made = launch(positions.reshape(-1), inv_freq, scaling, dtype)
-    return tuple(t.view(*positions.shape, -1) for t in made)
+    tables = launch(positions.reshape(-1), inv_freq, scaling, dtype)
+    return tuple(t.view(*positions.shape, -1) for t in tables)
 
 
 def _run_rotary(x, cos, sin, back):
@@ -388,8 +392,8 @@ def _backward_embedding(ctx, dy):
     if target.into is not None:
         embedding_gradient_(dy, ids, ctx.padding, target.into)
         target.written()
-    made = embedding_gradient(dy, ids, ctx.padding, ctx.vocab) if target.returned else None
-    return None, made, None, None
+    gradient = embedding_gradient(dy, ids, ctx.padding, ctx.vocab) if target.returned else None
+    return None, gradient, None, None
 
 
 embedding = define_op(
@@ -424,7 +428,7 @@ def _run_square_sum(x):
 
 
 def _run_add_sums(sums):
-    # Whatever the gradients are, their sums are fp64: of one contract with the fp32 ones.
+    # Sums are fp64 for every dtype: one contract with fp32 gradients.
     return dispatch.launcher("clip_grad_norm_sums", sums.device, torch.float32)(sums)
 
 
@@ -454,23 +458,23 @@ scale_ = define_op(
 
 
 def total_norm(gradients: tuple[torch.Tensor, ...], largest: bool) -> torch.Tensor:
-    """fp64: the root of the sum of squares, or the largest element, of tensors in their order."""
+    """Return the norm of tensors in fp64, in their order: root of squares, or the maximum."""
     with ieee_on(gradients[0]):
         if largest:
-            # The largest of numbers is one of them: it has no order.
+            # A maximum has no order.
             sizes = [t.abs().amax().to(torch.float64) for t in gradients if t.numel()]
             return torch.stack([gradients[0].new_zeros((), dtype=torch.float64), *sizes]).amax()
         return add_sums(torch.stack([square_sum(t) for t in gradients])).sqrt()
 
 
 def fp32_norm(total: torch.Tensor) -> torch.Tensor:
-    """fp32 of a norm, rounded to nearest whatever the thread's rounding mode is."""
+    """Convert a norm to fp32, rounded to nearest whatever the thread's rounding mode is."""
     with ieee_on(total):
         return total.to(torch.float32)
 
 
 def clip(gradients: tuple[torch.Tensor, ...], total: torch.Tensor, max_norm: float) -> None:
-    """gradients *= min(1, max_norm / (total + 1e-6)), the factor rounded to fp32."""
+    """Scale gradients by min(1, max_norm / (total + 1e-6)), the factor rounded to fp32."""
     with ieee_on(total):
         factor = (max_norm / (total + config.EPSILON)).clamp(max=1.0).to(torch.float32)
     for gradient in gradients:

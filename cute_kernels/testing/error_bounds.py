@@ -1,4 +1,4 @@
-"""Numbers with the most by which fp32 arithmetic may miss them: for `reference`, never dispatched.
+"""Numbers with a bound of their fp32 rounding error: for references, never dispatched.
 
 The model of an implementation (docs/numerics.md has that of a product), U = 2^-24:
 
@@ -22,7 +22,7 @@ import math
 import torch
 
 U = 2.0**-24
-#: Of e^z: exp2's, and that of a division.
+#: Relative errors of e^z (exp2) and of a division.
 EXP, DIVISION = 2.0**-22, 4 * U
 #: Below it fp32 may be flushed to zero.
 TINY = 2.0**-126
@@ -31,7 +31,7 @@ SLACK = 1 + 2.0**-7
 
 
 class Near:
-    """Real numbers, exactly, and the most by which fp32 arithmetic may have missed each."""
+    """Exact real numbers, each with a bound of its error in fp32 arithmetic."""
 
     def __init__(self, value: torch.Tensor, error: torch.Tensor) -> None:
         self.value, self.error = value, error
@@ -71,7 +71,7 @@ class Near:
 
     @property
     def mT(self) -> Near:
-        """The transpose of the last two dimensions."""
+        """Transpose of the last two dimensions."""
         return Near(self.value.mT, self.error.mT)
 
     def reshape(self, *shape: int) -> Near:
@@ -79,13 +79,13 @@ class Near:
         return Near(self.value.reshape(*shape), self.error.reshape(*shape))
 
     def sqrt(self) -> Near:
-        """√ of positive numbers."""
+        """Square root of positive numbers."""
         value = self.value.sqrt()
         low = (self.value - self.error).clamp(min=0.0).sqrt()
         return Near(value, self.error / (value + low)).rounded()
 
     def sigmoid(self) -> Near:
-        """1 / (1 + e^-z)."""
+        """Compute 1 / (1 + e^-z)."""
         value = torch.sigmoid(self.value)
         # σ' is at most σ (1 - σ) e^Δ within Δ, and e^-z is wrong by a factor.
         moved = torch.sigmoid(-self.value) * value
@@ -94,14 +94,14 @@ class Near:
         return Near(value, moved * wrong + 7 * U * value + TINY)
 
     def sum(self, dim: int, chain: int = 0) -> Near:
-        """Σ over a dimension; ``chain``: the most additions that a term goes through, if known."""
+        """Sum over a dimension; ``chain``: the most additions of a term, if known."""
         size = self.value.shape[dim]
         depth = min(max(size - 1, 0), chain or math.ceil(size / 32) + 5)
         magnitude = (self.value.abs() + self.error).sum(dim)
         return Near(self.value.sum(dim), self.error.sum(dim) + depth * U * magnitude)
 
     def stored(self, dtype: torch.dtype) -> Near:
-        """After a rounding to ``dtype``: half an ulp, of a number that is wrong already."""
+        """Round to ``dtype``: half an ulp more, of a number that has an error already."""
         info = torch.finfo(dtype)
         reach = self.value.abs() + self.error
         half = info.eps / 2 * reach + info.smallest_normal * info.eps
@@ -109,7 +109,7 @@ class Near:
 
 
 def exact(value, like: Near | None = None) -> Near:
-    """A tensor, or a number beside ``like``, without an error; `Near` numbers as they are."""
+    """Convert a tensor, or a number for use with ``like``, to `Near` without an error."""
     if isinstance(value, Near):
         return value
     if not isinstance(value, torch.Tensor):
@@ -119,30 +119,30 @@ def exact(value, like: Near | None = None) -> Near:
 
 
 def joined(parts: list[Near], dim: int) -> Near:
-    """torch.cat."""
+    """Concatenate, as torch.cat does."""
     return Near(torch.cat([p.value for p in parts], dim), torch.cat([p.error for p in parts], dim))
 
 
 def product(a: Near, b: Near, precision: str, chunk: int) -> Near:
-    """a [M, L] · b [L, N] of bf16 terms, in chunks of ``chunk`` that are added in fp32."""
+    """Compute a [M, L] · b [L, N] of bf16 terms, in chunks of ``chunk`` that are added in fp32."""
     most = {"bf16x2": 2, "bf16x3": 3}[precision]
     length = a.value.shape[1]
-    left, right = (_terms(t.value, most) for t in (a, b))
-    one = min(left, right) == 1
-    chains = max(left, right) if one else most * (most + 1) // 2
+    a_terms, b_terms = (_terms(t.value, most) for t in (a, b))
+    exact_side = min(a_terms, b_terms) == 1
+    chains = max(a_terms, b_terms) if exact_side else most * (most + 1) // 2
     out = 2.0 ** {2: -17, 3: -25}[most]
     loss = 5.25 * math.ceil(min(length, chunk) / 16) * chains * 2.0**-23
-    loss += (math.ceil(length / chunk) - 1) * U + (out if one else 3 * out)
+    loss += (math.ceil(length / chunk) - 1) * U + (out if exact_side else 3 * out)
     size = a.value.abs(), b.value.abs()
     error = a.error @ (size[1] + b.error) + size[0] @ b.error + loss * (size[0] @ size[1])
     return Near(a.value @ b.value, error * SLACK)
 
 
 def _terms(t: torch.Tensor, most: int) -> int:
-    """bf16 numbers that an element is the sum of, or is approximated by."""
-    rest = t
+    """Number of bf16 terms that an element is the sum of, at most ``most``."""
+    residual = t
     for terms in range(1, most):
-        rest = rest - rest.bfloat16().double()
-        if not rest.any():
+        residual = residual - residual.bfloat16().double()
+        if not residual.any():
             return terms
     return most

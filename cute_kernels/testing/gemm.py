@@ -16,7 +16,7 @@ def gemm(
     bias: torch.Tensor | None = None,
     accumulator: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a [M, K] · b [N, K]ᵀ + bias [N] + accumulator [M, N], in float64."""
+    """Compute a [M, K] · b [N, K]ᵀ + bias [N] + accumulator [M, N], in float64."""
     out = a.double() @ b.double().mT
     if bias is not None:
         out = out + bias.double()
@@ -29,7 +29,7 @@ def chain(
     bias: torch.Tensor | None = None,
     accumulator: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The order ``chain``: fp32 after each ascending group of 16, products and group sum exact.
+    """Compute by ``chain``: fp32 after each ascending group of 16, products and group sum exact.
 
     The last rounding is the caller's: the result is fp32, before the store to the output's dtype.
     """
@@ -43,7 +43,7 @@ def chain(
 
 
 def tree(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """The order ``tree``: each leaf of K a chain from zero; leaves added in fp32, ascending.
+    """Compute by ``tree``: each leaf of K a chain from zero; leaves added in fp32, ascending.
 
     The last rounding is the caller's, as in `chain`.
     """
@@ -57,7 +57,7 @@ def tree(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> 
 
 
 def error_bound(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """T = 5.25 · ⌈K/16⌉ · 2⁻²³ · Σ|a_k b_k| per output, [M, N] float64.
+    """Return T = 5.25 · ⌈K/16⌉ · 2⁻²³ · Σ|a_k b_k| per output, [M, N] float64.
 
     The bound of one Hopper WGMMA chain (truncating adder, arXiv 2511.10909; derived in
     docs/numerics.md).  A correct kernel's |y - exact| is at most ½ulp(y) + T(1 + 2⁻⁷).

@@ -13,9 +13,9 @@ from ..schedulers.tiles import leaves
 #: Relative error of a probability that is right but for exp2 (reliability.md section 5), the four
 #: additions of a unit, its rounding to 2^-24 of 2^M, and the units that are left out.
 _OF_SUM = 2.0**-22 + 4 * 2.0**-24 + 2.0**-24 + 2.0**-34
-#: The same of 2^y y: y and the product are rounded too, and moved to the bin, up to 16.5 away.
+#: Relative error of 2^y y: y and the product are rounded, and moved to the bin, up to 16.5 away.
 _OF_WEIGHTED = _OF_SUM + 3 * 2.0**-24
-#: Second order terms of the first order bounds below.
+#: Factor for the second order terms of the bounds below.
 _SLACK = 1 + 2.0**-7
 
 
@@ -30,7 +30,7 @@ class Options(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """The most by which each result may differ from the exact one, fp64."""
+    """Largest allowed error of each result, fp64."""
 
     logp: torch.Tensor
     entropy: torch.Tensor
@@ -40,7 +40,7 @@ class Bounds(NamedTuple):
 
 
 def logits(hidden, weight, bias=None, options: Options = Options()) -> torch.Tensor:
-    """z / τ in float64: [T, entries of the vocabulary]."""
+    """Compute z / τ in float64: [T, entries of the vocabulary]."""
     entries = options.vocab_size or len(weight)
     z = hidden.double() @ weight[:entries].double().mT
     z = z if bias is None else z + bias[:entries].double()
@@ -49,7 +49,7 @@ def logits(hidden, weight, bias=None, options: Options = Options()) -> torch.Ten
 
 
 def of_logits(y: torch.Tensor, target: torch.Tensor, ignore_index: int = -100):
-    """(log p, entropy) of logits [T, V] that have been divided by τ; 0 where masked."""
+    """Return (log p, entropy) of logits [T, V] that have been divided by τ; 0 where masked."""
     masked = target == ignore_index
     log_p = torch.log_softmax(y.double(), 1)
     chosen = log_p.gather(1, torch.where(masked, 0, target)[:, None])[:, 0]
@@ -59,12 +59,12 @@ def of_logits(y: torch.Tensor, target: torch.Tensor, ignore_index: int = -100):
 
 
 def linear_logp(hidden, weight, target, bias=None, options: Options = Options()):
-    """(log p, entropy) of hidden [T, D] and weight [V, D] in float64; torch differentiates it."""
+    """Return (log p, entropy) of hidden [T, D] and weight [V, D] in float64, differentiable."""
     return of_logits(logits(hidden, weight, bias, options), target, options.ignore_index)
 
 
 def gradient_of_logits(z, target, d_logp, d_entropy, options: Options = Options()):
-    """dlogits [T, V] in closed form, of logits z before softcap and temperature."""
+    """Return dlogits [T, V] in closed form, of logits z before softcap and temperature."""
     tau, slope = _column(options.temperature), 1.0
     if options.softcap:
         z = options.softcap * torch.tanh(z / options.softcap)
@@ -72,15 +72,15 @@ def gradient_of_logits(z, target, d_logp, d_entropy, options: Options = Options(
     log_p = torch.log_softmax(z / tau, 1)
     p = log_p.exp()
     entropy = -(p * log_p).sum(1, keepdim=True)
-    kept = (target != options.ignore_index)[:, None]
-    one = torch.zeros_like(p).scatter(1, torch.where(kept, target[:, None], 0), 1.0)
-    made = (one - p) * d_logp.double()[:, None]
-    made = made - p * (log_p + entropy) * d_entropy.double()[:, None]
-    return torch.where(kept, made * slope / tau, 0.0)
+    counted = (target != options.ignore_index)[:, None]
+    one_hot = torch.zeros_like(p).scatter(1, torch.where(counted, target[:, None], 0), 1.0)
+    gradient = (one_hot - p) * d_logp.double()[:, None]
+    gradient = gradient - p * (log_p + entropy) * d_entropy.double()[:, None]
+    return torch.where(counted, gradient * slope / tau, 0.0)
 
 
 def gradients(tensors, target, upstream, options: Options = Options()):
-    """(dhidden, dweight, dbias) in float64, in closed form; padding of the vocabulary has 0.
+    """Return (dhidden, dweight, dbias) in float64, in closed form; padding of the vocabulary has 0.
 
     Args:
         tensors: hidden [T, D], weight [V, D] and bias [V] or None.
@@ -88,15 +88,15 @@ def gradients(tensors, target, upstream, options: Options = Options()):
     """
     hidden, weight, bias = tensors
     entries = options.vocab_size or len(weight)
-    seen = torch.where((target != options.ignore_index)[:, None], hidden, 0.0).double()
+    rows = torch.where((target != options.ignore_index)[:, None], hidden, 0.0).double()
     weight64 = weight[:entries].double()
-    z = seen @ weight64.mT
+    z = rows @ weight64.mT
     z = z if bias is None else z + bias[:entries].double()
-    made = gradient_of_logits(z, target, *upstream, options)
+    d_logits = gradient_of_logits(z, target, *upstream, options)
     d_bias = weight.new_zeros(len(weight), dtype=torch.float64)
     d_weight = weight.new_zeros(weight.shape, dtype=torch.float64)
-    d_weight[:entries], d_bias[:entries] = made.mT @ seen, made.sum(0)
-    return made @ weight64, d_weight, d_bias
+    d_weight[:entries], d_bias[:entries] = d_logits.mT @ rows, d_logits.sum(0)
+    return d_logits @ weight64, d_weight, d_bias
 
 
 def error_bounds(tensors, target, upstream, options: Options = Options()) -> Bounds:
@@ -115,11 +115,11 @@ def error_bounds(tensors, target, upstream, options: Options = Options()) -> Bou
     d_logp, d_entropy = (t.double()[:, None] for t in upstream)
     entries = options.vocab_size or len(weight)
     tau = _column(options.temperature)
-    kept = (target != options.ignore_index)[:, None]
+    counted = (target != options.ignore_index)[:, None]
     # A masked token has no error.
-    seen, head = torch.where(kept, hidden, 0.0).double(), weight[:entries].double()
-    z = seen @ head.mT
-    of_z = _chain(options.order, weight.shape[1]) * (seen.abs() @ head.abs().mT)
+    rows, head = torch.where(counted, hidden, 0.0).double(), weight[:entries].double()
+    z = rows @ head.mT
+    of_z = _chain(options.order, weight.shape[1]) * (rows.abs() @ head.abs().mT)
     if bias is not None:
         z = z + bias[:entries].double()
         of_z = of_z + 2.0**-24 * (z.abs() + of_z)
@@ -137,9 +137,9 @@ def error_bounds(tensors, target, upstream, options: Options = Options()) -> Bou
     h = -(p * log_p).sum(1, keepdim=True)
     of_lse = torch.logsumexp(y + of_y, 1, keepdim=True) - torch.logsumexp(y, 1, keepdim=True)
     of_lse = of_lse + _OF_SUM
-    one = torch.where(kept, target[:, None], 0)
-    chosen = log_p.gather(1, one)
-    of_logp = of_y.gather(1, one) + of_lse + 2.0**-24 * chosen.abs() + 2.0**-60
+    index = torch.where(counted, target[:, None], 0)
+    chosen = log_p.gather(1, index)
+    of_logp = of_y.gather(1, index) + of_lse + 2.0**-24 * chosen.abs() + 2.0**-60
     of_h = (p * (log_p + h).abs() * of_y).sum(1, keepdim=True) * _SLACK
     of_h = of_h + _OF_WEIGHTED * ((p * log_p.abs()).sum(1, keepdim=True) + 17 * LN2 + h)
     of_h = of_h + 2.0**-24 * h
@@ -149,31 +149,38 @@ def error_bounds(tensors, target, upstream, options: Options = Options()) -> Bou
     of_log_p = of_y + of_lse + 2.0**-24 * (lse2 + log_p.abs())
     of_p = p * (torch.expm1(of_log_p) + 2.0**-22)
     step = 2.0**-22
-    made = (torch.zeros_like(p).scatter(1, one, 1.0) - p) * d_logp
-    of_made = of_p * d_logp.abs() + step * made.abs()
+    d_logits = (torch.zeros_like(p).scatter(1, index, 1.0) - p) * d_logp
+    of_d_logits = of_p * d_logp.abs() + step * d_logits.abs()
     second = p * (log_p + h) * d_entropy
     of_second = of_p * (log_p + h).abs() + p * (of_log_p + of_h + step * (log_p.abs() + h))
-    made, of_made = made - second, of_made + of_second * d_entropy.abs() + step * second.abs()
-    of_made = (of_made * slope + made.abs() * of_slope) / tau
-    made = made * slope / tau
+    d_logits, of_d_logits = (
+        d_logits - second,
+        of_d_logits + of_second * d_entropy.abs() + step * second.abs(),
+    )
+    of_d_logits = (of_d_logits * slope + d_logits.abs() * of_slope) / tau
+    d_logits = d_logits * slope / tau
     # 2^y is 0 below 2^-126, and y 2^y ends at y = -256; both are rounded to the dtype.
-    of_made = of_made + 2.0**-125 * (d_logp.abs() + 256 * (1 + h) * d_entropy.abs()) / tau
+    of_d_logits = of_d_logits + 2.0**-125 * (d_logp.abs() + 256 * (1 + h) * d_entropy.abs()) / tau
     info = torch.finfo(hidden.dtype)
-    of_made = of_made * _SLACK + info.eps / 2 * (made.abs() + of_made + info.smallest_normal)
-    of_made, made = (torch.where(kept, t, 0.0) for t in (of_made, made))
+    of_d_logits = of_d_logits * _SLACK + info.eps / 2 * (
+        d_logits.abs() + of_d_logits + info.smallest_normal
+    )
+    of_d_logits, d_logits = (torch.where(counted, t, 0.0) for t in (of_d_logits, d_logits))
     return Bounds(
-        torch.where(kept, of_logp, 0.0)[:, 0],
-        torch.where(kept, of_h, 0.0)[:, 0],
-        _product(of_made, made, head.mT, entries),
-        _padded(_product(of_made.mT, made.mT, seen.mT, len(seen)), len(weight)),
-        _padded(of_made.sum(0) + 5.25 * len(seen) * 2.0**-23 * made.abs().sum(0), len(weight)),
+        torch.where(counted, of_logp, 0.0)[:, 0],
+        torch.where(counted, of_h, 0.0)[:, 0],
+        _product(of_d_logits, d_logits, head.mT, entries),
+        _padded(_product(of_d_logits.mT, d_logits.mT, rows.mT, len(rows)), len(weight)),
+        _padded(
+            of_d_logits.sum(0) + 5.25 * len(rows) * 2.0**-23 * d_logits.abs().sum(0), len(weight)
+        ),
     )
 
 
-def _product(of_left, left, right, size: int) -> torch.Tensor:
-    """The bound of a chain over ``size`` of what is itself inexact: [M, K] · [N, K]ᵀ."""
-    magnitude = right.abs().mT
-    return (of_left + 5.25 * math.ceil(size / 16) * 2.0**-23 * left.abs()) @ magnitude
+def _product(of_a, a, b, size: int) -> torch.Tensor:
+    """Bound of a chain over ``size`` with inexact operands: [M, K] · [N, K]ᵀ."""
+    magnitude = b.abs().mT
+    return (of_a + 5.25 * math.ceil(size / 16) * 2.0**-23 * a.abs()) @ magnitude
 
 
 def _chain(order: str, width: int) -> float:

@@ -18,16 +18,16 @@ from ..mhc.config import TOKENS, chunk_channels, mappings
 from ..mhc.tensors import Expand, Gates, Mapping, Sinkhorn, Streams
 from .error_bounds import DIVISION, EXP, SLACK, TINY, Near, U, exact, joined, product
 
-#: One normalisation: three additions of positive numbers and a division.
+#: Error of one normalisation: three additions of positive numbers and a division.
 _NORMALISED = 3 * U + DIVISION
-#: Of the float64 formula itself, which adds and cancels what dP brings in, and logits.
-_OWN = 2.0**-47
+#: Error of the float64 formula itself, in which dP and the logits cancel.
+_FORMULA = 2.0**-47
 #: Tokens at once where a token has 2 T matrices [n², n²].
 _SLICE = 128
 
 
 def _streams(x: Near, streams: Streams) -> Near:
-    """[M, K] as [M, n, C]."""
+    """View [M, K] as [M, n, C]."""
     m = len(x.value)
     if streams.layout == "nc":
         return x.reshape(m, streams.n, -1)
@@ -35,7 +35,7 @@ def _streams(x: Near, streams: Streams) -> Near:
 
 
 def _flat(x: Near, streams: Streams) -> Near:
-    """[M, n, C] as [M, K]."""
+    """View [M, n, C] as [M, K]."""
     return (x if streams.layout == "nc" else x.mT).reshape(len(x.value), -1)
 
 
@@ -56,7 +56,7 @@ def _psi(mapping: Mapping) -> Near:
 
 
 def projection(x, mapping: Mapping, streams: Streams) -> tuple[Near, Near]:
-    """(H [M, N], ms [M]) of x [M, K].
+    """Return (H [M, N], ms [M]) of x [M, K].
 
     ψ = φ ⊙ w;  H = x ψᵀ;  ms = Σ x² / K
     """
@@ -72,8 +72,8 @@ def projection_backward(x, d_h, d_ms, mapping: Mapping) -> ProjectionGradients:
     dx = dH ψ + (2 / K) dms x;  dψ = dHᵀ x;  dφ = dψ ⊙ w;  dw_k = Σ_j dψ_jk φ_jk
     """
     x, d_h, d_ms = exact(x), exact(d_h), exact(d_ms)
-    own = product(d_h, _psi(mapping), mapping.precision, mappings(4))
-    dx = own + x * (d_ms * (2 / x.value.shape[1]))[:, None]
+    d_projected = product(d_h, _psi(mapping), mapping.precision, mappings(4))
+    dx = d_projected + x * (d_ms * (2 / x.value.shape[1]))[:, None]
     d_psi = product(d_h.mT, x, mapping.precision, TOKENS)
     if mapping.norm_weight is None:
         return ProjectionGradients(dx, d_psi, None)
@@ -95,19 +95,19 @@ class ScaleGradients(NamedTuple):
 
 
 def _alpha(gates: Gates, n: int) -> torch.Tensor:
-    """α for each column: n of pre, n of post, n² of res."""
+    """Return α for each column: n of pre, n of post, n² of res."""
     blocks = [block.expand(size) for block, size in zip(gates.alpha, (n, n, n * n), strict=True)]
     return torch.cat(blocks).double()
 
 
 def _logits(h: Near, ms: Near, gates: Gates, n: int) -> tuple[Near, Near]:
-    """(z, r):  r = √(ms + ε);  z = α H / r + β.  β is added behind the division."""
+    """Return (z, r):  r = √(ms + ε);  z = α H / r + β.  β is added after the division."""
     r = (ms + gates.eps).sqrt()
     return h * _alpha(gates, n) / r[:, None] + gates.beta.reshape(-1), r
 
 
 def scale(h, ms, gates: Gates, n: int) -> tuple[Near, Near, Near]:
-    """(pre [M, n], post [M, n], res [M, n²]) of H [M, N].
+    """Return (pre [M, n], post [M, n], res [M, n²]) of H [M, N].
 
     pre = σ(z) + pre_eps;  post = post_scale σ(z);  res = z
     """
@@ -126,8 +126,8 @@ def scale_backward(h, ms, gates: Gates, n: int, upstream: tuple) -> ScaleGradien
     d_pre, d_post, d_res = (exact(g) for g in upstream)
     z, r = _logits(h, ms, gates, n)
     p, s = z[:, :n].sigmoid(), z[:, n : 2 * n].sigmoid()
-    rest = exact(0.0, z) - z[:, : 2 * n]
-    p_rest, s_rest = rest[:, :n].sigmoid(), rest[:, n:].sigmoid()
+    negated = exact(0.0, z) - z[:, : 2 * n]
+    p_rest, s_rest = negated[:, :n].sigmoid(), negated[:, n:].sigmoid()
     g_post = d_post * (s * s_rest * gates.post_scale)
     g = joined([d_pre * (p * p_rest), g_post, d_res], 1)
     alpha = _alpha(gates, n)
@@ -142,7 +142,7 @@ def scale_backward(h, ms, gates: Gates, n: int, upstream: tuple) -> ScaleGradien
 
 
 class _Step(NamedTuple):
-    """A normalisation: y [M, n, n] sums to 1 over ``dim``; factor: S / Q of the epsilon form."""
+    """One normalisation: y [M, n, n] sums to 1 over ``dim``; factor: S / Q of the epsilon form."""
 
     y: torch.Tensor
     dim: int
@@ -150,7 +150,7 @@ class _Step(NamedTuple):
 
 
 def _log_form(z: torch.Tensor, iterations: int) -> tuple[list, list]:
-    """(f_1 .. f_T, g_0 .. g_T) of z [M, n, n].
+    """Return (f_1 .. f_T, g_0 .. g_T) of z [M, n, n].
 
     g_0 = 0;  f_t[i] = -LSE_j(z_ij + g_(t-1)[j]);  g_t[j] = -LSE_i(z_ij + f_t[i])
     """
@@ -162,7 +162,7 @@ def _log_form(z: torch.Tensor, iterations: int) -> tuple[list, list]:
 
 
 def _steps(z: torch.Tensor, form: Sinkhorn) -> list[_Step]:
-    """Every normalisation, first to last."""
+    """Return every normalisation, first to last."""
     if form.form == "log":
         f, g = _log_form(z, form.iterations)
         rows = [torch.exp(z + a[:, :, None] + b[:, None]) for a, b in zip(f, g[:-1], strict=True)]
@@ -173,30 +173,32 @@ def _steps(z: torch.Tensor, form: Sinkhorn) -> list[_Step]:
     e = form.eps
     s = torch.softmax(z, 2)
     q = s + e
-    found = [_Step(s, 2), _Step(q / (q.sum(1, keepdim=True) + e), 1, s / q)]
+    steps = [_Step(s, 2), _Step(q / (q.sum(1, keepdim=True) + e), 1, s / q)]
     for _ in range(form.iterations - 1):
         for dim in (2, 1):
-            y = found[-1].y
-            found.append(_Step(y / (y.sum(dim, keepdim=True) + e), dim))
-    return found
+            y = steps[-1].y
+            steps.append(_Step(y / (y.sum(dim, keepdim=True) + e), dim))
+    return steps
 
 
 def sinkhorn(z, n: int, form: Sinkhorn) -> Near:
-    """P [M, n²] of logits [M, n²]: P = exp(f_T + z + g_T) in the log form."""
+    """Compute P [M, n²] of logits [M, n²]: P = exp(f_T + z + g_T) in the log form."""
     z = exact(z)
     square = z.value.reshape(-1, n, n)
     p = _steps(square, form)[-1].y
-    ratio = [_relative_of_last(*some, form) for some in _slices(square, z.error.reshape(-1, n, n))]
+    ratio = [
+        _relative_of_last(*block, form) for block in _slices(square, z.error.reshape(-1, n, n))
+    ]
     error = p * torch.expm1(torch.cat(ratio) * SLACK) + TINY
     return Near(p, error).reshape(-1, n * n)
 
 
 def sinkhorn_backward(z, d_p, n: int, form: Sinkhorn) -> Near:
-    """dz [M, n²]."""
+    """Compute dz [M, n²]."""
     z, d_p = exact(z), exact(d_p)
     square, upstream = z.value.reshape(-1, n, n), d_p.reshape(-1, n, n)
-    run = _log_backward if form.form == "log" else _epsilon_backward
-    value = run(square, upstream.value, form)
+    backward = _log_backward if form.form == "log" else _epsilon_backward
+    value = backward(square, upstream.value, form)
     of_z = z.error.reshape(-1, n, n)
     error = [
         _backward_error(*parts, form)
@@ -206,7 +208,7 @@ def sinkhorn_backward(z, d_p, n: int, form: Sinkhorn) -> Near:
 
 
 def _log_backward(z: torch.Tensor, d_p: torch.Tensor, form: Sinkhorn) -> torch.Tensor:
-    """L = dP ⊙ P;  dz = L;  dg = Σ_i L.  For t = T .. 1:
+    """Compute L = dP ⊙ P;  dz = L;  dg = Σ_i L.  For t = T .. 1:
 
     A = -dg[j] exp(z + f_t + g_t);  df = Σ_j A (+ Σ_j L for t = T)
     B = -df[i] exp(z + f_t + g_(t-1));  dg = Σ_i B;  dz += A + B
@@ -225,7 +227,7 @@ def _log_backward(z: torch.Tensor, d_p: torch.Tensor, form: Sinkhorn) -> torch.T
 
 
 def _epsilon_backward(z: torch.Tensor, d_p: torch.Tensor, form: Sinkhorn) -> torch.Tensor:
-    """dq = (dy - Σ dy y) / (Σ q + e), last to first;  dz = S ⊙ (d - Σ_j d S)."""
+    """Compute dq = (dy - Σ dy y) / (Σ q + e), last to first;  dz = S ⊙ (d - Σ_j d S)."""
     e, s = form.eps, torch.softmax(z, 2)
     inputs, y = [], s + e
     for i in range(2 * form.iterations - 1):
@@ -244,58 +246,58 @@ def _slices(*tensors: torch.Tensor):
 
 
 def _local(z: torch.Tensor, of_z: torch.Tensor, steps: list[_Step]) -> list[torch.Tensor]:
-    """Relative errors that the logits, and then each normalisation, bring in.
+    """Relative errors introduced by the logits and then by each normalisation.
 
     The first normalisation of rows and of columns each take e^d of logits without their maximum.
     """
     d = z - z.amax(2, keepdim=True)
     of_rows = EXP + 3 * U * d.abs()
-    found = [of_z + of_rows]
+    errors = [of_z + of_rows]
     for i, step in enumerate(steps):
-        own = _NORMALISED + TINY / step.y.clamp(min=TINY)
+        error = _NORMALISED + TINY / step.y.clamp(min=TINY)
         if i == 1:
-            own = own + EXP + 3 * U * (d - d.amax(1, keepdim=True)).abs() + of_rows
-        found.append(own)
-    return found
+            error = error + EXP + 3 * U * (d - d.amax(1, keepdim=True)).abs() + of_rows
+        errors.append(error)
+    return errors
 
 
 def _relative_of_last(z: torch.Tensor, of_z: torch.Tensor, form: Sinkhorn) -> torch.Tensor:
-    """The relative error of P, to first order: δ log y' = δ log y - Σ_line y' δ log y.
+    """Relative error of P, to first order: δ log y' = δ log y - Σ_line y' δ log y.
 
-    What each step brings in goes through the steps behind it, with its sign; magnitudes are added
+    The error of each step goes through the steps after it, with its sign; magnitudes are added
     at the end.  Added at each step they would double 2 T times.
     """
     steps = _steps(z, form)
     local = _local(z, of_z, steps)
-    # [M, n², n, n]: from log y behind a step to log P.
+    # [M, n², n, n]: from log y after a step to log P.
     carried = _identity(z)
     total = local[-1]
-    for step, own in zip(reversed(steps), reversed(local[:-1]), strict=True):
+    for step, error in zip(reversed(steps), reversed(local[:-1]), strict=True):
         carried = carried - step.y[:, None] * carried.sum(step.dim + 1, keepdim=True)
         if step.factor is not None:
             carried = carried * step.factor[:, None]
-        total = total + _carried(carried, own)
+        total = total + _carried(carried, error)
     return total
 
 
 def _relative(z: torch.Tensor, of_z: torch.Tensor, form: Sinkhorn) -> list[torch.Tensor]:
-    """`_relative_of_last` of y of each step: all that was brought in, side by side, in fp32."""
+    """Relative error of y after each step, as `_relative_of_last`, in fp32."""
     steps = _steps(z, form)
-    local = [own.float() for own in _local(z, of_z, steps)]
+    local = [error.float() for error in _local(z, of_z, steps)]
     m, n, _ = z.shape
     # [M, n, n, sources, n²]: by what an element of log y moves with each of a source.
     moved = torch.zeros(m, n, n, len(local), n * n, dtype=torch.float32, device=z.device)
-    for i, own in enumerate(local):
-        moved[:, :, :, i] = torch.diag_embed(own.reshape(m, -1)).view(m, n, n, n * n)
-    found = []
+    for i, error in enumerate(local):
+        moved[:, :, :, i] = torch.diag_embed(error.reshape(m, -1)).view(m, n, n, n * n)
+    errors = []
     for i, step in enumerate(steps):
-        some, y = moved[:, :, :, : i + 1], step.y.float()[..., None, None]
+        source_moves, y = moved[:, :, :, : i + 1], step.y.float()[..., None, None]
         if step.factor is not None:
-            some *= step.factor.float()[..., None, None]
-        lines = zip(some.split(1, step.dim), y.split(1, step.dim), strict=True)
-        some -= sum(line * weight for line, weight in lines)
-        found.append(moved[:, :, :, : i + 2].abs().sum((3, 4)).double())
-    return found
+            source_moves *= step.factor.float()[..., None, None]
+        lines = zip(source_moves.split(1, step.dim), y.split(1, step.dim), strict=True)
+        source_moves -= sum(line * weight for line, weight in lines)
+        errors.append(moved[:, :, :, : i + 2].abs().sum((3, 4)).double())
+    return errors
 
 
 def _identity(z: torch.Tensor) -> torch.Tensor:
@@ -316,7 +318,7 @@ def _backward_error(
     An error of L of a step goes to dz through the steps before it, with its sign.
     """
     steps, relative, n = _steps(z, form), _relative(z, of_z, form), z.shape[1]
-    # through[s]: [M, n², n, n], from L behind step s to dz.
+    # through[s]: [M, n², n, n], from L after step s to dz.
     through = [_identity(z)]
     for step in steps:
         before = through[-1]
@@ -333,18 +335,20 @@ def _backward_error(
         line = gradient.sum(step.dim, keepdim=True)
         size = gradient.abs().sum(step.dim, keepdim=True)
         # y is wrong; Σ has n - 1 roundings, the product one, the difference one.
-        own = (step.y * reach[i] + TINY) * line.abs() + U * (n * step.y * size + gradient.abs())
+        step_error = (step.y * reach[i] + TINY) * line.abs() + U * (
+            n * step.y * size + gradient.abs()
+        )
         gradient = gradient - step.y * line
         if step.factor is None:
-            total = total + _carried(through[i], own)
+            total = total + _carried(through[i], step_error)
             continue
-        own = own * step.factor + 8 * U * gradient.abs() * step.factor
+        step_error = step_error * step.factor + 8 * U * gradient.abs() * step.factor
         # S / Q is wrong by what S is.
-        own = own + gradient.abs() * step.factor * reach[0]
+        step_error = step_error + gradient.abs() * step.factor * reach[0]
         gradient = gradient * step.factor
-        total = total + _carried(through[i], own)
-    brought = (d_p * steps[-1].y).abs().sum((1, 2), keepdim=True)
-    return total * SLACK + _OWN * (1 + z.abs().amax((1, 2), keepdim=True)) * brought
+        total = total + _carried(through[i], step_error)
+    magnitude = (d_p * steps[-1].y).abs().sum((1, 2), keepdim=True)
+    return total * SLACK + _FORMULA * (1 + z.abs().amax((1, 2), keepdim=True)) * magnitude
 
 
 def _carried(through: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
@@ -355,7 +359,7 @@ def _carried(through: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
 
 
 def aggregate(x, pre, streams: Streams) -> Near:
-    """out_c = Σ_i x_ci pre_i: [M, C]."""
+    """Compute out_c = Σ_i x_ci pre_i: [M, C]."""
     return (_streams(exact(x), streams) * exact(pre)[:, :, None]).sum(1)
 
 
@@ -375,7 +379,7 @@ def _with_bias(by: Expand) -> Near:
 
 
 def expand_combine(x, by: Expand, streams: Streams) -> Near:
-    """y [M, K]:  y_cj = (f_c + bias_c) post_j + Σ_i x_ci R_ij, in one chain."""
+    """Compute y [M, K]:  y_cj = (f_c + bias_c) post_j + Σ_i x_ci R_ij, in one chain."""
     n, rows = streams.n, _streams(exact(x), streams)
     post, res = exact(by.post)[:, None], exact(by.res).reshape(-1, n, n)
     f = _with_bias(by)[:, :, None] * post
@@ -413,14 +417,14 @@ def expand_combine_backward(x, by: Expand, dy, streams: Streams) -> ExpandGradie
 
 
 def repeat(embedding, streams: Streams) -> Near:
-    """n copies of [M, C]: [M, K]."""
+    """Repeat [M, C] n times: [M, K]."""
     e = exact(embedding)
     copies = joined([e[:, None]] * streams.n, 1)
     return _flat(copies, streams)
 
 
 def repeat_backward(dx, streams: Streams) -> Near:
-    """Σ over the streams: [M, C]."""
+    """Sum over the streams: [M, C]."""
     return _streams(exact(dx), streams).sum(1)
 
 
@@ -448,7 +452,7 @@ class Made(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Gradients that come in for a site's results, or None each.
+    """Upstream gradients of a site's results, each may be None.
 
     pre: beside what comes by way of out.  x: what comes for the streams from elsewhere.
     """
@@ -472,7 +476,7 @@ class SiteGradients(NamedTuple):
 
 
 def mix_and_aggregate(x, site: Site, shifted=None) -> Made:
-    """`projection`, `scale`, `sinkhorn` and `aggregate`; ``shifted``: collapse with that pre."""
+    """Run `projection`, `scale`, `sinkhorn`, `aggregate`; ``shifted``: the pre of the collapse."""
     n = site.streams.n
     h, ms = projection(x, site.mapping, site.streams)
     pre, post, z = scale(h, ms, site.gates, n)
@@ -480,49 +484,51 @@ def mix_and_aggregate(x, site: Site, shifted=None) -> Made:
     return Made(out, pre, post, sinkhorn(z, n, site.form), h, ms)
 
 
-def mix_and_aggregate_backward(x, site: Site, given: Given, shifted=None) -> SiteGradients:
-    """One after another, last to first: aggregate, sinkhorn, scale, projection.
+def mix_and_aggregate_backward(x, site: Site, out_grads: Given, shifted=None) -> SiteGradients:
+    """Backward of `mix_and_aggregate`, last op first: aggregate, sinkhorn, scale, projection.
 
-    x's gradient is the sum of aggregate's, projection's and ``given.x``.
+    x's gradient is the sum of aggregate's, projection's and ``out_grads.x``.
     """
     x, n = exact(x), site.streams.n
     h, ms = projection(x, site.mapping, site.streams)
     pre, post, z = scale(h, ms, site.gates, n)
     sums, d_shifted = [], None
-    d_pre = _or_zeros(given.pre, pre)
-    if given.out is not None:
+    d_pre = _or_zeros(out_grads.pre, pre)
+    if out_grads.out is not None:
         used = pre if shifted is None else exact(shifted)
-        own, of_used = aggregate_backward(x, used, given.out, site.streams)
-        sums.append(own)
+        d_x, of_used = aggregate_backward(x, used, out_grads.out, site.streams)
+        sums.append(d_x)
         if shifted is None:
             d_pre = d_pre + of_used
         else:
             d_shifted = of_used
-    d_z = sinkhorn_backward(z, _or_zeros(given.res, z), n, site.form)
-    upstream = (d_pre, _or_zeros(given.post, post), d_z)
+    d_z = sinkhorn_backward(z, _or_zeros(out_grads.res, z), n, site.form)
+    upstream = (d_pre, _or_zeros(out_grads.post, post), d_z)
     of_scale = scale_backward(h, ms, site.gates, n, upstream)
-    made = projection_backward(x, of_scale.h, of_scale.ms, site.mapping)
-    sums += [made.x] if given.x is None else [exact(given.x), made.x]
+    of_projection = projection_backward(x, of_scale.h, of_scale.ms, site.mapping)
+    sums += [of_projection.x] if out_grads.x is None else [exact(out_grads.x), of_projection.x]
     dx = sums[0]
     for term in sums[1:]:
         dx = dx + term
-    return SiteGradients(dx, made.phi, made.norm_weight, of_scale.alpha, of_scale.beta, d_shifted)
+    return SiteGradients(
+        dx, of_projection.phi, of_projection.norm_weight, of_scale.alpha, of_scale.beta, d_shifted
+    )
 
 
-def _or_zeros(given, like: Near) -> Near:
-    return exact(torch.zeros_like(like.value) if given is None else given)
+def _or_zeros(gradient, like: Near) -> Near:
+    return exact(torch.zeros_like(like.value) if gradient is None else gradient)
 
 
 def post_pre(x, by: Expand, site: Site, dtype: torch.dtype, shifted=None) -> tuple[Near, Made]:
-    """(y, the next site of y); y is rounded to ``dtype`` on its way."""
+    """Return (y, the next site of y); y is rounded to ``dtype`` in between."""
     y = expand_combine(x, by, site.streams).stored(dtype)
     return y, mix_and_aggregate(y, site, shifted)
 
 
 def post_pre_backward(
-    x, by: Expand, site: Site, given: Given, dtype: torch.dtype, shifted=None
+    x, by: Expand, site: Site, out_grads: Given, dtype: torch.dtype, shifted=None
 ) -> tuple[ExpandGradients, SiteGradients]:
-    """Backward of ``given``, whose x is dy; y's whole gradient is rounded to ``dtype``."""
+    """Backward of ``out_grads``, whose x is dy; y's whole gradient is rounded to ``dtype``."""
     y = expand_combine(x, by, site.streams).stored(dtype)
-    of_site = mix_and_aggregate_backward(y, site, given, shifted)
+    of_site = mix_and_aggregate_backward(y, site, out_grads, shifted)
     return expand_combine_backward(x, by, of_site.x.stored(dtype), site.streams), of_site

@@ -1,4 +1,4 @@
-"""Float64 norms and their gradients, and how far fp32 may be from them; for tests only.
+"""Float64 norms, their gradients and fp32 error bounds; for tests only.
 
     h = x + residual
     rms     y = h r w',  r = 1 / √(mean(h²) + eps),  w' = weight + offset
@@ -23,7 +23,7 @@ _CHAIN = 101
 
 
 def forward(h: torch.Tensor, scale: Scale, rule: Rule) -> tuple[Near, Near]:
-    """(y, x̂) of rows h [M, D], of which h is exact."""
+    """Return (y, x̂) of rows h [M, D], of which h is exact."""
     scale = scale.with_weight(rule.offset, h)
     x_hat, _ = _standard(exact(h), rule)
     return _scaled(x_hat, scale, rule), x_hat
@@ -32,7 +32,7 @@ def forward(h: torch.Tensor, scale: Scale, rule: Rule) -> tuple[Near, Near]:
 def backward(
     upstream: Upstream, h: torch.Tensor, scale: Scale, rule: Rule
 ) -> tuple[Near, Near, Near]:
-    """(dh, dweight, dbias)."""
+    """Return (dh, dweight, dbias)."""
     scale = scale.with_weight(rule.offset, h)
     x_hat, r = _standard(exact(h), rule)
     dy = exact(upstream.dy)
@@ -49,7 +49,7 @@ def backward(
 
 
 def _standard(h: Near, rule: Rule) -> tuple[Near, Near]:
-    """x̂ [M, D] and r [M, 1]."""
+    """Return x̂ [M, D] and r [M, 1]."""
     if rule.kind == LAYER:
         h = h - _mean(h)
     r = exact(1.0, h) / (_mean(h * h) + rule.eps).sqrt()
@@ -70,7 +70,7 @@ def _mean(t: Near) -> Near:
 
 
 def _over_rows(t: Near) -> Near:
-    """Σ over rows: of a part, then of parts."""
+    """Sum over rows: of a part, then of parts."""
     m, width = t.value.shape
     rows = part_rows(width)
     return t.sum(0, chain=rows + -(-m // rows))

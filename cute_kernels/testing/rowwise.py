@@ -28,9 +28,9 @@ def value(kind: str, x: torch.Tensor) -> torch.Tensor:
 def slope(kind: str, x: torch.Tensor) -> torch.Tensor:
     """Derivative of `value`."""
     x = x.double()
-    s, other = torch.sigmoid(x), torch.sigmoid(-x)
+    s, complement = torch.sigmoid(x), torch.sigmoid(-x)
     if kind == "silu":
-        return s + x * s * other
+        return s + x * s * complement
     if kind == "gelu":
         bell = torch.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
         return 0.5 * torch.special.erfc(-x / math.sqrt(2.0)) + x * bell
@@ -38,7 +38,7 @@ def slope(kind: str, x: torch.Tensor) -> torch.Tensor:
         twice = 2.0 * GELU_SCALE * (x + GELU_CUBE * x**3)
         inner = 2.0 * GELU_SCALE * (1.0 + 3.0 * GELU_CUBE * x * x)
         return torch.sigmoid(twice) * (1.0 + x * torch.sigmoid(-twice) * inner)
-    return s * other if kind == "sigmoid" else 1.0 / torch.cosh(x.clamp(-300, 300)) ** 2
+    return s * complement if kind == "sigmoid" else 1.0 / torch.cosh(x.clamp(-300, 300)) ** 2
 
 
 def softmax_gradient(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -54,16 +54,16 @@ def log_softmax_gradient(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x cos + rotate_half(x) sin in the first columns; differentiable."""
+    """Compute x cos + rotate_half(x) sin in the first columns; differentiable."""
     x, cos, sin = x.double(), cos.double(), sin.double()
     width = cos.shape[-1]
-    turned, rest = x[..., :width], x[..., width:]
+    turned, unturned = x[..., :width], x[..., width:]
     half = torch.cat([-turned[..., width // 2 :], turned[..., : width // 2]], -1)
-    return torch.cat([turned * cos + half * sin, rest], -1)
+    return torch.cat([turned * cos + half * sin, unturned], -1)
 
 
 def lane_sum(values: Iterable[float], most: int) -> float:
-    """The order of config.py, a number at a time."""
+    """Sum in the order of config.py, a number at a time."""
     values = list(values)
     count = 2
     while count < min(len(values), most):
@@ -80,7 +80,7 @@ def lane_sum(values: Iterable[float], most: int) -> float:
 def embedding_chain(
     dy: torch.Tensor, ids: torch.Tensor, padding: int, start: torch.Tensor
 ) -> torch.Tensor:
-    """fp32 [V, D]: start, and each token added to its entry in its turn."""
+    """Return fp32 [V, D]: start, with each token added to its entry in ascending order."""
     sums = start.to(torch.float32).clone()
     for token, entry in enumerate(ids.flatten().tolist()):
         if entry != padding:

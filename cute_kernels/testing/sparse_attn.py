@@ -22,10 +22,10 @@ def attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] in float64, differentiable.
+    """Return out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] in float64, differentiable.
 
     q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv]; allowed bool, broadcasts to
-    [B, Hq, Sq, Sk].  A row that sees nothing gives 0 and -inf, or its sink [Hq], and sends back no
+    [B, Hq, Sq, Sk].  A row that sees nothing gives 0 and -inf, or its sink [Hq], and gets no
     gradient.
     """
     q, k, v = (t.double().transpose(1, 2) for t in (q, k, v))
@@ -37,21 +37,21 @@ def attention(
     allowed = allowed.expand(scores.shape)
     if sinks is not None:
         sink = sinks.double()[:, None, None].expand(*scores.shape[:3], 1)
-        kept = torch.cat((scores.masked_fill(~allowed, -math.inf), sink), dim=-1)
-        lse = torch.logsumexp(kept, dim=-1)
-        weight = torch.exp(kept - lse[..., None])[..., :-1]
+        masked = torch.cat((scores.masked_fill(~allowed, -math.inf), sink), dim=-1)
+        lse = torch.logsumexp(masked, dim=-1)
+        weight = torch.exp(masked - lse[..., None])[..., :-1]
         return (weight @ v).transpose(1, 2), lse
-    some = allowed.any(dim=-1)
+    nonempty = allowed.any(dim=-1)
     # An empty row gets scores of 0 and is cut out afterwards: no NaN on the way back.
-    kept = scores.masked_fill(~allowed & some[..., None], -math.inf)
-    kept = torch.where(some[..., None], kept, 0.0)
-    lse = torch.logsumexp(kept, dim=-1) if kept.shape[-1] else kept.new_zeros(some.shape)
-    weight = torch.exp(kept - lse[..., None]).masked_fill(~allowed, 0.0)
-    return (weight @ v).transpose(1, 2), lse.masked_fill(~some, -math.inf)
+    masked = scores.masked_fill(~allowed & nonempty[..., None], -math.inf)
+    masked = torch.where(nonempty[..., None], masked, 0.0)
+    lse = torch.logsumexp(masked, dim=-1) if masked.shape[-1] else masked.new_zeros(nonempty.shape)
+    weight = torch.exp(masked - lse[..., None]).masked_fill(~allowed, 0.0)
+    return (weight @ v).transpose(1, 2), lse.masked_fill(~nonempty, -math.inf)
 
 
 class Bounds(NamedTuple):
-    """The largest error that an implementation in our order may show, per element, float64."""
+    """Largest error of an implementation in our order, per element, float64."""
 
     out: Tensor
     lse: Tensor
@@ -105,12 +105,12 @@ def error_bounds(
     raw = q @ k.mT * scale
     capped = softcap * torch.tanh(raw / softcap) if softcap else raw
     slope = 1 - (capped / softcap) ** 2 if softcap else torch.ones_like(raw)
-    seen = capped.masked_fill(~allowed, -math.inf)
-    lse = torch.logsumexp(seen, -1, keepdim=True) if k.shape[2] else seen.sum(-1, keepdim=True)
+    masked = capped.masked_fill(~allowed, -math.inf)
+    lse = torch.logsumexp(masked, -1, keepdim=True) if k.shape[2] else masked.sum(-1, keepdim=True)
     if sinks is not None:
-        sink = sinks.double()[:, None, None].expand(*seen.shape[:3], 1)
-        lse = torch.logsumexp(torch.cat((seen, sink), -1), -1, keepdim=True)
-    p = torch.exp(seen - lse).nan_to_num(0.0)
+        sink = sinks.double()[:, None, None].expand(*masked.shape[:3], 1)
+        lse = torch.logsumexp(torch.cat((masked, sink), -1), -1, keepdim=True)
+    p = torch.exp(masked - lse).nan_to_num(0.0)
     size = capped.abs().masked_fill(~allowed, 0.0)
     e_score = U32 * ((d * (q.abs() @ k.abs().mT) * scale).masked_fill(~allowed, 0.0) + 12 * size)
     if softcap:
@@ -156,7 +156,7 @@ def error_bounds(
 
 
 def sinks_bound(bounds: Bounds, exact: tuple[Tensor, Tensor], upstream: tuple, sinks: Tensor):
-    """The largest error of the gradient of ``sinks``, float64 [Hq].
+    """Return the largest error of the gradient of ``sinks``, float64 [Hq].
 
     bounds: of `error_bounds`; exact: `attention`'s (out, lse); upstream: (dout, dlse or None).
     """
@@ -169,5 +169,5 @@ def sinks_bound(bounds: Bounds, exact: tuple[Tensor, Tensor], upstream: tuple, s
     sink = sinks.double()[:, None]
     weight = torch.exp(sink - lse)
     e_weight = weight * (bounds.lse + U32 * (4 * sink.abs() + 8))
-    found = (e_weight * delta.abs() + weight * e_delta).sum((0, 2))
-    return 1.25 * found + U32 * (weight * delta).sum((0, 2)).abs()
+    error = (e_weight * delta.abs() + weight * e_delta).sum((0, 2))
+    return 1.25 * error + U32 * (weight * delta).sum((0, 2)).abs()

@@ -80,28 +80,28 @@ class Or(_Many):
 
 
 def _fold(parts, grid, b, h, m, *, neutral: int, absorbing: int) -> Tensor:
-    """Two parts that are both partial decide nothing about the block: UNKNOWN."""
+    """Combine the classes of parts: UNKNOWN where two parts are partial."""
     value = parts[0].classify(grid, b, h, m)
     for part in parts[1:]:
-        other = part.classify(grid, b, h, m)
+        part_value = part.classify(grid, b, h, m)
         both = torch.full_like(value, UNKNOWN)
-        both = torch.where(value == neutral, other, both)
-        both = torch.where(other == neutral, value, both)
-        value = both.masked_fill((value == absorbing) | (other == absorbing), absorbing)
+        both = torch.where(value == neutral, part_value, both)
+        both = torch.where(part_value == neutral, value, both)
+        value = both.masked_fill((value == absorbing) | (part_value == absorbing), absorbing)
     return value
 
 
 def all_of(*rules: Rule) -> Rule:
-    """The conjunction: nested ``And`` flattened, bands merged into one."""
+    """Return the conjunction: nested ``And`` flattened, bands merged into one."""
     parts = [p for rule in rules for p in (rule.parts if isinstance(rule, And) else (rule,))]
     bands = [part for part in parts if isinstance(part, Band)]
-    others = [part for part in parts if not isinstance(part, Band)]
+    other_parts = [part for part in parts if not isinstance(part, Band)]
     if bands:
         lo = max((band.lo for band in bands if band.lo is not None), default=None)
         hi = min((band.hi for band in bands if band.hi is not None), default=None)
-        if not others or (lo, hi) != (None, None):
-            others.insert(0, Band(lo, hi))
-    return others[0] if len(others) == 1 else And(tuple(others))
+        if not other_parts or (lo, hi) != (None, None):
+            other_parts.insert(0, Band(lo, hi))
+    return other_parts[0] if len(other_parts) == 1 else And(tuple(other_parts))
 
 
 def any_of(*rules: Rule) -> Rule:

@@ -72,16 +72,16 @@ class Bits(Rule):
         return full | (stored & (tile >= 0)[:, None, None])
 
     def _blocks_of_other_grid(self, grid, b, h, m, n):
-        """Looks each of our blocks up once for every block that meets it, not once per element."""
+        """Look each stored block up once per block of the other grid, not once per element."""
         q_idx, kv_idx = grid.positions(m, n)
         q_idx, kv_idx = q_idx.clamp(max=grid.q_len - 1), kv_idx.clamp(max=grid.kv_len - 1)
         own_m, own_n = q_idx // self.grid.block_size[0], kv_idx // self.grid.block_size[1]
         step_m, step_n = own_m - own_m[:, :1], own_n - own_n[:, :, :1]
         near_m = own_m[:, :1] + indices(int(step_m.max()) + 1, m.device)[:, None]
         near_n = own_n[:, :, :1] + indices(int(step_n.max()) + 1, m.device)
-        found = self.find(b[:, None, None], h[:, None, None], near_m, near_n)
+        tables = self.find(b[:, None, None], h[:, None, None], near_m, near_n)
         block = indices(m.numel(), m.device)[:, None, None]
-        listed, tile = (table[block, step_m, step_n] for table in found)
+        listed, tile = (table[block, step_m, step_n] for table in tables)
         return self._value(listed, tile, q_idx, kv_idx)
 
     def classify(self, grid, b, h, m):
@@ -147,33 +147,38 @@ def capture(
     """Store the elements of the listed blocks that are not claimed full.
 
     ``row`` is (b * H + h) * Mb + m, ascending, then ``col`` ascending.  ``elements(b, h, m, n)`` is
-    asked for at most ``CHUNK`` elements at a time.  Blocks that turn out empty are dropped, those
+    called for at most ``CHUNK`` elements at a time.  Blocks that turn out empty are dropped, those
     that turn out full are full.
     """
-    asked = (~full).nonzero()[:, 0]
-    some = torch.ones_like(full)
+    unclear = (~full).nonzero()[:, 0]
+    any_allowed = torch.ones_like(full)
     every = torch.ones_like(full)
-    kept = []
-    for part, value, part_some, part_every in looked_at(grid, heads, row, col, asked, elements):
-        some[part], every[part] = part_some, part_every
-        kept.append(pack(value[part_some & ~part_every]))
-    words = torch.cat(kept).to(row.device) if kept else _no_words(grid, row.device)
-    number = (some & ~every).cumsum(dim=0) - 1
+    word_parts = []
+    for part, value, part_some, part_every in looked_at(grid, heads, row, col, unclear, elements):
+        any_allowed[part], every[part] = part_some, part_every
+        word_parts.append(pack(value[part_some & ~part_every]))
+    words = torch.cat(word_parts).to(row.device) if word_parts else _no_words(grid, row.device)
+    number = (any_allowed & ~every).cumsum(dim=0) - 1
     tile = torch.where(every, -1, number).to(torch.int32)
     key = row * grid.num_kv_blocks + col
-    return Bits(grid, heads, key[some], tile[some], words)
+    return Bits(grid, heads, key[any_allowed], tile[any_allowed], words)
 
 
 def looked_at(
-    grid: Grid, heads: tuple[int, int], row: Tensor, col: Tensor, asked: Tensor, elements: Elements
+    grid: Grid,
+    heads: tuple[int, int],
+    row: Tensor,
+    col: Tensor,
+    unclear: Tensor,
+    elements: Elements,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Chunk by chunk of the asked blocks: which, their elements, "some is true", "every one is".
+    """Yield chunks of the unclear blocks: (indices, elements, any is true, all are true).
 
     Elements outside the lengths come back False and do not count.
     """
-    if asked.numel() == 0:
+    if unclear.numel() == 0:
         return
-    for part in asked.split(max(1, rules.CHUNK // (grid.tile[0] * grid.tile[1]))):
+    for part in unclear.split(max(1, rules.CHUNK // (grid.tile[0] * grid.tile[1]))):
         b, h, m, n = coordinates(grid, heads, row[part], col[part])
         inside = grid.inside(*grid.positions(m, n))
         value = elements(b, h, m, n) & inside
@@ -193,14 +198,14 @@ def is_pattern(rule: Rule, grid: Grid) -> bool:
 
 
 def from_dense(dense: Tensor, block_size: tuple[int, int]) -> Bits:
-    """The bits of a bool tensor [B, H, q_len, kv_len]."""
+    """Make the bits of a bool tensor [B, H, q_len, kv_len]."""
     grid = Grid(dense.shape[2], dense.shape[3], block_size)
     heads = (dense.shape[0], dense.shape[1])
     flat = dense.flatten(0, 1)
     block_q, block_kv = block_size
     cols = grid.num_kv_blocks * grid.tile[1]
-    found = [torch.zeros(3, 0, dtype=torch.int64, device=dense.device)]
-    # As many rows of blocks at a time as fit, at least one.
+    entries = [torch.zeros(3, 0, dtype=torch.int64, device=dense.device)]
+    # At most CHUNK elements at a time, at least one row of blocks.
     step = max(1, rules.CHUNK // max(1, grid.tile[0] * grid.kv_len))
     rows = flat.shape[0] * grid.num_q_blocks if grid.num_kv_blocks else 0
     for start in range(0, rows, step):
@@ -212,8 +217,8 @@ def from_dense(dense: Tensor, block_size: tuple[int, int]) -> Bits:
         value = torch.nn.functional.pad(value, (0, cols - grid.kv_len))
         count = value.sum(dim=1, dtype=torch.int32).view(row.numel(), -1, grid.tile[1]).sum(dim=2)
         r, n = count.nonzero(as_tuple=True)
-        found.append(torch.stack([r + start, n, count[r, n]]))
-    row, col, count = torch.cat(found, dim=1).unbind(0)
+        entries.append(torch.stack([r + start, n, count[r, n]]))
+    row, col, count = torch.cat(entries, dim=1).unbind(0)
     m = row % max(1, grid.num_q_blocks)
     area = (grid.q_len - m * block_q).clamp(max=block_q)
     area = area * (grid.kv_len - col * block_kv).clamp(max=block_kv)

@@ -20,7 +20,7 @@ from .rules import EMPTY, FULL, UNKNOWN, Grid, Rule, indices, kind_of
 
 @dataclass(frozen=True)
 class Entries:
-    """The blocks that are not empty, ascending in (row, col); row = (b * H + h) * Mb + m."""
+    """Blocks that are not empty, ascending in (row, col); row = (b * H + h) * Mb + m."""
 
     row: Tensor
     col: Tensor
@@ -28,14 +28,14 @@ class Entries:
 
 
 def entries_of(rule: Rule, grid: Grid, heads: tuple[int, int], device: torch.device) -> Entries:
-    """Exact classes of all blocks: full only if every element within the lengths is allowed."""
+    """Classify all blocks exactly: full only if every element within the lengths is allowed."""
     row, col, kind = _classified(rule, grid, heads, device)
-    asked = (kind == UNKNOWN).nonzero()[:, 0]
+    unclear = (kind == UNKNOWN).nonzero()[:, 0]
     elements = partial(rule.blocks, grid)
-    for part, _, some, every in bits.looked_at(grid, heads, row, col, asked, elements):
-        kind[part] = kind_of(some, every).long()
-    kept = kind != EMPTY
-    return Entries(row[kept], col[kept], kind[kept] == FULL)
+    for part, _, any_allowed, every in bits.looked_at(grid, heads, row, col, unclear, elements):
+        kind[part] = kind_of(any_allowed, every).long()
+    nonempty = kind != EMPTY
+    return Entries(row[nonempty], col[nonempty], kind[nonempty] == FULL)
 
 
 def on_grid(rule: Rule, grid: Grid) -> Rule:
@@ -50,17 +50,17 @@ def on_grid(rule: Rule, grid: Grid) -> Rule:
 
 
 def _classified(rule: Rule, grid: Grid, heads: tuple[int, int], device: torch.device):
-    """Row, column and class of every block that is not classified EMPTY."""
+    """Return row, column and class of every block that is not classified EMPTY."""
     rows = heads[0] * heads[1] * grid.num_q_blocks
-    found = [torch.zeros(3, 0, dtype=torch.int64, device=device)]
+    entries = [torch.zeros(3, 0, dtype=torch.int64, device=device)]
     step = max(1, rules.CHUNK // max(1, grid.num_kv_blocks))
     for start in range(0, rows if grid.num_kv_blocks else 0, step):
         row = start + indices(min(step, rows - start), device)
         b, h, m, _ = bits.coordinates(grid, heads, row, row)
         kind = rule.classify(grid, b, h, m)
         r, n = kind.nonzero(as_tuple=True)
-        found.append(torch.stack([r + start, n, kind[r, n].long()]))
-    return torch.cat(found, dim=1).unbind(0)
+        entries.append(torch.stack([r + start, n, kind[r, n].long()]))
+    return torch.cat(entries, dim=1).unbind(0)
 
 
 def transpose(entries: Entries, grid: Grid) -> Entries:
@@ -73,7 +73,7 @@ def transpose(entries: Entries, grid: Grid) -> Entries:
 
 
 def compact(row: Tensor, *values: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Ragged rows -> (count int32 [*shape], value [*shape, L] for each), L the longest row (>= 1).
+    """Convert ragged rows to (count int32 [*shape], each value [*shape, L]), L the longest row.
 
     ``row`` ascends; places beyond the count hold zero.
     """
@@ -93,7 +93,7 @@ def compact(row: Tensor, *values: Tensor, shape: tuple[int, ...]) -> tuple[Tenso
 
 
 def ragged(count: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
-    """The inverse of ``compact``: (row int64, values ...) of the valid places, in list order."""
+    """Invert ``compact``: return (row int64, values ...) of the valid places, in list order."""
     length = tables[0].shape[-1]
     valid = indices(length, count.device) < count[..., None]
     place = valid.flatten().nonzero()[:, 0]

@@ -1,4 +1,4 @@
-"""Check the arguments of a block mask: a value back, or one exception."""
+"""Check the arguments of a block mask: return a value, or raise one exception."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LARGEST = 2**31 - 1
 
 
 def integer(name: str, value: object, *, least: int = 0, most: int = LARGEST) -> int:
-    """An int in [least, most]; bool and float are refused."""
+    """Check for an int in [least, most]; bool and float are refused."""
     try:
         if isinstance(value, (bool, Tensor)):
             raise TypeError
@@ -38,7 +38,7 @@ def lengths(q_len: object, kv_len: object) -> tuple[int, int]:
 
 
 def block_size(value: object) -> tuple[int, int]:
-    """An int or a pair (q, kv), each at least 1.  It need not divide the lengths."""
+    """Check for an int or a pair (q, kv), each at least 1.  It need not divide the lengths."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         size = integer("block_size", value, least=1)
         return size, size
@@ -51,12 +51,12 @@ def block_size(value: object) -> tuple[int, int]:
 
 
 def bound(name: str, value: object) -> int | None:
-    """A window side: an int that is not negative, or None for no bound."""
+    """Check a window side: an int that is not negative, or None for no bound."""
     return _integer_or_none(name, value, 0)
 
 
 def _integer_or_none(name: str, value: object, least: int) -> int | None:
-    """An int in [least, LARGEST], or None for no bound."""
+    """Check for an int in [least, LARGEST], or None for no bound."""
     if value is None:
         return None
     try:
@@ -67,7 +67,7 @@ def _integer_or_none(name: str, value: object, least: int) -> int | None:
 
 
 def flag(name: str, value: object) -> bool:
-    """True or False: a text is true whatever it says, so nothing else is taken."""
+    """Check for True or False; other types are refused, as every text is true."""
     if not isinstance(value, bool):
         raise MaskTypeError(expected(name, "True or False", repr(value)))
     return value
@@ -83,7 +83,7 @@ def window(value: object) -> tuple[int | None, int | None]:
 
 
 def device(value: torch.device | str | None) -> torch.device:
-    """A device whose values can be read; block lists depend on data, so meta is refused."""
+    """Check for a device whose values can be read: block lists depend on data."""
     try:
         place = torch.get_default_device() if value is None else torch.device(value)
     except (RuntimeError, TypeError):
@@ -94,7 +94,7 @@ def device(value: torch.device | str | None) -> torch.device:
 
 
 def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], dims: Sequence[int]) -> Tensor:
-    """A tensor with data, of one of the dtypes, with one of the numbers of dimensions."""
+    """Check for a tensor with data, of one of the dtypes, with one of the numbers of dimensions."""
     if not isinstance(value, Tensor):
         raise MaskTypeError(expected(name, "a tensor", type(value).__name__))
     if value.dtype not in dtypes:
@@ -111,17 +111,17 @@ def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], dims: Sequen
 
 
 def same_device(names: Sequence[str], tensors: Sequence[Tensor]) -> torch.device:
-    """The one device that all tensors are on, or MaskError naming the odd one."""
-    for name, other in zip(names[1:], tensors[1:], strict=True):
-        if other.device != tensors[0].device:
+    """Return the device of all tensors, or raise MaskError naming one that differs."""
+    for name, second in zip(names[1:], tensors[1:], strict=True):
+        if second.device != tensors[0].device:
             raise MaskError(
-                expected(name, f"device {tensors[0].device} like {names[0]}", other.device)
+                expected(name, f"device {tensors[0].device} like {names[0]}", second.device)
             )
     return tensors[0].device
 
 
 def extent(a: tuple[int, int], b: tuple[int, int], name: str) -> tuple[int, int]:
-    """The (batch, head) shape that both broadcast to."""
+    """Return the (batch, head) shape that both broadcast to."""
     for mine, theirs in zip(a, b, strict=True):
         if mine != theirs and 1 not in (mine, theirs):
             raise MaskError(expected(name, f"(batch, heads) that broadcast with {a}", b))
@@ -129,7 +129,7 @@ def extent(a: tuple[int, int], b: tuple[int, int], name: str) -> tuple[int, int]
 
 
 def rule(value: object, grid: Grid) -> tuple[int, int]:
-    """A rule that fits the lengths and whose parts broadcast; its (batch, heads)."""
+    """Check that a rule fits the lengths and its parts broadcast; return its (batch, heads)."""
     if not isinstance(value, Rule):
         want = (
             "a Rule, as BlockMask.rule holds (BlockMask.from_dense takes a bool tensor, "
@@ -171,36 +171,38 @@ def _numbers(value: Rule) -> None:
 
 
 def cu_seqlens(value: object) -> Tensor:
-    """Offsets [D + 1] that start at 0, do not descend and fit into an int32."""
+    """Check for offsets [D + 1] that start at 0, do not descend and fit into an int32."""
     offsets = tensor("cu_seqlens", value, INTEGERS, (1,))
     if offsets.numel() == 0 or int(offsets[0]) != 0:
-        got = offsets[:1].tolist()
-        raise MaskError(expected("cu_seqlens", "offsets that start with 0", got))
+        descent = offsets[:1].tolist()
+        raise MaskError(expected("cu_seqlens", "offsets that start with 0", descent))
     down = (offsets[1:].long() < offsets[:-1].long()).nonzero()
     if down.numel():
-        at = int(down[0])
-        got = f"{int(offsets[at])} then {int(offsets[at + 1])} at {at}"
-        raise MaskError(expected("cu_seqlens", "offsets that do not descend", got))
+        index = int(down[0])
+        descent = f"{int(offsets[index])} then {int(offsets[index + 1])} at {index}"
+        raise MaskError(expected("cu_seqlens", "offsets that do not descend", descent))
     if int(offsets[-1]) > LARGEST:
         raise MaskError(expected("cu_seqlens", f"offsets up to {LARGEST}", int(offsets[-1])))
     return offsets
 
 
 def prefix(value: object, kv_len: int, place: torch.device) -> Tensor:
-    """int32 [B or 1], each in [0, kv_len]."""
+    """Check for int32 [B or 1], each in [0, kv_len]."""
     if not isinstance(value, Tensor):
         number = integer("prefix", value, most=kv_len)
         return torch.tensor([number], dtype=torch.int32, device=place)
     value = tensor("prefix", value, INTEGERS, (1,))
     bad = ((value < 0) | (value > kv_len)).nonzero()
     if bad.numel():
-        at = int(bad[0])
-        raise MaskError(expected("prefix", f"0 <= prefix <= {kv_len}", f"{int(value[at])} at {at}"))
+        index = int(bad[0])
+        raise MaskError(
+            expected("prefix", f"0 <= prefix <= {kv_len}", f"{int(value[index])} at {index}")
+        )
     return value.to(place, torch.int32)
 
 
 def block_lists(count_name: str, count: object, index_name: str, index: object) -> None:
-    """A count int32 [B, H, R] and an index int32 [B, H, R, L] that belong together."""
+    """Check for a count int32 [B, H, R] and an index int32 [B, H, R, L] that belong together."""
     count = tensor(count_name, count, (torch.int32,), (3,))
     index = tensor(index_name, index, (torch.int32,), (4,))
     if index.shape[:3] != count.shape:
@@ -209,16 +211,16 @@ def block_lists(count_name: str, count: object, index_name: str, index: object) 
     same_device((count_name, index_name), (count, index))
 
 
-def rows(name: str, count: Tensor, blocks: int, why: str) -> None:
-    """MaskError unless ``count`` has one entry per block row."""
+def rows(name: str, count: Tensor, blocks: int, formula: str) -> None:
+    """Check that ``count`` has one entry per block row."""
     if count.shape[2] != blocks:
-        raise MaskError(expected(name, f"{blocks} rows ({why})", count.shape[2]))
+        raise MaskError(expected(name, f"{blocks} rows ({formula})", count.shape[2]))
 
 
 def block_list_values(
     count_name: str, count: Tensor, index_name: str, index: Tensor, blocks: int
 ) -> None:
-    """Counts within the list, indices within [0, blocks), each row ascending without repeats."""
+    """Check counts and indices: within the list and [0, blocks), rows ascending, no repeats."""
     length = index.shape[3]
     _refuse(
         count_name,
@@ -239,7 +241,7 @@ def block_list_values(
 def _refuse(name: str, bad: Tensor, value: Tensor, want: str, shift: int = 0) -> None:
     if not bool(bad.any()):
         return
-    at = bad.nonzero()[0].tolist()
-    got = int(value[tuple(at)])
-    at[-1] += shift
-    raise MaskError(expected(name, want, f"{got} at {at}"))
+    position = bad.nonzero()[0].tolist()
+    bad_value = int(value[tuple(position)])
+    position[-1] += shift
+    raise MaskError(expected(name, want, f"{bad_value} at {position}"))

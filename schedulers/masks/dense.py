@@ -15,13 +15,13 @@ from .rules import CHUNK, EMPTY, FULL, PARTIAL, indices
 if TYPE_CHECKING:
     from .mask import BlockMask
 
-# One byte each.
+# Limits in elements of one byte.
 MAX_BLOCKS = 1 << 26
 MAX_ELEMENTS = 1 << 28
 
 
 def dense_blocks(mask: BlockMask) -> Tensor:
-    """uint8 [B, H, Mb, Nb]: 0 empty, 1 partial, 2 full."""
+    """Return uint8 [B, H, Mb, Nb]: 0 empty, 1 partial, 2 full."""
     shape = (*mask.kv_count.shape, mask.num_kv_blocks)
     _refuse_above(MAX_BLOCKS, shape, "blocks")
     row, col, full = ragged(mask.kv_count, mask.kv_index, mask.kv_full)
@@ -31,7 +31,7 @@ def dense_blocks(mask: BlockMask) -> Tensor:
 
 
 def dense_elements(mask: BlockMask) -> Tensor:
-    """Bool [B, H, q_len, kv_len] from the lists, and from the rule inside partial blocks."""
+    """Return bool [B, H, q_len, kv_len] from the lists, and from the rule inside partial blocks."""
     shape = (*mask.shape, mask.q_len, mask.kv_len)
     _refuse_above(MAX_ELEMENTS, shape, "elements")
     places = [indices(size, mask.device) for size in shape]
@@ -49,7 +49,7 @@ def dense_elements(mask: BlockMask) -> Tensor:
     return (kind == FULL) | ((kind == PARTIAL) & value)
 
 
-def _refuse_above(most: int, shape: tuple[int, ...], what: str) -> None:
+def _refuse_above(most: int, shape: tuple[int, ...], unit: str) -> None:
     size = torch.Size(shape).numel()
     if size > most:
-        raise MaskError(expected("mask", f"at most {most} {what} to make dense", size))
+        raise MaskError(expected("mask", f"at most {most} {unit} to make dense", size))

@@ -1,4 +1,4 @@
-"""Masks that share no block, one behind another on the diagonal of a larger one."""
+"""Masks that share no block, one after another on the diagonal of a larger one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .rules import Grid, Rule
 
 
 class Lists(NamedTuple):
-    """(count, index, full) of a mask of one head, by query block and by key block."""
+    """Lists (count, index, full) of a mask of one head, by query block and by key block."""
 
     kv: tuple[np.ndarray, ...]
     q: tuple[np.ndarray, ...]
@@ -29,13 +29,13 @@ def lists_of(mask: BlockMask) -> Lists:
 def diagonal(
     parts: Sequence[tuple[int, Lists]], length: int, block_size: tuple[int, int], rule: Rule
 ) -> BlockMask:
-    """The mask [length, length] of one head whose blocks are those of ``parts``, and no others.
+    """Build the mask [length, length] of one head with exactly the blocks of ``parts``.
 
     parts: (first block, lists): their query and key blocks are those from the first on; ascending,
         without overlap.
     rule: what holds in partial blocks, by positions in the whole.
 
-    Nothing is looked at but lists, so that a pack of known parts costs little.
+    Only lists are read, so that a varlen batch of known parts costs little.
     """
     grid = Grid(length, length, block_size)
     by_query, by_key = (
@@ -45,13 +45,13 @@ def diagonal(
     count, index, _ = by_query
     row, place = np.nonzero(np.arange(index.shape[1]) < count[:, None])
     listed = (torch.from_numpy(each) for each in (row, index[row, place].astype(np.int64)))
-    whole = all_of(mask_bits.pattern(grid, (1, 1), *listed), rule)
+    full_rule = all_of(mask_bits.pattern(grid, (1, 1), *listed), rule)
     tensors = (torch.from_numpy(each)[None, None] for each in (*by_query, *by_key))
-    return BlockMask(length, length, block_size, *tensors, whole)
+    return BlockMask(length, length, block_size, *tensors, full_rule)
 
 
 def _joined(parts: list[tuple[int, tuple[np.ndarray, ...]]], blocks: int) -> tuple:
-    """(count, index, full) of one side's lists."""
+    """Join the lists (count, index, full) of one side."""
     longest = max(index.shape[1] for _, (_, index, _) in parts)
     first, count = np.zeros((2, blocks), np.int32)
     index, full = np.zeros((blocks, longest), np.int32), np.zeros((blocks, longest), bool)

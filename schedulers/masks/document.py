@@ -27,7 +27,7 @@ class SameDocument(Rule):
 
     @cached_property
     def contiguous(self) -> bool:
-        """Every document is one run of tokens."""
+        """Whether every document is one run of tokens."""
         return bool((self.ids[:, 1:] >= self.ids[:, :-1]).all())
 
     def evaluate(self, b, h, q_idx, kv_idx):
@@ -43,13 +43,13 @@ class SameDocument(Rule):
         # The ids do not descend: two blocks share one if their ranges meet, as tokens do.
         q_low, q_high = self.ids[b, q_first][:, None], self.ids[b, q_last][:, None]
         kv_low, kv_high = self.ids[:, kv_first][b], self.ids[:, kv_last][b]
-        some = (q_high >= kv_low) & (q_low <= kv_high)
-        return kind_of(some, (q_low == q_high) & (kv_low == kv_high))
+        any_allowed = (q_high >= kv_low) & (q_low <= kv_high)
+        return kind_of(any_allowed, (q_low == q_high) & (kv_low == kv_high))
 
     def _classify_scattered(self, grid: Grid, b: Tensor, m: Tensor) -> Tensor:
         """Blocks share a document if the product of their "holds document d" tables is not zero."""
-        some = torch.zeros(m.numel(), grid.num_kv_blocks, dtype=torch.bool, device=m.device)
-        every = torch.zeros_like(some)
+        any_allowed = torch.zeros(m.numel(), grid.num_kv_blocks, dtype=torch.bool, device=m.device)
+        every = torch.zeros_like(any_allowed)
         width = max(1, rules.CHUNK // max(grid.num_q_blocks, grid.num_kv_blocks))
         for batch in b.unique().tolist():
             rows = (b == batch).nonzero()[:, 0]
@@ -57,16 +57,16 @@ class SameDocument(Rule):
             for start in range(0, int(ids.max()) + 1, width):
                 in_q = _holds(ids, grid.block_size[0], grid.num_q_blocks, start, width)[m[rows]]
                 in_kv = _holds(ids, grid.block_size[1], grid.num_kv_blocks, start, width)
-                some[rows] |= (in_q @ in_kv.T) > 0
+                any_allowed[rows] |= (in_q @ in_kv.T) > 0
             q_low, q_high = _range(ids, grid.block_size[0], grid.num_q_blocks)
             kv_low, kv_high = _range(ids, grid.block_size[1], grid.num_kv_blocks)
-            one = (q_low == q_high)[m[rows], None] & (kv_low == kv_high)
-            every[rows] = one & (q_low[m[rows], None] == kv_low)
-        return kind_of(some, every)
+            single = (q_low == q_high)[m[rows], None] & (kv_low == kv_high)
+            every[rows] = single & (q_low[m[rows], None] == kv_low)
+        return kind_of(any_allowed, every)
 
 
 def _holds(ids: Tensor, block: int, blocks: int, start: int, width: int) -> Tensor:
-    """fp32 [blocks, width]: 1 where the block holds document start + column."""
+    """Return fp32 [blocks, width]: 1 where the block holds document start + column."""
     token = ((ids >= start) & (ids < start + width)).nonzero()[:, 0]
     table = torch.zeros(blocks, width, dtype=torch.float32, device=ids.device)
     table[token // block, ids[token] - start] = 1.0
@@ -74,20 +74,20 @@ def _holds(ids: Tensor, block: int, blocks: int, start: int, width: int) -> Tens
 
 
 def _range(ids: Tensor, block: int, blocks: int) -> tuple[Tensor, Tensor]:
-    """Least and greatest id of every block."""
+    """Return the least and greatest id of every block."""
     block = min(block, ids.numel())
     tail = ids[-1:].expand(blocks * block - ids.numel())
     return torch.cat([ids, tail]).view(blocks, block).aminmax(dim=1)
 
 
 def document_ids(ids: Tensor) -> Tensor:
-    """Integer labels [B, S] renumbered by first appearance, int32: 7 7 2 7 -> 0 0 1 0."""
+    """Renumber integer labels [B, S] by first appearance, int32: 7 7 2 7 -> 0 0 1 0."""
     labels, order = ids.sort(dim=1, stable=True)
     size = ids.shape[1]
     place = indices(size, ids.device).expand_as(ids)
     new = torch.ones_like(labels, dtype=torch.bool)
     new[:, 1:] = labels[:, 1:] != labels[:, :-1]
-    # Stable: the first of equal labels in sorted order is the first in the sequence.
+    # A stable sort: the first of equal labels in sorted order is the first in the sequence.
     run_start = torch.where(new, place, 0).cummax(dim=1).values
     first = torch.zeros_like(order).scatter_(1, order, order.gather(1, run_start))
     number = (first == place).cumsum(dim=1) - 1

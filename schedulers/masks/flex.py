@@ -18,7 +18,7 @@ from .rules import Grid
 
 
 def rule_of(flex) -> Bits:
-    """``Bits`` with the elements of ``flex``; blocks outside its lists are empty.
+    """Return ``Bits`` with the elements of ``flex``; blocks outside its lists are empty.
 
     Blocks are classified anew: a partial block whose elements within the lengths are all allowed is
     full.  Lists must ascend in each row; a block in both lists is refused.
@@ -39,9 +39,9 @@ def rule_of(flex) -> Bits:
     row, col = _entries(lists["kv_num_blocks"], lists["kv_indices"], heads)
     full = torch.zeros_like(row, dtype=torch.bool)
     if "full_kv_num_blocks" in lists:
-        whole = _entries(lists["full_kv_num_blocks"], lists["full_kv_indices"], heads)
-        row, col = torch.cat([row, whole[0]]), torch.cat([col, whole[1]])
-        full = torch.cat([full, torch.ones_like(whole[0], dtype=torch.bool)])
+        full_blocks = _entries(lists["full_kv_num_blocks"], lists["full_kv_indices"], heads)
+        row, col = torch.cat([row, full_blocks[0]]), torch.cat([col, full_blocks[1]])
+        full = torch.cat([full, torch.ones_like(full_blocks[0], dtype=torch.bool)])
     key, order = (row * grid.num_kv_blocks + col).sort()
     if bool((key[1:] == key[:-1]).any()):
         want = "no block that kv_indices lists too"
@@ -54,7 +54,7 @@ def rule_of(flex) -> Bits:
 
 
 def _check(lists: dict[str, Tensor], grid: Grid) -> tuple[int, int]:
-    """Shapes, dtypes, devices and values of the flex lists; their common (batch, heads)."""
+    """Check the flex lists; return their common (batch, heads)."""
     names = list(lists)
     heads = (1, 1)
     for count_name, index_name in zip(names[::2], names[1::2], strict=True):
@@ -73,7 +73,7 @@ def _entries(count: Tensor, index: Tensor, heads: tuple[int, int]) -> tuple[Tens
 
 
 def _evaluate(mask_mod, grid: Grid, b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
-    """Bool [T, tile_q, tile_kv]: ``mask_mod`` is written for scalars, so it is mapped over all."""
+    """Return bool [T, tile_q, tile_kv]: ``mask_mod``, a function of scalars, mapped over all."""
     q_idx, kv_idx = grid.positions(m, n)
     # Positions beyond the lengths would reach outside captured tensors; their value is not used.
     q_idx = q_idx[:, :, 0].clamp(max=grid.q_len - 1)

@@ -27,26 +27,26 @@ class SplitLists(NamedTuple):
 
 
 def split(count: Tensor, index: Tensor, full: Tensor, value: Tensor | None = None) -> SplitLists:
-    """One merged list (``full`` bool per entry) -> a partial one and a full one."""
+    """Split one merged list (``full`` bool per entry) into a partial and a full one."""
     tables = (index, full) if value is None else (index, full, value)
     row, col, is_full, *carried = ragged(count, *tables)
     halves = []
     for chosen in (~is_full, is_full):
         columns = [col[chosen], *(extra[chosen] for extra in carried)]
         halves.append(compact(row[chosen], *columns, shape=count.shape))
-    partial, whole = halves
-    values = (partial[2], whole[2]) if carried else (None, None)
-    return SplitLists(partial[0], partial[1], whole[0], whole[1], *values)
+    partial, full_blocks = halves
+    values = (partial[2], full_blocks[2]) if carried else (None, None)
+    return SplitLists(partial[0], partial[1], full_blocks[0], full_blocks[1], *values)
 
 
 def merge(lists: SplitLists) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The inverse: (count, index, full, value), ascending; no block may be in both lists."""
+    """Invert `split`: (count, index, full, value), ascending; no block may be in both lists."""
     columns = [[lists.partial_index, lists.full_index]]
     if lists.partial_value is not None:
         columns.append([lists.partial_value, lists.full_value])
     partial = ragged(lists.partial_count, *(pair[0] for pair in columns))
-    whole = ragged(lists.full_count, *(pair[1] for pair in columns))
-    row, col, *carried = (torch.cat(pair) for pair in zip(partial, whole, strict=True))
+    full_blocks = ragged(lists.full_count, *(pair[1] for pair in columns))
+    row, col, *carried = (torch.cat(pair) for pair in zip(partial, full_blocks, strict=True))
     full = indices(row.numel(), row.device) >= partial[0].numel()
     order = (row * (int(col.max()) + 1 if col.numel() else 1) + col).argsort()
     values = [col[order], full[order], *(extra[order] for extra in carried)]

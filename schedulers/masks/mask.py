@@ -78,7 +78,7 @@ class BlockMask:
         object.__setattr__(self, "handle", handles.register(self))
 
     def _own(self) -> None:
-        """Copies of all tensors: whoever made this mask may write to theirs, after its hash too."""
+        """Copy all tensors, as the caller may write to the originals."""
         for side in ("kv", "q"):
             for name in ("count", "index", "full"):
                 name = f"{side}_{name}"
@@ -86,7 +86,7 @@ class BlockMask:
         object.__setattr__(self, "rule", self.rule.to(self.device, copy=True))
 
     def __reduce__(self):
-        """Made anew, without what was kept since: hashes, and what a backend made of it."""
+        """Rebuild the mask, without cached hashes and data of backends."""
         return type(self), tuple(getattr(self, part.name) for part in fields(self) if part.init)
 
     # Constructors
@@ -101,7 +101,7 @@ class BlockMask:
         block_size: int | tuple[int, int] = 128,
         device: torch.device | str | None = None,
     ) -> BlockMask:
-        """The exact lists of an element rule, on ``device`` or where the rule's tensors are."""
+        """Build the exact lists of a rule, on ``device`` or where the rule's tensors are."""
         grid = Grid(*checks.lengths(q_len, kv_len), checks.block_size(block_size))
         heads = checks.rule(rule, grid)
         operands = rule.tensors()
@@ -200,8 +200,8 @@ class BlockMask:
         integers [D + 1] from 0 to S, documents of length zero allowed.  On the tensor's device.
         """
         if (ids is None) == (cu_seqlens is None):
-            got = "both" if ids is not None else "neither"
-            raise MaskError(expected("ids, cu_seqlens", "exactly one of the two", got))
+            actual = "both" if ids is not None else "neither"
+            raise MaskError(expected("ids, cu_seqlens", "exactly one of the two", actual))
         if cu_seqlens is not None:
             offsets = checks.cu_seqlens(cu_seqlens).long()
             token = rules.indices(int(offsets[-1]), offsets.device)
@@ -222,7 +222,7 @@ class BlockMask:
         window_size: tuple[int | None, int | None] = (None, None),
         block_size: int | tuple[int, int] = 128,
     ) -> BlockMask:
-        """Sequences packed one behind another, as one problem of S = cu_seqlens[-1] tokens.
+        """Sequences packed one after another, as one problem of S = cu_seqlens[-1] tokens.
 
         cu_seqlens: as in ``document``.  window_size: (left, right), as in ``sliding_window``.
         Blocks are counted from the pack's start, so that a sequence's bits follow where it lies;
@@ -275,8 +275,8 @@ class BlockMask:
         checks.block_list_values("kv_count", kv_count, "kv_index", kv_index, grid.num_kv_blocks)
         row, col = build.ragged(kv_count, kv_index)
         chosen = mask_bits.pattern(grid, tuple(kv_count.shape[:2]), row, col)
-        whole = chosen if rule is None else all_of(chosen, rule)
-        return cls.from_rule(whole, q_len, kv_len, block_size=grid.block_size)
+        full_rule = chosen if rule is None else all_of(chosen, rule)
+        return cls.from_rule(full_rule, q_len, kv_len, block_size=grid.block_size)
 
     @classmethod
     def from_flex(cls, flex) -> BlockMask:
@@ -287,24 +287,24 @@ class BlockMask:
         grid = rule.grid
         return cls.from_rule(rule, grid.q_len, grid.kv_len, block_size=grid.block_size)
 
-    # Combination and change
+    # Combine and convert
 
     def __and__(self, other: BlockMask) -> BlockMask:
-        """Allowed by both.  Lengths, block sizes and devices agree, batch and heads broadcast."""
+        """Intersect masks of equal lengths, block sizes and devices; batch and heads broadcast."""
         return self._combine(other, all_of) if isinstance(other, BlockMask) else NotImplemented
 
     def __or__(self, other: BlockMask) -> BlockMask:
-        """Allowed by either."""
+        """Unite: allowed by either."""
         return self._combine(other, any_of) if isinstance(other, BlockMask) else NotImplemented
 
-    def _combine(self, other: BlockMask, how) -> BlockMask:
+    def _combine(self, other: BlockMask, combine) -> BlockMask:
         for name in ("q_len", "kv_len", "block_size", "device"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 raise MaskError(expected(f"other.{name}", f"{mine} like the first mask", theirs))
         checks.extent(self.shape, other.shape, "other.shape")
         return BlockMask.from_rule(
-            how(self.rule, other.rule),
+            combine(self.rule, other.rule),
             self.q_len,
             self.kv_len,
             block_size=self.block_size,
@@ -341,7 +341,7 @@ class BlockMask:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(batch or 1, heads or 1)."""
+        """Shape (batch or 1, heads or 1)."""
         return tuple(self.kv_count.shape[:2])
 
     @property
@@ -350,7 +350,7 @@ class BlockMask:
 
     @cached_property
     def num_blocks(self) -> int:
-        """Blocks that are not empty, over all batches and heads of ``shape``."""
+        """Number of blocks that are not empty, over all batches and heads of ``shape``."""
         return int(self.kv_count.sum())
 
     @cached_property
@@ -358,7 +358,7 @@ class BlockMask:
         return int(self.kv_full.sum())
 
     def density(self) -> float:
-        """Blocks that are not empty over all blocks; 0 for a mask without blocks."""
+        """Share of blocks that are not empty; 0 for a mask without blocks."""
         return self.num_blocks / max(1, self.kv_count.numel() * self.num_kv_blocks)
 
     @property
@@ -366,8 +366,10 @@ class BlockMask:
         """Rule to evaluate inside partial blocks: ``rule`` less its block patterns, true there."""
         if not isinstance(self.rule, And):
             return self.rule
-        kept = [part for part in self.rule.parts if not mask_bits.is_pattern(part, self.grid)]
-        return all_of(*kept) if kept else Band(None, None)
+        element_parts = [
+            part for part in self.rule.parts if not mask_bits.is_pattern(part, self.grid)
+        ]
+        return all_of(*element_parts) if element_parts else Band(None, None)
 
     def split(self, side: str = "kv", value: Tensor | None = None) -> mask_lists.SplitLists:
         """Separate partial and full lists of the "kv" lists, or of the "q" lists (the transpose).
@@ -381,7 +383,7 @@ class BlockMask:
         return mask_lists.split(count, index, full, value)
 
     def tiles(self, bits: mask_bits.Bits, side: str = "kv") -> Tensor:
-        """int32 as ``kv_index`` (or ``q_index``): the row of ``bits.words`` for each listed block.
+        """Return the row of ``bits.words`` of each listed block: int32 shaped as that index.
 
         -1 where ``bits``, a part of ``rule``, holds no tile: the block is full or empty there.
         """
@@ -393,7 +395,7 @@ class BlockMask:
         return torch.where(place < count[..., None], bits.find(b, h, m, n)[1], -1)
 
     def lists(self, side: str) -> tuple[Tensor, Tensor, Tensor]:
-        """(count, index, full) of the "kv" lists, or of the "q" lists (the transpose)."""
+        """Return (count, index, full) of the "kv" lists, or of the "q" lists (the transpose)."""
         if side not in ("kv", "q"):
             raise MaskError(expected("side", "'kv' or 'q'", repr(side)))
         return tuple(getattr(self, f"{side}_{name}") for name in ("count", "index", "full"))
@@ -405,27 +407,27 @@ class BlockMask:
         blocks = hashlib.sha256(f"cute_kernels.BlockMask 1 {size}".encode())
         for tensor in (self.kv_count, col, full):
             blocks.update(tensor_bytes(tensor))
-        whole = blocks.copy()
-        whole.update(self.rule.digest())
-        return blocks.digest(), whole.digest()
+        full_digest = blocks.copy()
+        full_digest.update(self.rule.digest())
+        return blocks.digest(), full_digest.digest()
 
     def hash(self) -> str:
-        """64 hex digits.  Equal hashes: the same blocks and the same rule, on any device.
+        """Digest of 64 hex digits.  Equal hashes: the same blocks and the same rule, on any device.
 
         The same elements under different rules (``causal`` and its ``from_dense``) differ.
         """
         return self._digests[1].hex()
 
     def block_hash(self) -> str:
-        """64 hex digits over lengths, block size and lists: all that a schedule depends on."""
+        """Digest over lengths, block size and lists, on which schedules depend: 64 hex digits."""
         return self._digests[0].hex()
 
     def dense_blocks(self) -> Tensor:
-        """uint8 [B, H, Mb, Nb]: 0 empty, 1 partial, 2 full.  At most 2**26 blocks."""
+        """Return uint8 [B, H, Mb, Nb]: 0 empty, 1 partial, 2 full.  At most 2**26 blocks."""
         return mask_dense.dense_blocks(self)
 
     def to_dense(self) -> Tensor:
-        """Bool [B, H, q_len, kv_len], for tests.  At most 2**28 elements.
+        """Return bool [B, H, q_len, kv_len], for tests.  At most 2**28 elements.
 
         Empty blocks are False and full ones True whatever the rule says; the rule decides inside
         partial blocks.

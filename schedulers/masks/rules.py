@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-# Block classes.  Only And, Or and Bits answer UNKNOWN; build then looks at the elements.
+# Block classes.  Only And, Or and Bits answer UNKNOWN; build then evaluates the elements.
 EMPTY, PARTIAL, FULL, UNKNOWN = 0, 1, 2, 3
 
 # The most elements that one temporary of a mask computation has (unless one block is larger).
@@ -44,21 +44,21 @@ class Grid:
 
     @property
     def tile(self) -> tuple[int, int]:
-        """The block size, cut to the lengths: what a stored block needs."""
+        """Block size cut to the lengths: the size of a stored block."""
         return min(self.block_size[0], self.q_len), min(self.block_size[1], self.kv_len)
 
     def q_span(self, m: Tensor) -> tuple[Tensor, Tensor]:
-        """First and last query position of blocks ``m``, cut to the length."""
+        """Return the first and last query position of blocks ``m``, cut to the length."""
         first = m * self.block_size[0]
         return first, (first + self.block_size[0] - 1).clamp(max=self.q_len - 1)
 
     def kv_span(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """First and last key position of every key block, each int64 [num_kv_blocks]."""
+        """Return the first and last key position of every key block, each int64 [num_kv_blocks]."""
         first = indices(self.num_kv_blocks, device) * self.block_size[1]
         return first, (first + self.block_size[1] - 1).clamp(max=self.kv_len - 1)
 
     def positions(self, m: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
-        """Query [T, tile_q, 1] and key [T, 1, tile_kv] positions of blocks (m[t], n[t])."""
+        """Return query [T, tile_q, 1] and key [T, 1, tile_kv] positions of blocks (m[t], n[t])."""
         q_idx = m[:, None] * self.block_size[0] + indices(self.tile[0], m.device)
         kv_idx = n[:, None] * self.block_size[1] + indices(self.tile[1], m.device)
         return q_idx[:, :, None], kv_idx[:, None, :]
@@ -68,17 +68,17 @@ class Grid:
 
 
 def indices(size: int, device: torch.device) -> Tensor:
-    """int64 [size]: 0, 1, 2, ..., whatever torch's default dtype and device are."""
+    """Return int64 [size]: 0, 1, 2, ..., whatever torch's default dtype and device are."""
     return torch.arange(size, dtype=torch.int64, device=device)
 
 
-def kind_of(some: Tensor, every: Tensor) -> Tensor:
-    """EMPTY, PARTIAL or FULL as uint8 from "some element is allowed" and "every element is"."""
-    return some.to(torch.uint8) + (some & every).to(torch.uint8)
+def kind_of(any_allowed: Tensor, every: Tensor) -> Tensor:
+    """Return EMPTY, PARTIAL or FULL as uint8 from "any element is allowed" and "all are"."""
+    return any_allowed.to(torch.uint8) + (any_allowed & every).to(torch.uint8)
 
 
 def take(index: Tensor, size: int) -> Tensor:
-    """A batch or head index into a dimension of ``size``; a dimension of 1 serves every index."""
+    """Return a batch or head index into a dimension of ``size``, which may be 1."""
     return index if size > 1 else torch.zeros_like(index)
 
 
@@ -91,14 +91,14 @@ class Rule(ABC):
 
     @abstractmethod
     def evaluate(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """Bool, broadcasts with the four int64 tensors; positions lie within the lengths."""
+        """Return bool, broadcast with the four int64 tensors; positions lie within the lengths."""
 
     @abstractmethod
     def classify(self, grid: Grid, b: Tensor, h: Tensor, m: Tensor) -> Tensor:
-        """uint8 [R, num_kv_blocks]: the class of every key block for R query blocks (b, h, m)."""
+        """Classify every key block for R query blocks (b, h, m): uint8 [R, num_kv_blocks]."""
 
     def blocks(self, grid: Grid, b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
-        """Bool [T, tile_q, tile_kv]: the elements of T blocks; outside the lengths undefined."""
+        """Return elements of T blocks, bool [T, tile_q, tile_kv]; undefined past the lengths."""
         q_idx, kv_idx = grid.positions(m, n)
         value = self.evaluate(
             b[:, None, None],
@@ -109,12 +109,12 @@ class Rule(ABC):
         return value.expand(m.numel(), *grid.tile)
 
     def tensors(self) -> list[Tensor]:
-        """The run-time operands, in tree order."""
+        """Return the run-time operands, in tree order."""
         values = (getattr(self, field.name) for field in fields(self))
         return [value for value in values if isinstance(value, Tensor)]
 
     def structure(self) -> str:
-        """Everything but the contents of the tensors, as text."""
+        """Describe all but the contents of the tensors, as text."""
         parts = []
         for field in fields(self):
             value = getattr(self, field.name)
@@ -123,14 +123,14 @@ class Rule(ABC):
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def digest(self) -> bytes:
-        """32 bytes.  Equal digests: equal rules.  Device and operand order do not matter."""
+        """Digest of 32 bytes, equal for equal rules on any device and in any operand order."""
         h = hashlib.sha256(self.structure().encode())
         for tensor in self.tensors():
             h.update(tensor_bytes(tensor))
         return h.digest()
 
     def to(self, device: torch.device | str, copy: bool = False) -> Rule:
-        """The rule on a device; ``copy``: with tensors of its own even if it is there already."""
+        """Move the rule to a device; ``copy``: copy its tensors even if they are on it."""
         moved = {
             field.name: value.to(device, copy=copy)
             for field in fields(self)
@@ -140,15 +140,15 @@ class Rule(ABC):
 
     def __str__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        shown = [f"{k}={v}" for k, v in values.items() if not isinstance(v, Tensor)]
-        return f"{type(self).__name__}({', '.join(shown)})"
+        settings = [f"{k}={v}" for k, v in values.items() if not isinstance(v, Tensor)]
+        return f"{type(self).__name__}({', '.join(settings)})"
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
-    """The elements of a tensor as bytes, in row-major order, for a digest."""
-    # A clone: of one element, a tensor of any stride is contiguous, and is no view of bytes.
-    own = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-    return own.view(-1).view(torch.uint8).numpy().tobytes()
+    """Return the elements of a tensor as bytes, in row-major order, for a digest."""
+    # A clone, as a tensor of one element and any stride counts as contiguous but has no byte view.
+    copy = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return copy.view(-1).view(torch.uint8).numpy().tobytes()
 
 
 @dataclass(frozen=True)

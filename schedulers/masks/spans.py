@@ -1,4 +1,4 @@
-"""The rule "each query sees one run of keys": what padding, packs and windows amount to."""
+"""The rule "each query sees one run of keys", as of padding, varlen batches and windows."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Spans(Rule):
         q_idx = (m[:, None] * grid.block_size[0] + rows).clamp(max=grid.q_len - 1)
         b = take(b, self.first.shape[0])[:, None]
         kinds = []
-        # As many blocks of queries at a time as fit, at least one.
+        # At most CHUNK elements at a time, at least one block of queries.
         step = max(1, rules.CHUNK // max(1, q_idx.shape[1] * grid.num_kv_blocks))
-        for part, at in zip(q_idx.split(step), b.split(step), strict=True):
-            first, end = (t[at, part][:, :, None] for t in (self.first, self.end))
-            some = (first <= kv_last) & (end > kv_first) & (first < end)
+        for part, batch_index in zip(q_idx.split(step), b.split(step), strict=True):
+            first, end = (t[batch_index, part][:, :, None] for t in (self.first, self.end))
+            any_allowed = (first <= kv_last) & (end > kv_first) & (first < end)
             every = (first <= kv_first) & (end > kv_last)
-            kinds.append(kind_of(some.any(dim=1), every.all(dim=1)))
+            kinds.append(kind_of(any_allowed.any(dim=1), every.all(dim=1)))
         return torch.cat(kinds) if kinds else m.new_zeros(0, grid.num_kv_blocks, dtype=torch.uint8)

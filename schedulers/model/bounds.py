@@ -1,4 +1,4 @@
-"""How good can a schedule be?  Lower bounds, and for small cases the optimum.
+"""Lower bounds of a schedule's time, and for small cases the optimum.
 
 The bounds hold for every schedule of the model in ``simulate``.  The optimum, from OR-tools
 CP-SAT, is over all launch orders and all visiting orders with ranks that follow the launch, that is
@@ -19,7 +19,7 @@ from ..order.ranks import BlockGrid, block_grid
 from ..order.schedule import Schedule
 from .machines import Machine, query_heads, resolve
 
-# CP-SAT is asked only where it can answer: visits of all heads together.
+# Most visits of all heads for which CP-SAT is used.
 MAX_VISITS = 96
 
 
@@ -49,16 +49,16 @@ class Bound:
 
     @property
     def any_order_ns(self) -> int:
-        """The greatest bound that holds for every schedule."""
+        """Greatest bound that holds for every schedule."""
         return max(self.work_ns, self.packing_ns, self.longest_ns, self.chain_ns)
 
     @property
     def lower_ns(self) -> int:
-        """The greatest bound for schedules that progress with any residency."""
+        """Greatest bound for schedules that progress with any residency."""
         return max(self.any_order_ns, self.launch_ns, self.solver_ns or 0)
 
     def binding(self) -> str:
-        """The name of the bound that ``lower_ns`` is."""
+        """Name of the bound that ``lower_ns`` is."""
         names = ("work_ns", "packing_ns", "longest_ns", "chain_ns", "launch_ns", "solver_ns")
         return next(name for name in names if getattr(self, name) == self.lower_ns)
 
@@ -71,19 +71,19 @@ def bound(
     group: int = 1,
     solve_s: float = 0,
 ) -> Bound:
-    """Lower bounds; with ``solve_s`` > 0 also CP-SAT's best schedule within that many seconds.
+    """Compute lower bounds; with ``solve_s`` > 0 also CP-SAT's best schedule in that many seconds.
 
     Arguments as for ``select``.  CP-SAT needs ``ortools`` (extra ``schedule``), one dQ stage and at
     most ``MAX_VISITS`` visits; ScheduleError otherwise.
     """
     grid = block_grid(block_mask, heads)
     machine, tiles = resolve(machine).for_blocks(grid.block_size)
-    found = lower_bound(grid, machine, tiles, query_heads(group))
-    return found if not solve_s else _solve(grid, machine, tiles * group, found, solve_s)
+    lower = lower_bound(grid, machine, tiles, query_heads(group))
+    return lower if not solve_s else _solve(grid, machine, tiles * group, lower, solve_s)
 
 
 def lower_bound(grid: BlockGrid, machine: Machine, tiles: int, group: int = 1) -> Bound:
-    """The bounds of a mask on a machine whose costs are those of the grid's tiles.
+    """Compute the bounds of a mask on a machine whose costs are those of the grid's tiles.
 
     The chain and the launch are those of the last query head's rows: every writer comes to them
     after its visits for the heads before.
@@ -115,22 +115,22 @@ def lower_bound(grid: BlockGrid, machine: Machine, tiles: int, group: int = 1) -
 
 
 def _packing(durations: np.ndarray, slots: int) -> int:
-    """durations int64, longest first."""
+    """Packing bound of durations int64, longest first."""
     total = np.concatenate(([0], np.cumsum(durations)))
     waves = np.arange(1, (len(durations) - 1) // slots + 1)
     last = waves * slots + 1
     return int((total[last] - total[last - waves - 1]).max(initial=0))
 
 
-def _solve(grid: BlockGrid, machine: Machine, tiles: int, found: Bound, seconds: float) -> Bound:
+def _solve(grid: BlockGrid, machine: Machine, tiles: int, lower: Bound, seconds: float) -> Bound:
     from ortools.sat.python import cp_model
 
     visits = int((grid.host[grid.mask_of] > 0).sum()) * tiles
     if machine.dq_stages != 1 or tiles != 1 or not 0 < visits <= MAX_VISITS:
         want = f"one dQ stage, one step per block and 1 to {MAX_VISITS} visits"
-        got = f"{machine.dq_stages} stages, {tiles} steps, {visits} visits"
-        raise ScheduleError(expected("bound with solve_s", want, got))
-    model = _Model(cp_model.CpModel(), grid, machine, found.lower_ns)
+        actual = f"{machine.dq_stages} stages, {tiles} steps, {visits} visits"
+        raise ScheduleError(expected("bound with solve_s", want, actual))
+    model = _Model(cp_model.CpModel(), grid, machine, lower.lower_ns)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = 1
@@ -140,11 +140,11 @@ def _solve(grid: BlockGrid, machine: Machine, tiles: int, found: Bound, seconds:
         raise ScheduleError(expected("solve_s", "time enough for a first solution", seconds))
     tick = machine.tick()
     return Bound(
-        found.work_ns,
-        found.packing_ns,
-        found.longest_ns,
-        found.chain_ns,
-        found.launch_ns,
+        lower.work_ns,
+        lower.packing_ns,
+        lower.longest_ns,
+        lower.chain_ns,
+        lower.launch_ns,
         round(solver.objective_value) * tick,
         status == cp_model.OPTIMAL,
         math.ceil(solver.best_objective_bound - 1e-6) * tick,
@@ -153,7 +153,7 @@ def _solve(grid: BlockGrid, machine: Machine, tiles: int, found: Bound, seconds:
 
 
 class _Model:
-    """The constraints, in ticks: a position and a span per ticket, two times per visit."""
+    """CP-SAT model in ticks: a position and a span per ticket, two times per visit."""
 
     def __init__(self, model, grid: BlockGrid, machine: Machine, least_ns: int):
         self.model, self.grid = model, grid
@@ -175,9 +175,9 @@ class _Model:
         model.add_cumulative(spans, [1] * len(spans), machine.slots)
         model.add_all_different(self.place.values())
         names = list(self.place)
-        for i, one in enumerate(names):
-            for other in names[i + 1 :]:
-                self._order(one, other)
+        for i, first in enumerate(names):
+            for second in names[i + 1 :]:
+                self._order(first, second)
         self.makespan = model.new_int_var(least_ns // tick, self.horizon, "")
         model.add_max_equality(self.makespan, self.stop.values())
         model.minimize(self.makespan)
@@ -193,23 +193,23 @@ class _Model:
         )
         computing, holding = [], []
         for row in np.flatnonzero(column).tolist():
-            cost, done, landed = self.cost[column[row]], self._time(), self._time()
+            cost, computed, landed = self.cost[column[row]], self._time(), self._time()
             self.landed[(*name, row)] = landed
-            model.add(done >= start + self.begin + cost)
+            model.add(computed >= start + self.begin + cost)
             model.add(stop >= landed + self.end)
-            computing.append(model.new_interval_var(done - cost, cost, done, ""))
+            computing.append(model.new_interval_var(computed - cost, cost, computed, ""))
             holding_ns = model.new_int_var(self.reduce, self.horizon, "")
-            holding.append(model.new_interval_var(done, holding_ns, landed, ""))
+            holding.append(model.new_interval_var(computed, holding_ns, landed, ""))
         model.add_no_overlap(computing)
         model.add_no_overlap(holding)
         busy = sum(self.cost[kind] for kind in column) + (self.reduce if holding else 0)
         model.add(stop >= start + self.begin + busy + self.end)
         return model.new_interval_var(start, self._time(), stop, "")
 
-    def _order(self, one, other) -> None:
+    def _order(self, left, right) -> None:
         model, first = self.model, self.model.new_bool_var("")
         step = self.reduce + self.handoff
-        for a, b, lit in ((one, other, first), (other, one, first.negated())):
+        for a, b, lit in ((left, right, first), (right, left, first.negated())):
             model.add(self.place[a] < self.place[b]).only_enforce_if(lit)
             model.add(self.start[a] <= self.start[b]).only_enforce_if(lit)
             for name, landed in self.landed.items():
@@ -218,7 +218,7 @@ class _Model:
                     model.add(landed >= earlier + step).only_enforce_if(lit)
 
     def schedule(self, solver) -> Schedule:
-        """The solution's launch and visiting orders, one set of lists per head."""
+        """Return the solution's launch and visiting orders, one set of lists per head."""
         grid = self.grid
         order = sorted(self.place, key=lambda name: solver.value(self.place[name]))
         blocks = grid.host[grid.mask_of]

@@ -1,4 +1,4 @@
-"""Schedules in the making: plans, and what the model says they take.
+"""Candidate schedules: plans, and their times by the model.
 
 A ``Plan`` is a launch order and the visits of each column, for each distinct mask; ranks follow the
 launch.  A ``Case`` times plans over all heads, section by section, several plans side by side.
@@ -21,15 +21,15 @@ from .traffic import Gaps, memory_ns
 
 # Visits of all plans timed side by side; bounds the memory.
 _BATCH = 1 << 22
-# Plans that go on after the first section.
-_AHEAD = 3
-# Tickets for each slot, whose visits tell how many tiles leave L2.
-_TOLD = 4
+# Number of plans that continue after the first section.
+_CONTINUED = 3
+# Tickets of each slot whose visits are used to estimate the tiles that leave L2.
+_L2_TICKETS = 4
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """order int64 [G, N]: columns in launch order; rows int32 [G, N, L]: visits by column."""
+    """Plan: columns in launch order, int64 [G, N], and visits by column, rows int32 [G, N, L]."""
 
     kind: str
     walk: str
@@ -37,26 +37,26 @@ class Plan:
     rows: np.ndarray
 
 
-def named_plans(grid: BlockGrid, named: tuple[str, ...], shortest: bool = False) -> list[Plan]:
-    """Right to left, left to right, longest first and, if asked, shortest first, each with the
-    walks named; no plan twice."""
+def named_plans(grid: BlockGrid, walk_names: tuple[str, ...], shortest: bool = False) -> list[Plan]:
+    """Return the plans right to left, left to right, longest first and, if ``shortest``, shortest
+    first, each with the walks ``walk_names``, without repeats."""
     masks, columns = len(grid.blocks), grid.num_kv_blocks
-    left = np.broadcast_to(np.arange(columns), (masks, columns))
-    orders = {"spt": left[:, ::-1], "left_to_right": left, "lpt": longest_first(grid)}
+    ascending = np.broadcast_to(np.arange(columns), (masks, columns))
+    orders = {"spt": ascending[:, ::-1], "left_to_right": ascending, "lpt": longest_first(grid)}
     orders |= {"shortest_first": fewest_first(grid)} if shortest else {}
     blocks = grid.host
     walks = {walk: visits(blocks, walk, blocks) for walk in ("ascending", "descending")}
-    plans, seen = [], set()
-    for walk in named:
+    plans, known = [], set()
+    for walk in walk_names:
         for kind, order in orders.items():
             if walk == "by_rank":
                 place = ranks(grid.blocks, torch.from_numpy(order.copy())).cpu().numpy()
                 rows = visits(blocks, walk, place)
             else:
                 rows = walks[walk]
-            same = (order.tobytes(), rows.tobytes())
-            if same not in seen:
-                seen.add(same)
+            key = (order.tobytes(), rows.tobytes())
+            if key not in known:
+                known.add(key)
                 plans.append(Plan(kind, walk, order, rows))
     return plans
 
@@ -100,7 +100,7 @@ class Case:
 
     @cached_property
     def alone_ns(self) -> np.ndarray:
-        """int64 [heads]: all tickets of each head, never waiting, one after another."""
+        """Time of all tickets of each head without waits, one after another, int64 [heads]."""
         machine, blocks = self.machine, self.grid.host
         costs = np.array([0, machine.partial_ns, machine.full_ns]) * self.tiles * self.group
         busy = costs[blocks].sum(axis=1)
@@ -110,17 +110,17 @@ class Case:
 
     @property
     def steps(self) -> int:
-        """Visits of one block: its tiles, for each query head."""
+        """Number of visits of one block: its tiles, for each query head."""
         return self.tiles * self.group
 
     def full(self, rows: np.ndarray) -> np.ndarray:
-        """bool like rows [G, N, L]: which visits are of full blocks."""
+        """Whether visits are of full blocks: bool like rows [G, N, L]."""
         if not rows.size:
             return rows > 0
         return np.take_along_axis(self.grid.host.transpose(0, 2, 1), np.maximum(rows, 0), 2) == 2
 
     def programs(self, plans: list[Plan]) -> Programs:
-        """The lists of plan k and mask g in launch order, as program k * G + g."""
+        """Return the lists of plan k and mask g in launch order, as program k * G + g."""
         if self.table[0] != plans:
             self.table[:] = [plans, self._programs(plans)]
         return self.table[1]
@@ -141,18 +141,18 @@ class Case:
         order = np.broadcast_to(np.arange(columns), (masks, columns))
         return self._programs([Plan("", "", order, visits(self.grid.host, "ascending", None))])
 
-    def lists(self, table: Programs, which: np.ndarray, start: int, size: int) -> Programs:
-        """Lists that the heads start..start + size run under plans ``which``."""
+    def lists(self, table: Programs, plans: np.ndarray, start: int, size: int) -> Programs:
+        """Return the lists of the heads start..start + size under ``plans``."""
         masks, mine = len(self.grid.blocks), self.grid.mask_of[start : start + size]
         if (mine == mine[0]).all():
-            return table.pick(which * masks + mine[0])
-        return table.pick((which * masks + mine[:, None]).reshape(-1))
+            return table.pick(plans * masks + mine[0])
+        return table.pick((plans * masks + mine[:, None]).reshape(-1))
 
     def race(self, plans: list[Plan], best_ns: int | None = None, start: int = 0) -> Race:
-        """Times plans[start:] over all heads, side by side.
+        """Time plans[start:] over all heads, side by side.
 
         One that cannot beat ``best_ns`` any more is given up.  Of three or more sections, the
-        first shows which ``_AHEAD`` plans go on.
+        first shows which ``_CONTINUED`` plans go on.
         """
         step = max(1, _BATCH // max(1, plans[0].rows.size * self.steps))
         race = Race({}, {}, [{} for _ in self.sections])
@@ -163,39 +163,44 @@ class Case:
             best_ns = min([*times, best_ns] if best_ns is not None else times, default=None)
         return race
 
-    def _race(self, plans: list[Plan], which: np.ndarray, best_ns: int | None) -> Race:
-        table = self.programs([plans[plan] for plan in which])
-        clock = Clock(self.machine, len(which), table.cost.dtype)
-        race = Race(dict.fromkeys(which.tolist()), {}, [])
-        alive, start, left = np.arange(len(which)), 0, int(self.alone_ns.sum())
+    def _race(self, plans: list[Plan], candidates: np.ndarray, best_ns: int | None) -> Race:
+        table = self.programs([plans[plan] for plan in candidates])
+        clock = Clock(self.machine, len(candidates), table.cost.dtype)
+        race = Race(dict.fromkeys(candidates.tolist()), {}, [])
+        alive, start, remaining_ns = np.arange(len(candidates)), 0, int(self.alone_ns.sum())
         for index, size in enumerate(self.sections):
-            race.marks.append(dict(zip(which[alive].tolist(), clock.free.copy(), strict=True)))
+            race.marks.append(dict(zip(candidates[alive].tolist(), clock.free.copy(), strict=True)))
             clock.section(self.lists(table, alive, start, size), size)
-            start, left = start + size, left - int(self.alone_ns[start : start + size].sum())
-            sure = -(-(clock.spent_ns() + left) // self.machine.slots)
+            start, remaining_ns = (
+                start + size,
+                remaining_ns - int(self.alone_ns[start : start + size].sum()),
+            )
+            sure = -(-(clock.spent_ns() + remaining_ns) // self.machine.slots)
             sure = np.maximum(sure, clock.makespan_ns())
-            kept = sure < best_ns if best_ns is not None else np.ones(len(alive), bool)
+            alive_mask = sure < best_ns if best_ns is not None else np.ones(len(alive), bool)
             if index == 0 and len(self.sections) > 2:
-                kept &= np.isin(np.arange(len(alive)), np.argsort(sure, kind="stable")[:_AHEAD])
-            if not kept.all():
-                alive = alive[kept]
-                clock.keep(kept)
+                alive_mask &= np.isin(
+                    np.arange(len(alive)), np.argsort(sure, kind="stable")[:_CONTINUED]
+                )
+            if not alive_mask.all():
+                alive = alive[alive_mask]
+                clock.keep(alive_mask)
             if not len(alive):
                 race.marks += [{} for _ in self.sections[index + 1 :]]
                 return race
-        names = which[alive].tolist()
+        names = candidates[alive].tolist()
         race.times |= zip(names, clock.makespan_ns().tolist(), strict=True)
         race.spent |= zip(names, clock.spent_ns().tolist(), strict=True)
         return race
 
     def memory_ns(self, plans: list[Plan], plan: int, makespan_ns: int) -> int:
-        """Time that tiles which leave L2 between their writers add to plans[plan]."""
-        table, gaps, which = self.programs(plans), Gaps(), np.array([plan])
+        """Return the time that tiles which leave L2 between their writers add to plans[plan]."""
+        table, gaps, plan_index = self.programs(plans), Gaps(), np.array([plan])
         clock, start = Clock(self.machine, 1, table.cost.dtype, gaps), 0
         for size in self.sections:
-            clock.section(self.lists(table, which, start, size), size)
+            clock.section(self.lists(table, plan_index, start, size), size)
             start += size
-            if start * self.grid.num_kv_blocks >= _TOLD * self.machine.slots:
+            if start * self.grid.num_kv_blocks >= _L2_TICKETS * self.machine.slots:
                 break
         ticks = clock.spent_ns()[0] / clock.tick / self.machine.slots
         visits = int(np.count_nonzero(self.grid.host, axis=(1, 2))[self.grid.mask_of].sum())
@@ -207,19 +212,21 @@ class Case:
         plans: list[Plan],
         base: int,
         mark: np.ndarray,
-        left: int,
+        heads_left: int,
         tail: int,
         tails: np.ndarray,
     ) -> np.ndarray:
-        """int64 [tails]: makespans of the last ``left`` heads, begun when the slots are free at
+        """Return makespans, int64 [tails], of the last ``heads_left`` heads, with slots free at
         ``mark``: all but ``tail`` of them under plan ``base``, then those under each of the plans
         ``tails``."""
         table = self.programs(plans)
         clock = Clock(self.machine, 1, table.cost.dtype)
         clock.free[:] = mark
-        start = self.grid.heads - left
-        if left > tail:
-            clock.section(self.lists(table, np.array([base]), start, left - tail), left - tail)
+        start = self.grid.heads - heads_left
+        if heads_left > tail:
+            clock.section(
+                self.lists(table, np.array([base]), start, heads_left - tail), heads_left - tail
+            )
         clock.keep(np.zeros(len(tails), np.int64))
         lists = self.lists(table, tails, self.grid.heads - tail, tail)
         clock.section(lists, tail)
@@ -228,7 +235,7 @@ class Case:
     def by_turns(
         self, orders: np.ndarray, delay: np.ndarray | None = None, ahead_ns: int | None = None
     ) -> tuple[int, int, list[np.ndarray]] | None:
-        """Launch orders int64 [K, G, N], rows visited as their turns come.
+        """Time launch orders int64 [K, G, N] whose rows are visited as their turns come.
 
         ``(candidate, makespan, visits)`` of the one that has spent least after a section; None if
         that is no less than ``ahead_ns``.  visits: int32 [N, L] by column, of each head.
@@ -271,25 +278,25 @@ class Case:
 def compose(
     case: Case, sections: list[int], orders: list[np.ndarray], rows: list[np.ndarray], name: str
 ) -> Schedule:
-    """A schedule from each head's launch order [N] and visits [N, L]; equal lists are shared."""
+    """Build a schedule of each head's launch order [N] and visits [N, L], sharing equal lists."""
     grid = case.grid
-    objects, sets, which = {}, {}, []
+    objects, sets, set_of_head = {}, {}, []
     for mask, order, visited in zip(grid.mask_of.tolist(), orders, rows, strict=True):
         thing = (mask, order.tobytes(), id(visited))
         if thing not in objects:
-            same = (mask, order.tobytes(), visited.tobytes())
-            objects[thing] = sets.setdefault(same, (len(sets), mask, order, visited))[0]
-        which.append(objects[thing])
+            key = (mask, order.tobytes(), visited.tobytes())
+            objects[thing] = sets.setdefault(key, (len(sets), mask, order, visited))[0]
+        set_of_head.append(objects[thing])
     masks = [entry[1] for entry in sets.values()]
     masks = torch.tensor(masks, dtype=torch.int64, device=grid.blocks.device)
-    written = np.stack([entry[2] for entry in sets.values()])
+    launch_orders = np.stack([entry[2] for entry in sets.values()])
     blocks = grid.blocks.index_select(0, masks)
     return assemble(
         blocks.cpu().numpy(),
         np.stack([entry[3] for entry in sets.values()]),
-        ranks(blocks, torch.from_numpy(written)).cpu().numpy(),
+        ranks(blocks, torch.from_numpy(launch_orders)).cpu().numpy(),
         launch(np.stack(orders), sections),
-        np.array(which),
+        np.array(set_of_head),
         block_size=grid.block_size,
         heads_in_flight=case.flight,
         name=name,

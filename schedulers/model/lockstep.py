@@ -32,7 +32,7 @@ import numpy as np
 from .machines import Machine
 from .traffic import Gaps
 
-# Parts of a tick in which visits are put off when they are ordered by their turns.
+# Parts of a tick: the unit of delays when visits are sorted by their turns.
 SCALE = np.int64(1024)
 _NEVER = np.int64(1) << 62
 # Values up to which NumPy's running maximum is faster than a doubling scan.
@@ -48,7 +48,7 @@ def exact_for(machine: Machine) -> bool:
 
 @dataclass(frozen=True)
 class Programs:
-    """X lists of tickets, each N places long; L visits with at least one of padding.
+    """Lists of tickets: X lists of N places; L visits with at least one of padding.
 
     row        int64 [N, L, X]   rows in visiting order, ``num_rows`` in the padding
     cost       [N, L, X]         c_i in ticks, 0 in the padding
@@ -68,27 +68,26 @@ class Programs:
 
     @property
     def steps(self) -> int:
-        """Visits of one block: its tiles, for each query head."""
+        """Number of visits of one block: its tiles, for each query head."""
         return self.tiles * self.group
 
-    def pick(self, which: np.ndarray) -> Programs:
-        """The programs ``which`` [X'], in that order; the same object as the last time if that
-        were the same."""
-        name = which.tobytes()
+    def pick(self, programs: np.ndarray) -> Programs:
+        """Return the programs with these indices [X'], in that order; the last result is cached."""
+        name = programs.tobytes()
         if name not in self.picked:
-            parts = (part.take(which, -1) for part in (self.row, self.cost, self.visits))
+            parts = (part.take(programs, -1) for part in (self.row, self.cost, self.visits))
             self.picked.clear()
             self.picked[name] = Programs(*parts, self.num_rows, self.tiles, self.group)
         return self.picked[name]
 
     def relaunch(self, order: np.ndarray, source: np.ndarray) -> Programs:
-        """Launch orders [X', N] of the programs ``source`` [X'], from programs by column."""
+        """Apply launch orders [X', N] to the programs ``source`` [X'], which are by column."""
         row, cost = (part[order.T, :, source].transpose(0, 2, 1) for part in (self.row, self.cost))
         visits = self.visits[order.T, source]
         return Programs(row, cost, visits, self.num_rows, self.tiles, self.group)
 
     def blocks(self, row: np.ndarray) -> np.ndarray:
-        """int64 [N, L', X]: the query blocks of rows like ``row``, M past the end of a list."""
+        """Return the query blocks of rows like ``row``, int64 [N, L', X]; M past a list's end."""
         steps = row[:, : (row.shape[1] - 1) // self.group : self.tiles]
         steps = steps // self.tiles if self.tiles > 1 else steps
         return np.minimum(steps, self.num_rows // self.steps) if self.group > 1 else steps
@@ -103,7 +102,7 @@ def programs(
     heads: int,
     group: int = 1,
 ) -> Programs:
-    """``Programs`` from rows int [X, N, L] in launch and visiting order (-1 past the end) and
+    """Make ``Programs`` from rows int [X, N, L] in launch and visiting order (-1 past the end) and
     full bool [X, N, L], for a launch of ``heads`` heads.  ``tiles``: query tiles per block, visited
     upwards one by one; ``group``: query heads to a ticket, one after another."""
     if tiles > 1:
@@ -130,7 +129,7 @@ def programs(
 
 
 def _sums(cost: np.ndarray, machine: Machine) -> tuple[np.ndarray, np.ndarray]:
-    """``(total, early)`` of costs [.., L, X]: C_i with tile_start in it, and r - C_{j+s}, by which
+    """Sum costs [.., L, X] to ``(total, early)``: C_i with tile_start, and r - C_{j+s}, by which
     turn_j is moved, [.., L - s, X]."""
     stages, tick = machine.dq_stages, machine.tick()
     reduce = machine.reduce_ns // tick
@@ -143,7 +142,7 @@ def _sums(cost: np.ndarray, machine: Machine) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _dtype(shape: tuple[int, ...], machine: Machine, heads: int):
-    """int32 if even every visit of the launch after the other fits."""
+    """Return int32 if it holds the time of all visits in sequence, else int64."""
     step = machine.full_ns + machine.partial_ns + machine.reduce_ns + machine.handoff_ns
     fixed = machine.tile_start_ns + machine.tile_end_ns
     worst = heads * shape[0] * (shape[1] * step + fixed) // machine.tick()
@@ -151,7 +150,7 @@ def _dtype(shape: tuple[int, ...], machine: Machine, heads: int):
 
 
 class Clock:
-    """K candidates side by side: when each of their slots is free, in ticks."""
+    """Clock of K candidates side by side: when each of their slots is free, in ticks."""
 
     def __init__(self, machine: Machine, candidates: int, dtype, tape: Tape | Gaps | None = None):
         self.machine = machine
@@ -168,22 +167,22 @@ class Clock:
         self.board: _Board | None = None
         self.free = np.zeros((candidates, machine.slots), dtype)
 
-    def keep(self, which: np.ndarray) -> None:
-        """Keep the candidates ``which`` (repeats allowed)."""
-        self.free = self.free[which]
+    def keep(self, candidates: np.ndarray) -> None:
+        """Keep these ``candidates`` (repeats allowed)."""
+        self.free = self.free[candidates]
 
     def makespan_ns(self) -> np.ndarray:
-        """int64 [K]: when each candidate's last slot is free."""
+        """Return when each candidate's last slot is free, int64 [K]."""
         return self.free.max(axis=1).astype(np.int64) * self.tick
 
     def spent_ns(self) -> np.ndarray:
-        """int64 [K]: the slots' times so far, waits included, summed."""
+        """Return the sum of the slots' times, waits included, int64 [K]."""
         return self.free.sum(axis=1, dtype=np.int64) * self.tick
 
     def section(
         self, lists: Programs, heads: int, delay: np.ndarray | None = None
     ) -> np.ndarray | None:
-        """Times one section: place after place, ``heads`` tickets each.
+        """Time one section: place after place, ``heads`` tickets each.
 
         lists: [K] programs if the section's heads share a mask, else [heads * K], head first.
         delay: int64, broadcasts to [N, blocks, lists]; then each list's blocks are visited in the
@@ -209,14 +208,14 @@ class Clock:
         return None if delay is None else lists.blocks(board.spots // lists.row.shape[2])
 
     def _tickets(self, board: _Board, step: _Step, low: int, high: int) -> int:
-        """Times the tickets of heads ``low`` to ``high``; returns how many held.
+        """Time the tickets of heads ``low`` to ``high``; return how many are valid.
 
         Those before the first that would end before a later one begins: that frees a slot.
         """
         candidates, width = len(self.free), high - low
         begin, flat, turns = self.free[:, :width], step.views.flat, board.turns
         if step.whole:
-            # Clipped (all are inside), as NumPy buffers what it may have to raise for.
+            # All indices are valid; mode="clip" avoids the buffer that NumPy needs to raise.
             turns.take(step.spot, axis=0, out=flat, mode="clip")
         else:
             flat[:] = turns[step.spot, step.lanes]
@@ -230,28 +229,30 @@ class Clock:
             np.copyto(end, start + self.fixed, where=step.hollow)
         if not board.shared:
             end = end.reshape(width, candidates).T
-        kept = width
-        # Most often every ticket ends after the last one begins.
+        done_lanes = width
+        # Usually every ticket ends after the last one begins.
         if np.count_nonzero(end <= begin[:, -1:]):
-            kept = _in_step(begin, end, step.visits > 0 if self.instant and board.shared else None)
+            done_lanes = _in_step(
+                begin, end, step.visits > 0 if self.instant and board.shared else None
+            )
         if self.tape is not None:
-            self.tape.write(self, begin, end, (computed, step.views.turn), step.visits, kept)
-        if step.whole and kept == width:
+            self.tape.write(self, begin, end, (computed, step.views.turn), step.visits, done_lanes)
+        if step.whole and done_lanes == width:
             board.items[step.spot] = step.views.items
         elif board.shared:
-            turns[step.spot, low : low + kept] = flat[:, :kept]
+            turns[step.spot, low : low + done_lanes] = flat[:, :done_lanes]
         else:
-            columns, spot = kept * candidates, step.spot.reshape(-1, len(step.visits))
+            columns, spot = done_lanes * candidates, step.spot.reshape(-1, len(step.visits))
             turns[spot[:, :columns]] = step.views.turn[:, :columns]
-        self.free[:, :kept] = end[:, :kept]
+        self.free[:, :done_lanes] = end[:, :done_lanes]
         if self.tape is None:
             self.free.sort(axis=1)
         else:
             self.tape.sort(self)
-        return kept
+        return done_lanes
 
     def _visits(self, step: _Step, start: np.ndarray) -> np.ndarray:
-        """computed_i of a ticket per lane, solved as above; the turns in ``step.views`` become
+        """Solve computed_i of a ticket per lane, as above; the turns in ``step.views`` become
         landed_i and the handoff.  start: [lists, lanes]."""
         views, stages = step.views, self.machine.dq_stages
         turn = views.turn
@@ -274,7 +275,7 @@ class Clock:
         return computed
 
     def _by_turn(self, board: _Board, place: int, delay: np.ndarray) -> None:
-        """Puts a place's spots, and their costs, into the order in which their turns come."""
+        """Sort a place's spots and their costs by the order of their turns."""
         lists, tiles, height = board.lists, board.lists.tiles, board.heights[place]
         blocks = min(-(-height // lists.steps), len(delay))
         spot = board.spots[place, : blocks * tiles]
@@ -305,7 +306,7 @@ class Clock:
 
 
 def _over_group(board: _Board, place: int, order: np.ndarray) -> np.ndarray:
-    """Puts a place's spots into ``order`` [blocks * tiles, lists], found for the first query head,
+    """Put a place's spots into ``order`` [blocks * tiles, lists], found for the first query head,
     for every query head.  Returns the order of all steps, as indices into [L, lists]."""
     lists, count = board.lists, order.shape[1]
     each = np.maximum(1, lists.visits[place] // lists.group)
@@ -340,7 +341,7 @@ class _Views(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """The tickets of some heads at one place.
+    """Tickets of some heads at one place.
 
     spot     int64 [H * lists]: the turns that they read and write, in ``lanes`` of each
     whole    whether these are all heads of the section
@@ -361,7 +362,7 @@ class _Step(NamedTuple):
 
 
 class _Board:
-    """One section: when each row's next writer may begin, and the buffers of a step.
+    """State of one section: when each row's next writer may begin, and the buffers of a step.
 
     turns    [(rows + 1) * lists, heads], or one lane where each head has lists of its own; the
              last row takes what the padding writes
@@ -406,22 +407,22 @@ class _Board:
         return self.lists is lists and mine == (heads, len(clock.free), ordered)
 
     def begin(self) -> None:
-        """Every row's first writer may begin; visits are in the order of the lists."""
+        """Reset: every row's first writer may begin, and visits are in the order of the lists."""
         self.turns.fill(0)
         np.multiply(self.lists.row, len(self.each), out=self.spots)
         self.spots += self.each
 
     def step(self, place: int, low: int, high: int) -> _Step:
-        """The tickets of heads low to high; kept if these are all."""
-        whole = high - low == self.heads
-        if whole and self.steps[place] is not None:
+        """Return the tickets of heads low to high, cached for all heads."""
+        all_heads = high - low == self.heads
+        if all_heads and self.steps[place] is not None:
             return self.steps[place]
         spot, visits = self.spots[place, : self.heights[place]], self.lists.visits[place]
         last, lanes = self.last[place], slice(low, high)
         lists = slice(None)
         if not self.shared:
             lists, lanes = slice(low * self.candidates, high * self.candidates), slice(0, 1)
-        if not (whole or self.shared):
+        if not (all_heads or self.shared):
             spot, visits = spot[:, lists], visits[lists]
             last = _last(visits)
         shape = (*spot.shape, lanes.stop - lanes.start)
@@ -433,13 +434,13 @@ class _Board:
             total, early = self.sums
             costs = total[place, : shape[0], lists, None], early[place, :later, lists, None]
         hollow = visits[:, None] == 0 if self.hollow[place] else None
-        step = _Step(spot.reshape(-1), lanes, whole, views, *costs, visits, last, hollow)
-        if whole:
+        step = _Step(spot.reshape(-1), lanes, all_heads, views, *costs, visits, last, hollow)
+        if all_heads:
             self.steps[place] = step
         return step
 
     def _steady(self, shape: tuple[int, int, int]):
-        """``total`` and ``early`` of such a step where all visits cost the same."""
+        """Return ``total`` and ``early`` of a step whose visits cost the same."""
         if not self.steady:
             return None
         height, across = shape[0], shape[1] * shape[2]
@@ -456,12 +457,12 @@ class _Board:
         begin, stop = self.front, self.front + height * across
         turn = self.turn[:size].reshape(shape)
         flat = turn.reshape(-1, shape[2])
-        values, other = self.scans
+        values, spare = self.scans
         rows, scan, back = values[begin:stop].reshape(shape), [], across
         while size > _SMALL and back < size:
             moved = values[begin - back : stop - back]
-            scan.append((values[begin:stop], moved, other[begin:stop]))
-            values, other, back = other, values, 2 * back
+            scan.append((values[begin:stop], moved, spare[begin:stop]))
+            values, spare, back = spare, values, 2 * back
         return _Views(
             turn,
             flat,
@@ -475,24 +476,24 @@ class _Board:
 
 
 def _items(rows: np.ndarray) -> np.ndarray:
-    """Rows as single items, which NumPy scatters faster."""
+    """View rows as single items, which NumPy scatters faster."""
     return rows.view(f"V{rows.itemsize * rows.shape[1]}")[:, 0]
 
 
 def _last(visits: np.ndarray) -> np.ndarray:
-    """Index in [H * lists] of the last visit of each, of visits [.., lists]."""
+    """Return the index in [H * lists] of the last visit of each, of visits [.., lists]."""
     lists = visits.shape[-1]
     return np.maximum(visits - 1, 0) * lists + np.arange(lists)
 
 
-def _in_step(begin: np.ndarray, end: np.ndarray, taken: np.ndarray | None) -> int:
-    """How many lanes of [K, lanes], in order, begin before any lane to their left ends.
+def _in_step(begin: np.ndarray, end: np.ndarray, takes_time: np.ndarray | None) -> int:
+    """Count the leading lanes of [K, lanes] that begin before any lane to their left ends.
 
-    taken: bool [K], False where tickets take no time at all and so change nothing.
+    takes_time: bool [K], False where tickets take no time at all and so change nothing.
     """
     late = np.minimum.accumulate(end, axis=1)[:, :-1] <= begin[:, 1:]
-    if taken is not None:
-        late &= taken[:, None]
+    if takes_time is not None:
+        late &= takes_time[:, None]
     late = late.any(axis=0)
     return int(late.argmax()) + 1 if late.any() else end.shape[1]
 
@@ -505,26 +506,26 @@ class Tape:
         self.slot, self.start, self.end, self.computed, self.landed = [], [], [], [], []
 
     def read(self, turn: np.ndarray) -> None:
-        """The turns that the next tickets wait for."""
+        """Record the turns that the next tickets wait for."""
 
-    def write(self, clock: Clock, begin, end, times, visits, kept: int) -> None:
-        begin, end, slot = begin[0, :kept], end[0, :kept], self.slot_at[:kept]
-        count = np.broadcast_to(visits, end.shape if len(visits) == 1 else visits.shape)[:kept]
+    def write(self, clock: Clock, begin, end, times, visits, lanes: int) -> None:
+        begin, end, slot = begin[0, :lanes], end[0, :lanes], self.slot_at[:lanes]
+        count = np.broadcast_to(visits, end.shape if len(visits) == 1 else visits.shape)[:lanes]
         if clock.instant and len(visits) == 1 and visits[0] == 0:
-            begin, end, slot = (np.repeat(a[:1], kept) for a in (begin, end, slot))
+            begin, end, slot = (np.repeat(a[:1], lanes) for a in (begin, end, slot))
         for name, values in (("start", begin), ("end", end), ("slot", slot)):
             getattr(self, name).append(values.copy())
-        done = np.arange(len(times[0])) < count[:, None]
-        computed, passed = (time.reshape(len(time), -1)[:, :kept].T for time in times)
-        self.computed.append(computed[done])
-        self.landed.append(passed[done] - clock.handoff)
+        valid = np.arange(len(times[0])) < count[:, None]
+        computed, passed = (time.reshape(len(time), -1)[:, :lanes].T for time in times)
+        self.computed.append(computed[valid])
+        self.landed.append(passed[valid] - clock.handoff)
 
     def sort(self, clock: Clock) -> None:
         order = np.lexsort((self.slot_at, clock.free[0]))
         clock.free, self.slot_at = clock.free[:, order], self.slot_at[order]
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """int64 [T] slot, start, end; [visits] computed, landed."""
+        """Return int64 arrays: slot, start, end [T]; computed, landed [visits]."""
         names = ("slot", "start", "end", "computed", "landed")
         return {
             name: np.concatenate([*getattr(self, name), np.zeros(0)]).astype(np.int64)

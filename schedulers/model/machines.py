@@ -1,4 +1,4 @@
-"""The machine that ``simulate`` and ``select`` reckon with: its constants, each with its source.
+"""Machine models of ``simulate`` and ``select``: constants, each with its source.
 
 All times are whole nanoseconds, so that two ways to compute a schedule's time agree exactly.  One
 *tile* is what a backward CTA computes between two dQ reductions: ``tile`` = (queries, keys).
@@ -67,17 +67,17 @@ class Machine:
             raise ScheduleError(expected("machine.tile", "(queries, keys) of at least 1", tile))
 
     def tick(self) -> int:
-        """The greatest time that divides all constants, in ns."""
+        """Greatest time that divides all constants, in ns."""
         return gcd(*(getattr(self, name) for name in TIMES))
 
     def most_heads(self, q_blocks: int, block_size: tuple[int, int] | None) -> int:
-        """The most heads to interleave, each of ``q_blocks`` query blocks and one query head."""
+        """Most heads to interleave, each of ``q_blocks`` query blocks and one query head."""
         rows = max(1, q_blocks * (block_size or self.tile)[0])
         fit = self.l2_rows // rows if self.l2_rows else self.max_heads_in_flight
         return max(1, min(self.max_heads_in_flight, fit))
 
     def for_blocks(self, block_size: tuple[int, int] | None) -> tuple[Machine, int]:
-        """``(machine, tiles)``: costs per tile for a mask's blocks, and query tiles per block.
+        """Return (machine with costs per tile for a mask's blocks, query tiles per block).
 
         Each query tile has its own lock.  Blocks of another width, or not a multiple of the
         tile's height, scale the costs by their area.
@@ -180,7 +180,7 @@ _OURS_D256 = _OURS_D192 | {
 }
 
 # Machine -> constant -> (value, where it comes from).  The first two are a model of others'
-# kernels, made before any of this library's had run; the others are its own.
+# kernels, estimated before this library's kernels ran; the others describe those.
 TABLE = MappingProxyType(
     {
         "h200_d128": _D128,
@@ -194,7 +194,7 @@ TABLE = MappingProxyType(
 
 
 def query_heads(group: int) -> int:
-    """``group``, the query heads that a ticket serves (its key/value head's), if it is an int >= 1.
+    """Check ``group``, the query heads that a ticket serves: an int >= 1.
 
     A ticket walks its list once for each of them, one head after another, on rows (and locks) of
     that head's own; ranks and the order of visits are the same for all."""
@@ -204,21 +204,23 @@ def query_heads(group: int) -> int:
 
 
 def machine(name: str = "h200_d128", **changes: int) -> Machine:
-    """A machine of ``TABLE``, with constants changed by keyword (``slots=96``, say)."""
+    """Return a machine of ``TABLE``, with constants changed by keyword (``slots=96``, say)."""
     if name not in TABLE:
         raise ScheduleError(one_of("machine", TABLE, name))
-    known = {field.name for field in fields(Machine)} - {"name"}
+    names = {field.name for field in fields(Machine)} - {"name"}
     for change in changes:
-        if change not in known:
-            raise ScheduleError(one_of("machine constant", sorted(known), change))
+        if change not in names:
+            raise ScheduleError(one_of("machine constant", sorted(names), change))
     values = {key: value for key, (value, _) in TABLE[name].items()}
     return Machine(name if not changes else f"{name}*", **(values | changes))
 
 
-def resolve(given: Machine | str) -> Machine:
-    """A Machine from itself or from a name of ``TABLE``."""
-    if isinstance(given, str):
-        return machine(given)
-    if not isinstance(given, Machine):
-        raise ScheduleError(expected("machine", "a Machine or a name", type(given).__name__))
-    return given
+def resolve(machine_or_name: Machine | str) -> Machine:
+    """Return a Machine, given itself or a name of ``TABLE``."""
+    if isinstance(machine_or_name, str):
+        return machine(machine_or_name)
+    if not isinstance(machine_or_name, Machine):
+        raise ScheduleError(
+            expected("machine", "a Machine or a name", type(machine_or_name).__name__)
+        )
+    return machine_or_name

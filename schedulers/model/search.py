@@ -19,7 +19,7 @@ from .machines import Machine
 
 ELITE = 96
 SEED = 9
-# Rounds without a better one after which the search starts again, and how often it starts.
+# Rounds without an improvement after which the search starts again, and how often it starts.
 PATIENCE, STARTS = 24, 3
 # Which children change their launch order; which of all change a second, and a third, delay.
 _LAUNCH, _MORE = 0.6, (0.5, 0.25)
@@ -27,7 +27,7 @@ _LAUNCH, _MORE = 0.6, (0.5, 0.25)
 
 @dataclass(frozen=True)
 class Search:
-    """table: one program by column, ascending; sections: heads of each, all with that mask."""
+    """Inputs of a search.  table: one program by column, ascending; sections: heads of each."""
 
     table: Programs
     sections: list[int]
@@ -37,9 +37,8 @@ class Search:
 
 
 @dataclass(frozen=True)
-class Found:
-    """makespan_ns of launch order int64 [N] with delays int64 [N, blocks]; trials: candidates
-    timed."""
+class SearchResult:
+    """Best launch order int64 [N] with delays int64 [N, blocks]; trials: candidates timed."""
 
     makespan_ns: int
     order: np.ndarray
@@ -47,8 +46,10 @@ class Found:
     trials: int
 
 
-def local_search(search: Search, orders: list[np.ndarray], load: np.ndarray, rounds: int) -> Found:
-    """The best candidate after ``rounds``, or the first that reaches the goal.
+def local_search(
+    search: Search, orders: list[np.ndarray], load: np.ndarray, rounds: int
+) -> SearchResult:
+    """Return the best candidate after ``rounds``, or the first that reaches the goal.
 
     It starts from the launch orders [N], each with rows ascending, descending, and by rising and
     falling load (int64 [query blocks], the writers of each).
@@ -65,22 +66,22 @@ def local_search(search: Search, orders: list[np.ndarray], load: np.ndarray, rou
             elite, idle, starts = start, 0, starts + 1
         orders, delay, times = elite
         parent = (len(times) * random.random(search.children) ** 2).astype(np.int64)
-        more, later = orders[parent], delay[parent]
-        _change(search, more, later, random)
-        both = (np.concatenate((orders, more)), np.concatenate((delay, later)))
-        elite = _best(*both, np.concatenate((times, _times(search, more, later))))
+        children, later = orders[parent], delay[parent]
+        _change(search, children, later, random)
+        both = (np.concatenate((orders, children)), np.concatenate((delay, later)))
+        elite = _best(*both, np.concatenate((times, _times(search, children, later))))
         trials += search.children
         idle = 0 if elite[2][0, 0] < times[0, 0] else idle + 1
         best = elite if elite[2][0, 0] < best[2][0, 0] else best
     orders, delay, times = best
-    return Found(int(times[0, 0]), orders[0], delay[0], trials)
+    return SearchResult(int(times[0, 0]), orders[0], delay[0], trials)
 
 
 def _first(search: Search, orders, load: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     rows = np.arange(len(load))
     rising = np.argsort(np.argsort(load, kind="stable"), kind="stable")
     ranks = np.stack((rows, rows[::-1], rising, len(load) - 1 - rising, 0 * rows))
-    # In ticks for small masks: a slight pull; for large ones no more than a tie.
+    # In ticks for small masks: a slight preference; for large ones a tie-break only.
     ranks = (ranks * SCALE) // max(1, len(load) // 8)
     table = search.table
     listed = table.blocks(table.row)[..., 0]
@@ -89,7 +90,7 @@ def _first(search: Search, orders, load: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def _times(search: Search, orders: np.ndarray, delay: np.ndarray) -> np.ndarray:
-    """int64 [K, 2]: makespan, and the sum of the slots' squared ends, which tells equals apart."""
+    """Return int64 [K, 2]: makespan, and the sum of squared slot ends as a tie-break."""
     each = np.arange(len(orders))
     lists = search.table.relaunch(orders, np.zeros(len(orders), np.int64))
     clock = Clock(search.machine, len(orders), lists.cost.dtype)
@@ -101,8 +102,8 @@ def _times(search: Search, orders: np.ndarray, delay: np.ndarray) -> np.ndarray:
 
 
 def _best(orders, delay, times) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The ``ELITE`` best, with as many of one launch order as that leaves room for, earlier ones
-    first among equals; none twice."""
+    """Select the ``ELITE`` best without repeats, with at most ELITE / orders of one launch order,
+    earlier ones first among equals."""
     name, full = _names(orders), _names(orders, delay)
     ranked = np.lexsort((times[:, 1], times[:, 0]))
     ranked = ranked[np.sort(np.unique(full[ranked], return_index=True)[1])]
@@ -111,12 +112,12 @@ def _best(orders, delay, times) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     count = np.bincount(group)
     place = np.empty(len(group), np.int64)
     place[by_group] = np.arange(len(group)) - np.repeat(np.cumsum(count) - count, count)
-    kept = ranked[place < max(1, ELITE // len(count))][:ELITE]
-    return orders[kept], delay[kept], times[kept]
+    survivors = ranked[place < max(1, ELITE // len(count))][:ELITE]
+    return orders[survivors], delay[survivors], times[survivors]
 
 
 def _names(*arrays: np.ndarray) -> np.ndarray:
-    """uint64 [K]: a fixed hash of each candidate's arrays [K, ..]."""
+    """Return a fixed hash, uint64 [K], of each candidate's arrays [K, ..]."""
     random = np.random.default_rng(SEED)
     name = np.zeros(len(arrays[0]), np.uint64)
     for array in arrays:
@@ -126,7 +127,7 @@ def _names(*arrays: np.ndarray) -> np.ndarray:
 
 
 def _change(search: Search, orders: np.ndarray, delay: np.ndarray, random) -> None:
-    """Moves or swaps a column, or changes a delay, in place; then some delays more."""
+    """Move or swap a column, or changes a delay, in place; then some delays more."""
     table = search.table
     blocks = table.num_rows // table.steps
     column, visit = np.nonzero(table.blocks(table.row)[..., 0] < blocks)
@@ -134,23 +135,23 @@ def _change(search: Search, orders: np.ndarray, delay: np.ndarray, random) -> No
     launch = random.random(children) < _LAUNCH
     orders[launch] = _moved(orders[launch], random)
     for chosen in (~launch, *(random.random(children) < share for share in _MORE)):
-        which = np.flatnonzero(chosen)
-        entry = random.integers(0, max(1, len(column)), len(which))
-        step = random.integers(-6, 7, len(which))
-        far, none = random.random((2, len(which)))
-        step = np.where(far < 0.3, random.integers(0, 2 * delay.shape[2] + 1, len(which)), step)
+        changed = np.flatnonzero(chosen)
+        entry = random.integers(0, max(1, len(column)), len(changed))
+        step = random.integers(-6, 7, len(changed))
+        far, none = random.random((2, len(changed)))
+        step = np.where(far < 0.3, random.integers(0, 2 * delay.shape[2] + 1, len(changed)), step)
         step = np.where(none < 0.2, 0, step) * half
         if len(column):
-            delay[which, column[entry], visit[entry]] = step * SCALE
+            delay[changed, column[entry], visit[entry]] = step * SCALE
 
 
 def _moved(values: np.ndarray, random) -> np.ndarray:
-    """Each row of permutations [K, N] with one element moved, or two swapped."""
+    """Move one element of each row of permutations [K, N], or swap two."""
     count, length = values.shape
     each = np.arange(count)
-    one, other = random.integers(0, length, (2, count))
+    source, target = random.integers(0, length, (2, count))
     key = np.broadcast_to(2 * np.arange(length), values.shape).copy()
     swap = random.random(count) < 0.5
-    key[each, one] = 2 * other + np.where(swap, 0, np.where(other >= one, 1, -1))
-    key[each[swap], other[swap]] = 2 * one[swap]
+    key[each, source] = 2 * target + np.where(swap, 0, np.where(target >= source, 1, -1))
+    key[each[swap], target[swap]] = 2 * source[swap]
     return np.take_along_axis(values, np.argsort(key, axis=1, kind="stable"), axis=1)

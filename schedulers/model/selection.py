@@ -1,4 +1,4 @@
-"""``select``: the fastest schedule that the model finds, with a table of all that was tried.
+"""``select``: the fastest schedule that the model finds, with a table of all trials.
 
 Only schedules that progress with any number of resident CTAs are tried.  In order: the named kinds
 with several walks; the best of them with another kind in the last section (a short tail); visits in
@@ -25,11 +25,11 @@ from .machines import Machine, query_heads, resolve
 from .search import Search, local_search
 from .simulation import simulate
 
-# Over the bound by more: another tail is tried; visits by turns; a local search.
+# Ratios over the bound above which tails, visits by turns, and a local search are tried.
 NEAR, CLOSE, WIDE = 1.003, 1.01, 1.02
 # Plans tried at the end in a second and third size of tail.
 TAILS = 3
-# As many times slower than the best may be what still wins with a shorter tail.
+# Ratio to the best time up to which a plan may still win with a shorter tail.
 TAIL = 1.08
 CACHED = 128
 # The local search's share of the time limit, by a fixed estimate of what a candidate costs.
@@ -41,7 +41,7 @@ _lock = Lock()
 
 @dataclass(frozen=True)
 class Trial:
-    """One row of the table; predicted_ns is None for one given up as slower than the best.
+    """One row of the table of trials; predicted_ns is None if abandoned as slower than the best.
 
     memory_ns: what tiles that leave L2 are reckoned to add, where that was asked; the sum decides.
     """
@@ -55,7 +55,7 @@ class Trial:
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The chosen ``schedule`` (any_residency), its time by the model, and what else was tried."""
+    """Chosen ``schedule`` (any_residency), its time by the model, and all trials."""
 
     schedule: Schedule
     predicted_ns: int
@@ -73,11 +73,13 @@ class Selection:
         for trial in self.trials:
             name = f"{trial.kind:<30} {trial.walk:<12} {trial.heads_in_flight:>6}"
             time = trial.predicted_ns
-            said = "slower" if time is None else f"{time / 1e3:>10.1f} {time / floor:>10.3f}"
+            time_text = "slower" if time is None else f"{time / 1e3:>10.1f} {time / floor:>10.3f}"
             fetched = trial.memory_ns
-            said = f"{said:>10}" + (f" + {fetched / 1e3:.1f} memory" if fetched is not None else "")
+            time_text = f"{time_text:>10}" + (
+                f" + {fetched / 1e3:.1f} memory" if fetched is not None else ""
+            )
             chosen = " <-" if time is not None and time == self.predicted_ns else ""
-            lines.append(f"{name} {said}{chosen}")
+            lines.append(f"{name} {time_text}{chosen}")
         lines.append(f"bound {floor / 1e3:.1f} us ({self.bound.binding()})")
         return "\n".join(lines)
 
@@ -93,10 +95,10 @@ def select(
     machine: Machine | str = "h200_d128",
     group: int = 1,
 ) -> Selection:
-    """The schedule with the least predicted time among those tried; the same one on every call.
+    """Select the schedule with the least predicted time of all trials, deterministically.
 
-    Arguments as for the kinds; group: query heads to a ticket (of one key/value head).  Kept by
-    mask, heads, machine and group (``CACHED`` of them).
+    Arguments as for the kinds; group: query heads to a ticket (of one key/value head).  Cached by
+    mask, heads, machine and group (``CACHED`` entries).
     """
     machine = resolve(machine)
     key = (mask_key(block_mask), heads, machine, query_heads(group))
@@ -104,12 +106,12 @@ def select(
         if key in _cache:
             _cache.move_to_end(key)
             return _cache[key]
-    found = _select(block_grid(block_mask, heads), machine, group)
+    selection = _select(block_grid(block_mask, heads), machine, group)
     with _lock:
-        found = _cache.setdefault(key, found)
+        selection = _cache.setdefault(key, selection)
         if len(_cache) > CACHED:
             _cache.popitem(last=False)
-    return found
+    return selection
 
 
 def _select(grid: BlockGrid, machine: Machine, group: int) -> Selection:
@@ -161,7 +163,7 @@ def _in_l2(case: Case, floor: Bound) -> _Best:
 
 
 def _with_memory(best: _Best, plans: list[Plan], race: Race) -> tuple[int | None, int]:
-    """The plan of a race with the least time and memory, noted as the best, and its memory."""
+    """Return the plan of a race with the least time and memory, and its memory; record it."""
     index, least, memory = None, None, 0
     for plan, time in sorted(race.times.items(), key=lambda item: (item[1] is None, item[1])):
         fetched = None
@@ -178,7 +180,7 @@ def _with_memory(best: _Best, plans: list[Plan], race: Race) -> tuple[int | None
 
 
 class _Best:
-    """The fastest candidate so far, what makes it, and the table of trials."""
+    """Fastest candidate so far, its factory, and the table of trials."""
 
     def __init__(self, case: Case, floor: Bound):
         self.case, self.floor = case, floor
@@ -189,32 +191,32 @@ class _Best:
         return self.time_ns / max(1, self.floor.lower_ns)
 
     def offer(self, kind: str, walk: str, time_ns: int | None, make) -> None:
-        """Notes a trial; ``make()`` gives the sections and each head's order and visits."""
+        """Record a trial; ``make()`` gives the sections and each head's order and visits."""
         self.trials.append(Trial(kind, walk, self.case.flight, time_ns))
         if time_ns is not None and (self.time_ns is None or time_ns < self.time_ns):
             self.time_ns, self.name, self.make = time_ns, f"{kind} ({walk})", make
 
 
 def _heads(case: Case, plan: Plan, tail: Plan | None = None, size: int = 0):
-    """Sections, and each head's order and visits: a plan, with ``tail`` for the last ``size``."""
+    """Return sections, orders and visits of heads: a plan, and ``tail`` for the last ``size``."""
     tail, turn = tail or plan, case.grid.heads - size
     sections = even(turn, case.flight) + [size] * (size > 0)
-    found = []
-    for whole, end in ((plan.order, tail.order), (plan.rows, tail.rows)):
-        parts = list(whole), list(end)
-        found.append([parts[head >= turn][mask] for head, mask in enumerate(case.grid.mask_of)])
-    return sections, *found
+    lists = []
+    for body, end in ((plan.order, tail.order), (plan.rows, tail.rows)):
+        parts = list(body), list(end)
+        lists.append([parts[head >= turn][mask] for head, mask in enumerate(case.grid.mask_of)])
+    return sections, *lists
 
 
 def _named(best: _Best, plans: list[Plan]) -> Race:
-    """The named kinds; in a short launch the first one alone, so that it can rule out others."""
+    """Time the named kinds; in a short launch the first one alone, to rule out others."""
     first = plans[:1] if len(best.case.sections) <= 2 else plans
     race = best.case.race(first)
     _note(best, plans, race)
     if len(first) < len(plans) and best.over() > 1:
-        others = best.case.race(plans, best.time_ns, start=1)
-        race.join(others)
-        _note(best, plans, others)
+        remaining = best.case.race(plans, best.time_ns, start=1)
+        race.join(remaining)
+        _note(best, plans, remaining)
     return race
 
 
@@ -225,15 +227,18 @@ def _note(best: _Best, plans: list[Plan], race: Race) -> None:
 
 
 def _tails(best: _Best, plans: list[Plan], race: Race, least: int) -> None:
-    """A plan (the one that waits least), with another for the last heads: a short tail."""
+    """Try other plans for the last heads after the plan that waits least: a short tail."""
     case, flight = best.case, best.case.flight
     tails = np.arange(len(plans))
     for size in (flight, flight // 2, flight // 4)[: 1 if len(case.sections) > 2 else 3]:
         if not 0 < size < case.grid.heads or best.over() <= NEAR:
             continue
-        whole = (case.grid.heads - size) // flight
-        left, mark = case.grid.heads - whole * flight, race.marks[whole][least]
-        times = case.finish(plans, least, mark, left, size, tails)
+        full_sections = (case.grid.heads - size) // flight
+        heads_left, mark = (
+            case.grid.heads - full_sections * flight,
+            race.marks[full_sections][least],
+        )
+        times = case.finish(plans, least, mark, heads_left, size, tails)
         for tail, time in zip(tails.tolist(), times.tolist(), strict=True):
             kind = f"{plans[least].kind}, last {size} {plans[tail].kind}"
             walk = f"{plans[least].walk}, {plans[tail].walk}"
@@ -243,7 +248,7 @@ def _tails(best: _Best, plans: list[Plan], race: Race, least: int) -> None:
 
 
 def _turns(best: _Best, plans: list[Plan], race: Race) -> None:
-    """The launch orders with visits in the order in which turns come."""
+    """Try the launch orders with visits in the order of their turns."""
     kinds = {plan.kind: plan.order for plan in plans}
     case, ahead = best.case, None
     if len(case.sections) > 1:
@@ -252,23 +257,23 @@ def _turns(best: _Best, plans: list[Plan], race: Race) -> None:
 
 
 def _by_turns(best: _Best, kinds: list[str], orders, delay=None, ahead_ns=None) -> None:
-    """Launch orders [K, G, N], the best of them noted."""
+    """Time launch orders [K, G, N] and record the best of them."""
     case = best.case
-    found = case.by_turns(orders, delay, ahead_ns)
-    if found is None:
+    best_turns = case.by_turns(orders, delay, ahead_ns)
+    if best_turns is None:
         best.trials += [Trial(kind, "as turns come", case.flight, None) for kind in kinds]
         return
-    which, time, rows = found
-    order = list(orders[which])
+    index, time, rows = best_turns
+    order = list(orders[index])
 
     def make():
         return case.sections, [order[mask] for mask in case.grid.mask_of], rows
 
-    best.offer(kinds[which], "as turns come", time, make)
+    best.offer(kinds[index], "as turns come", time, make)
 
 
 def _searched(best: _Best, plans: list[Plan]) -> None:
-    """A local search, for as many rounds as the time limit allows by a fixed estimate."""
+    """Run a local search, for as many rounds as the time limit allows by a fixed estimate."""
     case, mask = best.case, best.case.grid.mask_of[0]
     table = case.by_column.pick(np.array([mask]))
     places, length = len(table.row) * len(case.sections), table.row.shape[1]
@@ -284,24 +289,24 @@ def _searched(best: _Best, plans: list[Plan]) -> None:
     orders = list({plan.order[mask].tobytes(): plan.order[mask] for plan in plans}.values())
     load = np.count_nonzero(case.grid.host[mask], axis=1)
     search = Search(table, case.sections, case.machine, children, best.floor.lower_ns)
-    found = local_search(search, orders, load, rounds)
-    order = np.broadcast_to(found.order, (1, len(case.grid.blocks), len(found.order)))
-    if found.makespan_ns < best.time_ns:
-        _by_turns(best, [f"search of {found.trials}"], order, found.delay)
+    result = local_search(search, orders, load, rounds)
+    order = np.broadcast_to(result.order, (1, len(case.grid.blocks), len(result.order)))
+    if result.makespan_ns < best.time_ns:
+        _by_turns(best, [f"search of {result.trials}"], order, result.delay)
     else:
         best.trials.append(
-            Trial(f"search of {found.trials}", "as turns come", case.flight, found.makespan_ns)
+            Trial(f"search of {result.trials}", "as turns come", case.flight, result.makespan_ns)
         )
 
 
 def _limit_us(case: Case) -> float:
-    """20 ms at 64 x 64 blocks, 0.5 s from 512 x 512 on.  To 64 blocks 0.2 s, seldom all used."""
+    """Time limit: 20 ms at 64 x 64 blocks, 0.5 s from 512 x 512 on; 0.2 s up to 64 blocks."""
     blocks = case.grid.host[0].size
     return 2e5 if blocks <= 64 else min(5e5, 2e4 * max(1, blocks * case.steps / 4096) ** 0.77)
 
 
 def _one_by_one(case: Case, floor: Bound, timed) -> Selection:
-    """Masks without blocks, and machines that the fast clock is not exact for: the named kinds."""
+    """Try the named kinds one by one, for empty masks and machines without an exact clock."""
     best = _Best(case, floor)
     for plan in named_plans(case.grid, WALKS):
         schedule = compose(case, *_heads(case, plan), f"{plan.kind} ({plan.walk})")

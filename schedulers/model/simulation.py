@@ -25,7 +25,7 @@ from .machines import Machine, resolve
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """Times in ns.  Tickets in launch order; visits ticket by ticket, one per query tile.
+    """Simulated times in ns.  Tickets in launch order; visits ticket by ticket, one per query tile.
 
     makespan_ns, unordered_ns   with the write order; the same launch order without any
     slot, start_ns, end_ns      int64 [T], of each ticket
@@ -51,24 +51,24 @@ class Simulation:
 
     @property
     def ratio(self) -> float:
-        """Makespan over that of the same launch order without a write order."""
+        """Ratio of the makespan to that of the same launch order without a write order."""
         return self.makespan_ns / self.unordered_ns if self.unordered_ns else 1.0
 
     @cached_property
     def stall_ns(self) -> np.ndarray:
-        """int64 [slots]: the time that each slot's tickets waited for turns."""
+        """Time that each slot's tickets waited for turns, int64 [slots]."""
         stall = np.zeros(self.machine.slots, np.int64)
         np.add.at(stall, self.slot, self.end_ns - self.start_ns - self.alone_ns)
         return stall
 
     @property
     def stall_share(self) -> float:
-        """Waiting over slots * makespan."""
+        """Share of waits in slots * makespan."""
         return int(self.stall_ns.sum()) / max(1, self.machine.slots * self.makespan_ns)
 
     def waits(self) -> list[tuple[int, int, int]]:
-        """``(slot, from_ns, to_ns)`` of each wait, sorted: compute that finds no free dQ buffer,
-        and a ticket's last reduction that has not its turn."""
+        """Return ``(slot, from_ns, to_ns)`` of each wait, sorted: for a free dQ buffer, and for the
+        turn of a ticket's last reduction."""
         ticket = np.repeat(np.arange(len(self.visits)), self.visits)
         place = np.arange(len(ticket)) - (np.cumsum(self.visits) - self.visits)[ticket]
         floor = self.machine.reduce_ns if self.machine.dq_stages == 1 else 0
@@ -76,22 +76,25 @@ class Simulation:
         turn = self.landed_ns - self.machine.reduce_ns
         inner = place > 0
         last = place == self.visits[ticket] - 1
-        found = []
-        for of, begin, end in ((inner, ready, self.computed_ns), (last, self.computed_ns, turn)):
-            kept = of & (end > begin)
-            found += zip(
-                self.slot[ticket[kept]].tolist(),
-                begin[kept].tolist(),
-                end[kept].tolist(),
+        waits = []
+        for is_wait, begin, end in (
+            (inner, ready, self.computed_ns),
+            (last, self.computed_ns, turn),
+        ):
+            waiting = is_wait & (end > begin)
+            waits += zip(
+                self.slot[ticket[waiting]].tolist(),
+                begin[waiting].tolist(),
+                end[waiting].tolist(),
                 strict=True,
             )
-        return sorted(found)
+        return sorted(waits)
 
 
 def simulate(
     schedule: Schedule, machine: Machine | str = "h200_d128", *, group: int = 1
 ) -> Simulation:
-    """Times a schedule; it is checked first, and ScheduleError says if it cannot progress.
+    """Time a schedule, after a check; raise ScheduleError if it cannot progress.
 
     Costs are those of the machine for blocks of ``schedule.block_size`` (of the machine's tile if
     that is None); a ticket walks its list for each of ``group`` query heads, one after another.
@@ -129,7 +132,7 @@ def simulate(
 
 @dataclass(frozen=True)
 class _Work:
-    """All visits, ticket by ticket: lock (query head * rows + row) and rank, and compute time."""
+    """Visits, ticket by ticket: lock (query head * rows + row) and rank, and compute time."""
 
     visits: np.ndarray
     lock: np.ndarray
@@ -138,7 +141,7 @@ class _Work:
 
 
 def _work(schedule: Schedule, machine: Machine, tiles: int, group: int = 1) -> _Work:
-    """Each ticket's list for its first query head, then for the next, ``group`` times."""
+    """Repeat each ticket's list for its first query head, then for the next, ``group`` times."""
     lists = np.repeat(schedule.list_of_ticket, group)
     start, count = schedule.offset[lists], np.diff(schedule.offset)[lists].astype(np.int64)
     first = np.cumsum(count) - count
@@ -154,7 +157,7 @@ def _work(schedule: Schedule, machine: Machine, tiles: int, group: int = 1) -> _
 
 
 def _sections(schedule: Schedule) -> list[int] | None:
-    """The heads of each section, if the launch goes section by section in the order of heads."""
+    """Return the heads of each section, if the launch goes by sections in the order of heads."""
     head, columns = schedule.order[:, 0], schedule.num_kv_blocks
     sections, start = [], 0
     while start < len(head):
@@ -168,14 +171,14 @@ def _sections(schedule: Schedule) -> list[int] | None:
 def _lockstep(
     schedule: Schedule, machine: Machine, tiles: int, sections: list[int], group: int = 1
 ) -> dict[str, np.ndarray]:
-    """Section by section with ``Clock``; the schedule's ranks follow its launch order."""
+    """Time section by section with ``Clock``; the schedule's ranks follow its launch order."""
     heads, columns = schedule.heads, schedule.num_kv_blocks
     order = np.empty((heads, columns), np.int64)
-    seen = np.argsort(schedule.order[:, 0], kind="stable").reshape(heads, columns)
-    order[:] = schedule.order[:, 1][seen]
+    launch_order = np.argsort(schedule.order[:, 0], kind="stable").reshape(heads, columns)
+    order[:] = schedule.order[:, 1][launch_order]
     case = np.concatenate((schedule.list_of_head[:, None], order), axis=1)
-    cases, which = np.unique(case, axis=0, return_inverse=True)
-    which = which.reshape(-1)
+    cases, case_of_head = np.unique(case, axis=0, return_inverse=True)
+    case_of_head = case_of_head.reshape(-1)
 
     start = schedule.offset[cases[:, :1] * columns + cases[:, 1:]]
     count = schedule.offset[cases[:, :1] * columns + cases[:, 1:] + 1] - start
@@ -189,14 +192,16 @@ def _lockstep(
     tape = Tape(machine.slots)
     clock = Clock(machine, 1, lists.cost.dtype, tape)
     for begin, size in zip(np.cumsum(sections) - sections, sections, strict=True):
-        of = which[begin : begin + size]
-        clock.section(lists.pick(of[:1] if (of == of[0]).all() else of), len(of))
+        section = case_of_head[begin : begin + size]
+        clock.section(
+            lists.pick(section[:1] if (section == section[0]).all() else section), len(section)
+        )
     times = tape.arrays()
     return {name: a if name == "slot" else a * clock.tick for name, a in times.items()}
 
 
 def _event_loop(work: _Work, machine: Machine) -> dict[str, np.ndarray]:
-    """Any schedule.  Each resident ticket runs until it must wait for a visit not yet timed.
+    """Time any schedule.  Each resident ticket runs until it must wait for a visit not yet timed.
 
     The next ticket goes to the earliest free slot.  No waiting ticket can free one sooner: what
     it waits for, in the end, is a ticket not yet taken.
@@ -206,53 +211,53 @@ def _event_loop(work: _Work, machine: Machine) -> dict[str, np.ndarray]:
     count = len(stop)
     slot, start, end = [0] * count, [0] * count, [0] * count
     computed, landed = [0] * len(lock), [0] * len(lock)
-    at = [b - v for b, v in zip(stop, work.visits.tolist(), strict=True)]
-    first = list(at)
-    written, landing, waiting = {}, {}, {}
+    next_visit = [b - v for b, v in zip(stop, work.visits.tolist(), strict=True)]
+    first = list(next_visit)
+    next_turn, landing, waiting = {}, {}, {}
     reduce, handoff, stages = machine.reduce_ns, machine.handoff_ns, machine.dq_stages
     free = [(0, index) for index in range(machine.slots)]
 
-    for taken in range(count):
+    for launched in range(count):
         if not free:
-            raise ScheduleError(expected("schedule", "progress", f"deadlock at ticket {taken}"))
-        start[taken], slot[taken] = heapq.heappop(free)
-        ready = deque([taken])
+            raise ScheduleError(expected("schedule", "progress", f"deadlock at ticket {launched}"))
+        start[launched], slot[launched] = heapq.heappop(free)
+        ready = deque([launched])
         while ready:
             ticket = ready.popleft()
-            begin, visit, past = first[ticket], at[ticket], stop[ticket]
+            begin, visit, past = first[ticket], next_visit[ticket], stop[ticket]
             while visit < past:
                 row, turn = lock[visit], rank[visit]
-                if written.get(row, 0) != turn:
+                if next_turn.get(row, 0) != turn:
                     waiting[row, turn] = ticket
                     break
                 idle = start[ticket] + machine.tile_start_ns
-                done = (computed[visit - 1] if visit > begin else idle) + cost[visit]
+                finish = (computed[visit - 1] if visit > begin else idle) + cost[visit]
                 if visit - stages >= begin:
-                    done = max(done, landed[visit - stages])
-                computed[visit] = done
+                    finish = max(finish, landed[visit - stages])
+                computed[visit] = finish
                 if turn:
-                    done = max(done, landing[row] + handoff)
+                    finish = max(finish, landing[row] + handoff)
                 if visit > begin:
-                    done = max(done, landed[visit - 1])
-                landed[visit] = landing[row] = done + reduce
-                written[row] = turn + 1
+                    finish = max(finish, landed[visit - 1])
+                landed[visit] = landing[row] = finish + reduce
+                next_turn[row] = turn + 1
                 if (row, turn + 1) in waiting:
                     ready.append(waiting.pop((row, turn + 1)))
                 visit += 1
-            at[ticket] = visit
+            next_visit[ticket] = visit
             if visit == past:
-                done = landed[past - 1] if past > begin else start[ticket] + machine.tile_start_ns
-                end[ticket] = done + machine.tile_end_ns
+                finish = landed[past - 1] if past > begin else start[ticket] + machine.tile_start_ns
+                end[ticket] = finish + machine.tile_end_ns
                 heapq.heappush(free, (end[ticket], slot[ticket]))
-    if at != stop:
-        ticket = next(t for t in range(count) if at[t] != stop[t])
+    if next_visit != stop:
+        ticket = next(t for t in range(count) if next_visit[t] != stop[t])
         raise ScheduleError(expected("schedule", "progress", f"ticket {ticket} never ends"))
     parts = {"slot": slot, "start": start, "end": end, "computed": computed, "landed": landed}
     return {name: np.array(values, np.int64) for name, values in parts.items()}
 
 
 def _alone(work: _Work, machine: Machine) -> np.ndarray:
-    """int64 [T]: each ticket's time when no turn is waited for."""
+    """Return each ticket's time without waits, int64 [T]."""
     fixed = machine.tile_start_ns + machine.tile_end_ns
     total = np.concatenate(([0], np.cumsum(work.cost)))
     stop = np.cumsum(work.visits)
@@ -265,7 +270,7 @@ def _alone(work: _Work, machine: Machine) -> np.ndarray:
 
 
 def _unordered(durations: list[int], slots: int) -> int:
-    """The makespan of tickets taken in order by free slots."""
+    """Return the makespan of tickets taken in order by free slots."""
     free = [0] * slots
     for duration in durations:
         heapq.heapreplace(free, free[0] + duration)

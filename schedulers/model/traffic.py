@@ -10,32 +10,32 @@ import numpy as np
 
 from .machines import Machine
 
-# Gaps that are looked at, of as many as there are.
+# Number of gaps that are sampled.
 _SAMPLE = 1 << 15
 
 
 class Gaps:
-    """Ticks from one writer of a tile to the next, of all visits; replaces a ``Tape``."""
+    """Gaps in ticks between writers of a tile, of all visits; used in place of a ``Tape``."""
 
     def __init__(self):
         self.gaps: list[np.ndarray] = []
         self.turn = np.zeros((0, 0))
 
     def read(self, turn: np.ndarray) -> None:
-        """The turns that the next tickets wait for, [visits, ..]; 0 for the first writer."""
+        """Record the turns that the next tickets wait for, [visits, ..]; 0 for the first writer."""
         self.turn = turn.reshape(len(turn), -1).copy()
 
-    def write(self, clock, begin, end, times, visits: np.ndarray, kept: int) -> None:
+    def write(self, clock, begin, end, times, visits: np.ndarray, lanes: int) -> None:
         before, after = self.turn, times[1].reshape(self.turn.shape)
-        gap = np.where(before == 0, np.iinfo(after.dtype).max, after - before)[:, :kept]
-        count = np.broadcast_to(visits, before.shape[1:])[:kept]
+        gap = np.where(before == 0, np.iinfo(after.dtype).max, after - before)[:, :lanes]
+        count = np.broadcast_to(visits, before.shape[1:])[:lanes]
         self.gaps.append(gap[np.arange(len(gap))[:, None] < count])
 
     def sort(self, clock) -> None:
         clock.free.sort(axis=1)
 
     def fetched(self, tiles: int, ticks: float) -> float:
-        """The share of visits whose tile is gone from a cache of the ``tiles`` latest ones.
+        """Return the share of visits whose tile has left a cache of the ``tiles`` latest ones.
 
         ticks: what all visits took.  A visit brings min(gap, T) / ``ticks`` tiles to those of the
         last T ticks; T is where they fill the cache (Che's approximation of LRU).

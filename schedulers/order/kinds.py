@@ -1,4 +1,4 @@
-"""The named kinds of schedule, and what they are made of: launch, visits and ranks.
+"""Named kinds of schedule, built from launch order, visits and ranks.
 
 Launch: heads go in sections of ``heads_in_flight``; within a section, place p of every head comes
 before place p + 1.  So at most ``heads_in_flight`` heads share the machine (and its L2), and
@@ -22,7 +22,7 @@ WALKS = ("ascending", "descending", "by_rank", "cyclic", "partial_then_full")
 
 
 def left_to_right(block_mask, *, heads=None, heads_in_flight=1, walk="ascending") -> Schedule:
-    """Columns launched, and ranked, in ascending order.
+    """Schedule with columns launched, and ranked, in ascending order.
 
     block_mask: a ``BlockMask``, or uint8 blocks [M, N] or [G, M, N] (0 empty, 1 partial, 2 full).
     heads: (batch, head) pairs of the launch, index b * H + h; None is one for each of the mask's.
@@ -35,21 +35,24 @@ def left_to_right(block_mask, *, heads=None, heads_in_flight=1, walk="ascending"
 
 
 def spt(block_mask, *, heads=None, heads_in_flight=1, walk="ascending") -> Schedule:
-    """Right to left: the shortest column of a causal mask first.  Arguments as left_to_right."""
+    """Schedule from right to left, the shortest column of a causal mask first.
+
+    Arguments as in ``left_to_right``.
+    """
     grid = block_grid(block_mask, heads)
     order = np.arange(grid.num_kv_blocks)[None, ::-1]
     return build(grid, order, walk=walk, heads_in_flight=heads_in_flight, name="spt")
 
 
 def lpt(block_mask, *, heads=None, heads_in_flight=1, walk="ascending") -> Schedule:
-    """Each head's longest column first (most blocks; ties left to right)."""
+    """Schedule with each head's longest column first (most blocks; ties left to right)."""
     grid = block_grid(block_mask, heads)
     order = longest_first(grid)[grid.mask_of] if len(grid.blocks) > 1 else longest_first(grid)
     return build(grid, order, walk=walk, heads_in_flight=heads_in_flight, name="lpt")
 
 
 def shortest_first(block_mask, *, heads=None, heads_in_flight=1, walk="ascending") -> Schedule:
-    """Each head's shortest column first (fewest blocks; ties left to right).
+    """Schedule with each head's shortest column first (fewest blocks; ties left to right).
 
     With a group of query heads a column that ends sooner never waits behind a longer one.
     """
@@ -62,7 +65,7 @@ def shortest_first(block_mask, *, heads=None, heads_in_flight=1, walk="ascending
 def permutation(
     block_mask, *, order, heads=None, write_order=None, heads_in_flight=1, walk="ascending"
 ) -> Schedule:
-    """Any column order, [N] or [heads, N], first launched first.
+    """Schedule of any column order, [N] or [heads, N], first launched first.
 
     write_order: columns [N] or [heads, N] from first to last dQ writer; None is the launch order.
     With another write order the schedule may need many resident CTAs: see ``check``.
@@ -75,7 +78,7 @@ def permutation(
 
 
 def shift(block_mask, *, heads=None, heads_in_flight=1) -> Schedule:
-    """Column n starts at its own row n M / N and goes round; each row is written as they pass.
+    """Schedule whose column n starts at row n M / N and goes round; rows are written in that order.
 
     Without a wait on a full mask with every column resident (DASH, arXiv 2601.21824).
     """
@@ -101,9 +104,9 @@ def symmetric_shift(block_mask, *, heads=None, heads_in_flight=1) -> Schedule:
     tall = max(1, rows - shared)
     around = (row - shared - column * tall // max(1, half)) % tall
     above = tall + (row - first) % max(1, shared)
-    left = np.where(row >= shared, around, above)
+    left_half = np.where(row >= shared, around, above)
     down = rows - first[::-1] + rows - 1 - row
-    time = np.where(column < half, left, down)
+    time = np.where(column < half, left_half, down)
     order = np.arange(columns)[None]
     return build(grid, order, _by_time(time), time, heads_in_flight, "symmetric_shift")
 
@@ -119,12 +122,12 @@ KINDS = {
 
 
 def longest_first(grid: BlockGrid) -> np.ndarray:
-    """int64 [G, N]: the columns of each mask by falling count of blocks, ties left to right."""
+    """Return each mask's columns by falling count of blocks, int64 [G, N]; ties left to right."""
     return np.argsort(-_column_blocks(grid), axis=1, kind="stable")
 
 
 def fewest_first(grid: BlockGrid) -> np.ndarray:
-    """int64 [G, N]: the columns of each mask by rising count of blocks, ties left to right."""
+    """Return each mask's columns by rising count of blocks, int64 [G, N]; ties left to right."""
     return np.argsort(_column_blocks(grid), axis=1, kind="stable")
 
 
@@ -140,14 +143,14 @@ def build(
     heads_in_flight: int = 1,
     name: str = "given",
 ) -> Schedule:
-    """A schedule from column orders [1 or heads, N] (write order also [1, M, N]) and a walk rule.
+    """Build a schedule of column orders [1 or heads, N] (write order also [1, M, N]) and a walk.
 
     The orders are permutations already; what a caller gave goes through ``column_order`` first.
     """
     if not isinstance(heads_in_flight, int) or heads_in_flight < 1:
         raise ScheduleError(expected("heads_in_flight", "an int >= 1", repr(heads_in_flight)))
     write = order if write_order is None else write_order
-    which, sets = _list_sets(grid, order, write)
+    set_of_head, sets = _list_sets(grid, order, write)
     masks = torch.from_numpy(grid.mask_of[sets]).to(grid.blocks.device)
     blocks = grid.blocks.index_select(0, masks)
     write = write[sets] if len(write) > 1 else write
@@ -158,7 +161,7 @@ def build(
         rows,
         place,
         launch(order, even(grid.heads, heads_in_flight)),
-        which,
+        set_of_head,
         block_size=grid.block_size,
         heads_in_flight=min(heads_in_flight, grid.heads),
         name=name,
@@ -166,7 +169,7 @@ def build(
 
 
 def visits(blocks: np.ndarray, walk: str | np.ndarray, place: np.ndarray) -> np.ndarray:
-    """int32 [S, N, L]: the query blocks of each column in visiting order, -1 past the end.
+    """Return each column's query blocks in visiting order, int32 [S, N, L]; -1 past the end.
 
     blocks uint8 [S, M, N]; place int32 [S, M, N], the ranks (for the walk by rank).
     """
@@ -177,12 +180,12 @@ def visits(blocks: np.ndarray, walk: str | np.ndarray, place: np.ndarray) -> np.
     last = np.iinfo(key.dtype).max
     sought = np.argsort(np.where(present, key, last), axis=2, kind="stable")[:, :, :longest]
     count = present.sum(2)[:, :, None]
-    kept = np.arange(longest) < count
-    return np.where(kept, sought, -1).astype(np.int32).reshape(len(blocks), columns, longest)
+    valid = np.arange(longest) < count
+    return np.where(valid, sought, -1).astype(np.int32).reshape(len(blocks), columns, longest)
 
 
 def walk_key(blocks: np.ndarray, walk: str | np.ndarray, place: np.ndarray) -> np.ndarray:
-    """Visit keys, least first, that broadcast to [S, N, M]."""
+    """Return visit keys, least first, that broadcast to [S, N, M]."""
     rows, columns = blocks.shape[1:]
     row = np.arange(rows, dtype=np.int32)
     if isinstance(walk, str):
@@ -207,7 +210,7 @@ def walk_key(blocks: np.ndarray, walk: str | np.ndarray, place: np.ndarray) -> n
 
 
 def launch(order: np.ndarray, sections: list[int]) -> np.ndarray:
-    """int32 [T, 2]: the tickets of column orders [1 or heads, N]; sections: heads of each."""
+    """Return tickets, int32 [T, 2], of column orders [1 or heads, N]; sections: heads of each."""
     heads, columns = sum(sections), order.shape[1]
     full = np.broadcast_to(order, (heads, columns))
     parts, start = [np.zeros((0, 2), np.int32)], 0
@@ -220,9 +223,9 @@ def launch(order: np.ndarray, sections: list[int]) -> np.ndarray:
 
 
 def even(heads: int, heads_in_flight: int) -> list[int]:
-    """Sections of ``heads_in_flight`` heads, the last one shorter."""
-    whole, rest = divmod(heads, heads_in_flight)
-    return [heads_in_flight] * whole + [rest] * (rest > 0)
+    """Return sections of ``heads_in_flight`` heads, the last one shorter."""
+    full_sections, remainder = divmod(heads, heads_in_flight)
+    return [heads_in_flight] * full_sections + [remainder] * (remainder > 0)
 
 
 def assemble(
@@ -233,10 +236,10 @@ def assemble(
     list_of_head: np.ndarray,
     **facts,
 ) -> Schedule:
-    """A ``Schedule`` from visits [S, N, L] and ranks [S, M, N] of the masks [S, M, N]."""
+    """Build a ``Schedule`` from visits [S, N, L] and ranks [S, M, N] of the masks [S, M, N]."""
     height, columns = blocks.shape[1:]
-    s, n, _ = kept = np.nonzero(rows >= 0)
-    q_block = rows[kept]
+    s, n, _ = entry = np.nonzero(rows >= 0)
+    q_block = rows[entry]
     count = (rows >= 0).sum(2).reshape(-1)
     return Schedule(
         height,
@@ -253,24 +256,24 @@ def assemble(
 
 
 def _list_sets(grid: BlockGrid, order: np.ndarray, write: np.ndarray):
-    """``(set of each head, a head of each set)``: heads with one mask and order share lists."""
+    """Return (set of each head, a head of each set): heads of one mask and order share lists."""
     facts = [grid.mask_of[:, None]]
     facts += [part for part in (order, write) if len(part) > 1]
     if len(facts) == 1:
-        sets, which = np.unique(grid.mask_of, return_index=True)[1], grid.mask_of
-        return which, sets
-    _, sets, which = np.unique(
+        sets, set_of_head = np.unique(grid.mask_of, return_index=True)[1], grid.mask_of
+        return set_of_head, sets
+    _, sets, set_of_head = np.unique(
         np.concatenate(facts, axis=1), axis=0, return_index=True, return_inverse=True
     )
-    return which.reshape(-1), sets
+    return set_of_head.reshape(-1), sets
 
 
 def _cyclic(rows: int, columns: int) -> np.ndarray:
-    """[N, M]: steps from a column's own row n M / N, downwards and round."""
+    """Return [N, M], steps from a column's own row n M / N, downwards and round."""
     column, row = np.arange(columns)[:, None], np.arange(rows)[None, :]
     return (row - column * rows // max(1, columns)) % max(1, rows)
 
 
 def _by_time(time: np.ndarray) -> np.ndarray:
-    """[1, M, N]: the columns of each row by time [N, M], ties left to right."""
+    """Return [1, M, N], the columns of each row by time [N, M], ties left to right."""
     return np.argsort(time.T, axis=1, kind="stable")[None]

@@ -18,7 +18,7 @@ from cute_kernels.errors import ScheduleError, expected
 
 @dataclass(frozen=True, eq=False)
 class BlockGrid:
-    """The blocks of a mask, for ``heads`` (batch, head) pairs with index b * H + h.
+    """Blocks of a mask, for ``heads`` (batch, head) pairs with index b * H + h.
 
     blocks    uint8 tensor [G, M, N]: 0 empty, 1 partial, 2 full; G distinct masks
     mask_of   int32 array [heads]: which of the G masks a head uses
@@ -42,12 +42,12 @@ class BlockGrid:
 
     @cached_property
     def host(self) -> np.ndarray:
-        """``blocks`` on the host, [G, M, N]."""
+        """Blocks on the host, [G, M, N]."""
         return self.blocks.cpu().numpy()
 
 
 def block_grid(block_mask: object, heads: int | None) -> BlockGrid:
-    """A ``BlockMask``, or blocks as uint8 [M, N], [G, M, N] or [B, H, M, N] (array or tensor).
+    """Make a grid of a ``BlockMask`` or of blocks uint8 [M, N], [G, M, N] or [B, H, M, N].
 
     ``heads`` counts (batch, head) pairs; None means those of the mask.  A mask of one batch is
     used by every batch, a mask of one head by every head.
@@ -58,8 +58,8 @@ def block_grid(block_mask: object, heads: int | None) -> BlockGrid:
     if isinstance(blocks, np.ndarray) and blocks.dtype == np.uint8:
         blocks = torch.from_numpy(np.array(blocks))
     if not isinstance(blocks, torch.Tensor) or blocks.dtype != torch.uint8:
-        got = getattr(blocks, "dtype", type(blocks).__name__)
-        raise ScheduleError(expected("block_mask", "a BlockMask or uint8 blocks", got))
+        dtype = getattr(blocks, "dtype", type(blocks).__name__)
+        raise ScheduleError(expected("block_mask", "a BlockMask or uint8 blocks", dtype))
     if blocks.dim() not in (2, 3, 4):
         raise ScheduleError(
             expected("block_mask", "blocks [M, N], [G, M, N] or [B, H, M, N]", list(blocks.shape))
@@ -73,7 +73,7 @@ def block_grid(block_mask: object, heads: int | None) -> BlockGrid:
 
 
 def mask_key(block_mask: object) -> str:
-    """A hash of the blocks, their size and their shape: equal for equal scheduling problems."""
+    """Hash the blocks, their size and their shape: equal for equal scheduling problems."""
     if hasattr(block_mask, "block_hash"):
         return block_mask.block_hash()
     blocks = block_grid(block_mask, None).blocks
@@ -84,7 +84,7 @@ def mask_key(block_mask: object) -> str:
 
 
 def _groups(batch: int, mask_heads: int, heads: int | None) -> np.ndarray:
-    """int32 [heads]: the mask of each (batch, head) pair."""
+    """Return the mask of each (batch, head) pair, int32 [heads]."""
     masks = batch * mask_heads
     if heads is None:
         heads = masks
@@ -101,7 +101,7 @@ def _groups(batch: int, mask_heads: int, heads: int | None) -> np.ndarray:
 
 
 def ranks(blocks: torch.Tensor, write_order: torch.Tensor) -> torch.Tensor:
-    """int32 [S, M, N]: the place of each block among the writers of its row; -1 where empty.
+    """Return each block's rank among the writers of its row, int32 [S, M, N]; -1 where empty.
 
     blocks: [S, M, N], non-zero where there is work.  write_order: integers [S or 1, N], or
     [S or 1, M, N] for an order of each row's own; columns from first to last writer.  Runs on the
@@ -115,12 +115,12 @@ def ranks(blocks: torch.Tensor, write_order: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(place).scatter_(2, index, place)
 
 
-def column_order(name: str, given: object, columns: int, heads: int) -> np.ndarray:
-    """int64 [1 or heads, N] from a caller's list, array or tensor: each row a permutation."""
-    if isinstance(given, torch.Tensor):
-        given = given.cpu().numpy()
+def column_order(name: str, columns_given: object, columns: int, heads: int) -> np.ndarray:
+    """Convert a list, array or tensor to int64 [1 or heads, N]: each row a permutation."""
+    if isinstance(columns_given, torch.Tensor):
+        columns_given = columns_given.cpu().numpy()
     try:
-        order = np.asarray(given)
+        order = np.asarray(columns_given)
     except ValueError:
         raise ScheduleError(expected(name, f"{columns} columns", "a ragged list")) from None
     if order.dtype.kind not in "iu" and order.size:
@@ -137,7 +137,7 @@ def column_order(name: str, given: object, columns: int, heads: int) -> np.ndarr
         row = order[wrong[0]]
         values, times = np.unique(row, return_counts=True)
         outside = row[(row < 0) | (row >= columns)]
-        got = f"{outside[0]}" if len(outside) else f"column {values[times > 1][0]} twice"
+        fault = f"{outside[0]}" if len(outside) else f"column {values[times > 1][0]} twice"
         want = f"a permutation of 0..{columns - 1}"
-        raise ScheduleError(expected(f"{name} (head {wrong[0]})", want, got))
+        raise ScheduleError(expected(f"{name} (head {wrong[0]})", want, fault))
     return order

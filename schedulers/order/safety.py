@@ -1,4 +1,4 @@
-"""The gate that every schedule passes before a launch: is it whole, and can it deadlock?
+"""Checks of every schedule before a launch: it is complete, and cannot deadlock.
 
 Whole: every ticket once, every writer of a row with its own rank, ranks 0 to count - 1.
 
@@ -34,13 +34,13 @@ from .schedule import Schedule
 
 @dataclass(frozen=True)
 class Safety:
-    """``residents``: the fewest resident CTAs with which a schedule progresses."""
+    """Safety of a schedule: ``residents``, the fewest resident CTAs with which it progresses."""
 
     residents: int
 
     @property
     def any_residency(self) -> bool:
-        """Progresses with any number of resident CTAs: each waits on earlier tickets only."""
+        """Whether any number of resident CTAs progresses: each waits on earlier tickets only."""
         return self.residents == 1
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class Safety:
 
 
 def check(schedule: Schedule, block_mask: object = None, *, group: int = 1) -> Safety:
-    """The ``Safety`` of a schedule, or a ScheduleError naming head, row, rank and tickets.
+    """Return the ``Safety`` of a schedule; a ScheduleError names head, row, rank and tickets.
 
     block_mask: if given, the lists are compared with it too: every block of the mask is visited,
     and no other, partial where the mask says so.
@@ -58,11 +58,11 @@ def check(schedule: Schedule, block_mask: object = None, *, group: int = 1) -> S
     if not isinstance(schedule, Schedule):
         raise ScheduleError(expected("schedule", "a Schedule", type(schedule).__name__))
     group = query_heads(group)
-    _launched_once(schedule)
-    _rows_in_range(schedule)
+    _check_launches(schedule)
+    _check_rows(schedule)
     if block_mask is not None:
-        _visits_the_mask(schedule, block_mask)
-    _ranks_are_places(schedule)
+        _check_visits(schedule, block_mask)
+    _check_ranks(schedule)
     return Safety(_residents(schedule, group))
 
 
@@ -73,7 +73,7 @@ def admit(
     group: int = 1,
     allow_residency: int | None = None,
 ) -> Safety:
-    """``check``, and ScheduleError unless the schedule is any_residency or needs no more than
+    """Run ``check``; raise ScheduleError unless the schedule is any_residency or needs no more than
     ``allow_residency`` CTAs, which the caller promises to be resident at once."""
     if allow_residency is not None and (
         not isinstance(allow_residency, int)
@@ -88,7 +88,7 @@ def admit(
     return safety
 
 
-def _launched_once(schedule: Schedule) -> None:
+def _check_launches(schedule: Schedule) -> None:
     heads, columns = schedule.heads, schedule.num_kv_blocks
     order = schedule.order.astype(np.int64)
     inside = (order >= 0).all(1) & (order < (heads, columns)).all(1)
@@ -103,91 +103,97 @@ def _launched_once(schedule: Schedule) -> None:
     if (times > 1).any():
         pair = int(np.argmax(times > 1))
         tickets = np.flatnonzero(flat == pair)[:2].tolist()
-        got = f"head {pair // columns} kv block {pair % columns} in tickets {tickets}"
+        fault = f"head {pair // columns} kv block {pair % columns} in tickets {tickets}"
     else:
         pair = int(np.argmin(times))
-        got = f"head {pair // columns} kv block {pair % columns} in none"
-    raise ScheduleError(expected("order", "every (head, kv block) in one ticket", got))
+        fault = f"head {pair // columns} kv block {pair % columns} in none"
+    raise ScheduleError(expected("order", "every (head, kv block) in one ticket", fault))
 
 
 def _entry_lists(schedule: Schedule) -> np.ndarray:
-    """int64 [E]: the list that each entry is in."""
+    """Return the list of each entry, int64 [E]."""
     return np.repeat(np.arange(len(schedule.offset) - 1), np.diff(schedule.offset))
 
 
-def _rows_in_range(schedule: Schedule) -> None:
+def _check_rows(schedule: Schedule) -> None:
     rows = schedule.num_q_blocks
     wrong = (schedule.q_block < 0) | (schedule.q_block >= rows)
-    which = _entry_lists(schedule)
+    lists_of_entry = _entry_lists(schedule)
     if wrong.any():
         entry = int(np.argmax(wrong))
-        got = f"row {schedule.q_block[entry]}, {_where(schedule, which[entry])}"
-        raise ScheduleError(expected("q_block", f"rows in [0, {rows})", got))
-    visit = which * np.int64(max(1, rows)) + schedule.q_block
+        fault = f"row {schedule.q_block[entry]}, {_where(schedule, lists_of_entry[entry])}"
+        raise ScheduleError(expected("q_block", f"rows in [0, {rows})", fault))
+    visit = lists_of_entry * np.int64(max(1, rows)) + schedule.q_block
     values, times = np.unique(visit, return_counts=True)
     if (times > 1).any():
         twice = int(values[times > 1][0])
-        got = f"row {twice % rows} twice, {_where(schedule, twice // rows)}"
-        raise ScheduleError(expected("q_block", "each row once in a ticket", got))
+        fault = f"row {twice % rows} twice, {_where(schedule, twice // rows)}"
+        raise ScheduleError(expected("q_block", "each row once in a ticket", fault))
 
 
-def _visits_the_mask(schedule: Schedule, block_mask: object) -> None:
+def _check_visits(schedule: Schedule, block_mask: object) -> None:
     grid = block_grid(block_mask, schedule.heads)
     shape = (grid.num_q_blocks, grid.num_kv_blocks)
     mine = (schedule.num_q_blocks, schedule.num_kv_blocks)
     if shape != mine:
         raise ScheduleError(expected("schedule", f"{shape} blocks like the mask", mine))
-    which = _entry_lists(schedule)
+    lists_of_entry = _entry_lists(schedule)
     blocks = np.zeros((schedule.num_lists, *shape), np.uint8)
-    place = (which // max(1, shape[1]), schedule.q_block, which % max(1, shape[1]))
+    place = (
+        lists_of_entry // max(1, shape[1]),
+        schedule.q_block,
+        lists_of_entry % max(1, shape[1]),
+    )
     blocks[place] = np.where(schedule.partial, 1, 2)
     pairs = np.unique(np.stack((schedule.list_of_head, grid.mask_of), axis=1), axis=0)
     for lists, group in pairs.tolist():
         differs = np.argwhere(blocks[lists] != grid.host[group])
         if len(differs):
             row, column = differs[0].tolist()
-            named = ("empty", "partial", "full")
-            want = f"{named[grid.host[group, row, column]]} as in the mask"
-            at = _where(schedule, lists * shape[1] + column, grid.mask_of == group)
-            got = named[blocks[lists, row, column]]
-            verb = " (a contributor that never visits)" if got == "empty" else ""
-            raise ScheduleError(expected(f"row {row}, {at}", want, got + verb))
+            kind_names = ("empty", "partial", "full")
+            want = f"{kind_names[grid.host[group, row, column]]} as in the mask"
+            place_text = _where(schedule, lists * shape[1] + column, grid.mask_of == group)
+            kind = kind_names[blocks[lists, row, column]]
+            verb = " (a contributor that never visits)" if kind == "empty" else ""
+            raise ScheduleError(expected(f"row {row}, {place_text}", want, kind + verb))
 
 
-def _ranks_are_places(schedule: Schedule) -> None:
-    """Within (lists, row), ranks are 0 to count - 1, each once."""
+def _check_ranks(schedule: Schedule) -> None:
+    """Check that ranks within (lists, row) are 0 to count - 1, each once."""
     rows, columns = max(1, schedule.num_q_blocks), max(1, schedule.num_kv_blocks)
-    which, rank = _entry_lists(schedule), schedule.rank.astype(np.int64)
-    row = which // columns * rows + schedule.q_block
+    lists_of_entry, rank = _entry_lists(schedule), schedule.rank.astype(np.int64)
+    row = lists_of_entry // columns * rows + schedule.q_block
     count = np.bincount(row, minlength=1)[row]
     wrong = (rank < 0) | (rank >= count)
     if wrong.any():
         entry = int(np.argmax(wrong))
-        at = f"rank of row {schedule.q_block[entry]}, {_where(schedule, which[entry])}"
+        places_text = (
+            f"rank of row {schedule.q_block[entry]}, {_where(schedule, lists_of_entry[entry])}"
+        )
         want = f"in [0, {count[entry]}), as that many visit (is a contributor missing?)"
-        raise ScheduleError(expected(at, want, int(rank[entry])))
+        raise ScheduleError(expected(places_text, want, int(rank[entry])))
     values, times = np.unique(row * np.int64(columns + 1) + rank, return_counts=True)
     if (times > 1).any():
         key = int(values[times > 1][0])
         both = np.flatnonzero(row * np.int64(columns + 1) + rank == key)[:2]
-        at = " and ".join(_where(schedule, which[entry]) for entry in both)
-        got = f"rank {key % (columns + 1)} twice: {at}"
-        raise ScheduleError(expected(f"ranks of row {schedule.q_block[both[0]]}", "unique", got))
+        places_text = " and ".join(_where(schedule, lists_of_entry[entry]) for entry in both)
+        fault = f"rank {key % (columns + 1)} twice: {places_text}"
+        raise ScheduleError(expected(f"ranks of row {schedule.q_block[both[0]]}", "unique", fault))
 
 
-def _where(schedule: Schedule, which: int, among: np.ndarray | bool = True) -> str:
-    """A list's first head (of those ``among``, bool [heads]), its column and that head's ticket."""
-    lists, column = divmod(int(which), max(1, schedule.num_kv_blocks))
+def _where(schedule: Schedule, list_index: int, among: np.ndarray | bool = True) -> str:
+    """Describe a list: its first head (of ``among``, bool [heads]), column and ticket."""
+    lists, column = divmod(int(list_index), max(1, schedule.num_kv_blocks))
     heads = np.flatnonzero((schedule.list_of_head == lists) & among)
     if not len(heads):
         return f"lists {lists} kv block {column} (no head)"
     ticket = np.flatnonzero((schedule.order == (heads[0], column)).all(1))
-    named = int(ticket[0]) if len(ticket) else "none"
-    return f"head {heads[0]} kv block {column} (ticket {named})"
+    ticket_name = int(ticket[0]) if len(ticket) else "none"
+    return f"head {heads[0]} kv block {column} (ticket {ticket_name})"
 
 
 def _residents(schedule: Schedule, group: int) -> int:
-    """The P of the module's docstring; ScheduleError if the waits form a cycle."""
+    """Return P of the module's docstring; raise ScheduleError if the waits form a cycle."""
     heads, columns = schedule.heads, schedule.num_kv_blocks
     if schedule.num_tickets == 0:
         return 1
@@ -196,35 +202,35 @@ def _residents(schedule: Schedule, group: int) -> int:
     launched = np.argsort(ticket, axis=1)
     case = np.concatenate((schedule.list_of_head[:, None], launched), axis=1)
     names: dict[bytes, int] = {}
-    which = np.array([names.setdefault(each.tobytes(), len(names)) for each in case])
-    cases = case[np.unique(which, return_index=True)[1]]
+    case_of_head = np.array([names.setdefault(each.tobytes(), len(names)) for each in case])
+    cases = case[np.unique(case_of_head, return_index=True)[1]]
     rows, ranks = _padded(schedule, cases[:, :1] * columns + cases[:, 1:])
     reach, acyclic = reached(rows, ranks, schedule.num_q_blocks, group)
     if not acyclic.all():
         case = int(np.argmin(acyclic))
-        head = int(np.argmax(which == case))
+        head = int(np.argmax(case_of_head == case))
         _name_a_cycle(schedule, head, cases[case, 1:], ticket[head])
     place = np.take_along_axis(ticket, launched, axis=1)
-    last = np.take_along_axis(place, reach[which], axis=1)
+    last = np.take_along_axis(place, reach[case_of_head], axis=1)
     return int(residents(place.reshape(1, -1), last.reshape(1, -1))[0])
 
 
 def _padded(schedule: Schedule, lists: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and ranks [B, N, L] of the lists [B, N], -1 past each end."""
+    """Return rows and ranks [B, N, L] of the lists [B, N], -1 past each end."""
     start, stop = schedule.offset[lists], schedule.offset[lists + 1]
     longest = int((stop - start).max(initial=0))
-    at = start[:, :, None] + np.arange(longest)
-    valid = at < stop[:, :, None]
-    at = np.where(valid, at, 0)
+    entry = start[:, :, None] + np.arange(longest)
+    valid = entry < stop[:, :, None]
+    entry = np.where(valid, entry, 0)
     if not longest:
-        return at.astype(np.int32), at.astype(np.int32)
-    return np.where(valid, schedule.q_block[at], -1), np.where(valid, schedule.rank[at], -1)
+        return entry.astype(np.int32), entry.astype(np.int32)
+    return np.where(valid, schedule.q_block[entry], -1), np.where(valid, schedule.rank[entry], -1)
 
 
 def reached(
     rows: np.ndarray, ranks: np.ndarray, num_rows: int, group: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``(reach int64 [B, N], acyclic bool [B])`` of B independent problems.
+    """Return (reach int64 [B, N], acyclic bool [B]) of B independent problems.
 
     rows, ranks: int [B, N, L], the lists of N columns in launch order, -1 past each end; ranks
     are places already.  Each list is walked ``group`` times, on rows of the time's own.
@@ -236,11 +242,11 @@ def reached(
     if longest == 0:
         return reach, np.ones(cases, bool)
     before = _one_rank_lower(rows, ranks, num_rows)
-    # Of a flat entry, its column is entry // longest.
+    # The column of a flat entry is entry // longest.
     if (before % (columns * longest) // longest <= reach[:, :, None]).all():
         return reach, np.ones(cases, bool)
     for _ in range(group):
-        # What a list waited for the last time, each of its visits waits for this time.
+        # In each round all visits of a list wait for what the list waited for in the last one.
         last, reach = reach, _farthest(np.broadcast_to(reach[..., None], rows.shape), before)
         if (reach == last).all():
             break
@@ -248,8 +254,8 @@ def reached(
 
 
 def _one_rank_lower(rows: np.ndarray, ranks: np.ndarray, num_rows: int) -> np.ndarray:
-    """int64 [B, N, L]: the flat entry of [B, N, L] with the same row and the rank below; itself if
-    there is none."""
+    """Return the flat entry with the same row and the rank below, int64 [B, N, L]; itself if there
+    is none."""
     cases, columns = rows.shape[:2]
     entry, none = np.arange(rows.size).reshape(rows.shape), cases * num_rows * columns
     spot = (np.arange(cases)[:, None, None] * num_rows + rows) * columns + ranks
@@ -259,10 +265,10 @@ def _one_rank_lower(rows: np.ndarray, ranks: np.ndarray, num_rows: int) -> np.nd
     return np.where(ranks > 0, holder.take(spot - 1), entry)
 
 
-def _farthest(own: np.ndarray, before: np.ndarray) -> np.ndarray:
-    """int64 [B, N]: the greatest ``own`` [B, N, L] among all that each list's last visit waits
-    for."""
-    reach, farther = None, own
+def _farthest(values: np.ndarray, before: np.ndarray) -> np.ndarray:
+    """Return the greatest of ``values`` [B, N, L] among all that each list's last visit waits for,
+    int64 [B, N]."""
+    reach, farther = None, values
     while reach is None or (farther != reach).any():
         reach = farther
         farther = np.maximum(reach, reach.reshape(-1).take(before))
@@ -271,18 +277,18 @@ def _farthest(own: np.ndarray, before: np.ndarray) -> np.ndarray:
 
 
 def _can_all_be_done(before: np.ndarray) -> np.ndarray:
-    """bool [B]: with every column resident, does every visit get its turn?  No if cyclic."""
+    """Return bool [B]: every visit gets its turn if all columns are resident; False if cyclic."""
     first = before == np.arange(before.size).reshape(before.shape)
-    done, more = None, np.zeros(before.shape, bool)
-    while done is None or (more != done).any():
-        done = more
-        more = first | done.reshape(-1).take(before)
-        _along_lists(np.logical_and, more)
-    return done.all(axis=(1, 2))
+    previous, current = None, np.zeros(before.shape, bool)
+    while previous is None or (current != previous).any():
+        previous = current
+        current = first | previous.reshape(-1).take(before)
+        _along_lists(np.logical_and, current)
+    return previous.all(axis=(1, 2))
 
 
 def _along_lists(ufunc: np.ufunc, values: np.ndarray) -> None:
-    """``ufunc.accumulate`` along the last axis, in place."""
+    """Apply ``ufunc.accumulate`` along the last axis, in place."""
     if values.size < values.shape[2] * 1024:
         ufunc.accumulate(values, axis=2, out=values)
         return
@@ -291,7 +297,7 @@ def _along_lists(ufunc: np.ufunc, values: np.ndarray) -> None:
 
 
 def residents(ticket: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """int64 [B]: 1 + the most intervals [ticket, last) that hold one point; both int64 [B, T]."""
+    """Return 1 + the most intervals [ticket, last) over one point, int64 [B]; both int64 [B, T]."""
     cases, tickets = ticket.shape
     first, size = np.arange(cases)[:, None] * (tickets + 1), cases * (tickets + 1)
     begun = np.bincount((first + ticket).reshape(-1), minlength=size)
@@ -301,7 +307,7 @@ def residents(ticket: np.ndarray, last: np.ndarray) -> np.ndarray:
 
 
 def _name_a_cycle(schedule: Schedule, head: int, launched: np.ndarray, ticket: np.ndarray) -> None:
-    """Raises ScheduleError with one cycle of waits of a head that has one."""
+    """Raise ScheduleError with one cycle of waits of a head that has one."""
     waits, facts, holder = {}, {}, {}
     first = int(schedule.list_of_head[head]) * schedule.num_kv_blocks
     for column in launched.tolist():
@@ -331,5 +337,5 @@ def _name_a_cycle(schedule: Schedule, head: int, launched: np.ndarray, ticket: n
         path.append(entry)
         entry = next(on for on in waits[entry] if pending[on])
     steps = [facts[e] for e in path[path.index(entry) :]]
-    named = " <- ".join(f"row {row} rank {rank} (ticket {t})" for row, rank, t in steps)
-    raise ScheduleError(f"schedule: expected waits without a cycle, got head {head}: {named}")
+    cycle = " <- ".join(f"row {row} rank {rank} (ticket {t})" for row, rank, t in steps)
+    raise ScheduleError(f"schedule: expected waits without a cycle, got head {head}: {cycle}")

@@ -59,7 +59,7 @@ class ScheduleTensors(NamedTuple):
 
 
 def frozen(array: np.ndarray) -> np.ndarray:
-    """The array in C order over bytes of its own: not even ``setflags`` makes them writable."""
+    """Return the array in C order over immutable bytes: not even ``setflags`` makes it writable."""
     if type(array) is np.ndarray and isinstance(array.base, bytes) and array.flags.c_contiguous:
         return array
     return np.ndarray(array.shape, array.dtype, buffer=array.tobytes())
@@ -108,15 +108,15 @@ class Schedule:
         for name, (dtype, rank) in ARRAYS.items():
             array = getattr(self, name)
             if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != rank:
-                got = f"{type(array).__name__} {getattr(array, 'dtype', '')}"
+                actual = f"{type(array).__name__} {getattr(array, 'dtype', '')}"
                 want = f"a {np.dtype(dtype).name} array of {rank} dimensions"
-                raise ScheduleError(expected(name, want, got))
+                raise ScheduleError(expected(name, want, actual))
             object.__setattr__(self, name, frozen(array))
         self._shapes()
         object.__setattr__(self, "handle", handles.register(self))
 
     def __reduce__(self):
-        """Made anew: what is unpickled is looked at, and is as immutable as what was pickled."""
+        """Rebuild the schedule: the unpickled one is checked, and immutable."""
         return type(self), tuple(getattr(self, part.name) for part in fields(self) if part.init)
 
     def __copy__(self) -> Schedule:
@@ -131,11 +131,11 @@ class Schedule:
         entries = len(self.q_block)
         for name in ("partial", "rank"):
             if getattr(self, name).shape != (entries,):
-                got = list(getattr(self, name).shape)
-                raise ScheduleError(expected(name, f"shape [{entries}] like q_block", got))
+                shape = list(getattr(self, name).shape)
+                raise ScheduleError(expected(name, f"shape [{entries}] like q_block", shape))
         first, last = (self.offset[0], self.offset[-1]) if len(self.offset) else (-1, -1)
-        wanted = (len(self.offset) - 1) % max(1, self.num_kv_blocks) == 0
-        if not wanted or first != 0 or last != entries or (np.diff(self.offset) < 0).any():
+        whole_lists = (len(self.offset) - 1) % max(1, self.num_kv_blocks) == 0
+        if not whole_lists or first != 0 or last != entries or (np.diff(self.offset) < 0).any():
             want = f"[S * {self.num_kv_blocks} + 1] values rising from 0 to {entries}"
             raise ScheduleError(expected("offset", want, f"{len(self.offset)} values"))
         if self.list_of_head.shape != (self.heads,):
@@ -148,7 +148,7 @@ class Schedule:
 
     @property
     def num_lists(self) -> int:
-        """S: the sets of lists."""
+        """Number S of sets of lists."""
         columns = self.num_kv_blocks
         return (len(self.offset) - 1) // columns if columns else int(self.list_of_head.max()) + 1
 
@@ -158,7 +158,7 @@ class Schedule:
 
     @cached_property
     def list_of_ticket(self) -> np.ndarray:
-        """int64 [T]: the list that each ticket walks."""
+        """List that each ticket walks, int64 [T]."""
         head, column = self.order.T
         column = column.astype(np.int64)
         if self.num_lists == 1:
@@ -166,17 +166,17 @@ class Schedule:
         return frozen((self.list_of_head * np.int64(self.num_kv_blocks)).take(head) + column)
 
     def tickets(self) -> Iterator[tuple[int, int, list[tuple[int, bool, int]]]]:
-        """Yields ``(head, kv_block, [(q_block, is_partial, rank), ...])`` in launch order."""
+        """Yield ``(head, kv_block, [(q_block, is_partial, rank), ...])`` in launch order."""
         entries = list(
             zip(self.q_block.tolist(), self.partial.tolist(), self.rank.tolist(), strict=True)
         )
         offset = self.offset.tolist()
         lists = self.list_of_ticket.tolist()
-        for (head, column), which in zip(self.order.tolist(), lists, strict=True):
-            yield head, column, entries[offset[which] : offset[which + 1]]
+        for (head, column), list_index in zip(self.order.tolist(), lists, strict=True):
+            yield head, column, entries[offset[list_index] : offset[list_index + 1]]
 
     def tensors(self, device: torch.device | str, places: bool = False) -> ScheduleTensors:
-        """The kernel's tensors on a device, by one copy that is ordered on its current stream.
+        """Return the kernel's tensors on a device, by one copy ordered on its current stream.
 
         ``places``: with ``place``.  Build them once and keep them.
         """
@@ -196,7 +196,7 @@ class Schedule:
         return self._packed(True)
 
     def _packed(self, places: bool) -> np.ndarray:
-        """int32: all of ``tensors``, on the host."""
+        """Return all of ``tensors`` as one int32 array on the host."""
         spans = self._spans(places)
         words = np.zeros(spans[-1][1], np.int32)
         ticket, list_of_head, offset, entry, rank, *place = (words[slice(*s)] for s in spans)
@@ -212,15 +212,15 @@ class Schedule:
         rank[:] = self.rank
         if places:
             rows, columns = self.num_q_blocks, self.num_kv_blocks
-            which = np.arange(len(span))
-            top = which + which // max(1, columns) * ((rows - 1) * columns)
-            at = place[0].view(np.int64)
-            np.multiply(self.q_block, columns, out=at, dtype=np.int64)
-            at += np.repeat(top, np.diff(self.offset))
+            lists = np.arange(len(span))
+            top = lists + lists // max(1, columns) * ((rows - 1) * columns)
+            place_pairs = place[0].view(np.int64)
+            np.multiply(self.q_block, columns, out=place_pairs, dtype=np.int64)
+            place_pairs += np.repeat(top, np.diff(self.offset))
         return words
 
     def _spans(self, places: bool) -> list[tuple[int, int]]:
-        """(begin, end) of each of ``tensors`` in its allocation, in int32."""
+        """Return (begin, end) of each of ``tensors`` in its allocation, in int32."""
         entries = len(self.q_block)
         sizes = [4 * self.num_tickets, self.heads, len(self.offset), entries, entries]
         sizes += [2 * entries] * places
@@ -232,7 +232,7 @@ class Schedule:
 
     @cached_property
     def hash(self) -> str:
-        """64 hex digits.  Equal hashes: the same order, visits and ranks, so the same bits."""
+        """Digest of 64 hex digits, equal for equal order, visits and ranks, so for equal bits."""
         digest = hashlib.sha256(FORMAT.encode())
         digest.update(repr([getattr(self, name) for name in _SIZES]).encode())
         for name in ARRAYS:
@@ -242,7 +242,7 @@ class Schedule:
         return digest.hexdigest()
 
     def save(self, path: str | Path) -> None:
-        """Writes a compressed ``.npz`` file, exactly at ``path``."""
+        """Write a compressed ``.npz`` file, exactly at ``path``."""
         words = {name: getattr(self, name) for name in _SIZES + _WORDS}
         words |= {"format": FORMAT, "hash": self.hash}
         with open(path, "wb") as file:
@@ -251,7 +251,7 @@ class Schedule:
 
     @classmethod
     def load(cls, path: str | Path) -> Schedule:
-        """The schedule of ``save``; ScheduleError if the file is not one, or was changed."""
+        """Load the schedule of ``save``; ScheduleError if the file is none, or was changed."""
         try:
             with np.load(path, allow_pickle=False) as file:
                 words = json.loads(str(file["words"])) | {name: file[name] for name in ARRAYS}
@@ -263,8 +263,8 @@ class Schedule:
     def _restore(cls, words: dict, source: str) -> Schedule:
         missing = {"format", "hash", *(f.name for f in fields(cls) if f.init)} - set(words)
         if missing or words["format"] != FORMAT:
-            got = f"no {sorted(missing)}" if missing else repr(words["format"])
-            raise ScheduleError(expected(source, f"a schedule in format {FORMAT!r}", got))
+            fault = f"no {sorted(missing)}" if missing else repr(words["format"])
+            raise ScheduleError(expected(source, f"a schedule in format {FORMAT!r}", fault))
         values = {name: words[name] for name in _SIZES + _WORDS}
         if values["block_size"] is not None:
             values["block_size"] = tuple(values["block_size"])

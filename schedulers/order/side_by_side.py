@@ -1,4 +1,4 @@
-"""One schedule of masks that share no block: sequences packed one behind another, say."""
+"""One schedule of masks that share no block, such as those of a varlen batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PARTIAL = 1
 
 
 def side_by_side(parts: Sequence[tuple[int, Schedule]], mask: object) -> Schedule:
-    """The visits and ranks of each part, at its place on the diagonal of ``mask``.
+    """Combine the visits and ranks of parts, each at its place on the diagonal of ``mask``.
 
     parts: (first block, schedule): query and key blocks from there on; the parts do not overlap.
         Tickets are taken in this order, those of blocks that no part has at the end.
@@ -25,18 +25,18 @@ def side_by_side(parts: Sequence[tuple[int, Schedule]], mask: object) -> Schedul
     tickets only does so here.
     """
     grid = block_grid(mask, parts[0][1].heads if parts else None)
-    _beside(parts, grid.num_q_blocks, grid.num_kv_blocks)
+    _check_parts(parts, grid.num_q_blocks, grid.num_kv_blocks)
     masks, sets, list_of_head = _sets(parts, grid.mask_of)
     ascending = sorted(range(len(parts)), key=lambda i: parts[i][0])
     columns = np.arange(grid.num_kv_blocks, dtype=np.int32)
     count = np.zeros((sets.shape[1], len(columns)), np.int32)
     rows, ranks, places = [], [], []
-    for which, of_part in enumerate(sets.T):
+    for set_index, of_part in enumerate(sets.T):
         for i in ascending:
             begin, part = parts[i]
             first = of_part[i] * part.num_kv_blocks
             offset = part.offset[first : first + part.num_kv_blocks + 1]
-            count[which, begin : begin + part.num_kv_blocks] = np.diff(offset)
+            count[set_index, begin : begin + part.num_kv_blocks] = np.diff(offset)
             inside = slice(offset[0], offset[-1])
             rows.append(part.q_block[inside] + np.int32(begin))
             ranks.append(part.rank[inside])
@@ -59,7 +59,7 @@ def side_by_side(parts: Sequence[tuple[int, Schedule]], mask: object) -> Schedul
     )
 
 
-def _beside(parts: Sequence[tuple[int, Schedule]], rows: int, columns: int) -> None:
+def _check_parts(parts: Sequence[tuple[int, Schedule]], rows: int, columns: int) -> None:
     end = 0, 0
     for begin, part in sorted(parts, key=lambda each: each[0]):
         if begin < max(end):
@@ -76,7 +76,7 @@ def _beside(parts: Sequence[tuple[int, Schedule]], rows: int, columns: int) -> N
 def _sets(
     parts: Sequence[tuple[int, Schedule]], mask_of: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """([S], [parts, S], [heads]): the mask and the parts' lists of each set, each head's set."""
+    """Return ([S], [parts, S], [heads]): mask and parts' lists of each set, set of each head."""
     lists = np.stack([mask_of, *(part.list_of_head for _, part in parts)])
     sets, of_head = np.unique(lists, axis=1, return_inverse=True)
     return sets[0], sets[1:], of_head.reshape(-1).astype(np.int32)
@@ -87,8 +87,8 @@ def _tickets(parts: Sequence[tuple[int, Schedule]], heads: int, columns: np.ndar
     for begin, part in parts:
         orders.append(part.order + np.array([0, begin], np.int32))
         free[begin : begin + part.num_kv_blocks] = False
-    rest = np.stack(np.meshgrid(np.arange(heads), columns[free], indexing="ij"), axis=-1)
-    return np.concatenate([*orders, rest.reshape(-1, 2)]).astype(np.int32)
+    free_tickets = np.stack(np.meshgrid(np.arange(heads), columns[free], indexing="ij"), axis=-1)
+    return np.concatenate([*orders, free_tickets.reshape(-1, 2)]).astype(np.int32)
 
 
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:

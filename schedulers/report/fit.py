@@ -1,4 +1,4 @@
-"""Refits a machine's constants to measured times.
+"""Refit a machine's constants to measured times.
 
 The unordered times set what a tile's compute takes, the ordered ones the handoff.  The reduction
 stays as it is: a chain of writers shows only the sum of a reduction and a handoff.
@@ -37,7 +37,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Fit:
-    """The refitted machine, what to write as its constants' source, and the rms relative error."""
+    """Refitted machine, the source text of its constants, and the rms relative error."""
 
     machine: Machine
     source: str
@@ -47,21 +47,21 @@ class Fit:
 def observations(
     records: Iterable[Mapping], schedule_of: Callable[[Mapping], Schedule]
 ) -> list[Observation]:
-    """Observations from perf records: mappings with ``ordered_us``, ``unordered_us``, ``commit``
-    and ``gpu``.  ``schedule_of`` gives the schedule that a record was measured with."""
-    found = []
+    """Make observations from perf records, mappings with ``ordered_us``, ``unordered_us``,
+    ``commit`` and ``gpu``.  ``schedule_of`` gives the schedule that a record was measured with."""
+    observed = []
     for record in records:
         missing = {"ordered_us", "unordered_us", "commit", "gpu"} - set(record)
         if missing:
             raise ScheduleError(expected("record", f"the fields {sorted(missing)}", dict(record)))
         times = [float(record[name]) * 1e3 for name in ("ordered_us", "unordered_us")]
         name = f"{record['gpu']} at {record['commit']}"
-        found.append(Observation(schedule_of(record), *times, name))
-    return found
+        observed.append(Observation(schedule_of(record), *times, name))
+    return observed
 
 
 def refit(machine: Machine, seen: list[Observation]) -> Fit:
-    """``machine`` with full_ns, partial_ns and handoff_ns fitted by least squares of log times.
+    """Fit full_ns, partial_ns and handoff_ns of ``machine`` by least squares of log times.
 
     A pattern search from the machine's own values; deterministic.  Raises ScheduleError without
     observations or for a time that is not above 0.
@@ -77,10 +77,10 @@ def refit(machine: Machine, seen: list[Observation]) -> Fit:
     while share * max(getattr(machine, name) for name in FITTED) >= STEP_NS:
         before = machine
         for move in _MOVES:
-            other = _moved(machine, move, share)
-            loss = _loss(other, seen) if other != machine else least
+            candidate = _moved(machine, move, share)
+            loss = _loss(candidate, seen) if candidate != machine else least
             if loss < least:
-                least, machine = loss, other
+                least, machine = loss, candidate
         share = share / 2 if machine == before else share
     records = sorted({each.record for each in seen})
     source = f"fitted to {len(seen)} records: {'; '.join(records)}"
@@ -97,10 +97,10 @@ def _loss(machine: Machine, seen: list[Observation]) -> float:
 
 
 def _moved(machine: Machine, move: dict[str, int], share: float) -> Machine:
-    """The constants of a move up or down by a share of themselves."""
+    """Return the machine with the constants of a move changed by a share of themselves."""
     values = {}
     for name, sign in move.items():
-        here, least = getattr(machine, name), 0 if name == "handoff_ns" else STEP_NS
-        step = max(STEP_NS, round(here * share / STEP_NS) * STEP_NS)
-        values[name] = max(least, here + sign * step)
+        value, least = getattr(machine, name), 0 if name == "handoff_ns" else STEP_NS
+        step = max(STEP_NS, round(value * share / STEP_NS) * STEP_NS)
+        values[name] = max(least, value + sign * step)
     return replace(machine, **values)

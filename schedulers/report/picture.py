@@ -27,9 +27,9 @@ HATCH = {"facecolor": WAIT, "edgecolor": WAIT_LINE, "linewidth": 0, "hatch": "//
 # Panels of more slots or shapes are stored as pixels; more visits are not shown one by one.
 _SLOTS, _SHAPES, MAX_STEPS = 40, 1500, 400
 _DPI = 200
-# Letters of a title's line: what the narrowest panel has room for.
+# Letters of a title's line in the narrowest panel.
 _TITLE = 64
-# Where a slot's compute and its reductions are drawn, in slots; the reductions are paler.
+# Bands of a slot's compute and reductions, in slots; the reductions are paler.
 _COMPUTE, _REDUCE, _PALE = (-0.42, 0.16), (0.20, 0.42), 0.55
 
 
@@ -40,7 +40,7 @@ def gantt(
     bound_ns: int | None = None,
     columns: int = 1,
 ) -> None:
-    """Writes whole launches, one panel per title, all on one time axis.
+    """Write whole launches, one panel per title, all on one time axis.
 
     bound_ns: a time to mark in every panel as the lower bound.  Raises ScheduleError for no panel
     or a path that cannot be, BackendUnavailable without matplotlib, OSError.
@@ -72,7 +72,7 @@ def steps(
     machine: Machine | str = "h200_d128",
     columns: int = 1,
 ) -> None:
-    """Writes small schedules visit by visit: above what a slot computes, below what it adds to dQ.
+    """Write small schedules visit by visit: computation above, additions to dQ below.
 
     Numbers are query blocks; an arrow leads from a reduction to one that waited for it.  Raises as
     ``gantt`` and ``simulate``, and ScheduleError for more than ``MAX_STEPS`` visits.
@@ -101,7 +101,7 @@ def steps(
 
 
 def head_colours(heads: int) -> list[str]:
-    """A colour for each head: distinct ones for a few, one scale from dark to light for many."""
+    """Return a colour for each head: distinct ones for few, a scale from dark to light for many."""
     if heads <= len(HEAD_COLOURS):
         return list(HEAD_COLOURS[:heads])
     from matplotlib import colormaps
@@ -111,21 +111,21 @@ def head_colours(heads: int) -> list[str]:
 
 
 def facts(simulation: Simulation, bound_ns: int | None = None) -> str:
-    """One line: predicted time, over the unordered launch, over a bound, and waiting's share."""
-    found = [time_text(simulation.makespan_ns), f"{simulation.ratio:.2f} × unordered"]
+    """Return one line: predicted time, ratios to the unordered launch and a bound, wait share."""
+    texts = [time_text(simulation.makespan_ns), f"{simulation.ratio:.2f} × unordered"]
     if bound_ns:
-        found.append(f"{simulation.makespan_ns / bound_ns:.2f} × bound")
-    found.append(f"{simulation.stall_share:.0%} waiting")
-    return "  ·  ".join(found)
+        texts.append(f"{simulation.makespan_ns / bound_ns:.2f} × bound")
+    texts.append(f"{simulation.stall_share:.0%} waiting")
+    return "  ·  ".join(texts)
 
 
 def time_text(ns: int) -> str:
-    """Microseconds, with a decimal below 100."""
+    """Format as microseconds, with a decimal below 100."""
     return f"{ns / 1e3:,.1f} µs" if ns < 100_000 else f"{ns / 1e3:,.0f} µs"
 
 
 def check_path(path: str | Path) -> Path:
-    """The path, or ScheduleError if no picture can be there, BackendUnavailable if none at all."""
+    """Return the path; raise if a picture cannot be written there, or matplotlib is missing."""
     path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
         raise ScheduleError(expected("path", f"a file ending in {', '.join(SUFFIXES)}", path))
@@ -148,7 +148,7 @@ def _checked(path: str | Path, panels: Mapping) -> Path:
 
 
 def _figure(rows: int, columns: int, size: tuple[float, float]):
-    """``(figure, axes)``: a grid of panels, without pyplot and its global state."""
+    """Create ``(figure, axes)``, a grid of panels, without pyplot and its global state."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
@@ -157,16 +157,16 @@ def _figure(rows: int, columns: int, size: tuple[float, float]):
 
 
 def _launch(axis, simulation: Simulation, colours: list[str], end_ns: int) -> None:
-    """Tickets and waits of one launch."""
+    """Draw the tickets and waits of one launch."""
     from matplotlib.collections import PolyCollection
 
     waits = np.array(simulation.waits(), np.int64).reshape(-1, 3)
     slots, tickets = simulation.machine.slots, len(simulation.slot)
     dense = slots > _SLOTS or tickets + len(waits) > _SHAPES
     thick = 1.0 if slots > _SLOTS else 0.84
-    # A sliver between tickets, so that those of one head can be told apart.
-    taken = simulation.end_ns - simulation.start_ns
-    stop = simulation.end_ns - np.minimum(end_ns // 600, taken // 8)
+    # A gap between tickets, so that those of one head are distinct.
+    duration = simulation.end_ns - simulation.start_ns
+    stop = simulation.end_ns - np.minimum(end_ns // 600, duration // 8)
     boxes = _boxes(simulation.slot, simulation.start_ns, stop, thick)
     colour = np.array(colours)[simulation.order[:, 0]].tolist()
     shapes = {"linewidths": 0, "rasterized": dense}
@@ -176,7 +176,7 @@ def _launch(axis, simulation: Simulation, colours: list[str], end_ns: int) -> No
 
 
 def _visits(axis, schedule: Schedule, simulation: Simulation, colours: list[str]) -> None:
-    """Every visit of one launch, and its turns."""
+    """Draw every visit of one launch, and its turns."""
     from matplotlib.collections import PolyCollection
     from matplotlib.patheffects import withStroke
 
@@ -200,8 +200,8 @@ def _visits(axis, schedule: Schedule, simulation: Simulation, colours: list[str]
         axis.text(x, y, str(row), path_effects=halo, **label)
     line = {"arrowstyle": "-|>", "lw": 0.7, "color": INK, "shrinkA": 0, "shrinkB": 0}
     down = np.mean(_REDUCE)
-    for begin, end, one, other in visit["handoffs"]:
-        tail, tip = (begin / 1e3, one + down), (end / 1e3, other + down)
+    for begin, end, from_slot, to_slot in visit["handoffs"]:
+        tail, tip = (begin / 1e3, from_slot + down), (end / 1e3, to_slot + down)
         axis.annotate("", xy=tip, xytext=tail, arrowprops=line)
 
 
@@ -213,7 +213,7 @@ def visit_table(schedule: Schedule, simulation: Simulation) -> dict:
     """
     machine, visits = simulation.machine, simulation.visits
     ticket = np.repeat(np.arange(len(visits)), visits)
-    entries = [entry for _, _, found in schedule.tickets() for entry in found]
+    entries = [entry for _, _, visits_of_ticket in schedule.tickets() for entry in visits_of_ticket]
     tiles = len(ticket) // max(1, len(entries))
     row = np.repeat(np.array([entry[0] for entry in entries], np.int64), tiles)
     rank = np.repeat(np.array([entry[2] for entry in entries], np.int64), tiles)
@@ -249,7 +249,7 @@ def visit_table(schedule: Schedule, simulation: Simulation) -> dict:
 
 
 def _boxes(slot, begin_ns, end_ns, thick: float, band=(-0.5, 0.5)) -> np.ndarray:
-    """[shapes, 4, 2] corners in microseconds and slots."""
+    """Return corners [shapes, 4, 2] in microseconds and slots."""
     x0, x1 = np.asarray(begin_ns) / 1e3, np.asarray(end_ns) / 1e3
     y0, y1 = (np.asarray(slot) + thick * side for side in band)
     corners = [np.stack(xy, axis=-1) for xy in ((x0, y0), (x1, y0), (x1, y1), (x0, y1))]
@@ -271,7 +271,7 @@ def _decorate(axis, title: str, below: str, slots: int, end_ns: int) -> None:
 
 
 def _name_columns(axis, simulation: Simulation) -> None:
-    """Says which key block a slot has, where no slot has two."""
+    """Label slots with their key block, if no slot has two."""
     slots = simulation.slot.tolist()
     if len(set(slots)) == len(slots):
         names = dict(zip(slots, simulation.order[:, 1].tolist(), strict=True))
@@ -321,8 +321,8 @@ def _head_key(colours: list[str]) -> list:
 
     last = len(colours) - 1
     few = len(colours) <= len(HEAD_COLOURS)
-    shown = range(last + 1) if few else sorted({0, last // 3, 2 * last // 3, last})
-    return [Patch(facecolor=colours[head], label=f"head {head}") for head in shown]
+    heads = range(last + 1) if few else sorted({0, last // 3, 2 * last // 3, last})
+    return [Patch(facecolor=colours[head], label=f"head {head}") for head in heads]
 
 
 def _legend(figure, items: list) -> None:

@@ -1,4 +1,4 @@
-"""The quality table: what ``select`` predicts for the usual masks, against its targets.
+"""Table of the times that ``select`` predicts for the usual masks, and its targets.
 
 ``python -m cute_kernels.schedulers.report.quality`` prints it.
 """
@@ -44,7 +44,7 @@ class Row:
 
 
 def usual_masks(seqlen: int, block_size: tuple[int, int] = (64, 128)) -> dict[str, BlockMask]:
-    """The masks of ``TARGETS`` at a length; windows and prefixes are cut to it."""
+    """Return the masks of ``TARGETS`` at a length; windows and prefixes are cut to it."""
     size = {"block_size": block_size, "device": "cpu"}
     masks = {
         "full": BlockMask.full(seqlen, seqlen, **size),
@@ -63,7 +63,7 @@ def usual_masks(seqlen: int, block_size: tuple[int, int] = (64, 128)) -> dict[st
 def quality_rows(
     seqlen: int = 8192, heads: int = 64, machine: Machine | str = "h200_d128"
 ) -> list[Row]:
-    """``select`` and ``simulate`` on each of the usual masks."""
+    """Run ``select`` and ``simulate`` on each of the usual masks."""
     machine, rows = resolve(machine), []
     for name, mask in usual_masks(seqlen, machine.tile).items():
         chosen = select(mask, heads=heads, machine=machine)
@@ -72,7 +72,7 @@ def quality_rows(
 
 
 def quality_table(seqlen: int = 8192, heads: int = 64, machine: Machine | str = "h200_d128") -> str:
-    """The rows as Markdown, with the bound that stands in the way where a target is missed."""
+    """Return the rows as Markdown, with the limiting bound where a target is missed."""
     machine = resolve(machine)
     lines = [
         f"{seqlen} tokens, {heads} heads, {machine.name}: {machine.slots} slots, per "
@@ -97,14 +97,14 @@ def quality_table(seqlen: int = 8192, heads: int = 64, machine: Machine | str = 
 
 
 def _documents(seqlen: int, split: int) -> torch.Tensor:
-    """int64 [seqlen]: 8 documents with 7 drawn cuts."""
+    """Return ids of int64 [seqlen]: 8 documents with 7 drawn cuts."""
     random = torch.Generator(device="cpu").manual_seed(SEED + split)
     cuts = torch.randperm(seqlen - 1, generator=random, dtype=torch.int64, device="cpu")[:7] + 1
     return torch.searchsorted(cuts.sort().values, indices(seqlen, cuts.device), right=True)
 
 
 def _random(seqlen: int, block_size: tuple[int, int]) -> BlockMask:
-    """A quarter of all blocks, drawn one by one."""
+    """Mask with a quarter of all blocks, drawn one by one."""
     random = torch.Generator(device="cpu").manual_seed(SEED)
     rows, columns = -(-seqlen // block_size[0]), -(-seqlen // block_size[1])
     drawn = torch.rand(rows, columns, generator=random, dtype=torch.float32, device="cpu")

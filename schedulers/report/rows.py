@@ -1,4 +1,4 @@
-"""Schedules side by side: what each named kind takes by the model, and what ``select`` takes.
+"""Comparison of schedules: predicted times of each named kind and of ``select``.
 
 The rows behind ``python -m cute_kernels schedule`` and the pictures and tables of the docs.
 """
@@ -23,9 +23,9 @@ from ..order.schedule import Schedule
 # Visits of all heads: beyond the first nothing is timed, beyond the second no kind that needs many
 # resident CTAs (an event loop in Python; the others are timed array-wise).
 MAX_VISITS, MAX_STEPPED = 6_000_000, 2_000_000
-# What a row may be.
+# Kinds of a row.
 CHOICES = (*KINDS, "select")
-# Kinds that take a walk; the others bring their own.
+# Kinds with an option ``walk``; the others define their own.
 WALKED = ("left_to_right", "spt", "lpt", "shortest_first")
 # The columns of a table of rows; the second names those to align at the right.
 HEADER = ("kind", "in flight", "us", "/ unordered", "waiting", "/ bound", "safety")
@@ -50,16 +50,16 @@ class Row:
 
     @property
     def title(self) -> str:
-        """The schedule's name (of "select", what it took), walk and interleaving."""
+        """Name of the schedule (the choice of "select"), walk and interleaving."""
         walk = f", {self.walk}" if self.kind in WALKED else ""
-        taken = f": {self.schedule.name}" if self.kind == "select" else ""
+        chosen = f": {self.schedule.name}" if self.kind == "select" else ""
         flight = self.heads_in_flight
         heads = f", {flight} heads in flight" if flight > 1 else ", one head at a time"
-        return f"{self.kind}{taken}{walk}{heads}"
+        return f"{self.kind}{chosen}{walk}{heads}"
 
     @property
     def over_bound(self) -> float | None:
-        """Predicted time over the greatest bound that holds for schedules of this safety."""
+        """Ratio of the predicted time to the greatest bound for schedules of this safety."""
         if self.simulation is None:
             return None
         least = self.bound.lower_ns if self.safety.any_residency else self.bound.any_order_ns
@@ -76,7 +76,7 @@ def evaluate(
     machine: Machine | str = "h200_d128",
     floor: Bound | None = None,
 ) -> Row:
-    """One kind of ``KINDS``, or "select" (which has its own walk and interleaving), timed.
+    """Evaluate one kind of ``KINDS``, or "select" (which has its own walk and interleaving), timed.
 
     Arguments as for the kinds; floor: the mask's bound, if at hand.  A schedule that needs more
     resident CTAs than the machine has slots gets a row without a time.  Raises ScheduleError.
@@ -97,8 +97,10 @@ def evaluate(
         walk = walk if kind in WALKED else "own"
     safety = check(schedule)
     row = Row(kind, walk, schedule.heads_in_flight, schedule, safety, floor, None)
-    why = _untimed(row, machine)
-    return replace(row, why=why) if why else replace(row, simulation=simulate(schedule, machine))
+    reason = _untimed(row, machine)
+    return (
+        replace(row, why=reason) if reason else replace(row, simulation=simulate(schedule, machine))
+    )
 
 
 def compare(
@@ -110,7 +112,7 @@ def compare(
     flights: tuple[int, ...] | None = None,
     walk: str = "ascending",
 ) -> list[Row]:
-    """A row for each kind and each number of heads in flight, in that order, and for "select".
+    """Return a row for each kind and number of heads in flight, in that order, and for "select".
 
     flights: None is one head at a time and as many as the machine takes.  Raises ScheduleError.
     """
@@ -134,7 +136,7 @@ def compare(
 
 
 def cells(row: Row) -> list[str]:
-    """A row's texts, one for each of ``HEADER``; "-" where it has no time."""
+    """Return a row's texts, one for each of ``HEADER``; "-" where it has no time."""
     timed, safety = row.simulation, str(row.safety)
     numbers = ["-"] * 4
     if timed:
@@ -145,7 +147,7 @@ def cells(row: Row) -> list[str]:
 
 
 def facts(row: Row) -> dict[str, object]:
-    """A row as plain values, for JSON: times in ns, None where it has no time."""
+    """Return a row as plain values, for JSON: times in ns, None where it has no time."""
     timed = row.simulation
     return {
         "kind": row.kind,
@@ -164,11 +166,11 @@ def facts(row: Row) -> dict[str, object]:
 
 
 def reasons(selection: Selection, rows: list[Row]) -> list[str]:
-    """Why ``select`` took what it took: sentences for a terminal or a page."""
+    """Explain the choice of ``select`` in sentences."""
     timed = [trial for trial in selection.trials if trial.predicted_ns is not None]
     share = selection.over_bound - 1
     floor = f"{selection.bound.lower_ns / 1e3:.1f} us ({_BINDING[selection.bound.binding()]})"
-    found = [
+    sentences = [
         f"select takes '{selection.schedule.name}': {selection.predicted_ns / 1e3:.1f} us, the "
         f"least of {len(selection.trials)} tried ({len(selection.trials) - len(timed)} given up "
         f"on the way), {share:.1%} above the lower bound of {floor}.",
@@ -178,8 +180,8 @@ def reasons(selection: Selection, rows: list[Row]) -> list[str]:
     faster = [row for row in unsafe if row.simulation.makespan_ns < selection.predicted_ns]
     for row in faster:
         gain = 1 - row.simulation.makespan_ns / selection.predicted_ns
-        found.append(f"{row.title} is {gain:.1%} faster but {row.safety}.")
-    return found
+        sentences.append(f"{row.title} is {gain:.1%} faster but {row.safety}.")
+    return sentences
 
 
 _BINDING = {
@@ -193,7 +195,7 @@ _BINDING = {
 
 
 def _untimed(row: Row, machine: Machine) -> str:
-    """Why a schedule is not timed, or nothing."""
+    """Return why a schedule is not timed, or an empty string."""
     if row.safety.residents > machine.slots:
         return f"more than {machine.slots}"
     visits = int(np.diff(row.schedule.offset)[row.schedule.list_of_ticket].sum())

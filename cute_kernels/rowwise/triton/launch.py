@@ -1,4 +1,4 @@
-"""Launches the Triton kernels of rowwise: outputs, operands in their layout, grids.
+"""Launch the Triton kernels of rowwise: outputs, operands in their layout, grids.
 
 Each function has the name and the result of one in cpu.py, runs on the device of its first tensor
 and its current stream, and compiles at its first launch.
@@ -19,26 +19,26 @@ from . import kernel as kernels
 from .plan import TRITON
 
 #: Whether a compiled kernel is known to take all of its function's arguments, constants too: run
-#: with Triton 3.6, read of 3.7.  At others, and at AMD's launcher, nobody has looked.
+#: with Triton 3.6, read in the source of 3.7.  Others, and AMD's launcher, are not checked.
 _TAKES_ALL = torch.version.hip is None and re.match(r"3\.[67]\.", arch.version("triton"))
 
 
 def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """f(x), contiguous, the dtype of x."""
+    """Compute f(x), contiguous, the dtype of x."""
     out = _like(x)
     _elementwise(kernels.activation_kernel, (x,), (out,), KIND=kind)
     return out
 
 
 def activation_backward(dy: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
-    """f'(x) dy in the dtype of x."""
+    """Compute f'(x) dy in the dtype of x."""
     out = _like(x)
     _elementwise(kernels.activation_backward_kernel, (dy, x), (out,), KIND=kind)
     return out
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
-    """f(gate) up."""
+    """Compute f(gate) up."""
     out = _like(gate)
     _elementwise(kernels.gated_kernel, (gate, up), (out,), KIND=kind)
     return out
@@ -47,10 +47,10 @@ def gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
 def gated_backward(
     dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(f'(gate) dy up, f(gate) dy)."""
-    made = _like(gate), _like(up)
-    _elementwise(kernels.gated_backward_kernel, (dy, gate, up), made, KIND=kind)
-    return made
+    """Return (f'(gate) dy up, f(gate) dy)."""
+    gradients = _like(gate), _like(up)
+    _elementwise(kernels.gated_backward_kernel, (dy, gate, up), gradients, KIND=kind)
+    return gradients
 
 
 def plan_activation(x: torch.Tensor, kind: str) -> Plan:
@@ -75,7 +75,7 @@ def plan_gated_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, 
 
 
 def scale_(x: torch.Tensor, factor: torch.Tensor) -> None:
-    """x *= factor, an fp32 number of no dimension."""
+    """Compute x *= factor, an fp32 number of no dimension."""
     source = x.contiguous()
     with torch.cuda.device(x.device):
         kernels.scale_kernel[(_tiles(x.numel(), TRITON.elements),)](
@@ -86,29 +86,29 @@ def scale_(x: torch.Tensor, factor: torch.Tensor) -> None:
 
 
 def softmax(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """e^(x - max) / Σ e^(x - max) of rows [M, N]."""
+    """Compute e^(x - max) / Σ e^(x - max) of rows [M, N]."""
     return _softmax(x, dtype, False)
 
 
 def log_softmax(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """(x - max) - ln Σ e^(x - max)."""
+    """Compute (x - max) - ln Σ e^(x - max)."""
     return _softmax(x, dtype, True)
 
 
 def softmax_backward(dy: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """y (dy - Σ y dy)."""
+    """Compute y (dy - Σ y dy)."""
     return _of_two_rows(kernels.softmax_backward_kernel, dy, y, dtype)
 
 
 def log_softmax_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """dy - softmax(x) Σ dy."""
+    """Compute dy - softmax(x) Σ dy."""
     return _of_two_rows(kernels.log_softmax_backward_kernel, dy, x, x.dtype)
 
 
 def rotary_table(
     positions: torch.Tensor, inv_freq: torch.Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin) [P, 2 F] of positions [P] and frequencies [F]."""
+    """Return (cos, sin) [P, 2 F] of positions [P] and frequencies [F]."""
     count, f = len(positions), len(inv_freq)
     cos, sin = (_like(inv_freq, (count, 2 * f), dtype) for _ in range(2))
     with torch.cuda.device(inv_freq.device):
@@ -127,7 +127,7 @@ def rotary_table(
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) -> torch.Tensor:
-    """x [A, B, C, D], its first R columns turned by cos and sin [A, B, C, R]."""
+    """Return x [A, B, C, D] with its first R columns rotated by cos and sin [A, B, C, R]."""
     out = _like(x)
     *lead, d = x.shape
     rows, columns = lead[0] * lead[1] * lead[2], min(TRITON.wide, _power(d))
@@ -155,14 +155,14 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) ->
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """weight[ids]: torch's lookup, which copies."""
+    """Look up weight[ids] by torch's lookup, which copies."""
     return torch.embedding(weight, ids)
 
 
 def embedding_gradient(
     dy: torch.Tensor, ids: torch.Tensor, padding: int, into: torch.Tensor
 ) -> None:
-    """into [V, D] += Σ_{t: ids_t = v} dy_t in fp32, tokens ascending; ``padding``: not added."""
+    """Compute into [V, D] += Σ_{t: ids_t = v} dy_t in fp32, tokens ascending, no ``padding``."""
     entry, order = ids.sort(stable=True)
     end = torch.searchsorted(entry, entry, right=True)
     d = dy.shape[1]
@@ -186,7 +186,7 @@ def embedding_gradient(
 
 
 def square_sum(x: torch.Tensor) -> torch.Tensor:
-    """Σ x² in fp64 of x [N]."""
+    """Compute Σ x² in fp64 of x [N]."""
     chunks = _tiles(x.numel(), SQUARES)
     parts = _like(x, (chunks,), torch.float64)
     out = _like(x, (), torch.float64)
@@ -197,22 +197,22 @@ def square_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def add_sums(sums: torch.Tensor) -> torch.Tensor:
-    """The sum of fp64 numbers [N], ascending."""
+    """Sum fp64 numbers [N], ascending."""
     out = _like(sums, ())
     with torch.cuda.device(sums.device):
         kernels.chain_kernel[(1,)](sums, out, len(sums), **_options())
     return out
 
 
-# ---- pieces --------------------------------------------------------------------------------------
+# ---- helpers -------------------------------------------------------------------------------------
 
 
-def _elementwise(kernel, given: tuple, made: tuple, **constants: str) -> None:
-    count = made[0].numel()
-    with torch.cuda.device(made[0].device):
+def _elementwise(kernel, inputs: tuple, outputs: tuple, **constants: str) -> None:
+    count = outputs[0].numel()
+    with torch.cuda.device(outputs[0].device):
         kernel[(_tiles(count, TRITON.elements),)](
-            *(t.contiguous() for t in given),
-            *made,
+            *(t.contiguous() for t in inputs),
+            *outputs,
             count,
             **constants,
             ELEMENTS=TRITON.elements,
@@ -223,7 +223,7 @@ def _elementwise(kernel, given: tuple, made: tuple, **constants: str) -> None:
 def _plan_elements(
     launcher: Callable, kernel: object, operands: tuple, results: int, kind: str
 ) -> Plan:
-    """Launch plan of an elementwise kernel by the compiled kernel that Triton would look up.
+    """Launch plan of an elementwise kernel that calls Triton's compiled kernel directly.
 
     ``launcher`` itself where an operand has to be copied, and for a Triton that `_TAKES_ALL` does
     not know.  results: the number of outputs, each like the last operand.
@@ -233,21 +233,21 @@ def _plan_elements(
         return Plan(launcher, fresh=False)
     count, device = like.numel(), like.device
     grid = _tiles(count, TRITON.elements), 1, 1
-    rest = count, kind, TRITON.elements
+    scalars = count, kind, TRITON.elements
     outputs = [_like(like) for _ in range(results)]
     with torch.cuda.device(device):
         # A kernel is compiled for pointers at multiples of 16 bytes, which signatures include.
-        launch = kernel.warmup(*operands, *outputs, *rest, grid=grid, **_options())[grid]
+        launch = kernel.warmup(*operands, *outputs, *scalars, grid=grid, **_options())[grid]
     new = allocator(like.shape, like.dtype, device)
 
     def run_one(*args: object) -> torch.Tensor:
         out = new()
-        call(device, launch, *args[:-1], out, *rest)
+        call(device, launch, *args[:-1], out, *scalars)
         return out
 
     def run_two(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
         out = new(), new()
-        call(device, launch, *args[:-1], *out, *rest)
+        call(device, launch, *args[:-1], *out, *scalars)
         return out
 
     return Plan(run_one if results == 1 else run_two)
@@ -270,7 +270,7 @@ def _of_two_rows(kernel, dy: torch.Tensor, like: torch.Tensor, dtype: torch.dtyp
 
 
 def _lane_sums(x: torch.Tensor, out: torch.Tensor, chunk: int) -> None:
-    """out = the sums of chunks: of squares, or of all x where ``chunk`` is 0."""
+    """Compute out = the sums of chunks: of squares, or of all x where ``chunk`` is 0."""
     kernels.lane_sums_kernel[(max(1, out.numel()),)](
         x, out, x.numel(), SQUARE=chunk > 0, CHUNK=chunk, LANES=LANES, **_options()
     )
@@ -279,18 +279,18 @@ def _lane_sums(x: torch.Tensor, out: torch.Tensor, chunk: int) -> None:
 def _like(
     x: torch.Tensor, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Uninitialised and contiguous."""
+    """Allocate an uninitialised contiguous tensor."""
     shape = tuple(x.shape) if shape is None else shape
     return torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
 
 
 def _options() -> dict[str, int | bool]:
-    """The compiler options that every launch names."""
+    """Return the compiler options of every launch."""
     return {"num_warps": TRITON.num_warps, "enable_fp_fusion": TRITON.fp_fusion}
 
 
 def _power(size: int) -> int:
-    """The power of two at or above ``size``."""
+    """Return the power of two at or above ``size``."""
     return 1 << (size - 1).bit_length()
 
 

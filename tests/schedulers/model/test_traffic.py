@@ -45,7 +45,7 @@ def missed(schedule, told, group: int, tiles: int) -> int:
 @pytest.mark.parametrize("flight", [1, 4])
 @pytest.mark.parametrize(("kind", "walk"), [("spt", "ascending"), ("left_to_right", "descending")])
 def test_what_leaves_the_cache_is_near_what_leaves_an_exact_one(kind, walk, flight, monkeypatch):
-    monkeypatch.setattr(candidates, "_TOLD", 1000)
+    monkeypatch.setattr(candidates, "_L2_TICKETS", 1000)
     mask, heads, group = BlockMask.causal(2048, 2048), 24, 4
     grid = block_grid(mask, heads)
     schedule = kinds.KINDS[kind](mask, heads=heads, heads_in_flight=flight, walk=walk)
