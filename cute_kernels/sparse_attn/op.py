@@ -20,6 +20,7 @@ No size is zero there.
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -101,6 +102,8 @@ def bind(q, k, v, rest: tuple) -> Bound | None:
 
 _without_mask = PlanCache(capacity=64)
 _of_mask: weakref.WeakKeyDictionary[BlockMask, PlanCache] = weakref.WeakKeyDictionary()
+#: Held where a thread adds a cache to them, or lists them.
+_of_mask_lock = threading.Lock()
 
 
 def find(mask: object, options: tuple, q, k, v) -> Bound | bool | None:
@@ -119,7 +122,9 @@ def capturing() -> bool:
 
 def _clear() -> None:
     """Plans keep no tensor longer than the cache, which waits for all streams before one goes."""
-    for cache in (_without_mask, *_of_mask.values()):
+    with _of_mask_lock:
+        caches = _without_mask, *_of_mask.values()
+    for cache in caches:
         cache.clear()
     _clear_backwards()
 
@@ -133,7 +138,8 @@ def cache_of(mask: BlockMask | None) -> PlanCache:
         return _without_mask
     cache = _of_mask.get(mask)
     if cache is None:
-        cache = _of_mask[mask] = PlanCache(capacity=64)
+        with _of_mask_lock:
+            cache = _of_mask.setdefault(mask, PlanCache(capacity=64))
     return cache
 
 

@@ -265,3 +265,16 @@ def test_plans_keep_no_lists_that_the_cache_does_not(planned, monkeypatch, name)
         results(*BACKWARDS[name])
     kept = *attention_op._backwards._plans.values(), *kv_ranges_op._plans._plans.values()
     assert not any(kept)
+
+
+def test_caches_may_be_made_while_others_are_cleared(monkeypatch):
+    """As by another thread: one of a mask, in the midst of it."""
+    masks = [ck.BlockMask.causal(130, 130) for _ in range(3)]
+    for mask in masks[:2]:
+        cache = attention_op.cache_of(mask)
+        monkeypatch.setattr(cache, "clear", lambda: attention_op.cache_of(masks[2]), raising=False)
+    plan_cache.clear()
+    assert masks[2] in attention_op._of_mask
+    del attention_op._of_mask[masks[2]]
+    lowering.cache.clear()
+    assert masks[2] in attention_op._of_mask
