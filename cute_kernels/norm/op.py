@@ -227,7 +227,8 @@ def _backward(ctx, dy, dh, *_):
             "cute_kernels.norm: double backward (create_graph=True) is not available"
         )
     h, mean, rstd, weight, bias = ctx.saved_tensors
-    if mean is not None and not mean.numel():
+    if ctx.numbers[0] == RMS:
+        # Not by its size, which a compiled graph need not know.
         mean = None
     dy = torch.zeros_like(h) if dy is None else dy
     if not ctx.residual:

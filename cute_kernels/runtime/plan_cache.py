@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import struct
+import threading
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ MODE = _C._parse_dispatch_key("DeferredInit")
 LEGACY_VMAP = _C._parse_dispatch_key("VmapMode")
 
 _caches: weakref.WeakSet[PlanCache] = weakref.WeakSet()
+#: Held where a thread adds a cache, or lists them.
+_registry = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +129,8 @@ class PlanCache:
     def __init__(self, capacity: int = MAX_PLANS):
         self._capacity = capacity
         self._plans: dict[Hashable, object] = {}
-        _caches.add(self)
+        with _registry:
+            _caches.add(self)
 
     def find(self, options: Hashable, *tensors: torch.Tensor | None):
         """The cached entry; None: no entry yet; False: the call cannot be cached.
@@ -161,7 +165,9 @@ class PlanCache:
 
 def clear() -> None:
     """Clears the plan caches of all ops."""
-    for cache in _caches:
+    with _registry:
+        caches = list(_caches)
+    for cache in caches:
         cache.clear()
 
 

@@ -20,6 +20,7 @@ No size is zero there.
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -101,6 +102,8 @@ def bind(q, k, v, rest: tuple) -> Bound | None:
 
 _without_mask = PlanCache(capacity=64)
 _of_mask: weakref.WeakKeyDictionary[BlockMask, PlanCache] = weakref.WeakKeyDictionary()
+#: Held where a thread adds a cache to them, or lists them.
+_of_mask_lock = threading.Lock()
 
 
 def find(mask: object, options: tuple, q, k, v) -> Bound | bool | None:
@@ -119,9 +122,11 @@ def capturing() -> bool:
 
 def _clear() -> None:
     """Plans keep no tensor longer than the cache, which waits for all streams before one goes."""
-    for cache in (_without_mask, *_of_mask.values()):
+    with _of_mask_lock:
+        caches = _without_mask, *_of_mask.values()
+    for cache in caches:
         cache.clear()
-    _backwards.clear()
+    _clear_backwards()
 
 
 lowering.cache.on_drop.append(_clear)
@@ -133,7 +138,8 @@ def cache_of(mask: BlockMask | None) -> PlanCache:
         return _without_mask
     cache = _of_mask.get(mask)
     if cache is None:
-        cache = _of_mask[mask] = PlanCache(capacity=64)
+        with _of_mask_lock:
+            cache = _of_mask.setdefault(mask, PlanCache(capacity=64))
     return cache
 
 
@@ -145,7 +151,7 @@ def _plan_backward(
         refuse_unordered()
     if q.numel() == 0 or k.numel() == 0:
         return Plan(_gradients_of_nothing, cacheable=False)
-    plan, _ = _plan_lists(
+    plan = _plan_lists(
         dout,
         dlse,
         q,
@@ -173,9 +179,9 @@ def _plan_backward(
 def _plan_lists(
     dout, dlse, q, k, v, out, lse, mask, facts, order, kind, scale, softcap, deterministic, sinks
 ):
-    """(plan of a backward pass, whether the cache of masks keeps its lists).
+    """Plan of a backward pass, which keeps its lists.
 
-    The plan has them: ``run(dout, dlse, q, k, v, out, lse, sinks)``.
+    ``run(dout, dlse, q, k, v, out, lse, sinks)`` returns a gradient for each of q, k, v and sinks.
     """
     (batch, q_len, heads, dim), (_, kv_len, kv_heads, _) = q.shape, k.shape
     lowered = lowering.mask_of_op(mask, facts, q_len, kv_len, str(q.device))
@@ -192,23 +198,33 @@ def _plan_lists(
         gradients = launch(Grads(dout, dlse), Saved(q, k, v, out, lse, sinks), *options)
         return with_sinks(gradients, q, sinks)
 
-    kept = sum(t.nbytes for t in (*mask, *order)) <= lowering.cache.limit
-    return replace(plan, run=run), kept
+    return replace(plan, run=run)
 
 
-#: Plans of backward passes by the tensors of their mask and order, which name them: (these tensors,
-#: the plans).  They keep those tensors, as the caches above.
-_backwards: dict[tuple[int, ...], tuple[tuple[torch.Tensor, ...], PlanCache]] = {}
+#: Plans of backward passes by the ids of the tensors of their mask and order, which they keep, as
+#: the caches above: none of these ids is given to another tensor.
+_backwards = PlanCache()
+#: Bytes of these tensors, by their ids.
+_kept_bytes: dict[tuple[int, ...], int] = {}
 
 
-def _plans_of(lists: tuple[torch.Tensor, ...]) -> PlanCache:
-    """The plans of the backward passes with these tensors."""
-    name = tuple(map(id, lists))
-    if name not in _backwards:
-        if len(_backwards) >= 64:
-            _backwards.clear()
-        _backwards[name] = lists, PlanCache(capacity=64)
-    return _backwards[name][1]
+def _admit(name: tuple[int, ...], lists: tuple[torch.Tensor, ...]) -> bool:
+    """Whether plans may keep these tensors; all others go if they are too large together.
+
+    Those that saved_tensors_hooks copied are in no other cache, and new in every pass.
+    """
+    size, limit = sum(t.nbytes for t in lists), lowering.cache.limit
+    if size > limit:
+        return False
+    if name not in _kept_bytes and sum(list(_kept_bytes.values())) + size > limit:
+        _clear_backwards()
+    _kept_bytes[name] = size
+    return True
+
+
+def _clear_backwards() -> None:
+    _backwards.clear()
+    _kept_bytes.clear()
 
 
 def _find_backward(operands: tuple, mask: list, facts: list, order: list, options: tuple):
@@ -220,12 +236,14 @@ def _find_backward(operands: tuple, mask: list, facts: list, order: list, option
     if torch.is_grad_enabled() or not options[-1] or capturing():
         return False
     *tensors, sinks = operands
-    plans, key = _plans_of((*mask, *order)), (tuple(facts), *options)
-    run = plans.find(key, *operands)
-    if run is None:
-        plan, kept = _plan_lists(*tensors, mask, facts, order, *options, sinks)
-        run = plan.run if kept and plan.fresh else None
-        plans.add(key, operands, run)
+    lists = *mask, *order
+    name = tuple(map(id, lists))
+    key = name, tuple(facts), *options
+    run = _backwards.find(key, *operands)
+    if run is None and _admit(name, lists):
+        plan = _plan_lists(*tensors, mask, facts, order, *options, sinks)
+        run = plan.run if plan.fresh else None
+        _backwards.add(key, operands, run)
     return run
 
 

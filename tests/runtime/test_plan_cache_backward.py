@@ -95,29 +95,88 @@ def test_a_backward_is_planned_once_with_the_bytes_of_each_plan(planned, name):
     assert all(map(same_bytes, first, later)) and all(map(same_bytes, first, anew))
 
 
-def test_other_spans_have_other_plans(planned):
+def by_numpy(into: torch.Tensor, spans: torch.Tensor) -> None:
+    into.numpy()[:] = spans.numpy()
+
+
+@pytest.mark.parametrize("write", [torch.Tensor.copy_, by_numpy])
+def test_other_spans_have_other_plans(planned, write):
     """Of one shape: what they say is part of a plan's name, and so is what was written to them."""
     written = causal(130)
     with simulated():
         whole = results(lambda x: attended(x, written), (260, 128))
         window = results(lambda x: attended(x, causal(130, 40)), (260, 128))
         assert not any(map(same_bytes, whole, window))
-        written.copy_(causal(130, 40))
+        write(written, causal(130, 40))
         again = results(lambda x: attended(x, written), (260, 128))
     assert all(map(same_bytes, window, again))
 
 
+def test_what_would_mistake_spans_is_noticed(planned, monkeypatch):
+    part = " ranges.content_of(spans).name,"
+    monkeypatch.setattr(kv_ranges_op, "_find", rewritten(kv_ranges_op._find, part))
+    with pytest.raises(AssertionError):
+        test_other_spans_have_other_plans(planned, by_numpy)
+
+
+class Reading(torch.autograd.Function):
+    """A layer whose backward reads spans."""
+
+    @staticmethod
+    def forward(ctx, x, spans, contents):
+        ctx.spans, ctx.contents = spans, contents
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.contents.append(ranges.content_of(ctx.spans))
+        return dy, None, None
+
+
+def test_spans_are_read_in_every_call_and_once_in_a_backward_pass():
+    """Replays of a CUDA graph write them without a version, as NumPy does."""
+    spans = causal(20)
+    before = ranges.content_of(spans)
+    by_numpy(spans, causal(20, 5))
+    assert ranges.content_of(spans).name != before.name
+    x, spans, contents = drawn(4, 8).requires_grad_(), causal(20), []
+    for window in (None, 5):
+        by_numpy(spans, causal(20, window))
+        y = Reading.apply(Reading.apply(x, spans, contents), spans, contents)
+        y.sum().backward()
+    assert contents[0] is contents[1] and contents[2] is contents[3]
+    for content, window in zip(contents[::2], (None, 5), strict=True):
+        assert content.name[1] == causal(20, window)[:, 0].numpy().tobytes()
+
+
 @pytest.mark.parametrize(
-    ("module", "name", "part"),
+    ("part", "by"),
     [
-        (ranges, "content_of", " or content.version != spans._version"),
-        (kv_ranges_op, "_find", " ranges.content_of(spans).name,"),
+        (" and -1 not in (version, backward)", ""),
+        (
+            "(content.version, content.backward) == (version, backward)",
+            "content.version == version",
+        ),
     ],
 )
-def test_what_would_mistake_spans_is_noticed(planned, monkeypatch, module, name, part):
-    monkeypatch.setattr(module, name, rewritten(getattr(module, name), part))
+def test_what_would_read_spans_too_rarely_is_noticed(monkeypatch, part, by):
+    monkeypatch.setattr(ranges, "content_of", rewritten(ranges.content_of, part, by))
     with pytest.raises(AssertionError):
-        test_other_spans_have_other_plans(planned)
+        test_spans_are_read_in_every_call_and_once_in_a_backward_pass()
+
+
+def sink_gradient(spans: torch.Tensor) -> torch.Tensor:
+    q, sinks = drawn(2, 130, 2, 64), drawn(2).requires_grad_()
+    y = api.sequence_attention(q, q[:, :, :1], q[:, :, :1], spans, sinks=sinks)
+    return torch.autograd.grad(y, sinks, torch.zeros_like(y))[0]
+
+
+def test_the_gradient_of_sinks_has_the_zeros_of_several_runs():
+    several = causal(130)
+    several[1, 0, :, 0] = several[1, 0, :, 2] = 3
+    several[1, 0, :, 3].clamp_(min=3)
+    one = sink_gradient(SPANS)
+    assert not one.any() and same_bytes(one, sink_gradient(several))
 
 
 def test_other_packs_share_a_plan_and_other_windows_do_not(planned):
@@ -157,7 +216,7 @@ def test_other_masks_have_other_plans(planned):
 def test_plans_go_with_the_lists_that_they_keep(planned, name):
     with simulated():
         results(*BACKWARDS[name])
-    kept = [attention_op._backwards, kv_ranges_op._plans._plans]
+    kept = [attention_op._backwards._plans, kv_ranges_op._plans._plans]
     assert any(kept)
     lowering.cache.clear()
     assert not any(kept)
@@ -183,3 +242,64 @@ def test_a_gradient_of_a_gradient_is_refused_as_before(planned):
         (grad,) = torch.autograd.grad(y.float().sum(), x.requires_grad_(), create_graph=True)
         with pytest.raises(ck.errors.UnsupportedTransformError):
             grad.float().sum().backward()
+
+
+def test_a_compiled_layer_norm_need_not_know_its_rows(monkeypatch):
+    """Rows chosen by a mask: how many is known when the graph runs."""
+    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+    weight, bias = (drawn(64, seed=i).requires_grad_() for i in (3, 4))
+    chosen = torch.tensor([True, False, True, True, False])
+
+    def normed(x):
+        return ck.layer_norm(x[chosen.nonzero()[:, 0]], weight, bias)
+
+    def gradients(run):
+        x = drawn(5, 64).requires_grad_()
+        return torch.autograd.grad(run(x), (x, weight, bias), drawn(3, 64, seed=9))
+
+    compiled = torch.compile(normed, backend="aot_eager", fullgraph=True)
+    assert all(map(same_bytes, gradients(compiled), gradients(normed)))
+
+
+def new_in_each_pass(run):
+    """``run`` whose backward gets new copies of what was saved, as after an offload."""
+
+    def hooked(x):
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+            return run(x)
+
+    return hooked
+
+
+def test_plans_of_copied_lists_keep_no_more_bytes_than_the_cache(planned, monkeypatch):
+    run, shape = BACKWARDS["attention, mask"]
+    with simulated():
+        first = results(run, shape)
+        (size,) = attention_op._kept_bytes.values()
+        monkeypatch.setattr(lowering.cache, "limit", 2 * size)
+        for _ in range(4):
+            assert all(map(same_bytes, first, results(new_in_each_pass(run), shape)))
+            assert sum(attention_op._kept_bytes.values()) <= lowering.cache.limit
+            assert 1 <= len(attention_op._backwards._plans) <= 2
+
+
+@pytest.mark.parametrize("name", ["attention, mask", "spans"])
+def test_plans_keep_no_lists_that_the_cache_does_not(planned, monkeypatch, name):
+    monkeypatch.setattr(lowering.cache, "limit", 0)
+    with simulated():
+        results(*BACKWARDS[name])
+    kept = *attention_op._backwards._plans.values(), *kv_ranges_op._plans._plans.values()
+    assert not any(kept)
+
+
+def test_caches_may_be_made_while_others_are_cleared(monkeypatch):
+    """As by another thread: one of a mask, in the midst of it."""
+    masks = [ck.BlockMask.causal(130, 130) for _ in range(3)]
+    for mask in masks[:2]:
+        cache = attention_op.cache_of(mask)
+        monkeypatch.setattr(cache, "clear", lambda: attention_op.cache_of(masks[2]), raising=False)
+    plan_cache.clear()
+    assert masks[2] in attention_op._of_mask
+    del attention_op._of_mask[masks[2]]
+    lowering.cache.clear()
+    assert masks[2] in attention_op._of_mask

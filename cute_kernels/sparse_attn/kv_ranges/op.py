@@ -14,7 +14,7 @@ which CUDA graphs can hold, and the same bytes; gradients then come as from thos
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -135,14 +135,20 @@ def _attend_all(run, q, k, v, spans, scale, softcap, sinks):
             return run_plan(q, k, v, *given, sinks)
 
         if options is not None:
-            _keep(options, (q, k, v, sinks), plan, launch)
+            _keep(options, (q, k, v, sinks), plan, launch, given[0].tensors())
     return launch(q, k, v, sinks)
 
 
-def _keep(options: tuple, operands: tuple, plan: Plan, launch: Callable) -> None:
-    """Caches ``launch`` for calls that `_find` knows no plan of, if ``plan`` can be cached."""
+def _keep(
+    options: tuple, operands: tuple, plan: Plan, launch: Callable, lists: Sequence[torch.Tensor]
+) -> None:
+    """Caches ``launch`` for calls that `_find` knows no plan of, if ``plan`` can be cached.
+
+    ``lists``: the tensors that it keeps; the cache of lists does not keep larger ones.
+    """
     if _plans.find(options, *operands) is None:
-        _plans.add(options, operands, launch if plan.cacheable and plan.fresh else None)
+        kept = sum(t.nbytes for t in lists) <= lowering.cache.limit
+        _plans.add(options, operands, launch if kept and plan.cacheable and plan.fresh else None)
 
 
 def _attend_runs(q, k, v, spans, scale, softcap, sinks):
@@ -243,10 +249,12 @@ def _differentiate_all(run, dout, dlse, q, k, v, out, lse, spans, scale, softcap
         run_plan = plan.run
 
         def launch(dout, dlse, *saved):
-            return run_plan(Grads(dout, dlse), Saved(*saved), *given)
+            grads = run_plan(Grads(dout, dlse), Saved(*saved), *given)
+            # The sum over runs begins with 0, which leaves no -0.
+            return *grads[:3], *(t + 0.0 for t in grads[3:])
 
         if options is not None:
-            _keep(options, operands, plan, launch)
+            _keep(options, operands, plan, launch, (*lowered.tensors(), *order))
     return launch(*operands)
 
 

@@ -202,33 +202,47 @@ def _starts(first: np.ndarray, end: np.ndarray) -> np.ndarray:
 
 
 class Content(NamedTuple):
-    """What is in ``spans``: [B, T, 4], and what names it among others.  version: of the tensor."""
+    """What is in ``spans``: [B, T, 4], and what names it among others.
+
+    version: of the tensor; backward: the number of the backward pass that read it, -1 for none.
+    """
 
     table: np.ndarray
     name: tuple[tuple[int, ...], bytes]
     version: int
+    backward: int
 
 
 _contents = WeakIdKeyDictionary()
 
 
 def content_of(spans: Tensor) -> Content:
-    """What is in ``spans``, read once for all layers of a pass; waits for its device."""
-    content = _contents.get(spans)
-    # What inference_mode made has no version: whether it was written since is not known.
-    if content is None or spans.is_inference() or content.version != spans._version:
-        table = spans[:, 0].cpu().numpy()
-        name = table.shape, table.tobytes()
+    """What is in ``spans``, read once for all layers of a backward pass; waits for its device.
+
+    Elsewhere it is read in every call: NumPy, ``.data`` and replays of CUDA graphs write without a
+    new version.
+    """
+    content, backward = _contents.get(spans), torch._C._current_graph_task_id()
+    version = -1 if spans.is_inference() else spans._version
+    known = content is not None and (content.version, content.backward) == (version, backward)
+    if known and -1 not in (version, backward):
+        return content
+    table = spans[:, 0].cpu().numpy()
+    name = table.shape, table.tobytes()
+    if content is not None and content.name == name:
+        # The bytes that were hashed before.
+        content = content._replace(version=version, backward=backward)
+    else:
         # Not a view of the tensor, which would keep its own key alive.
         table = np.frombuffer(name[1], table.dtype).reshape(table.shape)
-        content = Content(table, name, -1 if spans.is_inference() else spans._version)
-        _contents[spans] = content
+        content = Content(table, name, version, backward)
+    _contents[spans] = content
     return content
 
 
 def runs_of(spans: Tensor, device: str) -> tuple[Run, ...]:
     """The runs of ``spans``, their masks on ``device``; kept by content, for the next layer."""
-    table, name, _ = content_of(spans)
+    table, name, *_ = content_of(spans)
     return lowering.cache.get(("runs", name, device), lambda: _runs(table, device))
 
 
@@ -320,7 +334,7 @@ class Pack(NamedTuple):
 
 def pack_of(spans: Tensor) -> Pack | None:
     """The sequences of ``spans``, if they are a pack; None for one, or a batch that lies alike."""
-    table, name, _ = content_of(spans)
+    table, name, *_ = content_of(spans)
     return lowering.cache.get(("pack of", name), lambda: _pack_of(table))
 
 
