@@ -107,8 +107,8 @@ def left_to_the_night(items: Iterable, known: Callable[[str], bool] | None = Non
     """The tests marked ``simulates(system)`` but the first parameter of each function.
 
     If the system is proved: neither its kernels nor what runs them has changed since all ran.  A
-    module may name those of its functions that run ``often``: a test of each kind.  Of those marked
-    ``mutants``, which test the tests, always.
+    module may name in one string those of its functions that run ``often``: a test of each kind.
+    Of those marked ``mutants``, which test the tests, always.
     """
     known = functools.cache(known or proved_system)
     often, left = set(), []
@@ -121,7 +121,8 @@ def left_to_the_night(items: Iterable, known: Callable[[str], bool] | None = Non
             continue
         function = item.nodeid.split("[")[0]
         chosen = mark.kwargs.get("often") if proof else None
-        if function in often or (chosen is not None and function.split("::")[-1] not in chosen):
+        named = chosen is None or function.split("::")[-1] in chosen.split()
+        if function in often or not named:
             left.append(item)
         often.add(function)
     return left

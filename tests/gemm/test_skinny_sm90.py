@@ -24,11 +24,8 @@ from tests.ptxsim.available import requires_sim
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = (
-    "test_every_configuration",
-    "test_battery",
-    "test_schedules",
-    "test_the_output_is_written_everywhere_and_nowhere_else",
-    "test_mutants_are_killed",
+    "test_every_configuration test_battery test_schedules "
+    "test_the_output_is_written_everywhere_and_nowhere_else test_mutants_are_killed"
 )
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("gemm", often=EACH_COMMIT)]
 

@@ -15,13 +15,8 @@ from tests.ptxsim.available import requires_sim
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = (
-    "test_battery",
-    "test_rows_across_a_change_of_tile",
-    "test_a_tile_with_another_order_is_killed",
-    "test_splits",
-    "test_splits_of_negative_zero",
-    "test_schedules",
-    "test_column_sum_schedules",
+    "test_battery test_rows_across_a_change_of_tile test_a_tile_with_another_order_is_killed "
+    "test_splits test_splits_of_negative_zero test_schedules test_column_sum_schedules"
 )
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("gemm", often=EACH_COMMIT)]
 

@@ -17,10 +17,8 @@ from tests.ptxsim.available import requires_sim
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = (
-    "test_battery",
-    "test_battery_of_gradients",
-    "test_no_schedule_shows",
-    "test_a_cut_of_the_vocabulary_does_not_show",
+    "test_battery test_battery_of_gradients test_no_schedule_shows "
+    "test_a_cut_of_the_vocabulary_does_not_show"
 )
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("logp", often=EACH_COMMIT)]
 

@@ -16,10 +16,7 @@ from tests.ptxsim.available import requires_sim
 from tests.sim import MODES
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
-EACH_COMMIT = (
-    "test_orders",
-    "test_no_cut_shows",
-)
+EACH_COMMIT = "test_orders test_no_cut_shows"
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("mhc", often=EACH_COMMIT)]
 
 

@@ -16,7 +16,7 @@ from tests.ptxsim.available import requires_sim
 from tests.sim import QUICK_MODES, RACES, run_modes
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
-EACH_COMMIT = ("test_killed",)
+EACH_COMMIT = "test_killed"
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("mhc", often=EACH_COMMIT)]
 
 WIDE = Shape(37, 530, 4, "cn", BF16)

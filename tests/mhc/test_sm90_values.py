@@ -12,10 +12,7 @@ from tests.mhc.triton_cases import BF16, FP32, Shape, given
 from tests.ptxsim.available import requires_sim
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
-EACH_COMMIT = (
-    "test_values",
-    "test_far_logits",
-)
+EACH_COMMIT = "test_values test_far_logits"
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("mhc", often=EACH_COMMIT)]
 
 #: Tails of tokens and of units; two chunks of channels; rows that no wide access fits.

@@ -30,14 +30,13 @@ simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
 module = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = (
-    "test_every_mode_gives_the_same_bits",
-    "test_no_shared_memory_races",
-    "test_every_grid_gives_the_same_bits",
-    "test_the_launch_order_is_not_in_the_bits_and_the_write_order_is",
-    "test_a_schedule_that_needs_residents_hangs_below_them_only",
-    "test_the_op_takes_no_schedule_that_needs_residents",
-    "test_groups_need_no_residents_if_their_schedule_needs_none",
-    "test_unordered_bits_depend_on_timing",
+    "test_every_mode_gives_the_same_bits test_no_shared_memory_races "
+    "test_every_grid_gives_the_same_bits "
+    "test_the_launch_order_is_not_in_the_bits_and_the_write_order_is "
+    "test_a_schedule_that_needs_residents_hangs_below_them_only "
+    "test_the_op_takes_no_schedule_that_needs_residents "
+    "test_groups_need_no_residents_if_their_schedule_needs_none "
+    "test_unordered_bits_depend_on_timing"
 )
 pytestmark = [
     available.requires_sim,

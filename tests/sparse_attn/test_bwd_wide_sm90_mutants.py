@@ -18,10 +18,7 @@ simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
 common = available.import_module("tests.sparse_attn.bwd_defects")
 module = available.import_module("cute_kernels.sparse_attn.kernel_bwd_wide_sm90")
 #: A test of each kind: what runs at every commit while the kernels are proved.
-EACH_COMMIT = (
-    "test_the_text_of_each_is_there",
-    "test_mutants_are_killed",
-)
+EACH_COMMIT = "test_the_text_of_each_is_there test_mutants_are_killed"
 pytestmark = [
     available.requires_sim,
     pytest.mark.sim,

@@ -20,10 +20,7 @@ from tests.sparse_attn.fwd_masks import MASKS
 from tests.sparse_attn.simulated_fwd import Case, case, chain, right, run, same
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
-EACH_COMMIT = (
-    "test_lists",
-    "test_mutants_are_killed",
-)
+EACH_COMMIT = "test_lists test_mutants_are_killed"
 pytestmark = [
     requires_sim,
     pytest.mark.sim,

@@ -25,13 +25,8 @@ from tests.sparse_attn.fwd_battery import (
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = (
-    "test_schedules",
-    "test_batches",
-    "test_heads",
-    "test_neighbours",
-    "test_padding",
-    "test_other_rows_of_the_mask",
-    "test_forms",
+    "test_schedules test_batches test_heads test_neighbours test_padding "
+    "test_other_rows_of_the_mask test_forms"
 )
 pytestmark = [
     requires_sim,

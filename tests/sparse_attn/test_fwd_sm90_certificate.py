@@ -28,10 +28,7 @@ from verify import sass  # noqa: E402
 
 #: Not simulated, but as costly, and proved by the same digests.
 #: A test of each kind: what runs at every commit while the kernels are proved.
-EACH_COMMIT = (
-    "test_the_maxima_overlap_the_product",
-    "test_mutants_fail_the_certificate",
-)
+EACH_COMMIT = "test_the_maxima_overlap_the_product test_mutants_fail_the_certificate"
 pytestmark = pytest.mark.simulates("sparse_attn", often=EACH_COMMIT)
 CATALOGUE = {kernel: expect for kernel, _, expect in launch.catalogue()}
 OVERLAPPED = [d for d in HEAD_DIMS if not configure_forward("bf16", d, "none").no_overlap]

@@ -61,7 +61,7 @@ from tests.sparse_attn.simulated_fwd import Case, case, chain, run
 from tests.sparse_attn.waits import no_wait_for, no_wait_for_products
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
-EACH_COMMIT = ("test_mutants_are_killed",)
+EACH_COMMIT = "test_mutants_are_killed"
 pytestmark = [
     requires_sim,
     pytest.mark.sim,

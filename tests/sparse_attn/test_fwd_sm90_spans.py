@@ -27,10 +27,8 @@ from tests.sparse_attn import simulated
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = (
-    "test_one_launch_is_many",
-    "test_a_step_of_decoding_reads_keys_once_a_group",
-    "test_heads_of_other_groups_are_noticed",
-    "test_mutants_are_killed",
+    "test_one_launch_is_many test_a_step_of_decoding_reads_keys_once_a_group "
+    "test_heads_of_other_groups_are_noticed test_mutants_are_killed"
 )
 pytestmark = [
     requires_sim,

@@ -25,10 +25,7 @@ from tests.sparse_attn.simulated_fwd import Case, case, right, run, same
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = (
-    "test_few_ctas",
-    "test_every_mode",
-    "test_a_counter_is_zero_for_each_launch",
-    "test_mutants_are_killed",
+    "test_few_ctas test_every_mode test_a_counter_is_zero_for_each_launch test_mutants_are_killed"
 )
 pytestmark = [
     available.requires_sim,

@@ -19,10 +19,7 @@ from tests.sparse_attn import pack_cases as known
 from tests.sparse_attn import simulated
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
-EACH_COMMIT = (
-    "test_random_orders",
-    "test_mutants_are_killed",
-)
+EACH_COMMIT = "test_random_orders test_mutants_are_killed"
 pytestmark = [
     available.requires_sim,
     pytest.mark.sim,

@@ -20,11 +20,8 @@ from tests.sparse_attn import pack_tables, simulated
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = (
-    "test_tokens_behind_the_last_sequence",
-    "test_no_sequence",
-    "test_wild_offsets_stay_inside",
-    "test_mutants_are_killed",
-    "test_the_catalogue_has_what_packs_ask_for",
+    "test_tokens_behind_the_last_sequence test_no_sequence test_wild_offsets_stay_inside "
+    "test_mutants_are_killed test_the_catalogue_has_what_packs_ask_for"
 )
 pytestmark = [
     available.requires_sim,

@@ -27,10 +27,7 @@ simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
 order = available.import_module("tests.sparse_attn.test_bwd_sm90_order")
 module = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
 #: A test of each kind: what runs at every commit while the kernels are proved.
-EACH_COMMIT = (
-    "test_one_resident_too_few_is_named",
-    "test_whose_turn_it_is_follows_the_lists",
-)
+EACH_COMMIT = "test_one_resident_too_few_is_named test_whose_turn_it_is_follows_the_lists"
 pytestmark = [
     available.requires_sim,
     pytest.mark.sim,
