@@ -89,11 +89,11 @@ def schedule(
     """
     kinds = tuple(dict.fromkeys(kind or report.CHOICES))
     _names(machine_name, walk, kinds)
-    changes = {} if slots is None else {"slots": _whole("--slots", slots, 1, MAX_SLOTS)}
+    changes = {} if slots is None else {"slots": _parse_integer("--slots", slots, 1, MAX_SLOTS)}
     chosen = machine(machine_name, **changes)
-    block_mask = parse_mask(mask, _whole("--seqlen", seqlen, 1), _pair("--block", block))
-    count = _whole("--heads", heads, 1, MAX_HEADS)
-    flights = {min(count, _whole("--flight", each, 1)) for each in flight or ()}
+    block_mask = parse_mask(mask, _parse_integer("--seqlen", seqlen, 1), _pair("--block", block))
+    count = _parse_integer("--heads", heads, 1, MAX_HEADS)
+    flights = {min(count, _parse_integer("--flight", each, 1)) for each in flight or ()}
     _paths(plot, compare, save)
     options = {"heads": count, "machine": chosen}
     rows = report.compare(
@@ -236,26 +236,29 @@ def _causal(seqlen: int, size: tuple[int, int]) -> BlockMask:
 
 
 def _window(seqlen: int, size: tuple[int, int], left: str, right: str = "0") -> BlockMask:
-    sides = {"left": _whole("--mask left", left), "right": _whole("--mask right", right)}
+    sides = {
+        "left": _parse_integer("--mask left", left),
+        "right": _parse_integer("--mask right", right),
+    }
     return BlockMask.sliding_window(seqlen, seqlen, **sides, block_size=size, device="cpu")
 
 
 def _dilated(seqlen: int, size: tuple[int, int], left: str, step: str) -> BlockMask:
-    window = {"left": _whole("--mask left", left), "right": 0}
-    step = _whole("--mask step", step, 1)
+    window = {"left": _parse_integer("--mask left", left), "right": 0}
+    step = _parse_integer("--mask step", step, 1)
     return BlockMask.dilated_window(
         seqlen, seqlen, **window, dilation=step, block_size=size, device="cpu"
     )
 
 
 def _prefix_lm(seqlen: int, size: tuple[int, int], prefix: str) -> BlockMask:
-    prefix = _whole("--mask prefix", prefix)
+    prefix = _parse_integer("--mask prefix", prefix)
     return BlockMask.prefix_lm(seqlen, seqlen, prefix=prefix, block_size=size, device="cpu")
 
 
 def _document(seqlen: int, size: tuple[int, int], count: str, seed: str = "0") -> BlockMask:
     """Mask of ``count`` documents, cut at drawn places."""
-    count = _whole("--mask count", count, 1, seqlen)
+    count = _parse_integer("--mask count", count, 1, seqlen)
     cuts = torch.randperm(seqlen - 1, generator=_generator(seed), device="cpu")[: count - 1] + 1
     edges = [0, *sorted(cuts.tolist()), seqlen]
     edges = torch.tensor(edges, dtype=torch.int64, device="cpu")
@@ -279,7 +282,7 @@ def _random(seqlen: int, size: tuple[int, int], share: str, seed: str = "0") -> 
 
 
 def _generator(seed: str) -> torch.Generator:
-    seed = _whole("--mask seed", seed, 0, MAX_SEED)
+    seed = _parse_integer("--mask seed", seed, 0, MAX_SEED)
     return torch.Generator(device="cpu").manual_seed(seed)
 
 
@@ -300,7 +303,7 @@ def _among(name: str, choices, text: str) -> None:
         raise ArgumentValueError(one_of(name, choices, text))
 
 
-def _whole(name: str, text: str, least: int = 0, most: int | None = None) -> int:
+def _parse_integer(name: str, text: str, least: int = 0, most: int | None = None) -> int:
     try:
         value = int(text)
     except ValueError:
@@ -315,4 +318,4 @@ def _pair(name: str, text: str) -> tuple[int, int]:
     parts = text.split("x")
     if len(parts) != 2:
         raise ArgumentValueError(expected(name, "QxKV, such as 64x128", repr(text)))
-    return _whole(name, parts[0], 1), _whole(name, parts[1], 1)
+    return _parse_integer(name, parts[0], 1), _parse_integer(name, parts[1], 1)

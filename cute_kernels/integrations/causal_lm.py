@@ -188,14 +188,14 @@ def hidden_states(output: object, width: int) -> torch.Tensor:
             raise ArgumentTypeError(expected(name, want, f"{len(fitting)} of {len(output)}"))
         hidden = fitting[0]
     elif not isinstance(output, torch.Tensor):
-        name, hidden = _named(output)
+        name, hidden = _hidden_field(output)
     if not _fits(hidden, width):
         actual = list(hidden.shape) if isinstance(hidden, torch.Tensor) else type(hidden).__name__
         raise ArgumentTypeError(expected(name, f"a tensor [batch, sequence, {width}]", actual))
     return hidden
 
 
-def _named(output: object) -> tuple[str, object]:
+def _hidden_field(output: object) -> tuple[str, object]:
     for name in _NAMES:
         value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
         if value is None:

@@ -108,7 +108,7 @@ class Trainer:
         ranks, count = self._counted(mask)
         losses = policy_loss(
             self.logps(batch),
-            _of_tokens(batch["advantages"]),
+            _token_advantages(batch["advantages"]),
             mask,
             count=count,
             old=batch.get("old_logps"),
@@ -165,7 +165,7 @@ def learnt(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return learnt_mask
 
 
-def _of_tokens(advantages: torch.Tensor) -> torch.Tensor:
+def _token_advantages(advantages: torch.Tensor) -> torch.Tensor:
     if advantages.dim() == 1:
         return advantages[:, None]
     return advantages if advantages.shape[1] == 1 else advantages[:, 1:]

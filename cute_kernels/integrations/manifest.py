@@ -55,7 +55,7 @@ class Manifest:
     def text(self) -> str:
         """Return the content of the file."""
         resolved = {name: value for name, value in asdict(self).items() if name != "metadata"}
-        body = beside(self.metadata) | resolved | {"format": FORMAT}
+        body = check_metadata(self.metadata) | resolved | {"format": FORMAT}
         return json.dumps(body | {_DIGEST: _digest(body)}, indent=1, sort_keys=True) + "\n"
 
     @classmethod
@@ -85,7 +85,7 @@ class Manifest:
         return cls(**{name: body[name] for name in names}, metadata=metadata)
 
 
-def beside(metadata: Mapping[str, object] | None) -> dict[str, object]:
+def check_metadata(metadata: Mapping[str, object] | None) -> dict[str, object]:
     """Return the caller's metadata as JSON reads it back, without the manifest's own fields.
 
     Raises:

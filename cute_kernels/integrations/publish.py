@@ -93,7 +93,7 @@ def publish_weights(
         if number is not None and (not isinstance(number, int) or number < 0):
             raise ArgumentValueError(expected(name, "an integer of at least 0", number))
     weights, tied = _stored(tensors)
-    metadata = manifests.beside(metadata)
+    metadata = manifests.check_metadata(metadata)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):

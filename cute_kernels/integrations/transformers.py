@@ -86,7 +86,9 @@ def attention(
     if lengths is not None:
         mask = _packed(query.shape, key.shape, mask, lengths, others.get("cu_seq_lens_k"))
     if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool:
-        mask = _of_columns(mask) if torch.compiler.is_compiling() else BlockMask.from_dense(mask)
+        mask = (
+            _dense_mask_spans(mask) if torch.compiler.is_compiling() else BlockMask.from_dense(mask)
+        )
     if isinstance(mask, torch.Tensor):
         if mask.dtype != torch.int32:
             want = "what this module's spans() made, a bool tensor or a BlockMask"
@@ -186,7 +188,7 @@ def _packed(q_shape, k_shape, mask, lengths, of_keys) -> torch.Tensor:
     return api.spans_of_pack(mask, lengths, of_keys)
 
 
-def _of_columns(dense: torch.Tensor) -> torch.Tensor:
+def _dense_mask_spans(dense: torch.Tensor) -> torch.Tensor:
     """Return the spans of a bool mask, keys at the positions of their columns."""
     sizes, target = (dense.shape[0], *dense.shape[2:]), api.spans_device(dense.device)
     ranges = api.seen_columns(dense, target)

@@ -149,7 +149,7 @@ def gate_backward(
             1,
         )
         used = h[:, : mappings(n)]
-        alpha = _alpha_of(gates, n)
+        alpha = _column_alpha(gates, n)
         d_h = torch.nn.functional.pad(alpha * g / r, (0, WIDTH[n] - used.shape[1]))
         # dms = -½ r⁻³ Σ_j g_j α_j H_j
         d_ms = _sum(g * alpha * used) * (-0.5 / (r[:, 0] * (ms + gates.eps)))
@@ -319,7 +319,7 @@ def _psi(mapping: Mapping) -> torch.Tensor:
     return mapping.phi if mapping.norm_weight is None else mapping.phi * mapping.norm_weight
 
 
-def _alpha_of(gates: Gates, n: int) -> torch.Tensor:
+def _column_alpha(gates: Gates, n: int) -> torch.Tensor:
     """Return alpha for each of N columns."""
     counts = torch.tensor([n, n, n * n], dtype=torch.int64, device="cpu")
     return gates.alpha.repeat_interleave(counts)
@@ -328,7 +328,7 @@ def _alpha_of(gates: Gates, n: int) -> torch.Tensor:
 def _logits(h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int) -> torch.Tensor:
     """Compute z = α H / r + β, r = √(ms + ε)."""
     r = _root(ms, gates)
-    return _alpha_of(gates, n) * h[:, : mappings(n)] / r + gates.beta
+    return _column_alpha(gates, n) * h[:, : mappings(n)] / r + gates.beta
 
 
 def _root(ms: torch.Tensor, gates: Gates) -> torch.Tensor:

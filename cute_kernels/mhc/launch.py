@@ -113,7 +113,7 @@ add_chunks = launcher(plan_add_chunks)
 
 def plan_gate(h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int) -> Plan:
     """Launch plan of `cpu.gate`."""
-    new = _of_tokens(h, len(h), n)
+    new = _coefficient_allocators(h, len(h), n)
     launch = _coefficients(h, CoefficientsConfig(n, "h", True, False))
     numbers = _numbers(gates)
 
@@ -152,7 +152,7 @@ def plan_coefficients(
     """Launch plan of `cpu.coefficients`: one kernel."""
     sums = projected.sums
     m = sums.shape[1]
-    new = (_floats(sums, m, WIDTH[n]), _floats(sums, m), *_of_tokens(sums, m, n))
+    new = (_floats(sums, m, WIDTH[n]), _floats(sums, m), *_coefficient_allocators(sums, m, n))
     launch = _coefficients(sums, CoefficientsConfig(n, "chunks", True, True, form.form))
     numbers = _numbers(gates, form)
 
@@ -175,7 +175,7 @@ def plan_combine(
 ) -> Plan:
     """Launch plan of `cpu.combine`, of one of the two."""
     m, channels = len(x), x.shape[1] // streams.n
-    ctas = _rows_of(x.device, m)
+    ctas = _grid_size(x.device, m)
     if expand is None:
         new_out = allocator((m, channels), x.dtype, x.device)
         chosen = CombineConfig(*_common(x, streams, _wide(streams, channels, x)), False)
@@ -317,7 +317,7 @@ def plan_reduce_channels(
         new_if(bias is not None, _floats(like, blocks, channels)),
     )
     launch = bind(like.device, _kernel(chosen))
-    numbers = m, channels, _rows_of(like.device, blocks)
+    numbers = m, channels, _grid_size(like.device, blocks)
     group = TOKENS // chosen.tokens
 
     def run(x, streams, upstream, expand=None, want_dx=False):
@@ -357,7 +357,7 @@ def plan_project_backward(
         *_common(x, streams, wide), mapping.precision, mode, d_out is not None
     )
     slab = 64 // n
-    ctas = _rows_of(x.device, chunks * -(-(k // n) // (slab * chosen.warps)))
+    ctas = _grid_size(x.device, chunks * -(-(k // n) // (slab * chosen.warps)))
     launch = bind(x.device, _kernel(chosen))
 
     def run(x, d_h, d_ms, mapping, streams, upstream, want):
@@ -431,7 +431,9 @@ def _floats(like: torch.Tensor, *shape: int) -> Callable[[], torch.Tensor]:
     return allocator(shape, torch.float32, like.device)
 
 
-def _of_tokens(like: torch.Tensor, m: int, n: int) -> tuple[Callable[[], torch.Tensor], ...]:
+def _coefficient_allocators(
+    like: torch.Tensor, m: int, n: int
+) -> tuple[Callable[[], torch.Tensor], ...]:
     """Allocators of pre, post and res of m tokens."""
     return tuple(_floats(like, m, size) for size in (n, n, n * n))
 
@@ -470,7 +472,7 @@ def project_backward_config(*fields: object) -> ProjectBackwardConfig:
     return chosen if plain else dataclasses.replace(chosen, blocks=4)
 
 
-def _rows_of(device: torch.device, work: int) -> int:
+def _grid_size(device: torch.device, work: int) -> int:
     """Grid size: one CTA for each part of the work, unless CUTE_KERNELS_MAX_CTAS caps the grid."""
     return min(work, most_ctas(device) if settings.max_ctas() else _MOST)
 
@@ -507,7 +509,7 @@ def _commons() -> Iterator[tuple]:
     return itertools.product(DTYPE_NAMES.values(), config.STREAMS, config.LAYOUTS, (False, True))
 
 
-def _of_rows(common: tuple) -> Iterator[tuple[object, Expect]]:
+def _row_kernels(common: tuple) -> Iterator[tuple[object, Expect]]:
     """Yield the kernels of one layout of rows."""
     # k16 and k8; 24 columns are one of both, 8 columns the latter.
     of_dx = ("16816", "1688")
@@ -534,7 +536,7 @@ def _of_rows(common: tuple) -> Iterator[tuple[object, Expect]]:
 def catalogue() -> Iterator[Entry]:
     """Yield every kernel that this launcher can use, with 20 iterations."""
     for common in _commons():
-        for chosen, expect in _of_rows(common):
+        for chosen, expect in _row_kernels(common):
             yield Entry(entry(chosen), "A", expect)
     for n, form in itertools.product(config.STREAMS, config.FORMS):
         of_chunks = [(False, False), (True, True)] if form == "log" else [(True, True)]

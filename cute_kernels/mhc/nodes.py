@@ -30,16 +30,16 @@ def _fp32(t: torch.Tensor) -> torch.Tensor:
 def mapping(phi: torch.Tensor, norm_weight: torch.Tensor | None, precision: str, n: int) -> Mapping:
     """Return phi and norm_weight for the kernels."""
     weight = None if norm_weight is None else _fp32(norm_weight)
-    return Mapping(_whole(_fp32(phi), mappings(n)), weight, precision)
+    return Mapping(_pad_rows(_fp32(phi), mappings(n)), weight, precision)
 
 
 def gates(alpha, beta, eps: float, pre_eps: float, post_scale: float, n: int) -> Gates:
     """Return alpha and beta for the kernels."""
-    alpha = _whole(_fp32(alpha), _ALPHAS)
-    return Gates(alpha, _whole(_fp32(beta).view(-1), mappings(n)), eps, pre_eps, post_scale)
+    alpha = _pad_rows(_fp32(alpha), _ALPHAS)
+    return Gates(alpha, _pad_rows(_fp32(beta).view(-1), mappings(n)), eps, pre_eps, post_scale)
 
 
-def _whole(t: torch.Tensor, rows: int) -> torch.Tensor:
+def _pad_rows(t: torch.Tensor, rows: int) -> torch.Tensor:
     """Pad the rows of a head, which has those of H_pre only, with zeros that are not read."""
     return t if len(t) == rows else torch.cat([t, t.new_zeros(rows - len(t), *t.shape[1:])])
 
@@ -133,7 +133,7 @@ def _accumulator(like: torch.Tensor, into: torch.Tensor | None, rows: int) -> to
     """
     if into is None:
         return like.new_zeros(rows, *like.shape[1:], dtype=torch.float32)
-    return _whole(into if into.is_contiguous() else into.contiguous(), rows)
+    return _pad_rows(into if into.is_contiguous() else into.contiguous(), rows)
 
 
 def _returned(total, like, into, need: bool) -> torch.Tensor:

@@ -106,9 +106,9 @@ def site_backward(
     nothing = reduce_upstream.dy is None and reduce_upstream.d_out is None
     reduced = Reduced() if nothing else reduce(x, site.streams, reduce_upstream)
     d_pre, d_post, d_res = coefficient_grads
-    d_pre = _sum_of(d_pre, reduced.d_pre if collapsed_by_own else None, coefficients.pre)
-    d_post = _sum_of(d_post, None, coefficients.post)
-    d_res = _sum_of(d_res, reduced.d_res, coefficients.res)
+    d_pre = _add_optional(d_pre, reduced.d_pre if collapsed_by_own else None, coefficients.pre)
+    d_post = _add_optional(d_post, None, coefficients.post)
+    d_res = _add_optional(d_res, reduced.d_res, coefficients.res)
     d_h, d_ms, d_gates = launcher("mhc_coefficients_backward", x)(
         coefficients.h, coefficients.ms, site.gates, site.streams.n, site.form, d_pre, d_post, d_res
     )
@@ -124,7 +124,7 @@ def zeros_like_rows(t: torch.Tensor) -> torch.Tensor:
     return t.new_zeros(1, t.shape[1]).expand(len(t), -1)
 
 
-def _sum_of(
+def _add_optional(
     first: torch.Tensor | None, second: torch.Tensor | None, like: torch.Tensor
 ) -> torch.Tensor:
     if first is not None and second is not None:

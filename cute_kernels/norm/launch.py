@@ -73,7 +73,7 @@ def _output(x: torch.Tensor) -> Output:
     if width % UNIT == 0:
         return Output(allocator(shape, x.dtype, x.device), flatten=x.dim() != 2)
     new = allocator((shape[:-1].numel(), width + -width % UNIT), x.dtype, x.device)
-    return Output(new, lambda t: _whole(t, width).view(shape))
+    return Output(new, lambda t: _trim_columns(t, width).view(shape))
 
 
 def forward_numbers(rule: Rule, width: int) -> tuple[float, float, float, int]:
@@ -217,7 +217,7 @@ def _padded(t: torch.Tensor) -> torch.Tensor:
     return pad(t, (0, -t.shape[-1] % UNIT)) if t.shape[-1] % UNIT else t.clone(memory_format=_DENSE)
 
 
-def _whole(t: torch.Tensor, width: int) -> torch.Tensor:
+def _trim_columns(t: torch.Tensor, width: int) -> torch.Tensor:
     if t.shape[1] == width:
         return t
     return contiguous("norm", "out", t[:, :width], "contiguous; its rows were padded to units of 8")

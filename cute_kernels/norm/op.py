@@ -73,7 +73,7 @@ def apply(
     return y if residual is None else (y, h)
 
 
-def _apart(main_grad, bias_main_grad, **operands):
+def _check_aliases(main_grad, bias_main_grad, **operands):
     """Check that backward can add into both main_grads: neither aliases an operand or the other."""
     if main_grad is not None:
         destination.apart(main_grad, bias_main_grad=bias_main_grad, **operands)
@@ -103,7 +103,7 @@ def _plan(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offse
 
     def run(x, residual, weight, bias, main_grad, bias_main_grad, *_):
         # Checked at run time, in a compiled graph too: a traced tensor has no address.
-        _apart(main_grad, bias_main_grad, x=x, residual=residual, weight=weight, bias=bias)
+        _check_aliases(main_grad, bias_main_grad, x=x, residual=residual, weight=weight, bias=bias)
         y, h, mean, rstd = launch(x, residual, weight, bias)
         h = x.new_empty(0) if h is None else h
         return y, h, rstd.new_empty(0) if mean is None else mean, rstd
@@ -112,7 +112,7 @@ def _plan(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offse
 
 
 def _run_empty(x, residual, weight, bias, main_grad, bias_main_grad, *numbers):
-    _apart(main_grad, bias_main_grad, x=x, residual=residual, weight=weight, bias=bias)
+    _check_aliases(main_grad, bias_main_grad, x=x, residual=residual, weight=weight, bias=bias)
     return _fake(x, residual, weight, bias, main_grad, bias_main_grad, *numbers)
 
 
@@ -139,7 +139,7 @@ def _plan_backward(
     run_gradients = plan.run
 
     def run(dy, dh, h, mean, rstd, weight, bias, main_grad, bias_main_grad, *_):
-        _apart(main_grad, bias_main_grad, dy=dy, dh=dh)
+        _check_aliases(main_grad, bias_main_grad, dy=dy, dh=dh)
         main_grads = main_grad, bias_main_grad
         gradients = run_gradients(dy, dh, h, mean, rstd, weight, bias, main_grads)
         return tuple(h.new_empty(0) if t is None else t for t in gradients)
@@ -194,7 +194,7 @@ def _plan_backward_alone(*args):
 
 
 def _run_backward_of_nothing(dy, dh, *args):
-    _apart(*args[5:7], dy=dy, dh=dh)
+    _check_aliases(*args[5:7], dy=dy, dh=dh)
     d_x, d_weight, d_bias = _fake_backward(dy, dh, *args)
     return d_x, d_weight.zero_(), d_bias.zero_()
 

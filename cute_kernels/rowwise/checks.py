@@ -288,7 +288,7 @@ def _parameters(parameters: object) -> list[torch.Tensor]:
 
 def _gradient(name: str, parameter: torch.Tensor, main_grad: bool) -> torch.Tensor | None:
     checking.tensor(name, parameter)
-    _whole(name, parameter)
+    _check_whole(name, parameter)
     gradient = parameter.grad
     if main_grad and getattr(parameter, "main_grad", None) is not None:
         if gradient is not None:
@@ -298,7 +298,7 @@ def _gradient(name: str, parameter: torch.Tensor, main_grad: bool) -> torch.Tens
         checking.tensor(name, gradient)
     if gradient is None:
         return None
-    _whole(name, gradient)
+    _check_whole(name, gradient)
     checking.tensor(name, gradient)
     checking.dtype(name, gradient.dtype, DTYPES)
     if gradient.is_neg():
@@ -310,7 +310,7 @@ def _gradient(name: str, parameter: torch.Tensor, main_grad: bool) -> torch.Tens
     return gradient
 
 
-def _whole(name: str, t: torch.Tensor) -> None:
+def _check_whole(name: str, t: torch.Tensor) -> None:
     """Check that a tensor is not one of the kinds that hold a part of a parameter."""
     kinds = {base.__name__ for base in type(t).__mro__}
     for kind in ("DTensor", "ShardedTensor", "FlatParameter"):

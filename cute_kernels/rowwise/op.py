@@ -209,13 +209,13 @@ def elements(name: str, kind: str, *tensors: torch.Tensor) -> torch.Tensor:
         return cached_run(*tensors, kind)
     check = checks.element if len(tensors) == 1 else checks.gated
     check(name, *tensors)
-    op = _op_of(tensors)
+    op = _choose_op(tensors)
     if cached_run is None:
         checked.add((name, kind), tensors, op.bind(*tensors, kind))
     return op(*tensors, kind)
 
 
-def _op_of(tensors: tuple[torch.Tensor, ...]) -> Callable:
+def _choose_op(tensors: tuple[torch.Tensor, ...]) -> Callable:
     return activation if len(tensors) == 1 else gated
 
 

@@ -154,7 +154,9 @@ def capture(
     any_allowed = torch.ones_like(full)
     every = torch.ones_like(full)
     word_parts = []
-    for part, value, part_some, part_every in looked_at(grid, heads, row, col, unclear, elements):
+    for part, value, part_some, part_every in evaluate_blocks(
+        grid, heads, row, col, unclear, elements
+    ):
         any_allowed[part], every[part] = part_some, part_every
         word_parts.append(pack(value[part_some & ~part_every]))
     words = torch.cat(word_parts).to(row.device) if word_parts else _no_words(grid, row.device)
@@ -164,7 +166,7 @@ def capture(
     return Bits(grid, heads, key[any_allowed], tile[any_allowed], words)
 
 
-def looked_at(
+def evaluate_blocks(
     grid: Grid,
     heads: tuple[int, int],
     row: Tensor,

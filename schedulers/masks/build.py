@@ -32,7 +32,9 @@ def entries_of(rule: Rule, grid: Grid, heads: tuple[int, int], device: torch.dev
     row, col, kind = _classified(rule, grid, heads, device)
     unclear = (kind == UNKNOWN).nonzero()[:, 0]
     elements = partial(rule.blocks, grid)
-    for part, _, any_allowed, every in bits.looked_at(grid, heads, row, col, unclear, elements):
+    for part, _, any_allowed, every in bits.evaluate_blocks(
+        grid, heads, row, col, unclear, elements
+    ):
         kind[part] = kind_of(any_allowed, every).long()
     nonempty = kind != EMPTY
     return Entries(row[nonempty], col[nonempty], kind[nonempty] == FULL)

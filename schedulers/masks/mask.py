@@ -74,10 +74,10 @@ class BlockMask:
             raise MaskError(expected("q_count", want, tuple(self.q_count.shape[:2])))
         lists = (self.kv_count, self.kv_full, self.q_count, self.q_full)
         checks.same_device(("kv_count", "kv_full", "q_count", "q_full"), lists)
-        self._own()
+        self._copy_tensors()
         object.__setattr__(self, "handle", handles.register(self))
 
-    def _own(self) -> None:
+    def _copy_tensors(self) -> None:
         """Copy all tensors, as the caller may write to the originals."""
         for side in ("kv", "q"):
             for name in ("count", "index", "full"):

@@ -260,11 +260,11 @@ class Case:
                 visited = visited[:, :, best :: len(alive)]
                 alive = alive[[best]]
                 clock.keep(np.array([best]))
-            heads += self._of_heads(visited, orders[alive[0]], start, size)
+            heads += self._visits_of_heads(visited, orders[alive[0]], start, size)
             start += size
         return int(alive[0]), int(clock.makespan_ns()[0]), heads
 
-    def _of_heads(self, visited, order, start: int, size: int) -> list[np.ndarray]:
+    def _visits_of_heads(self, visited, order, start: int, size: int) -> list[np.ndarray]:
         lists = []
         for index in range(visited.shape[2]):
             rows = visited[:, :, index]

@@ -126,7 +126,7 @@ def _select(grid: BlockGrid, machine: Machine, group: int) -> Selection:
     else:
         best = _Best(case, floor)
         plans = named_plans(grid, WALKS, shortest=group > 1 or machine.l2_tiles > 0)
-        race = _named(best, plans)
+        race = _try_named(best, plans)
         _tails(best, plans, race, min(race.spent, key=race.spent.get))
         if best.over() > CLOSE:
             _turns(best, plans, race)
@@ -208,7 +208,7 @@ def _heads(case: Case, plan: Plan, tail: Plan | None = None, size: int = 0):
     return sections, *lists
 
 
-def _named(best: _Best, plans: list[Plan]) -> Race:
+def _try_named(best: _Best, plans: list[Plan]) -> Race:
     """Time the named kinds; in a short launch the first one alone, to rule out others."""
     first = plans[:1] if len(best.case.sections) <= 2 else plans
     race = best.case.race(first)

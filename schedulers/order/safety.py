@@ -121,13 +121,13 @@ def _check_rows(schedule: Schedule) -> None:
     lists_of_entry = _entry_lists(schedule)
     if wrong.any():
         entry = int(np.argmax(wrong))
-        fault = f"row {schedule.q_block[entry]}, {_where(schedule, lists_of_entry[entry])}"
+        fault = f"row {schedule.q_block[entry]}, {_describe_list(schedule, lists_of_entry[entry])}"
         raise ScheduleError(expected("q_block", f"rows in [0, {rows})", fault))
     visit = lists_of_entry * np.int64(max(1, rows)) + schedule.q_block
     values, times = np.unique(visit, return_counts=True)
     if (times > 1).any():
         twice = int(values[times > 1][0])
-        fault = f"row {twice % rows} twice, {_where(schedule, twice // rows)}"
+        fault = f"row {twice % rows} twice, {_describe_list(schedule, twice // rows)}"
         raise ScheduleError(expected("q_block", "each row once in a ticket", fault))
 
 
@@ -152,7 +152,7 @@ def _check_visits(schedule: Schedule, block_mask: object) -> None:
             row, column = differs[0].tolist()
             kind_names = ("empty", "partial", "full")
             want = f"{kind_names[grid.host[group, row, column]]} as in the mask"
-            place_text = _where(schedule, lists * shape[1] + column, grid.mask_of == group)
+            place_text = _describe_list(schedule, lists * shape[1] + column, grid.mask_of == group)
             kind = kind_names[blocks[lists, row, column]]
             verb = " (a contributor that never visits)" if kind == "empty" else ""
             raise ScheduleError(expected(f"row {row}, {place_text}", want, kind + verb))
@@ -167,21 +167,20 @@ def _check_ranks(schedule: Schedule) -> None:
     wrong = (rank < 0) | (rank >= count)
     if wrong.any():
         entry = int(np.argmax(wrong))
-        places_text = (
-            f"rank of row {schedule.q_block[entry]}, {_where(schedule, lists_of_entry[entry])}"
-        )
+        list_text = _describe_list(schedule, lists_of_entry[entry])
+        place_text = f"rank of row {schedule.q_block[entry]}, {list_text}"
         want = f"in [0, {count[entry]}), as that many visit (is a contributor missing?)"
-        raise ScheduleError(expected(places_text, want, int(rank[entry])))
+        raise ScheduleError(expected(place_text, want, int(rank[entry])))
     values, times = np.unique(row * np.int64(columns + 1) + rank, return_counts=True)
     if (times > 1).any():
         key = int(values[times > 1][0])
         both = np.flatnonzero(row * np.int64(columns + 1) + rank == key)[:2]
-        places_text = " and ".join(_where(schedule, lists_of_entry[entry]) for entry in both)
-        fault = f"rank {key % (columns + 1)} twice: {places_text}"
+        place_text = " and ".join(_describe_list(schedule, lists_of_entry[entry]) for entry in both)
+        fault = f"rank {key % (columns + 1)} twice: {place_text}"
         raise ScheduleError(expected(f"ranks of row {schedule.q_block[both[0]]}", "unique", fault))
 
 
-def _where(schedule: Schedule, list_index: int, among: np.ndarray | bool = True) -> str:
+def _describe_list(schedule: Schedule, list_index: int, among: np.ndarray | bool = True) -> str:
     """Describe a list: its first head (of ``among``, bool [heads]), column and ticket."""
     lists, column = divmod(int(list_index), max(1, schedule.num_kv_blocks))
     heads = np.flatnonzero((schedule.list_of_head == lists) & among)

@@ -147,25 +147,31 @@ def alone(problem: Problem, transform: str = ALONE) -> Case:
     return Case(transform, "each sequence alone", tuple((call,) for call in calls))
 
 
-def _one(transform: str, label: str, grids: Sequence[Grid]) -> Case:
+def _single_passes(transform: str, label: str, grids: Sequence[Grid]) -> Case:
     return Case(transform, label, tuple((each.call(),) for each in grids))
 
 
 def _batch(problem: Problem) -> list[Case]:
-    return [_one("batch", "all in one batch", [grid(problem, problem.all)])]
+    return [_single_passes("batch", "all in one batch", [grid(problem, problem.all)])]
 
 
 def _compositions(problem: Problem) -> list[Case]:
     cases = [
-        _one("compositions", f"behind {n - 1} others", [among(problem, i, n) for i in problem.all])
+        _single_passes(
+            "compositions", f"behind {n - 1} others", [among(problem, i, n) for i in problem.all]
+        )
         for n in (2, 5)
     ]
     if len(problem.all) > 1 and problem.joinable:
         backwards = problem.all[::-1]
-        cases.append(_one("compositions", "one batch, reversed", [grid(problem, backwards)]))
+        cases.append(
+            _single_passes("compositions", "one batch, reversed", [grid(problem, backwards)])
+        )
     if len(problem.all) > 2 and problem.joinable:
         pairs = [problem.all[i : i + 2] for i in range(0, len(problem.all), 2)]
-        cases.append(_one("compositions", "two at a time", [grid(problem, p) for p in pairs]))
+        cases.append(
+            _single_passes("compositions", "two at a time", [grid(problem, p) for p in pairs])
+        )
     return cases
 
 
@@ -174,7 +180,7 @@ def _padding(transform: str, left_padded: bool) -> Callable[[Problem], list[Case
         grids = [[grid(problem, [i], left_padded, 1) for i in problem.all]]
         grids.append([grid(problem, problem.all, left_padded, 5)])
         labels = ("each alone and 1 column", "one batch and 5 columns")
-        return [_one(transform, label, g) for label, g in zip(labels, grids, strict=True)]
+        return [_single_passes(transform, label, g) for label, g in zip(labels, grids, strict=True)]
 
     return cases
 

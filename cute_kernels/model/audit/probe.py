@@ -113,7 +113,7 @@ def _caches(model: nn.Module, pool: torch.Tensor, accepts: frozenset[str]) -> bo
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _RecordedCall:
     """A call of the first grid, to be made again.
 
     given: (args, kwargs); paths: of their tensors, by id.  after: its outputs, by path.
@@ -130,7 +130,7 @@ class _Shapes:
 
     def __init__(self, keep: bool) -> None:
         self.shapes: dict[Slot, tuple[int, ...]] = {}
-        self.kept: dict[Key, _Kept] = {}
+        self.kept: dict[Key, _RecordedCall] = {}
         self.parents: dict[Key, Key | None] = {}
         self._keep = keep
 
@@ -141,7 +141,7 @@ class _Shapes:
             copies = {id(t): t.clone() for _, t in rows.tensors(arguments)}
             paths = {id(copies[id(t)]): path for path, t in rows.tensors(arguments)}
             copied = rows.replaced((args, kwargs), lambda t: copies.get(id(t), t))
-            self.kept[key] = _Kept(module, copied, paths)
+            self.kept[key] = _RecordedCall(module, copied, paths)
 
     def after(self, key: Key, parent: Key | None, result: object) -> None:
         self._note(key, "out", result)
@@ -169,7 +169,7 @@ class _Ops(TorchDispatchMode):
 
 
 def _scopes(
-    calls: Mapping[Key, _Kept],
+    calls: Mapping[Key, _RecordedCall],
     parents: Mapping[Key, Key | None],
     layouts: Mapping[Slot, rows.Layout],
 ) -> dict[Key, str]:
@@ -183,7 +183,7 @@ def _scopes(
     return scopes
 
 
-def _scope(key: Key, call: _Kept, layouts: Mapping[Slot, rows.Layout]) -> str:
+def _scope(key: Key, call: _RecordedCall, layouts: Mapping[Slot, rows.Layout]) -> str:
     """Dependencies of the rows of one call; the sequence where they cannot be determined."""
     try:
         if _moved(key, call, layouts, ((), _changed), _bytes):
@@ -230,7 +230,7 @@ def _values(was: torch.Tensor, now: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def _moved(
     key: Key,
-    call: _Kept,
+    call: _RecordedCall,
     layouts: Mapping[Slot, rows.Layout],
     change: tuple[tuple[int, ...], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]],
     unlike: Callable[[torch.Tensor, torch.Tensor, torch.dtype], bool],

@@ -118,7 +118,7 @@ def digest(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         mixed = _mixed(lanes[start : start + step] + salt)
         digests[start : start + step, 0] = mixed.sum(1)
         digests[start : start + step, 1] = (mixed * key).sum(1)
-    return digests + _number_of(dtype)
+    return digests + _dtype_number(dtype)
 
 
 def _make_keys(width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,7 +134,7 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
-def _number_of(dtype: torch.dtype) -> int:
+def _dtype_number(dtype: torch.dtype) -> int:
     return int.from_bytes(str(dtype).removeprefix("torch.").encode()[-7:], "little")
 
 

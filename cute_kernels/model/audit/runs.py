@@ -123,7 +123,7 @@ def of_gradients(
             for name, t in want.items():
                 count = details.of_gradient(t, repeated[name])
                 if count.differing:
-                    finding = _of_parameter(name, (transform, label), count, t, facts)
+                    finding = _parameter_finding(name, (transform, label), count, t, facts)
                     slot = (name, transform)
                     merged[slot] = _joined(merged[slot], finding) if slot in merged else finding
                 elif (name, transform) in merged:
@@ -186,7 +186,7 @@ def _finding(key: Key, outcome: Outcome, count: details.Count, facts: Facts) -> 
     )
 
 
-def _of_parameter(
+def _parameter_finding(
     name: str, case: tuple[str, str], count: details.Count, t: torch.Tensor, facts: Facts
 ) -> Finding:
     owner = name.removesuffix(".main_grad")  # of a module, or of a parameter

@@ -110,7 +110,7 @@ def batch(a: torch.Tensor, b: torch.Tensor) -> None:
         raise DtypeError(expected("b", f"{a.dtype}, the dtype of a", b.dtype))
 
 
-def beside(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def expand_base(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Expand ``base`` to the shape of the product of ``a`` and ``b``, which it is added to."""
     checking.same_device("input", base, "a", a)
     if base.dtype != a.dtype:

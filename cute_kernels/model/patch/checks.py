@@ -83,9 +83,9 @@ def unchanged(module: torch.nn.Module, reads: tuple[tuple[str, object], ...]) ->
     for name, value in reads:
         now = getattr(module, name, Absent)
         if now is not value and now != value:
-            want = f"{_shown(value)}, as when it was patched (patch again)"
-            raise PatchError(expected(f"{type(module).__name__}.{name}", want, _shown(now)))
+            want = f"{_describe(value)}, as when it was patched (patch again)"
+            raise PatchError(expected(f"{type(module).__name__}.{name}", want, _describe(now)))
 
 
-def _shown(value: object) -> str:
+def _describe(value: object) -> str:
     return "no value" if value is Absent else repr(value)

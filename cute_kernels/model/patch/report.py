@@ -85,13 +85,13 @@ class Report:
             lines += [title] * bool(rows)
             lines += _grouped((f"{part.part}: {part.known}", part.name) for part in rows)
         if self.main_grad_left:
-            lines += ["main_grad is not written:", f"  {_some(list(self.main_grad_left))}"]
+            lines += ["main_grad is not written:", f"  {_list_names(list(self.main_grad_left))}"]
         if self.main_grad_shared:
             lines += ["main_grad follows the micro-batches (several modules add into it):"]
-            lines += [f"  {_some(list(self.main_grad_shared))}"]
+            lines += [f"  {_list_names(list(self.main_grad_shared))}"]
         if self.main_grad_broadcast:
             lines += ["main_grad may follow the micro-batches (give position_ids [B, T]):"]
-            lines += [f"  {_some(list(self.main_grad_broadcast))}"]
+            lines += [f"  {_list_names(list(self.main_grad_broadcast))}"]
         return "\n".join(lines)
 
     #: A notebook shows the table.
@@ -104,10 +104,10 @@ def _grouped(rows: Iterable[tuple[str, str]]) -> list[str]:
     lines = []
     for text, group in groupby(ordered, key=lambda row: row[0]):
         names = [name or "the model" for _, name in group]
-        lines.append(f"  {len(names):4d} x {text}  ({_some(names)})")
+        lines.append(f"  {len(names):4d} x {text}  ({_list_names(names)})")
     return lines
 
 
-def _some(names: list[str], most: int = 3) -> str:
+def _list_names(names: list[str], most: int = 3) -> str:
     overflow = f", and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + overflow

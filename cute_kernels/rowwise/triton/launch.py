@@ -97,12 +97,12 @@ def log_softmax(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def softmax_backward(dy: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Compute y (dy - Σ y dy)."""
-    return _of_two_rows(kernels.softmax_backward_kernel, dy, y, dtype)
+    return _two_row_operands(kernels.softmax_backward_kernel, dy, y, dtype)
 
 
 def log_softmax_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Compute dy - softmax(x) Σ dy."""
-    return _of_two_rows(kernels.log_softmax_backward_kernel, dy, x, x.dtype)
+    return _two_row_operands(kernels.log_softmax_backward_kernel, dy, x, x.dtype)
 
 
 def rotary_table(
@@ -261,7 +261,9 @@ def _softmax(x: torch.Tensor, dtype: torch.dtype, log: bool) -> torch.Tensor:
     return out
 
 
-def _of_two_rows(kernel, dy: torch.Tensor, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _two_row_operands(
+    kernel, dy: torch.Tensor, like: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
     m, n = like.shape
     out = _like(like, (m, n), dtype)
     with torch.cuda.device(like.device):

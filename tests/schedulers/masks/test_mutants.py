@@ -214,7 +214,7 @@ MUTANTS = {
         lambda *_: None,
         claims,
     ),
-    "the caller's tensors kept": (BlockMask, "_own", lambda self: None, writes),
+    "the caller's tensors kept": (BlockMask, "_copy_tensors", lambda self: None, writes),
 }
 
 

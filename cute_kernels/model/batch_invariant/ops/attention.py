@@ -77,7 +77,7 @@ def _attend(q, k, v, mask, is_causal, scale) -> torch.Tensor:
         end = torch.arange(1, rows + 1, dtype=torch.int32, device="cpu").clamp(max=columns)
         ranges = torch.stack((torch.zeros_like(end), end), -1).expand(batch, 1, rows, 2)
         return api.sequence_attention(q, k, v, api.spans_from_first_key(ranges), scale=scale)
-    mask = mask.expand(batch, *_heads_of(mask, heads), rows, columns)
+    mask = mask.expand(batch, *_mask_heads(mask, heads), rows, columns)
     if mask.shape[1] == 1:
         ranges = _runs(mask)
         if ranges is not None:
@@ -95,7 +95,7 @@ def _runs(mask: torch.Tensor) -> torch.Tensor | None:
         return None
 
 
-def _heads_of(mask: torch.Tensor, heads: int) -> tuple[int]:
+def _mask_heads(mask: torch.Tensor, heads: int) -> tuple[int]:
     return (1 if mask.dim() < 3 or mask.shape[-3] == 1 else heads,)
 
 

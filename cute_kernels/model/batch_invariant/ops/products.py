@@ -56,7 +56,7 @@ def addmm(base, a, b, *, beta=1, alpha=1) -> torch.Tensor:
     if beta == 1 and alpha == 1 and list(base.shape) == [b.shape[-1]] and b.dim() == 2:
         return api.linear(a, b.mT, base)
     gemm_checks.matmul(a, b, "chain")
-    base = checks.beside(base, a, b)
+    base = checks.expand_base(base, a, b)
     return _batched(a[None], b[None], base, beta, alpha)[0]
 
 
@@ -69,7 +69,7 @@ def bmm(a, b) -> torch.Tensor:
 def baddbmm(base, a, b, *, beta=1, alpha=1) -> torch.Tensor:
     """Compute beta base_i + alpha a_i b_i."""
     checks.batch(a, b)
-    return _batched(a, b, checks.beside(base, a, b), beta, alpha)
+    return _batched(a, b, checks.expand_base(base, a, b), beta, alpha)
 
 
 def mv(a, v) -> torch.Tensor:

@@ -22,7 +22,7 @@ from .definitions import row_sum
 
 def why_softmax(x, dim, half_to_float) -> str | None:
     """Why a softmax over a dimension is not covered, or None."""
-    return checks.tensors(x) if _there(x, dim) else checks.EXACT
+    return checks.tensors(x) if _in_range(x, dim) else checks.EXACT
 
 
 def why_softmax_backward(dy, y, dim, dtype) -> str | None:
@@ -50,7 +50,7 @@ def log_softmax_backward(dy, y, dim, dtype) -> torch.Tensor:
     return _along_last(dim, rowwise_op.log_softmax_backward, dy, y).to(dtype)
 
 
-def _there(x: torch.Tensor, dim: int) -> bool:
+def _in_range(x: torch.Tensor, dim: int) -> bool:
     return -max(1, x.dim()) <= dim < max(1, x.dim())
 
 

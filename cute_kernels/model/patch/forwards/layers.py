@@ -206,25 +206,25 @@ def _rotary(
     return rowwise.rotary_table(position_ids, frequencies, scaling, dtype)
 
 
-def _same(forward: Callable) -> Callable[[type], Callable]:
+def _any_class(forward: Callable) -> Callable[[type], Callable]:
     return lambda cls: forward
 
 
 #: Name -> factory of the forward for a class.
 FORWARDS: dict[str, Callable[[type], Callable]] = {
-    "linear": _same(_linear),
-    "head": _same(_head),
-    "conv1d": _same(_conv1d),
-    "rms_norm": _same(_rms_norm),
-    "layer_norm": _same(_layer_norm),
-    "silu": _same(_silu),
-    "gelu": _same(_gelu),
-    "gelu_tanh": _same(_gelu_tanh),
-    "tanh": _same(_tanh),
-    "sigmoid": _same(_sigmoid),
-    "quick_gelu": _same(_quick_gelu),
-    "embedding": _same(_embedding),
-    "rotary": _same(_rotary),
+    "linear": _any_class(_linear),
+    "head": _any_class(_head),
+    "conv1d": _any_class(_conv1d),
+    "rms_norm": _any_class(_rms_norm),
+    "layer_norm": _any_class(_layer_norm),
+    "silu": _any_class(_silu),
+    "gelu": _any_class(_gelu),
+    "gelu_tanh": _any_class(_gelu_tanh),
+    "tanh": _any_class(_tanh),
+    "sigmoid": _any_class(_sigmoid),
+    "quick_gelu": _any_class(_quick_gelu),
+    "embedding": _any_class(_embedding),
+    "rotary": _any_class(_rotary),
     "causal_lm": causal.forward_of,
     "positions": positions.forward_of,
 }
