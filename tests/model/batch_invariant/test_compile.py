@@ -115,7 +115,7 @@ def test_higher_order_ops_pass():
 DISK = """
 import sys, torch, torch.nn.functional as F
 import cute_kernels as ck
-from cute_kernels.model import mode
+from cute_kernels.model.batch_invariant import mode
 from torch._dynamo.utils import counters
 if sys.argv[1] == "mutant":
     mode._NAME = ""
