@@ -40,7 +40,7 @@ SAMPLE = certified.first_of(CATALOGUE, sort_of)
     list(certified.cases(CATALOGUE, lambda entry: entry.kernel in SAMPLE)),
 )
 def test_every_configuration(kernel, kind, expect):
-    found = certify(kernel, kind, expect)
+    found = certified.read(kernel, kind, expect)
     assert found.ok, found.findings
     assert found.spills == 0 and found.stack == 0
     certified.check_stored(kernel, found)

@@ -72,7 +72,13 @@ def test_vllm_shapes(monkeypatch, k, n, dtype):
             assert cases.differing(tree.skinny(x, b, bias), right) == 0, rows
 
 
-@pytest.mark.parametrize("options", [HOPPER, LATE], ids=["hopper", "late"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(HOPPER, id="hopper"),
+        pytest.param(LATE, id="late", marks=pytest.mark.nightly),
+    ],
+)
 def test_rows_alone(monkeypatch, options):
     with simulated(launch, **options):
         tree_cases.rows_alone(tree_engine(monkeypatch), BF16, COUNTS)

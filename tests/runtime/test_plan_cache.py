@@ -59,8 +59,14 @@ def found_by(request, monkeypatch):
 by_both = pytest.mark.usefixtures("found_by")
 
 
+#: By night: a mask and an LSE of attention, of which by day a rule and spans are compared.
+NIGHT = {"attention, mask", "attention, lse"}
+
+
 @requires_sim
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.nightly] * (n in NIGHT)) for n in CASES]
+)
 def test_a_known_call_has_the_bytes_of_the_first(on_sm90, whole_way, name):
     run, shape = CASES[name]
     one, other = drawn(*shape, seed=5), drawn(*shape, seed=6)

@@ -23,7 +23,17 @@ from tests.sparse_attn import simulated
 from tests.sparse_attn.fwd_masks import MASKS, dense
 from tests.sparse_attn.simulated_fwd import Case, bounds, case, chain, exact, run
 
-pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
+#: A test of each kind: what runs at every commit while the kernels are proved.
+EACH_COMMIT = (
+    "test_masks_and_lengths test_long test_masks_of_batches_and_heads test_nothing_is_allowed "
+    "test_rows_without_keys_see_no_values test_nan_is_not_hidden "
+    "test_the_outputs_are_written_everywhere test_strides test_what_the_compiled_entry_refuses"
+)
+pytestmark = [
+    requires_sim,
+    pytest.mark.sim,
+    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
+]
 
 
 FORMS = {"full": "none", "causal": "band", "window": "band"}

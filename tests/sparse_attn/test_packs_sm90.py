@@ -20,7 +20,19 @@ from tests.contract import same_bytes
 from tests.ptxsim.available import requires_sim
 from tests.sparse_attn import pack_cases as known
 
-pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
+#: A test of each kind: what runs at every commit while the kernels are proved.
+EACH_COMMIT = (
+    "test_a_pack test_nothing_is_read_from_the_host_but_offsets "
+    "test_offsets_on_the_cpu_are_refused_in_a_graph "
+    "test_offsets_on_a_gpu_are_left_there_where_kernels_read_them test_neighbours_do_not_show "
+    "test_padded_batches_take_one_launch test_one_mask_for_the_pack_is_killed "
+    "test_mutants_are_killed test_another_schedule_is_killed"
+)
+pytestmark = [
+    requires_sim,
+    pytest.mark.sim,
+    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
+]
 
 LENGTHS = [130, 0, 1, 61, 128]
 NIGHT = pytest.mark.nightly

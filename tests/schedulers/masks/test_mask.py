@@ -24,9 +24,10 @@ from tests.schedulers.masks.rule_checks import (
 from tests.steps import lines
 
 
+@pytest.mark.parametrize("count", [5, pytest.param(12, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("block_size", oracle.BLOCK_SIZES)
-def test_every_constructor_equals_brute_force(block_size):
-    oracle.battery(block_size, seed=7, count=12)
+def test_every_constructor_equals_brute_force(block_size, count):
+    oracle.battery(block_size, seed=7, count=count)
 
 
 def test_tiny_chunks_change_nothing(monkeypatch):
