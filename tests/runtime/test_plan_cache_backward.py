@@ -247,12 +247,17 @@ def new_in_each_pass(run):
     return hooked
 
 
-def test_plans_of_copied_lists_keep_no_more_bytes_than_the_cache(planned, monkeypatch):
+@pytest.mark.parametrize("limited", ["bytes", "number"])
+def test_plans_keep_few_copied_lists(planned, monkeypatch, limited):
+    """No more bytes than the cache of masks, and those of at most so many masks."""
     run, shape = BACKWARDS["attention, mask"]
     with simulated():
         first = results(run, shape)
         (size,) = attention_op._kept_bytes.values()
-        monkeypatch.setattr(lowering.cache, "limit", 2 * size)
+        if limited == "bytes":
+            monkeypatch.setattr(lowering.cache, "limit", 2 * size)
+        else:
+            monkeypatch.setattr(attention_op, "_MOST_KEPT", 2)
         for _ in range(4):
             assert all(map(same_bytes, first, results(new_in_each_pass(run), shape)))
             assert sum(attention_op._kept_bytes.values()) <= lowering.cache.limit
