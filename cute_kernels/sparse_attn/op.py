@@ -204,8 +204,9 @@ def _plan_lists(
 #: Plans of backward passes by the ids of the tensors of their mask and order, which they keep, as
 #: the caches above: none of these ids is given to another tensor.
 _backwards = PlanCache()
-#: Bytes of these tensors, by their ids.
+#: Bytes of these tensors, by their ids; of at most so many masks and orders.
 _kept_bytes: dict[tuple[int, ...], int] = {}
+_MOST_KEPT = 256
 
 
 def _admit(name: tuple[int, ...], lists: tuple[torch.Tensor, ...]) -> bool:
@@ -216,8 +217,10 @@ def _admit(name: tuple[int, ...], lists: tuple[torch.Tensor, ...]) -> bool:
     size, limit = sum(t.nbytes for t in lists), lowering.cache.limit
     if size > limit:
         return False
-    if name not in _kept_bytes and sum(list(_kept_bytes.values())) + size > limit:
-        _clear_backwards()
+    if name not in _kept_bytes:
+        sizes = list(_kept_bytes.values())
+        if len(sizes) >= _MOST_KEPT or sum(sizes) + size > limit:
+            _clear_backwards()
     _kept_bytes[name] = size
     return True
 

@@ -7,6 +7,7 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.runtime import dispatch, plan_cache
+from cute_kernels.runtime.caching import ByteCache
 from cute_kernels.sparse_attn import api, lowering
 from cute_kernels.sparse_attn import op as attention_op
 from cute_kernels.sparse_attn.kv_ranges import op as kv_ranges_op
@@ -146,7 +147,7 @@ def test_spans_are_read_in_every_call_and_once_in_a_backward_pass():
         y.sum().backward()
     assert contents[0] is contents[1] and contents[2] is contents[3]
     for content, window in zip(contents[::2], (None, 5), strict=True):
-        assert content.name[1] == causal(20, window)[:, 0].numpy().tobytes()
+        assert content.raw == causal(20, window)[:, 0].numpy().tobytes()
 
 
 @pytest.mark.parametrize(
@@ -271,12 +272,17 @@ def new_in_each_pass(run):
     return hooked
 
 
-def test_plans_of_copied_lists_keep_no_more_bytes_than_the_cache(planned, monkeypatch):
+@pytest.mark.parametrize("limited", ["bytes", "number"])
+def test_plans_keep_few_copied_lists(planned, monkeypatch, limited):
+    """No more bytes than the cache of masks, and those of at most so many masks."""
     run, shape = BACKWARDS["attention, mask"]
     with simulated():
         first = results(run, shape)
         (size,) = attention_op._kept_bytes.values()
-        monkeypatch.setattr(lowering.cache, "limit", 2 * size)
+        if limited == "bytes":
+            monkeypatch.setattr(lowering.cache, "limit", 2 * size)
+        else:
+            monkeypatch.setattr(attention_op, "_MOST_KEPT", 2)
         for _ in range(4):
             assert all(map(same_bytes, first, results(new_in_each_pass(run), shape)))
             assert sum(attention_op._kept_bytes.values()) <= lowering.cache.limit
@@ -303,3 +309,13 @@ def test_caches_may_be_made_while_others_are_cleared(monkeypatch):
     del attention_op._of_mask[masks[2]]
     lowering.cache.clear()
     assert masks[2] in attention_op._of_mask
+
+
+def test_ever_new_packs_of_documents_are_forgotten(monkeypatch):
+    packs = ByteCache("packs of a test", 3 * 16 * 400)
+    monkeypatch.setattr(ranges, "_packs", packs)
+    for cut in range(1, 40):
+        spans = ranges.spans_of_pack(torch.tensor([0, cut, 400]), None, 0)
+        assert ranges.pack_of(spans).places == ((0, cut), (cut, 400))
+    assert packs.size()["entries"] == 3
+    assert max(len(digest) for _, digest in packs._entries) < 100

@@ -17,6 +17,7 @@ one launch attends all rows of a batch:
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...errors import ArgumentValueError, expected
+from ...runtime.caching import ByteCache
 from ...schedulers.masks.mask import BlockMask
 from ...schedulers.masks.rules import Band, Rule
 from ...schedulers.masks.spans import Spans
@@ -202,12 +204,13 @@ def _starts(first: np.ndarray, end: np.ndarray) -> np.ndarray:
 
 
 class Content(NamedTuple):
-    """What is in ``spans``: [B, T, 4], and what names it among others.
+    """What is in ``spans``: [B, T, 4], its bytes, and its shape and hash, which name it.
 
     version: of the tensor; backward: the number of the backward pass that read it, -1 for none.
     """
 
     table: np.ndarray
+    raw: bytes
     name: tuple[tuple[int, ...], bytes]
     version: int
     backward: int
@@ -228,21 +231,22 @@ def content_of(spans: Tensor) -> Content:
     if known and -1 not in (version, backward):
         return content
     table = spans[:, 0].cpu().numpy()
-    name = table.shape, table.tobytes()
-    if content is not None and content.name == name:
-        # The bytes that were hashed before.
+    raw = table.tobytes()
+    if content is not None and content.raw == raw:
         content = content._replace(version=version, backward=backward)
     else:
         # Not a view of the tensor, which would keep its own key alive.
-        table = np.frombuffer(name[1], table.dtype).reshape(table.shape)
-        content = Content(table, name, version, backward)
+        table = np.frombuffer(raw, table.dtype).reshape(table.shape)
+        # Caches have many names and count no bytes of them.
+        name = table.shape, hashlib.sha256(raw).digest()
+        content = Content(table, raw, name, version, backward)
     _contents[spans] = content
     return content
 
 
 def runs_of(spans: Tensor, device: str) -> tuple[Run, ...]:
     """The runs of ``spans``, their masks on ``device``; kept by content, for the next layer."""
-    table, name, *_ = content_of(spans)
+    table, _, name, *_ = content_of(spans)
     return lowering.cache.get(("runs", name, device), lambda: _runs(table, device))
 
 
@@ -332,10 +336,15 @@ class Pack(NamedTuple):
     window: tuple[int | None, int | None]
 
 
+#: Not among the masks: no plan keeps a Pack, and plans go whenever a mask does.
+_packs = ByteCache("packs of attention spans", 16 << 20)
+
+
 def pack_of(spans: Tensor) -> Pack | None:
     """The sequences of ``spans``, if they are a pack; None for one, or a batch that lies alike."""
-    table, name, *_ = content_of(spans)
-    return lowering.cache.get(("pack of", name), lambda: _pack_of(table))
+    table, _, name, *_ = content_of(spans)
+    # With the table, whose bytes the cache counts: those of a Pack are none.
+    return _packs.get(name, lambda: (_pack_of(table), table))[0]
 
 
 def _pack_of(table: np.ndarray) -> Pack | None:
