@@ -1,0 +1,116 @@
+"""Host time of a patched Llama's training step, on a CPU, with SM90 kernels that do nothing.
+
+    python -m tests.runtime.idle_host [--layers 8] [--steps 60] [--sort tottime]
+
+Prints the CPU time of forward and backward; with ``--sort`` a profile of each instead.  It says
+what the way to a launch costs, without the launch: compare two commits on one machine.  The model
+is small, so that torch's own ops on a CPU cost little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import cProfile
+import itertools
+import pstats
+import statistics
+import time
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+import transformers
+import tvm_ffi
+from triton.runtime.jit import JITFunction
+
+import cute_kernels as ck
+from cute_kernels import arch
+from cute_kernels.compile import cache
+from cute_kernels.runtime import plan_cache
+
+_GPU = arch.Device("cuda:0", "cuda", "sm_90a", 132)
+
+
+class _Idle:
+    """A Triton kernel, compiled or not: its launch does nothing."""
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: None
+
+
+@contextlib.contextmanager
+def pretended() -> Iterator[None]:
+    """While it lasts, CPU tensors count as those of an SM90 GPU, and kernels do nothing."""
+    nothing = tvm_ffi.get_global_func("testing.nop")
+    idle = _Idle()
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (arch, "describe", lambda device: _GPU),
+            # Spans and token ids stay on the CPU.
+            (plan_cache, "on_gpu", lambda t: t.dtype != torch.int32),
+            (cache, "get", lambda *args, **options: nothing),
+            (JITFunction, "__getitem__", lambda self, grid: idle[grid]),
+            (JITFunction, "warmup", lambda self, *args, **options: idle),
+            (torch.accelerator, "current_device_index", lambda: 0),
+            (torch.cuda, "device", lambda device: contextlib.nullcontext()),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+def model(layers: int) -> torch.nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).train()
+
+
+def step(net: torch.nn.Module, ids: torch.Tensor, profiles=(None, None)) -> tuple[float, float]:
+    """CPU milliseconds of forward and of backward."""
+    ends = [time.process_time()]
+    with profiles[0] or contextlib.nullcontext():
+        loss = net(ids, labels=ids, use_cache=False).loss
+    ends.append(time.process_time())
+    with profiles[1] or contextlib.nullcontext():
+        loss.backward()
+    ends.append(time.process_time())
+    net.zero_grad(set_to_none=True)
+    return tuple(1e3 * (b - a) for a, b in itertools.pairwise(ends))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--sort", help="print a profile, sorted by this column of pstats")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    # A profile sees one thread.
+    torch.autograd.set_multithreading_enabled(False)
+    ids = torch.randint(256, (1, 8), generator=torch.Generator().manual_seed(1))
+    net = model(options.layers)
+    with pretended():
+        ck.patch(net, strict=True)
+        for _ in range(5):
+            step(net, ids)
+        if options.sort:
+            profiles = cProfile.Profile(), cProfile.Profile()
+            for _ in range(options.steps):
+                step(net, ids, profiles)
+            for profile in profiles:
+                pstats.Stats(profile).sort_stats(options.sort).print_stats(40)
+            return
+        times = zip(*(step(net, ids) for _ in range(options.steps)), strict=True)
+    for phase, ms in zip(("forward", "backward"), times, strict=True):
+        print(f"{phase}: {min(ms):.2f} ms at least, {statistics.median(ms):.2f} in the median")
+
+
+if __name__ == "__main__":
+    main()
