@@ -39,7 +39,9 @@ def run(path: Path, folder: Path, **settings: str) -> subprocess.CompletedProces
     if path.stem == "patched_model":
         pytest.importorskip("transformers")
     cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment = os.environ | cpu | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"} | settings
+    # The toolchain of a GPU's host may be there too.
+    places = os.pathsep.join(filter(None, [str(folder), str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | cpu | {"PYTHONPATH": places} | settings
     command = [sys.executable, str(path)]
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS
