@@ -245,9 +245,9 @@ def test_a_gradient_of_a_gradient_is_refused_as_before(planned):
             grad.float().sum().backward()
 
 
-def test_a_compiled_layer_norm_need_not_know_its_rows(monkeypatch):
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_a_compiled_layer_norm_need_not_know_its_rows():
     """Rows chosen by a mask: how many is known when the graph runs."""
-    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
     weight, bias = (drawn(64, seed=i).requires_grad_() for i in (3, 4))
     chosen = torch.tensor([True, False, True, True, False])
 

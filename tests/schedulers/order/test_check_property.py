@@ -145,8 +145,9 @@ def verdicts(size: st.SearchStrategy, groups: tuple[int, ...], examples: int) ->
 @pytest.mark.parametrize("examples", [1400, pytest.param(2400, marks=pytest.mark.nightly)])
 def test_small_schedules(examples):
     found = verdicts(SMALL, (1, 1, 2, 3), examples)
-    assert min(found[name] for name in VERDICTS) > examples // 48, found
-    assert found["needs more for a group"] > 5, found
+    # A third and a quarter of what most seeds draw: another seed has fewer of some.
+    assert min(found[name] for name in VERDICTS) > examples // 100, found
+    assert found["needs more for a group"] > 1, found
 
 
 def test_large_schedules():
