@@ -1,6 +1,6 @@
 """Host time of a patched Llama's training step, on a CPU, with SM90 kernels that do nothing.
 
-    python -m tests.runtime.idle_host [--layers 8] [--steps 60] [--sort tottime]
+    python -m perf.model.idle_host [--layers 8] [--steps 60] [--sort tottime]
 
 Prints the CPU time of forward and backward; with ``--sort`` a profile of each instead.  It says
 what the way to a launch costs, without the launch: compare two commits on one machine.  The model
