@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.import_graph import ROOT, source_of
 
@@ -115,6 +116,44 @@ def test_every_name_exists():
         if missing := absent(ast.parse(path.read_text(encoding="utf-8")), dotted(path)[1]):
             wrong[str(path.relative_to(ROOT))] = missing
     assert not wrong
+
+
+def chain(node: ast.expr) -> list[str]:
+    """["torch", "cuda", ..] of ``torch.cuda...``; empty for anything else."""
+    names = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return [node.id, *names[::-1]] if isinstance(node, ast.Name) and node.id == "torch" else []
+
+
+def absent_of_torch(tree: ast.Module) -> set[str]:
+    """The names of torch, through its modules, that a file reads and that torch does not have."""
+    wrong = set()
+    for names in map(chain, ast.walk(tree)):
+        owner = torch
+        for name in names[1:]:
+            if not isinstance(owner, types.ModuleType) or owner is torch.ops:
+                break
+            if not hasattr(owner, name):
+                wrong.add(".".join(names))
+                break
+            owner = getattr(owner, name)
+    return wrong
+
+
+def test_every_name_of_torch_exists():
+    """A line that only a GPU reaches is read here."""
+    wrong = {}
+    for path in sorted((ROOT / "cute_kernels").rglob("*.py")):
+        if missing := absent_of_torch(ast.parse(path.read_text(encoding="utf-8"))):
+            wrong[str(path.relative_to(ROOT))] = missing
+    assert not wrong
+
+
+def test_a_planted_name_of_torch_is_found():
+    name = "torch.cuda.is_current_streamcapturing"
+    assert absent_of_torch(ast.parse(f"torch.ops.any.name, torch.cuda.Stream, {name}()")) == {name}
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,11 @@ import torch
 _caches: weakref.WeakSet[ByteCache] = weakref.WeakSet()
 
 
+def capturing() -> bool:
+    """Whether a CUDA graph is captured, whose replays read what is kept for it."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 @dataclass
 class _Entry:
     value: object
@@ -42,28 +47,28 @@ class ByteCache:
 
     def get(self, key: Hashable, make: Callable[[], object]) -> object:
         """The value of ``key``, made at its first use; ``make`` runs outside the lock."""
-        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        pinned = capturing()
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None:
                 self._entries.move_to_end(key)
-                entry.pinned |= capturing
+                entry.pinned |= pinned
                 return entry.value
         # A value outlives the call: an inference tensor could not be saved for a later backward.
         with torch.inference_mode(False):
             value = make()
-        entry = _Entry(value, _bytes_of(value), capturing)
-        if not capturing:
+        entry = _Entry(value, _bytes_of(value), pinned)
+        if not pinned:
             # Whoever takes it from here may be on another stream than the one that made it.
             _wait(value, lambda device: torch.cuda.current_stream(device).synchronize())
         with self._lock:
             if key in self._entries:
                 return self._entries[key].value
-            if entry.size > self.limit and not capturing:
+            if entry.size > self.limit and not pinned:
                 return value
             self._entries[key] = entry
             self._bytes += entry.size
-            dropped = [] if capturing else self._overflow()
+            dropped = [] if pinned else self._overflow()
         if dropped:
             self._tell()
         # A kernel of any stream may still read what the allocator would give away.

@@ -32,6 +32,7 @@ from .. import contracts
 from ..arch import CPU, CUTE_SM90, TRITON
 from ..errors import ArgumentValueError, UnsupportedTransformError, expected
 from ..runtime import dispatch
+from ..runtime.caching import capturing
 from ..runtime.dispatch import Implementation
 from ..runtime.plan_cache import Plan, PlanCache
 from ..runtime.torch_ops import define_op
@@ -108,16 +109,12 @@ _of_mask_lock = threading.Lock()
 
 def find(mask: object, options: tuple, q, k, v) -> Bound | bool | None:
     """Apply `PlanCache.find` to the calls with ``mask`` or, for None, without one."""
+    # While a CUDA graph is captured, the slow path keeps the lists, which replays read.
     if torch.compiler.is_compiling() or type(options[3]) is not str or capturing():
         return False
     if mask is None or type(mask) is BlockMask:
         return cache_of(mask).find(options, q, k, v)
     return False
-
-
-def capturing() -> bool:
-    """Whether a CUDA graph is captured: the slow path keeps the lists, which replays read."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_streamcapturing()
 
 
 def _clear() -> None:

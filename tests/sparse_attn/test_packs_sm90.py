@@ -109,7 +109,7 @@ def test_nothing_is_read_from_the_host_but_offsets(monkeypatch):
 
 def test_offsets_on_the_cpu_are_refused_in_a_graph(monkeypatch):
     """Whose replays would read what was in that memory."""
-    monkeypatch.setattr(varlen_op, "_capturing", lambda: True)
+    monkeypatch.setattr(varlen_op, "capturing", lambda: True)
     tensors = known.drawn(100)
     with known.on_sm90(), pytest.raises(DeviceError, match=r"cu_seqlens: .* CUDA graph"):
         known.packed(tensors, [60, 40])

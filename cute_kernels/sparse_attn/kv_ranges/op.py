@@ -20,6 +20,7 @@ import torch
 
 from ...arch import CUTE_SM90
 from ...runtime import dispatch, plan_cache
+from ...runtime.caching import capturing
 from ...runtime.dispatch import Implementation
 from ...runtime.dynamo import untraced
 from ...runtime.plan_cache import Plan, PlanCache
@@ -28,7 +29,6 @@ from .. import lowering
 from ..op import (
     HALF,
     NAME,
-    capturing,
     fake_gradients,
     refuse_double_backward,
     refuse_vmap,

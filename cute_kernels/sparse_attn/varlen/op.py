@@ -17,6 +17,7 @@ import torch
 from ...arch import CUTE_SM90
 from ...errors import ArgumentValueError, DeviceError, expected
 from ...runtime import dispatch
+from ...runtime.caching import capturing
 from ...runtime.dispatch import Implementation
 from ...runtime.dynamo import untraced
 from ...runtime.torch_ops import define_op
@@ -74,12 +75,8 @@ def offsets_of(cu_seqlens, q):
     return pack_offsets(cu_seqlens, q.shape[1])
 
 
-def _capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
 def _run_offsets(cu_seqlens, rows):
-    if cu_seqlens.is_cuda and _capturing():
+    if cu_seqlens.is_cuda and capturing():
         want = "a CPU tensor while a CUDA graph is captured"
         raise DeviceError(expected("cu_seqlens", want, cu_seqlens.device))
     return ranges.offsets_of_pack(cu_seqlens, rows)
@@ -102,7 +99,7 @@ def _fake_cut(spans, offsets):
 
 def _where(q, offsets):
     """Bounds of the sequences for one launch."""
-    if passes.in_place(q) and not offsets.is_cuda and _capturing():
+    if passes.in_place(q) and not offsets.is_cuda and capturing():
         want = f"on {q.device} while a CUDA graph is captured, whose replays read it there"
         raise DeviceError(expected("cu_seqlens", want, offsets.device))
     return layout.between(offsets)
