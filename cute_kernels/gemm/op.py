@@ -206,12 +206,12 @@ def _backward_linear(ctx, dy):
         )
     needs = tuple(ctx.needs_input_grad[:3])
     if ctx.main_grad is None and not torch.is_grad_enabled():
-        run = _gradients.find((ctx.order, needs), dy, x, weight)
-        if run is None:
-            run = _plan_gradients(dy, x, weight, ctx.order, needs)
-            _gradients.add((ctx.order, needs), (dy, x, weight), run)
+        operands = dy, x, weight
+        run = _gradients.find_or_add(
+            (ctx.order, needs), operands, lambda: _plan_gradients(*operands, ctx.order, needs)
+        )
         if run:
-            return run(dy, x, weight)
+            return run(*operands)
     dx = dw = db = None
     if ctx.needs_input_grad[0]:
         dx = linear_dx(dy, weight, ctx.order)

@@ -252,12 +252,13 @@ _gradients = PlanCache()
 
 def _gradients_of(dy, dh, h, mean, rstd, weight, bias, rule, needs):
     """(dx, dweight, dbias), None for what is not in ``needs``."""
-    operands, options = (dy, dh, h, mean, rstd, weight, bias), (*rule, *needs)
-    run = _gradients.find(options, *operands)
-    if run is None:
+    operands = dy, dh, h, mean, rstd, weight, bias
+
+    def make() -> Callable | None:
         plan = _plan_gradients(*operands, (None, None), rule, needs)
-        run = plan.run if plan.fresh and plan.cacheable else None
-        _gradients.add(options, operands, run)
+        return plan.run if plan.fresh and plan.cacheable else None
+
+    run = _gradients.find_or_add((*rule, *needs), operands, make)
     if run:
         return run(*operands)
     gradients = norm_gradients(*operands, *rule, list(needs))

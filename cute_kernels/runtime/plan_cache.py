@@ -158,6 +158,19 @@ class PlanCache:
         if (in_c := extension.calls()) is not None:
             self.find = in_c.finder(self._plans, INTERCEPTORS, key_settings, is_cacheable)
 
+    def find_or_add(
+        self,
+        options: Hashable,
+        tensors: tuple[torch.Tensor | None, ...],
+        make: Callable[[], object],
+    ):
+        """`find`, and where there is no entry yet `add` of what ``make()`` returns."""
+        entry = self.find(options, *tensors)
+        if entry is None:
+            entry = make()
+            self.add(options, tensors, entry)
+        return entry
+
     def clear(self) -> None:
         self._plans.clear()
         vars(self).pop("find", None)

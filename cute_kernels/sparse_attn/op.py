@@ -228,7 +228,7 @@ def _clear_backwards() -> None:
 
 
 def _find_backward(operands: tuple, mask: list, facts: list, order: list, options: tuple):
-    """What runs the plan of a backward pass, planned now if it can be cached; else False.
+    """Find what runs the plan of a backward pass, planned now if it can be cached; else False.
 
     ``operands``: dout, dlse, q, k, v, out, lse, sinks.  ``options``: kind, scale, softcap,
     deterministic.

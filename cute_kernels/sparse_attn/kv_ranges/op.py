@@ -115,12 +115,13 @@ lowering.cache.on_drop.append(_plans.clear)
 
 
 def _find(which: str, spans, scale, softcap, *operands) -> tuple[tuple | None, object]:
-    """(what `_keep` takes, `PlanCache.find` of a plan that ``which`` names)."""
+    """(name of a plan to `_keep`, None for no such plan; `PlanCache.find` of that plan)."""
     # While a CUDA graph is captured, the cache of lists keeps those that are asked of it.
     if type(spans) is not torch.Tensor or plan_cache.on_gpu(spans) or capturing():
         return None, False
     options = which, ranges.content_of(spans).name, scale, softcap
-    return options, _plans.find(options, *operands)
+    launch = _plans.find(options, *operands)
+    return options if launch is None else None, launch
 
 
 def _attend_all(run, q, k, v, spans, scale, softcap, sinks):
@@ -146,9 +147,8 @@ def _keep(
 
     ``lists``: the tensors that it keeps; the cache of lists does not keep larger ones.
     """
-    if _plans.find(options, *operands) is None:
-        kept = sum(t.nbytes for t in lists) <= lowering.cache.limit
-        _plans.add(options, operands, launch if kept and plan.cacheable and plan.fresh else None)
+    kept = sum(t.nbytes for t in lists) <= lowering.cache.limit
+    _plans.add(options, operands, launch if kept and plan.cacheable and plan.fresh else None)
 
 
 def _attend_runs(q, k, v, spans, scale, softcap, sinks):

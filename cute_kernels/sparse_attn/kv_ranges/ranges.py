@@ -204,7 +204,7 @@ def _starts(first: np.ndarray, end: np.ndarray) -> np.ndarray:
 
 
 class Content(NamedTuple):
-    """What is in ``spans``: [B, T, 4], its bytes, and its shape and hash, which name it.
+    """Content of ``spans``: [B, T, 4], its bytes, and its shape and hash, which name it.
 
     version: of the tensor; backward: the number of the backward pass that read it, -1 for none.
     """
@@ -220,7 +220,7 @@ _contents = WeakIdKeyDictionary()
 
 
 def content_of(spans: Tensor) -> Content:
-    """What is in ``spans``, read once for all layers of a backward pass; waits for its device.
+    """Read ``spans``, once for all layers of a backward pass; waits for its device.
 
     Elsewhere it is read in every call: NumPy, ``.data`` and replays of CUDA graphs write without a
     new version.

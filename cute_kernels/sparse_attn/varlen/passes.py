@@ -38,16 +38,17 @@ _plans = PlanCache(capacity=256)
 
 
 def _launcher(name: str, options: tuple, tensors: tuple, operands: tuple) -> Callable:
-    """What runs a pass over a pack in place: its plan if it can be kept, else the launcher.
+    """Return what runs a pass over a pack in place: its plan if cacheable, else the launcher.
 
     tensors: those among the ``operands``; options: what else a plan depends on.
     """
-    run = _plans.find((name, *options), *tensors)
     device, dtype = tensors[0].device, tensors[0].dtype
-    if run is None:
+
+    def make() -> Callable | None:
         plan = dispatch.plan(name, device, dtype, *operands)
-        run = plan.run
-        _plans.add((name, *options), tensors, run if plan.cacheable else None)
+        return plan.run if plan.cacheable else None
+
+    run = _plans.find_or_add((name, *options), tensors, make)
     return run or dispatch.launcher(name, device, dtype)
 
 

@@ -1,1 +1,1 @@
-"""What stands in for aten's ops."""
+"""Replacements for aten's ops."""

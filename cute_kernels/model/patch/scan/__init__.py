@@ -1,1 +1,1 @@
-"""What a module computes, read from its class, its code and its configuration."""
+"""Facts about a module, read from its class, its code and its configuration."""
