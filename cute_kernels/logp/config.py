@@ -90,6 +90,7 @@ class Config:
     """One compiled SM90 kernel on tiles of tokens by vocabulary.
 
     ``softcap``: whether logits are capped.  ``entropy``: whether it, or its gradient, is asked for.
+    ``keep``: whether the forward stores the logits' sums over D.
     """
 
     dtype: str
@@ -101,6 +102,7 @@ class Config:
     tile_m: int = 128
     tile_k: int = 64
     cluster_m: int = 2
+    keep: bool = False
 
 
 @dataclass(frozen=True)

@@ -402,6 +402,7 @@ TABLE = {
             entropy={"return_entropy": True},
             vocab_size={"vocab_size": ENTRIES},
             main_grad={"main_grad": drawn(V, D, seed=19, dtype=FP32)},
+            logits_memory={"logits_memory": 3 * 4 * V},
             all={
                 "bias": drawn(V, seed=18),
                 "order": "tree",
@@ -411,6 +412,7 @@ TABLE = {
                 "return_entropy": True,
                 "vocab_size": ENTRIES,
                 "main_grad": drawn(V, D, seed=19, dtype=FP32),
+                "logits_memory": 2 * 4 * V,
             },
         ),
         "shards": shards,
