@@ -8,9 +8,9 @@ def complaints(function):
     """What the compiled entry says to three wrong calls."""
     a = torch.randn(4)
     calls = [(), (a, a), (a, a, a)]
-    said = []
+    messages = []
     for call in calls:
         with pytest.raises((TypeError, ValueError)) as caught:
             function(*call)
-        said.append((type(caught.value).__name__, str(caught.value)))
-    return said
+        messages.append((type(caught.value).__name__, str(caught.value)))
+    return messages

@@ -204,15 +204,15 @@ DAMAGE = {
 @pytest.fixture
 def loads(monkeypatch):
     """The digests of the libraries that were handed to the loader."""
-    seen = []
+    recorded = []
     spied = load.function
 
     def spy(path, symbol):
-        seen.append(hashlib.sha256(path.read_bytes()).hexdigest())
+        recorded.append(hashlib.sha256(path.read_bytes()).hexdigest())
         return spied(path, symbol)
 
     monkeypatch.setattr(load, "function", spy)
-    return seen
+    return recorded
 
 
 def assert_rebuilt(place, loads, good):

@@ -49,9 +49,9 @@ PRELUDE = f"""
 
 
 def fresh(root, script):
-    done = toy.python(PRELUDE + script, CUTE_KERNELS_CACHE_DIR=str(root))
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    process = toy.python(PRELUDE + script, CUTE_KERNELS_CACHE_DIR=str(root))
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 def test_a_hit_in_a_fresh_process_does_not_import_cutlass(root, real):
@@ -141,8 +141,8 @@ def host_functions(compiled, tmp_path) -> list[tuple[str, str]]:
     used = re.findall(r"^define .*?(#\d+)?(?: section.*)? \{$", text, re.M)
 
     def of(group: str, name: str) -> str:
-        found = re.search(rf'"{name}"="([^"]*)"', groups.get(group, ""))
-        return found[1] if found else "the host's"
+        out = re.search(rf'"{name}"="([^"]*)"', groups.get(group, ""))
+        return out[1] if out else "the host's"
 
     return [(of(group, "target-cpu"), of(group, "target-features")) for group in used]
 

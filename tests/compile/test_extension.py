@@ -181,16 +181,16 @@ def test_errors_have_their_words(calls, report):
 
 def test_a_launch_in_python_refuses_the_same():
     """Simulated launches are in Python: what only C refuses would be seen on a card alone."""
-    seen, x = [], torch.randn(2, 3)
-    launch = bind(torch.device("cpu"), lambda *args: seen.append(args))
+    recorded, x = [], torch.randn(2, 3)
+    launch = bind(torch.device("cpu"), lambda *args: recorded.append(args))
     for bad in ("text", True, [1], 1j, (1, 2)):
         with pytest.raises(TypeError, match=f"^a kernel takes no {type(bad).__name__}$"):
             launch(x, bad)
     with pytest.raises(TypeError, match="at most 24 arguments"):
         launch(*[None] * 25)
     launch(x, None, 3, 2.0)
-    bind(torch.device("cpu"), lambda *args: seen.append(args), tuples=True)(x, (1, 2))
-    assert len(seen) == 2
+    bind(torch.device("cpu"), lambda *args: recorded.append(args), tuples=True)(x, (1, 2))
+    assert len(recorded) == 2
 
 
 def test_no_reference_is_lost_or_kept(calls, report):

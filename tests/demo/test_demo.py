@@ -62,7 +62,7 @@ def test_ours_has_no_differing_byte(made, request):
 def test_both_columns_are_the_same_model(trained):
     """Same weights, same tokens: log-probs and gradients agree as far as bf16 goes."""
     torch_side, ours, held = trained
-    tokens = [held[at : at + 40] for at in (0, 100, 200, 300)]
+    tokens = [held[index : index + 40] for index in (0, 100, 200, 300)]
     advantages = [1.0, -0.5, 0.25, 2.0]
     one, other = (
         score.score(side, SETUP.splits[0], tokens, advantages, lambda count: None)
@@ -81,15 +81,15 @@ def test_training_learns_and_repeats_byte_for_byte():
         assert weight.view(torch.uint8).equal(runs[1][name].view(torch.uint8)), name
     learn, _ = text.split(text.corpus())
     ours = model.ours(SIZE, torch.device("cpu"), 1)
-    done = train.train(ours, learn, seconds=0, steps=12, seed=1, progress=lambda done, words: None)
-    assert done.steps == 12 and done.last_loss < done.first_loss - 0.5
+    run = train.train(ours, learn, seconds=0, steps=12, seed=1, progress=lambda done, words: None)
+    assert run.steps == 12 and run.last_loss < run.first_loss - 0.5
     assert not any(hasattr(weight, "main_grad") for weight in ours.model.parameters())
 
 
 def test_the_smallest_batch_that_may_be_cut():
     """That of the norms: 128 rows of 256 numbers, 256 of 128."""
-    found = [model.ours(s, torch.device("cpu"), 0).granularity for s in (model.Size(), SIZE)]
-    assert found == [128, 256]
+    out = [model.ours(s, torch.device("cpu"), 0).granularity for s in (model.Size(), SIZE)]
+    assert out == [128, 256]
 
 
 def _linear_order_by_rows(x, weight, bias=None, **options):

@@ -10,11 +10,11 @@ from cute_kernels.demo import text
 
 
 def test_the_text_is_the_package_and_repeats():
-    found = text.corpus()
-    assert found == text.corpus()
-    assert text.PAD not in found
-    assert b"Every Python file of the package in name order" in found
-    assert len(found) > 100_000
+    out = text.corpus()
+    assert out == text.corpus()
+    assert text.PAD not in out
+    assert b"Every Python file of the package in name order" in out
+    assert len(out) > 100_000
 
 
 def test_no_metadata_means_no_licence(monkeypatch):

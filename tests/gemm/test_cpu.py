@@ -281,7 +281,7 @@ def test_the_blas_sees_one_alignment(monkeypatch, offset):
     want = op.linear(x, weight.clone(), None, None, "chain")
     watched = Buffers(monkeypatch)
     assert contract.same_bytes(op.linear(x, weight, None, None, "chain"), want)
-    assert {tuple(at) for *_, at, _ in watched.seen} == {(0, 0)}
+    assert {tuple(index) for *_, index, _ in watched.seen} == {(0, 0)}
     assert {stride for *_, stride in watched.seen} == {(32, 1)}
 
 

@@ -98,9 +98,9 @@ def test_the_output_is_written_everywhere():
         torch.tensor(float("nan")).bfloat16(),
         torch.tensor([0x7F7F]).short().view(torch.bfloat16),
     ):
-        made = []
+        out = []
 
-        def allocator(shape, dtype, device, fill=fill, made=made):
+        def allocator(shape, dtype, device, fill=fill, made=out):
             def new():
                 made.append(torch.empty(shape, dtype=dtype).copy_(fill))
                 return made[-1]
@@ -110,7 +110,7 @@ def test_the_output_is_written_everywhere():
         with mock.patch.object(launch, "allocator", allocator):
             got = run(a, b, None, None)
         assert contract.same_bytes(got, want)
-        assert (contract.bits(made[0][:, 300:]) == contract.bits(fill.view(1))).all()
+        assert (contract.bits(out[0][:, 300:]) == contract.bits(fill.view(1))).all()
 
 
 def test_negative_zero_survives_the_k_tail():

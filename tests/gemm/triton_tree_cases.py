@@ -103,7 +103,7 @@ def order_of_leaves(tree: Tree, dtype: torch.dtype) -> None:
         for first in range(start, min(start + leaves.length(k), k), 64):
             end = min(first + 64, start + leaves.length(k), k)
             drawn = int(torch.randint(first, end, (1,), generator=generator))
-            large = [at for at in (0, k // 2) if first <= at < end]
+            large = [index for index in (0, k // 2) if first <= index < end]
             kept[large[0] if large else drawn] = True
     a = torch.where(kept, a, torch.zeros((), dtype=dtype))
     right = reference.tree(a, b).to(dtype)

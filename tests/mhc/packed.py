@@ -50,8 +50,8 @@ class Token:
 
     def backward(self, made: list[torch.Tensor], leaves: list[torch.Tensor]) -> torch.Tensor:
         """Results and gradients, side by side; cotangents are what is left of the row."""
-        given = [self.take(*t.shape[1:]).to(t.dtype) for t in made]
-        found = [*made, *torch.autograd.grad(made, leaves, given)]
+        upstream = [self.take(*t.shape[1:]).to(t.dtype) for t in made]
+        found = [*made, *torch.autograd.grad(made, leaves, upstream)]
         return torch.cat([t.detach().float().reshape(len(self.rows), -1) for t in found], 1)
 
 
@@ -65,8 +65,8 @@ def _site(case: Case, i: Inputs) -> tuple[tuple, dict]:
 
 def _project(case: Case, i: Inputs, t: Token) -> torch.Tensor:
     x = t.leaf(*_streams(case))
-    made = projection(x, i.phi, norm_weight=i.norm_weight, layout=case.layout)
-    return t.backward(list(made), [x])
+    out = projection(x, i.phi, norm_weight=i.norm_weight, layout=case.layout)
+    return t.backward(list(out), [x])
 
 
 def _gate(case: Case, i: Inputs, t: Token) -> torch.Tensor:
@@ -114,8 +114,8 @@ def _both(case: Case, i: Inputs, t: Token) -> torch.Tensor:
 def _shifted(case: Case, i: Inputs, t: Token) -> torch.Tensor:
     f, post, x, res = leaves = _ending(case, t)
     pre, (weights, others) = t.leaf(case.n, fp32=True), _site(case, i)
-    made = post_pre(f, i.bias, post, x, res, *weights, H_pre=pre, **others)
-    return t.backward(list(made), [*leaves, pre])
+    out = post_pre(f, i.bias, post, x, res, *weights, H_pre=pre, **others)
+    return t.backward(list(out), [*leaves, pre])
 
 
 def _whole(case: Case, i: Inputs, t: Token) -> torch.Tensor:
@@ -215,13 +215,13 @@ def call(name: str, case: Case, i: Inputs, piece: slice, mains: dict) -> list[to
 
 def mains_of(name: str, i: Inputs, state: torch.Tensor) -> dict[str, torch.Tensor]:
     """A main_grad for each weight, one behind the other in ``state``."""
-    found, first = {}, 0
+    out, first = {}, 0
     for weight in WEIGHTS[name]:
         of = getattr(i, weight)
-        found[weight] = state[first : first + of.numel()].view(of.shape)
+        out[weight] = state[first : first + of.numel()].view(of.shape)
         first += of.numel()
     assert first == state.numel()
-    return found
+    return out
 
 
 def sum_op(name: str, case: Case, cut: int = 1024) -> SumOp:
@@ -234,10 +234,10 @@ def sum_op(name: str, case: Case, cut: int = 1024) -> SumOp:
     def run(start: torch.Tensor, pieces: list[slice]) -> torch.Tensor:
         state = start.clone()
         for piece in pieces:
-            made = call(name, case, i, piece, mains_of(name, i, state))
-            given = [cases.normal(case.m, *t.shape[1:], seed=50 + j) for j, t in enumerate(made)]
-            given = [g[piece].to(t.dtype) for g, t in zip(given, made, strict=True)]
-            torch.autograd.backward(made, given)
+            out = call(name, case, i, piece, mains_of(name, i, state))
+            upstream = [cases.normal(case.m, *t.shape[1:], seed=50 + j) for j, t in enumerate(out)]
+            upstream = [g[piece].to(t.dtype) for g, t in zip(upstream, out, strict=True)]
+            torch.autograd.backward(out, upstream)
         return state
 
     return SumOp(name, run, case.m, cases.normal(size, seed=49), cut)

@@ -48,7 +48,7 @@ def poisoned() -> Iterator[None]:
 def near(got: torch.Tensor, want: Near) -> None:
     """Every element is finite and within its bound."""
     assert got.numel() and got.isfinite().all()
-    assert (found := share(got, want)) <= 1, f"{found:.3g} times the bound"
+    assert (out := share(got, want)) <= 1, f"{out:.3g} times the bound"
 
 
 # ---- the oracle's arguments ----------------------------------------------------------------------
@@ -84,9 +84,9 @@ def added(parts: Parts, columns: int) -> torch.Tensor:
 
 def projection(g: Given) -> None:
     """H and ms, and zeros behind H's columns."""
-    found = launch.project(g.x, g.mapping, g.streams)
-    assert found.y is None and found.out is None
-    h, ms = launch.add_chunks(found, g.x.shape[1], g.shape.n)
+    out = launch.project(g.x, g.mapping, g.streams)
+    assert out.y is None and out.out is None
+    h, ms = launch.add_chunks(out, g.x.shape[1], g.shape.n)
     columns = mappings(g.shape.n)
     assert h.shape[1] == WIDTH[g.shape.n] and not bits(h[:, columns:]).any()
     want_h, want_ms = reference.projection(g.x.double(), mapping_of(g), g.streams)
@@ -117,12 +117,12 @@ def combine(g: Given) -> None:
 def coefficients(g: Given) -> None:
     """In one kernel the bytes of three, and each of them within its bounds."""
     n, k = g.shape.n, g.x.shape[1]
-    found = launch.project(g.x, g.mapping, g.streams)
-    h, ms = launch.add_chunks(found, k, n)
+    out = launch.project(g.x, g.mapping, g.streams)
+    h, ms = launch.add_chunks(out, k, n)
     pre, post, z = launch.gate(h, ms, g.gates, n)
     for form in FORMS:
         p = launch.sinkhorn(z, n, form)
-        equal(launch.coefficients(found, k, g.gates, n, form), (h, ms, pre, post, p))
+        equal(launch.coefficients(out, k, g.gates, n, form), (h, ms, pre, post, p))
         near(
             launch.sinkhorn(g.res, n, form),
             reference.sinkhorn(g.res.double(), n, form),

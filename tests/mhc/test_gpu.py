@@ -126,12 +126,12 @@ def test_streams():
     want = site(case, i)
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
-    found = []
+    out = []
     for stream in streams * 8:
         with torch.cuda.stream(stream):
-            found.append(site(case, i))
+            out.append(site(case, i))
     torch.cuda.synchronize()
-    for one in found:
+    for one in out:
         same(one, want)
 
 

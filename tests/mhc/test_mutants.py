@@ -371,11 +371,11 @@ def dpost_without_bias(patch) -> None:
     """dpost of f alone; dbias is there."""
 
     def reduce_channels(x, streams, upstream, expand=None, want_dx=False):
-        made = true_reduce(x, streams, upstream, expand, want_dx)
+        out = true_reduce(x, streams, upstream, expand, want_dx)
         if expand is None or expand.bias is None:
-            return made
+            return out
         bare = Expand(expand.f, None, expand.post)
-        return made._replace(d_post=true_reduce(x, streams, upstream, bare, False).d_post)
+        return out._replace(d_post=true_reduce(x, streams, upstream, bare, False).d_post)
 
     patch.setattr(cpu, "reduce_channels", reduce_channels)
 

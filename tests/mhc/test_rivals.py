@@ -85,9 +85,9 @@ def test_it_is_the_oracles(op, given):
     """Plain formulas with autograd, beside backwards that are written out."""
     case = Case(7, 13, 41, 4, "cn", (BF16, FP32), given, given, 3.0)
     x = cases.inputs_of(case)
-    found, (_, want) = exact.EXACT[op](case, x), runs.FUNCTIONS[op](case, x)
-    assert found.keys() == {name for name, near in want.items() if near is not None}
-    for name, value in found.items():
+    out, (_, want) = exact.EXACT[op](case, x), runs.FUNCTIONS[op](case, x)
+    assert out.keys() == {name for name, near in want.items() if near is not None}
+    for name, value in out.items():
         gap = (value.reshape(want[name].value.shape) - want[name].value).abs()
         assert gap.max() <= 1e-12 * want[name].value.abs().max(), name
 
@@ -97,10 +97,10 @@ def test_what_is_added(op):
     """|Σ t| is at most √N √Σ t²; and near √Σ t² on average, of terms of random signs."""
     case = Case(8, 400, 90, 4, "cn", (BF16, FP32), True, True)
     x = cases.inputs_of(case)
-    found, added = exact.EXACT[op](case, x), exact.ADDED[op](case, x)
+    out, added = exact.EXACT[op](case, x), exact.ADDED[op](case, x)
     for name, size in added.items():
-        share = found[name].flatten() / size.flatten()
-        assert share.shape == found[name].flatten().shape and share.abs().max() <= 1600**0.5, name
+        share = out[name].flatten() / size.flatten()
+        assert share.shape == out[name].flatten().shape and share.abs().max() <= 1600**0.5, name
         assert 0.2 < formulas.rms(share) < 5, name
 
 
@@ -148,9 +148,9 @@ def squares_in_one_chain(patch) -> None:
     project = cpu.project
 
     def chained(x, *others):
-        made = project(x, *others)
+        out = project(x, *others)
         total = formulas.chain(x.float().square().mT)
-        return made._replace(squares=torch.stack([total, *torch.zeros_like(made.squares[1:])]))
+        return out._replace(squares=torch.stack([total, *torch.zeros_like(out.squares[1:])]))
 
     patch.setattr(cpu, "project", chained)
 
@@ -174,9 +174,9 @@ def sums_of_bf16(patch) -> None:
     reduce = cpu.reduce_channels
 
     def rounded(*args, **kwargs):
-        made = reduce(*args, **kwargs)
-        names = [name for name in ("d_pre", "d_post", "d_res") if getattr(made, name) is not None]
-        return made._replace(**{name: getattr(made, name).bfloat16().float() for name in names})
+        out = reduce(*args, **kwargs)
+        names = [name for name in ("d_pre", "d_post", "d_res") if getattr(out, name) is not None]
+        return out._replace(**{name: getattr(out, name).bfloat16().float() for name in names})
 
     patch.setattr(cpu, "reduce_channels", rounded)
 

@@ -166,15 +166,15 @@ def added(launch: ModuleType, parts: Parts, columns: int) -> torch.Tensor:
 
 def projection(launch: ModuleType, g: Given) -> None:
     """Sums and squares of every chunk."""
-    found = launch.project(g.x, g.mapping, g.streams)
-    assert found.y is None and found.out is None
+    out = launch.project(g.x, g.mapping, g.streams)
+    assert out.y is None and out.out is None
     n, size = g.shape.n, chunk_channels(g.shape.n, g.shape.precision)
     x, psi = by_stream(g.x, g.streams), by_stream(g.mapping.phi, g.streams)
     if g.mapping.norm_weight is not None:
         psi = psi * by_stream(g.mapping.norm_weight[None], g.streams)
     parts = list(zip(x.split(size, 2), psi.split(size, 2), strict=True))
-    assert len(found.sums) == len(found.squares) == len(parts)
-    for sums, squares, (a, b) in zip(found.sums, found.squares, parts, strict=True):
+    assert len(out.sums) == len(out.squares) == len(parts)
+    for sums, squares, (a, b) in zip(out.sums, out.squares, parts, strict=True):
         length = n * a.shape[2]
         magnitude = torch.einsum("mic,jic->mj", a.abs(), b.abs())
         # psi is rounded, and each of a chain's products is.
@@ -187,11 +187,11 @@ def projection(launch: ModuleType, g: Given) -> None:
 
 def project_expanded(launch: ModuleType, g: Given) -> None:
     """The streams that an expand makes are those of combine; they are what is projected."""
-    found = launch.project(g.x, g.mapping, g.streams, g.expand, g.pre)
-    equal((found.y, found.out), launch.combine(g.x, g.streams, g.pre, g.expand))
-    equal(found[:2], launch.project(found.y, g.mapping, g.streams)[:2])
+    out = launch.project(g.x, g.mapping, g.streams, g.expand, g.pre)
+    equal((out.y, out.out), launch.combine(g.x, g.streams, g.pre, g.expand))
+    equal(out[:2], launch.project(out.y, g.mapping, g.streams)[:2])
     without = launch.project(g.x, g.mapping, g.streams, g.expand)
-    assert same_bytes(without.y, found.y) and without.out is None
+    assert same_bytes(without.y, out.y) and without.out is None
 
 
 def coefficients(launch: ModuleType, g: Given) -> None:
@@ -282,11 +282,11 @@ def sums_over_channels(g: Given, got) -> None:
         "d_res": ("mic,mjc->mij", x, dy),
     }
     for name, (formula, a, b) in operands.items():
-        if (found := getattr(got, name)) is not None:
-            assert found.is_contiguous()
+        if (out := getattr(got, name)) is not None:
+            assert out.is_contiguous()
             magnitude = torch.einsum(formula, a.abs(), b.abs())
             want = torch.einsum(formula, a, b)
-            within(found, want.flatten(1), depth * U * magnitude.flatten(1))
+            within(out, want.flatten(1), depth * U * magnitude.flatten(1))
 
 
 def bias_sums(launch: ModuleType, g: Given, parts: Parts) -> None:

@@ -113,13 +113,13 @@ def complaints(kernel) -> list[str]:
         stack = FP32_BACKWARD_STACK
     inexact = r"div\.(full|approx)|sqrt\.approx"
     narrow = r"tt\.addptr .*: .*\bi32|tt\.addptr .*xi32>"
-    found = inspect.code_complaints(kernel, stack, inexact, "division or root", narrow)
+    out = inspect.code_complaints(kernel, stack, inexact, "division or root", narrow)
     if on_fma_units and "fma.rn.f32" not in inspect.text(kernel):
-        found.append("no fma")
+        out.append("no fma")
     matrix = {"v_mfma_f32_16x16x4_f32"} if hip and kernel.name in PRODUCTS else set()
     if set(inspect.matrix_instructions(kernel)) != matrix:
-        found.append("matrix instruction")
-    return found
+        out.append("matrix instruction")
+    return out
 
 
 @pytest.fixture(autouse=True)

@@ -49,8 +49,8 @@ def recording(op: str, mains: dict[str, torch.Tensor] | None) -> Iterator[None]:
             def recorded(*args, name=name, **options):
                 if name == op and mains is not None:
                     bound = inspect.signature(function_of(f"mhc.{name}")).bind(*args, **options)
-                    given = {key: bound.arguments.get(key) for key in WEIGHTS[name]}
-                    mains.update({k: start(t) for k, t in given.items() if t is not None})
+                    arguments = {key: bound.arguments.get(key) for key in WEIGHTS[name]}
+                    mains.update({k: start(t) for k, t in arguments.items() if t is not None})
                     options["main_grads"] = mains
                 return call(f"mhc.{name}", *args, **options)
 
@@ -95,12 +95,12 @@ def multilayer_recompute(case: Case) -> dict[str, float]:
     sites = [(x.f, x.bias, x.post, x.res), (-x.f, x.bias, x.post, x.res)]
     options = {} if case.layout == "cn" else {"layout": case.layout}
     streams = call("mhc.multilayer_recompute", x.x, sites, case.n, **options)
-    found, before = {}, x.x
+    out, before = {}, x.x
     for i, (after, site) in enumerate(zip(streams, sites, strict=True)):
         by = cases.expand_of(x._replace(f=site[0]))
         want = reference.expand_combine(cases.rows(before), by, case.streams)
-        found[f"x{i}"], before = share(after, want), after
-    return found
+        out[f"x{i}"], before = share(after, want), after
+    return out
 
 
 def _table() -> dict[str, dict]:

@@ -153,6 +153,6 @@ def test_every_stage_is_a_command_this_program_has(tmp_path, commit, monkeypatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for stage in h200.stages(tmp_path, commit):
         if stage.arguments[:2] == ("-m", "perf"):
-            done = CliRunner().invoke(app, list(stage.arguments[2:]))
-            assert "needs a CUDA GPU" in done.output, (stage, done.output)
-            assert done.exit_code == 2
+            cli_result = CliRunner().invoke(app, list(stage.arguments[2:]))
+            assert "needs a CUDA GPU" in cli_result.output, (stage, cli_result.output)
+            assert cli_result.exit_code == 2

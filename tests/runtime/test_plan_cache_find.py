@@ -141,10 +141,10 @@ def test_every_interceptor_has_a_situation():
 
 
 def answers(both, situation) -> list:
-    found = []
-    situation(lambda: found.append(both.find("chain", X, W, None)))
-    assert found
-    return found
+    out = []
+    situation(lambda: out.append(both.find("chain", X, W, None)))
+    assert out
+    return out
 
 
 @pytest.mark.parametrize("name", SITUATIONS)

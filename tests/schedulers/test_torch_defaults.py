@@ -54,7 +54,7 @@ def inputs() -> SimpleNamespace:
 def masks(given: SimpleNamespace) -> dict[str, BlockMask]:
     """Every constructor; those without a tensor are told the device."""
     lengths, place = (S, S), {"device": "cpu"}
-    found = {
+    out = {
         "full": BlockMask.full(*lengths, **SIZE, **place),
         "causal": BlockMask.causal(*lengths, **SIZE, **place),
         "dilated": BlockMask.dilated_window(
@@ -68,21 +68,21 @@ def masks(given: SimpleNamespace) -> dict[str, BlockMask]:
         "nothing": BlockMask.from_dense(given.dense & ~given.dense, **SIZE),
         "flex": BlockMask.from_flex(given.flex),
     }
-    causal = found["causal"]
+    causal = out["causal"]
     blocks = (causal.kv_count, causal.kv_index, S, S)
-    found["blocks"] = BlockMask.from_blocks(*blocks, rule=causal.rule, **SIZE)
-    found |= {"both": found["dense"] & causal, "either": found["scattered"] | causal}
-    return found | {"reblock": found["both"].reblock((32, 16))}
+    out["blocks"] = BlockMask.from_blocks(*blocks, rule=causal.rule, **SIZE)
+    out |= {"both": out["dense"] & causal, "either": out["scattered"] | causal}
+    return out | {"reblock": out["both"].reblock((32, 16))}
 
 
 def everything(given: SimpleNamespace) -> dict[str, object]:
     """Whatever the host half computes, as values that compare."""
-    made = masks(given)
+    out = masks(given)
     found: dict[str, object] = {
-        name: (mask.hash(), mask.to_dense().tolist()) for name, mask in made.items()
+        name: (mask.hash(), mask.to_dense().tolist()) for name, mask in out.items()
     }
     for name in ("both", "scattered"):
-        mask, slots = made[name], machine("cute_sm90_d128", slots=3)
+        mask, slots = out[name], machine("cute_sm90_d128", slots=3)
         rank = write_ranks(mask, range(mask.num_kv_blocks))
         lists = to_fa4(mask, "backward", write_order=rank, spt=False, tail_partial=True)
         back = from_fa4(lists, S, S, rule=mask.rule, direction="backward")
@@ -100,12 +100,12 @@ def everything(given: SimpleNamespace) -> dict[str, object]:
 
 def drawn() -> dict[str, str]:
     """Masks that are made, and some of them drawn, without a tensor of the caller's."""
-    found = {f"usual {name}": mask.hash() for name, mask in quality.usual_masks(256).items()}
+    out = {f"usual {name}": mask.hash() for name, mask in quality.usual_masks(256).items()}
     texts = ("causal", "full", "sliding_window:40:9", "dilated_window:40:3", "prefix_lm:90")
     for text in (*texts, "document:5:2", "random:0.4:1"):
-        found[text] = parse_mask(text, 256, (16, 32)).hash()
-    assert {text.split(":")[0] for text in found} >= set(_MASKS)
-    return found
+        out[text] = parse_mask(text, 256, (16, 32)).hash()
+    assert {text.split(":")[0] for text in out} >= set(_MASKS)
+    return out
 
 
 def test_nothing_depends_on_torchs_defaults():

@@ -31,12 +31,12 @@ def ours_of(x: cases.Inputs, case: cases.Case) -> tuple[torch.Tensor, ...]:
 
 def excess(got, exact, bounds) -> dict[str, float]:
     """Per result: the largest error as a multiple of its bound."""
-    found = {}
+    out = {}
     for name, g, e, bound in zip(NAMES, got, exact, bounds, strict=True):
         error = torch.where(g == e, 0.0, (g.double() - e).abs())
         ratio = (error / bound).nan_to_num(math.inf, posinf=math.inf)
-        found[name] = torch.where(error == 0, 0.0, ratio).max().item() if g.numel() else 0.0
-    return found
+        out[name] = torch.where(error == 0, 0.0, ratio).max().item() if g.numel() else 0.0
+    return out
 
 
 def checked(case: cases.Case) -> dict[str, float]:

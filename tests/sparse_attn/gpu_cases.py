@@ -126,12 +126,12 @@ def exact(given: Problem, lse: bool = False):
     value = (outputs[0] * given.dout.double()).sum()
     if lse:
         value = value + (outputs[1].nan_to_num(neginf=0.0) * dlse).sum()
-    found = torch.autograd.grad(value, leaves)
+    grads = torch.autograd.grad(value, leaves)
     tensors = given.q, given.k, given.v, given.dout
     bounds = reference.error_bounds(
         *tensors, allowed, dlse=dlse, scores=reference.Scores(softcap=given.softcap)
     )
-    return (*(t.detach() for t in outputs), *found), bounds
+    return (*(t.detach() for t in outputs), *grads), bounds
 
 
 def check(name: str, got: torch.Tensor, want: torch.Tensor, bound: torch.Tensor) -> None:

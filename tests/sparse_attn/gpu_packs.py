@@ -29,8 +29,8 @@ def main(count: str = "512", device: str = "cuda") -> None:
     start = time.monotonic()
     for seed in known.share(count):
         lengths, rule, drawn = pack(seed)
-        made = known.packed(drawn, lengths, *rule)
-        require(f"pack {seed}: {lengths}, {rule}", made, known.alone(drawn, lengths, *rule))
+        out = known.packed(drawn, lengths, *rule)
+        require(f"pack {seed}: {lengths}, {rule}", out, known.alone(drawn, lengths, *rule))
     print(f"{count} packs, {time.monotonic() - start:.0f} s", flush=True)
     neighbours()
     padded()
@@ -67,10 +67,10 @@ def padded() -> None:
     """One launch and a launch for each."""
     lengths = (sequence_cases.S, 137)
     places = (40, sequence_cases.S + 40 - 137), lengths, sequence_cases.S + 40
-    made = sequence_cases.behind(*places)
+    out = sequence_cases.behind(*places)
     with mock.patch.object(passes, "at_once", lambda t: False):
         want = sequence_cases.behind(*places)
-    for one, other in zip(made, want, strict=True):
+    for one, other in zip(out, want, strict=True):
         require("padded", one, other)
 
 

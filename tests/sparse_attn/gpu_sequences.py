@@ -26,9 +26,9 @@ def main() -> None:
     for cut, window in ((60, None), (64, None), (127, None), (128, None), (60, 40)):
         require(f"pack at {cut}, window {window}", known.differing(*known.packed(cut, window)))
     for window, pad in ((64, 0), (64, 20), (64, 127), (200, 1)):
-        found = known.cached(window, pad, known.CHUNKS)
+        out = known.cached(window, pad, known.CHUNKS)
         want = known.alone(known.CACHED, window=window)[0]
-        require(f"window {window} behind {pad}", [] if same_bytes(found, want) else ["out"])
+        require(f"window {window} behind {pad}", [] if same_bytes(out, want) else ["out"])
     for dim in VALUE_DIMS:
         graph_of_decoding(dim)
     print("ok")

@@ -62,8 +62,8 @@ def differentiated(run, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """What ``run(q, k, v)`` gives, (out, lse), and dq, dk, dv."""
     *leaves, dout, dlse = tensors
     leaves = [t.detach().clone().requires_grad_() for t in leaves]
-    made = run(*leaves)
-    return [t.detach() for t in made] + list(torch.autograd.grad(made, leaves, (dout, dlse)))
+    results = run(*leaves)
+    return [t.detach() for t in results] + list(torch.autograd.grad(results, leaves, (dout, dlse)))
 
 
 def packed(tensors, lengths, causal=True, window_size=(None, None), **options):
@@ -80,8 +80,8 @@ def trusted(tensors, cu_seqlens, window=(None, 0), sinks=None, softcap=0.0):
     numbers = *window, tensors[0].shape[2] ** -0.5, softcap
 
     def run(q, k, v):
-        given = (t[None] for t in (q, k, v))
-        out, lse = varlen_op.pack_attention(*given, cu_seqlens, *numbers, sinks)
+        inputs = (t[None] for t in (q, k, v))
+        out, lse = varlen_op.pack_attention(*inputs, cu_seqlens, *numbers, sinks)
         return out[0], lse[0]
 
     return differentiated(run, tensors)
@@ -106,9 +106,9 @@ def _one(n: int, causal: bool, window_size: tuple, options: dict):
         mask = BlockMask.sliding_window(n, n, left=left, right=right, device=DEVICE)
 
     def run(q, k, v):
-        given = (t[None] for t in (q, k, v))
+        inputs = (t[None] for t in (q, k, v))
         chosen = options | {"causal": causal, "return_lse": True, "schedule": "spt"}
-        out, lse = ck.block_sparse_attention(*given, mask, **chosen)
+        out, lse = ck.block_sparse_attention(*inputs, mask, **chosen)
         return out[0], lse[0]
 
     return run
@@ -123,8 +123,8 @@ def lengths_of(seed: int) -> list[int]:
     g = np.random.default_rng(seed)
     kinds = g.integers(0, 8, g.integers(1, 6))
     fixed = {0: 0, 1: 128, 2: 1, 3: 127}
-    made = [fixed.get(int(kind), int(g.integers(1, 300))) for kind in kinds]
-    return made if sum(made) else [5]
+    out = [fixed.get(int(kind), int(g.integers(1, 300))) for kind in kinds]
+    return out if sum(out) else [5]
 
 
 @contextlib.contextmanager
@@ -133,11 +133,11 @@ def launched(forward, backward, of_pack=None) -> Iterator[None]:
 
     of_pack: two that read packs where they lie, or none.
     """
-    found = {OP: forward, f"{OP}_backward": backward}
+    out = {OP: forward, f"{OP}_backward": backward}
     if of_pack is not None:
-        found |= dict(zip((PACK, f"{PACK}_backward"), of_pack, strict=True))
+        out |= dict(zip((PACK, f"{PACK}_backward"), of_pack, strict=True))
     with (
-        mock.patch.object(dispatch, "launcher", lambda op, device, dtype: found[op]),
+        mock.patch.object(dispatch, "launcher", lambda op, device, dtype: out[op]),
         mock.patch.object(passes, "at_once", lambda t: True),
         mock.patch.object(passes, "in_place", lambda t: of_pack is not None),
     ):

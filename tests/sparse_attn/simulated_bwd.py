@@ -88,14 +88,14 @@ def backward(
     grads = Grads(case.dout, dlse)
     saved = Saved(case.q, case.k, case.v, case.out, case.lse)
     with simulated.simulated(**options) as used:
-        found = launch.backward(grads, saved, lowered, order, case.scale, case.softcap, ordered)
+        out = launch.backward(grads, saved, lowered, order, case.scale, case.softcap, ordered)
     (held,) = used
     if ordered:
         tile_m = held.lse2.shape[3]
         turns = held.semaphore.numel() // held.lse2[..., 0].numel()
         parts = 1 if case.q.shape[3] <= 128 else 2
         assert held.semaphore.sum() == expected_visits(case, schedule, tile_m) * turns * parts
-    return Gradients(*found, held.total)
+    return Gradients(*out, held.total)
 
 
 def expected_visits(case: Case, schedule: Schedule, tile_m: int) -> int:

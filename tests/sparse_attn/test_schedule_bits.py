@@ -143,9 +143,9 @@ def test_kinds_have_their_own_bits_and_repeat_them(tmp_path):
     first = {name: gradients(name) for name in names}
     assert not same_bytes(first["left_to_right"][0], first["spt"][0])
     for name in names:
-        made = kinds.KINDS[name](mask_of(SHARED), heads=heads_of(SHARED))
-        made.save(tmp_path / name)
-        for again in (gradients(name), gradients(made), gradients(Schedule.load(tmp_path / name))):
+        out = kinds.KINDS[name](mask_of(SHARED), heads=heads_of(SHARED))
+        out.save(tmp_path / name)
+        for again in (gradients(name), gradients(out), gradients(Schedule.load(tmp_path / name))):
             assert all(same_bytes(a, b) for a, b in zip(again, first[name], strict=True))
     auto = gradients("auto")
     assert all(same_bytes(a, b) for a, b in zip(auto, first["spt"], strict=True))
@@ -154,8 +154,8 @@ def test_kinds_have_their_own_bits_and_repeat_them(tmp_path):
 def test_orders_are_taken_in_every_form():
     want = gradients(SHUFFLED)
     per_head = [SHUFFLED] * heads_of(SHARED)
-    for given in (tuple(SHUFFLED), np.array(SHUFFLED), torch.tensor(SHUFFLED), per_head):
-        assert all(same_bytes(a, b) for a, b in zip(gradients(given), want, strict=True))
+    for inputs in (tuple(SHUFFLED), np.array(SHUFFLED), torch.tensor(SHUFFLED), per_head):
+        assert all(same_bytes(a, b) for a, b in zip(gradients(inputs), want, strict=True))
     mixed = [SHUFFLED] * (heads_of(SHARED) - 1) + [ASCENDING]
     got, plain = gradients(mixed), gradients(ASCENDING)
     # The last KV head of the last batch is that of the other order.
@@ -234,8 +234,8 @@ class Backwards(cpu._Turns):
 
     def add(self, head, m, rank, part):
         self.parts.setdefault((head, m), {})[rank] = part
-        found = self.parts[head, m]
-        ordered = [found[r] for r in sorted(found, reverse=True)]
+        out = self.parts[head, m]
+        ordered = [out[r] for r in sorted(out, reverse=True)]
         self.total[head, m] = functools.reduce(torch.add, ordered)
 
 
@@ -246,8 +246,8 @@ def test_wrong_turns_are_killed(mutant, monkeypatch):
     backwards = relaunched(schedule, schedule.order[::-1])
     assert differing(launched(backwards), want) == [0, 0, 0]
     monkeypatch.setattr(cpu, "_Turns", mutant)
-    found = differing(launched(backwards), want)
-    assert found[0] > 0.1 and found[1:] == [0, 0]
+    differences = differing(launched(backwards), want)
+    assert differences[0] > 0.1 and differences[1:] == [0, 0]
 
 
 @pytest.mark.parametrize("mutant", ["visits ascending", "ranks by column", "heads backwards"])
@@ -274,6 +274,6 @@ def test_a_schedule_that_needs_residency_is_refused():
     schedule = kinds.shift(full, heads=2)
     assert check(schedule, full).residents > 1
     x = cases.inputs(1, 2, 2, 512, 512, DIM)
-    for given in ("shift", schedule):
+    for inputs in ("shift", schedule):
         with pytest.raises(ScheduleError, match="allow_residency"):
-            block_sparse_attention(*x.leaves(), full, schedule=given)
+            block_sparse_attention(*x.leaves(), full, schedule=inputs)

@@ -38,8 +38,8 @@ def test_drawn_packs(first, count):
     for seed in range(first, first + count):
         lengths, rule = lengths_of(seed), RULES[seed % len(RULES)]
         tensors = drawn(sum(lengths), seed)
-        found = differing(packed(tensors, lengths, *rule), alone(tensors, lengths, *rule))
-        assert found == [], (lengths, rule)
+        differences = differing(packed(tensors, lengths, *rule), alone(tensors, lengths, *rule))
+        assert differences == [], (lengths, rule)
 
 
 def test_options():
@@ -67,8 +67,8 @@ def test_neighbours_do_not_show():
 
 def test_results_and_gradients_of_nothing():
     for lengths in ([], [0, 0]):
-        made = packed(drawn(0), lengths)
-        assert [tuple(t.shape) for t in made] == [
+        out = packed(drawn(0), lengths)
+        assert [tuple(t.shape) for t in out] == [
             (0, H, D), (H, 0), (0, H, D), (0, HKV, D), (0, HKV, D),
         ]  # fmt: skip
 
@@ -140,8 +140,8 @@ def test_mutants_are_killed(monkeypatch, mutant):
 
 def call(change: dict):
     q, k, v, _, _ = drawn(60)
-    given = {"q": q, "k": k, "v": v, "cu_seqlens": offsets([20, 40])} | change
-    return ck.block_sparse_attention_varlen(**given)
+    inputs = {"q": q, "k": k, "v": v, "cu_seqlens": offsets([20, 40])} | change
+    return ck.block_sparse_attention_varlen(**inputs)
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,9 @@ def roles(split: str, dec: int = 24, inc: int = 240) -> str:
 
 def pool(body: str, registers: int = 168, bounds: str = ".reqntid 384, 1, 1"):
     """What each warpgroup holds, and the findings' texts."""
-    found, wrong = Pool(function(body, bounds), registers).read()
+    out, wrong = Pool(function(body, bounds), registers).read()
     assert {f.rule for f in wrong} <= {"R6"}
-    return found and found.held, [f.text for f in wrong]
+    return out and out.held, [f.text for f in wrong]
 
 
 SPLITS = [
@@ -107,9 +107,9 @@ def test_a_part_of_a_warpgroup_counts_with_its_threads():
     """288 threads, of which 32 give 144 registers back: 24 x 32 + 184 x 256 <= 168 x 288."""
     split = "setp.lt.u32 %p1, %r2, 256;"
     bounds = ".reqntid 288, 1, 1"
-    found, wrong = Pool(function(roles(split, 24, 184), bounds), 168).read()
-    assert (found.asked, found.size, wrong) == (47872, 48384, [])
-    assert found.held == (184, 184, 24)
+    out, wrong = Pool(function(roles(split, 24, 184), bounds), 168).read()
+    assert (out.asked, out.size, wrong) == (47872, 48384, [])
+    assert out.held == (184, 184, 24)
     _, wrong = pool(roles(split, 24, 192), bounds=bounds)
     assert "49920 > 48384" in wrong[0]
 
@@ -246,15 +246,15 @@ def made(*args):
 
 @pytest.mark.parametrize("dec, inc", [(24, 240), (40, 232)])
 def test_compiled_roles_that_fit(dec, inc):
-    found = certificate(made(dec, inc), name="roles", constexpr={}, kind="A", expect=PLAIN)
-    assert found.ok, found.findings
-    assert found.register_pool == RegisterPool(384, 168, (dec, inc, inc))
-    assert found.to_dict()["register_pool"] == {
+    out = certificate(made(dec, inc), name="roles", constexpr={}, kind="A", expect=PLAIN)
+    assert out.ok, out.findings
+    assert out.register_pool == RegisterPool(384, 168, (dec, inc, inc))
+    assert out.to_dict()["register_pool"] == {
         "threads": 384,
         "start": 168,
         "held": (dec, inc, inc),
     }
-    assert f"{dec}+{inc}+{inc}" in list(tables([found])[0].columns[2].cells)
+    assert f"{dec}+{inc}+{inc}" in list(tables([out])[0].columns[2].cells)
 
 
 @pytest.mark.parametrize("dec, inc", [(32, 240), (48, 232)])
@@ -292,6 +292,6 @@ def test_attention_with_too_many_registers(monkeypatch, direction):
     else:
         monkeypatch.setattr(kernel, "PRODUCER_REGISTERS", 32)
         monkeypatch.setattr(kernel, "CONSUMER_REGISTERS", 240)
-    found = certified.certify(entry, kind, expect)
-    texts = [f.text for f in found.findings if f.rule == "R6"]
+    out = certified.certify(entry, kind, expect)
+    texts = [f.text for f in out.findings if f.rule == "R6"]
     assert len(texts) == 1 and "32 + 240 + 240 registers per thread" in texts[0]

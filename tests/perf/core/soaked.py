@@ -39,8 +39,8 @@ def captured(call):
 
 
 def options(**more) -> soak.Options:
-    given = {"device": "cpu", "finish": lambda: None, "capture": captured} | more
-    return soak.Options(**given)
+    inputs = {"device": "cpu", "finish": lambda: None, "capture": captured} | more
+    return soak.Options(**inputs)
 
 
 class Stub:
@@ -63,10 +63,10 @@ class Stub:
 
         def call():
             self.caps.append(settings.max_ctas())
-            found = tuple(t.clone() for t in self.right)
+            out = tuple(t.clone() for t in self.right)
             if self.change:
-                self.change(next(numbers), found)
-            return found
+                self.change(next(numbers), out)
+            return out
 
         return call
 

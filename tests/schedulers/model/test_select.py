@@ -53,8 +53,8 @@ def drawn(rows: int, columns: int, density: float = 0.4, seed: int = 0, masks: i
 def holds(blocks, chosen: Selection, told, group: int = 1) -> None:
     """What is promised of every selection."""
     assert check(chosen.schedule, blocks).any_residency
-    result = simulate(chosen.schedule, told, group=group)
-    assert result.makespan_ns == chosen.predicted_ns
+    simulated = simulate(chosen.schedule, told, group=group)
+    assert simulated.makespan_ns == chosen.predicted_ns
     assert chosen.predicted_ns >= chosen.bound.lower_ns
     timed = [trial.predicted_ns for trial in chosen.trials if trial.predicted_ns is not None]
     assert min(timed) == chosen.predicted_ns
@@ -136,8 +136,8 @@ def test_query_heads_that_share_a_ticket():
     blocks = drawn(9, 8, 0.5, seed=3)[0]
     told = machine(slots=6)
     chosen = afresh(blocks, heads=3, machine=told, group=4)
-    result = simulate(chosen.schedule, told, group=4)
-    assert result.makespan_ns == chosen.predicted_ns and result.safety.any_residency
+    simulated = simulate(chosen.schedule, told, group=4)
+    assert simulated.makespan_ns == chosen.predicted_ns and simulated.safety.any_residency
     assert chosen.bound == bound(blocks, heads=3, machine=told, group=4)
     tall = np.tile(blocks, (4, 1))
     one = simulate(kinds.spt(blocks, heads=3, heads_in_flight=2), told, group=4)
@@ -148,7 +148,7 @@ def test_query_heads_that_share_a_ticket():
 
 def test_drawn_masks_with_query_heads():
     """Blocks of two tiles too; searched schedules among those chosen."""
-    found = set()
+    out = set()
     for seed in range(24):
         random = np.random.default_rng(seed)
         masks, group = 1 + seed % 2, int(random.integers(2, 5))
@@ -161,8 +161,8 @@ def test_drawn_masks_with_query_heads():
             mask, heads=(0, 1, 6)[masks] if seed % 4 else 3 * masks, machine=told, group=group
         )
         holds(mask, chosen, told, group)
-        found.add(chosen.schedule.name.partition(" ")[0])
-    assert {"search", "spt", "shortest_first"} <= found
+        out.add(chosen.schedule.name.partition(" ")[0])
+    assert {"search", "spt", "shortest_first"} <= out
 
 
 @pytest.mark.parametrize("seed", range(18))
@@ -177,8 +177,8 @@ def test_visits_by_turns_take_what_is_said(seed):
     which, time_ns, rows = case.by_turns(orders)
     heads = [orders[which][mask] for mask in grid.mask_of]
     schedule = candidates.compose(case, case.sections, heads, rows, "by turns")
-    result = simulate(schedule, told, group=group)
-    assert result.makespan_ns == time_ns and check(schedule, grid.host[None]).any_residency
+    simulated = simulate(schedule, told, group=group)
+    assert simulated.makespan_ns == time_ns and check(schedule, grid.host[None]).any_residency
 
 
 def test_a_machine_that_the_fast_clock_is_not_exact_for():
@@ -225,8 +225,10 @@ def test_the_same_choice_every_time_and_in_a_fresh_process():
         "from tests.schedulers.model.test_select import afresh, determinism_cases as cases\n"
         "print(*(afresh(each, heads=2).schedule.hash for each in cases()))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert hashes == {tuple(done.stdout.split())}
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert hashes == {tuple(process.stdout.split())}
 
 
 def determinism_cases() -> list:
@@ -256,18 +258,18 @@ def test_a_selection_is_kept_by_mask_heads_and_machine(monkeypatch):
 
 def test_a_selection_does_not_leave_while_it_is_taken(monkeypatch):
     """Without the lock: KeyError in the thread that found it."""
-    found, left = threading.Event(), threading.Event()
+    entered, left = threading.Event(), threading.Event()
 
     class Slow(OrderedDict):
         def __contains__(self, key):
             if not super().__contains__(key):
                 return False
-            found.set()
+            entered.set()
             left.wait(0.1)  # in vain: whoever would take it out waits for us
             return True
 
     def push_out():
-        found.wait()
+        entered.wait()
         select(drawn(2, 2), heads=2)
         left.set()
 
@@ -349,8 +351,8 @@ def work_of(select_once) -> Work:
 
 def missed(cases, most: Work) -> dict[str, Work]:
     """The cases that do more than ``most``.  cases: name -> work."""
-    done = {name: work_of(once) for name, once in cases.items()}
-    return {n: w for n, w in done.items() if w.lines > most.lines or w.held > most.held}
+    work = {name: work_of(once) for name, once in cases.items()}
+    return {n: w for n, w in work.items() if w.lines > most.lines or w.held > most.held}
 
 
 def first_calls(tokens: int, heads: int):
@@ -396,12 +398,12 @@ def test_a_selection_of_twice_the_work_is_seen():
 def test_refit_finds_the_machine_that_the_times_came_from():
     truth = machine(full_ns=1900, partial_ns=2600, handoff_ns=3100, slots=12)
     masks = quality.usual_masks(1024)
-    seen = []
+    recorded = []
     for name, kind in (("full", "spt"), ("causal", "left_to_right"), ("window 1024", "spt")):
         schedule = kinds.KINDS[kind](masks[name], heads=4, heads_in_flight=2)
         told = simulate(schedule, truth)
-        seen.append(Observation(schedule, told.makespan_ns, told.unordered_ns, name))
-    fitted = refit(machine(slots=12), seen)
+        recorded.append(Observation(schedule, told.makespan_ns, told.unordered_ns, name))
+    fitted = refit(machine(slots=12), recorded)
     assert fitted.machine.full_ns == pytest.approx(1900, rel=0.03)
     assert fitted.machine.partial_ns == pytest.approx(2600, rel=0.1)
     assert fitted.machine.handoff_ns == pytest.approx(3100, rel=0.05)
@@ -411,14 +413,14 @@ def test_refit_finds_the_machine_that_the_times_came_from():
 
 def test_the_error_of_a_fit_is_the_rms_over_both_times_of_every_observation():
     """Times that no machine gives: the same schedules, three times as slow in one record."""
-    seen, causal = [], np.tril(np.full((5, 5), 2, np.uint8))
+    recorded, causal = [], np.tril(np.full((5, 5), 2, np.uint8))
     for name, kind, times in (("a", "spt", 1), ("b", "spt", 3), ("c", "left_to_right", 1)):
         schedule = kinds.KINDS[kind](causal, heads=2)
         told = simulate(schedule, machine(slots=6))
         ordered, unordered = told.makespan_ns * times, told.unordered_ns * 1.1
-        seen.append(Observation(schedule, ordered, unordered, name))
-    fitted, wrong = refit(machine(slots=6), seen), []
-    for each in seen:
+        recorded.append(Observation(schedule, ordered, unordered, name))
+    fitted, wrong = refit(machine(slots=6), recorded), []
+    for each in recorded:
         told = simulate(each.schedule, fitted.machine)
         wrong += [np.log(told.makespan_ns / each.ordered_ns)]
         wrong += [np.log(told.unordered_ns / each.unordered_ns)]
@@ -429,8 +431,8 @@ def test_the_error_of_a_fit_is_the_rms_over_both_times_of_every_observation():
 def test_observations_come_from_records():
     schedule = kinds.spt(drawn(4, 4)[0])
     record = {"ordered_us": 12.5, "unordered_us": 10, "commit": "abc", "gpu": "H200", "kind": "spt"}
-    found = observations([record], lambda given: schedule if given["kind"] == "spt" else None)
-    assert found == [Observation(schedule, 12500.0, 10000.0, "H200 at abc")]
+    out = observations([record], lambda given: schedule if given["kind"] == "spt" else None)
+    assert out == [Observation(schedule, 12500.0, 10000.0, "H200 at abc")]
 
 
 def test_the_bound_in_the_selection_is_the_masks():

@@ -143,12 +143,12 @@ def test_any_launch_that_the_ranks_follow_is_timed_as_the_event_loop_times_it(se
     for head in range(schedule.heads):
         order[sequence == head] = schedule.order[schedule.order[:, 0] == head]
     mixed = replace(schedule, order=order)
-    result = simulate(mixed, told)
-    assert result.safety.any_residency
+    simulated = simulate(mixed, told)
+    assert simulated.safety.any_residency
     told, tiles = told.for_blocks(mixed.block_size)
     slow = module._event_loop(module._work(mixed, told, tiles), told)
     for name in ("start", "end", "computed", "landed"):
-        assert np.array_equal(getattr(result, f"{name}_ns"), slow[name]), name
+        assert np.array_equal(getattr(simulated, f"{name}_ns"), slow[name]), name
 
 
 def test_a_ticket_alone_waits_for_nothing():
@@ -181,33 +181,33 @@ def test_large_times_do_not_overflow():
 @pytest.mark.parametrize("seed", range(60))
 def test_what_holds_of_every_simulation(seed):
     schedule, told = drawn(seed + 1000)
-    result = simulate(schedule, told)
+    simulated = simulate(schedule, told)
     told, _ = told.for_blocks(schedule.block_size)
-    assert result.makespan_ns >= max(result.alone_ns.max(initial=0), 0)
-    assert (result.end_ns - result.start_ns >= result.alone_ns).all()
-    assert (np.diff(result.start_ns) >= 0).all()
+    assert simulated.makespan_ns >= max(simulated.alone_ns.max(initial=0), 0)
+    assert (simulated.end_ns - simulated.start_ns >= simulated.alone_ns).all()
+    assert (np.diff(simulated.start_ns) >= 0).all()
     by_slot: dict[int, int] = {}
-    for slot, _, _, start, end in timeline(result):
+    for slot, _, _, start, end in timeline(simulated):
         assert start >= by_slot.get(slot, 0)
         by_slot[slot] = end
-    waited = int((result.end_ns - result.start_ns - result.alone_ns).sum())
-    assert int(result.stall_ns.sum()) == waited
-    for slot, start, end in result.waits():
-        assert 0 <= slot < told.slots and start < end <= result.makespan_ns
+    waited = int((simulated.end_ns - simulated.start_ns - simulated.alone_ns).sum())
+    assert int(simulated.stall_ns.sum()) == waited
+    for slot, start, end in simulated.waits():
+        assert 0 <= slot < told.slots and start < end <= simulated.makespan_ns
     if told.dq_stages == 1:
-        assert sum(end - start for _, start, end in result.waits()) == waited
+        assert sum(end - start for _, start, end in simulated.waits()) == waited
     free = simulate(schedule, replace(told, handoff_ns=0, reduce_ns=0, tile=schedule.block_size))
-    assert free.unordered_ns <= result.unordered_ns
+    assert free.unordered_ns <= simulated.unordered_ns
 
 
 def test_rows_land_in_the_order_of_ranks_a_handoff_apart():
     schedule, told = drawn(7)
-    result = simulate(schedule, told)
+    simulated = simulate(schedule, told)
     told, tiles = told.for_blocks(schedule.block_size)
     work = module._work(schedule, told, tiles)
     landed: dict[int, list] = {}
     for lock, rank, time in zip(
-        work.lock.tolist(), work.rank.tolist(), result.landed_ns.tolist(), strict=True
+        work.lock.tolist(), work.rank.tolist(), simulated.landed_ns.tolist(), strict=True
     ):
         landed.setdefault(lock, []).append((rank, time))
     step = told.handoff_ns + told.reduce_ns
@@ -280,21 +280,21 @@ def test_symmetric_shift_is_free_of_waits_on_a_causal_mask():
     """DASH's optimum for N slots and N heads: N (N + 1) / 2 tiles each, no wait."""
     size, told = 8, machine(slots=4, handoff_ns=0, reduce_ns=0)
     mask = np.tril(full(size, size))
-    result = simulate(kinds.symmetric_shift(mask, heads=4), told)
-    assert result.makespan_ns == 4 * (size + 1) * 2200
-    assert result.stall_share == 0.0
+    simulated = simulate(kinds.symmetric_shift(mask, heads=4), told)
+    assert simulated.makespan_ns == 4 * (size + 1) * 2200
+    assert simulated.stall_share == 0.0
 
 
 def test_the_unordered_makespan_is_that_of_the_same_launch():
     blocks = causal(2048)
     for kind in ("left_to_right", "spt", "lpt"):
         schedule = kinds.KINDS[kind](blocks, heads=16)
-        result = simulate(schedule)
+        simulated = simulate(schedule)
         slots = [0] * 132
         for _, _, visits in schedule.tickets():
-            at = slots.index(min(slots))
-            slots[at] += 2200 * len(visits) + 1200
-        assert result.unordered_ns == max(slots)
+            index = slots.index(min(slots))
+            slots[index] += 2200 * len(visits) + 1200
+        assert simulated.unordered_ns == max(slots)
 
 
 PUBLISHED = [

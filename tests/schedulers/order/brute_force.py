@@ -131,8 +131,12 @@ def every_interleaving(rows, columns, launch, writers, walk, slots: int):
     ends, seen = [], 0
     while len(states):
         seen += len(states)
-        mask, done, started = states >> (bits + 4), (states >> 4) & ((1 << bits) - 1), states & 15
-        left = mask & ~done
+        mask, visited, started = (
+            states >> (bits + 4),
+            (states >> 4) & ((1 << bits) - 1),
+            states & 15,
+        )
+        left = mask & ~visited
         used = sum(
             ((started > place) & ((left & columns_bits[column]) != 0)).astype(np.int64)
             for place, column in enumerate(launch)
@@ -151,7 +155,7 @@ def every_interleaving(rows, columns, launch, writers, walk, slots: int):
         ends.append(states[~acted])
         states = np.unique(np.concatenate(following))
     ends = np.unique(np.concatenate(ends))
-    mask, done = ends >> (bits + 4), (ends >> 4) & ((1 << bits) - 1)
+    mask, visited = ends >> (bits + 4), (ends >> 4) & ((1 << bits) - 1)
     hangs = np.zeros(len(masks), bool)
-    hangs[mask[done != mask]] = True
+    hangs[mask[visited != mask]] = True
     return hangs, np.bincount(mask, minlength=len(masks)) == 1, seen

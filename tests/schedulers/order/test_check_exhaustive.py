@@ -60,7 +60,7 @@ def drawn(rows: int, columns: int, seed: int, *, tangled: bool = False) -> Order
 
 def verdicts(masks: np.ndarray, order: Order, reach=reached) -> np.ndarray:
     """int64 [masks]: the residents that the checker asks for; ``CYCLE`` if no number will do."""
-    found = []
+    out = []
     for start in range(0, len(masks), CHUNK):
         blocks = masks[start : start + CHUNK]
         writers = torch.tensor(order.writers)[None]
@@ -70,8 +70,8 @@ def verdicts(masks: np.ndarray, order: Order, reach=reached) -> np.ndarray:
         rank = np.where(rows >= 0, by_column, -1)
         last, acyclic = reach(rows[:, order.launch], rank[:, order.launch], blocks.shape[1])
         need = residents(np.broadcast_to(np.arange(last.shape[1]), last.shape), last)
-        found.append(np.where(acyclic, need, CYCLE))
-    return np.concatenate(found)
+        out.append(np.where(acyclic, need, CYCLE))
+    return np.concatenate(out)
 
 
 def agree(masks: np.ndarray, order: Order, slots: int = 5, reach=reached, group: int = 1) -> bool:
