@@ -31,7 +31,7 @@ def certify(kernel, kind: str, expect):
 
 @functools.cache
 def compiled(kernel):
-    """What compiling a `compile.Kernel` leaves, once a process: for tests of what is expected."""
+    """Artefacts of compiling a `compile.Kernel`, once a process: for tests of what is expected."""
     from verify import sass
 
     return sass.artefacts(kernel.build)
@@ -54,7 +54,7 @@ def records(store: Path | None = None) -> list[dict]:
 
 
 def stored(kernel) -> dict | None:
-    """What is stored of a kernel, if anything."""
+    """Stored certificate of a kernel, or None."""
     for item in records():
         if item["name"] == kernel.name and item["constexpr"] == dict(kernel.constexpr):
             return item

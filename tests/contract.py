@@ -69,7 +69,7 @@ class ContractViolation(AssertionError):
 
 @dataclass
 class Report:
-    """What one comparison found; ``text()`` is the JSON that a person or a tool replays from."""
+    """Result of one comparison; ``text()`` is the JSON that a person or a tool replays from."""
 
     op: str
     transform: str
@@ -267,7 +267,7 @@ def check_chunks(op: RowOp, inputs: torch.Tensor, base: torch.Tensor, seed: int)
 
 
 def check_repeat(op: RowOp, rows: int, seed: int, times: int = 5) -> int:
-    """run_to_run: the same call again, with other work between."""
+    """Check run_to_run: the same call again, with other work between."""
     inputs = op.rows(rows, seed)
     base = op.run(inputs)
     for i in range(times):
@@ -310,7 +310,7 @@ def _slices(at: list[int], cut: int, tokens: int) -> list[slice]:
 
 
 def check_splits(op: SumOp, seed: int) -> int:
-    """split_invariant: any cut of the stream into consecutive micro-batches."""
+    """Check split_invariant: any cut of the stream into consecutive micro-batches."""
     want = op.run(op.start, [slice(0, op.tokens)])
     out = splits(op.tokens, op.cut, seed)
     for label, pieces in out.items():
@@ -324,7 +324,7 @@ def check_splits(op: SumOp, seed: int) -> int:
 
 
 def check_fresh_process(op: RowOp, rows: int, seed: int, make: str) -> None:
-    """The same bits from a process of its own; ``make``: ``"module:function"``, gives the op."""
+    """Check the bits of a process of its own; ``make``: ``"module:function"``, gives the op."""
     module, function = make.split(":")
     code = (
         f"import sys, torch; from {module} import {function}; op = {function}(); "

@@ -1,4 +1,4 @@
-"""Which module of ours imports which, read off the syntax trees."""
+"""Import graph of our modules, read off the syntax trees."""
 
 from __future__ import annotations
 

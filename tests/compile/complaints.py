@@ -1,11 +1,11 @@
-"""What a compiled entry says to wrong calls: the same, however it was loaded."""
+"""Errors of a compiled entry on wrong calls: the same, however it was loaded."""
 
 import pytest
 import torch
 
 
 def complaints(function):
-    """What the compiled entry says to three wrong calls."""
+    """Errors of the compiled entry on three wrong calls."""
     a = torch.randn(4)
     calls = [(), (a, a), (a, a, a)]
     messages = []

@@ -38,7 +38,7 @@ class Place:
         return toy.kernel(value, self.counter, before)
 
     def fresh(self, value: int = 7) -> int:
-        """What a new process would get: nothing in memory."""
+        """State of a new process: nothing in memory."""
         cache.clear()
         return cache.get(self.kernel(value), ARCH)()
 

@@ -1,4 +1,4 @@
-"""What a key depends on: each ingredient, and nothing else."""
+"""Ingredients of a cache key: each of them changes it, and nothing else."""
 
 import importlib.metadata
 import itertools

@@ -131,7 +131,7 @@ def test_tensors_without_end_are_not_described(calls):
 
 
 def reported(report, *args):
-    """What tvm_ffi's own call hands over."""
+    """Arguments as tvm_ffi's own call hands them over."""
     out = reporting.empty(len(args))
     report(out, *args)
     return out
@@ -236,7 +236,7 @@ WITH_STREAM = {"tensors[i].device.device_type != kDLCPU": "1"}
 
 
 def built(folder, *changes: dict[str, str]):
-    """calls.c with parts replaced, each of which is there once."""
+    """Build calls.c with parts replaced, each of which is there once."""
     text = extension.SOURCE.read_text()
     for part, by in (item for change in changes for item in change.items()):
         assert text.count(part) == 1

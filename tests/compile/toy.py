@@ -41,7 +41,7 @@ int __tvm_ffi_{symbol}(void *self, const Any *args, int32_t count, Any *out) {{
 
 
 class Compiled:
-    """What a compile returns, as far as the cache looks: a function that returns ``value``."""
+    """Compile result, as far as the cache looks: a function that returns ``value``."""
 
     ir_module = None
 

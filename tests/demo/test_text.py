@@ -1,4 +1,4 @@
-"""text.py: the text is there, without padding bytes, and prompts come from what was held out."""
+"""Tests of text.py: text without padding bytes, prompts from what training does not see."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def want(made, rank: int) -> str:
 
 
 def fsdp_refused(rank: int) -> dict:
-    """main_grad given by hand, and one set on the parameter, which the gathered one lacks."""
+    """Refusals of fully_shard: a main_grad given by hand, and one set on the parameter."""
     model = layer()
     fully_shard(model)
     model.state = torch.zeros(N, K)

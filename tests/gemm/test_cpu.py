@@ -223,7 +223,7 @@ def test_sum_then_add_is_killed(monkeypatch):
 
 
 def resumed(dirty: float) -> torch.Tensor:
-    """main_grad after 16 tokens of ``dirty`` magnitude in some columns, and a tail of 5."""
+    """Accumulate 21 tokens into a main_grad; the first 16 are ``dirty`` in some columns."""
     generator = torch.Generator().manual_seed(8)
     dy, x = torch.randn(21, 24, generator=generator), torch.randn(21, 40, generator=generator)
     dy[:16, 3], x[:16, 7] = dirty, dirty

@@ -1,4 +1,4 @@
-"""main_grad under DistributedDataParallel and fully_shard, in two processes over gloo.
+"""Tests of main_grad under DistributedDataParallel and fully_shard, in two processes over gloo.
 
 Both reduce ``weight.grad``, which main_grad replaces: without a word the ranks would drift apart.
 """
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
-    """What each of the two ranks reports: tests/gemm/data_parallel_rank.py."""
+    """Reports of the two ranks: tests/gemm/data_parallel_rank.py."""
     folder = tmp_path_factory.mktemp("ranks")
     return reports("tests.gemm.data_parallel_rank", 2, folder)
 

@@ -1,4 +1,4 @@
-"""gemm on a GPU: the battery, poison, streams, graphs, SM counts.  `make gpu-test`.
+"""Tests of gemm on a GPU: the battery, poison, streams, graphs, SM counts.  `make gpu-test`.
 
 What ran where: docs/status.md and the notes.
 """
@@ -48,7 +48,7 @@ def linear_op(n: int, k: int, dtype=BF16, bias: bool = True) -> RowOp:
 
 
 def partials_op(n: int, k: int) -> RowOp:
-    """fp32 accumulators through the accumulate epilogue: order changes show here."""
+    """Product into fp32 accumulators by the accumulate epilogue: order changes show here."""
     weight = randn(n, k, seed=1)
 
     def run(rows):

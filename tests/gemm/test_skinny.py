@@ -35,7 +35,7 @@ def randn(*shape: int, seed: int = SEED, dtype=BF16) -> torch.Tensor:
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:
-    """The same rows, 24 elements of something else apart."""
+    """Copy of the rows, with 24 elements of something else between them."""
     wide = torch.full((x.shape[0], x.shape[1] + 24), float("nan"), dtype=x.dtype)
     wide[:, : x.shape[1]] = x
     return wide[:, : x.shape[1]]

@@ -45,7 +45,7 @@ def variants():
 
 
 def kernels(target, dtype, rows, majors=("k", "k"), size=(256, 2888)) -> dict[str, list]:
-    """By stage: what calls with so many rows launch, split and not, and what the tree does."""
+    """Kernels by stage: those that calls with so many rows launch, split and not."""
     n, k = size
     a, b = tree_cases.operands(rows, n, k, dtype)
     a, b = cases.laid_out(a, majors[0]), cases.laid_out(b, majors[1])

@@ -1,4 +1,4 @@
-"""What must hold of the Triton gemm, stated once for the simulator and for the interpreter.
+"""Properties of the Triton gemm, stated once for the simulator and for the interpreter.
 
 Each check takes ``gemm(a, b, bias=None, accumulator=None, programs=132)`` or
 ``column_sum(rows)`` and raises AssertionError.  Bytes are compared wherever bits are promised.
@@ -55,7 +55,7 @@ def laid_out(t: torch.Tensor, layout: str) -> torch.Tensor:
 def problem(
     m: int, n: int, k: int, dtype: torch.dtype, epilogue: str, seed: int = 0, cancel: bool = True
 ) -> tuple:
-    """a, b, bias, accumulator of one product; the products of fp32 operands are exact in fp64.
+    """Operands a, b, bias, accumulator; the products of fp32 operands are exact in fp64.
 
     With ``cancel`` the first and the last product are 2²⁴ times larger than others and cancel, so
     that the rounding errors between them, which hang on the order, reach bf16's last bit.

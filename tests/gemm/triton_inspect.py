@@ -1,4 +1,4 @@
-"""What the machine code of a compiled Triton gemm must and must not contain."""
+"""Checks of the machine code of a compiled Triton gemm."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def expected_instruction(target: str, dtype: torch.dtype, epilogue: str) -> tupl
 
 
 def complaints(kernel, dtype: torch.dtype, epilogue: str) -> list[str]:
-    """What is wrong with the code of a gemm kernel; empty if nothing is."""
+    """Complaints about the code of a gemm kernel; empty if there are none."""
     target = kernel.metadata.target
     expected = expected_instruction(str(target.arch), dtype, epilogue)
     out = common_complaints(kernel, stack=0 if expected else FP32_STACK)
@@ -135,7 +135,7 @@ def _spilled(kernel) -> int:
 
 
 def tree_complaints(kernel, dtype: torch.dtype, stage: str) -> list[str]:
-    """What is wrong with the code of a leaves kernel, or of a root kernel (stage ``"root"``)."""
+    """Complaints about the code of a leaves kernel, or of a root kernel (stage ``"root"``)."""
     expected = takes_k(str(kernel.metadata.target.arch), dtype) if stage != "root" else None
     fma = stage != "root" and expected is None
     out = common_complaints(kernel, stack=FP32_STACK if fma else 0)

@@ -1,4 +1,4 @@
-"""What must hold of the Triton order ``tree``, stated once for the simulator and the interpreter.
+"""Properties of the Triton order ``tree``, stated once for the simulator and the interpreter.
 
 Each check takes a `Tree` and raises AssertionError.  Bytes are compared wherever bits are promised.
 """

@@ -63,7 +63,7 @@ def errors(
 
 
 def tf32(t: torch.Tensor) -> torch.Tensor:
-    """fp32 with 10 bits of mantissa, to nearest, ties away: as cvt.rna.tf32 has it."""
+    """Round fp32 to 10 bits of mantissa, to nearest, ties away: as cvt.rna.tf32 does."""
     raw = t.to(FP32).contiguous().view(torch.int32)
     return ((raw + (1 << 12)) & -(1 << 13)).view(FP32)
 
@@ -162,7 +162,7 @@ def _sigmoid(z: torch.Tensor) -> torch.Tensor:
 
 
 def _gate(case: Case, x: Inputs) -> dict[str, torch.Tensor]:
-    """With a pre_eps of 0 and a post_scale of 2, as it has them."""
+    """Gate with a pre_eps of 0 and a post_scale of 2."""
     up, n = cases.upstream_of(case, x), case.n
     h, ms = runs.h_of(case, x)
     h = h[:, : mappings(n)]

@@ -70,7 +70,7 @@ def compared(op: str, case: Case, x: Inputs) -> Iterator[tuple[str, float, float
 
 
 def line(op: str, label: str, case: Case, x: Inputs) -> tuple[str, int]:
-    """What is printed of one op of one shape, and how many of its results are above theirs."""
+    """Line of one op of one shape, and how many of its results are above theirs."""
     message, over = [], 0
     for name, own, other, fine in compared(op, case, x):
         over += not fine

@@ -1,4 +1,4 @@
-"""Each function of api.py as a `RowOp` and as a `SumOp`: a row holds all that a token has.
+"""Public functions of mhc as `RowOp` and `SumOp`: a row holds all that a token has.
 
 Rows of a RowOp are cut into x, f, coefficients and the cotangents of the results; what comes back
 are the results and the gradients of that token, in fp32.
@@ -44,7 +44,7 @@ class Token:
         return part.unflatten(1, shape) if shape else part[:, 0]
 
     def leaf(self, *shape: int, fp32: bool = False) -> torch.Tensor:
-        """The same, as a leaf that needs a gradient; fp32 if coefficients are asked for."""
+        """Take a leaf that needs a gradient; fp32 if coefficients are asked for."""
         part = self.take(*shape).detach()
         return (part.float() if fp32 else part).requires_grad_()
 
@@ -158,7 +158,7 @@ def case_of(dtype: torch.dtype, n: int = 4, layout: str = "cn", c: int = 11) -> 
 
 
 def row_op(name: str, case: Case) -> RowOp:
-    """Of one function; its weights are those of the case."""
+    """`RowOp` of one function; its weights are those of the case."""
     i = inputs_of(name, case)
     n = case.n
     # Of every piece that a function may take, and of their cotangents.
@@ -171,7 +171,7 @@ def row_op(name: str, case: Case) -> RowOp:
 
 
 def site_in_a_fresh_process() -> RowOp:
-    """For `contract.check_fresh_process`."""
+    """Op for `contract.check_fresh_process`."""
     return row_op("post_pre", case_of(torch.bfloat16))
 
 

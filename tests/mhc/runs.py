@@ -1,4 +1,4 @@
-"""Each function of api.py, forward and backward, beside the oracle's results by the same names."""
+"""Run the public functions of mhc, forward and backward, beside the oracle's results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def leaves_of(x: Inputs, leading: tuple[int, ...] | None = None) -> Inputs:
 
 
 def gradients(leaves: Inputs, *names: str) -> dict[str, torch.Tensor]:
-    """Of those that there are, by name."""
+    """Gradients that are not None, by name."""
     out = {f"d_{name}": getattr(leaves, name) for name in names}
     return {name: t.grad for name, t in out.items() if t is not None}
 
@@ -62,7 +62,7 @@ def h_of(case: Case, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def logits_of(case: Case) -> torch.Tensor:
-    """Of `sinkhorn`: fp32 [M, n, n], of the case's spread."""
+    """Logits of `sinkhorn`: fp32 [M, n, n], of the case's spread."""
     return case.spread * cases.normal(case.m, case.n, case.n, seed=case.seed + 7)
 
 

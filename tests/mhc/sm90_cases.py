@@ -1,4 +1,4 @@
-"""What the launchers of mhc's SM90 kernels must give back, by the oracle's bounds.
+"""Checks of the launchers of mhc's SM90 kernels, by the oracle's bounds.
 
 A check takes the tensors of a case (`triton_cases.given`) and runs inside `simulated.simulated`.
 Where two ways lead to a result, both must have its bytes.
@@ -55,7 +55,7 @@ def near(got: torch.Tensor, want: Near) -> None:
 
 
 def mapping_of(g: Given) -> Mapping:
-    """In float64."""
+    """Mapping of the operands, in float64."""
     weight = g.mapping.norm_weight
     return Mapping(
         g.mapping.phi.double(), None if weight is None else weight.double(), g.mapping.precision
@@ -63,12 +63,12 @@ def mapping_of(g: Given) -> Mapping:
 
 
 def gates_of(g: Given) -> Gates:
-    """In float64."""
+    """Gates of the operands, in float64."""
     return g.gates._replace(alpha=g.gates.alpha.double(), beta=g.gates.beta.double())
 
 
 def expand_of(g: Given) -> Expand:
-    """In float64."""
+    """Expand operands, in float64."""
     return Expand(*(None if t is None else t.double() for t in g.expand))
 
 
@@ -115,7 +115,7 @@ def combine(g: Given) -> None:
 
 
 def coefficients(g: Given) -> None:
-    """In one kernel the bytes of three, and each of them within its bounds."""
+    """Check coefficients: one kernel has the bytes of three, each within its bounds."""
     n, k = g.shape.n, g.x.shape[1]
     out = launch.project(g.x, g.mapping, g.streams)
     h, ms = launch.add_chunks(out, k, n)
@@ -164,7 +164,7 @@ def reduce(g: Given) -> None:
 
 
 def gates_backward(g: Given) -> None:
-    """In one kernel the bytes of two, and each within its bounds."""
+    """Check the gates' backward: one kernel has the bytes of two, each within its bounds."""
     n, other = g.shape.n, given(g.shape, seed=1)
     coming = (other.pre, other.post, other.res)
     d_h, d_ms, parts = launch.gate_backward(g.h, g.ms, g.gates, n, *coming)
@@ -190,7 +190,7 @@ KINDS = ("res and out", "nothing", "add", "out", "add and out", "res")
 
 
 def upstream_of(g: Given, kind: str) -> Upstream:
-    """By its name."""
+    """Upstream gradients by name."""
     dy = None if kind in ("nothing", "out") else g.dy
     out = (g.d_out, g.pre) if "out" in kind else (None, None)
     return Upstream(dy, out[0], g.res if "res" in kind else None, out[1])

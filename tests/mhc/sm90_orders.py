@@ -1,4 +1,4 @@
-"""Where the order of a sum is written down: its bytes, and that no schedule shows in them.
+"""Checks of the written order of each sum: its bytes, and that no schedule shows in them.
 
 bf16 products are exact in fp32, so that torch's additions are the kernels' fmas.
 """

@@ -1,4 +1,4 @@
-"""main_grads: when they are written, whose flag is set, and what may not share their memory."""
+"""Tests of main_grads: when they are written, whose flag is set, what may not share memory."""
 
 from __future__ import annotations
 

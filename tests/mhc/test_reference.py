@@ -21,7 +21,7 @@ VARIANTS = [
 
 
 def derivative(loss, tensors: list, i: int, direction: torch.Tensor) -> float:
-    """Of ``loss`` by one of its tensors, along a direction, by central differences."""
+    """Derivative of ``loss`` by one of its tensors, along a direction, by central differences."""
 
     def at(step: float) -> float:
         moved = list(tensors)

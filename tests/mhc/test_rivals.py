@@ -1,4 +1,4 @@
-"""gpu_rivals on the CPU backend: its cases, its float64, its rule, and mistakes that it finds."""
+"""Tests of gpu_rivals on the CPU backend: cases, float64, rule, and mistakes that it finds."""
 
 from __future__ import annotations
 

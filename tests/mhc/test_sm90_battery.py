@@ -101,7 +101,7 @@ def test_no_schedule_of_any_kind_shows(name, shape):
 
 
 def results(g: Given) -> list[torch.Tensor]:
-    """What every launcher of rows gives back."""
+    """Results of every launcher of rows."""
     n, streams = g.shape.n, g.streams
     out = [*launch.project(g.x, g.mapping, streams, g.expand, g.pre)]
     out += launch.project(g.x, g.mapping, streams)[:2]
@@ -119,7 +119,7 @@ def results(g: Given) -> list[torch.Tensor]:
 
 
 def shifted(t: torch.Tensor | None) -> torch.Tensor | None:
-    """The same numbers one element behind an aligned address."""
+    """Copy of the numbers, one element behind an aligned address."""
     if t is None:
         return None
     room = t.new_empty(t.numel() + 1)

@@ -103,7 +103,7 @@ def test_no_size_shows(tmp_path, shape):
 
 
 def results(module, g: Given) -> list[torch.Tensor]:
-    """What every launcher gives back."""
+    """Results of every launcher."""
     n, streams = g.shape.n, g.streams
     form, both = cases.FORMS[1], cases.Upstream(g.dy, g.d_out, g.res, g.pre)
     out = module.project(g.x, g.mapping, streams, g.expand, g.pre)
@@ -126,7 +126,7 @@ def results(module, g: Given) -> list[torch.Tensor]:
 
 
 def shifted(t: torch.Tensor | None) -> torch.Tensor | None:
-    """The same numbers one element behind an aligned address."""
+    """Copy of the numbers, one element behind an aligned address."""
     if t is None:
         return None
     room = t.new_empty(t.numel() + 1)

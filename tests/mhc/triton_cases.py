@@ -1,4 +1,4 @@
-"""What the Triton mhc must give back, whatever runs it.
+"""Checks of the results of the Triton mhc, whatever runs it.
 
 A check takes a launcher module.  Where the CPU backend's arithmetic is written the same way, the
 expected bytes are its own; elsewhere the expected value is computed in float64, and the tolerance
@@ -42,7 +42,7 @@ FORMS = (
 
 
 class Shape(NamedTuple):
-    """Of a case."""
+    """Shape of a case."""
 
     m: int
     c: int
@@ -148,7 +148,7 @@ def within(got: torch.Tensor, want: torch.Tensor, tolerance: torch.Tensor) -> No
 
 
 def equal(got, want) -> None:
-    """Of tuples of tensors or None: bytes."""
+    """Check that two tuples of tensors or None have the same bytes."""
     for one, two in zip(got, want, strict=True):
         assert (one is None) == (two is None)
         assert one is None or same_bytes(one, two)
@@ -195,7 +195,7 @@ def project_expanded(launch: ModuleType, g: Given) -> None:
 
 
 def coefficients(launch: ModuleType, g: Given) -> None:
-    """Of chunks: the CPU backend's bytes, in one call and in three."""
+    """Check coefficients of chunks: the CPU backend's bytes, in one call and in three."""
     n, k = g.shape.n, g.x.shape[1]
     projected = cpu.project(g.x, g.mapping, g.streams)
     for form in FORMS:
@@ -223,7 +223,7 @@ def far_logits(launch: ModuleType, n: int = 4) -> None:
 
 
 def combine(launch: ModuleType, g: Given) -> None:
-    """With and without an expand and a pre: the CPU backend's bytes."""
+    """Check combine with and without an expand and a pre: the CPU backend's bytes."""
     one_row = g.pre[:1].expand(len(g.x), -1)
     for pre, expand in ((g.pre, g.expand), (None, g.expand), (g.pre, None), (one_row, None)):
         got = launch.combine(g.x, g.streams, pre, expand)
@@ -231,7 +231,7 @@ def combine(launch: ModuleType, g: Given) -> None:
 
 
 def combine_within(launch: ModuleType, g: Given) -> None:
-    """The same within bounds, where an fma rounds once."""
+    """Check combine within bounds, where an fma rounds once."""
     n, rounding = g.shape.n, ROUNDING[g.shape.dtype]
     y, out = launch.combine(g.x, g.streams, g.pre, g.expand)
     f = g.f.double()[:, None] + (0 if g.bias is None else g.bias.double())

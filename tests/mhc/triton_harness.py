@@ -85,7 +85,7 @@ compiled, _ = harness.harness(triton_launch, WRITTEN)
 
 @contextlib.contextmanager
 def simulated(launch: ModuleType = triton_launch) -> Iterator[list]:
-    """While it lasts, launches of the sm_90 code run on CPU tensors in ptxsim; yields the kernels.
+    """Run launches of the sm_90 code on CPU tensors in ptxsim; yields the kernels.
 
     Sums and coefficients that a launcher leaves unwritten are NaN.
     """
@@ -105,7 +105,7 @@ def made_small(launch: ModuleType, monkeypatch) -> None:
 
 
 def complaints(kernel) -> list[str]:
-    """What is wrong with the code of a kernel; empty if nothing is."""
+    """Complaints about the code of a kernel; empty if there are none."""
     hip = kernel.metadata.target.backend == "hip"
     on_fma_units = kernel.name in PRODUCTS and not hip
     stack = inspect.FP32_STACK if on_fma_units else 0

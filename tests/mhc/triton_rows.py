@@ -1,4 +1,4 @@
-"""What no row and no cut may show, for the launchers of the Triton mhc."""
+"""Checks that no row and no cut shows, for the launchers of the Triton mhc."""
 
 from __future__ import annotations
 

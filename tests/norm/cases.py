@@ -15,7 +15,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Case(NamedTuple):
-    """m rows of ``width``, and which of the optional tensors there are."""
+    """Case of m rows of ``width``, and which of the optional tensors there are."""
 
     m: int
     width: int

@@ -1,4 +1,4 @@
-"""norm's public functions as ops of the battery (tests/contract.py)."""
+"""Public functions of norm as ops of the battery (tests/contract.py)."""
 
 from __future__ import annotations
 

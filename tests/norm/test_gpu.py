@@ -1,4 +1,4 @@
-"""norm on a GPU: values, the battery, splits, grids, streams, graphs.  `make gpu-test`."""
+"""Tests of norm on a GPU: values, the battery, splits, grids, streams, graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""norm as torch ops: opcheck, compile, autocast, shapes, special values, where gradients go."""
+"""Tests of norm as torch ops: opcheck, compile, autocast, shapes, special values, gradients."""
 
 from __future__ import annotations
 

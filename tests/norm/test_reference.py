@@ -14,7 +14,7 @@ from tests.norm.cases import Case
 
 
 def theirs(case: Case, given: cases.Inputs) -> tuple[torch.Tensor, ...]:
-    """y, dh, dweight and dbias of torch, in float64."""
+    """Gradients of torch in float64: y, dh, dweight and dbias."""
     h = given.x.double()
     if given.residual is not None:
         h = (h + given.residual.double()).to(case.dtype).double()

@@ -1,4 +1,4 @@
-"""What the Triton norm must give back, whatever runs it.  A check takes a launcher module."""
+"""Checks of the results of the Triton norm, whatever runs it; each takes a launcher module."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def same(a: Results, b: Results) -> None:
 
 
 def values(launch: ModuleType, case: Case, fma: triton_orders.Fma) -> None:
-    """Within the bounds of float64, and the bytes of the written order."""
+    """Check values within the bounds of float64, and the bytes of the written order."""
     inputs = cases.inputs_of(case)
     got = cases.run(launch, case, inputs)
     assert cases.check(got, case, inputs) > 0.01
@@ -170,7 +170,7 @@ def no_address_shows(launch: ModuleType, case: Case) -> None:
 
 
 def through_the_op(launch: ModuleType):
-    """While it lasts, ``ck.rms_norm`` and ``ck.layer_norm`` run on this launcher."""
+    """Run ``ck.rms_norm`` and ``ck.layer_norm`` on this launcher."""
 
     def plan(name, device, dtype, *operands):
         return Plan(getattr(launch, name.removeprefix("norm_")), fresh=False)
@@ -192,5 +192,5 @@ def no_cut_shows(launch: ModuleType, at: int, width: int, parts: int) -> None:
 
 
 def all_values() -> Iterator[Case]:
-    """By night."""
+    """All values: for the nightly run."""
     yield from (*cases.kinds(), *cases.widths())

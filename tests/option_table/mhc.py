@@ -39,7 +39,7 @@ WEIGHTS = {
 
 @contextlib.contextmanager
 def recording(op: str, mains: dict[str, torch.Tensor] | None) -> Iterator[None]:
-    """While it lasts, runs.py's calls of all ops are recorded; ``op`` gets main_grads.
+    """Record runs.py's calls of all ops; ``op`` gets main_grads.
 
     ``mains`` is filled with them by name: copies of `start`.
     """
@@ -59,7 +59,7 @@ def recording(op: str, mains: dict[str, torch.Tensor] | None) -> Iterator[None]:
 
 
 def start(t: torch.Tensor) -> torch.Tensor:
-    """What the main_grad of a weight holds before a backward."""
+    """Content of the main_grad of a weight before a backward."""
     return normal(*t.shape, seed=t.numel())
 
 

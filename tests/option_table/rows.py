@@ -135,7 +135,7 @@ def _results(made) -> int:
 
 
 def _upstream(options: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of log p and of the entropy, which is zeros where it is not asked for."""
+    """Gradients of log p and of the entropy, zeros where it is not asked for."""
     d_logp, d_entropy = drawn(T, seed=15, dtype=FP32), drawn(T, seed=16, dtype=FP32)
     return d_logp, d_entropy if options.get("return_entropy") else torch.zeros(T)
 
@@ -240,7 +240,7 @@ OF_NORM, RESIDUAL = drawn(WIDTH, seed=24, dtype=FP32), drawn(2, 3, WIDTH, seed=2
 
 
 def of_fp32(value: torch.Tensor, terms=0.0, ulps=ULPS) -> Near:
-    """Within units of fp32 in the last place of a value and of the terms of its sum."""
+    """Bound of units of fp32 in the last place of a value and of the terms of its sum."""
     return Near(value, half_ulp(2.0**-126 + value.abs() + terms, FP32) * ulps)
 
 

@@ -148,7 +148,7 @@ def facts_of(page: str) -> list[tuple[tuple, str]]:
 
 
 def contradictions(pages: list[str]) -> dict[tuple, set[str]]:
-    """What two rows say differently of one case on one GPU model."""
+    """Contradictions: what two rows say differently of one case on one GPU model."""
     out = defaultdict(set)
     for page in pages:
         for key, value in facts_of(page):

@@ -107,7 +107,7 @@ def test_every_gap_with_a_record_is_compared(records):
 
 
 def ratios(records, kernel: str, product: str, rival: str, ours: str = "ours") -> list[float]:
-    """Of every case on every GPU model that has records of it."""
+    """Ratios of every case on every GPU model that has records of it."""
     out = []
     for bench in by_card(records, kernel).values():
         shapes = {s for _, p, s in bench.records if p == product}

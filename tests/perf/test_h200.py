@@ -47,7 +47,7 @@ def test_a_hanging_stage_ends_with_its_children_and_costs_itself_only(tmp_path, 
     started = tmp_path / "started"
 
     class Process(subprocess.Popen):
-        """Its limit of 2 s is over when its child has started, however long that takes."""
+        """Stand-in process whose limit of 2 s is over when its child has started, however late."""
 
         def wait(self, timeout=None):
             if timeout == 2.0:

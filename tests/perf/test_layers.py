@@ -1,4 +1,4 @@
-"""Who may import whom in perf, read off the syntax trees, and that one table names the systems."""
+"""Import rules of perf, read off the syntax trees; one table names the systems."""
 
 from __future__ import annotations
 

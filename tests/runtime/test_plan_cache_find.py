@@ -99,7 +99,7 @@ def profiled():
 
 
 def sharded():
-    """fully_shard has gathered W from a parameter with a main_grad."""
+    """Situation: fully_shard has gathered W from a parameter with a main_grad."""
     return mock.patch.multiple(
         data_parallel, sharding=lambda: True, has_sharded_main_grad=lambda t: t is W
     )
@@ -325,7 +325,7 @@ def counts(things) -> list[int]:
 
 
 def lost(before: list[int], things, calls: int) -> list[str]:
-    """Of what so many calls kept or lost a reference each; others in the process take some."""
+    """References that so many calls kept or lost; others in the process take some."""
     changes = [b - a for a, b in zip(before, counts(things), strict=True)]
     return [
         f"{change} of {type(thing).__name__}"

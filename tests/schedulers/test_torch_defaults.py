@@ -41,7 +41,7 @@ def defaults(dtype: torch.dtype, device: str):
 
 
 def inputs() -> SimpleNamespace:
-    """What a caller brings, made under the usual defaults."""
+    """Inputs of a caller, made under the usual defaults."""
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(0, 4, (2, S), generator=generator)
     flex = create_block_mask(

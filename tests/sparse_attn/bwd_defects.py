@@ -102,7 +102,7 @@ def inside(patch, method: str, **replaced) -> None:
 
 
 def nothing(*args, **options) -> None:
-    """In place of a wait or a fence."""
+    """Do nothing, in place of a wait or a fence."""
 
 
 def release_before_landing(patch):

@@ -73,7 +73,7 @@ def large(dim: int) -> Problem:
 
 
 def repeats(dim: int) -> None:
-    """The same bytes again and again, alone and beside a stream that keeps the card busy."""
+    """Check that the bytes repeat, alone and beside a stream that keeps the card busy."""
     inputs = large(dim)
     for deterministic in (True, False):
         first = gradients(inputs, deterministic=deterministic)
@@ -92,7 +92,7 @@ def repeats(dim: int) -> None:
 
 
 def sm_counts(dim: int) -> None:
-    """schedule_invariant: caps of the persistent grid, one CTA alone included."""
+    """Check schedule_invariant: caps of the persistent grid, one CTA alone included."""
     inputs = problem(BlockMask.causal(900, 900), dim, heads=8, kv_heads=4)
     want = gradients(inputs)
     for ctas in (1, 2, 7, 64, 131, 132):
@@ -207,7 +207,7 @@ def graph(dim: int) -> None:
 
 
 def unordered(dim: int) -> None:
-    """deterministic=False: values within the bound, and refused under torch's flag."""
+    """Check deterministic=False: values within the bound, refused under torch's flag."""
     inputs = problem(BlockMask.causal(600, 600), dim, heads=4, kv_heads=2)
     wanted, bounds = exact(inputs)
     grads = gradients(inputs, deterministic=False)

@@ -94,7 +94,7 @@ def nothing_waits(dim: int, window: tuple) -> None:
 
 
 def graph(dim: int, window: tuple) -> None:
-    """Of a pass and its backward; each replay against the sequences alone."""
+    """Check graphs of a pass and its backward; each replay against the sequences alone."""
     tensors = pack_cases.drawn(TOKENS, dim, heads=(4, 2), dim=dim)
     place = offsets(PACKS[0])
     side = torch.cuda.Stream()

@@ -36,7 +36,7 @@ def main(device: str = "cuda") -> None:
 
 
 def moved(x: cases.Inputs, device: str) -> cases.Inputs:
-    """On the device, with leaves of its own."""
+    """Copy on the device, with leaves of its own."""
     leaves = {n: getattr(x, n).detach().to(device).requires_grad_() for n in "qkv"}
     return dataclasses.replace(x, **leaves, dout=x.dout.to(device), dlse=x.dlse.to(device))
 

@@ -41,7 +41,7 @@ def drawn(
     heads: tuple[int, int] = (2, 1),
     dim: int = 64,
 ) -> list[torch.Tensor]:
-    """q, k, v and the gradients of out and lse.
+    """Random q, k, v and gradients of out and lse.
 
     dQ does not feel what all keys share, but the parts that it sums do: their order shows.
     """
@@ -59,7 +59,7 @@ def offsets(lengths: list[int], dtype: torch.dtype = torch.int32) -> torch.Tenso
 
 
 def differentiated(run, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What ``run(q, k, v)`` gives, (out, lse), and dq, dk, dv."""
+    """Results of ``run(q, k, v)``, (out, lse), and dq, dk, dv."""
     *leaves, dout, dlse = tensors
     leaves = [t.detach().clone().requires_grad_() for t in leaves]
     results = run(*leaves)
@@ -88,7 +88,7 @@ def trusted(tensors, cu_seqlens, window=(None, 0), sinks=None, softcap=0.0):
 
 
 def alone(tensors, lengths, causal=True, window_size=(None, None), **options):
-    """Each sequence by a call of its own, put one behind another."""
+    """Results of each sequence by a call of its own, put one behind another."""
     parts, begin = [], 0
     for n in lengths:
         own = [t[:, begin : begin + n] if t.dim() == 2 else t[begin : begin + n] for t in tensors]
@@ -146,7 +146,7 @@ def launched(forward, backward, of_pack=None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_sm90(**options) -> Iterator[list]:
-    """In the simulator; ``options``: see `simulated.simulated`, whose workspaces it gives."""
+    """Results in the simulator; ``options``: see `simulated.simulated`."""
     of_pack = (launch.forward_of_pack, launch.backward_of_pack) if IN_PLACE else None
     launchers = launch.forward, launch.backward, of_pack
     with simulated.simulated(**options) as used, launched(*launchers):

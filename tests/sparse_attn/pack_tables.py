@@ -1,4 +1,4 @@
-"""What ``kernel_pack_sm90`` is to make of offsets, sequence by sequence in Python; drawn offsets.
+"""Tables that ``kernel_pack_sm90`` must make of offsets, sequence by sequence in Python.
 
 `oracle` says what is right.  `drawn` is shared by the simulator's tests and the card's.
 """
@@ -55,7 +55,7 @@ def between(offsets: torch.Tensor) -> torch.Tensor:
 
 
 def oracle(case: Case) -> Made:
-    """Of any bounds."""
+    """Table and tickets of any bounds, sequence by sequence."""
     lo, hi = case.band
     parts, behind = [], 0
     for begin, end in case.bounds.tolist():

@@ -24,7 +24,7 @@ def cells(text: str, size=FIRST) -> dict[str, str]:
 
 
 def spaced(text: str) -> str:
-    """With ordinary spaces in place of those that keep a cell's parts together."""
+    """Text with ordinary spaces in place of those that keep a cell's parts together."""
     return text.replace("\N{NO-BREAK SPACE}", " ")
 
 

@@ -38,7 +38,7 @@ class Lists(NamedTuple):
 
 
 def dense(problem: Problem, which: str, given: dict) -> torch.Tensor:
-    """What FA4's documented meaning of these arguments allows, [B, 1, S, S]."""
+    """Pairs that FA4's documented meaning of these arguments allows, [B, 1, S, S]."""
     s, batch = problem.case.s, problem.case.batch
     q, kv = torch.arange(s)[:, None], torch.arange(s)
     allowed = torch.ones(batch, 1, s, s, dtype=torch.bool)

@@ -23,12 +23,12 @@ SHAPES = ((3, 4), (4,), (5, 2), (2, 2), (2, 2))
 
 @pytest.fixture(autouse=True)
 def settings_are_kept(monkeypatch):
-    """As outside of tests: what is read once is kept until `reload`."""
+    """Keep settings as outside of tests: what is read once is kept until `reload`."""
     monkeypatch.setattr(settings, "get", functools.cache(settings.get))
 
 
 def captured(call):
-    """As a graph: static results, and a replay that writes them."""
+    """Stand-in of a graph: static results, and a replay that writes them."""
     held = call()
 
     def again():

@@ -1,4 +1,4 @@
-"""compute-sanitizer's verdict from its words, where it is, what is recorded without it."""
+"""Tests of the record of compute-sanitizer: its verdict, its path, what is recorded without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On the card: the recorded digests, and the same ones on the grid of a smaller card."""
+"""Tests on the card: the recorded digests, and the same ones on the grid of a smaller card."""
 
 from __future__ import annotations
 

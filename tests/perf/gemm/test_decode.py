@@ -72,7 +72,7 @@ def test_what_raises_is_told():
 
 
 def records(ratio: float, share: float = 0.9) -> list[dict]:
-    """Of every case and system; cuBLAS takes ``ratio`` times as long as each other one."""
+    """Records of every case and system; cuBLAS takes ``ratio`` times as long as each other one."""
     out = []
     for case in decode.cases(["few", "middle", "dense"]):
         for name in decode_page.SYSTEMS:

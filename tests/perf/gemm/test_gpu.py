@@ -1,4 +1,4 @@
-"""On the card: the probe kernel's bits, one benchmark case of each kind, the ceilings."""
+"""Tests on the card: the probe kernel's bits, one benchmark case of each kind, the ceilings."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def ranks(mask: BlockMask, descending: bool) -> torch.Tensor:
 
 
 def padded(tensor, length):
-    """The same list, not compact, with rubbish behind the count."""
+    """Copy of a list, not compact, with rubbish behind the count."""
     if tensor is None:
         return None
     return torch.nn.functional.pad(tensor, (0, length - tensor.shape[-1]), value=123456)

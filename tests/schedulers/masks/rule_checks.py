@@ -1,4 +1,4 @@
-"""What rules say of every small block and window, against brute force."""
+"""Checks of rules on every small block and window, against brute force."""
 
 from __future__ import annotations
 

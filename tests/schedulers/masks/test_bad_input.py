@@ -1,4 +1,4 @@
-"""What a block mask refuses: the message names the argument, what was expected and what came."""
+"""Refusals of a block mask: the message names the argument, what was expected and what came."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ PACKAGE = str(Path(schedulers.__file__).parent)
 
 
 def afresh(blocks, **options) -> Selection:
-    """Not from the cache."""
+    """Select anew, not from the cache."""
     module._cache.clear()
     return select(blocks, **options)
 
@@ -51,7 +51,7 @@ def drawn(rows: int, columns: int, density: float = 0.4, seed: int = 0, masks: i
 
 
 def holds(blocks, chosen: Selection, told, group: int = 1) -> None:
-    """What is promised of every selection."""
+    """Check what is promised of every selection."""
     assert check(chosen.schedule, blocks).any_residency
     simulated = simulate(chosen.schedule, told, group=group)
     assert simulated.makespan_ns == chosen.predicted_ns

@@ -1,4 +1,4 @@
-"""What leaves L2: the estimate against an exact cache, and against what was measured."""
+"""Tests of the traffic estimate: against an exact cache, and against what was measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``check`` refuses, in its words; broken schedules; the gate before a launch."""
+"""Tests of ``check``: refusals in its words, broken schedules, the gate before a launch."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def one_core():
 
 @dataclass(frozen=True)
 class Drawn:
-    """What a drawn schedule is made from; ``seed`` decides the blocks and the permutations."""
+    """Facts that a drawn schedule is made from; ``seed`` decides the blocks and permutations."""
 
     rows: int
     columns: int

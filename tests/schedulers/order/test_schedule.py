@@ -322,7 +322,7 @@ def told_schedules() -> list[Schedule]:
 
 
 def assert_told(schedule: Schedule, told) -> None:
-    """What the tensors say is what the arrays say, number by number, by loops."""
+    """Check number by number, by loops, that the tensors hold what the arrays hold."""
     *parts, place = told
     parts += [] if place is None else [place]
     ticket, list_of_head, offset, entry, rank = (t.tolist() for t in parts[:5])

@@ -37,7 +37,7 @@ def colour(text: str) -> np.ndarray:
 
 
 def pixels(path: Path, text: str, within: int = 6) -> np.ndarray:
-    """Which pixels of a PNG have a colour: bool [height, width]."""
+    """Pixels of a PNG that have a colour: bool [height, width]."""
     from matplotlib.image import imread
 
     image = np.rint(imread(path)[..., :3] * 255).astype(int)
