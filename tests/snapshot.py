@@ -21,7 +21,9 @@ def check(name: str, text: str, folder: Path = GOLDEN) -> None:
     path = folder / name
     if os.environ.get("SNAPSHOTS") == "write":
         path.write_text(out)
-    kept = path.read_text() if path.is_file() else None
-    assert kept is not None, f"no {path.name}: SNAPSHOTS=write python -m pytest ... writes it"
-    lines = difflib.unified_diff(kept.splitlines(), out.splitlines(), name, "now", n=0, lineterm="")
-    assert out == kept, "\n".join([*lines, "if that was meant: SNAPSHOTS=write"])
+    snapshot = path.read_text() if path.is_file() else None
+    assert snapshot is not None, f"no {path.name}: SNAPSHOTS=write python -m pytest ... writes it"
+    lines = difflib.unified_diff(
+        snapshot.splitlines(), out.splitlines(), name, "now", n=0, lineterm=""
+    )
+    assert out == snapshot, "\n".join([*lines, "if that was meant: SNAPSHOTS=write"])

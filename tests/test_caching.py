@@ -62,9 +62,9 @@ def test_nothing_but_the_cache_keeps_a_mask_and_what_is_made_of_it(monkeypatch):
     monkeypatch.setattr(lowering, "cache", ByteCache("test", 1))
     mask = ck.BlockMask.from_dense(torch.rand(200, 200) < 0.5)
     lowered = weakref.ref(lowering.lower(mask))
-    known = weakref.ref(mask)
+    reference = weakref.ref(mask)
     del mask
-    assert known() is None and lowered() is None
+    assert reference() is None and lowered() is None
 
 
 def test_many_masks_stay_within_the_bound(monkeypatch):

@@ -179,8 +179,11 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
 
 
 def test_the_version():
-    shown = run("--version")
-    assert shown.exit_code == 0 and shown.stdout == f"cute-kernels {cute_kernels.__version__}\n"
+    cli_result = run("--version")
+    assert (
+        cli_result.exit_code == 0
+        and cli_result.stdout == f"cute-kernels {cute_kernels.__version__}\n"
+    )
     stated = f'version = "{cute_kernels.__version__}"'
     assert stated in (ROOT / "pyproject.toml").read_text()
 

@@ -91,8 +91,8 @@ def test_every_setting_is_in_the_generated_table():
     for setting in settings.TABLE:
         (line,) = [x for x in text.splitlines() if f"`{settings.PREFIX}{setting.name}`" in x]
         assert setting.help in line and all(choice in line for choice in setting.choices)
-    asked = {name for page in PAGES for name in MARKER.findall(page.read_text())}
-    assert asked == set(out["GENERATED"])
+    names = {name for page in PAGES for name in MARKER.findall(page.read_text())}
+    assert names == set(out["GENERATED"])
 
 
 def test_generated_parts_are_up_to_date():
@@ -247,8 +247,8 @@ def test_the_support_matrix_is_the_dispatchers(monkeypatch):
             assert ck.linear(*(torch.empty(2, 2, device="meta") for _ in "xw")).is_meta
             continue
         kind, name, *_ = (*device.split(), "unknown")
-        here = arch.Device("cuda:0", kind, name.strip(","), 100)
-        monkeypatch.setattr(arch, "describe", lambda _, here=here: here)
+        gpu_facts = arch.Device("cuda:0", kind, name.strip(","), 100)
+        monkeypatch.setattr(arch, "describe", lambda _, here=gpu_facts: here)
         for dtype in names if dtypes == "any" else dtypes.split(", "):
             assert chosen("gemm", names[dtype]) == backend, device
             assert chosen("column_sum", names[dtype]) == backend, device
@@ -262,8 +262,8 @@ def test_attention_runs_where_the_matrix_says(monkeypatch):
     rows = rows_of(page, "device", "forward and gradients", "state")
     for device, backend, state in rows:
         kind, name, *_ = (*device.split(), "unknown")
-        here = arch.Device("cuda:0", kind, name.strip(","), 100)
-        monkeypatch.setattr(arch, "describe", lambda _, here=here: here)
+        gpu_facts = arch.Device("cuda:0", kind, name.strip(","), 100)
+        monkeypatch.setattr(arch, "describe", lambda _, here=gpu_facts: here)
         for op in ("block_sparse_attention", "block_sparse_attention_backward"):
             for dtype in (torch.bfloat16, torch.float16):
                 assert chosen(op, dtype) == backend, device

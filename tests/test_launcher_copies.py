@@ -63,10 +63,10 @@ def placed(values: torch.Tensor, layout) -> torch.Tensor:
 
 def untouched(t: torch.Tensor, memory: torch.Tensor) -> bool:
     """Whether the elements of ``memory`` that are none of ``t`` are as they were."""
-    kept = t.clone()
+    copy = t.clone()
     t.fill_(77)
     around = bool((memory == 77).all())
-    t.copy_(kept)
+    t.copy_(copy)
     return around
 
 

@@ -133,8 +133,8 @@ def test_a_second_call_asks_nothing_of_the_record_or_the_log():
     finally:
         sys.setprofile(None)
     assert ("cute_kernels.runtime.dispatch", "launcher") in called
-    asked = {"cute_kernels.log", "cute_kernels.contracts", "cute_kernels.arch", "logging"}
-    assert not [call for call in called if call[0] in asked]
+    names = {"cute_kernels.log", "cute_kernels.contracts", "cute_kernels.arch", "logging"}
+    assert not [call for call in called if call[0] in names]
 
 
 def test_off_is_silent(lines, monkeypatch):

@@ -224,9 +224,9 @@ def test_info_says_why_calls_are_looked_up_in_python(monkeypatch):
 
 
 def test_command_line_info():
-    shown = CliRunner().invoke(cli.app, ["info", "--all"])
-    assert shown.exit_code == 0 and "linear/cpu/" in shown.output
-    assert "launch plans" in shown.output
+    cli_result = CliRunner().invoke(cli.app, ["info", "--all"])
+    assert cli_result.exit_code == 0 and "linear/cpu/" in cli_result.output
+    assert "launch plans" in cli_result.output
     as_json = CliRunner().invoke(cli.app, ["info", "--json"])
     assert json.loads(as_json.output)["ops"]["matmul"]["cpu"]["guarantees"]
 

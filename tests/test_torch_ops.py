@@ -195,9 +195,9 @@ def test_a_trace_holds_the_op():
     ],
 )
 def test_an_entrance_that_does_not_ask_is_killed(mutant, monkeypatch):
-    rest = tuple(ask for ask in plan_cache.INTERCEPTORS if ask is not mutant)
-    assert len(rest) == len(plan_cache.INTERCEPTORS) - 1
-    monkeypatch.setattr(plan_cache, "INTERCEPTORS", rest)
+    remaining = tuple(ask for ask in plan_cache.INTERCEPTORS if ask is not mutant)
+    assert len(remaining) == len(plan_cache.INTERCEPTORS) - 1
+    monkeypatch.setattr(plan_cache, "INTERCEPTORS", remaining)
     with pytest.raises((AssertionError, ck.errors.DtypeError, RuntimeError)):
         test_nothing_goes_past_a_mode("linear")
         test_autocast_casts()

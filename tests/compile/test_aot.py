@@ -98,10 +98,10 @@ def test_the_setting_names_a_folder_that_the_first_miss_loads(out, monkeypatch):
 
 
 def test_records_describe_the_files(tmp_path):
-    seen = []
+    recorded = []
     out = tmp_path / "aot"
-    records = aot.export(catalogue(7, 8), ARCH, out, lambda *step: seen.append(step))
-    assert seen == [(1, 2, records[0]), (2, 2, records[1])]
+    records = aot.export(catalogue(7, 8), ARCH, out, lambda *step: recorded.append(step))
+    assert recorded == [(1, 2, records[0]), (2, 2, records[1])]
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["kernels"] == records and manifest["arch"] == ARCH
     assert manifest["facts"] == toolchain.portable_facts()

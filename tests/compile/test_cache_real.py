@@ -55,8 +55,8 @@ def fresh(root, script):
 
 
 def test_a_hit_in_a_fresh_process_does_not_import_cutlass(root, real):
-    said = complaints(cache.get(real.kernel(3), ARCH))
-    assert "expected device_type=cuda" in said[2][1]
+    message = complaints(cache.get(real.kernel(3), ARCH))
+    assert "expected device_type=cuda" in message[2][1]
     fresh(
         root,
         f"""
@@ -65,7 +65,7 @@ def test_a_hit_in_a_fresh_process_does_not_import_cutlass(root, real):
         raise AssertionError("compiled")
     kernel = Kernel("toy", (("scale", 3), ("threads", 128)), never)
     function = cache.get(kernel, ARCH)
-    assert complaints(function) == {said!r}
+    assert complaints(function) == {message!r}
     assert cache.counts() == {{"built": 0, "disk": 1, "ahead": 0}}
     assert "cutlass" not in sys.modules
     """,

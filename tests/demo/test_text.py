@@ -30,10 +30,10 @@ def test_no_metadata_means_no_licence(monkeypatch):
 
 def test_split_keeps_every_byte_once():
     whole = bytes(range(1, 256)) * 100
-    kept, held = text.split(whole)
-    assert len(kept) + len(held) == len(whole)
-    assert len(held) == 1024  # one block in sixteen
-    assert text.encode(whole[15 * 1024 : 16 * 1024]).equal(held)
+    kept, heldout = text.split(whole)
+    assert len(kept) + len(heldout) == len(whole)
+    assert len(heldout) == 1024  # one block in sixteen
+    assert text.encode(whole[15 * 1024 : 16 * 1024]).equal(heldout)
 
 
 def test_bytes_come_back():

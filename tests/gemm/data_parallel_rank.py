@@ -82,12 +82,12 @@ def ddp_refused(rank: int) -> dict:
     model = layer()
     model.weight.main_grad = torch.zeros(N, K)
     wrapped = DDP(model)
-    said = refusal(lambda: wrapped(tokens(rank)))
+    message = refusal(lambda: wrapped(tokens(rank)))
     cast = refusal(lambda: autocast(wrapped, tokens(rank)))
     with torch.no_grad():
         allowed = refusal(lambda: wrapped(tokens(rank)))
     return {
-        "said": said,
+        "said": message,
         "cast": cast,
         "no_grad": allowed,
         "untouched": not model.weight.main_grad.any(),

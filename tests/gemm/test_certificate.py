@@ -143,10 +143,11 @@ def test_each_width_has_its_instruction():
 )
 def test_a_changed_order_changes_the_hash(monkeypatch, mutant):
     """What no rule names (K order, a wait of the pipeline) shows as other machine code."""
-    kept = certified.stored(entry("plain"))
+    stored_certificate = certified.stored(entry("plain"))
     with monkeypatch.context() as patch:
         mutant(patch, kernel_sm90)
         certificate = certify(entry("plain"))
     assert (
-        kept["toolchain"] != certificate.toolchain or kept["sass_sha256"] != certificate.sass_sha256
+        stored_certificate["toolchain"] != certificate.toolchain
+        or stored_certificate["sass_sha256"] != certificate.sass_sha256
     )

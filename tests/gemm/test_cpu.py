@@ -289,17 +289,17 @@ def test_main_grad_is_added_to_at_one_alignment(monkeypatch):
     memory = torch.zeros(24 * 40 + 17)
     state = memory[1 + (-memory.data_ptr() // 4) % 16 :][: 24 * 40].view(24, 40)
     assert state.data_ptr() % 64
-    seen, true_mm = [], cpu.mm
+    recorded, true_mm = [], cpu.mm
 
     def mm(a, b, out=None, *, add=False):
-        seen.append(out.data_ptr() % 64)
+        recorded.append(out.data_ptr() % 64)
         return true_mm(a, b, out, add=add)
 
     monkeypatch.setattr(cpu, "mm", mm)
     generator = torch.Generator().manual_seed(8)
     dy, x = torch.randn(21, 24, generator=generator), torch.randn(21, 40, generator=generator)
     op.linear_dw_(dy, x, state, "chain")
-    assert set(seen) == {0} and state.all()
+    assert set(recorded) == {0} and state.all()
 
 
 def test_column_sum_in_order():

@@ -26,9 +26,9 @@ def ranks(tmp_path_factory) -> list[dict]:
 def test_ddp_is_refused_with_the_recipe(ranks):
     for rank in ranks:
         case = rank["ddp_refused"]
-        for said in (case["said"], case["cast"]):
-            assert said.startswith("main_grad: expected none inside DistributedDataParallel")
-            assert "ddp.no_sync()" in said and "docs/gemm.md" in said
+        for message in (case["said"], case["cast"]):
+            assert message.startswith("main_grad: expected none inside DistributedDataParallel")
+            assert "ddp.no_sync()" in message and "docs/gemm.md" in message
         assert case["no_grad"] == "" and case["untouched"]
 
 
@@ -47,9 +47,9 @@ def test_ddp_that_leaves_the_parameter_alone_is_not_refused(ranks):
 def test_fsdp2_is_refused_with_the_recipe(ranks):
     for rank in ranks:
         case = rank["fsdp_refused"]
-        for said, got in ((case["given"], "a tensor"), (case["lost"], "weight.main_grad")):
-            assert said.startswith("main_grad: expected none under fully_shard")
-            assert "leave main_grad out" in said and said.endswith(f"got {got}")
+        for message, got in ((case["given"], "a tensor"), (case["lost"], "weight.main_grad")):
+            assert message.startswith("main_grad: expected none under fully_shard")
+            assert "leave main_grad out" in message and message.endswith(f"got {got}")
 
 
 def test_fsdp2_without_main_grad_reduces_as_ever(ranks):

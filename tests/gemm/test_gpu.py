@@ -352,10 +352,10 @@ def test_offsets_beyond_int32():
     x[:-300] = 0
     state = torch.zeros(n, k, device="cuda")
     op.linear_dw_(dy, x, state, "chain")
-    few = torch.zeros(n, k, device="cuda")
+    small = torch.zeros(n, k, device="cuda")
     first = (rows - 300) // 16 * 16
-    op.linear_dw_(dy[first:], x[first:], few, "chain")
-    assert contract.same_bytes(state, few)
+    op.linear_dw_(dy[first:], x[first:], small, "chain")
+    assert contract.same_bytes(state, small)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -132,7 +132,7 @@ def chunks_differ(n: int, k: int, degree: int) -> bool:
     """Whether a product has other bytes by ``degree`` calls with some of the columns each."""
     a, b, _ = drawn(70, n, k, FP32)
     whole = op.linear(a, b, None, None, "chain")
-    parts = [op.linear(a, some, None, None, "chain") for some in b.chunk(degree)]
+    parts = [op.linear(a, b_chunk, None, None, "chain") for b_chunk in b.chunk(degree)]
     return not contract.same_bytes(torch.cat(parts, 1), whole)
 
 

@@ -52,12 +52,12 @@ def check_rows(n: int, k: int, sizes, dtype=BF16) -> int:
     plain = ck.linear(x, weight, order="tree")
     added = ck.linear(x, weight, vector, order="tree")
     for rows in sizes:
-        some = x[:rows]
-        assert contract.same_bytes(ck.skinny_linear(some, weight), plain[:rows])
-        assert contract.same_bytes(ck.skinny_linear(strided(some), weight, vector), added[:rows])
-        own = ck.skinny_linear(strided(some), weight, vector.expand(rows, n))
+        x_rows = x[:rows]
+        assert contract.same_bytes(ck.skinny_linear(x_rows, weight), plain[:rows])
+        assert contract.same_bytes(ck.skinny_linear(strided(x_rows), weight, vector), added[:rows])
+        own = ck.skinny_linear(strided(x_rows), weight, vector.expand(rows, n))
         assert contract.same_bytes(own, added[:rows])
-        each = ck.skinny_linear(some, weight, matrix[:rows])
+        each = ck.skinny_linear(x_rows, weight, matrix[:rows])
         alone = [ck.skinny_linear(x[i : i + 1], weight, matrix[i : i + 1]) for i in (0, rows - 1)]
         assert contract.same_bytes(each[[0, -1]], torch.cat(alone))
     return len(sizes)

@@ -50,13 +50,13 @@ def kernels(target, dtype, rows, majors=("k", "k"), size=(256, 2888)) -> dict[st
     a, b = tree_cases.operands(rows, n, k, dtype)
     a, b = cases.laid_out(a, majors[0]), cases.laid_out(b, majors[1])
     bias = tree_cases.bias_of("rows", rows, n, dtype)
-    chosen = plan.skinny(ARCHS.get(target, target), launch._plan(dtype))
+    kernel_config = plan.skinny(ARCHS.get(target, target), launch._plan(dtype))
 
     def skinny(deterministic, units):
         return compiled(
             launch,
             target,
-            lambda: launch._launch_skinny(a, b, bias, deterministic, chosen, units),
+            lambda: launch._launch_skinny(a, b, bias, deterministic, kernel_config, units),
         )
 
     leaves, root = skinny(True, 132)

@@ -18,10 +18,10 @@ Named = dict[str, torch.Tensor]
 
 
 def _gradients(made: list[torch.Tensor], given: list[torch.Tensor], leaves: Named) -> Named:
-    there = {name: leaf for name, leaf in leaves.items() if leaf is not None}
+    present = {name: leaf for name, leaf in leaves.items() if leaf is not None}
     given = [g.double().reshape(t.shape) for t, g in zip(made, given, strict=True)]
-    grads = torch.autograd.grad(made, list(there.values()), given)
-    return {f"d_{name}": g for name, g in zip(there, grads, strict=True)}
+    grads = torch.autograd.grad(made, list(present.values()), given)
+    return {f"d_{name}": g for name, g in zip(present, grads, strict=True)}
 
 
 def _leaves(**tensors: torch.Tensor | None) -> Named:

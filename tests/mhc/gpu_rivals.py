@@ -65,8 +65,13 @@ def compared(op: str, case: Case, x: Inputs) -> Iterator[tuple[str, float, float
     added = ADDED[op](case, x) if op in ADDED else {}
     for name, value in exact.items():
         out = ours[name].detach(), theirs[name], value
-        own, other, room = formulas.errors(*out, added.get(name))
-        yield name, own, other, own <= other + room and (name != "h" or own <= MOST_H)
+        our_error, other, room = formulas.errors(*out, added.get(name))
+        yield (
+            name,
+            our_error,
+            other,
+            our_error <= other + room and (name != "h" or our_error <= MOST_H),
+        )
 
 
 def line(op: str, label: str, case: Case, x: Inputs) -> tuple[str, int]:

@@ -51,8 +51,8 @@ class Token:
     def backward(self, made: list[torch.Tensor], leaves: list[torch.Tensor]) -> torch.Tensor:
         """Results and gradients, side by side; cotangents are what is left of the row."""
         upstream = [self.take(*t.shape[1:]).to(t.dtype) for t in made]
-        found = [*made, *torch.autograd.grad(made, leaves, upstream)]
-        return torch.cat([t.detach().float().reshape(len(self.rows), -1) for t in found], 1)
+        out = [*made, *torch.autograd.grad(made, leaves, upstream)]
+        return torch.cat([t.detach().float().reshape(len(self.rows), -1) for t in out], 1)
 
 
 def _streams(case: Case) -> tuple[int, int]:

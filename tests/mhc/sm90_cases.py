@@ -127,9 +127,11 @@ def coefficients(g: Given) -> None:
             launch.sinkhorn(g.res, n, form),
             reference.sinkhorn(g.res.double(), n, form),
         )
-    made = launch.gate(g.h, g.ms, g.gates, n)
+    coefficients_out = launch.gate(g.h, g.ms, g.gates, n)
     used = g.h[:, : mappings(n)].double()
-    for got, want in zip(made, reference.scale(used, g.ms.double(), gates_of(g), n), strict=True):
+    for got, want in zip(
+        coefficients_out, reference.scale(used, g.ms.double(), gates_of(g), n), strict=True
+    ):
         near(got, want)
 
 
@@ -138,11 +140,11 @@ def coefficients(g: Given) -> None:
 
 def reduce(g: Given) -> None:
     """Every kind of pass that the catalogue has."""
-    own, both = Expand(g.f, g.bias, g.post), Upstream(g.dy, g.d_out, g.res, g.pre)
+    expand_operands, both = Expand(g.f, g.bias, g.post), Upstream(g.dy, g.d_out, g.res, g.pre)
     of_out = Upstream(d_out=g.d_out, pre=g.pre)
     passes = {
-        "df d_bias d_post d_res dx": (g.x, Upstream(g.dy, res=g.res), own, True),
-        "df d_bias d_post": (None, Upstream(g.dy), own, False),
+        "df d_bias d_post d_res dx": (g.x, Upstream(g.dy, res=g.res), expand_operands, True),
+        "df d_bias d_post": (None, Upstream(g.dy), expand_operands, False),
         "d_res d_pre": (g.x, both, None, False),
         "d_res": (g.x, Upstream(g.dy), None, False),
         "d_pre dx": (g.x, of_out, None, True),
@@ -154,12 +156,12 @@ def reduce(g: Given) -> None:
     want = {"df": end.f, "d_post": end.post, "d_res": end.res, "d_pre": d_pre, "d_bias": end.bias}
     for names, (read, upstream, expand, want_dx) in passes.items():
         got = launch.reduce_channels(read, g.streams, upstream, expand, want_dx)._asdict()
-        there = {name for name, t in got.items() if t is not None}
+        present = {name for name, t in got.items() if t is not None}
         expected = set(names.split()) - ({"d_bias"} if g.bias is None else set())
-        assert there == expected, names
+        assert present == expected, names
         if got["d_bias"] is not None:
             got["d_bias"] = added(got["d_bias"], g.shape.c)
-        for name in there:
+        for name in present:
             near(got[name], (want | {"dx": dx if expand is None else end.x})[name])
 
 

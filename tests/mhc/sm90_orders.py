@@ -61,8 +61,8 @@ def sums_of_reduce(g: Given) -> None:
 def sums_of_bias(g: Given) -> None:
     """dbias: the tokens of a CTA ascending; then the parts of a chunk, from zero."""
     tokens = ReduceConfig.tokens
-    own = Expand(g.f, g.bias, g.post)
-    out = launch.reduce_channels(None, g.streams, Upstream(g.dy), own)
+    expand_operands = Expand(g.f, g.bias, g.post)
+    out = launch.reduce_channels(None, g.streams, Upstream(g.dy), expand_operands)
     # df before its rounding: one fma for each stream, of which a product is exact in fp64.
     dy, total = by_stream(g.dy, g.streams), None
     for j in range(g.shape.n):

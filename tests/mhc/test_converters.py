@@ -151,11 +151,11 @@ def test_tilekernels_weights_give_its_streams(n, layout):
         return within(got, x, z, missed, formula, 6 * (n + 2) + 20)
 
     assert as_with(numbers)
-    for place in range(5):
+    for position in range(5):
         # Each number is seen: one that is off by a tenth, or an iteration more, is not near.
         off = list(numbers)
-        off[place] += 1 if place == 4 else 0.1 * off[place]
-        assert not as_with(off), names[place]
+        off[position] += 1 if position == 4 else 0.1 * off[position]
+        assert not as_with(off), names[position]
 
 
 def test_tilekernels_defaults_are_those_of_mhc_pre():

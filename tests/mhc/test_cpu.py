@@ -180,9 +180,9 @@ def test_errors_are_not_above_transformer_engines(dtypes, n):
         assert other.keys() <= got.keys()
         for key, t in other.items():
             out = got[key].detach(), t, want[key].value
-            own, other, room = formulas.errors(*out, added.get(key))
-            if own > other + room:
-                over[f"{name}: {key}"] = (own, other)
+            our_error, other, room = formulas.errors(*out, added.get(key))
+            if our_error > other + room:
+                over[f"{name}: {key}"] = (our_error, other)
     assert not over, over
 
 
@@ -364,12 +364,12 @@ def test_expand_from_embedding(layout, dtype):
 def test_streams_have_memory_of_their_own(n, layout, channels):
     """A write into one stream reaches no other one and not the embedding."""
     e = cases.normal(3, channels, seed=20, dtype=FP32)
-    x, kept = expand_from_embedding(e, n, layout=layout), e.clone()
+    x, copy = expand_from_embedding(e, n, layout=layout), e.clone()
     assert x.is_contiguous()
     dim = -1 if layout == "cn" else -2
     x.select(dim, 0).add_(1.0)
-    assert same_bytes(e, kept)
-    assert same_bytes(x.select(dim, 0), kept + 1.0) and same_bytes(x.select(dim, 1), kept)
+    assert same_bytes(e, copy)
+    assert same_bytes(x.select(dim, 0), copy + 1.0) and same_bytes(x.select(dim, 1), copy)
 
 
 @pytest.mark.parametrize("layout", ["cn", "nc"])

@@ -69,15 +69,18 @@ def of_module(pieces: list[int], tokens: torch.Tensor) -> dict[str, torch.Tensor
     """The main_grads of a module, after micro-batches of so many tokens."""
     torch.manual_seed(4)
     module = HyperHead(24, 4, norm_weight=True)
-    own = dict(module.named_parameters())
-    for weight in own.values():
+    module_parameters = dict(module.named_parameters())
+    for weight in module_parameters.values():
         weight.main_grad = torch.zeros_like(weight)
         weight.grad_added_to_main_grad = False
     cotangents = cases.normal(len(tokens), 24, seed=8)
     for token, cotangent in zip(tokens.split(pieces), cotangents.split(pieces), strict=True):
         module(token).backward(cotangent)
-    assert all(weight.grad is None and weight.grad_added_to_main_grad for weight in own.values())
-    return {name: weight.main_grad for name, weight in own.items()}
+    assert all(
+        weight.grad is None and weight.grad_added_to_main_grad
+        for weight in module_parameters.values()
+    )
+    return {name: weight.main_grad for name, weight in module_parameters.items()}
 
 
 def test_a_modules_gradients_do_not_follow_the_split():

@@ -171,16 +171,16 @@ def test_a_site_without_bias_and_norm_weight():
 
 
 def test_other_arguments_go_to_the_sublayer():
-    seen = []
+    recorded = []
 
     def sublayer(out, factor, *, x):
-        seen.append((out.shape, factor, x))
+        recorded.append((out.shape, factor, x))
         return out * factor
 
     module = HyperConnection(sublayer, C)
     x = streams(4, "cn", 2, 5)
     y = module(x, 0.0, x="named as the streams are")
-    assert seen == [((2, 5, C), 0.0, "named as the streams are")]
+    assert recorded == [((2, 5, C), 0.0, "named as the streams are")]
     assert not same_bytes(module(x, 1.0, x=None), y)
 
 
@@ -208,16 +208,19 @@ def test_the_head_is_head(n, norm_weight):
 
 def with_main_grads(pieces: list[int], tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     module = site(bias=True, norm_weight=True)
-    own = dict(module.named_parameters(recurse=False))
-    for weight in own.values():
+    module_parameters = dict(module.named_parameters(recurse=False))
+    for weight in module_parameters.values():
         weight.main_grad = torch.zeros_like(weight)
         weight.grad_added_to_main_grad = False
     cotangents = drawn(*tokens.shape, seed=8)
     for token, cotangent in zip(tokens.split(pieces), cotangents.split(pieces), strict=True):
         module(token).backward(cotangent)
-    assert all(weight.grad is None and weight.grad_added_to_main_grad for weight in own.values())
+    assert all(
+        weight.grad is None and weight.grad_added_to_main_grad
+        for weight in module_parameters.values()
+    )
     assert module.sublayer.weight.grad is not None
-    return {name: weight.main_grad for name, weight in own.items()}
+    return {name: weight.main_grad for name, weight in module_parameters.items()}
 
 
 def test_gradients_go_into_main_grads_and_do_not_follow_the_split():

@@ -16,11 +16,11 @@ from tests.mhc.sm90_orders import squares_of_rows
 
 def above(op: str, m: int = 48, c: int = 517) -> set[str]:
     """Results of an op that are above TransformerEngine's, of one shape."""
-    asked = gpu_rivals.asked([(m, c)], 71)
+    shapes = gpu_rivals.asked([(m, c)], 71)
     return {
         name
-        for own, _, case, x in asked
-        if own == op
+        for our_error, _, case, x in shapes
+        if our_error == op
         for name, *_, fine in gpu_rivals.compared(op, case, x)
         if not fine
     }
@@ -60,8 +60,8 @@ def test_the_shapes_that_are_asked():
     rest = gpu_rivals.SHAPES[13:]
     assert set(rest) == set(itertools.product(cases.TOKENS, cases.CHANNELS)) and len(rest) == 36
     assert gpu_rivals.SHAPES[0] == (256, 32) and (8192, 8192) in gpu_rivals.SHAPES
-    asked = list(gpu_rivals.asked([(2, 3)], 1))
-    assert [(op, label) for op, label, _, _ in asked] == [
+    shapes = list(gpu_rivals.asked([(2, 3)], 1))
+    assert [(op, label) for op, label, _, _ in shapes] == [
         ("project", "with norm_weight"),
         ("project", "without norm_weight"),
         ("gate", ""),
@@ -70,7 +70,7 @@ def test_the_shapes_that_are_asked():
         ("expand", "with bias"),
         ("expand", "without bias"),
     ]
-    for _, label, case, x in asked:
+    for _, label, case, x in shapes:
         assert (case.n, x.x.dtype, x.phi.dtype, x.alpha.dtype) == (4, BF16, FP32, FP32)
         assert (x.norm_weight is None) == (label == "without norm_weight")
         assert (x.bias is None) == (label == "without bias")
@@ -227,7 +227,7 @@ def test_squares_on_sm90_are_as_near_as_theirs(m, c):
 
     def above(chained: bool) -> bool:
         parts = squares_of_rows(rows, 4 * chunk_channels(4, "bf16x2"), chained)
-        own, other, room = formulas.errors(formulas.chain(parts) / (4 * c), theirs, value)
-        return own > other + room
+        our_error, other, room = formulas.errors(formulas.chain(parts) / (4 * c), theirs, value)
+        return our_error > other + room
 
     assert above(chained=True) and not above(chained=False)

@@ -113,8 +113,10 @@ def results(g: Given) -> list[torch.Tensor]:
     out += launch.reduce_channels(g.x, streams, both)
     of = (g.x, g.h, g.ms, g.mapping, streams, both)
     out += launch.project_backward(*of, (True, True))
-    made = launch.coefficients_backward(g.h, g.ms, g.gates, n, FORMS[1], g.pre, g.post, g.res)
-    out += [*launch.gate(g.h, g.ms, g.gates, n), *made]
+    coefficients_out = launch.coefficients_backward(
+        g.h, g.ms, g.gates, n, FORMS[1], g.pre, g.post, g.res
+    )
+    out += [*launch.gate(g.h, g.ms, g.gates, n), *coefficients_out]
     return [t.values if isinstance(t, Parts) else t for t in out if t is not None]
 
 

@@ -83,8 +83,8 @@ def test_a_sum_in_random_order_is_caught(name, monkeypatch):
 def test_rollout_and_training_have_the_same_bytes():
     """The demo's claim, with streams: log-probs of any batch, and gradients of Llama's weights."""
     side, _ = trained(3, SIZE)
-    _, held = text.split(text.corpus())
-    work = measure.tasks(SETUP, held, seed=2)
+    _, heldout = text.split(text.corpus())
+    work = measure.tasks(SETUP, heldout, seed=2)
     choose = rollout.sample(2, len(work))
     column, _ = measure.measure(side, SETUP, work, choose, 2, lambda count: None)
     total = column.total()

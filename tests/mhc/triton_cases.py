@@ -250,10 +250,10 @@ def combine_within(launch: ModuleType, g: Given) -> None:
 
 def reduce(launch: ModuleType, g: Given) -> None:
     """Every kind of pass: df and dx are the CPU backend's bytes, sums are within their bounds."""
-    both, own = Upstream(g.dy, g.d_out, g.res, g.pre), Expand(g.f, g.bias, g.post)
+    both, expand_operands = Upstream(g.dy, g.d_out, g.res, g.pre), Expand(g.f, g.bias, g.post)
     passes = (
-        (g.x, Upstream(g.dy, res=g.res), own, True),
-        (None, Upstream(g.dy), own, False),
+        (g.x, Upstream(g.dy, res=g.res), expand_operands, True),
+        (None, Upstream(g.dy), expand_operands, False),
         (g.x, both, None, False),
         (g.x, both, None, True),
         (g.x, Upstream(d_out=g.d_out, pre=g.pre), None, True),

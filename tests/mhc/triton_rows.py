@@ -32,11 +32,23 @@ def forward(launch: ModuleType, shape: Shape) -> contract.RowOp:
         x, f = (t.to(shape.dtype).contiguous() for t in (x, f))
         expand = Expand(f, g.bias, post, res)
         out = launch.project(x, g.mapping, g.streams, expand, pre)
-        made = launch.coefficients(out, n * c, g.gates, n, FORM)
+        coefficients_out = launch.coefficients(out, n * c, g.gates, n, FORM)
         *_, collapsed = launch.combine(x, g.streams, pre, None)
         sums = out.sums.permute(1, 0, 2).flatten(1)
-        all_of = (sums, out.squares.mT, out.y, out.out, collapsed, made.ms[:, None])
-        return torch.cat([t.float() for t in (*all_of, made.h, made.pre, made.post, made.res)], 1)
+        all_of = (sums, out.squares.mT, out.y, out.out, collapsed, coefficients_out.ms[:, None])
+        return torch.cat(
+            [
+                t.float()
+                for t in (
+                    *all_of,
+                    coefficients_out.h,
+                    coefficients_out.pre,
+                    coefficients_out.post,
+                    coefficients_out.res,
+                )
+            ],
+            1,
+        )
 
     return contract.RowOp("mhc forward", run, sum(sizes), FP32)
 
@@ -49,8 +61,8 @@ def backward(launch: ModuleType, shape: Shape) -> contract.RowOp:
     def run(rows):
         *streams, post, res, pre, h, ms, d_pre, d_post, d_res = _columns(rows, sizes)
         x, dy, f, d_out = (t.to(shape.dtype).contiguous() for t in streams)
-        own = Upstream(dy, res=res)
-        ended = launch.reduce_channels(x, g.streams, own, Expand(f, g.bias, post), True)
+        upstream = Upstream(dy, res=res)
+        ended = launch.reduce_channels(x, g.streams, upstream, Expand(f, g.bias, post), True)
         both = Upstream(dy, d_out, res, pre)
         begun = launch.reduce_channels(x, g.streams, both)
         ms = ms[:, 0].abs() + 0.1

@@ -108,12 +108,12 @@ def test_streams_and_a_graph():
     want = run(case, inputs)
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
-    found = []
+    out = []
     for stream in streams * 8:
         with torch.cuda.stream(stream):
-            found.append(run(case, inputs))
+            out.append(run(case, inputs))
     torch.cuda.synchronize()
-    assert all(same(one, want) for one in found)
+    assert all(same(one, want) for one in out)
 
     def forward():
         with torch.no_grad():

@@ -96,9 +96,9 @@ def _cases(run, **named: dict) -> dict:
 
 
 def mask() -> BlockMask:
-    chosen = torch.rand(1, 1, QUERIES, KEYS, generator=torch.Generator().manual_seed(7)) < 0.4
-    chosen[..., 11, :] = False
-    return BlockMask.from_dense(chosen)
+    is_allowed = torch.rand(1, 1, QUERIES, KEYS, generator=torch.Generator().manual_seed(7)) < 0.4
+    is_allowed[..., 11, :] = False
+    return BlockMask.from_dense(is_allowed)
 
 
 MASK = mask()

@@ -166,9 +166,9 @@ def shards() -> dict[str, float]:
     def work(rank):
         own = slice(first, None) if rank.rank() else slice(0, first)
         leaves = [leaf(t) for t in (hidden, whole[own], bias[own])]
-        place = {"group": rank, "vocab_start": own.start, "vocab_size": ENTRIES, "order": "tree"}
+        options = {"group": rank, "vocab_start": own.start, "vocab_size": ENTRIES, "order": "tree"}
         others = {"bias": leaves[2], "return_entropy": True}
-        out = call("linear_logp", leaves[0], leaves[1], target, **others, **place)
+        out = call("linear_logp", leaves[0], leaves[1], target, **others, **options)
         torch.autograd.backward(out, upstream)
         return [t.detach() for t in out] + [t.grad for t in leaves]
 

@@ -204,8 +204,8 @@ def test_a_planted_contradiction_is_found(row, clash):
 def test_the_hosts_times_are_the_same_on_both_pages_that_have_them(records):
     """Products quote what a call costs the host from the records of a whole model."""
     compared = 0
-    for own in split(records).values():
-        pages = report.pages(own, [])
+    for model_records in split(records).values():
+        pages = report.pages(model_records, [])
         calls = {
             dict(key[1])["call"]: value
             for key, value in facts_of(pages["status/model.md"])

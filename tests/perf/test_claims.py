@@ -120,7 +120,10 @@ def test_the_gaps_have_the_numbers_of_the_records(records):
     assert gap("attention's ordered backward").startswith(f"down to {backward:.2f} of")
     both = ratios(records, "logp", "both", "quack")
     assert gap("`linear_logp`").startswith(f"{min(both):.2f} to {max(both):.2f}:")
-    verdicts = [[row[2] for row in mhc_page.target_rows(own)] for own in split(records).values()]
+    verdicts = [
+        [row[2] for row in mhc_page.target_rows(model_records)]
+        for model_records in split(records).values()
+    ]
     words = max(map(Counter, verdicts), key=lambda words: words[MISSED])
     assert gap("mHC") == f"{words[MISSED]} of {sum(words.values())} targets missed"
     for card in MODELS:

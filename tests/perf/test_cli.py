@@ -93,15 +93,15 @@ def attention_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
     monkeypatch.setattr(perf.core.timing, "ceilings", lambda: {"mm_tflops": 1.0, "copy_gbs": 1.0})
-    asked = {}
+    requested = {}
 
     def runs(measured, *arguments):
         def measure(todo, options, **more):
-            asked.update(todo=todo, options=options, **more)
+            requested.update(todo=todo, options=options, **more)
             yield from measured(todo)
 
         monkeypatch.setattr(perf.attention.bench, "measure", measure)
-        return run(app, ["bench", "attention", *arguments]), asked
+        return run(app, ["bench", "attention", *arguments]), requested
 
     return runs
 
@@ -113,40 +113,40 @@ def test_attention_fails_where_our_result_is_wrong(status, code, attention_run):
         for name, state in (("fa4", "failed"), ("ours_unordered", status)):
             yield todo[0].items("bwd") | {"system": name, "status": state, "why": "rival"}
 
-    cli_result, asked = attention_run(measured, "--quick", "-o", "x.jsonl")
+    cli_result, requested = attention_run(measured, "--quick", "-o", "x.jsonl")
     assert cli_result.exit_code == code, cli_result.output
     assert cli_result.output.splitlines()[0] == "a line" and "FAILED: rival" in cli_result.output
-    assert len(asked["todo"]) == 7 and asked["options"].passes == ["bwd"]
-    assert asked["options"].rivals == ["ours", "ours_unordered", "fa4"]
-    assert asked["options"].patience_s and asked["options"].l2_bytes == 1 << 20
+    assert len(requested["todo"]) == 7 and requested["options"].passes == ["bwd"]
+    assert requested["options"].rivals == ["ours", "ours_unordered", "fa4"]
+    assert requested["options"].patience_s and requested["options"].l2_bytes == 1 << 20
 
 
 def test_attention_asks_for_what_the_options_say(attention_run):
     arguments = ["--mask", "causal", "--d", "64", "--group", "4", "--systems", "ours,fa4"]
-    _, asked = attention_run(lambda todo: [], *arguments, "--budget", "9", "--rounds", "60")
-    assert [(c.heads, c.kv_heads) for c in asked["todo"]] == [(16, 4), (32, 8)]
-    options = asked["options"]
+    _, requested = attention_run(lambda todo: [], *arguments, "--budget", "9", "--rounds", "60")
+    assert [(c.heads, c.kv_heads) for c in requested["todo"]] == [(16, 4), (32, 8)]
+    options = requested["options"]
     assert (options.budget_s, options.rounds, options.passes) == (9.0, 60, ["fwd", "bwd"])
-    assert options.wanted("fa4", asked["todo"][0])
-    assert asked["output"].name == "attention.jsonl"
-    _, asked = attention_run(lambda todo: [], "--check-only")
-    assert asked["options"].check_only and asked["options"].ceilings is None
-    random = next(c for c in asked["todo"] if c.mask == "random" and c.kv_heads == 4)
-    assert not asked["options"].wanted("fa4", random)
+    assert options.wanted("fa4", requested["todo"][0])
+    assert requested["output"].name == "attention.jsonl"
+    _, requested = attention_run(lambda todo: [], "--check-only")
+    assert requested["options"].check_only and requested["options"].ceilings is None
+    random = next(c for c in requested["todo"] if c.mask == "random" and c.kv_heads == 4)
+    assert not requested["options"].wanted("fa4", random)
 
 
 def test_attention_takes_packs_where_they_are_asked_for(attention_run):
-    _, asked = attention_run(lambda todo: [], "--mask", "pack", "--d", "128")
-    assert [c.label for c in asked["todo"]] == [
+    _, requested = attention_run(lambda todo: [], "--mask", "pack", "--d", "128")
+    assert [c.label for c in requested["todo"]] == [
         "pack/s8192/d128/h16/kv16",
         "pack/s8192/d128/h32/kv8",
     ]
-    wanted = asked["options"].wanted
-    names = [name for name in asked["options"].rivals if wanted(name, asked["todo"][1])]
+    wanted = requested["options"].wanted
+    names = [name for name in requested["options"].rivals if wanted(name, requested["todo"][1])]
     assert names == ["ours", "ours_pack", "ours_runs", "fa4_varlen"]
-    _, asked = attention_run(lambda todo: [])
-    assert len(asked["todo"]) == 56
-    assert not any(wanted(name, case) for name in names[1:] for case in asked["todo"])
+    _, requested = attention_run(lambda todo: [])
+    assert len(requested["todo"]) == 56
+    assert not any(wanted(name, case) for name in names[1:] for case in requested["todo"])
 
 
 def test_attention_says_that_the_device_is_lost(attention_run):

@@ -29,9 +29,9 @@ def record(product: str, shape: str, system: str, date: str = "2026-11-23", **mo
 def training(**milliseconds: float) -> list[dict]:
     """Steps of the systems that were timed together."""
     out = []
-    for name, mine in milliseconds.items():
-        ratio = {other: t / mine for other, t in milliseconds.items() if other != name}
-        more = {"median_us": 1000 * mine, "ratio": ratio}
+    for name, actual in milliseconds.items():
+        ratio = {other: t / actual for other, t in milliseconds.items() if other != name}
+        more = {"median_us": 1000 * actual, "ratio": ratio}
         out.append(record("training", "4x2048", name, **more))
     return out
 

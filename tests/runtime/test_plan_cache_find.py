@@ -158,8 +158,8 @@ def test_nobody_is_passed_by(both, name):
 def test_no_interceptor_can_be_left_out(in_c, monkeypatch, name):
     """The mutants: C and Python ask one tuple."""
     situation, index = SITUATIONS[name]
-    rest = plan_cache.INTERCEPTORS[:index] + plan_cache.INTERCEPTORS[index + 1 :]
-    monkeypatch.setattr(plan_cache, "INTERCEPTORS", rest)
+    remaining = plan_cache.INTERCEPTORS[:index] + plan_cache.INTERCEPTORS[index + 1 :]
+    monkeypatch.setattr(plan_cache, "INTERCEPTORS", remaining)
     with pytest.raises(AssertionError):
         assert set(answers(Both(in_c, monkeypatch), situation)) == {False}
 

@@ -59,24 +59,24 @@ def test_the_machine_and_the_blocks_are_those_of_attention_on_the_card():
     rows = table(results.stdout)
     assert {kind for kind, _ in rows} == set(report.CHOICES)
     mask = BlockMask.sliding_window(8192, 8192, left=1024, right=0, block_size=BLOCK)
-    told = simulate(spt(mask, heads=16, heads_in_flight=4), CARD)
+    simulation = simulate(spt(mask, heads=16, heads_in_flight=4), CARD)
     floor = bound(mask, heads=16, machine=CARD).lower_ns
     assert rows["spt", "4"] == [
-        f"{told.makespan_ns / 1e3:,.1f}",
-        f"{told.ratio:.3f}",
-        f"{told.stall_share:.1%}",
-        f"{told.makespan_ns / floor:.3f}",
+        f"{simulation.makespan_ns / 1e3:,.1f}",
+        f"{simulation.ratio:.3f}",
+        f"{simulation.stall_share:.1%}",
+        f"{simulation.makespan_ns / floor:.3f}",
         "any_residency",
     ]
     assert re.fullmatch(r"needs\(\d+\)", rows["symmetric_shift", "4"][-1])
-    chosen = select(mask, heads=16, machine=CARD)
-    assert chosen.schedule.hash == auto(mask, 16, 128, "cuda").hash
-    assert f"select takes '{chosen.schedule.name}'" in " ".join(results.stdout.split())
-    for line in str(chosen).splitlines():
+    selection = select(mask, heads=16, machine=CARD)
+    assert selection.schedule.hash == auto(mask, 16, 128, "cuda").hash
+    assert f"select takes '{selection.schedule.name}'" in " ".join(results.stdout.split())
+    for line in str(selection).splitlines():
         assert " ".join(line.split()) in " ".join(results.stdout.split())
     assert max(map(len, results.stdout.splitlines())) <= 80
-    flight = str(chosen.schedule.heads_in_flight)
-    assert rows["select", flight][0] == f"{chosen.predicted_ns / 1e3:,.1f}"
+    flight = str(selection.schedule.heads_in_flight)
+    assert rows["select", flight][0] == f"{selection.predicted_ns / 1e3:,.1f}"
     assert rows["select", flight][-1] == "any_residency"
 
 
@@ -116,8 +116,8 @@ def test_a_faster_kind_that_needs_residents_is_named_and_not_drawn(tmp_path, mon
     options = ["--mask", "full", "--seqlen", "1024", "--heads", "1", "--slots", "8"]
     results = run(*options, "--plot", str(tmp_path / "a.svg"))
     mask = BlockMask.full(1024, 1024, block_size=BLOCK)
-    taken = select(mask, heads=1, machine=machine(CARD, slots=8)).schedule
-    assert recorded == [f"select: {taken.name}, one head at a time"]
+    schedule = select(mask, heads=1, machine=machine(CARD, slots=8)).schedule
+    assert recorded == [f"select: {schedule.name}, one head at a time"]
     rows = table(results.stdout)
     assert float(rows["shift", "1"][0]) < float(rows["select", "1"][0])
     assert re.search(r"shift, one head at a time is \d+\.\d% faster but needs\(8\)", results.stdout)
@@ -139,8 +139,8 @@ def test_pictures_are_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(picture, "gantt", spy)
     mask = BlockMask.causal(1024, 1024, block_size=BLOCK)
-    taken = select(mask, heads=4, machine=machine(CARD, slots=10)).schedule
-    chosen = f"select: {taken.name}, {taken.heads_in_flight} heads in flight"
+    schedule = select(mask, heads=4, machine=machine(CARD, slots=10)).schedule
+    chosen = f"select: {schedule.name}, {schedule.heads_in_flight} heads in flight"
     each = ["--kind", "spt", "--kind", "select", "--flight", "1", "--compare"]
     for name, options, want in (
         ("a.svg", [], [chosen]),
@@ -165,12 +165,12 @@ def test_every_row_that_has_a_time_is_compared(tmp_path):
 def test_json_is_the_table_and_the_choice():
     results = run(*SMALL, "--json")
     assert results.exit_code == 0 and not results.stderr
-    told, rows = json.loads(results.stdout), table(run(*SMALL).stdout)
-    assert told["machine"]["name"] == f"{CARD}*" and told["machine"]["slots"] == 10
-    assert (told["mask"], told["seqlen"], told["heads"]) == ("causal", 1024, 4)
-    assert told["block_size"] == list(BLOCK) and told["blocks"] == 36
-    assert len(told["rows"]) == len(rows)
-    for row in told["rows"]:
+    data, rows = json.loads(results.stdout), table(run(*SMALL).stdout)
+    assert data["machine"]["name"] == f"{CARD}*" and data["machine"]["slots"] == 10
+    assert (data["mask"], data["seqlen"], data["heads"]) == ("causal", 1024, 4)
+    assert data["block_size"] == list(BLOCK) and data["blocks"] == 36
+    assert len(data["rows"]) == len(rows)
+    for row in data["rows"]:
         cells = rows[row["kind"], str(row["heads_in_flight"])]
         needs = row["needs_residents"]
         assert cells[-1].startswith("any_residency" if needs == 1 else f"needs({needs})")
@@ -181,12 +181,12 @@ def test_json_is_the_table_and_the_choice():
             assert cells[1] == f"{row['predicted_ns'] / row['unordered_ns']:.3f}"
             assert cells[2] == f"{row['waiting']:.1%}" and cells[3] == f"{row['over_bound']:.3f}"
     mask = BlockMask.causal(1024, 1024, block_size=BLOCK)
-    chosen = select(mask, heads=4, machine=machine(CARD, slots=10))
-    assert told["bound_ns"] == chosen.bound.lower_ns
-    assert told["select"]["hash"] == chosen.schedule.hash == told["rows"][-1]["hash"]
-    assert told["select"]["predicted_ns"] == chosen.predicted_ns
-    trials = [(t["kind"], t["walk"], t["predicted_ns"]) for t in told["select"]["trials"]]
-    assert trials == [(t.kind, t.walk, t.predicted_ns) for t in chosen.trials]
+    selection = select(mask, heads=4, machine=machine(CARD, slots=10))
+    assert data["bound_ns"] == selection.bound.lower_ns
+    assert data["select"]["hash"] == selection.schedule.hash == data["rows"][-1]["hash"]
+    assert data["select"]["predicted_ns"] == selection.predicted_ns
+    trials = [(t["kind"], t["walk"], t["predicted_ns"]) for t in data["select"]["trials"]]
+    assert trials == [(t.kind, t.walk, t.predicted_ns) for t in selection.trials]
     assert json.loads(run(*SMALL, "--json", "--kind", "lpt").stdout)["select"] is None
 
 
@@ -196,8 +196,8 @@ def test_the_schedule_that_is_saved_is_read_back(tmp_path):
     assert results.exit_code == 0, results.stderr
     again = Schedule.load(tmp_path / "taken.npz")
     mask = BlockMask.causal(1024, 1024, block_size=BLOCK)
-    chosen = select(mask, heads=4, machine=machine(CARD, slots=10)).schedule
-    assert again.hash == chosen.hash and again.name == chosen.name
+    selection = select(mask, heads=4, machine=machine(CARD, slots=10)).schedule
+    assert again.hash == selection.hash and again.name == selection.name
     assert f"taken.npz: select: {again.name}" in " ".join(results.stdout.split())
     assert again.hash in results.stdout
     generator = torch.Generator().manual_seed(1)
@@ -208,7 +208,7 @@ def test_the_schedule_that_is_saved_is_read_back(tmp_path):
         out = ck.block_sparse_attention(leaf, k, v, mask, schedule=schedule)
         return torch.autograd.grad(out, leaf, grad)[0].view(torch.int16)
 
-    assert torch.equal(gradient(again), gradient(chosen))
+    assert torch.equal(gradient(again), gradient(selection))
     assert not torch.equal(gradient(again), gradient("left_to_right"))
 
 

@@ -53,17 +53,17 @@ def inputs() -> SimpleNamespace:
 
 def masks(given: SimpleNamespace) -> dict[str, BlockMask]:
     """Every constructor; those without a tensor are told the device."""
-    lengths, place = (S, S), {"device": "cpu"}
+    lengths, options = (S, S), {"device": "cpu"}
     out = {
-        "full": BlockMask.full(*lengths, **SIZE, **place),
-        "causal": BlockMask.causal(*lengths, **SIZE, **place),
+        "full": BlockMask.full(*lengths, **SIZE, **options),
+        "causal": BlockMask.causal(*lengths, **SIZE, **options),
         "dilated": BlockMask.dilated_window(
-            *lengths, left=40, right=9, dilation=3, **SIZE, **place
+            *lengths, left=40, right=9, dilation=3, **SIZE, **options
         ),
-        "prefix": BlockMask.prefix_lm(*lengths, prefix=17, **SIZE, **place),
+        "prefix": BlockMask.prefix_lm(*lengths, prefix=17, **SIZE, **options),
         "prefixes": BlockMask.prefix_lm(*lengths, prefix=given.prefix, **SIZE),
         "scattered": BlockMask.document(given.ids, **SIZE),
-        "offsets": BlockMask.document(cu_seqlens=torch.tensor([0, 30, S], **place), **SIZE),
+        "offsets": BlockMask.document(cu_seqlens=torch.tensor([0, 30, S], **options), **SIZE),
         "dense": BlockMask.from_dense(given.dense, **SIZE),
         "nothing": BlockMask.from_dense(given.dense & ~given.dense, **SIZE),
         "flex": BlockMask.from_flex(given.flex),
@@ -86,14 +86,14 @@ def everything(given: SimpleNamespace) -> dict[str, object]:
         rank = write_ranks(mask, range(mask.num_kv_blocks))
         lists = to_fa4(mask, "backward", write_order=rank, spt=False, tail_partial=True)
         back = from_fa4(lists, S, S, rule=mask.rule, direction="backward")
-        chosen = _select(block_grid(mask, 2), slots, 2)
+        selection = _select(block_grid(mask, 2), slots, 2)
         found[f"orders of {name}"] = (
             (back[0].hash(), back[1].tolist()),
             [kinds.KINDS[kind](mask, heads=2).hash for kind in kinds.KINDS],
-            (chosen.schedule.hash, chosen.predicted_ns, chosen.trials),
-            simulate(chosen.schedule, slots, group=2).makespan_ns,
+            (selection.schedule.hash, selection.predicted_ns, selection.trials),
+            simulate(selection.schedule, slots, group=2).makespan_ns,
             bound(mask, heads=2, machine=slots, group=2),
-            [part.tolist() for part in chosen.schedule.tensors("cpu", places=True)],
+            [part.tolist() for part in selection.schedule.tensors("cpu", places=True)],
         )
     return found
 

@@ -70,7 +70,7 @@ def cases(head_dim: int, form: str = "rule"):
 
 def survives(kernel, head_dim: int, form: str = "rule", more: tuple = ()) -> bool:
     """more: cases besides, as those of `cases`."""
-    for case, schedule, wanted in (*cases(head_dim, form), *more):
+    for case, schedule, expected in (*cases(head_dim, form), *more):
         for options in SETTINGS:
             ptxsim.clear_launches()
             try:
@@ -78,7 +78,7 @@ def survives(kernel, head_dim: int, form: str = "rule", more: tuple = ()) -> boo
                     grads = simulated_bwd.backward(case, schedule, ctas=3, backward=kernel)
             except (ptxsim.PtxsimError, AssertionError):
                 return False
-            if not all(contract.same_bytes(a, b) for a, b in zip(grads, wanted, strict=True)):
+            if not all(contract.same_bytes(a, b) for a, b in zip(grads, expected, strict=True)):
                 return False
             reports = [launch["report"] for launch in ptxsim.launches()]
             if any(r["races"] or r["fence_warnings"]["count"] for r in reports):

@@ -46,16 +46,16 @@ def values(dim: int) -> None:
         sizes = heads, kv_heads, max(batch, mask.shape[0]), dtype
         for softcap, lse in ((0.0, False), (3.0, True)):
             inputs = problem(mask, dim, *sizes, softcap)
-            wanted, bounds = exact(inputs, lse)
+            expected, bounds = exact(inputs, lse)
             grads = gradients(inputs, lse=lse)
-            for part, got, want in zip(("dq", "dk", "dv"), grads, wanted[2:], strict=True):
+            for part, got, want in zip(("dq", "dk", "dv"), grads, expected[2:], strict=True):
                 check(f"{name}, {part}, {softcap}", got, want, getattr(bounds, part))
 
 
 def kinds_of_schedules(dim: int) -> None:
     """Every kind of schedule, the longest waits included: within the bound, and repeated."""
     inputs = problem(BlockMask.causal(1000, 1000), dim, heads=4, kv_heads=2)
-    wanted, bounds = exact(inputs)
+    expected, bounds = exact(inputs)
     for kind in kinds.KINDS:
         try:
             grads = gradients(inputs, kind)
@@ -63,7 +63,7 @@ def kinds_of_schedules(dim: int) -> None:
             print(f"{kind}: {refused}")
             continue
         require_same(gradients(inputs, kind), grads, kind)
-        for part, got, want in zip(("dq", "dk", "dv"), grads, wanted[2:], strict=True):
+        for part, got, want in zip(("dq", "dk", "dv"), grads, expected[2:], strict=True):
             check(f"{kind}, {part}", got, want, getattr(bounds, part))
 
 
@@ -209,9 +209,9 @@ def graph(dim: int) -> None:
 def unordered(dim: int) -> None:
     """Check deterministic=False: values within the bound, refused under torch's flag."""
     inputs = problem(BlockMask.causal(600, 600), dim, heads=4, kv_heads=2)
-    wanted, bounds = exact(inputs)
+    expected, bounds = exact(inputs)
     grads = gradients(inputs, deterministic=False)
-    for part, got, want in zip(("dq", "dk", "dv"), grads, wanted[2:], strict=True):
+    for part, got, want in zip(("dq", "dk", "dv"), grads, expected[2:], strict=True):
         check(part, got, want, getattr(bounds, part))
     torch.use_deterministic_algorithms(True)
     try:
@@ -229,8 +229,10 @@ def by_head(dim: int) -> None:
     mask = BlockMask.from_dense(masks_by_head(256, 4))
     for kv_heads in (4, 2):
         inputs = problem(mask, dim, heads=4, kv_heads=kv_heads)
-        wanted, bounds = exact(inputs)
-        for part, got, want in zip(("dq", "dk", "dv"), gradients(inputs), wanted[2:], strict=True):
+        expected, bounds = exact(inputs)
+        for part, got, want in zip(
+            ("dq", "dk", "dv"), gradients(inputs), expected[2:], strict=True
+        ):
             check(f"a mask per head, {kv_heads} KV heads, {part}", got, want, getattr(bounds, part))
 
 

@@ -96,27 +96,27 @@ def nothing_waits(dim: int, window: tuple) -> None:
 def graph(dim: int, window: tuple) -> None:
     """Check graphs of a pass and its backward; each replay against the sequences alone."""
     tensors = pack_cases.drawn(TOKENS, dim, heads=(4, 2), dim=dim)
-    place = offsets(PACKS[0])
+    cu_seqlens = offsets(PACKS[0])
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        attended(tensors, place, window)
+        attended(tensors, cu_seqlens, window)
     torch.cuda.current_stream().wait_stream(side)
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
-        out = attended(tensors, place, window)
+        out = attended(tensors, cu_seqlens, window)
     for lengths in PACKS:
-        place.copy_(offsets(lengths))
+        cu_seqlens.copy_(offsets(lengths))
         captured.replay()
         end = sum(lengths)
-        own = [t[:, :end] if t.dim() == 2 else t[:end] for t in tensors]
+        sequence_tensors = [t[:, :end] if t.dim() == 2 else t[:end] for t in tensors]
         rule = (window[1] == 0, (window[0], None) if window[1] == 0 else window)
         rows = [t[:, :end] if i == 1 else t[:end] for i, t in enumerate(out)]
-        require(f"{lengths}", rows, pack_cases.alone(own, list(lengths), *rule))
+        require(f"{lengths}", rows, pack_cases.alone(sequence_tensors, list(lengths), *rule))
         for i, t in enumerate(out):
             rest = t[:, end:] if i == 1 else t[end:]
             assert same_bytes(rest, torch.full_like(rest, -torch.inf if i == 1 else 0.0)), lengths
-    place.copy_(offsets(PACKS[0]))
+    cu_seqlens.copy_(offsets(PACKS[0]))
 
 
 def require(what: str, made: list[torch.Tensor], want: list[torch.Tensor]) -> None:

@@ -54,13 +54,15 @@ def neighbours() -> None:
     for dim in config.HEAD_DIMS:
         tensors = known.drawn(700, dim=dim)
         inside = slice(300, 531)
-        own = [t[:, inside] if t.dim() == 2 else t[inside] for t in tensors]
-        want = known.packed(own, [231])
+        sequence_tensors = [t[:, inside] if t.dim() == 2 else t[inside] for t in tensors]
+        want = known.packed(sequence_tensors, [231])
         for t in tensors[:4]:
             t[:300] = t[531:] = torch.nan
-        made = known.packed(tensors, [300, 231, 169])
-        made = [t[:, inside] if i == 1 else t[inside] for i, t in enumerate(made)]
-        require(f"neighbours, D = {dim}", made, want)
+        packed_results = known.packed(tensors, [300, 231, 169])
+        packed_results = [
+            t[:, inside] if i == 1 else t[inside] for i, t in enumerate(packed_results)
+        ]
+        require(f"neighbours, D = {dim}", packed_results, want)
 
 
 def padded() -> None:

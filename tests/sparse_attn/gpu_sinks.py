@@ -29,10 +29,10 @@ def main(device: str = "cuda") -> None:
         lengths = [130, 1, 61, 700]
         inputs = pack_cases.drawn(sum(lengths), heads=(4, 2), dim=dim)
         options = {"sinks": drawn_sinks(4).detach().to(device)}
-        made = pack_cases.packed(inputs, lengths, **options)
+        packed_results = pack_cases.packed(inputs, lengths, **options)
         require(
             f"a pack, D = {dim}",
-            not pack_cases.differing(made, pack_cases.alone(inputs, lengths, **options)),
+            not pack_cases.differing(packed_results, pack_cases.alone(inputs, lengths, **options)),
         )
         for rows in (1, 5, 200):
             spans(dim, rows, device)

@@ -41,8 +41,8 @@ def main() -> int:
     grads = torch.autograd.grad(out, leaves, dout)
     torch.cuda.synchronize()
     faulthandler.cancel_dump_traceback_later()
-    wanted = torch.autograd.grad(exact, inputs, host[3].double())
-    for name, got, want in zip(("dq", "dk", "dv"), grads, wanted, strict=True):
+    expected = torch.autograd.grad(exact, inputs, host[3].double())
+    for name, got, want in zip(("dq", "dk", "dv"), grads, expected, strict=True):
         held &= _compare(name, got, want, getattr(bounds, name))
     print("ok" if held else "FAILED")
     return 0 if held else 1

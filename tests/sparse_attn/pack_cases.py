@@ -91,10 +91,12 @@ def alone(tensors, lengths, causal=True, window_size=(None, None), **options):
     """Results of each sequence by a call of its own, put one behind another."""
     parts, begin = [], 0
     for n in lengths:
-        own = [t[:, begin : begin + n] if t.dim() == 2 else t[begin : begin + n] for t in tensors]
+        sequence_tensors = [
+            t[:, begin : begin + n] if t.dim() == 2 else t[begin : begin + n] for t in tensors
+        ]
         begin += n
         if n:
-            parts.append(differentiated(_one(n, causal, window_size, options), own))
+            parts.append(differentiated(_one(n, causal, window_size, options), sequence_tensors))
     dims = (0, 1, 0, 0, 0)
     return [torch.cat(part, dim) for part, dim in zip(zip(*parts, strict=True), dims, strict=True)]
 

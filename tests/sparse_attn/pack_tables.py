@@ -90,8 +90,8 @@ def _tickets(case: Case, first: int, size: int, rest: bool, band: tuple[int, int
     for section in range(0, case.kv_heads, flight):
         for column in range(count)[::-1]:
             # Which query blocks have a pair in the band, pair by pair of distances.
-            seen = [] if rest else [m for m in range(count) if meets(column - m, band)]
-            begin, end = (first + seen[0], first + seen[-1] + 1) if seen else (0, 0)
+            recorded = [] if rest else [m for m in range(count) if meets(column - m, band)]
+            begin, end = (first + recorded[0], first + recorded[-1] + 1) if recorded else (0, 0)
             for head in range(section, min(section + flight, case.kv_heads)):
                 out.append((head, first + column, begin, end))
     return out

@@ -39,9 +39,9 @@ class SequenceOp:
 
     def same(self, got, want, transform: str, case: str) -> None:
         """Both out and lse, rows [B, S, H, ..]."""
-        for part, mine, theirs in zip(("out", "lse"), got, want, strict=True):
+        for part, actual, theirs in zip(("out", "lse"), got, want, strict=True):
             name = f"{self.name} {part}"
-            require_same(mine, theirs, op=name, transform=transform, case=case, seed=0)
+            require_same(actual, theirs, op=name, transform=transform, case=case, seed=0)
 
 
 def check_chunks(op: SequenceOp, x: Tensors, cuts: list[list[int]]) -> int:

@@ -116,12 +116,12 @@ def check(case: Case, found: Gradients, dlse: torch.Tensor | None = None) -> flo
     value = (out * case.dout.double()).sum()
     if dlse is not None:
         value = value + (lse * dlse).nan_to_num(0.0).sum()
-    wanted = torch.autograd.grad(value, inputs)
+    expected = torch.autograd.grad(value, inputs)
     bounds = reference.error_bounds(
         case.q, case.k, case.v, case.dout, allowed, scores=reference.Scores(case.scale)
     )
     worst = 0.0
-    for name, got, want in zip(("dq", "dk", "dv"), found, wanted, strict=False):
+    for name, got, want in zip(("dq", "dk", "dv"), found, expected, strict=False):
         error, bound = (got.double() - want).abs(), getattr(bounds, name)
         assert got.isfinite().all(), f"{name}: not finite"
         assert (error <= bound).all(), f"{name}: {(error / bound).max():.2f} of its bound"

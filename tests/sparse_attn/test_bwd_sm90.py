@@ -225,8 +225,8 @@ def test_strides_and_what_outputs_held_do_not_matter(head_dim):
     def by_heads(t: torch.Tensor) -> torch.Tensor:
         """The same values as [B, H, S, D] in memory, between other values."""
         batch, length, heads, dim = t.shape
-        held = torch.full((batch, heads, length + 3, dim + 8), 7.0, dtype=t.dtype)
-        view = held[:, :, :length, :dim].transpose(1, 2)
+        storage = torch.full((batch, heads, length + 3, dim + 8), 7.0, dtype=t.dtype)
+        view = storage[:, :, :length, :dim].transpose(1, 2)
         view.copy_(t)
         return view
 
@@ -263,14 +263,14 @@ def test_delta_is_added_in_its_order(head_dim):
     kernel_config = config.configure("bf16", head_dim, "none", True)
     tile_m, tiles = kernel_config.tile_m, -(-70 // kernel_config.tile_m)
     sizes = (1, 2, tiles), tile_m, head_dim, kernel_config.turns
-    held = launch.plan_workspace(*sizes, case.q.device)()
+    workspace = launch.plan_workspace(*sizes, case.q.device)()
     pre = simulated.pre_kernel(
         config.PreConfig("bf16", head_dim, tile_m, turns=kernel_config.turns)
     )
-    of_rows = (t.flatten(2) for t in held[:2])
-    pre(case.out, case.dout, case.lse, None, *of_rows, *held[2:], None)
+    of_rows = (t.flatten(2) for t in workspace[:2])
+    pre(case.out, case.dout, case.lse, None, *of_rows, *workspace[2:], None)
     # Kept by lanes: rows 2 l, 2 l + 1, 2 l + 8 and 2 l + 9 of every 16 are next to one another.
-    by_lane = held.delta.flatten(2).unflatten(2, (-1, 4, 2, 2))
+    by_lane = workspace.delta.flatten(2).unflatten(2, (-1, 4, 2, 2))
     out = by_lane.transpose(3, 4).flatten(2)[..., :70].contiguous()
     # Exact: a product of two bf16 has 16 bits.
     terms = (case.dout.float() * case.out.float()).transpose(1, 2)

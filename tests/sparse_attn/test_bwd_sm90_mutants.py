@@ -173,16 +173,16 @@ def test_one_stage_of_ds_too_few_is_killed(head_dim):
 @pytest.mark.parametrize("which", ["lse2", "delta", "dq", "semaphore", "counter"])
 def test_everything_that_the_first_kernel_writes_is_needed(which):
     """Its outputs start poisoned; what it leaves unwritten is noticed, each by itself."""
-    case, schedule, wanted = cases(128)[0]
+    case, schedule, expected = cases(128)[0]
     names = ("out", "dout", "lse", "dlse", "lse2", "delta", "dq", "semaphore", "counter")
     true = simulated.pre_kernel
 
     def pre(*args):
         def run(*tensors):
             index = names.index(which)
-            kept = tensors[index].clone()
+            copy = tensors[index].clone()
             true(*args)(*tensors)
-            tensors[index].copy_(kept)
+            tensors[index].copy_(copy)
 
         return run
 
@@ -191,6 +191,6 @@ def test_everything_that_the_first_kernel_writes_is_needed(which):
             grads = simulated_bwd.backward(case, schedule, pre=pre)
     except (ptxsim.PtxsimError, AssertionError):
         return
-    assert not torch.equal(grads.dq.isfinite(), wanted.dq.isfinite()) or not contract.same_bytes(
-        grads.dk, wanted.dk
+    assert not torch.equal(grads.dq.isfinite(), expected.dq.isfinite()) or not contract.same_bytes(
+        grads.dk, expected.dk
     )

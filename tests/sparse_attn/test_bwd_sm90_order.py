@@ -197,11 +197,11 @@ def test_a_schedule_that_needs_residents_hangs_below_them_only(name, head_dim, h
     schedule = kind(mask, heads=kv_heads)
     needed = check(unrolled(schedule, group)).residents
     assert (check(schedule, mask).residents, needed) == (residents[1], residents[group])
-    wanted = simulated_bwd.backward(case, schedule)
+    expected = simulated_bwd.backward(case, schedule)
     for options in (_ANY, _ANY | {"cta_order": "random", "seed": 6}, {"async_mode": "late"}):
         with ptxsim.options(resident_ctas=needed, **options):
             grads = simulated_bwd.backward(case, schedule)
-        for a, b in zip(grads, wanted, strict=True):
+        for a, b in zip(grads, expected, strict=True):
             assert contract.same_bytes(a, b)
         hangs = pytest.raises(ptxsim.PtxsimError, match="deadlock")
         with ptxsim.options(resident_ctas=needed - 1, **options), hangs:
@@ -245,7 +245,7 @@ def test_the_last_turn_is_that_of_the_last_query_head(tmp_path):
     assert straight.q_block.tolist() == [*range(2, 10), *([0, 1] * 3)]
     ranks = np.array([0] * 8 + [1, 0, 0, 2, 2, 1], np.int32)
     schedule = dataclasses.replace(straight, rank=ranks)
-    wanted = simulated_bwd.backward(case, schedule)
+    expected = simulated_bwd.backward(case, schedule)
     last = "(entry == end - 1) & (member == sizes.group - 1)"
     for pieces in ((), (last, "entry == end - 1")):
         mutant = changed(tmp_path, "sparse_attn.kernel_bwd_sm90", *pieces)
@@ -253,7 +253,7 @@ def test_the_last_turn_is_that_of_the_last_query_head(tmp_path):
         hangs = pytest.raises(ptxsim.PtxsimError, match="deadlock") if pieces else nullcontext()
         with ptxsim.options(resident_ctas=3, **_ANY), hangs:
             grads = simulated_bwd.backward(case, schedule, backward=kernel)
-    for a, b in zip(grads, wanted, strict=True):
+    for a, b in zip(grads, expected, strict=True):
         assert contract.same_bytes(a, b)
 
 

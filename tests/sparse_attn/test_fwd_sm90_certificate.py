@@ -62,10 +62,10 @@ def between_the_waits(made) -> dict[str, int]:
 
 def every_forward():
     """For every commit each head size, form and softcap once, or all if the kernel changed."""
-    known = certified.proved("sparse_attn_fwd_sm90")
+    is_proved = certified.proved("sparse_attn_fwd_sm90")
     often = {(64, "band", True), (128, "bits", False)}
     for chosen in itertools.product(OVERLAPPED, masks.FORMS, (False, True)):
-        marks = pytest.mark.nightly if known and chosen not in often else ()
+        marks = pytest.mark.nightly if is_proved and chosen not in often else ()
         yield pytest.param(*chosen, marks=marks)
 
 

@@ -234,19 +234,19 @@ def listed():
 
 def mutated(folder, name: str):
     """From a configuration to a forward with a defect."""
-    where, *pieces = MUTANTS[name][1:]
+    module, *pieces = MUTANTS[name][1:]
     package = "cute_kernels.sparse_attn"
-    mutant = changed(folder, f"sparse_attn.{where}", *pieces)
+    mutant = changed(folder, f"sparse_attn.{module}", *pieces)
 
     @functools.cache
     def kernel(chosen):
-        if where == WIDE:
+        if module == WIDE:
             return mutant.build(chosen, compile=ptxsim.compile)
-        if where == KERNEL:
+        if module == KERNEL:
             assert chosen.parts == 1
             return mutant.build(chosen, compile=ptxsim.compile)
         # Whoever has the module, or a class of it.
-        original = importlib.import_module(f"{package}.{where}")
+        original = importlib.import_module(f"{package}.{module}")
         users = [importlib.import_module(f"{package}.{index}") for index in (KERNEL, LOADS, OUTPUT)]
         with pytest.MonkeyPatch.context() as patch:
             for user in users:

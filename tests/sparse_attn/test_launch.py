@@ -61,7 +61,7 @@ def test_values_in_the_cards_arithmetic(on_sm90, dim, dtype, softcap):
         out = results(x, causal=True, softcap=softcap)
     leaves = [t.detach().double().requires_grad_() for t in x.leaves()]
     outputs = reference.attention(*leaves, allowed, softcap=softcap)
-    wanted = *outputs, *torch.autograd.grad(outputs, leaves, (x.dout.double(), x.dlse.double()))
+    expected = *outputs, *torch.autograd.grad(outputs, leaves, (x.dout.double(), x.dlse.double()))
     bounds = reference.error_bounds(
         *(t.detach() for t in x.leaves()),
         x.dout,
@@ -69,7 +69,7 @@ def test_values_in_the_cards_arithmetic(on_sm90, dim, dtype, softcap):
         dlse=x.dlse,
         scores=reference.Scores(softcap=softcap),
     )
-    for name, got, want, bound in zip(bounds._fields, out, wanted, bounds, strict=True):
+    for name, got, want, bound in zip(bounds._fields, out, expected, bounds, strict=True):
         check(name, got, want.detach(), bound)
 
 
@@ -155,15 +155,15 @@ def test_sizes_of_zero_never_launch(on_sm90):
 
 def odd_rows(t: torch.Tensor) -> torch.Tensor:
     """Rows of D + 1 elements."""
-    held = torch.zeros(*t.shape[:3], t.shape[3] + 1, dtype=t.dtype)
-    held[..., :-1] = t
-    return held[..., :-1]
+    storage = torch.zeros(*t.shape[:3], t.shape[3] + 1, dtype=t.dtype)
+    storage[..., :-1] = t
+    return storage[..., :-1]
 
 
 def odd_pointer(t: torch.Tensor) -> torch.Tensor:
     """The second element of its memory is the first of the tensor."""
-    held = torch.zeros(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape)
-    return held.copy_(t)
+    storage = torch.zeros(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape)
+    return storage.copy_(t)
 
 
 def odd_single(t: torch.Tensor) -> torch.Tensor:

@@ -52,8 +52,8 @@ def elements(low: masks.LoweredMask, side: str) -> torch.Tensor:
     dense = torch.zeros(*count.shape[:2], rows * 128, cols * 128, dtype=torch.bool)
     for b, h, row in torch.cartesian_prod(*(torch.arange(size) for size in count.shape)).tolist():
         seen = -1
-        for place in range(int(count[b, h, row])):
-            e, t = int(entry[b, h, row, place]), int(tile[b, h, row, place])
+        for position in range(int(count[b, h, row])):
+            e, t = int(entry[b, h, row, position]), int(tile[b, h, row, position])
             assert e >> 1 > seen
             seen = e >> 1
             assert (t >= 0) == (low.form == "bits" and e & 1 == 1)
@@ -199,10 +199,10 @@ def test_the_table_of_tiles_is_the_lists():
             continue
         rows, columns = -(-low.q_len // 128), -(-low.kv_len // 128)
         want = torch.full((*mask.shape, rows, columns), -1, dtype=torch.int32)
-        for place in torch.cartesian_prod(*map(torch.arange, low.kv_count.shape)).tolist():
-            for i in range(int(low.kv_count[tuple(place)])):
-                entry, tile = low.kv_entry[(*place, i)], low.kv_tile[(*place, i)]
-                want[(*place, int(entry) >> 1)] = tile
+        for position in torch.cartesian_prod(*map(torch.arange, low.kv_count.shape)).tolist():
+            for i in range(int(low.kv_count[tuple(position)])):
+                entry, tile = low.kv_entry[(*position, i)], low.kv_tile[(*position, i)]
+                want[(*position, int(entry) >> 1)] = tile
         assert same_bytes(low.block_tile, want)
 
 

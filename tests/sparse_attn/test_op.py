@@ -305,12 +305,12 @@ def test_masks_of_one_shape_do_not_share_their_causal_part():
 
 def test_what_select_returns_is_a_schedule():
     x, mask = tensors(), BlockMask.causal(SQ, SK)
-    chosen = select(mask, heads=B * HKV)
+    selection = select(mask, heads=B * HKV)
     grads = [
         torch.autograd.grad(
             block_sparse_attention(*x.leaves(), mask, schedule=order), x.leaves(), x.dout
         )
-        for order in (chosen, chosen.schedule)
+        for order in (selection, selection.schedule)
     ]
     assert all(same_bytes(a, b) for a, b in zip(*grads, strict=True))
 
@@ -531,8 +531,8 @@ def test_a_row_that_sees_nothing():
 
 
 def test_guarantees_and_contract_id():
-    kept = contracts.guarantees(op.NAME, "cpu")
-    assert kept == {"run_to_run", "batch_invariant", "schedule_invariant"}
+    guarantees = contracts.guarantees(op.NAME, "cpu")
+    assert guarantees == {"run_to_run", "batch_invariant", "schedule_invariant"}
     assert contracts.contract_id(op.NAME, "cpu").startswith(f"{op.NAME}/cpu/")
     before = torch.get_num_threads()
     try:

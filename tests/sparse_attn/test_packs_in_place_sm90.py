@@ -53,9 +53,9 @@ def tensors(dim: int) -> list[torch.Tensor]:
 def attended(dim: int, rule, **options) -> list[torch.Tensor]:
     """(out, lse, dq, dk, dv) of the pack, without the sequence of NaN."""
     with known.on_sm90(ctas=3, **options):
-        made = known.packed(tensors(dim), LENGTHS, *rule)
+        packed_results = known.packed(tensors(dim), LENGTHS, *rule)
     kept = torch.cat((torch.arange(200), torch.arange(328, TOKENS)))
-    return [t[:, kept] if i == 1 else t[kept] for i, t in enumerate(made)]
+    return [t[:, kept] if i == 1 else t[kept] for i, t in enumerate(packed_results)]
 
 
 @functools.cache

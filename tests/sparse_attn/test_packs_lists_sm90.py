@@ -71,15 +71,15 @@ def test_tokens_behind_the_last_sequence(dim, window, heads):
     """Are rows that see nothing; the sequences have their bytes, and so have sinks their sums."""
     tensors, offsets = drawn(dim, BEHIND, heads), known.offsets(LENGTHS)
     end = int(offsets[-1])
-    own = [t[:, :end] if t.dim() == 2 else t[:end] for t in tensors]
+    sequence_tensors = [t[:, :end] if t.dim() == 2 else t[:end] for t in tensors]
     sinks = torch.linspace(-1, 1, heads[0]) if dim == 64 else None
     with known.on_sm90(ctas=5):
-        made = known.trusted(tensors, offsets, window, sinks)
-        want = known.trusted(own, offsets, window, sinks)
+        packed_results = known.trusted(tensors, offsets, window, sinks)
+        want = known.trusted(sequence_tensors, offsets, window, sinks)
         rule = (False, window)
         options = {} if sinks is None else {"sinks": sinks}
-        assert known.differing(want, known.alone(own, LENGTHS, *rule, **options)) == []
-    out, lse, *grads = made
+        assert known.differing(want, known.alone(sequence_tensors, LENGTHS, *rule, **options)) == []
+    out, lse, *grads = packed_results
     rows = [out[:end], lse[:, :end], *(t[:end] for t in grads)]
     assert known.differing(rows, want) == []
     for t in (out, *grads):
@@ -304,7 +304,7 @@ def test_a_turn_that_does_not_come_is_named(monkeypatch):
         assert known.differing(known.trusted(tensors, known.offsets(lengths)), want) == []
     monkeypatch.setenv(f"{settings.PREFIX}WATCHDOG_MS", "4")
     # The right one of the longer sequence's two columns now waits for the rank of the left one.
-    said = (
+    message = (
         "at query head 0, row tile 2, key block 1 (ticket 2) waits for rank 1; 0 have landed, and "
         "the turn of rank 0 is that of key block 2 (ticket 0)"
     )
@@ -313,7 +313,7 @@ def test_a_turn_that_does_not_come_is_named(monkeypatch):
         known.on_sm90(ctas=1, backward=build, stall_steps=1_000_000),
     ):
         known.trusted(tensors, known.offsets(lengths))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_the_catalogue_has_what_packs_ask_for():

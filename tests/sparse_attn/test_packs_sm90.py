@@ -155,10 +155,10 @@ def attended(rows, left: int | None = None) -> list[torch.Tensor]:
     real = torch.zeros(max(row for row, _, _ in rows) + 1, 200, dtype=torch.bool)
     for row, first, end in rows:
         real[row, first:end] = True
-    place = torch.arange(200)
+    position = torch.arange(200)
     recorded = None
     if left is not None:
-        dense = (place <= place[:, None]) & (place >= place[:, None] - left)
+        dense = (position <= position[:, None]) & (position >= position[:, None] - left)
         recorded = api.seen_columns(dense & real[:, None, None] & real[:, None, :, None])
     spans = api.sequence_spans(recorded, real, 0, 0, (len(real), 200, 200))
     g = torch.Generator().manual_seed(4)

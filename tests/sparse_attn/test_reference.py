@@ -151,10 +151,10 @@ def test_against_torch_in_float64():
     ).transpose(1, 2)
     assert (ours - theirs).abs().max() < 1e-12
     dout = torch.randn(ours.shape, generator=generator, dtype=torch.float64)
-    for mine, other in zip(
+    for actual, other in zip(
         *(torch.autograd.grad(t, (q, k, v), dout) for t in (ours, theirs)), strict=True
     ):
-        assert (mine - other).abs().max() < 1e-12
+        assert (actual - other).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])

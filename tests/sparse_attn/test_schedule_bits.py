@@ -94,8 +94,8 @@ def test_dq_follows_the_write_order(kind):
     assert same_bytes(one[1], two[1]) and same_bytes(one[2], two[2])
     # So do the op's gradients, of whose bits a rounding from fp32 to bf16 leaves few.
     got = gradients(ASCENDING, kind), gradients(SHUFFLED, kind)
-    for mine, sums in zip(got, (one, two), strict=True):
-        assert all(same_bytes(a, b) for a, b in zip(mine, rounded(sums), strict=True))
+    for actual, sums in zip(got, (one, two), strict=True):
+        assert all(same_bytes(a, b) for a, b in zip(actual, rounded(sums), strict=True))
     assert not same_bytes(got[0][0], got[1][0])
 
 
@@ -115,8 +115,8 @@ def test_bits_do_not_follow_the_launch_order(kind, in_flight):
     two = lists(kind, order=SHUFFLED, heads_in_flight=in_flight)
     assert one.hash != two.hash and not np.array_equal(one.order, two.order)
     assert np.array_equal(one.rank, two.rank) and np.array_equal(one.q_block, two.q_block)
-    for mine, other in zip(gradients(one, kind), gradients(two, kind), strict=True):
-        assert same_bytes(mine, other)
+    for actual, other in zip(gradients(one, kind), gradients(two, kind), strict=True):
+        assert same_bytes(actual, other)
 
 
 def relaunched(schedule: Schedule, order: np.ndarray) -> Schedule:
@@ -134,8 +134,8 @@ def test_bits_do_not_follow_any_launch_order(kind):
     for order in (schedule.order[::-1], rng.permutation(schedule.order)):
         other = relaunched(schedule, order)
         assert check(other, mask_of(kind)).residents > 1
-        for mine, theirs in zip(launched(other, kind), want, strict=True):
-            assert same_bytes(mine, theirs)
+        for actual, theirs in zip(launched(other, kind), want, strict=True):
+            assert same_bytes(actual, theirs)
 
 
 def test_kinds_have_their_own_bits_and_repeat_them(tmp_path):
@@ -214,8 +214,8 @@ def differing(got, want) -> list[float]:
 def test_the_order_written_out(kind, walk):
     """dQ, dK and dV are the sums that the schedule spells, byte for byte."""
     schedule = lists(kind, order=SHUFFLED, walk=walk)
-    for mine, want in zip(launched(schedule, kind), by_hand(schedule, kind), strict=True):
-        assert same_bytes(mine, want)
+    for actual, want in zip(launched(schedule, kind), by_hand(schedule, kind), strict=True):
+        assert same_bytes(actual, want)
 
 
 class Unordered(cpu._Turns):

@@ -161,8 +161,8 @@ def test_the_rule_of_spans_is_exact():
         want = (column >= first[..., None]) & (column < end[..., None])
         assert torch.equal(mask.to_dense()[:, 0], want)
         blocks = torch.nn.functional.pad(want, (0, -kv_len % 64, 0, -q_len % 32))
-        some = blocks.unflatten(2, (-1, 64)).unflatten(1, (-1, 32)).any(dim=(2, 4))
-        assert torch.equal(mask.dense_blocks()[:, 0] > 0, some)
+        is_allowed = blocks.unflatten(2, (-1, 64)).unflatten(1, (-1, 32)).any(dim=(2, 4))
+        assert torch.equal(mask.dense_blocks()[:, 0] > 0, is_allowed)
 
 
 def test_opcheck():

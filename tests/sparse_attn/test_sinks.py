@@ -100,10 +100,12 @@ def test_packs(engine):
     inputs = pack_cases.drawn(sum(lengths), heads=(4, 2))
     options = {"sinks": drawn_sinks(4).detach()}
     with ENGINES[engine]():
-        made = pack_cases.packed(inputs, lengths, **options)
-        assert pack_cases.differing(made, pack_cases.alone(inputs, lengths, **options)) == []
+        packed_results = pack_cases.packed(inputs, lengths, **options)
+        assert (
+            pack_cases.differing(packed_results, pack_cases.alone(inputs, lengths, **options)) == []
+        )
         without = pack_cases.packed(inputs, lengths)
-    assert pack_cases.differing(made, without) == list(pack_cases.NAMES)
+    assert pack_cases.differing(packed_results, without) == list(pack_cases.NAMES)
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -268,11 +270,11 @@ def test_bad_inputs(sinks, error, words):
 
 def test_every_kernel_with_sinks_is_catalogued():
     known = {entry.kernel.identity for entry in launch.catalogue()}
-    asked = {
+    names = {
         launch.forward_entry(config.configure_forward(dtype, dim, form, capped, True)).identity
         for dtype in ("bf16", "fp16")
         for dim in config.HEAD_DIMS
         for form in ("none", "band", "bits", "spans")
         for capped in (False, True)
     }
-    assert asked <= known and len(asked) == 80
+    assert names <= known and len(names) == 80

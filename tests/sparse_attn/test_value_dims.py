@@ -149,8 +149,8 @@ def test_the_scale_is_of_q_and_k(name):
 def test_a_pack(dim, rule):
     lengths = [130, 0, 1, 61]
     inputs = pack_cases.drawn(sum(lengths), dim=dim)
-    made = pack_cases.packed(inputs, lengths, *rule)
-    assert pack_cases.differing(made, pack_cases.alone(inputs, lengths, *rule)) == []
+    packed_results = pack_cases.packed(inputs, lengths, *rule)
+    assert pack_cases.differing(packed_results, pack_cases.alone(inputs, lengths, *rule)) == []
 
 
 @pytest.mark.parametrize("dim", WIDE)
@@ -239,6 +239,6 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_killed(name, monkeypatch):
-    where, target, mutant, seen = MUTANTS[name]
-    monkeypatch.setattr(where, target, mutant)
+    module, target, mutant, seen = MUTANTS[name]
+    monkeypatch.setattr(module, target, mutant)
     assert checked(CASE)[seen] > 2

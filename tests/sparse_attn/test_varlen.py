@@ -60,9 +60,9 @@ def test_neighbours_do_not_show():
         torch.cat([t[:, 70:], t[:, :70]], 1) if t.dim() == 2 else t.roll(-70, 0) for t in tensors
     ]
     before = packed(turned, [130, 70])
-    own = [t[:, :70] if i == 1 else t[:70] for i, t in enumerate(behind)]
+    sequence_tensors = [t[:, :70] if i == 1 else t[:70] for i, t in enumerate(behind)]
     last = [t[:, 130:] if i == 1 else t[130:] for i, t in enumerate(before)]
-    assert differing(own, want) == [] and differing(last, want) == []
+    assert differing(sequence_tensors, want) == [] and differing(last, want) == []
 
 
 def test_results_and_gradients_of_nothing():

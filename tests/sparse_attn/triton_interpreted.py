@@ -45,9 +45,9 @@ def mask_of(kind: str) -> BlockMask:
         return BlockMask.full(Q_LEN, KV_LEN)
     generator = torch.Generator().manual_seed(4)
     heads = HEADS if kind == BY_HEAD else 1
-    chosen = torch.rand(1, heads, Q_LEN, KV_LEN, generator=generator) < 0.3
-    chosen[..., :128, 256:] = False
-    return BlockMask.from_dense(chosen)
+    is_allowed = torch.rand(1, heads, Q_LEN, KV_LEN, generator=generator) < 0.3
+    is_allowed[..., :128, 256:] = False
+    return BlockMask.from_dense(is_allowed)
 
 
 @functools.cache

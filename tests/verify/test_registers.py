@@ -93,8 +93,8 @@ def test_the_warpgroups_are_counted(split, held):
     ],
 )
 def test_what_they_hold_must_fit(dec, inc, registers, fits):
-    held, wrong = pool(roles(SPLITS[0], dec, inc), registers)
-    assert held == (dec, inc, inc)
+    register_count, wrong = pool(roles(SPLITS[0], dec, inc), registers)
+    assert register_count == (dec, inc, inc)
     assert len(wrong) == (not fits)
     if not fits:
         start = (registers + 7) // 8 * 8
@@ -131,21 +131,21 @@ def test_two_dimensions():
     ],
 )
 def test_what_is_not_known_counts_with_the_most(split):
-    held, wrong = pool(roles(split))
-    assert held == (240, 240, 240)
+    register_count, wrong = pool(roles(split))
+    assert register_count == (240, 240, 240)
     assert "240 + 240 + 240" in wrong[0]
 
 
 def test_a_warpgroup_without_setmaxnreg_keeps_its_registers():
     body = f"setp.ge.u32 %p1, %r2, 128; @!%p1 bra E; {INC} 240; E: bar.sync 0;"
-    held, wrong = pool(body)
-    assert held == (168, 240, 240) and "waits for ever" in wrong[0]
+    register_count, wrong = pool(body)
+    assert register_count == (168, 240, 240) and "waits for ever" in wrong[0]
 
 
 def test_a_path_without_setmaxnreg_keeps_its_registers():
     early = "setp.eq.u32 %p2, %r1, 0; @%p2 ret; "
-    held, wrong = pool(roles("setp.ge.u32 %p1, %r2, 128; @%p1 bra C; " + early))
-    assert held == (168, 240, 240) and len(wrong) == 1
+    register_count, wrong = pool(roles("setp.ge.u32 %p1, %r2, 128; @%p1 bra C; " + early))
+    assert register_count == (168, 240, 240) and len(wrong) == 1
     trap = "setp.eq.u32 %p2, %r1, 0; @!%p2 bra G; trap; G: "
     assert pool(roles("setp.ge.u32 %p1, %r2, 128; " + trap)) == ((24, 240, 240), [])
 
@@ -153,8 +153,8 @@ def test_a_path_without_setmaxnreg_keeps_its_registers():
 def test_the_most_of_several_counts():
     again = f"{DEC} 24; bar.sync 1, 128; {INC} 64; bar.sync 1, 128; {DEC} 40; bra E;"
     body = f"setp.ge.u32 %p1, %r2, 128; @%p1 bra C; {again} C: {INC} 240; E: bar.sync 0;"
-    held, wrong = pool(body)
-    assert held == (64, 240, 240) and len(wrong) == 1
+    register_count, wrong = pool(body)
+    assert register_count == (64, 240, 240) and len(wrong) == 1
     assert pool(body.replace("240", "216")) == ((64, 216, 216), [])
 
 
@@ -189,8 +189,8 @@ def test_guards_and_places_without_bounds():
     assert pool(guarded) == ((24, 240, 240), [])
     assert pool(f"setp.ge.u32 %p1, %r1, 128; @%p1 {DEC} 24;")[0] == (168, 168, 168)
     for bounds in ("", ".maxntid 384"):
-        held, wrong = pool(roles(SPLITS[0]), bounds=bounds)
-        assert held is None and "without .reqntid" in wrong[0]
+        register_count, wrong = pool(roles(SPLITS[0]), bounds=bounds)
+        assert register_count is None and "without .reqntid" in wrong[0]
 
 
 # PTX, SASS and the cubin together.

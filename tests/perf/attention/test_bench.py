@@ -95,8 +95,11 @@ def test_a_record_says_what_was_measured(known):
     assert ours["ordered_us"] == ours["median_us"] and ours["unordered_us"] == loose["median_us"]
     assert ours["order_share"] == pytest.approx(ours["order_us"] / ours["median_us"])
     assert ours["order_us"] > 0 and ours["order_again_us"] > 0
-    told = ours["predicted"]
-    assert told["machine"] == "cute_sm90_d64" and told["makespan_us"] >= told["unordered_us"] > 0
+    simulation = ours["predicted"]
+    assert (
+        simulation["machine"] == "cute_sm90_d64"
+        and simulation["makespan_us"] >= simulation["unordered_us"] > 0
+    )
     assert len(ours["schedule"]["hash"]) == 64 and ours["schedule"]["group"] == 2
     assert "predicted" not in loose and "predicted" not in by["ours", "fwd"]
 

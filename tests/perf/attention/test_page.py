@@ -187,10 +187,10 @@ def test_the_tables_of_packs_have_a_target():
 
 
 def test_predictions_stand_beside_what_was_measured():
-    told = {"makespan_us": 1040.0, "unordered_us": 1000.0, "ratio": 1.04}
+    prediction = {"makespan_us": 1040.0, "unordered_us": 1000.0, "ratio": 1.04}
     out = {"name": "spt (ascending)", "hash": "ab" * 32}
     times = {"ordered_us": 1100.0, "unordered_us": 1000.0, "rivals": {"ours_unordered": 1000.0}}
-    item = bench(us=1100.0, predicted=told, schedule=out, **times)
+    item = bench(us=1100.0, predicted=prediction, schedule=out, **times)
     text = rendered(item)
     found = [x for x in text.splitlines() if "spt (ascending)" in x]
     assert found[0].split(" | ")[1:] == [
@@ -222,9 +222,9 @@ def test_records_fill_the_table_of_packs():
     size, own = targets.PACKS[1], {"system": "ours_pack", "us": 200.0}
     held = {"bitwise": {"repeat": True, "alone": True}}
     rivals = {"ours_runs": 400.0, "ours": 180.0, "fa4_varlen": 190.0}
-    told = {"sequences": 34, "new_pack_host_us": 9_637.0}
+    pack_facts = {"sequences": 34, "new_pack_host_us": 9_637.0}
     forward = bench(size, "fwd", **own, **held, rivals=rivals)
-    backward = bench(size, **own, **held, **told, rivals=rivals | {"fa4_varlen": 150.0})
+    backward = bench(size, **own, **held, **pack_facts, rivals=rivals | {"fa4_varlen": 150.0})
     text = rendered(forward, backward)
     out = {name: spaced(cell) for name, cell in packs(text, size).items()}
     assert out == {
@@ -237,11 +237,11 @@ def test_records_fill_the_table_of_packs():
         "bits": "same",
         "ran on": "NVIDIA H200, 0123456789, 2026-11-21",
     }
-    said = "in a backward: 9,637 us (D = 128, 32 heads, GQA 4:1; 34 sequences)."
-    assert said in spaced(text)
-    placed = bench(size, **own, **held, **told, table_us=4.25, table_share=0.02125)
-    said = "9,637 us, the device 4.2 us (D = 128, 32 heads, GQA 4:1; 34 sequences)."
-    assert said in spaced(rendered(placed))
+    message = "in a backward: 9,637 us (D = 128, 32 heads, GQA 4:1; 34 sequences)."
+    assert message in spaced(text)
+    placed = bench(size, **own, **held, **pack_facts, table_us=4.25, table_share=0.02125)
+    message = "9,637 us, the device 4.2 us (D = 128, 32 heads, GQA 4:1; 34 sequences)."
+    assert message in spaced(rendered(placed))
     assert packs(text)["ran on"] == "not run"
     # They are no part of the other tables, nor of what is counted.
     whole = report.pages([forward, backward], [])
@@ -296,15 +296,15 @@ def test_compare_takes_attention_records():
     changed = bench(us=900.0, bitwise={"repeat": False})
     verdicts = [compare([before], [x])[0][0].verdict for x in (slow, faster, changed)]
     assert verdicts == ["regression: slower", "faster", "regression: lost bitwise repeat"]
-    rows, gone, _ = compare([before, bench(which="fwd")], [before])
-    assert len(rows) == 1 and gone[0][2] == "fwd"
+    rows, only_in_first, _ = compare([before, bench(which="fwd")], [before])
+    assert len(rows) == 1 and only_in_first[0][2] == "fwd"
 
 
 def test_what_the_order_costs_is_drawn(tmp_path):
-    told = {"makespan_us": 1040.0, "unordered_us": 1000.0, "ratio": 1.04}
+    prediction = {"makespan_us": 1040.0, "unordered_us": 1000.0, "ratio": 1.04}
     out = {"name": "spt", "hash": "ab" * 32}
     items = [
-        bench(size, predicted=told, schedule=out, ordered_us=1000.0, rivals=rivals)
+        bench(size, predicted=prediction, schedule=out, ordered_us=1000.0, rivals=rivals)
         for size in targets.cases(quick=True)
         for rivals in [{"ours_unordered": 980.0} if size[0] != "prefix" else {}]
     ]

@@ -18,9 +18,12 @@ def measured(size, truth, **more) -> dict:
     """A record of a case, timed by the model itself with other constants."""
     item = bench(size, predicted={"machine": "h200_d128", "ratio": 1.0}, **more)
     out = refit.schedule_of(item)
-    told = simulate(out, truth)
+    simulation = simulate(out, truth)
     item["schedule"] = {"name": out.name, "hash": out.hash, "group": 1}
-    return item | {"ordered_us": told.makespan_ns / 1e3, "unordered_us": told.unordered_ns / 1e3}
+    return item | {
+        "ordered_us": simulation.makespan_ns / 1e3,
+        "unordered_us": simulation.unordered_ns / 1e3,
+    }
 
 
 @pytest.fixture(scope="module")

@@ -44,9 +44,9 @@ def test_junk_fills_outputs_and_workspace():
     before = launch.allocator, launch.plan_workspace
     with soak.poisoned(launch, 0xFF):
         out = launch.allocator((3, 4), torch.bfloat16, device)()
-        held = launch.plan_workspace((1, 2, 3), 64, 64, 1, device)()
-    assert out.isnan().all() and held.total.isnan().all()
-    assert (held.semaphore == -1).all() and (held.counter == -1).all()
+        workspace = launch.plan_workspace((1, 2, 3), 64, 64, 1, device)()
+    assert out.isnan().all() and workspace.total.isnan().all()
+    assert (workspace.semaphore == -1).all() and (workspace.counter == -1).all()
     assert before == (launch.allocator, launch.plan_workspace)
 
 
@@ -56,13 +56,15 @@ def test_records_are_written_and_the_budget_is_kept(tmp_path):
     run = options(repeats=2, budget_s=150.0, now=lambda: float(next(clock)))
     out = list(soak.measure("attention", todo, run, output=path, commit="abc123"))
     assert out[-1] == f"not run, the time is spent: {todo[2].label}"
-    kept = record.read(path)
-    assert [r["shape"] for r in kept] == [case.label for case in todo[:2]]
-    assert {(r["kind"], r["kernel"], r["commit"]) for r in kept} == {
+    records = record.read(path)
+    assert [r["shape"] for r in records] == [case.label for case in todo[:2]]
+    assert {(r["kind"], r["kernel"], r["commit"]) for r in records} == {
         ("soak", "attention", "abc123")
     }
-    assert all({"gpu", "versions", "source", "seconds", "ctas", "graph"} <= r.keys() for r in kept)
-    assert [r["system"] for r in kept] == ["ours", "ours_unordered"]
+    assert all(
+        {"gpu", "versions", "source", "seconds", "ctas", "graph"} <= r.keys() for r in records
+    )
+    assert [r["system"] for r in records] == ["ours", "ours_unordered"]
 
 
 def test_the_suite_has_every_configuration():

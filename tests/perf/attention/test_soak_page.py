@@ -74,8 +74,8 @@ def test_the_totals_leave_the_controls_out():
     assert soak_page.totals(records) == (10_000, 10_000, 0)
     bad = soaked(ordered[0], 7)
     assert soak_page.totals([*records[1:], bad]) == (10_000, 10_000, 14)  # calls and replays
-    said = row(rendered(*records, bad), _SOAK)[2]
-    assert said == "14 differing bytes in 10,000 calls and 10,000 graph replays"
+    message = row(rendered(*records, bad), _SOAK)[2]
+    assert message == "14 differing bytes in 10,000 calls and 10,000 graph replays"
     assert row(rendered(), _SOAK)[1:] == ["not run"] * 2
 
 

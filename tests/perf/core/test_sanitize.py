@@ -65,9 +65,9 @@ def test_where_it_is_absent_the_records_say_so(monkeypatch, tmp_path):
     path = tmp_path / "x.jsonl"
     cli_result = CliRunner().invoke(app, ["sanitize", "attention", "-o", str(path)])
     assert cli_result.exit_code == 1 and "absent" in cli_result.output
-    kept = record.read(path)
-    assert [r["case"] for r in kept] == [*sanitize.TOOLS, sanitize.PLANTED]
-    assert {(r["status"], r["kind"]) for r in kept} == {("absent", "sanitize")}
+    records = record.read(path)
+    assert [r["case"] for r in records] == [*sanitize.TOOLS, sanitize.PLANTED]
+    assert {(r["status"], r["kind"]) for r in records} == {("absent", "sanitize")}
 
 
 def test_each_tool_is_run_and_recorded(monkeypatch, tmp_path):

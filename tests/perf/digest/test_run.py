@@ -153,7 +153,7 @@ def test_results_are_the_right_ones():
 
 
 def test_a_fresh_process_gives_the_same_digests(tmp_path):
-    here = {body["case"]: body for body in map(taken, small())}
+    local_body = {body["case"]: body for body in map(taken, small())}
     path = tmp_path / "there.jsonl"
     options = ["--device", "cpu", "--only", SMALL, "--out", str(path), "--commit", "abc"]
     process = subprocess.run(
@@ -165,9 +165,9 @@ def test_a_fresh_process_gives_the_same_digests(tmp_path):
     )
     assert process.returncode == 0, process.stderr
     there = record.read(path)
-    assert [body["case"] for body in there] == list(here)
+    assert [body["case"] for body in there] == list(local_body)
     for body in there:
-        mine = here[body["case"]]
+        mine = local_body[body["case"]]
         assert run.comparable(mine, body)
         assert (body["results"], body["digest"]) == (mine["results"], mine["digest"])
         assert body["digest"][:16] in process.stdout
@@ -286,10 +286,10 @@ def test_check_writes_nothing_unless_asked(tmp_path):
 
 
 def test_on_a_card_the_records_are_the_repositorys(tmp_path, monkeypatch):
-    asked = []
+    requested = []
 
     def measure(todo, device, commit):
-        asked.append((todo, device, commit))
+        requested.append((todo, device, commit))
         yield HEAD | taken(small()[1])
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -297,7 +297,7 @@ def test_on_a_card_the_records_are_the_repositorys(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     cli_result = command("--commit", "abc")
     assert cli_result.exit_code == 0, cli_result.output
-    assert asked == [(list(CASES), "cuda", "abc")]
+    assert requested == [(list(CASES), "cuda", "abc")]
     assert [path.name for path in tmp_path.iterdir()] == ["digests.jsonl"]
     cli_result = command("--check", "--results", str(tmp_path))
     assert cli_result.exit_code == 0 and len(record.read(tmp_path / "digests.jsonl")) == 1

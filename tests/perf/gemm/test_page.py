@@ -70,8 +70,8 @@ def test_differing_bits_are_the_next_step():
     page = made("gemm", item)
     out = rates(page, "fwd", "qkv")
     assert (out["bits"], out["next step"]) == ("differ: rows", "fix the bits")
-    said = row(page, "bits")[2]
-    assert said == "kept in 0 of 30 cases; broken in fwd qkv"
+    message = row(page, "bits")[2]
+    assert message == "kept in 0 of 30 cases; broken in fwd qkv"
 
 
 @pytest.mark.parametrize(

@@ -133,12 +133,12 @@ def test_zeros_sees_a_zero_group_that_is_not_neutral():
 
 def test_zero_groups_stand_where_they_are_asked_for():
     a, b, _ = inputs.make("normal", 4, 4, 32, device="cpu")
-    for place, want in (
+    for position, want in (
         ("before", [0, 0, 1, 1]),
         ("between", [1, 0, 1, 0]),
         ("after", [1, 1, 0, 0]),
     ):
-        filled, other = zeros.padded(a, b, (-0.0, None), place)
+        filled, other = zeros.padded(a, b, (-0.0, None), position)
         groups = (filled != 0).unflatten(1, (-1, 16)).all(2).all(0)
         assert groups.int().tolist() == want
         assert (filled[filled == 0].view(torch.int16) == -32768).all()

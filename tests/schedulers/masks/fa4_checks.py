@@ -56,9 +56,9 @@ def listed(blocks: np.ndarray) -> dict[str, torch.Tensor]:
     """FA4's forward fields of blocks [B, H, Mb, Nb]: 1 a mask block, 2 a full one, 3 both."""
     out = {}
     for name, bit in (("mask", 1), ("full", 2)):
-        there = torch.from_numpy(blocks & bit > 0)
-        index = there.int().argsort(dim=3, descending=True, stable=True)
-        out[f"{name}_block_cnt"] = there.sum(3, dtype=torch.int32)
+        present = torch.from_numpy(blocks & bit > 0)
+        index = present.int().argsort(dim=3, descending=True, stable=True)
+        out[f"{name}_block_cnt"] = present.sum(3, dtype=torch.int32)
         out[f"{name}_block_idx"] = index.int()
     return out
 

@@ -50,8 +50,8 @@ def check(lengths: list[int], band: Band) -> None:
     assert torch.equal(out.to_dense()[0, 0], want)
     exact = BlockMask.from_dense(want, block_size=BLOCK)
     assert out.block_hash() == exact.block_hash()
-    for mine, theirs in zip(out.lists("q"), exact.lists("q"), strict=True):
-        assert torch.equal(mine, theirs)
+    for actual, theirs in zip(out.lists("q"), exact.lists("q"), strict=True):
+        assert torch.equal(actual, theirs)
     # The rule alone says it too: other blocks are cut from it.
     assert torch.equal(out.reblock(32).to_dense()[0, 0], want)
 

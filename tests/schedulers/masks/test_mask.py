@@ -158,13 +158,13 @@ def test_lists_are_compact():
 def test_chosen_blocks_with_and_without_a_rule(block_size):
     for q_len, kv_len, rng in oracle.draw_sizes(5, 4, block_size):
         grid = rules.Grid(q_len, kv_len, block_size)
-        chosen = rng.random((2, 3, grid.num_q_blocks, grid.num_kv_blocks)) < 0.5
-        dense = chosen.repeat(block_size[0], axis=2)[:, :, :q_len]
+        is_allowed = rng.random((2, 3, grid.num_q_blocks, grid.num_kv_blocks)) < 0.5
+        dense = is_allowed.repeat(block_size[0], axis=2)[:, :, :q_len]
         dense = dense.repeat(block_size[1], axis=3)[..., :kv_len]
-        count = torch.from_numpy(chosen.sum(-1)).int()
+        count = torch.from_numpy(is_allowed.sum(-1)).int()
         index = torch.full((*count.shape, grid.num_kv_blocks + 2), 77, dtype=torch.int32)
         for at in np.ndindex(*count.shape):
-            cols = np.flatnonzero(chosen[at])
+            cols = np.flatnonzero(is_allowed[at])
             index[at][: len(cols)] = torch.from_numpy(cols)
         mask = BlockMask.from_blocks(count, index, q_len, kv_len, block_size=block_size)
         oracle.check_exact(mask, dense, block_size)

@@ -24,9 +24,11 @@ def drawn(seed: int, largest: int) -> tuple[np.ndarray, int]:
     """A drawn mask with something in it, and a number of slots."""
     random = np.random.default_rng(seed)
     rows, columns = random.integers(1, largest + 1, 2)
-    there = random.random((rows, columns)) < random.uniform(0.2, 1)
-    there[random.integers(rows), random.integers(columns)] = True
-    return (there * random.integers(1, 3, there.shape)).astype(np.uint8), int(random.integers(1, 9))
+    present = random.random((rows, columns)) < random.uniform(0.2, 1)
+    present[random.integers(rows), random.integers(columns)] = True
+    return (present * random.integers(1, 3, present.shape)).astype(np.uint8), int(
+        random.integers(1, 9)
+    )
 
 
 def test_each_bound_by_hand():
@@ -52,10 +54,10 @@ def test_each_bound_by_hand_with_two_query_heads():
 
 def test_the_launch_bound_is_met_by_a_full_mask_with_room():
     """The last row that the first ticket visits is written by all others after it."""
-    told = machine(slots=8)
-    lower_bound = bound(full(6, 5), machine=told)
+    gpu = machine(slots=8)
+    lower_bound = bound(full(6, 5), machine=gpu)
     assert lower_bound.binding() == "launch_ns"
-    assert simulate(kinds.left_to_right(full(6, 5)), told).makespan_ns == lower_bound.lower_ns
+    assert simulate(kinds.left_to_right(full(6, 5)), gpu).makespan_ns == lower_bound.lower_ns
     shift = simulate(kinds.shift(full(6, 5)), machine(slots=8, handoff_ns=0))
     assert shift.makespan_ns >= bound(full(6, 5), machine=machine(slots=8, handoff_ns=0)).work_ns
 
@@ -70,7 +72,7 @@ def test_an_empty_mask():
 def test_no_schedule_beats_its_bound(seed):
     random = np.random.default_rng(seed)
     blocks, slots = drawn(seed, 12)
-    told = machine(
+    gpu = machine(
         slots=slots,
         partial_ns=int(random.choice([2200, 900])),
         handoff_ns=int(random.choice([0, 2000])),
@@ -79,11 +81,11 @@ def test_no_schedule_beats_its_bound(seed):
         reduce_ns=int(random.choice([800, 3000])),
     )
     heads, flight, group = int(random.integers(1, 5)), int(random.integers(1, 4)), 1 + seed % 3
-    lower_bound = bound(blocks, heads=heads, machine=told, group=group)
+    lower_bound = bound(blocks, heads=heads, machine=gpu, group=group)
     for kind in kinds.KINDS:
         schedule = kinds.KINDS[kind](blocks, heads=heads, heads_in_flight=flight)
         try:
-            simulated = simulate(schedule, told, group=group)
+            simulated = simulate(schedule, gpu, group=group)
         except ScheduleError:
             continue
         assert simulated.makespan_ns >= lower_bound.any_order_ns
@@ -108,16 +110,16 @@ def counted(monkeypatch):
 def within_five_percent(seed: int, largest: int, work: float) -> bool:
     """Selects and solves one drawn mask; says whether the solver proved its optimum."""
     blocks, slots = drawn(seed, largest)
-    told = machine(slots=slots)
-    lower_bound = bound(blocks, machine=told, solve_s=work)
-    simulated = simulate(lower_bound.schedule, told)
+    gpu = machine(slots=slots)
+    lower_bound = bound(blocks, machine=gpu, solve_s=work)
+    simulated = simulate(lower_bound.schedule, gpu)
     assert simulated.safety.any_residency
     assert lower_bound.lower_ns <= simulated.makespan_ns <= lower_bound.best_ns
     if lower_bound.proven:
         assert simulated.makespan_ns == lower_bound.best_ns
-    chosen = select(blocks, heads=1, machine=told)
-    assert chosen.predicted_ns <= 1.05 * lower_bound.best_ns, (seed, blocks.shape, slots)
-    assert chosen.predicted_ns >= lower_bound.lower_ns
+    selection = select(blocks, heads=1, machine=gpu)
+    assert selection.predicted_ns <= 1.05 * lower_bound.best_ns, (seed, blocks.shape, slots)
+    assert selection.predicted_ns >= lower_bound.lower_ns
     return lower_bound.proven
 
 
@@ -137,9 +139,9 @@ def test_the_solvers_model_is_the_simulators(seed):
     """Partial costs, tile costs and several heads: what it proves is what its schedule takes."""
     pytest.importorskip("ortools")
     blocks, slots = drawn(seed + 50, 4)
-    told = machine(slots=min(slots, 3), partial_ns=3000, tile_start_ns=400, tile_end_ns=600)
-    lower_bound = bound(blocks, heads=2, machine=told, solve_s=8)
-    simulated = simulate(lower_bound.schedule, told)
+    gpu = machine(slots=min(slots, 3), partial_ns=3000, tile_start_ns=400, tile_end_ns=600)
+    lower_bound = bound(blocks, heads=2, machine=gpu, solve_s=8)
+    simulated = simulate(lower_bound.schedule, gpu)
     assert simulated.makespan_ns <= lower_bound.best_ns
     assert (
         not lower_bound.proven

@@ -90,13 +90,13 @@ def test_the_quality_table_shows_the_bound_that_a_miss_is_up_against():
 @pytest.mark.parametrize(("tokens", "heads"), [(2048, 16), (4096, 32)])
 def test_never_worse_than_the_named_kinds(tokens, heads):
     for name, mask in quality.usual_masks(tokens).items():
-        chosen = afresh(mask, heads=heads)
-        holds(mask, chosen, machine())
+        selection = afresh(mask, heads=heads)
+        holds(mask, selection, machine())
         for flight in (1, 4, 16):
             for kind in NAMED:
                 schedule = kinds.KINDS[kind](mask, heads=heads, heads_in_flight=flight)
                 named = simulate(schedule).makespan_ns
-                assert chosen.predicted_ns <= named, (name, kind, flight)
+                assert selection.predicted_ns <= named, (name, kind, flight)
 
 
 @pytest.mark.nightly
@@ -112,7 +112,7 @@ def test_drawn_masks_and_machines(seed):
     masks = int(random.integers(1, 4))
     rows, columns = random.integers(1, 24, 2)
     blocks = drawn(rows, columns, random.choice([0.1, 0.4, 0.9]), seed, masks)
-    told = machine(
+    gpu = machine(
         slots=int(random.integers(1, 30)),
         partial_ns=int(random.choice([2200, 3100])),
         handoff_ns=int(random.choice([0, 2000, 7000])),
@@ -121,29 +121,31 @@ def test_drawn_masks_and_machines(seed):
         max_heads_in_flight=int(random.integers(1, 9)),
     )
     heads = masks * int(random.integers(1, 8))
-    holds(blocks, afresh(blocks, heads=heads, machine=told), told)
+    holds(blocks, afresh(blocks, heads=heads, machine=gpu), gpu)
 
 
 def test_blocks_of_two_tiles():
     blocks = quality.BlockMask.causal(4096, 4096, block_size=128)
-    chosen = afresh(blocks, heads=12)
-    holds(blocks, chosen, machine())
-    assert simulate(chosen.schedule).visits.sum() == 12 * 2 * int((blocks.dense_blocks() > 0).sum())
+    selection = afresh(blocks, heads=12)
+    holds(blocks, selection, machine())
+    assert simulate(selection.schedule).visits.sum() == 12 * 2 * int(
+        (blocks.dense_blocks() > 0).sum()
+    )
 
 
 def test_query_heads_that_share_a_ticket():
     """Four query heads to a ticket are four copies of the mask, one below another."""
     blocks = drawn(9, 8, 0.5, seed=3)[0]
-    told = machine(slots=6)
-    chosen = afresh(blocks, heads=3, machine=told, group=4)
-    simulated = simulate(chosen.schedule, told, group=4)
-    assert simulated.makespan_ns == chosen.predicted_ns and simulated.safety.any_residency
-    assert chosen.bound == bound(blocks, heads=3, machine=told, group=4)
+    gpu = machine(slots=6)
+    selection = afresh(blocks, heads=3, machine=gpu, group=4)
+    simulated = simulate(selection.schedule, gpu, group=4)
+    assert simulated.makespan_ns == selection.predicted_ns and simulated.safety.any_residency
+    assert selection.bound == bound(blocks, heads=3, machine=gpu, group=4)
     tall = np.tile(blocks, (4, 1))
-    one = simulate(kinds.spt(blocks, heads=3, heads_in_flight=2), told, group=4)
-    other = simulate(kinds.spt(tall, heads=3, heads_in_flight=2), told)
+    one = simulate(kinds.spt(blocks, heads=3, heads_in_flight=2), gpu, group=4)
+    other = simulate(kinds.spt(tall, heads=3, heads_in_flight=2), gpu)
     assert one.makespan_ns == other.makespan_ns
-    assert select(blocks, heads=3, machine=told) is not chosen
+    assert select(blocks, heads=3, machine=gpu) is not selection
 
 
 def test_drawn_masks_with_query_heads():
@@ -152,16 +154,16 @@ def test_drawn_masks_with_query_heads():
     for seed in range(24):
         random = np.random.default_rng(seed)
         masks, group = 1 + seed % 2, int(random.integers(2, 5))
-        there = drawn(*random.integers(3, 12, 2), random.choice([0.3, 0.7]), seed, masks) > 0
-        told = machine(slots=int(random.integers(2, 12)), dq_stages=int(random.integers(1, 3)))
-        told = replace(told, tile=(32, 128) if seed % 3 else TILE)
-        dense = torch.from_numpy(there).repeat_interleave(64, 1).repeat_interleave(128, 2)
+        present = drawn(*random.integers(3, 12, 2), random.choice([0.3, 0.7]), seed, masks) > 0
+        gpu = machine(slots=int(random.integers(2, 12)), dq_stages=int(random.integers(1, 3)))
+        gpu = replace(gpu, tile=(32, 128) if seed % 3 else TILE)
+        dense = torch.from_numpy(present).repeat_interleave(64, 1).repeat_interleave(128, 2)
         mask = BlockMask.from_dense(dense[None], block_size=TILE)
-        chosen = afresh(
-            mask, heads=(0, 1, 6)[masks] if seed % 4 else 3 * masks, machine=told, group=group
+        selection = afresh(
+            mask, heads=(0, 1, 6)[masks] if seed % 4 else 3 * masks, machine=gpu, group=group
         )
-        holds(mask, chosen, told, group)
-        out.add(chosen.schedule.name.partition(" ")[0])
+        holds(mask, selection, gpu, group)
+        out.add(selection.schedule.name.partition(" ")[0])
     assert {"search", "spt", "shortest_first"} <= out
 
 
@@ -170,51 +172,51 @@ def test_visits_by_turns_take_what_is_said(seed):
     """For one mask and for two, with one query head to a ticket and with more."""
     masks, group = 1 + seed % 2, 1 + seed % 3
     grid = block_grid(drawn(9, 7, 0.6, seed, masks), 3 * masks)
-    told = machine(slots=4 + seed, dq_stages=1 + seed % 2, partial_ns=2600)
-    case = candidates.Case(grid, told, 1, 1 + seed % 4, group)
+    gpu = machine(slots=4 + seed, dq_stages=1 + seed % 2, partial_ns=2600)
+    case = candidates.Case(grid, gpu, 1, 1 + seed % 4, group)
     plans = candidates.named_plans(grid, ("ascending",), shortest=True)
     orders = np.stack([plan.order for plan in plans])
     which, time_ns, rows = case.by_turns(orders)
     heads = [orders[which][mask] for mask in grid.mask_of]
     schedule = candidates.compose(case, case.sections, heads, rows, "by turns")
-    simulated = simulate(schedule, told, group=group)
+    simulated = simulate(schedule, gpu, group=group)
     assert simulated.makespan_ns == time_ns and check(schedule, grid.host[None]).any_residency
 
 
 def test_a_machine_that_the_fast_clock_is_not_exact_for():
-    told = machine(dq_stages=2, reduce_ns=5000, slots=7)
-    assert not exact_for(told)
+    gpu = machine(dq_stages=2, reduce_ns=5000, slots=7)
+    assert not exact_for(gpu)
     blocks = drawn(9, 7, 0.6)[0]
-    holds(blocks, afresh(blocks, heads=3, machine=told), told)
+    holds(blocks, afresh(blocks, heads=3, machine=gpu), gpu)
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (3, 3), (1, 1)])
 def test_masks_without_work(shape):
     blocks = np.zeros(shape, np.uint8)
-    chosen = afresh(blocks, heads=3)
-    assert chosen.predicted_ns == 0 and check(chosen.schedule, blocks).any_residency
+    selection = afresh(blocks, heads=3)
+    assert selection.predicted_ns == 0 and check(selection.schedule, blocks).any_residency
 
 
 def test_a_short_tail_is_found():
     """Causal, 2k, 16 heads: the last heads longest first, well below any one kind."""
     mask = quality.usual_masks(2048)["causal"]
-    chosen = afresh(mask, heads=16)
-    whole = [t.predicted_ns for t in chosen.trials if t.kind in NAMED and t.predicted_ns]
-    assert "last" in chosen.schedule.name
-    assert chosen.predicted_ns < 0.8 * min(whole)
-    assert chosen.over_bound < 1.05
+    selection = afresh(mask, heads=16)
+    whole = [t.predicted_ns for t in selection.trials if t.kind in NAMED and t.predicted_ns]
+    assert "last" in selection.schedule.name
+    assert selection.predicted_ns < 0.8 * min(whole)
+    assert selection.over_bound < 1.05
 
 
 def test_the_local_search_is_worth_its_time():
     blocks = drawn(8, 8, 0.5, seed=5)[0]
-    chosen = afresh(blocks, heads=1, machine=machine(slots=4))
+    selection = afresh(blocks, heads=1, machine=machine(slots=4))
     others = [
         trial.predicted_ns
-        for trial in chosen.trials
+        for trial in selection.trials
         if trial.predicted_ns and not trial.kind.startswith("search")
     ]
-    assert chosen.schedule.name.startswith("search of")
-    assert chosen.predicted_ns < 0.95 * min(others)
+    assert selection.schedule.name.startswith("search of")
+    assert selection.predicted_ns < 0.95 * min(others)
 
 
 def test_the_same_choice_every_time_and_in_a_fresh_process():
@@ -283,8 +285,8 @@ def test_a_selection_does_not_leave_while_it_is_taken(monkeypatch):
 
 
 def test_the_table_says_what_was_tried_and_why():
-    chosen = afresh(drawn(8, 8, 0.5, seed=5)[0], heads=1, machine=machine(slots=4))
-    table = str(chosen)
+    selection = afresh(drawn(8, 8, 0.5, seed=5)[0], heads=1, machine=machine(slots=4))
+    table = str(selection)
     for word in (
         "spt",
         "left_to_right",
@@ -295,7 +297,7 @@ def test_the_table_says_what_was_tried_and_why():
         "over bound",
     ):
         assert word in table
-    assert chosen.bound.binding() in table
+    assert selection.bound.binding() in table
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -305,9 +307,9 @@ def test_plans_timed_side_by_side_take_what_they_take_alone(seed):
     masks = int(random.integers(1, 3))
     blocks = drawn(*random.integers(2, 14, 2), 0.6, seed, masks)
     heads, flight = masks * int(random.integers(1, 6)), int(random.integers(1, 5))
-    told = machine(slots=int(random.integers(1, 20)), partial_ns=int(random.choice([2200, 2600])))
+    gpu = machine(slots=int(random.integers(1, 20)), partial_ns=int(random.choice([2200, 2600])))
     grid = block_grid(blocks, heads)
-    case = candidates.Case(grid, told, 1, flight)
+    case = candidates.Case(grid, gpu, 1, flight)
     plans = candidates.named_plans(grid, module.WALKS)
     # Of three or more sections only the best go on: give all plans the same chance here.
     together = case.race(plans).times
@@ -316,7 +318,7 @@ def test_plans_timed_side_by_side_take_what_they_take_alone(seed):
         assert together[index] in (alone, None)
         assert together[index] is not None or len(case.sections) > 2
         schedule = candidates.compose(case, *module._heads(case, plan), "alone")
-        assert simulate(schedule, told).makespan_ns == alone
+        assert simulate(schedule, gpu).makespan_ns == alone
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -401,8 +403,10 @@ def test_refit_finds_the_machine_that_the_times_came_from():
     recorded = []
     for name, kind in (("full", "spt"), ("causal", "left_to_right"), ("window 1024", "spt")):
         schedule = kinds.KINDS[kind](masks[name], heads=4, heads_in_flight=2)
-        told = simulate(schedule, truth)
-        recorded.append(Observation(schedule, told.makespan_ns, told.unordered_ns, name))
+        simulation = simulate(schedule, truth)
+        recorded.append(
+            Observation(schedule, simulation.makespan_ns, simulation.unordered_ns, name)
+        )
     fitted = refit(machine(slots=12), recorded)
     assert fitted.machine.full_ns == pytest.approx(1900, rel=0.03)
     assert fitted.machine.partial_ns == pytest.approx(2600, rel=0.1)
@@ -416,14 +420,14 @@ def test_the_error_of_a_fit_is_the_rms_over_both_times_of_every_observation():
     recorded, causal = [], np.tril(np.full((5, 5), 2, np.uint8))
     for name, kind, times in (("a", "spt", 1), ("b", "spt", 3), ("c", "left_to_right", 1)):
         schedule = kinds.KINDS[kind](causal, heads=2)
-        told = simulate(schedule, machine(slots=6))
-        ordered, unordered = told.makespan_ns * times, told.unordered_ns * 1.1
+        simulation = simulate(schedule, machine(slots=6))
+        ordered, unordered = simulation.makespan_ns * times, simulation.unordered_ns * 1.1
         recorded.append(Observation(schedule, ordered, unordered, name))
     fitted, wrong = refit(machine(slots=6), recorded), []
     for each in recorded:
-        told = simulate(each.schedule, fitted.machine)
-        wrong += [np.log(told.makespan_ns / each.ordered_ns)]
-        wrong += [np.log(told.unordered_ns / each.unordered_ns)]
+        simulation = simulate(each.schedule, fitted.machine)
+        wrong += [np.log(simulation.makespan_ns / each.ordered_ns)]
+        wrong += [np.log(simulation.unordered_ns / each.unordered_ns)]
     assert fitted.error == pytest.approx(np.sqrt(np.mean(np.square(wrong))), rel=1e-9)
     assert fitted.error > 0.1
 

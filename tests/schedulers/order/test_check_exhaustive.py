@@ -64,9 +64,9 @@ def verdicts(masks: np.ndarray, order: Order, reach=reached) -> np.ndarray:
     for start in range(0, len(masks), CHUNK):
         blocks = masks[start : start + CHUNK]
         writers = torch.tensor(order.writers)[None]
-        place = ranks(torch.from_numpy(blocks), writers).numpy()
-        rows = visits(blocks, order.keys(), place)
-        by_column = np.take_along_axis(place.transpose(0, 2, 1), np.maximum(rows, 0), axis=2)
+        rank_table = ranks(torch.from_numpy(blocks), writers).numpy()
+        rows = visits(blocks, order.keys(), rank_table)
+        by_column = np.take_along_axis(rank_table.transpose(0, 2, 1), np.maximum(rows, 0), axis=2)
         rank = np.where(rows >= 0, by_column, -1)
         last, acyclic = reach(rows[:, order.launch], rank[:, order.launch], blocks.shape[1])
         need = residents(np.broadcast_to(np.arange(last.shape[1]), last.shape), last)

@@ -51,8 +51,8 @@ class Drawn:
     def blocks(self) -> np.ndarray:
         random = np.random.default_rng(self.seed)
         shape = (self.masks, self.rows, self.columns)
-        there = random.random(shape) < self.density
-        return (there * random.integers(1, 3, shape)).astype(np.uint8)
+        present = random.random(shape) < self.density
+        return (present * random.integers(1, 3, shape)).astype(np.uint8)
 
     def schedule(self) -> Schedule:
         random = np.random.default_rng(self.seed + 1)

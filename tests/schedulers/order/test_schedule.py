@@ -24,8 +24,8 @@ def drawn(seed: int, masks: int = 1, size: tuple[int, int] | None = None) -> np.
     """uint8 [masks, M, N] of 0, 1 and 2."""
     random = np.random.default_rng(seed)
     rows, columns = size or random.integers(1, 12, 2)
-    there = random.random((masks, rows, columns)) < random.choice([0.2, 0.5, 0.9])
-    return (there * random.integers(1, 3, there.shape)).astype(np.uint8)
+    present = random.random((masks, rows, columns)) < random.choice([0.2, 0.5, 0.9])
+    return (present * random.integers(1, 3, present.shape)).astype(np.uint8)
 
 
 def by_loops(blocks, order, write, walk, heads_in_flight):
@@ -33,9 +33,9 @@ def by_loops(blocks, order, write, walk, heads_in_flight):
     out = []
     for first in range(0, len(blocks), heads_in_flight):
         section = range(first, min(len(blocks), first + heads_in_flight))
-        for place in range(len(blocks[0][0]) if len(blocks[0]) else 0):
+        for position in range(len(blocks[0][0]) if len(blocks[0]) else 0):
             for head in section:
-                column, mask = order[head][place], blocks[head]
+                column, mask = order[head][position], blocks[head]
                 visits = []
                 for row in range(len(mask)):
                     if mask[row][column]:
@@ -388,9 +388,9 @@ def test_tensors_that_tell_otherwise_are_seen(monkeypatch, name):
     where, what = WRONG[name]
     with monkeypatch.context() as patch:
         patch.setattr(f"cute_kernels.schedulers.order.schedule.{where}", what, raising=False)
-        told = [s.tensors("cpu", places=name.startswith("places")) for s in fresh]
+        tensors = [s.tensors("cpu", places=name.startswith("places")) for s in fresh]
     seen = 0
-    for schedule, one in zip(chosen, told, strict=True):
+    for schedule, one in zip(chosen, tensors, strict=True):
         try:
             assert_told(schedule, one)
         except AssertionError:
@@ -410,9 +410,9 @@ def test_tensors_are_one_copy_and_nothing_is_read_back():
     for places in (False, True):
         copies.clear()
         with Copies():
-            told = schedule.tensors("meta", places=places)
-        assert len(copies) == 1 and all(t is None or t.is_meta for t in told)
-        assert [t.shape for t in told[:5]] == [t.shape for t in schedule.tensors("cpu")[:5]]
+            tensors = schedule.tensors("meta", places=places)
+        assert len(copies) == 1 and all(t is None or t.is_meta for t in tensors)
+        assert [t.shape for t in tensors[:5]] == [t.shape for t in schedule.tensors("cpu")[:5]]
 
 
 def test_tensors_are_the_callers():

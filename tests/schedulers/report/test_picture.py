@@ -63,8 +63,8 @@ def test_the_grey_area_is_the_time_spent_waiting(tmp_path, monkeypatch):
     for name, make in (("left", left_to_right), ("right", spt)):
         simulation = simulate(make(causal(12), heads=3), slots)
         grey, busy = grey_area(tmp_path / f"{name}.png", simulation, monkeypatch)
-        taken = int((simulation.end_ns - simulation.start_ns).sum())
-        want = int(simulation.stall_ns.sum()) / taken
+        busy_ns = int((simulation.end_ns - simulation.start_ns).sum())
+        want = int(simulation.stall_ns.sum()) / busy_ns
         assert abs(grey / (grey + busy) - want) < 0.015, name
         assert want > (0.3 if name == "left" else -1)
 
@@ -182,8 +182,8 @@ def test_titles_and_facts_are_text_of_the_picture(tmp_path, monkeypatch):
     simulation = simulate(left_to_right(causal(6)), machine(slots=6))
     picture.gantt(tmp_path / "a.svg", {"my title": simulation}, bound_ns=15200)
     text = (tmp_path / "a.svg").read_text()
-    for said in ("my title", "30.4 µs", "2.11 × unordered", "2.00 × bound", "44% waiting"):
-        assert said in text
+    for message in ("my title", "30.4 µs", "2.11 × unordered", "2.00 × bound", "44% waiting"):
+        assert message in text
     assert "lower bound, 15.2 µs" in text and "head 0" in text and "waiting for a turn" in text
 
 
@@ -280,8 +280,8 @@ def test_bad_input(tmp_path):
     ]
     (tmp_path / "b.svg").mkdir()
     table.append((lambda: picture.gantt(tmp_path / "b.svg", {"a": ok}), "path: expected a file"))
-    for call, said in table:
-        with pytest.raises(ScheduleError, match=said):
+    for call, message in table:
+        with pytest.raises(ScheduleError, match=message):
             call()
     assert [path.name for path in tmp_path.iterdir()] == ["b.svg"]
 

@@ -43,11 +43,11 @@ def shown(conf: dict, name: str) -> dict[str, report.Row]:
 
 
 def test_every_picture_of_the_page_is_drawn(conf, tmp_path):
-    asked = re.findall(r"!\[[^\]]+\]\(plots/([\w.]+)\)", TEXT)
-    assert len(asked) == TEXT.count("![") >= 4
+    names = re.findall(r"!\[[^\]]+\]\(plots/([\w.]+)\)", TEXT)
+    assert len(names) == TEXT.count("![") >= 4
     conf["draw_pictures"](tmp_path)
     drawn = {path.name: path for path in tmp_path.iterdir()}
-    assert set(drawn) == set(asked)
+    assert set(drawn) == set(names)
     for path in drawn.values():
         assert 20_000 < path.stat().st_size < 400_000
         assert path.read_bytes().startswith(b"\x89PNG")
@@ -99,12 +99,12 @@ def test_the_constants_in_the_prose_are_the_machines(conf):
 
 
 def test_the_steps_of_select_are_its_thresholds():
-    for constant, said in (
+    for constant, message in (
         (choice.NEAR, "2. If that is not within {}"),
         (choice.CLOSE, "3. If that is not within {}"),
         (choice.WIDE, "4. If that is not within {}"),
     ):
-        assert said.format(f"{round((constant - 1) * 100, 3):g}%") in PROSE
+        assert message.format(f"{round((constant - 1) * 100, 3):g}%") in PROSE
 
 
 def test_the_kinds_table_is_the_code():
