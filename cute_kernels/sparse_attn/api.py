@@ -313,10 +313,10 @@ def spans_device(device: torch.device | str) -> torch.device:
 
     There, if its kernels read them and no gradient is asked for, which needs them on the CPU.
     """
-    where = torch.device(device)
-    if where.type != "cuda" or torch.is_grad_enabled():
+    torch_device = torch.device(device)
+    if torch_device.type != "cuda" or torch.is_grad_enabled():
         return torch.device("cpu")
-    return where if kv_ranges_op.reads_spans(str(where)) else torch.device("cpu")
+    return torch_device if kv_ranges_op.reads_spans(str(torch_device)) else torch.device("cpu")
 
 
 def sequence_spans(
@@ -353,9 +353,11 @@ def sequence_spans(
     checks.key_buffer(q_offset, kv_offset, sizes)
     if not isinstance(q_offset, torch.Tensor):
         q_offset = torch.full((), q_offset, dtype=torch.int64, device="cpu")
-    where = torch.device(device)
-    checks.spans_apart(packed, where)
-    return kv_ranges_op.sequence_spans(seen, padding, q_offset, kv_offset, *sizes, packed, where)
+    torch_device = torch.device(device)
+    checks.spans_apart(packed, torch_device)
+    return kv_ranges_op.sequence_spans(
+        seen, padding, q_offset, kv_offset, *sizes, packed, torch_device
+    )
 
 
 def spans_from_first_key(seen: torch.Tensor) -> torch.Tensor:
