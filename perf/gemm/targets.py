@@ -38,9 +38,9 @@ class Target:
 
     @property
     def text(self) -> str:
-        each = f", each >= {self.each:.2f}x" if self.each else ""
+        lowest = f", each >= {self.each:.2f}x" if self.each else ""
         extra = " and an add" if (self.product, self.rival) == ("dw", "cublas") else ""
-        return f"{self.product}: >= {self.at_least:.2f}x {RIVAL_TEXT[self.rival]}{extra}{each}"
+        return f"{self.product}: >= {self.at_least:.2f}x {RIVAL_TEXT[self.rival]}{extra}{lowest}"
 
 
 RIVAL_TEXT = {

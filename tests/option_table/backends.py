@@ -20,7 +20,7 @@ SM90_OPTIONS = {"sparse_attn": {"ctas": 4}}
 
 @contextlib.contextmanager
 def through(backend: str) -> Iterator[None]:
-    """While it lasts, ops on CPU tensors take the launchers of ``backend``."""
+    """Run ops on CPU tensors by the launchers of ``backend``."""
 
     def launcher(op, device, dtype):
         return dispatch._function(dispatch._TABLE[op][backend].launcher)
