@@ -81,6 +81,24 @@ def _logit(z, bias, factor, softcap, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _logit_as_sm90(z, bias, inner, softcap, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
+    """`_logit` in the operations of dsl/softmax.py `cap`: with an approximate reciprocal."""
+    if BIAS:
+        z = z + bias.to(tl.float32)
+    if SOFTCAP:
+        reciprocal = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;",
+            "=f,f",
+            [tl.exp2(z * inner) + 1.0],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+        z = tl.fma(reciprocal, tl.zeros_like(z) - 2.0, tl.zeros_like(z) + 1.0) * softcap
+    return z
+
+
+@triton.jit
 def _whole(x):
     """fp32 -> int64, to the nearest even."""
     size = tl.abs(x)
@@ -273,7 +291,7 @@ def gradients_kernel(
 ):
     """out [T, N] = the gradient of logits [T, N]; one tile of [ROWS, COLUMNS] a program.
 
-    AS_SM90: with the roundings of device/gradient.py, where the entropy or a softcap has a part.
+    AS_SM90: with the operations of device/gradient.py, where the entropy or a softcap has a part.
     """
     N = N // ALIGN_N * ALIGN_N
     rows = tl.program_id(0) // tiles * ROWS + tl.arange(0, ROWS)
@@ -286,7 +304,10 @@ def gradients_kernel(
     bias = 0.0
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + column * bias_n, mask=columns < N, other=0.0)
-    z = _logit(z, bias, factor, softcap, bias_ptr is not None, SOFTCAP)
+    if AS_SM90:
+        z = _logit_as_sm90(z, bias, factor, softcap, bias_ptr is not None, SOFTCAP)
+    else:
+        z = _logit(z, bias, factor, softcap, bias_ptr is not None, SOFTCAP)
 
     target = tl.load(target_ptr + rows, mask=in_t, other=-1)[:, None]
     scale = tl.load(scale_ptr + rows, mask=in_t, other=1.0)[:, None]

@@ -270,8 +270,7 @@ def _launch_gradients(
         *logits.stride(),
         0 if bias is None else bias.stride(0),
         out.stride(0),
-        *_cap(place),
-        _inverse_cap(place),
+        *(_cap_as_sm90(place) if as_sm90 else (*_cap(place), 0.0)),
         ALIGN_N=_alignment(logits),
         ROWS=tile_rows,
         COLUMNS=tile_columns,
@@ -291,11 +290,14 @@ def _cap(place: Logits) -> tuple[float, float]:
     return (2.0 * config.LOG2E / place.softcap if place.softcap else 0.0), place.softcap
 
 
-def _inverse_cap(place: Logits) -> float:
-    """1 / softcap, divided in fp32 as the SM90 kernel does."""
+def _cap_as_sm90(place: Logits) -> tuple[float, float, float]:
+    """Factor, softcap, and 1 / softcap, each divided in fp32 as the SM90 kernel does."""
     if not place.softcap:
-        return 0.0
-    return (1.0 / torch.tensor(place.softcap, dtype=torch.float32, device="cpu")).item()
+        return 0.0, 0.0, 0.0
+    softcap, two_log2e = torch.tensor(
+        [place.softcap, 2.0 * config.LOG2E], dtype=torch.float32, device="cpu"
+    )
+    return (two_log2e / softcap).item(), place.softcap, (1.0 / softcap).item()
 
 
 def _alignment(logits: torch.Tensor) -> int:
