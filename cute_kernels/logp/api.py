@@ -215,7 +215,7 @@ def log_probs(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """log p(target) of logits, in nats: the bytes of `linear_logp`, if it made these logits.
 
-    With a softcap on SM90 the two differ in the last places of a capped logit (docs/linear_logp.md).
+    With a softcap on SM90 the last places of a capped logit may differ (docs/linear_logp.md).
 
     Args:
         logits: [..., V]; bf16, fp16 or fp32; any strides.
