@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from ..core import record, timing
-from ..core.bits import repeats, same_bytes
+from ..core.bits import REPEATS, repeats, same_bytes
 from ..core.rival import Call
 from ..core.watch import failure, watched, within
 from ..core.work import measured
@@ -52,6 +52,8 @@ class Options:
     now: Callable[[], float] = time.monotonic
     #: After so long in one step the process ends with its stack: a kernel that waits for ever.
     patience_s: float | None = None
+    #: Calls that must give the same bytes.
+    repeats: int = REPEATS
     #: (rival, case) -> is it measured there?
     wanted: Callable[[str, Case], bool] = lambda rival, case: True
 
@@ -235,7 +237,7 @@ def _ready(
             body["first_call_s"] = round(options.now() - start, 3)
             outcome = body["check"] | {"sampled_error": check.sampled(problem, which, t, results)}
             if rival.ordered or which == "fwd":
-                body["bitwise"] = {"repeat": repeats(lambda: call(t))}
+                body["bitwise"] = {"repeat": repeats(lambda: call(t), options.repeats)}
     except Exception as error:
         return body | failure(error, options.finish), None
     why = check.wrong(rival, outcome)

@@ -84,12 +84,16 @@ def test_every_variant_has_the_shipped_bits(case):
 @requires_sim
 @pytest.mark.sim
 @pytest.mark.parametrize(
-    "case",
-    [*(pytest.param(case, marks=pytest.mark.nightly) for case in BACKWARDS[1:]), BACKWARDS[0]],
-    ids=lambda case: case.op,
+    ("case", "variants"),
+    [
+        pytest.param(BACKWARDS[0], ["", "stages=3,bulk=1"], id="two"),
+        *(
+            pytest.param(case, list(tune.BACKWARD_VARIANTS), id=case.op, marks=pytest.mark.nightly)
+            for case in BACKWARDS
+        ),
+    ],
 )
-def test_every_variant_of_a_backward_has_the_shipped_bits(case):
-    variants = list(tune.BACKWARD_VARIANTS)
+def test_every_variant_of_a_backward_has_the_shipped_bits(case, variants):
     bodies = measured(variants, built, case)
     assert [b["system"] for b in bodies] == [*(f"ours[{v}]" for v in variants), "copy"]
     assert all(b["status"] == "ok" for b in bodies)

@@ -35,6 +35,8 @@ pytestmark = [
 ]
 
 LENGTHS = [130, 0, 1, 61, 128]
+#: Of tests that are not of a head size: the kernels of `test_a_pack`, compiled once a process.
+DIM = 64
 NIGHT = pytest.mark.nightly
 #: (head size, number of a rule): each of both at every commit.
 DAY = ((64, 1), (96, 2), (128, 0), (128, 3), (192, 2), (256, 1))
@@ -42,7 +44,7 @@ DAY = ((64, 1), (96, 2), (128, 0), (128, 3), (192, 2), (256, 1))
 
 def compared(lengths, rule, drawn=None, ctas=7, **options) -> list[str]:
     """The names of what differs."""
-    tensors = drawn or known.drawn(sum(lengths), dim=128)
+    tensors = drawn or known.drawn(sum(lengths), dim=DIM)
     with known.on_sm90(ctas=ctas):
         out = known.packed(tensors, lengths, *rule, **options)
         return known.differing(out, known.alone(tensors, lengths, *rule, **options))
@@ -73,7 +75,7 @@ def test_drawn_packs(seed):
 @NIGHT
 def test_options():
     """fp16, groups of query heads, a scale and a softcap."""
-    drawn = known.drawn(200, 3, torch.float16, heads=(4, 2), dim=128)
+    drawn = known.drawn(200, 3, torch.float16, heads=(4, 2), dim=DIM)
     assert compared([40, 160], (True, (None, None)), drawn, scale=0.2, softcap=7.0) == []
 
 
@@ -88,7 +90,7 @@ def test_one_launch_a_pass(monkeypatch):
         return lambda *args: (calls.append(kernel), run(*args))
 
     monkeypatch.setattr(launch, "bind", bind)
-    tensors = known.drawn(sum(LENGTHS), dim=128)
+    tensors = known.drawn(sum(LENGTHS), dim=DIM)
     with known.on_sm90():
         known.packed(tensors, LENGTHS)
     # A backward is three kernels, and before each pass one says where sequences lie.
@@ -101,7 +103,7 @@ def test_nothing_is_read_from_the_host_but_offsets(monkeypatch):
         monkeypatch.setattr(owner, name, lambda *a, name=name: pytest.fail(name))
     monkeypatch.setattr(lowering.cache, "get", lambda key, make: pytest.fail(str(key)))
     lengths = [256, 128, 77]
-    tensors = known.drawn(sum(lengths), dim=128)
+    tensors = known.drawn(sum(lengths), dim=DIM)
     with known.on_sm90():
         out = known.packed(tensors, lengths)
         assert known.differing(out, known.trusted(tensors, known.offsets(lengths))) == []
@@ -162,7 +164,7 @@ def attended(rows, left: int | None = None) -> list[torch.Tensor]:
         recorded = api.seen_columns(dense & real[:, None, None] & real[:, None, :, None])
     spans = api.sequence_spans(recorded, real, 0, 0, (len(real), 200, 200))
     g = torch.Generator().manual_seed(4)
-    sizes = [(len(real), 200, n, 128) for n in (2, 1, 1, 2)]
+    sizes = [(len(real), 200, n, DIM) for n in (2, 1, 1, 2)]
     *leaves, dout = (torch.randn(size, generator=g).bfloat16() for size in sizes)
     leaves = [t.requires_grad_() for t in leaves]
     with known.on_sm90():
@@ -192,7 +194,7 @@ def test_padded_batches_take_one_launch(monkeypatch, left):
 def test_one_mask_for_the_pack_is_killed():
     """Blocks counted from the start of the pack: other bits."""
     lengths = [61, 130]
-    tensors = known.drawn(191, dim=128)
+    tensors = known.drawn(191, dim=DIM)
     mask = BlockMask.from_cu_seqlens(known.offsets(lengths), causal=True)
 
     def at_once(q, k, v):
@@ -241,7 +243,7 @@ def test_mutants_are_killed(monkeypatch, mutant, rule, names):
     """In what each names, at least; of copies, as kernels of other GPUs read them."""
     monkeypatch.setattr(known, "IN_PLACE", False)
     lengths = [300, 90]
-    tensors = known.drawn(390, dim=128)
+    tensors = known.drawn(390, dim=DIM)
     with known.on_sm90():
         want = known.alone(tensors, lengths, *rule)
         mutant(monkeypatch)
@@ -253,7 +255,7 @@ def test_another_schedule_is_killed(monkeypatch):
     """Of copies; that of packs in place is not made here."""
     monkeypatch.setattr(known, "IN_PLACE", False)
     lengths = [512, 90]
-    tensors = known.drawn(602, dim=128)
+    tensors = known.drawn(602, dim=DIM)
     with known.on_sm90():
         want = known.alone(tensors, lengths)
         assert known.differing(known.packed(tensors, lengths), want) == []

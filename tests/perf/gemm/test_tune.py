@@ -62,12 +62,17 @@ def simulated(monkeypatch):
 @requires_sim
 @pytest.mark.sim
 @pytest.mark.parametrize(
-    "product", ["fwd", *(pytest.param(p, marks=pytest.mark.nightly) for p in ("dx", "dw"))]
+    ("product", "variants"),
+    [
+        ("fwd", ["", "cluster_m=1,cluster_n=2", "tile_n=192"]),
+        pytest.param("fwd", list(tune.VARIANTS), marks=pytest.mark.nightly),
+        pytest.param("dx", ["", "tile_n=192"], marks=pytest.mark.nightly),
+        pytest.param("dw", ["", "tile_n=192"], marks=pytest.mark.nightly),
+    ],
 )
-def test_every_variant_has_the_shipped_bits(simulated, product):
+def test_every_variant_has_the_shipped_bits(simulated, product, variants):
     """In the simulator's truncating adder; whether the card agrees is probe 1, not run."""
     case = Case(product, "qkv", 200, 136, 520)
-    variants = list(tune.VARIANTS) if product == "fwd" else ["", "tile_n=192"]
     bodies = list(tune.gemm(case, variants, units=4, rounds=1, clock=Clock(), device="cpu"))
     assert [b["system"] for b in bodies] == [*(f"ours[{v}]" for v in variants), "cublas"]
     assert all(b["status"] == "ok" and b["median_us"] > 0 for b in bodies)

@@ -72,8 +72,22 @@ def predicted(monkeypatch, case: str, kind: str, **rules) -> float:
     return differing(other, model) / model.numel()
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kind", ["overflow", "bit_patterns"])
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        ("from zero", "bit_patterns"),
+        ("from C", "overflow"),
+        ("leaves", "overflow"),
+        *(
+            pytest.param(*more, marks=pytest.mark.nightly)
+            for more in (
+                ("from zero", "overflow"),
+                ("from C", "bit_patterns"),
+                ("leaves", "bit_patterns"),
+            )
+        ),
+    ],
+)
 def test_a_sum_that_overflows_is_infinite(monkeypatch, case, kind):
     rate = predicted(monkeypatch, case, kind, toward_zero=overflow_is_infinite)
     assert abs(rate - recorded(case, kind)) < TOLERANCE
@@ -93,7 +107,13 @@ def test_a_rule_that_is_near_is_told_apart(monkeypatch, case):
     assert abs(rate - recorded(case, "subnormal")) > TOLERANCE
 
 
-@pytest.mark.parametrize("kind", sorted(inputs.ORDINARY))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind == "wide" else pytest.param(kind, marks=pytest.mark.nightly)
+        for kind in sorted(inputs.ORDINARY)
+    ],
+)
 def test_the_rules_change_nothing_that_the_card_confirmed(monkeypatch, kind):
     rules = {"_power": least_exponent, "toward_zero": overflow_is_infinite}
     assert predicted(monkeypatch, "from C", kind, **rules) == 0

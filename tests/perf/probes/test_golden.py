@@ -78,8 +78,17 @@ def test_the_model_predicts_every_golden_bit(path):
 
 
 @by_file
-@pytest.mark.parametrize(("n", "block_k"), [(32, 32), (8, 16), (256, 64)])
-@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize(
+    ("n", "block_k", "swap"),
+    [
+        (32, 32, False),
+        (8, 16, True),
+        *(
+            pytest.param(*more, marks=pytest.mark.nightly)
+            for more in ((32, 32, True), (8, 16, False), (256, 64, False), (256, 64, True))
+        ),
+    ],
+)
 @simulated_marks
 def test_the_simulator_makes_the_golden_bits(path, n, block_k, swap):
     """At the width the card ran, and at others: question 1 says that the width does not show."""

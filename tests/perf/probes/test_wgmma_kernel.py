@@ -33,17 +33,25 @@ def result(chain: Chain, a, b, c=None, swap=False, **options) -> torch.Tensor:
     return d
 
 
+CHAINS = [
+    (Chain(64), False),
+    (Chain(8, block_k=16), True),
+    (Chain(24), True),
+    (Chain(256, warpgroups=2, block_k=32), False),
+    (Chain(128, block_k=128), True),
+]
+#: Each chain, and each way round with C and without, at every commit.
+OFTEN = list(zip(CHAINS, (False, False, True, True, False), strict=True))
+
+
 @pytest.mark.parametrize(
-    ("chain", "with_c"),
+    ("chain", "with_c", "swap"),
     [
-        (Chain(64), False),
-        (Chain(8, block_k=16), True),
-        (Chain(24), True),
-        (Chain(256, warpgroups=2, block_k=32), False),
-        (Chain(128, block_k=128), True),
+        pytest.param(*chosen, swap, marks=() if (chosen, swap) in OFTEN else pytest.mark.nightly)
+        for chosen in CHAINS
+        for swap in (False, True)
     ],
 )
-@pytest.mark.parametrize("swap", [False, True])
 def test_the_bits_are_those_of_one_ascending_chain(chain, with_c, swap):
     """Tails in M and N, operands swapped, every k block width, C or zero."""
     a, b, c = inputs.make("ratio", 72, 136, 256, device="cpu")
@@ -52,7 +60,10 @@ def test_the_bits_are_those_of_one_ascending_chain(chain, with_c, swap):
     assert differing(result(chain, a, b, c, swap), want) == 0
 
 
-@pytest.mark.parametrize("options", [LATE, *(RANDOM | {"seed": s} for s in (1, 2))])
+@pytest.mark.parametrize(
+    "options",
+    [LATE, RANDOM | {"seed": 1}, pytest.param(RANDOM | {"seed": 2}, marks=pytest.mark.nightly)],
+)
 @pytest.mark.parametrize("chain", [Chain(24), Chain(64, block_k=32, promote_every=4)])
 def test_no_wait_is_missing(chain, options):
     a, b, c = inputs.make("wide", 72, 72, 192, device="cpu")

@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cute_kernels.schedulers.masks import diagonal as made
@@ -56,6 +56,7 @@ def check(lengths: list[int], band: Band) -> None:
     assert torch.equal(out.reblock(32).to_dense()[0, 0], want)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=6), st.sampled_from(BANDS))
 def test_elements_and_lists(lengths, band):
     check(lengths, Band(*band))

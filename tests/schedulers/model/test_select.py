@@ -31,6 +31,7 @@ from cute_kernels.schedulers.order.ranks import block_grid
 from cute_kernels.schedulers.order.safety import check
 from cute_kernels.schedulers.report import quality
 from cute_kernels.schedulers.report.fit import Observation, observations, refit
+from tests.schedulers.order.test_schedule import example
 from tests.steps import lines
 
 TILE = (64, 128)
@@ -87,7 +88,9 @@ def test_the_quality_table_shows_the_bound_that_a_miss_is_up_against():
     assert "1.03 missed; bound" in line and "(launch_ns)" in line
 
 
-@pytest.mark.parametrize(("tokens", "heads"), [(2048, 16), (4096, 32)])
+@pytest.mark.parametrize(
+    ("tokens", "heads"), [(2048, 16), pytest.param(4096, 32, marks=pytest.mark.nightly)]
+)
 def test_never_worse_than_the_named_kinds(tokens, heads):
     for name, mask in quality.usual_masks(tokens).items():
         selection = afresh(mask, heads=heads)
@@ -220,26 +223,20 @@ def test_the_local_search_is_worth_its_time():
 
 
 def test_the_same_choice_every_time_and_in_a_fresh_process():
-    hashes = set()
-    for _ in range(2):
-        hashes.add(tuple(afresh(each, heads=2).schedule.hash for each in determinism_cases()))
-    code = (
-        "from tests.schedulers.model.test_select import afresh, determinism_cases as cases\n"
-        "print(*(afresh(each, heads=2).schedule.hash for each in cases()))"
-    )
-    process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert hashes == {tuple(process.stdout.split())}
+    """And the hash of a schedule without a selection."""
+    code = "from tests.schedulers.model import test_select as here; print(*here.hashes())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert hashes() == hashes() == done.stdout.split()
 
 
-def determinism_cases() -> list:
-    """One that a kind wins, one that the search does, and one with a mask for each head."""
-    return [
+def hashes() -> list[str]:
+    """Of a case that a kind wins, one that the search does, one with a mask for each head."""
+    cases = [
         quality.usual_masks(2048)["causal"],
         drawn(8, 8, 0.5, seed=5)[0],
         drawn(10, 9, 0.5, seed=6, masks=2),
     ]
+    return [example().hash, *(afresh(each, heads=2).schedule.hash for each in cases)]
 
 
 def test_a_selection_is_kept_by_mask_heads_and_machine(monkeypatch):
@@ -371,17 +368,19 @@ def test_work_at_64_by_64():
     assert missed(first_calls(4096, 64), AT_64) == {}
 
 
-def test_work_at_512_by_512():
+@pytest.mark.parametrize(
+    "names", [("random 25%",), pytest.param(("full", "causal"), marks=pytest.mark.nightly)]
+)
+def test_work_at_512_by_512(names):
     cases = first_calls(32768, 64)
-    longest = {name: cases[name] for name in ("full", "causal", "random 25%")}
-    assert missed(longest, AT_512) == {}
+    assert missed({name: cases[name] for name in names}, AT_512) == {}
 
 
 @pytest.mark.parametrize(
     "names",
     [
-        ("causal", "8 documents, split 0"),
-        pytest.param(("full", "random 25%"), marks=pytest.mark.nightly),
+        ("causal",),
+        pytest.param(("8 documents, split 0", "full", "random 25%"), marks=pytest.mark.nightly),
     ],
 )
 def test_work_with_query_heads(names):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -264,14 +262,6 @@ def test_hash_covers_launch_visits_ranks_and_masking_and_nothing_else():
     assert len({schedule.hash, *(each.hash for each in changed)}) == 6
     assert replace(schedule, name="x", block_size=(3, 4), heads_in_flight=1).hash == schedule.hash
     assert example().hash == schedule.hash
-
-
-def test_hash_is_the_same_in_a_fresh_process():
-    code = "from tests.schedulers.order.test_schedule import example; print(example().hash)"
-    process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert process.stdout.strip() == example().hash
 
 
 def loaded(schedule: Schedule, path) -> Schedule:
