@@ -3,6 +3,7 @@
     activation  f(x)             gated  f(gate) up          f: one of config.KINDS
     softmax, log_softmax         over the last dimension
     rotary_table, rotary         rotary is its own backward, with ``back`` the other way
+    rotary_pair                  q and k in one launch, in the steps of torch's eager ops
     embedding                    weight[ids]; embedding_gradient adds dy in the order of tokens
     square_sum, add_sums, scale  of clip_grad_norm_
 
@@ -44,6 +45,8 @@ _LAUNCHERS = {
     "log_softmax_backward": ("log_softmax", "log_softmax_backward"),
     "rotary_table": ("rotary_table", "rotary_table"),
     "apply_rotary": ("apply_rotary", "rotary"),
+    "apply_rotary_pos_emb": ("apply_rotary_pos_emb", "rotary_pair"),
+    "apply_rotary_pos_emb_backward": ("apply_rotary_pos_emb", "rotary_pair_backward"),
     "clip_grad_norm_": ("clip_grad_norm_", "square_sum"),
     "clip_grad_norm_sums": ("clip_grad_norm_", "add_sums"),
     "clip_grad_norm_scale": ("clip_grad_norm_", "scale_"),
@@ -56,7 +59,10 @@ for _name in ("silu", "gelu"):
     _LAUNCHERS[f"{_name}_mul_backward"] = (f"{_name}_mul", "gated_backward")
 
 #: Launchers with a planner.
-_PLANNED = ("activation", "activation_backward", "gated", "gated_backward")
+_PLANNED = (
+    *("activation", "activation_backward", "gated", "gated_backward"),
+    *("rotary_pair", "rotary_pair_backward"),
+)
 
 for _entry, (_contract, _function) in _LAUNCHERS.items():
     _planner = f"{__package__}.triton.launch:plan_{_function}" if _function in _PLANNED else ""
@@ -75,7 +81,8 @@ for _name in config.KEPT:
     def _backend(device: torch.device, dtype: torch.dtype, entry: str = _name) -> str:
         return dispatch.backend(entry, device, dtype)
 
-    contracts.register(contracts.Contract(_name, config.KEPT[_name], config.plan, _backend))
+    _plan = config.PLANS.get(_name, config.plan)
+    contracts.register(contracts.Contract(_name, config.KEPT[_name], _plan, _backend))
 
 
 def _launcher(entry: str, t: torch.Tensor) -> Callable:
@@ -339,6 +346,73 @@ rotary = define_op(
     backward=_backward_rotary,
     vmap=_vmap_refused,
 )
+
+
+def _fake_rotary_pair(q, k, cos, sin, dim, dtype):
+    return torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype)
+
+
+def _plan_pair(entry: str, dtype: torch.dtype, *args) -> Plan:
+    """Plan of a launcher of two tensors; dtype: that of q and k in the forward."""
+    q, k, *_ = args
+    if not (q.numel() or k.numel()):
+        return Plan(_fake_rotary_pair, cacheable=False)
+    return dispatch.plan(entry, q.device, dtype, *args)
+
+
+def _plan_rotary_pair(q, *args):
+    return _plan_pair("apply_rotary_pos_emb", q.dtype, q, *args)
+
+
+def _plan_rotary_pair_backward(*args):
+    return _plan_pair("apply_rotary_pos_emb_backward", args[-1], *args)
+
+
+def _setup_rotary_pair(ctx, inputs, output):
+    q, _, cos, sin, ctx.dim, _ = inputs
+    ctx.dtype = q.dtype
+    ctx.save_for_backward(cos, sin)
+    ctx.set_materialize_grads(False)
+
+
+def _backward_rotary_pair(ctx, dq, dk):
+    # A gradient that is missing stays so; the launch takes two.
+    present = [g is not None for g in (dq, dk)]
+    gradients = None, None
+    if any(present):
+        pair = dq if present[0] else dk, dk if present[1] else dq
+        gradients = rotary_pair_backward(*pair, *ctx.saved_tensors, ctx.dim, ctx.dtype)
+    wanted = [a and b for a, b in zip(present, ctx.needs_input_grad, strict=False)]
+    return *(g if want else None for g, want in zip(gradients, wanted, strict=True)), *[None] * 4
+
+
+_TABLES = "Tensor cos, Tensor sin, int dim, ScalarType dtype"
+rotary_pair = define_op(
+    f"rotary_pair(Tensor q, Tensor k, {_TABLES}) -> (Tensor, Tensor)",
+    plan=_plan_rotary_pair,
+    fake=_fake_rotary_pair,
+    setup=_setup_rotary_pair,
+    backward=_backward_rotary_pair,
+    vmap=_vmap_refused,
+)
+rotary_pair_backward = define_op(
+    f"rotary_pair_backward(Tensor dq, Tensor dk, {_TABLES}) -> (Tensor, Tensor)",
+    plan=_plan_rotary_pair_backward,
+    fake=_fake_rotary_pair,
+    vmap=_vmap_refused,
+)
+
+
+def rotate(q, k, cos, sin, dim, dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `apply_rotary_pos_emb`; ``dtype``: of the results, or None."""
+    options, tensors = ("apply_rotary_pos_emb", dim, dtype), (q, k, cos, sin)
+    cached_run = not is_dynamo_compiling() and checked.find(options, *tensors)
+    if cached_run:
+        return cached_run(*tensors, dim, dtype)
+    result_dtype = checks.rotary_pos_emb(*tensors, dim, dtype)
+    if cached_run is None:
+        checked.add(options, tensors, rotary_pair.bind(*tensors, dim, result_dtype))
+    return rotary_pair(*tensors, dim, result_dtype)
 
 
 # ---- embedding -----------------------------------------------------------------------------------
