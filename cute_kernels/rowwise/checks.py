@@ -196,7 +196,12 @@ def rotary_pos_emb(
 
 
 def takes_rotary_pos_emb(*args: object) -> bool:
-    """Whether `rotary_pos_emb` passes: for callers that run torch's ops where it does not."""
+    """Whether `rotary_pos_emb` passes, and its tensors are torch's own.
+
+    For callers that run torch's ops where it does not.
+    """
+    if not {type(t) for t in args[:4]} <= {torch.Tensor, torch.nn.Parameter}:
+        return False
     try:
         rotary_pos_emb(*args)
     except CuteKernelsError:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from .. import contracts
@@ -30,6 +31,7 @@ from ..runtime.plan_cache import Plan, PlanCache
 from ..runtime.torch_ops import define_op
 from . import checks, config
 
+_C = torch._C
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 #: The kind of an activation -> the public op whose contract covers it.
@@ -413,6 +415,17 @@ def rotate(q, k, cos, sin, dim, dtype) -> tuple[torch.Tensor, torch.Tensor]:
     if cached_run is None:
         checked.add(options, tensors, rotary_pair.bind(*tensors, dim, result_dtype))
     return rotary_pair(*tensors, dim, result_dtype)
+
+
+def rotate_if_taken(q, k, cos, sin, dim, dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """`rotate`, or None for a call that it refuses and torch's own ops take."""
+    options = ("apply_rotary_pos_emb", dim, dtype)
+    if cached_run := checked.find(options, q, k, cos, sin):
+        return cached_run(q, k, cos, sin, dim, dtype)
+    transformed = _C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    if transformed or not checks.takes_rotary_pos_emb(q, k, cos, sin, dim, dtype):
+        return None
+    return rotate(q, k, cos, sin, dim, dtype)
 
 
 # ---- embedding -----------------------------------------------------------------------------------
