@@ -247,8 +247,8 @@ def apply_rotary_pos_emb(
             dtypes of q and cos differ.  The steps are rounded to the promoted dtype first.
 
     Returns:
-        (q, k), of the shapes that came, each laid out in memory as its input, dense; differentiable
-        in q and k.  NaNs are torch's, their bits need not be.
+        (q, k), of the shapes that came, each dense and laid out in memory as its input, with
+        contiguous rows; differentiable in q and k.  NaNs are torch's, their bits need not be.
 
     Guarantees:
         ``run_to_run``, ``batch_invariant``, and ``schedule_invariant`` on GPUs.

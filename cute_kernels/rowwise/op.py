@@ -26,7 +26,7 @@ from ..errors import UnsupportedTransformError
 from ..runtime import dispatch
 from ..runtime import main_grad as destination
 from ..runtime.dispatch import Implementation
-from ..runtime.operands import flat_rows
+from ..runtime.operands import empty_rows_like, flat_rows
 from ..runtime.plan_cache import Plan, PlanCache
 from ..runtime.torch_ops import define_op
 from . import checks, config
@@ -351,7 +351,7 @@ rotary = define_op(
 
 
 def _fake_rotary_pair(q, k, cos, sin, dim, dtype):
-    return torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype)
+    return empty_rows_like(q, dtype), empty_rows_like(k, dtype)
 
 
 def _plan_pair(entry: str, dtype: torch.dtype, *args) -> Plan:

@@ -14,6 +14,7 @@ import torch
 
 from ... import arch
 from ...compile.call import allocator, call
+from ...runtime.operands import empty_rows_like
 from ...runtime.plan_cache import Plan
 from ..config import LANES, SQUARES, lanes
 from . import kernel as kernels
@@ -291,7 +292,7 @@ def _plan_elements(
 def _rotate_pair(
     tensors: tuple, dim: int, dtype: torch.dtype, back: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    outputs = tuple(torch.empty_like(t, dtype=dtype) for t in tensors[:2])
+    outputs = tuple(empty_rows_like(t, dtype) for t in tensors[:2])
     tensors = [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
     grid, scalars = _pair_arguments(tensors, outputs, dim, back)
     with torch.cuda.device(tensors[0].device):
@@ -306,7 +307,7 @@ def _plan_pair(
     if not all(t.stride(-1) == 1 for t in tensors) or not _TAKES_ALL:
         return Plan(launcher)
     device = tensors[0].device
-    outputs = [torch.empty_like(t, dtype=dtype) for t in tensors[:2]]
+    outputs = [empty_rows_like(t, dtype) for t in tensors[:2]]
     grid, scalars = _pair_arguments(tensors, outputs, dim, back)
     with torch.cuda.device(device):
         kernel = kernels.rotary_pair_kernel
