@@ -26,7 +26,7 @@ from ..errors import (
 )
 from ..runtime import checking
 from ..runtime import main_grad as destination
-from .config import APPROXIMATE
+from .config import APPROXIMATE, promoted
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INTEGERS = (torch.int64, torch.int32)
@@ -188,7 +188,7 @@ def rotary_pos_emb(
     if torch.float32 not in (q.dtype, cos.dtype) and q.dtype != cos.dtype:
         want = f"{q.dtype}, the dtype of q, or torch.float32"
         raise DtypeError(expected("cos", want, cos.dtype))
-    result = _result_dtype(dtype, torch.promote_types(q.dtype, cos.dtype))
+    result = _result_dtype(dtype, promoted(q.dtype, cos.dtype))
     if result not in (q.dtype, torch.float32):
         want = f"{q.dtype}, the dtype of q, torch.float32, or None"
         raise DtypeError(expected("dtype", want, result))

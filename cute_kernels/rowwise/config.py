@@ -184,5 +184,13 @@ def plan_rotary_pos_emb(backend: str, device: arch.Device) -> dict[str, object]:
     return steps if backend == arch.CPU else steps | {"fp_fusion": TRITON.fp_fusion}
 
 
+def promoted(dtype: torch.dtype, tables: torch.dtype) -> torch.dtype:
+    """Dtype that torch promotes x and its rotary tables to; one of them is fp32 if they differ.
+
+    `torch.promote_types` is an op of torch's dispatcher.
+    """
+    return dtype if dtype == tables else torch.float32
+
+
 #: Op -> its plan; `plan` is that of the others.
 PLANS = {"apply_rotary_pos_emb": plan_rotary_pos_emb}

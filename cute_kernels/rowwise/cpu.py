@@ -14,7 +14,7 @@ import torch
 from ..cpu.ieee import ieee
 from ..runtime.operands import empty_rows_like
 from . import functions
-from .config import SQUARES, lanes
+from .config import SQUARES, lanes, promoted
 
 #: Elements of a block.
 _BLOCK = 2**17
@@ -146,7 +146,7 @@ def rotary_pair_backward(
 def _rotate(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    step, width = torch.promote_types(x.dtype, cos.dtype), cos.shape[-1]
+    step, width = promoted(x.dtype, cos.dtype), cos.shape[-1]
     out = empty_rows_like(x, dtype)
     (x1, x2), (c1, c2), (s1, s2) = (_fp32_halves(t, width) for t in (x, cos, sin))
     y1 = _step(x1 * c1, step) - _step(x2 * s1, step)
@@ -163,7 +163,7 @@ def _rotate_back(
 
     Each slice of x has a gradient padded with 0, so a sum of zeros is never -0.
     """
-    step, width = torch.promote_types(dtype, cos.dtype), cos.shape[-1]
+    step, width = promoted(dtype, cos.dtype), cos.shape[-1]
     out = empty_rows_like(dy, dtype)
     dy = dy.to(step)
     (g1, g2), (c1, c2), (s1, s2) = (_fp32_halves(t, width) for t in (dy, cos, sin))
