@@ -85,11 +85,14 @@ def allocator(
     ``torch.use_deterministic_algorithms`` fills nothing before.
     """
     size = tuple(map(int, shape))
-    if strides is None:
+    contiguous = strides is None
+    if contiguous:
         strides = torch.empty(size, dtype=dtype, device="meta").stride()
     strides = tuple(map(int, strides))
 
     def make_by_torch() -> torch.Tensor:
+        if contiguous:
+            return torch.empty(size, dtype=dtype, device=device)
         return torch.empty_strided(size, strides, dtype=dtype, device=device)
 
     if _EMPTY[device.type] is None:

@@ -195,18 +195,17 @@ def rotary_pos_emb(
     return result
 
 
-def takes_rotary_pos_emb(*args: object) -> bool:
-    """Whether `rotary_pos_emb` passes, and its tensors are torch's own.
+def rotary_pos_emb_if_taken(*args: object) -> torch.dtype | None:
+    """`rotary_pos_emb`, or None where it does not pass or a tensor is not torch's own.
 
-    For callers that run torch's ops where it does not.
+    For callers that run torch's ops there.
     """
     if not {type(t) for t in args[:4]} <= {torch.Tensor, torch.nn.Parameter}:
-        return False
+        return None
     try:
-        rotary_pos_emb(*args)
+        return rotary_pos_emb(*args)
     except CuteKernelsError:
-        return False
-    return True
+        return None
 
 
 def clip(

@@ -407,25 +407,35 @@ rotary_pair_backward = define_op(
 
 def rotate(q, k, cos, sin, dim, dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `apply_rotary_pos_emb`; ``dtype``: of the results, or None."""
-    options, tensors = ("apply_rotary_pos_emb", dim, dtype), (q, k, cos, sin)
-    cached_run = not is_dynamo_compiling() and checked.find(options, *tensors)
+    args = q, k, cos, sin, dim, dtype
+    cached_run = not is_dynamo_compiling() and _find_rotation(*args)
     if cached_run:
-        return cached_run(*tensors, dim, dtype)
-    result_dtype = checks.rotary_pos_emb(*tensors, dim, dtype)
-    if cached_run is None:
-        checked.add(options, tensors, rotary_pair.bind(*tensors, dim, result_dtype))
-    return rotary_pair(*tensors, dim, result_dtype)
+        return cached_run(*args[:5], dtype or config.promoted(q.dtype, cos.dtype))
+    return _rotate_checked(args, checks.rotary_pos_emb(*args))
 
 
 def rotate_if_taken(q, k, cos, sin, dim, dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """`rotate`, or None for a call that it refuses and torch's own ops take."""
-    options = ("apply_rotary_pos_emb", dim, dtype)
-    if cached_run := checked.find(options, q, k, cos, sin):
-        return cached_run(q, k, cos, sin, dim, dtype)
-    transformed = _C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    if transformed or not checks.takes_rotary_pos_emb(q, k, cos, sin, dim, dtype):
+    """`rotate` in eager mode, or None for a call that it refuses and torch's own ops take."""
+    args = q, k, cos, sin, dim, dtype
+    if cached_run := _find_rotation(*args):
+        return cached_run(*args[:5], dtype or config.promoted(q.dtype, cos.dtype))
+    if _C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return None
-    return rotate(q, k, cos, sin, dim, dtype)
+    result_dtype = checks.rotary_pos_emb_if_taken(*args)
+    return None if result_dtype is None else _rotate_checked(args, result_dtype)
+
+
+def _find_rotation(q, k, cos, sin, dim, dtype):
+    return checked.find(("apply_rotary_pos_emb", dim, dtype), q, k, cos, sin)
+
+
+def _rotate_checked(args: tuple, result_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a call that passed its checks; a later one with its signature is found."""
+    *tensors, dim, dtype = args
+    if not is_dynamo_compiling() and _find_rotation(*args) is None:
+        run = rotary_pair.bind(*tensors, dim, result_dtype)
+        checked.add(("apply_rotary_pos_emb", dim, dtype), tuple(tensors), run)
+    return rotary_pair(*tensors, dim, result_dtype)
 
 
 # ---- embedding -----------------------------------------------------------------------------------

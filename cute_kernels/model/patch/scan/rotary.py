@@ -45,7 +45,7 @@ class PosEmb(NamedTuple):
 def pos_emb(cls: type) -> PosEmb | None:
     """Return the function that the forward of a class calls; None: it is not known."""
     forward = cls.forward
-    if not isinstance(forward, FunctionType):
+    if not isinstance(forward, FunctionType) or NAME not in forward.__code__.co_names:
         return None
     steps = list(dis.get_instructions(forward))
     loads = any(s.opname == "LOAD_GLOBAL" and s.argval == NAME for s in steps)
