@@ -58,6 +58,7 @@ SYSTEMS = (
                 "gelu_mul",
                 "rotary_table",
                 "apply_rotary",
+                "apply_rotary_pos_emb",
                 "clip_grad_norm_",
             )
         },
@@ -96,6 +97,7 @@ if TYPE_CHECKING:  # the same, for tools that read instead of running
     from .norm.api import layer_norm as layer_norm
     from .norm.api import rms_norm as rms_norm
     from .rowwise.api import apply_rotary as apply_rotary
+    from .rowwise.api import apply_rotary_pos_emb as apply_rotary_pos_emb
     from .rowwise.api import clip_grad_norm_ as clip_grad_norm_
     from .rowwise.api import embedding as embedding
     from .rowwise.api import gelu as gelu

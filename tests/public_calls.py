@@ -42,6 +42,10 @@ CASES = {
         lambda q, k: ck.apply_rotary(q, k, drawn(1, 3, 8, seed=8), drawn(1, 3, 8, seed=9)),
         (1, 2, 3, 8), (1, 1, 3, 8),
     ),
+    "apply_rotary_pos_emb": (
+        lambda q, k: ck.apply_rotary_pos_emb(q, k, drawn(1, 3, 8, seed=8), drawn(1, 3, 8, seed=9)),
+        (1, 2, 3, 8), (1, 1, 3, 8),
+    ),
     "block_sparse_attention": (
         lambda q, k, v: ck.block_sparse_attention(q, k, v, causal=True, return_lse=True),
         (1, 5, 2, 64), (1, 5, 1, 64), (1, 5, 1, 64),

@@ -25,6 +25,11 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
     return ck.apply_rotary(x, X24, cos, sin, unsqueeze_dim=2)[0]
 
 
+def rotated_in_steps(x: torch.Tensor) -> torch.Tensor:
+    cos, sin = ck.rotary_table(torch.arange(24)[None], randn(16).abs())
+    return ck.apply_rotary_pos_emb(x, X24, cos, sin, 2)[0]
+
+
 #: Op -> (a function of one tensor that needs a gradient, the tensor).
 CALLS = {
     "linear": (lambda x: ck.linear(x, W), X),
@@ -49,6 +54,7 @@ CALLS = {
     "silu_mul": (lambda x: ck.silu_mul(x, 2 * X), X),
     "gelu_mul": (lambda x: ck.gelu_mul(x, 2 * X), X),
     "apply_rotary": (rotated, X24),
+    "apply_rotary_pos_emb": (rotated_in_steps, X24),
     "softmax": (ck.softmax, X),
     "log_softmax": (ck.log_softmax, X),
     "sigmoid": (ck.sigmoid, X),

@@ -68,6 +68,10 @@ class _Redirect:
 
         return run
 
+    def warmup(self, *args, grid: tuple[int, ...], **options):
+        """As a compiled kernel that takes all arguments of its function."""
+        return {grid: lambda *values: self[grid](*values, **options)}
+
 
 @contextlib.contextmanager
 def launches(
@@ -206,7 +210,10 @@ def nan_memory():
         shape = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         return torch.full(shape, torch.nan, **kwargs)
 
-    return mock.patch.object(torch, "empty", poisoned)
+    def poisoned_like(t, **kwargs):
+        return torch.full_like(t, torch.nan, **kwargs)
+
+    return mock.patch.multiple(torch, empty=poisoned, empty_like=poisoned_like)
 
 
 def harness(launch: ModuleType, written: Written) -> tuple[Callable, Callable]:

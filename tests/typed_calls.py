@@ -61,4 +61,5 @@ def others(x: Tensor, w: Tensor, ids: Tensor) -> None:
     assert_type(ck.matmul(x, w), Tensor)
     assert_type(ck.embedding(ids, w), Tensor)
     assert_type(ck.apply_rotary(x, x, x, x), Pair)
+    assert_type(ck.apply_rotary_pos_emb(x, x, x, x), Pair)
     assert_type(ck.mhc.aggregate(x, w, 4), Tensor)

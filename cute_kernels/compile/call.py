@@ -74,17 +74,26 @@ def _check_arguments(args: tuple) -> None:
 
 
 def allocator(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    strides: Sequence[int] | None = None,
 ) -> Callable[[], torch.Tensor]:
     """``make()`` is ``torch.empty`` of these in a third of the host's time, for a plan.
 
-    Kernels write every element, so ``torch.use_deterministic_algorithms`` fills nothing before.
+    strides: Of a dense tensor; None: contiguous.  Kernels write every element, so
+    ``torch.use_deterministic_algorithms`` fills nothing before.
     """
     size = tuple(map(int, shape))
-    strides = torch.empty(size, dtype=dtype, device="meta").stride()
+    contiguous = strides is None
+    if contiguous:
+        strides = torch.empty(size, dtype=dtype, device="meta").stride()
+    strides = tuple(map(int, strides))
 
     def make_by_torch() -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
+        if contiguous:
+            return torch.empty(size, dtype=dtype, device=device)
+        return torch.empty_strided(size, strides, dtype=dtype, device=device)
 
     if _EMPTY[device.type] is None:
         return make_by_torch

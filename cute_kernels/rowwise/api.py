@@ -227,6 +227,41 @@ def apply_rotary(
     return op.rotary(q, cos, sin, False), op.rotary(k, cos, sin, False)
 
 
+def apply_rotary_pos_emb(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    unsqueeze_dim: int = 1,
+    *,
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """transformers' function of this name in one launch, with the bytes of torch's eager ops.
+
+    x cos + rotate_half(x) sin, where torch rounds both products and their sum to the dtype of x and
+    cos; `apply_rotary` rounds once.  The gradient has the bytes of autograd's, one launch too.
+
+    Args:
+        q, k, cos, sin, unsqueeze_dim: As in `apply_rotary`; bf16 and fp16 do not mix.
+        dtype: Of the results, that of q or fp32; None: that of torch's promotion, fp32 where the
+            dtypes of q and cos differ.  The steps are rounded to the promoted dtype first.
+
+    Returns:
+        (q, k), of the shapes that came, each dense and laid out in memory as its input, with
+        contiguous rows; differentiable in q and k.  NaNs are torch's, their bits need not be.
+
+    Guarantees:
+        ``run_to_run``, ``batch_invariant``, and ``schedule_invariant`` on GPUs.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ArgumentTypeError, ArgumentValueError: an argument is
+            wrong; the message names it.
+        UnsupportedTransformError: jvp, a transform of ``torch.func``, or a double backward.
+        BackendUnavailable: the device has no backend.
+    """
+    return op.rotate(q, k, cos, sin, unsqueeze_dim, dtype)
+
+
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,

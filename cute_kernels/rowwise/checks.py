@@ -16,6 +16,7 @@ from ..errors import (
     AliasError,
     ArgumentTypeError,
     ArgumentValueError,
+    CuteKernelsError,
     DeviceError,
     DtypeError,
     NonfiniteError,
@@ -25,7 +26,7 @@ from ..errors import (
 )
 from ..runtime import checking
 from ..runtime import main_grad as destination
-from .config import APPROXIMATE
+from .config import APPROXIMATE, promoted
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INTEGERS = (torch.int64, torch.int32)
@@ -92,13 +93,7 @@ def row(op: str, x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     checking.supported(op, x.device)
     if x.dim() < 1:
         raise ShapeError(expected("x", "at least 1 dimension [..., N]", "a scalar tensor"))
-    if dtype is None:
-        return x.dtype
-    if not isinstance(dtype, torch.dtype):
-        want = "a torch.dtype, or None"
-        raise ArgumentTypeError(expected("dtype", want, type(dtype).__name__))
-    checking.dtype("dtype", dtype, DTYPES)
-    return dtype
+    return _result_dtype(dtype, x.dtype)
 
 
 def element(op: str, x: torch.Tensor) -> None:
@@ -144,7 +139,12 @@ def rotary_table(
 
 
 def apply_rotary(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    unsqueeze_dim: int,
+    op: str = "apply_rotary",
 ) -> Turn:
     """Check ``apply_rotary(q[..., D], k[..., D], cos[..., R], sin[..., R])``."""
     for name, t in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
@@ -156,7 +156,7 @@ def apply_rotary(
             raise ShapeError(expected(name, want, f"{t.dim()} (shape {list(t.shape)})"))
     if k.dtype != q.dtype:
         raise DtypeError(expected("k", f"{q.dtype}, the dtype of q", k.dtype))
-    checking.supported("apply_rotary", q.device)
+    checking.supported(op, q.device)
     if cos.dim() < 1 or sin.shape != cos.shape:
         want = f"shape {list(cos.shape)}, that of cos, [..., R]"
         raise ShapeError(expected("sin", want, list(sin.shape)))
@@ -172,6 +172,40 @@ def apply_rotary(
     for name, t in (("q", q), ("k", k)):
         _check_broadcast(name, t, tables.cos)
     return tables
+
+
+def rotary_pos_emb(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    unsqueeze_dim: int,
+    dtype: torch.dtype | None,
+) -> torch.dtype:
+    """Check `apply_rotary_pos_emb`; return the dtype of its results."""
+    apply_rotary(q, k, cos, sin, unsqueeze_dim, "apply_rotary_pos_emb")
+    # The LLVM of Triton 3.7 makes an fp16 product of one that is rounded to fp16: bf16 overflows.
+    if torch.float32 not in (q.dtype, cos.dtype) and q.dtype != cos.dtype:
+        want = f"{q.dtype}, the dtype of q, or torch.float32"
+        raise DtypeError(expected("cos", want, cos.dtype))
+    result = _result_dtype(dtype, promoted(q.dtype, cos.dtype))
+    if result not in (q.dtype, torch.float32):
+        want = f"{q.dtype}, the dtype of q, torch.float32, or None"
+        raise DtypeError(expected("dtype", want, result))
+    return result
+
+
+def rotary_pos_emb_if_taken(*args: object) -> torch.dtype | None:
+    """`rotary_pos_emb`, or None where it does not pass or a tensor is not torch's own.
+
+    For callers that run torch's ops there.
+    """
+    if not {type(t) for t in args[:4]} <= {torch.Tensor, torch.nn.Parameter}:
+        return None
+    try:
+        return rotary_pos_emb(*args)
+    except CuteKernelsError:
+        return None
 
 
 def clip(
@@ -242,6 +276,16 @@ def finite(total: torch.Tensor) -> None:
 
 
 # ---- helpers -------------------------------------------------------------------------------------
+
+
+def _result_dtype(dtype: torch.dtype | None, default: torch.dtype) -> torch.dtype:
+    if dtype is None:
+        return default
+    if not isinstance(dtype, torch.dtype):
+        want = "a torch.dtype, or None"
+        raise ArgumentTypeError(expected("dtype", want, type(dtype).__name__))
+    checking.dtype("dtype", dtype, DTYPES)
+    return dtype
 
 
 def _floats(name: str, t: torch.Tensor) -> None:

@@ -140,6 +140,7 @@ KEPT: Mapping[str, Mapping[str, frozenset[str]]] = {
     "gelu_mul": _kept(_ROWS),
     "rotary_table": _kept(_ROWS),
     "apply_rotary": _kept(_ROWS),
+    "apply_rotary_pos_emb": _kept(_ROWS),
     "clip_grad_norm_": _kept(frozenset({RUN_TO_RUN})),
 }
 
@@ -172,3 +173,24 @@ def plan(backend: str, device: arch.Device) -> dict[str, object]:
         "erfc": ERFC_FP32,
         "log2(e)": LOG2E_FP32,
     }
+
+
+def plan_rotary_pos_emb(backend: str, device: arch.Device) -> dict[str, object]:
+    """Constants of `apply_rotary_pos_emb`, whose steps are those of torch's elementwise ops."""
+    steps: dict[str, object] = {
+        "forward": "round(round(x cos) + round(rotate_half(x) sin)) in the dtype of x and cos",
+        "backward": "round(round(dy cos) + rotate_half^T(round(dy sin)) + 0) in the dtype of x",
+    }
+    return steps if backend == arch.CPU else steps | {"fp_fusion": TRITON.fp_fusion}
+
+
+def promoted(dtype: torch.dtype, tables: torch.dtype) -> torch.dtype:
+    """Dtype that torch promotes x and its rotary tables to; one of them is fp32 if they differ.
+
+    `torch.promote_types` is an op of torch's dispatcher.
+    """
+    return dtype if dtype == tables else torch.float32
+
+
+#: Op -> its plan; `plan` is that of the others.
+PLANS = {"apply_rotary_pos_emb": plan_rotary_pos_emb}

@@ -12,8 +12,9 @@ from collections.abc import Callable
 import torch
 
 from ..cpu.ieee import ieee
+from ..runtime.operands import empty_rows_like
 from . import functions
-from .config import SQUARES, lanes
+from .config import SQUARES, lanes, promoted
 
 #: Elements of a block.
 _BLOCK = 2**17
@@ -110,6 +111,74 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) ->
     return out
 
 
+def rotary_pair(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    dim: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return q and k rotated by cos and sin, which are unsqueezed at ``dim``.
+
+    y = round(round(x cos) + round(rotate_half(x) sin)): each step has the dtype that torch promotes
+    x and cos to.  The results have ``dtype``, and the layout of q and k.
+    """
+    tables = cos.unsqueeze(dim), sin.unsqueeze(dim)
+    with ieee():
+        return tuple(_rotate(x, *tables, dtype) for x in (q, k))
+
+
+def rotary_pair_backward(
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    dim: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of q and k, of ``dtype``, with the steps of torch's autograd."""
+    tables = cos.unsqueeze(dim), sin.unsqueeze(dim)
+    with ieee():
+        return tuple(_rotate_back(dy, *tables, dtype) for dy in (dq, dk))
+
+
+def _rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    step, width = promoted(x.dtype, cos.dtype), cos.shape[-1]
+    out = empty_rows_like(x, dtype)
+    (x1, x2), (c1, c2), (s1, s2) = (_fp32_halves(t, width) for t in (x, cos, sin))
+    y1 = _step(x1 * c1, step) - _step(x2 * s1, step)
+    y2 = _step(x2 * c2, step) + _step(x1 * s2, step)
+    out[..., :width] = _rounded(_step(torch.cat((y1, y2), -1), step), dtype)
+    out[..., width:] = x[..., width:].to(step)
+    return out
+
+
+def _rotate_back(
+    dy: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return dx of `_rotate`: what autograd adds for x cos and for the halves of x.
+
+    Each slice of x has a gradient padded with 0, so a sum of zeros is never -0.
+    """
+    step, width = promoted(dtype, cos.dtype), cos.shape[-1]
+    out = empty_rows_like(dy, dtype)
+    dy = dy.to(step)
+    (g1, g2), (c1, c2), (s1, s2) = (_fp32_halves(t, width) for t in (dy, cos, sin))
+    # A product is rounded by its op, and to the dtype of x by autograd.
+    of_cos, of_sin = (
+        [_step(_step(p, step), dtype) for p in products]
+        for products in ((g1 * c1, g2 * c2), (g1 * s1, g2 * s2))
+    )
+    d1 = (of_sin[1] + 0.0) + of_cos[0]
+    d2 = (0.0 - of_sin[0]) + of_cos[1]
+    out[..., :width] = _rounded(torch.cat((d1, d2), -1), dtype)
+    out[..., width:] = dy[..., width:].to(dtype) + 0.0
+    return out
+
+
 def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Look up weight[ids] by torch's lookup, which copies."""
     return torch.embedding(weight, ids)
@@ -180,6 +249,16 @@ def _lane_sums(v: torch.Tensor) -> torch.Tensor:
         count //= 2
         total = total[:, :count] + total[:, count:]
     return total
+
+
+def _fp32_halves(t: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the halves of the first ``width`` columns, in fp32."""
+    return t[..., :width].to(torch.float32).chunk(2, -1)
+
+
+def _step(v: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return fp32 numbers rounded to ``dtype``."""
+    return v.to(dtype).to(torch.float32)
 
 
 def _squares(x: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
     activation  f(x)             gated  f(gate) up          f: one of config.KINDS
     softmax, log_softmax         over the last dimension
     rotary_table, rotary         rotary is its own backward, with ``back`` the other way
+    rotary_pair                  q and k in one launch, in the steps of torch's eager ops
     embedding                    weight[ids]; embedding_gradient adds dy in the order of tokens
     square_sum, add_sums, scale  of clip_grad_norm_
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from .. import contracts
@@ -24,11 +26,12 @@ from ..errors import UnsupportedTransformError
 from ..runtime import dispatch
 from ..runtime import main_grad as destination
 from ..runtime.dispatch import Implementation
-from ..runtime.operands import flat_rows
+from ..runtime.operands import empty_rows_like, flat_rows
 from ..runtime.plan_cache import Plan, PlanCache
 from ..runtime.torch_ops import define_op
 from . import checks, config
 
+_C = torch._C
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 #: The kind of an activation -> the public op whose contract covers it.
@@ -44,6 +47,8 @@ _LAUNCHERS = {
     "log_softmax_backward": ("log_softmax", "log_softmax_backward"),
     "rotary_table": ("rotary_table", "rotary_table"),
     "apply_rotary": ("apply_rotary", "rotary"),
+    "apply_rotary_pos_emb": ("apply_rotary_pos_emb", "rotary_pair"),
+    "apply_rotary_pos_emb_backward": ("apply_rotary_pos_emb", "rotary_pair_backward"),
     "clip_grad_norm_": ("clip_grad_norm_", "square_sum"),
     "clip_grad_norm_sums": ("clip_grad_norm_", "add_sums"),
     "clip_grad_norm_scale": ("clip_grad_norm_", "scale_"),
@@ -56,7 +61,10 @@ for _name in ("silu", "gelu"):
     _LAUNCHERS[f"{_name}_mul_backward"] = (f"{_name}_mul", "gated_backward")
 
 #: Launchers with a planner.
-_PLANNED = ("activation", "activation_backward", "gated", "gated_backward")
+_PLANNED = (
+    *("activation", "activation_backward", "gated", "gated_backward"),
+    *("rotary_pair", "rotary_pair_backward"),
+)
 
 for _entry, (_contract, _function) in _LAUNCHERS.items():
     _planner = f"{__package__}.triton.launch:plan_{_function}" if _function in _PLANNED else ""
@@ -75,7 +83,8 @@ for _name in config.KEPT:
     def _backend(device: torch.device, dtype: torch.dtype, entry: str = _name) -> str:
         return dispatch.backend(entry, device, dtype)
 
-    contracts.register(contracts.Contract(_name, config.KEPT[_name], config.plan, _backend))
+    _plan = config.PLANS.get(_name, config.plan)
+    contracts.register(contracts.Contract(_name, config.KEPT[_name], _plan, _backend))
 
 
 def _launcher(entry: str, t: torch.Tensor) -> Callable:
@@ -339,6 +348,94 @@ rotary = define_op(
     backward=_backward_rotary,
     vmap=_vmap_refused,
 )
+
+
+def _fake_rotary_pair(q, k, cos, sin, dim, dtype):
+    return empty_rows_like(q, dtype), empty_rows_like(k, dtype)
+
+
+def _plan_pair(entry: str, dtype: torch.dtype, *args) -> Plan:
+    """Plan of a launcher of two tensors; dtype: that of q and k in the forward."""
+    q, k, *_ = args
+    if not (q.numel() or k.numel()):
+        return Plan(_fake_rotary_pair, cacheable=False)
+    return dispatch.plan(entry, q.device, dtype, *args)
+
+
+def _plan_rotary_pair(q, *args):
+    return _plan_pair("apply_rotary_pos_emb", q.dtype, q, *args)
+
+
+def _plan_rotary_pair_backward(*args):
+    return _plan_pair("apply_rotary_pos_emb_backward", args[-1], *args)
+
+
+def _setup_rotary_pair(ctx, inputs, output):
+    q, _, cos, sin, ctx.dim, _ = inputs
+    ctx.dtype = q.dtype
+    ctx.save_for_backward(cos, sin)
+    ctx.set_materialize_grads(False)
+
+
+def _backward_rotary_pair(ctx, dq, dk):
+    # A gradient that is missing stays so; the launch takes two.
+    present = [g is not None for g in (dq, dk)]
+    gradients = None, None
+    if any(present):
+        pair = dq if present[0] else dk, dk if present[1] else dq
+        gradients = rotary_pair_backward(*pair, *ctx.saved_tensors, ctx.dim, ctx.dtype)
+    wanted = [a and b for a, b in zip(present, ctx.needs_input_grad, strict=False)]
+    return *(g if want else None for g, want in zip(gradients, wanted, strict=True)), *[None] * 4
+
+
+_TABLES = "Tensor cos, Tensor sin, int dim, ScalarType dtype"
+rotary_pair = define_op(
+    f"rotary_pair(Tensor q, Tensor k, {_TABLES}) -> (Tensor, Tensor)",
+    plan=_plan_rotary_pair,
+    fake=_fake_rotary_pair,
+    setup=_setup_rotary_pair,
+    backward=_backward_rotary_pair,
+    vmap=_vmap_refused,
+)
+rotary_pair_backward = define_op(
+    f"rotary_pair_backward(Tensor dq, Tensor dk, {_TABLES}) -> (Tensor, Tensor)",
+    plan=_plan_rotary_pair_backward,
+    fake=_fake_rotary_pair,
+    vmap=_vmap_refused,
+)
+
+
+def rotate(q, k, cos, sin, dim, dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `apply_rotary_pos_emb`; ``dtype``: of the results, or None."""
+    args = q, k, cos, sin, dim, dtype
+    cached_run = not is_dynamo_compiling() and _find_rotation(*args)
+    if cached_run:
+        return cached_run(*args[:5], dtype or config.promoted(q.dtype, cos.dtype))
+    return _rotate_checked(args, checks.rotary_pos_emb(*args))
+
+
+def rotate_if_taken(q, k, cos, sin, dim, dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """`rotate` in eager mode, or None for a call that it refuses and torch's own ops take."""
+    args = q, k, cos, sin, dim, dtype
+    if cached_run := _find_rotation(*args):
+        return cached_run(*args[:5], dtype or config.promoted(q.dtype, cos.dtype))
+    if _C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return None
+    result_dtype = checks.rotary_pos_emb_if_taken(*args)
+    return None if result_dtype is None else _rotate_checked(args, result_dtype)
+
+
+def _find_rotation(q, k, cos, sin, dim, dtype):
+    return checked.find(("apply_rotary_pos_emb", dim, dtype), q, k, cos, sin)
+
+
+def _rotate_checked(args: tuple, result_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a call that passed its checks; a later one with its signature is found."""
+    *tensors, dim, dtype = args
+    if not is_dynamo_compiling() and _find_rotation(*args) is None:
+        run = rotary_pair.bind(*tensors, dim, result_dtype)
+        checked.add(("apply_rotary_pos_emb", dim, dtype), tuple(tensors), run)
+    return rotary_pair(*tensors, dim, result_dtype)
 
 
 # ---- embedding -----------------------------------------------------------------------------------

@@ -154,3 +154,14 @@ def _rows_addressable(t: torch.Tensor) -> bool:
     row, column = t.stride()
     # The row stride of a single row is still part of the descriptor; so is the order of the two.
     return column == 1 and row >= t.shape[1] and (row * t.itemsize | t.data_ptr()) % ALIGN == 0
+
+
+def empty_rows_like(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Allocate a dense tensor of the shape and layout of ``t`` whose rows are contiguous.
+
+    It is contiguous where those of ``t`` are not.
+    """
+    out = torch.empty_like(t, dtype=dtype)
+    if out.stride(-1) == 1:
+        return out
+    return torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format)

@@ -75,6 +75,15 @@ def test_results_are_as_torch_allocates_them(monkeypatch, shape, dtype, lacking)
     assert one.grad.shape == one.shape
 
 
+@pytest.mark.parametrize("lacking", [False, True])
+def test_a_result_has_the_strides_that_are_asked_for(monkeypatch, lacking):
+    if lacking:
+        monkeypatch.setitem(call_module._EMPTY, "cpu", None)
+    like = torch.empty(2, 5, 3, 8, dtype=torch.bfloat16).transpose(1, 2)
+    made = allocator(like.shape, like.dtype, CPU, like.stride())()
+    assert facts(made) == facts(torch.empty_like(like)) and not made._is_view()
+
+
 def test_results_are_on_the_inputs_device(monkeypatch):
     """torch.compile's allocate on the current one."""
     log = []

@@ -324,23 +324,27 @@ _ROTARY = {
 }
 
 
-def apply_rotary(**options) -> dict[str, float]:
+def rotary_pair(op: str, tables: torch.dtype = FP32, **options) -> dict[str, float]:
     dim = options.get("unsqueeze_dim", 1)
     q, k = (leaf(drawn(*shape, seed=41 + i)) for i, shape in enumerate(_ROTARY[dim]))
     shape = (5, 12) if dim == 0 else (2, 5, 12)
-    cos, sin = (drawn(*shape, seed=s, dtype=FP32) for s in (43, 44))
-    out = call("apply_rotary", q, k, cos, sin, **options)
-    up = [drawn(*t.shape, seed=45 + i) for i, t in enumerate(out)]
-    torch.autograd.backward(out, up)
+    cos, sin = (drawn(*shape, seed=s, dtype=tables) for s in (43, 44))
+    made = call(op, q, k, cos, sin, **options)
+    up = [drawn(*t.shape, seed=45 + i, dtype=t.dtype) for i, t in enumerate(made)]
+    torch.autograd.backward(made, up)
     wide = [t.unsqueeze(dim) for t in (cos, sin)]
     found = {}
-    for name, x, y, dy in zip("qk", (q, k), out, up, strict=True):
+    for name, x, y, dy in zip("qk", (q, k), made, up, strict=True):
         of = x.detach().double().requires_grad_()
         value = rowwise.rotary(of, *wide)
         (slope,) = torch.autograd.grad(value, of, dy.double())
         size = 2 * max(float(t.abs().max()) for t in wide)
         for label, got, want, largest in ((name, y, value, of), (f"d{name}", x.grad, slope, dy)):
-            error = torch.full_like(want, 3 * U * size * float(largest.detach().abs().max()))
+            # Of apply_rotary_pos_emb two products and a sum have the dtype of x and the tables; of
+            # its gradient, that of x.
+            in_steps = op != "apply_rotary" and (tables == BF16 or label != name)
+            unit = 2.0**-8 if in_steps else U
+            error = torch.full_like(want, 3 * unit * size * float(largest.detach().abs().max()))
             found[label] = share(got, Near(want.detach(), error.detach()))
     return found
 
@@ -487,7 +491,17 @@ TABLE = {
         rotary_table, plain={}, scaling={"scaling": 1.25}, dtype={"dtype": BF16, "scaling": 0.8}
     ),
     "apply_rotary": cases(
-        apply_rotary, plain={}, positions_first={"unsqueeze_dim": 2}, no_batch={"unsqueeze_dim": 0}
+        _of(rotary_pair, "apply_rotary"),
+        plain={},
+        positions_first={"unsqueeze_dim": 2},
+        no_batch={"unsqueeze_dim": 0},
+    ),
+    "apply_rotary_pos_emb": cases(
+        _of(rotary_pair, "apply_rotary_pos_emb"),
+        plain={"tables": BF16},
+        positions_first={"unsqueeze_dim": 2, "tables": BF16},
+        fp32={},
+        dtype={"dtype": BF16},
     ),
     "clip_grad_norm_": cases(
         clip,

@@ -87,6 +87,20 @@ def _rotary(rows: torch.Tensor, back: bool) -> torch.Tensor:
     return op.rotary(x, cos, sin, back)
 
 
+def _rotary_pos_emb(rows: torch.Tensor) -> torch.Tensor:
+    """Rows (x of 20 columns, cos of 12, sin of 12)."""
+    x, cos, sin = rows.split((20, 12, 12), 1)
+    return ck.apply_rotary_pos_emb(x[None], x[None], cos, sin, 0)[0][0]
+
+
+def _rotary_pos_emb_gradient(rows: torch.Tensor) -> torch.Tensor:
+    """dx of rows (dy of 20 columns, cos of 12, sin of 12)."""
+    dy, cos, sin = rows.detach().split((20, 12, 12), 1)
+    x = torch.zeros_like(dy[None]).requires_grad_()
+    made = ck.apply_rotary_pos_emb(x, x[:, :, :], cos, sin, 0)[0]
+    return torch.autograd.grad(made, x, dy[None])[0][0]
+
+
 def _positions(rows: torch.Tensor) -> torch.Tensor:
     return (rows[:, 0].double().nan_to_num(0, 0, 0).abs() * 1000).clamp(max=1e6).long()
 
@@ -115,6 +129,8 @@ RUNS: dict[str, tuple[Callable, int]] = {
     "log_softmax, gradient": (lambda rows: _gradient(ck.log_softmax, rows), 2 * 77),
     "rotary": (lambda rows: _rotary(rows, False), 44),
     "rotary, back": (lambda rows: _rotary(rows, True), 44),
+    "rotary_pos_emb": (_rotary_pos_emb, 44),
+    "rotary_pos_emb, gradient": (_rotary_pos_emb_gradient, 44),
     "rotary_table": (_table, 3),
     "embedding": (_lookup, 3),
     "exp inside": (inside(functions.exp), 37),

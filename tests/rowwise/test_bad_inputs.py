@@ -19,7 +19,7 @@ from cute_kernels.errors import (
     ShapeError,
 )
 
-BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
 def t(*shape: int, dtype: torch.dtype = FP32, device: str = "cpu") -> torch.Tensor:
@@ -52,6 +52,12 @@ def turn(q=None, k=None, cos=None, sin=None, **options):
     cos = t(2, 3, 8) if cos is None else cos
     sin = cos if sin is None else sin
     return lambda: ck.apply_rotary(q, k, cos, sin, **options)
+
+
+def pos_emb(q=None, cos=None, **options):
+    q = t(2, 4, 3, 8) if q is None else q
+    cos = t(2, 3, 8) if cos is None else cos
+    return lambda: ck.apply_rotary_pos_emb(q, q, cos, cos, **options)
 
 
 class DTensor(torch.nn.Parameter):
@@ -173,6 +179,16 @@ CASES = [
     ("unsqueeze_dim 3", turn(unsqueeze_dim=3), ArgumentValueError, ["unsqueeze_dim", "0 to 2"]),
     ("unsqueeze_dim -2", turn(unsqueeze_dim=-2), ArgumentValueError, ["unsqueeze_dim", "got -2"]),
     ("unsqueeze_dim None", turn(unsqueeze_dim=None), ArgumentTypeError, ["unsqueeze_dim"]),
+    ("pos_emb of a 2-D q", pos_emb(q=t(3, 8)), ShapeError, ["q", "3 or 4 dimensions", "[3, 8]"]),
+    ("pos_emb of fp64", pos_emb(q=t(2, 4, 3, 8, dtype=FP64)), DtypeError, ["q", "float64"]),
+    ("pos_emb of None", lambda: ck.apply_rotary_pos_emb(None, t(3), t(3), t(3)), ArgumentTypeError,
+        ["q", "NoneType"]),
+    ("pos_emb of fp16 in bf16", pos_emb(q=t(2, 4, 3, 8, dtype=BF16), cos=t(2, 3, 8, dtype=FP16)),
+        DtypeError, ["cos", "bfloat16", "float32", "float16"]),
+    ("pos_emb to fp16", pos_emb(dtype=FP16), DtypeError, ["dtype", "float32", "float16"]),
+    ("pos_emb to a string", pos_emb(dtype="fp32"), ArgumentTypeError, ["dtype", "str"]),
+    ("pos_emb beyond the batch", pos_emb(cos=t(3, 3, 8)), ShapeError, ["q", "[3, 1, 3]"]),
+    ("pos_emb, dim 1.0", pos_emb(unsqueeze_dim=1.0), ArgumentTypeError, ["unsqueeze_dim", "float"]),
     # clip_grad_norm_
     ("parameters a number", clip(3), ArgumentTypeError, ["parameters", "iterable", "int"]),
     ("parameters a string", clip("weight"), ArgumentTypeError, ["parameters", "str"]),
@@ -224,6 +240,7 @@ def test_a_device_without_a_backend(monkeypatch):
         ("softmax", lambda: ck.softmax(t(3))),
         ("embedding", emb(ids(1), weight())),
         ("apply_rotary", turn()),
+        ("apply_rotary_pos_emb", pos_emb()),
         ("rotary_table", table(ids(1), t(4))),
         ("clip_grad_norm_", clip([parameter()])),
     ):

@@ -18,6 +18,7 @@ from .cases import BF16, FP16, FP32, RUNS, drawn, indices, rows_op, threads
 ROWS = 70
 #: Those that have other shapes than their neighbours in the list; the others by night.
 BY_DAY = {"softmax", "log_softmax, gradient", "silu", "gelu_mul, gradient", "rotary", "tanh"}
+BY_DAY |= {"rotary_pos_emb", "rotary_pos_emb, gradient"}
 
 
 @pytest.mark.parametrize("name", list(RUNS))

@@ -13,7 +13,7 @@ from cute_kernels.rowwise.triton import launch
 from tests import contract, on_gpu
 from tests.contract import RowOp, same_bytes
 
-from . import cached_cases, triton_cases
+from . import cached_cases, rotary_cases, triton_cases
 from .cases import BF16, DTYPES, FP32, RUNS, drawn, indices, spread
 
 pytestmark = [
@@ -107,3 +107,21 @@ def test_a_remembered_call_has_the_bytes_of_the_whole_way(monkeypatch, name, sha
     one.copy_(other)
     graph.replay()
     assert same_bytes(made, want[1]) and not same_bytes(*want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_q_and_k_have_the_bytes_of_torchs_ops(monkeypatch, dtype):
+    """Of a model's sizes, by a new plan and by a cached one, forward and backward."""
+    q, k = (spread(2, 1024, h, 128, seed=h, dtype=dtype).transpose(1, 2).cuda() for h in (32, 8))
+    cos, sin = (drawn(2, 1024, 128, seed=s, dtype=dtype).cuda() for s in (1, 2))
+    up = [spread(*t.shape, seed=9, dtype=dtype).cuda() for t in (q, k)]
+
+    def both_passes(function):
+        leaves = [t.detach().requires_grad_() for t in (q, k)]
+        made = function(*leaves, cos, sin)
+        return [*(t.detach() for t in made), *torch.autograd.grad(made, leaves, up)]
+
+    want = both_passes(rotary_cases.whole)
+    assert all(map(same_bytes, both_passes(ck.apply_rotary_pos_emb), want))
+    monkeypatch.setattr(launch, "_plan_pair", None)  # a call that plans again fails
+    assert all(map(same_bytes, both_passes(ck.apply_rotary_pos_emb), want))

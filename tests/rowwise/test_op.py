@@ -21,8 +21,9 @@ from .cases import BF16, DTYPES, FP16, FP32, SOFTMAXES, drawn, indices, threads
 
 OPS = (
     "activation", "activation_backward", "gated", "gated_backward", "softmax", "softmax_backward",
-    "log_softmax", "log_softmax_backward", "rotary_table", "rotary", "embedding",
-    "embedding_gradient", "embedding_gradient_", "square_sum", "add_sums", "scale_",
+    "log_softmax", "log_softmax_backward", "rotary_table", "rotary", "rotary_pair",
+    "rotary_pair_backward", "embedding", "embedding_gradient", "embedding_gradient_", "square_sum",
+    "add_sums", "scale_",
 )  # fmt: skip
 INVERSE = 1.0 / 100.0 ** (torch.arange(0, 8, 2) / 8)
 
@@ -59,6 +60,16 @@ def opcheck_cases() -> dict[str, tuple]:
         "rotary": (ops.rotary, (q, cos, sin, False)),
         "rotary, back, 3-D": (ops.rotary, (leaf(3, 5, 8), cos[0], sin[0], True)),
         "rotary, strides": (ops.rotary, (drawn(2, 5, 3, 8).transpose(1, 2), cos, sin, False)),
+        "rotary_pair": (ops.rotary_pair, (q, leaf(2, 1, 5, 8), cos[:, 0], sin[:, 0], 1, FP32)),
+        "rotary_pair, strides": (
+            ops.rotary_pair,
+            (drawn(2, 5, 3, 8).transpose(1, 2), q.detach().float(), cos[:, 0], sin[:, 0], 1, FP32),
+        ),
+        "rotary_pair, empty": (ops.rotary_pair, (q[:0], q[:0], cos[:0, 0], sin[:0, 0], 1, BF16)),
+        "rotary_pair_backward": (
+            ops.rotary_pair_backward,
+            (q.detach(), q.detach() * 2, cos[:, 0], sin[:, 0], 1, BF16),
+        ),
         "embedding": (ops.embedding, (ids, weight, None, -1)),
         "embedding, int32": (ops.embedding, (ids.int(), weight, None, 3)),
         "embedding, empty": (ops.embedding, (ids[:0], weight, None, -1)),
@@ -97,7 +108,8 @@ def block(ids, weight, gate, positions, state):
     h = ck.silu_mul(x @ gate, x @ gate.mT) + ck.gelu(x, approximate="tanh")
     cos, sin = ck.rotary_table(positions, INVERSE, 1.2)
     q = h.unflatten(-1, (2, 8)).transpose(1, 2)
-    q, k = ck.apply_rotary(q, q * 2, cos, sin)
+    q, k = ck.apply_rotary_pos_emb(q, q * 2, cos, sin, dtype=h.dtype)
+    q, k = ck.apply_rotary(q, k, cos, sin)
     p = ck.softmax(ck.tanh(q @ k.mT), dtype=torch.float32)
     return ck.log_softmax(p.to(h.dtype) @ q).sum() + ck.sigmoid(h).square().sum()
 

@@ -38,6 +38,11 @@ def everything(module, dtype: torch.dtype, rows: int = 3, width: int = 1500):
         module.rotary_table(torch.arange(50), torch.rand(32), 1.5, dtype)
         for back in (True, False):
             module.rotary(drawn(2, 3, 50, 80, dtype=dtype), c, c, back)
+        for tables in {dtype, FP32}:
+            pair = (drawn(2, 50, 3, 80, dtype=dtype).transpose(1, 2),) * 2
+            cos = drawn(2, 50, 64, dtype=tables)
+            module.rotary_pair(*pair, cos, cos, 1, dtype)
+            module.rotary_pair_backward(*pair, cos, cos, 1, dtype)
         for into in (drawn(5, width), drawn(5, width, dtype=dtype)):
             module.embedding_gradient(x, indices(5, rows), -1, into)
         module.square_sum(x.view(-1))
@@ -55,6 +60,8 @@ def some(module, rows: int = 3, width: int = 1500):
         module.activation(x, "silu")
         module.softmax_backward(x, x, FP32)
         module.embedding_gradient(x, indices(5, rows), -1, drawn(5, width))
+        q, cos = drawn(2, rows, 3, 64).transpose(1, 2), drawn(2, rows, 64)
+        module.rotary_pair(q, q, cos, cos, 1, FP32)
         module.square_sum(x.view(-1))
         module.scale_(x, torch.tensor(0.5))
 
@@ -87,7 +94,7 @@ def test_numbers_of_rows_are_not_compiled_in(target):
     for rows in (2, 7, 64):
         kernels = compiled(target, some(launch, rows, 1504))
         found.append(tuple(kernel.hash for kernel in kernels))
-    assert len(set(found)) == 1 and len(found[0]) == 6
+    assert len(set(found)) == 1 and len(found[0]) == 7
 
 
 MUTANTS = {

@@ -6,13 +6,15 @@ import pytest
 
 pytest.importorskip("triton")
 
-from cute_kernels.rowwise import config
+from cute_kernels.rowwise import config, cpu
 from cute_kernels.rowwise.triton import launch
 
+from .. import triton_harness as harness
 from ..ptxsim.available import requires_core
+from . import rotary_cases
 from . import triton_cases as cases
 from .cases import BF16, FP32
-from .triton_harness import copy_of, simulated
+from .triton_harness import KERNELS, copy_of, simulated
 
 pytestmark = [pytest.mark.sim, requires_core]
 
@@ -36,6 +38,19 @@ def test_activations(kind, dtype):
 def test_softmax(width, dtype):
     with simulated(**RANDOM):
         cases.softmax(launch, width, dtype)
+
+
+def test_a_plan_of_q_and_k_launches_what_its_launcher_does():
+    """Of its own call, and of another with its signature."""
+    one, other = (rotary_cases.operands(BF16, BF16, 16, 20, seed) for seed in (0, 5))
+    with harness.on_the_cpu(), harness.simulated(launch, KERNELS, RANDOM):
+        for name, out in (("rotary_pair", FP32), ("rotary_pair_backward", BF16)):
+            plan = getattr(launch, f"plan_{name}")(*one, 1, out)
+            assert plan.fresh and plan.cacheable
+            for args in (one, other):
+                got, want = plan.run(*args, 1, out), getattr(cpu, name)(*args, 1, out)
+                assert all(map(rotary_cases.same_numbers, got, want))
+                assert [t.stride() for t in got] == [t.stride() for t in want]
 
 
 def test_another_order_is_killed(tmp_path):

@@ -12,6 +12,7 @@ from cute_kernels.rowwise import config, cpu
 from cute_kernels.testing import rowwise as reference
 from tests.contract import half_ulp, same_bytes
 
+from . import rotary_cases
 from .cases import BF16, FP32, drawn, indices, spread
 
 #: Units in the last place of fp32.
@@ -164,6 +165,25 @@ def rotary(launch) -> None:
             assert same_bytes(launch.rotary(x, cos, sin, back), want)
 
 
+def rotary_pair(launch) -> None:
+    """The CPU's bytes, zeros, infinities and subnormals among them: dtypes, tails, layouts."""
+    mixes = (BF16, BF16, 16, 16), (FP32, FP32, 12, 20), (BF16, FP32, 600, 600)
+    for dtype, tables, width, columns in mixes:
+        q, k, cos, sin = rotary_cases.operands(dtype, tables, width, columns)
+        calls = [(q, k, cos, sin, 1), (q.mT.contiguous().mT, k.contiguous(), cos, sin, 1)]
+        calls += [
+            (q.transpose(1, 2), k.transpose(1, 2), cos, sin, 2),
+            (q[0], k[0], cos[0], sin[0], 0),
+        ]
+        for args in calls[: 4 if dtype == BF16 == tables else 1]:
+            for name, out in (("rotary_pair", FP32), ("rotary_pair_backward", dtype)):
+                got, want = (getattr(module, name)(*args, out) for module in (launch, cpu))
+                assert all(map(rotary_cases.same_numbers, got, want))
+                assert [t.stride() for t in got] == [t.stride() for t in want]
+    got = launch.rotary_pair(q, k[:, :0], cos, sin, 1, FP32)
+    assert rotary_cases.same_numbers(got[0], cpu.rotary_pair(q, k, cos, sin, 1, FP32)[0])
+
+
 def embedding(launch, dtype: torch.dtype = FP32) -> None:
     """The CPU's bytes: one chain, tokens ascending, for hot entries and for those of one token."""
     ids, dy = indices(20, 60, seed=1), spread(60, 300, dtype=dtype)
@@ -214,6 +234,7 @@ def squares(launch) -> None:
 CHECKS = {
     check.__name__: check
     for check in (
-        masked_rows, odd_numbers, rows_alone, lanes, tables, rotary, embedding, cuts, squares,
+        masked_rows, odd_numbers, rows_alone, lanes, tables, rotary, rotary_pair, embedding, cuts,
+        squares,
     )
 }  # fmt: skip

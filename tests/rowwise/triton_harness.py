@@ -26,6 +26,7 @@ KERNELS = {
     "log_softmax_backward_kernel": ("out_ptr",),
     "rotary_table_kernel": ("cos_ptr", "sin_ptr"),
     "rotary_kernel": ("out_ptr",),
+    "rotary_pair_kernel": ("q_out_ptr", "k_out_ptr"),
     "embedding_gradient_kernel": ("into_ptr",),
     "lane_sums_kernel": ("out_ptr",),
     "chain_kernel": ("out_ptr",),

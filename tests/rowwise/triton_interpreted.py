@@ -100,6 +100,28 @@ MUTANTS = {
             "sin = tl.where(first[None, :], -sin, sin)",
         ),
     ),
+    "a product that is not rounded": (
+        cases.rotary_pair,
+        ("    return _stepped(a * b, like_ptr, ROUND)", "    return a * b"),
+    ),
+    "no zero is added": (
+        cases.rotary_pair,
+        ("(_product(x2, s2, like, ROUND) + 0.0)", "_product(x2, s2, like, ROUND)"),
+    ),
+    "the other half's sine": (
+        cases.rotary_pair,
+        (
+            "_product(x1, c1, like, ROUND) - _product(x2, s1, like, ROUND)",
+            "_product(x1, c1, like, ROUND) - _product(x2, s2, like, ROUND)",
+        ),
+    ),
+    "k by the strides of q": (
+        cases.rotary_pair,
+        (
+            "Q_TILES, k_ptr, k_out_ptr, cos_ptr, sin_ptr, K_ROWS, K_B, K_C, k_a, k_b, k_c,",
+            "Q_TILES, k_ptr, k_out_ptr, cos_ptr, sin_ptr, K_ROWS, K_B, K_C, q_a, q_b, q_c,",
+        ),
+    ),
     "one part of pi": (cases.tables, ("(angle - n * _PI_0) - n * _PI_1", "(angle - n * _PI_0)")),
 }
 

@@ -23,6 +23,7 @@ from .forwards.layers import Notes
 from .report import Left, Replaced
 from .scan import bytecode, configs, formula
 from .scan import known as patch_known
+from .scan import rotary as patch_rotary
 from .scan.known import Known
 
 #: Dtypes of parameters that our ops read.
@@ -108,6 +109,9 @@ def plan(model: nn.Module, options: Options) -> Plan:
             inside |= {id(child) for child in module.modules()}
     if options.main_grad and options.embedding:
         result.actions.extend(_positions(model, options))
+    if options.attention:
+        replaced_already = {id(action.module) for action in result.actions}
+        result.actions.extend(_rotations(model, options, replaced_already))
     order = {id(m): position for position, m in enumerate(model.modules())}
     result.actions.sort(key=lambda action: order[id(action.module)])
     return result
@@ -120,6 +124,22 @@ def _positions(model: nn.Module, options: Options) -> list[Action]:
         Action(name, module, "positions", notes)
         for name, module in model.named_modules()
         if positions.is_known(user_class(module)) and not _calls_another(module, "positions")
+    ]
+
+
+def _rotations(model: nn.Module, options: Options, but: set[int]) -> list[Action]:
+    """Return actions for the modules that rotate q and k by a known function.
+
+    but: ids of modules with an action.
+    """
+    notes = Notes(options.order, options.main_grad)
+    return [
+        Action(name, module, "attention", notes)
+        for name, module in model.named_modules()
+        if id(module) not in but
+        and not isinstance(module, torch.jit.ScriptModule)
+        and patch_rotary.pos_emb(user_class(module)) is not None
+        and not _calls_another(module, "attention")
     ]
 
 

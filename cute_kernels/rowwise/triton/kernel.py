@@ -427,6 +427,94 @@ def rotary_kernel(
     _stored(out_ptr, rows[:, None] * D + column[None, :], y, inside)
 
 
+@triton.jit
+def _stepped(v, like_ptr, ROUND: tl.constexpr):
+    """v in fp32, rounded to the dtype of a pointer if ROUND."""
+    if ROUND:
+        v = v.to(like_ptr.dtype.element_ty).to(tl.float32)
+    return v
+
+
+@triton.jit
+def _product(a, b, like_ptr, ROUND: tl.constexpr):
+    return _stepped(a * b, like_ptr, ROUND)
+
+
+@triton.jit
+def _halves_at(ptr, offset, mask, HALF: tl.constexpr):
+    return _loaded(ptr, offset, mask), _loaded(ptr, offset + HALF, mask)
+
+
+@triton.jit
+def _rotate_rows(
+    tile, x_ptr, out_ptr, cos_ptr, sin_ptr, M, B, C, x_a, x_b, x_c, out_a, out_b, out_c,
+    cos_a, cos_b, cos_c, sin_a, sin_b, sin_c, D: tl.constexpr, HALF: tl.constexpr,
+    SAME: tl.constexpr, BACK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    rows = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    valid = (rows < M)[:, None]
+    x_row = _row_at(rows, B, C, x_a, x_b, x_c)[:, None]
+    out_row = _row_at(rows, B, C, out_a, out_b, out_c)[:, None]
+    cos_row = _row_at(rows, B, C, cos_a, cos_b, cos_c)[:, None]
+    sin_row = _row_at(rows, B, C, sin_a, sin_b, sin_c)[:, None]
+    # An op of torch rounds to its dtype; autograd rounds a gradient to that of q and k besides.
+    like = out_ptr if BACK else x_ptr
+    ROUND: tl.constexpr = SAME or BACK
+    for first in tl.static_range(0, HALF, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)[None, :]
+        mask = valid & (column < HALF)
+        x1, x2 = _halves_at(x_ptr, x_row + column, mask, HALF)
+        c1, c2 = _halves_at(cos_ptr, cos_row + column, mask, HALF)
+        s1, s2 = _halves_at(sin_ptr, sin_row + column, mask, HALF)
+        if BACK:
+            # dx1 = dy1 c1 + (dy2 s2 + 0), dx2 = dy2 c2 + (0 - dy1 s1): autograd pads with 0
+            x1, x2 = _stepped(x1, like, SAME), _stepped(x2, like, SAME)
+            y1 = _product(x1, c1, like, ROUND) + (_product(x2, s2, like, ROUND) + 0.0)
+            y2 = _product(x2, c2, like, ROUND) + (0.0 - _product(x1, s1, like, ROUND))
+        else:
+            # y1 = x1 c1 - x2 s1, y2 = x2 c2 + x1 s2
+            y1 = _product(x1, c1, like, ROUND) - _product(x2, s1, like, ROUND)
+            y2 = _product(x2, c2, like, ROUND) + _product(x1, s2, like, ROUND)
+            y1, y2 = _stepped(y1, like, ROUND), _stepped(y2, like, ROUND)
+        _stored(out_ptr, out_row + column, y1, mask)
+        _stored(out_ptr, out_row + column + HALF, y2, mask)
+    for first in range(2 * HALF, D, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)[None, :]
+        mask = valid & (column < D)
+        y = _loaded(x_ptr, x_row + column, mask)
+        if BACK:
+            y = _stepped(y, like, ROUND) + 0.0
+        _stored(out_ptr, out_row + column, y, mask)
+
+
+@triton.jit(do_not_specialize=["Q_TILES", "Q_ROWS", "Q_B", "Q_C", "K_ROWS", "K_B", "K_C"])
+def rotary_pair_kernel(
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,
+    Q_TILES, Q_ROWS, Q_B, Q_C, K_ROWS, K_B, K_C,
+    q_a, q_b, q_c, k_a, k_b, k_c, q_out_a, q_out_b, q_out_c, k_out_a, k_out_b, k_out_c,
+    cos_a, cos_b, cos_c, sin_a, sin_b, sin_c,
+    D_Q: tl.constexpr, D_K: tl.constexpr, HALF: tl.constexpr, SAME: tl.constexpr,
+    BACK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Rows of q, then rows of k: x cos + rotate_half(x) sin in the steps of torch, or its gradient.
+
+    SAME: the tables have the dtype of q and k.  HALF: of the columns that are rotated.
+    """
+    program = tl.program_id(0)
+    if program < Q_TILES:
+        _rotate_rows(
+            program, q_ptr, q_out_ptr, cos_ptr, sin_ptr, Q_ROWS, Q_B, Q_C, q_a, q_b, q_c,
+            q_out_a, q_out_b, q_out_c, cos_a, cos_b, cos_c, sin_a, sin_b, sin_c,
+            D_Q, HALF, SAME, BACK, ROWS, COLUMNS,
+        )  # fmt: skip
+    else:
+        _rotate_rows(
+            program - Q_TILES, k_ptr, k_out_ptr, cos_ptr, sin_ptr, K_ROWS, K_B, K_C, k_a, k_b, k_c,
+            k_out_a, k_out_b, k_out_c, cos_a, cos_b, cos_c, sin_a, sin_b, sin_c,
+            D_K, HALF, SAME, BACK, ROWS, COLUMNS,
+        )  # fmt: skip
+
+
 # ---- embedding -----------------------------------------------------------------------------------
 
 

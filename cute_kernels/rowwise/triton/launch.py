@@ -7,12 +7,14 @@ and its current stream, and compiles at its first launch.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 import torch
 
 from ... import arch
 from ...compile.call import allocator, call
+from ...runtime.operands import empty_rows_like
 from ...runtime.plan_cache import Plan
 from ..config import LANES, SQUARES, lanes
 from . import kernel as kernels
@@ -154,6 +156,40 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) ->
     return out
 
 
+def rotary_pair(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    dim: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return q and k rotated by cos and sin, which are unsqueezed at ``dim``, as ``dtype``."""
+    return _rotate_pair((q, k, cos, sin), dim, dtype, False)
+
+
+def rotary_pair_backward(
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    dim: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of q and k, of ``dtype``."""
+    return _rotate_pair((dq, dk, cos, sin), dim, dtype, True)
+
+
+def plan_rotary_pair(q, k, cos, sin, dim: int, dtype: torch.dtype) -> Plan:
+    """Launch plan of `rotary_pair`."""
+    return _plan_pair(rotary_pair, (q, k, cos, sin), dim, dtype, False)
+
+
+def plan_rotary_pair_backward(dq, dk, cos, sin, dim: int, dtype: torch.dtype) -> Plan:
+    """Launch plan of `rotary_pair_backward`."""
+    return _plan_pair(rotary_pair_backward, (dq, dk, cos, sin), dim, dtype, True)
+
+
 def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Look up weight[ids] by torch's lookup, which copies."""
     return torch.embedding(weight, ids)
@@ -251,6 +287,82 @@ def _plan_elements(
         return out
 
     return Plan(run_one if results == 1 else run_two)
+
+
+def _rotate_pair(
+    tensors: tuple, dim: int, dtype: torch.dtype, back: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    outputs = tuple(empty_rows_like(t, dtype) for t in tensors[:2])
+    tensors = [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
+    grid, scalars = _pair_arguments(tensors, outputs, dim, back)
+    with torch.cuda.device(tensors[0].device):
+        kernels.rotary_pair_kernel[grid](*tensors, *outputs, *scalars, **_options())
+    return outputs
+
+
+def _plan_pair(
+    launcher: Callable, tensors: tuple, dim: int, dtype: torch.dtype, back: bool
+) -> Plan:
+    """Launch plan of q and k; as in `_plan_elements`, ``launcher`` itself where it must copy."""
+    if not all(t.stride(-1) == 1 for t in tensors) or not _TAKES_ALL:
+        return Plan(launcher)
+    device = tensors[0].device
+    outputs = [empty_rows_like(t, dtype) for t in tensors[:2]]
+    grid, scalars = _pair_arguments(tensors, outputs, dim, back)
+    with torch.cuda.device(device):
+        kernel = kernels.rotary_pair_kernel
+        launch = kernel.warmup(*tensors, *outputs, *scalars, grid=grid, **_options())[grid]
+    new_q, new_k = (allocator(t.shape, dtype, device, t.stride()) for t in outputs)
+
+    def run(q, k, cos, sin, *_) -> tuple[torch.Tensor, torch.Tensor]:
+        out = new_q(), new_k()
+        call(device, launch, q, k, cos, sin, *out, *scalars)
+        return out
+
+    return Plan(run)
+
+
+def _pair_arguments(
+    tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], dim: int, back: bool
+) -> tuple[tuple[int, int, int], tuple]:
+    """Return (grid, what `rotary_pair_kernel` takes after its tensors)."""
+    q, k, cos, sin = tensors
+    order = _memory_order(q)
+    half = cos.shape[-1] // 2
+    columns = min(TRITON.wide, _power(half))
+    height = TRITON.elements // columns
+    rows = [t.shape[:-1].numel() for t in (q, k)]
+    tiles = [_tiles(count, height) for count in rows]
+    sizes = ((count, *_lead(t, order)[0][1:]) for count, t in zip(rows, (q, k), strict=True))
+    strides = (
+        *(_lead(t, order)[1] for t in (q, k, *outputs)),
+        *(_lead(t.unsqueeze(dim), order)[1] for t in (cos, sin)),
+    )
+    same = (outputs[0] if back else q).dtype == cos.dtype
+    constants = q.shape[-1], k.shape[-1], half, same, back, height, columns
+    scalars = (tiles[0], *chain(*sizes), *chain(*strides), *constants)
+    return (sum(tiles), 1, 1), scalars
+
+
+def _memory_order(x: torch.Tensor) -> list[int]:
+    """Return three leading dimensions in the order of their strides, the largest first.
+
+    Rows that follow each other in memory are then in one program.
+    """
+    strides = _lead(x, range(3))[1]
+    return sorted(range(3), key=lambda i: -strides[i])
+
+
+def _lead(t: torch.Tensor, order: Iterable[int]) -> tuple[list[int], list[int]]:
+    """Return (sizes, strides) of three leading dimensions in this order, missing ones in front.
+
+    A dimension of 1 has a stride of 0, so that a table goes with more rows.
+    """
+    missing = 4 - t.dim()
+    sizes = [1] * missing + list(t.shape[:-1])
+    strides = [0] * missing + list(t.stride()[:-1])
+    strides = [0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=True)]
+    return [sizes[i] for i in order], [strides[i] for i in order]
 
 
 def _softmax(x: torch.Tensor, dtype: torch.dtype, log: bool) -> torch.Tensor:

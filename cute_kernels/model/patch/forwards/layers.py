@@ -17,7 +17,7 @@ from ....norm import api as norm
 from ....norm.config import part_rows
 from ....rowwise import api as rowwise
 from .. import checks
-from . import causal, positions, rotary
+from . import attention, causal, positions, rotary
 from .causal import head_scores
 
 #: Attribute of a patched module that holds its `Notes`.
@@ -227,6 +227,7 @@ FORWARDS: dict[str, Callable[[type], Callable]] = {
     "rotary": _any_class(_rotary),
     "causal_lm": causal.forward_of,
     "positions": positions.forward_of,
+    "attention": attention.forward_of,
 }
 #: Name -> class below the author's in the method resolution order.
 STEPS: dict[str, type] = {"embedding_step": EmbeddingStep}
@@ -248,5 +249,6 @@ OPS = {
     "embedding_step": "ck.embedding",
     "rotary": "ck.rotary_table",
     "positions": "ck.embedding for each sequence, where gradients go to main_grad",
+    "attention": "ck.apply_rotary_pos_emb",
     "causal_lm": "ck.tanh, and in the loss ck.linear_logp(softcap=)",
 }
