@@ -7,7 +7,8 @@ Three products where a forward and a backward of `linear_logp` make four.  No ch
 a logit, a state and a row of dH are a token's own, and dW is a chain over tokens that goes on in an
 fp32 accumulator, cut at multiples of 16 tokens.  On a CPU the sum over tokens of a dW is one
 product that no cut keeps the bytes of, and so is a bias's gradient on every device: there they are
-made by the walk through the vocabulary of `chunks`, from logits that are made again.
+made by the walk through the vocabulary of `chunks`, from logits that are made again.  On SM90 a
+softcap, or a gradient of the entropy, has the logits made again as well: `_Chunks.keeps`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..arch import CUTE_SM90
 from ..cpu.ieee import ieee_on
 from ..runtime import dispatch, products
 from ..schedulers.tiles import leaves
@@ -119,8 +121,8 @@ def sweep(
     results, upstreams = [], []
     for some in walk.slices():
         rows_of_chunk = Rows(*(t[some] for t in rows))
-        logits = walk.logits(some)
-        parts = walk.states(logits, rows_of_chunk, entropy)
+        logits = walk.logits(some) if walk.keeps(False) else None
+        parts = walk.states(some, logits, rows_of_chunk, entropy)
         logp, lse2, entropies = op.finish(parts, rows_of_chunk, hidden.dtype)
         counted = rows_of_chunk.target >= 0
         terms = evaluate(loss, logp, entropies, inputs.of(some), counted, True)
@@ -148,6 +150,7 @@ class _Chunks:
         self.hidden, self.head, self.rows, self.needs = hidden, head, rows, needs
         self.chained = chained and needs.weight
         self.entries = head.entries
+        self.backend = dispatch.backend("logp_gradients", hidden.device, hidden.dtype)
         self.d_hidden = self.total = self.d_weight = None
         if needs.hidden:
             self.d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
@@ -181,18 +184,41 @@ class _Chunks:
                 logits += head.bias[: self.entries].float()
         return logits
 
-    def states(self, logits: torch.Tensor, rows: Rows, entropy: bool) -> torch.Tensor:
-        """int64 [P, t, C]: the states of kept logits."""
+    def keeps(self, entropy: bool) -> bool:
+        """Whether gradients come from kept logits; ``entropy``: one of the entropy is asked for.
+
+        SM90's kernel has fused operations where a softcap or the entropy enters, and the kernel for
+        kept logits has none: there they are made again, for the bytes of `linear_logp`.
+        """
+        return self.backend != CUTE_SM90 or not (entropy or self.head.softcap)
+
+    def states(
+        self, some: slice, logits: torch.Tensor | None, rows: Rows, entropy: bool
+    ) -> torch.Tensor:
+        """int64 [P, t, C]: the states of a chunk's logits, kept or not."""
+        if logits is None:
+            return op.states(self.hidden[some], self.head, rows, entropy)
         launch = dispatch.launcher("logit_states", logits.device, logits.dtype)
         return launch(logits, Logits(0, self.head.vocab, self.head.softcap), rows, entropy)
 
-    def add(self, some: slice, logits: torch.Tensor, rows: Rows, upstream: Upstream) -> None:
-        """Add the gradients of one chunk."""
+    def gradient(
+        self, some: slice, logits: torch.Tensor | None, block: slice, rows: Rows, upstream: Upstream
+    ) -> torch.Tensor:
+        """G of a chunk's columns, in the dtype of hidden."""
+        hidden, head = self.hidden[some], self.head
+        if logits is None or not self.keeps(upstream.of_entropy is not None):
+            launch = dispatch.launcher("logp_gradients", hidden.device, hidden.dtype)
+            return launch(hidden, head.block(block), rows, upstream)
+        launch = dispatch.launcher("logit_gradients", logits.device, logits.dtype)
+        place = Logits(block.start, head.vocab, head.softcap)
+        return launch(logits[:, block], place, rows, upstream, hidden.dtype)
+
+    def add(self, some: slice, logits: torch.Tensor | None, rows: Rows, upstream: Upstream) -> None:
+        """Add the gradients of one chunk; ``logits``: None if they are made again."""
         if not (self.chained or self.needs.hidden):
             return
         hidden, head, dtype = self.hidden[some], self.head, self.hidden.dtype
         masked = (rows.target < 0)[:, None]
-        launch = dispatch.launcher("logit_gradients", logits.device, logits.dtype)
         add_hidden = dispatch.launcher("logp_add_hidden", hidden.device, dtype)
         # What a masked token holds, NaN as it may be, must not meet its zeros in dW.
         seen = hidden.masked_fill(masked, 0.0) if self.chained else None
@@ -200,8 +226,7 @@ class _Chunks:
         for leaf in chunks.leaf_slices(self.entries, head.vocab, head.order):
             part = hidden.new_zeros(hidden.shape, dtype=torch.float32)
             for block in self._blocks(leaf, len(hidden)):
-                place = Logits(block.start, head.vocab, head.softcap)
-                gradient = launch(logits[:, block], place, rows, upstream, dtype)
+                gradient = self.gradient(some, logits, block, rows, upstream)
                 if self.needs.hidden:
                     add_hidden(part, gradient, head.weight[block])
                 if self.chained:
