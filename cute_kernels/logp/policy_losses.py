@@ -20,6 +20,8 @@ from .config import LOG2E
 
 #: Values of ``reduction``: what the weighted sum over tokens is divided by.
 REDUCTIONS = ("sum", "token_mean", "sequence_mean", "constant")
+#: Largest power of two of `exp`: beyond 127.5, its whole part has no exponent in fp32.
+_LARGEST = 127.49
 
 
 class _Exp(torch.autograd.Function):
@@ -29,7 +31,7 @@ class _Exp(torch.autograd.Function):
     def forward(ctx, x: torch.Tensor) -> torch.Tensor:
         # e^x = 2^whole 2^f, f in [-1/2, 1/2]; the split in fp64, 2^f as in `ieee.exp2`.
         y = x.double() * LOG2E
-        finite = torch.nan_to_num(y, nan=0.0).clamp(-126.0, 127.0)
+        finite = torch.nan_to_num(y, nan=0.0).clamp(-126.0, _LARGEST)
         whole = finite.round()
         f = (finite - whole).float()
         series = torch.full_like(f, EXP2[-1])
@@ -37,8 +39,7 @@ class _Exp(torch.autograd.Function):
             series = series * f + c
         value = series * ((whole.to(torch.int32) + 127) << 23).view(torch.float32)
         value = torch.where(y < -126.0, 0.0, value)
-        # At 2^127.5 and above f would be too large; fp32 ends at 2^128.
-        value = torch.where(y > 127.5, torch.inf, value)
+        value = torch.where(y > _LARGEST, torch.inf, value)
         value = torch.where(y.isnan(), torch.nan, value)
         ctx.save_for_backward(value)
         return value
@@ -53,7 +54,7 @@ class _Exp(torch.autograd.Function):
 def exp(x: torch.Tensor) -> torch.Tensor:
     """Exponential of fp32, differentiable once; an element's bits depend on that element alone.
 
-    0 below 2^-126, inf above 2^127.5, relative error below 2^-22.
+    0 below 2^-126, inf above 2^127.49, relative error below 2^-22.
     """
     return _Exp.apply(x)
 

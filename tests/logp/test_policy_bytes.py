@@ -98,6 +98,17 @@ def test_the_upstream_scalar_multiplies_once(dtype, upstream):
         assert not differing(got, cases.composed("ppo", x, **options | {"loss_scale": 4.0}))
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"entropy_weight": 0.1}], ids=str)
+def test_logits_that_are_made_again(options, monkeypatch):
+    """As on SM90, for a softcap and gradients of the entropy."""
+    x, options = cases.problem("ppo", "some"), cases.options_of("ppo", **options)
+    want = cases.fused("ppo", x, **options)
+    monkeypatch.setattr(policy_sweep._Chunks, "keeps", lambda self, entropy: False)
+    monkeypatch.setattr(policy_sweep._Chunks, "logits", None)
+    cases.budget(monkeypatch, 16, x)
+    assert not differing(cases.fused("ppo", x, **options), want)
+
+
 # ---- chunks --------------------------------------------------------------------------------------
 
 BUDGETS = (1, 16, 32, 48, 1 << 20)
