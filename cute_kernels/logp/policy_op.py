@@ -207,7 +207,7 @@ def _backward(ctx, upstream, *_):
 def _run_scale(gradient, scale):
     if gradient.dtype == torch.float32:
         with ieee_on(gradient):
-            return gradient * scale
+            return (gradient * scale).contiguous()
     out = torch.empty_like(gradient, memory_format=torch.contiguous_format)
     if not out.numel():
         return out
