@@ -166,16 +166,25 @@ def exact(name: str, x: Problem, **options) -> Results:
     hidden = torch.where(counted[..., None], x.hidden, 0.0).double().flatten(0, 1)
     leaves = [hidden.requires_grad_(), x.weight.double().requires_grad_()]
     bias = None if x.bias is None else x.bias.double().requires_grad_()
-    y = reference.logits(*leaves, bias, reference.Options(options.get("temperature", 1.0)))
+    tau = options.get("temperature", 1.0)
+    head = reference.Options(
+        tau.reshape(-1) if isinstance(tau, torch.Tensor) else tau,
+        options.get("softcap", 0.0), IGNORED, options.get("vocab_size"),
+    )  # fmt: skip
+    y = reference.logits(*leaves, bias, head)
     target = torch.where(flat, x.target.reshape(-1), IGNORED)
     logp, entropy = reference.of_logits(y, target, IGNORED)
     tensors = {k: torch.where(counted, t, 0.0).double().flatten() for k, t in x.tensors.items()}
-    per_token = formula(name, logp, tensors, options)
+    factor = tensors.pop("token_weights", 1.0)
+    if callable(name):
+        per_token = name(logp, entropy, **tensors) * factor
+    else:
+        per_token = formula(name, logp, tensors, options) * factor
     kl_weight = options.get("kl_weight", 0.0)
     if kl_weight:
         per_token = per_token + kl_weight * kl_formula(options["kl"], logp, tensors)
-    row = LOSSES[name]
-    reduction = options.get("reduction", row.reduction)
+    default = "token_mean" if callable(name) else LOSSES[name].reduction
+    reduction = options.get("reduction", default)
     loss = reduced(per_token, counted, reduction, options)
     bonus = options.get("entropy_weight", 0.0)
     if bonus:
@@ -193,9 +202,14 @@ def exact(name: str, x: Problem, **options) -> Results:
 
 def reduced(values: torch.Tensor, counted: torch.Tensor, kind: str, options: dict) -> torch.Tensor:
     """The reduction by its definition, sequence after sequence."""
-    values = values.view(counted.shape)
-    sums = [values[b][counted[b]].sum() for b in range(len(counted))]
-    lengths = [int(counted[b].sum()) for b in range(len(counted))]
+    sizes = [counted.shape[-1]] * counted[..., 0].numel()
+    if "cu_seqlens" in options:
+        sizes = options["cu_seqlens"].diff().tolist()
+    parts = list(
+        zip(values.reshape(-1).split(sizes), counted.reshape(-1).split(sizes), strict=True)
+    )
+    sums = [part[kept].sum() for part, kept in parts]
+    lengths = [int(kept.sum()) for _, kept in parts]
     scale, divisor = options.get("loss_scale", 1.0), options.get("divisor")
     if kind == "sum":
         return scale * sum(sums) / (divisor or 1)
