@@ -163,7 +163,7 @@ def exact(name: str, x: Problem, **options) -> Results:
     """The loss by its published formula, and its gradients, in float64."""
     counted = torch.ones_like(x.target, dtype=torch.bool) if x.mask is None else x.mask
     flat = counted.reshape(-1)
-    hidden = torch.where(counted[..., None], x.hidden, 0.0).double().flatten(0, 1)
+    hidden = torch.where(counted[..., None], x.hidden, 0.0).double().flatten(0, -2)
     leaves = [hidden.requires_grad_(), x.weight.double().requires_grad_()]
     bias = None if x.bias is None else x.bias.double().requires_grad_()
     tau = options.get("temperature", 1.0)
