@@ -33,7 +33,7 @@ CALLS = {
     "skinny_linear": (lambda x: ck.skinny_linear(x, W), X),
     "linear_logp": (lambda x: ck.linear_logp(x, W, TARGET), X),
     "linear_policy_loss": (
-        lambda x: ck.linear_policy_loss(x, W, TARGET, loss="cross_entropy").loss,
+        lambda x: ck.linear_policy_loss(x, W, TARGET, loss="cross_entropy").loss[None],
         X,
     ),
     "log_probs": (lambda x: ck.log_probs(x, TARGET), X),
