@@ -316,7 +316,7 @@ def linear_policy_loss(
             defaults.  One that the row does not have is refused.
         kl: ``"k1"``, ``"k2"``, ``"k3"``, or ``"k3_importance"``: k3 times the importance ratio.
         kl_weight, entropy_weight: Weights of the additive terms.
-        entropy_reduction: None: that of the loss.
+        entropy_reduction: None: v = w.  Else v is of this reduction, without ``divisor``.
         return_entropy: Whether the entropy comes, too; with an entropy term or a function, always.
         loss_scale: Multiplies the loss, as for gradient accumulation.
 

@@ -53,6 +53,7 @@ class PolicyProblem(NamedTuple):
     """A checked loss: what `policy_op` is called with besides the head and its tokens.
 
     row: None for a function of the user's.  tensors: by name, of the shape of target.
+    entropy_reduction: Empty if the entropy has the weights of the loss.
     """
 
     row: PolicyLossRow | None
@@ -92,15 +93,17 @@ def policy_loss(target: torch.Tensor, given: Mapping, options: PolicyOptions) ->
     row, function = _loss(options.loss)
     _cu_seqlens(options.cu_seqlens, target)
     tensors = _tensors(target, given, row, options)
-    reduction = options.reduction or (row.reduction if row is not None else "token_mean")
+    reduction = options.reduction
+    if reduction is None:
+        reduction = row.reduction if row is not None else "token_mean"
+    of_entropy = options.entropy_reduction
     for name, value in (
         ("reduction", reduction),
-        ("entropy_reduction", options.entropy_reduction or reduction),
+        ("entropy_reduction", reduction if of_entropy is None else of_entropy),
     ):
         if value not in policy_losses.REDUCTIONS:
             raise ArgumentValueError(one_of(name, policy_losses.REDUCTIONS, value))
-    entropy_reduction = options.entropy_reduction or reduction
-    used = {reduction, entropy_reduction}
+    used = {reduction, of_entropy}
     if used & {"sequence_mean", "constant"} and target.dim() < 2 and options.cu_seqlens is None:
         want = (
             "target [..., L], whose rows are sequences, or cu_seqlens of packed ones, as the "
@@ -120,7 +123,7 @@ def policy_loss(target: torch.Tensor, given: Mapping, options: PolicyOptions) ->
         _options_of(row, options.of_loss),
         tensors,
         reduction,
-        entropy_reduction,
+        of_entropy or "",
         _divisor(options.divisor, target),
         max_length,
         options.kl,
@@ -260,7 +263,7 @@ def _divisor(value: object, target: torch.Tensor) -> torch.Tensor | float | None
     return number
 
 
-def _max_length(value: object, reductions: set[str]) -> float:
+def _max_length(value: object, reductions: set[str | None]) -> float:
     if "constant" not in reductions:
         if value is not None:
             want = "None: only reduction='constant' divides by it"

@@ -106,23 +106,25 @@ def _run(
         rows = op.rows_of(target, temperatures, temperature, ignore_index, vocab)
         counted = target != ignore_index
         divisor = numbers.divisor or None if divisor is None else divisor
-        weights = [
-            weights_of(
-                counted, kind, divisor, numbers.max_length, numbers.loss_scale, cu_seqlens
-            )
-            for kind in (reduction, entropy_reduction)
-        ]  # fmt: skip
+        weigh = functools.partial(
+            weights_of, counted, max_length=numbers.max_length, scale=numbers.loss_scale,
+            cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        of_loss = weigh(reduction=reduction, divisor=divisor)
+        of_entropy = of_loss
+        if entropy_reduction:
+            of_entropy = weigh(reduction=entropy_reduction, divisor=None)
         flat = {name: t.reshape(-1).float() for name, t in zip(names, tensors, strict=True)}
         found = sweep(
             flat_rows(hidden, "logp_states"),
             head,
             rows,
             _loss_of(loss, options, names, kl, numbers),
-            TokenInputs(flat, *weights),
+            TokenInputs(flat, of_loss, of_entropy),
             entropy,
             wanted,
         )
-        total, metrics = _sums(found, counted.reshape(-1), weights, numbers)
+        total, metrics = _sums(found, counted.reshape(-1), (of_loss, of_entropy), numbers)
     logp = found.logp.view(target.shape)
     entropies = logp.new_empty(0) if found.entropy is None else found.entropy.view(target.shape)
     gradients = (hidden.new_empty(0) if t is None else t for t in found[3:])

@@ -112,6 +112,13 @@ def weights(x: Problem, reduction: str, options: dict) -> torch.Tensor:
     ).view(x.target.shape)  # fmt: skip
 
 
+def for_entropy(reduction: str, options: dict) -> tuple[str, dict]:
+    """(reduction, options) of the entropy term: a reduction of its own has no divisor."""
+    if "entropy_reduction" not in options:
+        return reduction, options
+    return options["entropy_reduction"], options | {"divisor": None}
+
+
 def composed(name: str, x: Problem, needs=(True, True, True), **options) -> Results:
     """`linear_logp`, the same torch function of the loss, and torch's autograd through both."""
     row = LOSSES[name]
@@ -138,7 +145,7 @@ def composed(name: str, x: Problem, needs=(True, True, True), **options) -> Resu
     reduction = options.get("reduction", row.reduction)
     loss = (torch.where(counted, term, 0.0) * weights(x, reduction, options)).sum()
     if bonus:
-        of_entropy = weights(x, options.get("entropy_reduction", reduction), options)
+        of_entropy = weights(x, *for_entropy(reduction, options))
         loss = loss - (entropy * (bonus * of_entropy)).sum()
     loss.backward()
     entropy = None if entropy is None else entropy.detach()
@@ -188,8 +195,7 @@ def exact(name: str, x: Problem, **options) -> Results:
     loss = reduced(per_token, counted, reduction, options)
     bonus = options.get("entropy_weight", 0.0)
     if bonus:
-        kind = options.get("entropy_reduction", reduction)
-        loss = loss - bonus * reduced(entropy, counted, kind, options)
+        loss = loss - bonus * reduced(entropy, counted, *for_entropy(reduction, options))
     given = [t for t in (*leaves, bias) if t is not None]
     made = torch.autograd.grad(loss, given, allow_unused=True, materialize_grads=True)
     made = [*made, None][:3]

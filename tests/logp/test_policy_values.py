@@ -36,6 +36,12 @@ OTHERS = {
     **{f"by {kind}": {"reduction": kind} for kind in REDUCTIONS},
     **{f"by {kind}, divided": {"reduction": kind, "divisor": 5.0} for kind in REDUCTIONS},
     "entropy by tokens": {"entropy_weight": 0.2, "entropy_reduction": "token_mean"},
+    "entropy by tokens, loss divided": {
+        "entropy_weight": 0.2,
+        "entropy_reduction": "token_mean",
+        "divisor": 9.0,
+    },
+    "entropy divided": {"entropy_weight": 0.2, "divisor": 9.0},
     "scaled": {"loss_scale": 0.25, "entropy_weight": 0.2},
 }
 
