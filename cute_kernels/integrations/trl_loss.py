@@ -5,8 +5,8 @@
         **loss_options(trainer.args, num_items_in_batch=inputs["num_items_in_batch"]),
     )
 
-The semantics are those of TRL 1.16.0 (``_compute_loss``).  TRL is not imported: a ``GRPOConfig``, or
-a mapping of its fields, is read.  What needs log-probs or entropies of other tokens before a
+The semantics are those of ``_compute_loss`` of TRL 1.16.0.  TRL is not imported: a ``GRPOConfig``,
+or a mapping of its fields, is read.  What needs log-probs or entropies of other tokens before a
 token's weight is known is refused by name.
 """
 
@@ -49,7 +49,7 @@ _DEFAULTS: dict[str, object] = {
     "off_policy_mask_threshold": None,
     "entropy_coef": 0.0,
     "use_adaptive_entropy": False,
-    "max_completion_length": 256,
+    "max_completion_length": 512,
     "temperature": 1.0,
     "gradient_accumulation_steps": 1,
     "steps_per_generation": None,
