@@ -159,7 +159,7 @@ LOSSES: Mapping[str, PolicyLossRow] = MappingProxyType(
                 cross_entropy, advantages=False, old_logp=False,
             ),
             PolicyLossRow(
-                "dft", "-sg(p) log p", "Wu et al. 2025, arXiv 2508.05629, eq. 9",
+                "dft", "-sg(p) log p", "Wu et al. 2025, arXiv 2508.05629",
                 dynamic_fine_tuning, advantages=False, old_logp=False,
             ),
             PolicyLossRow(
@@ -175,7 +175,7 @@ LOSSES: Mapping[str, PolicyLossRow] = MappingProxyType(
                 clipped_ratio, _clip(0.2, 0.2), clips=True,
             ),
             PolicyLossRow(
-                "ppo_dual_clip", _CLIPPED, "Ye et al. 2019, arXiv 1912.09729, eq. 5",
+                "ppo_dual_clip", _CLIPPED, "Ye et al. 2019, arXiv 1912.09729",
                 clipped_ratio, _clip(0.2, 0.2, 3.0), clips=True,
             ),
             PolicyLossRow(
@@ -192,7 +192,7 @@ LOSSES: Mapping[str, PolicyLossRow] = MappingProxyType(
             ),
             PolicyLossRow(
                 "cispo", "-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log p",
-                "MiniMax 2025, arXiv 2506.13585, eq. 4",
+                "MiniMax 2025, arXiv 2506.13585",
                 cispo, MappingProxyType({"clip_low": 1.0, "clip_high": 4.0}), clips=True,
             ),
             PolicyLossRow(
