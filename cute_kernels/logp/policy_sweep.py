@@ -139,7 +139,10 @@ def sweep(
 
 
 def chained(t: torch.Tensor) -> bool:
-    """Whether a dW has the bytes of a chain that an accumulator resumes: not on a CPU."""
+    """Whether dW is a chain that an accumulator resumes.
+
+    On a CPU that is the order of a dW with ``main_grad`` alone, so there it is not.
+    """
     return t.device.type != "cpu"
 
 
@@ -159,7 +162,7 @@ class _Chunks:
             self.d_weight = torch.empty(shape, dtype=weight.dtype, device=weight.device)
             # Padding of the vocabulary is not read.
             self.d_weight[self.entries :] = 0
-            if len(self.slices()) > 1:
+            if len(self.slices()) > 1 or self.backend != CUTE_SM90:
                 self.total = weight.new_zeros(self.entries, shape[1], dtype=torch.float32)
 
     def slices(self) -> list[slice]:
@@ -239,9 +242,10 @@ class _Chunks:
             self.d_hidden[some] = total.masked_fill_(masked, 0.0)
 
     def _add_weight(self, block: slice, gradient: torch.Tensor, seen: torch.Tensor) -> None:
-        """dW' += Gᵀ Hidden of one chunk, the chain going on; rounded at once if it is the only one.
+        """dW' += Gᵀ Hidden of one chunk, the chain going on.
 
-        An accumulator that is zero and none have the same bits on a GPU.
+        The only chunk is rounded at once on SM90, where an accumulator of zeros and none have the
+        same bits; Triton's kernel has other blocks of K for the two.
         """
         if self.total is None:
             products.product(gradient.mT, seen.mT, out=self.d_weight[block])

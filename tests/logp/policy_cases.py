@@ -125,9 +125,8 @@ def composed(name: str, x: Problem, needs=(True, True, True), **options) -> Resu
     leaves = leaves_of(x, needs)
     counted = torch.ones_like(x.target, dtype=torch.bool) if x.mask is None else x.mask
     target = torch.where(counted, x.target, IGNORED)
-    head = {
-        k: options[k] for k in ("temperature", "softcap", "vocab_size", "order") if k in options
-    }
+    names = ("temperature", "softcap", "vocab_size", "order", "main_grad")
+    head = {key: options[key] for key in names if key in options}
     bonus = options.get("entropy_weight", 0.0)
     out = ck.linear_logp(
         leaves[0], leaves[1], target, leaves[2], return_entropy=bool(bonus), **head
