@@ -227,7 +227,9 @@ class _Chunks:
         seen = hidden.masked_fill(masked, 0.0) if self.chained else None
         total = None
         for leaf in chunks.leaf_slices(self.entries, head.vocab, head.order):
-            part = hidden.new_zeros(hidden.shape, dtype=torch.float32)
+            part = None
+            if self.needs.hidden:
+                part = hidden.new_zeros(hidden.shape, dtype=torch.float32)
             for block in self._blocks(leaf, len(hidden)):
                 gradient = self.gradient(some, logits, block, rows, upstream)
                 if self.needs.hidden:
@@ -235,8 +237,9 @@ class _Chunks:
                 if self.chained:
                     self._add_weight(block, gradient, seen)
                 del gradient  # before the next one is made
-            with ieee_on(part):
-                total = part if total is None else total.add_(part)
+            if part is not None:
+                with ieee_on(part):
+                    total = part if total is None else total.add_(part)
         if self.needs.hidden:
             # Zeros times a weight that is not finite are NaN.
             self.d_hidden[some] = total.masked_fill_(masked, 0.0)

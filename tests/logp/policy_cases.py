@@ -159,7 +159,8 @@ def budget(patch, tokens: int, x: Problem, order: str = "chain") -> None:
     if order == "tree":
         leaves = policy_sweep.leaves.count(x.weight.shape[1])
         copies = leaves + (leaves > 1)
-    patch.setattr(policy_sweep, "LOGITS_BYTES", {"cpu": 4 * entries * copies * tokens})
+    most = 4 * entries * copies * tokens
+    patch.setattr(policy_sweep, "LOGITS_BYTES", {"cpu": most, "cuda": most})
 
 
 # ---- float64 -------------------------------------------------------------------------------------
