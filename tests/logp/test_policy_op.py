@@ -9,6 +9,7 @@ import torch
 from torch.library import opcheck
 
 import cute_kernels as ck
+from cute_kernels.cpu.c_library import functions
 from cute_kernels.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -23,6 +24,7 @@ from tests.logp.policy_cases import BF16, FP32
 
 X = cases.problem("grpo", "some", bias=True)
 OPTIONS = cases.options_of("grpo")
+SAPO = cases.problem("sapo", "some", bias=True)
 
 
 def loss_of(leaves, x=X, **options):
@@ -220,6 +222,18 @@ def test_the_settings_of_a_process_do_not_show():
     finally:
         torch.set_flush_denormal(False)
         torch.use_deterministic_algorithms(False)
+    assert all(a is None or same_bytes(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("mode", [0x400, 0x800], ids=["down", "up"])
+def test_the_rounding_mode_does_not_show(mode):
+    upstream = torch.tensor(0.3)
+    want = cases.fused("sapo", SAPO, upstream=upstream, entropy_weight=0.1)
+    functions().fesetround(mode)
+    try:
+        got = cases.fused("sapo", SAPO, upstream=upstream, entropy_weight=0.1)
+    finally:
+        functions().fesetround(0)
     assert all(a is None or same_bytes(a, b) for a, b in zip(got, want, strict=True))
 
 

@@ -10,6 +10,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels.logp import policy_losses
 from cute_kernels.logp.policy_losses import KL, LOSSES, REDUCTIONS
+from tests import contract
 from tests.contract import same_bytes
 from tests.logp import policy_cases as cases
 from tests.logp.policy_cases import FP32, MASKS
@@ -225,3 +226,25 @@ def test_token_weights_multiply_the_policy_term():
     d = x.tensors["reference_logp"] - logp
     want = (-logp * weights + 0.5 * (d.exp() - d - 1)).sum()
     assert got.loss.item() == pytest.approx(want.item(), rel=1e-5)
+
+
+# ---- the battery ---------------------------------------------------------------------------------
+
+VOCAB, WIDTH = 70, 24
+HEAD = torch.randn(VOCAB, WIDTH, generator=torch.Generator().manual_seed(8))
+
+
+def rows_of_loss(rows: torch.Tensor) -> torch.Tensor:
+    """[T, 2 + D]: log p, entropy and dhidden; what a token is given follows from its own bits."""
+    bits = rows[:, 0].contiguous().view(torch.int32).long()
+    leaf = rows.detach().requires_grad_()
+    out = ck.linear_policy_loss(
+        leaf, HEAD, bits // 65536 % VOCAB, loss="sapo", reduction="sum", entropy_weight=0.1,
+        advantages=(bits % 7 - 3).float(), old_logp=-(bits % 11).float(),
+    )  # fmt: skip
+    out.loss.backward()
+    return torch.cat([out.logp[:, None], out.entropy[:, None], leaf.grad], 1)
+
+
+def test_battery():
+    contract.check_rows(contract.RowOp("linear_policy_loss", rows_of_loss, WIDTH, FP32), 70, 11)
