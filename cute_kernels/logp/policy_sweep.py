@@ -13,6 +13,7 @@ softcap, or a gradient of the entropy, has the logits made again as well: `_Chun
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -358,10 +359,12 @@ class _recording:
 
     def __init__(self, records: bool):
         self._mode = torch.enable_grad() if records else torch.no_grad()
-        self._keys = _C._ForceDispatchKeyGuard(
-            _C._dispatch_tls_local_include_set(),
-            _C._dispatch_tls_local_exclude_set() - _AUTOGRAD_KEYS,
-        )
+        self._keys = contextlib.nullcontext()
+        if records:
+            self._keys = _C._ForceDispatchKeyGuard(
+                _C._dispatch_tls_local_include_set(),
+                _C._dispatch_tls_local_exclude_set() - _AUTOGRAD_KEYS,
+            )
 
     def __enter__(self) -> None:
         self._keys.__enter__()
